@@ -1,0 +1,69 @@
+// A group of ranks and five ways to move tensors between them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+
+#include <string>
+
+namespace bagua {
+
+enum class ReduceOp { kSum, kAvg, kMin, kMax };
+
+struct Group {
+  int rank;
+  int size;
+};
+
+struct Send {
+  at::Tensor tensor;
+  int peer;
+};
+
+struct Recv {
+  at::Tensor tensor;
+  int peer;
+};
+
+// Moves tensors; knows no codec.
+//
+// Thread safety: one owner (a lane, or the main thread); only abort() may be called from another
+// thread. Ownership: tensors are the caller's and must stay alive until the call returns.
+// Ordering: all ranks make the same calls in the same order; on return the effect is ordered on
+// the current stream (CPU: complete). Sizes agree across ranks and are never read off the wire.
+// May fail: throws Error or TimeoutError that names the peer where the transport knows it; after a
+// failure the communicator refuses further calls.
+class Communicator {
+ public:
+  explicit Communicator(Group group) : group_(group) {}
+  virtual ~Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  Group group() const { return group_; }
+
+  // In place. kAvg divides by the group's size. The result has the same bits on every rank.
+  virtual void all_reduce(at::Tensor& tensor, ReduceOp op) = 0;
+
+  // output.numel() == size * input.numel(); slot i of the output is rank i's input.
+  virtual void all_gather(const at::Tensor& input, at::Tensor& output) = 0;
+
+  // Equal numel, divisible by size: chunk j of rank i becomes chunk i of rank j.
+  virtual void all_to_all(const at::Tensor& input, at::Tensor& output) = 0;
+
+  virtual void broadcast(at::Tensor& tensor, int root) = 0;
+
+  // Point to point: every receive is posted before the first send, so that any pattern in which
+  // each send has its receive is free of deadlock. Several messages between the same two ranks
+  // are matched in order. A peer may be this rank itself (copied locally).
+  virtual void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs) = 0;
+
+  // Thread-safe. Later calls throw, naming the reason; calls in flight end where the transport can
+  // end them (see each implementation).
+  virtual void abort(const std::string& reason) noexcept = 0;
+
+ private:
+  Group group_;
+};
+
+}  // namespace bagua
