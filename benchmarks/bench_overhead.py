@@ -3,8 +3,8 @@
     python benchmarks/bench_overhead.py [--quick]
 
 One rank, 500 parameters of 8 elements: the time over that of the bare model is all hooks, buckets
-and bookkeeping. The bare model, torch DDP and bagua take turns in one process. Prints JSON and keeps
-it under benchmarks/results/.
+and bookkeeping. The bare model, torch DDP and bagua take turns in one process. Prints JSON and
+keeps it under benchmarks/results/.
 """
 
 import argparse
