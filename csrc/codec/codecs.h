@@ -1,0 +1,36 @@
+// The table of codecs. A codec is one line here and one header of per-element maths; its loops,
+// its name in Python, tests and benchmark follow from the line.
+#pragma once
+
+#include <tuple>
+
+#include "codec/block_uint8.h"
+#include "codec/cast_bf16.h"
+#include "codec/cast_fp16.h"
+#include "codec/minmax_uint8.h"
+
+namespace bagua {
+
+template <typename FormatType>
+struct CodecLine {
+  using Format = FormatType;
+  const char* name;
+  const char* description;
+};
+
+inline constexpr std::tuple kCodecs{
+    CodecLine<MinmaxUint8>{"minmax_uint8",
+                           "8 bits per element, one range per chunk: Bagua's MinMaxUInt8"},
+    CodecLine<BlockUint8>{"block_uint8",
+                          "8 bits per element, one range per block: the default for 8 bit"},
+    CodecLine<CastFp16>{"fp16", "16 bits per element: IEEE half precision"},
+    CodecLine<CastBf16>{"bf16", "16 bits per element: bfloat16"},
+};
+
+// Calls function(line) for every line, in the table's order.
+template <typename Function>
+void for_each_codec(Function&& function) {
+  std::apply([&](const auto&... lines) { (function(lines), ...); }, kCodecs);
+}
+
+}  // namespace bagua
