@@ -12,11 +12,25 @@ namespace bagua {
 
 // Payload that crossed the network, without packet headers, and the time spent in the calls.
 struct Traffic {
-  int64_t bytes_sent;
-  int64_t bytes_received;
-  int64_t messages_sent;
-  int64_t messages_received;
-  int64_t wire_ns;  // nanoseconds inside the inner communicator, failed calls included
+  int64_t bytes_sent = 0;
+  int64_t bytes_received = 0;
+  int64_t messages_sent = 0;
+  int64_t messages_received = 0;
+  int64_t wire_ns = 0;  // nanoseconds inside the inner communicator, failed calls included
+
+  Traffic& operator+=(const Traffic& other) {
+    bytes_sent += other.bytes_sent;
+    bytes_received += other.bytes_received;
+    messages_sent += other.messages_sent;
+    messages_received += other.messages_received;
+    wire_ns += other.wire_ns;
+    return *this;
+  }
+  Traffic operator-(const Traffic& other) const {
+    return {bytes_sent - other.bytes_sent, bytes_received - other.bytes_received,
+            messages_sent - other.messages_sent, messages_received - other.messages_received,
+            wire_ns - other.wire_ns};
+  }
 };
 
 // Forwards every call and counts it once it has succeeded. Per rank, for P ranks:
