@@ -131,7 +131,7 @@ class BaguaBucket:
         return [
             _C.Slot(
                 record_of(tensor).name,
-                view.storage_offset(),
+                int(view.storage_offset()),
                 list(view.size()),
                 list(view.stride()),
                 adopt,
