@@ -107,11 +107,14 @@ class BaguaDistributedDataParallel:
         self._stop_engine()
         self._broadcast_state()
         algorithm = self.bagua_algorithm
+        without_gradient = [p for _, p in self.bagua_build_params() if p.grad is None]
         tensors = algorithm.init_tensors(self)
         groups = split_by_bucket_size(tensors, bagua_getter_closure, env.get_default_bucket_size())
         self.bagua_buckets = algorithm.tensors_to_buckets(groups, self.gradient_as_bucket_view)
         for bucket in self.bagua_buckets:
             algorithm.init_operations(self, bucket)
+        for parameter in without_gradient:  # building needs gradients, training starts without
+            parameter.grad = None
         if not self.bagua_buckets:
             return
         wrap = self.process_group.transport.next_wrap()
