@@ -39,18 +39,22 @@ def test_counters_agree_with_the_network_device(n):
 @needs_namespaces
 def test_ranks_reach_each_other_and_everything_is_removed_afterwards():
     before = namespaces()
-    listen = "import socket; s = socket.create_server(('', 5000)); print(s.accept()[0].recv(9))"
+    listen = (
+        "import socket; s, _ = socket.create_server(('', 5000)).accept()\n"
+        "print(sum(len(piece) for piece in iter(lambda: s.recv(1 << 16), b'')))"
+    )
     send = (
         "import os, socket, time\n"
         "while True:\n"
-        "    try: socket.create_connection((os.environ['MASTER_ADDR'], 5000)).send(b'hello'); break\n"
+        "    try: s = socket.create_connection((os.environ['MASTER_ADDR'], 5000)); break\n"
         "    except ConnectionRefusedError: time.sleep(0.05)\n"
+        "s.sendall(bytes(100_000))\n"
     )
     with network.Network(2, rate_mbit=100) as link:
         start = link.bytes_sent(1)
         ended = link.run([[sys.executable, "-c", source] for source in (listen, send)], timeout=20)
-        assert ended[0].stdout == "b'hello'\n"
-        assert link.bytes_sent(1) > start
+        assert ended[0].stdout == "100000\n"
+        assert link.bytes_sent(1) - start == pytest.approx(100_000, rel=0.02)
         left_running = link.popen(0, [sys.executable, "-c", "import time; time.sleep(99)"])
         assert namespaces() != before
     assert left_running.returncode is not None
@@ -77,7 +81,7 @@ def test_without_root_the_message_says_so(monkeypatch):
 def test_without_its_programs_the_message_names_them(monkeypatch):
     monkeypatch.setattr(network.shutil, "which", lambda program: None)
     with (
-        pytest.raises(network.NetworkUnavailableError, match="ip and tc not found.*iproute2"),
+        pytest.raises(network.NetworkUnavailableError, match=r"ip and tc not found.*iproute2"),
         network.Network(2),
     ):
         pass
