@@ -218,7 +218,9 @@ def run_script(n, script, args=(), env=None, timeout=60.0):
                 code = process.returncode
                 done.append(subprocess.CompletedProcess(command, code, out.read(), err.read()))
     if late:
-        reports = [f"--- rank {r}, {c.returncode}:\n{c.stdout}{c.stderr}" for r, c in enumerate(done)]
+        reports = [
+            f"--- rank {r}, {c.returncode}:\n{c.stdout}{c.stderr}" for r, c in enumerate(done)
+        ]
         raise AssertionError("\n".join([f"ranks {late} did not end in {timeout:g} s", *reports]))
     return done
 
