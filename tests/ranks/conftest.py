@@ -1,7 +1,6 @@
 """The fixtures of tests that need real ranks: processes over gloo."""
 
 import pytest
-
 from ranks import pool
 
 

@@ -80,11 +80,12 @@ class Worker:
 class Pool:
     """`pool(n, function, *args)`: runs `function(*args)` on n ranks, returns the n results by rank.
 
-    function: at the top level of an importable file (a test file is one); arguments and results must
-    pickle. On the ranks RANK, WORLD_SIZE, MASTER_PORT and the rest are set as by torchrun, and the
-    default process group exists (gloo, with the call's timeout; `init=False`: not yet).
-    timeout: seconds until ranks that have not answered are killed. fresh=True: processes of its own,
-    for tests that change their process. env: variables for this call, a dict or one dict per rank.
+    function: at the top level of an importable file (a test file is one); arguments and results
+    must pickle. On the ranks RANK, WORLD_SIZE, MASTER_PORT and the rest are set as by torchrun, and
+    the default process group exists (gloo, with the call's timeout; `init=False`: not yet).
+    timeout: seconds until ranks that have not answered are killed. fresh=True: processes of its
+    own, for tests that change their process. env: variables for this call, a dict or one dict per
+    rank.
 
     Raises AssertionError with the traceback of every rank that failed, the Python stacks of those
     that hang and the exit code of those that died. The pool starts anew after such a failure.
@@ -218,9 +219,7 @@ def run_script(n, script, args=(), env=None, timeout=60.0):
                 code = process.returncode
                 done.append(subprocess.CompletedProcess(command, code, out.read(), err.read()))
     if late:
-        reports = [
-            f"--- rank {r}, {c.returncode}:\n{c.stdout}{c.stderr}" for r, c in enumerate(done)
-        ]
+        reports = [f"--- rank {r}:\n{end.stdout}{end.stderr}" for r, end in enumerate(done)]
         raise AssertionError("\n".join([f"ranks {late} did not end in {timeout:g} s", *reports]))
     return done
 

@@ -7,7 +7,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-
 from ranks import pool
 
 
@@ -69,9 +68,7 @@ def test_variables_last_for_one_call_and_fresh_processes_are_others(ranks):
 
 
 def test_a_script_runs_once_per_rank_and_gives_its_exit_code(run_script):
-    source = (
-        "import os, sys; print(os.environ['RANK'], sys.argv[1]); sys.exit(int(os.environ['RANK']))"
-    )
+    source = "import os, sys; r = os.environ['RANK']; print(r, sys.argv[1]); sys.exit(int(r))"
     done = run_script(2, source, args=["word"])
     assert [(d.returncode, d.stdout) for d in done] == [(0, "0 word\n"), (1, "1 word\n")]
 

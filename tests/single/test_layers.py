@@ -37,7 +37,16 @@ FOREIGN_MAY_BE_INCLUDED_BY = (
 CORE = ("bagua", "bagua._C", "bagua._build")
 GROUPS = tuple(
     f"bagua.torch_api.{name}"
-    for name in ("env", "communication", "_bucketing", "_transport", "_initial_state", "_outputs")
+    for name in (
+        "env",
+        "communication",
+        "_bucketing",
+        "_initial_state",
+        "_outputs",
+        "_rendezvous",
+        "_snapshot",
+        "_transport",
+    )
 )
 
 # Stacks of floors from the ground up. A room may import what is on its own floor or below it in one
@@ -49,7 +58,11 @@ PYTHON_STACKS = (
         ("bagua.torch_api.tensor", "bagua.torch_api.bucket", "bagua.torch_api._plan"),
         ("bagua.torch_api.algorithms.*",),
         ("bagua.torch_api.data_parallel.*",),
-        ("bagua.torch_api.distributed", "bagua.torch_api._module_class"),
+        (
+            "bagua.torch_api.distributed",
+            "bagua.torch_api._module_class",
+            "bagua.torch_api._user_hooks",
+        ),
         ("bagua.torch_api._patch",),
         ("bagua.torch_api",),
     ),

@@ -6,7 +6,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-
 from bagua import _C
 from single import communicator_conformance as conformance
 from single.thread_ranks import run_thread_ranks

@@ -1,7 +1,6 @@
 """Topology functions, for every size up to 64."""
 
 import pytest
-
 from bagua import _C
 
 SIZES = range(1, 65)
@@ -72,7 +71,7 @@ def test_node_members_partition_every_layout():
             nodes = [rank // per_node for rank in range(size)]
             leaders = _C.leaders(nodes)
             members = [_C.node_members(nodes, leader) for leader in leaders]
-            assert sorted(sum(members, [])) == list(range(size))
+            assert sorted(rank for group in members for rank in group) == list(range(size))
             assert leaders == list(range(0, size, per_node))
             assert all(_C.leader_of(nodes, r) == group[0] for group in members for r in group)
 

@@ -9,8 +9,8 @@ from bagua import _C
 def run_thread_ranks(n, function, *args, timeout=20.0):
     """Call `function(communicator, *args)` on n thread ranks; returns the n results by rank.
 
-    timeout: seconds that one call of a communicator waits for the others. Raises AssertionError with
-    the traceback of every rank that raised.
+    timeout: seconds that one call of a communicator waits for the others. Raises AssertionError
+    with the traceback of every rank that raised.
     """
     hub = _C.ThreadHub(n, timeout)
     results = [None] * n

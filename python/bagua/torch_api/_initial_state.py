@@ -30,7 +30,7 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], transport: Transport) -> 
             communicator.broadcast(flat, 0)
             if communicator.rank == 0:
                 continue
-            parts = flat.split([tensor.numel() for tensor in group])
+            parts = torch.split(flat, [tensor.numel() for tensor in group])
             for tensor, part in zip(group, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
@@ -67,7 +67,10 @@ def broadcast_optimizer(optimizer: torch.optim.Optimizer, transport: Transport) 
     # Every rank encodes, so that what cannot be encoded raises everywhere and nobody waits.
     mine = {
         "state": [
-            {str(key): _encode(value, str(key)) for key, value in optimizer.state.get(p, {}).items()}
+            {
+                str(key): _encode(value, str(key))
+                for key, value in optimizer.state.get(p, {}).items()
+            }
             for p in parameters
         ],
         "groups": [
@@ -118,9 +121,9 @@ def _encode(value: Any, key: str) -> dict[str, Any]:
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [_encode(item, key) for item in value]}
     raise TypeError(
-        f"optimizer entry '{key}' is a {type(value).__name__}; only tensors, numbers, strings, None "
-        "and lists or tuples of them can be sent to the other ranks. Wrap before the optimizer has "
-        "state, or leave this optimizer out of with_bagua([...])."
+        f"optimizer entry '{key}' is a {type(value).__name__}; only tensors, numbers, strings, "
+        "None and lists or tuples of them can be sent to the other ranks. Wrap before the "
+        "optimizer has state, or leave this optimizer out of with_bagua([...])."
     )
 
 

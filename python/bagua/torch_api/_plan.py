@@ -6,13 +6,14 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from bagua import _C
 from bagua.torch_api._transport import Transport, fingerprint
 from bagua.torch_api.bucket import BaguaBucket, CentralizedOp, PythonOp
 from bagua.torch_api.communication import BaguaProcessGroup
 
-__all__ = ["Plan", "build"]
+__all__ = ["Plan", "build", "with_total"]
 
 
 @dataclass
@@ -63,9 +64,7 @@ class _LaneBuilder:
     ) -> _C.BucketOp:
         if spec.codec is None:
             return _C.AllReduce(communicator, reduce)
-        return _C.CompressedAllReduce(
-            communicator, _C.make_codec(spec.codec), self.scratch, reduce
-        )
+        return _C.CompressedAllReduce(communicator, _C.make_codec(spec.codec), self.scratch, reduce)
 
 
 def _describe(buckets: Sequence[BaguaBucket]) -> list[str]:
@@ -79,9 +78,7 @@ def _describe(buckets: Sequence[BaguaBucket]) -> list[str]:
         ]
         flat = bucket.backend_tensor
         lines.append(f"bucket {bucket.name}: {flat.numel()} x {flat.dtype}, ops {ops}")
-        lines += [
-            f"bucket {bucket.name}: {slot.name} at {slot.offset}" for slot in bucket.slots()
-        ]
+        lines += [f"bucket {bucket.name}: {slot.name} at {slot.offset}" for slot in bucket.slots()]
     return lines
 
 
@@ -132,9 +129,7 @@ def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, w
         ops = [builder.op(spec, group) for spec in bucket.ops]
         native[i % count].append(_C.Bucket(bucket.name, bucket.backend_tensor, slots, ops))
         order[i % count] += [slot.name for slot in slots]
-    lanes = [
-        _C.Lane(native[i], list(builders[i].communicators.values())) for i in range(count)
-    ]
+    lanes = [_C.Lane(native[i], list(builders[i].communicators.values())) for i in range(count)]
     board = None
     if transport.size > 1:
         board = _C.FailureBoard(transport.board_store(wrap), transport.rank, transport.size)
@@ -149,3 +144,14 @@ def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, w
     )
     names = [slot for lane in order for slot in lane]
     return Plan(engine, {slot: i for i, slot in enumerate(names)})
+
+
+def with_total(stats: dict[str, Any]) -> dict[str, Any]:
+    """An engine's statistics with the sum over its buckets added as ``total``."""
+    numbers = [
+        key
+        for key, value in stats["buckets"][0].items()
+        if isinstance(value, int) and key != "rounds"
+    ]
+    total = {key: sum(bucket[key] for bucket in stats["buckets"]) for key in numbers}
+    return {**stats, "total": total}

@@ -6,9 +6,11 @@ import hashlib
 import json
 import secrets
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
 from bagua.torch_api import env
@@ -30,9 +32,7 @@ class Transport:
     everywhere.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, ranks: list[int], timeout: timedelta
-    ) -> None:
+    def __init__(self, store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta) -> None:
         self.store = store
         self.rank = rank
         self.ranks = ranks
@@ -61,19 +61,17 @@ class Transport:
     ) -> _C.CountingCommunicator:
         """A new communicator over ``members`` (ranks in this group; default: all)."""
         if self.rank < 0:
-            raise RuntimeError(
-                f"this process is not a member of the group with ranks {self.ranks}"
-            )
+            raise RuntimeError(f"this process is not a member of the group with ranks {self.ranks}")
         members = list(range(self.size)) if members is None else members
         rank = members.index(self.rank)
         if len(members) == 1:
             alone = _C.ThreadHub(1, self.timeout.total_seconds())
             return _C.CountingCommunicator(_C.ThreadCommunicator(alone, 0))
-        store = dist.PrefixStore(f"{name}/{'-'.join(map(str, members))}", self.store)
+        store = c10d.PrefixStore(f"{name}/{'-'.join(map(str, members))}", self.store)
         backend = self._backend(store, rank, len(members), device_type)
         return _C.CountingCommunicator(_C.C10dCommunicator(backend))
 
-    def _backend(self, store: dist.Store, rank: int, size: int, device_type: str) -> dist.Backend:
+    def _backend(self, store: c10d.Store, rank: int, size: int, device_type: str) -> Any:
         try:
             if device_type == "cpu":
                 return dist.ProcessGroupGloo(store, rank, size, self.timeout)
@@ -96,9 +94,9 @@ class Transport:
             )
         return creator.creator_fn(store, rank, size, self.timeout)
 
-    def board_store(self, wrap: str) -> dist.Store:
+    def board_store(self, wrap: str) -> c10d.Store:
         """Where the ranks of one wrap tell each other about failures."""
-        return dist.PrefixStore(f"board/{wrap}", self.store)
+        return c10d.PrefixStore(f"board/{wrap}", self.store)
 
     def incarnation(self, wrap: str) -> int:
         """A random number that the members of this wrap share and no other wrap has."""

@@ -131,7 +131,7 @@ class BaguaBucket:
         return [
             _C.Slot(
                 record_of(tensor).name,
-                view.storage_offset(),
+                int(view.storage_offset()),
                 list(view.size()),
                 list(view.stride()),
                 adopt,
@@ -143,7 +143,7 @@ class BaguaBucket:
     def copy_in(self, index: int) -> None:
         """Bring a tensor that is no view of the flat memory (any more) into it."""
         tensor, view = self.tensors[index], self._views[index]
-        effective = bagua_getter_closure(tensor)
+        effective = self._effective(index)
         if effective.data_ptr() == view.data_ptr():
             return
         with torch.no_grad():
@@ -156,8 +156,8 @@ class BaguaBucket:
         if self.flatten:
             return
         with torch.no_grad():
-            for tensor, view in zip(self.tensors, self._views, strict=True):
-                bagua_getter_closure(tensor).copy_(view)
+            for index, view in enumerate(self._views):
+                self._effective(index).copy_(view)
 
     def flattened_tensor(self) -> torch.Tensor:
         """A contiguous copy of all communicated tensors, padding included."""
@@ -168,9 +168,14 @@ class BaguaBucket:
     def check_flatten(self) -> bool:
         """Whether the communicated tensors are views of the flat memory."""
         return all(
-            bagua_getter_closure(tensor).data_ptr() == view.data_ptr()
-            for tensor, view in zip(self.tensors, self._views, strict=True)
+            self._effective(index).data_ptr() == view.data_ptr()
+            for index, view in enumerate(self._views)
         )
+
+    def _effective(self, index: int) -> torch.Tensor:
+        """The communicated tensor; its place in the flat memory while there is none (no grad)."""
+        effective: torch.Tensor | None = bagua_getter_closure(self.tensors[index])
+        return self._views[index] if effective is None else effective
 
     def bytes(self) -> int:
         """Bytes of the communicated tensors, without padding."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import weakref
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
-from bagua.torch_api import env
+from bagua.torch_api._rendezvous import rendezvous
 from bagua.torch_api._transport import Transport
 
 __all__ = [
@@ -28,8 +27,6 @@ __all__ = [
     "is_initialized",
     "new_group",
 ]
-
-_log = logging.getLogger("bagua")
 
 _default_group: BaguaProcessGroup | None = None
 _made_torch_group = False
@@ -64,7 +61,7 @@ class BaguaProcessGroup:
         self,
         ranks: Sequence[int],
         group_name: str,
-        store: dist.Store,
+        store: c10d.Store,
         timeout: timedelta,
         stream: Any = None,
     ) -> None:
@@ -74,7 +71,7 @@ class BaguaProcessGroup:
         self.timeout = timeout
         rank = self.ranks.index(dist.get_rank()) if dist.get_rank() in self.ranks else -1
         self.transport = Transport(
-            dist.PrefixStore(f"bagua/{_incarnation()}/{group_name}", store),
+            c10d.PrefixStore(f"bagua/{_incarnation()}/{group_name}", store),
             rank,
             self.ranks,
             timeout,
@@ -108,7 +105,7 @@ def _default_backend() -> str:
 
 
 def init_process_group(
-    store: dist.Store | None = None,
+    store: c10d.Store | None = None,
     rank: int = -1,
     world_size: int = -1,
     local_world_size: int = -1,
@@ -125,7 +122,8 @@ def init_process_group(
     Args:
         store: key-value store that all processes share; needs ``rank``, ``world_size`` and
             ``local_world_size``, which are then written to the environment.
-        backend: of torch.distributed; default gloo, with NCCL for CUDA tensors where there is a GPU.
+        backend: of torch.distributed; default gloo, and NCCL for CUDA tensors where there is a
+            GPU.
         timeout: after which a rank that does not answer is given up (default 30 minutes).
 
     Raises:
@@ -144,57 +142,16 @@ def init_process_group(
                 "store= and backend=, or call bagua.init_process_group() instead of torch's."
             )
     else:
-        rank, world_size, store = _rendezvous(store, rank, world_size, local_world_size, timeout)
+        rank, world_size, store = rendezvous(store, rank, world_size, local_world_size, timeout)
         dist.init_process_group(
             backend or _default_backend(),
-            store=dist.PrefixStore(f"bagua/{_incarnation()}/torch", store),
+            store=c10d.PrefixStore(f"bagua/{_incarnation()}/torch", store),
             rank=rank,
             world_size=world_size,
             timeout=timeout,
         )
         _made_torch_group = True
     _make_default_group(timeout)
-
-
-def _rendezvous(
-    store: dist.Store | None,
-    rank: int,
-    world_size: int,
-    local_world_size: int,
-    timeout: timedelta | None,
-) -> tuple[int, int, dist.Store]:
-    if store is not None:
-        if not (0 <= rank < world_size) or local_world_size <= 0:
-            raise ValueError(
-                "init_process_group(store=...) needs 0 <= rank < world_size and "
-                f"local_world_size > 0, got rank={rank}, world_size={world_size}, "
-                f"local_world_size={local_world_size}"
-            )
-        os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(world_size),
-            LOCAL_RANK=str(rank % local_world_size),
-            LOCAL_WORLD_SIZE=str(local_world_size),
-            NODE_RANK=str(rank // local_world_size),
-        )
-        return rank, world_size, store
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        _log.info("no launcher: a single process. Use torchrun for more.")
-        return 0, 1, dist.HashStore()
-    missing = [
-        name
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        if name not in os.environ
-    ]
-    if missing:
-        raise ValueError(
-            f"environment variable(s) {', '.join(missing)} not set; start the script with "
-            "torchrun --nproc_per_node=N script.py, which sets them"
-        )
-    found, rank, world_size = next(
-        dist.rendezvous("env://", timeout=timeout or c10d.default_pg_timeout)
-    )
-    return rank, world_size, found
 
 
 def _make_default_group(timeout: timedelta | None) -> None:

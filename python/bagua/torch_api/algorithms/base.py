@@ -1,4 +1,4 @@
-"""What an algorithm decides: which tensors are communicated, in which buckets, by which ops, when."""
+"""What an algorithm decides: which tensors are communicated, in which buckets, how and when."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import torch
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
 
-__all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry", "WrappedModule"]
+__all__ = [
+    "Algorithm",
+    "AlgorithmImpl",
+    "GlobalAlgorithmRegistry",
+    "WrappedModule",
+    "overrides",
+]
 
 
 class WrappedModule(Protocol):
@@ -33,6 +39,12 @@ class Algorithm:
     def reify(self, process_group: BaguaProcessGroup) -> AlgorithmImpl:
         """The implementation on ``process_group``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement reify")
+
+    def describe(self) -> str:
+        """The class and its plain arguments: equal on all ranks."""
+        kinds = (bool, int, float, str, type(None))
+        plain = {key: value for key, value in vars(self).items() if isinstance(value, kinds)}
+        return f"{type(self).__name__} {plain}"
 
     @classmethod
     def init(cls, name: str, **kwargs: Any) -> Algorithm:
@@ -114,6 +126,11 @@ class AlgorithmImpl:
     ) -> Callable[[torch.optim.Optimizer], None]:
         """Called after ``step()`` of every optimizer given to ``with_bagua``."""
         return _nothing
+
+
+def overrides(algorithm: AlgorithmImpl, method: str) -> bool:
+    """Whether the algorithm has a ``method`` of its own."""
+    return getattr(type(algorithm), method) is not getattr(AlgorithmImpl, method)
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
