@@ -110,7 +110,9 @@ class BaguaModule:
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._bagua_plain().__reduce_ex__(protocol)
+        # From protocol 2 on pickle insists that the class it writes is the object's own. The older
+        # way does not, and what it writes is loaded without this package.
+        return self._bagua_plain().__reduce_ex__(1)
 
 
 _classes: dict[type, type] = {}
