@@ -1,0 +1,91 @@
+# The only entry points of the project; .ci/run calls `make ci`.
+# Needs python3 (with venv and headers), g++ and make. Everything else comes from PyPI.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV := $(abspath .venv)
+PY := $(VENV)/bin/python
+# cmake and ninja of the environment go before those of the machine.
+export PATH := $(VENV)/bin:$(PATH)
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# Folders are listed too: their time changes when a file is removed.
+SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc python -not -name '*.pyc' -not -name __pycache__)
+CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+ARGS ?=
+
+.PHONY: help venv build demo test lint format sanitize bench clean ci
+
+help: ## Say what there is (the default)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "  make test ARGS='tests/single -k layers' hands ARGS to pytest; demo and bench take ARGS too."
+
+venv: $(VENV)/.requirements ## Make .venv: torch and the tools, at the versions of requirements-dev.txt
+
+$(VENV)/.requirements: requirements-dev.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --progress-bar off --quiet -r requirements-dev.txt
+	touch $@
+
+build: $(VENV)/.installed ## Build and install the package into .venv (what changed only; ccache is used if there)
+
+# Without isolation and dependencies, or pip would fetch another torch to build against.
+$(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
+	$(PY) -m pip install --no-build-isolation --no-deps .
+	touch $@
+
+demo: build ## Train on handwritten digits with 2 ranks; print the table, write demo.png
+	OMP_NUM_THREADS=1 $(PY) docs/examples/digits_table.py $(ARGS)
+
+test: build ## Run all tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
+
+lint: venv ## Check layout, style and types
+	ruff check .
+	ruff format --check .
+	clang-format --dry-run -Werror $(CPP_FILES)
+	mypy
+
+format: venv ## Lay out all files as lint wants them
+	ruff check --fix .
+	ruff format .
+	clang-format -i $(CPP_FILES)
+
+# ThreadSanitizer of g++ 12 cannot start where address randomisation is too strong; switch it off if allowed.
+FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+sanitize: venv ## Run the C++ stress program under ThreadSanitizer, then under Address- and UBSanitizer
+	cmake -S . -B build/tsan -G Ninja -DBAGUA_SANITIZE=thread -DPython_EXECUTABLE=$(PY)
+	cmake --build build/tsan --target stress
+	OMP_NUM_THREADS=1 TSAN_OPTIONS="suppressions=$(CURDIR)/tests/cpp/tsan.supp halt_on_error=1 second_deadlock_stack=1" \
+	  $(FIXED_ADDRESSES) build/tsan/stress
+	cmake -S . -B build/asan -G Ninja -DBAGUA_SANITIZE=address,undefined -DPython_EXECUTABLE=$(PY)
+	cmake --build build/asan --target stress
+	OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 build/asan/stress
+
+bench: build ## Run all benchmarks (ARGS=--quick: a first impression); results go to benchmarks/results
+	for program in benchmarks/bench_*.py; do echo "== $$program"; $(PY) $$program $(ARGS); done
+
+clean: ## Remove what was built; .venv stays
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache demo.png demo.json $(VENV)/.installed
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+CI_STAGES := venv build lint test sanitize demo
+
+ci: ## All of it, as the continuous integration does: install, lint, test, sanitize, demo
+	@begin=$$SECONDS; \
+	for stage in $(CI_STAGES); do \
+	  echo; echo "==== $$stage ===="; start=$$SECONDS; \
+	  $(MAKE) $$stage || { echo "==== $$stage: failed after $$((SECONDS - start)) s ===="; exit 1; }; \
+	  echo "==== $$stage: $$((SECONDS - start)) s ===="; \
+	done; \
+	echo; echo "==== ci: all passed in $$((SECONDS - begin)) s ===="

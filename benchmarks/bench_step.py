@@ -1,0 +1,114 @@
+"""Seconds per training step against torch DDP, on two ranks, over networks of several speeds.
+
+    python benchmarks/bench_step.py [--quick] [--rates none 1000 200] [--arms compute ddp bytegrad]
+
+Shaped networks are namespaces (network.py) and need root; "none" is the loopback device, unshaped.
+All arms run in the same two processes in turn. Prints JSON and keeps it under benchmarks/results/.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common import machine, write_results
+from step_arms import ARMS, measure
+
+RANKS = 2
+
+
+def run_rank(arguments):
+    """What each rank does; its place in the group is in its environment."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    figures = measure(arguments.arms, arguments.pairs, arguments.steps)
+    if dist.get_rank() == 0:
+        Path(arguments.output).write_text(json.dumps(figures))
+    dist.barrier()
+
+
+def run_rate(arguments, rate):
+    """Starts the ranks on a network of that many Mbit/s ("none": loopback); returns the figures."""
+    # The slower the network, the longer a step, and the fewer make a good measurement.
+    steps = 2 if arguments.quick else 10 if rate == "none" else max(2, int(rate) // 200)
+    port = free_port()
+    environments = [environment(rank, port) for rank in range(RANKS)]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "figures.json"
+        argv = [sys.executable, __file__, "--rank-output", str(output), "--arms", *arguments.arms]
+        argv += ["--pairs", str(arguments.pairs), "--steps", str(steps)]
+        if rate == "none":
+            wait_for([subprocess.Popen(argv, env=ranks_own) for ranks_own in environments])
+        else:
+            from network import Network
+
+            with Network(ranks=RANKS, rate_mbit=int(rate)) as network:
+                wait_for([network.popen(rank, argv, environments[rank]) for rank in range(RANKS)])
+        return json.loads(output.read_text())
+
+
+def environment(rank, port):
+    """Of one rank: all ranks count as one node. network.py adds what belongs to its namespaces."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(RANKS),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def wait_for(processes):
+    """All ranks end well, or none is left running and their failure is ours."""
+    try:
+        for process in processes:
+            if process.wait() != 0:
+                sys.exit(f"bench_step: a rank ended with status {process.returncode}")
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one pair, few steps")
+    parser.add_argument(
+        "--rates", nargs="+", default=["none", "1000", "200"], help="Mbit/s or none"
+    )
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rank-output", dest="output", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.output:
+        return run_rank(arguments)
+    if arguments.quick:
+        arguments.pairs = 1
+    rates = {}
+    for rate in arguments.rates:
+        print(f"rate {rate}", file=sys.stderr, flush=True)
+        rates[rate] = run_rate(arguments, rate)
+    payload = {"machine": machine(), "ranks": RANKS, "rates_mbit": rates}
+    print(json.dumps(payload, indent=2))
+    if not arguments.quick:
+        write_results("bench_step", payload)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+// Communicators, the failure board and the topology functions for Python.
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include "comm/c10d_communicator.h"
+#include "comm/communicator.h"
+#include "comm/counting_communicator.h"
+#include "comm/failure_board.h"
+#include "comm/thread_communicator.h"
+#include "topology/topology.h"
+
+namespace py = pybind11;
+
+namespace bagua {
+namespace {
+
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+
+std::chrono::milliseconds to_milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+}
+
+void exchange(Communicator& self, const std::vector<std::pair<at::Tensor, int>>& sends,
+              const std::vector<std::pair<at::Tensor, int>>& recvs) {
+  std::vector<Send> all_sends;
+  for (const auto& [tensor, peer] : sends) all_sends.push_back({tensor, peer});
+  std::vector<Recv> all_recvs;
+  for (const auto& [tensor, peer] : recvs) all_recvs.push_back({tensor, peer});
+  self.exchange(all_sends, all_recvs);
+}
+
+py::dict traffic_dict(const CountingCommunicator& self) {
+  const Traffic traffic = self.traffic();
+  py::dict result;
+  result["bytes_sent"] = traffic.bytes_sent;
+  result["bytes_received"] = traffic.bytes_received;
+  result["messages_sent"] = traffic.messages_sent;
+  result["messages_received"] = traffic.messages_received;
+  result["wire_ns"] = traffic.wire_ns;
+  return result;
+}
+
+void bind_communicator(py::module_& m) {
+  py::enum_<ReduceOp>(m, "ReduceOp", "How all_reduce joins the ranks' values.")
+      .value("SUM", ReduceOp::kSum)
+      .value("AVG", ReduceOp::kAvg)
+      .value("MIN", ReduceOp::kMin)
+      .value("MAX", ReduceOp::kMax);
+
+  py::class_<Communicator, std::shared_ptr<Communicator>>(
+      m, "Communicator",
+      "A group of ranks and five ways to move tensors between them.\n\n"
+      "Tensors are dense and contiguous, of any shape. All ranks make the same calls in the same\n"
+      "order, from one thread each; abort alone may come from another. Calls block without the "
+      "GIL.\n"
+      "Raise BaguaError or BaguaTimeoutError, and refuse further calls after such a failure.")
+      .def_property_readonly("rank", [](const Communicator& self) { return self.group().rank; })
+      .def_property_readonly("size", [](const Communicator& self) { return self.group().size; })
+      .def("all_reduce", &Communicator::all_reduce, py::arg("tensor"), py::arg("op"), ReleaseGil(),
+           "In place; the same bits on every rank. AVG (floating dtypes) divides by the size.")
+      .def("all_gather", &Communicator::all_gather, py::arg("input"), py::arg("output"),
+           ReleaseGil(), "output has size * input.numel() elements; slot i is rank i's input.")
+      .def("all_to_all", &Communicator::all_to_all, py::arg("input"), py::arg("output"),
+           ReleaseGil(),
+           "Equal numel, divisible by size: chunk j of rank i goes to chunk i of rank j.")
+      .def("broadcast", &Communicator::broadcast, py::arg("tensor"), py::arg("root"), ReleaseGil(),
+           "In place: every rank gets root's values.")
+      .def("exchange", &exchange, py::arg("sends"), py::arg("recvs"), ReleaseGil(),
+           "Lists of (tensor, peer). Messages between the same two ranks are matched in order.")
+      .def("abort", &Communicator::abort, py::arg("reason"), ReleaseGil(),
+           "Later calls raise, naming the reason; from any thread.");
+
+  py::class_<C10dCommunicator, Communicator, std::shared_ptr<C10dCommunicator>>(
+      m, "C10dCommunicator", "Ranks of a torch.distributed backend (gloo on CPU, NCCL on CUDA).")
+      .def(py::init<c10::intrusive_ptr<c10d::Backend>>(), py::arg("backend"));
+
+  py::class_<CountingCommunicator, Communicator, std::shared_ptr<CountingCommunicator>>(
+      m, "CountingCommunicator", "Forwards every call to another communicator and counts it.")
+      .def(py::init<std::shared_ptr<Communicator>>(), py::arg("inner"))
+      .def("traffic", &traffic_dict,
+           "bytes_sent, bytes_received, messages_sent, messages_received, wire_ns (nanoseconds\n"
+           "inside the inner communicator); from any thread.");
+}
+
+void bind_thread_ranks(py::module_& m) {
+  py::class_<ThreadHub, std::shared_ptr<ThreadHub>>(
+      m, "ThreadHub", "Where the ranks of a group of threads meet. timeout: seconds per call.")
+      .def(py::init([](int size, double timeout) {
+             return std::make_shared<ThreadHub>(size, to_milliseconds(timeout));
+           }),
+           py::arg("size"), py::arg("timeout") = 60.0)
+      .def_property_readonly("size", &ThreadHub::size);
+
+  py::class_<ThreadCommunicator, Communicator, std::shared_ptr<ThreadCommunicator>>(
+      m, "ThreadCommunicator", "A rank that is a thread of this process; CPU tensors.")
+      .def(py::init<std::shared_ptr<ThreadHub>, int>(), py::arg("hub"), py::arg("rank"));
+}
+
+void bind_failure_board(py::module_& m) {
+  py::class_<FailureBoard, std::shared_ptr<FailureBoard>>(
+      m, "FailureBoard",
+      "Where the ranks of a group tell each other, through a store, why they stopped.\n\n"
+      "Never raises: once the store does not answer, nothing is found any more.")
+      .def(py::init<c10::intrusive_ptr<c10d::Store>, int, int>(), py::arg("store"), py::arg("rank"),
+           py::arg("size"), ReleaseGil())
+      .def("publish", &FailureBoard::publish, py::arg("reason"), ReleaseGil(),
+           "This rank failed. The first failure of the group stays.")
+      .def("poll", &FailureBoard::poll, ReleaseGil(),
+           "The failure of another rank, 'rank 3: reason', or None.")
+      .def("leave", &FailureBoard::leave, py::arg("rounds"), ReleaseGil(),
+           "This rank leaves without a failure after so many rounds.")
+      .def("poll_left", &FailureBoard::poll_left, py::arg("round"), ReleaseGil(),
+           "Names a rank that left after fewer rounds than round, or None.");
+}
+
+void bind_topology(py::module_& m) {
+  m.def("ring_left", &ring_left, py::arg("rank"), py::arg("size"));
+  m.def("ring_right", &ring_right, py::arg("rank"), py::arg("size"));
+  m.def(
+      "shift_one_peer", &shift_one_peer, py::arg("rank"), py::arg("size"), py::arg("step"),
+      "The mutual partner of rank at step (0, 1, ...); rank itself when it sits out (odd sizes).");
+  m.def("node_members", &node_members, py::arg("nodes"), py::arg("rank"),
+        "Ranks on the node of rank, ascending. nodes[r]: id of the node of rank r.");
+  m.def("leader_of", &leader_of, py::arg("nodes"), py::arg("rank"),
+        "The lowest rank on the node of rank.");
+  m.def("leaders", &leaders, py::arg("nodes"), "The leaders of all nodes, ascending.");
+}
+
+}  // namespace
+
+void bind_comm(py::module_& m) {
+  bind_communicator(m);
+  bind_thread_ranks(m);
+  bind_failure_board(m);
+  bind_topology(m);
+}
+
+}  // namespace bagua

@@ -1,0 +1,167 @@
+// The engine and the path from autograd to it. Every call that can block releases the GIL.
+#include <pybind11/functional.h>
+
+#include <optional>
+
+#include "binding/bindings.h"
+#include "engine/engine.h"
+#include "engine/gradient_path.h"
+
+namespace bagua {
+
+namespace py = pybind11;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+namespace {
+
+// Joins lane threads, which may be inside a PythonOp: never with the GIL held.
+void delete_engine(Engine* engine) {
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    py::gil_scoped_release no_gil;
+    delete engine;
+  } else {
+    delete engine;
+  }
+}
+
+// A Python callable that C++ may call and drop on any thread.
+template <typename... Args>
+std::function<void(Args...)> with_gil(const std::optional<py::function>& function) {
+  if (!function) return nullptr;
+  std::shared_ptr<py::function> owned(new py::function(*function), [](py::function* p) {
+    if (!Py_IsInitialized()) {
+      p->release();
+      delete p;
+      return;
+    }
+    py::gil_scoped_acquire gil;
+    delete p;
+  });
+  return [owned](Args... args) {
+    py::gil_scoped_acquire gil;
+    (*owned)(args...);
+  };
+}
+
+py::dict traffic_dict(const Traffic& traffic) {
+  py::dict dict;
+  dict["bytes_sent"] = traffic.bytes_sent;
+  dict["bytes_received"] = traffic.bytes_received;
+  dict["messages_sent"] = traffic.messages_sent;
+  dict["messages_received"] = traffic.messages_received;
+  dict["wire_ns"] = traffic.wire_ns;
+  return dict;
+}
+
+py::dict stats_dict(const EngineStats& stats) {
+  py::list buckets;
+  for (const BucketStats& bucket : stats.buckets) {
+    py::dict dict = traffic_dict(bucket.traffic);
+    dict["name"] = bucket.name;
+    dict["ops"] = bucket.ops;
+    dict["bytes"] = bucket.bytes;
+    dict["rounds"] = bucket.rounds;
+    dict["busy_ns"] = bucket.busy_ns;
+    dict["waiting_ns"] = bucket.waiting_ns;
+    dict["hidden_ns"] = bucket.hidden_ns;
+    buckets.append(dict);
+  }
+  py::dict dict;
+  dict["buckets"] = buckets;
+  dict["control"] = traffic_dict(stats.control);
+  dict["rounds"] = stats.rounds;
+  dict["exposed_ns"] = stats.exposed_ns;
+  return dict;
+}
+
+void bind_plan(py::module_& m) {
+  py::enum_<Adopt>(m, "Adopt")
+      .value("NONE", Adopt::kNone)
+      .value("GRAD_VIEW", Adopt::kGradView)
+      .value("GRAD_COPY", Adopt::kGradCopy);
+
+  py::class_<Slot>(m, "Slot")
+      .def(py::init([](std::string name, int64_t offset, std::vector<int64_t> sizes,
+                       std::vector<int64_t> strides, Adopt adopt,
+                       std::optional<at::Tensor> parameter) {
+             return Slot{std::move(name),    offset, std::move(sizes),
+                         std::move(strides), adopt,  parameter.value_or(at::Tensor())};
+           }),
+           py::arg("name"), py::arg("offset"), py::arg("sizes"), py::arg("strides"),
+           py::arg("adopt"), py::arg("parameter") = py::none())
+      .def_readonly("name", &Slot::name)
+      .def_readonly("offset", &Slot::offset);
+
+  py::class_<Bucket>(m, "Bucket")
+      .def(py::init([](std::string name, at::Tensor flat, std::vector<Slot> slots,
+                       std::vector<std::shared_ptr<BucketOp>> ops) {
+             Bucket bucket{std::move(name), std::move(flat), std::move(slots), std::move(ops)};
+             bucket.check();
+             return bucket;
+           }),
+           py::arg("name"), py::arg("flat"), py::arg("slots"), py::arg("ops"));
+
+  py::class_<Lane>(m, "Lane")
+      .def(py::init([](std::vector<Bucket> buckets,
+                       std::vector<std::shared_ptr<CountingCommunicator>> communicators) {
+             return Lane{std::move(buckets), std::move(communicators)};
+           }),
+           py::arg("buckets"), py::arg("communicators"));
+}
+
+}  // namespace
+
+void bind_engine(py::module_& m) {
+  bind_plan(m);
+
+  py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
+      .def(py::init([](std::vector<Lane> lanes, std::string name, uint64_t fingerprint,
+                       uint64_t incarnation, double timeout_s,
+                       std::shared_ptr<CountingCommunicator> control,
+                       std::shared_ptr<FailureBoard> board) {
+             EngineOptions options{
+                 .name = std::move(name),
+                 .fingerprint = fingerprint,
+                 .incarnation = incarnation,
+                 .timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1000)),
+                 .control = std::move(control),
+                 .board = std::move(board)};
+             return std::shared_ptr<Engine>(new Engine(std::move(lanes), std::move(options)),
+                                            delete_engine);
+           }),
+           py::arg("lanes"), py::kw_only(), py::arg("name"), py::arg("fingerprint"),
+           py::arg("incarnation"), py::arg("timeout_s"), py::arg("control"),
+           py::arg("board").none(true) = py::none())
+      .def("begin_round", &Engine::begin_round, py::arg("grad_scale") = 1.0f, NoGil())
+      .def("await_agreement", &Engine::await_agreement, NoGil())
+      .def("mark_ready", &Engine::mark_ready, py::arg("slot"), NoGil())
+      .def("wait", &Engine::wait, NoGil())
+      .def("abort", &Engine::abort, py::arg("reason"), NoGil())
+      .def("stop", &Engine::stop, NoGil())
+      .def_property_readonly("round", &Engine::round)
+      .def_property_readonly("round_open", &Engine::round_open)
+      .def_property_readonly("slots", &Engine::slots)
+      .def("stats", [](const Engine& engine) { return stats_dict(engine.stats()); });
+
+  py::class_<GradientPath, std::shared_ptr<GradientPath>>(m, "GradientPath")
+      .def(py::init([](std::shared_ptr<Engine> engine, bool install_hooks, bool find_unused,
+                       std::optional<py::function> after_backward,
+                       std::optional<py::function> on_unused) {
+             return GradientPath::make(
+                 std::move(engine),
+                 {.install_hooks = install_hooks,
+                  .find_unused = find_unused,
+                  .after_backward = with_gil<>(after_backward),
+                  .on_unused = with_gil<const std::vector<std::string>&>(on_unused)});
+           }),
+           py::arg("engine"), py::kw_only(), py::arg("install_hooks"), py::arg("find_unused"),
+           py::arg("after_backward").none(true) = py::none(),
+           py::arg("on_unused").none(true) = py::none())
+      .def("begin_round", &GradientPath::begin_round, py::arg("grad_scale") = 1.0f, NoGil())
+      .def("watch", &GradientPath::watch, py::arg("outputs"))
+      .def("set_sync", &GradientPath::set_sync, py::arg("enabled"))
+      .def("adopt", py::overload_cast<SlotId>(&GradientPath::adopt), py::arg("slot"), NoGil())
+      .def("remove_hooks", &GradientPath::remove_hooks);
+}
+
+}  // namespace bagua

@@ -1,0 +1,53 @@
+// Ops: complete at construction, run by an engine (or directly, in tests and eager calls).
+#include "binding/bindings.h"
+#include "binding/python_op.h"
+#include "op/all_reduce.h"
+#include "op/compressed_all_reduce.h"
+#include "op/hierarchical.h"
+
+namespace bagua {
+
+namespace py = pybind11;
+
+void bind_op(py::module_& m) {
+  py::class_<Scratch, std::shared_ptr<Scratch>>(m, "Scratch").def(py::init<>());
+
+  py::class_<BucketOp, std::shared_ptr<BucketOp>>(m, "BucketOp")
+      .def("describe", &BucketOp::describe)
+      .def(
+          "run",
+          [](BucketOp& op, at::Tensor flat, int64_t step, float grad_scale,
+             const std::string& bucket) {
+            op.run(flat, {.step = step, .grad_scale = grad_scale, .bucket = bucket});
+          },
+          py::arg("flat"), py::arg("step") = 1, py::arg("grad_scale") = 1.0f,
+          py::arg("bucket") = "eager", py::call_guard<py::gil_scoped_release>());
+
+  py::class_<AllReduce, BucketOp, std::shared_ptr<AllReduce>>(m, "AllReduce")
+      .def(py::init<std::shared_ptr<Communicator>, ReduceOp>(), py::arg("communicator"),
+           py::arg("op"));
+
+  py::class_<CompressedAllReduce, BucketOp, std::shared_ptr<CompressedAllReduce>>(
+      m, "CompressedAllReduce")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,
+                       std::shared_ptr<Scratch> scratch, ReduceOp op) {
+             return std::make_shared<CompressedAllReduce>(std::move(communicator), std::move(codec),
+                                                          std::move(scratch), op);
+           }),
+           py::arg("communicator"), py::arg("codec"), py::arg("scratch"), py::arg("op"));
+
+  py::class_<Hierarchical, BucketOp, std::shared_ptr<Hierarchical>>(m, "Hierarchical")
+      .def(py::init([](std::shared_ptr<Communicator> node, std::shared_ptr<BucketOp> inner,
+                       int ranks, int nodes, ReduceOp op) {
+             return std::make_shared<Hierarchical>(
+                 std::move(node), std::move(inner),
+                 NodeShare{.ranks = ranks, .nodes = nodes, .op = op});
+           }),
+           py::arg("node"), py::arg("inner").none(true), py::arg("ranks"), py::arg("nodes"),
+           py::arg("op"));
+
+  py::class_<PythonOp, BucketOp, std::shared_ptr<PythonOp>>(m, "PythonOp")
+      .def(py::init<py::function>(), py::arg("function"));
+}
+
+}  // namespace bagua

@@ -1,0 +1,94 @@
+#include "binding/plan_guard.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "base/check.h"
+#include "binding/bindings.h"
+
+namespace bagua {
+
+namespace py = pybind11;
+
+PlanGuard::PlanGuard(std::vector<std::string> names, const py::list& dicts)
+    : names_(std::move(names)) {
+  for (size_t i = 0; i < dicts.size(); ++i) {
+    std::vector<Entry> entries;
+    PyObject *key = nullptr, *value = nullptr;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(py::object(dicts[i]).ptr(), &position, &key, &value)) {
+      const std::string& module = names_[i / 2];
+      Entry entry{.name = concat(module, module.empty() ? "" : ".", PyUnicode_AsUTF8(key)),
+                  .object = value,
+                  .tensor = {},
+                  .requires_grad = false,
+                  .dtype = at::kFloat,
+                  .device = at::kCPU,
+                  .sizes = {}};
+      if (THPVariable_Check(value)) {
+        entry.tensor = THPVariable_Unpack(value);
+        entry.requires_grad = entry.tensor.requires_grad();
+        entry.dtype = entry.tensor.scalar_type();
+        entry.device = entry.tensor.device();
+        entry.sizes = entry.tensor.sizes().vec();
+      }
+      entries.push_back(std::move(entry));
+    }
+    expected_.push_back(std::move(entries));
+  }
+}
+
+std::string PlanGuard::compare(const Entry& entry, PyObject* object) const {
+  if (object != entry.object) {
+    return concat("'", entry.name, "' was replaced by another ",
+                  entry.tensor.defined() ? "tensor (load_state_dict(assign=True) does this)"
+                                         : "object");
+  }
+  if (!entry.tensor.defined()) return "";
+  const at::Tensor& now = THPVariable_Unpack(object);
+  if (now.requires_grad() != entry.requires_grad) {
+    return concat("'", entry.name, "' was ", entry.requires_grad ? "frozen" : "unfrozen",
+                  " (requires_grad changed)");
+  }
+  if (now.scalar_type() != entry.dtype) {
+    return concat("'", entry.name, "' changed from ", c10::toString(entry.dtype), " to ",
+                  c10::toString(now.scalar_type()));
+  }
+  if (now.device() != entry.device) {
+    return concat("'", entry.name, "' moved from ", entry.device.str(), " to ",
+                  now.device().str());
+  }
+  if (now.sizes() != entry.sizes) {
+    return concat("'", entry.name, "' changed its shape to ", now.sizes());
+  }
+  return "";
+}
+
+std::string PlanGuard::difference(const py::list& dicts) const {
+  for (size_t i = 0; i < expected_.size(); ++i) {
+    PyObject* dict = PyList_GET_ITEM(dicts.ptr(), static_cast<Py_ssize_t>(i));
+    PyObject *key = nullptr, *value = nullptr;
+    Py_ssize_t position = 0;
+    size_t count = 0;
+    while (PyDict_Next(dict, &position, &key, &value)) {
+      if (count == expected_[i].size()) {
+        return concat("'", names_[i / 2], names_[i / 2].empty() ? "" : ".", PyUnicode_AsUTF8(key),
+                      "' is new");
+      }
+      std::string found = compare(expected_[i][count++], value);
+      if (!found.empty()) return found;
+    }
+    if (count < expected_[i].size()) {
+      return concat("'", expected_[i][count].name, "' was removed");
+    }
+  }
+  return "";
+}
+
+void bind_plan_guard(py::module_& m) {
+  py::class_<PlanGuard>(m, "PlanGuard")
+      .def(py::init<std::vector<std::string>, const py::list&>(), py::arg("names"),
+           py::arg("dicts"))
+      .def("difference", &PlanGuard::difference, py::arg("dicts"));
+}
+
+}  // namespace bagua

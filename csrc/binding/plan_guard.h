@@ -1,0 +1,42 @@
+// Does the module still have the parameters that it was wrapped with?
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <string>
+#include <vector>
+
+namespace bagua {
+
+// Note [Plan guard]
+// Hooks sit on the parameters that existed at the wrap. A parameter that is replaced
+// (load_state_dict(assign=True)), unfrozen, added, moved or cast afterwards would train
+// unsynchronised without a word, so every training forward compares the module with the snapshot.
+//
+// Holds no reference to the module: the caller passes the same dictionaries to every call, in the
+// same order. Needs the GIL.
+class PlanGuard {
+ public:
+  // `names`: of the modules; `dicts`: for each its _parameters and its _modules, alternating.
+  PlanGuard(std::vector<std::string> names, const pybind11::list& dicts);
+
+  // The first difference in words, or an empty string.
+  std::string difference(const pybind11::list& dicts) const;
+
+ private:
+  struct Entry {
+    std::string name;
+    PyObject* object;  // compared by identity only
+    at::Tensor tensor;  // undefined for a module or None
+    bool requires_grad;
+    at::ScalarType dtype;
+    at::Device device;
+    std::vector<int64_t> sizes;
+  };
+  std::string compare(const Entry& entry, PyObject* object) const;
+
+  std::vector<std::string> names_;
+  std::vector<std::vector<Entry>> expected_;
+};
+
+}  // namespace bagua

@@ -1,0 +1,26 @@
+// A bucket op written in Python.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <string>
+
+#include "op/bucket_op.h"
+
+namespace bagua {
+
+// Calls `function(bucket_name)` with the GIL, on the lane's thread. The only place where a lane
+// holds the GIL. An exception becomes the round's failure, with the Python traceback in its text.
+class PythonOp final : public BucketOp {
+ public:
+  explicit PythonOp(pybind11::function function);
+  ~PythonOp() override;
+  void run(at::Tensor& flat, const Round& round) override;
+  std::string describe() const override { return description_; }
+
+ private:
+  pybind11::function function_;
+  std::string description_;
+};
+
+}  // namespace bagua

@@ -1,0 +1,250 @@
+#include "comm/c10d_communicator.h"
+
+#include <algorithm>
+#include <cctype>
+#include <exception>
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+#include "base/check.h"
+#include "comm/tensor_checks.h"
+
+namespace bagua {
+namespace {
+
+// Note [gloo moves pieces]
+// gloo's own all_to_all and all_gather are half-duplex for large messages (1.4 to 2.1 times the
+// time that the wire needs). Messages in pieces of at most 1 MiB, every receive posted before the
+// first send and the own part copied locally, take 1.05 times.
+constexpr int64_t kPieceBytes = 1 << 20;
+
+// gloo refuses negative tags.
+int next_tag(uint32_t& count) { return static_cast<int>(count++ & 0x7fffffffu); }
+
+at::Tensor flat(const at::Tensor& tensor) { return tensor.detach().view({-1}); }
+
+void copy_unless_same(at::Tensor target, const at::Tensor& source) {
+  if (target.data_ptr() != source.data_ptr()) target.copy_(source);
+}
+
+c10d::ReduceOp to_c10d(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return c10d::ReduceOp::SUM;
+    case ReduceOp::kAvg:
+      return c10d::ReduceOp::AVG;
+    case ReduceOp::kMin:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::kMax:
+      return c10d::ReduceOp::MAX;
+  }
+  throw Error("unknown reduce op");
+}
+
+// c10::Error's what() carries a C++ backtrace.
+std::string short_text(const std::exception& error) {
+  const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
+  return from_torch ? from_torch->what_without_backtrace() : error.what();
+}
+
+// Transports have no common type for "too late"; all of them say so.
+bool is_timeout(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(),
+                 [](unsigned char letter) { return std::tolower(letter); });
+  return text.find("timed out") != std::string::npos || text.find("timeout") != std::string::npos;
+}
+
+// Only once per work: a second wait on a gloo receive hangs.
+void wait(const c10::intrusive_ptr<c10d::Work>& work) {
+  BAGUA_CHECK(work->wait(), "the transport ended the call");
+}
+
+}  // namespace
+
+C10dCommunicator::C10dCommunicator(c10::intrusive_ptr<c10d::Backend> backend)
+    : Communicator({backend->getRank(), backend->getSize()}),
+      backend_(std::move(backend)),
+      is_gloo_(backend_->getBackendName() == "gloo"),
+      is_nccl_(backend_->getBackendName() == "nccl"),
+      send_tags_(group().size, 0),
+      recv_tags_(group().size, 0) {}
+
+void C10dCommunicator::all_reduce(at::Tensor& tensor, ReduceOp op) {
+  check_all_reduce(tensor, op);
+  guarded({"all_reduce", static_cast<int64_t>(tensor.nbytes()), tensor.scalar_type(), -1},
+          [&](Site&) {
+            if (group().size == 1 || tensor.numel() == 0) return;
+            std::vector<at::Tensor> tensors{flat(tensor)};
+            c10d::AllreduceOptions options;
+            options.reduceOp = to_c10d(op);
+            if (op == ReduceOp::kAvg && !is_nccl_) {
+              tensors[0].div_(group().size);
+              options.reduceOp = c10d::ReduceOp::SUM;
+            }
+            wait(backend_->allreduce(tensors, options));
+          });
+}
+
+void C10dCommunicator::broadcast(at::Tensor& tensor, int root) {
+  check_broadcast(tensor, root, group());
+  guarded({"broadcast", static_cast<int64_t>(tensor.nbytes()), tensor.scalar_type(),
+           root == group().rank ? -1 : root},
+          [&](Site&) {
+            if (group().size == 1 || tensor.numel() == 0) return;
+            std::vector<at::Tensor> tensors{flat(tensor)};
+            c10d::BroadcastOptions options;
+            options.rootRank = root;
+            wait(backend_->broadcast(tensors, options));
+          });
+}
+
+void C10dCommunicator::all_gather(const at::Tensor& input, at::Tensor& output) {
+  check_all_gather(input, output, group());
+  guarded({"all_gather", static_cast<int64_t>(input.nbytes()), input.scalar_type(), -1},
+          [&](Site& site) {
+            if (input.numel() == 0) return;
+            const auto [rank, size] = group();
+            const int64_t slot = input.numel();
+            at::Tensor source = flat(input);
+            at::Tensor target = flat(output);
+            if (!is_gloo_ && size > 1) return wait(backend_->_allgather_base(target, source));
+            std::vector<Send> sends;
+            std::vector<Recv> recvs;
+            for (int step = 1; step < size; ++step) {
+              const int to = (rank + step) % size;
+              const int from = (rank + size - step) % size;
+              sends.push_back({source, to});
+              recvs.push_back({target.narrow(0, from * slot, slot), from});
+            }
+            transfer(site, sends, recvs);
+            copy_unless_same(target.narrow(0, rank * slot, slot), source);
+          });
+}
+
+void C10dCommunicator::all_to_all(const at::Tensor& input, at::Tensor& output) {
+  check_all_to_all(input, output, group());
+  guarded({"all_to_all", static_cast<int64_t>(input.nbytes()), input.scalar_type(), -1},
+          [&](Site& site) {
+            if (input.numel() == 0) return;
+            const auto [rank, size] = group();
+            const int64_t chunk = input.numel() / size;
+            at::Tensor source = flat(input);
+            at::Tensor target = flat(output);
+            if (!is_gloo_ && size > 1) {
+              std::vector<int64_t> equal_in, equal_out;  // empty: equal chunks
+              return wait(backend_->alltoall_base(target, source, equal_out, equal_in));
+            }
+            std::vector<Send> sends;
+            std::vector<Recv> recvs;
+            for (int step = 1; step < size; ++step) {
+              const int to = (rank + step) % size;
+              const int from = (rank + size - step) % size;
+              sends.push_back({source.narrow(0, to * chunk, chunk), to});
+              recvs.push_back({target.narrow(0, from * chunk, chunk), from});
+            }
+            transfer(site, sends, recvs);
+            target.narrow(0, rank * chunk, chunk).copy_(source.narrow(0, rank * chunk, chunk));
+          });
+}
+
+void C10dCommunicator::exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs) {
+  check_exchange(sends, recvs, group());
+  guarded({"exchange", 0, at::kByte, -1}, [&](Site& site) {
+    transfer(site, sends, recvs);
+    for (const auto& [source, target] : own_messages(sends, recvs, group().rank)) {
+      copy_unless_same(flat(target), flat(source));
+    }
+  });
+}
+
+// 1. Post every receive. 2. Post every send. 3. Wait for the receives, then for the sends.
+// Messages of a rank to itself are left out.
+void C10dCommunicator::transfer(Site& site, c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs) {
+  std::vector<Pending> posted;
+  posted.reserve(sends.size() + recvs.size());
+  const auto post = [&](const at::Tensor& tensor, int peer, auto start) {
+    if (peer == group().rank || tensor.numel() == 0) return;
+    site = {site.call, static_cast<int64_t>(tensor.nbytes()), tensor.scalar_type(), peer};
+    for (at::Tensor& piece : pieces(tensor)) {
+      std::vector<at::Tensor> message{std::move(piece)};
+      auto work = start(message, peer);
+      if (!is_nccl_) posted.push_back({std::move(work), site});
+    }
+  };
+  if (is_nccl_) backend_->startCoalescing();
+  for (const Recv& recv : recvs) {
+    post(recv.tensor, recv.peer, [&](std::vector<at::Tensor>& message, int peer) {
+      return backend_->recv(message, peer, next_tag(recv_tags_[peer]));
+    });
+  }
+  for (const Send& send : sends) {
+    post(send.tensor, send.peer, [&](std::vector<at::Tensor>& message, int peer) {
+      return backend_->send(message, peer, next_tag(send_tags_[peer]));
+    });
+  }
+  if (is_nccl_) posted.push_back({backend_->endCoalescing(), site});
+  for (const Pending& pending : posted) {
+    site = pending.site;
+    if (pending.work) wait(pending.work);  // null: NCCL had nothing to coalesce
+  }
+}
+
+std::vector<at::Tensor> C10dCommunicator::pieces(const at::Tensor& tensor) const {
+  const at::Tensor memory = flat(tensor);
+  const int64_t bytes = static_cast<int64_t>(memory.nbytes());
+  if (!is_gloo_ || bytes <= kPieceBytes) return {memory};
+  const int64_t step = kPieceBytes / static_cast<int64_t>(memory.element_size());
+  std::vector<at::Tensor> result;
+  result.reserve(memory.numel() / step + 1);
+  for (int64_t begin = 0; begin < memory.numel(); begin += step) {
+    result.push_back(memory.narrow(0, begin, std::min(step, memory.numel() - begin)));
+  }
+  return result;
+}
+
+// gloo::IoException is no c10::Error, hence std::exception.
+template <typename Body>
+void C10dCommunicator::guarded(Site site, Body body) {
+  refuse_if_failed(site);
+  try {
+    body(site);
+  } catch (const std::exception& error) {
+    fail(site, short_text(error));
+  }
+}
+
+void C10dCommunicator::refuse_if_failed(const Site& site) {
+  if (!refuses_.load(std::memory_order_acquire)) return;
+  std::lock_guard lock(mutex_);
+  throw Error(
+      concat("rank ", group().rank, " of ", group().size, ": ", site.call, " refused: ", refusal_));
+}
+
+void C10dCommunicator::refuse_from_now_on(const std::string& reason) noexcept {
+  std::lock_guard lock(mutex_);
+  if (!refuses_.load(std::memory_order_relaxed)) refusal_ = reason;
+  refuses_.store(true, std::memory_order_release);
+}
+
+void C10dCommunicator::fail(const Site& site, const std::string& what) {
+  const std::string peer = site.peer < 0 ? "" : concat(" with peer ", site.peer);
+  const std::string message =
+      concat("rank ", group().rank, " of ", group().size, ": ", site.call, " of ", site.bytes,
+             " bytes ", dtype_text(site.dtype), peer, " failed: ", what);
+  refuse_from_now_on(concat("an earlier call failed (", message, ")"));
+  if (is_timeout(what)) throw TimeoutError(message);
+  throw Error(message);
+}
+
+void C10dCommunicator::abort(const std::string& reason) noexcept {
+  refuse_from_now_on(concat("aborted: ", reason));
+  if (group().size == 1) return;
+  try {
+    backend_->abort();
+  } catch (const std::exception&) {  // a transport that cannot abort has nothing to add
+    return;
+  }
+}
+
+}  // namespace bagua

@@ -1,0 +1,71 @@
+// Any backend of torch.distributed: gloo on CPU, NCCL on CUDA.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "comm/communicator.h"
+
+namespace bagua {
+
+// A group of ranks over a c10d backend; rank, size and timeout are the backend's.
+//
+// Contracts of Communicator, and:
+// - gloo: all_gather, all_to_all and exchange are point to point (Note [gloo moves pieces]).
+//   kAvg divides first and adds then, as DDP does; only NCCL averages by itself.
+// - Group size 1 never touches the backend. Messages without elements are not sent.
+// - The backend gets aliases of the tensors without Python objects: gloo's thread may drop the last
+//   reference while Python is finalizing.
+// - A failed call throws Error or TimeoutError, "rank r of n: <call> of <bytes> bytes <dtype> with
+//   peer p failed: <reason>". gloo ends a blocked call at the group's timeout only, abort()
+//   included (NCCL's are ended), and a message that failed late may still be written to its buffer.
+// - Sizes that differ between ranks are the caller's error: gloo cannot see them and may return
+//   wrong data or wait until the timeout.
+class C10dCommunicator final : public Communicator {
+ public:
+  explicit C10dCommunicator(c10::intrusive_ptr<c10d::Backend> backend);
+
+  void all_reduce(at::Tensor& tensor, ReduceOp op) override;
+  void all_gather(const at::Tensor& input, at::Tensor& output) override;
+  void all_to_all(const at::Tensor& input, at::Tensor& output) override;
+  void broadcast(at::Tensor& tensor, int root) override;
+  void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs) override;
+  void abort(const std::string& reason) noexcept override;
+
+ private:
+  // What the error message says about the call at hand; peer is -1 where the transport knows none.
+  struct Site {
+    const char* call;
+    int64_t bytes;
+    at::ScalarType dtype;
+    int peer;
+  };
+  struct Pending {
+    c10::intrusive_ptr<c10d::Work> work;
+    Site site;
+  };
+
+  template <typename Body>
+  void guarded(Site site, Body body);
+  void transfer(Site& site, c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs);
+  std::vector<at::Tensor> pieces(const at::Tensor& tensor) const;
+  void refuse_if_failed(const Site& site);
+  void refuse_from_now_on(const std::string& reason) noexcept;
+  [[noreturn]] void fail(const Site& site, const std::string& what);
+
+  const c10::intrusive_ptr<c10d::Backend> backend_;
+  const bool is_gloo_;
+  const bool is_nccl_;
+  std::vector<uint32_t> send_tags_;  // by peer: messages so far, counted alike on both sides
+  std::vector<uint32_t> recv_tags_;
+  std::atomic<bool> refuses_{false};
+  std::mutex mutex_;     // of refusal_: abort() comes from another thread
+  std::string refusal_;  // why later calls are refused
+};
+
+}  // namespace bagua

@@ -1,0 +1,277 @@
+#include "comm/thread_communicator.h"
+
+#include <exception>
+#include <utility>
+
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+
+#include "base/check.h"
+#include "comm/tensor_checks.h"
+
+namespace bagua {
+namespace {
+
+at::Tensor flat(const at::Tensor& tensor) { return tensor.detach().view({-1}); }
+
+void copy_unless_same(at::Tensor target, const at::Tensor& source) {
+  if (target.data_ptr() != source.data_ptr()) target.copy_(source);
+}
+
+std::string shape_text(const at::Tensor& tensor) {
+  return concat(tensor.numel(), " ", dtype_text(tensor.scalar_type()));
+}
+
+void check_cpu(const char* call, const at::Tensor& tensor) {
+  BAGUA_CHECK(tensor.device().is_cpu(), call, ": thread ranks move CPU tensors, got one on ",
+              tensor.device().str());
+}
+
+}  // namespace
+
+ThreadHub::ThreadHub(int size, std::chrono::milliseconds timeout) : size_(size), timeout_(timeout) {
+  BAGUA_CHECK_ARG(size >= 1, "ThreadHub: a group needs at least one rank, got size ", size);
+  BAGUA_CHECK_ARG(timeout.count() > 0, "ThreadHub: the timeout must be positive, got ",
+                  timeout.count(), " ms");
+  calls_.resize(size);
+  mailboxes_.resize(static_cast<size_t>(size) * size);
+}
+
+std::string ThreadHub::text(const Call& call) {
+  switch (call.kind) {
+    case Collective::kAllReduce:
+      return concat("all_reduce of ", shape_text(call.output), " (", reduce_op_text(call.op), ")");
+    case Collective::kAllGather:
+      return concat("all_gather of ", shape_text(call.input));
+    case Collective::kAllToAll:
+      return concat("all_to_all of ", shape_text(call.input));
+    case Collective::kBroadcast:
+      return concat("broadcast of ", shape_text(call.output), " from rank ", call.root);
+  }
+  return "unknown call";
+}
+
+// 1. Refuse a call that differs from those of the ranks already here.
+// 2. The last rank to arrive does the work of all, in rank order, and opens the next meeting.
+// 3. The others wait for it; a rank that waits too long fails the hub, naming who is absent.
+void ThreadHub::meet(int rank, Call call) {
+  std::unique_lock lock(mutex_);
+  throw_if_failed();
+  compare_with_others(rank, call);
+  const std::string name = text(call);
+  calls_[rank] = std::move(call);
+  if (absent_ranks().empty()) {
+    try {
+      perform();
+    } catch (const std::exception& error) {
+      fail_and_throw(Kind::kError, concat("rank ", rank, ": ", name, ": ", error.what()));
+    }
+    for (auto& waiting : calls_) waiting.reset();
+    ++meetings_;
+    changed_.notify_all();
+    return;
+  }
+  changed_.notify_all();  // a rank may wait in exchange for this one: see stuck_peer
+  const int64_t meeting = meetings_;
+  const bool in_time = changed_.wait_for(
+      lock, timeout_, [&] { return meetings_ != meeting || failure_.has_value(); });
+  if (meetings_ != meeting) return;
+  if (!in_time) {
+    fail_and_throw(Kind::kTimeout,
+                   concat("rank ", rank, " of ", size_, ": ", name, " timed out after ",
+                          timeout_.count(), " ms, missing: ", absent_ranks()));
+  }
+  throw_if_failed();
+}
+
+void ThreadHub::compare_with_others(int rank, const Call& call) {
+  for (int other = 0; other < size_; ++other) {
+    if (!calls_[other]) continue;
+    const std::string mine = text(call);
+    const std::string theirs = text(*calls_[other]);
+    if (mine != theirs) {
+      fail_and_throw(Kind::kMismatch, concat("ranks disagree: rank ", other, " called ", theirs,
+                                             ", rank ", rank, " called ", mine));
+    }
+    return;  // those already here agree with each other
+  }
+}
+
+void ThreadHub::perform() {
+  const Call& first = *calls_[0];
+  if (first.kind == Collective::kAllReduce) return all_reduce_in_rank_order();
+  if (first.kind == Collective::kBroadcast) {
+    for (auto& call : calls_) copy_unless_same(call->output, calls_[first.root]->output);
+    return;
+  }
+  const bool gathers = first.kind == Collective::kAllGather;
+  const int64_t slot = first.output.numel() / size_;
+  for (int from = 0; from < size_; ++from) {
+    for (int to = 0; to < size_; ++to) {
+      const at::Tensor& input = calls_[from]->input;
+      copy_unless_same(calls_[to]->output.narrow(0, from * slot, slot),
+                       gathers ? input : input.narrow(0, to * slot, slot));
+    }
+  }
+}
+
+void ThreadHub::all_reduce_in_rank_order() {
+  const ReduceOp op = calls_[0]->op;
+  at::Tensor result = calls_[0]->output.clone();
+  if (op == ReduceOp::kAvg) result.div_(size_);
+  for (int rank = 1; rank < size_; ++rank) {
+    const at::Tensor& other = calls_[rank]->output;
+    if (op == ReduceOp::kSum) result.add_(other);
+    if (op == ReduceOp::kAvg) result.add_(other.div(size_));
+    if (op == ReduceOp::kMin) result = at::minimum(result, other);
+    if (op == ReduceOp::kMax) result = at::maximum(result, other);
+  }
+  for (auto& call : calls_) call->output.copy_(result);
+}
+
+// 1. Post all receives, then all sends; each half that finds its other half is copied at once.
+// 2. Wait until all of this rank's halves are done.
+void ThreadHub::exchange(int rank, c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs) {
+  std::unique_lock lock(mutex_);
+  throw_if_failed();
+  std::vector<Half> halves;
+  halves.reserve(sends.size() + recvs.size());  // the mailboxes hold pointers into it
+  for (const Recv& recv : recvs) {
+    halves.push_back({flat(recv.tensor), recv.peer, false});
+    mailbox(recv.peer, rank).recvs.push_back(&halves.back());
+    match(recv.peer, rank);
+  }
+  for (const Send& send : sends) {
+    halves.push_back({flat(send.tensor), send.peer, false});
+    mailbox(rank, send.peer).sends.push_back(&halves.back());
+    match(rank, send.peer);
+  }
+  const auto pending = [&] {
+    std::string peers;
+    for (const Half& half : halves) {
+      if (!half.done) peers += concat(peers.empty() ? "rank " : ", ", half.peer);
+    }
+    return peers;
+  };
+  const bool in_time = changed_.wait_for(lock, timeout_, [&] {
+    return failure_.has_value() || pending().empty() || stuck_peer(halves).has_value();
+  });
+  if (pending().empty()) return;
+  throw_if_failed();
+  if (!in_time) {
+    fail_and_throw(Kind::kTimeout,
+                   concat("rank ", rank, " of ", size_, ": exchange timed out after ",
+                          timeout_.count(), " ms, missing: ", pending()));
+  }
+  const int peer = *stuck_peer(halves);
+  fail_and_throw(Kind::kMismatch,
+                 concat("ranks disagree: rank ", rank, " called exchange with rank ", peer,
+                        ", rank ", peer, " called ", text(*calls_[peer])));
+}
+
+void ThreadHub::match(int from, int to) {
+  Mailbox& box = mailbox(from, to);
+  if (box.sends.empty() || box.recvs.empty()) return;
+  Half& send = *box.sends.front();
+  Half& recv = *box.recvs.front();
+  if (send.tensor.numel() != recv.tensor.numel() ||
+      send.tensor.scalar_type() != recv.tensor.scalar_type()) {
+    fail_and_throw(Kind::kMismatch,
+                   concat("ranks disagree: rank ", from, " sends ", shape_text(send.tensor),
+                          " to rank ", to, ", which expects ", shape_text(recv.tensor)));
+  }
+  box.sends.pop_front();
+  box.recvs.pop_front();
+  copy_unless_same(recv.tensor, send.tensor);
+  send.done = recv.done = true;
+  changed_.notify_all();
+}
+
+// A peer that waits in a collective waits for this rank, and this rank for it: neither can go on.
+std::optional<int> ThreadHub::stuck_peer(const std::vector<Half>& halves) const {
+  for (const Half& half : halves) {
+    if (!half.done && calls_[half.peer]) return half.peer;
+  }
+  return std::nullopt;
+}
+
+std::string ThreadHub::absent_ranks() const {
+  std::string ranks;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (!calls_[rank]) ranks += concat(ranks.empty() ? "rank " : ", ", rank);
+  }
+  return ranks;
+}
+
+void ThreadHub::abort(int rank, const std::string& reason) noexcept {
+  std::lock_guard lock(mutex_);
+  fail(Kind::kError, concat("rank ", rank, " of ", size_, " aborted: ", reason));
+}
+
+// The first failure stays. Nobody will touch the waiting ranks' tensors any more.
+void ThreadHub::fail(Kind kind, std::string message) {
+  if (!failure_) failure_ = Failure{kind, std::move(message)};
+  for (auto& call : calls_) call.reset();
+  changed_.notify_all();
+}
+
+void ThreadHub::throw_if_failed() const {
+  if (failure_) throw_failure();
+}
+
+void ThreadHub::throw_failure() const {
+  if (failure_->kind == Kind::kTimeout) throw TimeoutError(failure_->message);
+  if (failure_->kind == Kind::kMismatch) throw MismatchError(failure_->message);
+  throw Error(failure_->message);
+}
+
+void ThreadHub::fail_and_throw(Kind kind, std::string message) {
+  fail(kind, std::move(message));
+  throw_failure();
+}
+
+ThreadCommunicator::ThreadCommunicator(std::shared_ptr<ThreadHub> hub, int rank)
+    : Communicator({rank, hub->size()}), hub_(std::move(hub)) {
+  BAGUA_CHECK_ARG(rank >= 0 && rank < hub_->size(), "rank ", rank, " is outside a group of size ",
+                  hub_->size());
+}
+
+void ThreadCommunicator::all_reduce(at::Tensor& tensor, ReduceOp op) {
+  check_all_reduce(tensor, op);
+  check_cpu("all_reduce", tensor);
+  hub_->meet(group().rank, {ThreadHub::Collective::kAllReduce, {}, flat(tensor), op, 0});
+}
+
+void ThreadCommunicator::all_gather(const at::Tensor& input, at::Tensor& output) {
+  check_all_gather(input, output, group());
+  check_cpu("all_gather", input);
+  hub_->meet(group().rank,
+             {ThreadHub::Collective::kAllGather, flat(input), flat(output), ReduceOp::kSum, 0});
+}
+
+void ThreadCommunicator::all_to_all(const at::Tensor& input, at::Tensor& output) {
+  check_all_to_all(input, output, group());
+  check_cpu("all_to_all", input);
+  hub_->meet(group().rank,
+             {ThreadHub::Collective::kAllToAll, flat(input), flat(output), ReduceOp::kSum, 0});
+}
+
+void ThreadCommunicator::broadcast(at::Tensor& tensor, int root) {
+  check_broadcast(tensor, root, group());
+  check_cpu("broadcast", tensor);
+  hub_->meet(group().rank,
+             {ThreadHub::Collective::kBroadcast, {}, flat(tensor), ReduceOp::kSum, root});
+}
+
+void ThreadCommunicator::exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs) {
+  check_exchange(sends, recvs, group());
+  for (const Send& send : sends) check_cpu("exchange", send.tensor);
+  for (const Recv& recv : recvs) check_cpu("exchange", recv.tensor);
+  hub_->exchange(group().rank, sends, recvs);
+}
+
+void ThreadCommunicator::abort(const std::string& reason) noexcept {
+  hub_->abort(group().rank, reason);
+}
+
+}  // namespace bagua

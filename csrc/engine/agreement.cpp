@@ -1,0 +1,54 @@
+#include "engine/agreement.h"
+
+#include <ATen/ops/empty.h>
+
+#include <array>
+#include <cstring>
+#include <ios>
+
+#include "base/check.h"
+
+namespace bagua {
+namespace {
+
+struct Field {
+  uint64_t AgreementRecord::*value;
+  const char* what;
+  const char* remedy;
+};
+
+constexpr std::array<Field, 3> kFields{{
+    {&AgreementRecord::incarnation, "incarnation of the run",
+     "a rank of an earlier run or of an earlier with_bagua takes part; restart all ranks"},
+    {&AgreementRecord::fingerprint, "bucket plan",
+     "ranks run another model, algorithm, codec or bucket size; make them equal and restart"},
+    {&AgreementRecord::round, "number of synchronising steps",
+     "a rank skipped or repeated a backward; every rank must make the same number of them"},
+}};
+
+}  // namespace
+
+void agree(Communicator& communicator, const AgreementRecord& mine) {
+  const int size = communicator.group().size;
+  if (size == 1) return;
+  const auto bytes = static_cast<int64_t>(sizeof mine);
+  at::Tensor input = at::empty({bytes}, at::kByte);
+  at::Tensor output = at::empty({size * bytes}, at::kByte);
+  std::memcpy(input.data_ptr(), &mine, sizeof mine);
+  communicator.all_gather(input, output);
+  std::vector<AgreementRecord> all(size);
+  std::memcpy(all.data(), output.data_ptr(), size * sizeof mine);
+  for (const Field& field : kFields) {
+    bool equal = true;
+    std::string values;
+    for (int rank = 0; rank < size; ++rank) {
+      equal = equal && all[rank].*field.value == all[0].*field.value;
+      values += concat(rank ? ", rank " : "rank ", rank, ": ", std::hex, all[rank].*field.value);
+    }
+    if (equal) continue;
+    throw MismatchError(concat("round ", mine.round, " was not started: ranks differ in the ",
+                               field.what, " (", values, "). ", field.remedy, "."));
+  }
+}
+
+}  // namespace bagua

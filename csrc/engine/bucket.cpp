@@ -1,0 +1,35 @@
+#include "engine/bucket.h"
+
+#include <ATen/ops/as_strided.h>
+
+#include "base/check.h"
+
+namespace bagua {
+
+at::Tensor Slot::view(const at::Tensor& flat) const {
+  return at::as_strided(flat, sizes, strides, offset);
+}
+
+void Bucket::check() const {
+  BAGUA_CHECK_ARG(flat.defined() && flat.dim() == 1 && flat.is_contiguous(), "bucket '", name,
+                  "': the memory must be a contiguous one-dimensional tensor.");
+  BAGUA_CHECK_ARG(!slots.empty(), "bucket '", name, "' has no slots.");
+  int64_t end = 0;
+  for (const Slot& slot : slots) {
+    int64_t numel = 1, last = 0;
+    for (size_t i = 0; i < slot.sizes.size(); ++i) {
+      numel *= slot.sizes[i];
+      last += (slot.sizes[i] - 1) * slot.strides.at(i);
+    }
+    BAGUA_CHECK_ARG(numel == 0 || last + 1 == numel, "bucket '", name, "': slot '", slot.name,
+                    "' is not dense in memory (strides leave gaps or overlap).");
+    BAGUA_CHECK_ARG(slot.offset >= end && slot.offset + numel <= flat.numel(), "bucket '", name,
+                    "': slot '", slot.name, "' at ", slot.offset, " with ", numel,
+                    " elements overlaps its neighbour or the end at ", flat.numel(), ".");
+    BAGUA_CHECK_ARG(slot.adopt == Adopt::kNone || slot.parameter.defined(), "bucket '", name,
+                    "': slot '", slot.name, "' carries a gradient but names no parameter.");
+    end = slot.offset + numel;
+  }
+}
+
+}  // namespace bagua

@@ -1,0 +1,46 @@
+// A bucket: contiguous memory, the slots in it, and the ops that run when every slot is ready.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "op/bucket_op.h"
+
+namespace bagua {
+
+// How the values of a slot get into the bucket.
+enum class Adopt {
+  kNone,      // the caller's tensor aliases the bucket already (weights, momentum)
+  kGradView,  // the parameter's .grad is made a view of the bucket
+  kGradCopy,  // .grad stays where it is: copied in when ready, copied out at the end of backward
+};
+
+// Where one tensor lies in the flat bucket.
+struct Slot {
+  std::string name;
+  int64_t offset;                // elements from the start of the bucket
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;  // the parameter's own (channels_last survives)
+  Adopt adopt;
+  at::Tensor parameter;          // whose .grad it is; undefined for Adopt::kNone
+
+  at::Tensor view(const at::Tensor& flat) const;
+};
+
+// Immutable once an engine has it.
+struct Bucket {
+  std::string name;
+  at::Tensor flat;  // one-dimensional, padding included
+  std::vector<Slot> slots;
+  std::vector<std::shared_ptr<BucketOp>> ops;
+
+  // Throws std::invalid_argument naming the slot that lies outside, overlaps or has a wrong dtype.
+  void check() const;
+  int64_t bytes() const { return flat.numel() * static_cast<int64_t>(flat.element_size()); }
+};
+
+}  // namespace bagua

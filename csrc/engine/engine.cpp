@@ -1,0 +1,191 @@
+#include "engine/engine.h"
+
+#include <unistd.h>
+
+#include <unordered_set>
+#include <utility>
+
+#include "base/check.h"
+#include "engine/engine_state.h"
+
+namespace bagua {
+namespace {
+
+void check_lanes(const std::vector<Lane>& lanes, const EngineOptions& options) {
+  BAGUA_CHECK_ARG(!lanes.empty(), "an engine needs a lane.");
+  BAGUA_CHECK_ARG(options.control, "an engine needs a control communicator.");
+  std::unordered_set<const void*> owned{options.control.get()};
+  std::unordered_set<std::string> names;
+  for (const Lane& lane : lanes) {
+    for (const auto& communicator : lane.communicators) {
+      BAGUA_CHECK_ARG(owned.insert(communicator.get()).second,
+                      "a communicator belongs to one lane, or to the main thread; never both.");
+    }
+    for (const Bucket& bucket : lane.buckets) {
+      bucket.check();
+      for (const Slot& slot : bucket.slots) {
+        BAGUA_CHECK_ARG(names.insert(slot.name).second, "slot '", slot.name, "' occurs twice.");
+      }
+    }
+  }
+}
+
+}  // namespace
+
+Engine::Engine(std::vector<Lane> lanes, EngineOptions options) : process_(getpid()) {
+  check_lanes(lanes, options);
+  const std::string name = options.name;
+  const size_t count = lanes.size();
+  state_ = std::make_shared<State>(std::move(lanes), std::move(options));
+  for (size_t i = 0; i < count; ++i) {
+    threads_.push_back(std::make_unique<LaneThread>(concat("bagua-lane", i)));
+  }
+}
+
+Engine::~Engine() {
+  if (getpid() == process_) {
+    stop();
+    return;
+  }
+  // After fork the threads exist in the parent only: nothing may be joined, freed or closed here.
+  new auto(std::move(threads_));
+  new auto(std::move(state_));
+}
+
+void Engine::stop() noexcept {
+  if (getpid() != process_) return;
+  State& state = *state_;
+  {
+    std::lock_guard lock(state.mutex);
+    if (std::exchange(state.stopped, true)) return;
+  }
+  state.changed.notify_all();
+  if (state.options.board) {
+    state.options.board->leave(state.open && state.marked > 0 ? state.round - 1 : state.round);
+  }
+  bool idle = true;
+  for (const auto& thread : threads_) idle = thread->stop() && idle;
+  if (idle) return;
+  const std::string reason = "the engine of module '" + state.options.name + "' was stopped";
+  state.options.control->abort(reason);
+  for (const auto& lane : state.lanes) {
+    for (const auto& communicator : lane.communicators) communicator->abort(reason);
+  }
+}
+
+void Engine::begin_round(float grad_scale) {
+  State& state = *state_;
+  std::unique_lock lock(state.mutex);
+  if (state.failure) state.rethrow(lock);
+  BAGUA_CHECK(!state.stopped, state.whoami(), ": the engine has been stopped; wrap again.");
+  if (state.open && state.marked == 0) {
+    state.grad_scale = grad_scale;
+    return;
+  }
+  if (state.open && state.marked < state.slot_states.size()) {
+    const std::string reason =
+        concat(state.whoami(), ": the round was left unfinished, ",
+               state.slot_states.size() - state.marked, " of ", state.slot_states.size(),
+               " tensors were never ready (an exception in backward, or a backward that reached "
+               "only a part of the model). Wrap the model again with with_bagua on every rank.");
+    lock.unlock();
+    abort(reason);
+    lock.lock();
+    state.rethrow(lock);
+  }
+  if (state.open) state.block(lock, [&] { return state.launched_done(); }, "the previous round");
+  state.open = true;
+  state.round += 1;
+  state.grad_scale = grad_scale;
+  state.marked = state.launched = state.done = 0;
+  state.used_pending = state.used_done = 0;
+  state.wait_began_ns = 0;
+  for (auto& slot : state.slot_states) slot.marked = false;
+  for (auto& lane : state.lanes) lane.next = 0;
+  for (size_t i = 0; i < state.buckets.size(); ++i) {
+    state.progress[i].pending = static_cast<int32_t>(state.buckets[i].slots.size());
+  }
+  if (state.options.control->group().size == 1) {
+    state.agreed_round = state.round;
+    return;
+  }
+  threads_[0]->post([shared = state_, round = state.round] { shared->run_agreement(round); });
+}
+
+void Engine::await_agreement() {
+  State& state = *state_;
+  std::unique_lock lock(state.mutex);
+  state.block(lock, [&] { return state.agreed_round == state.round; },
+              "all ranks to start the round");
+}
+
+bool Engine::round_open() const {
+  std::lock_guard lock(state_->mutex);
+  return state_->open;
+}
+
+int64_t Engine::round() const {
+  std::lock_guard lock(state_->mutex);
+  return state_->round;
+}
+
+bool Engine::mark_ready(SlotId slot) {
+  State& state = *state_;
+  std::unique_lock lock(state.mutex);
+  if (state.failure) state.rethrow(lock);
+  BAGUA_CHECK(state.open, state.whoami(), ": no round is open; run a forward in training mode first.");
+  State::SlotState& entry = state.slot_states.at(slot);
+  if (std::exchange(entry.marked, true)) return false;
+  ++state.marked;
+  State::Progress& bucket = state.progress[entry.bucket];
+  if (--bucket.pending > 0) return true;
+  bucket.ready_ns = now_ns();
+  State::LaneState& lane = state.lanes[bucket.lane];
+  while (lane.next < lane.buckets.size() && state.progress[lane.buckets[lane.next]].pending == 0) {
+    const size_t index = lane.buckets[lane.next++];
+    ++state.launched;
+    threads_[bucket.lane]->post([shared = state_, index] { shared->run_bucket(index); });
+  }
+  return true;
+}
+
+void Engine::exchange_used(std::vector<uint8_t> used) {
+  State& state = *state_;
+  std::lock_guard lock(state.mutex);
+  BAGUA_CHECK_ARG(used.size() == state.used.size(), "exchange_used takes one byte per slot.");
+  state.used = std::move(used);
+  ++state.used_pending;
+  threads_[0]->post([shared = state_] { shared->run_exchange_used(); });
+}
+
+const std::vector<uint8_t>& Engine::used() const { return state_->used; }
+
+void Engine::wait() {
+  State& state = *state_;
+  std::unique_lock lock(state.mutex);
+  if (state.failure) state.rethrow(lock);
+  if (!state.open) return;
+  const int64_t start = now_ns();
+  if (state.wait_began_ns == 0) state.wait_began_ns = start;
+  state.block(lock, [&] { return state.launched_done(); }, "its buckets");
+  state.exposed_ns += now_ns() - start;
+  if (state.marked == state.slot_states.size()) state.open = false;
+}
+
+void Engine::abort(const std::string& reason) noexcept {
+  state_->fail(std::make_exception_ptr(Error(reason)));
+}
+
+EngineStats Engine::stats() const {
+  const State& state = *state_;
+  std::lock_guard lock(state.mutex);
+  EngineStats stats{{}, state.options.control->traffic(), state.round, state.exposed_ns};
+  for (const auto& entry : state.progress) stats.buckets.push_back(entry.stats);
+  return stats;
+}
+
+const Bucket& Engine::bucket(size_t index) const { return state_->buckets.at(index); }
+size_t Engine::buckets() const { return state_->buckets.size(); }
+size_t Engine::slots() const { return state_->slot_states.size(); }
+
+}  // namespace bagua

@@ -1,0 +1,117 @@
+// Order, lanes, rounds and errors: what turns ready slots into communication.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/counting_communicator.h"
+#include "comm/failure_board.h"
+#include "engine/bucket.h"
+#include "engine/lane_thread.h"
+
+namespace bagua {
+
+// One communication thread: its buckets, in launch order, and the communicators their ops use.
+struct Lane {
+  std::vector<Bucket> buckets;
+  std::vector<std::shared_ptr<CountingCommunicator>> communicators;
+};
+
+struct EngineOptions {
+  std::string name;      // of the module, for error messages and threads
+  uint64_t fingerprint;  // of the plan; equal on all ranks or no round starts
+  uint64_t incarnation;
+  std::chrono::milliseconds timeout;
+  std::shared_ptr<CountingCommunicator> control;  // CPU; for agreements and masks only
+  std::shared_ptr<FailureBoard> board;            // null: failures of other ranks are not seen
+};
+
+// Numbers are sums over all rounds since construction. Times in nanoseconds.
+struct BucketStats {
+  std::string name;
+  std::vector<std::string> ops;
+  int64_t bytes;   // of the flat bucket
+  int64_t rounds;
+  Traffic traffic;  // wire_ns: inside communicator calls
+  int64_t busy_ns;  // running ops, wire included
+  int64_t waiting_ns;  // ready to launch, but the lane was busy or the ranks had not agreed
+  int64_t hidden_ns;   // busy before the caller began to wait
+};
+
+struct EngineStats {
+  std::vector<BucketStats> buckets;
+  Traffic control;
+  int64_t rounds;
+  int64_t exposed_ns;  // the caller's time inside wait()
+};
+
+using SlotId = int32_t;
+
+// Thread safety: mark_ready() from any thread (autograd's); begin_round(), wait() from one thread at
+// a time; abort(), stats() from any. Ownership: shares the communicators and ops with nobody else;
+// lane threads keep them alive while they run. Ordering: Note [Launch order], Note [Agreement].
+// May fail: an error in a lane is stored, rethrown by wait() and begin_round(), published to the
+// other ranks, and the engine refuses further work.
+//
+// Note [Launch order]
+// Buckets launch in registration order within a lane, whatever the order in which they become
+// ready, so ranks whose gradients arrive in different orders cannot deadlock.
+//
+// Note [Rounds]
+// A round is one synchronising backward (or one communicating step). begin_round() opens it;
+// a second call while nothing has been marked ready keeps it open (a forward without backward). A
+// round in which some slots were marked but not all when the next one begins was left unfinished:
+// an error on this rank and, through the failure board, on all others.
+class Engine {
+ public:
+  Engine(std::vector<Lane> lanes, EngineOptions options);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Opens a round and starts the agreement in the background.
+  void begin_round(float grad_scale);
+
+  // Blocks until the ranks agree on the open round.
+  void await_agreement();
+
+  // True if a round is open and not all of its buckets are done.
+  bool round_open() const;
+  int64_t round() const;
+
+  // False if the slot had been marked in this round already.
+  bool mark_ready(SlotId slot);
+
+  // Asks all ranks which slots anybody used: starts once every slot is marked; wait() covers it.
+  void exchange_used(std::vector<uint8_t> used);
+
+  // The result of exchange_used, valid after wait(): 1 where any rank used the slot.
+  const std::vector<uint8_t>& used() const;
+
+  // Blocks until every bucket of the round is done. Throws the stored failure, another rank's
+  // failure as soon as it is published, or TimeoutError at the deadline.
+  void wait();
+
+  // Ends everything: wait() and later calls throw `reason` on this and, published, on other ranks.
+  void abort(const std::string& reason) noexcept;
+
+  // Stops the lanes. Called by the destructor; idempotent.
+  void stop() noexcept;
+
+  EngineStats stats() const;
+  const Bucket& bucket(size_t index) const;
+  size_t buckets() const;
+  size_t slots() const;
+
+ private:
+  struct State;
+  int process_;  // pid: after fork nothing is joined or closed
+  std::shared_ptr<State> state_;
+  std::vector<std::unique_ptr<LaneThread>> threads_;
+};
+
+}  // namespace bagua

@@ -1,0 +1,231 @@
+#include "engine/engine_state.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/check.h"
+#include "engine/agreement.h"
+
+namespace bagua {
+namespace {
+
+// How long wait() stays off the store before it asks whether another rank failed, and how often it
+// asks then: a step that is merely slow must not load the store.
+constexpr auto kPollInterval = std::chrono::milliseconds(500);
+
+// The same kind of exception with `context` in front of its message.
+std::exception_ptr with_context(const std::string& context, const std::exception_ptr& cause) {
+  try {
+    std::rethrow_exception(cause);
+  } catch (const TimeoutError& error) {
+    return std::make_exception_ptr(TimeoutError(context + error.what()));
+  } catch (const MismatchError& error) {
+    return std::make_exception_ptr(MismatchError(context + error.what()));
+  } catch (const std::exception& error) {
+    return std::make_exception_ptr(Error(context + error.what()));
+  } catch (...) {
+    return std::make_exception_ptr(Error(context + "unknown error"));
+  }
+}
+
+std::string message_of(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+}  // namespace
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+Engine::State::State(std::vector<Lane> lane_list, EngineOptions engine_options)
+    : options(std::move(engine_options)) {
+  for (Lane& lane : lane_list) {
+    LaneState state;
+    for (Bucket& bucket : lane.buckets) {
+      for (size_t i = 0; i < bucket.slots.size(); ++i) {
+        slot_states.push_back({static_cast<int32_t>(buckets.size()), false});
+      }
+      Progress entry{.lane = lanes.size(), .pending = 0, .ready_ns = 0, .stats = {}};
+      entry.stats.name = bucket.name;
+      entry.stats.bytes = bucket.bytes();
+      for (const auto& op : bucket.ops) entry.stats.ops.push_back(op->describe());
+      progress.push_back(std::move(entry));
+      state.buckets.push_back(buckets.size());
+      buckets.push_back(std::move(bucket));
+    }
+    state.communicators = std::move(lane.communicators);
+    lanes.push_back(std::move(state));
+  }
+  used.assign(slot_states.size(), 0);
+}
+
+std::string Engine::State::whoami() const {
+  const Group group = options.control->group();
+  return concat("module '", options.name, "', rank ", group.rank, " of ", group.size, ", round ",
+                round);
+}
+
+void Engine::State::fail(std::exception_ptr cause) noexcept {
+  {
+    std::lock_guard lock(mutex);
+    if (failure) return;
+    failure = cause;
+  }
+  changed.notify_all();
+  const std::string reason = message_of(cause);
+  if (options.board) options.board->publish(reason);
+  options.control->abort(reason);
+  for (const LaneState& lane : lanes) {
+    for (const auto& communicator : lane.communicators) communicator->abort(reason);
+  }
+}
+
+void Engine::State::run_agreement(int64_t for_round) {
+  try {
+    RECORD_FUNCTION("bagua::agreement", {});
+    agree(*options.control, {.fingerprint = options.fingerprint,
+                             .round = static_cast<uint64_t>(for_round),
+                             .incarnation = options.incarnation,
+                             .flags = 0});
+    std::lock_guard lock(mutex);
+    agreed_round = for_round;
+  } catch (...) {
+    fail(with_context(whoami() + ": ", std::current_exception()));
+  }
+  changed.notify_all();
+}
+
+Traffic Engine::State::lane_traffic(size_t lane) const {
+  Traffic total{};
+  for (const auto& communicator : lanes[lane].communicators) total += communicator->traffic();
+  return total;
+}
+
+void Engine::State::run_bucket(size_t index) {
+  Bucket& bucket = buckets[index];
+  Progress& entry = progress[index];
+  int64_t this_round = 0;
+  float scale = 1.0f;
+  {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return failure || stopped || agreed_round == round; });
+    if (failure || stopped) return;
+    this_round = round;
+    scale = grad_scale;
+  }
+  const Traffic before = lane_traffic(entry.lane);
+  const int64_t start = now_ns();
+  const BucketOp* running = nullptr;
+  try {
+    const Round context{.step = this_round, .grad_scale = scale, .bucket = bucket.name};
+    for (const auto& op : bucket.ops) {
+      running = op.get();
+      RECORD_FUNCTION("bagua::" + bucket.name + "::" + op->describe(), {});
+      op->run(bucket.flat, context);
+    }
+  } catch (...) {
+    fail(with_context(concat(whoami(), ", bucket '", bucket.name, "' (", bucket.bytes(),
+                             " bytes), ", running->describe(), ": "),
+                      std::current_exception()));
+    return;
+  }
+  const int64_t end = now_ns();
+  const Traffic after = lane_traffic(entry.lane);
+  {
+    std::lock_guard lock(mutex);
+    entry.stats.rounds += 1;
+    entry.stats.traffic += after - before;
+    entry.stats.busy_ns += end - start;
+    entry.stats.waiting_ns += start - entry.ready_ns;
+    const int64_t until = wait_began_ns ? std::min(end, wait_began_ns) : end;
+    entry.stats.hidden_ns += std::max<int64_t>(0, until - start);
+    ++done;
+  }
+  changed.notify_all();
+}
+
+void Engine::State::run_exchange_used() {
+  try {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return failure || stopped || agreed_round == round; });
+    if (failure || stopped) return;
+    at::Tensor mask = at::empty({static_cast<int64_t>(used.size())}, at::kByte);
+    std::memcpy(mask.data_ptr(), used.data(), used.size());
+    lock.unlock();
+    if (options.control->group().size > 1) options.control->all_reduce(mask, ReduceOp::kMax);
+    lock.lock();
+    std::memcpy(used.data(), mask.data_ptr(), used.size());
+    ++used_done;
+  } catch (...) {
+    fail(with_context(whoami() + ", exchange of used parameters: ", std::current_exception()));
+  }
+  changed.notify_all();
+}
+
+std::string Engine::State::outstanding() const {
+  std::string names;
+  for (const LaneState& lane : lanes) {
+    for (size_t i = 0; i < lane.buckets.size(); ++i) {
+      const Progress& entry = progress[lane.buckets[i]];
+      if (entry.pending == 0 && i < lane.next && entry.stats.rounds < round) {
+        names += concat(names.empty() ? "" : ", ", "'", entry.stats.name, "'");
+      }
+    }
+  }
+  return names.empty() ? "none" : names;
+}
+
+void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done_now,
+                          const char* what) {
+  const auto deadline = std::chrono::steady_clock::now() + options.timeout;
+  while (!failure && !stopped && !done_now()) {
+    const auto slice =
+        std::min<std::chrono::steady_clock::time_point>(
+            deadline, std::chrono::steady_clock::now() + kPollInterval);
+    if (changed.wait_until(lock, slice, [&] { return failure || stopped || done_now(); })) break;
+    const int64_t my_round = round;
+    const bool late = std::chrono::steady_clock::now() >= deadline;
+    const std::string me = whoami(), buckets_left = outstanding();
+    lock.unlock();
+    std::optional<std::string> news;
+    if (options.board) news = options.board->poll();
+    if (!news && options.board) news = options.board->poll_left(my_round);
+    if (news) {
+      fail(std::make_exception_ptr(Error(concat(me, ": ", *news))));
+    } else if (late) {
+      fail(std::make_exception_ptr(TimeoutError(
+          concat(me, ": no result within ", options.timeout.count(), " ms while waiting for ", what,
+                 "; buckets outstanding: ", buckets_left,
+                 ". Another rank is slower, stopped, or makes fewer synchronising steps; raise "
+                 "timeout= of init_process_group if it is merely slow."))));
+    }
+    lock.lock();
+  }
+  if (failure) rethrow(lock);
+  BAGUA_CHECK(!stopped, whoami(), ": the engine was stopped while waiting for ", what, ".");
+}
+
+void Engine::State::rethrow(std::unique_lock<std::mutex>& lock) {
+  const std::exception_ptr cause = failure;
+  lock.unlock();
+  // A transport error such as "connection closed" is often the echo of another rank's failure.
+  std::optional<std::string> news;
+  if (options.board) news = options.board->poll();
+  if (news && message_of(cause).find(*news) == std::string::npos) {
+    std::rethrow_exception(with_context(concat("[", *news, "] "), cause));
+  }
+  std::rethrow_exception(cause);
+}
+
+}  // namespace bagua

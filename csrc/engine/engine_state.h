@@ -1,0 +1,79 @@
+// What an engine's lanes share with it; private to engine/.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <vector>
+
+#include "engine/engine.h"
+
+namespace bagua {
+
+int64_t now_ns();
+
+// Lives as long as the engine or the last lane thread that is still blocked in a transport.
+// One mutex; it is never held while an op runs or the store is asked.
+struct Engine::State {
+  struct Progress {
+    size_t lane;
+    int32_t pending;  // slots not yet marked in this round
+    int64_t ready_ns;
+    BucketStats stats;
+  };
+  struct SlotState {
+    int32_t bucket;
+    bool marked;
+  };
+  struct LaneState {
+    std::vector<size_t> buckets;
+    size_t next = 0;  // first bucket of the round that has not been launched
+    std::vector<std::shared_ptr<CountingCommunicator>> communicators;
+  };
+
+  State(std::vector<Lane> lanes, EngineOptions engine_options);
+
+  // Lane side.
+  void run_agreement(int64_t for_round);
+  void run_bucket(size_t index);
+  void run_exchange_used();
+  Traffic lane_traffic(size_t lane) const;
+
+  // Keeps the first failure, publishes it, and makes every communicator refuse further calls.
+  void fail(std::exception_ptr failure) noexcept;
+
+  // Blocks until `done` holds under the lock; see Engine::wait for what it throws.
+  void block(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done,
+             const char* what);
+  [[noreturn]] void rethrow(std::unique_lock<std::mutex>& lock);
+  bool launched_done() const { return launched == done && used_pending == used_done; }
+  std::string outstanding() const;
+  std::string whoami() const;
+
+  EngineOptions options;
+  std::vector<Bucket> buckets;
+  std::vector<SlotState> slot_states;
+  std::vector<LaneState> lanes;
+
+  mutable std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<Progress> progress;
+  std::exception_ptr failure;
+  bool open = false;
+  bool stopped = false;
+  int64_t round = 0;
+  int64_t agreed_round = 0;
+  float grad_scale = 1.0f;
+  size_t marked = 0;
+  size_t launched = 0;
+  size_t done = 0;
+  int used_pending = 0;
+  int used_done = 0;
+  std::vector<uint8_t> used;
+  int64_t wait_began_ns = 0;
+  int64_t exposed_ns = 0;
+};
+
+}  // namespace bagua

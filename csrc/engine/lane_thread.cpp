@@ -1,0 +1,91 @@
+#include "engine/lane_thread.h"
+
+#include <ATen/ThreadLocalState.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <pthread.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace bagua {
+
+struct LaneThread::State {
+  struct Task {
+    at::ThreadLocalState caller;  // so that torch.profiler sees the ops of a lane
+    std::function<void()> run;
+  };
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<Task> tasks;
+  bool stopping = false;
+  bool finished = false;
+  std::thread thread;
+
+  void loop() {
+    std::unique_lock lock(mutex);
+    while (true) {
+      changed.wait(lock, [&] { return stopping || !tasks.empty(); });
+      if (stopping) break;
+      Task task = std::move(tasks.front());
+      tasks.pop_front();
+      lock.unlock();
+      run(task);
+      task = {};  // drops tensors before completion is visible to anyone who waits for the lane
+      lock.lock();
+    }
+    finished = true;
+    changed.notify_all();
+  }
+
+  static void run(Task& task) {
+    at::ThreadLocalStateGuard as_caller(task.caller);
+    at::NoGradGuard no_grad;
+    // The caller's Python modes and autocast are not for the ops of a lane.
+    c10::impl::ExcludeDispatchKeyGuard no_python(
+        c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}) |
+        c10::autocast_dispatch_keyset);
+    task.run();
+  }
+};
+
+LaneThread::LaneThread(const std::string& name) : state_(std::make_shared<State>()) {
+  state_->thread = std::thread([state = state_] { state->loop(); });
+  pthread_setname_np(state_->thread.native_handle(), name.substr(0, 15).c_str());
+}
+
+LaneThread::~LaneThread() { stop(); }
+
+void LaneThread::post(std::function<void()> task) {
+  {
+    std::lock_guard lock(state_->mutex);
+    if (state_->stopping) return;
+    state_->tasks.push_back({at::ThreadLocalState(), std::move(task)});
+  }
+  state_->changed.notify_all();
+}
+
+bool LaneThread::stop() noexcept {
+  std::deque<State::Task> dropped;
+  std::unique_lock lock(state_->mutex);
+  if (!state_->thread.joinable()) return true;
+  state_->stopping = true;
+  dropped.swap(state_->tasks);
+  state_->changed.notify_all();
+  const bool finished =
+      state_->changed.wait_for(lock, std::chrono::seconds(1), [&] { return state_->finished; });
+  lock.unlock();
+  if (finished) {
+    state_->thread.join();
+  } else {
+    state_->thread.detach();
+  }
+  return finished;
+}
+
+}  // namespace bagua

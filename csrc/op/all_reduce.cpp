@@ -1,0 +1,22 @@
+#include "op/all_reduce.h"
+
+#include "base/check.h"
+
+namespace bagua {
+
+AllReduce::AllReduce(std::shared_ptr<Communicator> communicator, ReduceOp op)
+    : communicator_(std::move(communicator)), op_(op) {
+  BAGUA_CHECK_ARG(op == ReduceOp::kSum || op == ReduceOp::kAvg,
+                  "AllReduce takes ReduceOp.SUM or ReduceOp.AVG.");
+}
+
+void AllReduce::run(at::Tensor& flat, const Round&) {
+  if (communicator_->group().size > 1) communicator_->all_reduce(flat, op_);
+}
+
+std::string AllReduce::describe() const {
+  return concat("AllReduce(", op_ == ReduceOp::kAvg ? "mean" : "sum", ", ranks ",
+                communicator_->group().size, ")");
+}
+
+}  // namespace bagua

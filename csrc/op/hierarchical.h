@@ -1,0 +1,40 @@
+// Exact inside a node, another op between nodes.
+#pragma once
+
+#include <memory>
+
+#include "comm/communicator.h"
+#include "op/bucket_op.h"
+
+namespace bagua {
+
+// The part of a rank in its node and of the node among all ranks.
+struct NodeShare {
+  int ranks;       // in all nodes together
+  int nodes;       // number of nodes
+  ReduceOp op;     // kAvg: the mean over all ranks, whatever the sizes of the nodes
+};
+
+// Steps:
+//   1. all_reduce inside the node (exact);
+//   2. leaders, when there is more than one node: scale by node_size * nodes / ranks, so that the
+//      inner op's mean over leaders is the mean over all ranks; run the inner op;
+//   3. the leader (rank 0 of the node) broadcasts the result inside the node.
+// Nothing is compressed or gossiped when all ranks share one node.
+//
+// `inner` is null on ranks that do not lead. Bytes sent: the inner op's between nodes, plus
+// 2 S (n - 1) / n and the broadcast inside a node of n ranks.
+class Hierarchical final : public BucketOp {
+ public:
+  Hierarchical(std::shared_ptr<Communicator> node, std::shared_ptr<BucketOp> inner,
+               NodeShare share);
+  void run(at::Tensor& flat, const Round& round) override;
+  std::string describe() const override;
+
+ private:
+  std::shared_ptr<Communicator> node_;
+  std::shared_ptr<BucketOp> inner_;
+  NodeShare share_;
+};
+
+}  // namespace bagua

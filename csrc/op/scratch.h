@@ -1,0 +1,31 @@
+// Memory that the ops of one lane share, allocated once.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <array>
+
+namespace bagua {
+
+// Fresh buffers cost more in page faults than any codec kernel, so a lane keeps its own and they
+// only grow. Thread safety: used by the one lane that owns it. A buffer is valid until the next
+// get() of the same slot.
+class Scratch {
+ public:
+  enum Slot { kSend, kReceive, kSum, kCast, kSlots };
+
+  at::Tensor get(Slot slot, int64_t numel, at::ScalarType dtype, at::Device device) {
+    at::Tensor& buffer = buffers_[slot];
+    if (!buffer.defined() || buffer.numel() < numel || buffer.scalar_type() != dtype ||
+        buffer.device() != device) {
+      buffer = at::empty({numel}, at::TensorOptions().dtype(dtype).device(device));
+    }
+    return buffer.narrow(0, 0, numel);
+  }
+
+ private:
+  std::array<at::Tensor, kSlots> buffers_;
+};
+
+}  // namespace bagua

@@ -1,0 +1,116 @@
+"""Handwritten digits, learnt by ranks that each see only some of them.
+
+    torchrun --nproc_per_node=2 docs/examples/digits.py --algorithm bytegrad
+
+The images are scikit-learn's own (8x8 grey values, no download). Rank r trains on the digits d with
+d % world_size == r and is tested on all ten: alone it cannot learn the others.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+
+import bagua.torch_api as bagua
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+BATCH = 32
+
+
+def split_digits(rank, world_size):
+    """(images, labels) that this rank trains on, and (images, labels) held out from all ranks."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # [1797, 1, 8, 8]
+    labels = torch.tensor(digits.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    held_out, train = order[:400], order[400:]
+    # Equal shares, so that every rank takes the same number of steps.
+    shares = [train[labels[train] % world_size == r] for r in range(world_size)]
+    own = shares[rank][: min(len(share) for share in shares)]
+    return images[own], labels[own], images[held_out], labels[held_out]
+
+
+def make_model():
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+
+
+def train(algorithm, epochs, seed, show_progress=False):
+    """Trains with the algorithm of that name, or with "none"; returns what the run achieved."""
+    rank, world_size = bagua.get_rank(), bagua.get_world_size()
+    images, labels, test_images, test_labels = split_digits(rank, world_size)
+    torch.manual_seed(seed)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if algorithm != "none":
+        # hierarchical=False: compress also between ranks of one machine.
+        chosen = bagua.algorithms.Algorithm.init(algorithm, hierarchical=False)
+        model = model.with_bagua([optimizer], chosen)
+
+    shuffle = torch.Generator().manual_seed(1000 * seed + rank)
+    steps_per_epoch = len(labels) // BATCH
+    total_steps = epochs * steps_per_epoch
+    seconds, test_losses = [], []
+    for step in range(total_steps):
+        if step % steps_per_epoch == 0:
+            order = torch.randperm(len(labels), generator=shuffle)
+        batch = order[step % steps_per_epoch * BATCH :][:BATCH]
+
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = cross_entropy(model(images[batch]), labels[batch])
+        loss.backward()  # gradients are the mean over all ranks when this returns
+        optimizer.step()
+        seconds.append(time.perf_counter() - start)
+
+        with torch.no_grad():
+            scores = model(test_images)
+            test_losses.append(cross_entropy(scores, test_labels).item())
+        if show_progress and rank == 0:
+            draw_progress(f"{algorithm}, seed {seed}", step + 1, total_steps, test_losses[-1])
+
+    bytes_sent = 0 if algorithm == "none" else model.bagua_stats()["total"]["bytes_sent"]
+    return {
+        "algorithm": algorithm,
+        "seed": seed,
+        "accuracy": (scores.argmax(1) == test_labels).float().mean().item(),
+        "seconds_per_step": statistics.median(seconds),
+        "bytes_sent_per_step": bytes_sent / total_steps,  # by this rank
+        "test_losses": test_losses,  # one per step
+    }
+
+
+def draw_progress(title, done, total, loss):
+    if done * 30 // total != (done - 1) * 30 // total:
+        bar = ("#" * (done * 30 // total)).ljust(30, ".")
+        line = f"\r{title:28} {bar} {done}/{total} loss {loss:.3f}  "
+        print(line, end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--algorithm", default="bytegrad", help="registered name, or none")
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    bagua.init_process_group()
+    result = train(arguments.algorithm, arguments.epochs, arguments.seed, show_progress=True)
+    if bagua.get_rank() == 0:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Data-parallel PyTorch training for networks that are slower than the processor.
+
+Start with ``import bagua.torch_api as bagua``.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from bagua._build import TORCH_VERSION
+
+try:
+    __version__ = version("bagua")
+except PackageNotFoundError:  # a source tree on PYTHONPATH
+    __version__ = "0+source"
+
+
+def _release(torch_version: str) -> str:
+    """Major and minor number: torch's C++ interface is stable within them."""
+    return ".".join(torch_version.split("+")[0].split(".")[:2])
+
+
+def _check_torch(running: str, built: str) -> None:
+    if _release(running) != _release(built):
+        raise ImportError(
+            f"bagua was built for torch {built}, but torch {running} is installed. "
+            "Install the torch it was built for, or rebuild bagua for this one: "
+            "pip install --force-reinstall --no-deps --no-build-isolation bagua"
+        )
+
+
+_check_torch(torch.__version__, TORCH_VERSION)
+
+from bagua._C import BaguaError, BaguaMismatchError, BaguaTimeoutError  # noqa: E402
+
+__all__ = ["BaguaError", "BaguaMismatchError", "BaguaTimeoutError", "__version__"]

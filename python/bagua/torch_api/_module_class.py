@@ -1,0 +1,140 @@
+"""``BaguaModule``: what a wrapped module gains, and nothing an unwrapped one has.
+
+A wrapped module's class becomes a subclass of its own class and of :class:`BaguaModule`. Copies and
+pickles of it are of the original class, without hooks and communication: what ``copy.deepcopy`` or
+``torch.save`` gives is an ordinary module, which may be wrapped again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from bagua.torch_api.algorithms.base import AlgorithmImpl
+    from bagua.torch_api.bucket import BaguaBucket
+    from bagua.torch_api.communication import BaguaProcessGroup
+    from bagua.torch_api.distributed import BaguaDistributedDataParallel
+
+__all__ = ["BaguaModule", "wrap_class"]
+
+_HOOK_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+class BaguaModule:
+    """A ``torch.nn.Module`` after ``with_bagua``."""
+
+    _bagua_original: type[torch.nn.Module]
+
+    @property
+    def bagua_ddp(self) -> BaguaDistributedDataParallel:
+        """What communicates for this module."""
+        ddp: BaguaDistributedDataParallel = self.__dict__["_bagua_ddp"]
+        return ddp
+
+    @property
+    def bagua_module_name(self) -> str:
+        """Name of the module in messages and stores."""
+        return self.bagua_ddp.bagua_module_name
+
+    @property
+    def bagua_algorithm(self) -> AlgorithmImpl:
+        """The algorithm at work."""
+        return self.bagua_ddp.bagua_algorithm
+
+    @property
+    def bagua_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers given to ``with_bagua``."""
+        return self.bagua_ddp.bagua_optimizers
+
+    @property
+    def bagua_buckets(self) -> list[BaguaBucket]:
+        """All buckets, in launch order."""
+        return self.bagua_ddp.bagua_buckets
+
+    @property
+    def bagua_train_step_counter(self) -> int:
+        """Number of forwards in training mode with gradients enabled."""
+        return self.bagua_ddp.bagua_train_step_counter
+
+    @property
+    def parameters_to_ignore(self) -> list[str]:
+        """Names of parameters and buffers that are left alone."""
+        return self.bagua_ddp.parameters_to_ignore
+
+    @property
+    def process_group(self) -> BaguaProcessGroup:
+        """Who communicates."""
+        return self.bagua_ddp.process_group
+
+    def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """``(name, parameter)`` of all parameters that are trained and not ignored."""
+        return self.bagua_ddp.bagua_build_params()
+
+    def bagua_stats(self) -> dict[str, Any]:
+        """See :meth:`BaguaDistributedDataParallel.stats`."""
+        return self.bagua_ddp.stats()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication: forward and backward go inside."""
+        with self.bagua_ddp.no_sync():
+            yield
+
+    def _bagua_plain(self) -> torch.nn.Module:
+        """An unwrapped module of the original class that shares everything else."""
+        twin = self._bagua_original.__new__(self._bagua_original)
+        state = dict(self.__dict__)
+        ddp = state.pop("_bagua_ddp")
+        for table in _HOOK_TABLES:
+            entries = state[table].copy()
+            for hook_id in ddp.hook_ids():
+                entries.pop(hook_id, None)
+            state[table] = entries
+        twin.__dict__.update(state)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        result = copy.deepcopy(self._bagua_plain(), memo)
+        memo[id(self)] = result
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # From protocol 2 on pickle insists that the class it writes is the object's own. The older
+        # way does not, and what it writes is loaded without this package.
+        return self._bagua_plain().__reduce_ex__(1)
+
+
+_classes: dict[type, type] = {}
+
+
+def wrap_class(module: torch.nn.Module) -> None:
+    """Make ``module`` a :class:`BaguaModule`, in place.
+
+    Raises:
+        TypeError: Python cannot change the class of this object (a ScriptModule, ``__slots__``).
+    """
+    original = type(module)
+    if issubclass(original, BaguaModule):
+        return
+    if original not in _classes:
+        names = {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "_bagua_original": original,
+        }
+        _classes[original] = type(original.__name__, (BaguaModule, original), names)
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError("with_bagua cannot wrap a ScriptModule; wrap the module, then script it")
+    module.__class__ = _classes[original]

@@ -1,0 +1,96 @@
+"""The only place where classes of torch gain anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bagua.torch_api._module_class import BaguaModule, wrap_class
+from bagua.torch_api.algorithms.base import Algorithm
+from bagua.torch_api.communication import as_bagua_group
+from bagua.torch_api.distributed import BaguaDistributedDataParallel
+from bagua.torch_api.tensor import METHODS, PROPERTIES
+
+__all__ = ["install", "with_bagua"]
+
+
+def install() -> None:
+    """Give ``torch.nn.Module`` ``with_bagua`` and ``torch.Tensor`` the methods of BaguaTensor."""
+    torch.nn.Module.with_bagua = with_bagua  # type: ignore[attr-defined]
+    for name, attribute in {**METHODS, **PROPERTIES}.items():
+        setattr(torch.Tensor, name, attribute)
+
+
+def with_bagua(
+    self: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    algorithm: Algorithm,
+    process_group: Any = None,
+    do_flatten: bool = True,
+    *,
+    find_unused_parameters: bool = False,
+    broadcast_buffers: bool | None = None,
+) -> torch.nn.Module:
+    """Train this module data-parallel.
+
+    Every rank of the group calls it, with the same model and arguments. Parameters, buffers and
+    optimizer state of the group's first rank are given to all. Calling it again switches to another
+    algorithm.
+
+    Args:
+        optimizers: the optimizers used for the module (a list).
+        algorithm: what is communicated and when (``bagua.torch_api.algorithms``).
+        process_group: who communicates: None for all ranks, a torch process group, or a
+            ``BaguaProcessGroup``.
+        do_flatten: make gradients views of their buckets; False copies them in and out.
+        find_unused_parameters: ranks exchange which parameters were used, and one that no rank
+            used keeps its ``.grad``. Unused parameters never hang, with or without it.
+        broadcast_buffers: give every rank the first rank's buffers before a training forward.
+            None: as the algorithm has it.
+
+    Returns:
+        The module itself, now a :class:`BaguaModule`.
+
+    Raises:
+        RuntimeError: before ``init_process_group``.
+        BaguaMismatchError: the ranks' models or arguments differ; names the first difference.
+        TypeError, ValueError, NotImplementedError: bad arguments or parameters, by name.
+
+    Note:
+        To ignore parameters or buffers, assign the list of their names (as in ``state_dict()``) to
+        ``module._bagua_params_and_buffers_to_ignore`` before the call.
+    """
+    _check_arguments(optimizers, algorithm)
+    group = as_bagua_group(process_group)
+    if isinstance(self, BaguaModule):
+        self.bagua_ddp.close()
+    ddp = BaguaDistributedDataParallel(
+        self,
+        optimizers,
+        algorithm,
+        group,
+        getattr(self, "_bagua_module_name", None),
+        gradient_as_bucket_view=do_flatten,
+        find_unused_parameters=find_unused_parameters,
+        broadcast_buffers=broadcast_buffers,
+    )
+    wrap_class(self)
+    self.__dict__["_bagua_ddp"] = ddp
+    return self
+
+
+def _check_arguments(optimizers: Any, algorithm: Any) -> None:
+    if isinstance(optimizers, torch.optim.Optimizer):
+        raise TypeError("with_bagua takes a list of optimizers: with_bagua([optimizer], ...)")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"with_bagua: {type(optimizer).__name__} is not a torch.optim.Optimizer"
+            )
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(
+            "with_bagua: algorithm must be an instance of bagua.torch_api.algorithms.Algorithm, "
+            f"such as GradientAllReduceAlgorithm(), not {algorithm!r}"
+        )

@@ -1,0 +1,157 @@
+"""From buckets to an engine: lanes, communicators, ops, and the plan's description."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bagua import _C
+from bagua.torch_api._transport import Transport, fingerprint
+from bagua.torch_api.bucket import BaguaBucket, CentralizedOp, PythonOp
+from bagua.torch_api.communication import BaguaProcessGroup
+
+__all__ = ["Plan", "build", "with_total"]
+
+
+@dataclass
+class Plan:
+    """An engine and where each tensor of each bucket is in it."""
+
+    engine: _C.Engine
+    slots: dict[str, int]
+
+
+@dataclass
+class _LaneBuilder:
+    """The communicators of one lane, made on demand."""
+
+    name: str
+    device_type: str
+    scratch: _C.Scratch = field(default_factory=_C.Scratch)
+    communicators: dict[tuple[str, str], _C.CountingCommunicator] = field(default_factory=dict)
+
+    def communicator(
+        self, transport: Transport, purpose: str, members: list[int] | None = None
+    ) -> _C.CountingCommunicator:
+        key = (repr(transport.ranks), purpose)
+        if key not in self.communicators:
+            self.communicators[key] = transport.connect(
+                f"{self.name}/{purpose}", self.device_type, members
+            )
+        return self.communicators[key]
+
+    def op(self, spec: CentralizedOp | PythonOp, default: BaguaProcessGroup) -> _C.BucketOp:
+        if isinstance(spec, PythonOp):
+            return _C.PythonOp(spec.function)
+        transport = (spec.group or default).transport
+        reduce = _C.ReduceOp.AVG if spec.average else _C.ReduceOp.SUM
+        if not spec.hierarchical:
+            return self._flat_op(spec, self.communicator(transport, "all"), reduce)
+        nodes = transport.node_of_ranks()
+        leaders = _C.leaders(nodes)
+        mine = _C.node_members(nodes, transport.rank)
+        node = self.communicator(transport, f"node{mine[0]}", mine)
+        inner = None
+        if transport.rank in leaders and len(leaders) > 1:
+            inner = self._flat_op(spec, self.communicator(transport, "leaders", leaders), reduce)
+        return _C.Hierarchical(node, inner, transport.size, len(leaders), reduce)
+
+    def _flat_op(
+        self, spec: CentralizedOp, communicator: _C.CountingCommunicator, reduce: _C.ReduceOp
+    ) -> _C.BucketOp:
+        if spec.codec is None:
+            return _C.AllReduce(communicator, reduce)
+        return _C.CompressedAllReduce(communicator, _C.make_codec(spec.codec), self.scratch, reduce)
+
+
+def _describe(buckets: Sequence[BaguaBucket]) -> list[str]:
+    lines = []
+    for bucket in buckets:
+        ops = [
+            "python"
+            if isinstance(op, PythonOp)
+            else f"hierarchical={op.hierarchical} average={op.average} codec={op.codec}"
+            for op in bucket.ops
+        ]
+        flat = bucket.backend_tensor
+        lines.append(f"bucket {bucket.name}: {flat.numel()} x {flat.dtype}, ops {ops}")
+        lines += [f"bucket {bucket.name}: {slot.name} at {slot.offset}" for slot in bucket.slots()]
+    return lines
+
+
+def _warn_one_node(group: BaguaProcessGroup, buckets: Sequence[BaguaBucket]) -> None:
+    compressed = [
+        op
+        for bucket in buckets
+        for op in bucket.ops
+        if isinstance(op, CentralizedOp) and op.hierarchical and op.codec is not None
+    ]
+    if compressed and group.size > 1 and len(set(group.transport.node_of_ranks())) == 1:
+        warnings.warn(
+            "hierarchical=True is exact inside a node, and all ranks share one node: nothing is "
+            "compressed. Pass hierarchical=False to compress between the ranks of a node.",
+            stacklevel=2,
+        )
+
+
+def _number_of_lanes() -> int:
+    lanes = int(os.environ.get("BAGUA_LANES", "1"))
+    if not 1 <= lanes <= 16:
+        raise ValueError(f"BAGUA_LANES={lanes} must be between 1 and 16")
+    return lanes
+
+
+def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, wrap: str) -> Plan:
+    """Build the engine of a module.
+
+    Every rank of ``group`` calls it with equal buckets.
+
+    Raises:
+        BaguaMismatchError: the ranks' buckets differ; lists the first difference.
+    """
+    transport = group.transport
+    description = _describe(buckets)
+    transport.agree("their buckets", description)
+    _warn_one_node(group, buckets)
+    count = min(_number_of_lanes(), max(1, len(buckets)))
+    builders = [
+        _LaneBuilder(f"{wrap}/lane{i}", buckets[0].backend_tensor.device.type if buckets else "cpu")
+        for i in range(count)
+    ]
+    native: list[list[_C.Bucket]] = [[] for _ in range(count)]
+    order: list[list[str]] = [[] for _ in range(count)]
+    for i, bucket in enumerate(buckets):
+        builder = builders[i % count]
+        slots = bucket.slots()
+        ops = [builder.op(spec, group) for spec in bucket.ops]
+        native[i % count].append(_C.Bucket(bucket.name, bucket.backend_tensor, slots, ops))
+        order[i % count] += [slot.name for slot in slots]
+    lanes = [_C.Lane(native[i], list(builders[i].communicators.values())) for i in range(count)]
+    board = None
+    if transport.size > 1:
+        board = _C.FailureBoard(transport.board_store(wrap), transport.rank, transport.size)
+    engine = _C.Engine(
+        lanes,
+        name=name,
+        fingerprint=fingerprint(description),
+        incarnation=transport.incarnation(wrap),
+        timeout_s=transport.timeout.total_seconds(),
+        control=transport.connect(f"{wrap}/control", "cpu"),
+        board=board,
+    )
+    names = [slot for lane in order for slot in lane]
+    return Plan(engine, {slot: i for i, slot in enumerate(names)})
+
+
+def with_total(stats: dict[str, Any]) -> dict[str, Any]:
+    """An engine's statistics with the sum over its buckets added as ``total``."""
+    numbers = [
+        key
+        for key, value in stats["buckets"][0].items()
+        if isinstance(value, int) and key != "rounds"
+    ]
+    total = {key: sum(bucket[key] for bucket in stats["buckets"]) for key in numbers}
+    return {**stats, "total": total}

@@ -1,0 +1,61 @@
+"""Rank, world size and store of this process: from torchrun, from the caller, or alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
+
+__all__ = ["rendezvous"]
+
+_log = logging.getLogger("bagua")
+
+
+def rendezvous(
+    store: c10d.Store | None,
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    timeout: timedelta | None,
+) -> tuple[int, int, c10d.Store]:
+    """Where this process stands; see ``init_process_group`` for the arguments.
+
+    Raises:
+        ValueError: a rank, a size or an environment variable is missing or out of range.
+    """
+    if store is not None:
+        if not (0 <= rank < world_size) or local_world_size <= 0:
+            raise ValueError(
+                "init_process_group(store=...) needs 0 <= rank < world_size and "
+                f"local_world_size > 0, got rank={rank}, world_size={world_size}, "
+                f"local_world_size={local_world_size}"
+            )
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_RANK=str(rank % local_world_size),
+            LOCAL_WORLD_SIZE=str(local_world_size),
+            NODE_RANK=str(rank // local_world_size),
+        )
+        return rank, world_size, store
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        _log.info("no launcher: a single process. Use torchrun for more.")
+        return 0, 1, dist.HashStore()  # type: ignore[attr-defined]
+    missing = [
+        name
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if name not in os.environ
+    ]
+    if missing:
+        raise ValueError(
+            f"environment variable(s) {', '.join(missing)} not set; start the script with "
+            "torchrun --nproc_per_node=N script.py, which sets them"
+        )
+    found, rank, world_size = next(
+        torch_rendezvous("env://", timeout=timeout or c10d.default_pg_timeout)
+    )
+    return rank, world_size, found

@@ -1,0 +1,153 @@
+"""Makes the communicators of a group: backends of our own over the job's store."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from bagua import _C
+from bagua.torch_api import env
+
+__all__ = ["Transport", "fingerprint"]
+
+
+def fingerprint(lines: list[str]) -> int:
+    """64 bits that tell two descriptions apart."""
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+class Transport:
+    """Connections between the members of a group.
+
+    Every communicator is a c10d backend of its own, constructed directly over a prefix of the
+    store: ``dist.new_group`` would have to be called by non-members too, and in the same history
+    everywhere.
+    """
+
+    def __init__(self, store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta) -> None:
+        self.store = store
+        self.rank = rank
+        self.ranks = ranks
+        self.timeout = timeout
+        self._main: dict[str, _C.CountingCommunicator] = {}
+        self._nodes: list[int] | None = None
+        self._wraps = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def next_wrap(self) -> str:
+        """A name for the next wrap, equal on all members."""
+        self._wraps += 1
+        return f"wrap{self._wraps}"
+
+    def main_communicator(self, device_type: str) -> _C.CountingCommunicator:
+        """The communicator that belongs to the main thread."""
+        if device_type not in self._main:
+            self._main[device_type] = self.connect(f"main/{device_type}", device_type)
+        return self._main[device_type]
+
+    def connect(
+        self, name: str, device_type: str, members: list[int] | None = None
+    ) -> _C.CountingCommunicator:
+        """A new communicator over ``members`` (ranks in this group; default: all)."""
+        if self.rank < 0:
+            raise RuntimeError(f"this process is not a member of the group with ranks {self.ranks}")
+        members = list(range(self.size)) if members is None else members
+        rank = members.index(self.rank)
+        if len(members) == 1:
+            alone = _C.ThreadHub(1, self.timeout.total_seconds())
+            return _C.CountingCommunicator(_C.ThreadCommunicator(alone, 0))
+        store = c10d.PrefixStore(f"{name}/{'-'.join(map(str, members))}", self.store)
+        backend = self._backend(store, rank, len(members), device_type)
+        return _C.CountingCommunicator(_C.C10dCommunicator(backend))
+
+    def _backend(self, store: c10d.Store, rank: int, size: int, device_type: str) -> Any:
+        try:
+            if device_type == "cpu":
+                return dist.ProcessGroupGloo(store, rank, size, self.timeout)
+            if device_type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = self.timeout
+                return dist.ProcessGroupNCCL(store, rank, size, options)
+        except RuntimeError as error:
+            raise _C.BaguaError(
+                f"rank {rank} of {size} could not connect to the others within "
+                f"{self.timeout.total_seconds():g} s: {error}. Check that every rank reached this "
+                "call, and that GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME name the interface that "
+                "the ranks share."
+            ) from error
+        creator = dist.Backend._plugins.get(dist.get_backend().upper())
+        if creator is None:
+            raise NotImplementedError(
+                f"no communication backend for device type '{device_type}'; move the model to CPU "
+                "(gloo) or CUDA (NCCL)"
+            )
+        return creator.creator_fn(store, rank, size, self.timeout)
+
+    def board_store(self, wrap: str) -> c10d.Store:
+        """Where the ranks of one wrap tell each other about failures."""
+        return c10d.PrefixStore(f"board/{wrap}", self.store)
+
+    def incarnation(self, wrap: str) -> int:
+        """A random number that the members of this wrap share and no other wrap has."""
+        key = f"incarnation/{wrap}"
+        if self.rank == 0:
+            self.store.set(key, str(secrets.randbits(63)))
+        self.store.wait([key], self.timeout)
+        return int(self.store.get(key))
+
+    def node_of_ranks(self) -> list[int]:
+        """Node number of every member, exchanged once through the store."""
+        if self._nodes is None:
+            self.store.set(f"node/{self.rank}", str(env.get_node_rank()))
+            keys = [f"node/{rank}" for rank in range(self.size)]
+            self.store.wait(keys, self.timeout)
+            self._nodes = [int(self.store.get(key)) for key in keys]
+        return self._nodes
+
+    def agree(self, what: str, lines: list[str]) -> None:
+        """Check that all members describe ``what`` with the same lines.
+
+        Raises:
+            BaguaMismatchError: on every member, listing the first difference.
+        """
+        if self.size == 1:
+            return
+        mine = torch.tensor([fingerprint(lines) >> 1], dtype=torch.int64)
+        everyone = torch.zeros(self.size, dtype=torch.int64)
+        communicator = self.main_communicator("cpu")
+        communicator.all_gather(mine, everyone)
+        values = everyone.tolist()
+        if len(set(values)) == 1:
+            return
+        other = next(rank for rank in range(self.size) if values[rank] != values[0])
+        key = f"agree/{self.next_wrap()}"
+        if self.rank in (0, other):
+            self.store.set(f"{key}/{self.rank}", json.dumps(lines))
+        self.store.wait([f"{key}/0", f"{key}/{other}"], self.timeout)
+        first = json.loads(self.store.get(f"{key}/0"))
+        second = json.loads(self.store.get(f"{key}/{other}"))
+        raise _C.BaguaMismatchError(
+            f"ranks differ in {what}. First difference: {_first_difference(first, second, other)}. "
+            "Build the same model with the same arguments on every rank."
+        )
+
+
+def _first_difference(first: list[str], second: list[str], other: int) -> str:
+    missing = "nothing"
+    for i in range(max(len(first), len(second))):
+        mine = first[i] if i < len(first) else missing
+        theirs = second[i] if i < len(second) else missing
+        if mine != theirs:
+            return f"rank 0 has [{mine}], rank {other} has [{theirs}]"
+    return "none in the text"

@@ -1,0 +1,27 @@
+"""Distributed algorithms, by class and by name."""
+
+from bagua.torch_api.algorithms import bytegrad, gradient_allreduce
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
+from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
+from bagua.torch_api.algorithms.gradient_allreduce import (
+    GradientAllReduce,
+    GradientAllReduceAlgorithm,
+)
+
+__all__ = [
+    "Algorithm",
+    "AlgorithmImpl",
+    "ByteGradAlgorithm",
+    "GlobalAlgorithmRegistry",
+    "GradientAllReduce",
+    "GradientAllReduceAlgorithm",
+    "bytegrad",
+    "gradient_allreduce",
+]
+
+GlobalAlgorithmRegistry.register(
+    "gradient_allreduce", GradientAllReduceAlgorithm, "exact all-reduce of gradients"
+)
+GlobalAlgorithmRegistry.register(
+    "bytegrad", ByteGradAlgorithm, "8-bit compressed all-reduce of gradients"
+)

@@ -1,0 +1,186 @@
+"""What an algorithm decides: which tensors are communicated, in which buckets, how and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.communication import BaguaProcessGroup
+
+__all__ = [
+    "Algorithm",
+    "AlgorithmImpl",
+    "GlobalAlgorithmRegistry",
+    "WrappedModule",
+    "overrides",
+]
+
+
+class WrappedModule(Protocol):
+    """What an algorithm sees of the module that it communicates for (``bagua_ddp``)."""
+
+    bagua_module_name: str
+    bagua_optimizers: list[torch.optim.Optimizer]
+    bagua_buckets: list[BaguaBucket]
+    bagua_train_step_counter: int
+    process_group: BaguaProcessGroup
+
+    def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]: ...
+
+    def wait_pending_comm_ops(self) -> None: ...
+
+
+class Algorithm:
+    """The arguments of a distributed algorithm; :meth:`reify` makes the working object."""
+
+    def reify(self, process_group: BaguaProcessGroup) -> AlgorithmImpl:
+        """The implementation on ``process_group``."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement reify")
+
+    def describe(self) -> str:
+        """The class and its plain arguments: equal on all ranks."""
+        kinds = (bool, int, float, str, type(None))
+        plain = {key: value for key, value in vars(self).items() if isinstance(value, kinds)}
+        return f"{type(self).__name__} {plain}"
+
+    @classmethod
+    def init(cls, name: str, **kwargs: Any) -> Algorithm:
+        """Construct an algorithm by its registered name.
+
+        Raises:
+            KeyError: unknown name; lists the registered ones.
+        """
+        algorithm: Algorithm = GlobalAlgorithmRegistry.get(name)(**kwargs)
+        return algorithm
+
+
+class AlgorithmImpl:
+    """An algorithm at work. Subclasses override the methods they need.
+
+    The hook factories ``init_*_hook`` are called at every firing, so that a factory can decide
+    per step. Methods that are not overridden cost nothing: their work is done in C++.
+
+    Attributes:
+        broadcast_buffers: whether training forwards give every rank the first rank's buffers,
+            unless ``with_bagua(broadcast_buffers=...)`` says otherwise.
+    """
+
+    broadcast_buffers = True
+
+    def __init__(self, process_group: BaguaProcessGroup) -> None:
+        self.process_group = process_group
+
+    def need_reset(self) -> bool:
+        """Whether tensors and buckets must be rebuilt; asked in every training forward."""
+        return False
+
+    def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+        """Register the tensors to communicate: by default all gradients, last parameter first."""
+        tensors = []
+        for name, parameter in reversed(bagua_ddp.bagua_build_params()):
+            parameter.bagua_ensure_grad()  # type: ignore[attr-defined]
+            tensors.append(
+                parameter.ensure_bagua_tensor(  # type: ignore[attr-defined]
+                    name,
+                    bagua_ddp.bagua_module_name,
+                    getter_closure=_gradient,
+                    setter_closure=_set_gradient,
+                )
+            )
+        return tensors
+
+    def tensors_to_buckets(
+        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
+    ) -> list[BaguaBucket]:
+        """Make the buckets, from tensors grouped by dtype, device and bucket size."""
+        return [
+            BaguaBucket(group, name=str(i), flatten=do_flatten) for i, group in enumerate(tensors)
+        ]
+
+    def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
+        """Append what ``bucket`` does when its tensors are ready."""
+
+    def init_forward_pre_hook(self, bagua_ddp: WrappedModule) -> Callable[[Any], None]:
+        """Called with the input of every training forward."""
+        return _nothing
+
+    def init_backward_hook(
+        self, bagua_ddp: WrappedModule
+    ) -> Callable[[str, torch.nn.Parameter], None]:
+        """Called when a gradient is there. Overriding it takes the step off the C++ path."""
+
+        def mark_ready(parameter_name: str, parameter: torch.nn.Parameter) -> None:
+            parameter.bagua_mark_communication_ready()  # type: ignore[attr-defined]
+
+        return mark_ready
+
+    def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
+        """Called at the end of backward: by default wait for communication."""
+        return bagua_ddp.wait_pending_comm_ops
+
+    def init_post_optimizer_step_hook(
+        self, bagua_ddp: WrappedModule
+    ) -> Callable[[torch.optim.Optimizer], None]:
+        """Called after ``step()`` of every optimizer given to ``with_bagua``."""
+        return _nothing
+
+
+def overrides(algorithm: AlgorithmImpl, method: str) -> bool:
+    """Whether the algorithm has a ``method`` of its own."""
+    return getattr(type(algorithm), method) is not getattr(AlgorithmImpl, method)
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    return parameter.grad
+
+
+def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    parameter.grad = gradient
+
+
+def _nothing(_: Any) -> None:
+    return None
+
+
+class _Registry(dict[str, dict[str, Any]]):
+    """Algorithms by name."""
+
+    def register(
+        self, name: str, algorithm: type[Algorithm], description: str | None = None
+    ) -> None:
+        """Add an algorithm.
+
+        Raises:
+            TypeError: ``name`` is no string.
+            ValueError: the name is taken.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"algorithm name must be a str, not {type(name).__name__}")
+        if name in self:
+            raise ValueError(f"algorithm '{name}' is registered already")
+        self[name] = {"algorithm": algorithm, "description": description}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The class registered as ``name``.
+
+        Raises:
+            KeyError: unknown name; lists the registered ones.
+        """
+        if name not in self:
+            raise KeyError(
+                f"unknown algorithm '{name}'; registered: {', '.join(self.available_algorithms())}"
+            )
+        return self[name]["algorithm"]
+
+    def available_algorithms(self) -> list[str]:
+        """The registered names."""
+        return list(self)
+
+    def __str__(self) -> str:
+        return f"Registered algorithms: {', '.join(self)}"
+
+
+GlobalAlgorithmRegistry = _Registry()

@@ -1,0 +1,46 @@
+"""Exact gradients: the mean (or sum) over all ranks, as torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
+from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.communication import BaguaProcessGroup
+
+__all__ = ["GradientAllReduce", "GradientAllReduceAlgorithm", "GradientAllReduceAlgorithmImpl"]
+
+
+class GradientAllReduceAlgorithm(Algorithm):
+    """Exact all-reduce of gradients.
+
+    Args:
+        hierarchical: all-reduce inside each node, then between one leader per node.
+        average: mean over the ranks; False gives the sum.
+    """
+
+    def __init__(self, hierarchical: bool = False, average: bool = True) -> None:
+        self.hierarchical = hierarchical
+        self.average = average
+
+    def reify(self, process_group: BaguaProcessGroup) -> GradientAllReduceAlgorithmImpl:
+        return GradientAllReduceAlgorithmImpl(process_group, self.hierarchical, self.average)
+
+
+class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
+    """Implementation of :class:`GradientAllReduceAlgorithm`."""
+
+    def __init__(
+        self, process_group: BaguaProcessGroup, hierarchical: bool = False, average: bool = True
+    ) -> None:
+        super().__init__(process_group)
+        self.hierarchical = hierarchical
+        self.average = average
+
+    def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
+        bucket.clear_ops()
+        bucket.append_centralized_synchronous_op(
+            hierarchical=self.hierarchical, average=self.average, group=self.process_group
+        )
+
+
+#: The spelling of the documentation's example.
+GradientAllReduce = GradientAllReduceAlgorithm

@@ -1,0 +1,271 @@
+"""Process groups: who communicates, over which store, with which timeout."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from bagua import _C
+from bagua.torch_api._rendezvous import rendezvous
+from bagua.torch_api._transport import Transport
+
+__all__ = [
+    "BaguaProcessGroup",
+    "barrier",
+    "destroy_process_group",
+    "from_torch_group",
+    "get_backend",
+    "init_process_group",
+    "is_initialized",
+    "new_group",
+]
+
+_default_group: BaguaProcessGroup | None = None
+_made_torch_group = False
+_group_counter = 0
+
+
+class Closable(Protocol):
+    """What is closed when the interpreter or the process group ends."""
+
+    def close(self) -> None: ...
+
+
+_live: weakref.WeakSet[Closable] = weakref.WeakSet()
+
+
+def close_at_exit(resource: Closable) -> None:
+    """Have ``resource.close()`` called before the process group goes away."""
+    _live.add(resource)
+
+
+class BaguaProcessGroup:
+    """A set of ranks that communicate.
+
+    Attributes:
+        ranks: the global ranks of the members, sorted.
+        group_name: name of the group in the store.
+        stream: the CUDA stream asked for, or None.
+        timeout: after which a member that does not answer is given up.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        group_name: str,
+        store: c10d.Store,
+        timeout: timedelta,
+        stream: Any = None,
+    ) -> None:
+        self.ranks = sorted(ranks)
+        self.group_name = group_name
+        self.stream = stream
+        self.timeout = timeout
+        rank = self.ranks.index(dist.get_rank()) if dist.get_rank() in self.ranks else -1
+        self.transport = Transport(
+            c10d.PrefixStore(f"bagua/{_incarnation()}/{group_name}", store),
+            rank,
+            self.ranks,
+            timeout,
+        )
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the group; -1 if it is no member."""
+        return self.transport.rank
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def get_global_communicator(self) -> _C.Communicator:
+        """The main thread's communicator over all members, for CPU tensors."""
+        return self.transport.main_communicator("cpu")
+
+    def __repr__(self) -> str:
+        return f"BaguaProcessGroup(name={self.group_name!r}, ranks={self.ranks})"
+
+
+def _incarnation() -> str:
+    """Which start of the job this is: keys of an earlier start must never be read."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _default_backend() -> str:
+    cuda = torch.cuda.is_available() and dist.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if cuda else "gloo"
+
+
+def init_process_group(
+    store: c10d.Store | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    local_world_size: int = -1,
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> None:
+    """Join the processes of this job.
+
+    Works under ``torchrun``, with an already initialised ``torch.distributed`` (which is then
+    used as it is), with a ``store`` of your own, and alone (world size 1) when neither ``RANK`` nor
+    ``WORLD_SIZE`` is set.
+
+    Args:
+        store: key-value store that all processes share; needs ``rank``, ``world_size`` and
+            ``local_world_size``, which are then written to the environment.
+        backend: of torch.distributed; default gloo, and NCCL for CUDA tensors where there is a
+            GPU.
+        timeout: after which a rank that does not answer is given up (default 30 minutes).
+
+    Raises:
+        RuntimeError: called twice, or torch.distributed was initialised and an argument differs.
+        ValueError: a rank or size is missing or out of range.
+    """
+    global _made_torch_group
+    if _default_group is not None:
+        raise RuntimeError(
+            "bagua.init_process_group was called already; call bagua.destroy_process_group() first"
+        )
+    if dist.is_initialized():
+        if store is not None or backend is not None:
+            raise RuntimeError(
+                "torch.distributed is initialised already: its store and backend are used. Drop "
+                "store= and backend=, or call bagua.init_process_group() instead of torch's."
+            )
+    else:
+        rank, world_size, store = rendezvous(store, rank, world_size, local_world_size, timeout)
+        dist.init_process_group(
+            backend or _default_backend(),
+            store=c10d.PrefixStore(f"bagua/{_incarnation()}/torch", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+        _made_torch_group = True
+    _make_default_group(timeout)
+
+
+def _make_default_group(timeout: timedelta | None) -> None:
+    global _default_group
+    store = c10d._get_default_store()
+    if timeout is None:
+        timeout = _timeout_of(c10d._get_default_group())
+    _default_group = BaguaProcessGroup(range(dist.get_world_size()), "0", store, timeout)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    try:
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+    except (RuntimeError, AttributeError):
+        return c10d.default_pg_timeout
+    return timeout if isinstance(timeout, timedelta) else c10d.default_pg_timeout
+
+
+def is_initialized() -> bool:
+    """Whether :func:`init_process_group` has been called."""
+    return _default_group is not None
+
+
+def get_default_group() -> BaguaProcessGroup:
+    """The group of all ranks.
+
+    Raises:
+        RuntimeError: before :func:`init_process_group`.
+    """
+    if _default_group is None:
+        raise RuntimeError(
+            "bagua is not initialised: call bagua.init_process_group() before with_bagua"
+        )
+    return _default_group
+
+
+def get_backend() -> str:
+    """Name of the torch.distributed backend of the default group."""
+    get_default_group()
+    return str(dist.get_backend())
+
+
+def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaProcessGroup:
+    """A group of some of the ranks. Every process calls it, in the same order.
+
+    Raises:
+        ValueError: a rank is out of range or occurs twice.
+    """
+    global _group_counter
+    default = get_default_group()
+    members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+    if len(set(members)) != len(members) or not members:
+        raise ValueError(f"new_group: ranks {members} must be distinct and not empty")
+    outside = [r for r in members if not 0 <= r < dist.get_world_size()]
+    if outside:
+        raise ValueError(
+            f"new_group: rank(s) {outside} are not in the world of {dist.get_world_size()}"
+        )
+    _group_counter += 1
+    store = c10d._get_default_store()
+    return BaguaProcessGroup(members, str(_group_counter), store, default.timeout, stream)
+
+
+def from_torch_group(group: dist.ProcessGroup, stream: Any = None) -> BaguaProcessGroup:
+    """The bagua group with the members of a torch group. Only the members call it."""
+    ranks = dist.get_process_group_ranks(group)
+    name = f"torch/{'-'.join(map(str, ranks))}"
+    return BaguaProcessGroup(ranks, name, c10d._get_default_store(), _timeout_of(group), stream)
+
+
+def as_bagua_group(group: Any) -> BaguaProcessGroup:
+    """Whatever a user passes as ``process_group=``: None, a torch group or one of ours."""
+    if group is None:
+        return get_default_group()
+    if isinstance(group, BaguaProcessGroup):
+        return group
+    if isinstance(group, dist.ProcessGroup):
+        get_default_group()
+        return from_torch_group(group)
+    raise TypeError(
+        "process_group must be None, a torch.distributed.ProcessGroup or a BaguaProcessGroup, "
+        f"not {type(group).__name__}"
+    )
+
+
+def barrier(comm: _C.Communicator | None = None) -> None:
+    """Block until every rank is here."""
+    communicator = get_default_group().get_global_communicator() if comm is None else comm
+    communicator.all_reduce(torch.zeros(1), _C.ReduceOp.SUM)
+
+
+def destroy_process_group() -> None:
+    """Stop all wrapped models' communication and leave the group.
+
+    Called automatically at exit. torch.distributed's own default group is destroyed too if
+    :func:`init_process_group` made it.
+    """
+    global _default_group, _made_torch_group
+    for resource in list(_live):
+        resource.close()
+    _default_group = None
+    if _made_torch_group and dist.is_initialized():
+        dist.destroy_process_group()
+    _made_torch_group = False
+
+
+def _leave(process: int) -> None:
+    # A gloo group that is alive when the interpreter goes aborts the process now and then, whoever
+    # made it; a forked child has no threads to stop.
+    if os.getpid() != process:
+        return
+    destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+atexit.register(_leave, os.getpid())

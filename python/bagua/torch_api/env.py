@@ -1,0 +1,86 @@
+"""What the launcher tells a process, read from the environment at every call."""
+
+import os
+import socket
+
+__all__ = [
+    "find_free_network_port",
+    "get_default_bucket_size",
+    "get_local_rank",
+    "get_local_size",
+    "get_master_addr",
+    "get_node_rank",
+    "get_rank",
+    "get_world_size",
+]
+
+_TORCHRUN = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def _integer(name: str, default: int) -> int:
+    value = os.environ.get(name)
+    if value is None:
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"environment variable {name}={value!r} is not an integer") from None
+
+
+def get_world_size() -> int:
+    """Number of processes (``WORLD_SIZE``, default 1)."""
+    return _integer("WORLD_SIZE", 1)
+
+
+def get_rank() -> int:
+    """Rank of this process among all (``RANK``, default 0)."""
+    return _integer("RANK", 0)
+
+
+def get_local_rank() -> int:
+    """Rank of this process on its node (``LOCAL_RANK``, default 0)."""
+    return _integer("LOCAL_RANK", 0)
+
+
+def get_local_size() -> int:
+    """Number of processes on this node (``LOCAL_WORLD_SIZE``, default 1)."""
+    return _integer("LOCAL_WORLD_SIZE", 1)
+
+
+def get_node_rank() -> int:
+    """Number of this node.
+
+    ``GROUP_RANK`` under torchrun, else ``NODE_RANK``, else ``RANK // LOCAL_WORLD_SIZE`` where the
+    latter is set, else 0.
+    """
+    if all(name in os.environ for name in _TORCHRUN):
+        return _integer("GROUP_RANK", 0)
+    if "NODE_RANK" in os.environ:
+        return _integer("NODE_RANK", 0)
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return get_rank() // max(1, get_local_size())
+    return 0
+
+
+def get_default_bucket_size() -> int:
+    """Bytes after which a bucket is closed (``BAGUA_DEFAULT_BUCKET_SIZE``, default 10 MiB).
+
+    Raises:
+        ValueError: the variable is not a positive integer.
+    """
+    size = _integer("BAGUA_DEFAULT_BUCKET_SIZE", 10 * 1024**2)
+    if size <= 0:
+        raise ValueError(f"BAGUA_DEFAULT_BUCKET_SIZE={size} must be a positive number of bytes")
+    return size
+
+
+def get_master_addr() -> str:
+    """Host of the store (``MASTER_ADDR``, default 127.0.0.1)."""
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
+def find_free_network_port() -> int:
+    """A TCP port that was free a moment ago; another process may take it before you do."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

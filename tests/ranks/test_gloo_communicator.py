@@ -1,0 +1,172 @@
+"""C10dCommunicator on gloo: conformance, and failures that name the peer and end in time."""
+
+import os
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua import _C
+from single import communicator_conformance as conformance
+
+LATE_SECONDS = 1.0
+
+
+def default_group():
+    return _C.C10dCommunicator(dist.group.WORLD._get_backend(torch.device("cpu")))
+
+
+def own_group(timeout):
+    """A group with a timeout (seconds) of its own, as lanes have."""
+    store = dist.PrefixStore("own", dist.distributed_c10d._get_default_store())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return _C.C10dCommunicator(dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout)))
+
+
+def error_of(call):
+    """Type name and message of what a call raises, and the seconds it took."""
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - the tests look at it
+        return type(error).__name__, str(error), time.monotonic() - start
+    return None, "", time.monotonic() - start
+
+
+def exchange_with(comm, peer, numel):
+    comm.exchange([(torch.zeros(numel), peer)], [(torch.zeros(numel), peer)])
+
+
+def conform():
+    comm = default_group()
+    conformance.run_all(comm)
+    return comm.rank, comm.size
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4], ids=lambda n: f"{n}-ranks")
+def test_gloo_ranks_conform(ranks, n):
+    assert ranks(n, conform, timeout=100) == [(rank, n) for rank in range(n)]
+
+
+def be_late_on_rank_one():
+    comm = own_group(LATE_SECONDS)
+    exchange_with(comm, 1 - comm.rank, 4)
+    errors = []
+    if comm.rank == 0:
+        errors = [
+            error_of(lambda: exchange_with(comm, 1, 1024)),
+            error_of(lambda: exchange_with(comm, 1, 1024)),
+        ]
+    dist.barrier()  # on the default group: rank 1 is late, not gone
+    return errors
+
+
+def test_a_late_peer_is_a_timeout_that_names_it_and_ends_the_communicator(ranks):
+    first, second = ranks(2, be_late_on_rank_one)[0]
+    assert first[0] == "BaguaTimeoutError"
+    assert "rank 0 of 2: exchange of 4096 bytes float32 with peer 1 failed: " in first[1]
+    assert first[2] < 10 * LATE_SECONDS
+    assert second[0] == "BaguaError"
+    assert "exchange refused: an earlier call failed (rank 0 of 2: exchange of 4096" in second[1]
+    assert second[2] < LATE_SECONDS / 2
+
+
+def die_on_rank_two(call_name):
+    comm = default_group()
+    comm.broadcast(torch.zeros(1), 0)
+    exchange_with(comm, comm.rank, 1)
+    if comm.rank == 2:
+        os._exit(0)
+    tensor, gathered = torch.zeros(300), torch.zeros(900)
+    calls = {
+        "all_reduce": lambda: comm.all_reduce(tensor, _C.ReduceOp.SUM),
+        "all_gather": lambda: comm.all_gather(tensor, gathered),
+        "all_to_all": lambda: comm.all_to_all(tensor, tensor.clone()),
+        "broadcast": lambda: comm.broadcast(tensor, 2),
+    }
+    name, message, seconds = error_of(calls[call_name])
+    print(f"{name} after {seconds:.1f} s: {message}")
+    os._exit(0 if name == "BaguaError" and "failed: " in message else 1)
+
+
+DEATH_SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch.distributed as dist
+dist.init_process_group("gloo")
+from ranks import test_gloo_communicator
+test_gloo_communicator.die_on_rank_two({call!r})
+"""
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "all_gather", "all_to_all", "broadcast"])
+def test_a_dead_peer_is_an_error_on_the_others(run_script, call):
+    tests = os.path.dirname(os.path.dirname(__file__))
+    done = run_script(3, DEATH_SCRIPT.format(tests=tests, call=call))
+    for rank in (0, 1):
+        assert done[rank].returncode == 0, done[rank].stderr
+        numel = 100 if call == "all_to_all" else 300  # all_to_all names the message that failed
+        assert f"rank {rank} of 3: {call} of {numel * 4} bytes float32" in done[rank].stdout
+    if call != "all_reduce":  # a ring that breaks shows at any neighbour
+        assert "with peer 2 failed" in done[0].stdout
+
+
+def abort_while_a_call_is_blocked():
+    comm = own_group(LATE_SECONDS)
+    if comm.rank == 1:
+        dist.barrier()  # alive, but not in the call
+        return None
+    timer = threading.Timer(LATE_SECONDS / 4, comm.abort, ["the user pressed a key"])
+    timer.start()
+    blocked = error_of(lambda: comm.broadcast(torch.zeros(1), 1))
+    timer.join()
+    later = error_of(lambda: comm.all_gather(torch.zeros(1), torch.zeros(2)))
+    dist.barrier()
+    return blocked, later
+
+
+def test_abort_refuses_later_calls_with_its_reason(ranks):
+    blocked, later = ranks(2, abort_while_a_call_is_blocked)[0]
+    assert blocked[0] == "BaguaTimeoutError"  # gloo ends no call before the group's timeout
+    assert "broadcast of 4 bytes float32 with peer 1 failed" in blocked[1]
+    assert later[0] == "BaguaError"
+    assert "all_gather refused: aborted: the user pressed a key" in later[1]
+
+
+def average_on_a_backend_that_only_adds():
+    fake = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, 2)
+    comm = _C.C10dCommunicator(fake)
+    tensor = torch.full((3,), 4.0)
+    comm.all_reduce(tensor, _C.ReduceOp.AVG)
+    comm.all_gather(tensor, torch.zeros(6))
+    comm.all_to_all(torch.zeros(4), torch.zeros(4))
+    comm.broadcast(tensor, 1)
+    comm.exchange([(tensor, 1)], [(torch.zeros(3), 1)])
+    return comm.size, tensor.tolist()
+
+
+def test_other_backends_get_their_own_calls_and_divided_values(ranks):
+    assert ranks(1, average_on_a_backend_that_only_adds) == [(2, [2.0, 2.0, 2.0])]
+
+
+EXIT_SCRIPT = """
+import torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("gloo")
+from bagua import _C
+store = dist.PrefixStore("own", dist.distributed_c10d._get_default_store())
+rank = dist.get_rank()
+comm = _C.C10dCommunicator(dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30)))
+for _ in range(20):
+    tensor = torch.zeros(1000)
+    comm.all_reduce(tensor, _C.ReduceOp.AVG)
+    comm.all_gather(tensor, torch.zeros(2000))
+dist.destroy_process_group()
+raise SystemExit(3)
+"""
+
+
+def test_a_script_that_just_ends_keeps_its_exit_code(run_script):
+    assert [done.returncode for done in run_script(2, EXIT_SCRIPT)] == [3, 3]

@@ -1,0 +1,133 @@
+"""Who communicates: sub-groups, and nodes that are emulated with the launcher's variables."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bagua.torch_api as bagua
+from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
+from ranks import training
+
+NODES = pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 1, 1), (2, 1)], ids=str)
+
+
+def environment_of_nodes(sizes):
+    """What torchrun would set on machines with `sizes` ranks each, by rank."""
+    return [
+        {"GROUP_RANK": str(node), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(size)}
+        for node, size in enumerate(sizes)
+        for local in range(size)
+    ]
+
+
+@training.with_group
+def gradients_over_nodes(algorithm, average):
+    model = training.network()
+    data = training.batch(0, dist.get_rank())
+    local = training.local_gradients(model, training.squared_error, data)
+    if algorithm == "exact":
+        chosen = GradientAllReduceAlgorithm(hierarchical=True, average=average)
+    else:
+        chosen = ByteGradAlgorithm(hierarchical=True, average=average, codec=algorithm)
+    caught = training.warnings_of(lambda: model.with_bagua([], chosen))
+    training.squared_error(model, data).backward()
+    training.assert_ranks_agree(model)
+    worst = 0.0
+    for name, p in model.named_parameters():
+        expected = training.mean_over_ranks(local[name])
+        expected = expected if average else expected * dist.get_world_size()
+        largest = max(max(training.gather(local[name].abs().max().item())), 1e-9)
+        worst = max(worst, (p.grad - expected).abs().max().item() / largest)
+    ops = {op for bucket in model.bagua_stats()["buckets"] for op in bucket["ops"]}
+    return worst, caught, sorted(ops)
+
+
+@NODES
+@pytest.mark.parametrize("average", [True, False], ids=["mean", "sum"])
+def test_the_exact_hierarchical_result_weighs_every_rank_the_same(ranks, sizes, average):
+    results = ranks(
+        sum(sizes), gradients_over_nodes, "exact", average, env=environment_of_nodes(sizes)
+    )
+    for worst, caught, ops in results:
+        assert worst < 1e-6 * (1 if average else sum(sizes))
+        assert caught == []
+        assert len(ops) == 1
+        assert ops[0].startswith(f"Hierarchical({len(sizes)} nodes")
+    assert f"ranks {len(sizes)}" in results[0][2][0]
+
+
+@NODES
+def test_the_compressed_hierarchical_result_weighs_every_rank_the_same(ranks, sizes):
+    results = ranks(
+        sum(sizes), gradients_over_nodes, "minmax_uint8", True, env=environment_of_nodes(sizes)
+    )
+    for worst, caught, _ in results:
+        assert 0 < worst < 2 * 3 / 255
+        assert caught == []
+
+
+def test_on_one_node_nothing_is_compressed_and_one_warning_says_so(ranks):
+    for worst, caught, _ in ranks(3, gradients_over_nodes, "minmax_uint8", True):
+        assert worst < 1e-6
+        assert len(caught) == 1
+        assert "all ranks share one node: nothing is compressed" in caught[0]
+        assert "hierarchical=False" in caught[0]
+
+
+@training.with_group
+def train_in_two_torch_groups():
+    rank = dist.get_rank()
+    pairs = [[0, 2], [1, 3]]
+    groups = [dist.new_group(pair) for pair in pairs]
+    mine = rank % 2
+    model = training.network(seed=rank)
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], GradientAllReduceAlgorithm(), process_group=groups[mine])
+    data = [training.batch(step, rank) for step in range(3)]
+    training.train(model, optimizer, data)
+    alone = training.network(seed=pairs[mine][0])
+    both = [[training.batch(step, member) for member in pairs[mine]] for step in range(3)]
+    whole = [tuple(torch.cat(side) for side in zip(*parts, strict=True)) for parts in both]
+    training.train(alone, training.sgd(alone), whole)
+    training.assert_close(model, alone)
+    return training.model_bits(model), model.process_group.ranks, model.process_group.rank
+
+
+def test_a_torch_sub_group_trains_by_itself(ranks):
+    results = ranks(4, train_in_two_torch_groups)
+    assert [where for _, *where in results] == [[[0, 2], 0], [[1, 3], 0], [[0, 2], 1], [[1, 3], 1]]
+    digests = [digest for digest, *_ in results]
+    assert digests[0] == digests[2] != digests[1] == digests[3]
+
+
+@training.with_group
+def train_in_a_bagua_group():
+    group = bagua.communication.new_group([2, 1])
+    if dist.get_rank() == 0:
+        model = training.network()
+        return training.error_of(
+            lambda: model.with_bagua([], GradientAllReduceAlgorithm(), group)
+        )
+    model = training.network(seed=dist.get_rank())
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], GradientAllReduceAlgorithm(), group)
+    training.train(model, optimizer, [training.batch(step, dist.get_rank()) for step in range(2)])
+    return training.model_bits(model)
+
+
+def test_a_bagua_sub_group_trains_and_others_are_told_that_they_are_no_members(ranks):
+    outsider, first, second = ranks(3, train_in_a_bagua_group)
+    assert "not a member of the group with ranks [1, 2]" in outsider
+    assert first == second
+
+
+@training.with_group
+def pass_what_is_no_group():
+    model = training.network()
+    return training.error_of(
+        lambda: model.with_bagua([], GradientAllReduceAlgorithm(), process_group=[0, 1])
+    )
+
+
+def test_what_is_no_group_is_refused_by_type(ranks):
+    assert "TypeError: process_group must be None" in ranks(1, pass_what_is_no_group)[0]

@@ -1,0 +1,120 @@
+"""Shaped networks in namespaces, and the counters compared with what left the device."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+network = load("network")
+check_counters = load("check_counters")
+reason = network.why_unavailable()
+needs_namespaces = pytest.mark.skipif(reason is not None, reason=f"no network namespaces: {reason}")
+
+
+def namespaces():
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+
+@needs_namespaces
+@pytest.mark.parametrize("n", [2, 3], ids=lambda n: f"{n}-ranks")
+def test_counters_agree_with_the_network_device(n):
+    entries = check_counters.check(n, megabytes=2.0)
+    assert len(entries) == 5 * n
+    assert [entry for entry in entries if not entry["ok"]] == []
+
+
+@needs_namespaces
+def test_ranks_reach_each_other_and_everything_is_removed_afterwards():
+    own = f"bagua{os.getpid()}n"  # other programs may have networks too
+    listen = (
+        "import socket; s, _ = socket.create_server(('', 5000)).accept()\n"
+        "print(sum(len(piece) for piece in iter(lambda: s.recv(1 << 16), b'')))"
+    )
+    send = (
+        "import os, socket, time\n"
+        "while True:\n"
+        "    try: s = socket.create_connection((os.environ['MASTER_ADDR'], 5000)); break\n"
+        "    except ConnectionRefusedError: time.sleep(0.05)\n"
+        "s.sendall(bytes(100_000))\n"
+    )
+    with network.Network(2, rate_mbit=100) as link:
+        start = link.bytes_sent(1)
+        ended = link.run([[sys.executable, "-c", source] for source in (listen, send)], timeout=20)
+        assert ended[0].stdout == "100000\n"
+        assert link.bytes_sent(1) - start == pytest.approx(100_000, rel=0.02)
+        left_running = link.popen(0, [sys.executable, "-c", "import time; time.sleep(99)"])
+        assert own in namespaces()
+    assert left_running.returncode is not None
+    assert own not in namespaces()
+
+
+HOLD = """
+import sys, time
+sys.path.insert(0, {benchmarks!r})
+from network import Network
+with Network(1):
+    print("made", flush=True)
+    time.sleep(60)
+"""
+
+
+@needs_namespaces
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["terminated", "killed"])
+def test_a_program_that_is_stopped_leaves_nothing_for_long(number):
+    source = HOLD.format(benchmarks=str(BENCHMARKS))
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as program:
+        assert program.stdout.readline() == b"made\n"
+        assert f"bagua{program.pid}n0hub" in namespaces()
+        program.send_signal(number)
+        program.wait()
+    if number == signal.SIGKILL:
+        with network.Network(1):
+            pass
+    assert f"bagua{program.pid}n" not in namespaces()
+
+
+@needs_namespaces
+def test_a_rank_that_fails_is_shown_with_its_output():
+    commands = [[sys.executable, "-c", f"raise SystemExit('words {r}')"] for r in range(2)]
+    with (
+        network.Network(2) as link,
+        pytest.raises(RuntimeError, match=r"(?s)rank 0: exit code 1.*words 0.*words 1"),
+    ):
+        link.run(commands, timeout=20)
+
+
+def test_without_root_the_message_says_so(monkeypatch):
+    monkeypatch.setattr(network.shutil, "which", lambda program: program)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(network.NetworkUnavailableError, match="need root"), network.Network(2):
+        pass
+
+
+def test_without_its_programs_the_message_names_them(monkeypatch):
+    monkeypatch.setattr(network.shutil, "which", lambda program: None)
+    with (
+        pytest.raises(network.NetworkUnavailableError, match=r"ip and tc not found.*iproute2"),
+        network.Network(2),
+    ):
+        pass
+
+
+def test_impossible_networks_are_refused():
+    with pytest.raises(ValueError, match="1 to 200 ranks"):
+        network.Network(0)
+    with pytest.raises(ValueError, match="rate must be positive"):
+        network.Network(2, rate_mbit=0)

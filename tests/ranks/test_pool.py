@@ -1,0 +1,79 @@
+"""The harness itself: results by rank, independent calls, failures that say what happened."""
+
+import os
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import pool
+
+
+def sum_of_ranks(offset):
+    total = torch.tensor(float(dist.get_rank() + offset))
+    dist.all_reduce(total)
+    return dist.get_rank(), total.item(), int(os.environ["RANK"])
+
+
+def raise_on_rank_one():
+    if dist.get_rank() == 1:
+        raise KeyError("the reason")
+
+
+def hang_on_rank_one():
+    while dist.get_rank() == 1:
+        time.sleep(0.1)
+
+
+def exit_on_rank_one():
+    if dist.get_rank() == 1:
+        sys.stderr.write("last words\n")
+        sys.stderr.flush()
+        os._exit(7)
+
+
+def process_id_and_variable():
+    return os.getpid(), os.environ.get("ONLY_THIS_CALL"), dist.is_initialized()
+
+
+def test_results_come_back_by_rank(ranks):
+    assert ranks(3, sum_of_ranks, 1) == [(0, 6.0, 0), (1, 6.0, 1), (2, 6.0, 2)]
+    assert ranks(2, sum_of_ranks, 0) == [(0, 1.0, 0), (1, 1.0, 1)]
+
+
+def test_an_exception_is_shown_with_its_rank_and_traceback(ranks):
+    with pytest.raises(AssertionError, match=r"(?s)rank 0 returned.*rank 1 raised.*'the reason'"):
+        ranks(2, raise_on_rank_one)
+    assert ranks(2, sum_of_ranks, 0)[0][1] == 1.0
+
+
+def test_a_hang_is_shown_with_its_stack(ranks):
+    with pytest.raises(AssertionError, match=r"(?s)rank 1 hangs.*in hang_on_rank_one"):
+        ranks(2, hang_on_rank_one, timeout=1.0)
+
+
+def test_a_death_is_shown_with_exit_code_and_output(ranks):
+    with pytest.raises(AssertionError, match=r"(?s)rank 1 died with exit code 7.*last words"):
+        ranks(2, exit_on_rank_one)
+
+
+def test_variables_last_for_one_call_and_fresh_processes_are_others(ranks):
+    first = ranks(1, process_id_and_variable, env={"ONLY_THIS_CALL": "1"})[0]
+    second = ranks(1, process_id_and_variable, init=False)[0]
+    fresh = ranks(1, process_id_and_variable, fresh=True)[0]
+    assert first == (second[0], "1", True)
+    assert second[1:] == (None, False)
+    assert fresh[0] != first[0]
+
+
+def test_a_script_runs_once_per_rank_and_gives_its_exit_code(run_script):
+    source = "import os, sys; r = os.environ['RANK']; print(r, sys.argv[1]); sys.exit(int(r))"
+    done = run_script(2, source, args=["word"])
+    assert [(d.returncode, d.stdout) for d in done] == [(0, "0 word\n"), (1, "1 word\n")]
+
+
+def test_a_script_that_hangs_shows_its_stack():
+    source = "import time\ndef slow():\n    time.sleep(60)\nslow()"
+    with pytest.raises(AssertionError, match=r"(?s)ranks \[0\] did not end in 1 s.*in slow"):
+        pool.run_script(1, source, timeout=1.0)

@@ -1,0 +1,178 @@
+"""Rank 0's parameters, buffers and optimizer state are everybody's; what is ignored is left alone."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
+from ranks import training
+
+
+class Normalised(nn.Module):
+    """Trained and frozen parameters; buffers of two types, one of them not saved."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(training.FEATURES, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.head = nn.Linear(7, training.OUTPUTS)
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.register_buffer("table", torch.randn(4))
+        self.register_buffer("hidden", torch.randint(100, (5,)), persistent=False)
+        self.norm.running_mean += seed
+        self.norm.num_batches_tracked += seed
+
+    def forward(self, x):
+        return self.head(self.norm(self.first(x)))
+
+
+def state_bits(model):
+    return training.bits([*model.parameters(), *model.buffers()])
+
+
+@training.with_group
+def wrap_different_models():
+    model = Normalised(seed=dist.get_rank())
+    expected = state_bits(Normalised(seed=0))
+    before = training.gather(state_bits(model))
+    model.with_bagua([], GradientAllReduceAlgorithm())
+    return len(set(before)), state_bits(model) == expected
+
+
+def test_parameters_buffers_and_frozen_parameters_of_rank_0_are_broadcast(ranks):
+    assert ranks(3, wrap_different_models) == [(3, True)] * 3
+
+
+@training.with_group
+def train_with_buffers(broadcast_buffers):
+    model = Normalised(seed=0)
+    model.with_bagua(
+        [training.sgd(model)], GradientAllReduceAlgorithm(), broadcast_buffers=broadcast_buffers
+    )
+    seen = []
+    model.norm.register_forward_pre_hook(
+        lambda norm, _: seen.append(training.bits(norm.buffers())) if norm.training else None
+    )
+    for step in range(3):
+        training.squared_error(model, training.batch(step, dist.get_rank())).backward()
+    training.assert_ranks_agree(model)
+    mean = model.norm.running_mean.clone()
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(1, training.FEATURES))
+    return seen, torch.equal(mean, model.norm.running_mean)
+
+
+@pytest.mark.parametrize("broadcast_buffers", [None, True], ids=["default", "true"])
+def test_buffers_of_rank_0_enter_every_training_forward(ranks, broadcast_buffers):
+    results = ranks(3, train_with_buffers, broadcast_buffers)
+    assert results[0] == results[1] == results[2]
+    assert len(set(results[0][0])) == 3
+    assert results[0][1]
+
+
+def test_without_broadcast_buffers_every_rank_keeps_its_own(ranks):
+    first, second = (seen for seen, _ in ranks(2, train_with_buffers, False))
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+    assert first[2] != second[2]
+
+
+@training.with_group
+def buffers_as_ddp_has_them():
+    ours, theirs = Normalised(seed=0), Normalised(seed=0)
+    for model in (ours, theirs):
+        model.frozen.requires_grad_(False)
+    ours.with_bagua([], GradientAllReduceAlgorithm())
+    ddp = nn.parallel.DistributedDataParallel(theirs)
+    for step in range(3):
+        for model in (ours, ddp):
+            training.squared_error(model, training.batch(step, dist.get_rank())).backward()
+    return training.bits(ours.buffers()) == training.bits(theirs.buffers())
+
+
+def test_buffers_have_the_bits_that_they_have_under_ddp(ranks):
+    assert ranks(3, buffers_as_ddp_has_them) == [True] * 3
+
+
+def stepped_adam(model, lr):
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr, betas=(0.5 + lr, 0.9), amsgrad=True)
+    training.train(model, optimizer, [training.batch(step, 0) for step in range(2)])
+    return optimizer
+
+
+@training.with_group
+def resume_with_adam(state_on_every_rank):
+    rank = dist.get_rank()
+    model = training.network(seed=rank)
+    lr = 0.01 * (rank + 1)
+    if rank == 0 or state_on_every_rank:
+        optimizer = stepped_adam(model, lr)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=lr, amsgrad=True)
+    model.with_bagua([optimizer], GradientAllReduceAlgorithm())
+    states = [optimizer.state[p] for p in model.parameters()]
+    digests = [training.bits([state[key] for key in sorted(state)]) for state in states]
+    steps = [(state["step"].item(), state["step"].device.type) for state in states]
+    group = optimizer.param_groups[0]
+    training.train_on_ranks(model, optimizer)
+    return digests, steps, group["lr"], group["betas"]
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["differing", "only_on_rank_0"])
+def test_optimizer_state_and_hyperparameters_of_rank_0_are_broadcast(ranks, everywhere):
+    results = ranks(3, resume_with_adam, everywhere)
+    assert results[0] == results[1] == results[2]
+    _, steps, lr, betas = results[0]
+    assert steps == [(2.0, "cpu")] * 4
+    assert lr == 0.01
+    assert betas == (0.51, 0.9)
+
+
+@training.with_group
+def wrap_with_unknown_state():
+    model = training.network()
+    optimizer = training.sgd(model)
+    optimizer.param_groups[0]["strange"] = {1, 2}
+    return training.error_of(lambda: model.with_bagua([optimizer], GradientAllReduceAlgorithm()))
+
+
+def test_optimizer_state_that_cannot_be_sent_is_named(ranks):
+    for message in ranks(2, wrap_with_unknown_state):
+        assert "TypeError" in message
+        assert "'strange' is a set" in message
+
+
+@training.with_group
+def train_with_ignored(attribute):
+    rank = dist.get_rank()
+    model = Normalised(seed=rank)
+    ignored = ["head.bias", "table", "norm.running_mean", "frozen"]
+    setattr(model, attribute, ignored)
+    own = [model.head.bias, model.table, model.frozen]
+    before = training.bits(own)
+    mean = model.norm.running_mean.clone()
+    model.with_bagua([], GradientAllReduceAlgorithm())
+    untouched = training.bits(own) == before and torch.equal(mean, model.norm.running_mean)
+    training.squared_error(model, training.batch(0, rank)).backward()
+    gradients = {name: training.gather(training.bits([p.grad])) for name, p in trained(model)}
+    differing = [name for name, digests in gradients.items() if len(set(digests)) > 1]
+    own_mean = len(set(training.gather(training.bits([model.norm.running_mean]))))
+    return untouched, differing, own_mean, model.parameters_to_ignore
+
+
+def trained(model):
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize(
+    "attribute", ["_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore"]
+)
+def test_ignored_parameters_and_buffers_are_left_alone(ranks, attribute):
+    for untouched, differing, own_means, ignored in ranks(3, train_with_ignored, attribute):
+        assert untouched
+        assert differing == ["head.bias"]
+        assert own_means == 3
+        assert ignored == ["frozen", "head.bias", "norm.running_mean", "table"]

@@ -1,0 +1,228 @@
+"""A wrapped module is still the user's module: copies, saves, other algorithms, its neighbours."""
+
+import copy
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bagua.torch_api import BaguaModule
+from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
+from ranks import training
+
+
+class Perceptron(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(training.FEATURES, 7)
+        self.head = nn.Linear(7, training.OUTPUTS)
+        self.calls = 0
+        self.register_forward_hook(count_calls)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.first(x)))
+
+
+def count_calls(module, inputs, output):
+    module.calls += 1
+
+
+def wrapped(algorithm="exact"):
+    model = Perceptron()
+    optimizer = training.sgd(model)
+    return model.with_bagua([optimizer], training.algorithm(algorithm)), optimizer
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@training.with_group
+def copy_and_train(how):
+    model, optimizer = wrapped()
+    training.train_on_ranks(model, optimizer, steps=1)
+    twin = how(model)
+    assert type(twin) is Perceptron
+    assert not isinstance(twin, BaguaModule)
+    assert training.bits(twin.parameters()) == training.bits(model.parameters())
+    assert list(twin.state_dict()) == list(model.state_dict())
+    shared = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert shared.isdisjoint(p.untyped_storage().data_ptr() for p in twin.parameters())
+    calls, sent = model.calls, model.bagua_stats()["total"]["bytes_sent"]
+    if dist.get_rank() == 1:  # a copy communicates nothing, so one rank may train it
+        training.train(twin, training.sgd(twin), [training.batch(5, 1)])
+        assert twin.calls == calls + 1
+        assert training.bits(twin.parameters()) != training.bits(model.parameters())
+    assert model.bagua_stats()["total"]["bytes_sent"] == sent
+    training.train_on_ranks(model, optimizer, steps=2)
+    assert model.calls == calls + 2
+    twin_optimizer = training.sgd(twin)
+    twin.with_bagua([twin_optimizer], GradientAllReduceAlgorithm())
+    training.train_on_ranks(twin, twin_optimizer, steps=2)
+    training.train_on_ranks(model, optimizer, steps=1)
+    return isinstance(twin, BaguaModule), isinstance(model, BaguaModule)
+
+
+HOW = pytest.mark.parametrize("how", [copy.deepcopy, saved_and_loaded], ids=["deepcopy", "saved"])
+
+
+@HOW
+def test_a_copy_is_an_ordinary_module_that_trains_alone_and_can_be_wrapped(ranks, how):
+    assert ranks(3, copy_and_train, how) == [(True, True)] * 3
+
+
+@training.with_group
+def look_at_the_state_dict():
+    model, optimizer = wrapped()
+    keys = list(model.state_dict())
+    saved = copy.deepcopy(model.state_dict())
+    training.train_on_ranks(model, optimizer, steps=2)
+    model.load_state_dict(saved)
+    restored = training.bits(model.parameters()) == training.bits(saved.values())
+    training.train_on_ranks(model, optimizer, steps=1)
+    plain = Perceptron()
+    plain.load_state_dict(saved)
+    return keys, restored, type(model).__name__, isinstance(model, Perceptron)
+
+
+def test_the_state_dict_has_the_keys_of_the_unwrapped_module_and_loads_into_both(ranks):
+    keys = ["first.weight", "first.bias", "head.weight", "head.bias"]
+    assert ranks(2, look_at_the_state_dict) == [(keys, True, "Perceptron", True)] * 2
+
+
+@training.with_group
+def change_the_algorithm():
+    model, optimizer = wrapped()
+    rounds = []
+    for algorithm in (
+        GradientAllReduceAlgorithm(),
+        ByteGradAlgorithm(hierarchical=False),
+        GradientAllReduceAlgorithm(average=False),
+    ):
+        with torch.no_grad():
+            model.head.bias += dist.get_rank()
+        model.with_bagua([optimizer], algorithm)
+        assert len(set(training.gather(training.bits(model.parameters())))) == 1
+        training.train_on_ranks(model, optimizer, steps=2)
+        rounds.append((model.bagua_stats()["rounds"], type(model.bagua_algorithm).__name__))
+    assert model.calls == 6
+    return rounds
+
+
+def test_wrapping_again_changes_the_algorithm_and_broadcasts_again(ranks):
+    expected = [
+        (2, "GradientAllReduceAlgorithmImpl"),
+        (2, "ByteGradAlgorithmImpl"),
+        (2, "GradientAllReduceAlgorithmImpl"),
+    ]
+    assert ranks(3, change_the_algorithm) == [expected] * 3
+
+
+@training.with_group
+def train_two_models():
+    first, second = training.network(seed=0), training.network(seed=1)
+    alone = [copy.deepcopy(first), copy.deepcopy(second)]
+    optimizers = [training.sgd(first), training.sgd(second)]
+    first.with_bagua([optimizers[0]], GradientAllReduceAlgorithm())
+    second.with_bagua([optimizers[1]], ByteGradAlgorithm(hierarchical=False, codec="fp16"))
+    for step in range(3):
+        # Forwards and backwards of both interleave.
+        losses = [training.squared_error(m, training.batch(step, dist.get_rank()))
+                  for m in (first, second)]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for loss in reversed(losses):
+            loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        training.assert_ranks_agree(first)
+        training.assert_ranks_agree(second)
+    training.assert_close(first, training.train_alone(alone[0], training.sgd(alone[0])))
+    reference = training.train_alone(alone[1], training.sgd(alone[1]))
+    training.assert_close(second, reference, rtol=1e-2, atol=1e-2)
+    return True
+
+
+def test_two_wrapped_models_train_in_one_process(ranks):
+    assert all(ranks(3, train_two_models))
+
+
+def adversarial_steps(generator, critic, steps, noise_and_real):
+    """A GAN: two forwards of the critic, then its backward, in turns with the generator's."""
+    for_generator, for_critic = training.sgd(generator, lr=0.05), training.sgd(critic, lr=0.05)
+
+    def run(after_step):
+        for step in range(steps):
+            noise, real = noise_and_real(step)
+            for_critic.zero_grad()
+            fake = generator(noise)
+            (critic(fake.detach()).mean() - critic(real).mean()).backward()
+            for_critic.step()
+            for_generator.zero_grad()
+            (-critic(fake).mean()).backward()
+            for_generator.step()
+            after_step()
+
+    return run
+
+
+@training.with_group
+def train_adversaries():
+    def pair():
+        torch.manual_seed(0)
+        generator = nn.Sequential(nn.Linear(training.FEATURES, 6), nn.Tanh())
+        return generator, nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1))
+
+    def data(step, rank):
+        torch.manual_seed(100 * step + rank)
+        return torch.randn(4, training.FEATURES), torch.randn(4, 6)
+
+    def whole(step):
+        parts = [data(step, rank) for rank in range(dist.get_world_size())]
+        return tuple(torch.cat(side) for side in zip(*parts, strict=True))
+
+    generator, critic = pair()
+    generator.with_bagua([], GradientAllReduceAlgorithm())
+    critic.with_bagua([], GradientAllReduceAlgorithm())
+
+    def agree():
+        training.assert_ranks_agree(generator)
+        training.assert_ranks_agree(critic)
+
+    adversarial_steps(generator, critic, 3, lambda step: data(step, dist.get_rank()))(agree)
+    alone = pair()
+    adversarial_steps(*alone, 3, whole)(lambda: None)
+    training.assert_close(generator, alone[0])
+    training.assert_close(critic, alone[1])
+    return True
+
+
+def test_a_generator_and_its_critic_train_in_turns(ranks):
+    assert all(ranks(3, train_adversaries))
+
+
+NOTHING_BUT_WITH_BAGUA = """
+import torch
+before = set(dir(torch.nn.Module)), set(dir(torch.nn.Linear(1, 1))), set(vars(torch.nn.Module))
+import bagua.torch_api
+after = set(dir(torch.nn.Module)), set(dir(torch.nn.Linear(1, 1))), set(vars(torch.nn.Module))
+print([sorted(new - old) for old, new in zip(before, after)])
+print(type(torch.nn.Linear(1, 1)).__mro__[:2] == (torch.nn.Linear, torch.nn.Module))
+"""
+
+
+def test_unwrapped_modules_gain_nothing_but_with_bagua():
+    done = subprocess.run(
+        [sys.executable, "-c", NOTHING_BUT_WITH_BAGUA], capture_output=True, text=True, check=True
+    )
+    gained, ordinary = done.stdout.splitlines()
+    assert gained == "[['with_bagua'], ['with_bagua'], ['with_bagua']]"
+    assert ordinary == "True"

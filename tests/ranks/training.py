@@ -1,0 +1,166 @@
+"""Training on ranks, the same training in one process on all ranks' data, and bits to compare.
+
+What runs on ranks is decorated with `with_group`. Data is a function of step and rank, so that one
+process can be given what all ranks saw.
+"""
+
+import functools
+import hashlib
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+import bagua.torch_api as bagua
+from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
+
+FEATURES, OUTPUTS, ROWS = 5, 3, 4
+
+EXACT = {"hierarchical": False}
+
+
+def with_group(function):
+    """Inside `function` bagua is initialised; afterwards it is not, whatever happened."""
+
+    @functools.wraps(function)
+    def run(*args):
+        bagua.init_process_group()
+        try:
+            return function(*args)
+        finally:
+            bagua.destroy_process_group()
+
+    return run
+
+
+def algorithm(name):
+    """`exact`, or a codec's name: ByteGrad with it, also inside a node."""
+    if name == "exact":
+        return GradientAllReduceAlgorithm()
+    return ByteGradAlgorithm(hierarchical=False, codec=name)
+
+
+def network(seed=0, outputs=OUTPUTS):
+    """A perceptron with sizes that no number of ranks divides."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, outputs))
+
+
+def batch(step, rank, rows=ROWS):
+    """Inputs and targets that `rank` sees in `step`."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    inputs = torch.randn(rows, FEATURES, generator=generator)
+    return inputs, torch.randn(rows, OUTPUTS, generator=generator)
+
+
+def whole_batch(step, size, rows=ROWS):
+    """What all ranks together see in `step`."""
+    parts = [batch(step, rank, rows) for rank in range(size)]
+    return tuple(torch.cat(side) for side in zip(*parts, strict=True))
+
+
+def squared_error(model, data):
+    inputs, targets = data
+    return functional.mse_loss(model(inputs), targets)
+
+
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def train(model, optimizers, data, loss=squared_error, set_to_none=True, after_step=None):
+    """One step per element of `data`; `optimizers` may be one."""
+    optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+    for part in data:
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        loss(model, part).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        if after_step is not None:
+            after_step(model)
+    return model
+
+
+def train_on_ranks(model, optimizers, steps=3, loss=squared_error, set_to_none=True):
+    """Train on this rank's data; ranks must hold the same bits after every step."""
+    data = [batch(step, dist.get_rank()) for step in range(steps)]
+    return train(model, optimizers, data, loss, set_to_none, assert_ranks_agree)
+
+
+def train_alone(model, optimizers, steps=3, loss=squared_error, size=None):
+    """The oracle: one process, the data of all ranks."""
+    size = dist.get_world_size() if size is None else size
+    return train(model, optimizers, [whole_batch(step, size) for step in range(steps)], loss)
+
+
+def bits(tensors):
+    """A digest of the tensors' exact values."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def model_bits(model):
+    """A digest of all parameters and gradients."""
+    parameters = list(model.parameters())
+    return bits(parameters + [p.grad for p in parameters if p.grad is not None])
+
+
+def gather(value):
+    """`value` of every rank, by rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def assert_ranks_agree(model):
+    """Parameters and gradients are the same bits on every rank."""
+    digests = gather(model_bits(model))
+    assert len(set(digests)) == 1, f"ranks differ: {digests}"
+
+
+def assert_close(model, expected, **tolerance):
+    """Parameters equal the oracle's up to rounding."""
+    tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-6}
+    for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(
+            p.detach(), q.detach(), msg=lambda text, name=name: f"{name}: {text}", **tolerance
+        )
+
+
+def mean_over_ranks(tensor):
+    """The exact mean, by torch."""
+    total = tensor.detach().clone().double()
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).to(tensor.dtype)
+
+
+def local_gradients(model, loss, data):
+    """This rank's own gradients, from a copy: nothing is communicated."""
+    import copy
+
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    loss(twin, data).backward()
+    return {name: p.grad for name, p in twin.named_parameters()}
+
+
+def error_of(function, kind=Exception):
+    """The message of the exception that `function` raises; fails if there is none."""
+    try:
+        function()
+    except kind as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was raised")
+
+
+def warnings_of(function):
+    """The messages of the warnings that `function` gives."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    return [str(warning.message) for warning in caught]

@@ -1,0 +1,89 @@
+"""One process of the pool: waits for calls, runs them, sends back what they returned.
+
+Started by pool.py as `python worker.py <connection> <file for stacks>`. A call is a dict: the file,
+module name and qualified name of a function, its pickled arguments, the environment and whether to
+make the default process group. SIGUSR1 writes the stacks of all threads into the file.
+"""
+
+import ctypes
+import datetime
+import faulthandler
+import importlib.util
+import os
+import pickle
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+PR_SET_PDEATHSIG = 1
+
+
+def import_file(path, name):
+    """Import a test file under the name that pytest gave it, so that its pickles load here too."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def find(module, qualified_name):
+    found = module
+    for part in qualified_name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def call_function(call):
+    for entry in reversed(call["sys_path"]):
+        if entry not in sys.path:
+            sys.path.insert(0, entry)
+    function = find(import_file(call["file"], call["module"]), call["function"])
+    args = pickle.loads(call["args"])
+    if call["init"]:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=call["timeout"]))
+    return pickle.dumps(function(*args))
+
+
+def run(call):
+    """Returns ("returned", pickled result) or ("raised", traceback)."""
+    before = dict(os.environ)
+    os.environ.update(call["env"])
+    torch.manual_seed(0)
+    try:
+        answer = ("returned", call_function(call))
+    except BaseException:  # noqa: BLE001 - SystemExit too: everything is reported
+        answer = ("raised", traceback.format_exc())
+    try:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except Exception:  # noqa: BLE001 - reported
+        answer = ("raised", traceback.format_exc())
+    os.environ.clear()
+    os.environ.update(before)
+    return answer
+
+
+def main():
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with Connection(int(sys.argv[1])) as calls, open(sys.argv[2], "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        while True:
+            try:
+                call = calls.recv()
+            except EOFError:
+                return
+            calls.send(run(call))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""Ranks as threads: conformance, bits, disagreements, timeouts, abort; the counter; the board."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua import _C
+from single import communicator_conformance as conformance
+from single.thread_ranks import run_thread_ranks
+
+RANKS = [1, 2, 3, 4, 7]
+
+
+def raised(n, functions, timeout=5.0):
+    """The exception (or None) of each rank; functions[r](communicator) runs on rank r."""
+    hub = _C.ThreadHub(n, timeout)
+    errors = [None] * n
+
+    def run(rank):
+        try:
+            functions[rank](_C.ThreadCommunicator(hub, rank))
+        except Exception as error:  # noqa: BLE001 - the tests look at it
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def all_reduce(numel, dtype=torch.float32, op=_C.ReduceOp.SUM):
+    return lambda comm: comm.all_reduce(torch.zeros(numel, dtype=dtype), op)
+
+
+@pytest.mark.parametrize("size", conformance.SIZES, ids=lambda size: f"{size}-elements")
+@pytest.mark.parametrize("dtype", conformance.DTYPES.values(), ids=conformance.DTYPES)
+@pytest.mark.parametrize("n", RANKS, ids=lambda n: f"{n}-ranks")
+def test_thread_ranks_conform(n, dtype, size):
+    def run(comm):
+        for check in conformance.CHECKS:
+            check(comm, dtype, size)
+        return comm.rank, comm.size
+
+    assert run_thread_ranks(n, run) == [(rank, n) for rank in range(n)]
+
+
+@pytest.mark.parametrize("n", RANKS, ids=lambda n: f"{n}-ranks")
+@pytest.mark.parametrize("check", conformance.ONCE, ids=lambda check: check.__name__)
+def test_thread_ranks_conform_in_special_cases(n, check):
+    assert run_thread_ranks(n, check) == [None] * n
+
+
+@pytest.mark.parametrize("n", RANKS, ids=lambda n: f"{n}-ranks")
+def test_all_reduce_adds_in_rank_order(n):
+    stack = torch.randn(n, 4099, generator=torch.Generator().manual_seed(0))
+
+    def run(comm):
+        total, mean = stack[comm.rank].clone(), stack[comm.rank].clone()
+        comm.all_reduce(total, _C.ReduceOp.SUM)
+        comm.all_reduce(mean, _C.ReduceOp.AVG)
+        return total, mean
+
+    expected_total, expected_mean = stack[0].clone(), stack[0] / n
+    for rank in range(1, n):
+        expected_total += stack[rank]
+        expected_mean += stack[rank] / n
+    for total, mean in run_thread_ranks(n, run):
+        assert torch.equal(total, expected_total)
+        assert torch.equal(mean, expected_mean)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (all_reduce(3), all_reduce(4), ["of 3 float32", "of 4 float32"]),
+        (all_reduce(3), all_reduce(3, torch.float64), ["3 float32", "3 float64"]),
+        (all_reduce(3), all_reduce(3, op=_C.ReduceOp.MAX), ["(sum)", "(max)"]),
+        (
+            lambda comm: comm.broadcast(torch.zeros(2), 0),
+            lambda comm: comm.broadcast(torch.zeros(2), 1),
+            ["from rank 0", "from rank 1"],
+        ),
+        (
+            all_reduce(3),
+            lambda comm: comm.all_to_all(torch.zeros(3), torch.zeros(3)),
+            ["all_reduce of 3", "all_to_all of 3"],
+        ),
+        (
+            all_reduce(3),
+            lambda comm: comm.exchange([], [(torch.zeros(3), 0)]),
+            ["all_reduce of 3", "exchange with rank 0"],
+        ),
+    ],
+    ids=["size", "dtype", "operation", "root", "call", "exchange against collective"],
+)
+def test_ranks_that_disagree_all_raise_naming_both(first, second, words):
+    errors = raised(3, [first, second, first])
+    assert [type(error) for error in errors] == [_C.BaguaMismatchError] * 3
+    for error in errors:
+        assert all(word in str(error) for word in [*words, "rank 1"]), error
+
+
+def test_exchanged_sizes_that_disagree_raise_on_both_ranks():
+    errors = raised(
+        2,
+        [
+            lambda comm: comm.exchange([(torch.zeros(5), 1)], []),
+            lambda comm: comm.exchange([], [(torch.zeros(6), 0)]),
+        ],
+    )
+    for error in errors:
+        assert isinstance(error, _C.BaguaMismatchError)
+        assert "rank 0 sends 5 float32 to rank 1, which expects 6 float32" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (all_reduce(3), "all_reduce of 3 float32"),
+        (lambda comm: comm.exchange([(torch.zeros(1), 1), (torch.zeros(1), 2)], []), "exchange"),
+    ],
+    ids=["collective", "exchange"],
+)
+def test_a_timeout_names_the_missing_ranks_and_later_calls_are_refused(call, name):
+    hub = _C.ThreadHub(3, 0.1)
+    comm = _C.ThreadCommunicator(hub, 0)
+    with pytest.raises(_C.BaguaTimeoutError, match=f"rank 0 of 3: {name}.*missing: rank 1, 2"):
+        call(comm)
+    late = _C.ThreadCommunicator(hub, 1)
+    with pytest.raises(_C.BaguaTimeoutError, match="missing: rank 1, 2"):
+        all_reduce(3)(late)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [all_reduce(3), lambda comm: comm.exchange([(torch.zeros(1), 2)], [])],
+    ids=["collective", "exchange"],
+)
+def test_abort_wakes_everybody_at_once(call):
+    def abort(comm):
+        time.sleep(0.1)  # lets the others block; they end by abort in either order
+        comm.abort("no more data")
+
+    start = time.monotonic()
+    errors = raised(3, [call, call, abort], timeout=60.0)
+    assert time.monotonic() - start < 30
+    for error in errors[:2]:
+        assert "rank 2 of 3 aborted: no more data" in str(error)
+        assert type(error) is _C.BaguaError
+
+
+def test_a_hub_refuses_impossible_arguments():
+    with pytest.raises(ValueError, match="at least one rank"):
+        _C.ThreadHub(0, 1.0)
+    with pytest.raises(ValueError, match="timeout must be positive"):
+        _C.ThreadHub(2, 0.0)
+    with pytest.raises(ValueError, match="rank 2 is outside"):
+        _C.ThreadCommunicator(_C.ThreadHub(2, 1.0), 2)
+
+
+def count(comm):
+    """One call of each kind with 120 bytes (30 floats); traffic of each, and the sum."""
+    counting = _C.CountingCommunicator(comm)
+    size, rank, peer = comm.size, comm.rank, (comm.rank + 1) % comm.size
+    source = (comm.rank - 1) % comm.size
+    tensor = torch.zeros(30)
+    calls = {
+        "all_reduce": lambda: counting.all_reduce(tensor, _C.ReduceOp.SUM),
+        "all_gather": lambda: counting.all_gather(tensor, torch.zeros(30 * size)),
+        "all_to_all": lambda: counting.all_to_all(torch.zeros(30 * size), torch.zeros(30 * size)),
+        "broadcast": lambda: counting.broadcast(tensor, 1 % size),
+        "exchange": lambda: counting.exchange(
+            [(tensor, peer), (tensor, rank)], [(torch.zeros(30), source), (torch.zeros(30), rank)]
+        ),
+        "nothing": lambda: counting.all_gather(torch.zeros(0), torch.zeros(0)),
+    }
+    traffic = {}
+    for name, call in calls.items():
+        before = counting.traffic()
+        call()
+        after = counting.traffic()
+        assert after["wire_ns"] > before["wire_ns"]
+        keys = ["bytes_sent", "bytes_received", "messages_sent", "messages_received"]
+        traffic[name] = [after[key] - before[key] for key in keys]
+    return traffic
+
+
+def test_the_counter_counts_what_each_call_moves():
+    results = run_thread_ranks(4, count)
+    for rank, traffic in enumerate(results):
+        assert traffic["all_reduce"] == [180, 180, 6, 6]
+        assert traffic["all_gather"] == [360, 360, 3, 3]
+        assert traffic["all_to_all"] == [360, 360, 3, 3]
+        assert traffic["exchange"] == [120, 120, 1, 1]
+        assert traffic["nothing"] == [0, 0, 0, 0]
+        children = {1: 2, 2: 1}.get(rank, 0)  # root 1 sends to 2 and 3, rank 2 passes on to 0
+        received = 0 if rank == 1 else 1
+        assert traffic["broadcast"] == [children * 120, received * 120, children, received]
+
+
+def test_the_counter_sees_no_traffic_in_a_group_of_one():
+    (traffic,) = run_thread_ranks(1, count)
+    assert all(numbers == [0, 0, 0, 0] for numbers in traffic.values())
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 13], ids=lambda size: f"{size}-ranks")
+def test_counted_broadcasts_send_one_message_to_each_other_rank(size):
+    def run(comm):
+        counting = _C.CountingCommunicator(comm)
+        counting.broadcast(torch.zeros(1), size - 1)
+        return counting.traffic()["messages_sent"]
+
+    assert sum(run_thread_ranks(size, run)) == size - 1
+
+
+def test_the_counter_forwards_rank_size_and_abort():
+    counting = _C.CountingCommunicator(_C.ThreadCommunicator(_C.ThreadHub(3, 1.0), 2))
+    assert (counting.rank, counting.size) == (2, 3)
+    counting.abort("the reason")
+    with pytest.raises(_C.BaguaError, match="aborted: the reason"):
+        counting.all_reduce(torch.zeros(1), _C.ReduceOp.SUM)
+    assert counting.traffic()["bytes_sent"] == 0
+
+
+@pytest.fixture(params=["hash", "file", "tcp", "prefix"])
+def store(request, tmp_path):
+    if request.param == "hash":
+        return dist.HashStore()
+    if request.param == "file":
+        return dist.FileStore(str(tmp_path / "store"), 3)
+    tcp = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return tcp if request.param == "tcp" else dist.PrefixStore("some/prefix", tcp)
+
+
+def test_the_first_failure_stays_on_the_board_and_is_not_told_to_its_own_rank(store):
+    boards = [_C.FailureBoard(store, rank, 3) for rank in range(3)]
+    assert [board.poll() for board in boards] == [None, None, None]
+    boards[1].publish("bucket 3: no memory")
+    boards[2].publish("a consequence")
+    told = "rank 1: bucket 3: no memory"
+    assert [board.poll() for board in boards] == [told, None, told]
+
+
+def test_a_rank_that_left_early_is_named(store):
+    boards = [_C.FailureBoard(store, rank, 3) for rank in range(3)]
+    assert boards[0].poll_left(1) is None
+    boards[2].leave(7)
+    boards[2].leave(9)
+    assert boards[0].poll_left(7) is None
+    assert boards[0].poll_left(8) == "rank 2 left after 7 rounds"
+    assert boards[2].poll_left(8) is None
+    boards[1].leave(12)
+    boards[0].leave(12)
+    assert boards[1].poll_left(12) == "rank 2 left after 7 rounds"
+    assert boards[2].poll_left(13) == "rank 1 left after 12 rounds"
+    assert boards[0].poll() is None
+
+
+def test_all_ranks_can_leave_and_publish_at_the_same_time():
+    shared = dist.HashStore()
+    boards = [_C.FailureBoard(shared, rank, 8) for rank in range(8)]
+    start = threading.Barrier(8)
+
+    def run(rank):
+        start.wait()
+        boards[rank].leave(rank)
+        boards[rank].publish("late")
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    entries = shared.get("left").decode().split()
+    assert sorted(map(int, entries[::2])) == list(range(8))
+    assert entries[::2] == entries[1::2]
+    assert len({told for board in boards if (told := board.poll())}) == 1
+
+
+def test_a_board_without_its_server_finds_nothing_and_does_not_raise():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    board = _C.FailureBoard(client, 0, 2)
+    del server
+    board.publish("nobody hears this")
+    board.leave(1)
+    assert (board.poll(), board.poll_left(9)) == (None, None)

@@ -1,0 +1,92 @@
+"""Topology functions, for every size up to 64."""
+
+import pytest
+from bagua import _C
+
+SIZES = range(1, 65)
+
+
+def peers(size, step):
+    return [_C.shift_one_peer(rank, size, step) for rank in range(size)]
+
+
+def test_ring_neighbours_are_each_others_inverse():
+    for size in SIZES:
+        for rank in range(size):
+            assert _C.ring_left(rank, size) == (rank - 1) % size
+            assert _C.ring_right(_C.ring_left(rank, size), size) == rank
+
+
+@pytest.mark.parametrize(
+    ("size", "step", "expected"),
+    [(4, 0, [2, 3, 0, 1]), (4, 1, [3, 2, 1, 0]), (6, 1, [4, 5, 3, 2, 0, 1]), (2, 9, [1, 0])],
+)
+def test_even_pairs_are_those_of_bagua(size, step, expected):
+    assert peers(size, step) == expected
+
+
+def test_pairs_are_mutual_and_only_odd_groups_leave_one_rank_out():
+    for size in SIZES:
+        for step in range(size + 3):
+            pairs = peers(size, step)
+            assert all(pairs[peer] == rank for rank, peer in enumerate(pairs))
+            alone = [rank for rank, peer in enumerate(pairs) if rank == peer]
+            assert len(alone) == size % 2
+
+
+def test_even_pairs_repeat_after_half_the_size_and_meet_the_whole_other_half():
+    for size in SIZES[1::2]:
+        half = size // 2
+        for rank in range(size):
+            met = [_C.shift_one_peer(rank, size, step) for step in range(half)]
+            assert sorted(met) == list(range(half, size) if rank < half else range(half))
+            assert _C.shift_one_peer(rank, size, half) == met[0]
+
+
+def test_odd_pairs_meet_every_other_rank_once_in_size_steps():
+    for size in SIZES[::2]:
+        for rank in range(size):
+            met = [_C.shift_one_peer(rank, size, step) for step in range(size)]
+            assert sorted(met) == list(range(size))
+            assert _C.shift_one_peer(rank, size, size) == met[0]
+
+
+def test_steps_far_beyond_32_bits_are_exact():
+    for size in (3, 4, 6, 7):
+        period = size // 2 if size % 2 == 0 else size
+        assert peers(size, 10**18 // period * period + 1) == peers(size, 1)
+
+
+def test_leaders_are_the_lowest_ranks_of_their_nodes():
+    nodes = [5, -1, 5, 5, -1, 0]
+    assert _C.leaders(nodes) == [0, 1, 5]
+    assert [_C.leader_of(nodes, rank) for rank in range(6)] == [0, 1, 0, 0, 1, 5]
+    assert _C.node_members(nodes, 2) == [0, 2, 3]
+    assert _C.leaders([]) == []
+
+
+def test_node_members_partition_every_layout():
+    for size in SIZES:
+        for per_node in (1, 2, 3, 8, 64):
+            nodes = [rank // per_node for rank in range(size)]
+            leaders = _C.leaders(nodes)
+            members = [_C.node_members(nodes, leader) for leader in leaders]
+            assert sorted(rank for group in members for rank in group) == list(range(size))
+            assert leaders == list(range(0, size, per_node))
+            assert all(_C.leader_of(nodes, r) == group[0] for group in members for r in group)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: _C.ring_left(3, 3), "rank 3 is outside a group of size 3"),
+        (lambda: _C.ring_right(-1, 3), "rank -1 is outside"),
+        (lambda: _C.shift_one_peer(0, 0, 0), "at least one rank"),
+        (lambda: _C.shift_one_peer(0, 2, -1), "step is not negative"),
+        (lambda: _C.leader_of([0, 1], 2), "rank 2 is outside a group of size 2"),
+    ],
+    ids=["rank too high", "rank negative", "no ranks", "step negative", "node rank too high"],
+)
+def test_arguments_outside_the_group_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

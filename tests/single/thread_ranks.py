@@ -1,0 +1,34 @@
+"""Runs a function on ranks that are threads of this process."""
+
+import threading
+import traceback
+
+from bagua import _C
+
+
+def run_thread_ranks(n, function, *args, timeout=20.0):
+    """Call `function(communicator, *args)` on n thread ranks; returns the n results by rank.
+
+    timeout: seconds that one call of a communicator waits for the others. Raises AssertionError
+    with the traceback of every rank that raised.
+    """
+    hub = _C.ThreadHub(n, timeout)
+    results = [None] * n
+    failures = {}
+
+    def run(rank):
+        communicator = _C.ThreadCommunicator(hub, rank)
+        try:
+            results[rank] = function(communicator, *args)
+        except BaseException as error:  # noqa: BLE001 - reported below
+            failures[rank] = traceback.format_exc()
+            communicator.abort(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise AssertionError("\n".join(f"--- rank {r}\n{failures[r]}" for r in sorted(failures)))
+    return results
