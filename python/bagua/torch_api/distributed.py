@@ -140,8 +140,9 @@ class BaguaDistributedDataParallel:
     def _install_gradient_path(self) -> None:
         assert self._plan is not None
         own_wait = overrides(self.bagua_algorithm, "init_post_backward_hook")
-        own_hook = overrides(self.bagua_algorithm, "init_backward_hook")
         plain = all(bucket.gradients for bucket in self.bagua_buckets)
+        # The C++ hooks mark gradients only; what else is registered is marked by the Python hook.
+        own_hook = not plain or overrides(self.bagua_algorithm, "init_backward_hook")
         this = weakref.ref(self)
 
         def after_backward() -> None:
