@@ -16,8 +16,11 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -52,8 +55,10 @@ def why_unavailable() -> str | None:
 class Network:
     """Namespaces for `ranks` ranks; rate_mbit: megabits per second each way, None: unshaped.
 
-    A context manager: everything, processes started here included, is gone when it ends. Raises
-    NetworkUnavailableError where it cannot be made, RuntimeError naming the command that failed.
+    A context manager: everything, processes started here included, is gone when it ends, SIGTERM
+    included (it becomes SystemExit); what a killed program left behind goes when the next network
+    is made. Raises NetworkUnavailableError where it cannot be made, RuntimeError naming the command
+    that failed.
     """
 
     def __init__(self, ranks: int, rate_mbit: float | None = None) -> None:
@@ -65,11 +70,17 @@ class Network:
         self.rate_mbit = rate_mbit
         self._prefix = f"bagua{os.getpid()}n{next(_counter)}"
         self._namespaces: list[str] = []
+        self._handles_sigterm = False
         self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Network:
         if reason := why_unavailable():
             raise NetworkUnavailableError(f"cannot make a shaped network: {reason}")
+        _delete_abandoned()
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _exit_cleanly)
+            self._handles_sigterm = True
         try:
             self._build()
         except BaseException:
@@ -91,6 +102,9 @@ class Network:
             with contextlib.suppress(RuntimeError):
                 _command("ip", "netns", "delete", namespace)
         self._namespaces = []
+        if self._handles_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._handles_sigterm = False
 
     def address(self, rank: int) -> str:
         """The IPv4 address of a rank."""
@@ -189,6 +203,20 @@ class Network:
         burst = max(MIN_BURST_BYTES, int(self.rate_mbit * 1e6 / 8 * BURST_SECONDS))
         rate = ["rate", f"{self.rate_mbit}mbit", "burst", str(burst), "latency", QUEUE_SECONDS]
         _command("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *rate)
+
+
+def _exit_cleanly(signal_number: int, _: object) -> None:
+    raise SystemExit(128 + signal_number)
+
+
+def _delete_abandoned() -> None:
+    """Delete the namespaces of programs that were killed: their names carry a process id."""
+    for line in _command("ip", "netns", "list").splitlines():
+        name = line.split()[0]
+        owner = re.fullmatch(r"bagua(\d+)n\d+(hub|r\d+)", name)
+        if owner and not os.path.exists(f"/proc/{owner[1]}"):
+            with contextlib.suppress(RuntimeError):  # another program does the same right now
+                _command("ip", "netns", "delete", name)
 
 
 def _command(*argv: str) -> str:

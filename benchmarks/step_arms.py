@@ -44,7 +44,8 @@ def wrap_with_bagua(name):
     def wrap(model, optimizer):
         import bagua.torch_api as bagua
 
-        bagua.init_process_group()
+        if not bagua.communication.is_initialized():
+            bagua.init_process_group()
         algorithm = bagua.algorithms.Algorithm.init(name, hierarchical=False)
         return model.with_bagua([optimizer], algorithm)
 

@@ -85,6 +85,15 @@ BAGUA_HD ValueRange read_header(const std::byte* header) {
   return {widen(pair[0]), widen(pair[1])};
 }
 
+constexpr int64_t kTile = 256;
+constexpr int64_t kPrefetchDistance = 2048;
+
+template <typename T>
+BAGUA_HD void prefetch_tile(const T* x, int64_t begin, int64_t numel) {
+  const T* tile = x + std::min(begin, numel - kTile);
+  for (int64_t i = 0; i < kTile; i += 64 / sizeof(T)) __builtin_prefetch(tile + i);
+}
+
 template <RangedFormat Format, typename T>
 BAGUA_HD void encode_chunk(const T* __restrict x, int64_t numel, std::byte* __restrict payload) {
   const RangedLayout layout = ranged_layout(Format::kBlockNumel, sizeof(T), numel);
@@ -99,7 +108,12 @@ BAGUA_HD void encode_chunk(const T* __restrict x, int64_t numel, std::byte* __re
     if (grid.constant) {
       std::memset(codes + begin, 0, end - begin);
     } else {
-      for (int64_t i = begin; i < end; ++i) codes[i] = quantise(widen(x[i]), grid);
+      int64_t i = begin;
+      for (; i + kTile <= end; i += kTile) {
+        prefetch_tile(x, i + kPrefetchDistance, numel);
+        for (int64_t j = 0; j < kTile; ++j) codes[i + j] = quantise(widen(x[i + j]), grid);
+      }
+      for (; i < end; ++i) codes[i] = quantise(widen(x[i]), grid);
     }
   }
   std::memset(header, 0, payload + layout.codes_offset - header);

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,7 @@ def test_counters_agree_with_the_network_device(n):
 
 @needs_namespaces
 def test_ranks_reach_each_other_and_everything_is_removed_afterwards():
-    before = namespaces()
+    own = f"bagua{os.getpid()}n"  # other programs may have networks too
     listen = (
         "import socket; s, _ = socket.create_server(('', 5000)).accept()\n"
         "print(sum(len(piece) for piece in iter(lambda: s.recv(1 << 16), b'')))"
@@ -56,9 +57,34 @@ def test_ranks_reach_each_other_and_everything_is_removed_afterwards():
         assert ended[0].stdout == "100000\n"
         assert link.bytes_sent(1) - start == pytest.approx(100_000, rel=0.02)
         left_running = link.popen(0, [sys.executable, "-c", "import time; time.sleep(99)"])
-        assert namespaces() != before
+        assert own in namespaces()
     assert left_running.returncode is not None
-    assert namespaces() == before
+    assert own not in namespaces()
+
+
+HOLD = """
+import sys, time
+sys.path.insert(0, {benchmarks!r})
+from network import Network
+with Network(1):
+    print("made", flush=True)
+    time.sleep(60)
+"""
+
+
+@needs_namespaces
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["terminated", "killed"])
+def test_a_program_that_is_stopped_leaves_nothing_for_long(number):
+    source = HOLD.format(benchmarks=str(BENCHMARKS))
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as program:
+        assert program.stdout.readline() == b"made\n"
+        assert f"bagua{program.pid}n0hub" in namespaces()
+        program.send_signal(number)
+        program.wait()
+    if number == signal.SIGKILL:
+        with network.Network(1):
+            pass
+    assert f"bagua{program.pid}n" not in namespaces()
 
 
 @needs_namespaces

@@ -1,0 +1,163 @@
+// Python's view of the codecs: tensors in, tensors out, for tests, benchmarks and users' own ops.
+// Everything is checked here, once; the codecs trust their callers.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <climits>
+#include <memory>
+#include <string>
+
+#include "base/check.h"
+#include "codec/factory.h"
+
+namespace py = pybind11;
+
+namespace bagua {
+
+namespace {
+
+DType codec_dtype(at::ScalarType dtype) {
+  BAGUA_CHECK_ARG(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
+                  "a codec reads and writes float32, float16 and bfloat16, got ",
+                  at::toString(dtype), "; cast the tensor first");
+  if (dtype == at::kFloat) return DType::kFloat32;
+  return dtype == at::kHalf ? DType::kFloat16 : DType::kBFloat16;
+}
+
+void check_dense(const at::Tensor& tensor, const char* name) {
+  BAGUA_CHECK_ARG(tensor.device().is_cpu(), name, " must be a CPU tensor, it is on ",
+                  tensor.device().str());
+  BAGUA_CHECK_ARG(tensor.layout() == at::kStrided && tensor.is_contiguous(), name,
+                  " must be a dense contiguous tensor; call .contiguous() first");
+}
+
+// The size of each of `chunks` equal parts of x.
+int64_t chunk_numel_of(const at::Tensor& x, int64_t chunks) {
+  BAGUA_CHECK_ARG(chunks >= 1 && chunks <= INT_MAX, "chunks must be at least 1, got ", chunks);
+  BAGUA_CHECK_ARG(x.numel() % chunks == 0, "a tensor of ", x.numel(),
+                  " elements cannot be split into ", chunks, " equal chunks; pad it first");
+  return x.numel() / chunks;
+}
+
+void check_payload(const Codec& codec, const at::Tensor& payload, DType dtype, int64_t chunk_numel,
+                   int64_t chunks) {
+  check_dense(payload, "payload");
+  BAGUA_CHECK_ARG(payload.scalar_type() == at::kByte, "payload must be uint8, it is ",
+                  at::toString(payload.scalar_type()));
+  const int64_t wanted = chunks * codec.payload_bytes(dtype, chunk_numel);
+  BAGUA_CHECK_ARG(payload.numel() == wanted, "the payload of ", chunks, " chunks of ", chunk_numel,
+                  " elements of ", dtype_name(dtype), " under ", codec.name(), " has ", wanted,
+                  " bytes, got ", payload.numel());
+  BAGUA_CHECK_ARG(reinterpret_cast<uintptr_t>(payload.const_data_ptr()) % sizeof(float) == 0,
+                  "payload must start at a multiple of ", sizeof(float), " bytes");
+}
+
+void encode_into(const Codec& codec, const at::Tensor& x, int64_t chunks,
+                 const at::Tensor& payload) {
+  // Checks
+  check_dense(x, "x");
+  const DType dtype = codec_dtype(x.scalar_type());
+  const int64_t chunk_numel = chunk_numel_of(x, chunks);
+  check_payload(codec, payload, dtype, chunk_numel, chunks);
+
+  const py::gil_scoped_release no_gil;
+  codec.encode(x.const_data_ptr(), dtype, chunk_numel, static_cast<int>(chunks),
+               static_cast<std::byte*>(payload.mutable_data_ptr()), nullptr, nullptr);
+}
+
+void decode_into(const Codec& codec, const at::Tensor& payload, int64_t chunks,
+                 const at::Tensor& x) {
+  // Checks
+  check_dense(x, "x");
+  const DType dtype = codec_dtype(x.scalar_type());
+  const int64_t chunk_numel = chunk_numel_of(x, chunks);
+  check_payload(codec, payload, dtype, chunk_numel, chunks);
+
+  const py::gil_scoped_release no_gil;
+  codec.decode(static_cast<const std::byte*>(payload.const_data_ptr()), static_cast<int>(chunks),
+               x.mutable_data_ptr(), dtype, chunk_numel, nullptr);
+}
+
+at::Tensor encode(const Codec& codec, const at::Tensor& x, int64_t chunks) {
+  const int64_t chunk_numel = chunk_numel_of(x, chunks);
+  const int64_t bytes = chunks * codec.payload_bytes(codec_dtype(x.scalar_type()), chunk_numel);
+  const at::Tensor payload = at::empty({bytes}, at::TensorOptions(at::kByte));
+  encode_into(codec, x, chunks, payload);
+  return payload;
+}
+
+at::Tensor decode(const Codec& codec, const at::Tensor& payload, int64_t chunks,
+                  at::ScalarType dtype, int64_t chunk_numel) {
+  BAGUA_CHECK_ARG(chunks >= 1, "chunks must be at least 1, got ", chunks);
+  BAGUA_CHECK_ARG(chunk_numel >= 0, "chunk_numel must not be negative, got ", chunk_numel);
+  check_payload(codec, payload, codec_dtype(dtype), chunk_numel, chunks);
+  const at::Tensor x = at::empty({chunks * chunk_numel}, at::TensorOptions(dtype));
+  decode_into(codec, payload, chunks, x);
+  return x;
+}
+
+void decode_add(const Codec& codec, const at::Tensor& payload, at::ScalarType scalar_type,
+                const at::Tensor& sum, float weight) {
+  // Checks
+  check_dense(sum, "sum");
+  BAGUA_CHECK_ARG(sum.scalar_type() == at::kFloat, "sum must be float32, it is ",
+                  at::toString(sum.scalar_type()));
+  const DType dtype = codec_dtype(scalar_type);
+  check_payload(codec, payload, dtype, sum.numel(), 1);
+
+  const py::gil_scoped_release no_gil;
+  codec.decode_add(static_cast<const std::byte*>(payload.const_data_ptr()), dtype,
+                   static_cast<float*>(sum.mutable_data_ptr()), sum.numel(), weight, nullptr);
+}
+
+int64_t payload_bytes(const Codec& codec, at::ScalarType dtype, int64_t chunk_numel) {
+  BAGUA_CHECK_ARG(chunk_numel >= 0, "chunk_numel must not be negative, got ", chunk_numel);
+  return codec.payload_bytes(codec_dtype(dtype), chunk_numel);
+}
+
+void define_methods(py::class_<Codec, std::shared_ptr<Codec>>& codec) {
+  codec.def_property_readonly("name", &Codec::name)
+      .def_property_readonly("block_numel", &Codec::block_numel,
+                             "Elements that share a range; 0: the whole chunk, 1: each by itself.")
+      .def("payload_bytes", &payload_bytes, py::arg("dtype"), py::arg("chunk_numel"),
+           "Bytes of the payload of one chunk of `chunk_numel` elements; a multiple of 32.")
+      .def("encode", &encode, py::arg("x"), py::arg("chunks") = 1,
+           "The payloads, side by side, of `chunks` equal consecutive parts of x.\n\n"
+           "x: contiguous float32, float16 or bfloat16 of any shape. Returns uint8 of shape\n"
+           "(chunks * payload_bytes,).")
+      .def("decode", &decode, py::arg("payload"), py::arg("chunks"), py::arg("dtype"),
+           py::arg("chunk_numel"),
+           "The values of `chunks` payloads: a tensor of `dtype` and shape\n"
+           "(chunks * chunk_numel,). dtype and chunk_numel must be those that were encoded.")
+      .def("decode_add", &decode_add, py::arg("payload"), py::arg("dtype"), py::arg("sum"),
+           py::arg("weight") = 1.0f,
+           "Adds weight * decoded to `sum` in place, for the payload of one chunk of sum.numel()\n"
+           "elements that was encoded from `dtype`. sum: contiguous float32.")
+      .def("encode_into", &encode_into, py::arg("x"), py::arg("chunks"), py::arg("payload"),
+           "encode into an existing uint8 tensor.")
+      .def("decode_into", &decode_into, py::arg("payload"), py::arg("chunks"), py::arg("x"),
+           "decode into an existing tensor, which gives dtype and size.")
+      .def("__repr__", [](const Codec& self) { return "Codec('" + self.name() + "')"; });
+}
+
+}  // namespace
+
+void bind_codec(py::module_& m) {
+  // pybind11 has no pointers to const; a codec has no state that Python could change.
+  py::class_<Codec, std::shared_ptr<Codec>> codec(
+      m, "Codec",
+      "Turns chunks of numbers into payloads of fewer bytes and back, on CPU tensors.\n\n"
+      "Stateless: may be shared between threads. Layouts: docs/wire-format.md. Every method raises\n"
+      "ValueError for a wrong dtype, size, device or memory layout.");
+  define_methods(codec);
+  m.def(
+      "make_codec",
+      [](const std::string& name) { return std::const_pointer_cast<Codec>(make_codec(name)); },
+      py::arg("name"), "The codec called `name`; ValueError, with the names there are, if none is.");
+  m.def("codec_names", &codec_names, "The names of all codecs.");
+  m.def("describe_codec", &describe_codec, py::arg("name"),
+        "One line about the codec called `name`; ValueError if there is none.");
+}
+
+}  // namespace bagua
