@@ -179,6 +179,7 @@ std::vector<GradientPath::GradSlot*> GradientPath::mark_remaining() {
   const bool all_fired = options_.install_hooks && fired_ == slots_.size();
   for (auto& slot : slots_) {
     if (all_fired) break;
+    if (engine_->marked(slot->id)) continue;
     if (!adopt(*slot)) {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
       slot->view.zero_();
