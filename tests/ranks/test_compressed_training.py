@@ -11,8 +11,9 @@ from oracle.compressed_all_reduce import compressed_all_reduce
 from ranks import training
 
 CODECS = ["minmax_uint8", "block_uint8", "fp16", "bf16"]
-SMALL_BUCKETS = {"BAGUA_DEFAULT_BUCKET_SIZE": "100"}
-BUCKETS = pytest.mark.parametrize("env", [{}, SMALL_BUCKETS], ids=["one_bucket", "small_buckets"])
+BUCKETS = pytest.mark.parametrize(
+    "env", [{}, training.SMALL_BUCKETS], ids=["one_bucket", "small_buckets"]
+)
 
 
 def flat_gradients(bucket, gradients):
@@ -57,7 +58,7 @@ def train_as_the_oracle(codec, average, do_flatten, hidden):
 def test_compressed_gradients_have_the_bits_of_the_oracle(ranks, size, codec, env):
     results = ranks(size, train_as_the_oracle, codec, True, True, 7, env=env)
     assert len(set(results)) == 1
-    assert results[0][1] == (1 if env == {} else 2)
+    assert results[0][1] == (1 if env == {} else 4)
 
 
 @pytest.mark.parametrize("codec", CODECS)

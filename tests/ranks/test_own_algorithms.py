@@ -291,6 +291,29 @@ def test_need_reset_changes_from_gradients_to_momentum(ranks, implementation, do
     assert ranks(3, change_stage, implementation, do_flatten) == [[1, 1, 2, 2]] * 3
 
 
+class MarksTwice(HandMarked):
+    def init_backward_hook(self, bagua_ddp):
+        def hook(parameter_name, parameter):
+            parameter.bagua_mark_communication_ready()
+            parameter.bagua_mark_communication_ready()
+
+        return hook
+
+
+@training.with_group
+def mark_twice():
+    model = training.network()
+    model.with_bagua([], Own(MarksTwice))
+    loss = training.squared_error(model, training.batch(0, dist.get_rank()))
+    return training.error_of(loss.backward)
+
+
+def test_marking_a_tensor_twice_in_one_round_raises_and_names_it(ranks):
+    assert "tensor '2." in ranks(1, mark_twice)[0]
+    for message in ranks(2, mark_twice):
+        assert "was marked ready twice in one round" in message
+
+
 EXAMPLE_OF_WITH_BAGUA = """
 model = torch.nn.Sequential(
     torch.nn.Linear(D_in, H),
