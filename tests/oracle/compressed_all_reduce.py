@@ -42,7 +42,9 @@ def _one_range(values):
 
 def parts(numel, ranks):
     """(first, numel) of each rank's part: equal where possible, else multiples of 16."""
-    stride = numel // ranks if numel % ranks == 0 else -(-(-(-numel // ranks)) // 16) * 16
+    stride = numel // ranks
+    if numel % ranks:
+        stride = (numel // ranks + 1 + 15) // 16 * 16
     firsts = [min(numel, rank * stride) for rank in range(ranks)]
     return [(first, min(stride, numel - first)) for first in firsts]
 
