@@ -20,6 +20,7 @@ def with_bagua_group(function, timeout=TIMEOUT):
     @functools.wraps(function)
     def run(*args):
         bagua.init_process_group(timeout=datetime.timedelta(seconds=timeout))
+        dist.barrier()  # or a rank might be through before another has connected
         try:
             return function(*args)
         finally:
@@ -78,3 +79,11 @@ def error_of(function, *args, **options):
 def is_last():
     """Whether this rank is the one that does something else."""
     return dist.get_rank() == dist.get_world_size() - 1
+
+
+def barrier_of_store(name):
+    """All ranks meet, through the store: also after communication has failed."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add(f"barrier/{name}", 1)
+    while store.add(f"barrier/{name}", 0) < dist.get_world_size():
+        time.sleep(0.01)
