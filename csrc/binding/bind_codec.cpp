@@ -9,6 +9,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "base/check.h"
+#include "binding/bindings.h"
 #include "codec/factory.h"
 
 namespace py = pybind11;

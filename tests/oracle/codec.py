@@ -3,8 +3,6 @@
 Layouts: docs/wire-format.md. The steps of the 8-bit codecs are those of csrc/codec/minmax_uint8.h.
 """
 
-import struct
-
 import torch
 
 ALIGNMENT = 32
@@ -50,9 +48,12 @@ def split(name, x):
 
 def grid(low, high):
     """(scale, lower, constant) of a range; low and high are float32 scalars."""
+    # Divisions of tensors: torch computes number / tensor as number * (1 / tensor).
     one = torch.tensor(1.0)
     width = (high - low) + torch.tensor(1e-7)
-    scale = 255 / width if width.isfinite() else torch.tensor(127.5) / (high * 0.5 - low * 0.5)
+    scale = torch.tensor(255.0) / width
+    if not width.isfinite():
+        scale = torch.tensor(127.5) / (high * 0.5 - low * 0.5)
     top = high * scale
     if not top.abs() < LEVEL_LIMIT:
         return one, low + (high - low) * 0.5, True
@@ -85,8 +86,8 @@ def encode_chunk(name, x):
 
 def encode(name, x, chunks=1):
     """uint8 tensor of the payloads of `chunks` equal parts of x, side by side."""
-    parts = x.reshape(chunks, -1)
-    return torch.tensor(list(b"".join(encode_chunk(name, part) for part in parts)), dtype=torch.uint8)
+    parts = [encode_chunk(name, part) for part in x.reshape(chunks, -1)]
+    return torch.tensor(list(b"".join(parts)), dtype=torch.uint8)
 
 
 def decode_range(header, codes, dtype):
@@ -118,8 +119,3 @@ def step(x):
     """The distance between neighbouring levels of a range of finite values."""
     wide = x.double()
     return ((wide.max() - wide.min() + 1e-7) / 255).item()
-
-
-def read_header(payload):
-    """The first range's (minimum, maximum) of a float32 payload."""
-    return struct.unpack("<2f", payload[:8].numpy().tobytes())

@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from oracle import codec as oracle
-
 from bagua import _C
+from oracle import codec as oracle
 
 NAMES = ["minmax_uint8", "block_uint8", "fp16", "bf16"]
 EIGHT_BIT = NAMES[:2]
@@ -46,33 +45,38 @@ def assert_matches_oracle(name, x, chunks=1):
         assert_same(own, oracle.decode(name, part, x.dtype, numel))
 
 
+# Values, header, codes and decoded values, as Bagua's documented steps give them.
+GOLDEN = {
+    "around zero": (
+        "-1 -0.5 0 0.25 1",
+        "000080bf0000803f",
+        [0, 63, 127, 159, 255],
+        "-0.996078432 -0.501960814 0 0.250980407 1.00392163",
+    ),
+    "positive": (
+        "0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8",
+        "cdcccc3dcdcc4c3f",
+        [0, 37, 73, 110, 146, 183, 219, 255],
+        "0.0988235474 0.200392202 0.299215734 0.400784403"
+        " 0.49960795 0.60117656 0.700000107 0.798823655",
+    ),
+    "constant": ("3 3 3 3", "0000404000004040", [0, 0, 0, 0], "3 3 3 3"),
+}
+
+
+def parse(numbers):
+    return torch.tensor([float(number) for number in numbers.split()])
+
+
 @pytest.mark.parametrize(
-    ("values", "header", "codes", "decoded"),
-    [
-        (
-            [-1, -0.5, 0, 0.25, 1],
-            "000080bf0000803f",
-            [0, 63, 127, 159, 255],
-            [-0.996078432, -0.501960814, 0, 0.250980407, 1.00392163],
-        ),
-        (
-            [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8],
-            "cdcccc3dcdcc4c3f",
-            [0, 37, 73, 110, 146, 183, 219, 255],
-            [0.0988235474, 0.200392202, 0.299215734, 0.400784403]
-            + [0.49960795, 0.60117656, 0.700000107, 0.798823655],
-        ),
-        ([3, 3, 3, 3], "0000404000004040", [0, 0, 0, 0], [3, 3, 3, 3]),
-    ],
-    ids=["around zero", "positive", "constant"],
+    ("values", "header", "codes", "decoded"), GOLDEN.values(), ids=GOLDEN.keys()
 )
 @each_8_bit
 def test_golden_vectors_of_bagua_are_kept(name, values, header, codes, decoded):
-    x = torch.tensor(values, dtype=torch.float32)
-    payload = _C.make_codec(name).encode(x)
+    payload = _C.make_codec(name).encode(parse(values))
     expected = bytes.fromhex(header).ljust(32, b"\0") + bytes(codes).ljust(32, b"\0")
     assert payload.numpy().tobytes() == expected
-    assert torch.equal(round_trip(name, x), torch.tensor(decoded))
+    assert torch.equal(round_trip(name, parse(values)), parse(decoded))
 
 
 @each_dtype
@@ -112,7 +116,13 @@ def test_both_8_bit_codecs_agree_up_to_one_block(numel):
     assert torch.equal(*payloads)
 
 
-POISON = {"first": 0, "block end": 2047, "block start": 2048, "last partial block": 4500, "last": -1}
+POISON = {
+    "first": 0,
+    "block end": 2047,
+    "block start": 2048,
+    "last partial block": 4500,
+    "last": -1,
+}
 
 
 @each_dtype
@@ -268,43 +278,3 @@ def test_equal_input_gives_equal_bytes_whatever_was_in_the_buffer(name):
     dirty = torch.full((codec.payload_bytes(x.dtype, 2500),), 0xA5, dtype=torch.uint8)
     codec.encode_into(x, 1, dirty)
     assert torch.equal(dirty, codec.encode(x))
-
-
-def test_names_and_descriptions_come_from_one_table():
-    assert _C.codec_names() == NAMES
-    assert [_C.make_codec(name).name for name in NAMES] == NAMES
-    assert all(_C.describe_codec(name) for name in NAMES)
-    assert [_C.make_codec(name).block_numel for name in NAMES] == [0, 2048, 1, 1]
-
-
-@pytest.mark.parametrize("function", [_C.make_codec, _C.describe_codec], ids=["make", "describe"])
-def test_an_unknown_name_is_refused_with_the_known_ones(function):
-    with pytest.raises(ValueError, match="'zip'.*minmax_uint8, block_uint8, fp16, bf16"):
-        function("zip")
-
-
-def call(method, *arguments):
-    return lambda codec: getattr(codec, method)(*arguments)
-
-
-F32, BYTES = torch.float32, torch.zeros(96, dtype=torch.uint8)
-MISTAKES = {
-    "float64": (call("encode", torch.zeros(4, dtype=torch.float64)), "float32, float16"),
-    "strided": (call("encode", torch.zeros(4, 4).t()), "contiguous"),
-    "sparse": (call("encode", torch.zeros(4).to_sparse()), "contiguous"),
-    "other device": (call("encode", torch.zeros(4, device="meta")), "CPU tensor"),
-    "no chunks": (call("encode", torch.zeros(4), 0), "chunks must be at least 1"),
-    "unequal chunks": (call("encode", torch.zeros(4), 3), "4 elements .* 3 equal chunks"),
-    "negative size": (call("payload_bytes", F32, -1), "must not be negative"),
-    "short payload": (call("decode", BYTES, 2, F32, 32), "has 128 bytes, got 96"),
-    "payload of floats": (call("decode", torch.zeros(64), 1, F32, 32), "uint8"),
-    "odd address": (call("decode", BYTES[1:65], 1, F32, 32), "multiple of 4"),
-    "half sum": (call("decode_add", BYTES, F32, torch.zeros(64).half()), "sum must be float32"),
-    "short buffer": (call("encode_into", torch.zeros(65), 1, BYTES), "has 128 bytes, got 96"),
-}
-
-
-@pytest.mark.parametrize(("mistake", "message"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_mistakes_are_refused_by_name(mistake, message):
-    with pytest.raises(ValueError, match=message):
-        mistake(_C.make_codec("block_uint8"))

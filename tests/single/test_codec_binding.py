@@ -1,0 +1,47 @@
+"""The codecs' table and the arguments that the binding refuses."""
+
+import pytest
+import torch
+from bagua import _C
+
+NAMES = ["minmax_uint8", "block_uint8", "fp16", "bf16"]
+
+
+def test_names_and_descriptions_come_from_one_table():
+    assert _C.codec_names() == NAMES
+    assert [_C.make_codec(name).name for name in NAMES] == NAMES
+    assert all(_C.describe_codec(name) for name in NAMES)
+    assert [_C.make_codec(name).block_numel for name in NAMES] == [0, 2048, 1, 1]
+
+
+@pytest.mark.parametrize("function", [_C.make_codec, _C.describe_codec], ids=["make", "describe"])
+def test_an_unknown_name_is_refused_with_the_known_ones(function):
+    with pytest.raises(ValueError, match=r"'zip'.*minmax_uint8, block_uint8, fp16, bf16"):
+        function("zip")
+
+
+def call(method, *arguments):
+    return lambda codec: getattr(codec, method)(*arguments)
+
+
+F32, BYTES = torch.float32, torch.zeros(96, dtype=torch.uint8)
+MISTAKES = {
+    "float64": (call("encode", torch.zeros(4, dtype=torch.float64)), "float32, float16"),
+    "strided": (call("encode", torch.zeros(4, 4).t()), "contiguous"),
+    "sparse": (call("encode", torch.zeros(4).to_sparse()), "contiguous"),
+    "other device": (call("encode", torch.zeros(4, device="meta")), "CPU tensor"),
+    "no chunks": (call("encode", torch.zeros(4), 0), "chunks must be at least 1"),
+    "unequal chunks": (call("encode", torch.zeros(4), 3), r"4 elements .* 3 equal chunks"),
+    "negative size": (call("payload_bytes", F32, -1), "must not be negative"),
+    "short payload": (call("decode", BYTES, 2, F32, 32), "has 128 bytes, got 96"),
+    "payload of floats": (call("decode", torch.zeros(64), 1, F32, 32), "uint8"),
+    "odd address": (call("decode", BYTES[1:65], 1, F32, 32), "multiple of 4"),
+    "half sum": (call("decode_add", BYTES, F32, torch.zeros(64).half()), "sum must be float32"),
+    "short buffer": (call("encode_into", torch.zeros(65), 1, BYTES), "has 128 bytes, got 96"),
+}
+
+
+@pytest.mark.parametrize(("mistake", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistakes_are_refused_by_name(mistake, message):
+    with pytest.raises(ValueError, match=message):
+        mistake(_C.make_codec("block_uint8"))
