@@ -1,8 +1,12 @@
 // The engine and the path from autograd to it. Every call that can block releases the GIL.
 #include <pybind11/functional.h>
+#include <torch/csrc/Exceptions.h>
 
+#include <exception>
 #include <optional>
+#include <string>
 
+#include "base/check.h"
 #include "binding/bindings.h"
 #include "engine/engine.h"
 #include "engine/gradient_path.h"
@@ -41,6 +45,31 @@ std::function<void(Args...)> with_gil(const std::optional<py::function>& functio
     py::gil_scoped_acquire gil;
     (*owned)(args...);
   };
+}
+
+// Autograd's engine hands Python's own exceptions to the caller of backward() and makes everything
+// else a RuntimeError.
+void throw_as_python(const std::exception_ptr& cause) {
+  const char* type = nullptr;
+  std::string message;
+  try {
+    std::rethrow_exception(cause);
+  } catch (const TimeoutError& error) {
+    type = "BaguaTimeoutError", message = error.what();
+  } catch (const MismatchError& error) {
+    type = "BaguaMismatchError", message = error.what();
+  } catch (const Error& error) {
+    type = "BaguaError", message = error.what();
+  } catch (...) {
+    return;
+  }
+  python_error error;
+  {
+    py::gil_scoped_acquire gil;
+    py::set_error(py::module_::import("bagua._C").attr(type), message.c_str());
+    error.persist();
+  }
+  throw error;
 }
 
 py::dict traffic_dict(const Traffic& traffic) {
@@ -153,7 +182,8 @@ void bind_engine(py::module_& m) {
                  {.install_hooks = install_hooks,
                   .find_unused = find_unused,
                   .after_backward = with_gil<>(after_backward),
-                  .on_unused = with_gil<const std::vector<std::string>&>(on_unused)});
+                  .on_unused = with_gil<const std::vector<std::string>&>(on_unused),
+                  .on_error = throw_as_python});
            }),
            py::arg("engine"), py::kw_only(), py::arg("install_hooks"), py::arg("find_unused"),
            py::arg("after_backward").none(true) = py::none(),

@@ -55,14 +55,16 @@ Engine::~Engine() {
 void Engine::stop() noexcept {
   if (getpid() != process_) return;
   State& state = *state_;
+  int64_t rounds = 0;
   {
     std::lock_guard lock(state.mutex);
     if (std::exchange(state.stopped, true)) return;
+    // Others that have got further in a round which this rank only opened would wait for it.
+    const bool through = state.marked == state.slot_states.size() && state.launched_done();
+    rounds = state.open && !through ? state.round - 1 : state.round;
   }
   state.changed.notify_all();
-  if (state.options.board) {
-    state.options.board->leave(state.open && state.marked > 0 ? state.round - 1 : state.round);
-  }
+  if (state.options.board) state.options.board->leave(rounds);
   bool idle = true;
   for (const auto& thread : threads_) idle = thread->stop() && idle;
   if (idle) return;

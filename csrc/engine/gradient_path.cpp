@@ -23,13 +23,24 @@ struct GradientPath::GradSlot {
   uintptr_t hook = 0;
 };
 
+// For everything that autograd's engine calls.
+template <typename Body>
+void GradientPath::under_autograd(Body body) {
+  try {
+    body();
+  } catch (...) {
+    if (options_.on_error) options_.on_error(std::current_exception());
+    throw;
+  }
+}
+
 // Runs after a parameter's gradient has been accumulated.
 struct GradientPath::Hook final : autograd::FunctionPostHook {
   Hook(std::weak_ptr<GradientPath> owner, GradSlot* grad_slot)
       : path(std::move(owner)), slot(grad_slot) {}
   autograd::variable_list operator()(const autograd::variable_list& outputs,
                                      const autograd::variable_list&) override {
-    if (auto owner = path.lock()) owner->on_gradient(*slot);
+    if (auto owner = path.lock()) owner->under_autograd([&] { owner->on_gradient(*slot); });
     return outputs;
   }
   std::weak_ptr<GradientPath> path;
@@ -94,7 +105,7 @@ void GradientPath::watch(const std::vector<at::Tensor>& outputs) {
   for (const at::Tensor& output : outputs) {
     if (!output.requires_grad()) continue;
     output.register_hook([weak = weak_from_this(), round](const at::Tensor&) {
-      if (auto path = weak.lock()) path->on_backward(round);
+      if (auto path = weak.lock()) path->under_autograd([&] { path->on_backward(round); });
     });
     watched_ = true;
   }
@@ -111,7 +122,7 @@ void GradientPath::on_backward(int64_t round) {
   const auto* nodes = autograd::get_current_graph_task_exec_info();
   const bool whole_graph = nodes == nullptr || nodes->empty();
   autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), whole_graph] {
-    if (auto path = weak.lock()) path->finish(whole_graph);
+    if (auto path = weak.lock()) path->under_autograd([&] { path->finish(whole_graph); });
   });
 }
 
@@ -131,7 +142,7 @@ void GradientPath::on_gradient(GradSlot& slot) {
               "use checkpoint(use_reentrant=False).");
   if (++fired_ == slots_.size() && last_slot_finishes) {
     autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
-      if (auto path = weak.lock()) path->finish(true);
+      if (auto path = weak.lock()) path->under_autograd([&] { path->finish(true); });
     });
   }
 }

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -21,6 +22,9 @@ struct GradientPathOptions {
   std::function<void()> after_backward;
   // Names of parameters without gradient, the first time there are any.
   std::function<void(const std::vector<std::string>&)> on_unused;
+  // Called with every error on its way through autograd, whose engine knows few types: may throw
+  // it as another that the caller of backward() recognises. Null: thrown as it is.
+  std::function<void(const std::exception_ptr&)> on_error;
 };
 
 // Note [Adopt]
@@ -70,6 +74,8 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
 
   GradientPath(std::shared_ptr<Engine> engine, GradientPathOptions options);
   void install_hooks();
+  template <typename Body>
+  void under_autograd(Body body);
   bool adopt(GradSlot& slot);
   void on_gradient(GradSlot& slot);
   void on_backward(int64_t round);

@@ -1,0 +1,270 @@
+// Engines, lanes and thread ranks under a sanitizer: `make sanitize`.
+//
+// Usage: stress [seed [seconds]]. Runs every scenario with random plans until the time is over, at
+// least once each. Prints the seed of each run; a failure or a hang is repeated by passing it.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include <unistd.h>
+
+#include "stress_world.h"
+
+namespace bagua::stress {
+namespace {
+
+constexpr milliseconds kPatient{20000};
+
+// Asks for statistics from a thread of its own until destroyed.
+class StatsReader {
+ public:
+  explicit StatsReader(const Engine& engine) : thread_([this, &engine] { read(engine); }) {}
+  ~StatsReader() {
+    over_ = true;
+    thread_.join();
+  }
+
+ private:
+  void read(const Engine& engine) {
+    int64_t last = 0;
+    while (!over_) {
+      const EngineStats stats = engine.stats();
+      if (stats.rounds < last) std::abort();
+      last = stats.rounds;
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+  }
+
+  std::atomic<bool> over_{false};
+  std::thread thread_;
+};
+
+void check_against_mean(const World& world, size_t index, int64_t round, const at::Tensor& flat) {
+  const BucketPlan& plan = world.buckets[index];
+  const float* values = flat.data_ptr<float>();
+  for (int64_t i = 0; i < flat.numel(); ++i) {
+    double expected = 0;
+    for (int rank = 0; rank < world.ranks; ++rank) expected += value_of(rank, round, index, i);
+    if (plan.op == ReduceOp::kAvg) expected /= world.ranks;
+    expect(std::abs(values[i] - expected) <= tolerance(plan, world.ranks), "round ", round,
+           ", bucket ", index, " (", plan.codec, "), element ", i, ": ", values[i], ", expected ",
+           expected);
+  }
+}
+
+void rounds_give_equal_bits(Random& random) {
+  const World world(random, 1, kPatient);
+  const int rounds = between(random, 2, 5);
+  const uint64_t seed = random();
+  std::vector<std::vector<at::Tensor>> results(world.ranks);
+  const auto endings = run_ranks(world, [&](int rank) {
+    Random own(seed + rank);
+    RankEngine mine(world, rank);
+    const StatsReader reader(mine.engine());
+    for (int i = 0; i < rounds; ++i) {
+      mine.run_round(own);
+      for (const at::Tensor& flat : mine.flats()) results[rank].push_back(flat.clone());
+    }
+    for (const BucketStats& bucket : mine.engine().stats().buckets) {
+      expect(bucket.rounds == rounds, "bucket ", bucket.name, " counted ", bucket.rounds);
+    }
+  });
+  for (const Ending& ending : endings) expect(ending.error.empty(), ending.error);
+  for (size_t i = 0; i < results[0].size(); ++i) {
+    const at::Tensor& first = results[0][i];
+    const size_t bucket = i % world.buckets.size();
+    check_against_mean(world, bucket, static_cast<int64_t>(i / world.buckets.size() + 1), first);
+    for (const auto& other : results) {
+      expect(std::memcmp(first.data_ptr(), other[i].data_ptr(), first.nbytes()) == 0,
+             "ranks hold different bits in bucket ", bucket);
+    }
+  }
+}
+
+// The error that ended each rank (but `but`) must hold these words.
+void expect_everywhere(const std::vector<Ending>& endings, const std::string& words, int but = -1) {
+  for (size_t rank = 0; rank < endings.size(); ++rank) {
+    if (static_cast<int>(rank) == but) continue;
+    expect(endings[rank].error.find(words) != std::string::npos, "rank ", rank, " was told '",
+           endings[rank].error, "', not '", words, "'");
+  }
+}
+
+void an_abort_reaches_every_rank(Random& random) {
+  const World world(random, 2, kPatient);
+  const int culprit = between(random, 0, world.ranks - 1);
+  const milliseconds delay{between(random, 0, 20)};
+  const uint64_t seed = random();
+  const auto endings = run_ranks(world, [&](int rank) {
+    Random own(seed + rank);
+    RankEngine mine(world, rank);
+    std::thread aborter([&] {
+      std::this_thread::sleep_for(delay);
+      if (rank == culprit) mine.engine().abort("the reason");
+    });
+    try {
+      while (true) mine.run_round(own);
+    } catch (...) {
+      aborter.join();
+      throw;
+    }
+  });
+  expect_everywhere(endings, "the reason");
+}
+
+void an_op_that_throws_is_told_to_every_rank(Random& random) {
+  const World world(random, 1, kPatient);
+  const int culprit = between(random, 0, world.ranks - 1);
+  const int round = between(random, 1, 3);
+  const std::string bucket = std::to_string(between(random, 0, world.buckets.size() - 1));
+  const uint64_t seed = random();
+  const auto endings = run_ranks(world, [&](int rank) {
+    Random own(seed + rank);
+    RankEngine mine(world, rank, [&](int at, const Round& now) {
+      if (at == culprit && now.step == round && now.bucket == bucket) {
+        throw std::runtime_error("no memory");
+      }
+    });
+    while (true) mine.run_round(own);
+  });
+  expect_everywhere(endings, "no memory");
+  const std::string place =
+      concat("rank ", culprit, " of ", world.ranks, ", round ", round, ", bucket '", bucket, "'");
+  expect_everywhere(endings, place);
+  expect_everywhere(endings, "DisturbingOp");
+}
+
+void a_rank_that_leaves_early_is_named(Random& random) {
+  const World world(random, 2, kPatient);
+  const int leaver = between(random, 0, world.ranks - 1);
+  const int rounds = between(random, 0, 3);
+  const bool begins_another = between(random, 0, 1);
+  const uint64_t seed = random();
+  const auto endings = run_ranks(world, [&](int rank) {
+    Random own(seed + rank);
+    RankEngine mine(world, rank);
+    for (int i = 0; rank != leaver || i < rounds; ++i) mine.run_round(own);
+    if (begins_another) mine.begin();
+  });
+  expect_everywhere(endings, concat("rank ", leaver, " left after ", rounds, " rounds"), leaver);
+}
+
+void an_engine_with_work_in_flight_is_destroyed_soon(Random& random) {
+  std::weak_ptr<ThreadHub> control;
+  {
+    const World world(random, 2, kPatient);
+    control = world.control;
+    const int silent = between(random, 0, world.ranks - 1);
+    const uint64_t seed = random();
+    std::atomic<int> here{0};
+    run_ranks(world, [&](int rank) {
+      Random own(seed + rank);
+      auto mine = std::make_unique<RankEngine>(world, rank);
+      if (rank != silent) {
+        mine->begin();
+        mine->mark(own);
+      }
+      for (++here; here < world.ranks;) std::this_thread::yield();
+      const auto start = std::chrono::steady_clock::now();
+      mine.reset();
+      expect(std::chrono::steady_clock::now() - start < milliseconds(1000 + 1500 * world.lanes),
+             "rank ", rank, " took too long to destroy its engine");
+    });
+  }
+  // Lanes that had to be detached end as soon as their communicators were aborted, and free all.
+  for (int i = 0; i < 500 && !control.expired(); ++i) {
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  expect(control.expired(), "a detached lane still holds the communicators");
+}
+
+void a_wait_ends_at_its_deadline(Random& random) {
+  const World world(random, 2, milliseconds(300));
+  const int silent = between(random, 0, world.ranks - 1);
+  const uint64_t seed = random();
+  std::atomic<int> others_done{0};
+  const auto endings = run_ranks(world, [&](int rank) {
+    Random own(seed + rank);
+    RankEngine mine(world, rank);
+    mine.begin();
+    if (rank == silent) {
+      while (others_done < world.ranks - 1) std::this_thread::yield();
+      return;
+    }
+    mine.mark(own);
+    try {
+      mine.engine().wait();
+    } catch (...) {
+      ++others_done;
+      throw;
+    }
+  });
+  expect_everywhere(endings, "no result within 300 ms", silent);
+  expect(std::any_of(endings.begin(), endings.end(), [](const Ending& e) { return e.timed_out; }),
+         "no rank threw a TimeoutError");
+}
+
+void a_round_left_unfinished_is_an_error_everywhere(Random& random) {
+  World world(random, 2, kPatient);
+  world.buckets[0].slots.push_back(5);  // at least two slots, or none marked is no round at all
+  const int culprit = between(random, 0, world.ranks - 1);
+  const uint64_t seed = random();
+  const auto endings = run_ranks(world, [&](int rank) {
+    Random own(seed + rank);
+    RankEngine mine(world, rank);
+    mine.run_round(own);
+    mine.begin();
+    mine.mark(own, rank == culprit ? 1 : 0);
+    if (rank != culprit) mine.engine().wait();
+    mine.begin();
+  });
+  expect_everywhere(endings, "left unfinished");
+}
+
+struct Scenario {
+  const char* name;
+  void (*run)(Random&);
+};
+
+constexpr Scenario kScenarios[] = {
+    {"rounds give equal bits", rounds_give_equal_bits},
+    {"an abort reaches every rank", an_abort_reaches_every_rank},
+    {"an op that throws is told to every rank", an_op_that_throws_is_told_to_every_rank},
+    {"a rank that leaves early is named", a_rank_that_leaves_early_is_named},
+    {"an engine with work in flight is destroyed soon",
+     an_engine_with_work_in_flight_is_destroyed_soon},
+    {"a wait ends at its deadline", a_wait_ends_at_its_deadline},
+    {"a round left unfinished is an error everywhere",
+     a_round_left_unfinished_is_an_error_everywhere},
+};
+
+int run_all(uint64_t seed, int seconds) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
+  int runs = 0;
+  for (; runs == 0 || std::chrono::steady_clock::now() < end; ++seed) {
+    for (const Scenario& scenario : kScenarios) {
+      std::printf("seed %llu: %s\n", static_cast<unsigned long long>(seed), scenario.name);
+      std::fflush(stdout);
+      Random random(seed);
+      try {
+        scenario.run(random);
+      } catch (const std::exception& error) {
+        std::printf("failed: %s\n", error.what());
+        return 1;
+      }
+      ++runs;
+    }
+  }
+  std::printf("%d runs passed\n", runs);
+  return 0;
+}
+
+}  // namespace
+}  // namespace bagua::stress
+
+int main(int count, char** words) {
+  const uint64_t seed = count > 1 ? std::strtoull(words[1], nullptr, 10) : std::random_device{}();
+  const int seconds = count > 2 ? std::atoi(words[2]) : 25;
+  alarm(seconds + 120);  // a hang ends the program; the last line says where
+  return bagua::stress::run_all(seed, seconds);
+}

@@ -1,0 +1,310 @@
+"""What ranks do with input that differs between them, or that changes after the wrap."""
+
+import os
+
+import bagua.torch_api as bagua
+import pytest
+import torch
+from bagua.torch_api.algorithms import (
+    Algorithm,
+    ByteGradAlgorithm,
+    GlobalAlgorithmRegistry,
+    GradientAllReduceAlgorithm,
+)
+from ranks import faults
+from torch import nn
+
+
+def _extra_layer(model):
+    model.add_module("extra", nn.Linear(3, 3))
+
+
+def _freeze(model):
+    model[0].weight.requires_grad_(False)
+
+
+def _extra_buffer(model):
+    model.register_buffer("counts", torch.zeros(2))
+
+
+def _ignore(model):
+    model._bagua_params_and_buffers_to_ignore = ["0.weight"]
+
+
+# Another model on the last rank: how it is changed before the wrap, and what the others then read.
+MODELS = {
+    "shape": (lambda model: model.__setitem__(2, nn.Linear(7, 4)), "parameter 2.weight: (4, 7)"),
+    "dtype": (lambda model: model.double(), "parameter 0.weight: (7, 5) torch.float64 cpu"),
+    "more-parameters": (_extra_layer, "parameter extra.weight: (3, 3) torch.float32 cpu"),
+    "fewer-parameters": (lambda model: model.__delitem__(2), "buffer 1.running_mean"),
+    "frozen": (_freeze, "parameter 0.weight: (7, 5) torch.float32 cpu frozen"),
+    "buffer": (_extra_buffer, "buffer counts: (2,) torch.float32 cpu"),
+    "ignored": (_ignore, "ignored ['0.weight']"),
+}
+
+
+@faults.with_bagua_group
+def wrap_another_model(kind):
+    model = faults.network()
+    if faults.is_last():
+        MODELS[kind][0](model)
+    return faults.error_of(faults.wrapped, model)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_another_model_on_one_rank_is_found_at_the_wrap(ranks, kind):
+    for error in ranks(3, wrap_another_model, kind):
+        assert error.startswith("BaguaMismatchError: ranks differ in the model or the arguments")
+        assert "First difference: rank 0 has [" in error
+        assert f"rank 2 has [{MODELS[kind][1]}" in error
+        assert "same model with the same arguments on every rank" in error
+
+
+# Other arguments on the last rank, and what the others then read.
+ARGUMENTS = {
+    "algorithm": ({"algorithm": ByteGradAlgorithm(hierarchical=False)}, "ByteGradAlgorithm"),
+    "average": ({"algorithm": GradientAllReduceAlgorithm(average=False)}, "'average': False"),
+    "hierarchical": (
+        {"algorithm": GradientAllReduceAlgorithm(hierarchical=True)},
+        "'hierarchical': True",
+    ),
+    "do-flatten": ({"do_flatten": False}, "do_flatten=False"),
+    "find-unused": ({"find_unused_parameters": True}, "find_unused_parameters=True"),
+    "buffers": ({"broadcast_buffers": False}, "broadcast_buffers=False"),
+}
+
+
+@faults.with_bagua_group
+def wrap_with_other_arguments(kind):
+    return faults.error_of(faults.wrapped, **(ARGUMENTS[kind][0] if faults.is_last() else {}))
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_other_arguments_on_one_rank_are_found_at_the_wrap(ranks, kind):
+    for error in ranks(2, wrap_with_other_arguments, kind):
+        assert error.startswith("BaguaMismatchError: ranks differ in the model or the arguments")
+        assert ARGUMENTS[kind][1] in error.split("rank 1 has")[1]
+
+
+@faults.with_bagua_group
+def wrap_with_another_codec():
+    codec = "fp16" if faults.is_last() else "block_uint8"
+    return faults.error_of(
+        faults.wrapped, algorithm=ByteGradAlgorithm(hierarchical=False, codec=codec)
+    )
+
+
+@faults.with_bagua_group
+def wrap_with_another_optimizer():
+    model = faults.network()
+    kind = torch.optim.Adam if faults.is_last() else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=0.1)
+    return faults.error_of(model.with_bagua, [optimizer], GradientAllReduceAlgorithm())
+
+
+@faults.with_bagua_group
+def wrap_with_another_bucket_size():
+    if faults.is_last():
+        os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = "100"
+    return faults.error_of(faults.wrapped)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (wrap_with_another_codec, "'codec': 'fp16'"),
+        (wrap_with_another_optimizer, "optimizers ['Adam']"),
+        (wrap_with_another_bucket_size, "bucket size 100"),
+    ],
+    ids=["codec", "optimizer", "bucket-size"],
+)
+def test_another_setting_on_one_rank_is_found_at_the_wrap(ranks, function, words):
+    for error in ranks(2, function):
+        assert error.startswith("BaguaMismatchError")
+        assert words in error.split("rank 1 has")[1]
+
+
+@faults.with_bagua_group
+def wrap_after_a_mismatch():
+    options = {"do_flatten": False} if faults.is_last() else {}
+    model = faults.network()
+    faults.error_of(faults.wrapped, model, **options)
+    plain = not hasattr(model, "bagua_ddp")
+    model, optimizer = faults.wrapped(model)
+    faults.step(model, optimizer)
+    return plain, model.bagua_stats()["rounds"]
+
+
+def test_after_a_mismatch_the_model_is_plain_and_can_be_wrapped(ranks):
+    assert ranks(2, wrap_after_a_mismatch) == [(True, 1), (True, 1)]
+
+
+# Changes after the wrap, and the first difference that the next training forward must name.
+CHANGES = {
+    "assigned-state": (
+        lambda model: model.load_state_dict(faults.network().state_dict(), assign=True),
+        "'0.weight' was replaced by another tensor (load_state_dict(assign=True) does this)",
+    ),
+    "replaced": (
+        lambda model: setattr(model[2], "bias", nn.Parameter(torch.zeros(3))),
+        "'2.bias' was replaced by another tensor",
+    ),
+    "frozen": (_freeze, "'0.weight' was frozen (requires_grad changed)"),
+    "unfrozen": (lambda model: model[2].bias.requires_grad_(), "'2.bias' was unfrozen"),
+    "new-layer": (_extra_layer, "'extra' is new"),
+    "new-parameter": (
+        lambda model: model[0].register_parameter("scale", nn.Parameter(torch.ones(1))),
+        "'0.scale' is new",
+    ),
+    "removed-layer": (lambda model: model.__delitem__(2), "'2' was removed"),
+    "removed-parameter": (
+        lambda model: setattr(model[2], "bias", None),
+        "'2.bias' was replaced by another tensor",
+    ),
+    "half": (lambda model: model.half(), "'0.weight' changed from Float to Half"),
+    "to": (lambda model: model.to(torch.float64), "'0.weight' changed from Float to Double"),
+    "shape": (
+        lambda model: setattr(model[0].weight, "data", torch.zeros(6, 5)),
+        "'0.weight' changed its shape to [6, 5]",
+    ),
+}
+
+
+@faults.with_bagua_group
+def change_after_the_wrap(kind):
+    model = faults.network()
+    if kind == "unfrozen":
+        model[2].bias.requires_grad_(False)
+    model, optimizer = faults.wrapped(model)
+    faults.step(model, optimizer)
+    CHANGES[kind][0](model)
+    dtype = model[0].weight.dtype
+    return faults.error_of(model, torch.randn(4, 5, dtype=dtype)), model.bagua_stats()["rounds"]
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_change_after_the_wrap_is_named_by_the_next_training_forward(ranks, kind):
+    for error, rounds in ranks(2, change_after_the_wrap, kind):
+        assert error.startswith("BaguaError: module 'Sequential': ")
+        assert CHANGES[kind][1] in error
+        assert "Call with_bagua again, on every rank" in error
+        assert rounds == 1
+
+
+@faults.with_bagua_group
+def wrap_again_after_a_change():
+    model, optimizer = faults.wrapped()
+    faults.step(model, optimizer)
+    model.load_state_dict(faults.network().state_dict(), assign=True)
+    model.eval()
+    model(torch.randn(4, 5))  # evaluation communicates nothing and is not refused
+    model.train()
+    model, optimizer = faults.wrapped(model)
+    faults.step(model, optimizer)
+    return model.bagua_stats()["rounds"]
+
+
+def test_the_remedy_for_a_change_works(ranks):
+    assert ranks(2, wrap_again_after_a_change) == [1, 1]
+
+
+@faults.with_bagua_group
+def create_graph():
+    model, _ = faults.wrapped()
+    loss = faults.loss_of(model)
+    return faults.error_of(loss.backward, create_graph=True)
+
+
+def test_a_backward_that_creates_a_graph_is_refused(ranks):
+    for error in ranks(2, create_graph):
+        assert "is part of a graph (backward(create_graph=True))" in error
+        assert "torch.autograd.grad(create_graph=True)" in error
+        assert error.startswith("BaguaError")
+
+
+@faults.with_bagua_group
+def sparse_embedding(ignored):
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    if ignored:
+        model._bagua_params_and_buffers_to_ignore = ["0.weight"]
+        model.with_bagua([], GradientAllReduceAlgorithm())
+        model(torch.tensor([1, 2])).sum().backward()
+        return model[0].weight.grad.is_sparse, model.bagua_stats()["rounds"]
+    return faults.error_of(model.with_bagua, [], GradientAllReduceAlgorithm())
+
+
+def test_sparse_embeddings_are_refused_at_the_wrap_and_can_be_left_out(ranks):
+    for error in ranks(2, sparse_embedding, False):
+        assert error.startswith("NotImplementedError: '0.weight' has sparse gradients")
+        assert "_bagua_params_and_buffers_to_ignore" in error
+    assert ranks(2, sparse_embedding, True) == [(True, 1), (True, 1)]
+
+
+class SparseByHand(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(10, 4))
+
+    def forward(self, index):
+        return nn.functional.embedding(index, self.table, sparse=True)
+
+
+@faults.with_bagua_group
+def sparse_gradient():
+    model = SparseByHand().with_bagua([], GradientAllReduceAlgorithm())
+    return faults.error_of(model(torch.tensor([1, 2])).sum().backward)
+
+
+def test_a_sparse_gradient_is_refused_by_name(ranks):
+    for error in ranks(2, sparse_gradient):
+        assert "the gradient of 'table' is sparse" in error
+        assert "_bagua_params_and_buffers_to_ignore" in error
+        assert error.startswith("BaguaError")
+
+
+@faults.with_bagua_group
+def wrong_arguments():
+    model = faults.network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exact = GradientAllReduceAlgorithm()
+    model_of_integers = nn.Module()
+    model_of_integers.p = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    return [
+        faults.error_of(model.with_bagua, optimizer, exact),
+        faults.error_of(model.with_bagua, [model], exact),
+        faults.error_of(model.with_bagua, [optimizer], "bytegrad"),
+        faults.error_of(model.with_bagua, [optimizer], GradientAllReduceAlgorithm),
+        faults.error_of(model.with_bagua, [optimizer], exact, process_group=3),
+        faults.error_of(model_of_integers.with_bagua, [], exact),
+    ]
+
+
+def test_wrong_arguments_are_named(ranks):
+    for errors in ranks(1, wrong_arguments):
+        expected = [
+            "TypeError: with_bagua takes a list of optimizers",
+            "TypeError: with_bagua: Sequential is not a torch.optim.Optimizer",
+            "TypeError: with_bagua: algorithm must be an instance of",
+            "TypeError: with_bagua: algorithm must be an instance of",
+            "TypeError: process_group must be None",
+            "TypeError: parameter 'p' is torch.complex64",
+        ]
+        for error, words in zip(errors, expected, strict=True):
+            assert error.startswith(words)
+
+
+def test_unknown_names_list_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown codec 'zip'.*minmax_uint8, block_uint8"):
+        ByteGradAlgorithm(codec="zip")
+    with pytest.raises(KeyError, match=r"unknown algorithm 'zip'; registered: gradient_allreduce"):
+        Algorithm.init("zip")
+    with pytest.raises(ValueError, match="'bytegrad' is registered already"):
+        GlobalAlgorithmRegistry.register("bytegrad", ByteGradAlgorithm)
+    with pytest.raises(TypeError, match="must be a str, not int"):
+        GlobalAlgorithmRegistry.register(3, ByteGradAlgorithm)
+
+
+def test_a_wrap_before_initialisation_says_what_to_call():
+    assert not bagua.communication.is_initialized()
+    with pytest.raises(RuntimeError, match=r"call bagua.init_process_group\(\) before with_bagua"):
+        faults.network().with_bagua([], GradientAllReduceAlgorithm())

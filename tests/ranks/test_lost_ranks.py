@@ -1,0 +1,188 @@
+"""Ranks that skip, stop, leave or die: the others say which, soon, and can end cleanly."""
+
+import functools
+import signal
+
+import bagua.torch_api as bagua
+import pytest
+from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
+from ranks import faults
+
+ALGORITHMS = {
+    "exact": GradientAllReduceAlgorithm(),
+    "bytegrad": ByteGradAlgorithm(hierarchical=False),
+}
+per_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
+
+SHORT = 3.0  # seconds of timeout where a test waits for it
+# Other ranks' news are asked for every half second; the rest is for a busy machine.
+SECONDS_UNTIL_TOLD = 4.0
+
+
+@functools.partial(faults.with_bagua_group, timeout=SHORT)
+def skip_a_backward(name):
+    model, optimizer = faults.wrapped(algorithm=ALGORITHMS[name])
+    faults.step(model, optimizer)
+    if faults.is_last():
+        faults.loss_of(model)  # a forward, and then nothing
+        faults.barrier_of_store("over")
+        return None
+    result = faults.steps_until_error(model, optimizer)
+    faults.barrier_of_store("over")
+    return result
+
+
+@per_algorithm
+def test_a_rank_that_skips_a_backward_ends_the_wait_of_the_others_at_the_timeout(ranks, name):
+    *others, skipped = ranks(3, skip_a_backward, name)
+    assert skipped is None
+    assert any(error.startswith("BaguaTimeoutError") for error, _ in others)
+    for error, seconds in others:
+        assert "rank 0 of 3, round 2" in error or "rank 1 of 3, round 2" in error
+        assert seconds < SHORT + SECONDS_UNTIL_TOLD
+
+
+@functools.partial(faults.with_bagua_group, timeout=SHORT)
+def skip_forward_and_backward():
+    model, optimizer = faults.wrapped()
+    faults.step(model, optimizer)
+    result = None if faults.is_last() else faults.steps_until_error(model, optimizer)
+    faults.barrier_of_store("over")
+    return result
+
+
+def test_a_rank_that_skips_a_step_is_a_timeout_for_the_others(ranks):
+    *others, _ = ranks(2, skip_forward_and_backward)
+    for error, seconds in others:
+        assert error.startswith("BaguaTimeoutError: module 'Sequential', rank 0 of 2, round 2")
+        assert seconds < SHORT + SECONDS_UNTIL_TOLD
+
+
+@faults.with_bagua_group
+def leave_early(name, how):
+    model, optimizer = faults.wrapped(algorithm=ALGORITHMS[name])
+    if not faults.is_last():
+        return faults.steps_until_error(model, optimizer)
+    for _ in range(3):
+        faults.step(model, optimizer)
+    if how == "close":
+        model.bagua_ddp.close()
+    elif how == "after-forward":
+        faults.loss_of(model)
+        bagua.destroy_process_group()
+    else:
+        bagua.destroy_process_group()
+    return None
+
+
+@pytest.mark.parametrize("how", ["destroy", "close", "after-forward"])
+@per_algorithm
+def test_a_rank_with_fewer_steps_is_named_soon(ranks, name, how):
+    *others, _ = ranks(3, leave_early, name, how)
+    for error, seconds in others:
+        assert error.startswith("BaguaError")
+        assert "rank 2 left after 3 rounds" in error
+        assert seconds < SECONDS_UNTIL_TOLD
+
+
+@faults.with_bagua_group
+def fail_in_backward():
+    model, optimizer = faults.wrapped()
+    faults.step(model, optimizer)
+    if faults.is_last():
+        model[0].weight.register_hook(_raise)
+        first = faults.error_of(faults.step, model, optimizer)
+        return first, faults.error_of(faults.step, model, optimizer)
+    return faults.steps_until_error(model, optimizer)
+
+
+def _raise(gradient):
+    raise ZeroDivisionError("of the user")
+
+
+def test_a_user_s_exception_in_backward_keeps_its_type_and_is_told_to_the_others(ranks):
+    *others, (first, second) = ranks(3, fail_in_backward)
+    assert first == "ZeroDivisionError: of the user"
+    assert "round 2: the round was left unfinished" in second
+    for error, seconds in others:
+        assert error.startswith("BaguaError")
+        assert "rank 2 of 3, round 2: the round was left unfinished" in error
+        assert seconds < SECONDS_UNTIL_TOLD
+
+
+@faults.with_bagua_group
+def fail_in_an_op():
+    model, optimizer = faults.wrapped(algorithm=Failing())
+    return faults.steps_until_error(model, optimizer)
+
+
+class Failing(GradientAllReduceAlgorithm):
+    def reify(self, process_group):
+        implementation = super().reify(process_group)
+        append = implementation.init_operations
+
+        def init_operations(ddp, bucket):
+            append(ddp, bucket)
+            bucket.append_python_op(fail_on_the_last_rank)
+
+        implementation.init_operations = init_operations
+        return implementation
+
+
+def fail_on_the_last_rank(bucket):
+    if faults.is_last():
+        raise ZeroDivisionError("of the op")
+
+
+def test_a_failing_op_of_a_user_is_told_to_every_rank(ranks):
+    for error, _ in ranks(3, fail_in_an_op):
+        assert error.startswith("BaguaError")
+        assert "rank 2 of 3, round 1, bucket '0'" in error
+        assert "PythonOp(fail_on_the_last_rank)" in error
+        assert "ZeroDivisionError: of the op" in error
+
+
+DIES = """
+import os, signal, sys, time, datetime
+import torch
+import bagua.torch_api as bagua
+from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
+
+torch.manual_seed(0)
+bagua.init_process_group(timeout=datetime.timedelta(seconds=60))
+model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
+algorithm = {algorithm}
+model = model.with_bagua([], algorithm)
+for step in range(1000):
+    start = time.monotonic()
+    loss = model(torch.randn(4, 300)).sum()
+    if step == 5 and bagua.get_rank() == {victim} and {forward}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        loss.backward()
+    except bagua.BaguaError as error:
+        print(round(time.monotonic() - start, 1), type(error).__name__, error)
+        sys.exit(7)
+    if step == 5 and bagua.get_rank() == {victim}:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 2], ids=lambda rank: f"rank-{rank}")
+@pytest.mark.parametrize("place", ["in-the-round", "between-rounds"])
+@per_algorithm
+def test_the_survivors_of_a_killed_rank_say_so_and_end_cleanly(run_script, name, place, victim):
+    algorithm = "GradientAllReduceAlgorithm()"
+    if name == "bytegrad":
+        algorithm = "ByteGradAlgorithm(hierarchical=False)"
+    script = DIES.format(algorithm=algorithm, victim=victim, forward=place == "in-the-round")
+    ends = run_script(3, script, timeout=40.0)
+    assert ends[victim].returncode == -signal.SIGKILL
+    for rank, end in enumerate(ends):
+        if rank == victim:
+            continue
+        assert end.returncode == 7, f"rank {rank}: {end.stdout}{end.stderr}"
+        seconds, text = end.stdout.split(" ", 1)
+        assert float(seconds) < SECONDS_UNTIL_TOLD, end.stdout
+        assert text.startswith("BaguaError module 'Sequential', rank ") or "[rank " in text
+        assert f"rank {rank} of 3, round" in text

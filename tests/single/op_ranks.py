@@ -1,0 +1,72 @@
+"""What the tests of ops share: ranks, sizes, inputs, and one run on thread ranks."""
+
+import pytest
+import torch
+from bagua import _C
+from single.thread_ranks import run_thread_ranks
+
+RANKS = [1, 2, 3, 4, 7]
+SIZES = [1, 31, 1000, 4096, 14337]
+MORE_THAN_A_PIECE = 131072 + 2048 + 5  # of one rank's part
+CODECS = ["minmax_uint8", "block_uint8", "fp16", "bf16"]
+DTYPES = {
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f64": torch.float64,
+}
+OPS = {"sum": _C.ReduceOp.SUM, "mean": _C.ReduceOp.AVG}
+
+per_ranks = pytest.mark.parametrize("n", RANKS, ids=lambda n: f"{n}-ranks")
+per_codec = pytest.mark.parametrize("codec", CODECS)
+per_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+per_op = pytest.mark.parametrize("op", OPS)
+
+
+def inputs(n, numel, dtype, salt=0):
+    """One tensor per rank, of scales that differ along it as layers' gradients do."""
+    generator = torch.Generator().manual_seed(1000 * n + numel + salt)
+    scales = 10.0 ** torch.linspace(-3, 1, max(1, numel))
+    return [(torch.randn(numel, generator=generator) * scales[:numel]).to(dtype) for _ in range(n)]
+
+
+def compressed(comm, codec, op):
+    return _C.CompressedAllReduce(comm, _C.make_codec(codec), _C.Scratch(), OPS[op])
+
+
+def make_op(comm, kind, op="mean"):
+    return _C.AllReduce(comm, OPS[op]) if kind == "exact" else compressed(comm, kind, op)
+
+
+def run_op(n, make, brought):
+    """The ranks' buckets after one run of `make(communicator)` on copies of `brought`."""
+
+    def run(comm):
+        flat = brought[comm.rank].clone()
+        make(comm).run(flat)
+        return flat
+
+    return run_thread_ranks(n, run)
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+def assert_same_bits(results):
+    for rank, result in enumerate(results):
+        assert torch.equal(bits(result), bits(results[0])), f"rank {rank} differs from rank 0"
+
+
+BAD_VALUES = {"nan": float("nan"), "plus-inf": float("inf"), "minus-inf": -float("inf")}
+BAD_NUMEL = 3 * 5000  # three parts of two whole blocks and a shorter one
+BAD_PLACES = {
+    "first": 0,
+    "end-of-block": 2047,
+    "start-of-block": 2048,
+    "start-of-last-partial-block": 4096,
+    "end-of-part": 4999,
+    "start-of-part": 5000,
+    "in-the-last-partial-block": 14500,
+    "last": BAD_NUMEL - 1,
+}

@@ -1,0 +1,231 @@
+"""The engine: order, rounds and agreement, on thread ranks."""
+
+import random
+import struct
+import threading
+
+import pytest
+import torch
+from bagua import _C
+from single.engine_ranks import (
+    SECONDS,
+    Meeting,
+    alone,
+    calls,
+    endings,
+    mark_all,
+    ones,
+    plan,
+    run_round,
+)
+from single.thread_ranks import run_thread_ranks
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3], ids=lambda lanes: f"{lanes}-lanes")
+def test_buckets_launch_in_registration_order_whatever_the_arrival_order(lanes):
+    seen = [[] for _ in range(lanes)]
+
+    def note(bucket):
+        seen[int(bucket) % lanes].append(int(bucket))
+
+    engine = alone(*[plan(str(i), ones(), 2, calls(note)) for i in range(6)], lanes=lanes)
+    orders = [list(range(12)), list(range(11, -1, -1))]
+    orders += [random.Random(seed).sample(range(12), 12) for seed in range(10)]
+    for order in orders:
+        for lane in seen:
+            lane.clear()
+        engine.begin_round()
+        for slot in order:
+            assert engine.mark_ready(slot)
+        engine.wait()
+        assert seen == [list(range(lane, 6, lanes)) for lane in range(lanes)], order
+
+
+def test_ranks_with_different_arrival_orders_agree():
+    meeting = Meeting(4, lanes=2)
+
+    def run(comm):
+        flats = [torch.full((10,), float(comm.rank + i)) for i in range(5)]
+        engine = meeting.engine(comm.rank, [plan(str(i), f) for i, f in enumerate(flats)])
+        for step in range(20):
+            engine.begin_round()
+            for slot in random.Random(100 * comm.rank + step).sample(range(10), 10):
+                engine.mark_ready(slot)
+            engine.wait()
+        return flats
+
+    for flats in run_thread_ranks(4, run):
+        assert [flat.tolist() for flat in flats] == [[1.5 + i] * 10 for i in range(5)]
+
+
+def test_the_first_bucket_is_on_its_way_before_the_last_slot_is_ready():
+    meeting = Meeting(2)
+
+    def run(comm):
+        running = threading.Event()
+        first = plan(
+            "first",
+            ones(),
+            2,
+            lambda lane: [
+                _C.PythonOp(lambda _: running.set()),
+                _C.AllReduce(lane, _C.ReduceOp.SUM),
+            ],
+        )
+        engine = meeting.engine(comm.rank, [first, plan("second", ones())])
+        engine.begin_round()
+        engine.mark_ready(0)
+        engine.mark_ready(1)
+        engine.mark_ready(2)
+        early = running.wait(SECONDS)
+        engine.mark_ready(3)
+        engine.wait()
+        return early
+
+    assert run_thread_ranks(2, run) == [True, True]
+
+
+def test_a_lane_that_waits_for_others_leaves_the_interpreter_free():
+    meeting = Meeting(2)
+    go = threading.Event()
+
+    def run(comm):
+        flat = torch.full((8,), float(comm.rank))
+        engine = meeting.engine(comm.rank, [plan("b", flat)])
+        engine.begin_round()
+        if comm.rank == 1:
+            assert go.wait(SECONDS)
+        mark_all(engine)
+        if comm.rank == 0:  # its lane is, or will be, inside the all-reduce
+            go.set()
+        engine.wait()
+        return flat.tolist()
+
+    assert run_thread_ranks(2, run) == [[0.5] * 8] * 2
+
+
+def test_marking_before_a_round_is_an_error():
+    engine = alone(plan("b", ones()))
+    with pytest.raises(_C.BaguaError, match=r"module 'Net', rank 0 of 1.*no round is open"):
+        engine.mark_ready(0)
+    run_round(engine)
+    with pytest.raises(_C.BaguaError, match="no round is open"):
+        engine.mark_ready(0)
+
+
+def test_a_second_mark_in_a_round_changes_nothing_and_says_so():
+    ran = []
+    engine = alone(plan("b", ones(), 2, calls(ran.append)))
+    engine.begin_round()
+    assert engine.mark_ready(0) is True
+    assert engine.mark_ready(0) is False
+    assert ran == []
+    assert engine.mark_ready(1) is True
+    assert engine.mark_ready(1) is False
+    engine.wait()
+    assert ran == ["b"]
+
+
+def test_an_unknown_slot_is_refused():
+    engine = alone(plan("b", ones()))
+    engine.begin_round()
+    for slot in (2, -1):
+        with pytest.raises(IndexError):
+            engine.mark_ready(slot)
+
+
+def test_a_forward_without_backward_keeps_its_round_open():
+    ran = []
+    engine = alone(plan("b", ones(), 2, calls(ran.append)))
+    for _ in range(3):
+        engine.begin_round()
+        assert (engine.round, engine.round_open) == (1, True)
+    mark_all(engine)
+    engine.wait()
+    assert (engine.round, engine.round_open, ran) == (1, False, ["b"])
+    engine.wait()  # nothing is open: nothing to wait for
+    engine.begin_round()
+    assert engine.round == 2
+
+
+def test_a_round_left_unfinished_is_an_error_on_every_rank():
+    meeting = Meeting(3)
+
+    def run(rank):
+        engine = meeting.engine(rank, [plan("b", ones())])
+        run_round(engine)
+        engine.begin_round()
+        engine.mark_ready(0)
+        if rank != 1:
+            engine.mark_ready(1)
+            engine.wait()
+        engine.begin_round()
+
+    for error, _ in endings(3, run):
+        assert isinstance(error, _C.BaguaError)
+        assert "rank 1 of 3, round 2: the round was left unfinished, 1 of 2 tensors" in str(error)
+        assert "Wrap the model again" in str(error)
+
+
+def differing(field, value):
+    """Errors and number of ops run when rank 2 of 3 differs in one field of its agreement."""
+    meeting = Meeting(3)
+    ran = []
+
+    def run(rank):
+        other = {field: value} if rank == 2 else {}
+        engine = meeting.engine(rank, [plan("b", ones(), 2, calls(ran.append))], **other)
+        run_round(engine)
+
+    return [error for error, _ in endings(3, run)], ran
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [("fingerprint", "bucket plan"), ("incarnation", "incarnation of the run")],
+)
+def test_ranks_that_differ_start_no_round(field, words):
+    errors, ran = differing(field, 0xABC)
+    for error in errors:
+        assert isinstance(error, _C.BaguaMismatchError)
+        assert f"ranks differ in the {words} (rank 0: 1, rank 1: 1, rank 2: abc)" in str(error)
+        assert "round 1 was not started" in str(error)
+    assert ran == []
+
+
+@pytest.mark.parametrize("theirs", [1, 4], ids=["behind", "ahead"])
+def test_a_rank_in_another_round_starts_no_round(theirs):
+    meeting = Meeting(2)
+    ran = []
+
+    def run(rank):
+        if rank == 1:  # answers with the documented record: fingerprint, round, incarnation, flags
+            raw = _C.ThreadCommunicator(meeting.control, 1)
+            everyone = torch.zeros(64, dtype=torch.uint8)
+            for step in (1, theirs):
+                record = torch.frombuffer(
+                    bytearray(struct.pack("<4Q", 1, step, 1, 0)), dtype=torch.uint8
+                )
+                raw.all_gather(record, everyone)
+            return
+        engine = meeting.engine(rank, [plan("b", ones(), 2, calls(ran.append))])
+        run_round(engine)
+        run_round(engine)
+
+    (error, _), (no_error, _) = endings(2, run)
+    assert no_error is None
+    assert isinstance(error, _C.BaguaMismatchError)
+    assert f"number of synchronising steps (rank 0: 2, rank 1: {theirs})" in str(error)
+    assert ran == ["b"]
+
+
+def test_a_wrong_record_is_found_before_forward_ends():
+    meeting = Meeting(2)
+
+    def run(rank):
+        engine = meeting.engine(rank, [plan("b", ones())], fingerprint=rank)
+        engine.begin_round()
+        engine.await_agreement()
+
+    for error, _ in endings(2, run):
+        assert isinstance(error, _C.BaguaMismatchError)

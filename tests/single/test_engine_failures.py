@@ -1,0 +1,285 @@
+"""What becomes of an engine when something fails: here, on the other ranks, and when it goes."""
+
+import gc
+import os
+import threading
+import time
+
+import pytest
+import torch
+from bagua import _C
+from single.engine_ranks import (
+    SECONDS,
+    Meeting,
+    alone,
+    calls,
+    endings,
+    mark_all,
+    ones,
+    plan,
+    run_round,
+)
+
+# Another rank's failure is asked for every half second.
+SECONDS_UNTIL_TOLD = 1.5
+# A lane that cannot be ended is given up after one.
+SECONDS_UNTIL_GONE = 2.0
+
+
+def unlisted(hub, rank):
+    """`ops` over a communicator that the lane does not list, so that no abort reaches it: what
+    gloo is like. Its call ends at the hub's own timeout."""
+    return lambda _: [_C.AllReduce(_C.ThreadCommunicator(hub, rank), _C.ReduceOp.SUM)]
+
+
+def fail(bucket):
+    raise ZeroDivisionError(f"the reason in {bucket}")
+
+
+def test_an_exception_in_an_op_arrives_at_wait_with_bucket_op_rank_and_round():
+    engine = alone(
+        plan("good", ones(), 2, calls(lambda _: None)), plan("bad", ones(), 2, calls(fail))
+    )
+    engine.begin_round()
+    mark_all(engine)
+    with pytest.raises(_C.BaguaError) as caught:
+        engine.wait()
+    place = "module 'Net', rank 0 of 1, round 1, bucket 'bad' (32 bytes), PythonOp(fail): "
+    assert str(caught.value).startswith(place + "ZeroDivisionError: the reason in bad")
+    assert "test_engine_failures.py" in str(caught.value)  # the traceback
+    assert engine.stats()["buckets"][0]["rounds"] == 1
+    assert engine.stats()["buckets"][1]["rounds"] == 0
+
+
+def test_an_engine_that_failed_refuses_further_work_with_the_same_words():
+    engine = alone(plan("bad", ones(), 1, calls(fail)))
+    with pytest.raises(_C.BaguaError) as first:
+        run_round(engine)
+    for call in (
+        engine.begin_round,
+        engine.wait,
+        engine.await_agreement,
+        lambda: engine.mark_ready(0),
+    ):
+        with pytest.raises(_C.BaguaError) as again:
+            call()
+        assert str(again.value) == str(first.value)
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2], ids=lambda rank: f"rank-{rank}")
+def test_a_failing_op_is_told_to_ranks_whose_transport_cannot_be_interrupted(culprit):
+    meeting = Meeting(3)
+    blocked = _C.ThreadHub(3, 5.0)
+    engines = []  # destroyed after the clocks have stopped
+
+    def run(rank):
+        ops = calls(fail) if rank == culprit else unlisted(blocked, rank)
+        engine = meeting.engine(rank, [plan("b", ones(), 2, ops)])
+        engines.append(engine)
+        run_round(engine)
+
+    for error, seconds in endings(3, run):
+        assert type(error) is _C.BaguaError
+        assert f"rank {culprit} of 3, round 1, bucket 'b'" in str(error)
+        assert "the reason in b" in str(error)
+        assert seconds < SECONDS_UNTIL_TOLD
+    for engine in engines:
+        engine.stop()
+
+
+def test_the_error_of_a_lane_names_the_rank_that_failed_first():
+    meeting = Meeting(3)
+
+    def run(rank):
+        ops = calls(fail) if rank == 1 else None
+        run_round(meeting.engine(rank, [plan("b", ones(), 2, ops)]))
+
+    for rank, (error, _) in enumerate(endings(3, run)):
+        assert "rank 1 of 3, round 1, bucket 'b'" in str(error), rank
+        assert "PythonOp(fail)" in str(error)
+
+
+def test_an_abort_ends_all_ranks_with_its_reason():
+    meeting = Meeting(3)
+
+    def run(rank):
+        engine = meeting.engine(rank, [plan("b", ones())])
+        run_round(engine)
+        if rank == 2:
+            engine.abort("out of data")
+        run_round(engine)
+
+    for error, seconds in endings(3, run):
+        assert "out of data" in str(error)
+        assert seconds < SECONDS_UNTIL_TOLD
+
+
+def timed_out(n, buckets, marked, silent):
+    """Errors when rank `silent` begins the round but marks nothing; the others mark `marked`."""
+    meeting = Meeting(n)
+    others_done = threading.Barrier(n)
+
+    def run(rank):
+        engine = meeting.engine(rank, buckets(), timeout=0.3)
+        engine.begin_round()
+        try:
+            if rank != silent:
+                for slot in marked:
+                    engine.mark_ready(slot)
+                engine.wait()
+        finally:
+            others_done.wait(SECONDS)
+
+    return endings(n, run)
+
+
+def test_a_wait_that_takes_too_long_names_rank_bucket_and_what_is_outstanding():
+    def buckets():
+        return [
+            plan("done", ones(), 2, calls(lambda _: None)),
+            plan("stuck", ones()),
+            plan("behind", ones()),
+            plan("unmarked", ones()),
+        ]
+
+    (error, seconds), (silent, _) = timed_out(2, buckets, marked=range(7), silent=1)
+    assert silent is None
+    assert isinstance(error, _C.BaguaTimeoutError)
+    text = str(error)
+    assert "module 'Net', rank 0 of 2, round 1: no result within 300 ms" in text
+    assert "outstanding: 'stuck', 'behind'." in text
+    assert "raise timeout= of init_process_group" in text
+    assert 0.3 <= seconds < SECONDS
+
+
+def test_a_rank_that_never_starts_the_round_is_a_timeout_too():
+    meeting = Meeting(2)
+    engine = meeting.engine(0, [plan("b", ones())], timeout=0.3)
+    engine.begin_round()
+    with pytest.raises(_C.BaguaTimeoutError, match="waiting for all ranks to start the round"):
+        engine.await_agreement()
+
+
+def test_a_slow_rank_within_the_timeout_is_no_failure():
+    meeting = Meeting(2)
+
+    def run(rank):
+        engine = meeting.engine(rank, [plan("b", ones())])
+        run_round(engine)
+        if rank == 1:
+            time.sleep(1.2)  # the others ask the store twice meanwhile
+        run_round(engine)
+
+    assert [error for error, _ in endings(2, run)] == [None, None]
+
+
+@pytest.mark.parametrize("state", ["between-rounds", "after-begin", "half-marked", "before-any"])
+def test_a_rank_that_leaves_is_named_soon(state):
+    meeting = Meeting(3)
+    rounds = 0 if state == "before-any" else 2
+
+    def run(rank):
+        engine = meeting.engine(rank, [plan("b", ones())])
+        for _ in range(rounds):
+            run_round(engine)
+        if rank == 1:
+            if state in ("after-begin", "half-marked"):
+                engine.begin_round()
+            if state == "half-marked":
+                engine.mark_ready(0)
+            engine.stop()
+            return
+        run_round(engine)
+
+    results = endings(3, run)
+    assert results[1][0] is None
+    for error, seconds in (results[0], results[2]):
+        assert isinstance(error, _C.BaguaError)
+        assert f"rank 1 left after {rounds} rounds" in str(error)
+        assert seconds < SECONDS_UNTIL_TOLD
+
+
+def test_a_rank_that_leaves_after_the_last_round_disturbs_nobody():
+    meeting = Meeting(3)
+
+    def run(rank):
+        engine = meeting.engine(rank, [plan("b", ones())])
+        run_round(engine)
+        engine.begin_round()
+        if rank == 0:
+            time.sleep(0.8)  # late, so that the others ask whether somebody left
+        mark_all(engine)
+        engine.wait()
+        engine.stop()
+
+    assert [error for error, _ in endings(3, run)] == [None, None, None]
+
+
+def test_an_engine_that_was_stopped_says_so():
+    engine = alone(plan("b", ones()))
+    run_round(engine)
+    engine.stop()
+    engine.stop()
+    with pytest.raises(_C.BaguaError, match="has been stopped; wrap again"):
+        engine.begin_round()
+
+
+def test_an_engine_goes_soon_even_while_its_lane_is_blocked():
+    meeting = Meeting(2)
+    blocked = _C.ThreadHub(2, 4.0)
+    engine = meeting.engine(0, [plan("b", ones(), 2, unlisted(blocked, 0))])
+    others = meeting.engine(1, [plan("b", ones(), 2, calls(lambda _: None))])
+    for each in (engine, others):
+        each.begin_round()
+        mark_all(each)
+    others.wait()
+    start = time.monotonic()
+    del engine
+    gc.collect()
+    assert time.monotonic() - start < SECONDS_UNTIL_GONE
+
+
+def test_a_lane_that_was_given_up_keeps_its_memory_until_it_ends():
+    meeting = Meeting(2)
+    blocked = _C.ThreadHub(2, 20.0)
+    flats = [torch.full((100000,), float(rank + 1)) for rank in range(2)]
+    running = threading.Event()
+
+    def ops(rank):
+        begun = _C.PythonOp(lambda _: running.set())
+        return lambda lane: [begun, *unlisted(blocked, rank)(lane)]
+
+    engines = [
+        meeting.engine(rank, [plan("b", flats[rank], 2, ops(rank))], board=False)
+        for rank in range(2)
+    ]
+    for engine in engines:
+        engine.begin_round()
+    mark_all(engines[0])
+    assert running.wait(SECONDS)
+    address = flats[0].data_ptr()
+    del engine, flats[0], engines[0]  # the lane is blocked in the all-reduce and owns the bucket
+    gc.collect()
+    taken = [torch.zeros(100000) for _ in range(20)]
+    mark_all(engines[0])
+    engines[0].wait()
+    assert torch.equal(flats[0], torch.full((100000,), 3.0))
+    assert address not in [tensor.data_ptr() for tensor in taken]
+    assert all(not tensor.any() for tensor in taken)
+
+
+def test_an_engine_frees_its_threads_and_memory():
+    def lanes_alive():
+        names = []
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/comm") as name:
+                names.append(name.read().strip())
+        return sum(name.startswith("bagua-lane") for name in names)
+
+    before = lanes_alive()
+    engine = alone(plan("b", ones()), lanes=3)
+    run_round(engine)
+    assert lanes_alive() >= 3
+    del engine
+    gc.collect()
+    assert lanes_alive() <= before  # other tests' may have ended meanwhile

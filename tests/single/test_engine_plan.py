@@ -1,0 +1,141 @@
+"""What an engine refuses to be built from, and the statistics that it keeps."""
+
+import itertools
+import threading
+
+import pytest
+import torch
+from bagua import _C
+from single.engine_ranks import (
+    SECONDS,
+    Meeting,
+    alone,
+    calls,
+    ones,
+    plan,
+    run_round,
+    slots_of,
+)
+from single.thread_ranks import run_thread_ranks
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4], ids=lambda n: f"{n}-ranks")
+def test_statistics_add_up(n):
+    meeting = Meeting(n, lanes=2)
+    rounds, numel = 3, 12 * 16
+
+    def compressed(lane):
+        return [_C.CompressedAllReduce(lane, _C.make_codec("fp16"), _C.Scratch(), _C.ReduceOp.AVG)]
+
+    def run(comm):
+        buckets = [plan("exact", ones(numel)), plan("short", ones(numel), 1, compressed)]
+        engine = meeting.engine(comm.rank, buckets)
+        for _ in range(rounds):
+            run_round(engine)
+        return engine.stats()
+
+    for stats in run_thread_ranks(n, run):
+        exact, short = stats["buckets"]
+        assert stats["rounds"] == exact["rounds"] == short["rounds"] == rounds
+        assert (exact["name"], exact["bytes"]) == ("exact", 4 * numel)
+        assert exact["ops"] == [f"AllReduce(mean, ranks {n})"]
+        assert short["ops"] == [f"CompressedAllReduce(fp16, mean, ranks {n})"]
+        assert exact["bytes_sent"] == rounds * 2 * 4 * numel * (n - 1) // n
+        assert short["bytes_sent"] == rounds * 2 * (n - 1) * (32 + 2 * numel // n)
+        assert short["messages_sent"] == rounds * 2 * (n - 1)
+        assert stats["control"]["bytes_sent"] == rounds * 32 * (n - 1)
+        for bucket in (exact, short):
+            assert bucket["bytes_received"] == bucket["bytes_sent"]
+            assert 0 <= bucket["hidden_ns"] <= bucket["busy_ns"]
+            assert 0 <= bucket["wire_ns"] <= bucket["busy_ns"]
+            assert bucket["waiting_ns"] >= 0
+        assert stats["exposed_ns"] > 0
+
+
+def test_hidden_and_exposed_time_are_told_apart():
+    gate = threading.Event()
+    engine = alone(plan("b", ones(), 1, calls(lambda _: gate.wait(SECONDS))))
+    timer = threading.Timer(0.3, gate.set)
+    engine.begin_round()
+    engine.mark_ready(0)
+    timer.start()
+    engine.wait()
+    stats = engine.stats()
+    busy, exposed = stats["buckets"][0]["busy_ns"], stats["exposed_ns"]
+    assert exposed > 0.25e9
+    assert stats["buckets"][0]["hidden_ns"] <= busy - 0.25e9
+
+    gate.set()
+    done = threading.Event()
+    hidden = alone(plan("b", ones(), 1, calls(lambda _: done.set())))
+    hidden.begin_round()
+    hidden.mark_ready(0)
+    assert done.wait(SECONDS)
+    while hidden.stats()["buckets"][0]["rounds"] == 0:
+        threading.Event().wait(0.001)
+    hidden.wait()
+    (bucket,) = hidden.stats()["buckets"]
+    assert bucket["hidden_ns"] == bucket["busy_ns"]
+
+
+def test_a_communicator_belongs_to_one_lane():
+    meeting = Meeting(2)
+    shared, control = meeting.connect(meeting.lanes[0], 0), meeting.connect(meeting.control, 0)
+
+    def engine(lane_comms):
+        lanes = [_C.Lane([plan(str(i), ones())(comm)], [comm]) for i, comm in enumerate(lane_comms)]
+        return _C.Engine(
+            lanes, name="Net", fingerprint=1, incarnation=1, timeout_s=1.0, control=control
+        )
+
+    for comms in ([shared, shared], [control]):
+        with pytest.raises(ValueError, match="belongs to one lane, or to the main thread"):
+            engine(comms)
+
+
+def bucket_of(slots, numel=10, flat=None):
+    return _C.Bucket("b", torch.zeros(numel) if flat is None else flat, slots, [])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: bucket_of([]), "has no slots"),
+        (lambda: bucket_of(slots_of("s", [6, 5])), "overlaps its neighbour or the end at 10"),
+        (lambda: bucket_of([*slots_of("s", [4]), *slots_of("t", [4])]), "slot 't.0' at 0"),
+        (
+            lambda: bucket_of([_C.Slot("gaps", 0, [2, 2], [4, 1], _C.Adopt.NONE)]),
+            "'gaps' is not dense",
+        ),
+        (
+            lambda: bucket_of([_C.Slot("nameless", 0, [2], [1], _C.Adopt.GRAD_VIEW)]),
+            "'nameless' carries a gradient but names no parameter",
+        ),
+        (lambda: bucket_of(slots_of("s", [4]), flat=torch.zeros(2, 5)), "one-dimensional"),
+        (lambda: bucket_of(slots_of("s", [4]), flat=torch.zeros(20)[::2]), "contiguous"),
+        (lambda: alone(plan("b", ones()), plan("b", ones())), "slot 'b.0' occurs twice"),
+        (lambda: Meeting(1, lanes=0).engine(0, []), "needs a lane"),
+    ],
+    ids=[
+        "empty",
+        "too-long",
+        "overlap",
+        "gaps",
+        "no-parameter",
+        "2-d",
+        "strided",
+        "twice",
+        "lanes",
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_a_dense_slot_may_have_any_order_of_strides():
+    orders = itertools.permutations([(2, 12), (3, 4), (4, 1)])
+    for order in orders:
+        sizes, strides = zip(*order, strict=True)
+        slot = _C.Slot("s", 3, list(sizes), list(strides), _C.Adopt.NONE)
+        assert bucket_of([slot], numel=27) is not None
