@@ -1,15 +1,14 @@
-"""Activation checkpointing, both kinds: reentrant ends inner graph tasks before backward is over."""
+"""Activation checkpointing, both kinds: reentrant ends inner graph tasks before backward ends."""
 
 import copy
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from ranks import training
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 KIND = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
 

@@ -4,10 +4,9 @@ import copy
 
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from ranks import training
+from torch import nn
 
 
 class KeepsItsLoss(nn.Module):

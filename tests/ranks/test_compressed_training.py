@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-
 from bagua.torch_api.algorithms import ByteGradAlgorithm
 from oracle.compressed_all_reduce import compressed_all_reduce
 from ranks import training

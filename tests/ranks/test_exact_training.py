@@ -5,10 +5,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from ranks import training
+from torch import nn
 
 RANKS = pytest.mark.parametrize("size", [2, 3, 4], ids=lambda n: f"{n}_ranks")
 
@@ -139,7 +138,7 @@ class MixedTypes(nn.Module):
 
 @training.with_group
 def train_mixed_types():
-    model, optimizers = wrap(MixedTypes(), [])
+    model, _ = wrap(MixedTypes(), [])
     data = training.batch(0, dist.get_rank())
     local = training.local_gradients(model, training.squared_error, data)
     expected = {name: training.mean_over_ranks(grad) for name, grad in local.items()}

@@ -1,10 +1,9 @@
 """Who communicates: sub-groups, and nodes that are emulated with the launcher's variables."""
 
+import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
-
-import bagua.torch_api as bagua
 from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
 from ranks import training
 

@@ -4,7 +4,6 @@ import copy
 
 import torch
 import torch.distributed as dist
-
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from ranks import training
 

@@ -1,12 +1,11 @@
-"""Rank 0's parameters, buffers and optimizer state are everybody's; what is ignored is left alone."""
+"""Rank 0's parameters, buffers and optimizer state are everybody's, but for what is ignored."""
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from ranks import training
+from torch import nn
 
 
 class Normalised(nn.Module):

@@ -5,10 +5,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from ranks import training
+from torch import nn
 
 MICRO_STEPS = 3
 
@@ -205,7 +204,7 @@ def test_a_gradient_penalty_is_part_of_the_step(ranks, do_flatten):
 
 @training.with_group
 def gradients_of_parameters_by_hand():
-    model, optimizer = wrapped()
+    model, _ = wrapped()
     loss = loss_on_rank(model, 0)
     local = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     own = training.local_gradients(

@@ -1,12 +1,11 @@
-"""Every parameter answers: what backward did not reach is zeros, or left alone if nobody used it."""
+"""Every parameter answers: zeros where backward did not reach, nothing where nobody used it."""
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from ranks import training
+from torch import nn
 
 
 class Branches(nn.Module):

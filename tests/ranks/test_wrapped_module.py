@@ -8,11 +8,10 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from bagua.torch_api import BaguaModule
 from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
 from ranks import training
+from torch import nn
 
 
 class Perceptron(nn.Module):

@@ -1,7 +1,6 @@
 """Algorithms by name, and arguments that are refused when they are given."""
 
 import pytest
-
 from bagua.torch_api.algorithms import (
     Algorithm,
     ByteGradAlgorithm,

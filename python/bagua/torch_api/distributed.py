@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from bagua import _C, __version__
-from bagua.torch_api import _plan, env
+from bagua.torch_api import _plan, _user_hooks, env
 from bagua.torch_api._bucketing import split_by_bucket_size
 from bagua.torch_api._initial_state import broadcast_optimizer, broadcast_tensors
 from bagua.torch_api._module_class import BaguaModule
 from bagua.torch_api._outputs import tensors_in
 from bagua.torch_api._snapshot import ModuleSnapshot, warn_unused
-from bagua.torch_api._user_hooks import backward_hooks, optimizer_hooks
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, overrides
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup, close_at_exit
@@ -148,8 +147,8 @@ class BaguaDistributedDataParallel:
 
         def after_backward() -> None:
             if (ddp := this()) is not None:
-                if not own_marks:
-                    ddp._mark_unused()
+                if not own_marks and ddp._plan is not None:
+                    _user_hooks.mark_unused(ddp, ddp._plan)
                 ddp.bagua_algorithm.init_post_backward_hook(ddp)()
 
         def on_unused(names: list[str]) -> None:
@@ -164,7 +163,7 @@ class BaguaDistributedDataParallel:
             on_unused=on_unused,
         )
         if own_hook:
-            self._parameter_handles = backward_hooks(self)
+            self._parameter_handles = _user_hooks.backward_hooks(self)
 
     def _install_module_hooks(self) -> None:
         module = self.module
@@ -172,7 +171,7 @@ class BaguaDistributedDataParallel:
             module.register_forward_pre_hook(self._before_forward),
             module.register_forward_hook(self._after_forward),
         ]
-        self._handles += optimizer_hooks(self)
+        self._handles += _user_hooks.optimizer_hooks(self)
 
     def hook_ids(self) -> list[int]:
         """Ids of the hooks on the module, for copies that must not have them."""
@@ -217,23 +216,12 @@ class BaguaDistributedDataParallel:
         name = record_of(tensor).name
         bucket, index = self._places[name]
         slot = self._plan.slots[name]
-        if self._plan.engine.round_open and self._plan.engine.marked(slot):
-            raise _C.BaguaError(
-                f"tensor '{name}' of module '{self.bagua_module_name}' was marked ready twice in "
-                "one round, after its bucket may have been sent"
-            )
+        _user_hooks.refuse_second_mark(self._plan, name)
         if bucket.gradients:
             self._path.adopt(slot)
         else:
             bucket.copy_in(index)
         self._plan.engine.mark_ready(slot)
-
-    def _mark_unused(self) -> None:
-        """Momentum and weights of parameters that backward did not reach answer as they are."""
-        assert self._plan is not None
-        for name, (bucket, index) in self._places.items():
-            if not bucket.gradients and not self._plan.engine.marked(self._plan.slots[name]):
-                self.mark_tensor_ready(bucket.tensors[index])
 
     def wait_pending_comm_ops(self) -> None:
         """Block until the buckets that were launched are done.
