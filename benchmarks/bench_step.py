@@ -50,7 +50,14 @@ def run_rate(arguments, rate):
             from network import Network
 
             with Network(ranks=RANKS, rate_mbit=int(rate)) as network:
-                wait_for([network.popen(rank, argv, environments[rank]) for rank in range(RANKS)])
+                wait_for(
+                    [
+                        network.popen(
+                            rank, argv, {**environments[rank], **network.environment(rank)}
+                        )
+                        for rank in range(RANKS)
+                    ]
+                )
         return json.loads(output.read_text())
 
 

@@ -63,7 +63,8 @@ BAGUA_HD float widen(Half value) {
   const uint32_t magnitude = uint32_t{value.bits} & 0x7fff;
   const uint32_t normal = (magnitude << 13) + (magnitude < 0x7c00 ? kBias : 2 * kBias);
   // A subnormal counts units of 2^-24.
-  const uint32_t subnormal = float_to_bits(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+  const uint32_t subnormal =
+      float_to_bits(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
   return bits_to_float((magnitude < 0x0400 ? subnormal : normal) | sign);
 }
 

@@ -1,12 +1,12 @@
 // Python's view of the codecs: tensors in, tensors out, for tests, benchmarks and users' own ops.
 // Everything is checked here, once; the codecs trust their callers.
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/csrc/utils/pybind.h>
-
 #include <climits>
 #include <memory>
 #include <string>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "base/check.h"
 #include "codec/factory.h"
@@ -148,13 +148,15 @@ void bind_codec(py::module_& m) {
   py::class_<Codec, std::shared_ptr<Codec>> codec(
       m, "Codec",
       "Turns chunks of numbers into payloads of fewer bytes and back, on CPU tensors.\n\n"
-      "Stateless: may be shared between threads. Layouts: docs/wire-format.md. Every method raises\n"
+      "Stateless: may be shared between threads. Layouts: docs/wire-format.md. Every method "
+      "raises\n"
       "ValueError for a wrong dtype, size, device or memory layout.");
   define_methods(codec);
   m.def(
       "make_codec",
       [](const std::string& name) { return std::const_pointer_cast<Codec>(make_codec(name)); },
-      py::arg("name"), "The codec called `name`; ValueError, with the names there are, if none is.");
+      py::arg("name"),
+      "The codec called `name`; ValueError, with the names there are, if none is.");
   m.def("codec_names", &codec_names, "The names of all codecs.");
   m.def("describe_codec", &describe_codec, py::arg("name"),
         "One line about the codec called `name`; ValueError if there is none.");

@@ -164,6 +164,7 @@ void bind_engine(py::module_& m) {
       .def("begin_round", &Engine::begin_round, py::arg("grad_scale") = 1.0f, NoGil())
       .def("await_agreement", &Engine::await_agreement, NoGil())
       .def("mark_ready", &Engine::mark_ready, py::arg("slot"), NoGil())
+      .def("marked", &Engine::marked, py::arg("slot"), NoGil())
       .def("wait", &Engine::wait, NoGil())
       .def("abort", &Engine::abort, py::arg("reason"), NoGil())
       .def("stop", &Engine::stop, NoGil())

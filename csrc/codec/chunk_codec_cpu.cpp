@@ -5,10 +5,10 @@
 #include "codec/chunk_loops_cpu.h"
 #include "codec/codecs.h"
 
-// Compiles a function, with the BAGUA_HD functions that it calls, once per instruction set; the loader picks the
-// best one that the processor has. All give the same bytes: the maths is exact IEEE and the order
-// of a range's reduction does not matter. (`avx512f` alone would lack the byte packing.) The
-// sanitizers start too late for the loader's choice and do without.
+// Compiles a function, with the BAGUA_HD functions that it calls, once per instruction set; the
+// loader picks the best one that the processor has. All give the same bytes: the maths is exact
+// IEEE and the order of a range's reduction does not matter. (`avx512f` alone would lack the byte
+// packing.) The sanitizers start too late for the loader's choice and do without.
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && \
     !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 #define BAGUA_PER_INSTRUCTION_SET \
@@ -60,6 +60,7 @@ class ChunkCodecCpu final : public Codec {
   void encode(const void* x, DType dtype, int64_t chunk_numel, int chunks, std::byte* payload,
               std::byte*, StreamHandle) const override {
     const int64_t stride = payload_bytes(dtype, chunk_numel);
+    if (stride == 0) return;  // payload may be null
     visit_dtype(dtype, [&]<typename T>(T) {
       for (int64_t i = 0; i < chunks; ++i) {
         encode_on_cpu<Format>(static_cast<const T*>(x) + i * chunk_numel, chunk_numel,

@@ -21,17 +21,39 @@ concept RangedFormat = requires { Format::kBlockNumel; };
 template <typename Format>
 concept CastFormat = requires { typename Format::Element; };
 
-// What becomes of a decoded element: stored, or added to a sum.
+// Memory is asked for ahead of its use, a tile at a time, where the processor's own guess was
+// measured to fall behind: while encode reads a block for the second time, from the cache (a fourth
+// faster), and in decode_add, which reads two arrays at different speeds (a tenth). The distances
+// are measured too.
+constexpr int64_t kTile = 256;
+constexpr int64_t kCacheLineBytes = 64;
+constexpr int64_t kEncodeAhead = 8 * kTile;
+constexpr int64_t kSumAhead = 24 * kTile;
+constexpr int64_t kCodesAhead = 12 * kTile;
+
+// Asks for the tile that starts at x[begin], or the last of x[0, numel); numel >= kTile.
+template <typename T>
+BAGUA_HD void prefetch_tile(const T* x, int64_t begin, int64_t numel) {
+  const T* tile = x + std::min(begin, numel - kTile);
+  for (int64_t i = 0; i < kTile; i += kCacheLineBytes / sizeof(T)) __builtin_prefetch(tile + i);
+}
+
+// What becomes of a decoded element: it is stored, or added to a sum.
 template <typename T>
 struct Store {
   T* x;
   BAGUA_HD void operator()(int64_t i, T value) const { x[i] = value; }
+  BAGUA_HD void prefetch(const uint8_t*, int64_t, int64_t) const {}
 };
 template <typename T>
 struct AddWeighted {
   float* sum;
   float weight;
   BAGUA_HD void operator()(int64_t i, T value) const { sum[i] += weight * widen(value); }
+  BAGUA_HD void prefetch(const uint8_t* codes, int64_t i, int64_t numel) const {
+    prefetch_tile(sum, i + kSumAhead, numel);
+    prefetch_tile(codes, i + kCodesAhead, numel);
+  }
 };
 
 // The range of x[0, numel). A reduction vectorises only as independent lanes, folded at the end.
@@ -85,15 +107,6 @@ BAGUA_HD ValueRange read_header(const std::byte* header) {
   return {widen(pair[0]), widen(pair[1])};
 }
 
-constexpr int64_t kTile = 256;
-constexpr int64_t kPrefetchDistance = 2048;
-
-template <typename T>
-BAGUA_HD void prefetch_tile(const T* x, int64_t begin, int64_t numel) {
-  const T* tile = x + std::min(begin, numel - kTile);
-  for (int64_t i = 0; i < kTile; i += 64 / sizeof(T)) __builtin_prefetch(tile + i);
-}
-
 template <RangedFormat Format, typename T>
 BAGUA_HD void encode_chunk(const T* __restrict x, int64_t numel, std::byte* __restrict payload) {
   const RangedLayout layout = ranged_layout(Format::kBlockNumel, sizeof(T), numel);
@@ -110,8 +123,8 @@ BAGUA_HD void encode_chunk(const T* __restrict x, int64_t numel, std::byte* __re
     } else {
       int64_t i = begin;
       for (; i + kTile <= end; i += kTile) {
-        prefetch_tile(x, i + kPrefetchDistance, numel);
-        for (int64_t j = 0; j < kTile; ++j) codes[i + j] = quantise(widen(x[i + j]), grid);
+        prefetch_tile(x, i + kEncodeAhead, numel);
+        for (int64_t j = i; j < i + kTile; ++j) codes[j] = quantise(widen(x[j]), grid);
       }
       for (; i < end; ++i) codes[i] = quantise(widen(x[i]), grid);
     }
@@ -129,7 +142,12 @@ BAGUA_HD void decode_chunk(const std::byte* __restrict payload, int64_t numel, S
     const int64_t end = std::min(begin + layout.range_numel, numel);
     const QuantisationGrid grid = quantisation_grid(read_header<T>(header));
     header += 2 * sizeof(T);
-    for (int64_t i = begin; i < end; ++i) sink(i, dequantise<T>(codes[i], grid));
+    int64_t i = begin;
+    for (; i + kTile <= end; i += kTile) {
+      sink.prefetch(codes, i, numel);
+      for (int64_t j = i; j < i + kTile; ++j) sink(j, dequantise<T>(codes[j], grid));
+    }
+    for (; i < end; ++i) sink(i, dequantise<T>(codes[i], grid));
   }
 }
 

@@ -33,16 +33,17 @@ class Codec {
   // Bytes of scratch that encode needs; 0 on CPU.
   virtual int64_t scratch_bytes(DType dtype, int64_t chunk_numel, int chunks) const = 0;
 
-  // x: f32, f16 or bf16. payload: written in full, padding included (zeros), so that equal input
-  // gives equal bytes.
+  // x: f32, f16 or bf16. payload: starts at a multiple of 4 bytes and is written in full, padding
+  // included (zeros), so that equal input gives equal bytes.
   virtual void encode(const void* x, DType dtype, int64_t chunk_numel, int chunks,
                       std::byte* payload, std::byte* scratch, StreamHandle stream) const = 0;
 
   virtual void decode(const std::byte* payload, int chunks, void* x, DType dtype,
                       int64_t chunk_numel, StreamHandle stream) const = 0;
 
-  // sum[i] += weight * decoded[i] for one chunk; the product and the sum are two f32 operations.
-  // `dtype` is the dtype that was encoded; the sum is always f32.
+  // sum[i] += weight * decoded[i] for one chunk, decoded[i] being what decode would write; the
+  // product and the sum are two f32 operations. `dtype` is the dtype that was encoded; the sum is
+  // always f32.
   virtual void decode_add(const std::byte* payload, DType dtype, float* sum, int64_t chunk_numel,
                           float weight, StreamHandle stream) const = 0;
 

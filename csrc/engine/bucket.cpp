@@ -1,6 +1,9 @@
 #include "engine/bucket.h"
 
 #include <ATen/ops/as_strided.h>
+#include <c10/util/accumulate.h>
+
+#include <algorithm>
 
 #include "base/check.h"
 
@@ -30,6 +33,14 @@ void Bucket::check() const {
                     "': slot '", slot.name, "' carries a gradient but names no parameter.");
     end = slot.offset + numel;
   }
+}
+
+at::Tensor Bucket::padding() const {
+  int64_t end = 0;
+  for (const Slot& slot : slots) {
+    end = std::max(end, slot.offset + c10::multiply_integers(slot.sizes));
+  }
+  return flat.narrow(0, end, flat.numel() - end);
 }
 
 }  // namespace bagua

@@ -154,6 +154,11 @@ bool Engine::mark_ready(SlotId slot) {
   return true;
 }
 
+bool Engine::marked(SlotId slot) const {
+  std::lock_guard lock(state_->mutex);
+  return state_->slot_states.at(slot).marked;
+}
+
 void Engine::exchange_used(std::vector<uint8_t> used) {
   State& state = *state_;
   std::lock_guard lock(state.mutex);

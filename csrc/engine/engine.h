@@ -86,6 +86,9 @@ class Engine {
   // False if the slot had been marked in this round already.
   bool mark_ready(SlotId slot);
 
+  // Whether the slot has been marked in this round: its bucket may be running, hands off.
+  bool marked(SlotId slot) const;
+
   // Asks all ranks which slots anybody used: starts once every slot is marked; wait() covers it.
   void exchange_used(std::vector<uint8_t> used);
 

@@ -128,6 +128,8 @@ void Engine::State::run_bucket(size_t index) {
   const int64_t start = now_ns();
   const BucketOp* running = nullptr;
   try {
+    // A codec that met a NaN left it in the padding too, where nothing would ever overwrite it.
+    if (at::Tensor padding = bucket.padding(); padding.numel() > 0) padding.zero_();
     const Round context{.step = this_round, .grad_scale = scale, .bucket = bucket.name};
     for (const auto& op : bucket.ops) {
       running = op.get();

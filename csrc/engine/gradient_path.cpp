@@ -85,6 +85,15 @@ void GradientPath::remove_hooks() {
 }
 
 void GradientPath::begin_round(float grad_scale) {
+  if (astray_) {
+    const std::string reason = concat(
+        "round ", engine_->round(),
+        ": parameters received gradients, but backward did not go through what the module's forward "
+        "had returned, so nothing was communicated. Compute the loss from the module's output, or "
+        "run such a backward inside no_sync(); then wrap again with with_bagua on every rank.");
+    engine_->abort(reason);
+    throw Error(reason);
+  }
   engine_->begin_round(grad_scale);
   phase_ = kArmed;
   fired_ = 0;
@@ -125,6 +134,7 @@ void GradientPath::on_gradient(GradSlot& slot) {
     int expected = kArmed;
     phase_.compare_exchange_strong(expected, kActive);
   }
+  if (phase_ == kArmed) astray_ = true;
   if (phase_ != kActive) return;
   BAGUA_CHECK(engine_->mark_ready(slot.id), "parameter '", slot.slot->name,
               "' received a gradient twice in one backward, after its bucket may have been sent. "
@@ -174,6 +184,7 @@ void GradientPath::finish(bool whole_graph) {
     return;
   }
   phase_ = kIdle;
+  astray_ = false;
   const std::vector<GradSlot*> undefined = mark_remaining();
   if (options_.after_backward) {
     options_.after_backward();
@@ -190,6 +201,7 @@ std::vector<GradientPath::GradSlot*> GradientPath::mark_remaining() {
   const bool all_fired = options_.install_hooks && fired_ == slots_.size();
   for (auto& slot : slots_) {
     if (all_fired) break;
+    if (engine_->marked(slot->id)) continue;
     if (!adopt(*slot)) {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
       slot->view.zero_();

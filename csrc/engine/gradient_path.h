@@ -38,7 +38,8 @@ struct GradientPathOptions {
 // from a parameter's hook would fire after the first inner backward of a reentrant checkpoint.
 // torch.autograd.grad() passes the same hook without accumulating anything, so the callback
 // finishes a round only if a slot was marked or the backward was one over all leaves. A model whose
-// output holds no tensor finishes with its last slot instead.
+// output holds no tensor finishes with its last slot instead. Gradients of a backward that misses the
+// output wait for the one that passes it; if the next round begins instead, it raises.
 //
 // Note [Every parameter answers]
 // A slot that backward did not reach contributes the gradient it holds (accumulated earlier, under
@@ -88,6 +89,7 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   std::atomic<int> phase_{kIdle};
   std::atomic<size_t> fired_{0};
   std::atomic<bool> sync_{true};
+  std::atomic<bool> astray_{false};  // a gradient came while no backward through the output ran
   bool watched_ = false;
   bool warned_unused_ = false;
 };

@@ -47,6 +47,13 @@ def test_training_without_flattening_gives_the_same_bits(ranks, set_to_none):
     assert flat == copied
 
 
+@pytest.mark.parametrize("do_flatten", [True, False], ids=["flattened", "copied"])
+def test_training_in_small_buckets_equals_one_process_and_ddp(ranks, do_flatten):
+    arguments = (train_and_compare_with_oracle_and_ddp, True, do_flatten)
+    results = ranks(4, *arguments, env=training.SMALL_BUCKETS)
+    assert len(set(results)) == 1
+
+
 @pytest.mark.parametrize("size", [3, 4], ids=lambda n: f"{n}_ranks")
 def test_two_runs_give_equal_bits(ranks, size):
     first = ranks(size, train_and_compare_with_oracle_and_ddp, True, True)

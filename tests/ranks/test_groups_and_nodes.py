@@ -105,9 +105,7 @@ def train_in_a_bagua_group():
     group = bagua.communication.new_group([2, 1])
     if dist.get_rank() == 0:
         model = training.network()
-        return training.error_of(
-            lambda: model.with_bagua([], GradientAllReduceAlgorithm(), group)
-        )
+        return training.error_of(lambda: model.with_bagua([], GradientAllReduceAlgorithm(), group))
     model = training.network(seed=dist.get_rank())
     optimizer = training.sgd(model)
     model.with_bagua([optimizer], GradientAllReduceAlgorithm(), group)

@@ -52,7 +52,6 @@ class RaisesInBackward(torch.autograd.Function):
         raise ZeroDivisionError("in the middle of backward")
 
 
-
 class Interruptible(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -84,18 +84,26 @@ def one_rank_takes_another_branch(find_unused, do_flatten):
 LAYOUT = pytest.mark.parametrize("do_flatten", [True, False], ids=["flattened", "copied"])
 
 
+BUCKETS = pytest.mark.parametrize(
+    "env", [{}, training.SMALL_BUCKETS], ids=["one_bucket", "small_buckets"]
+)
+
+
+@BUCKETS
 @LAYOUT
-def test_a_parameter_that_one_rank_used_gets_the_mean(ranks, do_flatten):
-    for caught, without_gradient in ranks(3, one_rank_takes_another_branch, False, do_flatten):
+def test_a_parameter_that_one_rank_used_gets_the_mean(ranks, do_flatten, env):
+    results = ranks(3, one_rank_takes_another_branch, False, do_flatten, env=env)
+    for caught, without_gradient in results:
         assert len(caught) == 1
         assert without_gradient == []
 
 
+@BUCKETS
 @LAYOUT
 def test_with_find_unused_what_nobody_used_keeps_no_gradient_and_nothing_is_warned(
-    ranks, do_flatten
+    ranks, do_flatten, env
 ):
-    for caught, without in ranks(3, one_rank_takes_another_branch, True, do_flatten):
+    for caught, without in ranks(3, one_rank_takes_another_branch, True, do_flatten, env=env):
         assert caught == []
         assert without == ["right.weight", "right.bias", "nobody.weight", "nobody.bias"]
 

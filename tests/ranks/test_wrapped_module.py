@@ -135,8 +135,10 @@ def train_two_models():
     second.with_bagua([optimizers[1]], ByteGradAlgorithm(hierarchical=False, codec="fp16"))
     for step in range(3):
         # Forwards and backwards of both interleave.
-        losses = [training.squared_error(m, training.batch(step, dist.get_rank()))
-                  for m in (first, second)]
+        losses = [
+            training.squared_error(m, training.batch(step, dist.get_rank()))
+            for m in (first, second)
+        ]
         for optimizer in optimizers:
             optimizer.zero_grad()
         for loss in reversed(losses):

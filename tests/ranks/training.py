@@ -4,6 +4,7 @@ What runs on ranks is decorated with `with_group`. Data is a function of step an
 process can be given what all ranks saw.
 """
 
+import copy
 import functools
 import hashlib
 import warnings
@@ -18,7 +19,8 @@ from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgor
 
 FEATURES, OUTPUTS, ROWS = 5, 3, 4
 
-EXACT = {"hierarchical": False}
+# For `env=`: every parameter has a bucket of its own, so that some run before backward is over.
+SMALL_BUCKETS = {"BAGUA_DEFAULT_BUCKET_SIZE": "1"}
 
 
 def with_group(function):
@@ -141,8 +143,6 @@ def mean_over_ranks(tensor):
 
 def local_gradients(model, loss, data):
     """This rank's own gradients, from a copy: nothing is communicated."""
-    import copy
-
     twin = copy.deepcopy(model)
     twin.zero_grad()
     loss(twin, data).backward()

@@ -140,12 +140,16 @@ class BaguaDistributedDataParallel:
     def _install_gradient_path(self) -> None:
         assert self._plan is not None
         own_wait = overrides(self.bagua_algorithm, "init_post_backward_hook")
-        own_hook = overrides(self.bagua_algorithm, "init_backward_hook")
         plain = all(bucket.gradients for bucket in self.bagua_buckets)
+        # The C++ hooks mark gradients only; what else is registered is marked by the Python hook.
+        own_marks = overrides(self.bagua_algorithm, "init_backward_hook")
+        own_hook = own_marks or not plain
         this = weakref.ref(self)
 
         def after_backward() -> None:
             if (ddp := this()) is not None:
+                if not own_marks:
+                    ddp._mark_unused()
                 ddp.bagua_algorithm.init_post_backward_hook(ddp)()
 
         def on_unused(names: list[str]) -> None:
@@ -213,11 +217,23 @@ class BaguaDistributedDataParallel:
         name = record_of(tensor).name
         bucket, index = self._places[name]
         slot = self._plan.slots[name]
+        if self._plan.engine.round_open and self._plan.engine.marked(slot):
+            raise _C.BaguaError(
+                f"tensor '{name}' of module '{self.bagua_module_name}' was marked ready twice in "
+                "one round, after its bucket may have been sent"
+            )
         if bucket.gradients:
             self._path.adopt(slot)
         else:
             bucket.copy_in(index)
         self._plan.engine.mark_ready(slot)
+
+    def _mark_unused(self) -> None:
+        """Momentum and weights of parameters that backward did not reach answer as they are."""
+        assert self._plan is not None
+        for name, (bucket, index) in self._places.items():
+            if not bucket.gradients and not self._plan.engine.marked(self._plan.slots[name]):
+                self.mark_tensor_ready(bucket.tensors[index])
 
     def wait_pending_comm_ops(self) -> None:
         """Block until the buckets that were launched are done.

@@ -1,0 +1,163 @@
+"""How fast the codecs are: GB/s, and speed relative to a memcpy of the same bytes.
+
+    python benchmarks/bench_codec.py [--device cpu] [--mib 64] [--repeats 41] [--json]
+
+One thread, preallocated buffers, one chunk; all candidates take turns within one process. GB/s and
+ratios count the bytes of the uncompressed tensor. Every codec is checked against its error bound
+before it is timed. With --json the results are printed as JSON instead of a table; both keep them
+under benchmarks/results/. Exits with 1 if a target is missed.
+"""
+
+import argparse
+import ctypes
+import json
+import sys
+
+import torch
+from common import machine, timed_in_turns, write_results
+
+from bagua import _C
+
+BLOCK_NUMEL = 2048
+# What must be reached: speed over that of the second name in the same run.
+TARGETS = {
+    ("minmax_uint8 encode", "memcpy"): 0.75,
+    ("block_uint8 encode", "memcpy"): 1.4,
+    ("minmax_uint8 decode", "memcpy"): 1.4,
+    ("block_uint8 decode", "memcpy"): 1.4,
+    ("minmax_uint8 decode_add", "memcpy"): 1.35,
+    ("block_uint8 decode_add", "memcpy"): 1.35,
+    ("block_uint8 encode", "FBGEMM rows encode"): 0.9,
+    ("block_uint8 encode", "plain torch encode"): 6.0,
+}
+
+
+def plain_torch_encode(x, codes):
+    """block_uint8's steps as one would write them with torch's operators."""
+    rows = x.view(-1, BLOCK_NUMEL)
+    low, high = rows.aminmax(dim=1, keepdim=True)
+    scale = 255 / (high - low + 1e-7)
+    lower = (high * scale).round() - 255
+    codes.copy_(((rows * scale).round() - lower).clamp_(0, 255).view(-1))
+    return scale, lower
+
+
+def check(codec, x):
+    """A benchmark of wrong results is worth nothing."""
+    decoded = codec.decode(codec.encode(x), 1, x.dtype, x.numel())
+    bound = (x.max() - x.min()).item() / 255 if "uint8" in codec.name else x.abs().max() / 2**8
+    if not (decoded - x).abs().max() <= bound:
+        raise RuntimeError(f"{codec.name} is off by more than {bound}")
+
+
+def codec_candidates(x, out, total):
+    candidates = {}
+    for name in _C.codec_names():
+        codec = _C.make_codec(name)
+        check(codec, x)
+        payload = codec.encode(x)
+        candidates |= {
+            f"{name} encode": lambda c=codec, p=payload: c.encode_into(x, 1, p),
+            f"{name} decode": lambda c=codec, p=payload: c.decode_into(p, 1, out),
+            f"{name} decode_add": lambda c=codec, p=payload: c.decode_add(p, x.dtype, total, 0.5),
+        }
+    return candidates
+
+
+def peer_candidates(x, out):
+    rows = x.view(-1, BLOCK_NUMEL)
+    codes = torch.empty(x.numel(), dtype=torch.uint8)
+    half = x.bfloat16()
+    scale, lower = plain_torch_encode(x, codes)
+    prepack = torch.ops.quantized.embedding_bag_byte_prepack
+    unpack = torch.ops.quantized.embedding_bag_byte_unpack
+    packed = prepack(rows)
+
+    def plain_torch_decode():
+        torch.div(codes.view(rows.shape) + lower, scale, out=out.view(rows.shape))
+
+    return {
+        "plain torch encode": lambda: plain_torch_encode(x, codes),
+        "plain torch decode": plain_torch_decode,
+        "FBGEMM rows encode": lambda: prepack(rows),
+        "FBGEMM rows decode": lambda: unpack(packed),
+        "torch bf16 copy": lambda: half.copy_(x),
+    }
+
+
+def measure(mib, repeats):
+    torch.manual_seed(0)
+    x = torch.randn(mib * 2**18)
+    out, total = torch.empty_like(x), torch.zeros_like(x)
+    size = x.numel() * x.element_size()
+    candidates = {"memcpy": lambda: ctypes.memmove(out.data_ptr(), x.data_ptr(), size)}
+    candidates |= codec_candidates(x, out, total) | peer_candidates(x, out)
+    seconds = timed_in_turns(candidates, repeats, warmup=3)
+    memcpy = seconds["memcpy"]
+    return {
+        name: {
+            "median_s": each["median"],
+            "min_s": each["min"],
+            "gb_per_s": size / each["median"] / 1e9,
+            "x_memcpy": memcpy["median"] / each["median"],
+            "x_memcpy_of_minima": memcpy["min"] / each["min"],
+        }
+        for name, each in seconds.items()
+    }
+
+
+def compare(rows):
+    return [
+        {
+            "what": name,
+            "over": other,
+            "target": target,
+            "reached": rows[other]["median_s"] / rows[name]["median_s"],
+        }
+        for (name, other), target in TARGETS.items()
+    ]
+
+
+def show(results):
+    print(f"{results['machine']['processor']}, {results['mib']} MiB of float32, one thread")
+    print(f"{'':26}{'median ms':>10}{'min ms':>9}{'GB/s':>8}{'x memcpy':>10}")
+    for name, row in results["rows"].items():
+        print(
+            f"{name:26}{row['median_s'] * 1e3:10.2f}{row['min_s'] * 1e3:9.2f}"
+            f"{row['gb_per_s']:8.1f}{row['x_memcpy']:10.2f}"
+        )
+    for each in results["targets"]:
+        verdict = "ok" if each["reached"] >= each["target"] else "MISSED"
+        ratio = f"{each['reached']:.2f} x {each['over']}"
+        print(f"{each['what']:26}{ratio:>28}, target {each['target']:.2f}: {verdict}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu"], default="cpu")
+    parser.add_argument("--mib", type=int, default=64, help="size of the float32 tensor")
+    parser.add_argument("--repeats", type=int, default=41)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(1)
+    rows = measure(arguments.mib, arguments.repeats)
+    results = {
+        "machine": machine(),
+        "device": arguments.device,
+        "mib": arguments.mib,
+        "repeats": arguments.repeats,
+        "rows": rows,
+        "targets": compare(rows),
+    }
+    write_results("bench_codec", results)
+    if arguments.json:
+        print(json.dumps(results, indent=2))
+    else:
+        show(results)
+    missed = [each for each in results["targets"] if each["reached"] < each["target"]]
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Which backward ends a step: one through what the wrapped module's forward returned."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
+from ranks import training
+
+
+class KeepsItsLoss(nn.Module):
+    """Computes the loss inside; what it returns is up to `returned`."""
+
+    def __init__(self, returned):
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = training.network()
+        self.side = nn.Linear(training.FEATURES, 1)
+        self.returned = returned
+
+    def forward(self, data):
+        self.loss = training.squared_error(self.network, data) + self.side(data[0]).square().mean()
+        return {"nothing": None, "detached": self.loss.detach(), "side": self.side(data[0])}[
+            self.returned
+        ]
+
+
+def keep_loss(model, data):
+    model(data)
+    return model.loss
+
+
+@training.with_group
+def train_with_a_kept_loss(returned):
+    model = KeepsItsLoss(returned)
+    alone = copy.deepcopy(model)
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], GradientAllReduceAlgorithm())
+    training.train_on_ranks(model, optimizer, loss=keep_loss)
+    training.assert_close(model, training.train_alone(alone, training.sgd(alone), loss=keep_loss))
+    return model.bagua_stats()["rounds"]
+
+
+def test_a_module_that_returns_no_tensor_is_synchronised(ranks):
+    assert ranks(3, train_with_a_kept_loss, "nothing") == [3, 3, 3]
+
+
+def test_a_module_that_returns_a_detached_tensor_is_synchronised(ranks):
+    assert ranks(3, train_with_a_kept_loss, "detached") == [3, 3, 3]
+
+
+@training.with_group
+def miss_the_output():
+    model = KeepsItsLoss("side")
+    model.with_bagua([], GradientAllReduceAlgorithm())
+    data = training.batch(0, dist.get_rank())
+    keep_loss(model, data).backward()
+    return training.error_of(lambda: keep_loss(model, data).backward())
+
+
+def test_a_backward_that_misses_the_output_is_found_by_the_next_forward(ranks):
+    for message in ranks(2, miss_the_output):
+        assert "BaguaError" in message
+        assert "round 1: parameters received gradients" in message
+        assert "Compute the loss from the module's output" in message
+
+
+@training.with_group
+def penalise_weights(separately):
+    model = training.network()
+    alone = copy.deepcopy(model)
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], GradientAllReduceAlgorithm())
+
+    def loss(m, data):
+        error = training.squared_error(m, data)
+        penalty = sum(p.square().sum() for p in m.parameters())
+        if separately:
+            penalty.backward()
+            return error
+        return error + penalty
+
+    training.train_on_ranks(model, optimizer, loss=loss)
+    training.assert_close(model, training.train_alone(alone, training.sgd(alone), loss=loss))
+    return model.bagua_stats()["rounds"]
+
+
+def test_a_penalty_on_weights_is_part_of_the_step(ranks):
+    assert ranks(3, penalise_weights, False) == [3, 3, 3]
+
+
+def test_a_penalty_with_a_backward_of_its_own_is_part_of_the_step(ranks):
+    assert ranks(3, penalise_weights, True) == [3, 3, 3]
+
+
+class WithToken(nn.Module):
+    """A parameter that the forward does not use, but the loss does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.token = nn.Parameter(torch.randn(5))
+        self.network = training.network()
+
+    def forward(self, x):
+        return self.network(x)
+
+
+@training.with_group
+def use_a_parameter_in_the_loss_only():
+    model = WithToken()
+    alone = copy.deepcopy(model)
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], GradientAllReduceAlgorithm())
+
+    def loss(m, data):
+        return training.squared_error(m, data) + (m.token * data[0]).square().mean()
+
+    training.train_on_ranks(model, optimizer, loss=loss)
+    training.assert_close(model, training.train_alone(alone, training.sgd(alone), loss=loss))
+    return model.bagua_stats()["rounds"]
+
+
+def test_a_parameter_that_only_the_loss_uses_is_synchronised(ranks):
+    assert ranks(3, use_a_parameter_in_the_loss_only) == [3, 3, 3]

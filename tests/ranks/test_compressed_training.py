@@ -1,0 +1,133 @@
+"""8-bit and cast gradients: the bits of the oracle's compressed mean, on every rank, every step."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bagua.torch_api.algorithms import ByteGradAlgorithm
+from oracle.compressed_all_reduce import compressed_all_reduce
+from ranks import training
+
+CODECS = ["minmax_uint8", "block_uint8", "fp16", "bf16"]
+BUCKETS = pytest.mark.parametrize(
+    "env", [{}, training.SMALL_BUCKETS], ids=["one_bucket", "small_buckets"]
+)
+
+
+def flat_gradients(bucket, gradients):
+    """A bucket's memory when these are the gradients by name, padding included."""
+    flat = torch.zeros_like(bucket.backend_tensor)
+    parts = [gradients[tensor.bagua_tensor_name].reshape(-1) for tensor in bucket.tensors]
+    values = torch.cat(parts)
+    flat[: values.numel()] = values
+    return flat
+
+
+@training.with_group
+def train_as_the_oracle(codec, average, do_flatten, hidden):
+    size = dist.get_world_size()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(training.FEATURES, hidden),
+        torch.nn.Tanh(),
+        torch.nn.Linear(hidden, training.OUTPUTS),
+    )
+    optimizer = training.sgd(model)
+    chosen = ByteGradAlgorithm(hierarchical=False, average=average, codec=codec)
+    model.with_bagua([optimizer], chosen, None, do_flatten)
+    for step in range(3):
+        by_rank = [
+            training.local_gradients(model, training.squared_error, training.batch(step, rank))
+            for rank in range(size)
+        ]
+        training.train(model, optimizer, [training.batch(step, dist.get_rank())])
+        training.assert_ranks_agree(model)
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        for bucket in model.bagua_buckets:
+            inputs = [flat_gradients(bucket, gradients_of_rank) for gradients_of_rank in by_rank]
+            expected = compressed_all_reduce(codec, inputs, average)
+            assert torch.equal(flat_gradients(bucket, gradients), expected), bucket.name
+    return training.model_bits(model), len(model.bagua_buckets)
+
+
+@BUCKETS
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("size", [2, 3, 4], ids=lambda n: f"{n}_ranks")
+def test_compressed_gradients_have_the_bits_of_the_oracle(ranks, size, codec, env):
+    results = ranks(size, train_as_the_oracle, codec, True, True, 7, env=env)
+    assert len(set(results)) == 1
+    assert results[0][1] == (1 if env == {} else 4)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_parts_of_several_blocks_have_the_bits_of_the_oracle(ranks, codec):
+    results = ranks(3, train_as_the_oracle, codec, False, True, 1501)
+    assert len(set(results)) == 1
+
+
+@BUCKETS
+def test_compressed_training_without_flattening_and_a_second_run_give_the_same_bits(ranks, env):
+    first = ranks(3, train_as_the_oracle, "block_uint8", True, True, 33, env=env)
+    assert first == ranks(3, train_as_the_oracle, "block_uint8", True, True, 33, env=env)
+    assert first == ranks(3, train_as_the_oracle, "block_uint8", True, False, 33, env=env)
+
+
+@training.with_group
+def train_beside_the_exact_oracle(codec):
+    model = training.network()
+    alone = copy.deepcopy(model)
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], ByteGradAlgorithm(hierarchical=False, codec=codec))
+    training.train_on_ranks(model, optimizer, steps=20)
+    training.train_alone(alone, training.sgd(alone), steps=20)
+    data = training.whole_batch(0, dist.get_world_size())
+    with torch.no_grad():
+        return [training.squared_error(m.eval(), data).item() for m in (model, alone)]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_compressed_training_reaches_the_loss_of_exact_training(ranks, codec):
+    for compressed, exact in ranks(3, train_beside_the_exact_oracle, codec):
+        assert compressed == pytest.approx(exact, rel=0.02)
+
+
+@training.with_group
+def one_bad_gradient(codec, bad, position):
+    model = torch.nn.Linear(65, 63, bias=False)
+    model.with_bagua([], training.algorithm(codec))
+    finite = []
+    for step in range(2):
+        model.zero_grad()
+        gradient = torch.ones(63, 65)
+        if step == 0 and dist.get_rank() == 1:
+            gradient.view(-1)[position] = float(bad)
+        ((model.weight * gradient).sum() + model(torch.zeros(1, 65)).sum()).backward()
+        finite.append(bool(model.weight.grad.isfinite().all()))
+        digests = training.gather(training.bits([model.weight.grad.isfinite()]))
+        assert len(set(digests)) == 1
+    return finite, bool(model.weight.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("codec", ["exact", *CODECS])
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("position", [0, 1364, 2048, 4094], ids=["first", "edge", "block", "last"])
+def test_a_bad_gradient_on_one_rank_is_seen_by_all_for_one_step(ranks, codec, bad, position):
+    results = ranks(3, one_bad_gradient, codec, bad, position)
+    assert results == [([False, True], True)] * 3
+
+
+@training.with_group
+def bytes_of_a_step(codec):
+    model = torch.nn.Linear(1000, 60)
+    model.with_bagua([], training.algorithm(codec))
+    model(torch.ones(1, 1000)).sum().backward()
+    return model.bagua_stats()["total"]["bytes_sent"]
+
+
+def test_8_bit_sends_about_a_quarter_of_the_exact_bytes(ranks):
+    exact = ranks(3, bytes_of_a_step, "exact")
+    for codec in ("minmax_uint8", "block_uint8"):
+        for compressed, plain in zip(ranks(3, bytes_of_a_step, codec), exact, strict=True):
+            assert 0.25 < compressed / plain < 0.27
