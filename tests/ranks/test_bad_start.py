@@ -9,6 +9,7 @@ import bagua.torch_api as api
 import pytest
 import torch
 import torch.distributed as dist
+from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from ranks import faults
 
 
@@ -37,8 +38,9 @@ def test_arguments_beside_an_initialised_torch_distributed_are_refused(ranks):
 
 def initialise_again_after_destroying():
     rounds = []
-    for _ in range(2):
+    for _ in range(3):
         api.init_process_group()
+        api.communication.new_group([0])
         model, optimizer = faults.wrapped()
         faults.step(model, optimizer)
         rounds.append(model.bagua_stats()["rounds"])
@@ -47,7 +49,27 @@ def initialise_again_after_destroying():
 
 
 def test_a_destroyed_group_can_be_made_again(ranks):
-    assert ranks(2, initialise_again_after_destroying, init=False) == [([1, 1], False)] * 2
+    ranks(1, initialise_again_after_destroying, init=False)  # one process has done more than others
+    assert ranks(2, initialise_again_after_destroying, init=False) == [([1, 1, 1], False)] * 2
+    assert ranks(2, initialise_again_after_destroying) == [([1, 1, 1], True)] * 2
+
+
+@faults.with_bagua_group
+def wrap_twice_on_a_torch_group(same):
+    rounds = []
+    group = None
+    for _ in range(3):
+        group = group if same and group else dist.new_group([0, 1])
+        model = faults.network()
+        model.with_bagua([], GradientAllReduceAlgorithm(), process_group=group)
+        faults.loss_of(model).backward()
+        rounds.append(model.bagua_stats()["rounds"])
+    return rounds
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same-group", "equal-groups"])
+def test_several_models_may_use_one_torch_group(ranks, same):
+    assert ranks(2, wrap_twice_on_a_torch_group, same) == [[1, 1, 1]] * 2
 
 
 def initialise_without(names):
