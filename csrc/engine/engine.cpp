@@ -56,15 +56,18 @@ void Engine::stop() noexcept {
   if (getpid() != process_) return;
   State& state = *state_;
   int64_t rounds = 0;
+  bool failed = false;
   {
     std::lock_guard lock(state.mutex);
     if (std::exchange(state.stopped, true)) return;
+    failed = state.failure != nullptr;
     // Others that have got further in a round which this rank only opened would wait for it.
     const bool through = state.marked == state.slot_states.size() && state.launched_done();
     rounds = state.open && !through ? state.round - 1 : state.round;
   }
   state.changed.notify_all();
-  if (state.options.board) state.options.board->leave(rounds);
+  // A rank that failed has said so already: leaving is its consequence, not the cause.
+  if (state.options.board && !failed) state.options.board->leave(rounds);
   bool idle = true;
   for (const auto& thread : threads_) idle = thread->stop() && idle;
   if (idle) return;

@@ -1,11 +1,11 @@
 #include "engine/engine_state.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/record_function.h>
-
 #include <algorithm>
 #include <cstring>
 #include <utility>
+
+#include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
 
 #include "base/check.h"
 #include "engine/agreement.h"
@@ -192,9 +192,8 @@ void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::functio
                           const char* what) {
   const auto deadline = std::chrono::steady_clock::now() + options.timeout;
   while (!failure && !stopped && !done_now()) {
-    const auto slice =
-        std::min<std::chrono::steady_clock::time_point>(
-            deadline, std::chrono::steady_clock::now() + kPollInterval);
+    const auto slice = std::min<std::chrono::steady_clock::time_point>(
+        deadline, std::chrono::steady_clock::now() + kPollInterval);
     if (changed.wait_until(lock, slice, [&] { return failure || stopped || done_now(); })) break;
     const int64_t my_round = round;
     const bool late = std::chrono::steady_clock::now() >= deadline;
@@ -220,14 +219,16 @@ void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::functio
 
 void Engine::State::rethrow(std::unique_lock<std::mutex>& lock) {
   const std::exception_ptr cause = failure;
+  const int64_t my_round = round;
   lock.unlock();
-  // A transport error such as "connection closed" is often the echo of another rank's failure.
-  std::optional<std::string> news;
-  if (options.board) news = options.board->poll();
-  if (news && message_of(cause).find(*news) == std::string::npos) {
-    std::rethrow_exception(with_context(concat("[", *news, "] "), cause));
+  if (!options.board) std::rethrow_exception(cause);
+  // A transport error such as "connection closed" is often the echo of what another rank did.
+  std::string echo_of;
+  for (const auto& news : {options.board->poll_left(my_round), options.board->poll()}) {
+    if (news && message_of(cause).find(*news) == std::string::npos)
+      echo_of += concat("[", *news, "] ");
   }
-  std::rethrow_exception(cause);
+  std::rethrow_exception(echo_of.empty() ? cause : with_context(echo_of, cause));
 }
 
 }  // namespace bagua

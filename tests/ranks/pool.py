@@ -46,6 +46,9 @@ def torchrun_environment(rank, size, port):
 
 def new_store():
     """A store on a free port, served by this process as torchrun's agent does."""
+    # The server looks up the name of every client; without a name server that answers, each
+    # look-up may stop it for five seconds.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 

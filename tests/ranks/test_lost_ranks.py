@@ -14,7 +14,7 @@ ALGORITHMS = {
 }
 per_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
-SHORT = 3.0  # seconds of timeout where a test waits for it
+SHORT = 4.0  # seconds of timeout where a test waits for it
 # Other ranks' news are asked for every half second; the rest is for a busy machine.
 SECONDS_UNTIL_TOLD = 4.0
 

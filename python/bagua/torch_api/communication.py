@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import os
 import weakref
 from collections.abc import Sequence
@@ -31,6 +32,11 @@ __all__ = [
 _default_group: BaguaProcessGroup | None = None
 _made_torch_group = False
 _group_counter = 0
+_generation = 0
+_torch_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, BaguaProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
+_torch_group_counters: collections.Counter[str] = collections.Counter()
 
 
 class Closable(Protocol):
@@ -95,8 +101,17 @@ class BaguaProcessGroup:
 
 
 def _incarnation() -> str:
-    """Which start of the job this is: keys of an earlier start must never be read."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    """Which start of the job, and of bagua in it, this is: earlier keys must never be read."""
+    return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{_generation}"
+
+
+def _begin_generation(store: c10d.Store, rank: int) -> None:
+    """A store may outlive several groups: number them by this rank's visits to the store."""
+    global _generation, _group_counter
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    _generation = store.add(f"bagua/{restarts}/visits/{rank}", 1)
+    _group_counter = 0
+    _torch_group_counters.clear()
 
 
 def _default_backend() -> str:
@@ -141,8 +156,10 @@ def init_process_group(
                 "torch.distributed is initialised already: its store and backend are used. Drop "
                 "store= and backend=, or call bagua.init_process_group() instead of torch's."
             )
+        _begin_generation(c10d._get_default_store(), dist.get_rank())
     else:
         rank, world_size, store = rendezvous(store, rank, world_size, local_world_size, timeout)
+        _begin_generation(store, rank)
         dist.init_process_group(
             backend or _default_backend(),
             store=c10d.PrefixStore(f"bagua/{_incarnation()}/torch", store),
@@ -218,7 +235,9 @@ def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaPr
 def from_torch_group(group: dist.ProcessGroup, stream: Any = None) -> BaguaProcessGroup:
     """The bagua group with the members of a torch group. Only the members call it."""
     ranks = dist.get_process_group_ranks(group)
-    name = f"torch/{'-'.join(map(str, ranks))}"
+    members = "-".join(map(str, ranks))
+    _torch_group_counters[members] += 1  # equal on all members
+    name = f"torch/{members}/{_torch_group_counters[members]}"
     return BaguaProcessGroup(ranks, name, c10d._get_default_store(), _timeout_of(group), stream)
 
 
@@ -230,7 +249,9 @@ def as_bagua_group(group: Any) -> BaguaProcessGroup:
         return group
     if isinstance(group, dist.ProcessGroup):
         get_default_group()
-        return from_torch_group(group)
+        if group not in _torch_groups:
+            _torch_groups[group] = from_torch_group(group)
+        return _torch_groups[group]
     raise TypeError(
         "process_group must be None, a torch.distributed.ProcessGroup or a BaguaProcessGroup, "
         f"not {type(group).__name__}"
@@ -252,6 +273,7 @@ def destroy_process_group() -> None:
     global _default_group, _made_torch_group
     for resource in list(_live):
         resource.close()
+    _torch_groups.clear()
     _default_group = None
     if _made_torch_group and dist.is_initialized():
         dist.destroy_process_group()

@@ -1,0 +1,158 @@
+"""Scripts that just end: the exit status is what the script says, every time."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+TRAINING = """
+import datetime, sys, threading
+import torch
+import bagua.torch_api as bagua
+from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
+
+{before}
+bagua.init_process_group({arguments})
+torch.manual_seed(0)
+model = torch.nn.Linear(64, 64)
+model = model.with_bagua([], {algorithm})
+for step in range(5):
+    model.zero_grad()
+    model(torch.randn(4, 64)).sum().backward()
+print("trained", model.bagua_stats()["rounds"])
+{after}
+"""
+
+BYTEGRAD = "ByteGradAlgorithm(hierarchical=False)"
+
+
+def script(before="", after="", arguments="", algorithm="GradientAllReduceAlgorithm()"):
+    return TRAINING.format(before=before, after=after, arguments=arguments, algorithm=algorithm)
+
+
+def assert_ends(ends, code, words="", most_words=2000):
+    for rank, end in enumerate(ends):
+        shown = f"rank {rank} ended with {end.returncode}:\n{end.stdout}{end.stderr}"
+        assert end.returncode == code, shown
+        assert "trained 5" in end.stdout, shown
+        assert words in end.stderr, shown
+        for sign in ("terminate called", "Fatal Python error", "core dumped", "Aborted"):
+            assert sign not in end.stderr, shown
+
+
+@pytest.mark.timeout(240)
+def test_a_script_that_just_ends_exits_with_zero_10_of_10(run_script):
+    algorithms = ["GradientAllReduceAlgorithm()", BYTEGRAD]
+
+    def run(i):
+        return run_script(2, script(algorithm=algorithms[i % 2]), timeout=100.0)
+
+    with ThreadPoolExecutor(2) as pairs:
+        for ends in pairs.map(run, range(10)):
+            assert_ends(ends, 0)
+
+
+OWN_GROUP = """
+import torch.distributed
+torch.distributed.init_process_group("gloo")
+"""
+
+ENDINGS = {
+    "own-torch-group": (script(before=OWN_GROUP), 0, ""),
+    "destroyed-by-hand": (script(after="bagua.destroy_process_group()"), 0, ""),
+    "own-torch-group-destroyed-first": (
+        script(before=OWN_GROUP, after="torch.distributed.destroy_process_group()"),
+        0,
+        "",
+    ),
+    "exception": (script(after="raise KeyError('of the user')"), 1, "KeyError: 'of the user'"),
+    "exit-3": (script(after="sys.exit(3)"), 3, ""),
+    "exit-3-bytegrad": (script(after="sys.exit(3)", algorithm=BYTEGRAD), 3, ""),
+    "forward-without-backward": (script(after="loss = model(torch.randn(4, 64)).sum()"), 0, ""),
+    "unfinished-round": (
+        script(
+            before="""
+class Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ZeroDivisionError("in backward")
+""",
+            after="""
+y = model(Stop.apply(torch.randn(4, 64, requires_grad=True)))
+try:
+    y.sum().backward()
+except ZeroDivisionError:
+    print("unfinished")
+""",
+        ),
+        0,
+        "",
+    ),
+    "global-references": (
+        script(after="keep = [model, model.bagua_ddp, bagua.communication.get_default_group()]"),
+        0,
+        "",
+    ),
+    "model-deleted": (script(after="import gc; del model; gc.collect()"), 0, ""),
+    "rewrapped": (script(after=f"model = model.with_bagua([], {BYTEGRAD})"), 0, ""),
+    "from-a-thread": (
+        script(
+            after="""
+def train():
+    for _ in range(3):
+        model(torch.randn(4, 64)).sum().backward()
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+"""
+        ),
+        0,
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_script_exits_with_its_own_status(run_script, ending):
+    source, code, words = ENDINGS[ending]
+    assert_ends(run_script(2, source, timeout=60.0), code, words)
+
+
+ONE_RANK_ENDS = """
+if bagua.get_rank() == 1:
+    sys.exit(4)
+try:
+    while True:
+        model(torch.randn(4, 64)).sum().backward()
+except bagua.BaguaError as error:
+    print("told:", error)
+    sys.exit(5)
+"""
+
+
+def test_a_rank_that_exits_early_keeps_its_status_and_so_do_those_it_leaves(run_script):
+    first, second = run_script(2, script(after=ONE_RANK_ENDS), timeout=60.0)
+    assert (first.returncode, second.returncode) == (5, 4), first.stderr + second.stderr
+    assert "rank 1 left after 5 rounds" in first.stdout
+
+
+BLOCKED = """
+if bagua.get_rank() == 1:
+    threading.Event().wait(10)
+    sys.exit(0)
+try:
+    model(torch.randn(4, 64)).sum().backward()
+except bagua.BaguaTimeoutError as error:
+    print("told:", error)
+    sys.exit(6)
+"""
+
+
+def test_a_rank_whose_lane_is_blocked_exits_after_its_timeout(run_script):
+    source = script(after=BLOCKED, arguments="timeout=datetime.timedelta(seconds=5)")
+    first, second = run_script(2, source, timeout=60.0)
+    assert (first.returncode, second.returncode) == (6, 0), first.stderr + second.stderr
+    assert "no result within 5000 ms" in first.stdout or "Timed out" in first.stdout
