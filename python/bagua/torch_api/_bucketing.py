@@ -11,14 +11,21 @@ __all__ = ["split_by_bucket_size"]
 
 T = TypeVar("T")
 
+#: The first bucket is small, so that the wire has work while backward is still young.
+_FIRST_BUCKET_BYTES = 1024**2
+
+#: A bucket below this share of its limit is not worth messages of its own.
+_WORTH_CLOSING = 1 / 16
+
 
 def split_by_bucket_size(
     items: Sequence[T], effective: Callable[[T], torch.Tensor], bucket_bytes: int
 ) -> list[list[T]]:
     """Cut ``items`` into buckets, keeping their order.
 
-    A bucket holds one dtype on one device and is closed when it has reached ``bucket_bytes``, so
-    it exceeds them by at most one tensor. A tensor of another dtype opens a bucket of its own
+    A bucket holds one dtype on one device. It is closed when it has reached ``bucket_bytes`` (the
+    first one: 1 MiB), and before a tensor that would make it exceed them, unless it is still tiny;
+    so it exceeds them by at most one tensor. A tensor of another dtype opens a bucket of its own
     kind and leaves the others open.
     """
     buckets: list[list[T]] = []
@@ -26,10 +33,13 @@ def split_by_bucket_size(
     for item in items:
         tensor = effective(item)
         kind = (tensor.dtype, tensor.device)
-        members, size = open_buckets.get(kind, ([], 0))
-        if not members:
+        size = tensor.numel() * tensor.element_size()
+        members, filled = open_buckets.get(kind, ([], 0))
+        limit = min(bucket_bytes, _FIRST_BUCKET_BYTES) if len(buckets) <= 1 else bucket_bytes
+        overflows = filled + size > limit and filled >= limit * _WORTH_CLOSING
+        if not members or filled >= limit or overflows:
+            members, filled = [], 0
             buckets.append(members)
         members.append(item)
-        size += tensor.numel() * tensor.element_size()
-        open_buckets[kind] = ([], 0) if size >= bucket_bytes else (members, size)
+        open_buckets[kind] = (members, filled + size)
     return buckets
