@@ -148,20 +148,27 @@ void C10dCommunicator::all_to_all(const at::Tensor& input, at::Tensor& output) {
           });
 }
 
-void C10dCommunicator::exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs) {
+void C10dCommunicator::exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
+                                const OnReceived& on_received) {
   check_exchange(sends, recvs, group());
-  guarded({"exchange", 0, at::kByte, -1}, [&](Site& site) {
-    transfer(site, sends, recvs);
-    for (const auto& [source, target] : own_messages(sends, recvs, group().rank)) {
-      copy_unless_same(flat(target), flat(source));
-    }
-  });
+  try {
+    guarded({"exchange", 0, at::kByte, -1}, [&](Site& site) {
+      for (const auto& [source, target] : own_messages(sends, recvs, group().rank)) {
+        copy_unless_same(flat(target), flat(source));
+      }
+      transfer(site, sends, recvs, on_received);
+    });
+  } catch (const CallbackFailed& failed) {
+    std::rethrow_exception(failed.cause);
+  }
 }
 
-// 1. Post every receive. 2. Post every send. 3. Wait for the receives, then for the sends.
-// Messages of a rank to itself are left out.
-void C10dCommunicator::transfer(Site& site, c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs) {
+// 1. Post every receive. 2. Post every send. 3. Wait for the receives in order, calling back after
+// each, then for the sends. Messages of a rank to itself are left out.
+void C10dCommunicator::transfer(Site& site, c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
+                                const OnReceived& on_received) {
   std::vector<Pending> posted;
+  std::vector<size_t> posted_up_to;  // by receive: how many of `posted` complete it
   posted.reserve(sends.size() + recvs.size());
   const auto post = [&](const at::Tensor& tensor, int peer, auto start) {
     if (peer == group().rank || tensor.numel() == 0) return;
@@ -177,16 +184,37 @@ void C10dCommunicator::transfer(Site& site, c10::ArrayRef<Send> sends, c10::Arra
     post(recv.tensor, recv.peer, [&](std::vector<at::Tensor>& message, int peer) {
       return backend_->recv(message, peer, next_tag(recv_tags_[peer]));
     });
+    posted_up_to.push_back(posted.size());
   }
   for (const Send& send : sends) {
     post(send.tensor, send.peer, [&](std::vector<at::Tensor>& message, int peer) {
       return backend_->send(message, peer, next_tag(send_tags_[peer]));
     });
   }
-  if (is_nccl_) posted.push_back({backend_->endCoalescing(), site});
-  for (const Pending& pending : posted) {
-    site = pending.site;
-    if (pending.work) wait(pending.work);  // null: NCCL had nothing to coalesce
+  size_t waited = 0;
+  const auto wait_up_to = [&](size_t end) {
+    for (; waited < end; ++waited) {
+      site = posted[waited].site;
+      if (posted[waited].work) wait(posted[waited].work);  // null: NCCL had nothing to coalesce
+    }
+  };
+  if (is_nccl_) {
+    posted.push_back({backend_->endCoalescing(), site});
+    wait_up_to(1);
+  }
+  for (size_t message = 0; message < recvs.size(); ++message) {
+    if (!is_nccl_) wait_up_to(posted_up_to[message]);
+    if (on_received) call_back(on_received, message);
+  }
+  wait_up_to(posted.size());
+}
+
+void C10dCommunicator::call_back(const OnReceived& on_received, size_t message) {
+  try {
+    on_received(message);
+  } catch (const std::exception& error) {
+    refuse_from_now_on(concat("the caller failed during an exchange: ", error.what()));
+    throw CallbackFailed{std::current_exception()};
   }
 }
 

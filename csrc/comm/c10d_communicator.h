@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -34,7 +35,9 @@ class C10dCommunicator final : public Communicator {
   void all_gather(const at::Tensor& input, at::Tensor& output) override;
   void all_to_all(const at::Tensor& input, at::Tensor& output) override;
   void broadcast(at::Tensor& tensor, int root) override;
-  void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs) override;
+  using Communicator::exchange;
+  void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
+                const OnReceived& on_received) override;
   void abort(const std::string& reason) noexcept override;
 
  private:
@@ -49,10 +52,16 @@ class C10dCommunicator final : public Communicator {
     c10::intrusive_ptr<c10d::Work> work;
     Site site;
   };
+  // Carries an exception of a caller's callback past guarded(), which would call it the transport's.
+  struct CallbackFailed {
+    std::exception_ptr cause;
+  };
 
   template <typename Body>
   void guarded(Site site, Body body);
-  void transfer(Site& site, c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs);
+  void transfer(Site& site, c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
+                const OnReceived& on_received = nullptr);
+  void call_back(const OnReceived& on_received, size_t message);
   std::vector<at::Tensor> pieces(const at::Tensor& tensor) const;
   void refuse_if_failed(const Site& site);
   void refuse_from_now_on(const std::string& reason) noexcept;

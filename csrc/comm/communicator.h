@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
+#include <functional>
 #include <string>
 
 namespace bagua {
@@ -24,6 +25,9 @@ struct Recv {
   at::Tensor tensor;
   int peer;
 };
+
+// Takes the position of a message in the list of receives.
+using OnReceived = std::function<void(size_t)>;
 
 // Moves tensors; knows no codec.
 //
@@ -56,7 +60,13 @@ class Communicator {
   // Point to point: every receive is posted before the first send, so that any pattern in which
   // each send has its receive is free of deadlock. Several messages between the same two ranks
   // are matched in order. A peer may be this rank itself (copied locally).
-  virtual void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs) = 0;
+  // `on_received` is called for each receive, in the order of `recvs`, when its message is there;
+  // where the transport can, while the later ones are still under way. What it throws ends the call.
+  virtual void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
+                        const OnReceived& on_received) = 0;
+  void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs) {
+    exchange(sends, recvs, [](size_t) {});
+  }
 
   // Thread-safe. Later calls throw, naming the reason; calls in flight end where the transport can
   // end them (see each implementation).

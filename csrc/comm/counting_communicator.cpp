@@ -80,8 +80,16 @@ void CountingCommunicator::broadcast(at::Tensor& tensor, int root) {
   count_received(parents, parents * bytes_of(tensor));
 }
 
-void CountingCommunicator::exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs) {
-  timed([&] { inner_->exchange(sends, recvs); });
+void CountingCommunicator::exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
+                                    const OnReceived& on_received) {
+  std::atomic<int64_t> callbacks_ns{0};
+  timed([&] {
+    inner_->exchange(sends, recvs, [&](size_t message) {
+      const Stopwatch stopwatch(callbacks_ns);
+      on_received(message);
+    });
+  });
+  wire_ns_ -= callbacks_ns;
   for (const Send& send : sends) {
     if (send.peer != group().rank) count_sent(1, bytes_of(send.tensor));
   }

@@ -263,11 +263,13 @@ void ThreadCommunicator::broadcast(at::Tensor& tensor, int root) {
              {ThreadHub::Collective::kBroadcast, {}, flat(tensor), ReduceOp::kSum, root});
 }
 
-void ThreadCommunicator::exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs) {
+void ThreadCommunicator::exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
+                                  const OnReceived& on_received) {
   check_exchange(sends, recvs, group());
   for (const Send& send : sends) check_cpu("exchange", send.tensor);
   for (const Recv& recv : recvs) check_cpu("exchange", recv.tensor);
   hub_->exchange(group().rank, sends, recvs);
+  for (size_t message = 0; message < recvs.size(); ++message) on_received(message);
 }
 
 void ThreadCommunicator::abort(const std::string& reason) noexcept {

@@ -100,7 +100,9 @@ class ThreadCommunicator final : public Communicator {
   void all_gather(const at::Tensor& input, at::Tensor& output) override;
   void all_to_all(const at::Tensor& input, at::Tensor& output) override;
   void broadcast(at::Tensor& tensor, int root) override;
-  void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs) override;
+  using Communicator::exchange;
+  void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
+                const OnReceived& on_received) override;
   void abort(const std::string& reason) noexcept override;
 
  private:

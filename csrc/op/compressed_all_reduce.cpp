@@ -42,31 +42,36 @@ struct CompressedAllReduce::Job {
   at::Tensor flat;
   DType dtype;
   Group group;
-  int64_t stride;   // elements between parts
-  int64_t region;   // bytes between the parts' frames
-  at::Tensor send;  // group.size regions: frame and payload of each part
-  at::Tensor receive;
-  at::Tensor sum;  // f32, my part
+  int64_t stride;      // elements between parts
+  int64_t region;      // bytes between the messages of parts
+  at::Tensor send;     // group.size regions; my own holds my version, then the result
+  at::Tensor receive;  // group.size regions
+  at::Tensor sum;      // f32, my part
   const Round& round;
-  const std::string& codec;
+  const Codec& codec;
 
+  PartLayout layout(int part) const { return {codec, dtype, numel(part)}; }
   int64_t first(int part) const { return std::min(flat.numel(), part * stride); }
   int64_t numel(int part) const { return std::min(stride, flat.numel() - first(part)); }
-  char* values(int part) const {
-    return static_cast<char*>(flat.data_ptr()) + first(part) * dtype_bytes(dtype);
+  char* values(int part, int64_t element) const {
+    return static_cast<char*>(flat.data_ptr()) + (first(part) + element) * dtype_bytes(dtype);
   }
-  static std::byte* bytes(const at::Tensor& buffer, int64_t offset) {
-    return static_cast<std::byte*>(buffer.data_ptr()) + offset;
+  std::byte* bytes(const at::Tensor& buffer, int slot, int64_t offset) const {
+    return static_cast<std::byte*>(buffer.data_ptr()) + slot * region + offset;
   }
-  std::byte* payload(const at::Tensor& buffer, int part) const {
-    return bytes(buffer, part * region + kFrameBytes);
+  at::Tensor message(const at::Tensor& buffer, int slot, const PartLayout& layout,
+                     int64_t segment) const {
+    return buffer.narrow(0, slot * region + layout.message(segment), layout.message_bytes(segment));
   }
-  at::Tensor message(const at::Tensor& buffer, int slot, const PartLayout& layout) const {
-    return buffer.narrow(0, slot * region, kFrameBytes + layout.bytes());
+  Frame frame(int part, const PartLayout& layout, int64_t segment) const {
+    return {frame_fingerprint(codec.name(), static_cast<int>(dtype), numel(part), segment,
+                              round.bucket),
+            static_cast<uint64_t>(round.step), static_cast<uint64_t>(layout.payload_bytes(segment))};
   }
-  Frame frame(int part, const PartLayout& layout) const {
-    return {frame_fingerprint(codec, static_cast<int>(dtype), numel(part), round.bucket),
-            static_cast<uint64_t>(round.step), static_cast<uint64_t>(layout.bytes())};
+  void write_frames(int part, const PartLayout& layout) const {
+    for (int64_t segment = 0; segment < layout.segments(); ++segment) {
+      write_frame(frame(part, layout, segment), bytes(send, part, layout.message(segment)));
+    }
   }
 };
 
@@ -91,116 +96,124 @@ void CompressedAllReduce::run(at::Tensor& flat, const Round& round) {
   }
   const DType dtype = codec_dtype(values.scalar_type());
   const int64_t stride = part_stride(values.numel(), group.size);
-  const int64_t region = kFrameBytes + PartLayout(*codec_, dtype, stride).bytes();
+  const int64_t region = PartLayout(*codec_, dtype, stride).bytes();
+  const at::Device device = flat.device();
   Job job{.flat = values,
           .dtype = dtype,
           .group = group,
           .stride = stride,
           .region = region,
-          .send = scratch_->get(Scratch::kSend, group.size * region, at::kByte, flat.device()),
-          .receive = scratch_->get(Scratch::kReceive, group.size * region, at::kByte, flat.device()),
-          .sum = scratch_->get(Scratch::kSum, stride, at::kFloat, flat.device()),
+          .send = scratch_->get(Scratch::kSend, group.size * region, at::kByte, device),
+          .receive = scratch_->get(Scratch::kReceive, group.size * region, at::kByte, device),
+          .sum = scratch_->get(Scratch::kSum, stride, at::kFloat, device),
           .round = round,
-          .codec = codec_->name()};
-  encode_all(job);
+          .codec = *codec_};
+  encode_others(job);
   scatter(job);
-  reduce_own(job);
   gather(job);
-  decode_all(job);
   if (!values.is_same(flat)) flat.copy_(values);
 }
 
 // Step 1.
-void CompressedAllReduce::encode_all(Job& job) const {
+void CompressedAllReduce::encode_others(Job& job) const {
   for (int part = 0; part < job.group.size; ++part) {
-    const PartLayout layout(*codec_, job.dtype, job.numel(part));
-    write_frame(job.frame(part, layout), Job::bytes(job.send, part * job.region));
+    const PartLayout layout = job.layout(part);
+    job.write_frames(part, layout);
+    if (part == job.group.rank) continue;
     at::parallel_for(0, layout.pieces(), 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        codec_->encode(job.values(part) + layout.first(i) * dtype_bytes(job.dtype), job.dtype,
-                       layout.numel(i), 1, job.payload(job.send, part) + layout.offset(i), nullptr,
-                       nullptr);
+        codec_->encode(job.values(part, layout.first(i)), job.dtype, layout.numel(i), 1,
+                       job.bytes(job.send, part, layout.payload(i)), nullptr, nullptr);
       }
     });
   }
 }
 
-// Step 2. Slot p of `receive` is rank p's version of my part.
+// Step 2. Slot p of `receive` is rank p's version of my part. Receives are in order of segments, so
+// that a segment is complete when its last peer's message is there.
 void CompressedAllReduce::scatter(Job& job) const {
   std::vector<Send> sends;
   std::vector<Recv> receives;
-  const PartLayout own(*codec_, job.dtype, job.numel(job.group.rank));
+  const PartLayout own = job.layout(job.group.rank);
   for (int peer = 0; peer < job.group.size; ++peer) {
     if (peer == job.group.rank) continue;
-    const PartLayout layout(*codec_, job.dtype, job.numel(peer));
-    receives.push_back({job.message(job.receive, peer, own), peer});
-    sends.push_back({job.message(job.send, peer, layout), peer});
-  }
-  communicator_->exchange(sends, receives);
-  for (const Recv& message : receives) {
-    check_frame(Job::bytes(message.tensor, 0), job.frame(job.group.rank, own), message.peer,
-                job.round.bucket);
-  }
-}
-
-// Steps 3 and 4, piece by piece so that a piece is summed and encoded while it is in cache. The
-// result's payload replaces my own part's in `send`.
-void CompressedAllReduce::reduce_own(Job& job) const {
-  const int rank = job.group.rank;
-  const PartLayout layout(*codec_, job.dtype, job.numel(rank));
-  at::parallel_for(0, layout.pieces(), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      at::Tensor sum = job.sum.narrow(0, layout.first(i), layout.numel(i)).zero_();
-      for (int peer = 0; peer < job.group.size; ++peer) {
-        const at::Tensor& from = peer == rank ? job.send : job.receive;
-        codec_->decode_add(job.payload(from, peer) + layout.offset(i), job.dtype,
-                           sum.data_ptr<float>(), layout.numel(i), 1.0f, nullptr);
-      }
-      if (op_ == ReduceOp::kAvg) sum.div_(job.group.size);
-      const void* values = sum.data_ptr();
-      if (job.dtype != DType::kFloat32) {
-        at::Tensor own = job.flat.narrow(0, job.first(rank) + layout.first(i), layout.numel(i));
-        own.copy_(sum);
-        values = own.data_ptr();
-      }
-      codec_->encode(values, job.dtype, layout.numel(i), 1,
-                     job.payload(job.send, rank) + layout.offset(i), nullptr, nullptr);
+    const PartLayout layout = job.layout(peer);
+    for (int64_t segment = 0; segment < layout.segments(); ++segment) {
+      sends.push_back({job.message(job.send, peer, layout, segment), peer});
     }
+  }
+  for (int64_t segment = 0; segment < own.segments(); ++segment) {
+    for (int peer = 0; peer < job.group.size; ++peer) {
+      if (peer == job.group.rank) continue;
+      receives.push_back({job.message(job.receive, peer, own, segment), peer});
+    }
+  }
+  const int64_t peers = job.group.size - 1;
+  communicator_->exchange(sends, receives, [&](size_t message) {
+    const int64_t segment = static_cast<int64_t>(message) / peers;
+    const int peer = receives[message].peer;
+    check_frame(job.bytes(job.receive, peer, own.message(segment)),
+                job.frame(job.group.rank, own, segment), peer, job.round.bucket);
+    if (static_cast<int64_t>(message) % peers != peers - 1) return;
+    at::parallel_for(own.first_piece(segment), own.end_piece(segment), 1,
+                     [&](int64_t begin, int64_t end) {
+                       for (int64_t i = begin; i < end; ++i) reduce_piece(job, i);
+                     });
   });
 }
 
-// Step 5. Slot p of `receive` is part p.
+// Steps 2a to 2c, while the piece is in cache.
+void CompressedAllReduce::reduce_piece(Job& job, int64_t piece) const {
+  const int rank = job.group.rank;
+  const PartLayout layout = job.layout(rank);
+  const int64_t first = layout.first(piece), numel = layout.numel(piece);
+  void* own = job.values(rank, first);
+  std::byte* own_payload = job.bytes(job.send, rank, layout.payload(piece));
+  codec_->encode(own, job.dtype, numel, 1, own_payload, nullptr, nullptr);
+  at::Tensor sum = job.sum.narrow(0, first, numel).zero_();
+  for (int peer = 0; peer < job.group.size; ++peer) {
+    const std::byte* payload =
+        peer == rank ? own_payload : job.bytes(job.receive, peer, layout.payload(piece));
+    codec_->decode_add(payload, job.dtype, sum.data_ptr<float>(), numel, 1.0f, nullptr);
+  }
+  if (op_ == ReduceOp::kAvg) sum.div_(job.group.size);
+  job.flat.narrow(0, job.first(rank) + first, numel).copy_(sum);
+  codec_->encode(own, job.dtype, numel, 1, own_payload, nullptr, nullptr);
+  codec_->decode(own_payload, 1, own, job.dtype, numel, nullptr);
+}
+
+// Step 3. Slot p of `receive` is part p.
 void CompressedAllReduce::gather(Job& job) const {
   std::vector<Send> sends;
   std::vector<Recv> receives;
-  const PartLayout own(*codec_, job.dtype, job.numel(job.group.rank));
+  std::vector<int64_t> segments;  // of the receives
+  const PartLayout own = job.layout(job.group.rank);
   for (int peer = 0; peer < job.group.size; ++peer) {
     if (peer == job.group.rank) continue;
-    const PartLayout layout(*codec_, job.dtype, job.numel(peer));
-    receives.push_back({job.message(job.receive, peer, layout), peer});
-    sends.push_back({job.message(job.send, job.group.rank, own), peer});
+    const PartLayout layout = job.layout(peer);
+    for (int64_t segment = 0; segment < own.segments(); ++segment) {
+      sends.push_back({job.message(job.send, job.group.rank, own, segment), peer});
+    }
+    for (int64_t segment = 0; segment < layout.segments(); ++segment) {
+      receives.push_back({job.message(job.receive, peer, layout, segment), peer});
+      segments.push_back(segment);
+    }
   }
-  communicator_->exchange(sends, receives);
-  for (const Recv& message : receives) {
-    const PartLayout layout(*codec_, job.dtype, job.numel(message.peer));
-    check_frame(Job::bytes(message.tensor, 0), job.frame(message.peer, layout), message.peer,
-                job.round.bucket);
-  }
-}
-
-// Step 6.
-void CompressedAllReduce::decode_all(Job& job) const {
-  for (int part = 0; part < job.group.size; ++part) {
-    const PartLayout layout(*codec_, job.dtype, job.numel(part));
-    const at::Tensor& from = part == job.group.rank ? job.send : job.receive;
-    at::parallel_for(0, layout.pieces(), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        codec_->decode(job.payload(from, part) + layout.offset(i), 1,
-                       job.values(part) + layout.first(i) * dtype_bytes(job.dtype), job.dtype,
-                       layout.numel(i), nullptr);
-      }
-    });
-  }
+  communicator_->exchange(sends, receives, [&](size_t message) {
+    const int part = receives[message].peer;
+    const int64_t segment = segments[message];
+    const PartLayout layout = job.layout(part);
+    check_frame(job.bytes(job.receive, part, layout.message(segment)),
+                job.frame(part, layout, segment), part, job.round.bucket);
+    at::parallel_for(layout.first_piece(segment), layout.end_piece(segment), 1,
+                     [&](int64_t begin, int64_t end) {
+                       for (int64_t i = begin; i < end; ++i) {
+                         codec_->decode(job.bytes(job.receive, part, layout.payload(i)), 1,
+                                        job.values(part, layout.first(i)), job.dtype,
+                                        layout.numel(i), nullptr);
+                       }
+                     });
+  });
 }
 
 std::string CompressedAllReduce::describe() const {

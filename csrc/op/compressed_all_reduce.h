@@ -12,13 +12,14 @@
 namespace bagua {
 
 // Bagua's scatter-gather all-reduce. The bucket is cut into one part per rank:
-//   1. encode every part;
-//   2. send part p to rank p (all_to_all);
-//   3. decode all ranks' versions of my part and add them in f32, in rank order;
-//   4. divide by the number of ranks (mean), convert to the bucket's dtype, encode;
-//   5. send my part to every rank (all_gather);
-//   6. decode every part into the bucket, mine too.
-// All ranks decode the same bytes in step 6, so they end with the same bits.
+//   1. encode the other ranks' parts;
+//   2. send part p to rank p (all_to_all), and as each segment of my part arrives from all ranks:
+//      a. encode my own version, decode all versions and add them in f32, in rank order;
+//      b. divide by the number of ranks (mean), convert to the bucket's dtype;
+//      c. encode the result, and decode it into my part;
+//   3. send my part to every rank (all_gather), and decode each segment as it arrives.
+// All ranks decode the same bytes in the end, so they hold the same bits. Step 2 also encodes and
+// decodes this rank's own version: all versions weigh alike, as in Bagua.
 //
 // Bytes sent per rank: 2 r S (P - 1) / P for S bytes, P ranks and payload ratio r, plus 32 bytes of
 // frame per message. With one rank nothing is done. Buckets of f64 are cast to f32 for the wire.
@@ -32,11 +33,10 @@ class CompressedAllReduce final : public BucketOp {
 
  private:
   struct Job;
-  void encode_all(Job& job) const;
+  void encode_others(Job& job) const;
   void scatter(Job& job) const;
-  void reduce_own(Job& job) const;
+  void reduce_piece(Job& job, int64_t piece) const;
   void gather(Job& job) const;
-  void decode_all(Job& job) const;
 
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<const Codec> codec_;

@@ -17,11 +17,12 @@ uint64_t mix(uint64_t hash, const void* data, size_t size) {
 
 }  // namespace
 
-uint64_t frame_fingerprint(const std::string& codec, int dtype, int64_t part_numel,
+uint64_t frame_fingerprint(const std::string& codec, int dtype, int64_t part_numel, int64_t segment,
                            const std::string& bucket) {
   uint64_t hash = mix(0xcbf29ce484222325, codec.data(), codec.size());
   hash = mix(hash, &dtype, sizeof dtype);
   hash = mix(hash, &part_numel, sizeof part_numel);
+  hash = mix(hash, &segment, sizeof segment);
   return mix(hash, bucket.data(), bucket.size());
 }
 

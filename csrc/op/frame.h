@@ -16,7 +16,7 @@ struct Frame {
   uint64_t payload_bytes;  // bytes that follow
 };
 
-uint64_t frame_fingerprint(const std::string& codec, int dtype, int64_t part_numel,
+uint64_t frame_fingerprint(const std::string& codec, int dtype, int64_t part_numel, int64_t segment,
                            const std::string& bucket);
 
 void write_frame(const Frame& frame, std::byte* out);
