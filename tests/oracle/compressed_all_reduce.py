@@ -1,43 +1,15 @@
 """What a compressed all-reduce must give, step by step in plain torch, one rank's part at a time.
 
-The codecs appear as the round trip of their values only (encode, then decode); their bytes are the
-subject of other tests. Every step is an IEEE f32 operation, so results are compared bit for bit.
+Every step is an IEEE f32 operation, so results are compared bit for bit.
 """
 
 import torch
-
-BLOCK = 2048
-LEVEL_LIMIT = 16777216.0 - 256.0
+from oracle import codec as oracle
 
 
 def round_trip(codec, values):
     """`values` (one dimension: f32, f16 or bf16) after encoding as one chunk and decoding."""
-    if codec == "fp16":
-        return values.to(torch.float16).to(values.dtype)
-    if codec == "bf16":
-        return values.to(torch.bfloat16).to(values.dtype)
-    size = {"minmax_uint8": max(1, values.numel()), "block_uint8": BLOCK}[codec]
-    ranges = [_one_range(part) for part in values.split(size)]
-    return torch.cat(ranges) if ranges else values.clone()
-
-
-def _one_range(values):
-    """Scale and levels of one range of values; see csrc/codec/minmax_uint8.h for the steps."""
-    if values.numel() == 0:
-        return values.clone()
-    x = values.float()
-    if not bool(x.isfinite().all()):
-        return torch.full_like(values, float("nan"))
-    low, high = x.min(), x.max()
-    scale = torch.div(torch.tensor(255.0), (high - low) + torch.tensor(1e-7))
-    top = high * scale
-    if not bool(top.abs() < LEVEL_LIMIT):
-        return (low + (high - low) * 0.5).expand_as(x).to(values.dtype)
-    lower = top.round() - 255.0  # torch rounds ties to even
-    codes = torch.maximum(x * scale, lower).round() - lower
-    decoded = torch.div(codes + lower, scale.expand_as(x))
-    largest = torch.finfo(values.dtype).max
-    return decoded.clamp(-largest, largest).to(values.dtype)
+    return oracle.decode(codec, oracle.encode(codec, values), values.dtype, values.numel())
 
 
 def parts(numel, ranks):
@@ -63,16 +35,3 @@ def compressed_all_reduce(codec, inputs, average):
             total /= len(inputs)
         result[first : first + numel] = round_trip(codec, total.to(wire))
     return result.to(inputs[0].dtype)
-
-
-def payload_bytes(codec, dtype, numel):
-    """Bytes of one chunk: header and codes, or elements, each padded to 32."""
-
-    def padded(size):
-        return -(-size // 32) * 32
-
-    if codec in ("fp16", "bf16"):
-        return padded(2 * numel)
-    ranges = 1 if codec == "minmax_uint8" else -(-numel // BLOCK)
-    width = 2 if dtype in (torch.float16, torch.bfloat16) else 4
-    return padded(ranges * 2 * width) + padded(numel)

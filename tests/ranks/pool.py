@@ -23,6 +23,9 @@ MAX_RANKS = 4
 WORKER = Path(__file__).with_name("worker.py")
 SECONDS_AFTER_FIRST_FAILURE = 10.0
 SECONDS_FOR_STACKS = 2.0
+# torch's stores look up the name of every client; without a name server that answers, each look-up
+# may stop them for five seconds. For this process, which serves them, and for the ranks.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def torchrun_environment(rank, size, port):
@@ -46,9 +49,6 @@ def torchrun_environment(rank, size, port):
 
 def new_store():
     """A store on a free port, served by this process as torchrun's agent does."""
-    # The server looks up the name of every client; without a name server that answers, each
-    # look-up may stop it for five seconds.
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from bagua import _C
-from oracle.compressed_all_reduce import parts, payload_bytes
+from oracle.codec import payload_bytes
+from oracle.compressed_all_reduce import parts
 from single.op_ranks import (
     compressed,
     per_codec,
