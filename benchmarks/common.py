@@ -19,7 +19,9 @@ def _commit():
             ["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=False
         ).stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":(top,exclude)benchmarks/results")
+    changed = git(
+        "status", "--porcelain", "--untracked-files=no", "--", ":(top,exclude)benchmarks/results"
+    )
     return (git("rev-parse", "--short=12", "HEAD") or "unknown") + ("+changes" if changed else "")
 
 

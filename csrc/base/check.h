@@ -35,13 +35,13 @@ std::string concat(const Args&... args) {
 }  // namespace bagua
 
 // A condition on the state of the run. The message says what, with the values, and what to do.
-#define BAGUA_CHECK(condition, ...)                                          \
-  do {                                                                       \
-    if (!(condition)) throw ::bagua::Error(::bagua::concat(__VA_ARGS__));    \
+#define BAGUA_CHECK(condition, ...)                                       \
+  do {                                                                    \
+    if (!(condition)) throw ::bagua::Error(::bagua::concat(__VA_ARGS__)); \
   } while (false)
 
 // A condition on an argument of a public function: becomes Python's ValueError.
-#define BAGUA_CHECK_ARG(condition, ...)                                               \
-  do {                                                                                \
-    if (!(condition)) throw std::invalid_argument(::bagua::concat(__VA_ARGS__));      \
+#define BAGUA_CHECK_ARG(condition, ...)                                          \
+  do {                                                                           \
+    if (!(condition)) throw std::invalid_argument(::bagua::concat(__VA_ARGS__)); \
   } while (false)

@@ -1,10 +1,10 @@
 // The engine and the path from autograd to it. Every call that can block releases the GIL.
-#include <pybind11/functional.h>
-#include <torch/csrc/Exceptions.h>
-
 #include <exception>
 #include <optional>
 #include <string>
+
+#include <pybind11/functional.h>
+#include <torch/csrc/Exceptions.h>
 
 #include "base/check.h"
 #include "binding/bindings.h"
@@ -130,12 +130,12 @@ void bind_plan(py::module_& m) {
            }),
            py::arg("name"), py::arg("flat"), py::arg("slots"), py::arg("ops"));
 
-  py::class_<Lane>(m, "Lane")
-      .def(py::init([](std::vector<Bucket> buckets,
-                       std::vector<std::shared_ptr<CountingCommunicator>> communicators) {
-             return Lane{std::move(buckets), std::move(communicators)};
-           }),
-           py::arg("buckets"), py::arg("communicators"));
+  py::class_<Lane>(m, "Lane").def(
+      py::init([](std::vector<Bucket> buckets,
+                  std::vector<std::shared_ptr<CountingCommunicator>> communicators) {
+        return Lane{std::move(buckets), std::move(communicators)};
+      }),
+      py::arg("buckets"), py::arg("communicators"));
 }
 
 }  // namespace

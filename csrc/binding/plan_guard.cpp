@@ -39,9 +39,9 @@ PlanGuard::PlanGuard(std::vector<std::string> names, const py::list& dicts)
 
 std::string PlanGuard::compare(const Entry& entry, PyObject* object) const {
   if (object != entry.object) {
-    return concat("'", entry.name, "' was replaced by another ",
-                  entry.tensor.defined() ? "tensor (load_state_dict(assign=True) does this)"
-                                         : "object");
+    return concat(
+        "'", entry.name, "' was replaced by another ",
+        entry.tensor.defined() ? "tensor (load_state_dict(assign=True) does this)" : "object");
   }
   if (!entry.tensor.defined()) return "";
   const at::Tensor& now = THPVariable_Unpack(object);
@@ -54,8 +54,7 @@ std::string PlanGuard::compare(const Entry& entry, PyObject* object) const {
                   c10::toString(now.scalar_type()));
   }
   if (now.device() != entry.device) {
-    return concat("'", entry.name, "' moved from ", entry.device.str(), " to ",
-                  now.device().str());
+    return concat("'", entry.name, "' moved from ", entry.device.str(), " to ", now.device().str());
   }
   if (now.sizes() != entry.sizes) {
     return concat("'", entry.name, "' changed its shape to ", now.sizes());

@@ -1,10 +1,10 @@
 // Does the module still have the parameters that it was wrapped with?
 #pragma once
 
-#include <torch/csrc/utils/pybind.h>
-
 #include <string>
 #include <vector>
+
+#include <torch/csrc/utils/pybind.h>
 
 namespace bagua {
 
@@ -26,7 +26,7 @@ class PlanGuard {
  private:
   struct Entry {
     std::string name;
-    PyObject* object;  // compared by identity only
+    PyObject* object;   // compared by identity only
     at::Tensor tensor;  // undefined for a module or None
     bool requires_grad;
     at::ScalarType dtype;

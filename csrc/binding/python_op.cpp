@@ -7,7 +7,8 @@ namespace bagua {
 namespace py = pybind11;
 
 PythonOp::PythonOp(py::function function) : function_(std::move(function)) {
-  description_ = concat("PythonOp(", py::str(py::getattr(function_, "__qualname__", function_)), ")");
+  description_ =
+      concat("PythonOp(", py::str(py::getattr(function_, "__qualname__", function_)), ")");
 }
 
 PythonOp::~PythonOp() {

@@ -1,9 +1,9 @@
 // A bucket op written in Python.
 #pragma once
 
-#include <torch/csrc/utils/pybind.h>
-
 #include <string>
+
+#include <torch/csrc/utils/pybind.h>
 
 #include "op/bucket_op.h"
 

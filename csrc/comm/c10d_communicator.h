@@ -52,7 +52,8 @@ class C10dCommunicator final : public Communicator {
     c10::intrusive_ptr<c10d::Work> work;
     Site site;
   };
-  // Carries an exception of a caller's callback past guarded(), which would call it the transport's.
+  // Carries an exception of a caller's callback past guarded(), which would call it the
+  // transport's.
   struct CallbackFailed {
     std::exception_ptr cause;
   };

@@ -1,10 +1,10 @@
 #include "engine/agreement.h"
 
-#include <ATen/ops/empty.h>
-
 #include <array>
 #include <cstring>
 #include <ios>
+
+#include <ATen/ops/empty.h>
 
 #include "base/check.h"
 
@@ -12,7 +12,7 @@ namespace bagua {
 namespace {
 
 struct Field {
-  uint64_t AgreementRecord::*value;
+  uint64_t AgreementRecord::* value;
   const char* what;
   const char* remedy;
 };

@@ -1,9 +1,9 @@
 #include "engine/bucket.h"
 
+#include <algorithm>
+
 #include <ATen/ops/as_strided.h>
 #include <c10/util/accumulate.h>
-
-#include <algorithm>
 
 #include "base/check.h"
 

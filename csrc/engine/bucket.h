@@ -1,12 +1,12 @@
 // A bucket: contiguous memory, the slots in it, and the ops that run when every slot is ready.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
+
+#include <ATen/core/Tensor.h>
 
 #include "op/bucket_op.h"
 
@@ -22,11 +22,11 @@ enum class Adopt {
 // Where one tensor lies in the flat bucket.
 struct Slot {
   std::string name;
-  int64_t offset;                // elements from the start of the bucket
+  int64_t offset;  // elements from the start of the bucket
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;  // the parameter's own (channels_last survives)
   Adopt adopt;
-  at::Tensor parameter;          // whose .grad it is; undefined for Adopt::kNone
+  at::Tensor parameter;  // whose .grad it is; undefined for Adopt::kNone
 
   at::Tensor view(const at::Tensor& flat) const;
 };

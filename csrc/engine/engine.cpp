@@ -1,9 +1,9 @@
 #include "engine/engine.h"
 
-#include <unistd.h>
-
 #include <unordered_set>
 #include <utility>
+
+#include <unistd.h>
 
 #include "base/check.h"
 #include "engine/engine_state.h"
@@ -120,8 +120,8 @@ void Engine::begin_round(float grad_scale) {
 void Engine::await_agreement() {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
-  state.block(lock, [&] { return state.agreed_round == state.round; },
-              "all ranks to start the round");
+  state.block(
+      lock, [&] { return state.agreed_round == state.round; }, "all ranks to start the round");
 }
 
 bool Engine::round_open() const {
@@ -138,7 +138,8 @@ bool Engine::mark_ready(SlotId slot) {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   if (state.failure) state.rethrow(lock);
-  BAGUA_CHECK(state.open, state.whoami(), ": no round is open; run a forward in training mode first.");
+  BAGUA_CHECK(state.open, state.whoami(),
+              ": no round is open; run a forward in training mode first.");
   State::SlotState& entry = state.slot_states.at(slot);
   if (std::exchange(entry.marked, true)) return false;
   ++state.marked;

@@ -34,10 +34,10 @@ struct EngineOptions {
 struct BucketStats {
   std::string name;
   std::vector<std::string> ops;
-  int64_t bytes;   // of the flat bucket
+  int64_t bytes;  // of the flat bucket
   int64_t rounds;
-  Traffic traffic;  // wire_ns: inside communicator calls
-  int64_t busy_ns;  // running ops, wire included
+  Traffic traffic;     // wire_ns: inside communicator calls
+  int64_t busy_ns;     // running ops, wire included
   int64_t waiting_ns;  // ready to launch, but the lane was busy or the ranks had not agreed
   int64_t hidden_ns;   // busy before the caller began to wait
 };
@@ -51,11 +51,11 @@ struct EngineStats {
 
 using SlotId = int32_t;
 
-// Thread safety: mark_ready() from any thread (autograd's); begin_round(), wait() from one thread at
-// a time; abort(), stats() from any. Ownership: shares the communicators and ops with nobody else;
-// lane threads keep them alive while they run. Ordering: Note [Launch order], Note [Agreement].
-// May fail: an error in a lane is stored, rethrown by wait() and begin_round(), published to the
-// other ranks, and the engine refuses further work.
+// Thread safety: mark_ready() from any thread (autograd's); begin_round(), wait() from one thread
+// at a time; abort(), stats() from any. Ownership: shares the communicators and ops with nobody
+// else; lane threads keep them alive while they run. Ordering: Note [Launch order], Note
+// [Agreement]. May fail: an error in a lane is stored, rethrown by wait() and begin_round(),
+// published to the other ranks, and the engine refuses further work.
 //
 // Note [Launch order]
 // Buckets launch in registration order within a lane, whatever the order in which they become

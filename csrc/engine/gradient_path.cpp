@@ -1,12 +1,12 @@
 #include "engine/gradient_path.h"
 
+#include <utility>
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
-
-#include <utility>
 
 #include "base/check.h"
 
@@ -61,9 +61,9 @@ GradientPath::GradientPath(std::shared_ptr<Engine> engine, GradientPathOptions o
     const Bucket& bucket = engine_->bucket(i);
     for (const Slot& slot : bucket.slots) {
       if (slot.adopt != Adopt::kNone) {
-        slots_.push_back(std::make_unique<GradSlot>(GradSlot{
-            id, &slot, slot.parameter, slot.view(bucket.flat),
-            autograd::impl::grad_accumulator(slot.parameter)}));
+        slots_.push_back(
+            std::make_unique<GradSlot>(GradSlot{id, &slot, slot.parameter, slot.view(bucket.flat),
+                                                autograd::impl::grad_accumulator(slot.parameter)}));
       }
       ++id;
     }
@@ -88,7 +88,8 @@ void GradientPath::begin_round(float grad_scale) {
   if (astray_) {
     const std::string reason = concat(
         "round ", engine_->round(),
-        ": parameters received gradients, but backward did not go through what the module's forward "
+        ": parameters received gradients, but backward did not go through what the module's "
+        "forward "
         "had returned, so nothing was communicated. Compute the loss from the module's output, or "
         "run such a backward inside no_sync(); then wrap again with with_bagua on every rank.");
     engine_->abort(reason);

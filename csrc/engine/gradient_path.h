@@ -1,14 +1,14 @@
 // From autograd to the engine without Python: adopt a gradient, mark its slot, finish the round.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <atomic>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
+
+#include <ATen/core/Tensor.h>
 
 #include "engine/engine.h"
 
@@ -38,8 +38,8 @@ struct GradientPathOptions {
 // from a parameter's hook would fire after the first inner backward of a reentrant checkpoint.
 // torch.autograd.grad() passes the same hook without accumulating anything, so the callback
 // finishes a round only if a slot was marked or the backward was one over all leaves. A model whose
-// output holds no tensor finishes with its last slot instead. Gradients of a backward that misses the
-// output wait for the one that passes it; if the next round begins instead, it raises.
+// output holds no tensor finishes with its last slot instead. Gradients of a backward that misses
+// the output wait for the one that passes it; if the next round begins instead, it raises.
 //
 // Note [Every parameter answers]
 // A slot that backward did not reach contributes the gradient it holds (accumulated earlier, under

@@ -1,16 +1,16 @@
 #include "engine/lane_thread.h"
 
-#include <ATen/ThreadLocalState.h>
-#include <ATen/core/grad_mode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <pthread.h>
-
 #include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
 #include <thread>
 #include <utility>
+
+#include <ATen/ThreadLocalState.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <pthread.h>
 
 namespace bagua {
 

@@ -1,10 +1,10 @@
 #include "op/compressed_all_reduce.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <utility>
 #include <vector>
+
+#include <ATen/Parallel.h>
 
 #include "base/check.h"
 #include "op/frame.h"
@@ -66,7 +66,8 @@ struct CompressedAllReduce::Job {
   Frame frame(int part, const PartLayout& layout, int64_t segment) const {
     return {frame_fingerprint(codec.name(), static_cast<int>(dtype), numel(part), segment,
                               round.bucket),
-            static_cast<uint64_t>(round.step), static_cast<uint64_t>(layout.payload_bytes(segment))};
+            static_cast<uint64_t>(round.step),
+            static_cast<uint64_t>(layout.payload_bytes(segment))};
   }
   void write_frames(int part, const PartLayout& layout) const {
     for (int64_t segment = 0; segment < layout.segments(); ++segment) {
@@ -205,14 +206,13 @@ void CompressedAllReduce::gather(Job& job) const {
     const PartLayout layout = job.layout(part);
     check_frame(job.bytes(job.receive, part, layout.message(segment)),
                 job.frame(part, layout, segment), part, job.round.bucket);
-    at::parallel_for(layout.first_piece(segment), layout.end_piece(segment), 1,
-                     [&](int64_t begin, int64_t end) {
-                       for (int64_t i = begin; i < end; ++i) {
-                         codec_->decode(job.bytes(job.receive, part, layout.payload(i)), 1,
-                                        job.values(part, layout.first(i)), job.dtype,
-                                        layout.numel(i), nullptr);
-                       }
-                     });
+    at::parallel_for(
+        layout.first_piece(segment), layout.end_piece(segment), 1, [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) {
+            codec_->decode(job.bytes(job.receive, part, layout.payload(i)), 1,
+                           job.values(part, layout.first(i)), job.dtype, layout.numel(i), nullptr);
+          }
+        });
   });
 }
 

@@ -10,9 +10,9 @@ namespace bagua {
 
 // The part of a rank in its node and of the node among all ranks.
 struct NodeShare {
-  int ranks;       // in all nodes together
-  int nodes;       // number of nodes
-  ReduceOp op;     // kAvg: the mean over all ranks, whatever the sizes of the nodes
+  int ranks;    // in all nodes together
+  int nodes;    // number of nodes
+  ReduceOp op;  // kAvg: the mean over all ranks, whatever the sizes of the nodes
 };
 
 // Steps:

@@ -25,9 +25,8 @@ class PartLayout {
       : numel_(numel),
         piece_numel_(codec.block_numel() == 0 ? std::max<int64_t>(numel, 1) : kPieceNumel),
         piece_bytes_(codec.payload_bytes(dtype, std::min(piece_numel_, numel))),
-        tail_bytes_(numel % piece_numel_ == 0
-                        ? 0
-                        : codec.payload_bytes(dtype, numel % piece_numel_)) {}
+        tail_bytes_(numel % piece_numel_ == 0 ? 0
+                                              : codec.payload_bytes(dtype, numel % piece_numel_)) {}
 
   int64_t pieces() const { return (numel_ + piece_numel_ - 1) / piece_numel_; }
   int64_t segments() const { return (pieces() + kSegmentPieces - 1) / kSegmentPieces; }

@@ -1,10 +1,10 @@
 // Memory that the ops of one lane share, allocated once.
 #pragma once
 
+#include <array>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-
-#include <array>
 
 namespace bagua {
 
