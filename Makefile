@@ -22,7 +22,7 @@ CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*
 
 ARGS ?=
 
-.PHONY: help venv build demo test lint format sanitize bench clean ci
+.PHONY: help venv build demo test lint format sanitize soak bench clean ci
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ sanitize: venv ## Run the C++ stress program under ThreadSanitizer, then under A
 	cmake -S . -B build/asan -G Ninja -DBAGUA_SANITIZE=address,undefined -DPython_EXECUTABLE=$(PY)
 	cmake --build build/asan --target stress
 	OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 build/asan/stress
+
+soak: build ## The tests that count on luck, many times: 50 scripts that just end
+	BAGUA_TEST_EXITS=50 OMP_NUM_THREADS=1 $(PY) -m pytest tests/ranks/test_exit.py -k every_time $(ARGS)
 
 bench: build ## Run all benchmarks (ARGS=--quick: a first impression); results go to benchmarks/results
 	for program in benchmarks/bench_*.py; do echo "== $$program"; $(PY) $$program $(ARGS); done
