@@ -123,12 +123,14 @@ void bind_plan(py::module_& m) {
 
   py::class_<Bucket>(m, "Bucket")
       .def(py::init([](std::string name, at::Tensor flat, std::vector<Slot> slots,
-                       std::vector<std::shared_ptr<BucketOp>> ops) {
-             Bucket bucket{std::move(name), std::move(flat), std::move(slots), std::move(ops)};
+                       std::vector<std::shared_ptr<BucketOp>> ops, double adopt_scale) {
+             Bucket bucket{std::move(name), std::move(flat), std::move(slots), std::move(ops),
+                           adopt_scale};
              bucket.check();
              return bucket;
            }),
-           py::arg("name"), py::arg("flat"), py::arg("slots"), py::arg("ops"));
+           py::arg("name"), py::arg("flat"), py::arg("slots"), py::arg("ops"),
+           py::arg("adopt_scale") = 1.0);
 
   py::class_<Lane>(m, "Lane").def(
       py::init([](std::vector<Bucket> buckets,

@@ -37,6 +37,9 @@ struct Bucket {
   at::Tensor flat;  // one-dimensional, padding included
   std::vector<Slot> slots;
   std::vector<std::shared_ptr<BucketOp>> ops;
+  // Gradients are multiplied by it on their way into the bucket, when they are about to be sent:
+  // dividing there costs nothing, dividing in an op costs another pass over memory.
+  double adopt_scale = 1.0;
 
   // Throws std::invalid_argument naming the slot that lies outside, overlaps or has a wrong dtype.
   void check() const;

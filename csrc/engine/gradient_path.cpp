@@ -2,7 +2,9 @@
 
 #include <utility>
 
+#include <ATen/ScalarOps.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/mul.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -17,6 +19,7 @@ namespace autograd = torch::autograd;
 struct GradientPath::GradSlot {
   SlotId id;
   const Slot* slot;
+  double scale;  // Bucket::adopt_scale
   at::Tensor parameter;
   at::Tensor view;
   decltype(autograd::impl::grad_accumulator(std::declval<at::Tensor>())) node;  // kept alive
@@ -61,9 +64,9 @@ GradientPath::GradientPath(std::shared_ptr<Engine> engine, GradientPathOptions o
     const Bucket& bucket = engine_->bucket(i);
     for (const Slot& slot : bucket.slots) {
       if (slot.adopt != Adopt::kNone) {
-        slots_.push_back(
-            std::make_unique<GradSlot>(GradSlot{id, &slot, slot.parameter, slot.view(bucket.flat),
-                                                autograd::impl::grad_accumulator(slot.parameter)}));
+        slots_.push_back(std::make_unique<GradSlot>(
+            GradSlot{id, &slot, bucket.adopt_scale, slot.parameter, slot.view(bucket.flat),
+                     autograd::impl::grad_accumulator(slot.parameter)}));
       }
       ++id;
     }
@@ -128,15 +131,15 @@ void GradientPath::on_backward(int64_t round) {
 }
 
 void GradientPath::on_gradient(GradSlot& slot) {
-  adopt(slot);
-  if (!sync_) return;
   const bool last_slot_finishes = !watched_;
-  if (last_slot_finishes) {
+  if (sync_ && last_slot_finishes) {
     int expected = kArmed;
     phase_.compare_exchange_strong(expected, kActive);
   }
-  if (phase_ == kArmed) astray_ = true;
-  if (phase_ != kActive) return;
+  const bool sent_now = sync_ && phase_ == kActive;
+  adopt(slot, sent_now ? slot.scale : 1.0);
+  if (sync_ && phase_ == kArmed) astray_ = true;
+  if (!sent_now) return;
   BAGUA_CHECK(engine_->mark_ready(slot.id), "parameter '", slot.slot->name,
               "' received a gradient twice in one backward, after its bucket may have been sent. "
               "A parameter shared between modules under checkpoint(use_reentrant=True) does this: "
@@ -150,12 +153,12 @@ void GradientPath::on_gradient(GradSlot& slot) {
 
 void GradientPath::adopt(SlotId id) {
   for (auto& slot : slots_) {
-    if (slot->id == id) adopt(*slot);
+    if (slot->id == id) adopt(*slot, slot->scale);
   }
 }
 
-// True if the parameter has a gradient, which then lies in the bucket.
-bool GradientPath::adopt(GradSlot& slot) {
+// True if the parameter has a gradient, which then lies in the bucket, multiplied by `scale`.
+bool GradientPath::adopt(GradSlot& slot, double scale) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   at::Tensor& grad = slot.parameter.mutable_grad();
   if (!grad.defined()) return false;
@@ -173,7 +176,12 @@ bool GradientPath::adopt(GradSlot& slot) {
               " on ", slot.view.device().str(), ". Wrap the model again after changing it.");
   const bool is_view =
       grad.data_ptr() == slot.view.data_ptr() && grad.strides() == slot.view.strides();
-  if (!is_view) slot.view.copy_(grad.detach());
+  if (scale != 1.0) {
+    at::mul_out(slot.view, is_view ? slot.view : grad.detach(),
+                at::native::wrapped_scalar_tensor(scale));
+  } else if (!is_view) {
+    slot.view.copy_(grad.detach());
+  }
   if (!is_view && slot.slot->adopt == Adopt::kGradView) grad = slot.view;
   return true;
 }
@@ -203,7 +211,7 @@ std::vector<GradientPath::GradSlot*> GradientPath::mark_remaining() {
   for (auto& slot : slots_) {
     if (all_fired) break;
     if (engine_->marked(slot->id)) continue;
-    if (!adopt(*slot)) {
+    if (!adopt(*slot, slot->scale)) {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
       slot->view.zero_();
       undefined.push_back(slot.get());

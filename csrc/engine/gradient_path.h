@@ -76,7 +76,7 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   void install_hooks();
   template <typename Body>
   void under_autograd(Body body);
-  bool adopt(GradSlot& slot);
+  bool adopt(GradSlot& slot, double scale);
   void on_gradient(GradSlot& slot);
   void on_backward(int64_t round);
   void finish(bool whole_graph);

@@ -132,7 +132,12 @@ class Slot:
 
 class Bucket:
     def __init__(
-        self, name: str, flat: torch.Tensor, slots: list[Slot], ops: list[BucketOp]
+        self,
+        name: str,
+        flat: torch.Tensor,
+        slots: list[Slot],
+        ops: list[BucketOp],
+        adopt_scale: float = 1.0,
     ) -> None: ...
 
 class Lane:

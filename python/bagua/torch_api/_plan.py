@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bagua import _C
@@ -82,6 +82,22 @@ def _describe(buckets: Sequence[BaguaBucket]) -> list[str]:
     return lines
 
 
+def _divide_on_the_way_in(
+    bucket: BaguaBucket, group: BaguaProcessGroup
+) -> tuple[list[CentralizedOp | PythonOp], float]:
+    """The ops of a bucket, and the factor for gradients as they are put into it.
+
+    gloo has no mean: dividing takes a pass over memory, which is free where the gradient is copied
+    anyway. So the mean of gradients is the sum of divided gradients, as in torch's DDP.
+    """
+    match bucket.ops:
+        case [CentralizedOp(hierarchical=False, average=True, codec=None) as mean]:
+            on_cpu = bucket.backend_tensor.device.type == "cpu"
+            if bucket.gradients and on_cpu:
+                return [replace(mean, average=False)], 1.0 / (mean.group or group).size
+    return bucket.ops, 1.0
+
+
 def _warn_one_node(group: BaguaProcessGroup, buckets: Sequence[BaguaBucket]) -> None:
     compressed = [
         op
@@ -126,8 +142,11 @@ def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, w
     for i, bucket in enumerate(buckets):
         builder = builders[i % count]
         slots = bucket.slots()
-        ops = [builder.op(spec, group) for spec in bucket.ops]
-        native[i % count].append(_C.Bucket(bucket.name, bucket.backend_tensor, slots, ops))
+        specs, adopt_scale = _divide_on_the_way_in(bucket, group)
+        ops = [builder.op(spec, group) for spec in specs]
+        native[i % count].append(
+            _C.Bucket(bucket.name, bucket.backend_tensor, slots, ops, adopt_scale)
+        )
         order[i % count] += [slot.name for slot in slots]
     lanes = [_C.Lane(native[i], list(builders[i].communicators.values())) for i in range(count)]
     board = None
