@@ -3,6 +3,7 @@
 import bagua.torch_api as bagua
 import pytest
 import torch
+import torch.distributed as dist
 from bagua.torch_api import communication
 from bagua.torch_api.communication import CommMember, ReduceOp
 from ranks import training
@@ -141,3 +142,54 @@ def train_and_communicate():
 def test_collectives_between_and_inside_training_steps_do_not_meet_the_steps_messages(ranks):
     first, second = ranks(2, train_and_communicate)
     assert first == second
+
+
+@training.with_group
+def patch_a_torch_group():
+    pairs = [dist.new_group([0, 2]), dist.new_group([1])]
+    group = pairs[bagua.get_rank() % 2]
+    unpatched = training.error_of(lambda: group.bagua_pg)
+    patched = group.bagua_patch(stream="remembered")
+    again = group.bagua_patch().bagua_pg
+    tensor = torch.tensor([bagua.get_rank()])
+    bagua.allreduce_inplace(tensor, comm=group.bagua_get_global_communicator())
+    nodes = [
+        group.bagua_get_inter_node_communicator(),
+        group.bagua_get_intra_node_communicator(),
+    ]
+    sizes = [c if c is CommMember.NON_COMM_MEMBER else c.nranks() for c in nodes]
+    ours = group.bagua_pg
+    return unpatched, patched is group, again is ours, ours.ranks, ours.stream, tensor.item(), sizes
+
+
+def test_a_torch_group_is_patched_once_and_communicates_by_itself(ranks):
+    results = ranks(3, patch_a_torch_group)
+    for unpatched, same, once, _, stream, _, _ in results:
+        assert unpatched.startswith("RuntimeError")
+        assert "call group.bagua_patch() first" in unpatched
+        assert (same, once, stream) == (True, True, "remembered")
+    assert [(members, total) for _, _, _, members, _, total, _ in results] == [
+        ([0, 2], 2),
+        ([1], 1),
+        ([0, 2], 2),
+    ]
+    assert [sizes for *_, sizes in results] == [[1, 2], [1, 1], [CommMember.NON_COMM_MEMBER, 2]]
+
+
+ENDS_AT_ONCE = """
+import bagua.torch_api as bagua
+import torch
+from bagua.torch_api import communication
+bagua.init_process_group()
+group = communication.new_group([0, 1])
+keep = [group, group.get_global_communicator()]
+tensor = torch.full((100_000,), float(bagua.get_rank()))
+bagua.allreduce_inplace(tensor)
+bagua.broadcast(tensor, 1, keep[1])
+print("sum", tensor[0].item())
+"""
+
+
+def test_a_script_that_ends_after_its_last_collective_ends_well(run_script):
+    for ended in run_script(2, ENDS_AT_ONCE):
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "sum 1.0\n", "")

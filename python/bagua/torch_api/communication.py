@@ -231,8 +231,11 @@ def from_torch_group(group: dist.ProcessGroup, stream: Any = None) -> BaguaProce
     return BaguaProcessGroup(ranks, name, _store_of(name), _timeout_of(group), stream)
 
 
-def as_bagua_group(group: Any) -> BaguaProcessGroup:
-    """Whatever a user passes as ``process_group=``: None, a torch group or one of ours."""
+def as_bagua_group(group: Any, stream: Any = None) -> BaguaProcessGroup:
+    """Whatever a user passes as ``process_group=``: None, a torch group or one of ours.
+
+    ``stream`` is for a torch group that has no bagua group yet.
+    """
     if group is None:
         return get_default_group()
     if isinstance(group, BaguaProcessGroup):
@@ -240,12 +243,23 @@ def as_bagua_group(group: Any) -> BaguaProcessGroup:
     if isinstance(group, dist.ProcessGroup):
         get_default_group()
         if group not in _torch_groups:
-            _torch_groups[group] = from_torch_group(group)
+            _torch_groups[group] = from_torch_group(group, stream)
         return _torch_groups[group]
     raise TypeError(
         "process_group must be None, a torch.distributed.ProcessGroup or a BaguaProcessGroup, "
         f"not {type(group).__name__}"
     )
+
+
+def known_bagua_group(group: dist.ProcessGroup) -> BaguaProcessGroup:
+    """The bagua group that :func:`as_bagua_group` has made for a torch group.
+
+    Raises:
+        RuntimeError: it has made none.
+    """
+    if group not in _torch_groups:
+        raise RuntimeError("this process group has no bagua group: call group.bagua_patch() first")
+    return _torch_groups[group]
 
 
 def destroy_process_group() -> None:
