@@ -109,9 +109,26 @@ class Communicator:
         """
         if self._ended is not None:
             raise _C.BaguaError(f"{name}: {self._ended}")
-        backend = self._backend(device_type)
+        if device_type not in self._backends:
+            self._backends[device_type] = self._connect(name, device_type)
+        backend = self._backends[device_type]
+        self._wait(name, lambda: start(backend))
+        if device_type != "cpu":
+            torch.accelerator.synchronize()
+
+    def _connect(self, name: str, device_type: str) -> Any:
+        backend = self._transport.backend(
+            f"eager/{self._name}/{device_type}", device_type, self._members
+        )
+        if device_type == "cpu":
+            # A member that only sends could be through, and gone, before another has connected to
+            # it, which then would fail.
+            self._wait(name, lambda: backend.barrier())
+        return backend
+
+    def _wait(self, name: str, start: Callable[[], Any]) -> None:
         try:
-            start(backend).wait()
+            start().wait()
         except RuntimeError as error:
             text = str(error)
             late = "timed out" in text.lower() or "timeout" in text.lower()
@@ -119,15 +136,6 @@ class Communicator:
                 f"{name} on rank {self._rank} of {self.nranks()} failed: {text}. Every member must "
                 "make the same call with the same sizes and dtypes."
             ) from error
-        if device_type != "cpu":
-            torch.accelerator.synchronize()
-
-    def _backend(self, device_type: str) -> Any:
-        if device_type not in self._backends:
-            self._backends[device_type] = self._transport.backend(
-                f"eager/{self._name}/{device_type}", device_type, self._members
-            )
-        return self._backends[device_type]
 
     def __repr__(self) -> str:
         return f"Communicator({self._name}, rank {self._rank} of {self.nranks()})"
