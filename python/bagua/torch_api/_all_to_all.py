@@ -151,6 +151,6 @@ def _exchange(
     """Empty lists: equal parts."""
     member.run(
         name,
-        send.device.type,
+        send.device,
         lambda backend: backend.alltoall_base(recv, send, recv_bytes, send_bytes),
     )

@@ -64,7 +64,7 @@ def send(tensor: torch.Tensor, dst: int, comm: Communicator | CommMember | None 
     check_peer("send", "dst", dst, member)
 
     data = as_bytes(tensor)
-    member.run("send", data.device.type, lambda backend: backend.send([data], dst, 0))
+    member.run("send", data.device, lambda backend: backend.send([data], dst, 0))
 
 
 def recv(tensor: torch.Tensor, src: int, comm: Communicator | CommMember | None = None) -> None:
@@ -77,7 +77,7 @@ def recv(tensor: torch.Tensor, src: int, comm: Communicator | CommMember | None 
     check_peer("recv", "src", src, member)
 
     data = as_bytes(tensor)
-    member.run("recv", data.device.type, lambda backend: backend.recv([data], src, 0))
+    member.run("recv", data.device, lambda backend: backend.recv([data], src, 0))
 
 
 def broadcast(
@@ -268,11 +268,11 @@ def _parts(data: torch.Tensor, size: int) -> list[torch.Tensor]:
 def _broadcast(name: str, data: torch.Tensor, src: int, member: Communicator) -> None:
     options = dist.BroadcastOptions()
     options.rootRank = src
-    member.run(name, data.device.type, lambda backend: backend.broadcast([data], options))
+    member.run(name, data.device, lambda backend: backend.broadcast([data], options))
 
 
 def _allgather(name: str, send: torch.Tensor, recv: torch.Tensor, member: Communicator) -> None:
-    member.run(name, send.device.type, lambda backend: backend._allgather_base(recv, send))
+    member.run(name, send.device, lambda backend: backend._allgather_base(recv, send))
 
 
 def _gather(
@@ -281,7 +281,7 @@ def _gather(
     options = dist.GatherOptions()
     options.rootRank = dst
     outputs = [_parts(recv, member.nranks())] if member.rank() == dst else []
-    member.run(name, send.device.type, lambda backend: backend.gather(outputs, [send], options))
+    member.run(name, send.device, lambda backend: backend.gather(outputs, [send], options))
 
 
 def _scatter(
@@ -290,4 +290,4 @@ def _scatter(
     options = dist.ScatterOptions()
     options.rootRank = src
     inputs = [_parts(send, member.nranks())] if member.rank() == src else []
-    member.run(name, recv.device.type, lambda backend: backend.scatter([recv], inputs, options))
+    member.run(name, recv.device, lambda backend: backend.scatter([recv], inputs, options))

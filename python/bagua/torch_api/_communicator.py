@@ -82,7 +82,7 @@ class Communicator:
         """Block until every member is here and this process's device has nothing left to do."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        self.run("barrier", "cpu", lambda backend: backend.barrier())
+        self.run("barrier", torch.device("cpu"), lambda backend: backend.barrier())
 
     def abort(self) -> None:
         """Make later calls raise, and end calls in flight where the transport can."""
@@ -100,8 +100,8 @@ class Communicator:
             self._ended = "the process group was destroyed"
         self._backends.clear()
 
-    def run(self, name: str, device_type: str, start: Callable[[Any], Any]) -> None:
-        """Start one operation on the c10d backend for ``device_type`` and wait for its end.
+    def run(self, name: str, device: torch.device, start: Callable[[Any], Any]) -> None:
+        """Start one operation on the c10d backend for ``device`` and wait for its end.
 
         Raises:
             BaguaTimeoutError: a member did not answer in the group's time.
@@ -109,12 +109,12 @@ class Communicator:
         """
         if self._ended is not None:
             raise _C.BaguaError(f"{name}: {self._ended}")
-        if device_type not in self._backends:
-            self._backends[device_type] = self._connect(name, device_type)
-        backend = self._backends[device_type]
+        if device.type not in self._backends:
+            self._backends[device.type] = self._connect(name, device.type)
+        backend = self._backends[device.type]
         self._wait(name, lambda: start(backend))
-        if device_type != "cpu":
-            torch.accelerator.synchronize()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
 
     def _connect(self, name: str, device_type: str) -> Any:
         backend = self._transport.backend(

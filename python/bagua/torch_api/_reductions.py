@@ -202,7 +202,7 @@ def reduce_scatter_inplace(
 def _allreduce(name: str, flat: torch.Tensor, op: ReduceOp, member: Communicator) -> None:
     options = dist.AllreduceOptions()
     options.reduceOp = TORCH_OPS[op]
-    member.run(name, flat.device.type, lambda backend: backend.allreduce([flat], options))
+    member.run(name, flat.device, lambda backend: backend.allreduce([flat], options))
 
 
 def _reduce(
@@ -222,7 +222,7 @@ def _reduce(
     options = dist.ReduceOptions()
     options.reduceOp = TORCH_OPS[op]
     options.rootRank = dst
-    member.run(name, work.device.type, lambda backend: backend.reduce([work], options))
+    member.run(name, work.device, lambda backend: backend.reduce([work], options))
 
 
 def _reduce_scatter(
@@ -232,6 +232,6 @@ def _reduce_scatter(
     options.reduceOp = TORCH_OPS[op]
     member.run(
         name,
-        send.device.type,
+        send.device,
         lambda backend: backend._reduce_scatter_base(recv, send, options),
     )
