@@ -35,19 +35,11 @@ FOREIGN_MAY_BE_INCLUDED_BY = (
 )
 
 CORE = ("bagua", "bagua._C", "bagua._build")
-GROUPS = tuple(
-    f"bagua.torch_api.{name}"
-    for name in (
-        "env",
-        "communication",
-        "_bucketing",
-        "_initial_state",
-        "_outputs",
-        "_rendezvous",
-        "_snapshot",
-        "_transport",
-    )
-)
+GROUP_FILES = """
+    env communication _all_to_all _bucketing _collective_checks _collectives _communicator
+    _initial_state _objects _outputs _process_group _reductions _rendezvous _snapshot _transport
+"""
+GROUPS = tuple(f"bagua.torch_api.{name}" for name in GROUP_FILES.split())
 
 # Stacks of floors from the ground up. A room may import what is on its own floor or below it in one
 # stack. A room that ends in ".*" is a package with all that is in it; any other is one file.

@@ -6,10 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from bagua.torch_api._module_class import BaguaModule, wrap_class
 from bagua.torch_api.algorithms.base import Algorithm
-from bagua.torch_api.communication import as_bagua_group
+from bagua.torch_api.communication import (
+    BaguaProcessGroup,
+    CommMember,
+    Communicator,
+    as_bagua_group,
+    known_bagua_group,
+)
 from bagua.torch_api.distributed import BaguaDistributedDataParallel
 from bagua.torch_api.tensor import METHODS, PROPERTIES
 
@@ -17,10 +24,15 @@ __all__ = ["install", "with_bagua"]
 
 
 def install() -> None:
-    """Give ``torch.nn.Module`` ``with_bagua`` and ``torch.Tensor`` the methods of BaguaTensor."""
+    """Give ``torch.nn.Module``, ``torch.Tensor`` and ``ProcessGroup`` what is documented of them.
+
+    That is ``with_bagua``, the methods of BaguaTensor, and ``bagua_patch`` with what it makes.
+    """
     torch.nn.Module.with_bagua = with_bagua  # type: ignore[attr-defined]
     for name, attribute in {**METHODS, **PROPERTIES}.items():
         setattr(torch.Tensor, name, attribute)
+    for name, group_attribute in GROUP_ATTRIBUTES.items():
+        setattr(dist.ProcessGroup, name, group_attribute)
 
 
 def with_bagua(
@@ -94,3 +106,45 @@ def _check_arguments(optimizers: Any, algorithm: Any) -> None:
             "with_bagua: algorithm must be an instance of bagua.torch_api.algorithms.Algorithm, "
             f"such as GradientAllReduceAlgorithm(), not {algorithm!r}"
         )
+
+
+def bagua_patch(self: dist.ProcessGroup, stream: Any = None) -> dist.ProcessGroup:
+    """Make the bagua group of this torch group. Every member calls it; again does nothing.
+
+    Args:
+        stream: the CUDA stream to remember (``BaguaProcessGroup.stream``).
+
+    Returns:
+        The torch group itself, which now has ``bagua_pg`` and ``bagua_get_*_communicator()``.
+    """
+    as_bagua_group(self, stream)
+    return self
+
+
+def bagua_get_global_communicator(self: dist.ProcessGroup) -> Communicator | CommMember:
+    """``bagua_pg.get_global_communicator()``."""
+    return known_bagua_group(self).get_global_communicator()
+
+
+def bagua_get_inter_node_communicator(self: dist.ProcessGroup) -> Communicator | CommMember:
+    """``bagua_pg.get_inter_node_communicator()``."""
+    return known_bagua_group(self).get_inter_node_communicator()
+
+
+def bagua_get_intra_node_communicator(self: dist.ProcessGroup) -> Communicator | CommMember:
+    """``bagua_pg.get_intra_node_communicator()``."""
+    return known_bagua_group(self).get_intra_node_communicator()
+
+
+def _bagua_pg(self: dist.ProcessGroup) -> BaguaProcessGroup:
+    """The bagua group; RuntimeError before ``bagua_patch()``."""
+    return known_bagua_group(self)
+
+
+GROUP_ATTRIBUTES = {
+    "bagua_patch": bagua_patch,
+    "bagua_pg": property(_bagua_pg),
+    "bagua_get_global_communicator": bagua_get_global_communicator,
+    "bagua_get_inter_node_communicator": bagua_get_inter_node_communicator,
+    "bagua_get_intra_node_communicator": bagua_get_intra_node_communicator,
+}

@@ -63,15 +63,16 @@ class Transport:
         if self.rank < 0:
             raise RuntimeError(f"this process is not a member of the group with ranks {self.ranks}")
         members = list(range(self.size)) if members is None else members
-        rank = members.index(self.rank)
         if len(members) == 1:
             alone = _C.ThreadHub(1, self.timeout.total_seconds())
             return _C.CountingCommunicator(_C.ThreadCommunicator(alone, 0))
-        store = c10d.PrefixStore(f"{name}/{'-'.join(map(str, members))}", self.store)
-        backend = self._backend(store, rank, len(members), device_type)
+        backend = self.backend(name, device_type, members)
         return _C.CountingCommunicator(_C.C10dCommunicator(backend))
 
-    def _backend(self, store: c10d.Store, rank: int, size: int, device_type: str) -> Any:
+    def backend(self, name: str, device_type: str, members: list[int]) -> Any:
+        """A new c10d backend over ``members`` (ranks in this group, this process among them)."""
+        store = c10d.PrefixStore(f"{name}/{'-'.join(map(str, members))}", self.store)
+        rank, size = members.index(self.rank), len(members)
         try:
             if device_type == "cpu":
                 return dist.ProcessGroupGloo(store, rank, size, self.timeout)

@@ -1,4 +1,4 @@
-"""Process groups: who communicates, over which store, with which timeout."""
+"""Process groups: how they come and go; and all eager collectives under their public address."""
 
 from __future__ import annotations
 
@@ -8,28 +8,93 @@ import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from bagua import _C
+from bagua.torch_api._all_to_all import (
+    alltoall,
+    alltoall_inplace,
+    alltoall_v,
+    alltoall_v_inplace,
+)
+from bagua.torch_api._collectives import (
+    allgather,
+    allgather_inplace,
+    barrier,
+    broadcast,
+    broadcast_coalesced,
+    gather,
+    gather_inplace,
+    recv,
+    scatter,
+    scatter_inplace,
+    send,
+)
+from bagua.torch_api._communicator import CommMember, Communicator, ReduceOp, comm
+from bagua.torch_api._objects import broadcast_object
+from bagua.torch_api._process_group import (
+    BaguaProcessGroup,
+    close_all,
+    close_at_exit,
+    get_communicator,
+    get_default_group,
+    is_initialized,
+    set_default_group,
+)
+from bagua.torch_api._reductions import (
+    allreduce,
+    allreduce_coalesced_inplace,
+    allreduce_inplace,
+    reduce,
+    reduce_inplace,
+    reduce_scatter,
+    reduce_scatter_inplace,
+)
 from bagua.torch_api._rendezvous import rendezvous
-from bagua.torch_api._transport import Transport
 
 __all__ = [
     "BaguaProcessGroup",
+    "CommMember",
+    "Communicator",
+    "ReduceOp",
+    "allgather",
+    "allgather_inplace",
+    "allreduce",
+    "allreduce_coalesced_inplace",
+    "allreduce_inplace",
+    "alltoall",
+    "alltoall_inplace",
+    "alltoall_v",
+    "alltoall_v_inplace",
     "barrier",
+    "broadcast",
+    "broadcast_coalesced",
+    "broadcast_object",
+    "close_at_exit",
+    "comm",
     "destroy_process_group",
     "from_torch_group",
+    "gather",
+    "gather_inplace",
     "get_backend",
+    "get_communicator",
+    "get_default_group",
     "init_process_group",
     "is_initialized",
     "new_group",
+    "recv",
+    "reduce",
+    "reduce_inplace",
+    "reduce_scatter",
+    "reduce_scatter_inplace",
+    "scatter",
+    "scatter_inplace",
+    "send",
 ]
 
-_default_group: BaguaProcessGroup | None = None
 _made_torch_group = False
 _group_counter = 0
 _generation = 0
@@ -37,67 +102,6 @@ _torch_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, BaguaProcessGroup] =
     weakref.WeakKeyDictionary()
 )
 _torch_group_counters: collections.Counter[str] = collections.Counter()
-
-
-class Closable(Protocol):
-    """What is closed when the interpreter or the process group ends."""
-
-    def close(self) -> None: ...
-
-
-_live: weakref.WeakSet[Closable] = weakref.WeakSet()
-
-
-def close_at_exit(resource: Closable) -> None:
-    """Have ``resource.close()`` called before the process group goes away."""
-    _live.add(resource)
-
-
-class BaguaProcessGroup:
-    """A set of ranks that communicate.
-
-    Attributes:
-        ranks: the global ranks of the members, sorted.
-        group_name: name of the group in the store.
-        stream: the CUDA stream asked for, or None.
-        timeout: after which a member that does not answer is given up.
-    """
-
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        group_name: str,
-        store: c10d.Store,
-        timeout: timedelta,
-        stream: Any = None,
-    ) -> None:
-        self.ranks = sorted(ranks)
-        self.group_name = group_name
-        self.stream = stream
-        self.timeout = timeout
-        rank = self.ranks.index(dist.get_rank()) if dist.get_rank() in self.ranks else -1
-        self.transport = Transport(
-            c10d.PrefixStore(f"bagua/{_incarnation()}/{group_name}", store),
-            rank,
-            self.ranks,
-            timeout,
-        )
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process in the group; -1 if it is no member."""
-        return self.transport.rank
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    def get_global_communicator(self) -> _C.Communicator:
-        """The main thread's communicator over all members, for CPU tensors."""
-        return self.transport.main_communicator("cpu")
-
-    def __repr__(self) -> str:
-        return f"BaguaProcessGroup(name={self.group_name!r}, ranks={self.ranks})"
 
 
 def _incarnation() -> str:
@@ -146,7 +150,7 @@ def init_process_group(
         ValueError: a rank or size is missing or out of range.
     """
     global _made_torch_group
-    if _default_group is not None:
+    if is_initialized():
         raise RuntimeError(
             "bagua.init_process_group was called already; call bagua.destroy_process_group() first"
         )
@@ -172,11 +176,15 @@ def init_process_group(
 
 
 def _make_default_group(timeout: timedelta | None) -> None:
-    global _default_group
-    store = c10d._get_default_store()
     if timeout is None:
         timeout = _timeout_of(c10d._get_default_group())
-    _default_group = BaguaProcessGroup(range(dist.get_world_size()), "0", store, timeout)
+    everyone = range(dist.get_world_size())
+    set_default_group(BaguaProcessGroup(everyone, "0", _store_of("0"), timeout))
+
+
+def _store_of(group_name: str) -> c10d.Store:
+    """The keys of one group."""
+    return c10d.PrefixStore(f"bagua/{_incarnation()}/{group_name}", c10d._get_default_store())
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -185,24 +193,6 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     except (RuntimeError, AttributeError):
         return c10d.default_pg_timeout
     return timeout if isinstance(timeout, timedelta) else c10d.default_pg_timeout
-
-
-def is_initialized() -> bool:
-    """Whether :func:`init_process_group` has been called."""
-    return _default_group is not None
-
-
-def get_default_group() -> BaguaProcessGroup:
-    """The group of all ranks.
-
-    Raises:
-        RuntimeError: before :func:`init_process_group`.
-    """
-    if _default_group is None:
-        raise RuntimeError(
-            "bagua is not initialised: call bagua.init_process_group() before with_bagua"
-        )
-    return _default_group
 
 
 def get_backend() -> str:
@@ -228,8 +218,8 @@ def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaPr
             f"new_group: rank(s) {outside} are not in the world of {dist.get_world_size()}"
         )
     _group_counter += 1
-    store = c10d._get_default_store()
-    return BaguaProcessGroup(members, str(_group_counter), store, default.timeout, stream)
+    name = str(_group_counter)
+    return BaguaProcessGroup(members, name, _store_of(name), default.timeout, stream)
 
 
 def from_torch_group(group: dist.ProcessGroup, stream: Any = None) -> BaguaProcessGroup:
@@ -238,11 +228,14 @@ def from_torch_group(group: dist.ProcessGroup, stream: Any = None) -> BaguaProce
     members = "-".join(map(str, ranks))
     _torch_group_counters[members] += 1  # equal on all members
     name = f"torch/{members}/{_torch_group_counters[members]}"
-    return BaguaProcessGroup(ranks, name, c10d._get_default_store(), _timeout_of(group), stream)
+    return BaguaProcessGroup(ranks, name, _store_of(name), _timeout_of(group), stream)
 
 
-def as_bagua_group(group: Any) -> BaguaProcessGroup:
-    """Whatever a user passes as ``process_group=``: None, a torch group or one of ours."""
+def as_bagua_group(group: Any, stream: Any = None) -> BaguaProcessGroup:
+    """Whatever a user passes as ``process_group=``: None, a torch group or one of ours.
+
+    ``stream`` is for a torch group that has no bagua group yet.
+    """
     if group is None:
         return get_default_group()
     if isinstance(group, BaguaProcessGroup):
@@ -250,7 +243,7 @@ def as_bagua_group(group: Any) -> BaguaProcessGroup:
     if isinstance(group, dist.ProcessGroup):
         get_default_group()
         if group not in _torch_groups:
-            _torch_groups[group] = from_torch_group(group)
+            _torch_groups[group] = from_torch_group(group, stream)
         return _torch_groups[group]
     raise TypeError(
         "process_group must be None, a torch.distributed.ProcessGroup or a BaguaProcessGroup, "
@@ -258,10 +251,15 @@ def as_bagua_group(group: Any) -> BaguaProcessGroup:
     )
 
 
-def barrier(comm: _C.Communicator | None = None) -> None:
-    """Block until every rank is here."""
-    communicator = get_default_group().get_global_communicator() if comm is None else comm
-    communicator.all_reduce(torch.zeros(1), _C.ReduceOp.SUM)
+def known_bagua_group(group: dist.ProcessGroup) -> BaguaProcessGroup:
+    """The bagua group that :func:`as_bagua_group` has made for a torch group.
+
+    Raises:
+        RuntimeError: it has made none.
+    """
+    if group not in _torch_groups:
+        raise RuntimeError("this process group has no bagua group: call group.bagua_patch() first")
+    return _torch_groups[group]
 
 
 def destroy_process_group() -> None:
@@ -270,11 +268,9 @@ def destroy_process_group() -> None:
     Called automatically at exit. torch.distributed's own default group is destroyed too if
     :func:`init_process_group` made it.
     """
-    global _default_group, _made_torch_group
-    for resource in list(_live):
-        resource.close()
+    global _made_torch_group
+    close_all()
     _torch_groups.clear()
-    _default_group = None
     if _made_torch_group and dist.is_initialized():
         dist.destroy_process_group()
     _made_torch_group = False

@@ -1,0 +1,69 @@
+"""``broadcast_object``: plain data from one rank to all, without running what was received."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+
+from bagua.torch_api._collective_checks import check_rank
+from bagua.torch_api._collectives import broadcast
+from bagua.torch_api._communicator import CommMember, Communicator
+from bagua.torch_api._process_group import member_of
+
+__all__ = ["broadcast_object"]
+
+
+def broadcast_object(obj: Any, src: int = 0, comm: Communicator | CommMember | None = None) -> Any:
+    """Give every rank the object of rank ``src``.
+
+    It travels as ``torch.save`` writes it and is read with ``weights_only=True``: tensors (which
+    arrive on the CPU), numbers, strings, lists, tuples, dicts and the classes allowed by
+    ``torch.serialization.add_safe_globals`` on every rank. Code that comes over the network is
+    never run.
+
+    Returns:
+        ``obj`` itself on ``src`` (and on a rank that is no member), what was received elsewhere.
+
+    Raises:
+        ValueError: ``src`` is not a rank of the communicator.
+        TypeError: on every rank, if the object of ``src`` cannot be sent this way.
+    """
+    member = member_of(comm)
+    if member is None:
+        return obj
+    # Checks
+    check_rank("broadcast_object", "src", src, member)
+
+    # 1. The length, or -1 if there is nothing to send: the others must not wait for a payload.
+    payload, problem = _encode(obj) if member.rank() == src else (bytearray(), None)
+    length = torch.tensor([-1 if problem else len(payload)])
+    broadcast(length, src, member)
+    if length.item() < 0:
+        raise TypeError(
+            f"broadcast_object: rank {src}'s object cannot be sent as plain data; send tensors, "
+            "numbers, strings, lists, tuples and dicts, or allow its class on every rank with "
+            f"torch.serialization.add_safe_globals ({problem or f'rank {src} says why'})"
+        ) from problem
+    # 2. The bytes.
+    if member.rank() != src:
+        payload = bytearray(int(length.item()))
+    broadcast(torch.frombuffer(payload, dtype=torch.uint8), src, member)
+    return obj if member.rank() == src else _decode(payload)
+
+
+def _encode(obj: Any) -> tuple[bytearray, Exception | None]:
+    """The bytes of an object that :func:`_decode` can read, or what is wrong with it."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(obj, buffer)
+        payload = bytearray(buffer.getbuffer())
+        _decode(payload)
+    except Exception as error:  # noqa: BLE001 - an object's own code may raise anything
+        return bytearray(), error
+    return payload, None
+
+
+def _decode(payload: bytearray) -> Any:
+    return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)

@@ -1,0 +1,254 @@
+"""Eager collectives that move data: each in both forms, against what each rank must hold."""
+
+import bagua.torch_api as bagua
+import pytest
+import torch
+from bagua.torch_api import communication
+from ranks import training
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4], ids="n{}".format)
+COUNTS = [0, 1, 5]
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+
+
+def numbers(rank, count, dtype=torch.float32):
+    """What `rank` contributes: no element occurs twice on any rank."""
+    return (torch.arange(count) + 50 * rank).to(dtype)
+
+
+def untouched(count, dtype=torch.float32):
+    return torch.full((count,), 7).to(dtype)
+
+
+@training.with_group
+def move_all(function, size, cases):
+    return [move(function, size, *case) for case in cases]
+
+
+def move(function, size, count, dtype):
+    """Runs one collective, returns what the tensors hold afterwards."""
+    rank, root = bagua.get_rank(), size - 1
+    mine, all_mine = numbers(rank, count, dtype), numbers(rank, size * count, dtype)
+    few, many = untouched(count, dtype), untouched(size * count, dtype)
+    if function == "broadcast":
+        bagua.broadcast(mine, root)
+        return mine
+    if function == "broadcast_coalesced":
+        pair = [mine, all_mine.view(size, count).t()]
+        communication.broadcast_coalesced(pair, root)
+        return torch.cat([mine, all_mine])
+    if function == "allgather":
+        bagua.allgather(mine, many)
+        return many
+    if function == "allgather_inplace":
+        many[rank * count : (rank + 1) * count] = mine
+        bagua.allgather_inplace(many)
+        return many
+    if function == "gather":
+        bagua.gather(mine, many, root)
+        return many
+    if function == "gather_inplace":
+        many[rank * count : (rank + 1) * count] = mine
+        tensor = many if rank == root else mine
+        bagua.gather_inplace(tensor, count, root)
+        return tensor
+    if function == "scatter":
+        bagua.scatter(all_mine, few, root)
+        return few
+    if function == "scatter_inplace":
+        tensor = all_mine if rank == root else few
+        bagua.scatter_inplace(tensor, count, root)
+        return tensor
+    if function == "alltoall":
+        bagua.alltoall(all_mine, many)
+        return many
+    assert function == "alltoall_inplace"
+    bagua.alltoall_inplace(all_mine)
+    return all_mine
+
+
+def expected(function, rank, size, count, dtype):
+    root = size - 1
+    every = torch.cat([numbers(other, count, dtype) for other in range(size)])
+    part = slice(rank * count, (rank + 1) * count)
+    of_root = numbers(root, size * count, dtype)
+    by_function = {
+        "broadcast": numbers(root, count, dtype),
+        "broadcast_coalesced": torch.cat([numbers(root, count, dtype), of_root]),
+        "allgather": every,
+        "gather": every if rank == root else untouched(size * count, dtype),
+        "gather_inplace": every if rank == root else numbers(rank, count, dtype),
+        "scatter": of_root[part],
+        "scatter_inplace": of_root if rank == root else of_root[part],
+        "alltoall": torch.cat([numbers(o, size * count, dtype)[part] for o in range(size)]),
+    }
+    return by_function[function if function in by_function else function.removesuffix("_inplace")]
+
+
+FUNCTIONS = pytest.mark.parametrize(
+    "function",
+    [
+        "broadcast",
+        "broadcast_coalesced",
+        "allgather",
+        "allgather_inplace",
+        "gather",
+        "gather_inplace",
+        "scatter",
+        "scatter_inplace",
+        "alltoall",
+        "alltoall_inplace",
+    ],
+)
+
+
+def assert_everything_arrived(results, function, cases):
+    for rank, tensors in enumerate(results):
+        for held, case in zip(tensors, cases, strict=True):
+            wanted = expected(function, rank, len(results), *case)
+            assert held.dtype == wanted.dtype
+            assert held.tolist() == wanted.tolist()
+
+
+@FUNCTIONS
+@SIZES
+def test_every_rank_holds_what_the_collective_promises(ranks, function, size):
+    cases = [(count, torch.float32) for count in COUNTS]
+    assert_everything_arrived(ranks(size, move_all, function, size, cases), function, cases)
+
+
+@FUNCTIONS
+def test_data_of_any_dtype_arrives(ranks, function):
+    cases = [(3, dtype) for dtype in DTYPES]
+    assert_everything_arrived(ranks(2, move_all, function, 2, cases), function, cases)
+
+
+@training.with_group
+def send_around(size):
+    rank = bagua.get_rank()
+    received = torch.zeros(2, 2, dtype=torch.float64)
+    mine = torch.full((2, 2), float(rank), dtype=torch.float64)
+    for sender in range(size):
+        if rank == sender:
+            bagua.send(mine, (rank + 1) % size)
+        elif rank == (sender + 1) % size:
+            bagua.recv(received, sender)
+    return received.tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4], ids="n{}".format)
+def test_what_is_sent_to_a_rank_is_received_there(ranks, size):
+    for rank, received in enumerate(ranks(size, send_around, size)):
+        left = float((rank - 1) % size)
+        assert received == [[left, left], [left, left]]
+
+
+def unequal_parts(size):
+    """Rank i sends i + j elements to rank j, so some send nothing; one element between parts."""
+    counts = [[sender + receiver for receiver in range(size)] for sender in range(size)]
+    displs = [[sum(row[:part]) + part for part in range(size)] for row in counts]
+    return counts, displs
+
+
+@training.with_group
+def exchange_unequal_parts(size, inplace):
+    rank = bagua.get_rank()
+    counts, displs = unequal_parts(size)  # symmetric: what i sends j is as long as the way back
+    length = sum(counts[rank]) + size
+    sent = numbers(rank, length)
+    if inplace:
+        bagua.alltoall_v_inplace(sent, counts[rank], displs[rank])
+        return sent.tolist()
+    received = untouched(length)
+    more = [*counts[rank], 99], [*displs[rank], 99]  # entries after the n-th do not count
+    bagua.alltoall_v(sent, *more, received, *more)
+    return received.tolist()
+
+
+@SIZES
+@pytest.mark.parametrize("inplace", [False, True], ids=["two_tensors", "inplace"])
+def test_parts_of_unequal_size_are_exchanged(ranks, size, inplace):
+    counts, displs = unequal_parts(size)
+    for rank, held in enumerate(ranks(size, exchange_unequal_parts, size, inplace)):
+        length = sum(counts[rank]) + size
+        wanted = (numbers(rank, length) if inplace else untouched(length)).tolist()
+        for other in range(size):
+            start, count = displs[other][rank], counts[other][rank]
+            place = displs[rank][other]
+            theirs = numbers(other, start + count).tolist()
+            wanted[place : place + count] = theirs[start:]
+        assert held == wanted
+
+
+class NotPlain:
+    """A class that no rank has allowed."""
+
+
+OBJECTS = {
+    "text": "héllo",
+    "nothing": None,
+    "nested": {"a": [1, 2.5, (True, None)], 3: "x"},
+    "tensor": {"weight": torch.arange(6.0).view(2, 3)},
+}
+
+
+@training.with_group
+def broadcast_objects(objects):
+    rank = bagua.get_rank()
+    group = communication.new_group([1, 2])  # ranks inside the communicator are 0 and 1
+    inside = group.get_global_communicator()
+    results = {}
+    for name, thing in objects.items():
+        results[name] = communication.broadcast_object(thing if rank == 2 else None, 2)
+    results["inside"] = communication.broadcast_object(f"of rank {rank}", 1, inside)
+    refused = training.error_of(lambda: communication.broadcast_object(NotPlain(), 0))
+    results["after"] = communication.broadcast_object(rank, 1)
+    return results, refused
+
+
+def test_an_object_reaches_every_rank_and_code_does_not(ranks):
+    for rank, (results, refused) in enumerate(ranks(3, broadcast_objects, OBJECTS)):
+        tensor = results["tensor"]["weight"]
+        assert torch.equal(tensor, OBJECTS["tensor"]["weight"])
+        for name in ("text", "nothing", "nested"):
+            assert results[name] == OBJECTS[name]
+        assert results["inside"] == ("of rank 0" if rank == 0 else "of rank 2")
+        assert refused.startswith("TypeError: broadcast_object: rank 0's object cannot be sent")
+        assert results["after"] == 1
+
+
+@training.with_group
+def send_a_parameter():
+    parameter = torch.nn.Parameter(torch.full((2, 3), float(bagua.get_rank())))
+    bagua.broadcast(parameter, 1)
+    bagua.allreduce_inplace(parameter)
+    return parameter.requires_grad, parameter.is_leaf, parameter.tolist()
+
+
+def test_a_parameter_is_changed_in_place_behind_autograds_back(ranks):
+    for result in ranks(2, send_a_parameter):
+        assert result == (True, True, [[2.0] * 3] * 2)
+
+
+@training.with_group
+def meet():
+    bagua.barrier()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    count = store.add("came", 1)
+    bagua.barrier()
+    return count, store.add("came", 0)
+
+
+def test_nobody_leaves_a_barrier_before_the_last_has_come(ranks):
+    results = ranks(3, meet)
+    assert sorted(count for count, _ in results) == [1, 2, 3]
+    assert [total for _, total in results] == [3, 3, 3]

@@ -1,0 +1,195 @@
+"""Which ranks a communicator joins: sub-groups, nodes, and what those outside are given."""
+
+import bagua.torch_api as bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api import communication
+from bagua.torch_api.communication import CommMember, ReduceOp
+from ranks import training
+from ranks.test_groups_and_nodes import environment_of_nodes
+
+
+@training.with_group
+def use_a_sub_group(members):
+    group = communication.new_group(members)
+    ours = group.get_global_communicator()
+    rank = torch.tensor([bagua.get_rank()])
+    last = rank.clone()
+    bagua.broadcast(last, len(members) - 1, ours)
+    highest = rank.clone()
+    bagua.allreduce_inplace(highest, ReduceOp.MAX, ours)
+    gathered = torch.full((len(members),), -1)
+    bagua.allgather(rank, gathered, ours)
+    bagua.barrier(ours)
+    where = (ours.rank(), ours.nranks()) if isinstance(ours, communication.Communicator) else ours
+    bagua.allreduce_inplace(rank)  # everybody together, afterwards
+    return where, last.item(), highest.item(), gathered.tolist(), rank.item()
+
+
+@pytest.mark.parametrize("members", [[0, 2], [3, 1], [1, 2, 3], [2]], ids=str)
+def test_ranks_are_counted_inside_the_group_and_others_are_untouched(ranks, members):
+    inside = sorted(members)
+    for rank, (where, last, highest, gathered, total) in enumerate(
+        ranks(4, use_a_sub_group, members)
+    ):
+        if rank in inside:
+            assert where == (inside.index(rank), len(inside))
+            assert (last, highest, gathered) == (inside[-1], inside[-1], inside)
+        else:
+            assert where is CommMember.NON_COMM_MEMBER
+            assert (last, highest, gathered) == (rank, rank, [-1] * len(inside))
+        assert total == 6
+
+
+@training.with_group
+def send_inside_a_sub_group():
+    ours = communication.new_group([1, 2]).get_global_communicator()
+    tensor = torch.tensor([float(bagua.get_rank())])
+    if bagua.get_rank() == 2:
+        bagua.send(tensor, 0, ours)
+    else:
+        bagua.recv(tensor, 1, ours)
+    return tensor.item()
+
+
+def test_send_and_receive_count_ranks_inside_the_group(ranks):
+    assert ranks(3, send_inside_a_sub_group) == [0.0, 2.0, 2.0]
+
+
+@training.with_group
+def ranks_seen_by_node(members):
+    group = communication.new_group(members)
+    seen = []
+    for communicator in (
+        group.get_intra_node_communicator(),
+        group.get_inter_node_communicator(),
+    ):
+        if communicator is CommMember.NON_COMM_MEMBER:
+            seen.append(None)
+            continue
+        gathered = torch.full((communicator.nranks(),), -1)
+        bagua.allgather(torch.tensor([bagua.get_rank()]), gathered, communicator)
+        seen.append(gathered.tolist())
+    return seen
+
+
+NODES = {
+    "2+2": ((2, 2), [0, 1, 2, 3], [[0, 1], [0, 1], [2, 3], [2, 3]], [0, 2]),
+    "3+1": ((3, 1), [0, 1, 2, 3], [[0, 1, 2]] * 3 + [[3]], [0, 3]),
+    "one_node": ((3,), [0, 1, 2], [[0, 1, 2]] * 3, [0]),
+    "unequal_part_of_2+2": ((2, 2), [1, 2, 3], [None, [1], [2, 3], [2, 3]], [1, 2]),
+}
+
+
+@pytest.mark.parametrize(("sizes", "members", "intra", "leaders"), NODES.values(), ids=NODES.keys())
+def test_a_node_is_joined_inside_and_its_lowest_rank_outside(ranks, sizes, members, intra, leaders):
+    results = ranks(sum(sizes), ranks_seen_by_node, members, env=environment_of_nodes(sizes))
+    assert [mine for mine, _ in results] == intra
+    for rank, (_, inter) in enumerate(results):
+        assert inter == (leaders if rank in leaders else None)
+
+
+@training.with_group
+def look_up_communicators():
+    group = communication.new_group([0, 1])
+    default = communication.get_default_group()
+    getters = (
+        group.get_global_communicator,
+        group.get_inter_node_communicator,
+        group.get_intra_node_communicator,
+    )
+    found = [
+        communication.get_communicator(group.group_name, name) is getter()
+        for name, getter in zip(("global", "inter", "intra"), getters, strict=True)
+    ]
+    world = communication.get_communicator(default.group_name, "global")
+    tensor = torch.ones(1)
+    for everyone in (None, world, communication.comm.WORLD, CommMember.WORLD):
+        bagua.allreduce_inplace(tensor, comm=everyone)
+    errors = [
+        training.error_of(lambda: communication.get_communicator("nobody", "global")),
+        training.error_of(lambda: communication.get_communicator(group.group_name, "outer")),
+    ]
+    return found, tensor.item(), errors
+
+
+def test_a_communicator_is_found_by_the_names_of_its_group_and_kind(ranks):
+    for found, value, errors in ranks(2, look_up_communicators):
+        assert found == [True, True, True]
+        assert value == 2.0**4
+        assert errors[0].startswith("ValueError: get_communicator: there is no group 'nobody'")
+        assert "'outer' is none of ['global', 'inter', 'intra']" in errors[1]
+
+
+@training.with_group
+def train_and_communicate():
+    model = training.network()
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], training.algorithm("exact"))
+    for step in range(3):
+        data = training.batch(step, bagua.get_rank())
+        optimizer.zero_grad()
+        loss = training.squared_error(model, data)
+        total = loss.detach().clone()
+        bagua.allreduce_inplace(total, ReduceOp.AVG)
+        loss.backward()
+        bagua.allreduce_inplace(total, ReduceOp.AVG)
+        optimizer.step()
+    return total.item(), training.model_bits(model)
+
+
+def test_collectives_between_and_inside_training_steps_do_not_meet_the_steps_messages(ranks):
+    first, second = ranks(2, train_and_communicate)
+    assert first == second
+
+
+@training.with_group
+def patch_a_torch_group():
+    pairs = [dist.new_group([0, 2]), dist.new_group([1])]
+    group = pairs[bagua.get_rank() % 2]
+    unpatched = training.error_of(lambda: group.bagua_pg)
+    patched = group.bagua_patch(stream="remembered")
+    again = group.bagua_patch().bagua_pg
+    tensor = torch.tensor([bagua.get_rank()])
+    bagua.allreduce_inplace(tensor, comm=group.bagua_get_global_communicator())
+    nodes = [
+        group.bagua_get_inter_node_communicator(),
+        group.bagua_get_intra_node_communicator(),
+    ]
+    sizes = [c if c is CommMember.NON_COMM_MEMBER else c.nranks() for c in nodes]
+    ours = group.bagua_pg
+    return unpatched, patched is group, again is ours, ours.ranks, ours.stream, tensor.item(), sizes
+
+
+def test_a_torch_group_is_patched_once_and_communicates_by_itself(ranks):
+    results = ranks(3, patch_a_torch_group)
+    for unpatched, same, once, _, stream, _, _ in results:
+        assert unpatched.startswith("RuntimeError")
+        assert "call group.bagua_patch() first" in unpatched
+        assert (same, once, stream) == (True, True, "remembered")
+    assert [(members, total) for _, _, _, members, _, total, _ in results] == [
+        ([0, 2], 2),
+        ([1], 1),
+        ([0, 2], 2),
+    ]
+    assert [sizes for *_, sizes in results] == [[1, 2], [1, 1], [CommMember.NON_COMM_MEMBER, 2]]
+
+
+ENDS_AT_ONCE = """
+import bagua.torch_api as bagua
+import torch
+from bagua.torch_api import communication
+bagua.init_process_group()
+group = communication.new_group([0, 1])
+keep = [group, group.get_global_communicator()]
+tensor = torch.full((100_000,), float(bagua.get_rank()))
+bagua.allreduce_inplace(tensor)
+bagua.broadcast(tensor, 1, keep[1])
+print("sum", tensor[0].item())
+"""
+
+
+def test_a_script_that_ends_after_its_last_collective_ends_well(run_script):
+    for ended in run_script(2, ENDS_AT_ONCE):
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "sum 1.0\n", "")
