@@ -1,0 +1,279 @@
+"""Decentralized SGD on ranks against the oracle, step by step."""
+
+import copy
+
+import bagua.torch_api as bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms import Algorithm
+from bagua.torch_api.algorithms.decentralized import (
+    DecentralizedAlgorithm,
+    DecentralizedAlgorithmImpl,
+)
+from oracle import decentralized as oracle
+from ranks import training
+from ranks.test_groups_and_nodes import environment_of_nodes
+
+STEPS = 5
+LAYOUT = pytest.mark.parametrize("do_flatten", [True, False], ids=["flattened", "copied"])
+MODE = pytest.mark.parametrize("mode", ["all", "shift_one"])
+RANKS = pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
+
+
+def train_step(model, optimizer, step):
+    training.train(model, optimizer, [training.batch(step, dist.get_rank())])
+
+
+def oracle_of(model, mode, interval=1, nodes=None):
+    twins = [copy.deepcopy(model) for _ in range(dist.get_world_size())]
+    return oracle.Ranks(twins, training.sgd, mode, interval, nodes)
+
+
+def oracle_step(expected, step):
+    batches = [training.batch(step, rank) for rank in range(len(expected.models))]
+    expected.step(training.squared_error, batches)
+    return expected.models[dist.get_rank()]
+
+
+@training.with_group
+def train_against_the_oracle(mode, interval=1, nodes=None, do_flatten=True):
+    """Weights after every step, as digests by rank, and what the engine says it did."""
+    model = training.network()
+    expected = oracle_of(model, mode, interval, nodes)
+    optimizer = training.sgd(model)
+    chosen = DecentralizedAlgorithm(nodes is not None, mode, interval)
+    caught = training.warnings_of(
+        lambda: model.with_bagua([optimizer], chosen, do_flatten=do_flatten)
+    )
+    digests = []
+    for step in range(STEPS):
+        train_step(model, optimizer, step)
+        training.assert_close(model, oracle_step(expected, step))
+        digests.append(training.gather(training.bits(model.parameters())))
+    return digests, caught, model.bagua_stats(), model.bagua_algorithm.state_dict()
+
+
+@RANKS
+@MODE
+@LAYOUT
+def test_every_step_is_the_oracles(ranks, mode, n, do_flatten):
+    for digests, caught, stats, state in ranks(
+        n, train_against_the_oracle, mode, 1, None, do_flatten
+    ):
+        assert [len(set(step)) for step in digests] == [n] * STEPS, "weights are each rank's own"
+        assert caught == []
+        assert state == {"iterations": STEPS, "communications": STEPS}
+        assert stats["rounds"] == STEPS
+
+
+@RANKS
+@MODE
+def test_with_interval_two_every_other_step_communicates_and_the_first_does(ranks, mode, n):
+    for _, _, stats, state in ranks(n, train_against_the_oracle, mode, 2):
+        assert state == {"iterations": STEPS, "communications": 3}
+        assert stats["rounds"] == 3
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 1, 1), (2, 1)], ids=str)
+@MODE
+def test_nodes_average_exactly_inside_and_weigh_by_their_ranks_between(ranks, mode, sizes):
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    results = ranks(
+        len(nodes), train_against_the_oracle, mode, 1, nodes, env=environment_of_nodes(sizes)
+    )
+    for _, caught, stats, state in results:
+        assert caught == []
+        assert state["communications"] == STEPS, "non-leaders count, too"
+        assert stats["buckets"][0]["ops"][0].startswith("AverageWeights(Hierarchical(")
+
+
+def test_on_one_node_shift_one_is_the_mean_of_all_and_one_warning_says_so(ranks):
+    for _, caught, *_ in ranks(3, train_against_the_oracle, "shift_one", 1, [0, 0, 0]):
+        assert len(caught) == 1
+        assert "nothing is gossiped. Pass hierarchical=False to gossip" in caught[0]
+    for _, caught, *_ in ranks(3, train_against_the_oracle, "all", 1, [0, 0, 0]):
+        assert caught == []
+
+
+@training.with_group
+def average_without_learning(mode):
+    model = training.network(seed=dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model.with_bagua([optimizer], DecentralizedAlgorithm(False, mode))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(float(dist.get_rank()))
+    seen = []
+    for step in range(3):
+        train_step(model, optimizer, step)
+        assert all((p == p.flatten()[0]).all() for p in model.parameters())
+        seen.append(next(model.parameters()).flatten()[0].item())
+    sent = model.bagua_stats()["total"]["bytes_sent"]
+    return seen, sent / sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_all_gives_every_rank_the_same_mean(ranks):
+    assert ranks(4, average_without_learning, "all") == [([1.5] * 3, 3 * 2 * 3 / 4)] * 4
+
+
+def test_shift_one_meets_another_peer_in_every_step(ranks):
+    # Peers: (2, 3, 0, 1), then (3, 2, 1, 0), then the first again.
+    expected = [[1.0, 1.5, 1.5], [2.0, 1.5, 1.5], [1.0, 1.5, 1.5], [2.0, 1.5, 1.5]]
+    assert ranks(4, average_without_learning, "shift_one") == [(seen, 3.0) for seen in expected]
+
+
+def test_with_three_ranks_one_sits_out_in_turn_and_sends_nothing(ranks):
+    # Ranks 0, 2 and 1 keep their weights in turn.
+    expected = [[0.0, 0.75, 1.125], [1.5, 0.75, 0.75], [1.5, 1.5, 1.125]]
+    assert ranks(3, average_without_learning, "shift_one") == [(seen, 2.0) for seen in expected]
+
+
+class NoisyBuffer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.network = training.network()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.seen += 1 + dist.get_rank()
+        return self.network(inputs)
+
+
+@training.with_group
+def train_with_buffers():
+    model = NoisyBuffer()
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], DecentralizedAlgorithm(False))
+    for step in range(2):
+        train_step(model, optimizer, step)
+    return model.seen.item()
+
+
+def test_buffers_stay_each_ranks_own(ranks):
+    assert ranks(2, train_with_buffers) == [2.0, 4.0]
+
+
+@training.with_group
+def train_with_other_forwards():
+    """A forward without backward on one rank, accumulation and eval forwards: as without them."""
+    model = training.network()
+    expected = oracle_of(model, "shift_one", 2)
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], DecentralizedAlgorithm(False, "shift_one", 2))
+    for step in range(STEPS):
+        if step in (1, 2) and dist.get_rank() == 0:
+            model(training.batch(step, 0)[0])
+        with torch.no_grad():
+            model(training.batch(step, 0)[0])
+        with model.no_sync():
+            training.squared_error(model, training.batch(step, 9)).backward()
+        train_step(model, optimizer, step)
+        training.assert_close(model, oracle_step(expected, step))
+    return model.bagua_algorithm.state_dict()
+
+
+def test_forwards_without_a_synchronising_backward_are_no_iterations(ranks):
+    assert ranks(3, train_with_other_forwards) == [{"iterations": 5, "communications": 3}] * 3
+
+
+@training.with_group
+def step_between_forward_and_backward():
+    model = training.network()
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], DecentralizedAlgorithm(False))
+    inputs, _ = training.batch(0, dist.get_rank())
+    model(inputs).sum().backward()
+    model(inputs)
+    return training.error_of(optimizer.step, bagua.BaguaError)
+
+
+def test_a_step_while_weights_are_on_their_way_raises_and_says_what_to_do(ranks):
+    for message in ranks(2, step_between_forward_and_backward):
+        assert "'Sequential': optimizer.step() came between a training forward" in message
+        assert "eval()" in message
+
+
+def state_of(model, optimizer):
+    parts = (model, optimizer, model.bagua_algorithm)
+    return [copy.deepcopy(part.state_dict()) for part in parts]
+
+
+@training.with_group
+def resume(mode, interval):
+    """Whether training goes on to the bit after a save in the middle of a period."""
+    chosen = DecentralizedAlgorithm(False, mode, interval)
+    model = training.network()
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], chosen)
+    for step in range(3):
+        train_step(model, optimizer, step)
+    saved = state_of(model, optimizer)
+    again = training.network(seed=1)
+    its_optimizer = training.sgd(again)
+    again.with_bagua([its_optimizer], chosen)
+    for part, state in zip((again, its_optimizer, again.bagua_algorithm), saved, strict=True):
+        part.load_state_dict(state)
+    for step in range(3, 23):
+        train_step(model, optimizer, step)
+        train_step(again, its_optimizer, step)
+        assert training.model_bits(model) == training.model_bits(again), f"step {step}"
+    return again.bagua_algorithm.state_dict()
+
+
+@MODE
+@pytest.mark.parametrize("interval", [1, 2])
+def test_training_goes_on_to_the_bit_from_a_saved_state(ranks, mode, interval):
+    communications = -(-23 // interval)
+    state = {"iterations": 23, "communications": communications}
+    assert ranks(3, resume, mode, interval) == [state] * 3
+
+
+class Rebucketed(DecentralizedAlgorithmImpl):
+    asked = 0
+
+    def need_reset(self):
+        self.asked += 1
+        return self.asked == 2
+
+
+@training.with_group
+def rebucket():
+    model = training.network()
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], training.Own(Rebucketed, False, "shift_one"))
+    for step in range(3):
+        train_step(model, optimizer, step)
+    return model.bagua_algorithm.state_dict()
+
+
+def test_counters_survive_new_buckets(ranks):
+    assert ranks(2, rebucket) == [{"iterations": 3, "communications": 3}] * 2
+
+
+@training.with_group
+def overlap():
+    """Whether the average was done before the caller asked for it."""
+    model = training.network()
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], DecentralizedAlgorithm(False, "shift_one"))
+    output = model(training.batch(0, dist.get_rank())[0])
+    engine = model.bagua_ddp._plan.engine
+    engine.wait()  # nothing of backward is needed
+    operations = model.bagua_algorithm._operations
+    counted = [int(operation.communications) for _, operation in operations]
+    output.sum().backward()
+    return counted
+
+
+def test_averaging_runs_from_forward_on(ranks):
+    assert ranks(2, overlap) == [[1]] * 2
+
+
+def test_arguments_that_make_no_sense_are_refused_by_name():
+    for make in (DecentralizedAlgorithm, lambda *a: DecentralizedAlgorithmImpl(None, *a)):
+        with pytest.raises(ValueError, match="unknown peer_selection_mode 'ring'; known: all, sh"):
+            make(True, "ring")
+        with pytest.raises(ValueError, match="communication_interval=0 must be at least 1"):
+            make(True, "all", 0)
+    assert isinstance(Algorithm.init("decentralized"), DecentralizedAlgorithm)
