@@ -6,6 +6,7 @@ from bagua import _C
 from oracle import decentralized as oracle
 from single.op_ranks import (
     BAD_VALUES,
+    MORE_THAN_A_PIECE,
     SIZES,
     assert_same_bits,
     bits,
@@ -77,8 +78,9 @@ def test_the_average_is_the_oracles_and_lies_beside_the_bucket(mode, dtype, n):
 
 
 @per_ranks
-def test_a_pair_holds_the_same_bits_which_are_half_the_sum(n):
-    brought = inputs(n, 1000, torch.float32)
+@pytest.mark.parametrize("numel", [1, 1000, MORE_THAN_A_PIECE])
+def test_a_pair_holds_the_same_bits_which_are_half_the_sum(n, numel):
+    brought = inputs(n, numel, torch.float32)
     results = run_thread_ranks(
         n, run_rounds, brought, lambda comm, count: averaging(comm, "shift_one", count)
     )
