@@ -11,6 +11,7 @@ from bagua.torch_api.algorithms.decentralized import (
     DecentralizedAlgorithm,
     DecentralizedAlgorithmImpl,
 )
+from bagua.torch_api.bucket import BaguaBucket
 from oracle import decentralized as oracle
 from ranks import training
 from ranks.test_groups_and_nodes import environment_of_nodes
@@ -73,6 +74,13 @@ def test_with_interval_two_every_other_step_communicates_and_the_first_does(rank
     for _, _, stats, state in ranks(n, train_against_the_oracle, mode, 2):
         assert state == {"iterations": STEPS, "communications": 3}
         assert stats["rounds"] == 3
+
+
+@MODE
+def test_several_buckets_meet_the_same_peer(ranks, mode):
+    for _, _, stats, state in ranks(3, train_against_the_oracle, mode, env=training.SMALL_BUCKETS):
+        assert state["communications"] == STEPS
+        assert len(stats["buckets"]) > 1
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 1, 1), (2, 1)], ids=str)
@@ -268,6 +276,18 @@ def overlap():
 
 def test_averaging_runs_from_forward_on(ranks):
     assert ranks(2, overlap) == [[1]] * 2
+
+
+def test_a_peer_weight_that_does_not_fit_its_bucket_is_refused():
+    tensor = torch.zeros(3).ensure_bagua_tensor("weight", "module")
+    bucket = BaguaBucket([tensor], "b", flatten=True)
+    with pytest.raises(ValueError, match=r"bucket 'b': peer_weight is torch.float32 \(4,\), the "):
+        bucket.append_decentralized_synchronous_op(torch.zeros(4))
+    with pytest.raises(ValueError, match="unknown peer_selection_mode 'ring'"):
+        bucket.append_decentralized_synchronous_op(torch.zeros(3), True, "ring")
+    op = bucket.append_decentralized_synchronous_op(torch.full((3,), 2.0))
+    op.copy_back_peer_weight(bucket)
+    assert tensor.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_arguments_that_make_no_sense_are_refused_by_name():
