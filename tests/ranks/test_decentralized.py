@@ -2,7 +2,6 @@
 
 import copy
 
-import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
@@ -135,128 +134,6 @@ def test_with_three_ranks_one_sits_out_in_turn_and_sends_nothing(ranks):
     # Ranks 0, 2 and 1 keep their weights in turn.
     expected = [[0.0, 0.75, 1.125], [1.5, 0.75, 0.75], [1.5, 1.5, 1.125]]
     assert ranks(3, average_without_learning, "shift_one") == [(seen, 2.0) for seen in expected]
-
-
-class NoisyBuffer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.network = training.network()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, inputs):
-        self.seen += 1 + dist.get_rank()
-        return self.network(inputs)
-
-
-@training.with_group
-def train_with_buffers():
-    model = NoisyBuffer()
-    optimizer = training.sgd(model)
-    model.with_bagua([optimizer], DecentralizedAlgorithm(False))
-    for step in range(2):
-        train_step(model, optimizer, step)
-    return model.seen.item()
-
-
-def test_buffers_stay_each_ranks_own(ranks):
-    assert ranks(2, train_with_buffers) == [2.0, 4.0]
-
-
-@training.with_group
-def train_with_other_forwards():
-    """A forward without backward on one rank, accumulation and eval forwards: as without them."""
-    model = training.network()
-    expected = oracle_of(model, "shift_one", 2)
-    optimizer = training.sgd(model)
-    model.with_bagua([optimizer], DecentralizedAlgorithm(False, "shift_one", 2))
-    for step in range(STEPS):
-        if step in (1, 2) and dist.get_rank() == 0:
-            model(training.batch(step, 0)[0])
-        with torch.no_grad():
-            model(training.batch(step, 0)[0])
-        with model.no_sync():
-            training.squared_error(model, training.batch(step, 9)).backward()
-        train_step(model, optimizer, step)
-        training.assert_close(model, oracle_step(expected, step))
-    return model.bagua_algorithm.state_dict()
-
-
-def test_forwards_without_a_synchronising_backward_are_no_iterations(ranks):
-    assert ranks(3, train_with_other_forwards) == [{"iterations": 5, "communications": 3}] * 3
-
-
-@training.with_group
-def step_between_forward_and_backward():
-    model = training.network()
-    optimizer = training.sgd(model)
-    model.with_bagua([optimizer], DecentralizedAlgorithm(False))
-    inputs, _ = training.batch(0, dist.get_rank())
-    model(inputs).sum().backward()
-    model(inputs)
-    return training.error_of(optimizer.step, bagua.BaguaError)
-
-
-def test_a_step_while_weights_are_on_their_way_raises_and_says_what_to_do(ranks):
-    for message in ranks(2, step_between_forward_and_backward):
-        assert "'Sequential': optimizer.step() came between a training forward" in message
-        assert "eval()" in message
-
-
-def state_of(model, optimizer):
-    parts = (model, optimizer, model.bagua_algorithm)
-    return [copy.deepcopy(part.state_dict()) for part in parts]
-
-
-@training.with_group
-def resume(mode, interval):
-    """Whether training goes on to the bit after a save in the middle of a period."""
-    chosen = DecentralizedAlgorithm(False, mode, interval)
-    model = training.network()
-    optimizer = training.sgd(model)
-    model.with_bagua([optimizer], chosen)
-    for step in range(3):
-        train_step(model, optimizer, step)
-    saved = state_of(model, optimizer)
-    again = training.network(seed=1)
-    its_optimizer = training.sgd(again)
-    again.with_bagua([its_optimizer], chosen)
-    for part, state in zip((again, its_optimizer, again.bagua_algorithm), saved, strict=True):
-        part.load_state_dict(state)
-    for step in range(3, 23):
-        train_step(model, optimizer, step)
-        train_step(again, its_optimizer, step)
-        assert training.model_bits(model) == training.model_bits(again), f"step {step}"
-    return again.bagua_algorithm.state_dict()
-
-
-@MODE
-@pytest.mark.parametrize("interval", [1, 2])
-def test_training_goes_on_to_the_bit_from_a_saved_state(ranks, mode, interval):
-    communications = -(-23 // interval)
-    state = {"iterations": 23, "communications": communications}
-    assert ranks(3, resume, mode, interval) == [state] * 3
-
-
-class Rebucketed(DecentralizedAlgorithmImpl):
-    asked = 0
-
-    def need_reset(self):
-        self.asked += 1
-        return self.asked == 2
-
-
-@training.with_group
-def rebucket():
-    model = training.network()
-    optimizer = training.sgd(model)
-    model.with_bagua([optimizer], training.Own(Rebucketed, False, "shift_one"))
-    for step in range(3):
-        train_step(model, optimizer, step)
-    return model.bagua_algorithm.state_dict()
-
-
-def test_counters_survive_new_buckets(ranks):
-    assert ranks(2, rebucket) == [{"iterations": 3, "communications": 3}] * 2
 
 
 @training.with_group
