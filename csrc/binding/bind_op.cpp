@@ -2,7 +2,9 @@
 #include "binding/bindings.h"
 #include "binding/python_op.h"
 #include "op/all_reduce.h"
+#include "op/average_weights.h"
 #include "op/compressed_all_reduce.h"
+#include "op/gossip.h"
 #include "op/hierarchical.h"
 
 namespace bagua {
@@ -45,6 +47,16 @@ void bind_op(py::module_& m) {
            }),
            py::arg("node"), py::arg("inner").none(true), py::arg("ranks"), py::arg("nodes"),
            py::arg("op"));
+
+  py::class_<AverageWeights, BucketOp, std::shared_ptr<AverageWeights>>(m, "AverageWeights")
+      .def(py::init<at::Tensor, at::Tensor, std::shared_ptr<BucketOp>>(), py::arg("peer_weight"),
+           py::arg("communications"), py::arg("inner"));
+
+  py::class_<Gossip, BucketOp, std::shared_ptr<Gossip>>(m, "Gossip")
+      .def(py::init<std::shared_ptr<Communicator>, at::Tensor, std::vector<int>,
+                    std::shared_ptr<Scratch>>(),
+           py::arg("communicator"), py::arg("communications"), py::arg("weights"),
+           py::arg("scratch"));
 
   py::class_<PythonOp, BucketOp, std::shared_ptr<PythonOp>>(m, "PythonOp")
       .def(py::init<py::function>(), py::arg("function"));

@@ -105,6 +105,20 @@ class Hierarchical(BucketOp):
         self, node: Communicator, inner: BucketOp | None, ranks: int, nodes: int, op: ReduceOp
     ) -> None: ...
 
+class AverageWeights(BucketOp):
+    def __init__(
+        self, peer_weight: torch.Tensor, communications: torch.Tensor, inner: BucketOp
+    ) -> None: ...
+
+class Gossip(BucketOp):
+    def __init__(
+        self,
+        communicator: Communicator,
+        communications: torch.Tensor,
+        weights: list[int],
+        scratch: Scratch,
+    ) -> None: ...
+
 class PythonOp(BucketOp):
     def __init__(self, function: Callable[[str], None]) -> None: ...
 

@@ -47,7 +47,7 @@ PYTHON_STACKS = (
     (
         CORE,
         GROUPS,
-        ("bagua.torch_api.tensor", "bagua.torch_api.bucket", "bagua.torch_api._plan"),
+        tuple(f"bagua.torch_api.{name}" for name in ("tensor", "_bucket_ops", "bucket", "_plan")),
         ("bagua.torch_api.algorithms.*",),
         ("bagua.torch_api.data_parallel.*",),
         (

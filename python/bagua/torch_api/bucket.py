@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from bagua import _C
+from bagua.torch_api._bucket_ops import CentralizedOp, DecentralizedOp, PythonOp
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.tensor import (
     bagua_getter_closure,
@@ -16,27 +16,10 @@ from bagua.torch_api.tensor import (
     record_of,
 )
 
-__all__ = ["BaguaBucket", "CentralizedOp", "PythonOp"]
+__all__ = ["BaguaBucket", "CentralizedOp", "DecentralizedOp", "PythonOp"]
 
 #: Bagua's spelling of its codec.
 _CODEC_ALIASES = {"MinMaxUInt8": "minmax_uint8"}
-
-
-@dataclass(frozen=True)
-class CentralizedOp:
-    """Sum or mean over all ranks, exact or through a codec."""
-
-    hierarchical: bool
-    average: bool
-    codec: str | None
-    group: BaguaProcessGroup | None
-
-
-@dataclass(frozen=True)
-class PythonOp:
-    """A user's function, called with the bucket's name on the lane's thread."""
-
-    function: Callable[[str], None]
 
 
 class BaguaBucket:
@@ -67,7 +50,7 @@ class BaguaBucket:
         self.name = name
         self.flatten = flatten
         self.alignment = alignment
-        self.ops: list[CentralizedOp | PythonOp] = []
+        self.ops: list[CentralizedOp | DecentralizedOp | PythonOp] = []
         self._check()
         self.gradients = all(carries_gradient(tensor) for tensor in self.tensors)
         self._allocate()
@@ -238,6 +221,37 @@ class BaguaBucket:
             _C.make_codec(codec)  # an unknown name is reported here, with the known ones
         self.ops.append(CentralizedOp(hierarchical, average, codec, group))
         return self
+
+    def append_decentralized_synchronous_op(
+        self,
+        peer_weight: torch.Tensor,
+        hierarchical: bool = True,
+        peer_selection_mode: str = "all",
+        group: BaguaProcessGroup | None = None,
+    ) -> DecentralizedOp:
+        """Mean of the bucket with other ranks; the bucket itself stays as it is.
+
+        Args:
+            peer_weight: receives the mean. Contiguous memory of its own, like ``backend_tensor``.
+            hierarchical: mean inside a node, then ``peer_selection_mode`` between the leaders.
+            peer_selection_mode: ``"all"``, or ``"shift_one"`` for one peer, another each time.
+            group: default the group of the wrapped module.
+
+        Returns:
+            The op. After waiting, its ``copy_back_peer_weight(bucket)`` gives the bucket the mean.
+
+        Raises:
+            ValueError: unknown mode, or a ``peer_weight`` that does not fit.
+        """
+        flat = self.backend_tensor
+        if (peer_weight.shape, peer_weight.dtype) != (flat.shape, flat.dtype):
+            raise ValueError(
+                f"bucket '{self.name}': peer_weight is {peer_weight.dtype} "
+                f"{tuple(peer_weight.shape)}, the bucket is {flat.dtype} {tuple(flat.shape)}"
+            )
+        op = DecentralizedOp(peer_weight, hierarchical, peer_selection_mode, group)
+        self.ops.append(op)
+        return op
 
 
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 """Distributed algorithms, by class and by name."""
 
-from bagua.torch_api.algorithms import bytegrad, gradient_allreduce
+from bagua.torch_api.algorithms import bytegrad, decentralized, gradient_allreduce
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
+from bagua.torch_api.algorithms.decentralized import DecentralizedAlgorithm
 from bagua.torch_api.algorithms.gradient_allreduce import (
     GradientAllReduce,
     GradientAllReduceAlgorithm,
@@ -12,10 +13,12 @@ __all__ = [
     "Algorithm",
     "AlgorithmImpl",
     "ByteGradAlgorithm",
+    "DecentralizedAlgorithm",
     "GlobalAlgorithmRegistry",
     "GradientAllReduce",
     "GradientAllReduceAlgorithm",
     "bytegrad",
+    "decentralized",
     "gradient_allreduce",
 ]
 
@@ -24,4 +27,7 @@ GlobalAlgorithmRegistry.register(
 )
 GlobalAlgorithmRegistry.register(
     "bytegrad", ByteGradAlgorithm, "8-bit compressed all-reduce of gradients"
+)
+GlobalAlgorithmRegistry.register(
+    "decentralized", DecentralizedAlgorithm, "averaged weights, with all ranks or one peer a step"
 )

@@ -1,0 +1,38 @@
+// The mean of a bucket with that of one other rank, another one each time.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "op/bucket_op.h"
+#include "op/scratch.h"
+
+namespace bagua {
+
+// Pairwise averaging (Bagua, VLDB 2022, decentralized training with "shift_one" peers):
+//   1. the peer is shift_one_peer(rank, size, communications); with an odd size one rank is its own
+//      peer, keeps its values and is done;
+//   2. exchange the bucket with the peer;
+//   3. bucket = (own + received) / 2, or, where a member stands for weights[member] ranks,
+//      (weights[own] * own + weights[peer] * received) / (weights[own] + weights[peer]).
+// Both of a pair hold the same bits afterwards, and the mean over all ranks is what it was.
+//
+// Reads `communications` (one int64 in CPU memory, equal on all ranks) and leaves it to the op
+// around it (AverageWeights) to count. May fail: std::invalid_argument for weights that do not fit.
+// Bytes sent per rank: S for a bucket of S bytes.
+class Gossip final : public BucketOp {
+ public:
+  Gossip(std::shared_ptr<Communicator> communicator, at::Tensor communications,
+         std::vector<int> weights, std::shared_ptr<Scratch> scratch);
+  void run(at::Tensor& flat, const Round& round) override;
+  std::string describe() const override;
+
+ private:
+  std::shared_ptr<Communicator> communicator_;
+  at::Tensor communications_;
+  std::vector<int> weights_;
+  std::shared_ptr<Scratch> scratch_;
+};
+
+}  // namespace bagua

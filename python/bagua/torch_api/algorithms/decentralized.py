@@ -1,0 +1,185 @@
+"""Decentralized SGD: ranks average weights, with all others or with one peer a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bagua import BaguaError
+from bagua.torch_api._bucket_ops import DecentralizedOp, check_peer_selection_mode
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
+from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.communication import BaguaProcessGroup
+
+__all__ = ["DecentralizedAlgorithm", "DecentralizedAlgorithmImpl"]
+
+
+def _check(peer_selection_mode: str, communication_interval: int) -> None:
+    check_peer_selection_mode(peer_selection_mode)
+    if communication_interval < 1:
+        raise ValueError(
+            f"communication_interval={communication_interval} must be at least 1 iteration"
+        )
+
+
+class DecentralizedAlgorithm(Algorithm):
+    """Weights are averaged while forward and backward run (Bagua, VLDB 2022, decentralized SGD).
+
+    A step computes ``x = mean(x) - lr * g(x)``: the gradient is the rank's own and that of its
+    weights before averaging. Ranks hold different weights; buffers stay each rank's own.
+
+    Args:
+        hierarchical: exact mean inside a node, ``peer_selection_mode`` between the nodes' leaders.
+            When all ranks share one node, every mode is the mean over all ranks.
+        peer_selection_mode: ``"all"``: the mean over all ranks. ``"shift_one"``: the mean of two
+            ranks, which change partners every time (``bagua._C.shift_one_peer``); with an odd
+            number of ranks each in its turn keeps its weights once.
+        communication_interval: iterations from one communication to the next. The first iteration
+            communicates.
+
+    Raises:
+        ValueError: unknown mode, or an interval below 1.
+    """
+
+    def __init__(
+        self,
+        hierarchical: bool = True,
+        peer_selection_mode: str = "all",
+        communication_interval: int = 1,
+    ) -> None:
+        _check(peer_selection_mode, communication_interval)
+        self.hierarchical = hierarchical
+        self.peer_selection_mode = peer_selection_mode
+        self.communication_interval = communication_interval
+
+    def reify(self, process_group: BaguaProcessGroup) -> DecentralizedAlgorithmImpl:
+        return DecentralizedAlgorithmImpl(
+            process_group, self.hierarchical, self.peer_selection_mode, self.communication_interval
+        )
+
+
+class DecentralizedAlgorithmImpl(AlgorithmImpl):
+    """Implementation of :class:`DecentralizedAlgorithm`.
+
+    An iteration is a forward and a backward outside ``no_sync()``.
+    """
+
+    broadcast_buffers = False
+
+    def __init__(
+        self,
+        process_group: BaguaProcessGroup,
+        hierarchical: bool = True,
+        peer_selection_mode: str = "all",
+        communication_interval: int = 1,
+    ) -> None:
+        super().__init__(process_group)
+        _check(peer_selection_mode, communication_interval)
+        self.hierarchical = hierarchical
+        self.peer_selection_mode = peer_selection_mode
+        self.communication_interval = communication_interval
+        self._iterations = 0  # completed ones
+        self._communications = torch.zeros((), dtype=torch.int64)  # of a plan before this one
+        self._operations: list[tuple[BaguaBucket, DecentralizedOp]] = []
+        self._between_forward_and_backward = False
+        self._under_way = False  # weights are being averaged and have not been copied back
+
+    def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+        self._communications = torch.tensor(self.state_dict()["communications"])
+        self._operations = []
+        self._between_forward_and_backward = False
+        self._under_way = False
+        return [
+            parameter.ensure_bagua_tensor(name, bagua_ddp.bagua_module_name)  # type: ignore[attr-defined]
+            for name, parameter in bagua_ddp.bagua_build_params()
+        ]
+
+    def tensors_to_buckets(
+        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
+    ) -> list[BaguaBucket]:
+        return [
+            BaguaBucket(group, name=str(i), flatten=do_flatten) for i, group in enumerate(tensors)
+        ]
+
+    def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
+        bucket.clear_ops()
+        operation = bucket.append_decentralized_synchronous_op(
+            torch.empty_like(bucket.backend_tensor),
+            hierarchical=self.hierarchical,
+            peer_selection_mode=self.peer_selection_mode,
+            group=self.process_group,
+        )
+        operation.communications.copy_(self._communications)
+        self._operations.append((bucket, operation))
+
+    def init_forward_pre_hook(self, bagua_ddp: WrappedModule) -> Callable[[Any], None]:
+        def start(_: Any) -> None:
+            self._between_forward_and_backward = True
+            if self._under_way:  # a second forward before the backward: what it started goes on
+                return
+            if self._iterations % self.communication_interval != 0:
+                return
+            self._under_way = True
+            for bucket in bagua_ddp.bagua_buckets:
+                for tensor in bucket.tensors:
+                    tensor.bagua_mark_communication_ready()  # type: ignore[attr-defined]
+
+        return start
+
+    def init_backward_hook(
+        self, bagua_ddp: WrappedModule
+    ) -> Callable[[str, torch.nn.Parameter], None]:
+        return lambda parameter_name, parameter: None
+
+    def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
+        def finish() -> None:
+            self._between_forward_and_backward = False
+            self._iterations += 1
+            if not self._under_way:
+                return
+            bagua_ddp.wait_pending_comm_ops()
+            for bucket, operation in self._operations:
+                operation.copy_back_peer_weight(bucket)
+            self._under_way = False
+
+        return finish
+
+    def init_post_optimizer_step_hook(
+        self, bagua_ddp: WrappedModule
+    ) -> Callable[[torch.optim.Optimizer], None]:
+        def check(optimizer: torch.optim.Optimizer) -> None:
+            if self._between_forward_and_backward:
+                raise BaguaError(
+                    f"module '{bagua_ddp.bagua_module_name}': optimizer.step() came between a "
+                    "training forward and the end of its backward, when weights are on their way "
+                    "to other ranks. Run other forwards in eval() or under no_grad(), compute the "
+                    "loss from tensors that forward returns, and call backward() without inputs=."
+                )
+
+        return check
+
+    def state_dict(self) -> dict[str, Any]:
+        """What decides when and with whom the next communication is; equal on all ranks.
+
+        Weights are not in it: save every rank's own. Call it between two iterations.
+
+        Returns:
+            ``iterations`` and ``communications``, both the number of completed ones.
+        """
+        counters = [operation.communications for _, operation in self._operations]
+        communications = counters[0] if counters else self._communications
+        return {"iterations": self._iterations, "communications": int(communications)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`, on every rank, between two iterations.
+
+        Raises:
+            KeyError: an entry is missing.
+        """
+        iterations, communications = int(state["iterations"]), int(state["communications"])
+        self._iterations = iterations
+        self._communications.fill_(communications)
+        for _, operation in self._operations:
+            operation.communications.fill_(communications)

@@ -1,0 +1,176 @@
+"""Decentralized SGD on ranks against the oracle, step by step."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms import Algorithm
+from bagua.torch_api.algorithms.decentralized import (
+    DecentralizedAlgorithm,
+    DecentralizedAlgorithmImpl,
+)
+from bagua.torch_api.bucket import BaguaBucket
+from oracle import decentralized as oracle
+from ranks import training
+from ranks.test_groups_and_nodes import environment_of_nodes
+
+STEPS = 5
+LAYOUT = pytest.mark.parametrize("do_flatten", [True, False], ids=["flattened", "copied"])
+MODE = pytest.mark.parametrize("mode", ["all", "shift_one"])
+RANKS = pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
+
+
+def train_step(model, optimizer, step):
+    training.train(model, optimizer, [training.batch(step, dist.get_rank())])
+
+
+def oracle_of(model, mode, interval=1, nodes=None):
+    twins = [copy.deepcopy(model) for _ in range(dist.get_world_size())]
+    return oracle.Ranks(twins, training.sgd, mode, interval, nodes)
+
+
+def oracle_step(expected, step):
+    batches = [training.batch(step, rank) for rank in range(len(expected.models))]
+    expected.step(training.squared_error, batches)
+    return expected.models[dist.get_rank()]
+
+
+@training.with_group
+def train_against_the_oracle(mode, interval=1, nodes=None, do_flatten=True):
+    """Weights after every step, as digests by rank, and what the engine says it did."""
+    model = training.network()
+    expected = oracle_of(model, mode, interval, nodes)
+    optimizer = training.sgd(model)
+    chosen = DecentralizedAlgorithm(nodes is not None, mode, interval)
+    caught = training.warnings_of(
+        lambda: model.with_bagua([optimizer], chosen, do_flatten=do_flatten)
+    )
+    digests = []
+    for step in range(STEPS):
+        train_step(model, optimizer, step)
+        training.assert_close(model, oracle_step(expected, step))
+        digests.append(training.gather(training.bits(model.parameters())))
+    return digests, caught, model.bagua_stats(), model.bagua_algorithm.state_dict()
+
+
+@RANKS
+@MODE
+@LAYOUT
+def test_every_step_is_the_oracles(ranks, mode, n, do_flatten):
+    for digests, caught, stats, state in ranks(
+        n, train_against_the_oracle, mode, 1, None, do_flatten
+    ):
+        assert [len(set(step)) for step in digests] == [n] * STEPS, "weights are each rank's own"
+        assert caught == []
+        assert state == {"iterations": STEPS, "communications": STEPS}
+        assert stats["rounds"] == STEPS
+
+
+@RANKS
+@MODE
+def test_with_interval_two_every_other_step_communicates_and_the_first_does(ranks, mode, n):
+    for _, _, stats, state in ranks(n, train_against_the_oracle, mode, 2):
+        assert state == {"iterations": STEPS, "communications": 3}
+        assert stats["rounds"] == 3
+
+
+@MODE
+def test_several_buckets_meet_the_same_peer(ranks, mode):
+    for _, _, stats, state in ranks(3, train_against_the_oracle, mode, env=training.SMALL_BUCKETS):
+        assert state["communications"] == STEPS
+        assert len(stats["buckets"]) > 1
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 1, 1), (2, 1)], ids=str)
+@MODE
+def test_nodes_average_exactly_inside_and_weigh_by_their_ranks_between(ranks, mode, sizes):
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    results = ranks(
+        len(nodes), train_against_the_oracle, mode, 1, nodes, env=environment_of_nodes(sizes)
+    )
+    for _, caught, stats, state in results:
+        assert caught == []
+        assert state["communications"] == STEPS, "non-leaders count, too"
+        assert stats["buckets"][0]["ops"][0].startswith("AverageWeights(Hierarchical(")
+
+
+def test_on_one_node_shift_one_is_the_mean_of_all_and_one_warning_says_so(ranks):
+    for _, caught, *_ in ranks(3, train_against_the_oracle, "shift_one", 1, [0, 0, 0]):
+        assert len(caught) == 1
+        assert "nothing is gossiped. Pass hierarchical=False to gossip" in caught[0]
+    for _, caught, *_ in ranks(3, train_against_the_oracle, "all", 1, [0, 0, 0]):
+        assert caught == []
+
+
+@training.with_group
+def average_without_learning(mode):
+    model = training.network(seed=dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model.with_bagua([optimizer], DecentralizedAlgorithm(False, mode))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(float(dist.get_rank()))
+    seen = []
+    for step in range(3):
+        train_step(model, optimizer, step)
+        assert all((p == p.flatten()[0]).all() for p in model.parameters())
+        seen.append(next(model.parameters()).flatten()[0].item())
+    sent = model.bagua_stats()["total"]["bytes_sent"]
+    return seen, sent / sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_all_gives_every_rank_the_same_mean(ranks):
+    assert ranks(4, average_without_learning, "all") == [([1.5] * 3, 3 * 2 * 3 / 4)] * 4
+
+
+def test_shift_one_meets_another_peer_in_every_step(ranks):
+    # Peers: (2, 3, 0, 1), then (3, 2, 1, 0), then the first again.
+    expected = [[1.0, 1.5, 1.5], [2.0, 1.5, 1.5], [1.0, 1.5, 1.5], [2.0, 1.5, 1.5]]
+    assert ranks(4, average_without_learning, "shift_one") == [(seen, 3.0) for seen in expected]
+
+
+def test_with_three_ranks_one_sits_out_in_turn_and_sends_nothing(ranks):
+    # Ranks 0, 2 and 1 keep their weights in turn.
+    expected = [[0.0, 0.75, 1.125], [1.5, 0.75, 0.75], [1.5, 1.5, 1.125]]
+    assert ranks(3, average_without_learning, "shift_one") == [(seen, 2.0) for seen in expected]
+
+
+@training.with_group
+def overlap():
+    """Whether the average was done before the caller asked for it."""
+    model = training.network()
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], DecentralizedAlgorithm(False, "shift_one"))
+    output = model(training.batch(0, dist.get_rank())[0])
+    engine = model.bagua_ddp._plan.engine
+    engine.wait()  # nothing of backward is needed
+    operations = model.bagua_algorithm._operations
+    counted = [int(operation.communications) for _, operation in operations]
+    output.sum().backward()
+    return counted
+
+
+def test_averaging_runs_from_forward_on(ranks):
+    assert ranks(2, overlap) == [[1]] * 2
+
+
+def test_a_peer_weight_that_does_not_fit_its_bucket_is_refused():
+    tensor = torch.zeros(3).ensure_bagua_tensor("weight", "module")
+    bucket = BaguaBucket([tensor], "b", flatten=True)
+    with pytest.raises(ValueError, match=r"bucket 'b': peer_weight is torch.float32 \(4,\), the "):
+        bucket.append_decentralized_synchronous_op(torch.zeros(4))
+    with pytest.raises(ValueError, match="unknown peer_selection_mode 'ring'"):
+        bucket.append_decentralized_synchronous_op(torch.zeros(3), True, "ring")
+    op = bucket.append_decentralized_synchronous_op(torch.full((3,), 2.0))
+    op.copy_back_peer_weight(bucket)
+    assert tensor.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_arguments_that_make_no_sense_are_refused_by_name():
+    for make in (DecentralizedAlgorithm, lambda *a: DecentralizedAlgorithmImpl(None, *a)):
+        with pytest.raises(ValueError, match="unknown peer_selection_mode 'ring'; known: all, sh"):
+            make(True, "ring")
+        with pytest.raises(ValueError, match="communication_interval=0 must be at least 1"):
+            make(True, "all", 0)
+    assert isinstance(Algorithm.init("decentralized"), DecentralizedAlgorithm)

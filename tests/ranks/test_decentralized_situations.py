@@ -1,0 +1,186 @@
+"""Decentralized SGD when steps are not plain: other forwards, odd models, saving, new buckets."""
+
+import copy
+
+import bagua.torch_api as bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms.decentralized import (
+    DecentralizedAlgorithm,
+    DecentralizedAlgorithmImpl,
+)
+from ranks import training
+from ranks.test_decentralized import MODE, STEPS, oracle_of, oracle_step, train_step
+from torch.utils.checkpoint import checkpoint
+
+
+class NoisyBuffer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.network = training.network()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.seen += 1 + dist.get_rank()
+        return self.network(inputs)
+
+
+@training.with_group
+def train_with_buffers():
+    model = NoisyBuffer()
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], DecentralizedAlgorithm(False))
+    for step in range(2):
+        train_step(model, optimizer, step)
+    return model.seen.item()
+
+
+def test_buffers_stay_each_ranks_own(ranks):
+    assert ranks(2, train_with_buffers) == [2.0, 4.0]
+
+
+@training.with_group
+def train_with_other_forwards():
+    """A forward without backward on one rank, accumulation and eval forwards: as without them."""
+    model = training.network()
+    expected = oracle_of(model, "shift_one", 2)
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], DecentralizedAlgorithm(False, "shift_one", 2))
+    for step in range(STEPS):
+        if step in (1, 2) and dist.get_rank() == 0:
+            model(training.batch(step, 0)[0])
+        with torch.no_grad():
+            model(training.batch(step, 0)[0])
+        with model.no_sync():
+            training.squared_error(model, training.batch(step, 9)).backward()
+        train_step(model, optimizer, step)
+        training.assert_close(model, oracle_step(expected, step))
+    return model.bagua_algorithm.state_dict()
+
+
+def test_forwards_without_a_synchronising_backward_are_no_iterations(ranks):
+    assert ranks(3, train_with_other_forwards) == [{"iterations": 5, "communications": 3}] * 3
+
+
+@training.with_group
+def step_between_forward_and_backward():
+    model = training.network()
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], DecentralizedAlgorithm(False))
+    inputs, _ = training.batch(0, dist.get_rank())
+    model(inputs).sum().backward()
+    model(inputs)
+    return training.error_of(optimizer.step, bagua.BaguaError)
+
+
+def test_a_step_while_weights_are_on_their_way_raises_and_says_what_to_do(ranks):
+    for message in ranks(2, step_between_forward_and_backward):
+        assert "'Sequential': optimizer.step() came between a training forward" in message
+        assert "eval()" in message
+
+
+class OddPaths(torch.nn.Module):
+    """A part under a reentrant checkpoint, another that is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(training.FEATURES, training.FEATURES)
+        self.network = training.network()
+        self.unused = torch.nn.Linear(2, 2)
+
+    def forward(self, inputs):
+        return checkpoint(self.network, self.first(inputs), use_reentrant=True)
+
+
+@training.with_group
+def train_odd_paths(interval):
+    model = OddPaths()
+    expected = oracle_of(model, "shift_one", interval)
+    optimizer = training.sgd(model)
+    chosen = DecentralizedAlgorithm(False, "shift_one", interval)
+    model.with_bagua([optimizer], chosen, find_unused_parameters=True)
+    for step in range(STEPS):
+        train_step(model, optimizer, step)
+        training.assert_close(model, oracle_step(expected, step))
+    return model.bagua_algorithm.state_dict()["iterations"]
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_checkpoints_and_unused_parameters_are_averaged_as_any_other(ranks, interval):
+    assert ranks(3, train_odd_paths, interval) == [STEPS] * 3
+
+
+@training.with_group
+def leave_early():
+    model = training.network()
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], DecentralizedAlgorithm(False, "shift_one"))
+    train_step(model, optimizer, 0)
+    if dist.get_rank() == 1:
+        return "left"
+    return training.error_of(lambda: train_step(model, optimizer, 1), bagua.BaguaError)
+
+
+def test_a_rank_that_leaves_early_is_an_error_on_the_others(ranks):
+    first, left, third = ranks(3, leave_early)
+    assert left == "left"
+    assert "rank 1 left after 1 rounds" in first
+    assert "rank 1 left after 1 rounds" in third
+
+
+def state_of(model, optimizer):
+    parts = (model, optimizer, model.bagua_algorithm)
+    return [copy.deepcopy(part.state_dict()) for part in parts]
+
+
+@training.with_group
+def resume(mode, interval):
+    """Whether training goes on to the bit after a save in the middle of a period."""
+    chosen = DecentralizedAlgorithm(False, mode, interval)
+    model = training.network()
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], chosen)
+    for step in range(3):
+        train_step(model, optimizer, step)
+    saved = state_of(model, optimizer)
+    again = training.network(seed=1)
+    its_optimizer = training.sgd(again)
+    again.with_bagua([its_optimizer], chosen)
+    for part, state in zip((again, its_optimizer, again.bagua_algorithm), saved, strict=True):
+        part.load_state_dict(state)
+    for step in range(3, 23):
+        train_step(model, optimizer, step)
+        train_step(again, its_optimizer, step)
+        assert training.model_bits(model) == training.model_bits(again), f"step {step}"
+    return again.bagua_algorithm.state_dict()
+
+
+@MODE
+@pytest.mark.parametrize("interval", [1, 2])
+def test_training_goes_on_to_the_bit_from_a_saved_state(ranks, mode, interval):
+    communications = -(-23 // interval)
+    state = {"iterations": 23, "communications": communications}
+    assert ranks(3, resume, mode, interval) == [state] * 3
+
+
+class Rebucketed(DecentralizedAlgorithmImpl):
+    asked = 0
+
+    def need_reset(self):
+        self.asked += 1
+        return self.asked == 2
+
+
+@training.with_group
+def rebucket():
+    model = training.network()
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], training.Own(Rebucketed, False, "shift_one"))
+    for step in range(3):
+        train_step(model, optimizer, step)
+    return model.bagua_algorithm.state_dict()
+
+
+def test_counters_survive_new_buckets(ranks):
+    assert ranks(2, rebucket) == [{"iterations": 3, "communications": 3}] * 2
