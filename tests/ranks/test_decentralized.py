@@ -143,7 +143,7 @@ def overlap():
     optimizer = training.sgd(model)
     model.with_bagua([optimizer], DecentralizedAlgorithm(False, "shift_one"))
     output = model(training.batch(0, dist.get_rank())[0])
-    engine = model.bagua_ddp._plan.engine
+    engine = model.bagua_ddp._running.engine
     engine.wait()  # nothing of backward is needed
     operations = model.bagua_algorithm._operations
     counted = [int(operation.communications) for _, operation in operations]

@@ -13,7 +13,13 @@ from bagua.torch_api.communication import BaguaProcessGroup
 if TYPE_CHECKING:
     from bagua.torch_api.bucket import BaguaBucket
 
-__all__ = ["CentralizedOp", "DecentralizedOp", "PythonOp", "check_peer_selection_mode"]
+__all__ = [
+    "BucketOp",
+    "CentralizedOp",
+    "DecentralizedOp",
+    "PythonOp",
+    "check_peer_selection_mode",
+]
 
 #: How a rank chooses with whom it averages.
 _PEER_SELECTION_MODES = ("all", "shift_one")
@@ -75,3 +81,7 @@ class PythonOp:
     """A user's function, called with the bucket's name on the lane's thread."""
 
     function: Callable[[str], None]
+
+
+#: Whatever a bucket can do.
+BucketOp = CentralizedOp | DecentralizedOp | PythonOp

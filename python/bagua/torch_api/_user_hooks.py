@@ -8,12 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from bagua import _C
-from bagua.torch_api._plan import Plan
 from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule, overrides
-from bagua.torch_api.tensor import record_of
 
-__all__ = ["backward_hooks", "mark_unused", "optimizer_hooks", "refuse_second_mark"]
+__all__ = ["HookOwner", "backward_hooks", "optimizer_hooks"]
 
 
 class HookOwner(WrappedModule, Protocol):
@@ -38,27 +35,6 @@ def backward_hooks(ddp: HookOwner) -> list[RemovableHandle]:
 
         handles.append(parameter.register_post_accumulate_grad_hook(hook))
     return handles
-
-
-def mark_unused(ddp: HookOwner, plan: Plan) -> None:
-    """Momentum and weights of parameters that backward did not reach answer as they are."""
-    tensors = [t for bucket in ddp.bagua_buckets if not bucket.gradients for t in bucket.tensors]
-    for tensor in tensors:
-        if not plan.engine.marked(plan.slots[record_of(tensor).name]):
-            tensor.bagua_mark_communication_ready()  # type: ignore[attr-defined]
-
-
-def refuse_second_mark(plan: Plan, name: str) -> None:
-    """Raise if tensor ``name`` has been marked in the open round.
-
-    Raises:
-        BaguaError: it has.
-    """
-    if plan.engine.round_open and plan.engine.marked(plan.slots[name]):
-        raise _C.BaguaError(
-            f"tensor '{name}' was marked ready twice in one round, after its bucket may have been "
-            "sent; mark each tensor once"
-        )
 
 
 def optimizer_hooks(ddp: HookOwner) -> list[RemovableHandle]:

@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 
-from bagua import _C, __version__
+from bagua import __version__
 from bagua.torch_api import _plan, _user_hooks, env
 from bagua.torch_api._bucketing import split_by_bucket_size
 from bagua.torch_api._initial_state import broadcast_optimizer, broadcast_tensors
 from bagua.torch_api._module_class import BaguaModule
 from bagua.torch_api._outputs import tensors_in
-from bagua.torch_api._snapshot import ModuleSnapshot, warn_unused
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, overrides
+from bagua.torch_api._running_plan import RunningPlan
+from bagua.torch_api._snapshot import ModuleSnapshot
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup, close_at_exit
-from bagua.torch_api.tensor import bagua_getter_closure, record_of
+from bagua.torch_api.tensor import bagua_getter_closure
 
 __all__ = ["BaguaDistributedDataParallel", "BaguaModule"]
 
@@ -57,11 +58,8 @@ class BaguaDistributedDataParallel:
             else broadcast_buffers
         )
         self._require_sync = True
-        self._plan: _plan.Plan | None = None
-        self._path: _C.GradientPath | None = None
+        self._running: RunningPlan | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._parameter_handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._watching = False
         process_group.transport.agree(
             "the model or the arguments of with_bagua",
             [
@@ -117,53 +115,14 @@ class BaguaDistributedDataParallel:
         if not self.bagua_buckets:
             return
         wrap = self.process_group.transport.next_wrap()
-        self._plan = _plan.build(
-            self.bagua_buckets, self.process_group, self.bagua_module_name, wrap
-        )
-        self._places = {
-            record_of(tensor).name: (bucket, i)
-            for bucket in self.bagua_buckets
-            for i, tensor in enumerate(bucket.tensors)
-        }
-        for bucket in self.bagua_buckets:
-            for tensor in bucket.tensors:
-                record_of(tensor).marker = weakref.ref(self)
-        self._install_gradient_path()
+        plan = _plan.build(self.bagua_buckets, self.process_group, self.bagua_module_name, wrap)
+        self._running = RunningPlan(self, plan)
 
     def _broadcast_state(self) -> None:
         state = self._snapshot.state(self.module) + self._snapshot.buffers(self.module)
         broadcast_tensors(state, self.process_group.transport)
         for optimizer in self.bagua_optimizers:
             broadcast_optimizer(optimizer, self.process_group.transport)
-
-    def _install_gradient_path(self) -> None:
-        assert self._plan is not None
-        own_wait = overrides(self.bagua_algorithm, "init_post_backward_hook")
-        plain = all(bucket.gradients for bucket in self.bagua_buckets)
-        # The C++ hooks mark gradients only; what else is registered is marked by the Python hook.
-        own_marks = overrides(self.bagua_algorithm, "init_backward_hook")
-        own_hook = own_marks or not plain
-        this = weakref.ref(self)
-
-        def after_backward() -> None:
-            if (ddp := this()) is not None:
-                if not own_marks and ddp._plan is not None:
-                    _user_hooks.mark_unused(ddp, ddp._plan)
-                ddp.bagua_algorithm.init_post_backward_hook(ddp)()
-
-        def on_unused(names: list[str]) -> None:
-            if (ddp := this()) is not None:
-                warn_unused(ddp.bagua_module_name, names)
-
-        self._path = _C.GradientPath(
-            self._plan.engine,
-            install_hooks=not own_hook,
-            find_unused=self.find_unused_parameters,
-            after_backward=None if plain and not own_wait else after_backward,
-            on_unused=on_unused,
-        )
-        if own_hook:
-            self._parameter_handles = _user_hooks.backward_hooks(self)
 
     def _install_module_hooks(self) -> None:
         module = self.module
@@ -186,42 +145,22 @@ class BaguaDistributedDataParallel:
         if self.bagua_algorithm.need_reset():
             self._initialise()
         self.bagua_train_step_counter += 1
-        if self._path is None or self._plan is None or not self._require_sync:
+        if self._running is None or not self._require_sync:
             return
-        engine = self._plan.engine
-        first = not engine.round_open
-        self._path.begin_round()
-        self._watching = True
-        if self.broadcast_buffers and first:
-            self._synchronise_buffers()
+        if self._running.begin_round() and self.broadcast_buffers:
+            self._synchronise_buffers(self._running)
         self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
 
-    def _synchronise_buffers(self) -> None:
+    def _synchronise_buffers(self, running: RunningPlan) -> None:
         buffers = self._snapshot.buffers(self.module)
         if not buffers or self.process_group.size == 1:
             return
-        assert self._plan is not None
-        self._plan.engine.await_agreement()
+        running.engine.await_agreement()
         broadcast_tensors(buffers, self.process_group.transport)
 
     def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if self._watching and self._path is not None:
-            self._watching = False
-            self._path.watch(tensors_in(output))
-
-    def mark_tensor_ready(self, tensor: torch.Tensor) -> None:
-        """Mark a registered tensor: what ``bagua_mark_communication_ready`` calls."""
-        assert self._plan is not None
-        assert self._path is not None
-        name = record_of(tensor).name
-        bucket, index = self._places[name]
-        slot = self._plan.slots[name]
-        _user_hooks.refuse_second_mark(self._plan, name)
-        if bucket.gradients:
-            self._path.adopt(slot)
-        else:
-            bucket.copy_in(index)
-        self._plan.engine.mark_ready(slot)
+        if self._running is not None:
+            self._running.watch(tensors_in(output))
 
     def wait_pending_comm_ops(self) -> None:
         """Block until the buckets that were launched are done.
@@ -229,12 +168,8 @@ class BaguaDistributedDataParallel:
         Raises:
             BaguaError: something failed on this rank or another.
         """
-        if self._plan is None:
-            return
-        self._plan.engine.wait()
-        for bucket in self.bagua_buckets:
-            if not bucket.gradients:
-                bucket.copy_out()
+        if self._running is not None:
+            self._running.wait()
 
     @property
     def _bagua_backend(self) -> BaguaDistributedDataParallel:
@@ -244,7 +179,8 @@ class BaguaDistributedDataParallel:
     @property
     def synchronising(self) -> bool:
         """Whether a backward now would be communicated."""
-        return self._require_sync and self._plan is not None and self._plan.engine.round_open
+        running = self._running
+        return self._require_sync and running is not None and running.engine.round_open
 
     # Control.
 
@@ -265,8 +201,8 @@ class BaguaDistributedDataParallel:
 
     def _set_sync(self, enabled: bool) -> None:
         self._require_sync = enabled
-        if self._path is not None:
-            self._path.set_sync(enabled)
+        if self._running is not None:
+            self._running.set_sync(enabled)
 
     def stats(self) -> dict[str, Any]:
         """What was sent and how long it took, since the buckets were built.
@@ -276,20 +212,14 @@ class BaguaDistributedDataParallel:
             nanoseconds busy, on the wire, waiting for the lane, and hidden behind backward;
             ``rounds``; ``exposed_ns``, the time backward waited; ``control``, the agreements.
         """
-        if self._plan is None:
+        if self._running is None:
             return {"total": {"bytes_sent": 0, "bytes_received": 0}, "buckets": [], "rounds": 0}
-        return _plan.with_total(self._plan.engine.stats())
+        return self._running.stats()
 
     def _stop_engine(self) -> None:
-        for handle in self._parameter_handles:
-            handle.remove()
-        self._parameter_handles = []
-        if self._path is not None:
-            self._path.remove_hooks()
-        self._path = None
-        if self._plan is not None:
-            self._plan.engine.stop()
-        self._plan = None
+        if self._running is not None:
+            self._running.stop()
+        self._running = None
 
     def close(self) -> None:
         """Remove all hooks and stop the threads. The module keeps its weights. Idempotent."""

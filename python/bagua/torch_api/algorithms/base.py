@@ -127,6 +127,27 @@ class AlgorithmImpl:
         """Called after ``step()`` of every optimizer given to ``with_bagua``."""
         return _nothing
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the algorithm remembers between steps, for a checkpoint.
+
+        Tensors and counters by name of parameter and kind; what differs between ranks is under
+        ``rank<r>/``, so that ``torch.distributed.checkpoint`` keeps every rank's. Call it between
+        two iterations. By default nothing is remembered.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`: on every rank, after ``with_bagua``.
+
+        Raises:
+            ValueError: the state is of another algorithm; names what does not fit.
+        """
+        if state:
+            raise ValueError(
+                f"{type(self).__name__} remembers nothing, but its state has {sorted(state)}; the "
+                "checkpoint is of another algorithm"
+            )
+
 
 def overrides(algorithm: AlgorithmImpl, method: str) -> bool:
     """Whether the algorithm has a ``method`` of its own."""

@@ -1,0 +1,143 @@
+"""A plan at work: the hooks that mark its tensors, and the calls of one step."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+from bagua import _C
+from bagua.torch_api import _plan, _user_hooks
+from bagua.torch_api._snapshot import warn_unused
+from bagua.torch_api.algorithms.base import overrides
+from bagua.torch_api.tensor import record_of
+
+__all__ = ["RunningPlan"]
+
+
+class PlanOwner(_user_hooks.HookOwner, Protocol):
+    """The wrapper of a module, as its plan sees it. It is held weakly."""
+
+    find_unused_parameters: bool
+
+
+class RunningPlan:
+    """The engine of a module's buckets, from one (re)build of the buckets to the next.
+
+    Attributes:
+        engine: what communicates.
+    """
+
+    def __init__(self, ddp: PlanOwner, plan: _plan.Plan) -> None:
+        self.engine = plan.engine
+        self._buckets = ddp.bagua_buckets
+        self._slots = plan.slots
+        self._places = {
+            record_of(tensor).name: (bucket, i)
+            for bucket in self._buckets
+            for i, tensor in enumerate(bucket.tensors)
+        }
+        for bucket in self._buckets:
+            for tensor in bucket.tensors:
+                record_of(tensor).marker = weakref.ref(self)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._path = self._make_path(ddp)
+        self._watching = False
+
+    def _make_path(self, ddp: PlanOwner) -> _C.GradientPath:
+        own_wait = overrides(ddp.bagua_algorithm, "init_post_backward_hook")
+        plain = all(bucket.gradients for bucket in self._buckets)
+        # The C++ hooks mark gradients only; what else is registered is marked by the Python hook.
+        own_marks = overrides(ddp.bagua_algorithm, "init_backward_hook")
+        own_hook = own_marks or not plain
+        owner = weakref.ref(ddp)
+        this = weakref.ref(self)
+
+        def after_backward() -> None:
+            ddp, running = owner(), this()
+            if ddp is not None and running is not None:
+                if not own_marks:
+                    running._mark_unused()
+                ddp.bagua_algorithm.init_post_backward_hook(ddp)()
+
+        def on_unused(names: list[str]) -> None:
+            if (ddp := owner()) is not None:
+                warn_unused(ddp.bagua_module_name, names)
+
+        if own_hook:
+            self._handles = _user_hooks.backward_hooks(ddp)
+        return _C.GradientPath(
+            self.engine,
+            install_hooks=not own_hook,
+            find_unused=ddp.find_unused_parameters,
+            after_backward=None if plain and not own_wait else after_backward,
+            on_unused=on_unused,
+        )
+
+    # One step, in the order in which things happen.
+
+    def begin_round(self) -> bool:
+        """Open a round before a training forward; False if it is open already."""
+        first = not self.engine.round_open
+        self._path.begin_round()
+        self._watching = True
+        return first
+
+    def watch(self, outputs: list[torch.Tensor]) -> None:
+        """After that forward: the backward through ``outputs`` ends the round."""
+        if self._watching:
+            self._watching = False
+            self._path.watch(outputs)
+
+    def mark_tensor_ready(self, tensor: torch.Tensor) -> None:
+        """Mark a registered tensor: what ``bagua_mark_communication_ready`` calls.
+
+        Raises:
+            BaguaError: it has been marked in the open round.
+        """
+        name = record_of(tensor).name
+        bucket, index = self._places[name]
+        slot = self._slots[name]
+        if self.engine.round_open and self.engine.marked(slot):
+            raise _C.BaguaError(
+                f"tensor '{name}' was marked ready twice in one round, after its bucket may have "
+                "been sent; mark each tensor once"
+            )
+        if bucket.gradients:
+            self._path.adopt(slot)
+        else:
+            bucket.copy_in(index)
+        self.engine.mark_ready(slot)
+
+    def _mark_unused(self) -> None:
+        """Momentum and weights of parameters that backward did not reach answer as they are."""
+        tensors = [t for bucket in self._buckets if not bucket.gradients for t in bucket.tensors]
+        for tensor in tensors:
+            if not self.engine.marked(self._slots[record_of(tensor).name]):
+                self.mark_tensor_ready(tensor)
+
+    def wait(self) -> None:
+        """Block until the buckets that were launched are done."""
+        self.engine.wait()
+        for bucket in self._buckets:
+            if not bucket.gradients:
+                bucket.copy_out()
+
+    # Control.
+
+    def set_sync(self, enabled: bool) -> None:
+        """False: gradients are accumulated and nothing is marked."""
+        self._path.set_sync(enabled)
+
+    def stats(self) -> dict[str, Any]:
+        """See ``BaguaDistributedDataParallel.stats``."""
+        return _plan.with_total(self.engine.stats())
+
+    def stop(self) -> None:
+        """Remove the hooks and stop the threads. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._path.remove_hooks()
+        self.engine.stop()
