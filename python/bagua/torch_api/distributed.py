@@ -11,6 +11,8 @@ import torch
 
 from bagua import __version__
 from bagua.torch_api import _plan, _user_hooks, env
+from bagua.torch_api._averaging_plan import AveragingPlan
+from bagua.torch_api._bucket_ops import AsynchronousOp
 from bagua.torch_api._bucketing import split_by_bucket_size
 from bagua.torch_api._initial_state import broadcast_optimizer, broadcast_tensors
 from bagua.torch_api._module_class import BaguaModule
@@ -58,7 +60,7 @@ class BaguaDistributedDataParallel:
             else broadcast_buffers
         )
         self._require_sync = True
-        self._running: RunningPlan | None = None
+        self._running: RunningPlan | AveragingPlan | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         process_group.transport.agree(
             "the model or the arguments of with_bagua",
@@ -97,6 +99,10 @@ class BaguaDistributedDataParallel:
         """
         return self._snapshot.trained(self.module)
 
+    def bagua_floating_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """``(name, buffer)`` of all floating buffers that are not ignored."""
+        return self._snapshot.floating_buffers(self.module)
+
     # Setting up.
 
     def _initialise(self) -> None:
@@ -115,6 +121,9 @@ class BaguaDistributedDataParallel:
         if not self.bagua_buckets:
             return
         wrap = self.process_group.transport.next_wrap()
+        if isinstance(next(iter(self.bagua_buckets[0].ops), None), AsynchronousOp):
+            self._running = AveragingPlan(self, wrap)
+            return
         plan = _plan.build(self.bagua_buckets, self.process_group, self.bagua_module_name, wrap)
         self._running = RunningPlan(self, plan)
 
@@ -148,15 +157,9 @@ class BaguaDistributedDataParallel:
         if self._running is None or not self._require_sync:
             return
         if self._running.begin_round() and self.broadcast_buffers:
-            self._synchronise_buffers(self._running)
+            self._running.await_agreement()
+            broadcast_tensors(self._snapshot.buffers(self.module), self.process_group.transport)
         self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
-
-    def _synchronise_buffers(self, running: RunningPlan) -> None:
-        buffers = self._snapshot.buffers(self.module)
-        if not buffers or self.process_group.size == 1:
-            return
-        running.engine.await_agreement()
-        broadcast_tensors(buffers, self.process_group.transport)
 
     def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if self._running is not None:
@@ -180,7 +183,7 @@ class BaguaDistributedDataParallel:
     def synchronising(self) -> bool:
         """Whether a backward now would be communicated."""
         running = self._running
-        return self._require_sync and running is not None and running.engine.round_open
+        return self._require_sync and running is not None and running.synchronising
 
     # Control.
 
@@ -215,6 +218,20 @@ class BaguaDistributedDataParallel:
         if self._running is None:
             return {"total": {"bytes_sent": 0, "bytes_received": 0}, "buckets": [], "rounds": 0}
         return self._running.stats()
+
+    def pause(self) -> None:
+        """End what goes on between steps (asynchronous averaging). Every rank calls it."""
+        if self._running is not None:
+            self._running.pause()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Inside it weights change only by what the caller does."""
+        if self._running is None:
+            yield
+            return
+        with self._running.exclusive():
+            yield
 
     def _stop_engine(self) -> None:
         if self._running is not None:
