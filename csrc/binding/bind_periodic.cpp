@@ -1,6 +1,7 @@
 // Averaging while training goes on. Every call that can block releases the GIL.
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,13 +37,22 @@ void bind_periodic(py::module_& m) {
            py::arg("interval_s"), py::arg("board").none(true) = py::none())
       .def("resume", &PeriodicLane::resume, NoGil(),
            "Start the rounds. Every rank calls it; nothing happens while they run.")
-      .def("pause", &PeriodicLane::pause, NoGil(),
-           "End the rounds: returns once every rank has called it. Nothing happens while paused.")
+      .def("ask_to_pause", &PeriodicLane::ask_to_pause, NoGil(),
+           "End the rounds once every rank has asked for it.")
+      .def(
+          "pause",
+          [](PeriodicLane& lane, std::optional<double> limit_s) {
+            std::optional<std::chrono::milliseconds> limit;
+            if (limit_s) limit.emplace(static_cast<int64_t>(*limit_s * 1000));
+            return lane.pause(limit);
+          },
+          py::arg("limit_s") = py::none(), NoGil(),
+          "Ask, and return True once the rounds have ended; False if not within limit_s seconds.")
       .def("check", &PeriodicLane::check, NoGil(), "Raise the failure that ended the rounds.")
       .def("enter", &PeriodicLane::enter, NoGil(), "Training begins to use the weights.")
       .def("leave", &PeriodicLane::leave, NoGil(), "Training does not use the weights for now.")
       .def("stop", &PeriodicLane::stop, NoGil(),
-           "End this rank's part without the others. False if rounds were running.")
+           "End this rank's part without asking the others, whose next round fails.")
       .def_property_readonly("inside", &PeriodicLane::inside)
       .def_property_readonly("running", &PeriodicLane::running)
       .def("stats", [](const PeriodicLane& lane) { return stats_dict(lane.stats()); });

@@ -64,7 +64,7 @@ void PeriodicLane::State::loop() {
   }
   {
     std::lock_guard lock(mutex);
-    running = false;
+    running = wants_to_pause = false;
   }
   changed.notify_all();
 }
@@ -118,17 +118,29 @@ void PeriodicLane::resume() {
   thread_->post([shared = state_] { shared->loop(); }, LaneThread::Inherit::kNothing);
 }
 
-void PeriodicLane::pause() {
+void PeriodicLane::ask_to_pause() {
   gate_->leave();
   {
+    std::lock_guard lock(state_->mutex);
+    state_->wants_to_pause = state_->running;
+  }
+  state_->changed.notify_all();
+}
+
+bool PeriodicLane::pause(std::optional<std::chrono::milliseconds> limit) {
+  ask_to_pause();
+  {
     std::unique_lock lock(state_->mutex);
-    state_->wants_to_pause = true;
-    state_->changed.notify_all();
-    state_->changed.wait(lock, [&] { return !state_->running; });
-    state_->wants_to_pause = false;
-    if (state_->failure_known) return;
+    const auto over = [&] { return !state_->running; };
+    if (!limit) {
+      state_->changed.wait(lock, over);
+    } else if (!state_->changed.wait_for(lock, *limit, over)) {
+      return false;
+    }
+    if (state_->failure_known) return true;
   }
   check();
+  return true;
 }
 
 void PeriodicLane::enter() {
@@ -167,14 +179,12 @@ void PeriodicLane::check() {
   }
 }
 
-bool PeriodicLane::stop() noexcept {
-  if (getpid() != process_) return true;
-  bool was_running = false;
+void PeriodicLane::stop() noexcept {
+  if (getpid() != process_) return;
   int64_t rounds = 0;
   {
     std::lock_guard lock(state_->mutex);
-    if (std::exchange(state_->stopped, true)) return true;
-    was_running = state_->running;
+    if (std::exchange(state_->stopped, true)) return;
     rounds = state_->rounds;
   }
   state_->changed.notify_all();
@@ -183,7 +193,6 @@ bool PeriodicLane::stop() noexcept {
   if (!thread_->stop()) {
     state_->options.communicator->abort("module '" + state_->options.name + "' stopped averaging");
   }
-  return !was_running;
 }
 
 EngineStats PeriodicLane::stats() const {

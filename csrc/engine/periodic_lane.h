@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "base/weight_gate.h"
@@ -41,9 +42,11 @@ class PeriodicLane {
   // others. Does nothing while running, and on a rank that has no others.
   void resume();
 
-  // Ends the rounds, and returns once every rank has called it: until then rounds go on. Leaves
-  // the gate. Does nothing while not running.
-  void pause();
+  // Ends the rounds once every rank has asked for it: until then rounds go on. Leaves the gate.
+  void ask_to_pause();
+
+  // Asks, and returns true once the rounds have ended; false if they have not within `limit`.
+  bool pause(std::optional<std::chrono::milliseconds> limit = std::nullopt);
 
   bool running() const;
 
@@ -55,9 +58,8 @@ class PeriodicLane {
   void leave() { gate_->leave(); }
   bool inside() const { return gate_->training_inside(); }
 
-  // Ends this rank's part without asking the others, whose next round fails. Idempotent. False if
-  // rounds were running.
-  bool stop() noexcept;
+  // Ends this rank's part without asking the others, whose next round fails. Idempotent.
+  void stop() noexcept;
 
   // `rounds` counts averages applied; waiting_ns is the lane's time before the gate, exposed_ns
   // training's.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from bagua.torch_api._user_hooks import HookOwner
 from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["AveragingPlan"]
+
+#: How long a rank whose program ends without abort() goes on averaging with those that still train.
+_SECONDS_FOR_OTHERS_TO_END = 30.0
 
 
 class AveragingPlan:
@@ -49,6 +52,7 @@ class AveragingPlan:
         for op in operations:
             op.lane = self.lane
         self._inside_forward = False
+        self._ending = False
         self._handles = self._install_hooks(ddp)
 
     def _install_hooks(self, ddp: HookOwner) -> list[RemovableHandle]:
@@ -142,18 +146,27 @@ class AveragingPlan:
         """End averaging, together with the other ranks, before another plan takes over."""
         self.lane.pause()
 
+    def announce_end(self) -> None:
+        """:meth:`stop` will follow because the program ends well."""
+        self._ending = True
+        self.lane.ask_to_pause()
+
     def stop(self) -> None:
         """Remove the hooks and end the thread, without asking the other ranks. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if not self.lane.stop():
+        if self.lane.running:
             warnings.warn(
                 f"module '{self._name}': asynchronous averaging was still running when its module "
                 "or the program ended. Call model.bagua_algorithm.abort(model) on every rank "
-                "first; the other ranks may fail in their next average.",
+                "first: others that train for long after this rank fail in their next average.",
                 stacklevel=2,
             )
+            if self._ending:
+                with suppress(_C.BaguaError):  # others ended before: nothing is left to end
+                    self.lane.pause(_SECONDS_FOR_OTHERS_TO_END)
+        self.lane.stop()
 
 
 def _only_operation(bucket: BaguaBucket) -> AsynchronousOp:

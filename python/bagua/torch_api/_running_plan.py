@@ -153,6 +153,9 @@ class RunningPlan:
         """See ``BaguaDistributedDataParallel.stats``."""
         return _plan.with_total(self.engine.stats())
 
+    def announce_end(self) -> None:
+        """Nothing goes on between steps here."""
+
     def stop(self) -> None:
         """Remove the hooks and stop the threads. Idempotent."""
         for handle in self._handles:

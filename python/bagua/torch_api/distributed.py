@@ -238,6 +238,11 @@ class BaguaDistributedDataParallel:
             self._running.stop()
         self._running = None
 
+    def announce_end(self) -> None:
+        """:meth:`close` will follow because the program ends well."""
+        if self._running is not None:
+            self._running.announce_end()
+
     def close(self) -> None:
         """Remove all hooks and stop the threads. The module keeps its weights. Idempotent."""
         for handle in self._handles:
