@@ -3,6 +3,7 @@
 from bagua import BaguaError, BaguaMismatchError, BaguaTimeoutError
 from bagua.torch_api import _patch, algorithms, communication, env
 from bagua.torch_api.algorithms import GradientAllReduce
+from bagua.torch_api.averaging import average_weights
 from bagua.torch_api.communication import (
     ReduceOp,
     allgather,
@@ -50,6 +51,7 @@ __all__ = [
     "alltoall_inplace",
     "alltoall_v",
     "alltoall_v_inplace",
+    "average_weights",
     "barrier",
     "broadcast",
     "communication",

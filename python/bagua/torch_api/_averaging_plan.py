@@ -16,6 +16,7 @@ from bagua.torch_api import _plan
 from bagua.torch_api._bucket_ops import AsynchronousOp
 from bagua.torch_api._user_hooks import HookOwner
 from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.tensor import record_of
 
 __all__ = ["AveragingPlan"]
 
@@ -51,6 +52,14 @@ class AveragingPlan:
         )
         for op in operations:
             op.lane = self.lane
+        self._owner = weakref.ref(ddp)
+        names = {name for name, _ in ddp.bagua_floating_buffers()}
+        self._buffers = {
+            record_of(tensor).name: (bucket, index)
+            for bucket in self._buckets
+            for index, tensor in enumerate(bucket.tensors)
+            if record_of(tensor).name in names
+        }
         self._inside_forward = False
         self._ending = False
         self._handles = self._install_hooks(ddp)
@@ -91,8 +100,7 @@ class AveragingPlan:
             return
         self.lane.check()
         self.lane.enter()
-        if not all(bucket.check_flatten() for bucket in self._buckets):
-            self._take_back()
+        self._take_back()
 
     def _after_forward(self) -> None:
         if self._inside_forward:
@@ -100,10 +108,17 @@ class AveragingPlan:
             self.lane.leave()
 
     def _take_back(self) -> None:
-        """Tensors that somebody pointed elsewhere (``buffer = ...``) return to their bucket."""
+        """Tensors that somebody replaced or pointed elsewhere return to their bucket."""
+        ddp = self._owner()
+        if ddp is not None and self._buffers:
+            for name, buffer in ddp.bagua_floating_buffers():
+                bucket, index = self._buffers[name]
+                if buffer is not bucket.tensors[index]:
+                    bucket.tensors[index] = buffer.ensure_bagua_tensor(name, self._name)  # type: ignore[attr-defined]
         for bucket in self._buckets:
-            for index in range(len(bucket.tensors)):
-                bucket.copy_in(index)
+            if not bucket.check_flatten():
+                for index in range(len(bucket.tensors)):
+                    bucket.copy_in(index)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -148,7 +163,7 @@ class AveragingPlan:
 
     def announce_end(self) -> None:
         """:meth:`stop` will follow because the program ends well."""
-        self._ending = True
+        self._ending = self.lane.running
         self.lane.ask_to_pause()
 
     def stop(self) -> None:
@@ -156,7 +171,7 @@ class AveragingPlan:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self.lane.running:
+        if self._ending or self.lane.running:
             warnings.warn(
                 f"module '{self._name}': asynchronous averaging was still running when its module "
                 "or the program ended. Call model.bagua_algorithm.abort(model) on every rank "
