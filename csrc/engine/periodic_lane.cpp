@@ -181,16 +181,19 @@ void PeriodicLane::check() {
 
 void PeriodicLane::stop() noexcept {
   if (getpid() != process_) return;
+  bool was_running = false;
   int64_t rounds = 0;
   {
     std::lock_guard lock(state_->mutex);
     if (std::exchange(state_->stopped, true)) return;
+    was_running = state_->running;
     rounds = state_->rounds;
   }
   state_->changed.notify_all();
   if (state_->options.board) state_->options.board->leave(rounds);
   state_->op->interrupt();
-  if (!thread_->stop()) {
+  thread_->stop();
+  if (was_running) {
     state_->options.communicator->abort("module '" + state_->options.name + "' stopped averaging");
   }
 }

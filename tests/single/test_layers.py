@@ -58,7 +58,7 @@ PYTHON_STACKS = (
             "bagua.torch_api._running_plan",
             "bagua.torch_api._user_hooks",
         ),
-        ("bagua.torch_api._patch", "bagua.torch_api.averaging"),
+        ("bagua.torch_api._patch", "bagua.torch_api.averaging", "bagua.torch_api.checkpoint"),
         ("bagua.torch_api",),
     ),
     (CORE, GROUPS, ("mlbench_core.*",)),
