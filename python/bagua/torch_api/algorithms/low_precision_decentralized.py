@@ -187,6 +187,17 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
                 tensor.bagua_mark_communication_ready()  # type: ignore[attr-defined]
         return True
 
+    def run_pending(self) -> None:
+        """Run the round that is due because a step was skipped, rather than in the next forward.
+
+        Other ranks wait for it inside their ``step()``: call it on every rank after ``step()``
+        where the loop has collectives of its own before the next training forward. Where nothing is
+        due it returns at once.
+        """
+        wrapper = self._wrapper() if self._wrapper is not None else None
+        if wrapper is not None and self.mark_pending(wrapper):
+            wrapper.wait_pending_comm_ops()
+
     # What a checkpoint keeps.
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,7 +211,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
             of each parameter and f32, ``rank<r>/weight/<name>``, ``rank<r>/left/<name>`` and
             ``rank<r>/right/<name>``.
         """
-        self._run_pending()
+        self.run_pending()
         state: dict[str, Any] = {"iterations": self._iterations, "ring": self._ring()}
         return state | {key: view.clone() for key, view in self._views()}
 
@@ -210,7 +221,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         Raises:
             ValueError: the state is of another model, rank or number of ranks; names the entry.
         """
-        self._run_pending()
+        self.run_pending()
         views = dict(self._views())
         remedy = "load what this rank saved, with the same model and the same ranks and nodes"
         for key in ("iterations", "ring", *views):
@@ -230,11 +241,6 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         self._iterations = int(state["iterations"])
         for key, view in views.items():
             view.copy_(state[key])
-
-    def _run_pending(self) -> None:
-        wrapper = self._wrapper() if self._wrapper is not None else None
-        if wrapper is not None and self.mark_pending(wrapper):
-            wrapper.wait_pending_comm_ops()
 
     def _ring_members(self) -> list[int]:
         nodes = self.process_group.transport.node_of_ranks()
