@@ -2,10 +2,12 @@
 
 import copy
 
+import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms.decentralized import LowPrecisionDecentralizedAlgorithm
+from bagua.torch_api.checkpoint import PerRank
 from ranks import training
 from ranks.test_groups_and_nodes import environment_of_nodes
 from ranks.test_low_precision_decentralized import Mixed, assert_ring, train_step, weight_bits
@@ -39,6 +41,45 @@ def through_distributed_checkpoint(state, path):
 
 
 WAYS = {"files": through_files, "distributed": through_distributed_checkpoint}
+
+
+@training.with_group
+def resume_with_a_round_due(path):
+    """Rank 1's last step before the save was skipped, and the saving itself runs the round."""
+    model, optimizers = make(1)
+    train_step(model, optimizers, 0)
+    training.squared_error(model, training.batch(1, dist.get_rank())).backward()
+    if dist.get_rank() != 1:
+        optimizers[0].step()
+    state = {"training": PerRank(model), "algorithm": model.bagua_algorithm}
+    checkpoint.save(state, checkpoint_id=path)
+    again, its_optimizers = make(1, seed=1)
+    train_step(again, its_optimizers, 77)
+    state = {"training": PerRank(again), "algorithm": again.bagua_algorithm}
+    checkpoint.load(state, checkpoint_id=path)
+    for step in range(2, 2 + GOES_ON):
+        train_step(model, optimizers, step)
+        train_step(again, its_optimizers, step)
+        assert training.model_bits(model) == training.model_bits(again), f"step {step}"
+        assert_ring(again)
+    return again.bagua_algorithm.state_dict()["iterations"]
+
+
+def test_one_checkpoint_holds_all_ranks_training(ranks, tmp_path):
+    assert ranks(3, resume_with_a_round_due, str(tmp_path)) == [2 + GOES_ON] * 3
+
+
+@training.with_group
+def average_with_a_round_due():
+    model, optimizers = make(1)
+    training.squared_error(model, training.batch(1, dist.get_rank())).backward()
+    if dist.get_rank() == 0:
+        optimizers[0].step()
+    return training.bits(bagua.average_weights(model).parameters())
+
+
+def test_a_round_that_is_due_runs_before_an_average(ranks):
+    assert len(set(ranks(3, average_with_a_round_due))) == 1
 
 
 @training.with_group

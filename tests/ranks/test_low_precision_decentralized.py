@@ -62,6 +62,13 @@ def weight_bits(model):
     return training.bits(model.parameters())
 
 
+def wrapped(model, interval=1, **arguments):
+    optimizers = optimizers_of(model)
+    chosen = LowPrecisionDecentralizedAlgorithm(False, interval)
+    model.with_bagua(optimizers, chosen, **arguments)
+    return optimizers
+
+
 @training.with_group
 def train_against_the_oracle(codec="block_uint8", interval=1, do_flatten=True, steps=STEPS):
     """How many different weights there were after each step, and what the engine says it did."""

@@ -151,8 +151,7 @@ class BaguaDistributedDataParallel:
         if not (module.training and torch.is_grad_enabled()):
             return
         self._snapshot.check(self.bagua_module_name)
-        if self.bagua_algorithm.mark_pending(self):
-            self.wait_pending_comm_ops()
+        self._run_pending()
         if self.bagua_algorithm.need_reset():
             self._initialise()
         self.bagua_train_step_counter += 1
@@ -162,6 +161,10 @@ class BaguaDistributedDataParallel:
             self._running.await_agreement()
             broadcast_tensors(self._snapshot.buffers(self.module), self.process_group.transport)
         self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
+
+    def _run_pending(self) -> None:
+        if self.bagua_algorithm.mark_pending(self):
+            self.wait_pending_comm_ops()
 
     def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if self._running is not None:
@@ -228,7 +231,8 @@ class BaguaDistributedDataParallel:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Inside it weights change only by what the caller does."""
+        """Inside it weights change only by what the caller does; what is due runs before."""
+        self._run_pending()
         if self._running is None:
             yield
             return

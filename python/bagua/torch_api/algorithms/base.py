@@ -133,8 +133,9 @@ class AlgorithmImpl:
     def mark_pending(self, bagua_ddp: WrappedModule) -> bool:
         """Mark what an earlier iteration has left to communicate; False if there is nothing.
 
-        Called before a training forward begins anything, inside ``no_sync()`` too, and when the
-        module is closed; who called it waits for the communication.
+        Called before a training forward begins anything, inside ``no_sync()`` too, before weights
+        are read for a checkpoint or an average, and when the module is closed; who called it waits
+        for the communication.
         """
         return False
 
