@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,10 @@ from bagua.torch_api.algorithms.base import overrides
 from bagua.torch_api.tensor import record_of
 
 __all__ = ["RunningPlan"]
+
+
+#: How long a module that is closed waits for other ranks.
+_SECONDS_FOR_A_LAST_ROUND = 10.0
 
 
 class PlanOwner(_user_hooks.HookOwner, Protocol):
@@ -129,6 +134,19 @@ class RunningPlan:
         for bucket in self._buckets:
             if not bucket.gradients:
                 bucket.copy_out()
+
+    def finish_soon(self) -> None:
+        """Give the buckets that were marked some seconds: other ranks may be gone.
+
+        Raises:
+            BaguaError: something failed on this rank.
+        """
+        deadline = time.monotonic() + _SECONDS_FOR_A_LAST_ROUND
+        while time.monotonic() < deadline:
+            self.engine.mark_ready(0)  # again, which does nothing but raise a failure
+            if all(b["rounds"] == self.engine.round for b in self.engine.stats()["buckets"]):
+                return self.wait()
+            time.sleep(0.005)
 
     @property
     def synchronising(self) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
-from bagua import __version__
+from bagua import BaguaError, __version__
 from bagua.torch_api import _plan, _user_hooks, env
 from bagua.torch_api._averaging_plan import AveragingPlan
 from bagua.torch_api._bucket_ops import AsynchronousOp
@@ -151,6 +151,7 @@ class BaguaDistributedDataParallel:
         if not (module.training and torch.is_grad_enabled()):
             return
         self._snapshot.check(self.bagua_module_name)
+        self._run_pending()
         if self.bagua_algorithm.need_reset():
             self._initialise()
         self.bagua_train_step_counter += 1
@@ -160,6 +161,10 @@ class BaguaDistributedDataParallel:
             self._running.await_agreement()
             broadcast_tensors(self._snapshot.buffers(self.module), self.process_group.transport)
         self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
+
+    def _run_pending(self) -> None:
+        if self.bagua_algorithm.mark_pending(self):
+            self.wait_pending_comm_ops()
 
     def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if self._running is not None:
@@ -226,7 +231,8 @@ class BaguaDistributedDataParallel:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Inside it weights change only by what the caller does."""
+        """Inside it weights change only by what the caller does; what is due runs before."""
+        self._run_pending()
         if self._running is None:
             yield
             return
@@ -248,4 +254,8 @@ class BaguaDistributedDataParallel:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if isinstance(self._running, RunningPlan):
+            with suppress(BaguaError):  # this rank or another has failed, and said so
+                if self.bagua_algorithm.mark_pending(self):
+                    self._running.finish_soon()
         self._stop_engine()
