@@ -1,7 +1,7 @@
 """The user's surface: ``import bagua.torch_api as bagua``."""
 
 from bagua import BaguaError, BaguaMismatchError, BaguaTimeoutError
-from bagua.torch_api import _patch, algorithms, communication, env
+from bagua.torch_api import _patch, algorithms, communication, data_parallel, env
 from bagua.torch_api.algorithms import GradientAllReduce
 from bagua.torch_api.communication import (
     ReduceOp,
@@ -53,6 +53,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "communication",
+    "data_parallel",
     "destroy_process_group",
     "env",
     "gather",

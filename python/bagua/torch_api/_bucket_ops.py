@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BucketOp",
     "CentralizedOp",
+    "CommHookOp",
     "DecentralizedOp",
     "PythonOp",
     "check_peer_selection_mode",
@@ -83,5 +84,13 @@ class PythonOp:
     function: Callable[[str], None]
 
 
+@dataclass(frozen=True, eq=False)
+class CommHookOp:
+    """A communication hook of torch's DistributedDataParallel: ``hook(state, GradBucket)``."""
+
+    hook: Callable[..., Any]
+    state: Any
+
+
 #: Whatever a bucket can do.
-BucketOp = CentralizedOp | DecentralizedOp | PythonOp
+BucketOp = CentralizedOp | CommHookOp | DecentralizedOp | PythonOp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,13 +14,26 @@ from bagua.torch_api._snapshot import warn_unused
 from bagua.torch_api.algorithms.base import overrides
 from bagua.torch_api.tensor import record_of
 
-__all__ = ["RunningPlan"]
+__all__ = ["RunningPlan", "UnevenInputs"]
 
 
 class PlanOwner(_user_hooks.HookOwner, Protocol):
     """The wrapper of a module, as its plan sees it. It is held weakly."""
 
     find_unused_parameters: bool
+
+
+@dataclass(frozen=True)
+class UnevenInputs:
+    """What differs in a round when some ranks may have run out of inputs.
+
+    Attributes:
+        source: the rank whose buffers all ranks get: one that still has inputs.
+        result_scale: what the communicated gradients are multiplied by.
+    """
+
+    source: int = 0
+    result_scale: float = 1.0
 
 
 class RunningPlan:
@@ -77,10 +91,13 @@ class RunningPlan:
 
     # One step, in the order in which things happen.
 
-    def begin_round(self) -> bool:
-        """Open a round before a training forward; False if it is open already."""
+    def begin_round(self, result_scale: float = 1.0) -> bool:
+        """Open a round before a training forward; False if it is open already.
+
+        What has been communicated is multiplied by ``result_scale`` at the end of backward.
+        """
         first = not self.engine.round_open
-        self._path.begin_round()
+        self._path.begin_round(result_scale=result_scale)
         self._watching = True
         return first
 
@@ -116,6 +133,17 @@ class RunningPlan:
         for tensor in tensors:
             if not self.engine.marked(self._slots[record_of(tensor).name]):
                 self.mark_tensor_ready(tensor)
+
+    def answer_with_zeros(self, find_unused: bool) -> None:
+        """The open round of a rank without inputs: all slots ready, all gradients zero."""
+        with torch.no_grad():
+            for bucket in self._buckets:
+                bucket.backend_tensor.zero_()
+        for slot in self._slots.values():
+            self.engine.mark_ready(slot)
+        if find_unused:
+            self.engine.exchange_used([0] * len(self._slots))
+        self.engine.wait()
 
     def wait(self) -> None:
         """Block until the buckets that were launched are done."""
