@@ -134,16 +134,23 @@ class RunningPlan:
             if not self.engine.marked(self._slots[record_of(tensor).name]):
                 self.mark_tensor_ready(tensor)
 
-    def answer_with_zeros(self, find_unused: bool) -> None:
-        """The open round of a rank without inputs: all slots ready, all gradients zero."""
-        with torch.no_grad():
-            for bucket in self._buckets:
-                bucket.backend_tensor.zero_()
+    @torch.no_grad()
+    def answer_with_zeros(self, find_unused: bool, result_scale: float) -> None:
+        """The open round of a rank without inputs: it contributes zeros and gets what all get."""
+        for bucket in self._buckets:
+            bucket.backend_tensor.zero_()
         for slot in self._slots.values():
             self.engine.mark_ready(slot)
         if find_unused:
             self.engine.exchange_used([0] * len(self._slots))
         self.engine.wait()
+        for bucket in self._buckets:
+            if result_scale != 1.0:
+                bucket.backend_tensor.mul_(result_scale)
+            for index, parameter in enumerate(bucket.tensors):
+                view = bucket.view_of(index)
+                if parameter.grad is not None or not find_unused:
+                    parameter.grad = view if bucket.flatten else view.clone()
 
     def wait(self) -> None:
         """Block until the buckets that were launched are done."""

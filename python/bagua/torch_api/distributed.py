@@ -199,7 +199,8 @@ class BaguaDistributedDataParallel:
         self._running.engine.begin_round()
         if self.broadcast_buffers:
             self._synchronise_buffers(self._running)
-        self._running.answer_with_zeros(self.find_unused_parameters)
+        scale = self.uneven_inputs.result_scale
+        self._running.answer_with_zeros(self.find_unused_parameters, scale)
 
     def after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         """Have the backward through ``output`` end the round."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
 
 from bagua.torch_api._running_plan import UnevenInputs
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithmImpl
@@ -60,7 +60,7 @@ class Shadow(JoinHook):
         inner = ddp.bagua_ddp
         inner.uneven_inputs = UnevenInputs()
         inner.give_state(source, buffers=inner.broadcast_buffers)
-        Joinable.__init__(ddp)  # outside of the context nobody answers
+        ddp._join_config = ddp._join_config._replace(enable=False)  # from here on nobody answers
 
 
 def meet(ddp: TorchMembers, has_inputs: bool) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Joinable
 
 from bagua.torch_api._module_class import BaguaModule
 from bagua.torch_api._snapshot import ignored_names
@@ -107,8 +106,7 @@ class DistributedDataParallel(TorchMembers, BaguaModule, torch.nn.Module):
         buffers, state = _arguments.buffers_and_state(
             broadcast_buffers, forward_sync_buffers, init_sync
         )
-        torch.nn.Module.__init__(self)
-        Joinable.__init__(self)
+        super().__init__()  # Joinable's, which calls nn.Module's
         self.module = module
         self.device = parameters[0].device
         self.device_type = self.device.type
