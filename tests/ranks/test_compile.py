@@ -1,0 +1,110 @@
+"""torch.compile and the wrappers: either way round, the training is the uncompiled one."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms import (
+    ByteGradAlgorithm,
+    DecentralizedAlgorithm,
+    GradientAllReduceAlgorithm,
+)
+from bagua.torch_api.data_parallel import DistributedDataParallel
+from ranks import training
+
+ALGORITHMS = {
+    "exact": lambda: GradientAllReduceAlgorithm(),
+    "bytegrad": lambda: ByteGradAlgorithm(hierarchical=False),
+    "decentralized": lambda: DecentralizedAlgorithm(hierarchical=False),
+}
+
+
+def compiled_wrap(model, optimizer, algorithm, backend):
+    return torch.compile(model.with_bagua([optimizer], algorithm), backend=backend)
+
+
+def wrapped_compiled(model, optimizer, algorithm, backend):
+    return torch.compile(model, backend=backend).with_bagua([optimizer], algorithm)
+
+
+def ddp_of_compiled(model, optimizer, algorithm, backend):
+    module = torch.compile(model, backend=backend)
+    return DistributedDataParallel(module, optimizers=[optimizer], algorithm=algorithm)
+
+
+def compiled_ddp(model, optimizer, algorithm, backend):
+    ddp = DistributedDataParallel(model, optimizers=[optimizer], algorithm=algorithm)
+    return torch.compile(ddp, backend=backend)
+
+
+WAYS = {f.__name__: f for f in (compiled_wrap, wrapped_compiled, ddp_of_compiled, compiled_ddp)}
+
+
+class Counted:
+    """A backend that counts the graphs it is given."""
+
+    def __init__(self, name):
+        self.inner = torch._dynamo.lookup_backend(name)
+        self.graphs = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        return self.inner(graph, inputs)
+
+
+def steps_of(model, optimizer, no_sync):
+    weights = []
+    for step in range(3):
+        optimizer.zero_grad()
+        if step == 1:
+            with no_sync():
+                training.squared_error(model, training.batch(9, dist.get_rank())).backward()
+        training.squared_error(model, training.batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    return weights
+
+
+@training.with_group
+def train(way, name, backend):
+    torch._dynamo.reset()
+    plain = training.network()
+    compiled = copy.deepcopy(plain)
+    optimizer = training.sgd(plain)
+    plain.with_bagua([optimizer], ALGORITHMS[name]())
+    expected = steps_of(plain, optimizer, plain.no_sync)
+
+    optimizer = training.sgd(compiled)
+    counted = Counted(backend)
+    model = WAYS[way](compiled, optimizer, ALGORITHMS[name](), counted)
+    seen = steps_of(model, optimizer, model.no_sync)
+    for mine, theirs in zip(seen, expected, strict=True):
+        for p, q in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+    if name != "decentralized":
+        training.assert_ranks_agree(model)
+    graphs = counted.graphs
+    with torch.no_grad():
+        model.eval()(training.batch(0, 0)[0])
+    return model.bagua_stats()["rounds"], graphs
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_compiled_training_is_the_uncompiled(ranks, way, name):
+    for rounds, graphs in ranks(2, train, way, name, "eager", timeout=120.0):
+        assert rounds == 3
+        assert graphs == 1, "the model is one graph, and is not compiled again"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_backward_communicates_too(ranks, way):
+    for rounds, graphs in ranks(3, train, way, "exact", "aot_eager", timeout=120.0):
+        assert (rounds, graphs) == (3, 1)
+
+
+@pytest.mark.timeout(300)
+def test_inductor(ranks):
+    answers = ranks(2, train, "compiled_wrap", "exact", "inductor", timeout=250.0, fresh=True)
+    assert answers == [(3, 1)] * 2
