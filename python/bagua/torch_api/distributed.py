@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -151,14 +151,21 @@ class BaguaDistributedDataParallel:
 
     def _install_hooks(self, hook_module: bool) -> None:
         if hook_module:
-            # torch.compile leaves a graph for them; what they do is no part of one.
-            before = torch.compiler.disable(self.before_forward)
-            after = torch.compiler.disable(self.after_forward)
+            before, after = self.outside_graphs()
             self._handles = [
                 self.module.register_forward_pre_hook(before),
                 self.module.register_forward_hook(after),
             ]
         self._handles += _user_hooks.optimizer_hooks(self)
+
+    def outside_graphs(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        """The two calls around a forward, for which torch.compile leaves a graph."""
+        reason = (
+            "bagua communicates before and after a forward. For fullgraph=True compile the module "
+            "first: torch.compile(model, fullgraph=True).with_bagua(...)"
+        )
+        before = torch.compiler.disable(self.before_forward, reason=reason)
+        return before, torch.compiler.disable(self.after_forward, reason=reason)
 
     def replace_algorithm(self, algorithm: AlgorithmImpl) -> None:
         """Communicate by ``algorithm`` from now on: new buckets. Every rank calls it."""

@@ -130,13 +130,13 @@ class DistributedDataParallel(TorchMembers, BaguaModule, torch.nn.Module):
             initial_state=state,
             hook_module=False,
         )
+        before, after = ddp.outside_graphs()
         # Past nn.Module's __setattr__, and left out of copies: see __getstate__.
         self.__dict__.update(
             _bagua_ddp=ddp,
             _process_group=groups.shown,
-            # torch.compile leaves a graph for them; what they do is no part of one.
-            _before_forward=torch.compiler.disable(ddp.before_forward),
-            _after_forward=torch.compiler.disable(ddp.after_forward),
+            _before_forward=before,
+            _after_forward=after,
         )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
