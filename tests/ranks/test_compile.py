@@ -148,6 +148,20 @@ def test_what_cannot_be_one_graph_says_what_to_do(ranks):
         assert "torch.compile(model, fullgraph=True).with_bagua(...)" in message
 
 
+@training.with_group
+def ignored_names():
+    model = training.network(seed=dist.get_rank())
+    model._ddp_params_and_buffers_to_ignore = ["2.bias"]
+    wrapped = torch.compile(model, backend="eager").with_bagua([], GradientAllReduceAlgorithm())
+    trained = [name for name, _ in wrapped.bagua_build_params()]
+    return trained, len(set(training.gather(training.bits([model[2].bias]))))
+
+
+def test_names_to_ignore_are_the_models_also_when_it_is_compiled(ranks):
+    trained = ["_orig_mod.0.weight", "_orig_mod.0.bias", "_orig_mod.2.weight"]
+    assert ranks(2, ignored_names) == [(trained, 2)] * 2
+
+
 @pytest.mark.timeout(300)
 def test_inductor(ranks):
     answers = ranks(2, train, "compiled_wrap", "exact", "inductor", timeout=250.0, fresh=True)

@@ -10,7 +10,11 @@ import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
-from bagua.torch_api.algorithms import ByteGradAlgorithm, DecentralizedAlgorithm
+from bagua.torch_api.algorithms import (
+    AsyncModelAverageAlgorithm,
+    ByteGradAlgorithm,
+    DecentralizedAlgorithm,
+)
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from ranks import training
@@ -324,3 +328,28 @@ def called_directly():
 
 def test_what_is_no_training_forward_communicates_nothing(ranks):
     assert ranks(2, called_directly) == [0, 0]
+
+
+@training.with_group
+def asynchronous():
+    model = normalised()
+    optimizer = training.sgd(model)
+    ddp = DistributedDataParallel(
+        model, optimizers=[optimizer], algorithm=AsyncModelAverageAlgorithm(sync_interval_ms=10)
+    )
+    for step in range(5):
+        optimizer.zero_grad()
+        training.squared_error(ddp, training.batch(step, dist.get_rank())).backward()
+        optimizer.step()
+    for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        assert not twin.module._forward_pre_hooks
+    ddp.bagua_algorithm.abort(ddp)
+    before = copy.deepcopy(model.state_dict())
+    mean = bagua.average_weights(ddp)
+    assert type(mean) is nn.Sequential
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    return len(set(training.gather(training.bits(mean.parameters()))))
+
+
+def test_asynchronous_averaging_in_the_class(ranks):
+    assert ranks(2, asynchronous) == [1, 1]

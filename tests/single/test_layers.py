@@ -19,7 +19,7 @@ CPP_MAY_INCLUDE = {
     "topology": ("base/", "topology/"),
     "comm": ("base/", "comm/"),
     "op": ("base/", "codec/", "topology/", "comm/", "op/"),
-    "engine": ("base/", "comm/", "op/bucket_op.h", "engine/"),
+    "engine": ("base/", "comm/", "op/bucket_op.h", "op/periodic_op.h", "engine/"),
     "binding": ("base/", "codec/", "topology/", "comm/", "op/", "engine/", "binding/"),
 }
 
@@ -37,8 +37,8 @@ FOREIGN_MAY_BE_INCLUDED_BY = (
 CORE = ("bagua", "bagua._C", "bagua._build")
 GROUP_FILES = """
     env communication _all_to_all _bucketing _collective_checks _collectives _communicator
-    _implicit_group _initial_state _objects _outputs _process_group _reductions _rendezvous
-    _snapshot _transport
+    _implicit_group _initial_state _objects _outputs _outside_graphs _process_group _reductions
+    _rendezvous _snapshot _transport
 """
 BUILDER_FILES = "tensor _bucket_ops _bucket_appends bucket _lane_builder _plan"
 GROUPS = tuple(f"bagua.torch_api.{name}" for name in GROUP_FILES.split())
@@ -53,13 +53,14 @@ PYTHON_STACKS = (
         ("bagua.torch_api.algorithms.*",),
         (
             "bagua.torch_api.distributed",
+            "bagua.torch_api._averaging_plan",
             "bagua.torch_api._module_class",
             "bagua.torch_api._running_plan",
             "bagua.torch_api._user_hooks",
             "bagua.torch_api._wrap_arguments",
         ),
         ("bagua.torch_api.data_parallel.*",),
-        ("bagua.torch_api._patch",),
+        ("bagua.torch_api._patch", "bagua.torch_api.averaging", "bagua.torch_api.checkpoint"),
         ("bagua.torch_api",),
     ),
     (CORE, GROUPS, ("mlbench_core.*",)),

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from bagua.torch_api._transport import Transport
 
-__all__ = ["broadcast_optimizer", "broadcast_tensors"]
+__all__ = ["InitialState", "broadcast_state", "broadcast_tensors"]
+
+#: What the first rank gives to all at the wrap: parameters, buffers and optimizer state; the same
+#: without buffers; or nothing, when the caller has seen to it that ranks are equal.
+InitialState = Literal["all", "without buffers", "nothing"]
 
 #: Tensors are joined into messages of at most this many bytes.
 _MESSAGE_BYTES = 32 * 1024**2
@@ -35,6 +39,18 @@ def broadcast_tensors(
             parts = torch.split(flat, [tensor.numel() for tensor in group])
             for tensor, part in zip(group, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
+
+
+def broadcast_state(
+    tensors: Sequence[torch.Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+    transport: Transport,
+    source: int = 0,
+) -> None:
+    """Overwrite ``tensors`` and the optimizers' state with those of rank ``source``."""
+    broadcast_tensors(tensors, transport, source)
+    for optimizer in optimizers:
+        broadcast_optimizer(optimizer, transport, source)
 
 
 def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

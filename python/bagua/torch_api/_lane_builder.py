@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from bagua import _C
 from bagua.torch_api._bucket_ops import (
+    AsynchronousOp,
     BucketOp,
     CentralizedOp,
     CommHookOp,
@@ -40,13 +41,17 @@ class LaneBuilder:
         return self.communicators[key]
 
     def op(
-        self, spec: CentralizedOp | DecentralizedOp | PythonOp, default: BaguaProcessGroup
+        self,
+        spec: AsynchronousOp | CentralizedOp | DecentralizedOp | PythonOp,
+        default: BaguaProcessGroup,
     ) -> _C.BucketOp:
         if isinstance(spec, PythonOp):
             return _C.PythonOp(spec.function)
         if isinstance(spec, DecentralizedOp):
             averaging = self._averaging(spec, default)
             return _C.AverageWeights(spec.peer_weight, spec.communications, averaging)
+        if isinstance(spec, AsynchronousOp):
+            raise ValueError("asynchronous averaging cannot be mixed with other operations")
         transport = (spec.group or default).transport
         reduce = _C.ReduceOp.AVG if spec.average else _C.ReduceOp.SUM
         if not spec.hierarchical:
@@ -114,6 +119,8 @@ def describe_op(op: BucketOp) -> str:
         return f"comm hook {getattr(op.hook, '__qualname__', type(op.hook).__qualname__)}"
     if isinstance(op, PythonOp):
         return "python"
+    if isinstance(op, AsynchronousOp):
+        return f"asynchronous every {op.sync_interval_ms} ms"
     if isinstance(op, DecentralizedOp):
         return f"hierarchical={op.hierarchical} peers={op.peer_selection_mode}"
     return f"hierarchical={op.hierarchical} average={op.average} codec={op.codec}"

@@ -78,6 +78,7 @@ def with_bagua(
     check_optimizers_and_algorithm("with_bagua", optimizers, algorithm)
     group = as_bagua_group(process_group)
     if isinstance(self, BaguaModule):
+        self.bagua_ddp.pause()
         self.bagua_ddp.close()
     ddp = BaguaDistributedDataParallel(
         self,

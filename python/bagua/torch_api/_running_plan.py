@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,6 +103,10 @@ class RunningPlan:
         self._watching = True
         return first
 
+    def await_agreement(self) -> None:
+        """Block until the ranks agree on the open round."""
+        self.engine.await_agreement()
+
     def watch(self, outputs: list[torch.Tensor]) -> None:
         """After that forward: the backward through ``outputs`` ends the round."""
         if self._watching:
@@ -159,7 +165,24 @@ class RunningPlan:
             if not bucket.gradients:
                 bucket.copy_out()
 
+    @property
+    def synchronising(self) -> bool:
+        """Whether a backward now would be communicated."""
+        return self.engine.round_open
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Inside it no weights change: between steps nothing here touches them."""
+        yield
+
     # Control.
+
+    def hook_ids(self) -> list[int]:
+        """Ids of the hooks, for copies that must not have them."""
+        return [handle.id for handle in self._handles]
+
+    def pause(self) -> None:
+        """Nothing goes on between steps here."""
 
     def set_sync(self, enabled: bool) -> None:
         """False: gradients are accumulated and nothing is marked."""
@@ -168,6 +191,9 @@ class RunningPlan:
     def stats(self) -> dict[str, Any]:
         """See ``BaguaDistributedDataParallel.stats``."""
         return _plan.with_total(self.engine.stats())
+
+    def announce_end(self) -> None:
+        """Nothing goes on between steps here."""
 
     def stop(self) -> None:
         """Remove the hooks and stop the threads. Idempotent."""

@@ -49,6 +49,14 @@ class ModuleSnapshot:
         """All buffers that are not ignored."""
         return [b for name, b in module.named_buffers() if name not in self.ignored]
 
+    def floating_buffers(self, module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+        """``(name, buffer)`` of the buffers that have a mean."""
+        return [
+            (name, b)
+            for name, b in module.named_buffers()
+            if b.is_floating_point() and name not in self.ignored
+        ]
+
     def check(self, module_name: str) -> None:
         """Compare with the module as it is now: Note [Plan guard] in the C++ core.
 
@@ -101,6 +109,8 @@ def ignored_names(module: torch.nn.Module) -> list[str]:
         "_ddp_params_and_buffers_to_ignore",
     ):
         names.update(getattr(module, attribute, []))
+    if "_orig_mod" in module._modules:  # torch.compile(model), whose names were given to the model
+        names = {f"_orig_mod.{name.removeprefix('_orig_mod.')}" for name in names}
     return sorted(names)
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from bagua import __version__
 from bagua.torch_api import _plan, _user_hooks, env
+from bagua.torch_api._averaging_plan import AveragingPlan
+from bagua.torch_api._bucket_ops import AsynchronousOp
 from bagua.torch_api._bucketing import split_by_bucket_size
-from bagua.torch_api._initial_state import broadcast_optimizer, broadcast_tensors
+from bagua.torch_api._initial_state import InitialState, broadcast_state, broadcast_tensors
 from bagua.torch_api._module_class import BaguaModule
 from bagua.torch_api._outputs import tensors_in
+from bagua.torch_api._outside_graphs import outside_graphs
 from bagua.torch_api._running_plan import RunningPlan, UnevenInputs
 from bagua.torch_api._snapshot import ModuleSnapshot
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
@@ -22,11 +25,7 @@ from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup, close_at_exit
 from bagua.torch_api.tensor import bagua_getter_closure
 
-__all__ = ["BaguaDistributedDataParallel", "BaguaModule", "InitialState"]
-
-#: What the first rank gives to all at the wrap: parameters, buffers and optimizer state; the same
-#: without buffers; or nothing, when the caller has seen to it that ranks are equal.
-InitialState = Literal["all", "without buffers", "nothing"]
+__all__ = ["BaguaDistributedDataParallel", "BaguaModule"]
 
 
 class BaguaDistributedDataParallel:
@@ -74,7 +73,7 @@ class BaguaDistributedDataParallel:
         self._bucket_bytes = bucket_bytes or env.get_default_bucket_size()
         self._initial_state = initial_state
         self._require_sync = True
-        self._running: RunningPlan | None = None
+        self._running: RunningPlan | AveragingPlan | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         process_group.transport.agree(
             "the model or the arguments of with_bagua",
@@ -114,6 +113,10 @@ class BaguaDistributedDataParallel:
         """
         return self._snapshot.trained(self.module)
 
+    def bagua_floating_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """``(name, buffer)`` of all floating buffers that are not ignored."""
+        return self._snapshot.floating_buffers(self.module)
+
     # Setting up.
 
     def _initialise(self) -> None:
@@ -132,6 +135,9 @@ class BaguaDistributedDataParallel:
         if not self.bagua_buckets:
             return
         wrap = self.process_group.transport.next_wrap()
+        if isinstance(next(iter(self.bagua_buckets[0].ops), None), AsynchronousOp):
+            self._running = AveragingPlan(self, wrap)
+            return
         plan = _plan.build(self.bagua_buckets, self.process_group, self.bagua_module_name, wrap)
         self._running = RunningPlan(self, plan)
         self._running.set_sync(self._require_sync)
@@ -142,30 +148,17 @@ class BaguaDistributedDataParallel:
 
     def give_state(self, source: int, buffers: bool) -> None:
         """Give every rank the parameters, optimizer state and perhaps buffers of ``source``."""
-        state = self._snapshot.state(self.module)
-        if buffers:
-            state += self._snapshot.buffers(self.module)
-        broadcast_tensors(state, self.process_group.transport, source)
-        for optimizer in self.bagua_optimizers:
-            broadcast_optimizer(optimizer, self.process_group.transport, source)
+        tensors = self._snapshot.state(self.module)
+        tensors += self._snapshot.buffers(self.module) if buffers else []
+        broadcast_state(tensors, self.bagua_optimizers, self.process_group.transport, source)
 
     def _install_hooks(self, hook_module: bool) -> None:
         if hook_module:
-            before, after = self.outside_graphs()
             self._handles = [
-                self.module.register_forward_pre_hook(before),
-                self.module.register_forward_hook(after),
+                self.module.register_forward_pre_hook(outside_graphs(self.before_forward)),
+                self.module.register_forward_hook(outside_graphs(self.after_forward)),
             ]
         self._handles += _user_hooks.optimizer_hooks(self)
-
-    def outside_graphs(self) -> tuple[Callable[..., None], Callable[..., None]]:
-        """The two calls around a forward, for which torch.compile leaves a graph."""
-        reason = (
-            "bagua communicates before and after a forward. For fullgraph=True compile the module "
-            "first: torch.compile(model, fullgraph=True).with_bagua(...)"
-        )
-        before = torch.compiler.disable(self.before_forward, reason=reason)
-        return before, torch.compiler.disable(self.after_forward, reason=reason)
 
     def replace_algorithm(self, algorithm: AlgorithmImpl) -> None:
         """Communicate by ``algorithm`` from now on: new buckets. Every rank calls it."""
@@ -174,7 +167,8 @@ class BaguaDistributedDataParallel:
 
     def hook_ids(self) -> list[int]:
         """Ids of the hooks on the module, for copies that must not have them."""
-        return [handle.id for handle in self._handles]
+        of_plan = [] if self._running is None else self._running.hook_ids()
+        return [handle.id for handle in self._handles] + of_plan
 
     # One step, in the order in which things happen.
 
@@ -192,16 +186,14 @@ class BaguaDistributedDataParallel:
             self._synchronise_buffers(self._running)
         self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
 
-    def _synchronise_buffers(self, running: RunningPlan) -> None:
-        buffers = self._snapshot.buffers(self.module)
-        if not buffers or self.process_group.size == 1:
-            return
-        running.engine.await_agreement()
-        broadcast_tensors(buffers, self.process_group.transport, self.uneven_inputs.source)
+    def _synchronise_buffers(self, running: RunningPlan | AveragingPlan) -> None:
+        running.await_agreement()
+        buffers, source = self._snapshot.buffers(self.module), self.uneven_inputs.source
+        broadcast_tensors(buffers, self.process_group.transport, source)
 
     def shadow_round(self) -> None:
         """Answer a round of the ranks that still have inputs, with zero gradients."""
-        if self._running is None:
+        if not isinstance(self._running, RunningPlan):
             return
         self._running.engine.begin_round()
         if self.broadcast_buffers:
@@ -232,7 +224,7 @@ class BaguaDistributedDataParallel:
     def synchronising(self) -> bool:
         """Whether a backward now would be communicated."""
         running = self._running
-        return self._require_sync and running is not None and running.engine.round_open
+        return self._require_sync and running is not None and running.synchronising
 
     # Control.
 
@@ -269,10 +261,29 @@ class BaguaDistributedDataParallel:
             return {"total": {"bytes_sent": 0, "bytes_received": 0}, "buckets": [], "rounds": 0}
         return self._running.stats()
 
+    def pause(self) -> None:
+        """End what goes on between steps (asynchronous averaging). Every rank calls it."""
+        if self._running is not None:
+            self._running.pause()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Inside it weights change only by what the caller does."""
+        if self._running is None:
+            yield
+            return
+        with self._running.exclusive():
+            yield
+
     def _stop_engine(self) -> None:
         if self._running is not None:
             self._running.stop()
         self._running = None
+
+    def announce_end(self) -> None:
+        """:meth:`close` will follow because the program ends well."""
+        if self._running is not None:
+            self._running.announce_end()
 
     def close(self) -> None:
         """Remove all hooks and stop the threads. The module keeps its weights. Idempotent."""

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from bagua.torch_api._implicit_group import ensure_initialised
+from bagua.torch_api._initial_state import InitialState
 from bagua.torch_api._module_class import BaguaModule
 from bagua.torch_api.communication import BaguaProcessGroup, as_bagua_group
-from bagua.torch_api.distributed import InitialState
 
 __all__ = [
     "Groups",

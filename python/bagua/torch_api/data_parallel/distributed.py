@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from bagua.torch_api._module_class import BaguaModule
+from bagua.torch_api._module_class import BaguaModule, plain_twin
+from bagua.torch_api._outside_graphs import outside_graphs
 from bagua.torch_api._snapshot import ignored_names
 from bagua.torch_api._wrap_arguments import check_optimizers_and_algorithm
 from bagua.torch_api.algorithms import Algorithm, GradientAllReduceAlgorithm
@@ -130,13 +131,12 @@ class DistributedDataParallel(TorchMembers, BaguaModule, torch.nn.Module):
             initial_state=state,
             hook_module=False,
         )
-        before, after = ddp.outside_graphs()
         # Past nn.Module's __setattr__, and left out of copies: see __getstate__.
         self.__dict__.update(
             _bagua_ddp=ddp,
             _process_group=groups.shown,
-            _before_forward=before,
-            _after_forward=after,
+            _before_forward=outside_graphs(ddp.before_forward),
+            _after_forward=outside_graphs(ddp.after_forward),
         )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -187,7 +187,11 @@ class DistributedDataParallel(TorchMembers, BaguaModule, torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         live = ("_bagua_ddp", "_process_group", "_before_forward", "_after_forward")
-        return {name: value for name, value in self.__dict__.items() if name not in live}
+        state = {name: value for name, value in self.__dict__.items() if name not in live}
+        if "_bagua_ddp" in self.__dict__:
+            module = plain_twin(self.module, type(self.module), self.bagua_ddp.hook_ids())
+            state["_modules"] = {**self._modules, "module": module}
+        return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         twin = type(self).__new__(type(self))
