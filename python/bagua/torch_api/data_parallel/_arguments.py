@@ -13,6 +13,7 @@ import torch.distributed as dist
 from bagua.torch_api._implicit_group import ensure_initialised
 from bagua.torch_api._initial_state import InitialState
 from bagua.torch_api._module_class import BaguaModule
+from bagua.torch_api._snapshot import ignored_names
 from bagua.torch_api.communication import BaguaProcessGroup, as_bagua_group
 
 __all__ = [
@@ -58,7 +59,7 @@ def warn_of_those_without_effect(
         )
 
 
-def check_parameters(module: torch.nn.Module, ignored: Sequence[str]) -> list[torch.nn.Parameter]:
+def check_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The parameters that are not ignored.
 
     Raises:
@@ -73,6 +74,7 @@ def check_parameters(module: torch.nn.Module, ignored: Sequence[str]) -> list[to
             "DistributedDataParallel: the module is wrapped already, by with_bagua or by "
             "DistributedDataParallel; wrap it once"
         )
+    ignored = ignored_names(module)
     named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
     lazy = [name for name, p in named if torch.nn.parameter.is_lazy(p)]
     if lazy:

@@ -10,7 +10,6 @@ import torch
 
 from bagua.torch_api._module_class import BaguaModule, plain_twin
 from bagua.torch_api._outside_graphs import outside_graphs
-from bagua.torch_api._snapshot import ignored_names
 from bagua.torch_api._wrap_arguments import check_optimizers_and_algorithm
 from bagua.torch_api.algorithms import Algorithm, GradientAllReduceAlgorithm
 from bagua.torch_api.data_parallel import _arguments, _join
@@ -100,7 +99,7 @@ class DistributedDataParallel(TorchMembers, BaguaModule, torch.nn.Module):
         _arguments.warn_of_those_without_effect(check_reduction, skip_all_reduce_unused_params)
         algorithm = GradientAllReduceAlgorithm() if algorithm is None else algorithm
         check_optimizers_and_algorithm("DistributedDataParallel", optimizers, algorithm)
-        parameters = _arguments.check_parameters(module, ignored_names(module))
+        parameters = _arguments.check_parameters(module)
         ids, output = _arguments.devices(parameters, device_ids, output_device)
         cap = _arguments.bucket_bytes(bucket_cap_mb)
         groups = _arguments.groups(process_group, device_mesh)
