@@ -119,6 +119,19 @@ class Gossip(BucketOp):
         scratch: Scratch,
     ) -> None: ...
 
+class CompressedGossip(BucketOp):
+    def __init__(
+        self,
+        communicator: Communicator,
+        codec: Codec,
+        scratch: Scratch,
+        weight: torch.Tensor,
+        left_peer_weight: torch.Tensor,
+        right_peer_weight: torch.Tensor,
+        mix_left: float,
+        mix_right: float,
+    ) -> None: ...
+
 class PythonOp(BucketOp):
     def __init__(self, function: Callable[[str], None]) -> None: ...
 

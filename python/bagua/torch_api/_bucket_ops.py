@@ -20,6 +20,8 @@ __all__ = [
     "CentralizedOp",
     "CommHookOp",
     "DecentralizedOp",
+    "LaneOp",
+    "LowPrecisionDecentralizedOp",
     "PythonOp",
     "check_asynchronous_mode",
     "check_peer_selection_mode",
@@ -143,5 +145,35 @@ class AsynchronousOp:
         return self._made().running
 
 
+@dataclass(frozen=True, eq=False)
+class LowPrecisionDecentralizedOp:
+    """Mixing with both neighbours on the ring, through compressed differences.
+
+    Attributes:
+        weight: what the others believe this rank to hold; f32, one dimension, as long as the
+            bucket. Equal to the neighbours' replicas of this rank, bit for bit; changed by the op.
+        left_peer_weight: the replica of the left neighbour's ``weight``.
+        right_peer_weight: of the right neighbour's.
+    """
+
+    weight: torch.Tensor
+    left_peer_weight: torch.Tensor
+    right_peer_weight: torch.Tensor
+    hierarchical: bool
+    codec: str
+    group: BaguaProcessGroup | None
+
+    def replicas(self) -> dict[str, torch.Tensor]:
+        """All three, by what they are called in a state dict."""
+        return {
+            "weight": self.weight,
+            "left": self.left_peer_weight,
+            "right": self.right_peer_weight,
+        }
+
+
+#: What needs nothing but its description to become an op.
+LaneOp = AsynchronousOp | CentralizedOp | DecentralizedOp | LowPrecisionDecentralizedOp | PythonOp
+
 #: Whatever a bucket can do.
-BucketOp = AsynchronousOp | CentralizedOp | CommHookOp | DecentralizedOp | PythonOp
+BucketOp = LaneOp | CommHookOp

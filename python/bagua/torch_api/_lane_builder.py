@@ -12,6 +12,8 @@ from bagua.torch_api._bucket_ops import (
     CentralizedOp,
     CommHookOp,
     DecentralizedOp,
+    LaneOp,
+    LowPrecisionDecentralizedOp,
     PythonOp,
 )
 from bagua.torch_api._transport import Transport
@@ -40,16 +42,14 @@ class LaneBuilder:
             )
         return self.communicators[key]
 
-    def op(
-        self,
-        spec: AsynchronousOp | CentralizedOp | DecentralizedOp | PythonOp,
-        default: BaguaProcessGroup,
-    ) -> _C.BucketOp:
+    def op(self, spec: LaneOp, default: BaguaProcessGroup) -> _C.BucketOp:
         if isinstance(spec, PythonOp):
             return _C.PythonOp(spec.function)
         if isinstance(spec, DecentralizedOp):
             averaging = self._averaging(spec, default)
             return _C.AverageWeights(spec.peer_weight, spec.communications, averaging)
+        if isinstance(spec, LowPrecisionDecentralizedOp):
+            return self._mixing(spec, default)
         if isinstance(spec, AsynchronousOp):
             raise ValueError("asynchronous averaging cannot be mixed with other operations")
         transport = (spec.group or default).transport
@@ -76,6 +76,25 @@ class LaneBuilder:
             ranks,
             _C.ReduceOp.AVG,
             lambda leaders: _C.Gossip(leaders, spec.communications, sizes, self.scratch),
+        )
+
+    def _mixing(self, spec: LowPrecisionDecentralizedOp, default: BaguaProcessGroup) -> _C.BucketOp:
+        transport = (spec.group or default).transport
+
+        def on_ring(members: _C.CountingCommunicator, sizes: list[int]) -> _C.BucketOp:
+            left, right = mixing_weights(sizes, members.rank)
+            codec = _C.make_codec(spec.codec)
+            replicas = (spec.weight, spec.left_peer_weight, spec.right_peer_weight)
+            return _C.CompressedGossip(members, codec, self.scratch, *replicas, left, right)
+
+        if not spec.hierarchical:
+            return on_ring(self.communicator(transport, "all"), [1] * transport.size)
+        nodes = transport.node_of_ranks()
+        sizes = [nodes.count(nodes[leader]) for leader in _C.leaders(nodes)]
+        # As with Gossip, to Hierarchical all nodes are as large as this one.
+        ranks = nodes.count(nodes[transport.rank]) * len(sizes)
+        return self._hierarchical(
+            transport, ranks, _C.ReduceOp.AVG, lambda leaders: on_ring(leaders, sizes)
         )
 
     def _hierarchical(
@@ -114,6 +133,18 @@ def comm_hook_op(spec: CommHookOp, buckets: Sequence[BaguaBucket], index: int) -
     )
 
 
+def mixing_weights(sizes: list[int], member: int) -> tuple[float, float]:
+    """What the left and the right neighbour of ``member`` count on a ring of members of ``sizes``.
+
+    A third each among equals. Otherwise Metropolis-Hastings: a member takes less from a smaller
+    one, so that the mean in which every member weighs its size stays what it is.
+    """
+    own = sizes[member]
+    neighbours = (_C.ring_left(member, len(sizes)), _C.ring_right(member, len(sizes)))
+    left, right = (min(1.0, sizes[neighbour] / own) / 3 for neighbour in neighbours)
+    return left, right
+
+
 def describe_op(op: BucketOp) -> str:
     if isinstance(op, CommHookOp):
         return f"comm hook {getattr(op.hook, '__qualname__', type(op.hook).__qualname__)}"
@@ -121,6 +152,8 @@ def describe_op(op: BucketOp) -> str:
         return "python"
     if isinstance(op, AsynchronousOp):
         return f"asynchronous every {op.sync_interval_ms} ms"
+    if isinstance(op, LowPrecisionDecentralizedOp):
+        return f"hierarchical={op.hierarchical} ring codec={op.codec}"
     if isinstance(op, DecentralizedOp):
         return f"hierarchical={op.hierarchical} peers={op.peer_selection_mode}"
     return f"hierarchical={op.hierarchical} average={op.average} codec={op.codec}"
@@ -129,6 +162,8 @@ def describe_op(op: BucketOp) -> str:
 def between_nodes_only(op: BucketOp) -> str | None:
     """What a hierarchical op does between nodes and not inside one."""
     if isinstance(op, CentralizedOp) and op.hierarchical and op.codec is not None:
+        return "compressed"
+    if isinstance(op, LowPrecisionDecentralizedOp) and op.hierarchical:
         return "compressed"
     if isinstance(op, DecentralizedOp) and op.hierarchical and op.peer_selection_mode != "all":
         return "gossiped"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,10 +20,15 @@ from bagua.torch_api.tensor import record_of
 __all__ = ["RunningPlan", "UnevenInputs"]
 
 
+#: How long a module that is closed waits for other ranks.
+_SECONDS_FOR_A_LAST_ROUND = 10.0
+
+
 class PlanOwner(_user_hooks.HookOwner, Protocol):
     """The wrapper of a module, as its plan sees it. It is held weakly."""
 
     find_unused_parameters: bool
+    uneven_inputs: UnevenInputs
 
 
 @dataclass(frozen=True)
@@ -141,8 +147,11 @@ class RunningPlan:
                 self.mark_tensor_ready(tensor)
 
     @torch.no_grad()
-    def answer_with_zeros(self, find_unused: bool, result_scale: float) -> None:
-        """The open round of a rank without inputs: it contributes zeros and gets what all get."""
+    def shadow_round(self, synchronise_buffers: Callable[[], None], ddp: PlanOwner) -> None:
+        """A round of a rank without inputs: it contributes zeros and gets what all get."""
+        self.engine.begin_round()
+        synchronise_buffers()
+        find_unused, result_scale = ddp.find_unused_parameters, ddp.uneven_inputs.result_scale
         for bucket in self._buckets:
             bucket.backend_tensor.zero_()
         for slot in self._slots.values():
@@ -164,6 +173,19 @@ class RunningPlan:
         for bucket in self._buckets:
             if not bucket.gradients:
                 bucket.copy_out()
+
+    def finish_soon(self) -> None:
+        """Give the buckets that were marked some seconds: other ranks may be gone.
+
+        Raises:
+            BaguaError: something failed on this rank.
+        """
+        deadline = time.monotonic() + _SECONDS_FOR_A_LAST_ROUND
+        while time.monotonic() < deadline:
+            self.engine.mark_ready(0)  # again, which does nothing but raise a failure
+            if all(b["rounds"] == self.engine.round for b in self.engine.stats()["buckets"]):
+                return self.wait()
+            time.sleep(0.005)
 
     @property
     def synchronising(self) -> bool:

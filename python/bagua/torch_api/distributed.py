@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
-from bagua import __version__
+from bagua import BaguaError, __version__
 from bagua.torch_api import _plan, _user_hooks, env
 from bagua.torch_api._averaging_plan import AveragingPlan
 from bagua.torch_api._bucket_ops import AsynchronousOp
@@ -177,29 +177,31 @@ class BaguaDistributedDataParallel:
         if not (module.training and torch.is_grad_enabled()):
             return
         self._snapshot.check(self.bagua_module_name)
+        self._run_pending()
         if self.bagua_algorithm.need_reset():
             self._initialise()
         self.bagua_train_step_counter += 1
         if self._running is None or not self._require_sync:
             return
-        if self._running.begin_round(self.uneven_inputs.result_scale) and self.broadcast_buffers:
-            self._synchronise_buffers(self._running)
+        if self._running.begin_round(self.uneven_inputs.result_scale):
+            self._synchronise_buffers()
         self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
 
-    def _synchronise_buffers(self, running: RunningPlan | AveragingPlan) -> None:
-        running.await_agreement()
+    def _run_pending(self) -> None:
+        if self.bagua_algorithm.mark_pending(self):
+            self.wait_pending_comm_ops()
+
+    def _synchronise_buffers(self) -> None:
+        if self._running is None or not self.broadcast_buffers:
+            return
+        self._running.await_agreement()
         buffers, source = self._snapshot.buffers(self.module), self.uneven_inputs.source
         broadcast_tensors(buffers, self.process_group.transport, source)
 
     def shadow_round(self) -> None:
         """Answer a round of the ranks that still have inputs, with zero gradients."""
-        if not isinstance(self._running, RunningPlan):
-            return
-        self._running.engine.begin_round()
-        if self.broadcast_buffers:
-            self._synchronise_buffers(self._running)
-        scale = self.uneven_inputs.result_scale
-        self._running.answer_with_zeros(self.find_unused_parameters, scale)
+        if isinstance(self._running, RunningPlan):
+            self._running.shadow_round(self._synchronise_buffers, self)
 
     def after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         """Have the backward through ``output`` end the round."""
@@ -268,7 +270,8 @@ class BaguaDistributedDataParallel:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Inside it weights change only by what the caller does."""
+        """Inside it weights change only by what the caller does; what is due runs before."""
+        self._run_pending()
         if self._running is None:
             yield
             return
@@ -290,4 +293,8 @@ class BaguaDistributedDataParallel:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if isinstance(self._running, RunningPlan):
+            with suppress(BaguaError):  # this rank or another has failed, and said so
+                if self.bagua_algorithm.mark_pending(self):
+                    self._running.finish_soon()
         self._stop_engine()

@@ -9,7 +9,10 @@ from bagua.torch_api.algorithms import (
 from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithm
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
-from bagua.torch_api.algorithms.decentralized import DecentralizedAlgorithm
+from bagua.torch_api.algorithms.decentralized import (
+    DecentralizedAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
+)
 from bagua.torch_api.algorithms.gradient_allreduce import (
     GradientAllReduce,
     GradientAllReduceAlgorithm,
@@ -24,6 +27,7 @@ __all__ = [
     "GlobalAlgorithmRegistry",
     "GradientAllReduce",
     "GradientAllReduceAlgorithm",
+    "LowPrecisionDecentralizedAlgorithm",
     "async_model_average",
     "bytegrad",
     "decentralized",
@@ -38,6 +42,11 @@ GlobalAlgorithmRegistry.register(
 )
 GlobalAlgorithmRegistry.register(
     "decentralized", DecentralizedAlgorithm, "averaged weights, with all ranks or one peer a step"
+)
+GlobalAlgorithmRegistry.register(
+    "low_precision_decentralized",
+    LowPrecisionDecentralizedAlgorithm,
+    "weights mixed with both neighbours on a ring, through 8-bit differences",
 )
 GlobalAlgorithmRegistry.register(
     "async", AsyncModelAverageAlgorithm, "weights averaged while training goes on"

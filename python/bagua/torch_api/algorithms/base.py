@@ -130,6 +130,15 @@ class AlgorithmImpl:
         """Called after ``step()`` of every optimizer given to ``with_bagua``."""
         return _nothing
 
+    def mark_pending(self, bagua_ddp: WrappedModule) -> bool:
+        """Mark what an earlier iteration has left to communicate; False if there is nothing.
+
+        Called before a training forward begins anything, inside ``no_sync()`` too, before weights
+        are read for a checkpoint or an average, and when the module is closed; who called it waits
+        for the communication.
+        """
+        return False
+
     def state_dict(self) -> dict[str, Any]:
         """What the algorithm remembers between steps, for a checkpoint.
 
