@@ -161,6 +161,7 @@ void bind_engine(py::module_& m) {
       .def("await_agreement", &Engine::await_agreement, NoGil())
       .def("mark_ready", &Engine::mark_ready, py::arg("slot"), NoGil())
       .def("marked", &Engine::marked, py::arg("slot"), NoGil())
+      .def("exchange_used", &Engine::exchange_used, py::arg("used"), NoGil())
       .def("wait", &Engine::wait, NoGil())
       .def("abort", &Engine::abort, py::arg("reason"), NoGil())
       .def("stop", &Engine::stop, NoGil())
@@ -184,7 +185,8 @@ void bind_engine(py::module_& m) {
            py::arg("engine"), py::kw_only(), py::arg("install_hooks"), py::arg("find_unused"),
            py::arg("after_backward").none(true) = py::none(),
            py::arg("on_unused").none(true) = py::none())
-      .def("begin_round", &GradientPath::begin_round, py::arg("grad_scale") = 1.0f, NoGil())
+      .def("begin_round", &GradientPath::begin_round, py::arg("grad_scale") = 1.0f,
+           py::arg("result_scale") = 1.0, NoGil())
       .def("watch", &GradientPath::watch, py::arg("outputs"))
       .def("set_sync", &GradientPath::set_sync, py::arg("enabled"))
       .def("adopt", py::overload_cast<SlotId>(&GradientPath::adopt), py::arg("slot"), NoGil())

@@ -1,5 +1,6 @@
 // Ops: complete at construction, run by an engine (or directly, in tests and eager calls).
 #include "binding/bindings.h"
+#include "binding/comm_hook_op.h"
 #include "binding/python_op.h"
 #include "op/all_reduce.h"
 #include "op/average_weights.h"
@@ -77,6 +78,16 @@ void bind_op(py::module_& m) {
 
   py::class_<PythonOp, BucketOp, std::shared_ptr<PythonOp>>(m, "PythonOp")
       .def(py::init<py::function>(), py::arg("function"));
+
+  py::class_<CommHookOp, BucketOp, std::shared_ptr<CommHookOp>>(m, "CommHookOp")
+      .def(py::init([](py::function hook, py::object state, size_t index, size_t count,
+                       std::vector<at::Tensor> parameters, std::vector<size_t> offsets) {
+             return std::make_shared<CommHookOp>(
+                 std::move(hook), std::move(state),
+                 HookedBucket{index, count, std::move(parameters), std::move(offsets)});
+           }),
+           py::arg("hook"), py::arg("state"), py::kw_only(), py::arg("index"), py::arg("count"),
+           py::arg("parameters"), py::arg("offsets"));
 }
 
 }  // namespace bagua

@@ -87,7 +87,7 @@ void GradientPath::remove_hooks() {
   }
 }
 
-void GradientPath::begin_round(float grad_scale) {
+void GradientPath::begin_round(float grad_scale, double result_scale) {
   if (astray_) {
     const std::string reason = concat(
         "round ", engine_->round(),
@@ -99,6 +99,7 @@ void GradientPath::begin_round(float grad_scale) {
     throw Error(reason);
   }
   engine_->begin_round(grad_scale);
+  result_scale_ = result_scale;
   phase_ = kArmed;
   fired_ = 0;
   watched_ = false;
@@ -200,7 +201,17 @@ void GradientPath::finish(bool whole_graph) {
   } else {
     engine_->wait();
   }
+  scale_results();
   restore_gradients(undefined);
+}
+
+void GradientPath::scale_results() {
+  if (result_scale_ == 1.0) return;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (size_t i = 0; i < engine_->buckets(); ++i) {
+    at::Tensor flat = engine_->bucket(i).flat;
+    at::mul_out(flat, flat, at::native::wrapped_scalar_tensor(result_scale_));
+  }
 }
 
 std::vector<GradientPath::GradSlot*> GradientPath::mark_remaining() {

@@ -53,8 +53,10 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
                                             GradientPathOptions options);
   ~GradientPath();
 
-  // Called before a forward that will be followed by a synchronising backward.
-  void begin_round(float grad_scale);
+  // Called before a forward that will be followed by a synchronising backward. What the buckets
+  // hold after communication is multiplied by `result_scale`: a mean over fewer ranks than there
+  // are, when some have run out of inputs.
+  void begin_round(float grad_scale, double result_scale = 1.0);
 
   // Called after that forward with the tensors of its output.
   void watch(const std::vector<at::Tensor>& outputs);
@@ -81,6 +83,7 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   void on_backward(int64_t round);
   void finish(bool whole_graph);
   std::vector<GradSlot*> mark_remaining();
+  void scale_results();
   void restore_gradients(const std::vector<GradSlot*>& undefined);
 
   std::shared_ptr<Engine> engine_;
@@ -90,6 +93,7 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   std::atomic<size_t> fired_{0};
   std::atomic<bool> sync_{true};
   std::atomic<bool> astray_{false};  // a gradient came while no backward through the output ran
+  double result_scale_ = 1.0;
   bool watched_ = false;
   bool warned_unused_ = false;
 };

@@ -37,7 +37,8 @@ FOREIGN_MAY_BE_INCLUDED_BY = (
 CORE = ("bagua", "bagua._C", "bagua._build")
 GROUP_FILES = """
     env communication _all_to_all _bucketing _collective_checks _collectives _communicator
-    _initial_state _objects _outputs _process_group _reductions _rendezvous _snapshot _transport
+    _implicit_group _initial_state _objects _outputs _outside_graphs _process_group _reductions
+    _rendezvous _snapshot _transport
 """
 BUILDER_FILES = "tensor _bucket_ops _bucket_appends bucket _lane_builder _plan"
 GROUPS = tuple(f"bagua.torch_api.{name}" for name in GROUP_FILES.split())
@@ -50,14 +51,15 @@ PYTHON_STACKS = (
         GROUPS,
         tuple(f"bagua.torch_api.{name}" for name in BUILDER_FILES.split()),
         ("bagua.torch_api.algorithms.*",),
-        ("bagua.torch_api.data_parallel.*",),
         (
             "bagua.torch_api.distributed",
             "bagua.torch_api._averaging_plan",
             "bagua.torch_api._module_class",
             "bagua.torch_api._running_plan",
             "bagua.torch_api._user_hooks",
+            "bagua.torch_api._wrap_arguments",
         ),
+        ("bagua.torch_api.data_parallel.*",),
         ("bagua.torch_api._patch", "bagua.torch_api.averaging", "bagua.torch_api.checkpoint"),
         ("bagua.torch_api",),
     ),

@@ -1,7 +1,7 @@
 """The user's surface: ``import bagua.torch_api as bagua``."""
 
 from bagua import BaguaError, BaguaMismatchError, BaguaTimeoutError
-from bagua.torch_api import _patch, algorithms, checkpoint, communication, env
+from bagua.torch_api import _patch, algorithms, checkpoint, communication, data_parallel, env
 from bagua.torch_api.algorithms import GradientAllReduce
 from bagua.torch_api.averaging import average_weights
 from bagua.torch_api.communication import (
@@ -56,6 +56,7 @@ __all__ = [
     "broadcast",
     "checkpoint",
     "communication",
+    "data_parallel",
     "destroy_process_group",
     "env",
     "gather",

@@ -133,7 +133,7 @@ class AveragingPlan:
 
     # What distributed.py calls on every plan.
 
-    def begin_round(self) -> bool:
+    def begin_round(self, result_scale: float = 1.0) -> bool:
         """Nothing is synchronous here, but training begins.
 
         In the forward that follows the warm-up the hooks of this plan come too late.
@@ -156,6 +156,10 @@ class AveragingPlan:
     def stats(self) -> dict[str, Any]:
         """See ``BaguaDistributedDataParallel.stats``; ``rounds`` counts averages applied."""
         return _plan.with_total(self.lane.stats())
+
+    def hook_ids(self) -> list[int]:
+        """Ids of the hooks, for copies that must not have them."""
+        return [handle.id for handle in self._handles]
 
     def pause(self) -> None:
         """End averaging, together with the other ranks, before another plan takes over."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,9 @@ __all__ = [
     "AsynchronousOp",
     "BucketOp",
     "CentralizedOp",
+    "CommHookOp",
     "DecentralizedOp",
+    "LaneOp",
     "LowPrecisionDecentralizedOp",
     "PythonOp",
     "check_asynchronous_mode",
@@ -93,6 +95,14 @@ class PythonOp:
     function: Callable[[str], None]
 
 
+@dataclass(frozen=True, eq=False)
+class CommHookOp:
+    """A communication hook of torch's DistributedDataParallel: ``hook(state, GradBucket)``."""
+
+    hook: Callable[..., Any]
+    state: Any
+
+
 @dataclass(eq=False)
 class AsynchronousOp:
     """The mean of all ranks' weights, again and again while they are trained.
@@ -162,5 +172,8 @@ class LowPrecisionDecentralizedOp:
         }
 
 
+#: What needs nothing but its description to become an op.
+LaneOp = AsynchronousOp | CentralizedOp | DecentralizedOp | LowPrecisionDecentralizedOp | PythonOp
+
 #: Whatever a bucket can do.
-BucketOp = AsynchronousOp | CentralizedOp | DecentralizedOp | LowPrecisionDecentralizedOp | PythonOp
+BucketOp = LaneOp | CommHookOp

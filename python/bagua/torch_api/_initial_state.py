@@ -1,4 +1,4 @@
-"""Rank 0's parameters, buffers and optimizer state, given to every rank at the wrap.
+"""One rank's parameters, buffers and optimizer state, given to every rank.
 
 Optimizer state travels as tensors and JSON: nothing that comes from the network is unpickled.
 """
@@ -7,32 +7,50 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from bagua.torch_api._transport import Transport
 
-__all__ = ["broadcast_optimizer", "broadcast_tensors"]
+__all__ = ["InitialState", "broadcast_state", "broadcast_tensors"]
+
+#: What the first rank gives to all at the wrap: parameters, buffers and optimizer state; the same
+#: without buffers; or nothing, when the caller has seen to it that ranks are equal.
+InitialState = Literal["all", "without buffers", "nothing"]
 
 #: Tensors are joined into messages of at most this many bytes.
 _MESSAGE_BYTES = 32 * 1024**2
 
 
-def broadcast_tensors(tensors: Sequence[torch.Tensor], transport: Transport) -> None:
-    """Overwrite ``tensors`` with those of the group's first rank, joined by dtype and device."""
+def broadcast_tensors(
+    tensors: Sequence[torch.Tensor], transport: Transport, source: int = 0
+) -> None:
+    """Overwrite ``tensors`` with those of rank ``source``, joined by dtype and device."""
     if transport.size == 1:
         return
     with torch.no_grad():
         for group in _messages(tensors):
             communicator = transport.main_communicator(group[0].device.type)
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-            communicator.broadcast(flat, 0)
-            if communicator.rank == 0:
+            communicator.broadcast(flat, source)
+            if communicator.rank == source:
                 continue
             parts = torch.split(flat, [tensor.numel() for tensor in group])
             for tensor, part in zip(group, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
+
+
+def broadcast_state(
+    tensors: Sequence[torch.Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+    transport: Transport,
+    source: int = 0,
+) -> None:
+    """Overwrite ``tensors`` and the optimizers' state with those of rank ``source``."""
+    broadcast_tensors(tensors, transport, source)
+    for optimizer in optimizers:
+        broadcast_optimizer(optimizer, transport, source)
 
 
 def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -53,8 +71,10 @@ def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
             yield message
 
 
-def broadcast_optimizer(optimizer: torch.optim.Optimizer, transport: Transport) -> None:
-    """Overwrite the optimizer's state and hyper-parameters with rank 0's.
+def broadcast_optimizer(
+    optimizer: torch.optim.Optimizer, transport: Transport, source: int = 0
+) -> None:
+    """Overwrite the optimizer's state and hyper-parameters with those of rank ``source``.
 
     State that a rank does not have yet is created; CPU tensors such as ``step`` stay on CPU.
 
@@ -78,14 +98,14 @@ def broadcast_optimizer(optimizer: torch.optim.Optimizer, transport: Transport) 
             for group in optimizer.param_groups
         ],
     }
-    described = json.loads(_broadcast_text(json.dumps(mine), transport))
+    described = json.loads(_broadcast_text(json.dumps(mine), transport, source))
     tensors: list[torch.Tensor] = []
     for parameter, entries in zip(parameters, described["state"], strict=True):
         if entries:
             _fill(optimizer.state[parameter], entries, parameter.device, tensors)
     for group, entries in zip(optimizer.param_groups, described["groups"], strict=True):
         _fill(group, entries, torch.device("cpu"), tensors)
-    broadcast_tensors(tensors, transport)
+    broadcast_tensors(tensors, transport, source)
 
 
 def _fill(
@@ -135,14 +155,14 @@ def _decode(entry: dict[str, Any]) -> Any:
     return tuple(_decode(item) for item in entry["tuple"])
 
 
-def _broadcast_text(text: str, transport: Transport) -> str:
+def _broadcast_text(text: str, transport: Transport, source: int) -> str:
     communicator = transport.main_communicator("cpu")
     # Memory of torch's own: gloo's thread may be the last to let go of it, which would need the GIL
     # while destroying the group waits for that thread with it.
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
     length = torch.tensor([data.numel()])
-    communicator.broadcast(length, 0)
-    if communicator.rank != 0:
+    communicator.broadcast(length, source)
+    if communicator.rank != source:
         data = torch.zeros(int(length), dtype=torch.uint8)
-    communicator.broadcast(data, 0)
+    communicator.broadcast(data, source)
     return bytes(data.tolist()).decode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bagua import _C
@@ -10,14 +10,17 @@ from bagua.torch_api._bucket_ops import (
     AsynchronousOp,
     BucketOp,
     CentralizedOp,
+    CommHookOp,
     DecentralizedOp,
+    LaneOp,
     LowPrecisionDecentralizedOp,
     PythonOp,
 )
 from bagua.torch_api._transport import Transport
+from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
 
-__all__ = ["LaneBuilder", "between_nodes_only", "describe_op"]
+__all__ = ["LaneBuilder", "between_nodes_only", "comm_hook_op", "describe_op"]
 
 
 @dataclass
@@ -39,7 +42,7 @@ class LaneBuilder:
             )
         return self.communicators[key]
 
-    def op(self, spec: BucketOp, default: BaguaProcessGroup) -> _C.BucketOp:
+    def op(self, spec: LaneOp, default: BaguaProcessGroup) -> _C.BucketOp:
         if isinstance(spec, PythonOp):
             return _C.PythonOp(spec.function)
         if isinstance(spec, DecentralizedOp):
@@ -118,6 +121,18 @@ class LaneBuilder:
         return _C.CompressedAllReduce(communicator, _C.make_codec(spec.codec), self.scratch, reduce)
 
 
+def comm_hook_op(spec: CommHookOp, buckets: Sequence[BaguaBucket], index: int) -> _C.CommHookOp:
+    """The hook on bucket ``index``, which torch's GradBucket shows it among all ``buckets``."""
+    return _C.CommHookOp(
+        spec.hook,
+        spec.state,
+        index=index,
+        count=len(buckets),
+        parameters=buckets[index].tensors,
+        offsets=[slot.offset for slot in buckets[index].slots()],
+    )
+
+
 def mixing_weights(sizes: list[int], member: int) -> tuple[float, float]:
     """What the left and the right neighbour of ``member`` count on a ring of members of ``sizes``.
 
@@ -131,6 +146,8 @@ def mixing_weights(sizes: list[int], member: int) -> tuple[float, float]:
 
 
 def describe_op(op: BucketOp) -> str:
+    if isinstance(op, CommHookOp):
+        return f"comm hook {getattr(op.hook, '__qualname__', type(op.hook).__qualname__)}"
     if isinstance(op, PythonOp):
         return "python"
     if isinstance(op, AsynchronousOp):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bagua.torch_api.communication import BaguaProcessGroup
     from bagua.torch_api.distributed import BaguaDistributedDataParallel
 
-__all__ = ["BaguaModule", "wrap_class"]
+__all__ = ["BaguaModule", "plain_twin", "wrap_class"]
 
 _HOOK_TABLES = (
     "_forward_pre_hooks",
@@ -93,16 +93,7 @@ class BaguaModule:
 
     def _bagua_plain(self) -> torch.nn.Module:
         """An unwrapped module of the original class that shares everything else."""
-        twin = self._bagua_original.__new__(self._bagua_original)
-        state = dict(self.__dict__)
-        ddp = state.pop("_bagua_ddp")
-        for table in _HOOK_TABLES:
-            entries = state[table].copy()
-            for hook_id in ddp.hook_ids():
-                entries.pop(hook_id, None)
-            state[table] = entries
-        twin.__dict__.update(state)
-        return twin
+        return plain_twin(self, self._bagua_original, self.bagua_ddp.hook_ids())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
         result = copy.deepcopy(self._bagua_plain(), memo)
@@ -113,6 +104,19 @@ class BaguaModule:
         # From protocol 2 on pickle insists that the class it writes is the object's own. The older
         # way does not, and what it writes is loaded without this package.
         return self._bagua_plain().__reduce_ex__(1)
+
+
+def plain_twin(module: Any, original: type[torch.nn.Module], hooks: list[int]) -> torch.nn.Module:
+    """A module of class ``original`` that shares everything with ``module`` but those hooks."""
+    twin = original.__new__(original)
+    state = dict(module.__dict__)
+    state.pop("_bagua_ddp", None)
+    for table in _HOOK_TABLES:
+        state[table] = state[table].copy()
+        for hook_id in hooks:
+            state[table].pop(hook_id, None)
+    twin.__dict__.update(state)
+    return twin
 
 
 _classes: dict[type, type] = {}

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bagua.torch_api._module_class import BaguaModule, wrap_class
+from bagua.torch_api._wrap_arguments import check_optimizers_and_algorithm
 from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.communication import (
     BaguaProcessGroup,
@@ -74,7 +75,7 @@ def with_bagua(
         To ignore parameters or buffers, assign the list of their names (as in ``state_dict()``) to
         ``module._bagua_params_and_buffers_to_ignore`` before the call.
     """
-    _check_arguments(optimizers, algorithm)
+    check_optimizers_and_algorithm("with_bagua", optimizers, algorithm)
     group = as_bagua_group(process_group)
     if isinstance(self, BaguaModule):
         self.bagua_ddp.pause()
@@ -92,21 +93,6 @@ def with_bagua(
     wrap_class(self)
     self.__dict__["_bagua_ddp"] = ddp
     return self
-
-
-def _check_arguments(optimizers: Any, algorithm: Any) -> None:
-    if isinstance(optimizers, torch.optim.Optimizer):
-        raise TypeError("with_bagua takes a list of optimizers: with_bagua([optimizer], ...)")
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"with_bagua: {type(optimizer).__name__} is not a torch.optim.Optimizer"
-            )
-    if not isinstance(algorithm, Algorithm):
-        raise TypeError(
-            "with_bagua: algorithm must be an instance of bagua.torch_api.algorithms.Algorithm, "
-            f"such as GradientAllReduceAlgorithm(), not {algorithm!r}"
-        )
 
 
 def bagua_patch(self: dist.ProcessGroup, stream: Any = None) -> dist.ProcessGroup:

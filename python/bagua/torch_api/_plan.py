@@ -9,8 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bagua import _C
-from bagua.torch_api._bucket_ops import BucketOp, CentralizedOp
-from bagua.torch_api._lane_builder import LaneBuilder, between_nodes_only, describe_op
+from bagua.torch_api._bucket_ops import BucketOp, CentralizedOp, CommHookOp
+from bagua.torch_api._lane_builder import (
+    LaneBuilder,
+    between_nodes_only,
+    comm_hook_op,
+    describe_op,
+)
 from bagua.torch_api._transport import fingerprint
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
@@ -64,11 +69,13 @@ def _warn_one_node(group: BaguaProcessGroup, buckets: Sequence[BaguaBucket]) -> 
         )
 
 
-def _number_of_lanes() -> int:
+def _number_of_lanes(buckets: Sequence[BaguaBucket]) -> int:
     lanes = int(os.environ.get("BAGUA_LANES", "1"))
     if not 1 <= lanes <= 16:
         raise ValueError(f"BAGUA_LANES={lanes} must be between 1 and 16")
-    return lanes
+    # Hooks share process groups of the user's, which must see one order on all ranks.
+    hooked = any(isinstance(op, CommHookOp) for bucket in buckets for op in bucket.ops)
+    return 1 if hooked else min(lanes, max(1, len(buckets)))
 
 
 def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, wrap: str) -> Plan:
@@ -83,7 +90,7 @@ def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, w
     description = describe(buckets)
     transport.agree("their buckets", description)
     _warn_one_node(group, buckets)
-    count = min(_number_of_lanes(), max(1, len(buckets)))
+    count = _number_of_lanes(buckets)
     builders = [
         LaneBuilder(f"{wrap}/lane{i}", buckets[0].backend_tensor.device.type if buckets else "cpu")
         for i in range(count)
@@ -94,7 +101,12 @@ def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, w
         builder = builders[i % count]
         slots = bucket.slots()
         specs, adopt_scale = _divide_on_the_way_in(bucket, group)
-        ops = [builder.op(spec, group) for spec in specs]
+        ops = [
+            comm_hook_op(spec, buckets, i)
+            if isinstance(spec, CommHookOp)
+            else builder.op(spec, group)
+            for spec in specs
+        ]
         native[i % count].append(
             _C.Bucket(bucket.name, bucket.backend_tensor, slots, ops, adopt_scale)
         )

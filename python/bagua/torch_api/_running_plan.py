@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from bagua.torch_api._snapshot import warn_unused
 from bagua.torch_api.algorithms.base import overrides
 from bagua.torch_api.tensor import record_of
 
-__all__ = ["RunningPlan"]
+__all__ = ["RunningPlan", "UnevenInputs"]
 
 
 #: How long a module that is closed waits for other ranks.
@@ -27,6 +28,20 @@ class PlanOwner(_user_hooks.HookOwner, Protocol):
     """The wrapper of a module, as its plan sees it. It is held weakly."""
 
     find_unused_parameters: bool
+    uneven_inputs: UnevenInputs
+
+
+@dataclass(frozen=True)
+class UnevenInputs:
+    """What differs in a round when some ranks may have run out of inputs.
+
+    Attributes:
+        source: the rank whose buffers all ranks get: one that still has inputs.
+        result_scale: what the communicated gradients are multiplied by.
+    """
+
+    source: int = 0
+    result_scale: float = 1.0
 
 
 class RunningPlan:
@@ -84,10 +99,13 @@ class RunningPlan:
 
     # One step, in the order in which things happen.
 
-    def begin_round(self) -> bool:
-        """Open a round before a training forward; False if it is open already."""
+    def begin_round(self, result_scale: float = 1.0) -> bool:
+        """Open a round before a training forward; False if it is open already.
+
+        What has been communicated is multiplied by ``result_scale`` at the end of backward.
+        """
         first = not self.engine.round_open
-        self._path.begin_round()
+        self._path.begin_round(result_scale=result_scale)
         self._watching = True
         return first
 
@@ -128,6 +146,27 @@ class RunningPlan:
             if not self.engine.marked(self._slots[record_of(tensor).name]):
                 self.mark_tensor_ready(tensor)
 
+    @torch.no_grad()
+    def shadow_round(self, synchronise_buffers: Callable[[], None], ddp: PlanOwner) -> None:
+        """A round of a rank without inputs: it contributes zeros and gets what all get."""
+        self.engine.begin_round()
+        synchronise_buffers()
+        find_unused, result_scale = ddp.find_unused_parameters, ddp.uneven_inputs.result_scale
+        for bucket in self._buckets:
+            bucket.backend_tensor.zero_()
+        for slot in self._slots.values():
+            self.engine.mark_ready(slot)
+        if find_unused:
+            self.engine.exchange_used([0] * len(self._slots))
+        self.engine.wait()
+        for bucket in self._buckets:
+            if result_scale != 1.0:
+                bucket.backend_tensor.mul_(result_scale)
+            for index, parameter in enumerate(bucket.tensors):
+                view = bucket.view_of(index)
+                if parameter.grad is not None or not find_unused:
+                    parameter.grad = view if bucket.flatten else view.clone()
+
     def wait(self) -> None:
         """Block until the buckets that were launched are done."""
         self.engine.wait()
@@ -159,6 +198,10 @@ class RunningPlan:
         yield
 
     # Control.
+
+    def hook_ids(self) -> list[int]:
+        """Ids of the hooks, for copies that must not have them."""
+        return [handle.id for handle in self._handles]
 
     def pause(self) -> None:
         """Nothing goes on between steps here."""

@@ -9,7 +9,7 @@ import torch
 
 from bagua import _C
 
-__all__ = ["ModuleSnapshot", "warn_unused"]
+__all__ = ["ModuleSnapshot", "ignored_names", "warn_unused"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -22,7 +22,7 @@ class ModuleSnapshot:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.ignored = _ignored_names(module)
+        self.ignored = ignored_names(module)
         self._check_parameters(module)
         names: list[str] = []
         self._dicts: list[Any] = []
@@ -101,13 +101,16 @@ class ModuleSnapshot:
                 )
 
 
-def _ignored_names(module: torch.nn.Module) -> list[str]:
+def ignored_names(module: torch.nn.Module) -> list[str]:
+    """Names of the parameters and buffers that the user has excluded."""
     names: set[str] = set()
     for attribute in (
         "_bagua_params_and_buffers_to_ignore",
         "_ddp_params_and_buffers_to_ignore",
     ):
         names.update(getattr(module, attribute, []))
+    if "_orig_mod" in module._modules:  # torch.compile(model), whose names were given to the model
+        names = {f"_orig_mod.{name.removeprefix('_orig_mod.')}" for name in names}
     return sorted(names)
 
 

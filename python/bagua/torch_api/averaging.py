@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ def average_weights(model: torch.nn.Module) -> torch.nn.Module:
         model: a module after ``with_bagua``, or one that holds such a module as ``module``.
 
     Returns:
-        A module of the class that the module had before ``with_bagua``.
+        A module of the class that the module had before it was wrapped.
 
     Raises:
         TypeError: the module is not wrapped.
@@ -35,7 +36,9 @@ def average_weights(model: torch.nn.Module) -> torch.nn.Module:
         raise TypeError("average_weights takes a module after with_bagua")
     ddp = wrapped.bagua_ddp
     with ddp.exclusive():
-        result: torch.nn.Module = copy.deepcopy(ddp.module)
+        copied: Any = copy.deepcopy(wrapped)
+    within = ddp.module is getattr(wrapped, "module", None)  # a DistributedDataParallel
+    result: torch.nn.Module = copied.module if within else copied
     transport = ddp.process_group.transport
     if transport.size == 1:
         return result

@@ -14,10 +14,11 @@ from bagua.torch_api import _plan, _user_hooks, env
 from bagua.torch_api._averaging_plan import AveragingPlan
 from bagua.torch_api._bucket_ops import AsynchronousOp
 from bagua.torch_api._bucketing import split_by_bucket_size
-from bagua.torch_api._initial_state import broadcast_optimizer, broadcast_tensors
+from bagua.torch_api._initial_state import InitialState, broadcast_state, broadcast_tensors
 from bagua.torch_api._module_class import BaguaModule
 from bagua.torch_api._outputs import tensors_in
-from bagua.torch_api._running_plan import RunningPlan
+from bagua.torch_api._outside_graphs import outside_graphs
+from bagua.torch_api._running_plan import RunningPlan, UnevenInputs
 from bagua.torch_api._snapshot import ModuleSnapshot
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
@@ -31,6 +32,11 @@ class BaguaDistributedDataParallel:
     """The hooks, buckets and engine of one wrapped module (``module.bagua_ddp``).
 
     Holds the module weakly: deleting the module frees threads, sockets and memory.
+
+    Args:
+        bucket_bytes: after which a bucket is closed; None: ``BAGUA_DEFAULT_BUCKET_SIZE``.
+        initial_state: what the first rank gives to all.
+        hook_module: False: the caller calls :meth:`before_forward` and :meth:`after_forward`.
     """
 
     def __init__(
@@ -43,6 +49,10 @@ class BaguaDistributedDataParallel:
         gradient_as_bucket_view: bool = True,
         find_unused_parameters: bool = False,
         broadcast_buffers: bool | None = None,
+        *,
+        bucket_bytes: int | None = None,
+        initial_state: InitialState = "all",
+        hook_module: bool = True,
     ) -> None:
         self._module = weakref.ref(module)
         self.bagua_optimizers = list(optimizers)
@@ -59,6 +69,9 @@ class BaguaDistributedDataParallel:
             if broadcast_buffers is None
             else broadcast_buffers
         )
+        self.uneven_inputs = UnevenInputs()
+        self._bucket_bytes = bucket_bytes or env.get_default_bucket_size()
+        self._initial_state = initial_state
         self._require_sync = True
         self._running: RunningPlan | AveragingPlan | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -71,12 +84,13 @@ class BaguaDistributedDataParallel:
                 f"do_flatten={gradient_as_bucket_view}",
                 f"find_unused_parameters={find_unused_parameters}",
                 f"broadcast_buffers={self.broadcast_buffers}",
-                f"bucket size {env.get_default_bucket_size()}",
+                f"bucket size {self._bucket_bytes}",
+                f"initial state: {initial_state}",
                 *self._snapshot.describe(module),
             ],
         )
         self._initialise()
-        self._install_module_hooks()
+        self._install_hooks(hook_module)
         close_at_exit(self)
 
     @property
@@ -112,7 +126,7 @@ class BaguaDistributedDataParallel:
         algorithm = self.bagua_algorithm
         without_gradient = [p for _, p in self.bagua_build_params() if p.grad is None]
         tensors = algorithm.init_tensors(self)
-        groups = split_by_bucket_size(tensors, bagua_getter_closure, env.get_default_bucket_size())
+        groups = split_by_bucket_size(tensors, bagua_getter_closure, self._bucket_bytes)
         self.bagua_buckets = algorithm.tensors_to_buckets(groups, self.gradient_as_bucket_view)
         for bucket in self.bagua_buckets:
             algorithm.init_operations(self, bucket)
@@ -126,28 +140,40 @@ class BaguaDistributedDataParallel:
             return
         plan = _plan.build(self.bagua_buckets, self.process_group, self.bagua_module_name, wrap)
         self._running = RunningPlan(self, plan)
+        self._running.set_sync(self._require_sync)
 
     def _broadcast_state(self) -> None:
-        state = self._snapshot.state(self.module) + self._snapshot.buffers(self.module)
-        broadcast_tensors(state, self.process_group.transport)
-        for optimizer in self.bagua_optimizers:
-            broadcast_optimizer(optimizer, self.process_group.transport)
+        if self._initial_state != "nothing":
+            self.give_state(0, buffers=self._initial_state == "all")
 
-    def _install_module_hooks(self) -> None:
-        module = self.module
-        self._handles = [
-            module.register_forward_pre_hook(self._before_forward),
-            module.register_forward_hook(self._after_forward),
-        ]
+    def give_state(self, source: int, buffers: bool) -> None:
+        """Give every rank the parameters, optimizer state and perhaps buffers of ``source``."""
+        tensors = self._snapshot.state(self.module)
+        tensors += self._snapshot.buffers(self.module) if buffers else []
+        broadcast_state(tensors, self.bagua_optimizers, self.process_group.transport, source)
+
+    def _install_hooks(self, hook_module: bool) -> None:
+        if hook_module:
+            self._handles = [
+                self.module.register_forward_pre_hook(outside_graphs(self.before_forward)),
+                self.module.register_forward_hook(outside_graphs(self.after_forward)),
+            ]
         self._handles += _user_hooks.optimizer_hooks(self)
+
+    def replace_algorithm(self, algorithm: AlgorithmImpl) -> None:
+        """Communicate by ``algorithm`` from now on: new buckets. Every rank calls it."""
+        self.bagua_algorithm = algorithm
+        self._initialise()
 
     def hook_ids(self) -> list[int]:
         """Ids of the hooks on the module, for copies that must not have them."""
-        return [handle.id for handle in self._handles]
+        of_plan = [] if self._running is None else self._running.hook_ids()
+        return [handle.id for handle in self._handles] + of_plan
 
     # One step, in the order in which things happen.
 
-    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Open the round of a training forward; nothing in ``eval()`` or without gradients."""
         if not (module.training and torch.is_grad_enabled()):
             return
         self._snapshot.check(self.bagua_module_name)
@@ -157,16 +183,28 @@ class BaguaDistributedDataParallel:
         self.bagua_train_step_counter += 1
         if self._running is None or not self._require_sync:
             return
-        if self._running.begin_round() and self.broadcast_buffers:
-            self._running.await_agreement()
-            broadcast_tensors(self._snapshot.buffers(self.module), self.process_group.transport)
+        if self._running.begin_round(self.uneven_inputs.result_scale):
+            self._synchronise_buffers()
         self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
 
     def _run_pending(self) -> None:
         if self.bagua_algorithm.mark_pending(self):
             self.wait_pending_comm_ops()
 
-    def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    def _synchronise_buffers(self) -> None:
+        if self._running is None or not self.broadcast_buffers:
+            return
+        self._running.await_agreement()
+        buffers, source = self._snapshot.buffers(self.module), self.uneven_inputs.source
+        broadcast_tensors(buffers, self.process_group.transport, source)
+
+    def shadow_round(self) -> None:
+        """Answer a round of the ranks that still have inputs, with zero gradients."""
+        if isinstance(self._running, RunningPlan):
+            self._running.shadow_round(self._synchronise_buffers, self)
+
+    def after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """Have the backward through ``output`` end the round."""
         if self._running is not None:
             self._running.watch(tensors_in(output))
 
@@ -194,23 +232,24 @@ class BaguaDistributedDataParallel:
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """False inside :meth:`no_sync`."""
+        """False inside :meth:`no_sync`; may be set."""
         return self._require_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, enabled: bool) -> None:
+        self._require_sync = enabled
+        if self._running is not None:
+            self._running.set_sync(enabled)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication: forward and backward go inside."""
         before = self._require_sync
-        self._set_sync(False)
+        self.require_backward_grad_sync = False
         try:
             yield
         finally:
-            self._set_sync(before)
-
-    def _set_sync(self, enabled: bool) -> None:
-        self._require_sync = enabled
-        if self._running is not None:
-            self._running.set_sync(enabled)
+            self.require_backward_grad_sync = before
 
     def stats(self) -> dict[str, Any]:
         """What was sent and how long it took, since the buckets were built.

@@ -1,0 +1,211 @@
+"""What torch's arguments of DistributedDataParallel mean here, and which are refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bagua.torch_api._implicit_group import ensure_initialised
+from bagua.torch_api._initial_state import InitialState
+from bagua.torch_api._module_class import BaguaModule
+from bagua.torch_api._snapshot import ignored_names
+from bagua.torch_api.communication import BaguaProcessGroup, as_bagua_group
+
+__all__ = [
+    "Groups",
+    "bucket_bytes",
+    "buffers_and_state",
+    "check_parameters",
+    "devices",
+    "groups",
+    "refuse_unsupported",
+    "warn_of_those_without_effect",
+]
+
+_REFUSED = {
+    "delay_all_reduce_named_params": "put the names into _ddp_params_and_buffers_to_ignore and "
+    "all-reduce those gradients with bagua.torch_api.data_parallel.functional",
+    "param_to_hook_all_reduce": "see delay_all_reduce_named_params",
+    "mixed_precision": "use torch.autocast, or cast the module before wrapping it",
+    "bucket_cap_mb_list": "use bucket_cap_mb, one size for all buckets",
+}
+
+
+def refuse_unsupported(**arguments: Any) -> None:
+    """Raise NotImplementedError for an argument that is not None and cannot be honoured."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"DistributedDataParallel({name}=...) is not supported; {_REFUSED[name]}"
+            )
+
+
+def warn_of_those_without_effect(
+    check_reduction: bool, skip_all_reduce_unused_params: bool
+) -> None:
+    """What torch's class does for these, nothing here does."""
+    if check_reduction:
+        warnings.warn("check_reduction is deprecated and does nothing", FutureWarning, stacklevel=3)
+    if skip_all_reduce_unused_params:
+        warnings.warn(
+            "skip_all_reduce_unused_params=True does nothing: unused parameters are sent as "
+            "zeros. find_unused_parameters=True leaves their .grad alone.",
+            stacklevel=3,
+        )
+
+
+def check_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that are not ignored.
+
+    Raises:
+        TypeError: ``module`` is no module, or is wrapped already.
+        RuntimeError: none needs a gradient, or one is lazy and has no shape yet.
+        ValueError: they are on different types of device.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, not {module!r}")
+    if isinstance(module, BaguaModule):
+        raise TypeError(
+            "DistributedDataParallel: the module is wrapped already, by with_bagua or by "
+            "DistributedDataParallel; wrap it once"
+        )
+    ignored = ignored_names(module)
+    named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
+    lazy = [name for name, p in named if torch.nn.parameter.is_lazy(p)]
+    if lazy:
+        raise RuntimeError(
+            f"parameter '{lazy[0]}' is uninitialised; run a forward before DistributedDataParallel"
+        )
+    if not any(p.requires_grad for _, p in named):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed: no parameter of the module needs a gradient"
+        )
+    types = sorted({p.device.type for _, p in named})
+    if len(types) > 1:
+        raise ValueError(
+            f"the module's parameters are on different types of device: {', '.join(types)}; move "
+            "it to one before DistributedDataParallel"
+        )
+    return [p for _, p in named]
+
+
+def devices(
+    parameters: Sequence[torch.nn.Parameter], device_ids: Any, output_device: Any
+) -> tuple[list[int] | None, int | None]:
+    """``device_ids`` and ``output_device`` as indices; None where the module dictates them.
+
+    Raises:
+        ValueError: more than one id, ids for a CPU or multi-device module, or another device than
+            the module's.
+    """
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(
+            f"device_ids={device_ids} must be None or one device: start one process per device"
+        )
+    places = {p.device for p in parameters}
+    own = parameters[0].device
+    if not device_ids:
+        if output_device is not None:
+            raise ValueError(f"output_device={output_device} needs device_ids=[{output_device}]")
+        return None, None
+    if own.type == "cpu" or len(places) > 1:
+        raise ValueError(
+            f"device_ids={device_ids} is for modules on one accelerator; this one is on "
+            f"{', '.join(sorted(map(str, places)))}: pass device_ids=None"
+        )
+    index = _index(device_ids[0], own.type)
+    if index != own.index:
+        raise ValueError(
+            f"device_ids={device_ids}, but the module is on {own}: move it to {own.type}:{index}"
+        )
+    if output_device is not None and _index(output_device, own.type) != index:
+        raise ValueError(
+            f"output_device={output_device} must be the module's device {own} or None: the output "
+            "stays where the module makes it"
+        )
+    return [index], index
+
+
+def _index(device: Any, device_type: str) -> int | None:
+    if isinstance(device, int):
+        return device
+    described = torch.device(device)
+    return described.index if described.type == device_type else None
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Who communicates: as torch has it, and as bagua has it.
+
+    Attributes:
+        shown: a torch group where there is one.
+    """
+
+    shown: dist.ProcessGroup | BaguaProcessGroup
+    bagua: BaguaProcessGroup
+
+
+def groups(process_group: Any, device_mesh: Any) -> Groups:
+    """The groups of ``process_group``: None, torch's or bagua's; or of a mesh of one dimension.
+
+    Raises:
+        RuntimeError: both are given, a mesh of more dimensions, or no process group exists.
+        TypeError: ``process_group`` is none of these.
+    """
+    if device_mesh is not None:
+        if process_group is not None:
+            raise RuntimeError("process_group and device_mesh exclude each other")
+        if device_mesh.ndim != 1:
+            raise RuntimeError(
+                f"device_mesh must have one dimension, not {device_mesh.ndim}: pass the slice "
+                "over which gradients are averaged"
+            )
+        process_group = device_mesh.get_group(mesh_dim=0)
+    ensure_initialised()
+    world = dist.group.WORLD
+    assert world is not None
+    if process_group is world:
+        process_group = None
+    bagua = as_bagua_group(process_group)
+    if process_group is None or (
+        process_group is bagua and bagua.ranks == list(range(dist.get_world_size()))
+    ):
+        return Groups(world, bagua)
+    return Groups(process_group, bagua)
+
+
+def bucket_bytes(bucket_cap_mb: float | None) -> int | None:
+    """MiB to bytes.
+
+    Raises:
+        ValueError: not positive.
+    """
+    if bucket_cap_mb is None:
+        return None
+    if bucket_cap_mb <= 0:
+        raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be a positive number of MiB")
+    return max(1, int(bucket_cap_mb * 1024**2))
+
+
+def buffers_and_state(
+    broadcast_buffers: bool | None, forward_sync_buffers: bool | None, init_sync: bool
+) -> tuple[bool | None, InitialState]:
+    """Whether forwards broadcast buffers (None: as the algorithm has it), and what the wrap gives.
+
+    As torch has it, ``broadcast_buffers=False`` keeps buffers local at the wrap as well, and
+    ``forward_sync_buffers=False`` does not.
+    """
+    if not init_sync:
+        state: InitialState = "nothing"
+    elif forward_sync_buffers is None and broadcast_buffers is False:
+        state = "without buffers"
+    else:
+        state = "all"
+    if forward_sync_buffers is not None:
+        return forward_sync_buffers, state
+    return broadcast_buffers, state

@@ -1,0 +1,168 @@
+"""torch.compile and the wrappers: either way round, the training is the uncompiled one."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms import (
+    ByteGradAlgorithm,
+    DecentralizedAlgorithm,
+    GradientAllReduceAlgorithm,
+)
+from bagua.torch_api.data_parallel import DistributedDataParallel
+from ranks import training
+
+ALGORITHMS = {
+    "exact": lambda: GradientAllReduceAlgorithm(),
+    "bytegrad": lambda: ByteGradAlgorithm(hierarchical=False),
+    "decentralized": lambda: DecentralizedAlgorithm(hierarchical=False),
+}
+
+
+def compiled_wrap(model, optimizer, algorithm, backend):
+    return torch.compile(model.with_bagua([optimizer], algorithm), backend=backend)
+
+
+def wrapped_compiled(model, optimizer, algorithm, backend):
+    return torch.compile(model, backend=backend).with_bagua([optimizer], algorithm)
+
+
+def ddp_of_compiled(model, optimizer, algorithm, backend):
+    module = torch.compile(model, backend=backend)
+    return DistributedDataParallel(module, optimizers=[optimizer], algorithm=algorithm)
+
+
+def compiled_ddp(model, optimizer, algorithm, backend):
+    ddp = DistributedDataParallel(model, optimizers=[optimizer], algorithm=algorithm)
+    return torch.compile(ddp, backend=backend)
+
+
+def compiled_in_place(model, optimizer, algorithm, backend):
+    model.compile(backend=backend)
+    return model.with_bagua([optimizer], algorithm)
+
+
+def whole_graph(model, optimizer, algorithm, backend):
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+    return compiled.with_bagua([optimizer], algorithm)
+
+
+def by_regions(model, optimizer, algorithm, backend):
+    for i, child in enumerate(model):
+        model[i] = torch.compile(child, backend=backend)
+    return model.with_bagua([optimizer], algorithm)
+
+
+WAYS = {
+    f.__name__: f
+    for f in (
+        compiled_wrap,
+        wrapped_compiled,
+        ddp_of_compiled,
+        compiled_ddp,
+        compiled_in_place,
+        whole_graph,
+        by_regions,
+    )
+}
+
+
+class Counted:
+    """A backend that counts the graphs it is given."""
+
+    def __init__(self, name):
+        self.inner = torch._dynamo.lookup_backend(name)
+        self.graphs = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        return self.inner(graph, inputs)
+
+
+def steps_of(model, optimizer, no_sync):
+    weights = []
+    for step in range(3):
+        optimizer.zero_grad()
+        if step == 1:
+            with no_sync():
+                training.squared_error(model, training.batch(9, dist.get_rank())).backward()
+        training.squared_error(model, training.batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    return weights
+
+
+@training.with_group
+def train(way, name, backend):
+    torch._dynamo.reset()
+    plain = training.network()
+    compiled = copy.deepcopy(plain)
+    optimizer = training.sgd(plain)
+    plain.with_bagua([optimizer], ALGORITHMS[name]())
+    expected = steps_of(plain, optimizer, plain.no_sync)
+
+    optimizer = training.sgd(compiled)
+    counted = Counted(backend)
+    model = WAYS[way](compiled, optimizer, ALGORITHMS[name](), counted)
+    seen = steps_of(model, optimizer, model.no_sync)
+    for mine, theirs in zip(seen, expected, strict=True):
+        for p, q in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+    if name != "decentralized":
+        training.assert_ranks_agree(model)
+    graphs = counted.graphs
+    with torch.no_grad():
+        model.eval()(training.batch(0, 0)[0])
+    return model.bagua_stats()["rounds"], graphs
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_compiled_training_is_the_uncompiled(ranks, way, name):
+    for rounds, graphs in ranks(2, train, way, name, "eager", timeout=120.0):
+        assert rounds == 3
+        expected = 3 if way == "by_regions" else 1
+        assert graphs == expected, "the model is one graph, and is not compiled again"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_backward_communicates_too(ranks, way):
+    for rounds, graphs in ranks(3, train, way, "exact", "aot_eager", timeout=120.0):
+        assert (rounds, graphs) == (3, 3 if way == "by_regions" else 1)
+
+
+@training.with_group
+def whole_graph_of_a_wrapped_module():
+    model = training.network().with_bagua([], GradientAllReduceAlgorithm())
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    try:
+        compiled(training.batch(0, dist.get_rank())[0])
+    except Exception as error:  # noqa: BLE001 - torch's own, of a private type
+        return str(error)
+    return "nothing"
+
+
+def test_what_cannot_be_one_graph_says_what_to_do(ranks):
+    for message in ranks(2, whole_graph_of_a_wrapped_module):
+        assert "torch.compile(model, fullgraph=True).with_bagua(...)" in message
+
+
+@training.with_group
+def ignored_names():
+    model = training.network(seed=dist.get_rank())
+    model._ddp_params_and_buffers_to_ignore = ["2.bias"]
+    wrapped = torch.compile(model, backend="eager").with_bagua([], GradientAllReduceAlgorithm())
+    trained = [name for name, _ in wrapped.bagua_build_params()]
+    return trained, len(set(training.gather(training.bits([model[2].bias]))))
+
+
+def test_names_to_ignore_are_the_models_also_when_it_is_compiled(ranks):
+    trained = ["_orig_mod.0.weight", "_orig_mod.0.bias", "_orig_mod.2.weight"]
+    assert ranks(2, ignored_names) == [(trained, 2)] * 2
+
+
+@pytest.mark.timeout(300)
+def test_inductor(ranks):
+    answers = ranks(2, train, "compiled_wrap", "exact", "inductor", timeout=250.0, fresh=True)
+    assert answers == [(3, 1)] * 2

@@ -1,0 +1,261 @@
+"""DistributedDataParallel beside torch's: the same script, one import changed."""
+
+import bagua.torch_api as bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms import ByteGradAlgorithm, DecentralizedAlgorithm
+from bagua.torch_api.communication import BaguaProcessGroup
+from bagua.torch_api.data_parallel import DistributedDataParallel
+from ranks import training
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+RANKS = pytest.mark.parametrize("n", [2, 3], ids="{}_ranks".format)
+
+
+def close_bagua(function):
+    """For functions that let DistributedDataParallel initialise bagua."""
+
+    def run(*args):
+        try:
+            return function(*args)
+        finally:
+            bagua.destroy_process_group()
+
+    run.__module__, run.__qualname__ = function.__module__, function.__qualname__
+    return run
+
+
+def normalised(seed=0):
+    """A model with buffers; each rank starts from weights of its own."""
+    torch.manual_seed(seed + dist.get_rank())
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def script(wrap, steps=4):
+    """What a user writes; `wrap` is all that changes."""
+    model = wrap(normalised())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        data = training.batch(step, dist.get_rank())
+        if step == 2:  # accumulation
+            with model.no_sync():
+                training.squared_error(model, training.batch(99, dist.get_rank())).backward()
+        training.squared_error(model, data).backward()
+        optimizer.step()
+    return model
+
+
+@close_bagua
+def beside_torch(arguments):
+    assert not bagua.communication.is_initialized()
+    mine = script(lambda m: DistributedDataParallel(m, *arguments))
+    theirs = script(lambda m: TorchDDP(m, *arguments))
+    for (name, p), (their_name, q) in zip(
+        mine.state_dict().items(), theirs.state_dict().items(), strict=True
+    ):
+        assert name == their_name
+        assert name.startswith("module.")
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    theirs.load_state_dict(mine.state_dict())
+    training.assert_ranks_agree(mine)
+    return mine.bagua_stats()["rounds"], len(mine.bagua_buckets)
+
+
+@RANKS
+@pytest.mark.parametrize(
+    "arguments",
+    [(), (None, None, 0, True, True, None, 25, False, False, True), ([], None, 0, None, True)],
+    ids=["defaults", "by_position", "empty_device_ids"],
+)
+def test_a_script_that_changes_its_import_trains_as_before(ranks, n, arguments):
+    assert ranks(n, beside_torch, arguments) == [(4, 1)] * n
+
+
+@close_bagua
+def small_buckets():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)
+    default = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="bucket_cap_mb=0 must be a positive number of MiB"):
+        DistributedDataParallel(model, bucket_cap_mb=0)
+    return [bucket.bytes() for bucket in ddp.bagua_buckets], len(default.bagua_buckets)
+
+
+def test_bucket_cap_mb_is_in_mebibytes(ranks):
+    (sizes, default), _ = ranks(2, small_buckets)
+    assert len(sizes) > 2
+    assert all(size <= 0.02 * 1024**2 for size in sizes)
+    assert sum(sizes) == 4 * (64 * 64 + 64) * 4
+    assert default == 1
+
+
+def two_worlds():
+    """torch's group is destroyed and made anew, as in tests and notebooks."""
+    losses = []
+    for world in range(2):
+        store = dist.PrefixStore(f"world{world}", dist.distributed_c10d._get_default_store())
+        rank, size = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        model = script(DistributedDataParallel, steps=2)
+        training.assert_ranks_agree(model)
+        losses.append(bagua.communication.get_default_group())
+    assert losses[0] is not losses[1]
+    bagua.destroy_process_group()
+    assert dist.is_initialized(), "torch's own group is the script's"
+
+
+def test_bagua_follows_a_torch_group_that_is_made_anew(ranks):
+    ranks(2, two_worlds)
+
+
+@close_bagua
+def groups():
+    halves = [dist.new_group([0, 1]), dist.new_group([2])]
+    mine = halves[0] if dist.get_rank() < 2 else halves[1]
+    ddp = DistributedDataParallel(normalised(), process_group=mine)
+    assert ddp.process_group is mine
+    assert ddp.bagua_ddp.process_group.ranks == ([0, 1] if dist.get_rank() < 2 else [2])
+    bits = training.gather(training.bits(ddp.parameters()))
+    ours = bagua.communication.new_group([0, 1, 2])
+    whole = DistributedDataParallel(normalised(), process_group=ours)
+    assert whole.process_group is dist.group.WORLD
+    assert whole.bagua_ddp.process_group is ours
+    alone = bagua.communication.new_group([dist.get_rank()])
+    for group in [bagua.communication.new_group([r]) for r in range(3)]:
+        if group.ranks == [dist.get_rank()]:
+            alone = group
+    single = DistributedDataParallel(normalised(), process_group=alone)
+    assert isinstance(single.process_group, BaguaProcessGroup)
+    with pytest.raises(NotImplementedError, match=r"needs a torch process group: pass the one of"):
+        single.join()
+    with pytest.raises(TypeError, match="process_group must be None, a torch"):
+        DistributedDataParallel(normalised(), process_group="all")
+    mesh = dist.init_device_mesh("cpu", (3,))
+    meshed = DistributedDataParallel(normalised(), device_mesh=mesh)
+    assert meshed.bagua_ddp.process_group.size == 3
+    with pytest.raises(RuntimeError, match="exclude each other"):
+        DistributedDataParallel(normalised(), process_group=mine, device_mesh=mesh)
+    return bits
+
+
+def test_process_group_may_be_torchs_or_baguas_or_a_mesh(ranks):
+    for bits in ranks(3, groups):
+        assert bits[0] == bits[1] != bits[2]
+
+
+@training.with_group
+def keeps_the_algorithm():
+    model = normalised()
+    optimizer = training.sgd(model)
+    ddp = DistributedDataParallel(
+        model, optimizers=[optimizer], algorithm=ByteGradAlgorithm(hierarchical=False)
+    )
+    training.train_on_ranks(ddp, optimizer)
+    assert ddp.bagua_optimizers == [optimizer]
+    assert type(ddp.bagua_algorithm).__name__ == "ByteGradAlgorithmImpl"
+    assert ddp.inner is ddp.bagua_ddp
+    assert isinstance(ddp, bagua.BaguaModule)
+    assert ddp.bagua_train_step_counter == 3
+    assert next(name for name, _ in ddp.bagua_build_params()) == "0.weight"
+    return ddp.bagua_buckets[0].ops[0].codec
+
+
+def test_the_algorithm_is_never_dropped(ranks):
+    assert ranks(2, keeps_the_algorithm) == ["block_uint8"] * 2
+
+
+@training.with_group
+def attributes():
+    ddp = DistributedDataParallel(normalised(), static_graph=True, find_unused_parameters=True)
+    seen = [ddp.is_multi_device_module, ddp.device_type, ddp.static_graph, ddp.dim, ddp.device]
+    seen += [ddp.broadcast_buffers, ddp.find_unused_parameters, ddp.device_ids, ddp.output_device]
+    assert seen == [False, "cpu", True, 0, torch.device("cpu"), True, True, None, None]
+    assert ddp.will_sync_module_buffers()
+    assert ddp.require_backward_grad_sync
+    with ddp.no_sync():
+        assert not ddp.require_backward_grad_sync
+        assert not ddp.will_sync_module_buffers()
+    ddp.require_backward_grad_sync = False
+    training.squared_error(ddp, training.batch(0, dist.get_rank())).backward()
+    local = training.gather(training.bits(p.grad for p in ddp.parameters()))
+    ddp.require_backward_grad_sync = True
+    training.squared_error(ddp, training.batch(0, dist.get_rank())).backward()
+    shared = training.gather(training.bits(p.grad for p in ddp.parameters()))
+    decentral = DistributedDataParallel(
+        normalised(), algorithm=DecentralizedAlgorithm(hierarchical=False)
+    )
+    assert not decentral.broadcast_buffers, "as the algorithm has it"
+    with pytest.raises(RuntimeError, match="is a DistributedDataParallel already"):
+        ddp.with_bagua([], ByteGradAlgorithm())
+    with pytest.raises(TypeError, match="the module is wrapped already"):
+        DistributedDataParallel(ddp)
+    return len(set(local)), len(set(shared))
+
+
+def test_attributes_are_those_of_torch_and_upstream(ranks):
+    assert ranks(2, attributes) == [(2, 1)] * 2
+
+
+@training.with_group
+def starting_state(arguments):
+    model = normalised()
+    model[1].running_mean.fill_(dist.get_rank())
+    ddp = DistributedDataParallel(model, **arguments)
+    weights = training.gather(training.bits(ddp.parameters()))
+    at_wrap = training.gather(model[1].running_mean[0].item())
+    training.squared_error(ddp, training.batch(0, dist.get_rank())).backward()
+    model.eval()
+    agree = len(set(training.gather(training.bits(p.grad for p in ddp.parameters())))) == 1
+    return len(set(weights)) == 1, at_wrap, ddp.broadcast_buffers, agree
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, (True, [0.0, 0.0], True, True)),
+        ({"init_sync": False}, (False, [0.0, 1.0], True, True)),
+        ({"broadcast_buffers": False}, (True, [0.0, 1.0], False, True)),
+        ({"forward_sync_buffers": False}, (True, [0.0, 0.0], False, True)),
+    ],
+    ids=str,
+)
+def test_what_is_given_to_all_at_the_wrap(ranks, arguments, expected):
+    assert ranks(2, starting_state, arguments) == [expected] * 2
+
+
+@training.with_group
+def ignored():
+    model = normalised()
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(model, ["3.bias", "1.running_mean"])
+    ddp = DistributedDataParallel(model)
+    assert ddp.parameters_to_ignore == ["1.running_mean", "3.bias"]
+    names = [name for name, _ in ddp.bagua_build_params()]
+    return "3.bias" in names, len(set(training.gather(training.bits([model[3].bias]))))
+
+
+def test_names_to_ignore_are_those_inside_the_module(ranks):
+    assert ranks(2, ignored) == [(False, 2)] * 2
+
+
+def backward_of(model):
+    training.squared_error(model, training.batch(0, dist.get_rank())).backward()
+
+
+@training.with_group
+def called_directly():
+    ddp = DistributedDataParallel(normalised())
+    backward_of(ddp)
+    before = ddp.bagua_stats()["rounds"]
+    ddp.module(torch.zeros(2, 5)).sum().backward()
+    with torch.no_grad():
+        ddp(torch.zeros(2, 5))
+    ddp.eval()(torch.zeros(2, 5)).sum()
+    return ddp.bagua_stats()["rounds"] - before
+
+
+def test_what_is_no_training_forward_communicates_nothing(ranks):
+    assert ranks(2, called_directly) == [0, 0]

@@ -1,0 +1,242 @@
+"""Uneven inputs: join() beside that of torch's DistributedDataParallel."""
+
+import bagua.torch_api as bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms import (
+    ByteGradAlgorithm,
+    DecentralizedAlgorithm,
+    GradientAllReduceAlgorithm,
+)
+from bagua.torch_api.data_parallel import DistributedDataParallel
+from ranks import training
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+# How many inputs each rank has.
+UNEVEN = {
+    "rank_0_first": (1, 4),
+    "rank_0_last": (5, 2),
+    "one_has_none": (0, 3),
+    "even": (3, 3),
+    "three_ranks": (1, 4, 2),
+    "two_last_of_three": (3, 1, 3),
+}
+INPUTS = pytest.mark.parametrize("inputs", UNEVEN.values(), ids=UNEVEN.keys())
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def train(ddp, inputs, accumulate=False, **join):
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    rank = dist.get_rank()
+    with ddp.join(**join):
+        for step in range(inputs[rank]):
+            optimizer.zero_grad()
+            if accumulate:
+                with ddp.no_sync():
+                    training.squared_error(ddp, training.batch(50 + step, rank)).backward()
+            training.squared_error(ddp, training.batch(step, rank)).backward()
+            optimizer.step()
+    return ddp
+
+
+@training.with_group
+def beside_torch(inputs, join, wrap=None):
+    mine = train(DistributedDataParallel(network(), **(wrap or {})), inputs, **join)
+    theirs = train(TorchDDP(network()), inputs, **join)
+    for name, value in theirs.state_dict().items():
+        own = mine.state_dict()[name]
+        torch.testing.assert_close(own, value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: n + m)
+    digests = training.gather(training.bits(mine.state_dict().values()))
+    training.squared_error(mine, training.batch(77, dist.get_rank())).backward()  # life goes on
+    grads = training.gather(training.bits(p.grad for p in mine.parameters()))
+    return len(set(digests)), len(set(grads)), mine.bagua_stats()["rounds"]
+
+
+@INPUTS
+@pytest.mark.parametrize("initial", [True, False], ids=["all_ranks", "active_ranks"])
+def test_uneven_inputs_train_as_in_torch(ranks, inputs, initial):
+    results = ranks(len(inputs), beside_torch, inputs, {"divide_by_initial_world_size": initial})
+    assert results == [(1, 1, max(inputs) + 1)] * len(inputs)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        {"gradient_as_bucket_view": False},
+        {"bucket_cap_mb": 0.0001},
+        {"algorithm": GradientAllReduceAlgorithm(hierarchical=True)},
+    ],
+    ids=["copied_gradients", "many_buckets", "hierarchical"],
+)
+def test_uneven_inputs_in_other_layouts(ranks, wrap):
+    join = {"divide_by_initial_world_size": False}
+    assert ranks(3, beside_torch, (1, 4, 2), join, wrap) == [(1, 1, 5)] * 3
+
+
+@training.with_group
+def accumulated(inputs):
+    mine = train(DistributedDataParallel(network(), broadcast_buffers=False), inputs, True)
+    digests = training.gather(training.bits(mine.parameters()))
+    return len(set(digests)), mine.bagua_stats()["rounds"]
+
+
+def test_accumulation_inside_join_needs_no_answer(ranks):
+    assert ranks(2, accumulated, (1, 3)) == [(1, 3)] * 2
+
+
+@training.with_group
+def every_forward_is_no_step(inputs):
+    """Evaluation, and a forward whose output is dropped, between steps of only one rank."""
+    ddp = DistributedDataParallel(network())
+    rank = dist.get_rank()
+    with ddp.join():
+        for step in range(inputs[rank]):
+            with torch.no_grad():
+                ddp(training.batch(step, rank)[0])
+            ddp(training.batch(step, rank)[0])
+            training.squared_error(ddp, training.batch(step, rank)).backward()
+    return ddp.bagua_stats()["rounds"]
+
+
+def test_forwards_without_backward_inside_join_need_no_answer(ranks):
+    assert ranks(2, every_forward_is_no_step, (1, 4)) == [4, 4]
+
+
+@training.with_group
+def with_bytegrad(inputs, average):
+    """Against exact arithmetic of the same rounds."""
+    algorithm = ByteGradAlgorithm(hierarchical=False, average=average)
+    mine = DistributedDataParallel(network(), algorithm=algorithm)
+    exact = DistributedDataParallel(
+        network(), algorithm=GradientAllReduceAlgorithm(average=average)
+    )
+    for ddp in (mine, exact):
+        train(ddp, inputs, divide_by_initial_world_size=False)
+    training.assert_ranks_agree(mine)
+    difference = max(
+        float((p - q).detach().abs().max() / q.detach().abs().max())
+        for p, q in zip(mine.parameters(), exact.parameters(), strict=True)
+    )
+    return difference
+
+
+@pytest.mark.parametrize("average", [True, False], ids=["mean", "sum"])
+def test_compressed_gradients_join_too(ranks, average):
+    for difference in ranks(3, with_bytegrad, (1, 4, 2), average):
+        assert 0 < difference < 0.05
+
+
+class Branching(nn.Module):
+    """Uses one branch or the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, inputs, second=False):
+        return self.second(inputs) if second else self.first(inputs)
+
+
+@training.with_group
+def unused_everywhere(inputs):
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Branching(), find_unused_parameters=True)
+    rank = dist.get_rank()
+    with ddp.join():
+        for step in range(inputs[rank]):
+            ddp(training.batch(step, rank)[0]).sum().backward()
+    return ddp.module.second.weight.grad is None, ddp.module.first.weight.grad is not None
+
+
+def test_unused_parameters_are_exchanged_with_ranks_without_inputs(ranks):
+    assert ranks(2, unused_everywhere, (1, 3)) == [(True, True)] * 2
+
+
+@training.with_group
+def early(inputs):
+    ddp = DistributedDataParallel(network())
+    try:
+        train(ddp, inputs, throw_on_early_termination=True)
+    except RuntimeError as error:
+        return str(error), ddp.bagua_stats()["rounds"]
+    return None, None
+
+
+def test_early_termination_raises_on_all_ranks(ranks):
+    answers = ranks(3, early, (2, 4, 4))
+    assert answers[0] == ("Rank 0 exhausted all inputs.", 2)
+    for message, rounds in answers[1:]:
+        assert message.startswith("Detected at least one rank that exhausted inputs")
+        assert rounds == 2
+    assert ranks(2, early, (2, 2)) == [(None, None)] * 2
+
+
+@training.with_group
+def disabled():
+    ddp = DistributedDataParallel(network())
+    train(ddp, (2, 2), enable=False)
+    training.assert_ranks_agree(ddp)
+    optimizer = training.sgd(ddp)
+    local = DistributedDataParallel(
+        network(), optimizers=[optimizer], algorithm=DecentralizedAlgorithm(False)
+    )
+    with pytest.raises(NotImplementedError, match="gradient_allreduce and bytegrad; with Decentr"):
+        local.join()
+
+
+def test_join_can_be_disabled_and_is_for_synchronous_gradients_only(ranks):
+    ranks(2, disabled)
+
+
+@training.with_group
+def optimizer_state(inputs):
+    ddp_model = network()
+    optimizer = torch.optim.Adam(ddp_model.parameters())
+    ddp = DistributedDataParallel(ddp_model, optimizers=[optimizer])
+    rank = dist.get_rank()
+    with ddp.join():
+        for step in range(inputs[rank]):
+            optimizer.zero_grad()
+            training.squared_error(ddp, training.batch(step, rank)).backward()
+            optimizer.step()
+    state = optimizer.state_dict()["state"]
+    steps = int(state[0]["step"])
+    digest = training.gather(training.bits(entry["exp_avg_sq"] for entry in state.values()))
+    training.train_on_ranks(ddp, optimizer)  # asserts that ranks agree
+    return steps, len(set(digest))
+
+
+def test_optimizers_of_the_wrap_go_on_equal_after_join(ranks):
+    assert ranks(3, optimizer_state, (1, 3, 0)) == [(3, 1)] * 3
+
+
+@training.with_group
+def with_zero(inputs):
+    """torch's ZeroRedundancyOptimizer, of which each rank updates a part, in the same context."""
+    expected = train(TorchDDP(network()), inputs)
+    ddp = DistributedDataParallel(network())
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
+    rank = dist.get_rank()
+    with Join([ddp, optimizer]):
+        for step in range(inputs[rank]):
+            training.squared_error(ddp, training.batch(step, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    training.assert_close(ddp, expected)
+
+
+def test_ranks_without_inputs_get_the_gradients_that_other_joinables_need(ranks):
+    ranks(2, with_zero, (1, 3))
+
+
+def test_bagua_is_imported_for_its_patches():
+    assert hasattr(nn.Module, "with_bagua")
+    assert bagua.data_parallel.DistributedDataParallel is DistributedDataParallel

@@ -1,0 +1,126 @@
+"""Arguments of DistributedDataParallel: refused before anything is sent, or honoured."""
+
+import inspect
+from collections import OrderedDict, namedtuple
+from types import SimpleNamespace
+
+import pytest
+import torch
+from bagua.torch_api.data_parallel import DistributedDataParallel, _arguments
+from bagua.torch_api.data_parallel._inputs import to_device
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+REFUSED = {
+    "mixed_precision": (1, "use torch.autocast"),
+    "delay_all_reduce_named_params": ([], "_ddp_params_and_buffers_to_ignore"),
+    "param_to_hook_all_reduce": (1, "see delay_all_reduce_named_params"),
+    "bucket_cap_mb_list": ([1], "use bucket_cap_mb, one size"),
+}
+
+
+def test_positions_are_torchs():
+    mine = list(inspect.signature(DistributedDataParallel).parameters.values())
+    positional = [p.name for p in mine if p.kind is p.POSITIONAL_OR_KEYWORD]
+    theirs = list(inspect.signature(TorchDDP).parameters)
+    assert positional[: len(theirs)] == theirs, "of the installed torch, which may know fewer"
+    assert [p.name for p in mine if p.kind is p.KEYWORD_ONLY] == ["optimizers", "algorithm"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_honoured_is_refused_with_the_alternative(name):
+    value, remedy = REFUSED[name]
+    with pytest.raises(NotImplementedError, match=rf"{name}=...\) is not supported; .*{remedy}"):
+        DistributedDataParallel(nn.Linear(2, 2), **{name: value})
+
+
+def test_what_has_no_effect_warns():
+    frozen = nn.Linear(2, 2).requires_grad_(False)  # refused afterwards: nothing is sent
+    for arguments, category in [
+        ({"check_reduction": True}, FutureWarning),
+        ({"skip_all_reduce_unused_params": True}, UserWarning),
+    ]:
+        with (
+            pytest.warns(category, match="does nothing"),
+            pytest.raises(RuntimeError, match="no parameter of the module needs a gradient"),
+        ):
+            DistributedDataParallel(frozen, **arguments)
+
+
+def test_modules_that_cannot_be_wrapped_are_refused():
+    with pytest.raises(TypeError, match=r"wraps a torch.nn.Module, not \[\]"):
+        DistributedDataParallel([])
+    with pytest.raises(RuntimeError, match="parameter 'weight' is uninitialised; run a forward"):
+        DistributedDataParallel(nn.LazyLinear(2))
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match="on different types of device: cpu, meta; move it"):
+        DistributedDataParallel(mixed)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    with pytest.raises(TypeError, match=r"DistributedDataParallel takes a list of optimizers"):
+        DistributedDataParallel(model, optimizers=optimizer)
+    with pytest.raises(TypeError, match="algorithm must be an instance of"):
+        DistributedDataParallel(nn.Linear(2, 2), algorithm="bytegrad")
+    with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group\(\) or"):
+        DistributedDataParallel(nn.Linear(2, 2))
+
+
+def on(*places):
+    return [SimpleNamespace(device=torch.device(place)) for place in places]
+
+
+@pytest.mark.parametrize(
+    ("places", "ids", "output", "expected"),
+    [
+        (["cpu"], None, None, (None, None)),
+        (["cpu"], [], None, (None, None)),
+        (["cuda:1", "cuda:1"], [1], None, ([1], 1)),
+        (["cuda:1"], [torch.device("cuda", 1)], 1, ([1], 1)),
+        (["cuda:0", "cuda:1"], None, None, (None, None)),
+    ],
+    ids=str,
+)
+def test_one_device_id_is_accepted(places, ids, output, expected):
+    assert _arguments.devices(on(*places), ids, output) == expected
+
+
+@pytest.mark.parametrize(
+    ("places", "ids", "output", "message"),
+    [
+        (["cuda:0"], [0, 1], None, "must be None or one device: start one process per device"),
+        (["cpu"], [0], None, "is for modules on one accelerator; this one is on cpu"),
+        (["cuda:0", "cuda:1"], [0], None, "this one is on cuda:0, cuda:1: pass device_ids=None"),
+        (["cuda:0"], [1], None, "the module is on cuda:0: move it to cuda:1"),
+        (["cuda:0"], ["cpu"], None, "the module is on cuda:0"),
+        (["cuda:0"], [0], 1, "output_device=1 must be the module's device cuda:0 or None"),
+        (["cuda:0"], None, 0, r"output_device=0 needs device_ids=\[0\]"),
+    ],
+    ids=str,
+)
+def test_device_ids_that_do_not_fit_are_refused(places, ids, output, message):
+    with pytest.raises(ValueError, match=message):
+        _arguments.devices(on(*places), ids, output)
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+def test_inputs_are_moved_wherever_they_are():
+    inputs = [
+        torch.ones(1),
+        (torch.ones(1), 3, "text"),
+        Pair(torch.ones(2), [torch.ones(1)]),
+        OrderedDict(a={"b": torch.ones(1)}),
+        None,
+    ]
+    moved = to_device(inputs, torch.device("meta"))
+    assert moved[0].is_meta
+    assert moved[1][0].is_meta
+    assert moved[1][1:] == (3, "text")
+    assert isinstance(moved[2], Pair)
+    assert moved[2].first.is_meta
+    assert moved[2].second[0].is_meta
+    assert isinstance(moved[3], OrderedDict)
+    assert moved[3]["a"]["b"].is_meta
+    assert moved[4] is None
+    assert not inputs[0].is_meta
