@@ -17,6 +17,7 @@ __all__ = [
     "BucketOp",
     "CentralizedOp",
     "DecentralizedOp",
+    "MomentumOp",
     "PythonOp",
     "check_peer_selection_mode",
 ]
@@ -76,6 +77,23 @@ class DecentralizedOp:
         bucket.copy_out()
 
 
+@dataclass(frozen=True, eq=False)
+class MomentumOp:
+    """Gradients become momenta in place: ``beta * memory + (1 - beta) * gradient``.
+
+    Attributes:
+        memories: per tensor of the bucket, of its shape, dtype and device; only read.
+        offsets: of the tensors in the bucket, in elements.
+        strides: of the tensors in the bucket.
+        betas: one f64 per tensor, on CPU; may be written between two rounds.
+    """
+
+    memories: list[torch.Tensor]
+    offsets: list[int]
+    strides: list[list[int]]
+    betas: torch.Tensor
+
+
 @dataclass(frozen=True)
 class PythonOp:
     """A user's function, called with the bucket's name on the lane's thread."""
@@ -84,4 +102,4 @@ class PythonOp:
 
 
 #: Whatever a bucket can do.
-BucketOp = CentralizedOp | DecentralizedOp | PythonOp
+BucketOp = CentralizedOp | DecentralizedOp | MomentumOp | PythonOp

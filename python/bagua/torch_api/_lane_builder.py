@@ -6,7 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bagua import _C
-from bagua.torch_api._bucket_ops import BucketOp, CentralizedOp, DecentralizedOp, PythonOp
+from bagua.torch_api._bucket_ops import (
+    BucketOp,
+    CentralizedOp,
+    DecentralizedOp,
+    MomentumOp,
+    PythonOp,
+)
 from bagua.torch_api._transport import Transport
 from bagua.torch_api.communication import BaguaProcessGroup
 
@@ -35,6 +41,10 @@ class LaneBuilder:
     def op(self, spec: BucketOp, default: BaguaProcessGroup) -> _C.BucketOp:
         if isinstance(spec, PythonOp):
             return _C.PythonOp(spec.function)
+        if isinstance(spec, MomentumOp):
+            return _C.UpdateMomentum(
+                spec.memories, spec.offsets, spec.strides, spec.betas, self.scratch
+            )
         if isinstance(spec, DecentralizedOp):
             averaging = self._averaging(spec, default)
             return _C.AverageWeights(spec.peer_weight, spec.communications, averaging)
@@ -91,6 +101,8 @@ class LaneBuilder:
 def describe_op(op: BucketOp) -> str:
     if isinstance(op, PythonOp):
         return "python"
+    if isinstance(op, MomentumOp):
+        return "momentum"
     if isinstance(op, DecentralizedOp):
         return f"hierarchical={op.hierarchical} peers={op.peer_selection_mode}"
     return f"hierarchical={op.hierarchical} average={op.average} codec={op.codec}"

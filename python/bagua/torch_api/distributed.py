@@ -41,6 +41,8 @@ class BaguaDistributedDataParallel:
         gradient_as_bucket_view: bool = True,
         find_unused_parameters: bool = False,
         broadcast_buffers: bool | None = None,
+        *,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self._module = weakref.ref(module)
         self.bagua_optimizers = list(optimizers)
@@ -57,6 +59,7 @@ class BaguaDistributedDataParallel:
             if broadcast_buffers is None
             else broadcast_buffers
         )
+        self._grad_scaler = grad_scaler
         self._require_sync = True
         self._running: RunningPlan | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -69,6 +72,7 @@ class BaguaDistributedDataParallel:
                 f"do_flatten={gradient_as_bucket_view}",
                 f"find_unused_parameters={find_unused_parameters}",
                 f"broadcast_buffers={self.broadcast_buffers}",
+                f"grad_scaler={grad_scaler is not None and grad_scaler.is_enabled()}",
                 f"bucket size {env.get_default_bucket_size()}",
                 *self._snapshot.describe(module),
             ],
@@ -117,6 +121,7 @@ class BaguaDistributedDataParallel:
         wrap = self.process_group.transport.next_wrap()
         plan = _plan.build(self.bagua_buckets, self.process_group, self.bagua_module_name, wrap)
         self._running = RunningPlan(self, plan)
+        self._running.set_sync(self._require_sync)
 
     def _broadcast_state(self) -> None:
         state = self._snapshot.state(self.module) + self._snapshot.buffers(self.module)
@@ -147,7 +152,8 @@ class BaguaDistributedDataParallel:
         self.bagua_train_step_counter += 1
         if self._running is None or not self._require_sync:
             return
-        if self._running.begin_round() and self.broadcast_buffers:
+        grad_scale = self._grad_scaler.get_scale() if self._grad_scaler is not None else 1.0
+        if self._running.begin_round(grad_scale) and self.broadcast_buffers:
             self._synchronise_buffers(self._running)
         self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
 
@@ -227,3 +233,4 @@ class BaguaDistributedDataParallel:
             handle.remove()
         self._handles = []
         self._stop_engine()
+        self.bagua_algorithm.close()

@@ -1,6 +1,6 @@
 """Distributed algorithms, by class and by name."""
 
-from bagua.torch_api.algorithms import bytegrad, decentralized, gradient_allreduce
+from bagua.torch_api.algorithms import bytegrad, decentralized, gradient_allreduce, q_adam
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
 from bagua.torch_api.algorithms.decentralized import DecentralizedAlgorithm
@@ -8,6 +8,7 @@ from bagua.torch_api.algorithms.gradient_allreduce import (
     GradientAllReduce,
     GradientAllReduceAlgorithm,
 )
+from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
 
 __all__ = [
     "Algorithm",
@@ -17,9 +18,12 @@ __all__ = [
     "GlobalAlgorithmRegistry",
     "GradientAllReduce",
     "GradientAllReduceAlgorithm",
+    "QAdamAlgorithm",
+    "QAdamOptimizer",
     "bytegrad",
     "decentralized",
     "gradient_allreduce",
+    "q_adam",
 ]
 
 GlobalAlgorithmRegistry.register(
@@ -30,4 +34,7 @@ GlobalAlgorithmRegistry.register(
 )
 GlobalAlgorithmRegistry.register(
     "decentralized", DecentralizedAlgorithm, "averaged weights, with all ranks or one peer a step"
+)
+GlobalAlgorithmRegistry.register(
+    "qadam", QAdamAlgorithm, "Adam with 8-bit momentum after a warm-up of exact gradients"
 )
