@@ -8,6 +8,7 @@
 
 #include "base/check.h"
 #include "binding/bindings.h"
+#include "binding/delete_without_gil.h"
 #include "engine/engine.h"
 #include "engine/gradient_path.h"
 
@@ -17,16 +18,6 @@ namespace py = pybind11;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
 namespace {
-
-// Joins lane threads, which may be inside a PythonOp: never with the GIL held.
-void delete_engine(Engine* engine) {
-  if (Py_IsInitialized() && PyGILState_Check()) {
-    py::gil_scoped_release no_gil;
-    delete engine;
-  } else {
-    delete engine;
-  }
-}
 
 // A Python callable that C++ may call and drop on any thread.
 template <typename... Args>
@@ -158,7 +149,7 @@ void bind_engine(py::module_& m) {
                  .control = std::move(control),
                  .board = std::move(board)};
              return std::shared_ptr<Engine>(new Engine(std::move(lanes), std::move(options)),
-                                            delete_engine);
+                                            delete_without_gil<Engine>);
            }),
            py::arg("lanes"), py::kw_only(), py::arg("name"), py::arg("fingerprint"),
            py::arg("incarnation"), py::arg("timeout_s"), py::arg("control"),
