@@ -39,7 +39,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
         warmup_steps: steps of exact Adam, at least 1. Take enough of them for ``v`` to tell the
             scale of every element: one whose gradient was zero in all of them has none.
         betas: decay of the first and of the second moment, in [0, 1).
-        eps: added to the denominator.
+        eps: added to the denominator. After the warm-up it is all that bounds an element whose
+            gradient was tiny or zero until then: 1e-4 serves where 1e-8 diverges.
         weight_decay: L2 penalty, as in ``torch.optim.Adam``.
 
     Raises:
