@@ -11,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
 
-#include "binding/delete_without_gil.h"
+#include "binding/bindings.h"
 #include "comm/c10d_communicator.h"
 #include "comm/communicator.h"
 #include "comm/counting_communicator.h"

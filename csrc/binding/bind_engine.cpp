@@ -8,7 +8,6 @@
 
 #include "base/check.h"
 #include "binding/bindings.h"
-#include "binding/delete_without_gil.h"
 #include "engine/engine.h"
 #include "engine/gradient_path.h"
 
@@ -73,6 +72,8 @@ py::dict traffic_dict(const Traffic& traffic) {
   return dict;
 }
 
+}  // namespace
+
 py::dict stats_dict(const EngineStats& stats) {
   py::list buckets;
   for (const BucketStats& bucket : stats.buckets) {
@@ -93,6 +94,8 @@ py::dict stats_dict(const EngineStats& stats) {
   dict["exposed_ns"] = stats.exposed_ns;
   return dict;
 }
+
+namespace {
 
 void bind_plan(py::module_& m) {
   py::enum_<Adopt>(m, "Adopt")

@@ -5,6 +5,7 @@
 #include "op/all_reduce.h"
 #include "op/average_weights.h"
 #include "op/compressed_all_reduce.h"
+#include "op/compressed_gossip.h"
 #include "op/gossip.h"
 #include "op/hierarchical.h"
 #include "op/update_momentum.h"
@@ -75,6 +76,22 @@ void bind_op(py::module_& m) {
            }),
            py::arg("memories"), py::arg("offsets"), py::arg("strides"), py::arg("betas"),
            py::arg("scratch"));
+
+  py::class_<CompressedGossip, BucketOp, std::shared_ptr<CompressedGossip>>(m, "CompressedGossip")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,
+                       std::shared_ptr<Scratch> scratch, at::Tensor weight,
+                       at::Tensor left_peer_weight, at::Tensor right_peer_weight, double mix_left,
+                       double mix_right) {
+             return std::make_shared<CompressedGossip>(
+                 std::move(communicator), std::move(codec), std::move(scratch),
+                 Replicas{.own = std::move(weight),
+                          .left = std::move(left_peer_weight),
+                          .right = std::move(right_peer_weight)},
+                 MixingWeights{.left = mix_left, .right = mix_right});
+           }),
+           py::arg("communicator"), py::arg("codec"), py::arg("scratch"), py::arg("weight"),
+           py::arg("left_peer_weight"), py::arg("right_peer_weight"), py::arg("mix_left"),
+           py::arg("mix_right"));
 
   py::class_<PythonOp, BucketOp, std::shared_ptr<PythonOp>>(m, "PythonOp")
       .def(py::init<py::function>(), py::arg("function"));

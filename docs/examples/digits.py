@@ -14,11 +14,15 @@ import time
 
 import bagua.torch_api as bagua
 import torch
+from bagua.torch_api.algorithms import Algorithm
+from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 BATCH = 32
+EVALUATE_EVERY = 4  # steps
+WARM_UP = {"qadam": 40, "async": 20}  # steps with exact gradients
 
 
 def split_digits(rank, world_size):
@@ -48,22 +52,42 @@ def make_model():
     )
 
 
+def choose(name, parameters):
+    """The optimizer and the algorithm of that registered name, with what suits this little task."""
+    if name == "qadam":
+        # eps: what the warm-up hardly saw must not be moved by its gradient / 1e-8 afterwards.
+        optimizer = QAdamOptimizer(parameters, lr=0.002, warmup_steps=WARM_UP[name], eps=1e-3)
+        # hierarchical=False: compress also between ranks of one machine.
+        return optimizer, Algorithm.init(name, q_adam_optimizer=optimizer, hierarchical=False)
+    optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    if name == "async":  # a step takes milliseconds here, so averages are as frequent
+        return optimizer, Algorithm.init(name, sync_interval_ms=2, warmup_steps=WARM_UP[name])
+    return optimizer, Algorithm.init(name, hierarchical=False)
+
+
+def evaluate(model, images, labels):
+    """(loss, accuracy)."""
+    with torch.no_grad():
+        scores = model(images)
+        return cross_entropy(scores, labels).item(), (scores.argmax(1) == labels).float().mean()
+
+
 def train(algorithm, epochs, seed, show_progress=False):
     """Trains with the algorithm of that name, or with "none"; returns what the run achieved."""
     rank, world_size = bagua.get_rank(), bagua.get_world_size()
     images, labels, test_images, test_labels = split_digits(rank, world_size)
     torch.manual_seed(seed)
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    if algorithm != "none":
-        # hierarchical=False: compress also between ranks of one machine.
-        chosen = bagua.algorithms.Algorithm.init(algorithm, hierarchical=False)
+    if algorithm == "none":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    else:
+        optimizer, chosen = choose(algorithm, model.parameters())
         model = model.with_bagua([optimizer], chosen)
 
     shuffle = torch.Generator().manual_seed(1000 * seed + rank)
     steps_per_epoch = len(labels) // BATCH
     total_steps = epochs * steps_per_epoch
-    seconds, test_losses = [], []
+    seconds, test_losses, bytes_sent = [], [], 0
     for step in range(total_steps):
         if step % steps_per_epoch == 0:
             order = torch.randperm(len(labels), generator=shuffle)
@@ -72,29 +96,40 @@ def train(algorithm, epochs, seed, show_progress=False):
         start = time.perf_counter()
         optimizer.zero_grad()
         loss = cross_entropy(model(images[batch]), labels[batch])
-        loss.backward()  # gradients are the mean over all ranks when this returns
+        loss.backward()
         optimizer.step()
         seconds.append(time.perf_counter() - start)
 
-        with torch.no_grad():
-            scores = model(test_images)
-            test_losses.append(cross_entropy(scores, test_labels).item())
-        if show_progress and rank == 0:
-            draw_progress(f"{algorithm}, seed {seed}", step + 1, total_steps, test_losses[-1])
+        if step % EVALUATE_EVERY == EVALUATE_EVERY - 1:  # this rank's own weights
+            test_losses.append(evaluate(model, test_images, test_labels)[0])
+            if show_progress and rank == 0:
+                draw_progress(f"{algorithm}, seed {seed}", step + 1, total_steps, test_losses[-1])
 
-    bytes_sent = 0 if algorithm == "none" else model.bagua_stats()["total"]["bytes_sent"]
+    accuracy = {"own": evaluate(model, test_images, test_labels)[1]}
+    if algorithm != "none":
+        if algorithm == "async":
+            model.bagua_algorithm.abort(model)
+        averaged = bagua.average_weights(model)  # where ranks differ, the model to export
+        accuracy["own"] = evaluate(model, test_images, test_labels)[1]
+        accuracy["mean"] = evaluate(averaged, test_images, test_labels)[1]
+        bytes_sent = model.bagua_stats()["total"]["bytes_sent"]
+    worst = accuracy["own"].clone()
+    bagua.allreduce_inplace(worst, op=bagua.ReduceOp.MIN)
     return {
         "algorithm": algorithm,
         "seed": seed,
-        "accuracy": (scores.argmax(1) == test_labels).float().mean().item(),
+        "accuracy": accuracy.get("mean", accuracy["own"]).item(),  # of the mean of all weights
+        "worst_rank": worst.item(),  # with its own weights
         "seconds_per_step": statistics.median(seconds),
-        "bytes_sent_per_step": bytes_sent / total_steps,  # by this rank
-        "test_losses": test_losses,  # one per step
+        # By this rank, after the warm-up; what is counted begins anew with it.
+        "bytes_sent_per_step": bytes_sent / (total_steps - WARM_UP.get(algorithm, 0)),
+        "compressed_steps": getattr(optimizer, "compressed_steps", 0) / total_steps,
+        "test_losses": test_losses,  # one per EVALUATE_EVERY steps, of rank 0's weights
     }
 
 
 def draw_progress(title, done, total, loss):
-    if done * 30 // total != (done - 1) * 30 // total:
+    if done * 30 // total != (done - EVALUATE_EVERY) * 30 // total:
         bar = ("#" * (done * 30 // total)).ljust(30, ".")
         line = f"\r{title:28} {bar} {done}/{total} loss {loss:.3f}  "
         print(line, end="\n" if done == total else "", file=sys.stderr, flush=True)

@@ -14,16 +14,27 @@ import subprocess
 import sys
 from pathlib import Path
 
-ALGORITHMS = ["none", "gradient_allreduce", "bytegrad"]
-TITLES = {"none": "no communication", "gradient_allreduce": "exact", "bytegrad": "8 bit (bytegrad)"}
+import bagua.torch_api as bagua
+from digits import EVALUATE_EVERY, train
+
+TITLES = {
+    "none": "no communication",
+    "gradient_allreduce": "exact (gradient_allreduce)",
+    "bytegrad": "8-bit gradients (bytegrad)",
+    "qadam": "8-bit momentum (qadam)",
+    "decentralized": "averaged weights (decentralized)",
+    "low_precision_decentralized": "8-bit differences (low_precision_decentralized)",
+    "async": "averaged meanwhile (async)",
+}
+ALGORITHMS = list(TITLES)
 RANKS = 2
+
+#: Points of accuracy that an algorithm may lie below the exact one; 1.5 where nothing is said.
+ALLOWED_POINTS = {"low_precision_decentralized": 3.0, "async": 3.0}
 
 
 def train_all(arguments):
     """What each rank does under torchrun; rank 0 writes the results."""
-    import bagua.torch_api as bagua
-    from digits import train
-
     bagua.init_process_group()
     results = [
         train(algorithm, arguments.epochs, seed, show_progress=True)
@@ -35,32 +46,35 @@ def train_all(arguments):
 
 
 def summarise(results):
-    """algorithm -> mean accuracy over the seeds, median seconds and bytes per step."""
+    """algorithm -> means over the seeds; median seconds per step."""
     rows = {}
     for algorithm in ALGORITHMS:
         runs = [run for run in results if run["algorithm"] == algorithm]
         rows[algorithm] = {
-            "accuracy": statistics.mean(run["accuracy"] for run in runs),
-            "seconds": statistics.median(run["seconds_per_step"] for run in runs),
-            "bytes": statistics.mean(run["bytes_sent_per_step"] for run in runs),
-            "losses": [
-                statistics.mean(step)
-                for step in zip(*(r["test_losses"] for r in runs), strict=True)
-            ],
+            key: statistics.mean(run[key] for run in runs)
+            for key in ("accuracy", "worst_rank", "bytes_sent_per_step", "compressed_steps")
         }
+        rows[algorithm]["seconds"] = statistics.median(run["seconds_per_step"] for run in runs)
+        rows[algorithm]["losses"] = [
+            statistics.mean(step) for step in zip(*(r["test_losses"] for r in runs), strict=True)
+        ]
     return rows
 
 
 def print_table(rows, seeds):
-    exact_bytes = rows["gradient_allreduce"]["bytes"]
-    print(f"\n{RANKS} ranks, each trained on half of the digits; mean of {seeds} seed(s)\n")
-    print("| algorithm | test accuracy | time per step | sent per rank and step | ratio to exact |")
-    print("|---|---:|---:|---:|---:|")
+    exact_bytes = rows["gradient_allreduce"]["bytes_sent_per_step"]
+    print(f"\n{RANKS} ranks, each trained on half of the digits; mean of {seeds} seed(s).")
+    print("Accuracy on all digits: of the mean of the ranks' weights, and of the worst rank's own.")
+    print("Sent: per rank and step, after the warm-up of qadam and async.\n")
+    print("| algorithm | of the mean | worst rank | time per step | sent | ratio to exact |")
+    print("|---|---:|---:|---:|---:|---:|")
     for algorithm, row in rows.items():
+        sent = row["bytes_sent_per_step"]
         print(
-            f"| {TITLES[algorithm]} | {row['accuracy']:.1%} | {row['seconds'] * 1e3:.1f} ms "
-            f"| {row['bytes'] / 1e6:.4f} MB | {row['bytes'] / exact_bytes:.3f} |"
+            f"| {TITLES[algorithm]} | {row['accuracy']:.1%} | {row['worst_rank']:.1%} "
+            f"| {row['seconds'] * 1e3:.1f} ms | {sent / 1e6:.4f} MB | {sent / exact_bytes:.3f} |"
         )
+    print(f"\nQAdam: {rows['qadam']['compressed_steps']:.0%} of its steps ran compressed.")
 
 
 def draw(rows, path):
@@ -69,34 +83,46 @@ def draw(rows, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (over_steps, over_bytes) = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    figure, (over_steps, over_bytes) = pyplot.subplots(1, 2, figsize=(12, 5), sharey=True)
     for algorithm, row in rows.items():
-        steps = range(1, len(row["losses"]) + 1)
+        steps = [EVALUATE_EVERY * (i + 1) for i in range(len(row["losses"]))]
         over_steps.plot(steps, row["losses"], label=TITLES[algorithm])
-        sent = [row["bytes"] * step / 1e6 for step in steps]
+        sent = [row["bytes_sent_per_step"] * step / 1e6 for step in steps]
         # An empty line where nothing is sent keeps the colours of both sides equal.
-        over_bytes.plot(sent if row["bytes"] else [], row["losses"] if row["bytes"] else [])
-    over_steps.set(xlabel="steps", ylabel="loss on held-out digits of all classes", yscale="log")
+        over_bytes.plot(*((sent, row["losses"]) if sent[-1] else ([], [])))
+    over_steps.set(xlabel="steps", ylabel="loss of rank 0's weights on all digits", yscale="log")
     over_bytes.set(xlabel="MB sent per rank")
-    over_steps.legend()
+    over_steps.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
 def find_faults(rows):
-    faults = [
-        f"{TITLES[algorithm]}: accuracy {rows[algorithm]['accuracy']:.1%} is below 95 %"
-        for algorithm in ("gradient_allreduce", "bytegrad")
-        if rows[algorithm]["accuracy"] < 0.95
-    ]
+    faults = []
+    exact = rows["gradient_allreduce"]
+    for algorithm, row in rows.items():
+        if algorithm == "none":
+            continue
+        points = 100 * (exact["accuracy"] - row["accuracy"])
+        allowed = ALLOWED_POINTS.get(algorithm, 1.5)
+        if row["accuracy"] < 0.95 or points > allowed:
+            faults.append(
+                f"{TITLES[algorithm]}: accuracy {row['accuracy']:.1%} is below 95 %, or more than "
+                f"{allowed} points below the exact one's {exact['accuracy']:.1%}"
+            )
     if rows["none"]["accuracy"] >= 0.60:
         faults.append(
             f"no communication: accuracy {rows['none']['accuracy']:.1%} is not below 60 %, "
             "so the data of the ranks does not differ enough to show anything"
         )
-    ratio = rows["bytegrad"]["bytes"] / rows["gradient_allreduce"]["bytes"]
-    if ratio > 0.27:
-        faults.append(f"8 bit: sent {ratio:.3f} of the exact run's bytes, more than 0.27")
+    for algorithm in ("bytegrad", "qadam", "low_precision_decentralized"):
+        ratio = rows[algorithm]["bytes_sent_per_step"] / exact["bytes_sent_per_step"]
+        if ratio > 0.27:
+            faults.append(
+                f"{TITLES[algorithm]}: sent {ratio:.3f} of the exact run's bytes, more than 0.27"
+            )
+    if rows["qadam"]["compressed_steps"] < 0.8:
+        faults.append(f"qadam compressed {rows['qadam']['compressed_steps']:.0%} of its steps only")
     return faults
 
 

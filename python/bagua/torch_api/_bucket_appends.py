@@ -8,7 +8,15 @@ import torch
 from typing_extensions import Self
 
 from bagua import _C
-from bagua.torch_api._bucket_ops import BucketOp, CentralizedOp, DecentralizedOp, MomentumOp
+from bagua.torch_api._bucket_ops import (
+    AsynchronousOp,
+    BucketOp,
+    CentralizedOp,
+    DecentralizedOp,
+    LowPrecisionDecentralizedOp,
+    MomentumOp,
+    check_asynchronous_mode,
+)
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.tensor import record_of
 
@@ -125,3 +133,69 @@ class AppendsOperations:
         strides = [list(view.stride()) for view in views]
         self.ops.append(MomentumOp(list(memories), offsets, strides, betas))
         return self
+
+    def append_asynchronous_model_average_op(
+        self,
+        peer_selection_mode: str,
+        group: BaguaProcessGroup | None = None,
+        *,
+        sync_interval_ms: int = 500,
+    ) -> AsynchronousOp:
+        """Average the bucket, whose tensors are weights, in a thread of its own.
+
+        All buckets of a module have this operation, and no other, or none has.
+
+        Args:
+            peer_selection_mode: ``"all"``.
+            group: default the group of the wrapped module.
+            sync_interval_ms: milliseconds between averages; the least of all buckets counts.
+
+        Raises:
+            ValueError: another mode.
+        """
+        check_asynchronous_mode(peer_selection_mode)
+        op = AsynchronousOp(sync_interval_ms, group)
+        self.ops.append(op)
+        return op
+
+    def append_low_precision_decentralized_synchronous_op(
+        self,
+        weight: torch.Tensor,
+        left_peer_weight: torch.Tensor,
+        right_peer_weight: torch.Tensor,
+        hierarchical: bool = True,
+        compression: str = "MinMaxUInt8",
+        group: BaguaProcessGroup | None = None,
+    ) -> LowPrecisionDecentralizedOp:
+        """Mix the bucket, whose tensors are weights, with both neighbours' on a ring of the ranks.
+
+        Args:
+            weight: what the others believe this rank to hold. Like the two others f32, of one
+                dimension, as long as ``backend_tensor`` and memory of its own. All three start as
+                copies of weights that are equal on all ranks.
+            left_peer_weight: the replica of the left neighbour's ``weight``.
+            right_peer_weight: of the right neighbour's.
+            hierarchical: exact mean inside a node, the ring between the nodes' leaders.
+            compression: a codec (``_C.codec_names()``) or Bagua's name ``"MinMaxUInt8"``.
+            group: default the group of the wrapped module.
+
+        Returns:
+            The op, which holds the replicas.
+
+        Raises:
+            ValueError: unknown codec, or a replica that does not fit.
+        """
+        codec = _CODEC_ALIASES.get(compression, compression)
+        _C.make_codec(codec)
+        op = LowPrecisionDecentralizedOp(
+            weight, left_peer_weight, right_peer_weight, hierarchical, codec, group
+        )
+        flat = self.backend_tensor
+        for name, replica in op.replicas().items():
+            if (replica.shape, replica.dtype) != (flat.shape, torch.float32):
+                raise ValueError(
+                    f"bucket '{self.name}': the replica '{name}' is {replica.dtype} "
+                    f"{tuple(replica.shape)}, it must be torch.float32 {tuple(flat.shape)}"
+                )
+        self.ops.append(op)
+        return op

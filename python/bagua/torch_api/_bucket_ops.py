@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bagua import _C
 from bagua.torch_api.communication import BaguaProcessGroup
 
 if TYPE_CHECKING:
     from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = [
+    "AsynchronousOp",
     "BucketOp",
     "CentralizedOp",
     "DecentralizedOp",
+    "LowPrecisionDecentralizedOp",
     "MomentumOp",
     "PythonOp",
+    "check_asynchronous_mode",
     "check_peer_selection_mode",
 ]
 
@@ -42,6 +46,12 @@ def check_peer_selection_mode(mode: str) -> None:
         raise ValueError(
             f"unknown peer_selection_mode '{mode}'; known: {', '.join(_PEER_SELECTION_MODES)}"
         )
+
+
+def check_asynchronous_mode(mode: str) -> None:
+    """Raise ValueError, naming ``mode``, unless asynchronous averaging has it."""
+    if mode != "all":
+        raise ValueError(f"asynchronous averaging has peer_selection_mode 'all' only, not '{mode}'")
 
 
 def _zero() -> torch.Tensor:
@@ -101,5 +111,81 @@ class PythonOp:
     function: Callable[[str], None]
 
 
+@dataclass(eq=False)
+class AsynchronousOp:
+    """The mean of all ranks' weights, again and again while they are trained.
+
+    The weights are locked by themselves from a training forward to the end of the optimizer's step;
+    the methods are for algorithms that need more.
+    """
+
+    sync_interval_ms: int
+    group: BaguaProcessGroup | None
+    lane: _C.PeriodicLane | None = None  # made with the plan
+
+    def _made(self) -> _C.PeriodicLane:
+        if self.lane is None:
+            raise RuntimeError("the operation's bucket is not part of a wrapped module yet")
+        return self.lane
+
+    def lock_weight(self) -> None:
+        """No average is applied from now on."""
+        self._made().enter()
+
+    def unlock_weight(self) -> None:
+        """Averages may be applied."""
+        self._made().leave()
+
+    def abort(self) -> None:
+        """End averaging: returns once every rank has called it."""
+        self._made().pause()
+
+    def reset(self) -> None:
+        """Average again. Every rank calls it."""
+        self._made().resume()
+
+    def check(self) -> None:
+        """Raise the BaguaError that ended averaging, if one did."""
+        self._made().check()
+
+    def get_status(self) -> bool:
+        """Whether averaging goes on."""
+        return self._made().running
+
+
+@dataclass(frozen=True, eq=False)
+class LowPrecisionDecentralizedOp:
+    """Mixing with both neighbours on the ring, through compressed differences.
+
+    Attributes:
+        weight: what the others believe this rank to hold; f32, one dimension, as long as the
+            bucket. Equal to the neighbours' replicas of this rank, bit for bit; changed by the op.
+        left_peer_weight: the replica of the left neighbour's ``weight``.
+        right_peer_weight: of the right neighbour's.
+    """
+
+    weight: torch.Tensor
+    left_peer_weight: torch.Tensor
+    right_peer_weight: torch.Tensor
+    hierarchical: bool
+    codec: str
+    group: BaguaProcessGroup | None
+
+    def replicas(self) -> dict[str, torch.Tensor]:
+        """All three, by what they are called in a state dict."""
+        return {
+            "weight": self.weight,
+            "left": self.left_peer_weight,
+            "right": self.right_peer_weight,
+        }
+
+
 #: Whatever a bucket can do.
-BucketOp = CentralizedOp | DecentralizedOp | MomentumOp | PythonOp
+BucketOp = (
+    AsynchronousOp
+    | CentralizedOp
+    | DecentralizedOp
+    | LowPrecisionDecentralizedOp
+    | MomentumOp
+    | PythonOp
+)

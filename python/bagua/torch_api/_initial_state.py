@@ -137,7 +137,9 @@ def _decode(entry: dict[str, Any]) -> Any:
 
 def _broadcast_text(text: str, transport: Transport) -> str:
     communicator = transport.main_communicator("cpu")
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    # Memory of torch's own: gloo's thread may be the last to let go of it, which would need the GIL
+    # while destroying the group waits for that thread with it.
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
     length = torch.tensor([data.numel()])
     communicator.broadcast(length, 0)
     if communicator.rank != 0:

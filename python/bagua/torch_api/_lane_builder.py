@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 from bagua import _C
 from bagua.torch_api._bucket_ops import (
+    AsynchronousOp,
     BucketOp,
     CentralizedOp,
     DecentralizedOp,
+    LowPrecisionDecentralizedOp,
     MomentumOp,
     PythonOp,
 )
@@ -48,6 +50,10 @@ class LaneBuilder:
         if isinstance(spec, DecentralizedOp):
             averaging = self._averaging(spec, default)
             return _C.AverageWeights(spec.peer_weight, spec.communications, averaging)
+        if isinstance(spec, LowPrecisionDecentralizedOp):
+            return self._mixing(spec, default)
+        if isinstance(spec, AsynchronousOp):
+            raise ValueError("asynchronous averaging cannot be mixed with other operations")
         transport = (spec.group or default).transport
         reduce = _C.ReduceOp.AVG if spec.average else _C.ReduceOp.SUM
         if not spec.hierarchical:
@@ -74,6 +80,25 @@ class LaneBuilder:
             lambda leaders: _C.Gossip(leaders, spec.communications, sizes, self.scratch),
         )
 
+    def _mixing(self, spec: LowPrecisionDecentralizedOp, default: BaguaProcessGroup) -> _C.BucketOp:
+        transport = (spec.group or default).transport
+
+        def on_ring(members: _C.CountingCommunicator, sizes: list[int]) -> _C.BucketOp:
+            left, right = mixing_weights(sizes, members.rank)
+            codec = _C.make_codec(spec.codec)
+            replicas = (spec.weight, spec.left_peer_weight, spec.right_peer_weight)
+            return _C.CompressedGossip(members, codec, self.scratch, *replicas, left, right)
+
+        if not spec.hierarchical:
+            return on_ring(self.communicator(transport, "all"), [1] * transport.size)
+        nodes = transport.node_of_ranks()
+        sizes = [nodes.count(nodes[leader]) for leader in _C.leaders(nodes)]
+        # As with Gossip, to Hierarchical all nodes are as large as this one.
+        ranks = nodes.count(nodes[transport.rank]) * len(sizes)
+        return self._hierarchical(
+            transport, ranks, _C.ReduceOp.AVG, lambda leaders: on_ring(leaders, sizes)
+        )
+
     def _hierarchical(
         self,
         transport: Transport,
@@ -98,11 +123,27 @@ class LaneBuilder:
         return _C.CompressedAllReduce(communicator, _C.make_codec(spec.codec), self.scratch, reduce)
 
 
+def mixing_weights(sizes: list[int], member: int) -> tuple[float, float]:
+    """What the left and the right neighbour of ``member`` count on a ring of members of ``sizes``.
+
+    A third each among equals. Otherwise Metropolis-Hastings: a member takes less from a smaller
+    one, so that the mean in which every member weighs its size stays what it is.
+    """
+    own = sizes[member]
+    neighbours = (_C.ring_left(member, len(sizes)), _C.ring_right(member, len(sizes)))
+    left, right = (min(1.0, sizes[neighbour] / own) / 3 for neighbour in neighbours)
+    return left, right
+
+
 def describe_op(op: BucketOp) -> str:
     if isinstance(op, PythonOp):
         return "python"
     if isinstance(op, MomentumOp):
         return "momentum"
+    if isinstance(op, AsynchronousOp):
+        return f"asynchronous every {op.sync_interval_ms} ms"
+    if isinstance(op, LowPrecisionDecentralizedOp):
+        return f"hierarchical={op.hierarchical} ring codec={op.codec}"
     if isinstance(op, DecentralizedOp):
         return f"hierarchical={op.hierarchical} peers={op.peer_selection_mode}"
     return f"hierarchical={op.hierarchical} average={op.average} codec={op.codec}"
@@ -111,6 +152,8 @@ def describe_op(op: BucketOp) -> str:
 def between_nodes_only(op: BucketOp) -> str | None:
     """What a hierarchical op does between nodes and not inside one."""
     if isinstance(op, CentralizedOp) and op.hierarchical and op.codec is not None:
+        return "compressed"
+    if isinstance(op, LowPrecisionDecentralizedOp) and op.hierarchical:
         return "compressed"
     if isinstance(op, DecentralizedOp) and op.hierarchical and op.peer_selection_mode != "all":
         return "gossiped"

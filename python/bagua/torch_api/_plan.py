@@ -15,7 +15,7 @@ from bagua.torch_api._transport import fingerprint
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
 
-__all__ = ["Plan", "build", "with_total"]
+__all__ = ["Plan", "build", "describe", "with_total"]
 
 
 @dataclass
@@ -26,7 +26,8 @@ class Plan:
     slots: dict[str, int]
 
 
-def _describe(buckets: Sequence[BaguaBucket]) -> list[str]:
+def describe(buckets: Sequence[BaguaBucket]) -> list[str]:
+    """Lines that are equal on all ranks where their buckets are."""
     lines = []
     for bucket in buckets:
         ops = [describe_op(op) for op in bucket.ops]
@@ -79,7 +80,7 @@ def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, w
         BaguaMismatchError: the ranks' buckets differ; lists the first difference.
     """
     transport = group.transport
-    description = _describe(buckets)
+    description = describe(buckets)
     transport.agree("their buckets", description)
     _warn_one_node(group, buckets)
     count = min(_number_of_lanes(), max(1, len(buckets)))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +17,10 @@ from bagua.torch_api.algorithms.base import overrides
 from bagua.torch_api.tensor import record_of
 
 __all__ = ["RunningPlan"]
+
+
+#: How long a module that is closed waits for other ranks.
+_SECONDS_FOR_A_LAST_ROUND = 10.0
 
 
 class PlanOwner(_user_hooks.HookOwner, Protocol):
@@ -93,6 +100,10 @@ class RunningPlan:
         self._watching = True
         return first
 
+    def await_agreement(self) -> None:
+        """Block until the ranks agree on the open round."""
+        self.engine.await_agreement()
+
     def watch(self, outputs: list[torch.Tensor]) -> None:
         """After that forward: the backward through ``outputs`` ends the round."""
         if self._watching:
@@ -133,7 +144,33 @@ class RunningPlan:
             if not bucket.gradients:
                 bucket.copy_out()
 
+    def finish_soon(self) -> None:
+        """Give the buckets that were marked some seconds: other ranks may be gone.
+
+        Raises:
+            BaguaError: something failed on this rank.
+        """
+        deadline = time.monotonic() + _SECONDS_FOR_A_LAST_ROUND
+        while time.monotonic() < deadline:
+            self.engine.mark_ready(0)  # again, which does nothing but raise a failure
+            if all(b["rounds"] == self.engine.round for b in self.engine.stats()["buckets"]):
+                return self.wait()
+            time.sleep(0.005)
+
+    @property
+    def synchronising(self) -> bool:
+        """Whether a backward now would be communicated."""
+        return self.engine.round_open
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Inside it no weights change: between steps nothing here touches them."""
+        yield
+
     # Control.
+
+    def pause(self) -> None:
+        """Nothing goes on between steps here."""
 
     def set_sync(self, enabled: bool) -> None:
         """False: gradients are accumulated and nothing is marked."""
@@ -142,6 +179,9 @@ class RunningPlan:
     def stats(self) -> dict[str, Any]:
         """See ``BaguaDistributedDataParallel.stats``."""
         return _plan.with_total(self.engine.stats())
+
+    def announce_end(self) -> None:
+        """Nothing goes on between steps here."""
 
     def stop(self) -> None:
         """Remove the hooks and stop the threads. Idempotent."""

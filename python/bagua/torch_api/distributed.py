@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
-from bagua import __version__
+from bagua import BaguaError, __version__
 from bagua.torch_api import _plan, _user_hooks, env
+from bagua.torch_api._averaging_plan import AveragingPlan
+from bagua.torch_api._bucket_ops import AsynchronousOp
 from bagua.torch_api._bucketing import split_by_bucket_size
 from bagua.torch_api._initial_state import broadcast_optimizer, broadcast_tensors
 from bagua.torch_api._module_class import BaguaModule
@@ -61,7 +63,7 @@ class BaguaDistributedDataParallel:
         )
         self._grad_scaler = grad_scaler
         self._require_sync = True
-        self._running: RunningPlan | None = None
+        self._running: RunningPlan | AveragingPlan | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         process_group.transport.agree(
             "the model or the arguments of with_bagua",
@@ -101,6 +103,10 @@ class BaguaDistributedDataParallel:
         """
         return self._snapshot.trained(self.module)
 
+    def bagua_floating_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """``(name, buffer)`` of all floating buffers that are not ignored."""
+        return self._snapshot.floating_buffers(self.module)
+
     # Setting up.
 
     def _initialise(self) -> None:
@@ -119,6 +125,9 @@ class BaguaDistributedDataParallel:
         if not self.bagua_buckets:
             return
         wrap = self.process_group.transport.next_wrap()
+        if isinstance(next(iter(self.bagua_buckets[0].ops), None), AsynchronousOp):
+            self._running = AveragingPlan(self, wrap)
+            return
         plan = _plan.build(self.bagua_buckets, self.process_group, self.bagua_module_name, wrap)
         self._running = RunningPlan(self, plan)
         self._running.set_sync(self._require_sync)
@@ -147,6 +156,7 @@ class BaguaDistributedDataParallel:
         if not (module.training and torch.is_grad_enabled()):
             return
         self._snapshot.check(self.bagua_module_name)
+        self._run_pending()
         if self.bagua_algorithm.need_reset():
             self._initialise()
         self.bagua_train_step_counter += 1
@@ -154,15 +164,13 @@ class BaguaDistributedDataParallel:
             return
         grad_scale = self._grad_scaler.get_scale() if self._grad_scaler is not None else 1.0
         if self._running.begin_round(grad_scale) and self.broadcast_buffers:
-            self._synchronise_buffers(self._running)
+            self._running.await_agreement()
+            broadcast_tensors(self._snapshot.buffers(self.module), self.process_group.transport)
         self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
 
-    def _synchronise_buffers(self, running: RunningPlan) -> None:
-        buffers = self._snapshot.buffers(self.module)
-        if not buffers or self.process_group.size == 1:
-            return
-        running.engine.await_agreement()
-        broadcast_tensors(buffers, self.process_group.transport)
+    def _run_pending(self) -> None:
+        if self.bagua_algorithm.mark_pending(self):
+            self.wait_pending_comm_ops()
 
     def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if self._running is not None:
@@ -186,7 +194,7 @@ class BaguaDistributedDataParallel:
     def synchronising(self) -> bool:
         """Whether a backward now would be communicated."""
         running = self._running
-        return self._require_sync and running is not None and running.engine.round_open
+        return self._require_sync and running is not None and running.synchronising
 
     # Control.
 
@@ -222,15 +230,39 @@ class BaguaDistributedDataParallel:
             return {"total": {"bytes_sent": 0, "bytes_received": 0}, "buckets": [], "rounds": 0}
         return self._running.stats()
 
+    def pause(self) -> None:
+        """End what goes on between steps (asynchronous averaging). Every rank calls it."""
+        if self._running is not None:
+            self._running.pause()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Inside it weights change only by what the caller does; what is due runs before."""
+        self._run_pending()
+        if self._running is None:
+            yield
+            return
+        with self._running.exclusive():
+            yield
+
     def _stop_engine(self) -> None:
         if self._running is not None:
             self._running.stop()
         self._running = None
+
+    def announce_end(self) -> None:
+        """:meth:`close` will follow because the program ends well."""
+        if self._running is not None:
+            self._running.announce_end()
 
     def close(self) -> None:
         """Remove all hooks and stop the threads. The module keeps its weights. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if isinstance(self._running, RunningPlan):
+            with suppress(BaguaError):  # this rank or another has failed, and said so
+                if self.bagua_algorithm.mark_pending(self):
+                    self._running.finish_soon()
         self._stop_engine()
         self.bagua_algorithm.close()

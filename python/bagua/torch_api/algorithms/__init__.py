@@ -1,9 +1,19 @@
 """Distributed algorithms, by class and by name."""
 
-from bagua.torch_api.algorithms import bytegrad, decentralized, gradient_allreduce, q_adam
+from bagua.torch_api.algorithms import (
+    async_model_average,
+    bytegrad,
+    decentralized,
+    gradient_allreduce,
+    q_adam,
+)
+from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithm
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
-from bagua.torch_api.algorithms.decentralized import DecentralizedAlgorithm
+from bagua.torch_api.algorithms.decentralized import (
+    DecentralizedAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
+)
 from bagua.torch_api.algorithms.gradient_allreduce import (
     GradientAllReduce,
     GradientAllReduceAlgorithm,
@@ -13,13 +23,16 @@ from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
 __all__ = [
     "Algorithm",
     "AlgorithmImpl",
+    "AsyncModelAverageAlgorithm",
     "ByteGradAlgorithm",
     "DecentralizedAlgorithm",
     "GlobalAlgorithmRegistry",
     "GradientAllReduce",
     "GradientAllReduceAlgorithm",
+    "LowPrecisionDecentralizedAlgorithm",
     "QAdamAlgorithm",
     "QAdamOptimizer",
+    "async_model_average",
     "bytegrad",
     "decentralized",
     "gradient_allreduce",
@@ -34,6 +47,14 @@ GlobalAlgorithmRegistry.register(
 )
 GlobalAlgorithmRegistry.register(
     "decentralized", DecentralizedAlgorithm, "averaged weights, with all ranks or one peer a step"
+)
+GlobalAlgorithmRegistry.register(
+    "low_precision_decentralized",
+    LowPrecisionDecentralizedAlgorithm,
+    "weights mixed with both neighbours on a ring, through 8-bit differences",
+)
+GlobalAlgorithmRegistry.register(
+    "async", AsyncModelAverageAlgorithm, "weights averaged while training goes on"
 )
 GlobalAlgorithmRegistry.register(
     "qadam", QAdamAlgorithm, "Adam with 8-bit momentum after a warm-up of exact gradients"

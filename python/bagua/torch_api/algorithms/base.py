@@ -27,11 +27,14 @@ class WrappedModule(Protocol):
     bagua_buckets: list[BaguaBucket]
     bagua_train_step_counter: int
     process_group: BaguaProcessGroup
+    gradient_as_bucket_view: bool
 
     @property
     def module(self) -> torch.nn.Module: ...
 
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]: ...
+
+    def bagua_floating_buffers(self) -> list[tuple[str, torch.Tensor]]: ...
 
     def wait_pending_comm_ops(self) -> None: ...
 
@@ -140,6 +143,15 @@ class AlgorithmImpl:
 
     def close(self) -> None:
         """Called when the module is wrapped anew or closed: undo what was done outside of it."""
+
+    def mark_pending(self, bagua_ddp: WrappedModule) -> bool:
+        """Mark what an earlier iteration has left to communicate; False if there is nothing.
+
+        Called before a training forward begins anything, inside ``no_sync()`` too, before weights
+        are read for a checkpoint or an average, and when the module is closed; who called it waits
+        for the communication.
+        """
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         """What the algorithm remembers between steps, for a checkpoint.

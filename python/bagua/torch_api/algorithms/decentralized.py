@@ -10,10 +10,19 @@ import torch
 from bagua import BaguaError
 from bagua.torch_api._bucket_ops import DecentralizedOp, check_peer_selection_mode
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
+from bagua.torch_api.algorithms.low_precision_decentralized import (
+    LowPrecisionDecentralizedAlgorithm,
+    LowPrecisionDecentralizedAlgorithmImpl,
+)
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
 
-__all__ = ["DecentralizedAlgorithm", "DecentralizedAlgorithmImpl"]
+__all__ = [
+    "DecentralizedAlgorithm",
+    "DecentralizedAlgorithmImpl",
+    "LowPrecisionDecentralizedAlgorithm",
+    "LowPrecisionDecentralizedAlgorithmImpl",
+]
 
 
 def _check(peer_selection_mode: str, communication_interval: int) -> None:

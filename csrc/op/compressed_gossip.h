@@ -1,0 +1,72 @@
+// Mixing with both neighbours on the ring, through compressed differences.
+#pragma once
+
+#include <memory>
+
+#include "codec/codec.h"
+#include "comm/communicator.h"
+#include "op/bucket_op.h"
+#include "op/part_layout.h"
+#include "op/scratch.h"
+
+namespace bagua {
+
+// f32, one dimension, of the bucket's length; shared with the algorithm, which saves them.
+struct Replicas {
+  at::Tensor own;    // W: what the others believe this rank to hold
+  at::Tensor left;   // L: equal to W of the left neighbour
+  at::Tensor right;  // R: equal to W of the right neighbour
+};
+
+// What a neighbour's weights count in the mix; the own ones count 1 - left - right.
+struct MixingWeights {
+  double left;
+  double right;
+};
+
+// Decentralized training with compressed differences (Tang et al., NeurIPS 2018, DCD-PSGD; Bagua,
+// VLDB 2022). x is the bucket after the local optimizer step:
+//   1. d = ((x + wl L) + wr R) - (1 + wl + wr) W in f32, each product and sum rounded: the mix of
+//      the three replicas and of what the optimizer did, as a difference from W; q = encode(d);
+//   2. send q to both neighbours, and as each segment has arrived from both:
+//      a. W += decode(own q); x = W;
+//      b. L += decode(q of the left), R += decode(q of the right).
+// All of these are the same f32 addition of the same bytes, so bit for bit L of a rank is W of the
+// rank on its left, and R that of the one on its right, if they were so before.
+//
+// With two ranks both neighbours are one: it is sent one message, which counts for L and R. With
+// one rank nothing is done. Buckets of any floating dtype; the wire and the replicas are f32.
+//
+// Note [Replicas stay finite]
+// Where a replica's sum would not be finite, the replica keeps its value, by the same rule on all
+// ranks that hold a copy; x becomes that non-finite sum on its own rank, and NaN on both
+// neighbours. So a NaN passes on and is seen, as with any exact mean, and once finite weights are
+// loaded the replicas are what they were before it.
+//
+// Ownership: replicas are changed by run() only, and may be read when no round is under way. May
+// fail: std::invalid_argument for what does not fit; MismatchError for a peer's other plan, and
+// then, as after any failure of the transport, replicas of different ranks no longer fit together.
+// Bytes sent per rank: 2 r S, r S with two ranks, plus 32 bytes of frame per message; S is that of
+// the bucket in f32.
+class CompressedGossip final : public BucketOp {
+ public:
+  CompressedGossip(std::shared_ptr<Communicator> communicator, std::shared_ptr<const Codec> codec,
+                   std::shared_ptr<Scratch> scratch, Replicas replicas, MixingWeights mixing);
+  void run(at::Tensor& flat, const Round& round) override;
+  std::string describe() const override;
+
+ private:
+  struct Job;
+  void check(const at::Tensor& flat, const Round& round) const;
+  void encode_piece(const Job& job, int64_t piece) const;
+  void exchange(const Job& job) const;
+  void apply_piece(const Job& job, int64_t piece) const;
+
+  std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<const Codec> codec_;
+  std::shared_ptr<Scratch> scratch_;
+  Replicas replicas_;
+  MixingWeights mixing_;
+};
+
+}  // namespace bagua

@@ -1,0 +1,264 @@
+"""Low-precision decentralized SGD: weights mixed on a ring through compressed differences."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from bagua import _C, BaguaError
+from bagua.torch_api._bucket_ops import LowPrecisionDecentralizedOp
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
+from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.communication import BaguaProcessGroup
+from bagua.torch_api.tensor import record_of
+
+__all__ = ["LowPrecisionDecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithmImpl"]
+
+
+def _check(communication_interval: int, codec: str) -> None:
+    if communication_interval < 1:
+        raise ValueError(
+            f"communication_interval={communication_interval} must be at least 1 iteration"
+        )
+    _C.make_codec(codec)
+
+
+class LowPrecisionDecentralizedAlgorithm(Algorithm):
+    """After the optimizer's step, weights are mixed with both neighbours' on a ring of the ranks.
+
+    What travels is the compressed difference from what the neighbours already know (DCD-PSGD:
+    H. Tang et al., *Communication Compression for Decentralized Training*, NeurIPS 2018; Bagua,
+    VLDB 2022). Ranks hold different weights; buffers stay each rank's own.
+
+    Args:
+        hierarchical: exact mean inside a node, the ring between the nodes' leaders. When all ranks
+            share one node, the mean over all ranks, and nothing is compressed.
+        communication_interval: iterations from one communication to the next. The first iteration
+            communicates.
+        codec: a name of ``bagua._C.codec_names()``. The default has one range per 2048 elements;
+            ``"minmax_uint8"`` is Bagua's format, one range per bucket.
+
+    Raises:
+        ValueError: an interval below 1, or an unknown codec.
+    """
+
+    def __init__(
+        self,
+        hierarchical: bool = True,
+        communication_interval: int = 1,
+        *,
+        codec: str = "block_uint8",
+    ) -> None:
+        _check(communication_interval, codec)
+        self.hierarchical = hierarchical
+        self.communication_interval = communication_interval
+        self.codec = codec
+
+    def reify(self, process_group: BaguaProcessGroup) -> LowPrecisionDecentralizedAlgorithmImpl:
+        return LowPrecisionDecentralizedAlgorithmImpl(
+            process_group, self.hierarchical, self.communication_interval, codec=self.codec
+        )
+
+
+class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
+    """Implementation of :class:`LowPrecisionDecentralizedAlgorithm`.
+
+    An iteration is a forward and a backward outside ``no_sync()``. The round of a communicating one
+    is due from the end of its backward on, and runs exactly once: after the last optimizer's step,
+    or, if a step was skipped (``GradScaler``), before the next training forward.
+    """
+
+    broadcast_buffers = False
+    ranks_agree = False
+
+    def __init__(
+        self,
+        process_group: BaguaProcessGroup,
+        hierarchical: bool = True,
+        communication_interval: int = 1,
+        *,
+        codec: str = "block_uint8",
+    ) -> None:
+        super().__init__(process_group)
+        _check(communication_interval, codec)
+        self.hierarchical = hierarchical
+        self.communication_interval = communication_interval
+        self.codec = codec
+        self._iterations = 0  # completed ones
+        self._due = False  # the round of the last iteration has not run
+        self._between_forward_and_backward = False
+        self._optimizers: set[int] = set()  # ids of those that step the weights
+        self._stepped: set[int] = set()  # ids of those that did since the round became due
+        self._operations: list[tuple[BaguaBucket, LowPrecisionDecentralizedOp]] = []
+        self._wrapper: weakref.ref[WrappedModule] | None = None
+
+    def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+        named = bagua_ddp.bagua_build_params()
+        steps = {
+            id(optimizer): {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for optimizer in bagua_ddp.bagua_optimizers
+        }
+        lost = [name for name, p in named if not any(id(p) in own for own in steps.values())]
+        if lost:
+            raise RuntimeError(
+                f"module '{bagua_ddp.bagua_module_name}': parameters {lost} are in none of the "
+                "optimizers given to with_bagua, so no step would send them. Give their optimizer "
+                "too, freeze them, or put them into _bagua_params_and_buffers_to_ignore."
+            )
+        weights = {id(p) for _, p in named}
+        self._optimizers = {optimizer for optimizer, own in steps.items() if own & weights}
+        self._wrapper = weakref.ref(bagua_ddp)
+        self._operations = []
+        self._due = False
+        self._between_forward_and_backward = False
+        return [
+            parameter.ensure_bagua_tensor(name, bagua_ddp.bagua_module_name)  # type: ignore[attr-defined]
+            for name, parameter in named
+        ]
+
+    def tensors_to_buckets(
+        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
+    ) -> list[BaguaBucket]:
+        return [
+            BaguaBucket(group, name=str(i), flatten=do_flatten) for i, group in enumerate(tensors)
+        ]
+
+    def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
+        # Weights have just been broadcast: the own ones are those of both neighbours.
+        own, left, right = (bucket.backend_tensor.to(torch.float32, copy=True) for _ in range(3))
+        bucket.clear_ops()
+        operation = bucket.append_low_precision_decentralized_synchronous_op(
+            own,
+            left,
+            right,
+            hierarchical=self.hierarchical,
+            compression=self.codec,
+            group=self.process_group,
+        )
+        self._operations.append((bucket, operation))
+
+    def init_forward_pre_hook(self, bagua_ddp: WrappedModule) -> Callable[[Any], None]:
+        def begin(_: Any) -> None:
+            self._between_forward_and_backward = True
+
+        return begin
+
+    def init_backward_hook(
+        self, bagua_ddp: WrappedModule
+    ) -> Callable[[str, torch.nn.Parameter], None]:
+        return lambda parameter_name, parameter: None
+
+    def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
+        def end() -> None:
+            self._between_forward_and_backward = False
+            self._due = self._iterations % self.communication_interval == 0
+            self._stepped.clear()
+            self._iterations += 1
+
+        return end
+
+    def init_post_optimizer_step_hook(
+        self, bagua_ddp: WrappedModule
+    ) -> Callable[[torch.optim.Optimizer], None]:
+        def after_step(optimizer: torch.optim.Optimizer) -> None:
+            if self._between_forward_and_backward:
+                raise BaguaError(
+                    f"module '{bagua_ddp.bagua_module_name}': optimizer.step() came between a "
+                    "training forward and the end of its backward, so backward would see other "
+                    "weights than forward. Run other forwards in eval() or under no_grad(), "
+                    "compute the loss from tensors that forward returns, and call backward() "
+                    "without inputs=."
+                )
+            self._stepped.add(id(optimizer))
+            if self._stepped >= self._optimizers and self.mark_pending(bagua_ddp):
+                bagua_ddp.wait_pending_comm_ops()
+
+        return after_step
+
+    def mark_pending(self, bagua_ddp: WrappedModule) -> bool:
+        if not self._due:
+            return False
+        self._due = False
+        for bucket, _ in self._operations:
+            for tensor in bucket.tensors:
+                tensor.bagua_mark_communication_ready()  # type: ignore[attr-defined]
+        return True
+
+    def run_pending(self) -> None:
+        """Run the round that is due because a step was skipped, rather than in the next forward.
+
+        Other ranks wait for it inside their ``step()``: call it on every rank after ``step()``
+        where the loop has collectives of its own before the next training forward. Where nothing is
+        due it returns at once.
+        """
+        wrapper = self._wrapper() if self._wrapper is not None else None
+        if wrapper is not None and self.mark_pending(wrapper):
+            wrapper.wait_pending_comm_ops()
+
+    # What a checkpoint keeps.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, and this rank's replicas: call it on every rank, before the model's.
+
+        A round that is still due (a step was skipped) runs first, and changes the model's weights.
+        The weights themselves are not in it: save every rank's own.
+
+        Returns:
+            ``iterations``, the completed ones; ``ring``, the ranks on the ring; and, of the shape
+            of each parameter and f32, ``rank<r>/weight/<name>``, ``rank<r>/left/<name>`` and
+            ``rank<r>/right/<name>``.
+        """
+        self.run_pending()
+        state: dict[str, Any] = {"iterations": self._iterations, "ring": self._ring()}
+        return state | {key: view.clone() for key, view in self._views()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`: on every rank, after ``with_bagua``, with its own weights.
+
+        Raises:
+            ValueError: the state is of another model, rank or number of ranks; names the entry.
+        """
+        self.run_pending()
+        views = dict(self._views())
+        remedy = "load what this rank saved, with the same model and the same ranks and nodes"
+        for key in ("iterations", "ring", *views):
+            if key not in state:
+                raise ValueError(f"the state has no '{key}': {remedy}")
+        if state["ring"] != self._ring():
+            raise ValueError(
+                f"the state is of a ring of ranks {state['ring']}, now they are {self._ring()}, so "
+                f"that replicas would not be the neighbours' weights: {remedy}, or only the weights"
+            )
+        for key, view in views.items():
+            if state[key].shape != view.shape:
+                raise ValueError(
+                    f"'{key}' is {tuple(state[key].shape)} in the state, {tuple(view.shape)} here: "
+                    f"{remedy}"
+                )
+        self._iterations = int(state["iterations"])
+        for key, view in views.items():
+            view.copy_(state[key])
+
+    def _ring_members(self) -> list[int]:
+        nodes = self.process_group.transport.node_of_ranks()
+        return _C.leaders(nodes) if self.hierarchical else list(range(len(nodes)))
+
+    def _ring(self) -> str:
+        return " ".join(map(str, self._ring_members()))
+
+    def _views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The replicas of every parameter, by key. Ranks off the ring follow their weights."""
+        rank = self.process_group.transport.rank
+        on_ring = rank in self._ring_members()
+        for bucket, operation in self._operations:
+            for kind, replica in operation.replicas().items():
+                if not on_ring:
+                    replica.copy_(bucket.flattened_tensor())
+                for index, tensor in enumerate(bucket.tensors):
+                    view = bucket.view_of(index)
+                    place = (view.size(), view.stride(), view.storage_offset())
+                    key = f"rank{rank}/{kind}/{record_of(tensor).name}"
+                    yield key, replica.as_strided(*place)

@@ -1,0 +1,175 @@
+"""The state of low-precision decentralized SGD: training goes on to the bit, or says why not."""
+
+import copy
+
+import bagua.torch_api as bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms.decentralized import LowPrecisionDecentralizedAlgorithm
+from bagua.torch_api.checkpoint import PerRank
+from ranks import training
+from ranks.test_groups_and_nodes import environment_of_nodes
+from ranks.test_low_precision_decentralized import Mixed, assert_ring, train_step, weight_bits
+from torch.distributed import checkpoint
+
+SAVED_AFTER, GOES_ON = 3, 20
+
+
+def make(interval, hierarchical=False, seed=0, dtypes=None):
+    model = training.network(seed) if dtypes is None else Mixed(dtypes)
+    optimizers = [training.sgd(model)]
+    model.with_bagua(optimizers, LowPrecisionDecentralizedAlgorithm(hierarchical, interval))
+    return model, optimizers
+
+
+def through_files(state, path):
+    """One file per rank."""
+    torch.save(state, f"{path}/{dist.get_rank()}")
+    return lambda own: torch.load(f"{path}/{dist.get_rank()}")
+
+
+def through_distributed_checkpoint(state, path):
+    """One checkpoint of all ranks."""
+    checkpoint.save(state, checkpoint_id=path)
+
+    def load(own):
+        checkpoint.load(own, checkpoint_id=path)
+        return own
+
+    return load
+
+
+WAYS = {"files": through_files, "distributed": through_distributed_checkpoint}
+
+
+@training.with_group
+def resume_with_a_round_due(path):
+    """Rank 1's last step before the save was skipped, and the saving itself runs the round."""
+    model, optimizers = make(1)
+    train_step(model, optimizers, 0)
+    training.squared_error(model, training.batch(1, dist.get_rank())).backward()
+    if dist.get_rank() != 1:
+        optimizers[0].step()
+    state = {"training": PerRank(model), "algorithm": model.bagua_algorithm}
+    checkpoint.save(state, checkpoint_id=path)
+    again, its_optimizers = make(1, seed=1)
+    train_step(again, its_optimizers, 77)
+    state = {"training": PerRank(again), "algorithm": again.bagua_algorithm}
+    checkpoint.load(state, checkpoint_id=path)
+    for step in range(2, 2 + GOES_ON):
+        train_step(model, optimizers, step)
+        train_step(again, its_optimizers, step)
+        assert training.model_bits(model) == training.model_bits(again), f"step {step}"
+        assert_ring(again)
+    return again.bagua_algorithm.state_dict()["iterations"]
+
+
+def test_one_checkpoint_holds_all_ranks_training(ranks, tmp_path):
+    assert ranks(3, resume_with_a_round_due, str(tmp_path)) == [2 + GOES_ON] * 3
+
+
+@training.with_group
+def average_with_a_round_due():
+    model, optimizers = make(1)
+    training.squared_error(model, training.batch(1, dist.get_rank())).backward()
+    if dist.get_rank() == 0:
+        optimizers[0].step()
+    return training.bits(bagua.average_weights(model).parameters())
+
+
+def test_a_round_that_is_due_runs_before_an_average(ranks):
+    assert len(set(ranks(3, average_with_a_round_due))) == 1
+
+
+@training.with_group
+def resume(way, path, interval, hierarchical, dtypes):
+    model, optimizers = make(interval, hierarchical, dtypes=dtypes)
+    for step in range(SAVED_AFTER):
+        train_step(model, optimizers, step)
+    load = WAYS[way](model.bagua_algorithm.state_dict(), path)
+    rest = copy.deepcopy([model.state_dict(), optimizers[0].state_dict()])
+    # Another start, and steps that must not matter.
+    again, its_optimizers = make(interval, hierarchical, seed=1, dtypes=dtypes)
+    train_step(again, its_optimizers, 77)
+    again.load_state_dict(rest[0])
+    its_optimizers[0].load_state_dict(rest[1])
+    again.bagua_algorithm.load_state_dict(load(again.bagua_algorithm.state_dict()))
+    for step in range(SAVED_AFTER, SAVED_AFTER + GOES_ON):
+        train_step(model, optimizers, step)
+        train_step(again, its_optimizers, step)
+        assert training.model_bits(model) == training.model_bits(again), f"step {step}"
+        if not hierarchical:
+            assert_ring(again)
+    return again.bagua_algorithm.state_dict()["iterations"], weight_bits(again)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("dtypes", [None, [torch.bfloat16, torch.float64]], ids=["f32", "mixed"])
+def test_training_goes_on_to_the_bit_from_a_saved_state(ranks, tmp_path, way, interval, dtypes):
+    results = ranks(3, resume, way, str(tmp_path), interval, False, dtypes)
+    assert [iterations for iterations, _ in results] == [SAVED_AFTER + GOES_ON] * 3
+    assert len({bits for _, bits in results}) == 3
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (3,)], ids=str)
+def test_training_on_nodes_goes_on_to_the_bit(ranks, tmp_path, sizes):
+    env = environment_of_nodes(sizes)
+    results = ranks(3, resume, "distributed", str(tmp_path), 2, True, None, env=env)
+    assert len({bits for _, bits in results}) == len(sizes)
+
+
+@training.with_group
+def look_at_a_state():
+    model, optimizers = make(1)
+    for step in range(2):
+        train_step(model, optimizers, step)
+    state = model.bagua_algorithm.state_dict()
+    before = copy.deepcopy(state)
+    train_step(model, optimizers, 2)
+    assert all(torch.equal(state[key], before[key]) for key in before if "/" in key), "copies"
+    return {key: getattr(value, "dtype", value) for key, value in state.items()}
+
+
+def test_a_state_has_counters_and_this_ranks_replicas_by_name(ranks):
+    for rank, state in enumerate(ranks(3, look_at_a_state)):
+        assert state.pop("iterations") == 2
+        assert state.pop("ring") == "0 1 2"
+        names = ("0.weight", "0.bias", "2.weight", "2.bias")
+        kinds = ("weight", "left", "right")
+        assert set(state) == {f"rank{rank}/{kind}/{name}" for kind in kinds for name in names}
+        assert set(state.values()) == {torch.float32}
+
+
+@training.with_group
+def load_what_does_not_fit():
+    model, optimizers = make(1)
+    train_step(model, optimizers, 0)
+    algorithm = model.bagua_algorithm
+    good = algorithm.state_dict()
+    key = f"rank{dist.get_rank()}/left/2.bias"
+
+    def refused(**changes):
+        state = {k: v for k, v in (good | changes).items() if v is not None}
+        return training.error_of(lambda: algorithm.load_state_dict(state), ValueError)
+
+    messages = [
+        refused(iterations=None),
+        refused(**{key: None}),
+        refused(ring="0 1 2"),
+        refused(**{key: torch.zeros(1)}),
+    ]
+    now = algorithm.state_dict()
+    assert all(torch.equal(now[k], good[k]) for k in good if "/" in k), "nothing was loaded"
+    algorithm.load_state_dict(good)
+    return messages
+
+
+def test_a_state_that_does_not_fit_is_refused_with_what_to_do(ranks):
+    for rank, messages in enumerate(ranks(2, load_what_does_not_fit)):
+        no_counter, no_replica, other_ring, other_shape = messages
+        assert "the state has no 'iterations': load what this rank saved" in no_counter
+        assert f"the state has no 'rank{rank}/left/2.bias'" in no_replica
+        assert "a ring of ranks 0 1 2, now they are 0 1" in other_ring
+        assert f"'rank{rank}/left/2.bias' is (1,) in the state, (3,) here" in other_shape

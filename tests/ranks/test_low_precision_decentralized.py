@@ -1,0 +1,267 @@
+"""Low-precision decentralized SGD on ranks against the oracle, the ring tested after every step."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms import Algorithm, decentralized
+from bagua.torch_api.algorithms.decentralized import (
+    LowPrecisionDecentralizedAlgorithm,
+    LowPrecisionDecentralizedAlgorithmImpl,
+)
+from bagua.torch_api.bucket import BaguaBucket
+from oracle import low_precision_decentralized as oracle
+from ranks import training
+from ranks.test_groups_and_nodes import environment_of_nodes
+from torch import nn
+
+STEPS = 5
+LAYOUT = pytest.mark.parametrize("do_flatten", [True, False], ids=["flattened", "copied"])
+RANKS = pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
+
+
+def optimizers_of(model):
+    return [training.sgd(model)]
+
+
+def train_step(model, optimizers, step):
+    training.train(model, optimizers, [training.batch(step, dist.get_rank())])
+
+
+def oracle_of(model, make_optimizers=optimizers_of, **arguments):
+    twins = [copy.deepcopy(model) for _ in range(dist.get_world_size())]
+    return oracle.Ranks(twins, make_optimizers, **arguments)
+
+
+def oracle_step(expected, step, skipping=()):
+    batches = [training.batch(step, rank) for rank in range(len(expected.models))]
+    expected.step(training.squared_error, batches, skipping)
+    return expected.models[dist.get_rank()]
+
+
+def replica_bits(model):
+    """Digests of W, L and R of this rank."""
+    operations = [operation for _, operation in model.bagua_algorithm._operations]
+    return [
+        training.bits(operation.replicas()[kind] for operation in operations)
+        for kind in ("weight", "left", "right")
+    ]
+
+
+def assert_ring(model):
+    """Every rank's L and R are its neighbours' W, bit for bit."""
+    replicas = training.gather(replica_bits(model))
+    for rank, (_, left, right) in enumerate(replicas):
+        assert left == replicas[rank - 1][0], f"left replica of rank {rank}"
+        assert right == replicas[(rank + 1) % len(replicas)][0], f"right replica of rank {rank}"
+    return len({own for own, *_ in replicas})
+
+
+def weight_bits(model):
+    return training.bits(model.parameters())
+
+
+def wrapped(model, interval=1, **arguments):
+    optimizers = optimizers_of(model)
+    chosen = LowPrecisionDecentralizedAlgorithm(False, interval)
+    model.with_bagua(optimizers, chosen, **arguments)
+    return optimizers
+
+
+@training.with_group
+def train_against_the_oracle(codec="block_uint8", interval=1, do_flatten=True, steps=STEPS):
+    """How many different weights there were after each step, and what the engine says it did."""
+    model = training.network()
+    expected = oracle_of(model, codec=codec, interval=interval)
+    optimizers = optimizers_of(model)
+    chosen = LowPrecisionDecentralizedAlgorithm(False, interval, codec=codec)
+    caught = training.warnings_of(
+        lambda: model.with_bagua(optimizers, chosen, do_flatten=do_flatten)
+    )
+    assert caught == []
+    different = []
+    for step in range(steps):
+        train_step(model, optimizers, step)
+        assert weight_bits(model) == weight_bits(oracle_step(expected, step)), f"step {step}"
+        different.append(assert_ring(model))
+    return different, model.bagua_stats(), model.bagua_algorithm.state_dict()
+
+
+@RANKS
+@LAYOUT
+def test_every_step_has_the_bits_of_the_oracle(ranks, n, do_flatten):
+    for different, stats, state in ranks(n, train_against_the_oracle, "block_uint8", 1, do_flatten):
+        assert different == [n] * STEPS, "weights are each rank's own"
+        assert stats["rounds"] == state["iterations"] == STEPS
+
+
+@pytest.mark.parametrize("codec", ["minmax_uint8", "fp16"])
+def test_every_step_has_the_bits_of_the_oracle_with_other_codecs(ranks, codec):
+    ranks(3, train_against_the_oracle, codec)
+
+
+@RANKS
+def test_with_interval_two_every_other_step_communicates_and_the_first_does(ranks, n):
+    everywhere = ranks(n, train_against_the_oracle, "block_uint8", 2)
+    once = ranks(n, train_against_the_oracle, "block_uint8", 1, True, 1)
+    for (_, stats, state), (_, stats_once, _) in zip(everywhere, once, strict=True):
+        assert state["iterations"] == STEPS
+        assert stats["rounds"] == 3
+        assert stats["total"]["bytes_sent"] == 3 * stats_once["total"]["bytes_sent"] > 0
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes; the loss is f32."""
+
+    def __init__(self, dtypes):
+        super().__init__()
+        torch.manual_seed(3)
+        size = training.FEATURES
+        self.layers = nn.ModuleList(nn.Linear(size, size).to(dtype) for dtype in dtypes)
+        self.last = nn.Linear(size, training.OUTPUTS)
+
+    def forward(self, inputs):
+        for layer in self.layers:
+            inputs = torch.tanh(layer(inputs.to(layer.weight.dtype)))
+        return self.last(inputs.float())
+
+
+@training.with_group
+def train_mixed(dtypes):
+    model = Mixed(dtypes)
+    expected = oracle_of(model)
+    optimizers = optimizers_of(model)
+    model.with_bagua(optimizers, LowPrecisionDecentralizedAlgorithm(False))
+    for step in range(STEPS):
+        train_step(model, optimizers, step)
+        assert weight_bits(model) == weight_bits(oracle_step(expected, step)), f"step {step}"
+        assert_ring(model)
+    return len(model.bagua_buckets)
+
+
+def test_one_model_may_hold_several_dtypes(ranks):
+    assert ranks(3, train_mixed, [torch.bfloat16, torch.float64, torch.float16]) == [4] * 3
+
+
+@training.with_group
+def train_on_nodes(nodes, codec):
+    """How far the weights were from the oracle's, and what is the same inside a node."""
+    model = training.network()
+    expected = oracle_of(model, nodes=nodes, codec=codec)
+    optimizers = optimizers_of(model)
+    caught = training.warnings_of(
+        lambda: model.with_bagua(optimizers, LowPrecisionDecentralizedAlgorithm(codec=codec))
+    )
+    rank = dist.get_rank()
+    for step in range(STEPS):
+        train_step(model, optimizers, step)
+        # The order of gloo's sum may move a code by one level.
+        training.assert_close(model, oracle_step(expected, step), rtol=0, atol=3e-3)
+        digests = training.gather(weight_bits(model))
+        assert len({digests[r] for r in range(len(nodes)) if nodes[r] == nodes[rank]}) == 1
+        leaders = [nodes.index(node) for node in dict.fromkeys(nodes)]
+        replicas = training.gather(replica_bits(model))
+        for place, leader in enumerate(leaders):
+            right = leaders[(place + 1) % len(leaders)]
+            assert replicas[leader][1] == replicas[leaders[place - 1]][0]
+            assert replicas[leader][2] == replicas[right][0]
+    ops = [op for bucket in model.bagua_stats()["buckets"] for op in bucket["ops"]]
+    return len(set(digests)), caught, ops, model.bagua_algorithm.state_dict()["ring"]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 1, 1), (2, 1)], ids=str)
+@pytest.mark.parametrize("codec", ["block_uint8", "fp16"])
+def test_nodes_average_exactly_inside_and_leaders_make_the_ring(ranks, sizes, codec):
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    results = ranks(len(nodes), train_on_nodes, nodes, codec, env=environment_of_nodes(sizes))
+    for different, caught, ops, ring in results:
+        assert different == len(sizes)
+        assert caught == []
+        assert ops[0].startswith(f"Hierarchical({len(sizes)} nodes")
+        assert ring == " ".join(str(nodes.index(node)) for node in range(len(sizes)))
+    assert f"CompressedGossip({codec}, ring of {len(sizes)})" in results[0][2][0]
+
+
+def test_on_one_node_the_mean_is_exact_and_one_warning_says_so(ranks):
+    for different, caught, *_ in ranks(3, train_on_nodes, [0, 0, 0], "block_uint8"):
+        assert different == 1
+        assert len(caught) == 1
+        assert "nothing is compressed. Pass hierarchical=False to compress" in caught[0]
+
+
+@training.with_group
+def count_bytes(width):
+    model = nn.Linear(width, width, bias=False)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    model.with_bagua(optimizers, LowPrecisionDecentralizedAlgorithm(False))
+    for _ in range(2):
+        model(torch.ones(1, width)).sum().backward()
+        optimizers[0].step()
+    return model.bagua_stats()["total"]["bytes_sent"] / 2 / (4 * width * width)
+
+
+def test_a_quarter_of_the_bytes_goes_to_each_neighbour(ranks):
+    for n, messages in ((2, 1), (3, 2), (4, 2)):
+        for share in ranks(n, count_bytes, 256):
+            assert messages * 0.25 < share < messages * 0.252
+
+
+@training.with_group
+def learn(steps):
+    """The losses of the mean weights and of the worst rank, over that of exact training."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    targets = torch.randn(training.FEATURES, training.OUTPUTS)
+    data = []
+    for r in range(size):  # every rank's inputs lie elsewhere, and its noise is its own
+        inputs = torch.randn(32, training.FEATURES) + r
+        data.append((inputs, inputs @ targets + 0.1 * torch.randn(32, training.OUTPUTS)))
+    everything = tuple(torch.cat(side) for side in zip(*data, strict=True))
+    model, alone = training.network(), training.network()
+    optimizer, its = (torch.optim.SGD(m.parameters(), lr=0.02) for m in (model, alone))
+    model.with_bagua([optimizer], LowPrecisionDecentralizedAlgorithm(False))
+    training.train(model, optimizer, [data[rank]] * steps)
+    training.train(alone, its, [everything] * steps)
+    mean = copy.deepcopy(alone)
+    with torch.no_grad():
+        for p, q in zip(mean.parameters(), model.parameters(), strict=True):
+            p.copy_(training.mean_over_ranks(q))
+    losses = [training.squared_error(m, everything).item() for m in (model, mean, alone)]
+    start = training.squared_error(training.network(), everything).item()
+    return losses, start
+
+
+def test_ranks_with_different_data_get_close_to_exact_training(ranks):
+    for (own, mean, exact), start in ranks(4, learn, 300):
+        assert exact < 0.5 * start
+        assert mean < exact + 0.02 * (start - exact)
+        assert own < exact + 0.05 * (start - exact)
+
+
+def test_replicas_that_do_not_fit_their_bucket_are_refused():
+    tensor = torch.zeros(3).ensure_bagua_tensor("weight", "module")
+    bucket = BaguaBucket([tensor], "b", flatten=True)
+    fits = [torch.zeros(3) for _ in range(3)]
+    with pytest.raises(ValueError, match=r"bucket 'b': the replica 'left' is torch.float32 \(4,\)"):
+        bucket.append_low_precision_decentralized_synchronous_op(fits[0], torch.zeros(4), fits[2])
+    with pytest.raises(ValueError, match=r"the replica 'right' is torch.float64"):
+        bucket.append_low_precision_decentralized_synchronous_op(*fits[:2], fits[2].double())
+    with pytest.raises(ValueError, match="nonsense"):
+        bucket.append_low_precision_decentralized_synchronous_op(*fits, compression="nonsense")
+    op = bucket.append_low_precision_decentralized_synchronous_op(*fits)
+    assert op.codec == "minmax_uint8"
+
+
+def test_arguments_that_make_no_sense_are_refused_by_name():
+    public, implementation = (
+        LowPrecisionDecentralizedAlgorithm,
+        lambda *a, **k: LowPrecisionDecentralizedAlgorithmImpl(None, *a, **k),
+    )
+    for make in (public, implementation):
+        with pytest.raises(ValueError, match="communication_interval=0 must be at least 1"):
+            make(True, 0)
+        with pytest.raises(ValueError, match="nonsense"):
+            make(codec="nonsense")
+    assert isinstance(Algorithm.init("low_precision_decentralized"), public)
+    assert decentralized.LowPrecisionDecentralizedAlgorithm is public
