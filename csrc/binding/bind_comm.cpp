@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include "binding/bindings.h"
 #include "comm/c10d_communicator.h"
 #include "comm/communicator.h"
 #include "comm/counting_communicator.h"
@@ -81,7 +82,11 @@ void bind_communicator(py::module_& m) {
 
   py::class_<C10dCommunicator, Communicator, std::shared_ptr<C10dCommunicator>>(
       m, "C10dCommunicator", "Ranks of a torch.distributed backend (gloo on CPU, NCCL on CUDA).")
-      .def(py::init<c10::intrusive_ptr<c10d::Backend>>(), py::arg("backend"));
+      .def(py::init([](c10::intrusive_ptr<c10d::Backend> backend) {
+             return std::shared_ptr<C10dCommunicator>(new C10dCommunicator(std::move(backend)),
+                                                      delete_without_gil<C10dCommunicator>);
+           }),
+           py::arg("backend"));
 
   py::class_<CountingCommunicator, Communicator, std::shared_ptr<CountingCommunicator>>(
       m, "CountingCommunicator", "Forwards every call to another communicator and counts it.")

@@ -172,17 +172,20 @@ void bind_engine(py::module_& m) {
 
   py::class_<GradientPath, std::shared_ptr<GradientPath>>(m, "GradientPath")
       .def(py::init([](std::shared_ptr<Engine> engine, bool install_hooks, bool find_unused,
+                       std::optional<py::function> before_backward,
                        std::optional<py::function> after_backward,
                        std::optional<py::function> on_unused) {
              return GradientPath::make(
                  std::move(engine),
                  {.install_hooks = install_hooks,
                   .find_unused = find_unused,
+                  .before_backward = with_gil<>(before_backward),
                   .after_backward = with_gil<>(after_backward),
                   .on_unused = with_gil<const std::vector<std::string>&>(on_unused),
                   .on_error = throw_as_python});
            }),
            py::arg("engine"), py::kw_only(), py::arg("install_hooks"), py::arg("find_unused"),
+           py::arg("before_backward").none(true) = py::none(),
            py::arg("after_backward").none(true) = py::none(),
            py::arg("on_unused").none(true) = py::none())
       .def("begin_round", &GradientPath::begin_round, py::arg("grad_scale") = 1.0f,

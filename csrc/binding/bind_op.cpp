@@ -1,4 +1,5 @@
 // Ops: complete at construction, run by an engine (or directly, in tests and eager calls).
+#include "base/check.h"
 #include "binding/bindings.h"
 #include "binding/comm_hook_op.h"
 #include "binding/python_op.h"
@@ -8,6 +9,7 @@
 #include "op/compressed_gossip.h"
 #include "op/gossip.h"
 #include "op/hierarchical.h"
+#include "op/update_momentum.h"
 
 namespace bagua {
 
@@ -58,6 +60,22 @@ void bind_op(py::module_& m) {
       .def(py::init<std::shared_ptr<Communicator>, at::Tensor, std::vector<int>,
                     std::shared_ptr<Scratch>>(),
            py::arg("communicator"), py::arg("communications"), py::arg("weights"),
+           py::arg("scratch"));
+
+  py::class_<UpdateMomentum, BucketOp, std::shared_ptr<UpdateMomentum>>(m, "UpdateMomentum")
+      .def(py::init([](const std::vector<at::Tensor>& memories, const std::vector<int64_t>& offsets,
+                       const std::vector<std::vector<int64_t>>& strides, at::Tensor betas,
+                       std::shared_ptr<Scratch> scratch) {
+             BAGUA_CHECK_ARG(memories.size() == offsets.size() && offsets.size() == strides.size(),
+                             "UpdateMomentum: one memory, offset and strides per slot.");
+             std::vector<SlotMomentum> slots;
+             for (size_t i = 0; i < memories.size(); ++i) {
+               slots.push_back({memories[i], offsets[i], strides[i]});
+             }
+             return std::make_shared<UpdateMomentum>(std::move(slots), std::move(betas),
+                                                     std::move(scratch));
+           }),
+           py::arg("memories"), py::arg("offsets"), py::arg("strides"), py::arg("betas"),
            py::arg("scratch"));
 
   py::class_<CompressedGossip, BucketOp, std::shared_ptr<CompressedGossip>>(m, "CompressedGossip")

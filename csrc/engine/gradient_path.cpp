@@ -122,10 +122,11 @@ void GradientPath::on_backward(int64_t round) {
               "a second backward through the forward of round ", round,
               ", whose gradients have been communicated already. Run all but the last backward of "
               "a forward inside no_sync(), or run the forward again.");
-  int expected = kArmed;
-  if (!phase_.compare_exchange_strong(expected, kActive)) return;
   const auto* nodes = autograd::get_current_graph_task_exec_info();
   const bool whole_graph = nodes == nullptr || nodes->empty();
+  if (phase_ == kArmed && whole_graph && options_.before_backward) options_.before_backward();
+  int expected = kArmed;
+  if (!phase_.compare_exchange_strong(expected, kActive)) return;
   autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), whole_graph] {
     if (auto path = weak.lock()) path->under_autograd([&] { path->finish(whole_graph); });
   });

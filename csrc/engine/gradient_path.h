@@ -17,6 +17,10 @@ namespace bagua {
 struct GradientPathOptions {
   bool install_hooks;  // false: the caller adopts and marks (a user's own backward hook)
   bool find_unused;    // ranks exchange which parameters were used; see finish()
+  // Called when a backward over all leaves reaches the module's output in an open round, before it
+  // has made a gradient. What it throws ends that backward, and the round stays open. Null:
+  // nothing.
+  std::function<void()> before_backward;
   // Each is called at most once per backward, in the thread that called backward(), after every
   // gradient slot has been marked. Null: wait for the engine.
   std::function<void()> after_backward;

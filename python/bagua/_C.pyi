@@ -119,6 +119,16 @@ class Gossip(BucketOp):
         scratch: Scratch,
     ) -> None: ...
 
+class UpdateMomentum(BucketOp):
+    def __init__(
+        self,
+        memories: list[torch.Tensor],
+        offsets: list[int],
+        strides: list[list[int]],
+        betas: torch.Tensor,
+        scratch: Scratch,
+    ) -> None: ...
+
 class CompressedGossip(BucketOp):
     def __init__(
         self,
@@ -242,6 +252,7 @@ class GradientPath:
         *,
         install_hooks: bool,
         find_unused: bool,
+        before_backward: Callable[[], None] | None = None,
         after_backward: Callable[[], None] | None = None,
         on_unused: Callable[[list[str]], None] | None = None,
     ) -> None: ...

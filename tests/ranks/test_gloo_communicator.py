@@ -170,3 +170,22 @@ raise SystemExit(3)
 
 def test_a_script_that_just_ends_keeps_its_exit_code(run_script):
     assert [done.returncode for done in run_script(2, EXIT_SCRIPT)] == [3, 3]
+
+
+def drop_right_after_sending(times):
+    """What is sent is memory of Python's, and gloo's thread may be the last to hold it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for number in range(times):
+        store = dist.PrefixStore(f"{number}", dist.distributed_c10d._get_default_store())
+        backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
+        comm = _C.C10dCommunicator(backend)
+        del backend
+        payload = torch.frombuffer(bytearray(8), dtype=torch.uint8)
+        comm.broadcast(payload, 0)
+        del payload
+        del comm
+    return times
+
+
+def test_a_communicator_may_be_dropped_right_after_it_sent_memory_of_python(ranks):
+    assert ranks(2, drop_right_after_sending, 25) == [25, 25]

@@ -133,8 +133,8 @@ class AveragingPlan:
 
     # What distributed.py calls on every plan.
 
-    def begin_round(self, result_scale: float = 1.0) -> bool:
-        """Nothing is synchronous here, but training begins.
+    def begin_round(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
+        """Nothing is synchronous here, but training begins; gradients stay where they are.
 
         In the forward that follows the warm-up the hooks of this plan come too late.
         """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from typing_extensions import Self
 
@@ -12,9 +14,11 @@ from bagua.torch_api._bucket_ops import (
     CentralizedOp,
     DecentralizedOp,
     LowPrecisionDecentralizedOp,
+    MomentumOp,
     check_asynchronous_mode,
 )
 from bagua.torch_api.communication import BaguaProcessGroup
+from bagua.torch_api.tensor import record_of
 
 __all__ = ["AppendsOperations"]
 
@@ -27,8 +31,13 @@ class AppendsOperations:
 
     name: str
     flatten: bool
+    tensors: list[torch.Tensor]
     backend_tensor: torch.Tensor
     ops: list[BucketOp]
+
+    def view_of(self, index: int) -> torch.Tensor:
+        """Where tensor ``index`` lies in the flat memory."""
+        raise NotImplementedError
 
     def clear_ops(self) -> Self:
         """Remove all operations."""
@@ -95,6 +104,35 @@ class AppendsOperations:
         op = DecentralizedOp(peer_weight, hierarchical, peer_selection_mode, group)
         self.ops.append(op)
         return op
+
+    def append_momentum_op(self, memories: Sequence[torch.Tensor], betas: torch.Tensor) -> Self:
+        """Make momenta of the bucket's gradients, for the op appended next to average.
+
+        Args:
+            memories: the momenta so far, one per tensor, of its shape and dtype. They are only
+                read: commit the averaged result yourself, once it is known to be finite. They are
+                in unscaled units, the bucket is scaled as the gradients are (``GradScaler``).
+            betas: f64 on CPU, one per tensor; may be written between two rounds.
+
+        Raises:
+            ValueError: the memories do not fit the tensors; names the first.
+        """
+        if len(memories) != len(self.tensors):
+            raise ValueError(
+                f"bucket '{self.name}': {len(memories)} memories for {len(self.tensors)} tensors"
+            )
+        views = [self.view_of(index) for index in range(len(self.tensors))]
+        for tensor, view, memory in zip(self.tensors, views, memories, strict=True):
+            if (memory.shape, memory.dtype) != (view.shape, view.dtype):
+                raise ValueError(
+                    f"bucket '{self.name}': the momentum of '{record_of(tensor).name}' is "
+                    f"{memory.dtype} {tuple(memory.shape)}, its gradient is {view.dtype} "
+                    f"{tuple(view.shape)}"
+                )
+        offsets = [int(view.storage_offset()) for view in views]
+        strides = [list(view.stride()) for view in views]
+        self.ops.append(MomentumOp(list(memories), offsets, strides, betas))
+        return self
 
     def append_asynchronous_model_average_op(
         self,

@@ -22,6 +22,7 @@ __all__ = [
     "DecentralizedOp",
     "LaneOp",
     "LowPrecisionDecentralizedOp",
+    "MomentumOp",
     "PythonOp",
     "check_asynchronous_mode",
     "check_peer_selection_mode",
@@ -86,6 +87,23 @@ class DecentralizedOp:
         with torch.no_grad():
             bucket.backend_tensor.copy_(self.peer_weight)
         bucket.copy_out()
+
+
+@dataclass(frozen=True, eq=False)
+class MomentumOp:
+    """Gradients become momenta in place: ``beta * memory + (1 - beta) * gradient``.
+
+    Attributes:
+        memories: per tensor of the bucket, of its shape, dtype and device; only read.
+        offsets: of the tensors in the bucket, in elements.
+        strides: of the tensors in the bucket.
+        betas: one f64 per tensor, on CPU; may be written between two rounds.
+    """
+
+    memories: list[torch.Tensor]
+    offsets: list[int]
+    strides: list[list[int]]
+    betas: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -173,7 +191,14 @@ class LowPrecisionDecentralizedOp:
 
 
 #: What needs nothing but its description to become an op.
-LaneOp = AsynchronousOp | CentralizedOp | DecentralizedOp | LowPrecisionDecentralizedOp | PythonOp
+LaneOp = (
+    AsynchronousOp
+    | CentralizedOp
+    | DecentralizedOp
+    | LowPrecisionDecentralizedOp
+    | MomentumOp
+    | PythonOp
+)
 
 #: Whatever a bucket can do.
 BucketOp = LaneOp | CommHookOp

@@ -14,6 +14,7 @@ from bagua.torch_api._bucket_ops import (
     DecentralizedOp,
     LaneOp,
     LowPrecisionDecentralizedOp,
+    MomentumOp,
     PythonOp,
 )
 from bagua.torch_api._transport import Transport
@@ -45,6 +46,10 @@ class LaneBuilder:
     def op(self, spec: LaneOp, default: BaguaProcessGroup) -> _C.BucketOp:
         if isinstance(spec, PythonOp):
             return _C.PythonOp(spec.function)
+        if isinstance(spec, MomentumOp):
+            return _C.UpdateMomentum(
+                spec.memories, spec.offsets, spec.strides, spec.betas, self.scratch
+            )
         if isinstance(spec, DecentralizedOp):
             averaging = self._averaging(spec, default)
             return _C.AverageWeights(spec.peer_weight, spec.communications, averaging)
@@ -150,6 +155,8 @@ def describe_op(op: BucketOp) -> str:
         return f"comm hook {getattr(op.hook, '__qualname__', type(op.hook).__qualname__)}"
     if isinstance(op, PythonOp):
         return "python"
+    if isinstance(op, MomentumOp):
+        return "momentum"
     if isinstance(op, AsynchronousOp):
         return f"asynchronous every {op.sync_interval_ms} ms"
     if isinstance(op, LowPrecisionDecentralizedOp):

@@ -45,6 +45,7 @@ def with_bagua(
     *,
     find_unused_parameters: bool = False,
     broadcast_buffers: bool | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
 ) -> torch.nn.Module:
     """Train this module data-parallel.
 
@@ -62,6 +63,9 @@ def with_bagua(
             used keeps its ``.grad``. Unused parameters never hang, with or without it.
         broadcast_buffers: give every rank the first rank's buffers before a training forward.
             None: as the algorithm has it.
+        grad_scaler: the scaler that the loss is multiplied with, if there is one. An algorithm that
+            remembers something of the gradients (QAdam) needs it to keep its memory unscaled; that
+            gradients are scaled by a scaler it was not given, no algorithm can know.
 
     Returns:
         The module itself, now a :class:`BaguaModule`.
@@ -89,6 +93,7 @@ def with_bagua(
         gradient_as_bucket_view=do_flatten,
         find_unused_parameters=find_unused_parameters,
         broadcast_buffers=broadcast_buffers,
+        grad_scaler=grad_scaler,
     )
     wrap_class(self)
     self.__dict__["_bagua_ddp"] = ddp

@@ -73,6 +73,7 @@ class RunningPlan:
         # The C++ hooks mark gradients only; what else is registered is marked by the Python hook.
         own_marks = overrides(ddp.bagua_algorithm, "init_backward_hook")
         own_hook = own_marks or not plain
+        checks = overrides(ddp.bagua_algorithm, "init_pre_backward_hook")
         owner = weakref.ref(ddp)
         this = weakref.ref(self)
 
@@ -82,6 +83,10 @@ class RunningPlan:
                 if not own_marks:
                     running._mark_unused()
                 ddp.bagua_algorithm.init_post_backward_hook(ddp)()
+
+        def before_backward() -> None:
+            if (ddp := owner()) is not None:
+                ddp.bagua_algorithm.init_pre_backward_hook(ddp)()
 
         def on_unused(names: list[str]) -> None:
             if (ddp := owner()) is not None:
@@ -93,19 +98,21 @@ class RunningPlan:
             self.engine,
             install_hooks=not own_hook,
             find_unused=ddp.find_unused_parameters,
+            before_backward=before_backward if checks else None,
             after_backward=None if plain and not own_wait else after_backward,
             on_unused=on_unused,
         )
 
     # One step, in the order in which things happen.
 
-    def begin_round(self, result_scale: float = 1.0) -> bool:
+    def begin_round(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
         """Open a round before a training forward; False if it is open already.
 
-        What has been communicated is multiplied by ``result_scale`` at the end of backward.
+        ``grad_scale``: the factor that the gradients of this forward will carry. What has been
+        communicated is multiplied by ``result_scale`` at the end of backward.
         """
         first = not self.engine.round_open
-        self._path.begin_round(result_scale=result_scale)
+        self._path.begin_round(grad_scale, result_scale)
         self._watching = True
         return first
 

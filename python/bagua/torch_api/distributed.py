@@ -53,6 +53,7 @@ class BaguaDistributedDataParallel:
         bucket_bytes: int | None = None,
         initial_state: InitialState = "all",
         hook_module: bool = True,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self._module = weakref.ref(module)
         self.bagua_optimizers = list(optimizers)
@@ -72,6 +73,7 @@ class BaguaDistributedDataParallel:
         self.uneven_inputs = UnevenInputs()
         self._bucket_bytes = bucket_bytes or env.get_default_bucket_size()
         self._initial_state = initial_state
+        self._grad_scaler = grad_scaler
         self._require_sync = True
         self._running: RunningPlan | AveragingPlan | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -84,6 +86,7 @@ class BaguaDistributedDataParallel:
                 f"do_flatten={gradient_as_bucket_view}",
                 f"find_unused_parameters={find_unused_parameters}",
                 f"broadcast_buffers={self.broadcast_buffers}",
+                f"grad_scaler={grad_scaler is not None and grad_scaler.is_enabled()}",
                 f"bucket size {self._bucket_bytes}",
                 f"initial state: {initial_state}",
                 *self._snapshot.describe(module),
@@ -183,7 +186,8 @@ class BaguaDistributedDataParallel:
         self.bagua_train_step_counter += 1
         if self._running is None or not self._require_sync:
             return
-        if self._running.begin_round(self.uneven_inputs.result_scale):
+        grad_scale = self._grad_scaler.get_scale() if self._grad_scaler is not None else 1.0
+        if self._running.begin_round(grad_scale, self.uneven_inputs.result_scale):
             self._synchronise_buffers()
         self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
 
@@ -298,3 +302,4 @@ class BaguaDistributedDataParallel:
                 if self.bagua_algorithm.mark_pending(self):
                     self._running.finish_soon()
         self._stop_engine()
+        self.bagua_algorithm.close()

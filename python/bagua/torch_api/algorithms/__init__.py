@@ -5,6 +5,7 @@ from bagua.torch_api.algorithms import (
     bytegrad,
     decentralized,
     gradient_allreduce,
+    q_adam,
 )
 from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithm
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
@@ -17,6 +18,7 @@ from bagua.torch_api.algorithms.gradient_allreduce import (
     GradientAllReduce,
     GradientAllReduceAlgorithm,
 )
+from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
 
 __all__ = [
     "Algorithm",
@@ -28,10 +30,13 @@ __all__ = [
     "GradientAllReduce",
     "GradientAllReduceAlgorithm",
     "LowPrecisionDecentralizedAlgorithm",
+    "QAdamAlgorithm",
+    "QAdamOptimizer",
     "async_model_average",
     "bytegrad",
     "decentralized",
     "gradient_allreduce",
+    "q_adam",
 ]
 
 GlobalAlgorithmRegistry.register(
@@ -50,4 +55,7 @@ GlobalAlgorithmRegistry.register(
 )
 GlobalAlgorithmRegistry.register(
     "async", AsyncModelAverageAlgorithm, "weights averaged while training goes on"
+)
+GlobalAlgorithmRegistry.register(
+    "qadam", QAdamAlgorithm, "Adam with 8-bit momentum after a warm-up of exact gradients"
 )

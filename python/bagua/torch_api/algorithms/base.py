@@ -29,6 +29,9 @@ class WrappedModule(Protocol):
     process_group: BaguaProcessGroup
     gradient_as_bucket_view: bool
 
+    @property
+    def module(self) -> torch.nn.Module: ...
+
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]: ...
 
     def bagua_floating_buffers(self) -> list[tuple[str, torch.Tensor]]: ...
@@ -120,6 +123,14 @@ class AlgorithmImpl:
 
         return mark_ready
 
+    def init_pre_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
+        """Called when a backward that will communicate begins, before it has made a gradient.
+
+        What it raises ends the backward. Not called for ``torch.autograd.grad`` and
+        ``backward(inputs=...)``, nor where the module's output holds no tensors.
+        """
+        return _nothing_at_all
+
     def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
         """Called at the end of backward: by default wait for communication."""
         return bagua_ddp.wait_pending_comm_ops
@@ -129,6 +140,9 @@ class AlgorithmImpl:
     ) -> Callable[[torch.optim.Optimizer], None]:
         """Called after ``step()`` of every optimizer given to ``with_bagua``."""
         return _nothing
+
+    def close(self) -> None:
+        """Called when the module is wrapped anew or closed: undo what was done outside of it."""
 
     def mark_pending(self, bagua_ddp: WrappedModule) -> bool:
         """Mark what an earlier iteration has left to communicate; False if there is nothing.
@@ -175,6 +189,10 @@ def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def _nothing(_: Any) -> None:
+    return None
+
+
+def _nothing_at_all() -> None:
     return None
 
 

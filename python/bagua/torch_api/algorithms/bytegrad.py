@@ -11,10 +11,20 @@ from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedMod
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
 
-__all__ = ["ByteGradAlgorithm", "ByteGradAlgorithmImpl"]
+__all__ = ["ByteGradAlgorithm", "ByteGradAlgorithmImpl", "aligned_buckets"]
 
 #: Parts of a bucket begin at multiples of this many elements per rank: 16-byte loads, any dtype.
 _ALIGNMENT = 16
+
+
+def aligned_buckets(
+    tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool, ranks: int
+) -> list[BaguaBucket]:
+    """Buckets that ``ranks`` equal parts fill, from tensors grouped as buckets shall be."""
+    return [
+        BaguaBucket(group, name=str(i), flatten=do_flatten, alignment=_ALIGNMENT * ranks)
+        for i, group in enumerate(tensors)
+    ]
 
 
 class ByteGradAlgorithm(Algorithm):
@@ -66,11 +76,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
     def tensors_to_buckets(
         self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
     ) -> list[BaguaBucket]:
-        alignment = _ALIGNMENT * self.process_group.size
-        return [
-            BaguaBucket(group, name=str(i), flatten=do_flatten, alignment=alignment)
-            for i, group in enumerate(tensors)
-        ]
+        return aligned_buckets(tensors, do_flatten, self.process_group.size)
 
     def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
         bucket.clear_ops()

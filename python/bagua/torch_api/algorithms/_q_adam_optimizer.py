@@ -1,0 +1,193 @@
+"""``QAdamOptimizer``: Adam that can go on from an averaged first moment instead of gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.optim.adam import adam
+
+__all__ = ["QAdamOptimizer"]
+
+
+class MomentumSource(Protocol):
+    """Who averages over ranks, as the optimizer sees it."""
+
+    gradients_hold_momentum: bool
+
+
+class QAdamOptimizer(torch.optim.Optimizer):
+    """Adam with a warm-up, after which the second moment is frozen (Tang et al., ICML 2021).
+
+    The first ``warmup_steps`` steps are those of ``torch.optim.Adam(foreach=False)``, bit for bit.
+    Later steps ``t``, with the second moment ``v`` as the warm-up left it::
+
+        m <- beta1 m + (1 - beta1) (g + weight_decay p)
+        p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+    With ``QAdamAlgorithm`` the mean over ranks of ``beta1 m + (1 - beta1) g`` travels in 8 bits
+    after the warm-up: when ``backward()`` returns, ``.grad`` holds that mean, the momentum, which
+    ``step()`` takes over. Weight decay is added in ``step()``, where it loses nothing and all ranks
+    add the same. Alone, this is an optimizer like any other, which computes ``m`` from ``.grad``.
+
+    Args:
+        params: parameters or parameter groups, as any optimizer takes them. ``lr``, ``betas``,
+            ``eps`` and ``weight_decay`` may differ between groups and may be scheduled.
+        lr: learning rate.
+        warmup_steps: steps of exact Adam, at least 1. Take enough of them for ``v`` to tell the
+            scale of every element: one whose gradient was zero in all of them has none.
+        betas: decay of the first and of the second moment, in [0, 1).
+        eps: added to the denominator. After the warm-up it is all that bounds an element whose
+            gradient was tiny or zero until then: 1e-4 serves where 1e-8 diverges.
+        weight_decay: L2 penalty, as in ``torch.optim.Adam``.
+
+    Raises:
+        ValueError: an argument out of its range, or groups with different ``warmup_steps``.
+    """
+
+    _source: weakref.ref[MomentumSource] | None = None  # copies and pickles have none
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        warmup_steps: int = 100,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "warmup_steps": warmup_steps,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see the class for what it may hold and what it raises."""
+        _check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        warm_ups = sorted({group["warmup_steps"] for group in self.param_groups})
+        if len(warm_ups) > 1:
+            self.param_groups.pop()
+            raise ValueError(f"warmup_steps must be equal in all groups, not {warm_ups}")
+
+    @property
+    def warmup_steps(self) -> int:
+        """Number of steps of exact Adam; a checkpoint that is loaded brings its own."""
+        return int(self.param_groups[0]["warmup_steps"])
+
+    @property
+    def completed_steps(self) -> int:
+        """Number of steps done: of the parameter that had a gradient most often."""
+        return max((int(step) for step in self._steps()), default=0)
+
+    @property
+    def compressed_steps(self) -> int:
+        """Number of steps done after the warm-up."""
+        return max(0, self.completed_steps - self.warmup_steps)
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the next step is one of the warm-up."""
+        last = self.warmup_steps
+        return not any(step >= last for step in self._steps())
+
+    def _steps(self) -> Iterator[float]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state.get(parameter)
+                if state:
+                    yield state["step"].item()
+
+    def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """``step``, ``exp_avg`` and ``exp_avg_sq`` of a parameter, made where there are none."""
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; parameters without gradient stay as they are.
+
+        Args:
+            closure: evaluates the model with gradients and returns the loss.
+
+        Returns:
+            What ``closure`` returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        source = self._source() if self._source is not None else None
+        averaged = source is not None and source.gradients_hold_momentum
+        warming_up = not averaged and self.warming_up
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if warming_up:
+                self._warm_up(group, parameters)
+            for parameter in parameters if not warming_up else ():
+                self._take_momentum(group, parameter, averaged)
+                self._move(group, parameter)
+        return loss
+
+    def _warm_up(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        states = [self.state_of(parameter) for parameter in parameters]
+        adam(
+            parameters,
+            [parameter.grad for parameter in parameters],  # type: ignore[misc]
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            foreach=False,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _take_momentum(
+        self, group: dict[str, Any], parameter: torch.Tensor, averaged: bool
+    ) -> None:
+        gradient, momentum = parameter.grad, self.state_of(parameter)["exp_avg"]
+        assert gradient is not None
+        if averaged:
+            momentum.copy_(gradient)
+        else:
+            momentum.lerp_(gradient, 1 - group["betas"][0])
+        if group["weight_decay"] != 0:
+            momentum.add_(parameter, alpha=(1 - group["betas"][0]) * group["weight_decay"])
+
+    def _move(self, group: dict[str, Any], parameter: torch.Tensor) -> None:
+        state = self.state_of(parameter)
+        state["step"] += 1
+        step = state["step"].item()
+        beta1, beta2 = group["betas"]
+        denominator = state["exp_avg_sq"].sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+        rate = float(group["lr"]) / (1 - beta1**step)
+        parameter.addcdiv_(state["exp_avg"], denominator, value=-rate)
+
+
+def _check(group: dict[str, Any]) -> None:
+    if not group["lr"] >= 0:
+        raise ValueError(f"lr={group['lr']} must not be negative")
+    if not group["eps"] >= 0:
+        raise ValueError(f"eps={group['eps']} must not be negative")
+    if not all(0 <= beta < 1 for beta in group["betas"]) or len(group["betas"]) != 2:
+        raise ValueError(f"betas={group['betas']} must be two numbers in [0, 1)")
+    if not group["weight_decay"] >= 0:
+        raise ValueError(f"weight_decay={group['weight_decay']} must not be negative")
+    if not group["warmup_steps"] >= 1:
+        raise ValueError(f"warmup_steps={group['warmup_steps']} must be at least 1 step")

@@ -1,0 +1,277 @@
+"""QAdam: exact Adam first, then 8-bit momentum under a frozen second moment."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bagua import _C, BaguaError
+from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
+from bagua.torch_api.algorithms.bytegrad import aligned_buckets
+from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.communication import BaguaProcessGroup
+
+__all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
+
+
+class QAdamAlgorithm(Algorithm):
+    """Adam with an 8-bit first moment (Bagua, VLDB 2022, "QAdam"; Tang et al., ICML 2021).
+
+    In the optimizer's warm-up gradients are averaged exactly. From then on the ranks average
+    ``beta1 m + (1 - beta1) g`` through a codec, each with its own gradient ``g`` and all with the
+    same ``m``; every rank decodes the same bytes, so weights and momentum stay equal to the bit.
+
+    After the warm-up ``.grad`` holds the averaged momentum when ``backward()`` returns: what clips
+    or looks at gradients sees that. It must be zeroed or None before the next backward; gradients
+    are accumulated inside ``no_sync()``. With a ``GradScaler`` pass it to ``with_bagua``.
+
+    Args:
+        q_adam_optimizer: one of those given to ``with_bagua``; it must have all parameters that are
+            trained, and no others.
+        hierarchical: exact inside a node, compressed between the nodes' leaders. When all ranks
+            share one node nothing is compressed.
+        codec: a name of ``bagua._C.codec_names()``; ``"minmax_uint8"`` is Bagua's format.
+
+    Raises:
+        TypeError: the optimizer is no :class:`QAdamOptimizer`.
+        ValueError: unknown codec; from ``with_bagua``: an optimizer that does not fit the module.
+    """
+
+    def __init__(
+        self,
+        q_adam_optimizer: QAdamOptimizer,
+        hierarchical: bool = True,
+        *,
+        codec: str = "block_uint8",
+    ) -> None:
+        if not isinstance(q_adam_optimizer, QAdamOptimizer):
+            raise TypeError(
+                "QAdamAlgorithm takes a QAdamOptimizer (bagua.torch_api.algorithms.q_adam), not "
+                f"{type(q_adam_optimizer).__name__}"
+            )
+        _C.make_codec(codec)
+        self.q_adam_optimizer = q_adam_optimizer
+        self.hierarchical = hierarchical
+        self.codec = codec
+
+    def reify(self, process_group: BaguaProcessGroup) -> QAdamAlgorithmImpl:
+        return QAdamAlgorithmImpl(
+            process_group, self.q_adam_optimizer, self.hierarchical, codec=self.codec
+        )
+
+
+class QAdamAlgorithmImpl(AlgorithmImpl):
+    """Implementation of :class:`QAdamAlgorithm`.
+
+    Attributes:
+        gradients_hold_momentum: whether the last round left momentum in ``.grad``: the optimizer
+            asks.
+    """
+
+    def __init__(
+        self,
+        process_group: BaguaProcessGroup,
+        q_adam_optimizer: QAdamOptimizer,
+        hierarchical: bool = True,
+        *,
+        codec: str = "block_uint8",
+    ) -> None:
+        super().__init__(process_group)
+        self.optimizer = q_adam_optimizer
+        self.hierarchical = hierarchical
+        self.codec = codec
+        self.gradients_hold_momentum = False
+        self._compressing = False
+        # What the ops of the buckets read: exp_avg of every parameter, and beta1 of every tensor of
+        # a bucket with the numbers of the optimizer's groups that they come from.
+        self._groups: dict[torch.Tensor, int] = {}
+        self._memories: dict[torch.Tensor, torch.Tensor] = {}
+        self._betas: list[tuple[torch.Tensor, list[int]]] = []
+        self._last_forward = 0  # the wrapper's count of training forwards, no_sync() included
+        self._accumulated = False  # under no_sync() since the last round
+        self._loaded_steps: int | None = None
+        self._on_load: torch.utils.hooks.RemovableHandle | None = None
+
+    def need_reset(self) -> bool:
+        self._check_loaded_steps()
+        return self._compressing == self.optimizer.warming_up
+
+    def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+        self._groups = _groups_of(self.optimizer, bagua_ddp)
+        self._compressing = not self.optimizer.warming_up
+        self.gradients_hold_momentum = False
+        self._memories, self._betas = {}, []
+        self.optimizer._source = weakref.ref(self)
+        if self._on_load is None:
+            this = weakref.ref(self)
+
+            def after_load(_: torch.optim.Optimizer) -> None:
+                if (owner := this()) is not None:
+                    owner._take_over_loaded_state()
+
+            self._on_load = self.optimizer.register_load_state_dict_post_hook(after_load)
+        return super().init_tensors(bagua_ddp)
+
+    def tensors_to_buckets(
+        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
+    ) -> list[BaguaBucket]:
+        return aligned_buckets(tensors, do_flatten, self.process_group.size)
+
+    def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
+        bucket.clear_ops()
+        if not self._compressing:
+            bucket.append_centralized_synchronous_op(
+                hierarchical=False, average=True, group=self.process_group
+            )
+            return
+        _warn_without_scale(self.optimizer, bucket)
+        memories = [self.optimizer.state_of(tensor)["exp_avg"] for tensor in bucket.tensors]
+        self._memories.update(zip(bucket.tensors, memories, strict=True))
+        betas = torch.zeros(len(bucket.tensors), dtype=torch.float64)
+        self._betas.append((betas, [self._groups[tensor] for tensor in bucket.tensors]))
+        bucket.append_momentum_op(memories, betas)
+        bucket.append_centralized_synchronous_op(
+            hierarchical=self.hierarchical,
+            average=True,
+            scattergather=True,
+            compression=self.codec,
+            group=self.process_group,
+        )
+
+    def init_forward_pre_hook(self, bagua_ddp: WrappedModule) -> Callable[[Any], None]:
+        def start(_: Any) -> None:
+            forward = bagua_ddp.bagua_train_step_counter
+            if forward != self._last_forward + 1:
+                self._accumulated = True
+            self._last_forward = forward
+            beta1 = [float(group["betas"][0]) for group in self.optimizer.param_groups]
+            for betas, groups in self._betas:
+                betas.copy_(torch.tensor([beta1[i] for i in groups], dtype=torch.float64))
+
+        return start
+
+    def init_pre_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
+        def check() -> None:
+            accumulated = (
+                self._accumulated or bagua_ddp.bagua_train_step_counter != self._last_forward
+            )
+            if not self.gradients_hold_momentum or accumulated:
+                return
+            for bucket in bagua_ddp.bagua_buckets:
+                # The smallest gradient tells: where it is zeroed instead of None, this reads it.
+                tensor = min(bucket.tensors, key=torch.Tensor.numel)
+                if tensor.grad is not None and bool(tensor.grad.any()):
+                    raise BaguaError(
+                        f"module '{bagua_ddp.bagua_module_name}': a backward began while .grad of "
+                        f"'{tensor.bagua_tensor_name}' still holds the averaged momentum of the "  # type: ignore[attr-defined]
+                        "round before, to which it would add gradients. After the warm-up of "
+                        "QAdam call zero_grad() before every backward, and accumulate gradients "
+                        "inside no_sync()."
+                    )
+
+        return check
+
+    def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
+        def finish() -> None:
+            bagua_ddp.wait_pending_comm_ops()
+            self.gradients_hold_momentum = self._compressing
+            self._accumulated = False
+
+        return finish
+
+    def close(self) -> None:
+        self.gradients_hold_momentum = False
+        if self._on_load is not None:
+            self._on_load.remove()
+            self._on_load = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What tells whether the optimizer's state is of the same moment; equal on all ranks.
+
+        The memory is the optimizer's: moments and steps are in its ``state_dict()``.
+
+        Returns:
+            ``steps``: the number of steps that the optimizer had done.
+        """
+        return {"steps": self.optimizer.completed_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`, on every rank, together with the optimizer's.
+
+        Raises:
+            ValueError: the state is of another algorithm; in the next training forward: the
+                optimizer's state is of another step.
+        """
+        if set(state) != {"steps"}:
+            raise ValueError(
+                f"QAdamAlgorithm: its state has 'steps', not {sorted(state)}; the checkpoint is of "
+                "another algorithm"
+            )
+        self._loaded_steps = int(state["steps"])
+
+    def _check_loaded_steps(self) -> None:
+        saved, self._loaded_steps = self._loaded_steps, None
+        steps = self.optimizer.completed_steps if saved is not None else None
+        if saved != steps:
+            raise ValueError(
+                f"QAdamAlgorithm: its state was saved after {saved} steps, the optimizer has done "
+                f"{steps}. Load the optimizer's state_dict of the same checkpoint, on every rank."
+            )
+
+    def _take_over_loaded_state(self) -> None:
+        # The ops hold tensors; load_state_dict has put others in their place.
+        for parameter, memory in self._memories.items():
+            state = self.optimizer.state_of(parameter)
+            memory.copy_(state["exp_avg"])
+            state["exp_avg"] = memory
+
+
+def _groups_of(optimizer: QAdamOptimizer, bagua_ddp: WrappedModule) -> dict[torch.Tensor, int]:
+    """The number of each parameter's group, after checking that optimizer and module fit."""
+    module = f"module '{bagua_ddp.bagua_module_name}'"
+    if not any(optimizer is other for other in bagua_ddp.bagua_optimizers):
+        raise ValueError(
+            f"{module}: the optimizer of QAdamAlgorithm is not among those given to with_bagua; "
+            "call with_bagua([optimizer], QAdamAlgorithm(optimizer))"
+        )
+    trained = {parameter: name for name, parameter in bagua_ddp.bagua_build_params()}
+    names = {parameter: name for name, parameter in bagua_ddp.module.named_parameters()}
+    groups = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            if parameter not in trained:
+                unknown = f"{i} of group {number}, of shape {tuple(parameter.shape)},"
+                raise ValueError(
+                    f"{module}: parameter {names.get(parameter, unknown)} of the QAdamOptimizer is "
+                    "not trained by this module: it is frozen, ignored, an expert's, or not a part "
+                    "of it. Give the optimizer only what is trained."
+                )
+            groups[parameter] = number
+    for parameter, name in trained.items():
+        if parameter not in groups:
+            raise ValueError(
+                f"{module}: parameter {name} is trained, but the QAdamOptimizer does not have it. "
+                "Add it to the optimizer, freeze it, or put its name into "
+                "_bagua_params_and_buffers_to_ignore."
+            )
+    return groups
+
+
+def _warn_without_scale(optimizer: QAdamOptimizer, bucket: BaguaBucket) -> None:
+    names = [
+        tensor.bagua_tensor_name  # type: ignore[attr-defined]
+        for tensor in bucket.tensors
+        if not bool(optimizer.state_of(tensor)["exp_avg_sq"].any())
+    ]
+    if names:
+        warnings.warn(
+            f"QAdam: no gradient in the whole warm-up for {', '.join(names)}. Their second moment "
+            "stays zero, and the first gradient will move them by lr / eps times itself: freeze "
+            "them, or take a longer warm-up.",
+            stacklevel=2,
+        )

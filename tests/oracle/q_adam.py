@@ -1,0 +1,48 @@
+"""QAdam after its warm-up, from the formulas in plain torch: what one step makes of what was there.
+
+    m <- mean over ranks of beta1 m + (1 - beta1) g_rank, through a codec
+    m <- m + (1 - beta1) weight_decay p
+    p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+v stays as it is. Tensors are in dictionaries by parameter name.
+"""
+
+import torch
+from oracle.compressed_all_reduce import compressed_all_reduce
+
+
+def local_momentum(memory, gradient, beta1):
+    """beta1 m + (1 - beta1) g, with the one rounding order that torch's Adam has."""
+    return torch.lerp(memory, gradient, 1 - beta1)
+
+
+def averaged_momentum(codec, momenta, buckets, alignment):
+    """The mean that all ranks decode.
+
+    momenta: by rank. buckets: the names in each, in order of memory; padded to `alignment`.
+    """
+    result = {}
+    for names in buckets:
+        flats = [flatten([momentum[name] for name in names], alignment) for momentum in momenta]
+        mean = compressed_all_reduce(codec, flats, average=True)
+        for name in names:
+            like = momenta[0][name]
+            result[name] = mean[: like.numel()].view(like.shape)
+            mean = mean[like.numel() :]
+    return result
+
+
+def flatten(tensors, alignment):
+    values = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return torch.cat([values, values.new_zeros(-values.numel() % alignment)])
+
+
+def decayed(momentum, weight, beta1, weight_decay):
+    return momentum + (1 - beta1) * weight_decay * weight
+
+
+def moved(weight, momentum, second, t, lr, betas, eps):
+    """The new weight, in f64."""
+    beta1, beta2 = betas
+    scale = second.double().sqrt() / (1 - beta2**t) ** 0.5 + eps
+    return weight.double() - lr / (1 - beta1**t) * momentum.double() / scale

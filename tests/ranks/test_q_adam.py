@@ -1,0 +1,229 @@
+"""QAdam on ranks: Adam to the bit, one switch, then every step beside the oracle."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
+from oracle import q_adam as oracle
+from ranks import q_adam_training as q_adam
+from ranks import training
+from ranks.q_adam_training import STEPS, WARM_UP
+from ranks.test_groups_and_nodes import environment_of_nodes
+
+RANKS = pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
+LAYOUT = pytest.mark.parametrize("do_flatten", [True, False], ids=["flattened", "copied"])
+
+
+@training.with_group
+def warm_up_beside_adam(do_flatten):
+    """Also: gradients are the mean, and ranks agree."""
+    model, optimizer = q_adam.wrapped(warmup_steps=STEPS, do_flatten=do_flatten)
+    twin = training.network()
+    adam = torch.optim.Adam(q_adam.groups(twin), lr=0.01, foreach=False)
+    for step in range(STEPS):
+        local = q_adam.local_gradients(model, step)[dist.get_rank()]
+        q_adam.train_step(model, optimizer, step)
+        q_adam.assert_ranks_agree(model, optimizer)
+        for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, training.mean_over_ranks(local[name]))
+            q.grad = p.grad.clone()
+        adam.step()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p, q), f"step {step}"
+            for key in ("exp_avg", "exp_avg_sq", "step"):
+                assert torch.equal(optimizer.state[p][key], adam.state[q][key]), f"step {step}"
+    return q_adam.compressing(model), optimizer.compressed_steps
+
+
+@RANKS
+@LAYOUT
+def test_the_warm_up_is_adam_on_averaged_gradients_to_the_bit(ranks, n, do_flatten):
+    assert ranks(n, warm_up_beside_adam, do_flatten) == [(False, 0)] * n
+
+
+@training.with_group
+def train_beside_the_oracle(
+    warmup_steps, codec="block_uint8", set_to_none=True, dtype=torch.float32, do_flatten=True
+):
+    model, optimizer = q_adam.wrapped(
+        warmup_steps=warmup_steps, codec=codec, dtype=dtype, do_flatten=do_flatten
+    )
+    phases, plans = [], []
+    for step in range(STEPS):
+        gradients = q_adam.local_gradients(model, step)
+        before = q_adam.Before(model, optimizer, gradients)
+        q_adam.train_step(model, optimizer, step, set_to_none)
+        q_adam.assert_ranks_agree(model, optimizer)
+        phases.append(q_adam.compressing(model))
+        plans.append(model.bagua_ddp._running)
+        if phases[-1]:
+            before.assert_compressed_step(model, codec)
+    assert phases == [False] * warmup_steps + [True] * (STEPS - warmup_steps)
+    assert len(set(map(id, plans))) == 2, "one switch"
+    assert optimizer.completed_steps == STEPS
+    return optimizer.compressed_steps, q_adam.all_bits(model, optimizer)
+
+
+@RANKS
+@pytest.mark.parametrize("warmup_steps", [1, WARM_UP], ids=lambda w: f"{w}-steps-of-warm-up")
+def test_after_the_warm_up_every_step_is_the_oracles(ranks, n, warmup_steps):
+    results = ranks(n, train_beside_the_oracle, warmup_steps)
+    assert len(set(results)) == 1
+    assert results[0][0] == STEPS - warmup_steps
+
+
+@pytest.mark.parametrize("codec", ["minmax_uint8", "fp16"])
+def test_any_codec_can_carry_the_momentum(ranks, codec):
+    assert len(set(ranks(3, train_beside_the_oracle, WARM_UP, codec))) == 1
+
+
+@pytest.mark.parametrize("env", [{}, training.SMALL_BUCKETS], ids=["one_bucket", "small_buckets"])
+def test_layout_and_zeroing_make_no_difference(ranks, env):
+    first = ranks(3, train_beside_the_oracle, WARM_UP, env=env)
+    for set_to_none, do_flatten in ((False, True), (True, False), (False, False)):
+        arguments = ("block_uint8", set_to_none, torch.float32, do_flatten)
+        assert ranks(3, train_beside_the_oracle, WARM_UP, *arguments, env=env) == first
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_moments_are_of_the_parameters_dtype(ranks, dtype):
+    results = ranks(2, train_beside_the_oracle, WARM_UP, "block_uint8", True, dtype)
+    assert len(set(results)) == 1
+
+
+@training.with_group
+def train_on_nodes(codec):
+    model, optimizer = q_adam.wrapped(hierarchical=True, codec=codec)
+    for step in range(STEPS):
+        gradients = q_adam.local_gradients(model, step)
+        before = q_adam.Before(model, optimizer, gradients)
+        q_adam.train_step(model, optimizer, step)
+        q_adam.assert_ranks_agree(model, optimizer)
+        if step < WARM_UP:
+            continue
+        names = before.local[0]
+        exact = {
+            name: torch.stack([local[name] for local in before.local]).mean(0) for name in names
+        }
+        largest = max(m[name].abs().max().item() for m in before.local for name in names)
+        error = {"fp16": 1e-3, "block_uint8": 2 / 255}[codec] * largest
+        before.assert_step(model, exact, rtol=0, atol=error * 2)
+    return [bucket["ops"] for bucket in model.bagua_stats()["buckets"]]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("codec", ["fp16", "block_uint8"])
+def test_nodes_average_exactly_inside_and_compress_between(ranks, codec, sizes):
+    results = ranks(sum(sizes), train_on_nodes, codec, env=environment_of_nodes(sizes))
+    for ops in results:
+        assert ops[0][0] == "UpdateMomentum(4 slots)"
+        assert ops[0][1].startswith(f"Hierarchical({len(sizes)} nodes")
+    assert f"CompressedAllReduce({codec}, mean, ranks {len(sizes)})" in results[0][0][1]
+
+
+@training.with_group
+def wrap_hierarchically_and_train():
+    model = training.network()
+    optimizer = QAdamOptimizer(model.parameters(), warmup_steps=1)
+    chosen = QAdamAlgorithm(optimizer)
+    caught = training.warnings_of(lambda: model.with_bagua([optimizer], chosen))
+    caught += training.warnings_of(
+        lambda: [q_adam.train_step(model, optimizer, step) for step in range(3)]
+    )
+    q_adam.assert_ranks_agree(model, optimizer)
+    return caught
+
+
+def test_on_one_node_the_default_compresses_nothing_and_a_warning_says_so(ranks):
+    for caught in ranks(2, wrap_hierarchically_and_train):
+        assert len(caught) == 1
+        assert "nothing is compressed. Pass hierarchical=False" in caught[0]
+
+
+@training.with_group
+def bytes_of_steps():
+    model = torch.nn.Linear(1000, 60)
+    optimizer = QAdamOptimizer(model.parameters(), warmup_steps=1)
+    model.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical=False))
+    sent = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 1000)).sum().backward()
+        sent.append(model.bagua_stats()["total"]["bytes_sent"])
+        optimizer.step()
+    return sent
+
+
+def test_after_the_warm_up_a_quarter_of_the_bytes_is_sent(ranks):
+    for exact, compressed in ranks(3, bytes_of_steps):
+        assert 0.25 < compressed / exact < 0.27
+
+
+@training.with_group
+def schedule_betas():
+    """Betas change after the switch, as OneCycleLR has them."""
+    model, optimizer = q_adam.wrapped()
+    for step in range(STEPS):
+        optimizer.param_groups[0]["betas"] = (0.5 + 0.05 * step, 0.99)
+        before = q_adam.Before(model, optimizer, q_adam.local_gradients(model, step))
+        q_adam.train_step(model, optimizer, step)
+        if step >= WARM_UP:
+            before.assert_compressed_step(model, "block_uint8")
+    return optimizer.compressed_steps
+
+
+def test_scheduled_betas_are_used(ranks):
+    assert ranks(2, schedule_betas) == [STEPS - WARM_UP] * 2
+
+
+@training.with_group
+def rewrap(then):
+    """After the switch another algorithm takes over: .grad holds gradients again."""
+    model, optimizer = q_adam.wrapped()
+    for step in range(WARM_UP + 2):
+        q_adam.train_step(model, optimizer, step)
+    if then == "closed":
+        model.bagua_ddp.close()
+    else:
+        model.with_bagua([optimizer], training.algorithm("exact"))
+    before = q_adam.Before(model, optimizer, q_adam.local_gradients(model, 9))
+    q_adam.train_step(model, optimizer, 9)
+    for name, p in model.named_parameters():
+        momentum = oracle.local_momentum(before.memory[name], p.grad, before.beta1[name])
+        decay = before.group[p]["weight_decay"]
+        expected = oracle.decayed(momentum, before.weights[name], before.beta1[name], decay)
+        torch.testing.assert_close(optimizer.state[p]["exp_avg"], expected)
+    return len(set(training.gather(training.model_bits(model))))
+
+
+def test_under_another_algorithm_the_optimizer_makes_its_own_momentum(ranks):
+    assert ranks(2, rewrap, "exact") == [1, 1]
+    assert ranks(2, rewrap, "closed") == [2, 2]
+
+
+@training.with_group
+def train_to_the_end():
+    model, twin = training.network(), training.network()
+    optimizer = QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=20)
+    adam = torch.optim.Adam(twin.parameters(), lr=0.01)
+    model.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical=False))
+    for step in range(60):
+        q_adam.train_step(model, optimizer, step % 4)
+        whole = training.whole_batch(step % 4, dist.get_world_size())
+        training.train(twin, adam, [whole])
+    data = training.whole_batch(0, dist.get_world_size())
+    with torch.no_grad():
+        return [training.squared_error(m.eval(), data).item() for m in (model, twin)]
+
+
+def test_the_loss_of_adam_is_reached(ranks):
+    for compressed, exact in ranks(3, train_to_the_end):
+        assert compressed == pytest.approx(exact, rel=0.05)
+
+
+def test_a_copy_of_the_optimizer_is_its_own():
+    model = training.network()
+    optimizer = q_adam.optimizer_of(model)
+    assert copy.deepcopy(optimizer)._source is None

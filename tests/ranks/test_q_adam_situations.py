@@ -1,0 +1,292 @@
+"""QAdam when steps are not plain: accumulation, loss scaling, unused parameters, wrong use."""
+
+import bagua.torch_api as bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms import Algorithm, GradientAllReduceAlgorithm
+from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamAlgorithmImpl, QAdamOptimizer
+from ranks import q_adam_training as q_adam
+from ranks import training
+from ranks.q_adam_training import STEPS, WARM_UP
+
+
+@training.with_group
+def accumulate(set_to_none):
+    """Two forwards a step, the first under no_sync(), before, at and after the switch."""
+    model, optimizer = q_adam.wrapped()
+    for step in range(STEPS):
+        first = q_adam.local_gradients(model, 100 + step)
+        second = q_adam.local_gradients(model, step)
+        total = [
+            {name: a[name] + b[name] for name in a} for a, b in zip(first, second, strict=True)
+        ]
+        before = q_adam.Before(model, optimizer, total)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        with model.no_sync():
+            q_adam.backward_of(model, 100 + step)
+        q_adam.backward_of(model, step)
+        optimizer.step()
+        q_adam.assert_ranks_agree(model, optimizer)
+        assert q_adam.compressing(model) == (step >= WARM_UP)
+        if step >= WARM_UP:
+            before.assert_compressed_step(model, "block_uint8")
+        else:
+            for name, p in model.named_parameters():
+                mean = training.mean_over_ranks(total[dist.get_rank()][name])
+                torch.testing.assert_close(p.grad, mean)
+    return optimizer.compressed_steps
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
+def test_gradients_accumulated_under_no_sync_are_part_of_the_momentum(ranks, set_to_none):
+    assert ranks(3, accumulate, set_to_none) == [STEPS - WARM_UP] * 3
+
+
+@training.with_group
+def train_scaled(codec, with_scaler):
+    """With a loss scale that changes, and overflows on one rank now and then."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=with_scaler)
+    model, optimizer = q_adam.wrapped(grad_scaler=scaler, codec=codec)
+    skipped = []
+    for attempt in range(STEPS + 4):
+        step = optimizer.completed_steps
+        if step == STEPS:
+            break
+        before = q_adam.Before(
+            model, optimizer, q_adam.local_gradients(model, step), scaler.get_scale()
+        )
+        bits = q_adam.moment_bits(model, optimizer)
+        optimizer.zero_grad()
+        loss = training.squared_error(model, q_adam.data_of(model, step, dist.get_rank()))
+        overflow = with_scaler and attempt in (1, 5, 6, 9)
+        if overflow and dist.get_rank() == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        if step >= WARM_UP and not overflow:
+            averaged = before.averaged(model, codec)
+            assert all(torch.equal(p.grad, averaged[n]) for n, p in model.named_parameters())
+        scaler.step(optimizer)
+        scaler.update()
+        q_adam.assert_ranks_agree(model, optimizer)
+        if optimizer.completed_steps == step:
+            skipped.append(attempt)
+            assert q_adam.moment_bits(model, optimizer) == bits, "no memory is touched"
+    return skipped, q_adam.moment_bits(model, optimizer), scaler.get_scale()
+
+
+@pytest.mark.parametrize("codec", ["block_uint8", "bf16"])
+def test_an_overflow_on_one_rank_skips_all_and_leaves_no_trace(ranks, codec):
+    plain = ranks(3, train_scaled, codec, False)
+    assert plain == [([], plain[0][1], 1.0)] * 3
+    for skipped, bits, last_scale in ranks(3, train_scaled, codec, True):
+        assert skipped == [1, 5, 6, 9], "before and after the switch"
+        assert last_scale != 2.0**10, "the scale changed on the way"
+        # The 8-bit codecs add 1e-7 to a range, so only a cast gives the same bits at any scale.
+        assert (bits == plain[0][1]) == (codec == "bf16"), "memory is unscaled"
+
+
+@training.with_group
+def clip_scaled():
+    """unscale_() gives the momentum in its own units; what is clipped is what step() takes."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    model, optimizer = q_adam.wrapped(grad_scaler=scaler, warmup_steps=1)
+    for step in range(3):
+        optimizer.zero_grad()
+        q_adam.backward_of(model, step, scaler)
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        scaler.step(optimizer)
+        scaler.update()
+    memory = optimizer.state[model[2].bias]["exp_avg"]
+    assert torch.equal(memory, model[2].bias.grad)
+    q_adam.assert_ranks_agree(model, optimizer)
+    return norm.item()
+
+
+def test_clipping_after_unscaling_sees_the_momentum(ranks):
+    for norm in ranks(2, clip_scaled):
+        assert 0.01 < norm < 10
+
+
+class Branches(torch.nn.Module):
+    """One branch is never used; the other, from the third step on, by rank 0 alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.nn.Linear(2, 2)
+        self.network = training.network()
+        self.sometimes = torch.nn.Linear(training.FEATURES, training.OUTPUTS)
+
+    def forward(self, inputs, branch=True):
+        output = self.network(inputs)
+        return output + self.sometimes(inputs) if branch else output
+
+
+@training.with_group
+def train_with_unused(find_unused):
+    model = Branches()
+    optimizer = QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=2)
+    chosen = QAdamAlgorithm(optimizer, hierarchical=False)
+    model.with_bagua([optimizer], chosen, find_unused_parameters=find_unused)
+    unused = training.bits(model.unused.parameters())
+    caught = []
+    for step in range(6):
+        inputs, targets = training.batch(step, dist.get_rank())
+
+        def one_step(step=step, inputs=inputs, targets=targets):
+            optimizer.zero_grad()
+            output = model(inputs, step < 2 or dist.get_rank() == 0)
+            (output - targets).pow(2).mean().backward()
+            optimizer.step()
+
+        sometimes = training.bits(model.sometimes.parameters())
+        caught += training.warnings_of(one_step)
+        q_adam.assert_ranks_agree(model, optimizer)
+        assert training.bits(model.sometimes.parameters()) != sometimes
+    assert training.bits(model.unused.parameters()) == unused
+    return caught, optimizer.compressed_steps, model.unused.weight.grad is None
+
+
+def test_unused_parameters_stay_and_are_named_at_the_switch(ranks):
+    for find_unused in (True, False):
+        for caught, steps, none in ranks(3, train_with_unused, find_unused):
+            assert steps == 4
+            assert none == find_unused
+            [switch] = [message for message in caught if message.startswith("QAdam")]
+            assert "whole warm-up for unused.bias, unused.weight." in switch
+
+
+@training.with_group
+def forget_to_zero(how):
+    model, optimizer = q_adam.wrapped(warmup_steps=1)
+    if how == "gradients":  # before the switch that is accumulation over two rounds
+        q_adam.backward_of(model, 0)
+        q_adam.backward_of(model, 1)
+        return None
+    for step in range(2):
+        q_adam.train_step(model, optimizer, step)
+    if how != "after_step":
+        optimizer.zero_grad()
+        q_adam.backward_of(model, 2)
+    expected = training.gather(training.model_bits(model))
+    message = training.error_of(lambda: q_adam.backward_of(model, 3), bagua.BaguaError)
+    assert training.gather(training.model_bits(model)) == expected, "nothing was added"
+    for step in range(3, 5):  # zeroed, it goes on
+        q_adam.train_step(model, optimizer, step)
+        q_adam.assert_ranks_agree(model, optimizer)
+    return message
+
+
+@pytest.mark.parametrize("how", ["after_step", "without_step"])
+def test_a_backward_onto_momentum_raises_and_says_what_to_do(ranks, how):
+    for message in ranks(2, forget_to_zero, how):
+        assert "BaguaError: module 'Sequential': a backward began while .grad of" in message
+        assert "call zero_grad() before every backward" in message
+        assert "no_sync()" in message
+    assert ranks(2, forget_to_zero, "gradients") == [None] * 2
+
+
+@training.with_group
+def zero_late():
+    """zero_grad between forward and backward, other backwards, forwards without backward: fine."""
+    model, optimizer = q_adam.wrapped(warmup_steps=1)
+    for step in range(4):
+        inputs, targets = q_adam.data_of(model, step, dist.get_rank())
+        inputs.requires_grad_()
+        model(inputs)
+        output = model(inputs)
+        before = q_adam.Before(model, optimizer, q_adam.local_gradients(model, step))
+        torch.autograd.grad(output.sum(), inputs, retain_graph=True)
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        torch.nn.functional.mse_loss(output, targets).backward()
+        optimizer.step()
+        q_adam.assert_ranks_agree(model, optimizer)
+        if step >= 1:
+            before.assert_compressed_step(model, "block_uint8")
+    return optimizer.compressed_steps
+
+
+def test_gradients_may_be_zeroed_right_before_backward(ranks):
+    assert ranks(2, zero_late) == [3, 3]
+
+
+@training.with_group
+def wrap_wrongly(how):
+    model = training.network()
+    outside = torch.nn.Parameter(torch.zeros(2, 3))
+    given = {
+        "foreign": [*model.parameters(), outside],
+        "frozen": list(model.parameters()),
+        "ignored": list(model.parameters()),
+        "missing": list(model.parameters())[1:],
+        "not_given": list(model.parameters()),
+    }[how]
+    if how == "frozen":
+        model[0].bias.requires_grad_(False)
+    if how == "ignored":
+        model._bagua_params_and_buffers_to_ignore = ["2.weight"]
+    optimizer = QAdamOptimizer(given)
+    optimizers = [training.sgd(model)] if how == "not_given" else [optimizer]
+    return training.error_of(
+        lambda: model.with_bagua(optimizers, QAdamAlgorithm(optimizer)), ValueError
+    )
+
+
+WRONG = {
+    "foreign": r"parameter 4 of group 0, of shape (2, 3), of the QAdamOptimizer is not trained",
+    "frozen": "parameter 0.bias of the QAdamOptimizer is not trained",
+    "ignored": "parameter 2.weight of the QAdamOptimizer is not trained",
+    "missing": "parameter 0.weight is trained, but the QAdamOptimizer does not have it",
+    "not_given": "the optimizer of QAdamAlgorithm is not among those given to with_bagua",
+}
+
+
+@pytest.mark.parametrize(("how", "message"), WRONG.items(), ids=WRONG)
+def test_an_optimizer_that_does_not_fit_the_module_is_refused_by_name(ranks, how, message):
+    for error in ranks(2, wrap_wrongly, how):
+        assert "module 'Sequential'" in error
+        assert message in error
+
+
+def test_arguments_that_make_no_sense_are_refused():
+    model = training.network()
+    with pytest.raises(TypeError, match=r"takes a QAdamOptimizer .* not SGD"):
+        QAdamAlgorithm(training.sgd(model))
+    with pytest.raises(ValueError, match="codec"):
+        QAdamAlgorithm(q_adam.optimizer_of(model), codec="zip")
+    made = Algorithm.init("qadam", q_adam_optimizer=q_adam.optimizer_of(model))
+    assert isinstance(made, QAdamAlgorithm)
+    assert isinstance(made.reify(None), QAdamAlgorithmImpl)
+
+
+@training.with_group
+def one_rank_is_in_another_phase():
+    model, optimizer = q_adam.wrapped(warmup_steps=2)
+    q_adam.train_step(model, optimizer, 0)
+    if dist.get_rank() == 1:
+        for p in model.parameters():
+            optimizer.state[p]["step"] += 1
+    return training.error_of(lambda: q_adam.train_step(model, optimizer, 1), bagua.BaguaError)
+
+
+def test_a_rank_that_switches_alone_is_an_error_on_all(ranks):
+    first, second = ranks(2, one_rank_is_in_another_phase, timeout=90.0)
+    assert "rank 1" in first
+    assert second
+
+
+@training.with_group
+def switch_algorithm_with_scaler():
+    """Other algorithms take a scaler, too; one rank alone is a difference between ranks."""
+    scaler = torch.amp.GradScaler("cpu") if dist.get_rank() == 0 else None
+    model = training.network()
+    return training.error_of(
+        lambda: model.with_bagua([], GradientAllReduceAlgorithm(), grad_scaler=scaler),
+        bagua.BaguaMismatchError,
+    )
+
+
+def test_a_scaler_on_one_rank_only_is_a_mismatch(ranks):
+    for message in ranks(2, switch_algorithm_with_scaler):
+        assert "grad_scaler=" in message
