@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from bagua import _C
 from bagua.torch_api._bucket_ops import BucketOp, CentralizedOp
@@ -15,15 +14,19 @@ from bagua.torch_api._transport import fingerprint
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
 
-__all__ = ["Plan", "build", "with_total"]
+__all__ = ["Plan", "build"]
 
 
 @dataclass
 class Plan:
-    """An engine and where each tensor of each bucket is in it."""
+    """An engine, where each tensor of each bucket is in it, and what its lanes send through.
+
+    ``communicators``: (purpose, communicator) of every lane; purposes are those of LaneBuilder.
+    """
 
     engine: _C.Engine
     slots: dict[str, int]
+    communicators: list[tuple[str, _C.CountingCommunicator]]
 
 
 def _describe(buckets: Sequence[BaguaBucket]) -> list[str]:
@@ -112,15 +115,9 @@ def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, w
         board=board,
     )
     names = [slot for lane in order for slot in lane]
-    return Plan(engine, {slot: i for i, slot in enumerate(names)})
-
-
-def with_total(stats: dict[str, Any]) -> dict[str, Any]:
-    """An engine's statistics with the sum over its buckets added as ``total``."""
-    numbers = [
-        key
-        for key, value in stats["buckets"][0].items()
-        if isinstance(value, int) and key != "rounds"
+    communicators = [
+        (purpose, communicator)
+        for builder in builders
+        for (_, purpose), communicator in builder.communicators.items()
     ]
-    total = {key: sum(bucket[key] for bucket in stats["buckets"]) for key in numbers}
-    return {**stats, "total": total}
+    return Plan(engine, {slot: i for i, slot in enumerate(names)}, communicators)

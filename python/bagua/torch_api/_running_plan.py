@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -14,6 +15,8 @@ from bagua.torch_api.algorithms.base import overrides
 from bagua.torch_api.tensor import record_of
 
 __all__ = ["RunningPlan"]
+
+_log = logging.getLogger("bagua")
 
 
 class PlanOwner(_user_hooks.HookOwner, Protocol):
@@ -27,10 +30,12 @@ class RunningPlan:
 
     Attributes:
         engine: what communicates.
+        communicators: (purpose, communicator) of the engine's lanes, for statistics.
     """
 
     def __init__(self, ddp: PlanOwner, plan: _plan.Plan) -> None:
         self.engine = plan.engine
+        self.communicators = plan.communicators
         self._buckets = ddp.bagua_buckets
         self._slots = plan.slots
         self._places = {
@@ -44,6 +49,15 @@ class RunningPlan:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._path = self._make_path(ddp)
         self._watching = False
+        _log.info(
+            "module '%s': %s, %s: %d tensors of %d bytes in %d bucket(s)",
+            ddp.bagua_module_name,
+            type(ddp.bagua_algorithm).__name__,
+            ddp.process_group.transport.whereabouts(),
+            len(self._places),
+            sum(bucket.bytes() for bucket in self._buckets),
+            len(self._buckets),
+        )
 
     def _make_path(self, ddp: PlanOwner) -> _C.GradientPath:
         own_wait = overrides(ddp.bagua_algorithm, "init_post_backward_hook")
@@ -129,10 +143,6 @@ class RunningPlan:
     def set_sync(self, enabled: bool) -> None:
         """False: gradients are accumulated and nothing is marked."""
         self._path.set_sync(enabled)
-
-    def stats(self) -> dict[str, Any]:
-        """See ``BaguaDistributedDataParallel.stats``."""
-        return _plan.with_total(self.engine.stats())
 
     def stop(self) -> None:
         """Remove the hooks and stop the threads. Idempotent."""

@@ -17,6 +17,8 @@ from bagua.torch_api._module_class import BaguaModule
 from bagua.torch_api._outputs import tensors_in
 from bagua.torch_api._running_plan import RunningPlan
 from bagua.torch_api._snapshot import ModuleSnapshot
+from bagua.torch_api._statistics import MainThreadTraffic, statistics
+from bagua.torch_api._weights_check import WeightsCheck
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup, close_at_exit
@@ -58,6 +60,13 @@ class BaguaDistributedDataParallel:
             else broadcast_buffers
         )
         self._require_sync = True
+        self._main_traffic = MainThreadTraffic(process_group.transport)
+        check_every = env.get_check_weights_every()
+        self._weights_check = WeightsCheck(
+            check_every if self.bagua_algorithm.ranks_agree else 0,
+            self.bagua_module_name,
+            process_group.transport,
+        )
         self._running: RunningPlan | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         process_group.transport.agree(
@@ -70,6 +79,7 @@ class BaguaDistributedDataParallel:
                 f"find_unused_parameters={find_unused_parameters}",
                 f"broadcast_buffers={self.broadcast_buffers}",
                 f"bucket size {env.get_default_bucket_size()}",
+                f"BAGUA_CHECK_WEIGHTS_EVERY={check_every}",
                 *self._snapshot.describe(module),
             ],
         )
@@ -117,6 +127,7 @@ class BaguaDistributedDataParallel:
         wrap = self.process_group.transport.next_wrap()
         plan = _plan.build(self.bagua_buckets, self.process_group, self.bagua_module_name, wrap)
         self._running = RunningPlan(self, plan)
+        self._main_traffic = MainThreadTraffic(self.process_group.transport)
 
     def _broadcast_state(self) -> None:
         state = self._snapshot.state(self.module) + self._snapshot.buffers(self.module)
@@ -147,8 +158,11 @@ class BaguaDistributedDataParallel:
         self.bagua_train_step_counter += 1
         if self._running is None or not self._require_sync:
             return
-        if self._running.begin_round() and self.broadcast_buffers:
-            self._synchronise_buffers(self._running)
+        if self._running.begin_round():
+            if self.broadcast_buffers:
+                self._synchronise_buffers(self._running)
+            if self._weights_check.due():
+                self._check_weights(self._running)
         self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
 
     def _synchronise_buffers(self, running: RunningPlan) -> None:
@@ -156,7 +170,14 @@ class BaguaDistributedDataParallel:
         if not buffers or self.process_group.size == 1:
             return
         running.engine.await_agreement()
-        broadcast_tensors(buffers, self.process_group.transport)
+        with self._main_traffic.counted("buffers"):
+            broadcast_tensors(buffers, self.process_group.transport)
+
+    def _check_weights(self, running: RunningPlan) -> None:
+        running.engine.await_agreement()
+        named = self._snapshot.equal_everywhere(self.module, self.broadcast_buffers)
+        with self._main_traffic.counted("check"):
+            self._weights_check.compare(named, self.bagua_train_step_counter)
 
     def _after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if self._running is not None:
@@ -205,16 +226,11 @@ class BaguaDistributedDataParallel:
             self._running.set_sync(enabled)
 
     def stats(self) -> dict[str, Any]:
-        """What was sent and how long it took, since the buckets were built.
-
-        Returns:
-            ``total`` and ``buckets`` (a list): bytes and messages sent and received, and
-            nanoseconds busy, on the wire, waiting for the lane, and hidden behind backward;
-            ``rounds``; ``exposed_ns``, the time backward waited; ``control``, the agreements.
-        """
-        if self._running is None:
-            return {"total": {"bytes_sent": 0, "bytes_received": 0}, "buckets": [], "rounds": 0}
-        return self._running.stats()
+        """See :meth:`BaguaModule.bagua_stats`."""
+        running = self._running
+        if running is None:
+            return statistics(None, [], self._main_traffic)
+        return statistics(running.engine, running.communicators, self._main_traffic)
 
     def _stop_engine(self) -> None:
         if self._running is not None:
