@@ -1,13 +1,14 @@
-"""What each process of `test_two_nodes.py` runs, started by torchrun: `two_nodes.py <folder>`.
+"""What the processes of `test_two_nodes.py` run: `two_nodes.py <folder> <algorithm> ...`.
 
-Trains with every algorithm in turn and leaves `<rank>.json` in the folder: what was seen, and the
-bytes that left the node's device next to those that were counted.
+Started by torchrun. Trains with the algorithms in turn and leaves `<rank>.json` in the folder: what
+was seen, and the bytes that left the node's device next to those that were counted.
 """
 
 import json
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import bagua.torch_api as bagua
 import torch
@@ -24,14 +25,40 @@ STEPS = 6
 RATE = 0.05
 DEVICE = Path("/sys/class/net/eth0/statistics")
 HEADER_BYTES = 66  # Ethernet 14, IPv4 20, TCP 20 and its time stamp option 12
+SEGMENT_BYTES = 1448  # of payload, at an MTU of 1500
 
-# Name -> what makes it.
+
+class Expected(NamedTuple):
+    """What holds of an algorithm on two nodes.
+
+    ranks_agree: all ranks hold the same weights after a step; agree_after_rest: after a step with
+    learning rate 0. astray: the mean of all ranks' weights moves by the mean of what the optimizers
+    did, up to this relative error. share: bytes that a leader sends per byte of the model.
+    """
+
+    ranks_agree: bool
+    agree_after_rest: bool
+    astray: float
+    share: float
+
+
+# Name -> what makes it, and what to expect.
 ALGORITHMS = {
-    "gradient_allreduce": lambda: GradientAllReduceAlgorithm(hierarchical=True),
-    "bytegrad": lambda: ByteGradAlgorithm(hierarchical=True),
-    "decentralized": lambda: DecentralizedAlgorithm(hierarchical=True),
-    "decentralized_shift_one": lambda: DecentralizedAlgorithm(
-        hierarchical=True, peer_selection_mode="shift_one"
+    "gradient_allreduce": (
+        lambda: GradientAllReduceAlgorithm(hierarchical=True),
+        Expected(ranks_agree=True, agree_after_rest=True, astray=1e-3, share=1.0),
+    ),
+    "bytegrad": (
+        lambda: ByteGradAlgorithm(hierarchical=True),
+        Expected(ranks_agree=True, agree_after_rest=True, astray=1e-3, share=0.251),
+    ),
+    "decentralized": (
+        lambda: DecentralizedAlgorithm(hierarchical=True),
+        Expected(ranks_agree=False, agree_after_rest=True, astray=1e-3, share=1.0),
+    ),
+    "decentralized_shift_one": (
+        lambda: DecentralizedAlgorithm(hierarchical=True, peer_selection_mode="shift_one"),
+        Expected(ranks_agree=False, agree_after_rest=True, astray=1e-3, share=1.0),
     ),
 }
 
@@ -43,9 +70,13 @@ def make_model():
 
 
 def device_bytes():
-    """Payload that has left this node: bytes on its device without packet headers."""
+    """Payload that has left this node: without packet headers, and without what was sent again."""
     sent, packets = (int((DEVICE / name).read_text()) for name in ("tx_bytes", "tx_packets"))
-    return sent - HEADER_BYTES * packets
+    names, values = (
+        line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if "Tcp:" in line
+    )
+    again = int(values[names.index("RetransSegs")])
+    return sent - HEADER_BYTES * packets - SEGMENT_BYTES * again
 
 
 def read(model):
@@ -106,8 +137,11 @@ def run(make):
         "equal_after_rest": all_equal(model.parameters()),
         "astray": astray / moved,
         "measured": later_sent - sent,
-        "before": {"communicators": stats["communicators"], "control": stats["control"]},
-        "after": {"communicators": later["communicators"], "control": later["control"]},
+        "sent": {
+            purpose: traffic["bytes_sent"] - stats["communicators"][purpose]["bytes_sent"]
+            for purpose, traffic in later["communicators"].items()
+        },
+        "control": later["control"]["bytes_sent"] - stats["control"]["bytes_sent"],
         "ops": sorted({op for bucket in stats["buckets"] for op in bucket["ops"]}),
     }
 
@@ -126,9 +160,11 @@ def main():
         "algorithms": {},
     }
     dist.barrier()
-    for name, make in ALGORITHMS.items():
+    folder, *names = sys.argv[1:]
+    for name in names:
+        make, _ = ALGORITHMS[name]
         result["algorithms"][name] = run(make)
-    (Path(sys.argv[1]) / f"{bagua.get_rank()}.json").write_text(json.dumps(result))
+    (Path(folder) / f"{bagua.get_rank()}.json").write_text(json.dumps(result))
     bagua.destroy_process_group()
 
 
