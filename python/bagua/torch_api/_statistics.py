@@ -33,9 +33,11 @@ class MainThreadTraffic:
     def counted(self, purpose: str) -> Iterator[None]:
         """Count what goes over the main thread's communicators inside."""
         before = self._transport.main_traffic()
-        yield
-        after = self._transport.main_traffic()
-        _add(self.by_purpose, purpose, {key: after[key] - before[key] for key in _TRAFFIC})
+        try:
+            yield
+        finally:
+            after = self._transport.main_traffic()
+            _add(self.by_purpose, purpose, {key: after[key] - before[key] for key in _TRAFFIC})
 
 
 def statistics(
