@@ -52,7 +52,7 @@ def statistics(
     by_purpose: dict[str, dict[str, int]] = {}
     for name, communicator in communicators:
         _add(by_purpose, re.sub(r"\d+$", "", name), communicator.traffic())  # node0, node1, ...
-    for purpose, traffic in main.by_purpose.items():
+    for purpose, traffic in main.by_purpose.copy().items():  # the main thread may be adding
         _add(by_purpose, purpose, traffic)
     return {**stats, "total": total, "communicators": by_purpose}
 
