@@ -1,4 +1,4 @@
-"""Two torchrun agents in two network namespaces, with the commands of docs/multi-node.md."""
+"""torchrun in two network namespaces at once, with the commands of docs/multi-node.md."""
 
 import importlib.util
 import json
