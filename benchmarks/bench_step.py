@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 
 from common import machine, write_results
-from step_arms import ARMS, measure
+from step_arms import ARMS
+from step_measure import measure
 
 RANKS = 2
 

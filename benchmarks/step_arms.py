@@ -1,12 +1,12 @@
-"""What bench_step.py compares: one model, trained one step at a time in several ways.
+"""What bench_step.py compares: one model, trained in several ways.
 
 The model is VGG-like: convolutions 32-64-128 and fully connected layers 2048-2048-2048-100, images
 of 3x32x32, batch 16: 8.7 million parameters. Only public interfaces are used.
 """
 
 import copy
-import statistics
 import time
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,29 @@ def make_model():
     return nn.Sequential(*layers, nn.Linear(2048, CLASSES))
 
 
-def wrap_with_ddp(model, optimizer):
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.001)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.0001)
+
+
+def qadam(parameters):
+    from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
+
+    return QAdamOptimizer(parameters, lr=0.0001, warmup_steps=WARM_UP)
+
+
+def bare(model, optimizer):
+    return model
+
+
+def ddp(model, optimizer):
     return DistributedDataParallel(model)
 
 
-def wrap_with_ddp_fp16(model, optimizer):
+def ddp_fp16(model, optimizer):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     wrapped = DistributedDataParallel(model)
@@ -40,24 +58,55 @@ def wrap_with_ddp_fp16(model, optimizer):
     return wrapped
 
 
-def wrap_with_bagua(name):
+def bagua_with(name, **arguments):
     def wrap(model, optimizer):
         import bagua.torch_api as bagua
 
         if not bagua.communication.is_initialized():
             bagua.init_process_group()
-        algorithm = bagua.algorithms.Algorithm.init(name, hierarchical=False)
+        if name == "qadam":
+            arguments["q_adam_optimizer"] = optimizer
+        algorithm = bagua.algorithms.Algorithm.init(name, **arguments)
         return model.with_bagua([optimizer], algorithm)
 
     return wrap
 
 
+#: Steps of every arm before anything is timed; QAdam compresses after them.
+WARM_UP = 2
+
+
+@dataclass
+class Way:
+    """A way of training. ``peer``: the arm that is known to be right, and whose speed is 1."""
+
+    wrap: object
+    make_optimizer: object = sgd
+    peer: str = "ddp"
+    same_bits: bool = True  # on all ranks, after every step
+    like_peer: bool = True  # weights are close to the peer's
+    least_seconds: float = 0.0  # of one measurement
+
+
+FLAT = {"hierarchical": False}
+OWN_WEIGHTS = {"same_bits": False, "like_peer": False}
+
 ARMS = {
-    "compute": lambda model, optimizer: model,
-    "ddp": wrap_with_ddp,
-    "ddp_fp16": wrap_with_ddp_fp16,
-    "gradient_allreduce": wrap_with_bagua("gradient_allreduce"),
-    "bytegrad": wrap_with_bagua("bytegrad"),
+    "compute": Way(bare, **OWN_WEIGHTS),
+    "ddp": Way(ddp),
+    "ddp_fp16": Way(ddp_fp16),
+    "gradient_allreduce": Way(bagua_with("gradient_allreduce", **FLAT)),
+    "bytegrad": Way(bagua_with("bytegrad", **FLAT)),
+    "decentralized": Way(
+        bagua_with("decentralized", peer_selection_mode="shift_one", **FLAT), **OWN_WEIGHTS
+    ),
+    "low_precision": Way(bagua_with("low_precision_decentralized", **FLAT), **OWN_WEIGHTS),
+    "low_precision_2": Way(
+        bagua_with("low_precision_decentralized", communication_interval=2, **FLAT), **OWN_WEIGHTS
+    ),
+    "ddp_adam": Way(ddp, adam, peer="ddp_adam"),
+    "qadam": Way(bagua_with("qadam", **FLAT), qadam, peer="ddp_adam", like_peer=False),
+    "async": Way(bagua_with("async", sync_interval_ms=500), **OWN_WEIGHTS, least_seconds=8.0),
 }
 
 
@@ -66,9 +115,12 @@ class Arm:
 
     def __init__(self, name, model):
         self.name = name
+        self.way = ARMS[name]
         self.module = copy.deepcopy(model)
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.001)
-        self.wrapped = ARMS[name](self.module, self.optimizer)
+        self.optimizer = self.way.make_optimizer(self.module.parameters())
+        self.wrapped = self.way.wrap(self.module, self.optimizer)
+        self.steps = 0
+        self.averages = []  # (seconds, averages applied) of every measurement of "async"
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.images = torch.randn(BATCH, 3, 32, 32, generator=generator)
         self.labels = torch.randint(CLASSES, (BATCH,), generator=generator)
@@ -78,14 +130,34 @@ class Arm:
         loss = cross_entropy(self.wrapped(self.images), self.labels)
         loss.backward()
         self.optimizer.step()
+        self.steps += 1
 
     def seconds_per_step(self, steps):
         """Mean over consecutive steps that all ranks start together."""
+        if self.name == "async":
+            return self.seconds_beside_averages(steps)
         dist.barrier()
         start = time.perf_counter()
         for _ in range(steps):
             self.step()
         return (time.perf_counter() - start) / steps
+
+    def seconds_beside_averages(self, steps):
+        """Averaging runs while this arm is timed, and only then."""
+        algorithm = self.wrapped.bagua_algorithm
+        algorithm.resume(self.wrapped)
+        dist.barrier()
+        before, start, done = self.averages_applied(), time.perf_counter(), 0
+        while done < steps or time.perf_counter() - start < self.way.least_seconds:
+            self.step()
+            done += 1
+        seconds = time.perf_counter() - start
+        self.averages.append((seconds, self.averages_applied() - before))
+        algorithm.abort(self.wrapped)
+        return seconds / done
+
+    def averages_applied(self):
+        return self.wrapped.bagua_stats()["rounds"]
 
     def bytes_sent(self):
         """By this rank so far, as the engine counted; None where nothing counts."""
@@ -93,82 +165,20 @@ class Arm:
             return None
         return self.wrapped.bagua_stats()["total"]["bytes_sent"]
 
-    def check(self, reference):
-        """Ranks hold the same bits, close to those of the arm that is known to be right."""
+    def check(self, arms):
+        """The weights are what this way of training promises, or RuntimeError."""
         flat = torch.cat([parameter.detach().flatten() for parameter in self.module.parameters()])
+        if not flat.isfinite().all():
+            raise RuntimeError(f"{self.name}: parameters are not finite")
         own = flat.view(torch.int32).sum(dtype=torch.int64)
         sums = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(sums, own)
-        if any(other != own for other in sums):
+        if self.way.same_bits and any(other != own for other in sums):
             raise RuntimeError(f"{self.name}: ranks hold different parameters")
-        expected = torch.cat([p.detach().flatten() for p in reference.module.parameters()])
+        if not self.way.like_peer or self.way.peer not in arms:
+            return
+        peer = arms[self.way.peer].module
+        expected = torch.cat([p.detach().flatten() for p in peer.parameters()])
         error = ((flat - expected).norm() / expected.norm()).item()
         if not error < 1e-3:
-            raise RuntimeError(f"{self.name}: parameters are {error:.1e} from those of DDP")
-
-
-def seconds_of_bulk_all_reduce(numel):
-    """The least time that the network needs to all_reduce the model in one piece."""
-    tensor = torch.zeros(numel)
-    dist.barrier()
-    start = time.perf_counter()
-    dist.all_reduce(tensor)
-    return time.perf_counter() - start
-
-
-def measure(names, pairs, steps):
-    """Times all arms in turn, ``pairs`` times, in alternating order; returns rank 0's figures.
-
-    Ratios are medians over the rounds of the ratio within a round, so that a machine that is slower
-    for a while slows both sides.
-    """
-    torch.manual_seed(0)
-    model = make_model()
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    arms = {name: Arm(name, model) for name in names}
-    for arm in arms.values():
-        arm.seconds_per_step(2)  # warm-up: buckets are laid out anew after the first step
-    sent_before = {name: arm.bytes_sent() for name, arm in arms.items()}
-
-    seconds = {name: [] for name in names}
-    bulk = []
-    for pair in range(pairs):
-        for name in names if pair % 2 == 0 else reversed(names):
-            seconds[name].append(arms[name].seconds_per_step(steps))
-        bulk.append(seconds_of_bulk_all_reduce(numel))
-    for name, arm in arms.items():
-        if name not in ("compute", "ddp") and "ddp" in arms:
-            arm.check(arms["ddp"])
-
-    dense = 2 * 4 * numel * (dist.get_world_size() - 1) / dist.get_world_size()
-    sent = {"compute": 0, "ddp": dense, "ddp_fp16": dense / 2}
-    for name, before in sent_before.items():
-        if before is not None:
-            sent[name] = (arms[name].bytes_sent() - before) / (pairs * steps)
-    return {
-        "parameters": numel,
-        "pairs": pairs,
-        "steps_per_measurement": steps,
-        "bulk_all_reduce_seconds": statistics.median(bulk),
-        "goodput_bytes_per_second": dense / statistics.median(bulk),
-        "arms": {name: summarise(name, seconds, bulk, sent[name] / dense) for name in names},
-        "bytes_sent_per_step": {name: sent[name] for name in names},
-    }
-
-
-def summarise(name, seconds, bulk, share_of_dense):
-    """``to_bound`` is the time over the least possible: max(compute, bytes sent / bulk goodput)."""
-    figures = {
-        "median_seconds": statistics.median(seconds[name]),
-        "min_seconds": min(seconds[name]),
-    }
-    if "ddp" in seconds:
-        figures["speed_over_ddp"] = median_ratio(seconds["ddp"], seconds[name])
-    if "compute" in seconds:
-        bounds = [max(c, b * share_of_dense) for c, b in zip(seconds["compute"], bulk, strict=True)]
-        figures["to_bound"] = median_ratio(seconds[name], bounds)
-    return figures
-
-
-def median_ratio(above, below):
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+            raise RuntimeError(f"{self.name}: parameters are {error:.1e} from {self.way.peer}'s")

@@ -18,16 +18,6 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 
 namespace {
 
-// Joins lane threads, which may be inside a PythonOp: never with the GIL held.
-void delete_engine(Engine* engine) {
-  if (Py_IsInitialized() && PyGILState_Check()) {
-    py::gil_scoped_release no_gil;
-    delete engine;
-  } else {
-    delete engine;
-  }
-}
-
 // A Python callable that C++ may call and drop on any thread.
 template <typename... Args>
 std::function<void(Args...)> with_gil(const std::optional<py::function>& function) {
@@ -82,6 +72,8 @@ py::dict traffic_dict(const Traffic& traffic) {
   return dict;
 }
 
+}  // namespace
+
 py::dict stats_dict(const EngineStats& stats) {
   py::list buckets;
   for (const BucketStats& bucket : stats.buckets) {
@@ -105,6 +97,8 @@ py::dict stats_dict(const EngineStats& stats) {
   dict["exposed_ns"] = stats.exposed_ns;
   return dict;
 }
+
+namespace {
 
 void bind_plan(py::module_& m) {
   py::enum_<Adopt>(m, "Adopt")
@@ -161,7 +155,7 @@ void bind_engine(py::module_& m) {
                  .control = std::move(control),
                  .board = std::move(board)};
              return std::shared_ptr<Engine>(new Engine(std::move(lanes), std::move(options)),
-                                            delete_engine);
+                                            delete_without_gil<Engine>);
            }),
            py::arg("lanes"), py::kw_only(), py::arg("name"), py::arg("fingerprint"),
            py::arg("incarnation"), py::arg("timeout_s"), py::arg("control"),

@@ -3,12 +3,29 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include "engine/engine.h"
+
 namespace bagua {
 
 void bind_codec(pybind11::module_& module);
 void bind_comm(pybind11::module_& module);
 void bind_op(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
+void bind_periodic(pybind11::module_& module);
 void bind_plan_guard(pybind11::module_& module);
+
+// For what joins lane threads, which may be inside a PythonOp or ask a Python store.
+template <typename T>
+void delete_without_gil(T* object) {
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    pybind11::gil_scoped_release no_gil;
+    delete object;
+  } else {
+    delete object;
+  }
+}
+
+// What bagua_stats() shows of an engine or a periodic lane.
+pybind11::dict stats_dict(const EngineStats& stats);
 
 }  // namespace bagua

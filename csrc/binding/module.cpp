@@ -23,5 +23,6 @@ PYBIND11_MODULE(_C, module) {
   bagua::bind_comm(module);
   bagua::bind_op(module);
   bagua::bind_engine(module);
+  bagua::bind_periodic(module);
   bagua::bind_plan_guard(module);
 }

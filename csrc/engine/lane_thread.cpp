@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -16,7 +17,7 @@ namespace bagua {
 
 struct LaneThread::State {
   struct Task {
-    at::ThreadLocalState caller;  // so that torch.profiler sees the ops of a lane
+    std::optional<at::ThreadLocalState> caller;  // so that torch.profiler sees the ops of a lane
     std::function<void()> run;
   };
 
@@ -44,7 +45,8 @@ struct LaneThread::State {
   }
 
   static void run(Task& task) {
-    at::ThreadLocalStateGuard as_caller(task.caller);
+    std::optional<at::ThreadLocalStateGuard> as_caller;
+    if (task.caller) as_caller.emplace(*task.caller);
     at::NoGradGuard no_grad;
     // The caller's Python modes and autocast are not for the ops of a lane.
     c10::impl::ExcludeDispatchKeyGuard no_python(
@@ -61,11 +63,13 @@ LaneThread::LaneThread(const std::string& name) : state_(std::make_shared<State>
 
 LaneThread::~LaneThread() { stop(); }
 
-void LaneThread::post(std::function<void()> task) {
+void LaneThread::post(std::function<void()> task, Inherit inherit) {
+  std::optional<at::ThreadLocalState> caller;
+  if (inherit == Inherit::kCaller) caller.emplace();
   {
     std::lock_guard lock(state_->mutex);
     if (state_->stopping) return;
-    state_->tasks.push_back({at::ThreadLocalState(), std::move(task)});
+    state_->tasks.push_back({std::move(caller), std::move(task)});
   }
   state_->changed.notify_all();
 }

@@ -8,6 +8,7 @@
 
 #include <unistd.h>
 
+#include "stress_averaging.h"
 #include "stress_world.h"
 
 namespace bagua::stress {
@@ -236,6 +237,8 @@ constexpr Scenario kScenarios[] = {
     {"a wait ends at its deadline", a_wait_ends_at_its_deadline},
     {"a round left unfinished is an error everywhere",
      a_round_left_unfinished_is_an_error_everywhere},
+    {"averages keep the sum", averages_keep_the_sum},
+    {"a lane stops while others average", a_lane_stops_while_others_average},
 };
 
 int run_all(uint64_t seed, int seconds) {

@@ -19,7 +19,7 @@ CPP_MAY_INCLUDE = {
     "topology": ("base/", "topology/"),
     "comm": ("base/", "comm/"),
     "op": ("base/", "codec/", "topology/", "comm/", "op/"),
-    "engine": ("base/", "comm/", "op/bucket_op.h", "engine/"),
+    "engine": ("base/", "comm/", "op/bucket_op.h", "op/periodic_op.h", "engine/"),
     "binding": ("base/", "codec/", "topology/", "comm/", "op/", "engine/", "binding/"),
 }
 
@@ -54,11 +54,12 @@ PYTHON_STACKS = (
         ("bagua.torch_api.data_parallel.*",),
         (
             "bagua.torch_api.distributed",
+            "bagua.torch_api._averaging_plan",
             "bagua.torch_api._module_class",
             "bagua.torch_api._running_plan",
             "bagua.torch_api._user_hooks",
         ),
-        ("bagua.torch_api._patch",),
+        ("bagua.torch_api._patch", "bagua.torch_api.averaging", "bagua.torch_api.checkpoint"),
         ("bagua.torch_api",),
     ),
     (CORE, GROUPS, ("mlbench_core.*",)),

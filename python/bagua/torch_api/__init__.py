@@ -1,8 +1,9 @@
 """The user's surface: ``import bagua.torch_api as bagua``."""
 
 from bagua import BaguaError, BaguaMismatchError, BaguaTimeoutError
-from bagua.torch_api import _patch, algorithms, communication, env
+from bagua.torch_api import _patch, algorithms, checkpoint, communication, env
 from bagua.torch_api.algorithms import GradientAllReduce
+from bagua.torch_api.averaging import average_weights
 from bagua.torch_api.communication import (
     ReduceOp,
     allgather,
@@ -50,8 +51,10 @@ __all__ = [
     "alltoall_inplace",
     "alltoall_v",
     "alltoall_v_inplace",
+    "average_weights",
     "barrier",
     "broadcast",
+    "checkpoint",
     "communication",
     "destroy_process_group",
     "env",

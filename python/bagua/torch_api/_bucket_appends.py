@@ -6,7 +6,13 @@ import torch
 from typing_extensions import Self
 
 from bagua import _C
-from bagua.torch_api._bucket_ops import BucketOp, CentralizedOp, DecentralizedOp
+from bagua.torch_api._bucket_ops import (
+    AsynchronousOp,
+    BucketOp,
+    CentralizedOp,
+    DecentralizedOp,
+    check_asynchronous_mode,
+)
 from bagua.torch_api.communication import BaguaProcessGroup
 
 __all__ = ["AppendsOperations"]
@@ -86,5 +92,29 @@ class AppendsOperations:
                 f"{tuple(peer_weight.shape)}, the bucket is {flat.dtype} {tuple(flat.shape)}"
             )
         op = DecentralizedOp(peer_weight, hierarchical, peer_selection_mode, group)
+        self.ops.append(op)
+        return op
+
+    def append_asynchronous_model_average_op(
+        self,
+        peer_selection_mode: str,
+        group: BaguaProcessGroup | None = None,
+        *,
+        sync_interval_ms: int = 500,
+    ) -> AsynchronousOp:
+        """Average the bucket, whose tensors are weights, in a thread of its own.
+
+        All buckets of a module have this operation, and no other, or none has.
+
+        Args:
+            peer_selection_mode: ``"all"``.
+            group: default the group of the wrapped module.
+            sync_interval_ms: milliseconds between averages; the least of all buckets counts.
+
+        Raises:
+            ValueError: another mode.
+        """
+        check_asynchronous_mode(peer_selection_mode)
+        op = AsynchronousOp(sync_interval_ms, group)
         self.ops.append(op)
         return op

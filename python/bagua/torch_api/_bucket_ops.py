@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bagua import _C
 from bagua.torch_api.communication import BaguaProcessGroup
 
 if TYPE_CHECKING:
     from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = [
+    "AsynchronousOp",
     "BucketOp",
     "CentralizedOp",
     "DecentralizedOp",
     "PythonOp",
+    "check_asynchronous_mode",
     "check_peer_selection_mode",
 ]
 
@@ -41,6 +44,12 @@ def check_peer_selection_mode(mode: str) -> None:
         raise ValueError(
             f"unknown peer_selection_mode '{mode}'; known: {', '.join(_PEER_SELECTION_MODES)}"
         )
+
+
+def check_asynchronous_mode(mode: str) -> None:
+    """Raise ValueError, naming ``mode``, unless asynchronous averaging has it."""
+    if mode != "all":
+        raise ValueError(f"asynchronous averaging has peer_selection_mode 'all' only, not '{mode}'")
 
 
 def _zero() -> torch.Tensor:
@@ -83,5 +92,47 @@ class PythonOp:
     function: Callable[[str], None]
 
 
+@dataclass(eq=False)
+class AsynchronousOp:
+    """The mean of all ranks' weights, again and again while they are trained.
+
+    The weights are locked by themselves from a training forward to the end of the optimizer's step;
+    the methods are for algorithms that need more.
+    """
+
+    sync_interval_ms: int
+    group: BaguaProcessGroup | None
+    lane: _C.PeriodicLane | None = None  # made with the plan
+
+    def _made(self) -> _C.PeriodicLane:
+        if self.lane is None:
+            raise RuntimeError("the operation's bucket is not part of a wrapped module yet")
+        return self.lane
+
+    def lock_weight(self) -> None:
+        """No average is applied from now on."""
+        self._made().enter()
+
+    def unlock_weight(self) -> None:
+        """Averages may be applied."""
+        self._made().leave()
+
+    def abort(self) -> None:
+        """End averaging: returns once every rank has called it."""
+        self._made().pause()
+
+    def reset(self) -> None:
+        """Average again. Every rank calls it."""
+        self._made().resume()
+
+    def check(self) -> None:
+        """Raise the BaguaError that ended averaging, if one did."""
+        self._made().check()
+
+    def get_status(self) -> bool:
+        """Whether averaging goes on."""
+        return self._made().running
+
+
 #: Whatever a bucket can do.
-BucketOp = CentralizedOp | DecentralizedOp | PythonOp
+BucketOp = AsynchronousOp | CentralizedOp | DecentralizedOp | PythonOp

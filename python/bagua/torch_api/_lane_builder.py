@@ -6,7 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bagua import _C
-from bagua.torch_api._bucket_ops import BucketOp, CentralizedOp, DecentralizedOp, PythonOp
+from bagua.torch_api._bucket_ops import (
+    AsynchronousOp,
+    BucketOp,
+    CentralizedOp,
+    DecentralizedOp,
+    PythonOp,
+)
 from bagua.torch_api._transport import Transport
 from bagua.torch_api.communication import BaguaProcessGroup
 
@@ -38,6 +44,8 @@ class LaneBuilder:
         if isinstance(spec, DecentralizedOp):
             averaging = self._averaging(spec, default)
             return _C.AverageWeights(spec.peer_weight, spec.communications, averaging)
+        if isinstance(spec, AsynchronousOp):
+            raise ValueError("asynchronous averaging cannot be mixed with other operations")
         transport = (spec.group or default).transport
         reduce = _C.ReduceOp.AVG if spec.average else _C.ReduceOp.SUM
         if not spec.hierarchical:
@@ -91,6 +99,8 @@ class LaneBuilder:
 def describe_op(op: BucketOp) -> str:
     if isinstance(op, PythonOp):
         return "python"
+    if isinstance(op, AsynchronousOp):
+        return f"asynchronous every {op.sync_interval_ms} ms"
     if isinstance(op, DecentralizedOp):
         return f"hierarchical={op.hierarchical} peers={op.peer_selection_mode}"
     return f"hierarchical={op.hierarchical} average={op.average} codec={op.codec}"

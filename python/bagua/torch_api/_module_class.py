@@ -102,6 +102,9 @@ class BaguaModule:
             - ``communicators``: bytes, messages and ``wire_ns`` by purpose: ``all`` ranks,
               ``node`` (inside a node), ``leaders`` (between nodes), ``buffers``, ``check``.
             - ``control``: the same of the ranks' agreements.
+
+            Asynchronous averaging has one bucket: ``rounds`` counts averages applied,
+            ``waiting_ns`` is its lane's time before the gate and ``exposed_ns`` training's.
         """
         return self.bagua_ddp.stats()
 

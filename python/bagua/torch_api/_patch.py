@@ -77,6 +77,7 @@ def with_bagua(
     _check_arguments(optimizers, algorithm)
     group = as_bagua_group(process_group)
     if isinstance(self, BaguaModule):
+        self.bagua_ddp.pause()
         self.bagua_ddp.close()
     ddp = BaguaDistributedDataParallel(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ from bagua.torch_api._transport import fingerprint
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
 
-__all__ = ["Plan", "build"]
+__all__ = ["Plan", "build", "describe", "log_plan"]
+
+_log = logging.getLogger("bagua")
 
 
 @dataclass
@@ -29,7 +32,8 @@ class Plan:
     communicators: list[tuple[str, _C.CountingCommunicator]]
 
 
-def _describe(buckets: Sequence[BaguaBucket]) -> list[str]:
+def describe(buckets: Sequence[BaguaBucket]) -> list[str]:
+    """Lines that are equal on all ranks where their buckets are."""
     lines = []
     for bucket in buckets:
         ops = [describe_op(op) for op in bucket.ops]
@@ -82,7 +86,7 @@ def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, w
         BaguaMismatchError: the ranks' buckets differ; lists the first difference.
     """
     transport = group.transport
-    description = _describe(buckets)
+    description = describe(buckets)
     transport.agree("their buckets", description)
     _warn_one_node(group, buckets)
     count = min(_number_of_lanes(), max(1, len(buckets)))
@@ -121,3 +125,18 @@ def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, w
         for (_, purpose), communicator in builder.communicators.items()
     ]
     return Plan(engine, {slot: i for i, slot in enumerate(names)}, communicators)
+
+
+def log_plan(
+    name: str, algorithm: str, group: BaguaProcessGroup, buckets: Sequence[BaguaBucket]
+) -> None:
+    """Tell the log what has been built."""
+    _log.info(
+        "module '%s': %s, %s: %d tensors of %d bytes in %d bucket(s)",
+        name,
+        algorithm,
+        group.transport.whereabouts(),
+        sum(len(bucket.tensors) for bucket in buckets),
+        sum(bucket.bytes() for bucket in buckets),
+        len(buckets),
+    )

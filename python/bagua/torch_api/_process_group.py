@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -32,6 +33,13 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class GoesOn(Protocol):
+    """What goes on by itself and is told of the end before anything is closed."""
+
+    def announce_end(self) -> None: ...
+
+
 _live: weakref.WeakSet[Closable] = weakref.WeakSet()
 _groups: weakref.WeakValueDictionary[str, BaguaProcessGroup] = weakref.WeakValueDictionary()
 _default_group: BaguaProcessGroup | None = None
@@ -44,7 +52,13 @@ def close_at_exit(resource: Closable) -> None:
 
 def close_all() -> None:
     """Close everything that was given to :func:`close_at_exit`, and forget all groups."""
-    for resource in list(_live):
+    resources = list(_live)
+    # An uncaught exception is on its way out: the other ranks are not to be waited for.
+    if getattr(sys, "last_value", None) is None:
+        for resource in resources:
+            if isinstance(resource, GoesOn):
+                resource.announce_end()
+    for resource in resources:
         resource.close()
     _groups.clear()
     set_default_group(None)

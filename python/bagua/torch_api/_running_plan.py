@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 
@@ -15,8 +16,6 @@ from bagua.torch_api.algorithms.base import overrides
 from bagua.torch_api.tensor import record_of
 
 __all__ = ["RunningPlan"]
-
-_log = logging.getLogger("bagua")
 
 
 class PlanOwner(_user_hooks.HookOwner, Protocol):
@@ -49,15 +48,6 @@ class RunningPlan:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._path = self._make_path(ddp)
         self._watching = False
-        _log.info(
-            "module '%s': %s, %s: %d tensors of %d bytes in %d bucket(s)",
-            ddp.bagua_module_name,
-            type(ddp.bagua_algorithm).__name__,
-            ddp.process_group.transport.whereabouts(),
-            len(self._places),
-            sum(bucket.bytes() for bucket in self._buckets),
-            len(self._buckets),
-        )
 
     def _make_path(self, ddp: PlanOwner) -> _C.GradientPath:
         own_wait = overrides(ddp.bagua_algorithm, "init_post_backward_hook")
@@ -97,6 +87,10 @@ class RunningPlan:
         self._path.begin_round()
         self._watching = True
         return first
+
+    def await_agreement(self) -> None:
+        """Block until the ranks agree on the open round."""
+        self.engine.await_agreement()
 
     def watch(self, outputs: list[torch.Tensor]) -> None:
         """After that forward: the backward through ``outputs`` ends the round."""
@@ -138,11 +132,31 @@ class RunningPlan:
             if not bucket.gradients:
                 bucket.copy_out()
 
+    @property
+    def synchronising(self) -> bool:
+        """Whether a backward now would be communicated."""
+        return self.engine.round_open
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Inside it no weights change: between steps nothing here touches them."""
+        yield
+
     # Control.
+
+    def pause(self) -> None:
+        """Nothing goes on between steps here."""
 
     def set_sync(self, enabled: bool) -> None:
         """False: gradients are accumulated and nothing is marked."""
         self._path.set_sync(enabled)
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's, for :func:`bagua.torch_api._statistics.statistics`."""
+        return self.engine.stats()
+
+    def announce_end(self) -> None:
+        """Nothing goes on between steps here."""
 
     def stop(self) -> None:
         """Remove the hooks and stop the threads. Idempotent."""

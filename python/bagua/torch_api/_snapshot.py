@@ -62,6 +62,14 @@ class ModuleSnapshot:
             named += [(name, b) for name, b in module.named_buffers() if name not in self.ignored]
         return named
 
+    def floating_buffers(self, module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+        """``(name, buffer)`` of the buffers that have a mean."""
+        return [
+            (name, b)
+            for name, b in module.named_buffers()
+            if b.is_floating_point() and name not in self.ignored
+        ]
+
     def check(self, module_name: str) -> None:
         """Compare with the module as it is now: Note [Plan guard] in the C++ core.
 

@@ -41,12 +41,17 @@ class MainThreadTraffic:
 
 
 def statistics(
-    engine: _C.Engine | None,
+    engine: dict[str, Any] | None,
     communicators: Iterable[tuple[str, _C.CountingCommunicator]],
     main: MainThreadTraffic,
 ) -> dict[str, Any]:
-    """See ``BaguaModule.bagua_stats``; ``engine`` is None while there are no buckets."""
-    stats = _NOTHING if engine is None else engine.stats()
+    """See ``BaguaModule.bagua_stats``.
+
+    Args:
+        engine: of the C++ engine or periodic lane; None while there are no buckets.
+        communicators: (purpose, communicator) of its lanes.
+    """
+    stats = _NOTHING if engine is None else engine
     numbers = ("bytes", *_TRAFFIC, *_TIMES)
     total = {key: sum(bucket[key] for bucket in stats["buckets"]) for key in numbers}
     by_purpose: dict[str, dict[str, int]] = {}

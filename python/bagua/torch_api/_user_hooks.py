@@ -19,6 +19,9 @@ class HookOwner(WrappedModule, Protocol):
     bagua_algorithm: AlgorithmImpl
 
     @property
+    def module(self) -> torch.nn.Module: ...
+
+    @property
     def synchronising(self) -> bool: ...
 
 

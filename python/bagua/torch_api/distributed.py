@@ -11,6 +11,8 @@ import torch
 
 from bagua import __version__
 from bagua.torch_api import _plan, _user_hooks, env
+from bagua.torch_api._averaging_plan import AveragingPlan
+from bagua.torch_api._bucket_ops import AsynchronousOp
 from bagua.torch_api._bucketing import split_by_bucket_size
 from bagua.torch_api._initial_state import broadcast_optimizer, broadcast_tensors
 from bagua.torch_api._module_class import BaguaModule
@@ -67,7 +69,7 @@ class BaguaDistributedDataParallel:
             self.bagua_module_name,
             process_group.transport,
         )
-        self._running: RunningPlan | None = None
+        self._running: RunningPlan | AveragingPlan | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         process_group.transport.agree(
             "the model or the arguments of with_bagua",
@@ -107,6 +109,10 @@ class BaguaDistributedDataParallel:
         """
         return self._snapshot.trained(self.module)
 
+    def bagua_floating_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """``(name, buffer)`` of all floating buffers that are not ignored."""
+        return self._snapshot.floating_buffers(self.module)
+
     # Setting up.
 
     def _initialise(self) -> None:
@@ -125,9 +131,13 @@ class BaguaDistributedDataParallel:
         if not self.bagua_buckets:
             return
         wrap = self.process_group.transport.next_wrap()
-        plan = _plan.build(self.bagua_buckets, self.process_group, self.bagua_module_name, wrap)
-        self._running = RunningPlan(self, plan)
         self._main_traffic = MainThreadTraffic(self.process_group.transport)
+        name, group, buckets = self.bagua_module_name, self.process_group, self.bagua_buckets
+        if isinstance(next(iter(buckets[0].ops), None), AsynchronousOp):
+            self._running = AveragingPlan(self, wrap)
+        else:
+            self._running = RunningPlan(self, _plan.build(buckets, group, name, wrap))
+        _plan.log_plan(name, type(algorithm).__name__, group, buckets)
 
     def _broadcast_state(self) -> None:
         state = self._snapshot.state(self.module) + self._snapshot.buffers(self.module)
@@ -165,16 +175,16 @@ class BaguaDistributedDataParallel:
                 self._check_weights(self._running)
         self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
 
-    def _synchronise_buffers(self, running: RunningPlan) -> None:
+    def _synchronise_buffers(self, running: RunningPlan | AveragingPlan) -> None:
         buffers = self._snapshot.buffers(self.module)
         if not buffers or self.process_group.size == 1:
             return
-        running.engine.await_agreement()
+        running.await_agreement()
         with self._main_traffic.counted("buffers"):
             broadcast_tensors(buffers, self.process_group.transport)
 
-    def _check_weights(self, running: RunningPlan) -> None:
-        running.engine.await_agreement()
+    def _check_weights(self, running: RunningPlan | AveragingPlan) -> None:
+        running.await_agreement()
         named = self._snapshot.equal_everywhere(self.module, self.broadcast_buffers)
         with self._main_traffic.counted("check"):
             self._weights_check.compare(named, self.bagua_train_step_counter)
@@ -201,7 +211,7 @@ class BaguaDistributedDataParallel:
     def synchronising(self) -> bool:
         """Whether a backward now would be communicated."""
         running = self._running
-        return self._require_sync and running is not None and running.engine.round_open
+        return self._require_sync and running is not None and running.synchronising
 
     # Control.
 
@@ -230,12 +240,31 @@ class BaguaDistributedDataParallel:
         running = self._running
         if running is None:
             return statistics(None, [], self._main_traffic)
-        return statistics(running.engine, running.communicators, self._main_traffic)
+        return statistics(running.stats(), running.communicators, self._main_traffic)
+
+    def pause(self) -> None:
+        """End what goes on between steps (asynchronous averaging). Every rank calls it."""
+        if self._running is not None:
+            self._running.pause()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Inside it weights change only by what the caller does."""
+        if self._running is None:
+            yield
+            return
+        with self._running.exclusive():
+            yield
 
     def _stop_engine(self) -> None:
         if self._running is not None:
             self._running.stop()
         self._running = None
+
+    def announce_end(self) -> None:
+        """:meth:`close` will follow because the program ends well."""
+        if self._running is not None:
+            self._running.announce_end()
 
     def close(self) -> None:
         """Remove all hooks and stop the threads. The module keeps its weights. Idempotent."""

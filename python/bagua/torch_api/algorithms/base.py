@@ -27,8 +27,11 @@ class WrappedModule(Protocol):
     bagua_buckets: list[BaguaBucket]
     bagua_train_step_counter: int
     process_group: BaguaProcessGroup
+    gradient_as_bucket_view: bool
 
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]: ...
+
+    def bagua_floating_buffers(self) -> list[tuple[str, torch.Tensor]]: ...
 
     def wait_pending_comm_ops(self) -> None: ...
 

@@ -1,0 +1,61 @@
+// Averaging while training goes on. Every call that can block releases the GIL.
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "binding/bindings.h"
+#include "engine/periodic_lane.h"
+#include "op/async_average.h"
+
+namespace bagua {
+
+namespace py = pybind11;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+void bind_periodic(py::module_& m) {
+  py::class_<PeriodicLane, std::shared_ptr<PeriodicLane>>(
+      m, "PeriodicLane",
+      "Averages flat weights (contiguous, floating) over the ranks of a communicator every\n"
+      "interval_s seconds while they are trained between enter() and leave().")
+      .def(py::init([](std::shared_ptr<CountingCommunicator> communicator,
+                       std::vector<at::Tensor> weights, std::string name, double interval_s,
+                       std::shared_ptr<FailureBoard> board) {
+             auto gate = std::make_shared<WeightGate>();
+             auto op = std::make_shared<AsyncAverage>(communicator, std::move(weights), gate);
+             const std::chrono::milliseconds interval(static_cast<int64_t>(interval_s * 1000));
+             PeriodicLaneOptions options{.name = std::move(name),
+                                         .interval = interval,
+                                         .communicator = std::move(communicator),
+                                         .board = std::move(board)};
+             return std::shared_ptr<PeriodicLane>(
+                 new PeriodicLane(std::move(op), std::move(gate), std::move(options)),
+                 delete_without_gil<PeriodicLane>);
+           }),
+           py::arg("communicator"), py::arg("weights"), py::kw_only(), py::arg("name"),
+           py::arg("interval_s"), py::arg("board").none(true) = py::none())
+      .def("resume", &PeriodicLane::resume, NoGil(),
+           "Start the rounds. Every rank calls it; nothing happens while they run.")
+      .def("ask_to_pause", &PeriodicLane::ask_to_pause, NoGil(),
+           "End the rounds once every rank has asked for it.")
+      .def(
+          "pause",
+          [](PeriodicLane& lane, std::optional<double> limit_s) {
+            std::optional<std::chrono::milliseconds> limit;
+            if (limit_s) limit.emplace(static_cast<int64_t>(*limit_s * 1000));
+            return lane.pause(limit);
+          },
+          py::arg("limit_s") = py::none(), NoGil(),
+          "Ask, and return True once the rounds have ended; False if not within limit_s seconds.")
+      .def("check", &PeriodicLane::check, NoGil(), "Raise the failure that ended the rounds.")
+      .def("enter", &PeriodicLane::enter, NoGil(), "Training begins to use the weights.")
+      .def("leave", &PeriodicLane::leave, NoGil(), "Training does not use the weights for now.")
+      .def("stop", &PeriodicLane::stop, NoGil(),
+           "End this rank's part without asking the others, whose next round fails.")
+      .def_property_readonly("inside", &PeriodicLane::inside)
+      .def_property_readonly("running", &PeriodicLane::running)
+      .def("stats", [](const PeriodicLane& lane) { return stats_dict(lane.stats()); });
+}
+
+}  // namespace bagua

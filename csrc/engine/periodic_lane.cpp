@@ -1,0 +1,225 @@
+#include "engine/periodic_lane.h"
+
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <utility>
+
+#include <ATen/record_function.h>
+#include <unistd.h>
+
+#include "base/check.h"
+#include "engine/engine_state.h"
+
+namespace bagua {
+
+// Lives as long as the lane or its thread, which may be blocked in a transport.
+struct PeriodicLane::State {
+  std::shared_ptr<PeriodicOp> op;
+  std::shared_ptr<WeightGate> gate;
+  PeriodicLaneOptions options;
+
+  mutable std::mutex mutex;
+  std::condition_variable changed;
+  bool running = false;
+  bool wants_to_pause = false;
+  bool stopped = false;
+  std::exception_ptr failure;
+  bool failure_known = false;  // to the training thread
+  int64_t rounds = 0;          // in which all ranks took part, to tell others how far this one got
+  int64_t averages = 0;
+  // All three of whole rounds, so that they go together.
+  int64_t rounds_ns = 0;
+  int64_t waited_ns = 0;  // at the gate
+  Traffic traffic;
+
+  void loop();
+  bool run_round();
+  void fail(const std::string& reason) noexcept;
+};
+
+bool PeriodicLane::State::run_round() {
+  bool pause = false;
+  {
+    std::lock_guard lock(mutex);
+    pause = wants_to_pause;
+  }
+  const int64_t start = now_ns();
+  const bool averaged = op->run(pause);
+  std::lock_guard lock(mutex);
+  ++rounds;
+  if (averaged) ++averages;
+  rounds_ns += now_ns() - start;
+  waited_ns = gate->lane_waited_ns();
+  traffic = options.communicator->traffic();
+  return averaged;
+}
+
+void PeriodicLane::State::loop() {
+  try {
+    while (run_round()) {
+      std::unique_lock lock(mutex);
+      // A rank that wants to pause takes part in the others' rounds until they want to as well.
+      changed.wait_for(lock, options.interval, [&] { return stopped || wants_to_pause; });
+      if (stopped) break;
+    }
+  } catch (const std::exception& error) {
+    fail(error.what());
+  }
+  {
+    std::lock_guard lock(mutex);
+    running = wants_to_pause = false;
+  }
+  changed.notify_all();
+}
+
+void PeriodicLane::State::fail(const std::string& reason) noexcept {
+  const Group group = options.communicator->group();
+  const std::string message = concat("module '", options.name, "', rank ", group.rank, " of ",
+                                     group.size, ", asynchronous averaging: ", reason);
+  {
+    std::lock_guard lock(mutex);
+    if (stopped) return;  // the consequence of stop(), not a failure
+    failure = std::make_exception_ptr(Error(message));
+  }
+  if (options.board) options.board->publish(message);
+  options.communicator->abort(message);
+}
+
+PeriodicLane::PeriodicLane(std::shared_ptr<PeriodicOp> op, std::shared_ptr<WeightGate> gate,
+                           PeriodicLaneOptions options)
+    : process_(getpid()), gate_(std::move(gate)), state_(std::make_shared<State>()) {
+  BAGUA_CHECK_ARG(op && gate_ && options.communicator,
+                  "a periodic lane needs an op, a gate and a communicator.");
+  BAGUA_CHECK_ARG(options.interval.count() >= 0, "the interval of a periodic lane is ",
+                  options.interval.count(), " ms; it must be 0 or more.");
+  state_->op = std::move(op);
+  state_->gate = gate_;
+  state_->options = std::move(options);
+  thread_ = std::make_unique<LaneThread>("bagua-average");
+}
+
+PeriodicLane::~PeriodicLane() {
+  if (getpid() == process_) {
+    stop();
+    return;
+  }
+  // After fork the thread exists in the parent only: nothing may be joined, freed or closed here.
+  new auto(std::move(thread_));
+  new auto(std::move(state_));
+}
+
+void PeriodicLane::resume() {
+  check();
+  if (state_->options.communicator->group().size == 1) return;
+  {
+    std::lock_guard lock(state_->mutex);
+    BAGUA_CHECK(!state_->stopped, "module '", state_->options.name,
+                "': asynchronous averaging has been stopped; wrap the module again.");
+    state_->wants_to_pause = false;
+    if (std::exchange(state_->running, true)) return;
+  }
+  // Not under the caller's profiler, which may end before the rounds do.
+  thread_->post([shared = state_] { shared->loop(); }, LaneThread::Inherit::kNothing);
+}
+
+void PeriodicLane::ask_to_pause() {
+  gate_->leave();
+  {
+    std::lock_guard lock(state_->mutex);
+    state_->wants_to_pause = state_->running;
+  }
+  state_->changed.notify_all();
+}
+
+bool PeriodicLane::pause(std::optional<std::chrono::milliseconds> limit) {
+  ask_to_pause();
+  {
+    std::unique_lock lock(state_->mutex);
+    const auto over = [&] { return !state_->running; };
+    if (!limit) {
+      state_->changed.wait(lock, over);
+    } else if (!state_->changed.wait_for(lock, *limit, over)) {
+      return false;
+    }
+    if (state_->failure_known) return true;
+  }
+  check();
+  return true;
+}
+
+void PeriodicLane::enter() {
+  RECORD_FUNCTION("bagua::WeightGate::enter", {});
+  gate_->enter();
+}
+
+bool PeriodicLane::running() const {
+  std::lock_guard lock(state_->mutex);
+  return state_->running;
+}
+
+void PeriodicLane::check() {
+  std::exception_ptr failure;
+  int64_t rounds = 0;
+  {
+    std::lock_guard lock(state_->mutex);
+    if (!state_->failure) return;
+    failure = state_->failure;
+    state_->failure_known = true;
+    rounds = state_->rounds;
+  }
+  gate_->leave();
+  std::string news;
+  if (const auto& board = state_->options.board) {
+    for (const auto& item : {board->poll(), board->poll_left(rounds + 1)}) {
+      if (item) news += concat("[", *item, "] ");
+    }
+  }
+  try {
+    std::rethrow_exception(failure);
+  } catch (const std::exception& error) {
+    throw Error(concat(news, error.what(),
+                       " Weights are this rank's own. Every rank must call abort(model) before it "
+                       "ends; wrap the module again to go on."));
+  }
+}
+
+void PeriodicLane::stop() noexcept {
+  if (getpid() != process_) return;
+  bool was_running = false;
+  int64_t rounds = 0;
+  {
+    std::lock_guard lock(state_->mutex);
+    if (std::exchange(state_->stopped, true)) return;
+    was_running = state_->running;
+    rounds = state_->rounds;
+  }
+  state_->changed.notify_all();
+  if (state_->options.board) state_->options.board->leave(rounds);
+  state_->op->interrupt();
+  thread_->stop();
+  if (was_running) {
+    state_->options.communicator->abort("module '" + state_->options.name + "' stopped averaging");
+  }
+}
+
+EngineStats PeriodicLane::stats() const {
+  std::lock_guard lock(state_->mutex);
+  BucketStats averages{};
+  averages.name = "weights";
+  averages.ops = {state_->op->describe()};
+  averages.bytes = state_->op->bytes();
+  averages.rounds = state_->averages;
+  averages.traffic = state_->traffic;
+  averages.busy_ns = state_->rounds_ns - state_->waited_ns;
+  averages.waiting_ns = state_->waited_ns;
+  averages.hidden_ns = averages.busy_ns;
+  return {.buckets = {averages},
+          .control = {},
+          .rounds = state_->averages,
+          .busy_ns = averages.busy_ns,
+          .hidden_ns = averages.hidden_ns,
+          .exposed_ns = gate_->training_waited_ns()};
+}
+
+}  // namespace bagua

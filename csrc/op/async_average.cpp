@@ -1,0 +1,106 @@
+#include "op/async_average.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "base/check.h"
+
+namespace bagua {
+namespace {
+
+// Elements that are updated together: small enough for the second-level cache.
+constexpr int64_t kPieceNumel = 65536;
+
+at::ScalarType travelling_type(at::ScalarType type) {
+  return type == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+void synchronize(const at::Tensor& tensor) {
+  if (tensor.is_cpu()) return;
+  c10::impl::VirtualGuardImpl(tensor.device().type()).synchronizeDevice(tensor.device().index());
+}
+
+}  // namespace
+
+AsyncAverage::AsyncAverage(std::shared_ptr<Communicator> communicator,
+                           std::vector<at::Tensor> weights, std::shared_ptr<WeightGate> gate)
+    : communicator_(std::move(communicator)), gate_(std::move(gate)) {
+  BAGUA_CHECK_ARG(communicator_ && gate_ && !weights.empty(),
+                  "AsyncAverage needs a communicator, a gate and weights.");
+  for (at::Tensor& flat : weights) {
+    BAGUA_CHECK_ARG(flat.is_contiguous() && flat.is_floating_point(),
+                    "AsyncAverage: weights must be contiguous and floating, not ", flat.toString(),
+                    ".");
+    const auto options = flat.options().dtype(travelling_type(flat.scalar_type()));
+    parts_.push_back({flat, at::empty(flat.sizes(), options), at::empty(flat.sizes(), options)});
+  }
+}
+
+template <typename Body>
+void AsyncAverage::in_the_gate(Body body) {
+  BAGUA_CHECK(gate_->lane_enter(), "asynchronous averaging was stopped on this rank.");
+  try {
+    for (Part& part : parts_) synchronize(part.weights);
+    for (Part& part : parts_) body(part);
+    for (Part& part : parts_) synchronize(part.weights);
+  } catch (...) {
+    gate_->lane_leave();
+    throw;
+  }
+  gate_->lane_leave();
+}
+
+bool AsyncAverage::run(bool wants_to_stop) {
+  // 1.
+  at::Tensor stop =
+      at::full({1}, wants_to_stop ? 1 : 0,
+               at::TensorOptions().dtype(at::kByte).device(parts_.front().weights.device()));
+  communicator_->all_reduce(stop, ReduceOp::kMin);
+  if (stop.item<uint8_t>() != 0) return false;
+  // 2.
+  {
+    RECORD_FUNCTION("bagua::AsyncAverage::snapshot", {});
+    in_the_gate([](Part& part) { part.snapshot.copy_(part.weights); });
+  }
+  // 3.
+  for (Part& part : parts_) {
+    part.mean.copy_(part.snapshot);
+    communicator_->all_reduce(part.mean, ReduceOp::kAvg);
+  }
+  // 4.
+  RECORD_FUNCTION("bagua::AsyncAverage::apply", {});
+  in_the_gate(apply);
+  return true;
+}
+
+void AsyncAverage::apply(Part& part) {
+  const bool narrow = part.weights.scalar_type() != part.mean.scalar_type();
+  for (int64_t first = 0; first < part.weights.numel(); first += kPieceNumel) {
+    const int64_t numel = std::min(kPieceNumel, part.weights.numel() - first);
+    at::Tensor weights = part.weights.narrow(0, first, numel);
+    at::Tensor snapshot = part.snapshot.narrow(0, first, numel);
+    at::Tensor mean = part.mean.narrow(0, first, numel);
+    if (narrow) {
+      weights.copy_(weights.to(mean.scalar_type()).sub_(snapshot).add_(mean));
+    } else {
+      weights.sub_(snapshot).add_(mean);
+    }
+  }
+}
+
+int64_t AsyncAverage::bytes() const {
+  int64_t total = 0;
+  for (const Part& part : parts_) total += static_cast<int64_t>(part.weights.nbytes());
+  return total;
+}
+
+std::string AsyncAverage::describe() const {
+  return concat("AsyncAverage(ranks ", communicator_->group().size, ")");
+}
+
+}  // namespace bagua

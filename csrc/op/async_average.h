@@ -1,0 +1,54 @@
+// The mean of all ranks' weights, added to weights that are being trained meanwhile.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "base/weight_gate.h"
+#include "comm/communicator.h"
+#include "op/periodic_op.h"
+
+namespace bagua {
+
+// Asynchronous model averaging (Bagua, VLDB 2022, "async"; the update keeps what each rank learnt
+// while the bytes travelled):
+//   1. all_reduce(MIN) of one byte, "I want to stop": if all do, done;
+//   2. in the gate: snapshot = weights;
+//   3. mean = all_reduce(AVG) of the snapshot, outside the gate;
+//   4. in the gate: weights = (weights - snapshot) + mean.
+// Where no rank trains between 2 and 4 all hold the same bits afterwards. f16 and bf16 weights
+// travel and are averaged in f32, and are rounded once, in step 4.
+//
+// Ownership: the weights' memory is shared with training, Note [Gate]. On CUDA the device is
+// synchronised inside the gate, since training's kernels may still be running.
+// Memory: two copies of the weights (f32 for f16 and bf16). Bytes sent per rank: 2 S (P - 1) / P of
+// those, and the byte of step 1. May fail: std::invalid_argument for weights that are not
+// contiguous and floating; what the communicator throws, after which the weights are as training
+// left them.
+class AsyncAverage final : public PeriodicOp {
+ public:
+  AsyncAverage(std::shared_ptr<Communicator> communicator, std::vector<at::Tensor> weights,
+               std::shared_ptr<WeightGate> gate);
+  bool run(bool wants_to_stop) override;
+  void interrupt() noexcept override { gate_->close(); }
+  int64_t bytes() const override;
+  std::string describe() const override;
+
+ private:
+  struct Part {
+    at::Tensor weights;
+    at::Tensor snapshot;
+    at::Tensor mean;
+  };
+  template <typename Body>
+  void in_the_gate(Body body);
+  static void apply(Part& part);
+
+  std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<WeightGate> gate_;
+  std::vector<Part> parts_;
+};
+
+}  // namespace bagua

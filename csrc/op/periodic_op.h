@@ -1,0 +1,25 @@
+// What a periodic lane does again and again while training goes on.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace bagua {
+
+// Runs on one lane thread. May throw: the lane stores the error and ends.
+class PeriodicOp {
+ public:
+  virtual ~PeriodicOp() = default;
+
+  // One round, which all ranks make together. `wants_to_stop`: this rank's wish. Returns false,
+  // having done nothing, once every rank wants to stop.
+  virtual bool run(bool wants_to_stop) = 0;
+
+  // Makes a run() that waits for this rank's training end soon, by an error. From any thread.
+  virtual void interrupt() noexcept = 0;
+
+  virtual int64_t bytes() const = 0;  // of what is averaged
+  virtual std::string describe() const = 0;
+};
+
+}  // namespace bagua

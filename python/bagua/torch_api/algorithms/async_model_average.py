@@ -1,0 +1,192 @@
+"""Asynchronous model averaging: ranks train on their own, and weights are averaged meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bagua.torch_api._bucket_ops import AsynchronousOp, check_asynchronous_mode
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
+from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.communication import BaguaProcessGroup
+
+__all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl"]
+
+
+def _check(peer_selection_mode: str, sync_interval_ms: int, warmup_steps: int) -> None:
+    check_asynchronous_mode(peer_selection_mode)
+    if sync_interval_ms < 0:
+        raise ValueError(f"sync_interval_ms={sync_interval_ms} must be 0 or more milliseconds")
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps={warmup_steps} must be 0 or more iterations")
+
+
+class AsyncModelAverageAlgorithm(Algorithm):
+    """Weights are averaged by a thread of their own (Bagua, VLDB 2022, asynchronous centralized).
+
+    A step costs what it costs without communication. Every average adds to a rank's weights the
+    difference between all ranks' mean and its own snapshot, so what was learnt while the bytes
+    travelled is kept. Floating buffers are averaged with the weights. Ranks need not make equal
+    numbers of steps. Call ``model.bagua_algorithm.abort(model)`` on every rank after training, and
+    before evaluating or saving weights that all ranks should hold.
+
+    Args:
+        peer_selection_mode: ``"all"``, the only one.
+        sync_interval_ms: milliseconds from the end of an average to the begin of the next.
+        warmup_steps: iterations with exact all-reduce of gradients before averaging begins.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+
+    def __init__(
+        self,
+        peer_selection_mode: str = "all",
+        sync_interval_ms: int = 500,
+        warmup_steps: int = 0,
+    ) -> None:
+        _check(peer_selection_mode, sync_interval_ms, warmup_steps)
+        self.peer_selection_mode = peer_selection_mode
+        self.sync_interval_ms = sync_interval_ms
+        self.warmup_steps = warmup_steps
+
+    def reify(self, process_group: BaguaProcessGroup) -> AsyncModelAverageAlgorithmImpl:
+        return AsyncModelAverageAlgorithmImpl(
+            process_group, self.peer_selection_mode, self.sync_interval_ms, self.warmup_steps
+        )
+
+
+class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
+    """Implementation of :class:`AsyncModelAverageAlgorithm`.
+
+    A warm-up iteration is a forward and a backward outside ``no_sync()``.
+    """
+
+    ranks_agree = False
+
+    def __init__(
+        self,
+        process_group: BaguaProcessGroup,
+        peer_selection_mode: str = "all",
+        sync_interval_ms: int = 500,
+        warmup_steps: int = 0,
+    ) -> None:
+        super().__init__(process_group)
+        _check(peer_selection_mode, sync_interval_ms, warmup_steps)
+        self.peer_selection_mode = peer_selection_mode
+        self.sync_interval_ms = sync_interval_ms
+        self.warmup_steps = warmup_steps
+        self._warmed_up = 0  # completed iterations of the warm-up
+        self._averages = False  # buckets hold weights
+        self._operations: list[AsynchronousOp] = []
+        self._aborted = False
+
+    # Set-up.
+
+    def need_reset(self) -> bool:
+        return not self._averages and self._warmed_up >= self.warmup_steps
+
+    def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+        self._averages = self._warmed_up >= self.warmup_steps
+        self._operations = []
+        if not self._averages:
+            return super().init_tensors(bagua_ddp)
+        if not bagua_ddp.gradient_as_bucket_view:
+            raise ValueError("asynchronous averaging needs do_flatten=True")
+        named = [*bagua_ddp.bagua_build_params(), *bagua_ddp.bagua_floating_buffers()]
+        return [
+            tensor.ensure_bagua_tensor(name, bagua_ddp.bagua_module_name)  # type: ignore[attr-defined]
+            for name, tensor in named
+        ]
+
+    def tensors_to_buckets(
+        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
+    ) -> list[BaguaBucket]:
+        if not self._averages:
+            return super().tensors_to_buckets(tensors, do_flatten)
+        # One bucket of each dtype and device: all weights are of the same moment anyway.
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in (tensor for group in tensors for tensor in group):
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        return [
+            BaguaBucket(group, name=str(i), flatten=True) for i, group in enumerate(kinds.values())
+        ]
+
+    def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
+        bucket.clear_ops()
+        if not self._averages:
+            bucket.append_centralized_synchronous_op(average=True, group=self.process_group)
+            return
+        operation = bucket.append_asynchronous_model_average_op(
+            self.peer_selection_mode, self.process_group, sync_interval_ms=self.sync_interval_ms
+        )
+        self._operations.append(operation)
+
+    def init_forward_pre_hook(self, bagua_ddp: WrappedModule) -> Callable[[Any], None]:
+        def keep_averaging(_: Any) -> None:
+            if not self._aborted:
+                for operation in self._operations:
+                    operation.reset()
+
+        return keep_averaging
+
+    def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
+        def finish_warm_up_iteration() -> None:
+            bagua_ddp.wait_pending_comm_ops()
+            self._warmed_up += 1
+
+        return finish_warm_up_iteration
+
+    # Control.
+
+    def abort(self, bagua_ddp: Any) -> None:
+        """End averaging: returns once every rank has called it. Again, or in the warm-up, too.
+
+        Until the last rank calls it averages go on, also into this rank's weights. Ranks hold
+        different weights afterwards: ``bagua.torch_api.average_weights(model)`` gives their mean.
+
+        Args:
+            bagua_ddp: the wrapped module.
+
+        Raises:
+            BaguaError: another rank ended without ``abort``, and no forward has said so yet.
+        """
+        del bagua_ddp  # upstream's signature
+        self._aborted = True
+        for operation in self._operations:
+            operation.abort()
+
+    def resume(self, bagua_ddp: Any) -> None:
+        """Average again after :meth:`abort`, from the next training forward on. On every rank.
+
+        Args:
+            bagua_ddp: the wrapped module.
+
+        Raises:
+            BaguaError: averaging has failed before; wrap the module again.
+        """
+        del bagua_ddp  # upstream's signature
+        self._aborted = False
+        for operation in self._operations:
+            operation.check()
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """``warmed_up``: completed iterations of the warm-up. Weights are the model's to save."""
+        return {"warmed_up": self._warmed_up}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`, on every rank, before the first step after the wrap.
+
+        Raises:
+            ValueError: the state is of another algorithm.
+        """
+        if set(state) != {"warmed_up"}:
+            raise ValueError(
+                f"AsyncModelAverage has the state 'warmed_up', not {sorted(state)}; the checkpoint "
+                "is of another algorithm"
+            )
+        self._warmed_up = int(state["warmed_up"])

@@ -1,0 +1,50 @@
+"""The mean of weights that differ between ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from bagua import _C
+from bagua.torch_api._module_class import BaguaModule
+
+__all__ = ["average_weights"]
+
+
+def average_weights(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a wrapped module with the mean of all ranks' weights: the one to evaluate or save.
+
+    Every rank of the module's group calls it, between two steps. Parameters and floating buffers
+    are averaged (in float32, or float64 where they are float64), and have the same bits on every
+    rank; everything else is this rank's own. The module itself is left alone, and training can go
+    on.
+
+    Args:
+        model: a module after ``with_bagua``, or one that holds such a module as ``module``.
+
+    Returns:
+        A module of the class that the module had before ``with_bagua``.
+
+    Raises:
+        TypeError: the module is not wrapped.
+        BaguaError: another rank failed or does not answer.
+    """
+    wrapped = model if isinstance(model, BaguaModule) else getattr(model, "module", None)
+    if not isinstance(wrapped, BaguaModule):
+        raise TypeError("average_weights takes a module after with_bagua")
+    ddp = wrapped.bagua_ddp
+    with ddp.exclusive():
+        result: torch.nn.Module = copy.deepcopy(ddp.module)
+    transport = ddp.process_group.transport
+    if transport.size == 1:
+        return result
+    with torch.no_grad():
+        for tensor in [*result.parameters(), *result.buffers()]:
+            if not tensor.is_floating_point():
+                continue
+            wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+            mean = tensor.detach().to(wide, copy=True).contiguous()
+            transport.main_communicator(tensor.device.type).all_reduce(mean, _C.ReduceOp.AVG)
+            tensor.copy_(mean)
+    return result

@@ -1,0 +1,104 @@
+"""Scripts with asynchronous averaging that end without `abort`: a warning, no hang, no crash."""
+
+import pytest
+
+TRAINING = """
+import time
+import torch
+import bagua.torch_api as bagua
+from bagua.torch_api.algorithms import AsyncModelAverageAlgorithm
+
+bagua.init_process_group()
+torch.manual_seed(0)
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model = model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms={interval}))
+steps = 0
+while model.bagua_stats()["rounds"] < 3 + {more}:
+    optimizer.zero_grad()
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimizer.step()
+    steps += 1
+print("trained", model.bagua_stats()["rounds"], flush=True)
+{after}
+"""
+
+WARNING = "asynchronous averaging was still running when its module or the program ended"
+
+
+def script(after="", interval=1, more="0"):
+    return TRAINING.format(after=after, interval=interval, more=more)
+
+
+def shown(rank, end):
+    return f"rank {rank} ended with {end.returncode}:\n{end.stdout}{end.stderr}"
+
+
+def assert_no_crash(ends):
+    for rank, end in enumerate(ends):
+        assert "trained" in end.stdout, shown(rank, end)
+        for sign in ("terminate called", "Fatal Python error", "core dumped", "Aborted"):
+            assert sign not in end.stderr, shown(rank, end)
+
+
+@pytest.mark.parametrize("n", [2, 3], ids=["2-ranks", "3-ranks"])
+@pytest.mark.parametrize("interval", [0, 500], ids=["always-averaging", "mostly-waiting"])
+def test_scripts_that_just_end_warn_and_exit_with_zero(run_script, n, interval):
+    ends = run_script(n, script(interval=interval), timeout=60.0)
+    assert_no_crash(ends)
+    for rank, end in enumerate(ends):
+        assert end.returncode == 0, shown(rank, end)
+        assert end.stderr.count(WARNING) == 1, shown(rank, end)
+
+
+def test_a_rank_that_ends_first_goes_on_averaging_until_the_others_end(run_script):
+    ends = run_script(2, script(more="50 * bagua.get_rank()"), timeout=60.0)
+    assert_no_crash(ends)
+    for rank, end in enumerate(ends):
+        assert end.returncode == 0, shown(rank, end)
+    assert int(ends[1].stdout.split()[-1]) >= 53
+
+
+def test_after_abort_nothing_is_said(run_script):
+    ends = run_script(2, script(after="model.bagua_algorithm.abort(model)"), timeout=60.0)
+    assert_no_crash(ends)
+    for rank, end in enumerate(ends):
+        assert end.returncode == 0, shown(rank, end)
+        assert WARNING not in end.stderr
+
+
+def test_an_uncaught_exception_on_one_rank_ends_both_soon(run_script):
+    after = """
+if bagua.get_rank() == 0:
+    raise KeyError("something went wrong")
+while True:
+    optimizer.zero_grad()
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimizer.step()
+"""
+    ends = run_script(2, script(after=after), timeout=25.0)
+    assert_no_crash(ends)
+    assert [end.returncode for end in ends] == [1, 1], shown(1, ends[1])
+    assert "something went wrong" in ends[0].stderr
+    assert "BaguaError" in ends[1].stderr, shown(1, ends[1])
+
+
+def test_deleting_the_module_frees_its_thread(run_script):
+    after = """
+import gc, os
+threads = lambda: sum(
+    open(f"/proc/self/task/{t}/comm").read().startswith("bagua-average")
+    for t in os.listdir("/proc/self/task")
+)
+assert threads() == 1
+model.bagua_algorithm.abort(model)
+del model, optimizer
+gc.collect()
+assert threads() == 0, "the thread of the lane is still there"
+print("trained and freed")
+"""
+    ends = run_script(2, script(after=after), timeout=60.0)
+    assert_no_crash(ends)
+    for rank, end in enumerate(ends):
+        assert end.returncode == 0, shown(rank, end)
+        assert "trained and freed" in end.stdout

@@ -1,0 +1,222 @@
+"""The periodic lane and its gate on thread ranks: who goes first, and how it ends."""
+
+import threading
+import time
+
+import pytest
+import torch
+from bagua import _C
+from single.average_lane import averages, make_lane, wait_until
+from single.thread_ranks import run_thread_ranks
+
+# The gate.
+
+
+def test_no_average_is_applied_while_training_is_inside():
+    def run(comm):
+        weights = torch.full((10,), float(comm.rank))
+        lane = make_lane(comm, weights)
+        lane.enter()
+        lane.resume()
+        time.sleep(0.1)
+        inside = weights.clone(), averages(lane), lane.inside
+        lane.leave()
+        wait_until(lambda: averages(lane) > 0, "an average after leave()")
+        lane.pause()
+        return inside, weights
+
+    for rank, ((before, count, is_inside), after) in enumerate(run_thread_ranks(2, run)):
+        assert (before.tolist(), count, is_inside) == ([float(rank)] * 10, 0, True)
+        assert after.tolist() == [0.5] * 10
+
+
+def test_a_lane_that_waits_goes_before_a_training_that_hardly_ever_leaves():
+    seconds, interval, step = 1.0, 0.01, 0.004
+
+    def run(comm):
+        lane = make_lane(comm, torch.zeros(10), interval)
+        lane.resume()
+        start = time.monotonic()
+        while time.monotonic() - start < seconds:
+            lane.enter()
+            time.sleep(step)
+            lane.leave()  # and back at once: a plain mutex would starve the lane
+        count = averages(lane)
+        lane.pause()
+        return count
+
+    # An average takes the interval and, for snapshot and apply, a step's end each.
+    least = 0.8 * seconds / (interval + 2 * step + 0.004)
+    for count in run_thread_ranks(2, run):
+        assert count >= least
+
+
+def test_entering_and_leaving_twice_does_nothing():
+    lane = make_lane(_C.ThreadCommunicator(_C.ThreadHub(1, 5.0), 0), torch.zeros(1))
+    lane.leave()
+    lane.enter()
+    lane.enter()
+    assert lane.inside
+    lane.leave()
+    assert not lane.inside
+    lane.leave()
+
+
+# Ending.
+
+
+def test_pause_waits_for_the_last_rank_and_rounds_go_on_until_then():
+    late = threading.Event()
+
+    def run(comm):
+        weights = torch.full((4,), float(comm.rank))
+        lane = make_lane(comm, weights)
+        lane.resume()
+        if comm.rank == 1:
+            wait_until(lambda: averages(lane) > 0, "the first average")
+            before = averages(lane)
+            assert not late.wait(0.2), "rank 0 was let go before rank 1 paused"
+            assert averages(lane) > before
+        lane.pause()
+        late.set()
+        lane.pause()
+        return averages(lane)
+
+    first, second = run_thread_ranks(2, run)
+    assert first == second
+
+
+def test_after_resume_averages_go_on():
+    def run(comm):
+        weights = torch.zeros(4)
+        lane = make_lane(comm, weights)
+        for _ in range(3):
+            weights.fill_(float(comm.rank))
+            before = averages(lane)
+            lane.resume()
+            lane.resume()
+            wait_until(lambda before=before: averages(lane) > before, "an average")
+            lane.pause()
+            assert weights.tolist() == [0.5] * 4
+        return True
+
+    assert run_thread_ranks(2, run) == [True] * 2
+
+
+def test_pause_that_waits_no_longer_than_asked_says_so():
+    meet = threading.Barrier(2)
+
+    def run(comm):
+        lane = make_lane(comm, torch.zeros(4))
+        lane.resume()
+        within = lane.pause(0.05) if comm.rank == 0 else None
+        meet.wait()
+        return within, lane.pause()
+
+    assert run_thread_ranks(2, run) == [(False, True), (None, True)]
+
+
+def test_a_rank_that_stops_alone_is_an_error_for_the_others_from_then_on():
+    def run(comm):
+        lane = make_lane(comm, torch.zeros(4))
+        lane.resume()
+        wait_until(lambda: averages(lane) > 0, "an average")
+        if comm.rank == 1:
+            comm.abort("gone")
+            lane.stop()
+            return None
+        wait_until(lambda: not lane.running, "the failure")
+        errors = []
+        for call in (lane.check, lane.resume, lane.check):
+            with pytest.raises(_C.BaguaError) as caught:
+                call()
+            errors.append(str(caught.value))
+        lane.enter()  # training may go on by itself
+        lane.leave()
+        assert lane.pause(), "who knows of the failure may end in peace"
+        return errors
+
+    errors, _ = run_thread_ranks(2, run)
+    for error in errors:
+        assert "module 'net', rank 0 of 2, asynchronous averaging: " in error
+        assert "Every rank must call abort(model) before it ends; wrap the module again" in error
+
+
+def test_a_failure_nobody_has_seen_is_raised_by_pause():
+    def run(comm):
+        lane = make_lane(comm, torch.zeros(4))
+        lane.resume()
+        if comm.rank == 1:
+            comm.abort("gone")
+            return None
+        wait_until(lambda: not lane.running, "the failure")
+        with pytest.raises(_C.BaguaError, match="asynchronous averaging"):
+            lane.pause()
+        return lane.pause()
+
+    assert run_thread_ranks(2, run)[0] is True
+
+
+def test_stop_inside_the_gate_ends_at_once():
+    def run(comm):
+        lane = make_lane(comm, torch.zeros(4))
+        lane.enter()
+        lane.resume()
+        time.sleep(0.05)  # the lane is at the gate
+        start = time.monotonic()
+        lane.stop()
+        lane.stop()
+        return time.monotonic() - start, lane.running
+
+    for seconds, running in run_thread_ranks(2, run):
+        assert seconds < 0.9, "the thread had to be given up"
+        assert not running
+
+
+def test_a_rank_without_others_averages_nothing():
+    lane = make_lane(_C.ThreadCommunicator(_C.ThreadHub(1, 5.0), 0), torch.ones(4))
+    lane.resume()
+    assert not lane.running
+    assert lane.pause()
+    assert averages(lane) == 0
+
+
+# What it tells.
+
+
+def test_stats_count_averages_bytes_and_waiting():
+    def run(comm):
+        weights = torch.zeros(1000)
+        lane = make_lane(comm, weights, interval_s=0.0)
+        lane.enter()
+        lane.resume()
+        time.sleep(0.05)
+        lane.leave()
+        wait_until(lambda: averages(lane) >= 3, "three averages")
+        lane.pause()
+        return lane.stats()
+
+    for stats in run_thread_ranks(2, run):
+        (bucket,) = stats["buckets"]
+        assert bucket["ops"] == ["AsyncAverage(ranks 2)"]
+        assert bucket["bytes"] == 4000
+        assert bucket["rounds"] == stats["rounds"] >= 3
+        # One byte a round, and one more when all wanted to stop.
+        assert bucket["bytes_sent"] == stats["rounds"] * (4000 + 1) + 1
+        assert bucket["waiting_ns"] > 0.02e9, "the lane waited at the gate"
+        assert bucket["busy_ns"] > 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "interval_s", "words"),
+    [
+        ([torch.zeros(4, 4).t()[:2]], 0.1, "must be contiguous and floating"),
+        ([torch.zeros(4, dtype=torch.int64)], 0.1, "must be contiguous and floating"),
+        ([], 0.1, "needs a communicator, a gate and weights"),
+        ([torch.zeros(4)], -1.0, "interval of a periodic lane is -1000 ms"),
+    ],
+    ids=["not-contiguous", "integers", "nothing", "negative-interval"],
+)
+def test_what_cannot_be_averaged_is_refused(weights, interval_s, words):
+    with pytest.raises(ValueError, match=words):
+        make_lane(_C.ThreadCommunicator(_C.ThreadHub(1, 5.0), 0), weights, interval_s)
