@@ -82,6 +82,7 @@ py::dict stats_dict(const EngineStats& stats) {
     dict["ops"] = bucket.ops;
     dict["bytes"] = bucket.bytes;
     dict["rounds"] = bucket.rounds;
+    dict["encode_ns"] = bucket.busy_ns - bucket.traffic.wire_ns;
     dict["busy_ns"] = bucket.busy_ns;
     dict["waiting_ns"] = bucket.waiting_ns;
     dict["hidden_ns"] = bucket.hidden_ns;
@@ -91,6 +92,8 @@ py::dict stats_dict(const EngineStats& stats) {
   dict["buckets"] = buckets;
   dict["control"] = traffic_dict(stats.control);
   dict["rounds"] = stats.rounds;
+  dict["busy_ns"] = stats.busy_ns;
+  dict["hidden_ns"] = stats.hidden_ns;
   dict["exposed_ns"] = stats.exposed_ns;
   return dict;
 }
@@ -169,6 +172,9 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("round_open", &Engine::round_open)
       .def_property_readonly("slots", &Engine::slots)
       .def("stats", [](const Engine& engine) { return stats_dict(engine.stats()); });
+
+  m.def("accounting_ns", &accounting_ns, py::arg("communicators"), py::arg("repeats"), NoGil(),
+        "Nanoseconds that one bucket's statistics cost; for benchmarks.");
 
   py::class_<GradientPath, std::shared_ptr<GradientPath>>(m, "GradientPath")
       .def(py::init([](std::shared_ptr<Engine> engine, bool install_hooks, bool find_unused,

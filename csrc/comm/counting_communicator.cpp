@@ -3,6 +3,8 @@
 #include <chrono>
 #include <utility>
 
+#include <ATen/record_function.h>
+
 #include "base/check.h"
 
 namespace bagua {
@@ -50,7 +52,7 @@ Traffic CountingCommunicator::traffic() const {
 }
 
 void CountingCommunicator::all_reduce(at::Tensor& tensor, ReduceOp op) {
-  timed([&] { inner_->all_reduce(tensor, op); });
+  timed("bagua::all_reduce", [&] { inner_->all_reduce(tensor, op); });
   const int64_t others = group().size - 1;
   const int64_t bytes = 2 * bytes_of(tensor) * others / group().size;
   count_sent(2 * others, bytes);
@@ -58,14 +60,14 @@ void CountingCommunicator::all_reduce(at::Tensor& tensor, ReduceOp op) {
 }
 
 void CountingCommunicator::all_gather(const at::Tensor& input, at::Tensor& output) {
-  timed([&] { inner_->all_gather(input, output); });
+  timed("bagua::all_gather", [&] { inner_->all_gather(input, output); });
   const int64_t others = group().size - 1;
   count_sent(others, others * bytes_of(input));
   count_received(others, others * bytes_of(input));
 }
 
 void CountingCommunicator::all_to_all(const at::Tensor& input, at::Tensor& output) {
-  timed([&] { inner_->all_to_all(input, output); });
+  timed("bagua::all_to_all", [&] { inner_->all_to_all(input, output); });
   const int64_t others = group().size - 1;
   const int64_t chunk = bytes_of(input) / group().size;
   count_sent(others, others * chunk);
@@ -73,7 +75,7 @@ void CountingCommunicator::all_to_all(const at::Tensor& input, at::Tensor& outpu
 }
 
 void CountingCommunicator::broadcast(at::Tensor& tensor, int root) {
-  timed([&] { inner_->broadcast(tensor, root); });
+  timed("bagua::broadcast", [&] { inner_->broadcast(tensor, root); });
   const int64_t children = broadcast_children(group().rank, group().size, root);
   const int64_t parents = group().rank == root ? 0 : 1;
   count_sent(children, children * bytes_of(tensor));
@@ -83,7 +85,7 @@ void CountingCommunicator::broadcast(at::Tensor& tensor, int root) {
 void CountingCommunicator::exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
                                     const OnReceived& on_received) {
   std::atomic<int64_t> callbacks_ns{0};
-  timed([&] {
+  timed("bagua::exchange", [&] {
     inner_->exchange(sends, recvs, [&](size_t message) {
       const Stopwatch stopwatch(callbacks_ns);
       on_received(message);
@@ -101,7 +103,8 @@ void CountingCommunicator::exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Rec
 void CountingCommunicator::abort(const std::string& reason) noexcept { inner_->abort(reason); }
 
 template <typename Call>
-void CountingCommunicator::timed(Call call) {
+void CountingCommunicator::timed(const char* name, Call call) {
+  RECORD_FUNCTION(name, {});
   const Stopwatch stopwatch(wire_ns_);
   call();
 }

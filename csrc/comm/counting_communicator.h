@@ -33,7 +33,8 @@ struct Traffic {
   }
 };
 
-// Forwards every call and counts it once it has succeeded. Per rank, for P ranks:
+// Forwards every call, under its name in profiles, and counts it once it has succeeded. Per rank,
+// for P ranks:
 // - exchange: each message to or from another rank; exact.
 // - all_gather of S bytes of input: P - 1 messages of S, sent and received; exact on gloo.
 // - all_to_all of S bytes of input: P - 1 messages of S / P, sent and received; exact on gloo.
@@ -61,7 +62,7 @@ class CountingCommunicator final : public Communicator {
 
  private:
   template <typename Call>
-  void timed(Call call);
+  void timed(const char* name, Call call);
   void count_sent(int64_t messages, int64_t bytes);
   void count_received(int64_t messages, int64_t bytes);
 

@@ -3,6 +3,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include <ATen/record_function.h>
 #include <unistd.h>
 
 #include "base/check.h"
@@ -104,7 +105,6 @@ void Engine::begin_round(float grad_scale) {
   state.grad_scale = grad_scale;
   state.marked = state.launched = state.done = 0;
   state.used_pending = state.used_done = 0;
-  state.wait_began_ns = 0;
   for (auto& slot : state.slot_states) slot.marked = false;
   for (auto& lane : state.lanes) lane.next = 0;
   for (size_t i = 0; i < state.buckets.size(); ++i) {
@@ -172,14 +172,12 @@ void Engine::exchange_used(std::vector<uint8_t> used) {
 const std::vector<uint8_t>& Engine::used() const { return state_->used; }
 
 void Engine::wait() {
+  RECORD_FUNCTION("bagua::wait", {});
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   if (state.failure) state.rethrow(lock);
   if (!state.open) return;
-  const int64_t start = now_ns();
-  if (state.wait_began_ns == 0) state.wait_began_ns = start;
   state.block(lock, [&] { return state.launched_done(); }, "its buckets");
-  state.exposed_ns += now_ns() - start;
   if (state.marked == state.slot_states.size()) state.open = false;
 }
 
@@ -190,7 +188,12 @@ void Engine::abort(const std::string& reason) noexcept {
 EngineStats Engine::stats() const {
   const State& state = *state_;
   std::lock_guard lock(state.mutex);
-  EngineStats stats{{}, state.options.control->traffic(), state.round, state.exposed_ns};
+  EngineStats stats{.buckets = {},
+                    .control = state.options.control->traffic(),
+                    .rounds = state.round,
+                    .busy_ns = state.clock.busy_ns(),
+                    .hidden_ns = state.clock.hidden_ns(),
+                    .exposed_ns = state.clock.exposed_ns()};
   for (const auto& entry : state.progress) stats.buckets.push_back(entry.stats);
   return stats;
 }

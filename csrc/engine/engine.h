@@ -10,6 +10,7 @@
 
 #include "comm/counting_communicator.h"
 #include "comm/failure_board.h"
+#include "engine/accounting.h"
 #include "engine/bucket.h"
 #include "engine/lane_thread.h"
 
@@ -18,7 +19,7 @@ namespace bagua {
 // One communication thread: its buckets, in launch order, and the communicators their ops use.
 struct Lane {
   std::vector<Bucket> buckets;
-  std::vector<std::shared_ptr<CountingCommunicator>> communicators;
+  CountingCommunicators communicators;
 };
 
 struct EngineOptions {
@@ -30,23 +31,14 @@ struct EngineOptions {
   std::shared_ptr<FailureBoard> board;            // null: failures of other ranks are not seen
 };
 
-// Numbers are sums over all rounds since construction. Times in nanoseconds.
-struct BucketStats {
-  std::string name;
-  std::vector<std::string> ops;
-  int64_t bytes;  // of the flat bucket
-  int64_t rounds;
-  Traffic traffic;     // wire_ns: inside communicator calls
-  int64_t busy_ns;     // running ops, wire included
-  int64_t waiting_ns;  // ready to launch, but the lane was busy or the ranks had not agreed
-  int64_t hidden_ns;   // busy before the caller began to wait
-};
-
+// Sums over all rounds since construction. Times in nanoseconds of the wall clock: OverlapClock.
 struct EngineStats {
   std::vector<BucketStats> buckets;
   Traffic control;
   int64_t rounds;
-  int64_t exposed_ns;  // the caller's time inside wait()
+  int64_t busy_ns;     // at least one lane was running a bucket
+  int64_t hidden_ns;   // of that, while the caller was not blocked: the overlap won
+  int64_t exposed_ns;  // the caller was blocked: in wait(), and until the ranks agreed
 };
 
 using SlotId = int32_t;

@@ -42,12 +42,6 @@ std::string message_of(const std::exception_ptr& failure) {
 
 }  // namespace
 
-int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
 Engine::State::State(std::vector<Lane> lane_list, EngineOptions engine_options)
     : options(std::move(engine_options)) {
   for (Lane& lane : lane_list) {
@@ -106,26 +100,20 @@ void Engine::State::run_agreement(int64_t for_round) {
   changed.notify_all();
 }
 
-Traffic Engine::State::lane_traffic(size_t lane) const {
-  Traffic total{};
-  for (const auto& communicator : lanes[lane].communicators) total += communicator->traffic();
-  return total;
-}
-
 void Engine::State::run_bucket(size_t index) {
   Bucket& bucket = buckets[index];
   Progress& entry = progress[index];
   int64_t this_round = 0;
   float scale = 1.0f;
+  std::optional<BucketAccount> account;
   {
     std::unique_lock lock(mutex);
     changed.wait(lock, [&] { return failure || stopped || agreed_round == round; });
     if (failure || stopped) return;
     this_round = round;
     scale = grad_scale;
+    account.emplace(lanes[entry.lane].communicators, clock);
   }
-  const Traffic before = lane_traffic(entry.lane);
-  const int64_t start = now_ns();
   const BucketOp* running = nullptr;
   try {
     // A codec that met a NaN left it in the padding too, where nothing would ever overwrite it.
@@ -142,16 +130,9 @@ void Engine::State::run_bucket(size_t index) {
                       std::current_exception()));
     return;
   }
-  const int64_t end = now_ns();
-  const Traffic after = lane_traffic(entry.lane);
   {
     std::lock_guard lock(mutex);
-    entry.stats.rounds += 1;
-    entry.stats.traffic += after - before;
-    entry.stats.busy_ns += end - start;
-    entry.stats.waiting_ns += start - entry.ready_ns;
-    const int64_t until = wait_began_ns ? std::min(end, wait_began_ns) : end;
-    entry.stats.hidden_ns += std::max<int64_t>(0, until - start);
+    account->close(clock, entry.ready_ns, entry.stats);
     ++done;
   }
   changed.notify_all();
@@ -191,6 +172,7 @@ std::string Engine::State::outstanding() const {
 void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done_now,
                           const char* what) {
   const auto deadline = std::chrono::steady_clock::now() + options.timeout;
+  clock.caller_blocks(now_ns());
   while (!failure && !stopped && !done_now()) {
     const auto slice = std::min<std::chrono::steady_clock::time_point>(
         deadline, std::chrono::steady_clock::now() + kPollInterval);
@@ -213,6 +195,7 @@ void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::functio
     }
     lock.lock();
   }
+  clock.caller_goes_on(now_ns());
   if (failure) rethrow(lock);
   BAGUA_CHECK(!stopped, whoami(), ": the engine was stopped while waiting for ", what, ".");
 }

@@ -12,8 +12,6 @@
 
 namespace bagua {
 
-int64_t now_ns();
-
 // Lives as long as the engine or the last lane thread that is still blocked in a transport.
 // One mutex; it is never held while an op runs or the store is asked.
 struct Engine::State {
@@ -30,7 +28,7 @@ struct Engine::State {
   struct LaneState {
     std::vector<size_t> buckets;
     size_t next = 0;  // first bucket of the round that has not been launched
-    std::vector<std::shared_ptr<CountingCommunicator>> communicators;
+    CountingCommunicators communicators;
   };
 
   State(std::vector<Lane> lanes, EngineOptions engine_options);
@@ -39,12 +37,12 @@ struct Engine::State {
   void run_agreement(int64_t for_round);
   void run_bucket(size_t index);
   void run_exchange_used();
-  Traffic lane_traffic(size_t lane) const;
 
   // Keeps the first failure, publishes it, and makes every communicator refuse further calls.
   void fail(std::exception_ptr failure) noexcept;
 
-  // Blocks until `done` holds under the lock; see Engine::wait for what it throws.
+  // Blocks until `done` holds under the lock; see Engine::wait for what it throws. The time counts
+  // as exposed.
   void block(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done,
              const char* what);
   [[noreturn]] void rethrow(std::unique_lock<std::mutex>& lock);
@@ -72,8 +70,7 @@ struct Engine::State {
   int used_pending = 0;
   int used_done = 0;
   std::vector<uint8_t> used;
-  int64_t wait_began_ns = 0;
-  int64_t exposed_ns = 0;
+  OverlapClock clock;
 };
 
 }  // namespace bagua

@@ -16,6 +16,7 @@ namespace bagua {
 // Lives as long as the lane or its thread, which may be blocked in a transport.
 struct PeriodicLane::State {
   std::shared_ptr<PeriodicOp> op;
+  std::shared_ptr<WeightGate> gate;
   PeriodicLaneOptions options;
 
   mutable std::mutex mutex;
@@ -27,7 +28,10 @@ struct PeriodicLane::State {
   bool failure_known = false;  // to the training thread
   int64_t rounds = 0;          // in which all ranks took part, to tell others how far this one got
   int64_t averages = 0;
-  int64_t busy_ns = 0;
+  // All three of whole rounds, so that they go together.
+  int64_t rounds_ns = 0;
+  int64_t waited_ns = 0;  // at the gate
+  Traffic traffic;
 
   void loop();
   bool run_round();
@@ -44,10 +48,10 @@ bool PeriodicLane::State::run_round() {
   const bool averaged = op->run(pause);
   std::lock_guard lock(mutex);
   ++rounds;
-  if (averaged) {
-    ++averages;
-    busy_ns += now_ns() - start;
-  }
+  if (averaged) ++averages;
+  rounds_ns += now_ns() - start;
+  waited_ns = gate->lane_waited_ns();
+  traffic = options.communicator->traffic();
   return averaged;
 }
 
@@ -90,6 +94,7 @@ PeriodicLane::PeriodicLane(std::shared_ptr<PeriodicOp> op, std::shared_ptr<Weigh
   BAGUA_CHECK_ARG(options.interval.count() >= 0, "the interval of a periodic lane is ",
                   options.interval.count(), " ms; it must be 0 or more.");
   state_->op = std::move(op);
+  state_->gate = gate_;
   state_->options = std::move(options);
   thread_ = std::make_unique<LaneThread>("bagua-average");
 }
@@ -205,11 +210,16 @@ EngineStats PeriodicLane::stats() const {
   averages.ops = {state_->op->describe()};
   averages.bytes = state_->op->bytes();
   averages.rounds = state_->averages;
-  averages.traffic = state_->options.communicator->traffic();
-  averages.busy_ns = state_->busy_ns;
-  averages.waiting_ns = gate_->lane_waited_ns();
-  averages.hidden_ns = state_->busy_ns;
-  return {{averages}, {}, state_->averages, gate_->training_waited_ns()};
+  averages.traffic = state_->traffic;
+  averages.busy_ns = state_->rounds_ns - state_->waited_ns;
+  averages.waiting_ns = state_->waited_ns;
+  averages.hidden_ns = averages.busy_ns;
+  return {.buckets = {averages},
+          .control = {},
+          .rounds = state_->averages,
+          .busy_ns = averages.busy_ns,
+          .hidden_ns = averages.hidden_ns,
+          .exposed_ns = gate_->training_waited_ns()};
 }
 
 }  // namespace bagua

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <ATen/Parallel.h>
+#include <ATen/record_function.h>
 
 #include "base/check.h"
 #include "op/frame.h"
@@ -117,6 +118,7 @@ void CompressedAllReduce::run(at::Tensor& flat, const Round& round) {
 
 // Step 1.
 void CompressedAllReduce::encode_others(Job& job) const {
+  RECORD_FUNCTION("bagua::encode", {});
   for (int part = 0; part < job.group.size; ++part) {
     const PartLayout layout = job.layout(part);
     job.write_frames(part, layout);
@@ -156,6 +158,7 @@ void CompressedAllReduce::scatter(Job& job) const {
     check_frame(job.bytes(job.receive, peer, own.message(segment)),
                 job.frame(job.group.rank, own, segment), peer, job.round.bucket);
     if (static_cast<int64_t>(message) % peers != peers - 1) return;
+    RECORD_FUNCTION("bagua::reduce", {});
     at::parallel_for(own.first_piece(segment), own.end_piece(segment), 1,
                      [&](int64_t begin, int64_t end) {
                        for (int64_t i = begin; i < end; ++i) reduce_piece(job, i);
@@ -206,6 +209,7 @@ void CompressedAllReduce::gather(Job& job) const {
     const PartLayout layout = job.layout(part);
     check_frame(job.bytes(job.receive, part, layout.message(segment)),
                 job.frame(part, layout, segment), part, job.round.bucket);
+    RECORD_FUNCTION("bagua::decode", {});
     at::parallel_for(
         layout.first_piece(segment), layout.end_piece(segment), 1, [&](int64_t begin, int64_t end) {
           for (int64_t i = begin; i < end; ++i) {

@@ -3,6 +3,7 @@
 Start with ``import bagua.torch_api as bagua``.
 """
 
+import logging
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -32,5 +33,8 @@ def _check_torch(running: str, built: str) -> None:
 _check_torch(torch.__version__, TORCH_VERSION)
 
 from bagua._C import BaguaError, BaguaMismatchError, BaguaTimeoutError  # noqa: E402
+
+# Silent unless the application configures logging.
+logging.getLogger("bagua").addHandler(logging.NullHandler())
 
 __all__ = ["BaguaError", "BaguaMismatchError", "BaguaTimeoutError", "__version__"]

@@ -43,8 +43,10 @@ class AveragingPlan:
         board = None
         if transport.size > 1:
             board = _C.FailureBoard(transport.board_store(wrap), transport.rank, transport.size)
+        communicator = transport.connect(f"{wrap}/average", device_type)
+        self.communicators = [("average", communicator)]
         self.lane = _C.PeriodicLane(
-            transport.connect(f"{wrap}/average", device_type),
+            communicator,
             [bucket.backend_tensor for bucket in self._buckets],
             name=self._name,
             interval_s=min(op.sync_interval_ms for op in operations) / 1000,
@@ -154,8 +156,8 @@ class AveragingPlan:
         """``no_sync()`` changes nothing: weights are averaged, not gradients."""
 
     def stats(self) -> dict[str, Any]:
-        """See ``BaguaDistributedDataParallel.stats``; ``rounds`` counts averages applied."""
-        return _plan.with_total(self.lane.stats())
+        """The lane's, for :func:`bagua.torch_api._statistics.statistics`."""
+        return self.lane.stats()
 
     def hook_ids(self) -> list[int]:
         """Ids of the hooks, for copies that must not have them."""

@@ -82,7 +82,30 @@ class BaguaModule:
         return self.bagua_ddp.bagua_build_params()
 
     def bagua_stats(self) -> dict[str, Any]:
-        """See :meth:`BaguaDistributedDataParallel.stats`."""
+        """What this rank sent and how long it took, since the buckets were built.
+
+        Sums over all rounds; bytes are payload without packet headers, times nanoseconds.
+
+        Returns:
+            - ``rounds``: how many synchronising steps.
+            - ``buckets``: per bucket ``name``, ``ops``, ``bytes`` (its size), ``rounds``;
+              ``bytes_sent``, ``bytes_received``, ``messages_sent``, ``messages_received``;
+              ``wire_ns`` inside communicators, ``encode_ns`` in operations but not on the wire
+              (encoding, decoding, adding, copying), ``busy_ns`` the sum of the two; ``waiting_ns``
+              from the last of its tensors being ready to the start of its operations;
+              ``hidden_ns``, the part of ``busy_ns`` in which the caller was not blocked.
+            - ``total``: sums over the buckets. Lanes run at the same time, so times in it may
+              exceed the time that has passed.
+            - ``busy_ns``, ``hidden_ns``: wall-clock time in which at least one lane was busy, and
+              the part in which the caller was not blocked: the overlap won. ``exposed_ns``: the
+              caller was blocked by communication.
+            - ``communicators``: bytes, messages and ``wire_ns`` by purpose: ``all`` ranks,
+              ``node`` (inside a node), ``leaders`` (between nodes), ``buffers``, ``check``.
+            - ``control``: the same of the ranks' agreements.
+
+            Asynchronous averaging has one bucket: ``rounds`` counts averages applied,
+            ``waiting_ns`` is its lane's time before the gate and ``exposed_ns`` training's.
+        """
         return self.bagua_ddp.stats()
 
     @contextmanager

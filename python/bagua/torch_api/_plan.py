@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from bagua import _C
 from bagua.torch_api._bucket_ops import BucketOp, CentralizedOp, CommHookOp
@@ -20,15 +20,21 @@ from bagua.torch_api._transport import fingerprint
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
 
-__all__ = ["Plan", "build", "describe", "with_total"]
+__all__ = ["Plan", "build", "describe", "log_plan"]
+
+_log = logging.getLogger("bagua")
 
 
 @dataclass
 class Plan:
-    """An engine and where each tensor of each bucket is in it."""
+    """An engine, where each tensor of each bucket is in it, and what its lanes send through.
+
+    ``communicators``: (purpose, communicator) of every lane; purposes are those of LaneBuilder.
+    """
 
     engine: _C.Engine
     slots: dict[str, int]
+    communicators: list[tuple[str, _C.CountingCommunicator]]
 
 
 def describe(buckets: Sequence[BaguaBucket]) -> list[str]:
@@ -125,15 +131,24 @@ def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, w
         board=board,
     )
     names = [slot for lane in order for slot in lane]
-    return Plan(engine, {slot: i for i, slot in enumerate(names)})
-
-
-def with_total(stats: dict[str, Any]) -> dict[str, Any]:
-    """An engine's statistics with the sum over its buckets added as ``total``."""
-    numbers = [
-        key
-        for key, value in stats["buckets"][0].items()
-        if isinstance(value, int) and key != "rounds"
+    communicators = [
+        (purpose, communicator)
+        for builder in builders
+        for (_, purpose), communicator in builder.communicators.items()
     ]
-    total = {key: sum(bucket[key] for bucket in stats["buckets"]) for key in numbers}
-    return {**stats, "total": total}
+    return Plan(engine, {slot: i for i, slot in enumerate(names)}, communicators)
+
+
+def log_plan(
+    name: str, algorithm: str, group: BaguaProcessGroup, buckets: Sequence[BaguaBucket]
+) -> None:
+    """Tell the log what has been built."""
+    _log.info(
+        "module '%s': %s, %s: %d tensors of %d bytes in %d bucket(s)",
+        name,
+        algorithm,
+        group.transport.whereabouts(),
+        sum(len(bucket.tensors) for bucket in buckets),
+        sum(bucket.bytes() for bucket in buckets),
+        len(buckets),
+    )

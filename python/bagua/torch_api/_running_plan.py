@@ -6,18 +6,18 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from bagua import _C
 from bagua.torch_api import _plan, _user_hooks
+from bagua.torch_api._shared_state import UnevenInputs
 from bagua.torch_api._snapshot import warn_unused
 from bagua.torch_api.algorithms.base import overrides
 from bagua.torch_api.tensor import record_of
 
-__all__ = ["RunningPlan", "UnevenInputs"]
+__all__ = ["RunningPlan"]
 
 
 #: How long a module that is closed waits for other ranks.
@@ -31,28 +31,17 @@ class PlanOwner(_user_hooks.HookOwner, Protocol):
     uneven_inputs: UnevenInputs
 
 
-@dataclass(frozen=True)
-class UnevenInputs:
-    """What differs in a round when some ranks may have run out of inputs.
-
-    Attributes:
-        source: the rank whose buffers all ranks get: one that still has inputs.
-        result_scale: what the communicated gradients are multiplied by.
-    """
-
-    source: int = 0
-    result_scale: float = 1.0
-
-
 class RunningPlan:
     """The engine of a module's buckets, from one (re)build of the buckets to the next.
 
     Attributes:
         engine: what communicates.
+        communicators: (purpose, communicator) of the engine's lanes, for statistics.
     """
 
     def __init__(self, ddp: PlanOwner, plan: _plan.Plan) -> None:
         self.engine = plan.engine
+        self.communicators = plan.communicators
         self._buckets = ddp.bagua_buckets
         self._slots = plan.slots
         self._places = {
@@ -154,10 +143,10 @@ class RunningPlan:
                 self.mark_tensor_ready(tensor)
 
     @torch.no_grad()
-    def shadow_round(self, synchronise_buffers: Callable[[], None], ddp: PlanOwner) -> None:
+    def shadow_round(self, synchronise_state: Callable[[], None], ddp: PlanOwner) -> None:
         """A round of a rank without inputs: it contributes zeros and gets what all get."""
         self.engine.begin_round()
-        synchronise_buffers()
+        synchronise_state()
         find_unused, result_scale = ddp.find_unused_parameters, ddp.uneven_inputs.result_scale
         for bucket in self._buckets:
             bucket.backend_tensor.zero_()
@@ -218,8 +207,8 @@ class RunningPlan:
         self._path.set_sync(enabled)
 
     def stats(self) -> dict[str, Any]:
-        """See ``BaguaDistributedDataParallel.stats``."""
-        return _plan.with_total(self.engine.stats())
+        """The engine's, for :func:`bagua.torch_api._statistics.statistics`."""
+        return self.engine.stats()
 
     def announce_end(self) -> None:
         """Nothing goes on between steps here."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import json
+import logging
 import secrets
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +19,8 @@ from bagua import _C
 from bagua.torch_api import env
 
 __all__ = ["Transport", "fingerprint"]
+
+_log = logging.getLogger("bagua")
 
 
 def fingerprint(lines: list[str]) -> int:
@@ -56,6 +61,18 @@ class Transport:
             self._main[device_type] = self.connect(f"main/{device_type}", device_type)
         return self._main[device_type]
 
+    def main_traffic(self) -> dict[str, int]:
+        """Sums over the communicators of the main thread (``CountingCommunicator.traffic()``)."""
+        total = collections.Counter[str]()
+        for communicator in self._main.values():
+            total.update(communicator.traffic())
+        return total
+
+    def whereabouts(self) -> str:
+        """This member and, where nodes have been asked for, its node: for logging."""
+        nodes = "" if self._nodes is None else f", {len(set(self._nodes))} node(s)"
+        return f"rank {self.rank} of {self.size}{nodes}"
+
     def connect(
         self, name: str, device_type: str, members: list[int] | None = None
     ) -> _C.CountingCommunicator:
@@ -66,7 +83,16 @@ class Transport:
         if len(members) == 1:
             alone = _C.ThreadHub(1, self.timeout.total_seconds())
             return _C.CountingCommunicator(_C.ThreadCommunicator(alone, 0))
+        start = time.monotonic()
         backend = self.backend(name, device_type, members)
+        _log.debug(
+            "%s: connected '%s' (%s) to ranks %s of the group in %.0f ms",
+            self.whereabouts(),
+            name,
+            device_type,
+            members,
+            1000 * (time.monotonic() - start),
+        )
         return _C.CountingCommunicator(_C.C10dCommunicator(backend))
 
     def backend(self, name: str, device_type: str, members: list[int]) -> Any:

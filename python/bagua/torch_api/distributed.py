@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 
-from bagua import BaguaError, __version__
+from bagua import BaguaError
 from bagua.torch_api import _plan, _user_hooks, env
 from bagua.torch_api._averaging_plan import AveragingPlan
 from bagua.torch_api._bucket_ops import AsynchronousOp
 from bagua.torch_api._bucketing import split_by_bucket_size
-from bagua.torch_api._initial_state import InitialState, broadcast_state, broadcast_tensors
+from bagua.torch_api._initial_state import InitialState
 from bagua.torch_api._module_class import BaguaModule
 from bagua.torch_api._outputs import tensors_in
 from bagua.torch_api._outside_graphs import outside_graphs
-from bagua.torch_api._running_plan import RunningPlan, UnevenInputs
+from bagua.torch_api._running_plan import RunningPlan
+from bagua.torch_api._shared_state import SharedState, UnevenInputs
 from bagua.torch_api._snapshot import ModuleSnapshot
+from bagua.torch_api._statistics import statistics
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup, close_at_exit
@@ -65,32 +67,35 @@ class BaguaDistributedDataParallel:
         self.bagua_train_step_counter = 0
         self.bagua_buckets: list[BaguaBucket] = []
         self.bagua_algorithm: AlgorithmImpl = algorithm.reify(process_group)
-        self.broadcast_buffers = (
-            self.bagua_algorithm.broadcast_buffers
-            if broadcast_buffers is None
-            else broadcast_buffers
-        )
+        own = self.bagua_algorithm.broadcast_buffers
+        self.broadcast_buffers = own if broadcast_buffers is None else broadcast_buffers
         self.uneven_inputs = UnevenInputs()
         self._bucket_bytes = bucket_bytes or env.get_default_bucket_size()
         self._initial_state = initial_state
         self._grad_scaler = grad_scaler
         self._require_sync = True
+        self._shared = SharedState(
+            self._snapshot,
+            self.bagua_optimizers,
+            process_group.transport,
+            self.bagua_module_name,
+            with_buffers=self.broadcast_buffers,
+            ranks_agree=self.bagua_algorithm.ranks_agree,
+        )
         self._running: RunningPlan | AveragingPlan | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        arguments = {
+            "algorithm": algorithm.describe(),
+            "optimizers": [type(optimizer).__name__ for optimizer in self.bagua_optimizers],
+            "do_flatten": gradient_as_bucket_view,
+            "find_unused_parameters": find_unused_parameters,
+            "broadcast_buffers": self.broadcast_buffers,
+            "grad_scaler": grad_scaler is not None and grad_scaler.is_enabled(),
+            "bucket size": self._bucket_bytes,
+            "initial state": initial_state,
+        }
         process_group.transport.agree(
-            "the model or the arguments of with_bagua",
-            [
-                f"bagua {__version__}",
-                f"algorithm {algorithm.describe()}",
-                f"optimizers {[type(o).__name__ for o in self.bagua_optimizers]}",
-                f"do_flatten={gradient_as_bucket_view}",
-                f"find_unused_parameters={find_unused_parameters}",
-                f"broadcast_buffers={self.broadcast_buffers}",
-                f"grad_scaler={grad_scaler is not None and grad_scaler.is_enabled()}",
-                f"bucket size {self._bucket_bytes}",
-                f"initial state: {initial_state}",
-                *self._snapshot.describe(module),
-            ],
+            "the model or the arguments of with_bagua", self._shared.describe(module, arguments)
         )
         self._initialise()
         self._install_hooks(hook_module)
@@ -125,7 +130,8 @@ class BaguaDistributedDataParallel:
     def _initialise(self) -> None:
         """Rank 0's state for everybody, then tensors, buckets, ops and an engine."""
         self._stop_engine()
-        self._broadcast_state()
+        if self._initial_state != "nothing":
+            self.give_state(0, buffers=self._initial_state == "all")
         algorithm = self.bagua_algorithm
         without_gradient = [p for _, p in self.bagua_build_params() if p.grad is None]
         tensors = algorithm.init_tensors(self)
@@ -138,22 +144,18 @@ class BaguaDistributedDataParallel:
         if not self.bagua_buckets:
             return
         wrap = self.process_group.transport.next_wrap()
-        if isinstance(next(iter(self.bagua_buckets[0].ops), None), AsynchronousOp):
+        self._shared.restart_counting()
+        name, group, buckets = self.bagua_module_name, self.process_group, self.bagua_buckets
+        if isinstance(next(iter(buckets[0].ops), None), AsynchronousOp):
             self._running = AveragingPlan(self, wrap)
             return
-        plan = _plan.build(self.bagua_buckets, self.process_group, self.bagua_module_name, wrap)
+        plan = _plan.build(buckets, group, name, wrap)
         self._running = RunningPlan(self, plan)
         self._running.set_sync(self._require_sync)
 
-    def _broadcast_state(self) -> None:
-        if self._initial_state != "nothing":
-            self.give_state(0, buffers=self._initial_state == "all")
-
     def give_state(self, source: int, buffers: bool) -> None:
         """Give every rank the parameters, optimizer state and perhaps buffers of ``source``."""
-        tensors = self._snapshot.state(self.module)
-        tensors += self._snapshot.buffers(self.module) if buffers else []
-        broadcast_state(tensors, self.bagua_optimizers, self.process_group.transport, source)
+        self._shared.give(self.module, source, buffers)
 
     def _install_hooks(self, hook_module: bool) -> None:
         if hook_module:
@@ -188,24 +190,22 @@ class BaguaDistributedDataParallel:
             return
         grad_scale = self._grad_scaler.get_scale() if self._grad_scaler is not None else 1.0
         if self._running.begin_round(grad_scale, self.uneven_inputs.result_scale):
-            self._synchronise_buffers()
+            self._synchronise_state()
         self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
 
     def _run_pending(self) -> None:
         if self.bagua_algorithm.mark_pending(self):
             self.wait_pending_comm_ops()
 
-    def _synchronise_buffers(self) -> None:
-        if self._running is None or not self.broadcast_buffers:
-            return
-        self._running.await_agreement()
-        buffers, source = self._snapshot.buffers(self.module), self.uneven_inputs.source
-        broadcast_tensors(buffers, self.process_group.transport, source)
+    def _synchronise_state(self) -> None:
+        assert self._running is not None
+        agree, step = self._running.await_agreement, self.bagua_train_step_counter
+        self._shared.before_round(self.module, agree, self.uneven_inputs, step)
 
     def shadow_round(self) -> None:
         """Answer a round of the ranks that still have inputs, with zero gradients."""
         if isinstance(self._running, RunningPlan):
-            self._running.shadow_round(self._synchronise_buffers, self)
+            self._running.shadow_round(self._synchronise_state, self)
 
     def after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         """Have the backward through ``output`` end the round."""
@@ -256,16 +256,11 @@ class BaguaDistributedDataParallel:
             self.require_backward_grad_sync = before
 
     def stats(self) -> dict[str, Any]:
-        """What was sent and how long it took, since the buckets were built.
-
-        Returns:
-            ``total`` and ``buckets`` (a list): bytes and messages sent and received, and
-            nanoseconds busy, on the wire, waiting for the lane, and hidden behind backward;
-            ``rounds``; ``exposed_ns``, the time backward waited; ``control``, the agreements.
-        """
-        if self._running is None:
-            return {"total": {"bytes_sent": 0, "bytes_received": 0}, "buckets": [], "rounds": 0}
-        return self._running.stats()
+        """See :meth:`BaguaModule.bagua_stats`."""
+        running = self._running
+        if running is None:
+            return statistics(None, [], self._shared.traffic)
+        return statistics(running.stats(), running.communicators, self._shared.traffic)
 
     def pause(self) -> None:
         """End what goes on between steps (asynchronous averaging). Every rank calls it."""

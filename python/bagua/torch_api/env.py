@@ -5,6 +5,7 @@ import socket
 
 __all__ = [
     "find_free_network_port",
+    "get_check_weights_every",
     "get_default_bucket_size",
     "get_local_rank",
     "get_local_size",
@@ -72,6 +73,22 @@ def get_default_bucket_size() -> int:
     if size <= 0:
         raise ValueError(f"BAGUA_DEFAULT_BUCKET_SIZE={size} must be a positive number of bytes")
     return size
+
+
+def get_check_weights_every() -> int:
+    """Training steps from one comparison of all ranks' weights to the next; 0: none.
+
+    ``BAGUA_CHECK_WEIGHTS_EVERY``, default 0.
+
+    Raises:
+        ValueError: the variable is not an integer, or negative.
+    """
+    every = _integer("BAGUA_CHECK_WEIGHTS_EVERY", 0)
+    if every < 0:
+        raise ValueError(
+            f"BAGUA_CHECK_WEIGHTS_EVERY={every} must be a number of steps, or 0 for no checks"
+        )
+    return every
 
 
 def get_master_addr() -> str:

@@ -64,6 +64,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     A warm-up iteration is a forward and a backward outside ``no_sync()``.
     """
 
+    ranks_agree = False
+
     def __init__(
         self,
         process_group: BaguaProcessGroup,

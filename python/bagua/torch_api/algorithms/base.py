@@ -72,9 +72,12 @@ class AlgorithmImpl:
     Attributes:
         broadcast_buffers: whether training forwards give every rank the first rank's buffers,
             unless ``with_bagua(broadcast_buffers=...)`` says otherwise.
+        ranks_agree: whether all ranks hold the same weights after every step, which
+            ``BAGUA_CHECK_WEIGHTS_EVERY`` checks.
     """
 
     broadcast_buffers = True
+    ranks_agree = True
 
     def __init__(self, process_group: BaguaProcessGroup) -> None:
         self.process_group = process_group

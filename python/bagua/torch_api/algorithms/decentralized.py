@@ -76,6 +76,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
     """
 
     broadcast_buffers = False
+    ranks_agree = False
 
     def __init__(
         self,

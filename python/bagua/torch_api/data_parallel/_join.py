@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from bagua.torch_api._running_plan import UnevenInputs
+from bagua.torch_api._shared_state import UnevenInputs
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from bagua.torch_api.data_parallel._comm_hook import CommHook
@@ -72,7 +72,9 @@ def meet(ddp: TorchMembers, has_inputs: bool) -> None:
     keep = ddp.divide_by_initial_world_size or not means
     keep = keep or isinstance(inner.bagua_algorithm, CommHook)
     scale = 1.0 if keep else inner.process_group.size / len(active)
-    inner.uneven_inputs = UnevenInputs(max(active), scale)
+    inner.uneven_inputs = UnevenInputs(
+        max(active), scale, complete=len(active) == inner.process_group.size
+    )
 
 
 def announce(ddp: TorchMembers) -> None:

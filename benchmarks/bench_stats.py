@@ -1,0 +1,104 @@
+"""What statistics cost per bucket and step, measured alone.
+
+    python benchmarks/bench_stats.py [--quick]
+
+Two things are done for `bagua_stats()`: reading clocks and counters around a bucket's operations
+(timed in C++, over and over, as the engine does it), and counting each call of a communicator and
+each message that is handled as it arrives (the time of calls that move next to nothing, with and
+without the decorator that counts). Prints JSON and keeps it under benchmarks/results/.
+"""
+
+import argparse
+import json
+import statistics
+
+import torch
+from bagua import _C
+from common import machine, timed_in_turns, write_results
+
+# Communicators of a lane; calls of them per bucket; messages per bucket that are handled one by one
+# as they arrive (a bucket of 10 MiB with a second rank).
+CASES = {
+    "gradient_allreduce": (1, 1, 0),
+    "bytegrad": (1, 2, 4),
+    "bytegrad, hierarchical, leader": (2, 4, 4),
+}
+MESSAGES = 8
+LIMIT_NS = 1000.0
+
+
+def alone():
+    return _C.ThreadCommunicator(_C.ThreadHub(1, 60.0), 0)
+
+
+def counting():
+    return _C.CountingCommunicator(alone())
+
+
+def check():
+    """The counter counts: a program that measured nothing would be fast."""
+    hub = _C.ThreadHub(1, 60.0)
+    counted = _C.CountingCommunicator(_C.ThreadCommunicator(hub, 0))
+    counted.all_reduce(torch.ones(1 << 16), _C.ReduceOp.SUM)
+    if counted.traffic()["wire_ns"] <= 0:
+        raise SystemExit("the counter does not count")
+
+
+def around_a_bucket(communicators, repeats, rounds):
+    """Nanoseconds: median and minimum of `rounds` means of `repeats`."""
+    counted = [counting() for _ in range(communicators)]
+    values = [_C.accounting_ns(counted, repeats) for _ in range(rounds + 1)][1:]
+    return {"median": statistics.median(values), "min": min(values)}
+
+
+def added_by_counting(messages, repeats, rounds):
+    """Nanoseconds that counting adds to a call with so many messages of a rank to itself."""
+    parts = [(torch.zeros(1), 0) for _ in range(messages)]
+
+    def many(communicator):
+        def run():
+            for _ in range(repeats):
+                communicator.exchange(parts, parts)
+
+        return run
+
+    arms = {"plain": many(alone()), "counting": many(counting())}
+    seconds = timed_in_turns(arms, rounds, warmup=1)
+    return 1e9 * (seconds["counting"]["median"] - seconds["plain"]["median"]) / repeats
+
+
+def measure(repeats, rounds):
+    """Medians, in nanoseconds."""
+    sizes = sorted({communicators for communicators, _, _ in CASES.values()})
+    around = {n: around_a_bucket(n, repeats, rounds) for n in sizes}
+    call = added_by_counting(0, repeats // 10, rounds)
+    message = (added_by_counting(MESSAGES, repeats // 50, rounds) - call) / MESSAGES
+    cases = {
+        name: around[communicators]["median"] + calls * call + messages * message
+        for name, (communicators, calls, messages) in CASES.items()
+    }
+    return {
+        "around_a_bucket_ns": {f"{n} communicator(s)": value for n, value in around.items()},
+        "per_call_ns": call,
+        "per_message_ns": message,
+        "per_bucket_ns": cases,
+        "limit_ns": LIMIT_NS,
+        "within_limit": max(cases.values()) < LIMIT_NS,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    check()
+    repeats, rounds = (20_000, 3) if arguments.quick else (1_000_000, 15)
+    payload = {"machine": machine(), **measure(repeats, rounds)}
+    print(json.dumps(payload, indent=2))
+    if not arguments.quick:
+        write_results("bench_stats", payload)
+
+
+if __name__ == "__main__":
+    main()

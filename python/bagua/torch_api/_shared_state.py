@@ -1,0 +1,105 @@
+"""What synchronous ranks have in common besides gradients: weights, optimizer state, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bagua import __version__
+from bagua.torch_api import env
+from bagua.torch_api._initial_state import broadcast_state, broadcast_tensors
+from bagua.torch_api._snapshot import ModuleSnapshot
+from bagua.torch_api._statistics import MainThreadTraffic
+from bagua.torch_api._transport import Transport
+from bagua.torch_api._weights_check import WeightsCheck
+
+__all__ = ["SharedState", "UnevenInputs"]
+
+
+@dataclass(frozen=True)
+class UnevenInputs:
+    """What differs in a round when some ranks may have run out of inputs.
+
+    Attributes:
+        source: the rank whose buffers all ranks get: one that still has inputs.
+        result_scale: what the communicated gradients are multiplied by.
+        complete: whether all ranks still have inputs.
+    """
+
+    source: int = 0
+    result_scale: float = 1.0
+    complete: bool = True
+
+
+class SharedState:
+    """Gives the ranks the same state at the wrap, and keeps and checks it before rounds.
+
+    Attributes:
+        traffic: what that sent since :meth:`restart_counting`.
+    """
+
+    def __init__(
+        self,
+        snapshot: ModuleSnapshot,
+        optimizers: Sequence[torch.optim.Optimizer],
+        transport: Transport,
+        module_name: str,
+        *,
+        with_buffers: bool,
+        ranks_agree: bool,
+    ) -> None:
+        self._snapshot = snapshot
+        self._optimizers = optimizers
+        self._transport = transport
+        self._with_buffers = with_buffers
+        every = env.get_check_weights_every() if ranks_agree else 0
+        self._check = WeightsCheck(every, module_name, transport)
+        self.traffic = MainThreadTraffic(transport)
+
+    def describe(self, module: torch.nn.Module, arguments: dict[str, Any]) -> list[str]:
+        """Lines that are equal on all ranks where module, arguments and environment are."""
+        return [
+            f"bagua {__version__}",
+            *(f"{name}={value}" for name, value in arguments.items()),
+            f"BAGUA_CHECK_WEIGHTS_EVERY={env.get_check_weights_every()}",
+            *self._snapshot.describe(module),
+        ]
+
+    def restart_counting(self) -> None:
+        """From now on :attr:`traffic` counts from zero."""
+        self.traffic = MainThreadTraffic(self._transport)
+
+    def give(self, module: torch.nn.Module, source: int, buffers: bool) -> None:
+        """Give every rank the parameters, optimizer state and perhaps buffers of ``source``."""
+        tensors = self._snapshot.state(module)
+        tensors += self._snapshot.buffers(module) if buffers else []
+        broadcast_state(tensors, self._optimizers, self._transport, source)
+
+    def before_round(
+        self,
+        module: torch.nn.Module,
+        await_agreement: Callable[[], None],
+        inputs: UnevenInputs,
+        step: int,
+    ) -> None:
+        """Give every rank the buffers of one, and check the weights if that is due.
+
+        Raises:
+            BaguaMismatchError: the check found a difference.
+        """
+        if self._transport.size == 1:
+            return
+        buffers = self._snapshot.buffers(module) if self._with_buffers else []
+        if buffers:
+            await_agreement()
+            with self.traffic.counted("buffers"):
+                broadcast_tensors(buffers, self._transport, inputs.source)
+        # Ranks without inputs make no optimizer steps: their weights are not the others'.
+        if inputs.complete and self._check.due():
+            await_agreement()
+            named = self._snapshot.equal_everywhere(module, self._with_buffers)
+            with self.traffic.counted("check"):
+                self._check.compare(named, step)

@@ -1,0 +1,68 @@
+"""What ``bagua_stats()`` returns, put together from counters of the C++ core."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from bagua import _C
+from bagua.torch_api._transport import Transport
+
+__all__ = ["MainThreadTraffic", "statistics"]
+
+_TRAFFIC = ("bytes_sent", "bytes_received", "messages_sent", "messages_received", "wire_ns")
+_TIMES = ("encode_ns", "busy_ns", "waiting_ns", "hidden_ns")
+_NOTHING: dict[str, Any] = {
+    "buckets": [],
+    "control": dict.fromkeys(_TRAFFIC, 0),
+    "rounds": 0,
+    **dict.fromkeys(("busy_ns", "hidden_ns", "exposed_ns"), 0),
+}
+
+
+class MainThreadTraffic:
+    """Counts what the main thread sends for one module between rounds, by purpose."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.by_purpose: dict[str, dict[str, int]] = {}
+
+    @contextmanager
+    def counted(self, purpose: str) -> Iterator[None]:
+        """Count what goes over the main thread's communicators inside."""
+        before = self._transport.main_traffic()
+        try:
+            yield
+        finally:
+            after = self._transport.main_traffic()
+            _add(self.by_purpose, purpose, {key: after[key] - before[key] for key in _TRAFFIC})
+
+
+def statistics(
+    engine: dict[str, Any] | None,
+    communicators: Iterable[tuple[str, _C.CountingCommunicator]],
+    main: MainThreadTraffic,
+) -> dict[str, Any]:
+    """See ``BaguaModule.bagua_stats``.
+
+    Args:
+        engine: of the C++ engine or periodic lane; None while there are no buckets.
+        communicators: (purpose, communicator) of its lanes.
+    """
+    stats = _NOTHING if engine is None else engine
+    numbers = ("bytes", *_TRAFFIC, *_TIMES)
+    total = {key: sum(bucket[key] for bucket in stats["buckets"]) for key in numbers}
+    by_purpose: dict[str, dict[str, int]] = {}
+    for name, communicator in communicators:
+        _add(by_purpose, re.sub(r"\d+$", "", name), communicator.traffic())  # node0, node1, ...
+    for purpose, traffic in main.by_purpose.copy().items():  # the main thread may be adding
+        _add(by_purpose, purpose, traffic)
+    return {**stats, "total": total, "communicators": by_purpose}
+
+
+def _add(table: dict[str, dict[str, int]], purpose: str, traffic: dict[str, int]) -> None:
+    entry = table.setdefault(purpose, dict.fromkeys(_TRAFFIC, 0))
+    for key in _TRAFFIC:
+        entry[key] += traffic[key]

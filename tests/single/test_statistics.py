@@ -1,0 +1,254 @@
+"""Times and bytes of an engine in situations that are known beforehand."""
+
+import threading
+import time
+
+import pytest
+import torch
+from bagua import _C
+from single.engine_ranks import (
+    SECONDS,
+    Meeting,
+    alone,
+    calls,
+    endings,
+    mark_all,
+    ones,
+    plan,
+    run_round,
+)
+from single.thread_ranks import run_thread_ranks
+from torch.profiler import ProfilerActivity, profile
+
+PAUSE = 0.2
+PAUSE_NS = 1e9 * PAUSE
+SHORT_NS = 0.7 * PAUSE_NS  # of what should take no time, on a machine with other things to do
+TRAFFIC = ["bytes_sent", "bytes_received", "messages_sent", "messages_received", "wire_ns"]
+
+
+def pause(_):
+    time.sleep(PAUSE)
+
+
+def wait_for_bucket(engine, index=0):
+    """Until the bucket has run, without the engine noticing that anybody waits."""
+    deadline = time.monotonic() + SECONDS
+    while engine.stats()["buckets"][index]["rounds"] == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_what_an_op_computes_is_encoding_and_not_wire():
+    engine = alone(plan("b", ones(), 1, calls(pause)))
+    run_round(engine)
+    run_round(engine)
+    (bucket,) = engine.stats()["buckets"]
+    assert 2 * PAUSE_NS <= bucket["encode_ns"] == bucket["busy_ns"]
+    assert bucket["wire_ns"] == bucket["bytes_sent"] == bucket["messages_received"] == 0
+
+
+def test_waiting_for_a_late_rank_is_wire_and_not_encoding():
+    meeting = Meeting(2)
+
+    def run(comm):
+        engine = meeting.engine(comm.rank, [plan("b", ones())])
+        engine.begin_round()
+        engine.await_agreement()
+        if comm.rank == 1:
+            time.sleep(PAUSE)
+        mark_all(engine)
+        engine.wait()
+        return engine.stats()["buckets"][0]
+
+    early, late = run_thread_ranks(2, run)
+    assert early["wire_ns"] > SHORT_NS
+    assert early["encode_ns"] < SHORT_NS
+    assert late["busy_ns"] < SHORT_NS
+    for bucket in (early, late):
+        assert bucket["encode_ns"] + bucket["wire_ns"] == bucket["busy_ns"]
+
+
+def test_arithmetic_inside_an_exchange_is_encoding():
+    """A codec's work in callbacks, while messages are under way, is not time on the wire."""
+    meeting = Meeting(2)
+
+    def compressed(lane):
+        codec = _C.make_codec("block_uint8")
+        return [_C.CompressedAllReduce(lane, codec, _C.Scratch(), _C.ReduceOp.AVG)]
+
+    engines = [
+        meeting.engine(rank, [plan("b", torch.randn(2_000_000), 1, compressed)])
+        for rank in range(2)
+    ]
+    other = threading.Thread(target=run_round, args=(engines[1],), daemon=True)
+    other.start()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run_round(engines[0])
+    other.join()
+    profiled_ns = dict.fromkeys(["bagua::encode", "bagua::reduce", "bagua::decode"], 0.0)
+    for event in profiler.events():
+        if event.name in profiled_ns:
+            profiled_ns[event.name] += 1000 * event.time_range.elapsed_us()
+    assert min(profiled_ns.values()) > 0
+    (bucket,) = engines[0].stats()["buckets"]
+    assert bucket["encode_ns"] > 0.95 * sum(profiled_ns.values())
+    assert bucket["wire_ns"] > 0
+
+
+def test_a_bucket_waits_for_its_lane_and_not_for_another():
+    for lanes in (1, 2):
+        first = plan("first", ones(), 1, calls(pause))
+        engine = alone(first, plan("second", ones(), 1, calls(lambda _: None)), lanes=lanes)
+        run_round(engine)
+        waited = [bucket["waiting_ns"] for bucket in engine.stats()["buckets"]]
+        assert waited[0] < SHORT_NS
+        assert waited[1] > SHORT_NS if lanes == 1 else waited[1] < SHORT_NS
+
+
+def test_a_bucket_waits_for_an_earlier_one_and_for_the_agreement():
+    engine = alone(plan("first", ones(), 1), plan("second", ones(), 1))
+    engine.begin_round()
+    engine.mark_ready(1)
+    time.sleep(PAUSE)
+    engine.mark_ready(0)
+    engine.wait()
+    first, second = engine.stats()["buckets"]
+    assert first["waiting_ns"] < SHORT_NS < second["waiting_ns"]
+
+    meeting = Meeting(2)
+
+    def run(rank):
+        other = meeting.engine(rank, [plan("b", ones())])
+        if rank == 1:
+            time.sleep(PAUSE)
+        run_round(other)
+        waited[rank] = other.stats()["buckets"][0]["waiting_ns"]
+
+    waited = [0, 0]
+    assert [error for error, _ in endings(2, run)] == [None, None]
+    assert waited[1] < SHORT_NS < waited[0]
+
+
+def test_hidden_is_what_ran_while_the_caller_went_on():
+    started = threading.Event()
+
+    def twice(_):
+        started.set()
+        time.sleep(2 * PAUSE)
+
+    engine = alone(plan("b", ones(), 1, calls(twice)))
+    engine.begin_round()
+    engine.mark_ready(0)
+    assert started.wait(SECONDS)
+    time.sleep(PAUSE)
+    engine.wait()
+    stats = engine.stats()
+    (bucket,) = stats["buckets"]
+    for key in ("busy_ns", "hidden_ns"):
+        assert stats[key] == bucket[key]
+    assert bucket["hidden_ns"] >= PAUSE_NS
+    # What was neither hidden nor exposed: the caller's way back.
+    assert 0 <= stats["hidden_ns"] + stats["exposed_ns"] - stats["busy_ns"] < SHORT_NS
+    assert stats["exposed_ns"] > 0
+
+
+def test_a_wait_that_was_too_early_makes_nothing_less_hidden():
+    engine = alone(plan("b", ones(), 1, calls(pause)))
+    engine.begin_round()
+    engine.wait()  # nothing has been launched
+    engine.mark_ready(0)
+    wait_for_bucket(engine)
+    engine.wait()
+    stats = engine.stats()
+    assert stats["buckets"][0]["hidden_ns"] == stats["buckets"][0]["busy_ns"] >= PAUSE_NS
+    assert stats["hidden_ns"] == stats["busy_ns"]
+
+
+def test_blocking_until_ranks_agree_is_exposed():
+    meeting = Meeting(2)
+
+    def run(comm):
+        engine = meeting.engine(comm.rank, [plan("b", ones())])
+        if comm.rank == 1:
+            time.sleep(PAUSE)
+        engine.begin_round()
+        engine.await_agreement()
+        return engine.stats()
+
+    early, late = run_thread_ranks(2, run)
+    assert early["exposed_ns"] > SHORT_NS > late["exposed_ns"]
+    assert early["busy_ns"] == early["hidden_ns"] == 0
+
+
+def test_lanes_at_the_same_time_count_once_by_the_clock():
+    together = threading.Barrier(3, timeout=SECONDS)
+
+    def at_once(_):
+        together.wait()
+        time.sleep(PAUSE)
+
+    engine = alone(*[plan(str(i), ones(), 1, calls(at_once)) for i in range(3)], lanes=3)
+    start = time.monotonic_ns()
+    run_round(engine)
+    elapsed = time.monotonic_ns() - start
+    stats = engine.stats()
+    busy = [bucket["busy_ns"] for bucket in stats["buckets"]]
+    assert min(busy) >= PAUSE_NS
+    assert max(busy) <= stats["busy_ns"] <= elapsed
+    assert sum(busy) > 1.5 * stats["busy_ns"]
+    assert stats["hidden_ns"] + stats["exposed_ns"] <= elapsed
+    assert stats["hidden_ns"] <= stats["busy_ns"]
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3], ids=lambda lanes: f"{lanes}-lanes")
+def test_every_byte_is_in_one_bucket_whatever_the_number_of_lanes(lanes):
+    sizes = [16, 48, 160, 320, 1040]
+    rounds = 5
+    n = 3
+    hubs = [_C.ThreadHub(n, SECONDS) for _ in range(lanes)]
+    control = _C.ThreadHub(n, SECONDS)
+
+    def run(comm):
+        counted = [_C.CountingCommunicator(_C.ThreadCommunicator(h, comm.rank)) for h in hubs]
+        buckets = [plan(str(i), ones(3 * size), 1) for i, size in enumerate(sizes)]
+        engine = _C.Engine(
+            [
+                _C.Lane([make(lane) for make in buckets[i::lanes]], [lane])
+                for i, lane in enumerate(counted)
+            ],
+            name="Net",
+            fingerprint=1,
+            incarnation=1,
+            timeout_s=SECONDS,
+            control=_C.CountingCommunicator(_C.ThreadCommunicator(control, comm.rank)),
+        )
+        for _ in range(rounds):
+            run_round(engine)
+        return engine.stats()["buckets"], [lane.traffic() for lane in counted]
+
+    for buckets, lane_traffic in run_thread_ranks(n, run):
+        for bucket in buckets:
+            assert bucket["bytes_sent"] == rounds * 2 * bucket["bytes"] * 2 // 3
+            assert bucket["messages_sent"] == rounds * 2 * 2
+        for key in TRAFFIC:
+            assert sum(b[key] for b in buckets) == sum(traffic[key] for traffic in lane_traffic)
+
+
+def test_a_bucket_that_failed_is_not_counted():
+    def fail(_):
+        raise ValueError("no")
+
+    engine = alone(plan("b", ones(), 1, calls(fail)))
+    engine.begin_round()
+    engine.mark_ready(0)
+    with pytest.raises(_C.BaguaError, match="no"):
+        engine.wait()
+    (bucket,) = engine.stats()["buckets"]
+    assert bucket["rounds"] == bucket["busy_ns"] == 0
+
+
+def test_the_accounting_can_be_measured_alone():
+    comms = [Meeting(1).connect(_C.ThreadHub(1, SECONDS), 0) for _ in range(2)]
+    assert 0 < _C.accounting_ns(comms, 1000) < 1e6
+    with pytest.raises(ValueError, match="repeats=0"):
+        _C.accounting_ns(comms, 0)
