@@ -39,7 +39,8 @@ def adam(parameters):
 def qadam(parameters):
     from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 
-    return QAdamOptimizer(parameters, lr=0.0001, warmup_steps=WARM_UP)
+    # After so short a warm-up many second moments are almost zero: eps keeps steps finite.
+    return QAdamOptimizer(parameters, lr=0.0001, warmup_steps=WARM_UP, eps=1e-3)
 
 
 def bare(model, optimizer):
