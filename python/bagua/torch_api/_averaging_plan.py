@@ -52,6 +52,7 @@ class AveragingPlan:
             interval_s=min(op.sync_interval_ms for op in operations) / 1000,
             board=board,
         )
+        self._operations = operations
         for op in operations:
             op.lane = self.lane
         self._owner = weakref.ref(ddp)
@@ -188,6 +189,8 @@ class AveragingPlan:
                 with suppress(_C.BaguaError):  # others ended before: nothing is left to end
                     self.lane.pause(_SECONDS_FOR_OTHERS_TO_END)
         self.lane.stop()
+        for op in self._operations:
+            op.lane = None  # the last reference closes the sockets
 
 
 def _only_operation(bucket: BaguaBucket) -> AsynchronousOp:

@@ -63,7 +63,7 @@ class SharedState:
         """Lines that are equal on all ranks where module, arguments and environment are."""
         return [
             f"bagua {__version__}",
-            *(f"{name}={value}" for name, value in arguments.items()),
+            *(f"{name}{value}" for name, value in arguments.items()),
             f"BAGUA_CHECK_WEIGHTS_EVERY={env.get_check_weights_every()}",
             *self._snapshot.describe(module),
         ]

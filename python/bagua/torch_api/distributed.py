@@ -85,14 +85,14 @@ class BaguaDistributedDataParallel:
         self._running: RunningPlan | AveragingPlan | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         arguments = {
-            "algorithm": algorithm.describe(),
-            "optimizers": [type(optimizer).__name__ for optimizer in self.bagua_optimizers],
-            "do_flatten": gradient_as_bucket_view,
-            "find_unused_parameters": find_unused_parameters,
-            "broadcast_buffers": self.broadcast_buffers,
-            "grad_scaler": grad_scaler is not None and grad_scaler.is_enabled(),
-            "bucket size": self._bucket_bytes,
-            "initial state": initial_state,
+            "algorithm ": algorithm.describe(),
+            "optimizers ": [type(optimizer).__name__ for optimizer in self.bagua_optimizers],
+            "do_flatten=": gradient_as_bucket_view,
+            "find_unused_parameters=": find_unused_parameters,
+            "broadcast_buffers=": self.broadcast_buffers,
+            "grad_scaler=": grad_scaler is not None and grad_scaler.is_enabled(),
+            "bucket size ": self._bucket_bytes,
+            "initial state ": initial_state,
         }
         process_group.transport.agree(
             "the model or the arguments of with_bagua", self._shared.describe(module, arguments)
@@ -148,10 +148,10 @@ class BaguaDistributedDataParallel:
         name, group, buckets = self.bagua_module_name, self.process_group, self.bagua_buckets
         if isinstance(next(iter(buckets[0].ops), None), AsynchronousOp):
             self._running = AveragingPlan(self, wrap)
-            return
-        plan = _plan.build(buckets, group, name, wrap)
-        self._running = RunningPlan(self, plan)
+        else:
+            self._running = RunningPlan(self, _plan.build(buckets, group, name, wrap))
         self._running.set_sync(self._require_sync)
+        _plan.log_plan(name, type(algorithm).__name__, group, buckets)
 
     def give_state(self, source: int, buffers: bool) -> None:
         """Give every rank the parameters, optimizer state and perhaps buffers of ``source``."""

@@ -172,6 +172,9 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         for operation in self._operations:
             operation.check()
 
+    def close(self) -> None:
+        self._operations = []
+
     # State.
 
     def state_dict(self) -> dict[str, Any]:
