@@ -188,6 +188,33 @@ def test_a_backward_onto_momentum_raises_and_says_what_to_do(ranks, how):
 
 
 @training.with_group
+def step_without_a_round(steps_before):
+    model, optimizer = q_adam.wrapped(warmup_steps=1)
+    for step in range(steps_before):
+        q_adam.train_step(model, optimizer, step)
+    if steps_before == 1:  # the first forward after the warm-up switches
+        model(training.batch(1, dist.get_rank())[0])
+    optimizer.zero_grad()
+    with model.no_sync():
+        q_adam.backward_of(model, 7)
+    weights = training.bits(model.parameters())
+    message = training.error_of(optimizer.step, bagua.BaguaError)
+    assert training.bits(model.parameters()) == weights
+    optimizer.zero_grad()
+    for step in range(3, 5):
+        q_adam.train_step(model, optimizer, step)
+        q_adam.assert_ranks_agree(model, optimizer)
+    return message
+
+
+@pytest.mark.parametrize("steps_before", [1, 3], ids=["at-the-switch", "later"])
+def test_a_step_with_gradients_of_this_rank_alone_is_refused(ranks, steps_before):
+    for message in ranks(2, step_without_a_round, steps_before):
+        assert "no backward was communicated since the last step" in message
+        assert "outside of no_sync()" in message
+
+
+@training.with_group
 def zero_late():
     """zero_grad between forward and backward, other backwards, forwards without backward: fine."""
     model, optimizer = q_adam.wrapped(warmup_steps=1)

@@ -15,7 +15,9 @@ __all__ = ["QAdamOptimizer"]
 class MomentumSource(Protocol):
     """Who averages over ranks, as the optimizer sees it."""
 
-    gradients_hold_momentum: bool
+    compressing: bool
+
+    def use_momentum(self) -> None: ...
 
 
 class QAdamOptimizer(torch.optim.Optimizer):
@@ -128,7 +130,9 @@ class QAdamOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         source = self._source() if self._source is not None else None
-        averaged = source is not None and source.gradients_hold_momentum
+        averaged = source is not None and source.compressing
+        if averaged and source is not None and self._has_gradients():
+            source.use_momentum()
         warming_up = not averaged and self.warming_up
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
@@ -138,6 +142,9 @@ class QAdamOptimizer(torch.optim.Optimizer):
                 self._take_momentum(group, parameter, averaged)
                 self._move(group, parameter)
         return loss
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for group in self.param_groups for p in group["params"])
 
     def _warm_up(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         states = [self.state_of(parameter) for parameter in parameters]

@@ -86,7 +86,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self.hierarchical = hierarchical
         self.codec = codec
         self.gradients_hold_momentum = False
-        self._compressing = False
+        self.compressing = False
         # What the ops of the buckets read: exp_avg of every parameter, and beta1 of every tensor of
         # a bucket with the numbers of the optimizer's groups that they come from.
         self._groups: dict[torch.Tensor, int] = {}
@@ -94,17 +94,18 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._betas: list[tuple[torch.Tensor, list[int]]] = []
         self._last_forward = 0  # the wrapper's count of training forwards, no_sync() included
         self._accumulated = False  # under no_sync() since the last round
+        self._fresh = False  # momentum has been averaged, and no step has used it
         self._loaded_steps: int | None = None
         self._on_load: torch.utils.hooks.RemovableHandle | None = None
 
     def need_reset(self) -> bool:
         self._check_loaded_steps()
-        return self._compressing == self.optimizer.warming_up
+        return self.compressing == self.optimizer.warming_up
 
     def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
         self._groups = _groups_of(self.optimizer, bagua_ddp)
-        self._compressing = not self.optimizer.warming_up
-        self.gradients_hold_momentum = False
+        self.compressing = not self.optimizer.warming_up
+        self.gradients_hold_momentum = self._fresh = False
         self._memories, self._betas = {}, []
         self.optimizer._source = weakref.ref(self)
         if self._on_load is None:
@@ -124,7 +125,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
         bucket.clear_ops()
-        if not self._compressing:
+        if not self.compressing:
             bucket.append_centralized_synchronous_op(
                 hierarchical=False, average=True, group=self.process_group
             )
@@ -179,13 +180,27 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
         def finish() -> None:
             bagua_ddp.wait_pending_comm_ops()
-            self.gradients_hold_momentum = self._compressing
+            self.gradients_hold_momentum = self._fresh = self.compressing
             self._accumulated = False
 
         return finish
 
+    def use_momentum(self) -> None:
+        """Called by the optimizer's step, which takes ``.grad`` for momentum.
+
+        Raises:
+            BaguaError: nothing has been averaged since the last step.
+        """
+        if not self._fresh:
+            raise BaguaError(
+                "QAdamOptimizer.step(): no backward was communicated since the last step, so "
+                "gradients are this rank's own and no averaged momentum. After the warm-up let the "
+                "last backward before each step run outside of no_sync(), and step once for it."
+            )
+        self._fresh = False
+
     def close(self) -> None:
-        self.gradients_hold_momentum = False
+        self.gradients_hold_momentum = self.compressing = False
         if self._on_load is not None:
             self._on_load.remove()
             self._on_load = None
