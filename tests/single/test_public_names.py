@@ -43,7 +43,14 @@ MODULES = {
     GradientAllReduceAlgorithm GradientAllReduceAlgorithmImpl
     """,
     "bagua.torch_api.algorithms.bytegrad": "ByteGradAlgorithm ByteGradAlgorithmImpl",
-    "bagua.torch_api.algorithms.decentralized": "DecentralizedAlgorithm DecentralizedAlgorithmImpl",
+    "bagua.torch_api.algorithms.decentralized": """
+    DecentralizedAlgorithm DecentralizedAlgorithmImpl
+    LowPrecisionDecentralizedAlgorithm LowPrecisionDecentralizedAlgorithmImpl
+    """,
+    "bagua.torch_api.algorithms.async_model_average": """
+    AsyncModelAverageAlgorithm AsyncModelAverageAlgorithmImpl
+    """,
+    "bagua.torch_api.algorithms.q_adam": "QAdamOptimizer QAdamAlgorithm QAdamAlgorithmImpl",
 }
 CLASSES = {
     torch.Tensor: """
@@ -54,7 +61,8 @@ CLASSES = {
     """,
     BaguaBucket: """
     flattened_tensor check_flatten append_python_op append_centralized_synchronous_op
-    append_decentralized_synchronous_op clear_ops bytes bagua_module_name
+    append_decentralized_synchronous_op append_low_precision_decentralized_synchronous_op
+    append_asynchronous_model_average_op clear_ops bytes bagua_module_name
     """,
     torch.nn.Module: "with_bagua",
     BaguaModule: """
@@ -81,6 +89,7 @@ CLASSES = {
     bagua.torch_api.algorithms.Algorithm: "reify init",
     type(bagua.torch_api.algorithms.GlobalAlgorithmRegistry): "register get available_algorithms",
 }
+REGISTERED = "gradient_allreduce bytegrad decentralized low_precision_decentralized async qadam"
 REDUCE_OPS = {
     "SUM": 0,
     "PRODUCT": 1,
@@ -97,6 +106,11 @@ REDUCE_OPS = {
 def test_a_module_has_its_names(module):
     found = importlib.import_module(module)
     assert [name for name in MODULES[module].split() if not hasattr(found, name)] == []
+
+
+def test_the_registry_has_upstreams_names():
+    registry = bagua.torch_api.algorithms.GlobalAlgorithmRegistry
+    assert set(registry.available_algorithms()) >= set(REGISTERED.split())
 
 
 @pytest.mark.parametrize("owner", CLASSES, ids=lambda owner: owner.__name__)
