@@ -81,7 +81,7 @@ def resume_before_the_wrap(saved_after, everywhere):
         its_optimizer.load_state_dict(state[1])
     chosen = QAdamAlgorithm(its_optimizer, hierarchical=False)
     again.with_bagua([its_optimizer], chosen)
-    compressing = again.bagua_algorithm._compressing
+    compressing = again.bagua_algorithm.compressing
     assert_goes_on([(model, optimizer), (again, its_optimizer)], saved_after)
     return compressing
 
