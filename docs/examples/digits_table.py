@@ -128,7 +128,7 @@ def find_faults(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=24)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--results", default="demo.json")
     parser.add_argument("--picture", default="demo.png")
