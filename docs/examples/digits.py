@@ -88,7 +88,7 @@ def train(algorithm, epochs, seed, show_progress=False):
     shuffle = torch.Generator().manual_seed(1000 * seed + rank)
     steps_per_epoch = len(labels) // BATCH
     total_steps = epochs * steps_per_epoch
-    # Ranks that see different digits pull in different directions: small steps in the end settle it.
+    # Ranks that see different digits pull different ways: small steps in the end settle it.
     schedule = LinearLR(optimizer, 1.0, 0.05, total_iters=total_steps)
     seconds, test_losses, bytes_sent = [], [], 0
     for step in range(total_steps):
