@@ -184,3 +184,50 @@ def rebucket():
 
 def test_counters_survive_new_buckets(ranks):
     assert ranks(2, rebucket) == [{"iterations": 3, "communications": 3}] * 2
+
+
+class Mixed(torch.nn.Module):
+    """Layers of two dtypes: two buckets."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(5, 4), torch.nn.Linear(4, 3).bfloat16()
+
+    def forward(self, inputs):
+        return self.second(self.first(inputs).bfloat16()).float()
+
+
+@training.with_group
+def skip_on_one_rank(mode):
+    """The means that ranks hold after a step that a GradScaler skips on rank 0 alone."""
+    torch.manual_seed(0)
+    model = Mixed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model.with_bagua([optimizer], DecentralizedAlgorithm(False, mode))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(2.0 * dist.get_rank())
+    skipped = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = training.squared_error(model, training.batch(step, dist.get_rank()))
+        overflows = step == 1 and dist.get_rank() == 0
+        scaler.scale(loss * float("inf") if overflows else loss).backward()
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped.append(scaler.get_scale() < before)
+    return (
+        skipped,
+        {v.item() for p in model.parameters() for v in p.flatten()},
+        len(model.bagua_buckets),
+    )
+
+
+@MODE
+def test_a_skipped_step_on_one_rank_and_several_dtypes_change_nothing(ranks, mode):
+    for rank, (skipped, values, buckets) in enumerate(ranks(2, skip_on_one_rank, mode)):
+        assert skipped == [False, rank == 0, False]
+        assert values == {1.0}, "the mean of 0 and 2"
+        assert buckets == 2
