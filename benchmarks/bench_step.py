@@ -50,7 +50,7 @@ def run_rate(arguments, rate):
         else:
             from network import Network
 
-            with Network(ranks=RANKS, rate_mbit=int(rate)) as network:
+            with Network(ranks=RANKS, rate_mbit=int(rate), mtu=arguments.mtu) as network:
                 wait_for(
                     [
                         network.popen(
@@ -101,6 +101,7 @@ def main():
     )
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--mtu", type=int, default=1500, help="bytes of a packet when shaped")
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rank-output", dest="output", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -112,7 +113,7 @@ def main():
     for rate in arguments.rates:
         print(f"rate {rate}", file=sys.stderr, flush=True)
         rates[rate] = run_rate(arguments, rate)
-    payload = {"machine": machine(), "ranks": RANKS, "rates_mbit": rates}
+    payload = {"machine": machine(), "ranks": RANKS, "mtu": arguments.mtu, "rates_mbit": rates}
     print(json.dumps(payload, indent=2))
     if not arguments.quick:
         write_results("bench_step", payload)

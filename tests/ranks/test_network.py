@@ -62,6 +62,14 @@ def test_ranks_reach_each_other_and_everything_is_removed_afterwards():
     assert own not in namespaces()
 
 
+@needs_namespaces
+def test_packets_may_be_larger():
+    read = "print(open('/sys/class/net/eth0/mtu').read())"
+    with network.Network(1, rate_mbit=100, mtu=9000) as link:
+        (ended,) = link.run([[sys.executable, "-c", read]], timeout=20)
+    assert ended.stdout.strip() == "9000"
+
+
 HOLD = """
 import sys, time
 sys.path.insert(0, {benchmarks!r})
