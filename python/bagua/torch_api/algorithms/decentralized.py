@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from bagua import BaguaError
 from bagua.torch_api._bucket_ops import DecentralizedOp, check_peer_selection_mode
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
+from bagua.torch_api.algorithms._own_weights import OwnWeightsImpl
+from bagua.torch_api.algorithms.base import Algorithm, WrappedModule
 from bagua.torch_api.algorithms.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
@@ -69,14 +69,11 @@ class DecentralizedAlgorithm(Algorithm):
         )
 
 
-class DecentralizedAlgorithmImpl(AlgorithmImpl):
+class DecentralizedAlgorithmImpl(OwnWeightsImpl):
     """Implementation of :class:`DecentralizedAlgorithm`.
 
     An iteration is a forward and a backward outside ``no_sync()``.
     """
-
-    broadcast_buffers = False
-    ranks_agree = False
 
     def __init__(
         self,
@@ -101,17 +98,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         self._operations = []
         self._between_forward_and_backward = False
         self._under_way = False
-        return [
-            parameter.ensure_bagua_tensor(name, bagua_ddp.bagua_module_name)  # type: ignore[attr-defined]
-            for name, parameter in bagua_ddp.bagua_build_params()
-        ]
-
-    def tensors_to_buckets(
-        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
-    ) -> list[BaguaBucket]:
-        return [
-            BaguaBucket(group, name=str(i), flatten=do_flatten) for i, group in enumerate(tensors)
-        ]
+        return self.register_weights(bagua_ddp)
 
     def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
         bucket.clear_ops()
@@ -132,16 +119,9 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
             if self._iterations % self.communication_interval != 0:
                 return
             self._under_way = True
-            for bucket in bagua_ddp.bagua_buckets:
-                for tensor in bucket.tensors:
-                    tensor.bagua_mark_communication_ready()  # type: ignore[attr-defined]
+            self.mark_weights(bagua_ddp)
 
         return start
-
-    def init_backward_hook(
-        self, bagua_ddp: WrappedModule
-    ) -> Callable[[str, torch.nn.Parameter], None]:
-        return lambda parameter_name, parameter: None
 
     def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
         def finish() -> None:
@@ -160,13 +140,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         self, bagua_ddp: WrappedModule
     ) -> Callable[[torch.optim.Optimizer], None]:
         def check(optimizer: torch.optim.Optimizer) -> None:
-            if self._between_forward_and_backward:
-                raise BaguaError(
-                    f"module '{bagua_ddp.bagua_module_name}': optimizer.step() came between a "
-                    "training forward and the end of its backward, when weights are on their way "
-                    "to other ranks. Run other forwards in eval() or under no_grad(), compute the "
-                    "loss from tensors that forward returns, and call backward() without inputs=."
-                )
+            self.check_step(bagua_ddp, "when weights are on their way to other ranks")
 
         return check
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from bagua import _C, BaguaError
+from bagua import _C
 from bagua.torch_api._bucket_ops import LowPrecisionDecentralizedOp
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
+from bagua.torch_api.algorithms._own_weights import OwnWeightsImpl
+from bagua.torch_api.algorithms.base import Algorithm, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.tensor import record_of
@@ -63,16 +64,13 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
         )
 
 
-class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
+class LowPrecisionDecentralizedAlgorithmImpl(OwnWeightsImpl):
     """Implementation of :class:`LowPrecisionDecentralizedAlgorithm`.
 
     An iteration is a forward and a backward outside ``no_sync()``. The round of a communicating one
     is due from the end of its backward on, and runs exactly once: after the last optimizer's step,
     or, if a step was skipped (``GradScaler``), before the next training forward.
     """
-
-    broadcast_buffers = False
-    ranks_agree = False
 
     def __init__(
         self,
@@ -114,17 +112,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         self._operations = []
         self._due = False
         self._between_forward_and_backward = False
-        return [
-            parameter.ensure_bagua_tensor(name, bagua_ddp.bagua_module_name)  # type: ignore[attr-defined]
-            for name, parameter in named
-        ]
-
-    def tensors_to_buckets(
-        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
-    ) -> list[BaguaBucket]:
-        return [
-            BaguaBucket(group, name=str(i), flatten=do_flatten) for i, group in enumerate(tensors)
-        ]
+        return self.register_weights(bagua_ddp)
 
     def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
         # Weights have just been broadcast: the own ones are those of both neighbours.
@@ -146,11 +134,6 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
 
         return begin
 
-    def init_backward_hook(
-        self, bagua_ddp: WrappedModule
-    ) -> Callable[[str, torch.nn.Parameter], None]:
-        return lambda parameter_name, parameter: None
-
     def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
         def end() -> None:
             self._between_forward_and_backward = False
@@ -164,14 +147,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         self, bagua_ddp: WrappedModule
     ) -> Callable[[torch.optim.Optimizer], None]:
         def after_step(optimizer: torch.optim.Optimizer) -> None:
-            if self._between_forward_and_backward:
-                raise BaguaError(
-                    f"module '{bagua_ddp.bagua_module_name}': optimizer.step() came between a "
-                    "training forward and the end of its backward, so backward would see other "
-                    "weights than forward. Run other forwards in eval() or under no_grad(), "
-                    "compute the loss from tensors that forward returns, and call backward() "
-                    "without inputs=."
-                )
+            self.check_step(bagua_ddp, "so backward would see other weights than forward")
             self._stepped.add(id(optimizer))
             if self._stepped >= self._optimizers and self.mark_pending(bagua_ddp):
                 bagua_ddp.wait_pending_comm_ops()
@@ -182,9 +158,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         if not self._due:
             return False
         self._due = False
-        for bucket, _ in self._operations:
-            for tensor in bucket.tensors:
-                tensor.bagua_mark_communication_ready()  # type: ignore[attr-defined]
+        self.mark_weights(bagua_ddp)
         return True
 
     def run_pending(self) -> None:
