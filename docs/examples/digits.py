@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 BATCH = 32
 EVALUATE_EVERY = 4  # steps
-WARM_UP = {"qadam": 40, "async": 20}  # steps with exact gradients
+WARM_UP = {"qadam": 40, "async": 120}  # steps with exact gradients
 
 
 def split_digits(rank, world_size):
