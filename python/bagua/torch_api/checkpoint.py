@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from bagua.torch_api._module_class import BaguaModule
 
@@ -49,6 +48,9 @@ class PerRank:
 
     def state_dict(self) -> dict[str, Any]:
         """``{"rank<r>": {"model": ..., "optimizer": ...}}``, tensors copied."""
+        # Not at the top: it takes a second, which every program would pay.
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
         with self._ddp.exclusive():
             model, optimizer = get_state_dict(self._ddp.module, self._optimizers)
             return {self._key: _copied({"model": model, "optimizer": optimizer})}
@@ -64,6 +66,8 @@ class PerRank:
                 f"the checkpoint has nothing of {self._key}, only {sorted(state)}; load it with "
                 "the number of ranks that saved it"
             )
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
         own = state[self._key]
         with self._ddp.exclusive():
             set_state_dict(
