@@ -1,6 +1,8 @@
 """Every public name of Bagua's documentation is where it was."""
 
 import importlib
+import subprocess
+import sys
 
 import bagua.torch_api
 import pytest
@@ -122,3 +124,11 @@ def test_a_class_has_its_members(owner):
 def test_reduce_operations_have_upstreams_numbers(module):
     found = importlib.import_module(f"bagua.torch_api.{module}").ReduceOp
     assert {op.name: int(op) for op in found} == REDUCE_OPS
+
+
+def test_importing_takes_nothing_along_that_is_slow_to_import():
+    """torch.distributed.checkpoint alone takes a second, which every process would pay."""
+    source = "import sys, bagua.torch_api; print([m for m in sys.modules if m.startswith({!r})])"
+    for slow in ("torch.distributed.checkpoint", "torch._dynamo", "torch._inductor", "sympy"):
+        command = [sys.executable, "-c", source.format(slow)]
+        assert subprocess.run(command, capture_output=True, text=True).stdout == "[]\n", slow
