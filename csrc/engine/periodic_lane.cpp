@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #include "base/check.h"
-#include "engine/engine_state.h"
+#include "engine/accounting.h"
 
 namespace bagua {
 

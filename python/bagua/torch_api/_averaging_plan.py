@@ -40,9 +40,6 @@ class AveragingPlan:
         transport = ddp.process_group.transport
         transport.agree("their buckets", _plan.describe(self._buckets))
         device_type = self._buckets[0].backend_tensor.device.type
-        board = None
-        if transport.size > 1:
-            board = _C.FailureBoard(transport.board_store(wrap), transport.rank, transport.size)
         communicator = transport.connect(f"{wrap}/average", device_type)
         self.communicators = [("average", communicator)]
         self.lane = _C.PeriodicLane(
@@ -50,7 +47,7 @@ class AveragingPlan:
             [bucket.backend_tensor for bucket in self._buckets],
             name=self._name,
             interval_s=min(op.sync_interval_ms for op in operations) / 1000,
-            board=board,
+            board=transport.board(wrap),
         )
         self._operations = operations
         for op in operations:

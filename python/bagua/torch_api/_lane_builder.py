@@ -68,38 +68,36 @@ class LaneBuilder:
     def _averaging(self, spec: DecentralizedOp, default: BaguaProcessGroup) -> _C.BucketOp:
         if spec.peer_selection_mode == "all":
             return self.op(CentralizedOp(spec.hierarchical, True, None, spec.group), default)
-        transport = (spec.group or default).transport
-        if not spec.hierarchical:
-            everyone = self.communicator(transport, "all")
-            return _C.Gossip(everyone, spec.communications, [1] * transport.size, self.scratch)
-        nodes = transport.node_of_ranks()
-        sizes = [nodes.count(nodes[leader]) for leader in _C.leaders(nodes)]
-        # Gossip weighs the nodes, pair by pair: to Hierarchical all are as large as this one.
-        ranks = nodes.count(nodes[transport.rank]) * len(sizes)
-        return self._hierarchical(
-            transport,
-            ranks,
-            _C.ReduceOp.AVG,
-            lambda leaders: _C.Gossip(leaders, spec.communications, sizes, self.scratch),
+        return self._with_sizes(
+            (spec.group or default).transport,
+            spec.hierarchical,
+            lambda members, sizes: _C.Gossip(members, spec.communications, sizes, self.scratch),
         )
 
     def _mixing(self, spec: LowPrecisionDecentralizedOp, default: BaguaProcessGroup) -> _C.BucketOp:
-        transport = (spec.group or default).transport
-
         def on_ring(members: _C.CountingCommunicator, sizes: list[int]) -> _C.BucketOp:
             left, right = mixing_weights(sizes, members.rank)
             codec = _C.make_codec(spec.codec)
             replicas = (spec.weight, spec.left_peer_weight, spec.right_peer_weight)
             return _C.CompressedGossip(members, codec, self.scratch, *replicas, left, right)
 
-        if not spec.hierarchical:
-            return on_ring(self.communicator(transport, "all"), [1] * transport.size)
+        return self._with_sizes((spec.group or default).transport, spec.hierarchical, on_ring)
+
+    def _with_sizes(
+        self,
+        transport: Transport,
+        hierarchical: bool,
+        make: Callable[[_C.CountingCommunicator, list[int]], _C.BucketOp],
+    ) -> _C.BucketOp:
+        """An op that weighs its members, ranks or nodes, by their numbers of ranks itself."""
+        if not hierarchical:
+            return make(self.communicator(transport, "all"), [1] * transport.size)
         nodes = transport.node_of_ranks()
         sizes = [nodes.count(nodes[leader]) for leader in _C.leaders(nodes)]
-        # As with Gossip, to Hierarchical all nodes are as large as this one.
+        # Not to weigh twice: to Hierarchical all nodes are as large as this one.
         ranks = nodes.count(nodes[transport.rank]) * len(sizes)
         return self._hierarchical(
-            transport, ranks, _C.ReduceOp.AVG, lambda leaders: on_ring(leaders, sizes)
+            transport, ranks, _C.ReduceOp.AVG, lambda leaders: make(leaders, sizes)
         )
 
     def _hierarchical(

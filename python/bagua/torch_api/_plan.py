@@ -118,9 +118,6 @@ def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, w
         )
         order[i % count] += [slot.name for slot in slots]
     lanes = [_C.Lane(native[i], list(builders[i].communicators.values())) for i in range(count)]
-    board = None
-    if transport.size > 1:
-        board = _C.FailureBoard(transport.board_store(wrap), transport.rank, transport.size)
     engine = _C.Engine(
         lanes,
         name=name,
@@ -128,7 +125,7 @@ def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, w
         incarnation=transport.incarnation(wrap),
         timeout_s=transport.timeout.total_seconds(),
         control=transport.connect(f"{wrap}/control", "cpu"),
-        board=board,
+        board=transport.board(wrap),
     )
     names = [slot for lane in order for slot in lane]
     communicators = [

@@ -121,9 +121,12 @@ class Transport:
             )
         return creator.creator_fn(store, rank, size, self.timeout)
 
-    def board_store(self, wrap: str) -> c10d.Store:
-        """Where the ranks of one wrap tell each other about failures."""
-        return c10d.PrefixStore(f"board/{wrap}", self.store)
+    def board(self, wrap: str) -> _C.FailureBoard | None:
+        """Where the ranks of one wrap tell each other about failures; None for a rank alone."""
+        if self.size == 1:
+            return None
+        store = c10d.PrefixStore(f"board/{wrap}", self.store)
+        return _C.FailureBoard(store, self.rank, self.size)
 
     def incarnation(self, wrap: str) -> int:
         """A random number that the members of this wrap share and no other wrap has."""
