@@ -22,6 +22,7 @@ __all__ = [
     "AVG_CUSTOM",
     "AVG_WORLD",
     "AllReduceAggregation",
+    "check_dtypes",
 ]
 
 AVG_WORLD = "avg_world"
@@ -96,26 +97,35 @@ class AllReduceAggregation(Aggregation):
         *,
         kind: Kind,
     ) -> None:
-        _check_dtypes(named, op)
+        check_dtypes(named, op)
         super()._aggregate(named, by_layer, op, denom, kind=kind)
 
     def _agg(self, data: torch.Tensor, op: str, denom: Denominator = None) -> torch.Tensor:
         # Checks
         self._check(op, denom)
-        _check_dtypes([("data", data)], op)
+        check_dtypes([("data", data)], op)
 
+        self._agg_together([data], op, denom)
+        return data
+
+    def _agg_together(self, batch: Sequence[torch.Tensor], op: str, denom: Denominator) -> None:
+        """Aggregate several tensors in place; their dtypes and the arguments are checked."""
         name = canonical_op(op)
         if name not in _AVERAGES:
-            return self._reduce(data, _REDUCTIONS[name])
+            self._reduce(batch, _REDUCTIONS[name])
+            return
         divisor = _number(denom) if name == AVG_CUSTOM else float(self.world_size)
+        if not self.divide_before:
+            self._reduce(batch, _C.ReduceOp.SUM)
+        for data in batch:
+            data.div_(divisor)
         if self.divide_before:
-            return self._reduce(data.div_(divisor), _C.ReduceOp.SUM)
-        return self._reduce(data, _C.ReduceOp.SUM).div_(divisor)
+            self._reduce(batch, _C.ReduceOp.SUM)
 
-    def _reduce(self, data: torch.Tensor, op: _C.ReduceOp) -> torch.Tensor:
-        """The reduction over all ranks, in place."""
-        self._communicator("data", data.device.type).all_reduce(data, op)
-        return data
+    def _reduce(self, batch: Sequence[torch.Tensor], op: _C.ReduceOp) -> None:
+        """Reduce tensors over all ranks, in place."""
+        for data in batch:
+            self._communicator("data", data.device.type).all_reduce(data, op)
 
 
 def _number(denom: Denominator) -> float:
@@ -135,7 +145,8 @@ def _number(denom: Denominator) -> float:
     return value
 
 
-def _check_dtypes(named: Sequence[tuple[str, torch.Tensor]], op: str) -> None:
+def check_dtypes(named: Sequence[tuple[str, torch.Tensor]], op: str) -> None:
+    """Raise ValueError where a tensor's dtype has no such operation."""
     name = canonical_op(op)
     for tensor_name, tensor in named:
         exact = not tensor.is_floating_point()

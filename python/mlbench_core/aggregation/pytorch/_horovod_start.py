@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import socket
-from collections import Counter
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
-
 from bagua.torch_api import env
 from bagua.torch_api._rendezvous import rendezvous
+from torch.distributed import distributed_c10d as c10d
 
 __all__ = ["import_horovod", "start_horovod"]
 
@@ -21,6 +20,9 @@ _HOW_TO_GET_IT = (
     "Build it for this environment's torch with `make horovod` in bagua's source tree (three "
     "minutes; tools/build_horovod PYTHON for another environment), as docs/aggregation.md says."
 )
+
+# Marks an environment in which start_horovod has set Horovod's variables.
+_OURS = "BAGUA_STARTED_HOROVOD"
 
 
 class _Rendezvous:
@@ -63,8 +65,8 @@ def start_horovod(horovod: ModuleType) -> None:
     """
     if horovod.is_initialized():
         return
-    ours = _Rendezvous.server is not None or "BAGUA_STARTED_HOROVOD" in os.environ
-    if "HOROVOD_RANK" not in os.environ or ours:
+    # Variables that this function set, or that a parent process's left, are of an earlier start.
+    if "HOROVOD_RANK" not in os.environ or _OURS in os.environ:
         if dist.is_initialized():
             store, rank, size = c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
         else:
@@ -77,51 +79,81 @@ def start_horovod(horovod: ModuleType) -> None:
 def _variables(store: c10d.Store, rank: int, size: int) -> dict[str, str]:
     """What horovodrun would set for this rank.
 
-    1. Every rank says on which node it is; a start is numbered by this rank's visits, because the
-       store may outlive a start.
-    2. Rank 0 serves Horovod's rendezvous and says where, once it knows all nodes.
+    1. Every rank says on which node it is. Starts are numbered by this rank's visits to the store,
+       which may outlive one.
+    2. Rank 0 serves Horovod's rendezvous and says where.
     3. Every rank derives its place among those of its node and among the nodes.
     """
+    # 1.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    start = store.add(f"bagua/horovod/{restarts}/visits/{rank}", 1)
-    store = c10d.PrefixStore(f"bagua/horovod/{restarts}/{start}", store)
+    visit = store.add(f"bagua/horovod/{restarts}/visits/{rank}", 1)
+    store = c10d.PrefixStore(f"bagua/horovod/{restarts}/{visit}", store)
     store.set(f"node/{rank}", str(env.get_node_rank()))
     nodes = [int(store.get(f"node/{other}")) for other in range(size)]
+    places = _places(nodes)
+    one_node = len(set(nodes)) == 1
+    # 2.
     if rank == 0:
         host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-        store.set("server", f"{host} {_serve(nodes)}")
+        store.set("server", f"{host} {_serve(places)}")
     host, port = store.get("server").decode().split()
-    one_node = len(set(nodes)) == 1
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo" if one_node else "").split(",")[0]
+    # 3.
     variables = {
-        **_place(nodes, rank),
+        **places[rank].variables(),
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1" if one_node else socket.gethostbyname(host),
         "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
-        "BAGUA_STARTED_HOROVOD": "1",
+        _OURS: "1",
     }
-    if interface:
-        variables.setdefault(
-            "HOROVOD_GLOO_IFACE", os.environ.get("HOROVOD_GLOO_IFACE", interface)
-        )
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo" if one_node else "").split(",")[0]
+    if interface and "HOROVOD_GLOO_IFACE" not in os.environ:
+        variables["HOROVOD_GLOO_IFACE"] = interface
     return variables
 
 
-def _place(nodes: list[int], rank: int) -> dict[str, str]:
-    """Horovod's variables for a rank; ``nodes``: the node of every rank.
+@dataclass(frozen=True)
+class _Place:
+    """A rank among all, among those of its node, and among its peers: one per node."""
 
-    A process set of Horovod's "cross" kind holds the processes with one local rank, one per node
-    that has so many.
-    """
-    local_ranks = [nodes[:other].count(node) for other, node in enumerate(nodes)]
-    cross = [other for other in range(len(nodes)) if local_ranks[other] == local_ranks[rank]]
-    return {
-        "HOROVOD_HOSTNAME": f"node{nodes[rank]}",
-        "HOROVOD_RANK": str(rank),
-        "HOROVOD_SIZE": str(len(nodes)),
-        "HOROVOD_LOCAL_RANK": str(local_ranks[rank]),
-        "HOROVOD_LOCAL_SIZE": str(nodes.count(nodes[rank])),
-        "HOROVOD_CROSS_RANK": str(cross.index(rank)),
-        "HOROVOD_CROSS_SIZE": str(len(cross)),
-    }
+    hostname: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+    def variables(self) -> dict[str, str]:
+        """As horovodrun sets them."""
+        return {f"HOROVOD_{name.upper()}": str(value) for name, value in vars(self).items()}
+
+
+def _places(nodes: list[int]) -> list[_Place]:
+    """``nodes``: the node of every rank. Peers have the same rank among those of their node."""
+    local = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
+    return [
+        _Place(
+            hostname=f"node{node}",
+            rank=rank,
+            size=len(nodes),
+            local_rank=local[rank],
+            local_size=nodes.count(node),
+            cross_rank=local[:rank].count(local[rank]),
+            cross_size=local.count(local[rank]),
+        )
+        for rank, node in enumerate(nodes)
+    ]
+
+
+def _serve(places: list[_Place]) -> int:
+    """Start Horovod's rendezvous server in a thread of this process; returns its port."""
+    from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.http.http_server import RendezvousServer
+
+    if _Rendezvous.server is not None:
+        _Rendezvous.server.stop()
+    _Rendezvous.server = RendezvousServer()
+    port: int = _Rendezvous.server.start()
+    _Rendezvous.server.init([SlotInfo(**vars(place)) for place in places])
+    return port
