@@ -19,7 +19,7 @@ from torch import nn
 
 SIZE = 2
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-EXACT = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+EXACT = (torch.uint8, torch.int8, torch.int32, torch.int64)
 BIN = Path(sys.executable).parent
 
 

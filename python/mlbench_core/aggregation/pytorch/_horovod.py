@@ -25,7 +25,7 @@ class AllReduceAggregationHVD(AllReduceAggregation):
     By layer each tensor is reduced by one ``hvd.allreduce_``, by model the flat tensors of all
     dtypes by one ``hvd.grouped_allreduce_`` (where there is one dtype, its flat tensor by
     ``hvd.allreduce_``). Horovod adds or takes the extremes; averages are divided here. bfloat16
-    travels as float32 and integers of less than 32 bits as int32, because Horovod refuses them.
+    travels as float32, bytes and booleans as int32, because Horovod refuses them.
 
     It needs Horovod and no process group of torch or bagua, but works next to one. Constructing it
     starts Horovod where the script has not: under ``horovodrun``, or under ``torchrun`` without any

@@ -16,14 +16,13 @@ from torch.distributed import distributed_c10d as c10d
 
 __all__ = ["HorovodCommunicator", "HorovodTransport"]
 
-# dtypes that Horovod does not reduce, and what they travel as. Sums of small integers wrap as
+# dtypes that Horovod does not reduce, and what they travel as. Sums of bytes wrap as
 # usual when they are narrowed again; half precision is rounded once, after the sum.
 _TRAVELS_AS = {
     torch.bfloat16: torch.float32,
     torch.bool: torch.int32,
     torch.uint8: torch.int32,
     torch.int8: torch.int32,
-    torch.int16: torch.int32,
 }
 
 
