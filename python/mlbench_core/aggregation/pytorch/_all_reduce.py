@@ -13,7 +13,6 @@ from bagua.torch_api._transport import Transport
 from mlbench_core.aggregation.pytorch.aggregation import (
     Aggregation,
     Denominator,
-    Kind,
     canonical_op,
 )
 
@@ -22,7 +21,6 @@ __all__ = [
     "AVG_CUSTOM",
     "AVG_WORLD",
     "AllReduceAggregation",
-    "check_dtypes",
 ]
 
 AVG_WORLD = "avg_world"
@@ -88,22 +86,19 @@ class AllReduceAggregation(Aggregation):
     def _expected_size(self) -> int | None:
         return self.world_size
 
-    def _aggregate(
-        self,
-        named: list[tuple[str, torch.Tensor]],
-        by_layer: bool,
-        op: str,
-        denom: Denominator,
-        *,
-        kind: Kind,
-    ) -> None:
-        check_dtypes(named, op)
-        super()._aggregate(named, by_layer, op, denom, kind=kind)
+    def _refusal(self, dtype: torch.dtype, op: str) -> str:
+        name = canonical_op(op)
+        if name in _AVERAGES and not dtype.is_floating_point:
+            return f"{dtype} has no {name}; use sum, min or max, or convert it to floating point"
+        if name == "sum" and dtype == torch.bool:
+            return "booleans have no sum; use max (any) or min (all)"
+        return ""
 
     def _agg(self, data: torch.Tensor, op: str, denom: Denominator = None) -> torch.Tensor:
         # Checks
         self._check(op, denom)
-        check_dtypes([("data", data)], op)
+        if reason := self._refusal(data.dtype, op):
+            raise ValueError(f"{type(self).__name__}: {reason}")
 
         self._agg_together([data], op, denom)
         return data
@@ -143,17 +138,3 @@ def _number(denom: Denominator) -> float:
     if value == 0 or not math.isfinite(value):
         raise ValueError(f"the denominator is {value}: {remedy}")
     return value
-
-
-def check_dtypes(named: Sequence[tuple[str, torch.Tensor]], op: str) -> None:
-    """Raise ValueError where a tensor's dtype has no such operation."""
-    name = canonical_op(op)
-    for tensor_name, tensor in named:
-        exact = not tensor.is_floating_point()
-        if exact and name in _AVERAGES:
-            raise ValueError(
-                f"'{tensor_name}' is {tensor.dtype}, which has no {name}; use sum, min or max, or "
-                "convert it to floating point"
-            )
-        if tensor.dtype == torch.bool and name == "sum":
-            raise ValueError(f"'{tensor_name}' is boolean, which has no sum; use max (any)")

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from bagua import _C
 
-from mlbench_core.aggregation.pytorch._all_reduce import AllReduceAggregation, check_dtypes
+from mlbench_core.aggregation.pytorch._all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch._horovod_start import import_horovod, start_horovod
 from mlbench_core.aggregation.pytorch._horovod_transport import (
     HorovodCommunicator,
@@ -64,7 +64,6 @@ class AllReduceAggregationHVD(AllReduceAggregation):
         if by_layer:
             super()._aggregate(named, by_layer, op, denom, kind=kind)
             return
-        check_dtypes(named, op)
         self._staging.run_together(
             [tensor for _, tensor in named],
             self._device_for,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from bagua import _C
@@ -13,41 +12,14 @@ from bagua.torch_api._process_group import BaguaProcessGroup
 from bagua.torch_api._transport import Transport
 
 from mlbench_core.aggregation.pytorch import _group
-from mlbench_core.aggregation.pytorch._agreement import (
-    ABSENT,
-    PRESENT,
-    REFUSED,
-    agree_on_states,
-)
+from mlbench_core.aggregation.pytorch._agreement import agree
+from mlbench_core.aggregation.pytorch._ops import CanonicalOp, canonical_op
 from mlbench_core.aggregation.pytorch._staging import Staging
-from mlbench_core.aggregation.pytorch._tensors import refusal, tensors_of
+from mlbench_core.aggregation.pytorch._tensors import Candidate, Kind, candidates_of
 
-__all__ = ["Aggregation", "CanonicalOp", "canonical_op"]
+__all__ = ["Aggregation", "CanonicalOp", "Denominator", "Kind", "canonical_op"]
 
-CanonicalOp = Literal["avg_world", "avg_custom", "sum", "min", "max"]
-Kind = Literal["gradient", "weight"]
 Denominator = torch.Tensor | float | None
-
-_NAMES: dict[str, CanonicalOp] = {
-    "avg_world": "avg_world",
-    "avg": "avg_world",
-    "avg_custom": "avg_custom",
-    "custom_avg": "avg_custom",
-    "sum": "sum",
-    "min": "min",
-    "max": "max",
-}
-
-
-def canonical_op(op: str) -> CanonicalOp:
-    """The one name of an operation: ``avg`` is ``avg_world``, ``custom_avg`` is ``avg_custom``.
-
-    Raises:
-        NotImplementedError: there is no such operation.
-    """
-    if op not in _NAMES:
-        raise NotImplementedError(f"op={op!r} is not known; there are {', '.join(_NAMES)}")
-    return _NAMES[op]
 
 
 class Aggregation(ABC):
@@ -105,6 +77,11 @@ class Aggregation(ABC):
     def _describe(self, op: str, denom: Denominator) -> list[str]:
         """Lines that must be equal on all ranks."""
         return [f"op {op}"]
+
+    def _refusal(self, dtype: torch.dtype, op: str) -> str:
+        """Why tensors of this dtype cannot be aggregated; empty if they can be."""
+        del dtype, op
+        return ""
 
     def _expected_size(self) -> int | None:
         """The number of ranks that the caller spoke of, if any."""
@@ -187,58 +164,32 @@ class Aggregation(ABC):
         # 1.
         self._check(op, denom)
         # 2.
-        owners = tensors_of(model, buffers)
-        tensors = {name: t.grad if kind == "gradient" else t.detach() for name, t in owners.items()}
-        present = self._agree(
-            owners,
-            tensors,
-            kind,
-            [f"{'by layer' if by_layer else 'by model'}", *self._describe(op, denom)],
-        )
+        what = f"{type(self).__name__} of {kind}s"
+        arguments = ["by layer" if by_layer else "by model", *self._describe(op, denom)]
+        candidates = candidates_of(model, kind, buffers, lambda dtype: self._refusal(dtype, op))
+        present = self._agree(what, arguments, candidates)
         # 3.
-        made: dict[str, torch.Tensor] = {}
+        made: list[tuple[torch.Tensor, torch.Tensor]] = []
         named: list[tuple[str, torch.Tensor]] = []
-        for name in present:
-            tensor = tensors[name]
+        for candidate in present:
+            tensor = candidate.tensor
             if tensor is None:
-                tensor = made[name] = torch.zeros_like(owners[name])
-            named.append((name, tensor))
+                tensor = torch.zeros_like(candidate.owner)
+                made.append((candidate.owner, tensor))
+            named.append((candidate.name, tensor))
         # 4.
         if named:
             self._aggregate(named, by_layer, op, denom, kind=kind)
         # 5.
-        for name, gradient in made.items():
-            owners[name].grad = gradient
+        for owner, gradient in made:
+            owner.grad = gradient
 
     def _agree(
-        self,
-        owners: dict[str, torch.Tensor],
-        tensors: dict[str, torch.Tensor | None],
-        kind: Kind,
-        arguments: list[str],
-    ) -> list[str]:
-        """Names of the tensors that some rank has.
-
-        Raises:
-            ValueError: on all ranks, if one of them has a tensor that cannot be aggregated.
-        """
-        reasons = {name: refusal(owners[name], tensor) for name, tensor in tensors.items()}
-        states = [
-            REFUSED if reasons[name] else ABSENT if tensor is None else PRESENT
-            for name, tensor in tensors.items()
-        ]
-        what = f"{type(self).__name__} of {kind}s"
-        lines = [what, *arguments]
-        lines += [f"{name} {list(t.shape)} {t.dtype}" for name, t in owners.items()]
+        self, what: str, arguments: list[str], candidates: list[Candidate]
+    ) -> list[Candidate]:
         transport = self._transport()
-        if transport.size > 1:
-            control = self._communicator("agreement", "cpu")
-            states = agree_on_states(transport, control, what, lines, states)
-        for name, state in zip(owners, states, strict=True):
-            if state == REFUSED:
-                reason = reasons[name] or "another rank's cannot be aggregated (see its error)"
-                raise ValueError(f"{what}: the {kind} of '{name}': {reason}")
-        return [name for name, state in zip(owners, states, strict=True) if state == PRESENT]
+        control = self._communicator("agreement", "cpu")
+        return agree(transport, control, what, arguments, candidates)
 
     def _aggregate(
         self,
