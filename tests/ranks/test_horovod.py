@@ -221,7 +221,7 @@ def test_places_on_uneven_nodes():
 # Scripts and launchers.
 
 SCRIPT = """
-import sys, torch
+import os, sys, torch
 from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregationHVD
 {before}
 aggregation = AllReduceAggregationHVD({size})
@@ -230,7 +230,8 @@ model = torch.nn.Linear(2, 1, bias=False)
 model.weight.data.fill_(hvd.rank() + 1.0)
 aggregation.agg_model()(model, "sum")
 aggregation.agg_model(by_layer=True)(model, "avg_world")
-print("weight", model.weight.tolist(), "of", hvd.size(), flush=True)
+# In one piece: both processes write to one terminal.
+os.write(1, f"weight {{model.weight.tolist()}} of {{hvd.size()}}\\n".encode())
 {after}
 """
 RESULT = "weight [[3.0, 3.0]] of 2"
