@@ -71,8 +71,9 @@ class HorovodCommunicator:
         _give_back(on_wire, tensors)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Overwrite one contiguous tensor with that of rank ``root``."""
-        self._horovod.broadcast_(tensor, root, name=self._called([tensor]))
+        """Overwrite one contiguous tensor, of any dtype, with that of rank ``root``."""
+        data = tensor.view(-1).view(torch.uint8)
+        self._horovod.broadcast_(data, root, name=self._called([tensor]))
         self._messages += 1
         self._bytes += tensor.nbytes
 
