@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["orthogonalize", "pack_tensors", "unpack_tensors"]
 
-# What remains of a column that the others span, in units of rounding: a few for long columns.
+# A column of which less than this many units of rounding remains is in the span of the others.
 _ROUNDINGS = 64
 
 
@@ -23,7 +23,7 @@ def orthogonalize(matrix: torch.Tensor, eps: float | torch.Tensor = 1e-16) -> No
     floating dtype and on any device, without waiting for the device. NaN and infinity spoil their
     column and those after it.
 
-    Gram-Schmidt with each projection done twice (L. Giraud, J. Langou, M. Rozložník, *The loss of
+    Gram-Schmidt with repeated projections (L. Giraud, J. Langou, M. Rozložník, *The loss of
     orthogonality in the Gram-Schmidt orthogonalization process*, Computers & Mathematics with
     Applications 50(7), 2005).
 
@@ -51,13 +51,19 @@ def orthogonalize(matrix: torch.Tensor, eps: float | torch.Tensor = 1e-16) -> No
         largest = q[:, i].abs().amax()
         column = _divided(q[:, i], largest, floor)
         column = _divided(column, torch.linalg.vector_norm(column), 0.0)
-        # 2. What the columns before do not span, which is zero if nothing but rounding is left.
-        column = column - before @ (before.T @ column)
+        # 2. What the columns before do not span, which is zero if nothing but rounding is left. Two
+        #    times: sums over long columns are not exact, and the first leaves what they missed.
+        column = _rest(_rest(column, before), before)
         column = _divided(column, torch.linalg.vector_norm(column), negligible)
         # 3. Once more: the division blew up what rounding had left along the others.
-        column = column - before @ (before.T @ column)
+        column = _rest(column, before)
         q[:, i] = _divided(column, torch.linalg.vector_norm(column), 0.0)
     matrix.copy_(q)
+
+
+def _rest(column: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """The column without its projection on orthonormal ones."""
+    return column - before @ (before.T @ column)
 
 
 def _divided(column: torch.Tensor, length: torch.Tensor, floor: float) -> torch.Tensor:
