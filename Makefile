@@ -79,7 +79,7 @@ sanitize: venv ## Run the C++ stress program under ThreadSanitizer, then under A
 	OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 build/asan/stress
 
 soak: build horovod ## The tests that count on luck, many times: 50 scripts that just end
-	BAGUA_TEST_EXITS=50 OMP_NUM_THREADS=1 $(PY) -m pytest tests/ranks/test_exit.py tests/ranks/test_horovod.py -k every_time $(ARGS)
+	BAGUA_TEST_EXITS=50 OMP_NUM_THREADS=1 $(PY) -m pytest tests/ranks/test_exit.py tests/ranks/test_horovod_launchers.py -k every_time $(ARGS)
 
 bench: build ## Run all benchmarks (ARGS=--quick: a first impression); results go to benchmarks/results
 	for program in benchmarks/bench_*.py; do echo "== $$program"; $(PY) $$program $(ARGS); done
