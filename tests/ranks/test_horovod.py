@@ -10,8 +10,9 @@ from mlbench_core.aggregation.pytorch.centralized import (
     AllReduceAggregation,
     AllReduceAggregationHVD,
 )
+from mlbench_core.optim.pytorch.fp_optimizers import FP16Optimizer
 from ranks import pool
-from ranks.training import bits, error_of, with_group
+from ranks.training import batch, bits, error_of, network, squared_error, with_group
 from torch import nn
 
 SIZE = 2
@@ -178,6 +179,27 @@ def wrong_size():
 def test_another_world_size_than_horovods_is_refused_at_construction(horovod_ranks):
     for message in horovod_ranks(wrong_size):
         assert message.startswith("ValueError: AllReduceAggregationHVD was made with world_size=3")
+
+
+def half_precision(use_horovod):
+    model = network(seed=int(os.environ["RANK"])).half()
+    optimizer = FP16Optimizer(model, SIZE, use_horovod=use_horovod, average_world=True)
+    optimizer.set_optimizer(torch.optim.SGD([optimizer.fp32_params], lr=0.1))
+    inputs, targets = batch(0, int(os.environ["RANK"]))
+    optimizer.backward_loss(squared_error(model, (inputs.half(), targets.half())))
+    assert optimizer.step()
+    return bits([optimizer.fp32_params, *model.parameters()])
+
+
+@with_group
+def both_half_precisions():
+    return [half_precision(False), half_precision(True)]
+
+
+def test_an_optimizer_over_horovod_trains_as_over_the_group(horovod_ranks):
+    first, second = horovod_ranks(both_half_precisions)
+    assert first == second
+    assert len({*first, *second}) == 1
 
 
 def start_again():
