@@ -9,6 +9,7 @@
 #include "op/compressed_gossip.h"
 #include "op/gossip.h"
 #include "op/hierarchical.h"
+#include "op/round_memory.h"
 #include "op/update_momentum.h"
 
 namespace bagua {
@@ -28,6 +29,16 @@ void bind_op(py::module_& m) {
           },
           py::arg("flat"), py::arg("step") = 1, py::arg("grad_scale") = 1.0f,
           py::arg("bucket") = "eager", py::call_guard<py::gil_scoped_release>());
+
+  py::class_<RoundOutcome, std::shared_ptr<RoundOutcome>>(m, "RoundOutcome").def(py::init<>());
+
+  py::class_<RoundMemory, std::shared_ptr<RoundMemory>>(m, "RoundMemory")
+      .def(py::init<std::vector<at::Tensor>, std::shared_ptr<RoundOutcome>>(), py::arg("initial"),
+           py::arg("outcome"))
+      .def("value", [](RoundMemory& memory, size_t i) { return memory.value(i).detach(); })
+      .def("next", [](RoundMemory& memory, size_t i) { return memory.next(i).detach(); })
+      .def("leave", &RoundMemory::leave, py::arg("step"), py::arg("finite"))
+      .def("set", &RoundMemory::set, py::arg("i"), py::arg("value"));
 
   py::class_<AllReduce, BucketOp, std::shared_ptr<AllReduce>>(m, "AllReduce")
       .def(py::init<std::shared_ptr<Communicator>, ReduceOp>(), py::arg("communicator"),
