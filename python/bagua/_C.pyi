@@ -139,6 +139,22 @@ class UpdateMomentum(BucketOp):
         scratch: Scratch,
     ) -> None: ...
 
+class LowRank(BucketOp):
+    def __init__(
+        self,
+        communicator: Communicator,
+        scratch: Scratch,
+        numel: int,
+        matrices: list[tuple[int, int, int, int]],
+        *,
+        warm_start: bool,
+        error_feedback: bool,
+        seed: int,
+        memory: RoundMemory,
+    ) -> None: ...
+
+def orthogonalise(batch: torch.Tensor) -> torch.Tensor: ...
+
 class CompressedGossip(BucketOp):
     def __init__(
         self,
