@@ -10,7 +10,7 @@
 #include "op/gossip.h"
 #include "op/hierarchical.h"
 #include "op/low_rank.h"
-#include "op/orthogonalise.h"
+#include "op/low_rank_products.h"
 #include "op/round_memory.h"
 #include "op/update_momentum.h"
 
@@ -110,9 +110,8 @@ void bind_op(py::module_& m) {
            py::kw_only(), py::arg("warm_start"), py::arg("error_feedback"), py::arg("seed"),
            py::arg("memory"));
 
-  m.def(
-      "orthogonalise", [](at::Tensor batch) { return orthogonalise(batch); }, py::arg("batch"),
-      py::call_guard<py::gil_scoped_release>());
+  m.def("orthonormalise", &orthonormalise, py::arg("batch"),
+        py::call_guard<py::gil_scoped_release>());
 
   py::class_<CompressedGossip, BucketOp, std::shared_ptr<CompressedGossip>>(m, "CompressedGossip")
       .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,

@@ -6,18 +6,11 @@
 
 #include "comm/communicator.h"
 #include "op/bucket_op.h"
+#include "op/low_rank_layout.h"
 #include "op/round_memory.h"
 #include "op/scratch.h"
 
 namespace bagua {
-
-// Where a matrix lies in the bucket (row after row), and the rank of its approximation.
-struct LowRankMatrix {
-  int64_t offset;  // elements from the start of the bucket
-  int64_t rows;
-  int64_t columns;
-  int64_t rank;  // 1 to min(rows, columns)
-};
 
 struct LowRankOptions {
   bool warm_start;      // start from the last round's Q instead of a fresh random one
@@ -29,7 +22,7 @@ struct LowRankOptions {
 // With s the round's grad_scale, per matrix G of the bucket, its error E and query Q:
 //   1. M = G / s + E;  P = M Q;
 //   2. one all_reduce (sum) of all P, and of whatever in the bucket is no matrix, divided by s;
-//   3. the columns of P are made orthonormal (orthogonalise.h); Q' = M^T P;
+//   3. the columns of P are made orthonormal (low_rank_products.h); Q' = M^T P;
 //   4. one all_reduce (sum) of all Q', divided by the number of ranks;
 //   5. G <- s P Q'^T in the bucket's dtype;  E <- M - G / s;  Q <- Q', except for columns where P
 //      vanished: they keep their old query, or a gradient that was zero once would make them zero
@@ -42,10 +35,11 @@ struct LowRankOptions {
 //
 // After a round all ranks hold the same bits of the bucket and of Q; errors are each rank's own.
 // The update depends on the errors only through their mean over the ranks, so any errors of equal
-// mean may replace them (a changed number of ranks). With one rank nothing is done.
+// mean may replace them (a changed number of ranks). One rank alone adds its error and owes
+// nothing from then on.
 //
 // Ownership: the memory is shared with the algorithm. Its tensors are: E, as long as the bucket
-// (empty without error feedback); all Q, one after the other, each columns x rank; and the number
+// (empty without error feedback); all Q, one after the other, each rank x columns; and the number
 // of communications behind it, one int64 on the CPU, 0 where no Q is known yet.
 // May fail: std::invalid_argument for what does not fit. Bytes sent per rank: as two all_reduces,
 // of sum(rank * rows) + the rest, and of sum(rank * columns).
@@ -62,29 +56,11 @@ class LowRank final : public BucketOp {
   struct Job;
   enum Memory { kError, kQueries, kCommunications };
 
-  // A matrix and where its P and Q lie in the messages.
-  struct Placed {
-    LowRankMatrix matrix;
-    int64_t left;
-    int64_t right;
-  };
-  // Matrices whose P have one shape and lie side by side.
-  struct Batch {
-    int64_t left;
-    int64_t rows;
-    int64_t rank;
-    std::vector<size_t> members;  // positions in placed_
-  };
-  struct Range {
-    int64_t offset;
-    int64_t numel;
-  };
-
-  void place(const std::vector<LowRankMatrix>& matrices);
+  void pay_alone(at::Tensor& flat, const Round& round);
   void check(const at::Tensor& flat, const Round& round);
   at::Tensor queries(const at::Tensor& flat, const Round& round);
   bool reduce_left(const Job& job);
-  std::vector<at::Tensor> orthogonalise_left(const Job& job) const;
+  std::vector<at::Tensor> orthonormalise_left(const Job& job) const;
   bool reduce_right(const Job& job);
   void write_result(const Job& job) const;
   bool result_is_finite(const Job& job) const;
@@ -94,13 +70,7 @@ class LowRank final : public BucketOp {
   std::shared_ptr<Scratch> scratch_;
   LowRankOptions options_;
   std::shared_ptr<RoundMemory> memory_;
-  std::vector<Placed> placed_;  // in the order given, which is that of their queries
-  std::vector<Batch> batches_;
-  std::vector<Range> rest_;  // of the bucket, between and behind the matrices
-  int64_t numel_;            // of the bucket
-  int64_t left_numel_ = 0;   // of all P
-  int64_t right_numel_ = 0;  // of all Q
-  int64_t rest_numel_ = 0;
+  LowRankLayout layout_;
 };
 
 }  // namespace bagua

@@ -1,4 +1,4 @@
-"""Low-rank means: the oracle's values, the same bits on all ranks, and the identities of PowerSGD."""
+"""Low-rank means: the oracle's values, equal bits on all ranks, the identities of PowerSGD."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def rest(flat, matrices=MATRICES):
 def queries_of(flat, matrices=MATRICES):
     out, at = [], 0
     for _, _, columns, rank in matrices:
-        out.append(flat[at : at + columns * rank].view(columns, rank))
+        out.append(flat[at : at + columns * rank].view(rank, columns).T)
         at += columns * rank
     return out
 
