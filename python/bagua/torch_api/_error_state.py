@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["error_key", "load_errors", "load_views", "ranks_text"]
+__all__ = ["error_key", "load_memory", "ranks_text"]
 
 
 def error_key(rank: int, name: str) -> str:
@@ -20,17 +20,20 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return " ".join(map(str, ranks))
 
 
-def load_errors(
+def load_memory(
     state: Mapping[str, Any],
-    views: Iterable[tuple[str, torch.Tensor]],
+    *,
+    equal: Iterable[tuple[str, torch.Tensor]],
+    errors: Iterable[tuple[str, torch.Tensor]],
     rank: int,
     ranks: Sequence[int],
 ) -> None:
-    """Copy errors from a state into ``views``, (name, tensor) of every parameter.
+    """Copy what an algorithm remembers from a state into its tensors.
 
-    A state of the same ranks gives every rank its own. Of other ranks, the dicts of all of them
-    merged, every rank gets the mean: what is owed on average is what training depends on (Vogels et
-    al., NeurIPS 2019: the aggregation is linear).
+    ``equal``: (key, tensor) of what all ranks have alike. ``errors``: (name of parameter, tensor).
+    A state of the same ranks gives every rank its own errors. Of other ranks, the dicts of all of
+    them merged, every rank gets the mean: what is owed on average is what training depends on
+    (Vogels et al., NeurIPS 2019: the aggregation is linear).
 
     Raises:
         ValueError: something is missing or of another shape; nothing has been copied then.
@@ -39,30 +42,17 @@ def load_errors(
         raise ValueError("the state has no 'ranks': it is of another algorithm")
     saved = [int(number) for number in str(state["ranks"]).split()]
     sources = [rank] if saved == list(ranks) else saved
-    remedy = (
-        "load what this rank saved, with the same model"
-        if len(sources) == 1
-        else f"it was saved by ranks {state['ranks']} and is loaded by {ranks_text(ranks)}: merge "
-        "what all ranks saved into one dict (a | b | ...), or load it with the ranks that saved it"
+    here = "load it with the same model and the same arguments of the algorithm"
+    all_ranks = (
+        f"it was saved by ranks {state['ranks']} and is loaded by {ranks_text(ranks)}: merge what "
+        "all ranks saved into one dict (a | b | ...), or load it with the ranks that saved it"
     )
-    found: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-    for name, view in views:
-        errors = [_entry(state, error_key(source, name), view, remedy) for source in sources]
-        found.append((view, errors))
-    with torch.no_grad():
-        for view, errors in found:
-            mean = torch.stack([error.to(view) for error in errors]).sum(0) / len(errors)
-            view.copy_(errors[0] if len(errors) == 1 else mean)
-
-
-def load_views(state: Mapping[str, Any], views: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy what is equal on all ranks from a state into ``views``, (key, tensor).
-
-    Raises:
-        ValueError: something is missing or of another shape; nothing has been copied then.
-    """
-    remedy = "load it with the same model and the same arguments of the algorithm"
-    found = [(view, _entry(state, key, view, remedy)) for key, view in views]
+    found = [(view, _entry(state, key, view, here)) for key, view in equal]
+    for name, view in errors:
+        remedy = here if saved == list(ranks) else all_ranks
+        owed = [_entry(state, error_key(source, name), view, remedy) for source in sources]
+        wide = torch.stack([error.to(view) for error in owed])
+        found.append((view, owed[0] if len(owed) == 1 else wide.sum(0) / len(owed)))
     with torch.no_grad():
         for view, value in found:
             view.copy_(value)

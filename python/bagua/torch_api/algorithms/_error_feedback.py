@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bagua import _C
-from bagua.torch_api._error_state import error_key, load_errors, load_views, ranks_text
+from bagua.torch_api._error_state import error_key, load_memory, ranks_text
 from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
@@ -113,19 +113,26 @@ class ErrorFeedbackImpl(AlgorithmImpl):
             raise ValueError(
                 f"{type(self).__name__}: the state has no 'rounds': it is of another algorithm"
             )
-        if int(state["rounds"]) < self.warmup_steps:
-            self._loaded = None
-        elif self._compressing:
+        rounds = int(state["rounds"])
+        remembers = rounds >= self.warmup_steps and not set(state) <= {"rounds", "ranks"}
+        self._loaded = None
+        if not self._compressing:
+            self._loaded = dict(state) if remembers else None  # the next forward makes the buckets
+        elif remembers:
             self._load_memories(state)
-        else:
-            self._loaded = dict(state)  # the next forward makes the buckets
-        self._rounds = int(state["rounds"])
+        else:  # saved before the first compressed round: nothing is owed
+            for _, view in (*self._equal_views(), *self._errors()):
+                view.zero_()
+        self._rounds = rounds
 
     def _load_memories(self, state: dict[str, Any]) -> None:
-        # A state from within the warm-up of another setting owes nothing.
-        rank, ranks = self.process_group.transport.rank, self._members()
-        load_views(state, self._equal_views())
-        load_errors(state, self._errors(), rank, ranks)
+        load_memory(
+            state,
+            equal=self._equal_views(),
+            errors=self._errors(),
+            rank=self.process_group.transport.rank,
+            ranks=self._members(),
+        )
 
     def _equal_views(self) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket, memory in self._memories:
