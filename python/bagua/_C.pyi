@@ -129,6 +129,15 @@ class Gossip(BucketOp):
         scratch: Scratch,
     ) -> None: ...
 
+class NeighborAverage(BucketOp):
+    def __init__(
+        self,
+        communicator: Communicator,
+        own_weight: float,
+        neighbors: list[tuple[int, float]],
+        scratch: Scratch,
+    ) -> None: ...
+
 class UpdateMomentum(BucketOp):
     def __init__(
         self,
