@@ -61,7 +61,7 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
 
         self.average_world = average_world
         self._recipe = partial(
-            SparsifiedAggregation, use_cuda=use_cuda, k=sparse_grad_size, random=random_sparse
+            SparsifiedAggregation, use_cuda=use_cuda, k=sparse_grad_size, random_sparse=random_sparse
         )
         self.aggregation: Aggregation = self._recipe(self._carrier())
         named = dict(self._carrier().named_parameters())
