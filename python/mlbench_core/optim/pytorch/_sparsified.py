@@ -60,8 +60,12 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         from mlbench_core.aggregation.pytorch.centralized import SparsifiedAggregation
 
         self.average_world = average_world
+        self.world_size = world_size
         self._recipe = partial(
-            SparsifiedAggregation, use_cuda=use_cuda, k=sparse_grad_size, random_sparse=random_sparse
+            SparsifiedAggregation,
+            use_cuda=use_cuda,
+            k=sparse_grad_size,
+            random_sparse=random_sparse,
         )
         self.aggregation: Aggregation = self._recipe(self._carrier())
         named = dict(self._carrier().named_parameters())
@@ -71,9 +75,11 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         carrier = self._carrier()
         for p, step in zip(carrier.parameters(), steps, strict=True):
             p.grad = step
-        aggregate = self.aggregation.agg_grad()
-        aggregate(carrier, "avg_world" if self.average_world else "sum")
-        return [p.grad for p in carrier.parameters()]
+        self.aggregation.agg_grad(by_layer=True)(carrier, "avg_world")
+        means = [p.grad for p in carrier.parameters()]
+        if not self.average_world:
+            return [None if mean is None else mean * self.world_size for mean in means]
+        return means
 
     def _carrier(self) -> torch.nn.ParameterList:
         """A module of the parameters' own memory, whose gradients are free to carry the steps."""
@@ -97,6 +103,7 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {
             "average_world": self.average_world,
+            "world_size": self.world_size,
             "_recipe": self._recipe,
             "memory of the aggregation": memory_of(self.aggregation),
         }
