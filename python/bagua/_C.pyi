@@ -1,4 +1,7 @@
-"""Types of the C++ core. The contracts are in the headers under csrc/."""
+"""Types of the C++ core. The contracts are in the headers under csrc/.
+
+Longer than other files may be: an extension module has one stub.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -6,7 +6,8 @@ from functools import partial
 
 import torch
 
-from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominator
+from mlbench_core.aggregation.pytorch._power import PowerAggregation
+from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.optim.pytorch._aggregating import AggregatingOptimizer, Tracker
 from mlbench_core.optim.pytorch._arguments import needed
 
@@ -64,14 +65,9 @@ class PowerSGD(AggregatingOptimizer):
         if not average_world:
             raise NotImplementedError("PowerSGD averages gradients only: leave average_world=True")
 
-        from mlbench_core.aggregation.pytorch.centralized import PowerAggregation
-
-        recipe: partial[Aggregation] = partial(
-            PowerAggregation, module, use_cuda, reuse_query, world_size, rank
-        )
         super().__init__(
             module,
-            recipe,
+            partial(PowerAggregation, module, use_cuda, reuse_query, world_size, rank),
             world_size=world_size,
             op="avg_world",
             agg_grad=True,
