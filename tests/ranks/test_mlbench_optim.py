@@ -11,7 +11,6 @@ from mlbench_core.optim.pytorch import (
     CustomCentralizedOptimizer,
     DecentralizedSGD,
 )
-from mlbench_core.optim.pytorch.fp_optimizers import FP16Optimizer
 from ranks.training import (
     assert_close,
     assert_ranks_agree,
@@ -19,14 +18,11 @@ from ranks.training import (
     bits,
     error_of,
     gather,
-    local_gradients,
-    mean_over_ranks,
     network,
     squared_error,
     train,
     train_alone,
     train_on_ranks,
-    whole_batch,
     with_group,
 )
 from torch import nn
@@ -191,93 +187,6 @@ def test_all_ranks_begin_with_the_weights_and_the_optimizer_state_of_rank_0(rank
     first, *others = ranks(3, state_of_rank_0)
     assert first[0] == 0.1
     assert others == [first] * 2
-
-
-# Decentralized.
-
-
-def neighbors(graph):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if graph == "path":  # irregular
-        return [other for other in (rank - 1, rank + 1) if 0 <= other < size]
-    return [(rank - 1) % size, (rank + 1) % size]  # with 2 ranks one neighbour twice
-
-
-@with_group
-def train_decentralized(graph, by_layer):
-    rank = dist.get_rank()
-    model = network(seed=rank)
-    optimizer = DecentralizedSGD(rank, neighbors(graph), model, lr=0.2, by_layer=by_layer)
-    assert_ranks_agree(model)
-    for step in range(STEPS):
-        data = batch(step, rank)
-        mean = {name: mean_over_ranks(p) for name, p in model.named_parameters()}
-        own = local_gradients(model, squared_error, data)
-        gradient = {name: mean_over_ranks(value) for name, value in own.items()}
-        train(model, optimizer, [data])
-        for name, p in model.named_parameters():
-            expected = mean[name] - 0.2 * gradient[name]
-            torch.testing.assert_close(mean_over_ranks(p), expected, rtol=1e-5, atol=1e-6)
-    return bits(model.parameters())
-
-
-@pytest.mark.parametrize("by_layer", [False, True], ids=["by_model", "by_layer"])
-@pytest.mark.parametrize(("n", "graph"), [(2, "ring"), (3, "path"), (4, "ring")])
-def test_the_mean_of_decentralized_ranks_moves_as_by_sgd(ranks, n, graph, by_layer):
-    digests = ranks(n, train_decentralized, graph, by_layer)
-    assert len(set(digests)) == (1 if n == 2 else n)  # not an all_reduce
-
-
-@with_group
-def agree_by_mixing():
-    rank = dist.get_rank()
-    model = nn.Linear(3, 2)
-    optimizer = DecentralizedSGD(rank, neighbors("path"), model, lr=0.1)
-    for p in model.parameters():
-        p.data.fill_(float(rank))
-        p.grad = torch.zeros_like(p)
-    for _ in range(40):
-        optimizer.step()
-    return [value for p in model.parameters() for value in p.detach().flatten().tolist()]
-
-
-def test_without_gradients_decentralized_ranks_agree_on_their_mean(ranks):
-    for values in ranks(3, agree_by_mixing):
-        assert values == pytest.approx([1.0] * 8, abs=1e-5)
-
-
-# Half precision.
-
-
-@with_group
-def train_in_half_precision():
-    rank, size = dist.get_rank(), dist.get_world_size()
-    model = network(seed=rank).half()
-    optimizer = FP16Optimizer(model, size, average_world=True, init_scale=4, scale_window=100)
-    optimizer.set_optimizer(torch.optim.SGD([optimizer.fp32_params], lr=0.1))
-    oracle = network(seed=0).half().float()
-    plain = torch.optim.SGD(oracle.parameters(), lr=0.1)
-    updated = []
-    for step in range(STEPS):
-        inputs, targets = batch(step, rank)
-        optimizer.zero_grad()
-        optimizer.backward_loss(squared_error(model, (inputs.half(), targets.half())))
-        overflows = step == 1
-        if overflows and rank == size - 1:
-            model[0].bias.grad.fill_(float("inf"))
-        updated.append(optimizer.step())
-        assert_ranks_agree(model)
-        if not overflows:
-            plain.zero_grad()
-            squared_error(oracle, whole_batch(step, size)).backward()
-            plain.step()
-    expected = torch.cat([p.detach().flatten() for p in oracle.parameters()])
-    torch.testing.assert_close(optimizer.fp32_params.detach(), expected, atol=3e-3, rtol=1e-2)
-    return updated, optimizer.loss_scaler.loss_scale
-
-
-def test_in_half_precision_an_overflow_of_one_rank_makes_all_skip(ranks):
-    assert ranks(3, train_in_half_precision) == [([True, False, True, True], 2.0)] * 3
 
 
 # Refusals.
