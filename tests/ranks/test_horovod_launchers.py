@@ -89,6 +89,14 @@ def test_a_rank_that_left_is_an_error_on_the_other_and_changes_nothing(run_scrip
     assert [end.returncode for end in ends] == [3, 0], [end.stderr for end in ends]
 
 
+def test_under_torchrun_without_horovodrun_hvd_init_is_explained(run_script):
+    before = "import horovod.torch as hvd; hvd.init()"
+    for end in run_script(SIZE, script(before=before), timeout=60.0):
+        assert end.returncode == 1
+        assert "Horovod has 1 process(es)" in end.stderr
+        assert "leave hvd.init() to this class" in end.stderr
+
+
 # Where it is missing.
 
 

@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from bagua import _C
+from bagua.torch_api._transport import Transport
 
 from mlbench_core.aggregation.pytorch._all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch._horovod_start import import_horovod, start_horovod
@@ -51,6 +52,14 @@ class AllReduceAggregationHVD(AllReduceAggregation):
         transport = HorovodTransport(horovod)
         self._check_group(transport)
         self._joined = transport
+
+    def _check_group(self, transport: Transport) -> None:
+        if transport.size != self.world_size:
+            raise ValueError(
+                f"{type(self).__name__} was made with world_size={self.world_size}, but Horovod "
+                f"has {transport.size} process(es): pass the number that was launched and, under "
+                "torchrun, leave hvd.init() to this class"
+            )
 
     def _aggregate(
         self,
