@@ -9,7 +9,10 @@
 #include "op/compressed_gossip.h"
 #include "op/gossip.h"
 #include "op/hierarchical.h"
+#include "op/low_rank.h"
+#include "op/low_rank_products.h"
 #include "op/neighbor_average.h"
+#include "op/round_memory.h"
 #include "op/update_momentum.h"
 
 namespace bagua {
@@ -29,6 +32,16 @@ void bind_op(py::module_& m) {
           },
           py::arg("flat"), py::arg("step") = 1, py::arg("grad_scale") = 1.0f,
           py::arg("bucket") = "eager", py::call_guard<py::gil_scoped_release>());
+
+  py::class_<RoundOutcome, std::shared_ptr<RoundOutcome>>(m, "RoundOutcome").def(py::init<>());
+
+  py::class_<RoundMemory, std::shared_ptr<RoundMemory>>(m, "RoundMemory")
+      .def(py::init<std::vector<at::Tensor>, std::shared_ptr<RoundOutcome>>(), py::arg("initial"),
+           py::arg("outcome"))
+      .def("value", [](RoundMemory& memory, size_t i) { return memory.value(i).detach(); })
+      .def("next", [](RoundMemory& memory, size_t i) { return memory.next(i).detach(); })
+      .def("leave", &RoundMemory::leave, py::arg("step"), py::arg("finite"))
+      .def("set", &RoundMemory::set, py::arg("i"), py::arg("value"));
 
   py::class_<AllReduce, BucketOp, std::shared_ptr<AllReduce>>(m, "AllReduce")
       .def(py::init<std::shared_ptr<Communicator>, ReduceOp>(), py::arg("communicator"),
@@ -90,6 +103,28 @@ void bind_op(py::module_& m) {
            }),
            py::arg("memories"), py::arg("offsets"), py::arg("strides"), py::arg("betas"),
            py::arg("scratch"));
+
+  py::class_<LowRank, BucketOp, std::shared_ptr<LowRank>>(m, "LowRank")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Scratch> scratch,
+                       int64_t numel, const std::vector<std::array<int64_t, 4>>& matrices,
+                       bool warm_start, bool error_feedback, uint64_t seed,
+                       std::shared_ptr<RoundMemory> memory) {
+             std::vector<LowRankMatrix> placed;
+             for (const auto& [offset, rows, columns, rank] : matrices) {
+               placed.push_back({offset, rows, columns, rank});
+             }
+             return std::make_shared<LowRank>(
+                 std::move(communicator), std::move(scratch), numel, placed,
+                 LowRankOptions{
+                     .warm_start = warm_start, .error_feedback = error_feedback, .seed = seed},
+                 std::move(memory));
+           }),
+           py::arg("communicator"), py::arg("scratch"), py::arg("numel"), py::arg("matrices"),
+           py::kw_only(), py::arg("warm_start"), py::arg("error_feedback"), py::arg("seed"),
+           py::arg("memory"));
+
+  m.def("orthonormalise", &orthonormalise, py::arg("batch"),
+        py::call_guard<py::gil_scoped_release>());
 
   py::class_<CompressedGossip, BucketOp, std::shared_ptr<CompressedGossip>>(m, "CompressedGossip")
       .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,

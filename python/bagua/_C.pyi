@@ -1,4 +1,7 @@
-"""Types of the C++ core. The contracts are in the headers under csrc/."""
+"""Types of the C++ core. The contracts are in the headers under csrc/.
+
+Longer than other files may be: an extension module has one stub.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -92,6 +95,16 @@ class BucketOp:
         self, flat: torch.Tensor, step: int = 1, grad_scale: float = 1.0, bucket: str = "eager"
     ) -> None: ...
 
+class RoundOutcome:
+    def __init__(self) -> None: ...
+
+class RoundMemory:
+    def __init__(self, initial: list[torch.Tensor], outcome: RoundOutcome) -> None: ...
+    def value(self, i: int) -> torch.Tensor: ...
+    def next(self, i: int) -> torch.Tensor: ...
+    def leave(self, step: int, finite: bool) -> None: ...
+    def set(self, i: int, value: torch.Tensor) -> None: ...
+
 class AllReduce(BucketOp):
     def __init__(self, communicator: Communicator, op: ReduceOp) -> None: ...
 
@@ -137,6 +150,22 @@ class UpdateMomentum(BucketOp):
         betas: torch.Tensor,
         scratch: Scratch,
     ) -> None: ...
+
+class LowRank(BucketOp):
+    def __init__(
+        self,
+        communicator: Communicator,
+        scratch: Scratch,
+        numel: int,
+        matrices: list[tuple[int, int, int, int]],
+        *,
+        warm_start: bool,
+        error_feedback: bool,
+        seed: int,
+        memory: RoundMemory,
+    ) -> None: ...
+
+def orthonormalise(batch: torch.Tensor) -> torch.Tensor: ...
 
 class CompressedGossip(BucketOp):
     def __init__(

@@ -6,10 +6,12 @@ from mlbench_core.aggregation.pytorch._all_reduce import (
     AVG_WORLD,
     AllReduceAggregation,
 )
+from mlbench_core.aggregation.pytorch._power import PowerAggregation
 
 __all__ = [
     "ALLREDUCE_AGGREGATION_OPS",
     "AVG_CUSTOM",
     "AVG_WORLD",
     "AllReduceAggregation",
+    "PowerAggregation",
 ]

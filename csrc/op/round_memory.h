@@ -1,0 +1,74 @@
+// What an op remembers from round to round.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace bagua {
+
+// Whether the rounds of a plan were finite, in all of its buckets. Shared by the RoundMemory of all
+// ops of a plan.
+//
+// Thread safety: all methods. Rounds follow one another, but while one lane is in a round another
+// may not have looked back at the one before: the last two are kept.
+class RoundOutcome {
+ public:
+  // One more memory takes part: at its construction, when no round is under way.
+  void join();
+  void leave(int64_t step, bool finite);
+  // Whether everyone has left round `step`, and it was finite for all.
+  bool finite(int64_t step) const;
+
+ private:
+  struct Entry {
+    int64_t step = 0;
+    int64_t left = 0;
+    bool finite = true;
+  };
+  mutable std::mutex mutex_;
+  int64_t members_ = 0;
+  std::array<Entry, 2> entries_;
+};
+
+// Tensors that an op changes in a round; the changes count only if the whole round was finite.
+//
+// Note [Memory commits with the round]
+// Under a GradScaler an overflow in one bucket makes the optimizer skip the step, and what the
+// other buckets sent is thrown away with it. So no op may take over what it remembers before all
+// buckets of the round are known. Every tensor is there twice: an op reads value(i), writes next(i)
+// and says with leave(step, finite) whether its bucket is finite on all ranks, which all ranks know
+// alike from what they have received. Who looks at the memory next (the op in its next round, or
+// the algorithm for a checkpoint) exchanges the two if the round was finite everywhere. A round
+// that failed or stayed incomplete changes nothing.
+//
+// Thread safety: used by one lane in a round, by anyone between rounds. Ownership: the tensors
+// given are the memory's; set() copies into them.
+class RoundMemory {
+ public:
+  RoundMemory(std::vector<at::Tensor> initial, std::shared_ptr<RoundOutcome> outcome);
+
+  size_t size() const { return values_.size(); }
+  // As of the last round that was finite in all buckets. Valid until the next round begins.
+  const at::Tensor& value(size_t i);
+  // Where the new value is to be written, before leave(); what it holds before is undefined.
+  at::Tensor& next(size_t i);
+  void leave(int64_t step, bool finite);
+  // Between rounds: forget what is not committed, and take over a copy of `value`. Throws
+  // std::invalid_argument where shape or dtype differ.
+  void set(size_t i, const at::Tensor& value);
+
+ private:
+  void settle();
+
+  std::vector<at::Tensor> values_;
+  std::vector<at::Tensor> next_;
+  std::shared_ptr<RoundOutcome> outcome_;
+  int64_t pending_ = 0;  // the round that wrote next_; 0: none
+};
+
+}  // namespace bagua

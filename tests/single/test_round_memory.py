@@ -1,0 +1,72 @@
+"""What ops remember counts once the whole round was finite, in every bucket."""
+
+import pytest
+import torch
+from bagua import _C
+
+
+def two_memories():
+    outcome = _C.RoundOutcome()
+    return [_C.RoundMemory([torch.zeros(3), torch.zeros(1)], outcome) for _ in range(2)]
+
+
+def write(memory, step, value, finite=True):
+    memory.next(0).fill_(value)
+    memory.next(1).fill_(-value)
+    memory.leave(step, finite)
+
+
+def read(memory):
+    return [memory.value(0)[0].item(), memory.value(1)[0].item()]
+
+
+def test_a_finite_round_commits_all_tensors():
+    memories = two_memories()
+    for step in (1, 2, 3):
+        for memory in memories:
+            write(memory, step, float(step))
+        assert [read(memory) for memory in memories] == [[step, -step]] * 2
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_one_bad_bucket_leaves_the_memory_of_all_as_it_was(bad):
+    memories = two_memories()
+    for memory in memories:
+        write(memory, 1, 1.0)
+    for i, memory in enumerate(memories):
+        write(memory, 2, 2.0, finite=i != bad)
+    assert [read(memory) for memory in memories] == [[1, -1]] * 2
+    for memory in memories:
+        write(memory, 3, 3.0)
+    assert [read(memory) for memory in memories] == [[3, -3]] * 2
+
+
+def test_a_round_that_not_everyone_left_changes_nothing():
+    first, second = two_memories()
+    write(first, 1, 1.0)
+    assert read(first) == read(second) == [0, 0]
+
+
+def test_one_lane_may_be_a_round_ahead():
+    first, second = two_memories()
+    write(first, 1, 1.0)
+    write(second, 1, 1.0)
+    write(first, 2, 2.0)  # before the second has looked back at round 1
+    assert read(second) == [1, -1]
+    write(second, 2, 2.0)
+    assert read(first) == read(second) == [2, -2]
+
+
+def test_set_replaces_what_was_not_committed():
+    first, second = two_memories()
+    write(first, 1, 1.0)
+    first.set(0, torch.full((3,), 7.0))
+    write(second, 1, 1.0)
+    assert read(first) == [7, 0]
+
+
+@pytest.mark.parametrize("other", [torch.zeros(2), torch.zeros(3, dtype=torch.float64)])
+def test_set_refuses_what_does_not_fit(other):
+    memory, _ = two_memories()
+    with pytest.raises(ValueError, match="tensor 0"):
+        memory.set(0, other)
