@@ -4,18 +4,7 @@
 
 #include "codec/chunk_loops_cpu.h"
 #include "codec/codecs.h"
-
-// Compiles a function, with the BAGUA_HD functions that it calls, once per instruction set; the
-// loader picks the best one that the processor has. All give the same bytes: the maths is exact
-// IEEE and the order of a range's reduction does not matter. (`avx512f` alone would lack the byte
-// packing.) The sanitizers start too late for the loader's choice and do without.
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && \
-    !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
-#define BAGUA_PER_INSTRUCTION_SET \
-  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define BAGUA_PER_INSTRUCTION_SET
-#endif
+#include "codec/instruction_sets.h"
 
 namespace bagua {
 
