@@ -9,6 +9,8 @@
 #include "op/compressed_gossip.h"
 #include "op/gossip.h"
 #include "op/hierarchical.h"
+#include "op/low_rank.h"
+#include "op/low_rank_products.h"
 #include "op/round_memory.h"
 #include "op/update_momentum.h"
 
@@ -88,6 +90,28 @@ void bind_op(py::module_& m) {
            }),
            py::arg("memories"), py::arg("offsets"), py::arg("strides"), py::arg("betas"),
            py::arg("scratch"));
+
+  py::class_<LowRank, BucketOp, std::shared_ptr<LowRank>>(m, "LowRank")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Scratch> scratch,
+                       int64_t numel, const std::vector<std::array<int64_t, 4>>& matrices,
+                       bool warm_start, bool error_feedback, uint64_t seed,
+                       std::shared_ptr<RoundMemory> memory) {
+             std::vector<LowRankMatrix> placed;
+             for (const auto& [offset, rows, columns, rank] : matrices) {
+               placed.push_back({offset, rows, columns, rank});
+             }
+             return std::make_shared<LowRank>(
+                 std::move(communicator), std::move(scratch), numel, placed,
+                 LowRankOptions{
+                     .warm_start = warm_start, .error_feedback = error_feedback, .seed = seed},
+                 std::move(memory));
+           }),
+           py::arg("communicator"), py::arg("scratch"), py::arg("numel"), py::arg("matrices"),
+           py::kw_only(), py::arg("warm_start"), py::arg("error_feedback"), py::arg("seed"),
+           py::arg("memory"));
+
+  m.def("orthonormalise", &orthonormalise, py::arg("batch"),
+        py::call_guard<py::gil_scoped_release>());
 
   py::class_<CompressedGossip, BucketOp, std::shared_ptr<CompressedGossip>>(m, "CompressedGossip")
       .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,

@@ -2,13 +2,15 @@
 
 #include <utility>
 
+#include "base/per_instruction_set.h"
 #include "codec/chunk_loops_cpu.h"
 #include "codec/codecs.h"
-#include "codec/instruction_sets.h"
 
 namespace bagua {
 
 namespace {
+
+// All instruction sets give the same bytes: the order of a range's reduction does not matter.
 
 template <typename Format>
 constexpr int64_t format_payload_bytes(int64_t element_bytes, int64_t chunk_numel) {

@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "base/host_device.h"
-#include "codec/instruction_sets.h"
+#include "base/per_instruction_set.h"
 
 namespace bagua {
 namespace {

@@ -38,6 +38,10 @@ def top_k(x: torch.Tensor, k: int) -> torch.Tensor: ...
 def index_coding(n: int, k: int) -> str: ...
 def pack_indices(indices: torch.Tensor, n: int) -> torch.Tensor: ...
 def unpack_indices(bytes: torch.Tensor, k: int, n: int) -> torch.Tensor: ...
+def random_order(n: int, seed: int, number: int) -> torch.Tensor: ...
+def sparse_message_bytes(
+    numel: int, k: int, values: torch.dtype, device: torch.device
+) -> int: ...
 
 # Communicators and topology.
 
@@ -146,6 +150,22 @@ class UpdateMomentum(BucketOp):
         scratch: Scratch,
     ) -> None: ...
 
+class LowRank(BucketOp):
+    def __init__(
+        self,
+        communicator: Communicator,
+        scratch: Scratch,
+        numel: int,
+        matrices: list[tuple[int, int, int, int]],
+        *,
+        warm_start: bool,
+        error_feedback: bool,
+        seed: int,
+        memory: RoundMemory,
+    ) -> None: ...
+
+def orthonormalise(batch: torch.Tensor) -> torch.Tensor: ...
+
 class CompressedGossip(BucketOp):
     def __init__(
         self,
@@ -157,6 +177,27 @@ class CompressedGossip(BucketOp):
         right_peer_weight: torch.Tensor,
         mix_left: float,
         mix_right: float,
+    ) -> None: ...
+
+class Sparse(BucketOp):
+    def __init__(
+        self, communicator: Communicator, scratch: Scratch, numel: int, k: int, memory: RoundMemory
+    ) -> None: ...
+
+class RandomSparse(BucketOp):
+    def __init__(
+        self,
+        communicator: Communicator,
+        scratch: Scratch,
+        numel: int,
+        k: int,
+        seed: int,
+        memory: RoundMemory,
+    ) -> None: ...
+
+class SettledAllReduce(BucketOp):
+    def __init__(
+        self, communicator: Communicator, scratch: Scratch, numel: int, memory: RoundMemory
     ) -> None: ...
 
 class PythonOp(BucketOp):

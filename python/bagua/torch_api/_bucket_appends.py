@@ -14,9 +14,11 @@ from bagua.torch_api._bucket_ops import (
     CentralizedOp,
     DecentralizedOp,
     LowPrecisionDecentralizedOp,
+    LowRankOp,
     MomentumOp,
     check_asynchronous_mode,
 )
+from bagua.torch_api._low_rank_shapes import low_rank_matrix
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.tensor import record_of
 
@@ -133,6 +135,55 @@ class AppendsOperations:
         strides = [list(view.stride()) for view in views]
         self.ops.append(MomentumOp(list(memories), offsets, strides, betas))
         return self
+
+    def append_low_rank_op(
+        self,
+        rank: int,
+        outcome: _C.RoundOutcome,
+        hierarchical: bool = False,
+        group: BaguaProcessGroup | None = None,
+        *,
+        min_compression_rate: float = 2.0,
+        warm_start: bool = True,
+        error_feedback: bool = True,
+        seed: int = 0,
+    ) -> LowRankOp:
+        """Mean of the bucket over all ranks, matrices in it as products of two thin ones.
+
+        Args:
+            rank: columns of the factors.
+            outcome: one for all buckets whose memory changes together.
+            hierarchical: exact inside a node, low rank between the nodes' leaders.
+            group: default the group of the wrapped module.
+            min_compression_rate: matrices that get smaller by less are averaged exactly.
+            warm_start: start from the last round's factor instead of a random one.
+            error_feedback: add to the next round what this one loses.
+            seed: of the random factors, equal on all ranks.
+
+        Returns:
+            The op, which holds the memory.
+        """
+        matrices = {}
+        for index, tensor in enumerate(self.tensors):
+            matrix = low_rank_matrix(self.view_of(index), rank, min_compression_rate)
+            if matrix is not None:
+                matrices[record_of(tensor).name] = matrix
+        flat = self.backend_tensor
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        queries = sum(columns * columns_of_q for _, _, columns, columns_of_q in matrices.values())
+        memory = _C.RoundMemory(
+            [
+                flat.new_zeros(flat.numel() if error_feedback else 0, dtype=wide),
+                flat.new_zeros(queries, dtype=wide),
+                torch.zeros(1, dtype=torch.int64),
+            ],
+            outcome,
+        )
+        op = LowRankOp(
+            flat.numel(), matrices, memory, hierarchical, warm_start, error_feedback, seed, group
+        )
+        self.ops.append(op)
+        return op
 
     def append_asynchronous_model_average_op(
         self,

@@ -22,6 +22,7 @@ __all__ = [
     "DecentralizedOp",
     "LaneOp",
     "LowPrecisionDecentralizedOp",
+    "LowRankOp",
     "MomentumOp",
     "PythonOp",
     "check_asynchronous_mode",
@@ -190,11 +191,39 @@ class LowPrecisionDecentralizedOp:
         }
 
 
+@dataclass(frozen=True, eq=False)
+class LowRankOp:
+    """The mean over all ranks, of matrices approximated by power iteration (PowerSGD).
+
+    Attributes:
+        memory: errors (as long as the bucket, or empty), queries, and the number of communications.
+        matrices: by name of the tensor: (offset, rows, columns, rank) in the bucket.
+    """
+
+    numel: int
+    matrices: dict[str, tuple[int, int, int, int]]
+    memory: _C.RoundMemory
+    hierarchical: bool
+    warm_start: bool
+    error_feedback: bool
+    seed: int
+    group: BaguaProcessGroup | None
+
+    def queries(self) -> dict[str, torch.Tensor]:
+        """By name of the tensor: (rank, columns). Between rounds; writing into them counts."""
+        sizes = [columns * rank for _, _, columns, rank in self.matrices.values()]
+        parts = self.memory.value(1).split(sizes)
+        shapes = [matrix[:1:-1] for matrix in self.matrices.values()]
+        views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        return dict(zip(self.matrices, views, strict=True))
+
+
 #: What needs nothing but its description to become an op.
 LaneOp = (
     AsynchronousOp
     | CentralizedOp
     | DecentralizedOp
+    | LowRankOp
     | LowPrecisionDecentralizedOp
     | MomentumOp
     | PythonOp

@@ -14,6 +14,7 @@ from bagua.torch_api._bucket_ops import (
     DecentralizedOp,
     LaneOp,
     LowPrecisionDecentralizedOp,
+    LowRankOp,
     MomentumOp,
     PythonOp,
 )
@@ -55,6 +56,8 @@ class LaneBuilder:
             return _C.AverageWeights(spec.peer_weight, spec.communications, averaging)
         if isinstance(spec, LowPrecisionDecentralizedOp):
             return self._mixing(spec, default)
+        if isinstance(spec, LowRankOp):
+            return self._remembering(spec, default, lambda members: self._low_rank(spec, members))
         if isinstance(spec, AsynchronousOp):
             raise ValueError("asynchronous averaging cannot be mixed with other operations")
         transport = (spec.group or default).transport
@@ -63,6 +66,29 @@ class LaneBuilder:
             return self._flat_op(spec, self.communicator(transport, "all"), reduce)
         return self._hierarchical(
             transport, transport.size, reduce, lambda leaders: self._flat_op(spec, leaders, reduce)
+        )
+
+    def _remembering(
+        self,
+        spec: LowRankOp,
+        default: BaguaProcessGroup,
+        make: Callable[[_C.CountingCommunicator], _C.BucketOp],
+    ) -> _C.BucketOp:
+        transport = (spec.group or default).transport
+        if not spec.hierarchical:
+            return make(self.communicator(transport, "all"))
+        return self._hierarchical(transport, transport.size, _C.ReduceOp.AVG, make)
+
+    def _low_rank(self, spec: LowRankOp, members: _C.CountingCommunicator) -> _C.BucketOp:
+        return _C.LowRank(
+            members,
+            self.scratch,
+            spec.numel,
+            list(spec.matrices.values()),
+            warm_start=spec.warm_start,
+            error_feedback=spec.error_feedback,
+            seed=spec.seed,
+            memory=spec.memory,
         )
 
     def _averaging(self, spec: DecentralizedOp, default: BaguaProcessGroup) -> _C.BucketOp:
@@ -157,6 +183,11 @@ def describe_op(op: BucketOp) -> str:
         return "momentum"
     if isinstance(op, AsynchronousOp):
         return f"asynchronous every {op.sync_interval_ms} ms"
+    if isinstance(op, LowRankOp):
+        return (
+            f"hierarchical={op.hierarchical} low rank {op.matrices} warm_start={op.warm_start} "
+            f"error_feedback={op.error_feedback} seed={op.seed}"
+        )
     if isinstance(op, LowPrecisionDecentralizedOp):
         return f"hierarchical={op.hierarchical} ring codec={op.codec}"
     if isinstance(op, DecentralizedOp):
@@ -168,7 +199,7 @@ def between_nodes_only(op: BucketOp) -> str | None:
     """What a hierarchical op does between nodes and not inside one."""
     if isinstance(op, CentralizedOp) and op.hierarchical and op.codec is not None:
         return "compressed"
-    if isinstance(op, LowPrecisionDecentralizedOp) and op.hierarchical:
+    if isinstance(op, LowPrecisionDecentralizedOp | LowRankOp) and op.hierarchical:
         return "compressed"
     if isinstance(op, DecentralizedOp) and op.hierarchical and op.peer_selection_mode != "all":
         return "gossiped"

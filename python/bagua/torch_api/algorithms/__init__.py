@@ -5,6 +5,7 @@ from bagua.torch_api.algorithms import (
     bytegrad,
     decentralized,
     gradient_allreduce,
+    power_sgd,
     q_adam,
 )
 from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithm
@@ -18,6 +19,7 @@ from bagua.torch_api.algorithms.gradient_allreduce import (
     GradientAllReduce,
     GradientAllReduceAlgorithm,
 )
+from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithm
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
 
 __all__ = [
@@ -30,12 +32,14 @@ __all__ = [
     "GradientAllReduce",
     "GradientAllReduceAlgorithm",
     "LowPrecisionDecentralizedAlgorithm",
+    "PowerSGDAlgorithm",
     "QAdamAlgorithm",
     "QAdamOptimizer",
     "async_model_average",
     "bytegrad",
     "decentralized",
     "gradient_allreduce",
+    "power_sgd",
     "q_adam",
 ]
 
@@ -58,4 +62,7 @@ GlobalAlgorithmRegistry.register(
 )
 GlobalAlgorithmRegistry.register(
     "qadam", QAdamAlgorithm, "Adam with 8-bit momentum after a warm-up of exact gradients"
+)
+GlobalAlgorithmRegistry.register(
+    "power_sgd", PowerSGDAlgorithm, "low-rank gradients with error feedback"
 )

@@ -1,0 +1,254 @@
+#include "op/low_rank.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Dispatch.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/where.h>
+
+#include "base/check.h"
+#include "op/low_rank_products.h"
+
+namespace bagua {
+namespace {
+
+at::ScalarType arithmetic_dtype(at::ScalarType bucket) {
+  return bucket == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+double largest(at::ScalarType dtype) {
+  return AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "largest", [] {
+    return static_cast<double>(std::numeric_limits<scalar_t>::max());
+  });
+}
+
+bool all_finite(const at::Tensor& tensor) { return at::isfinite(tensor).all().item<bool>(); }
+
+double largest_magnitude(const at::Tensor& tensor) {
+  return tensor.numel() == 0 ? 0.0 : tensor.abs().max().item<double>();
+}
+
+uint64_t mix(uint64_t hash, uint64_t value) {  // splitmix64
+  hash += value + 0x9e3779b97f4a7c15;
+  hash = (hash ^ (hash >> 30)) * 0xbf58476d1ce4e5b9;
+  hash = (hash ^ (hash >> 27)) * 0x94d049bb133111eb;
+  return hash ^ (hash >> 31);
+}
+
+}  // namespace
+
+// One run: the memory it uses.
+struct LowRank::Job {
+  at::Tensor& flat;
+  const Round& round;
+  double scale;
+  at::Tensor work;     // all M, where their matrices are in the bucket
+  at::Tensor queries;  // all Q of this round
+  at::Tensor left;     // message: all P, then what is no matrix
+  at::Tensor right;    // message: all Q'
+
+  at::Tensor in(const at::Tensor& memory, const LowRankMatrix& m) const {
+    return memory.narrow(0, m.offset, m.rows * m.columns).view({m.rows, m.columns});
+  }
+  at::Tensor p(const LowRankLayout::Placed& placed) const {
+    const LowRankMatrix& m = placed.matrix;
+    return left.narrow(0, placed.left, m.rows * m.rank).view({m.rank, m.rows});
+  }
+  at::Tensor q(const at::Tensor& memory, const LowRankLayout::Placed& placed) const {
+    const LowRankMatrix& m = placed.matrix;
+    return memory.narrow(0, placed.right, m.columns * m.rank).view({m.rank, m.columns});
+  }
+};
+
+LowRank::LowRank(std::shared_ptr<Communicator> communicator, std::shared_ptr<Scratch> scratch,
+                 int64_t numel, const std::vector<LowRankMatrix>& matrices, LowRankOptions options,
+                 std::shared_ptr<RoundMemory> memory)
+    : communicator_(std::move(communicator)),
+      scratch_(std::move(scratch)),
+      options_(options),
+      memory_(std::move(memory)),
+      layout_(numel, matrices) {
+  BAGUA_CHECK_ARG(memory_ && memory_->size() == 3,
+                  "LowRank remembers three tensors: errors, queries, communications.");
+  const at::Tensor& error = memory_->value(kError);
+  const at::Tensor& queries = memory_->value(kQueries);
+  const at::Tensor& communications = memory_->value(kCommunications);
+  const int64_t errors = options_.error_feedback ? layout_.numel : 0;
+  BAGUA_CHECK_ARG(error.dim() == 1 && error.numel() == errors, "LowRank: the error must have ",
+                  errors, " elements, not ", error.numel(), ".");
+  BAGUA_CHECK_ARG(queries.dim() == 1 && queries.numel() == layout_.right_numel &&
+                      queries.scalar_type() == error.scalar_type() &&
+                      (queries.scalar_type() == at::kFloat || queries.scalar_type() == at::kDouble),
+                  "LowRank: the queries must have ", layout_.right_numel,
+                  " elements, float32 or float64 like the error, not ", queries.numel(), ".");
+  BAGUA_CHECK_ARG(communications.numel() == 1 && communications.scalar_type() == at::kLong &&
+                      communications.is_cpu(),
+                  "LowRank: communications must be one int64 in CPU memory.");
+}
+
+void LowRank::check(const at::Tensor& flat, const Round& round) {
+  const at::Tensor& queries = memory_->value(kQueries);
+  BAGUA_CHECK_ARG(flat.numel() == layout_.numel && at::isFloatingType(flat.scalar_type()) &&
+                      arithmetic_dtype(flat.scalar_type()) == queries.scalar_type() &&
+                      flat.device() == queries.device(),
+                  "bucket '", round.bucket, "' (", flat.toString(), ", ", flat.numel(),
+                  " elements) does not fit the memory of LowRank (", queries.toString(), ", ",
+                  layout_.numel, ").");
+}
+
+void LowRank::run(at::Tensor& flat, const Round& round) {
+  check(flat, round);
+  if (communicator_->group().size == 1) return pay_alone(flat, round);
+  const at::ScalarType dtype = arithmetic_dtype(flat.scalar_type());
+  const auto scratch = [&](Scratch::Slot slot, int64_t numel) {
+    return scratch_->get(slot, numel, dtype, flat.device());
+  };
+  const bool in_place = !options_.error_feedback && flat.scalar_type() == dtype;
+  const Job job{.flat = flat,
+                .round = round,
+                .scale = round.grad_scale,
+                .work = options_.error_feedback ? memory_->next(kError)
+                        : in_place              ? flat
+                                                : scratch(Scratch::kSum, layout_.numel),
+                .queries = queries(flat, round),
+                .left = scratch(Scratch::kSend, layout_.left_numel + layout_.rest_numel),
+                .right = scratch(Scratch::kReceive, layout_.right_numel)};
+  bool finite = reduce_left(job);
+  std::vector<at::Tensor> vanished;
+  if (finite) {
+    vanished = orthonormalise_left(job);
+    finite = reduce_right(job);
+  }
+  if (finite) {
+    write_result(job);
+    keep_queries(job, vanished);
+    finite = result_is_finite(job);
+  } else {
+    flat.fill_(std::numeric_limits<double>::quiet_NaN());
+  }
+  memory_->leave(round.step, finite);
+}
+
+// A rank alone sends nothing, but may owe something since it was one of several.
+void LowRank::pay_alone(at::Tensor& flat, const Round& round) {
+  if (options_.error_feedback) {
+    flat.add_(memory_->value(kError), round.grad_scale);
+    memory_->next(kError).zero_();
+  }
+  for (const Memory kept : {kQueries, kCommunications}) {
+    memory_->next(kept).copy_(memory_->value(kept));
+  }
+  memory_->leave(round.step, all_finite(flat));
+}
+
+// Those of the round before, or fresh ones: N(0, 1), the same on all ranks.
+at::Tensor LowRank::queries(const at::Tensor& flat, const Round& round) {
+  const at::Tensor& known = memory_->value(kQueries);
+  const int64_t communications = memory_->value(kCommunications).item<int64_t>();
+  if (options_.warm_start && communications > 0) return known;
+  uint64_t seed = mix(options_.seed, communications);
+  for (const char letter : round.bucket) seed = mix(seed, static_cast<unsigned char>(letter));
+  at::Generator generator = at::detail::createCPUGenerator(seed);
+  at::Tensor drawn =
+      scratch_->get(Scratch::kScaled, layout_.right_numel, known.scalar_type(), flat.device());
+  drawn.copy_(at::randn({layout_.right_numel}, generator, at::TensorOptions(known.scalar_type())));
+  return drawn;
+}
+
+// Steps 1 and 2. False if what arrived is not finite.
+bool LowRank::reduce_left(const Job& job) {
+  const at::Tensor error = options_.error_feedback ? memory_->value(kError) : at::Tensor();
+  for (const LowRankLayout::Placed& placed : layout_.placed) {
+    const LowRankMatrix& m = placed.matrix;
+    project_rows(job.in(job.flat, m), job.scale, error.defined() ? job.in(error, m) : error,
+                 job.in(job.work, m), job.q(job.queries, placed), job.p(placed));
+  }
+  int64_t at = layout_.left_numel;
+  for (const LowRankLayout::Range& range : layout_.rest) {
+    at::Tensor part = job.left.narrow(0, at, range.numel);
+    part.copy_(job.flat.narrow(0, range.offset, range.numel));
+    if (job.scale != 1.0) part.mul_(1.0 / job.scale);
+    at += range.numel;
+  }
+  at::Tensor left = job.left;
+  communicator_->all_reduce(left, ReduceOp::kSum);
+  return all_finite(left);
+}
+
+// Step 3, for P.
+std::vector<at::Tensor> LowRank::orthonormalise_left(const Job& job) const {
+  std::vector<at::Tensor> vanished;
+  for (const LowRankLayout::Batch& batch : layout_.batches) {
+    const int64_t count = batch.members.size();
+    at::Tensor vectors = job.left.narrow(0, batch.left, count * batch.rows * batch.rank)
+                             .view({count, batch.rank, batch.rows});
+    vanished.push_back(orthonormalise(vectors));
+  }
+  return vanished;
+}
+
+// Steps 3, for Q', and 4.
+bool LowRank::reduce_right(const Job& job) {
+  for (const LowRankLayout::Placed& placed : layout_.placed) {
+    project_columns(job.in(job.work, placed.matrix), job.p(placed), job.q(job.right, placed));
+  }
+  at::Tensor right = job.right;
+  if (layout_.right_numel > 0) communicator_->all_reduce(right, ReduceOp::kSum);
+  right.div_(communicator_->group().size);
+  return all_finite(right);
+}
+
+// Step 5, but for Q.
+void LowRank::write_result(const Job& job) const {
+  for (const LowRankLayout::Placed& placed : layout_.placed) {
+    const LowRankMatrix& m = placed.matrix;
+    reconstruct(job.p(placed), job.q(job.right, placed), job.scale, job.in(job.flat, m),
+                options_.error_feedback ? job.in(job.work, m) : at::Tensor());
+  }
+  int64_t at = layout_.left_numel;
+  for (const LowRankLayout::Range& range : layout_.rest) {
+    at::Tensor mean = job.left.narrow(0, at, range.numel);
+    mean.div_(communicator_->group().size);
+    if (job.scale != 1.0) mean.mul_(job.scale);
+    job.flat.narrow(0, range.offset, range.numel).copy_(mean);
+    if (options_.error_feedback) job.work.narrow(0, range.offset, range.numel).zero_();
+    at += range.numel;
+  }
+}
+
+// Columns of P have length 1, so no element of P Q'^T is larger than the sum of a row of |Q'|.
+bool LowRank::result_is_finite(const Job& job) const {
+  int64_t rank = 1;
+  for (const LowRankLayout::Batch& batch : layout_.batches) rank = std::max(rank, batch.rank);
+  const double bound =
+      std::max(job.scale * static_cast<double>(rank) * largest_magnitude(job.right),
+               largest_magnitude(job.left.narrow(0, layout_.left_numel, layout_.rest_numel)));
+  return bound < largest(job.flat.scalar_type()) / 2 || all_finite(job.flat);
+}
+
+// Step 5, for Q.
+void LowRank::keep_queries(const Job& job, const std::vector<at::Tensor>& vanished) {
+  at::Tensor& next = memory_->next(kQueries);
+  for (size_t i = 0; i < layout_.batches.size(); ++i) {
+    for (size_t k = 0; k < layout_.batches[i].members.size(); ++k) {
+      const LowRankLayout::Placed& placed = layout_.placed[layout_.batches[i].members[k]];
+      at::Tensor kept = job.q(next, placed);
+      at::where_out(kept, vanished[i][static_cast<int64_t>(k)], job.q(job.queries, placed),
+                    job.q(job.right, placed));
+    }
+  }
+  at::Tensor& communications = memory_->next(kCommunications);
+  communications.copy_(memory_->value(kCommunications)).add_(1);
+}
+
+std::string LowRank::describe() const {
+  return concat("LowRank(", layout_.placed.size(), " matrices, ",
+                layout_.left_numel + layout_.rest_numel, " + ", layout_.right_numel,
+                " elements sent)");
+}
+
+}  // namespace bagua

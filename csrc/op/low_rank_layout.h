@@ -1,0 +1,53 @@
+// Where the matrices of a bucket, their factors and the rest of it lie in memory and in messages.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace bagua {
+
+// Where a matrix lies in the bucket (row after row), and the rank of its approximation.
+struct LowRankMatrix {
+  int64_t offset;  // elements from the start of the bucket
+  int64_t rows;
+  int64_t columns;
+  int64_t rank;  // 1 to min(rows, columns)
+};
+
+// The first message is all P, those of equal shape side by side, then what of the bucket is no
+// matrix; the second is all Q, in the order of the matrices.
+struct LowRankLayout {
+  struct Placed {
+    LowRankMatrix matrix;
+    int64_t left;   // of its P, in the first message
+    int64_t right;  // of its Q, in the second
+  };
+  struct Batch {  // P of one shape
+    int64_t left;
+    int64_t rows;
+    int64_t rank;
+    std::vector<size_t> members;  // positions in `placed`
+  };
+  struct Range {  // of the bucket
+    int64_t offset;
+    int64_t numel;
+  };
+
+  // Throws std::invalid_argument for matrices that are not in ascending order, overlap, or lie
+  // outside of a bucket of `numel` elements, and for ranks that their matrices cannot have.
+  LowRankLayout(int64_t numel, const std::vector<LowRankMatrix>& matrices);
+
+  int64_t numel;
+  std::vector<Placed> placed;  // as given
+  std::vector<Batch> batches;
+  std::vector<Range> rest;
+  int64_t left_numel = 0;   // of all P
+  int64_t right_numel = 0;  // of all Q
+  int64_t rest_numel = 0;
+
+ private:
+  void add_rest(int64_t begin, int64_t end);
+};
+
+}  // namespace bagua

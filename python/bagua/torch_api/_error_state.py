@@ -1,0 +1,69 @@
+"""Error feedback in checkpoints, and for another number of ranks than saved it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["error_key", "load_memory", "ranks_text"]
+
+
+def error_key(rank: int, name: str) -> str:
+    """What ``rank`` owes for the parameter ``name``."""
+    return f"rank{rank}/error/{name}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """The ranks that remember, as a state has them under ``ranks``."""
+    return " ".join(map(str, ranks))
+
+
+def load_memory(
+    state: Mapping[str, Any],
+    *,
+    equal: Iterable[tuple[str, torch.Tensor]],
+    errors: Iterable[tuple[str, torch.Tensor]],
+    rank: int,
+    ranks: Sequence[int],
+) -> None:
+    """Copy what an algorithm remembers from a state into its tensors.
+
+    ``equal``: (key, tensor) of what all ranks have alike. ``errors``: (name of parameter, tensor).
+    A state of the same ranks gives every rank its own errors. Of other ranks, the dicts of all of
+    them merged, every rank gets the mean: what is owed on average is what training depends on
+    (Vogels et al., NeurIPS 2019: the aggregation is linear).
+
+    Raises:
+        ValueError: something is missing or of another shape; nothing has been copied then.
+    """
+    if "ranks" not in state:
+        raise ValueError("the state has no 'ranks': it is of another algorithm")
+    saved = [int(number) for number in str(state["ranks"]).split()]
+    sources = [rank] if saved == list(ranks) else saved
+    here = "load it with the same model and the same arguments of the algorithm"
+    all_ranks = (
+        f"it was saved by ranks {state['ranks']} and is loaded by {ranks_text(ranks)}: merge what "
+        "all ranks saved into one dict (a | b | ...), or load it with the ranks that saved it"
+    )
+    found = [(view, _entry(state, key, view, here)) for key, view in equal]
+    for name, view in errors:
+        remedy = here if saved == list(ranks) else all_ranks
+        owed = [_entry(state, error_key(source, name), view, remedy) for source in sources]
+        wide = torch.stack([error.to(view) for error in owed])
+        found.append((view, owed[0] if len(owed) == 1 else wide.sum(0) / len(owed)))
+    with torch.no_grad():
+        for view, value in found:
+            view.copy_(value)
+
+
+def _entry(state: Mapping[str, Any], key: str, view: torch.Tensor, remedy: str) -> torch.Tensor:
+    if key not in state:
+        raise ValueError(f"the state has no '{key}': {remedy}")
+    value = torch.as_tensor(state[key])
+    if value.shape != view.shape:
+        raise ValueError(
+            f"'{key}' is {tuple(value.shape)} in the state, {tuple(view.shape)} here: {remedy}"
+        )
+    return value

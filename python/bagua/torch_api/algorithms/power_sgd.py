@@ -1,0 +1,109 @@
+"""PowerSGD: gradients as products of two thin matrices, with error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from bagua import _C
+from bagua.torch_api._bucket_ops import LowRankOp
+from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl, check_warmup
+from bagua.torch_api.algorithms.base import Algorithm
+from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.communication import BaguaProcessGroup
+
+__all__ = ["PowerSGDAlgorithm", "PowerSGDAlgorithmImpl"]
+
+
+def _check(rank: int, min_compression_rate: float, warmup_steps: int) -> None:
+    if rank < 1:
+        raise ValueError(f"rank={rank}: a matrix is approximated by at least rank 1")
+    if not min_compression_rate >= 1:
+        raise ValueError(f"min_compression_rate={min_compression_rate} must be at least 1")
+    check_warmup(warmup_steps)
+
+
+class PowerSGDAlgorithm(Algorithm):
+    """Low-rank gradients (T. Vogels et al., *PowerSGD*, NeurIPS 2019, Algorithms 1 and 2).
+
+    Every gradient of two and more dimensions is approximated by ``P Q^T`` with ``rank`` columns
+    each, by one step of power iteration; what that loses is added to the next gradient. Vectors are
+    averaged exactly in the same messages: two per bucket. Every rank computes the same bits.
+
+    The published algorithm applies momentum after decompression, which is what the optimizer does.
+    With a ``GradScaler`` pass it to ``with_bagua``: memory is in unscaled units, and a round that
+    overflows leaves it as it was. With ``find_unused_parameters`` a parameter that no rank used
+    keeps its ``.grad``, but what it still owed counts as sent.
+
+    Args:
+        rank: columns of the factors; at most the smaller side of each matrix.
+        hierarchical: exact inside a node, low rank between the nodes' leaders.
+        warmup_steps: rounds that average exactly before the first compressed one.
+        min_compression_rate: matrices that the factors do not make smaller by this factor are
+            averaged exactly.
+        warm_start: start from the last round's ``Q``, as published; False: a random one each time.
+        error_feedback: False: what is lost stays lost.
+        seed: of the random ``Q``. Global random generators are not touched.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(
+        self,
+        rank: int = 1,
+        hierarchical: bool = False,
+        *,
+        warmup_steps: int = 0,
+        min_compression_rate: float = 2.0,
+        warm_start: bool = True,
+        error_feedback: bool = True,
+        seed: int = 0,
+    ) -> None:
+        _check(rank, min_compression_rate, warmup_steps)
+        self.rank = rank
+        self.hierarchical = hierarchical
+        self.warmup_steps = warmup_steps
+        self.min_compression_rate = min_compression_rate
+        self.warm_start = warm_start
+        self.error_feedback = error_feedback
+        self.seed = seed
+
+    def reify(self, process_group: BaguaProcessGroup) -> PowerSGDAlgorithmImpl:
+        return PowerSGDAlgorithmImpl(process_group, self)
+
+
+class PowerSGDAlgorithmImpl(ErrorFeedbackImpl):
+    """Implementation of :class:`PowerSGDAlgorithm`.
+
+    Its state has, besides what all error feedback has, ``query/<name>`` of every matrix, of shape
+    ``(rank, columns)``, and ``communications``, the compressed rounds.
+    """
+
+    def __init__(self, process_group: BaguaProcessGroup, arguments: PowerSGDAlgorithm) -> None:
+        super().__init__(process_group, arguments.hierarchical, arguments.warmup_steps)
+        self._arguments = arguments
+        self._operations: dict[str, LowRankOp] = {}
+
+    def append_compression(self, bucket: BaguaBucket) -> _C.RoundMemory:
+        own = self._arguments
+        operation = bucket.append_low_rank_op(
+            own.rank,
+            self.outcome,
+            hierarchical=own.hierarchical,
+            min_compression_rate=own.min_compression_rate,
+            warm_start=own.warm_start,
+            error_feedback=own.error_feedback,
+            seed=own.seed,
+            group=self.process_group,
+        )
+        self._operations[bucket.name] = operation
+        return operation.memory
+
+    def equal_views(
+        self, bucket: BaguaBucket, memory: _C.RoundMemory
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "communications", memory.value(2)
+        for name, query in self._operations[bucket.name].queries().items():
+            yield f"query/{name}", query

@@ -1,0 +1,83 @@
+"""What the tests of algorithms with error feedback share."""
+
+import copy
+import io
+
+import bagua.torch_api as bagua  # noqa: F401 - gives modules with_bagua
+import torch
+import torch.distributed as dist
+from ranks import training
+from torch import nn
+
+
+def wide_network(seed=0, dtype=torch.float32):
+    """Matrices of three shapes, vectors, and a convolution's weight between them."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(training.FEATURES, 12),
+        nn.Unflatten(1, (3, 4)),
+        nn.Conv1d(3, 6, 3, padding=1),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(24, training.OUTPUTS),
+    ).to(dtype)
+
+
+def wrapped(algorithm, seed=0, dtype=torch.float32, **arguments):
+    """A network with ``algorithm`` and its optimizer."""
+    model = wide_network(seed, dtype)
+    optimizer = training.sgd(model, lr=0.05)
+    return model.with_bagua([optimizer], algorithm, **arguments), optimizer
+
+
+def loss_of(model, step, rank):
+    inputs, targets = training.batch(step, rank)
+    dtype = next(model.parameters()).dtype
+    return training.squared_error(model, (inputs.to(dtype), targets.to(dtype)))
+
+
+def train_step(model, optimizer, step, scaler=None, overflow=False):
+    """One step on this rank's data; `overflow`: its loss is infinite."""
+    optimizer.zero_grad()
+    loss = loss_of(model, step, dist.get_rank())
+    if overflow:
+        loss = loss * float("inf")
+    if scaler is None:
+        loss.backward()
+        return optimizer.step()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def gathered_gradients(model, step):
+    """What every rank's own gradients in `step` are, by name."""
+    twin = wide_network(dtype=next(model.parameters()).dtype)
+    twin.load_state_dict(model.state_dict())
+    loss_of(twin, step, dist.get_rank()).backward()
+    return training.gather({name: p.grad for name, p in twin.named_parameters()})
+
+
+def error_of(state, rank, name):
+    return state[f"rank{rank}/error/{name}"]
+
+
+def all_bits(state, but=""):
+    """A digest of all tensors of a state, and its numbers, without the key `but`."""
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    rest = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor) and k != but}
+    return training.bits(tensors), rest
+
+
+def saved(model, optimizer):
+    """As a file would have it."""
+    file = io.BytesIO()
+    parts = (model, optimizer, model.bagua_algorithm)
+    torch.save([part.state_dict() for part in parts], file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def load(model, optimizer, state):
+    for part, of_part in zip((model, optimizer, model.bagua_algorithm), state, strict=True):
+        part.load_state_dict(copy.deepcopy(of_part))

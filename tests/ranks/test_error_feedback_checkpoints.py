@@ -1,0 +1,146 @@
+"""Error feedback goes on from what was saved: to the bit, and by its mean with other ranks."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithm
+from ranks import training
+from ranks.error_feedback import all_bits, error_of, load, saved, train_step, wrapped
+
+FURTHER = 20
+WARM_UP = 3
+
+
+def make(name, **arguments):
+    return {
+        "power_sgd": lambda: PowerSGDAlgorithm(2, min_compression_rate=1.0, **arguments),
+    }[name]()
+
+
+ALGORITHMS = pytest.mark.parametrize("name", ["power_sgd"])
+
+
+@training.with_group
+def resume(name, saved_after, used_before):
+    """`used_before`: steps that the model has done with other data before it loads."""
+    model, optimizer = wrapped(make(name, warmup_steps=WARM_UP))
+    for step in range(saved_after):
+        train_step(model, optimizer, step)
+    state = saved(model, optimizer)
+    again, its_optimizer = wrapped(make(name, warmup_steps=WARM_UP), seed=1)
+    for step in range(used_before):
+        train_step(again, its_optimizer, 50 + step)
+    load(again, its_optimizer, state)
+    for step in range(saved_after, saved_after + FURTHER):
+        digests = set()
+        for pair in ((model, optimizer), (again, its_optimizer)):
+            train_step(*pair, step)
+            training.assert_ranks_agree(pair[0])
+            remembered = all_bits(pair[0].bagua_algorithm.state_dict())
+            digests.add((training.model_bits(pair[0]), str(remembered)))
+        assert len(digests) == 1, f"step {step}"
+    return state[2]["rounds"]
+
+
+@ALGORITHMS
+@pytest.mark.parametrize("used_before", [0, WARM_UP + 2], ids=lambda n: f"after-{n}-others")
+@pytest.mark.parametrize("saved_after", [1, WARM_UP, WARM_UP + 1, 8])
+def test_training_goes_on_to_the_bit(ranks, name, saved_after, used_before):
+    assert ranks(2, resume, name, saved_after, used_before) == [saved_after] * 2
+
+
+@training.with_group
+def train_and_save(name, steps):
+    model, optimizer = wrapped(make(name))
+    for step in range(steps):
+        train_step(model, optimizer, step)
+    return saved(model, optimizer)
+
+
+@training.with_group
+def load_and_train(name, state):
+    """The memory as loaded, and after it training that keeps the ranks equal."""
+    model, optimizer = wrapped(make(name), seed=1)
+    load(model, optimizer, state)
+    loaded = model.bagua_algorithm.state_dict()
+    for step in range(5):
+        train_step(model, optimizer, 100 + step)
+        training.assert_ranks_agree(model)
+    return loaded
+
+
+def merged(states):
+    model, optimizer, algorithm = copy.deepcopy(states[0])
+    for state in states[1:]:
+        algorithm |= state[2]
+    return model, optimizer, algorithm
+
+
+@ALGORITHMS
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (2, 1)])
+def test_another_number_of_ranks_starts_from_the_mean(ranks, name, before, after):
+    states = ranks(before, train_and_save, name, 6)
+    loaded = ranks(after, load_and_train, name, merged(states))
+    names = [key.split("/", 2)[2] for key in states[0][2] if key.startswith("rank0/error/")]
+    assert len(names) == 6
+    assert any(error_of(states[0][2], 0, parameter).abs().max() > 1e-3 for parameter in names)
+    for parameter in names:
+        mean = sum(error_of(states[r][2], r, parameter) for r in range(before)) / before
+        for rank in range(after):
+            torch.testing.assert_close(error_of(loaded[rank], rank, parameter), mean)
+    for key in (k for k in states[0][2] if k.startswith("query/")):
+        assert torch.equal(loaded[0][key], states[0][2][key])
+
+
+@ALGORITHMS
+def test_what_is_missing_is_named(ranks, name):
+    states = ranks(3, train_and_save, name, 2)
+    expected = "rank1/error/.*saved by ranks 0 1 2 and is loaded by 0 1: merge"
+    with pytest.raises(Exception, match=expected):
+        ranks(2, load_and_train, name, states[0])
+
+
+@training.with_group
+def load_what_does_not_fit(name):
+    model, optimizer = wrapped(make(name))
+    train_step(model, optimizer, 0)
+    algorithm = model.bagua_algorithm
+    before = all_bits(algorithm.state_dict())
+    key = f"rank{dist.get_rank()}/error/0.weight"
+    for change, said in (
+        ({key: torch.zeros(3)}, r"0.weight' is \(3,\)"),
+        ({"rounds": None}, "no 'rounds'"),
+        ({"ranks": None}, "no 'ranks'"),
+    ):
+        state = {k: v for k, v in (algorithm.state_dict() | change).items() if v is not None}
+        with pytest.raises(ValueError, match=said):
+            algorithm.load_state_dict(state)
+    assert all_bits(algorithm.state_dict()) == before, "nothing was loaded"
+    return True
+
+
+@ALGORITHMS
+def test_a_state_that_does_not_fit_is_refused_whole(ranks, name):
+    assert ranks(2, load_what_does_not_fit, name) == [True] * 2
+
+
+@training.with_group
+def resume_from_dcp(name, folder):
+    model, optimizer = wrapped(make(name))
+    for step in range(4):
+        train_step(model, optimizer, step)
+    dcp.save({"model": model, "algorithm": model.bagua_algorithm}, checkpoint_id=folder)
+    expected = all_bits(model.bagua_algorithm.state_dict())
+    again, its_optimizer = wrapped(make(name), seed=1)
+    train_step(again, its_optimizer, 50)
+    dcp.load({"model": again, "algorithm": again.bagua_algorithm}, checkpoint_id=folder)
+    assert training.bits(again.parameters()) == training.bits(model.parameters())
+    return all_bits(again.bagua_algorithm.state_dict()) == expected
+
+
+@ALGORITHMS
+def test_distributed_checkpoints_keep_every_ranks_memory(ranks, name, tmp_path):
+    assert ranks(2, resume_from_dcp, name, str(tmp_path)) == [True] * 2

@@ -1,0 +1,290 @@
+"""Low-rank means: the oracle's values, equal bits on all ranks, the identities of PowerSGD."""
+
+import pytest
+import torch
+from bagua import _C
+from oracle import low_rank as oracle
+from single.op_ranks import BAD_VALUES, assert_same_bits, bits, per_dtype, per_ranks
+from single.thread_ranks import run_thread_ranks
+
+#: Two of one shape, a gap before, between and behind: (offset, rows, columns, rank).
+MATRICES = [(3, 20, 30, 2), (603, 20, 30, 2), (1210, 7, 50, 4), (1560, 50, 7, 1)]
+NUMEL = 1915
+
+
+class Rank:
+    """One rank's op, its memory and its communicator."""
+
+    def __init__(self, comm, numel=NUMEL, matrices=MATRICES, dtype=torch.float32, **options):
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        queries = sum(columns * rank for _, _, columns, rank in matrices)
+        options = {"warm_start": True, "error_feedback": True, "seed": 0} | options
+        errors = torch.zeros(numel if options["error_feedback"] else 0, dtype=wide)
+        self.memory = _C.RoundMemory(
+            [errors, torch.zeros(queries, dtype=wide), torch.zeros(1, dtype=torch.int64)],
+            _C.RoundOutcome(),
+        )
+        self.comm = _C.CountingCommunicator(comm)
+        self.op = _C.LowRank(
+            self.comm, _C.Scratch(), numel, matrices, memory=self.memory, **options
+        )
+
+    def run(self, flat, step, grad_scale=1.0):
+        flat = flat.clone()
+        self.op.run(flat, step=step, grad_scale=grad_scale, bucket="b")
+        return flat
+
+    def remembered(self):
+        return [self.memory.value(i).clone() for i in range(3)]
+
+
+def gradients(n, steps, numel=NUMEL, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [torch.randn(numel, generator=generator).to(dtype) for _ in range(steps)] for _ in range(n)
+    ]
+
+
+def part(flat, matrix):
+    offset, rows, columns, _ = matrix
+    return flat[offset : offset + rows * columns].view(rows, columns)
+
+
+def rest(flat, matrices=MATRICES):
+    keep = torch.ones(flat.numel(), dtype=torch.bool)
+    for offset, rows, columns, _ in matrices:
+        keep[offset : offset + rows * columns] = False
+    return flat[keep]
+
+
+def queries_of(flat, matrices=MATRICES):
+    out, at = [], 0
+    for _, _, columns, rank in matrices:
+        out.append(flat[at : at + columns * rank].view(rank, columns).T)
+        at += columns * rank
+    return out
+
+
+def train(n, brought, scale=1.0, **options):
+    """Results and memories of all ranks after each step."""
+
+    def run(comm):
+        rank = Rank(comm, dtype=brought[0][0].dtype, **options)
+        history = []
+        for step, flat in enumerate(brought[comm.rank], start=1):
+            result = rank.run(flat * scale, step, scale)
+            history.append((result, *rank.remembered()))
+        return history
+
+    return run_thread_ranks(n, run)
+
+
+@per_dtype
+@pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_rounds_follow_the_oracle(n, dtype, scale):
+    brought = gradients(n, 5, dtype=dtype)
+    if dtype == torch.float16:
+        scale = min(scale, 64.0)
+    histories = train(n, brought, scale)
+    tolerance = {torch.float64: 1e-10, torch.float32: 2e-4}.get(dtype, 2e-2)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for i, matrix in enumerate(MATRICES):
+        errors = [torch.zeros_like(part(brought[0][0], matrix), dtype=wide) for _ in range(n)]
+        for step in range(1, 5):
+            # From what the op itself remembered, so that differences do not add up.
+            before = [history[step - 1] for history in histories]
+            errors = [part(e, matrix) for _, e, _, _ in before]
+            query = queries_of(before[0][2])[i]
+            given = [part(brought[r][step] * scale, matrix) for r in range(n)]
+            result, errors, query = oracle.power_step(given, errors, query, scale)
+            for r, history in enumerate(histories):
+                got, error, queries, _ = history[step]
+                size = result.abs().max()
+                assert (part(got, matrix) - result).abs().max() <= tolerance * size
+                assert (part(error, matrix) - errors[r]).abs().max() <= tolerance * size / scale
+                assert (queries_of(queries)[i] - query).abs().max() <= tolerance * query.abs().max()
+    for step in range(5):
+        mean = sum(rest(brought[r][step].to(wide)) for r in range(n)) / n * scale
+        assert (rest(histories[0][step][0]) - mean).abs().max() <= tolerance * mean.abs().max()
+
+
+@per_ranks
+@per_dtype
+def test_ranks_hold_the_same_bits(n, dtype):
+    histories = train(n, gradients(n, 4, dtype=dtype))
+    for step in range(4):
+        assert_same_bits([history[step][0] for history in histories])
+        assert_same_bits([history[step][2] for history in histories])
+
+
+@per_dtype
+def test_nothing_is_lost_but_what_the_error_holds(dtype):
+    n, steps = 3, 30
+    brought = gradients(n, steps, dtype=dtype)
+    histories = train(n, brought)
+    sent = sum(history[0].double() for history in histories[0])
+    true = sum(flat.double() for rank in brought for flat in rank) / n
+    owed = sum(history[-1][1].double() for history in histories) / n
+    assert (true - sent - owed).abs().max() < {torch.float64: 1e-10, torch.float32: 1e-4}.get(
+        dtype, 5e-2 if dtype == torch.bfloat16 else 1e-2
+    )
+
+
+def test_the_result_is_an_orthogonal_projection_of_the_mean():
+    brought = gradients(2, 2)
+    histories = train(2, brought)
+    for matrix in MATRICES:
+        errors = [part(history[0][1], matrix) for history in histories]
+        mean = sum(part(brought[r][1], matrix) + errors[r] for r in range(2)) / 2
+        out = part(histories[0][1][0], matrix)
+        lost, energy = (mean - out).norm() ** 2, mean.norm() ** 2
+        assert abs(lost - (energy - out.norm() ** 2)) < 1e-4 * energy
+        assert (out.T @ (mean - out)).abs().max() < 1e-4 * out.norm() ** 2
+
+
+def test_full_rank_is_exact():
+    matrices = [(0, 6, 9, 6), (54, 9, 6, 6)]
+    brought = gradients(3, 3, numel=108)
+    histories = train(3, brought, numel=108, matrices=matrices)
+    for step in range(3):
+        mean = sum(brought[r][step] for r in range(3)) / 3
+        assert (histories[0][step][0] - mean).abs().max() < 1e-5
+
+
+def test_a_gradient_of_low_rank_is_exact_after_two_warm_rounds():
+    generator = torch.Generator().manual_seed(1)
+    left, right = (torch.randn(k, 2, generator=generator) for k in (20, 30))
+    flat = (left @ right.T).reshape(-1)
+    histories = train(2, [[flat] * 4] * 2, numel=600, matrices=[(0, 20, 30, 2)])
+    sent = sum(history[0] for history in histories[0])
+    assert (sent - 4 * flat).abs().max() < 1e-4 * flat.abs().max()
+    assert histories[0][-1][1].abs().max() < 1e-4 * flat.abs().max()
+
+
+def test_only_the_mean_of_the_errors_matters():
+    n, steps = 4, 12
+    brought = gradients(n, steps, dtype=torch.float64)
+
+    def run(comm, swap):
+        rank = Rank(comm, dtype=torch.float64)
+        results = []
+        for step in range(steps):
+            if swap and step == 5:
+                mean = rank.memory.value(0).clone()
+                comm.all_reduce(mean, _C.ReduceOp.SUM)
+                rank.memory.set(0, mean / n)
+            results.append(rank.run(brought[comm.rank][step], step + 1))
+        return results
+
+    kept, swapped = (run_thread_ranks(n, run, swap) for swap in (False, True))
+    for a, b in zip(kept[0], swapped[0], strict=True):
+        assert (a - b).abs().max() < 1e-10
+
+
+def test_zero_gradients_give_zero_and_training_goes_on_after_them():
+    brought = [[torch.zeros(NUMEL), *rank] for rank in gradients(2, 6)]
+    histories = train(2, brought)
+    assert histories[0][0][0].abs().max() == 0
+    assert (histories[0][0][2] != 0).all()  # queries survive: zero ones would stay zero
+    energy = [part(history[0], MATRICES[0]).norm() for history in histories[0][1:]]
+    assert min(energy) > 0.1
+
+
+@pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)
+@pytest.mark.parametrize("place", [0, 10, 1300, NUMEL - 1])
+def test_a_bad_value_reaches_all_ranks_and_leaves_memory(bad, place):
+    brought = gradients(3, 4)
+    brought[1][2][place] = bad
+    histories = train(3, brought)
+    for history in histories:
+        assert not torch.isfinite(history[2][0]).any()
+        for before, after in zip(history[1][1:], history[2][1:], strict=True):
+            assert torch.equal(bits(before), bits(after))
+        assert torch.isfinite(history[3][0]).all()
+    clean = [[*rank[:2], rank[3]] for rank in brought]
+    assert_same_bits([histories[0][3][0], train(3, clean)[0][2][0]])
+
+
+def test_a_result_that_overflows_the_dtype_leaves_memory():
+    brought = gradients(2, 2, dtype=torch.float16)
+    for rank in brought:
+        rank[1].fill_(60000.0)
+        rank[1] *= torch.tensor([1.0, 1.0826]).repeat(NUMEL // 2 + 1)[:NUMEL]  # finite: < 65504
+
+    def run(comm):
+        rank = Rank(comm, dtype=torch.float16)
+        rank.run(brought[comm.rank][0], 1)
+        before = rank.remembered()
+        owed = torch.zeros(NUMEL)
+        owed[: NUMEL // 2] = 6e4
+        rank.memory.set(0, owed)
+        result = rank.run(brought[comm.rank][1], 2)
+        return result, before, rank.remembered(), owed
+
+    for result, before, after, owed in run_thread_ranks(2, run):
+        assert torch.isinf(result).any()
+        assert torch.equal(after[0], owed)
+        assert torch.equal(after[1], before[1])
+        assert after[2] == before[2] == 1
+
+
+def test_cold_queries_are_fresh_equal_on_all_ranks_and_leave_the_global_generator_alone():
+    brought = [[flat, flat, flat] for (flat,) in gradients(2, 1)]
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    histories = train(2, brought, warm_start=False, error_feedback=False)
+    assert torch.equal(torch.get_rng_state(), state)
+    first, second = histories[0][0][0], histories[0][1][0]
+    assert (first - second).abs().max() > 1e-3
+    assert_same_bits([histories[0][2][0], histories[1][2][0]])
+    other = train(2, brought, warm_start=False, error_feedback=False, seed=1)
+    assert (other[0][0][0] - first).abs().max() > 1e-3
+
+
+def test_warm_start_gains_on_a_constant_gradient():
+    brought = [[flat] * 20 for (flat,) in gradients(2, 1)]
+    mean = (brought[0][0] + brought[1][0]) / 2
+    lost = {}
+    for warm in (True, False):
+        result = train(2, brought, warm_start=warm, error_feedback=False)[0][-1][0]
+        lost[warm] = (result - mean).norm()
+    assert lost[True] < 0.98 * lost[False]
+
+
+def test_two_messages_of_the_stated_size():
+    def run(comm):
+        rank = Rank(comm)
+        rank.run(gradients(2, 1)[comm.rank][0], 1)
+        return rank.comm.traffic()
+
+    left = sum(rows * rank for _, rows, _, rank in MATRICES) + rest(torch.zeros(NUMEL)).numel()
+    right = sum(columns * rank for _, _, columns, rank in MATRICES)
+    traffic = run_thread_ranks(2, run)[0]
+    assert traffic["messages_sent"] == 4  # two all_reduces, of two messages each
+    assert traffic["bytes_sent"] == 4 * (left + right)
+
+
+def test_one_rank_keeps_its_gradients():
+    (history,) = train(1, gradients(1, 2))
+    assert torch.equal(history[1][0], gradients(1, 2)[0][1])
+
+
+@pytest.mark.parametrize(
+    ("matrices", "said"),
+    [
+        ([(0, 4, 4, 5)], "rank 5"),
+        ([(0, 4, 4, 0)], "rank 0"),
+        ([(0, 4, 4, 1), (8, 4, 4, 1)], "overlaps"),
+        ([(90, 4, 4, 1)], "overlaps"),
+    ],
+)
+def test_matrices_that_do_not_fit_are_refused(matrices, said):
+    with pytest.raises(ValueError, match=said):
+        Rank(_C.ThreadCommunicator(_C.ThreadHub(1, 1.0), 0), numel=100, matrices=matrices)
+
+
+def test_a_bucket_that_is_not_the_memorys_is_refused():
+    rank = Rank(_C.ThreadCommunicator(_C.ThreadHub(1, 1.0), 0))
+    with pytest.raises(ValueError, match="bucket 'b'"):
+        rank.run(torch.zeros(NUMEL, dtype=torch.float64), 1)
