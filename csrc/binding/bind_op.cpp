@@ -11,6 +11,7 @@
 #include "op/hierarchical.h"
 #include "op/low_rank.h"
 #include "op/low_rank_products.h"
+#include "op/neighbor_average.h"
 #include "op/round_memory.h"
 #include "op/update_momentum.h"
 
@@ -73,6 +74,18 @@ void bind_op(py::module_& m) {
       .def(py::init<std::shared_ptr<Communicator>, at::Tensor, std::vector<int>,
                     std::shared_ptr<Scratch>>(),
            py::arg("communicator"), py::arg("communications"), py::arg("weights"),
+           py::arg("scratch"));
+
+  py::class_<NeighborAverage, BucketOp, std::shared_ptr<NeighborAverage>>(m, "NeighborAverage")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, double own_weight,
+                       const std::vector<std::pair<int, double>>& neighbors,
+                       std::shared_ptr<Scratch> scratch) {
+             std::vector<MixingTerm> terms;
+             for (const auto& [rank, weight] : neighbors) terms.push_back({rank, weight});
+             return std::make_shared<NeighborAverage>(std::move(communicator), own_weight,
+                                                      std::move(terms), std::move(scratch));
+           }),
+           py::arg("communicator"), py::arg("own_weight"), py::arg("neighbors"),
            py::arg("scratch"));
 
   py::class_<UpdateMomentum, BucketOp, std::shared_ptr<UpdateMomentum>>(m, "UpdateMomentum")

@@ -1,10 +1,15 @@
-"""Types of the C++ core. The contracts are in the headers under csrc/."""
+"""Types of the C++ core. The contracts are in the headers under csrc/.
+
+Longer than other files may be: an extension module has one stub.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import Backend, Store
+
+from bagua._C_sparse import *  # the types alone: the names are here
 
 class BaguaError(RuntimeError): ...
 class BaguaTimeoutError(BaguaError): ...
@@ -31,15 +36,6 @@ class Codec:
 def make_codec(name: str) -> Codec: ...
 def codec_names() -> list[str]: ...
 def describe_codec(name: str) -> str: ...
-
-# What sparse messages are made of.
-
-def top_k(x: torch.Tensor, k: int) -> torch.Tensor: ...
-def index_coding(n: int, k: int) -> str: ...
-def pack_indices(indices: torch.Tensor, n: int) -> torch.Tensor: ...
-def unpack_indices(bytes: torch.Tensor, k: int, n: int) -> torch.Tensor: ...
-def random_order(n: int, seed: int, number: int) -> torch.Tensor: ...
-def sparse_message_bytes(numel: int, k: int, values: torch.dtype, device: torch.device) -> int: ...
 
 # Communicators and topology.
 
@@ -138,6 +134,15 @@ class Gossip(BucketOp):
         scratch: Scratch,
     ) -> None: ...
 
+class NeighborAverage(BucketOp):
+    def __init__(
+        self,
+        communicator: Communicator,
+        own_weight: float,
+        neighbors: list[tuple[int, float]],
+        scratch: Scratch,
+    ) -> None: ...
+
 class UpdateMomentum(BucketOp):
     def __init__(
         self,
@@ -175,27 +180,6 @@ class CompressedGossip(BucketOp):
         right_peer_weight: torch.Tensor,
         mix_left: float,
         mix_right: float,
-    ) -> None: ...
-
-class Sparse(BucketOp):
-    def __init__(
-        self, communicator: Communicator, scratch: Scratch, numel: int, k: int, memory: RoundMemory
-    ) -> None: ...
-
-class RandomSparse(BucketOp):
-    def __init__(
-        self,
-        communicator: Communicator,
-        scratch: Scratch,
-        numel: int,
-        k: int,
-        seed: int,
-        memory: RoundMemory,
-    ) -> None: ...
-
-class SettledAllReduce(BucketOp):
-    def __init__(
-        self, communicator: Communicator, scratch: Scratch, numel: int, memory: RoundMemory
     ) -> None: ...
 
 class PythonOp(BucketOp):

@@ -64,7 +64,7 @@ def error_of(state, rank, name):
 
 def all_bits(state, but=""):
     """A digest of all tensors of a state, and its numbers, without the key `but`."""
-    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors = [state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor)]
     rest = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor) and k != but}
     return training.bits(tensors), rest
 

@@ -1,0 +1,246 @@
+"""Aggregations of gradients that remember, by parameter, what they have not sent yet."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from bagua import _C
+from bagua.torch_api._error_state import error_key, load_memory, ranks_text
+from bagua.torch_api._process_group import BaguaProcessGroup
+
+from mlbench_core.aggregation.pytorch.aggregation import (
+    Aggregation,
+    Denominator,
+    Kind,
+    canonical_op,
+)
+
+__all__ = ["Part", "RememberingAggregation"]
+
+
+@dataclass
+class Part:
+    """Tensors that are aggregated together, in one flat tensor.
+
+    Attributes:
+        places: by name of the parameter: its offset and shape in the flat tensor.
+        op: what aggregates it.
+        memory: of the op; its first tensor is the error, as long as the flat one, or empty.
+        matrices: by name: (offset, rows, columns, rank) of what is sent as a low-rank matrix.
+    """
+
+    places: dict[str, tuple[int, torch.Size]]
+    op: _C.BucketOp
+    memory: _C.RoundMemory
+    matrices: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
+
+    def errors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, error) of every parameter, in its shape. Writing into them counts."""
+        error = self.memory.value(0)
+        for name, (offset, shape) in self.places.items() if error.numel() else ():
+            yield name, error[offset : offset + shape.numel()].view(shape)
+
+
+class RememberingAggregation(Aggregation):
+    """The common part: memory by name of the parameter, whatever is aggregated with what.
+
+    A call in which a gradient is not finite on some rank passes on what is not finite and leaves
+    all memory as it was.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        use_cuda: bool = False,
+        *,
+        process_group: BaguaProcessGroup | None = None,
+    ) -> None:
+        super().__init__(use_cuda=use_cuda, process_group=process_group)
+        self._parameters = {
+            name: (p.shape, torch.promote_types(p.dtype, torch.float32))
+            for name, p in model.named_parameters()
+            if p.is_floating_point()
+        }
+        self._calls = 0
+        self._key: tuple[Any, ...] = ()
+        self._parts: list[Part] = []
+        # What is remembered of parameters that are in no part, in the form of a state dict.
+        self._kept: dict[str, torch.Tensor] = {}
+
+    # What subclasses say.
+
+    @abstractmethod
+    def _make_part(
+        self,
+        places: dict[str, tuple[int, torch.Size]],
+        flat: torch.Tensor,
+        outcome: _C.RoundOutcome,
+    ) -> Part:
+        """The op and the empty memory for tensors that lie in a flat tensor like ``flat``."""
+
+    def _equal_memory(self, part: Part) -> Iterator[tuple[str, torch.Tensor]]:
+        """(key, tensor) of what a part remembers alike on all ranks. Writing into them counts."""
+        raise NotImplementedError
+
+    # What users call.
+
+    def agg_model(
+        self, by_layer: bool = False, *, include_buffers: bool = False
+    ) -> Callable[..., None]:
+        """Refused: what is not sent of weights would be missing, and nothing makes up for it.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        self._refuse_weights()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is remembered; call it on every rank.
+
+        Returns:
+            ``ranks``, those that remember; ``calls``, their number; ``rank<r>/error/<name>`` of
+            every parameter that has been aggregated, of its shape and f32 (f64); and what else the
+            class remembers.
+        """
+        transport = self._transport()
+        errors = {
+            error_key(transport.rank, key.removeprefix("error/")): value
+            for key, value in self._remembered().items()
+            if key.startswith("error/")
+        }
+        equal = {k: v for k, v in self._remembered().items() if not k.startswith("error/")}
+        return {"ranks": ranks_text(range(transport.size)), "calls": self._calls, **equal, **errors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`, on every rank.
+
+        With another number of ranks than saved it, give every rank the dicts of all old ranks
+        merged into one (``a | b | ...``): each then owes the mean of what they owed.
+
+        Raises:
+            ValueError: the state is of another class, model or number of ranks; names the entry.
+        """
+        if "calls" not in state:
+            raise ValueError(f"{type(self).__name__}: the state has no 'calls': it is another's")
+        transport = self._transport()
+        names = {key.split("/", 2)[2] for key in state if "/error/" in key}
+        unknown = sorted(names - set(self._parameters))
+        if unknown:
+            raise ValueError(f"the state has errors of {unknown}, which the model does not have")
+        errors = {}
+        for name in sorted(names):
+            shape, dtype = self._parameters[name]
+            errors[name] = torch.zeros(shape, dtype=dtype)
+        load_memory(
+            state,
+            equal=(),
+            errors=errors.items(),
+            rank=transport.rank,
+            ranks=range(transport.size),
+        )
+        self._kept = {f"error/{name}": error for name, error in errors.items()}
+        self._kept |= {
+            key: value.clone()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and "/error/" not in key
+        }
+        self._key, self._parts = (), []
+        self._calls = int(state["calls"])
+
+    # How a call runs.
+
+    def _check(self, op: str, denom: Denominator) -> None:
+        if canonical_op(op) != "avg_world":
+            raise NotImplementedError(
+                f"{type(self).__name__} has the operations avg_world and avg, not '{op}'"
+            )
+
+    def _agg(self, data: torch.Tensor, op: str, denom: Denominator = None) -> torch.Tensor:
+        """Refused: memory is kept by name, which a tensor alone does not have."""
+        raise TypeError(
+            f"{type(self).__name__} remembers by name of parameter; call agg_grad() with the model"
+        )
+
+    def _aggregate(
+        self,
+        named: list[tuple[str, torch.Tensor]],
+        by_layer: bool,
+        op: str,
+        denom: Denominator,
+        *,
+        kind: Kind,
+    ) -> None:
+        # Checks
+        if kind != "gradient":
+            self._refuse_weights()
+        for name, tensor in named:
+            known = self._parameters.get(name)
+            if known is None or known[0] != tensor.shape:
+                said = f"of shape {tuple(known[0])}" if known else "without it"
+                raise ValueError(
+                    f"{type(self).__name__} was made with a model {said}, the model to aggregate "
+                    f"has '{name}' of shape {tuple(tensor.shape)}; make one for this model"
+                )
+
+        self._prepare(named, by_layer)
+        self._calls += 1
+        parts = iter(self._parts)
+
+        def aggregate(data: torch.Tensor) -> None:
+            part = next(parts)
+            part.op.run(data.view(-1), step=self._calls, bucket=next(iter(part.places)))
+
+        tensors = [tensor for _, tensor in named]
+        self._staging.run(tensors, by_layer, self._device_for, aggregate)
+
+    def _prepare(self, named: list[tuple[str, torch.Tensor]], by_layer: bool) -> None:
+        """Have parts for these tensors, in the order in which they are staged."""
+        key = (by_layer, *((name, t.dtype, t.device) for name, t in named))
+        if key == self._key:
+            return
+        remembered = self._remembered()
+        groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in named:
+            groups.setdefault((tensor.dtype, tensor.device), []).append((name, tensor))
+        outcome = _C.RoundOutcome()
+        parts = []
+        for members in groups.values():
+            for together in [[member] for member in members] if by_layer else [members]:
+                numel = sum(tensor.numel() for _, tensor in together)
+                if numel > 0:
+                    parts.append(self._part_of(together, numel, outcome))
+        self._kept, self._parts, self._key = remembered, parts, key
+        for part in parts:
+            own = [(f"error/{name}", error) for name, error in part.errors()]
+            for entry, view in (*self._equal_memory(part), *own):
+                if entry in remembered:
+                    view.copy_(remembered[entry])
+
+    def _part_of(
+        self, together: list[tuple[str, torch.Tensor]], numel: int, outcome: _C.RoundOutcome
+    ) -> Part:
+        places, offset = {}, 0
+        for name, tensor in together:
+            places[name] = (offset, tensor.shape)
+            offset += tensor.numel()
+        first = together[0][1]
+        flat = torch.empty(numel, dtype=first.dtype, device=self._device_for(first))
+        return self._make_part(places, flat, outcome)
+
+    def _remembered(self) -> dict[str, torch.Tensor]:
+        """Copies of all memory by key: ``error/<name>`` and the keys of the subclass."""
+        current = dict(self._kept)
+        for part in self._parts:
+            current |= {f"error/{name}": error.clone() for name, error in part.errors()}
+            current |= {key: value.clone() for key, value in self._equal_memory(part)}
+        return current
+
+    def _refuse_weights(self) -> NoReturn:
+        raise NotImplementedError(
+            f"{type(self).__name__} aggregates gradients (agg_grad): of weights, what is not sent "
+            "would be missing. Use AllReduceAggregation or DecentralizedAggregation for weights."
+        )

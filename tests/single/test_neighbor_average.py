@@ -1,0 +1,197 @@
+"""The weighted mean with neighbours, on thread ranks, for every graph of up to five of them."""
+
+import time
+
+import pytest
+import torch
+from bagua import _C
+from mlbench_core.aggregation.pytorch import topology
+from mlbench_core.aggregation.pytorch._mixing import metropolis_weights
+from oracle import neighbor_average as oracle
+from single.op_ranks import (
+    BAD_VALUES,
+    SIZES,
+    assert_same_bits,
+    bits,
+    inputs,
+    per_dtype,
+    run_op,
+)
+from single.thread_ranks import run_thread_ranks
+
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float64: 1e-13}
+MORE_THAN_A_SEGMENT = 8 * 131072 + 2048 + 5
+GRAPHS = {
+    "alone": [[]],
+    "pair": [[1], [0]],
+    "ring-of-3": topology.ring(3),
+    "ring-of-5": topology.ring(5),
+    "complete-of-4": topology.complete(4),
+    "star-of-5": topology.star(5, hub=2),
+    "path-of-4": [[1], [0, 2], [1, 3], [2]],
+    "two-parts": [[1], [0], [3, 4], [2], [2], []],
+}
+per_graph = pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
+
+
+def make_average(comm, graph):
+    return _C.NeighborAverage(comm, *metropolis_weights(comm.rank, graph), _C.Scratch())
+
+
+def averaged(graph, brought):
+    return run_op(len(graph), lambda comm: make_average(comm, graph), brought)
+
+
+def expect_oracle(results, graph, brought, dtype):
+    expected = oracle.average(oracle.metropolis(graph), brought)
+    scale = torch.stack([x.double() for x in brought]).abs().max(0).values
+    for rank, (result, value) in enumerate(zip(results, expected, strict=True)):
+        assert result.dtype == dtype
+        error = (result.double() - value).abs()
+        assert (error <= TOLERANCE.get(dtype, 3e-7) * scale + 1e-7).all(), f"rank {rank}"
+
+
+@per_graph
+@per_dtype
+def test_the_average_is_the_oracles(graph, dtype):
+    for numel in SIZES:
+        brought = inputs(len(graph), numel, dtype)
+        expect_oracle(averaged(graph, brought), graph, brought, dtype)
+
+
+def test_more_than_a_segment_is_averaged_to_the_end():
+    graph = GRAPHS["path-of-4"]
+    brought = inputs(4, MORE_THAN_A_SEGMENT, torch.float32)
+    expect_oracle(averaged(graph, brought), graph, brought, torch.float32)
+
+
+@per_dtype
+@pytest.mark.parametrize("n", [2, 3, 4, 7])
+def test_on_a_complete_graph_ranks_hold_the_same_bits(n, dtype):
+    for numel in SIZES:
+        assert_same_bits(averaged(topology.complete(n), inputs(n, numel, dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
+@pytest.mark.parametrize("n", [3, 5, 6, 7])
+def test_half_precision_is_summed_in_single_so_that_constants_stay(n, dtype):
+    """A seventh, rounded to half precision, times seven is not one."""
+    for graph in (topology.complete(n), topology.star(n), topology.ring(n)):
+        brought = [torch.tensor([1.0, 3.14, 1e-3, 60000.0]).to(dtype)] * n
+        for result in averaged(graph, brought):
+            assert torch.equal(bits(result), bits(brought[0]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_every_graph_is_averaged_without_deadlock_and_keeps_the_mean(size):
+    """2, 8, 64 and 1024 graphs, each on ranks that run all of them one after the other, with no
+    barrier between: a rank may be several graphs ahead of one that it is not connected to.
+    """
+    graphs = list(oracle.all_graphs(size))
+    assert len({str(graph) for graph in graphs}) == 2 ** (size * (size - 1) // 2)
+    brought = inputs(size, 6, torch.float64)
+
+    def run(comm):
+        results = []
+        for graph in graphs:
+            flat = brought[comm.rank].clone()
+            make_average(comm, graph).run(flat)
+            results.append(flat)
+        return torch.stack(results)
+
+    start = time.monotonic()
+    results = torch.stack(run_thread_ranks(size, run, timeout=5.0))  # rank, graph, element
+    assert time.monotonic() - start < 20
+    matrices = torch.stack([oracle.metropolis(graph) for graph in graphs])
+    expected = torch.einsum("gij,jn->ign", matrices, torch.stack(brought))
+    torch.testing.assert_close(results, expected, rtol=1e-13, atol=1e-13)
+    mean = torch.stack(brought).mean(0).expand_as(results[0])
+    torch.testing.assert_close(results.mean(0), mean, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("graph", "factor"),
+    [(topology.ring(5), 0.539345), (topology.ring(8), 0.804738)],
+    ids=["ring-of-5", "ring-of-8"],
+)
+def test_a_ring_contracts_by_its_second_eigenvalue(graph, factor):
+    """(1 + 2 cos(2 pi / n)) / 3."""
+    steps = 20
+    brought = inputs(len(graph), 50, torch.float64)
+
+    def run(comm):
+        flat, op = brought[comm.rank].clone(), make_average(comm, graph)
+        seen = []
+        for step in range(steps):
+            op.run(flat, step=step)
+            seen.append(flat.clone())
+        return seen
+
+    history = list(zip(*run_thread_ranks(len(graph), run), strict=True))
+    spreads = [oracle.spread(values) for values in history]
+    measured = (spreads[-1] / spreads[9]) ** (1 / (steps - 10))
+    assert abs(measured - factor) < 2e-5
+    assert abs(oracle.contraction(oracle.metropolis(graph)) - factor) < 1e-6
+
+
+@per_graph
+def test_the_spread_shrinks_at_least_by_the_spectral_gap(graph):
+    brought = inputs(len(graph), 31, torch.float64)
+    results = averaged(graph, brought)
+    bound = oracle.contraction(oracle.metropolis(graph)) * oracle.spread(brought)
+    assert oracle.spread(results) <= bound * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)
+def test_a_bad_value_reaches_the_neighbours_and_no_other_element(bad):
+    brought = inputs(5, 100, torch.float32)
+    brought[1][3] = bad
+    results = averaged(topology.ring(5), brought)
+    assert [not result[3].isfinite() for result in results] == [True, True, True, False, False]
+    assert all(result.isfinite().sum() >= 99 for result in results)
+
+
+def alone(size=1, rank=0):
+    return _C.ThreadCommunicator(_C.ThreadHub(size, 1.0), rank)
+
+
+def test_what_does_not_fit_is_refused_and_named():
+    def make(own, neighbors, comm=None):
+        return _C.NeighborAverage(comm or alone(3), own, neighbors, _C.Scratch())
+
+    with pytest.raises(ValueError, match="neighbour 3 is outside a group of size 3"):
+        make(0.5, [(3, 0.5)])
+    with pytest.raises(ValueError, match="neighbour -1 is outside"):
+        make(0.5, [(-1, 0.5)])
+    with pytest.raises(ValueError, match="rank 1 comes twice"):
+        make(0.5, [(1, 0.25), (1, 0.25)])
+    with pytest.raises(ValueError, match="rank 0 comes twice"):
+        make(0.5, [(0, 0.5)])
+    with pytest.raises(ValueError, match=r"weights must add up to 1, they make 0\.9"):
+        make(0.5, [(1, 0.4)])
+    with pytest.raises(ValueError, match="the weight of rank 2 is nan"):
+        make(0.5, [(2, float("nan"))])
+    with pytest.raises(ValueError, match=r"'eager': .* floating-point numbers, not int64"):
+        make(1.0, []).run(torch.zeros(3, dtype=torch.int64))
+
+
+def test_the_op_describes_itself():
+    op = _C.NeighborAverage(alone(3), 0.5, [(2, 0.25), (1, 0.25)], _C.Scratch())
+    assert op.describe() == "NeighborAverage(neighbours 2, ranks 3)"
+
+
+def test_neighbours_may_come_in_any_order():
+    brought = inputs(3, 31, torch.float32)
+    results = run_op(
+        3,
+        lambda comm: _C.NeighborAverage(
+            comm,
+            0.5,
+            [((comm.rank + 2) % 3, 0.125), ((comm.rank + 1) % 3, 0.375)],
+            _C.Scratch(),
+        ),
+        brought,
+    )
+    for rank, result in enumerate(results):
+        after, before = brought[(rank + 1) % 3], brought[(rank + 2) % 3]
+        torch.testing.assert_close(result, brought[rank] / 2 + after * 0.375 + before * 0.125)
