@@ -107,20 +107,25 @@ class AllReduceAggregation(Aggregation):
         """Aggregate several tensors in place; their dtypes and the arguments are checked."""
         name = canonical_op(op)
         if name not in _AVERAGES:
-            self._reduce(batch, _REDUCTIONS[name])
+            self._reduce_together(batch, _REDUCTIONS[name])
             return
         divisor = _number(denom) if name == AVG_CUSTOM else float(self.world_size)
         if not self.divide_before:
-            self._reduce(batch, _C.ReduceOp.SUM)
+            self._reduce_together(batch, _C.ReduceOp.SUM)
         for data in batch:
             data.div_(divisor)
         if self.divide_before:
-            self._reduce(batch, _C.ReduceOp.SUM)
+            self._reduce_together(batch, _C.ReduceOp.SUM)
 
-    def _reduce(self, batch: Sequence[torch.Tensor], op: _C.ReduceOp) -> None:
+    def _reduce_together(self, batch: Sequence[torch.Tensor], op: _C.ReduceOp) -> None:
         """Reduce tensors over all ranks, in place."""
         for data in batch:
-            self._communicator("data", data.device.type).all_reduce(data, op)
+            self._reduce(data, op)
+
+    def _reduce(self, data: torch.Tensor, op: _C.ReduceOp) -> torch.Tensor:
+        """Reduce one tensor over all ranks, in place."""
+        self._communicator("data", data.device.type).all_reduce(data, op)
+        return data
 
 
 def _number(denom: Denominator) -> float:

@@ -79,11 +79,11 @@ class AllReduceAggregationHVD(AllReduceAggregation):
             lambda batch: self._agg_together(batch, op, denom),
         )
 
-    def _reduce(self, batch: Sequence[torch.Tensor], op: _C.ReduceOp) -> None:
+    def _reduce_together(self, batch: Sequence[torch.Tensor], op: _C.ReduceOp) -> None:
         for device_type in sorted({data.device.type for data in batch}):
             here = [data for data in batch if data.device.type == device_type]
-            communicator = cast("HorovodCommunicator", self._communicator("data", device_type))
             if len(here) == 1:
-                communicator.all_reduce(here[0], op)
+                self._reduce(here[0], op)
             else:
-                communicator.all_reduce_together(here, op)
+                communicator = self._communicator("data", device_type)
+                cast("HorovodCommunicator", communicator).all_reduce_together(here, op)
