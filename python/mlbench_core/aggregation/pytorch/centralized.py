@@ -7,6 +7,7 @@ from mlbench_core.aggregation.pytorch._all_reduce import (
     AllReduceAggregation,
 )
 from mlbench_core.aggregation.pytorch._power import PowerAggregation
+from mlbench_core.aggregation.pytorch._sparsified import SparsifiedAggregation
 
 __all__ = [
     "ALLREDUCE_AGGREGATION_OPS",
@@ -14,4 +15,5 @@ __all__ = [
     "AVG_WORLD",
     "AllReduceAggregation",
     "PowerAggregation",
+    "SparsifiedAggregation",
 ]
