@@ -1,0 +1,65 @@
+"""PowerSGD with many buckets starts, trains and ends on a slow link, every time."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+spec = importlib.util.spec_from_file_location(
+    "network", Path(__file__).parents[2] / "benchmarks" / "network.py"
+)
+sys.modules["network"] = network = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(network)
+
+#: `make soak` asks for 50.
+STARTS = int(os.environ.get("BAGUA_TEST_STARTS", "10"))
+MBIT = 200
+STEPS = 4
+
+# A bucket per layer, and no look-ups of names that a name server would answer.
+ENVIRONMENT = {"BAGUA_DEFAULT_BUCKET_SIZE": "70000", "RES_OPTIONS": "timeout:1 attempts:1"}
+
+SCRIPT = f"""
+import hashlib, os
+import bagua.torch_api as bagua
+import torch
+from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithm
+from torch import nn
+
+bagua.init_process_group()
+torch.manual_seed(0)
+layers = [layer for _ in range(12) for layer in (nn.Linear(128, 128), nn.ReLU())]
+model = nn.Sequential(*layers, nn.Linear(128, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model = model.with_bagua([optimizer], PowerSGDAlgorithm(rank=2))
+torch.manual_seed(int(os.environ["RANK"]))
+for step in range({STEPS}):
+    optimizer.zero_grad()
+    model(torch.randn(8, 128)).square().mean().backward()
+    optimizer.step()
+digest = hashlib.blake2b(digest_size=8)
+for parameter in model.parameters():
+    digest.update(parameter.detach().numpy().tobytes())
+stats = model.bagua_stats()
+print("weights", digest.hexdigest(), "buckets", len(stats["buckets"]), "rounds", stats["rounds"])
+"""
+
+
+@pytest.mark.skipif(
+    network.why_unavailable() is not None,
+    reason=f"no network namespaces: {network.why_unavailable()}",
+)
+@pytest.mark.timeout(20 * STARTS)
+def test_every_start_on_a_slow_link_trains_and_ends():
+    commands = [[sys.executable, "-c", SCRIPT]] * 2
+    outputs = []
+    with network.Network(2, rate_mbit=MBIT) as link:
+        for _ in range(STARTS):
+            outputs.append([end.stdout for end in link.run(commands, ENVIRONMENT, timeout=90)])
+    assert len({line for pair in outputs for line in pair}) == 1, outputs
+    words = outputs[0][0].split()
+    assert words[0::2] == ["weights", "buckets", "rounds"]
+    assert int(words[3]) >= 10
+    assert int(words[5]) == STEPS
