@@ -50,6 +50,7 @@ def expected(kind, brought, errors, communications):
     return oracle.random_k(brought, errors, order)
 
 
+@training.with_group
 def aggregate_and_compare(kind, by_layer, dtype):
     model = wide_network(dtype=dtype)
     size = dist.get_world_size()
@@ -103,6 +104,7 @@ def test_other_dtypes_follow_the_oracle(ranks, dtype, kind):
     assert ranks(2, aggregate_and_compare, kind, False, dtype) == [CALLS] * 2
 
 
+@training.with_group
 def count_bytes(arguments):
     model = nn.Linear(100, 50)
     aggregation = SparsifiedAggregation(model, **arguments)
@@ -141,6 +143,7 @@ class Awkward(nn.Module):
         self.scalar = nn.Parameter(torch.zeros(()))
 
 
+@training.with_group
 def aggregate_awkward(kind, by_layer):
     """All that ranks brought has arrived or is owed, wherever it came from."""
     model = Awkward()
@@ -177,6 +180,7 @@ def test_awkward_models_are_aggregated(ranks, kind, by_layer):
     assert ranks(3, aggregate_awkward, kind, by_layer) == [names] * 3
 
 
+@training.with_group
 def wrong_use():
     model = wide_network()
     give_gradients(model, 0)

@@ -11,6 +11,7 @@ from ranks.test_power_aggregation import give_gradients, gradients
 from ranks.test_sparsified_aggregation import BY_LAYER, KINDS, make
 
 
+@training.with_group
 def change_what_is_trained(kind):
     """A parameter that is frozen for a while keeps what it is owed."""
     model = wide_network()
@@ -35,6 +36,7 @@ def test_what_is_frozen_for_a_while_is_still_owed(ranks, kind):
     assert ranks(2, change_what_is_trained, kind) == [(True, True, True)] * 2
 
 
+@training.with_group
 def bad_gradient(kind, by_layer, bad):
     model = wide_network()
     aggregation = make(model, kind)
@@ -62,6 +64,7 @@ def test_a_bad_value_on_one_rank_leaves_all_memory(ranks, kind, by_layer, bad):
     assert ranks(2, bad_gradient, kind, by_layer, bad) == [(True, True, True)] * 2
 
 
+@training.with_group
 def save_and_go_on(kind, by_layer):
     model = wide_network()
     first = make(model, kind)
@@ -91,6 +94,7 @@ def test_a_saved_memory_goes_on_to_the_bit(ranks, kind, by_layer):
     assert ranks(2, save_and_go_on, kind, by_layer) == [22] * 2
 
 
+@training.with_group
 def train_and_save(kind):
     model = wide_network()
     aggregation = make(model, kind)
@@ -100,6 +104,7 @@ def train_and_save(kind):
     return aggregation.state_dict()
 
 
+@training.with_group
 def load(kind, state):
     model = wide_network()
     aggregation = make(model, kind)
