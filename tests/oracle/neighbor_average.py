@@ -37,7 +37,7 @@ def metropolis(graph):
 def average(matrix, values):
     """W x in f64; `values` holds one tensor per rank."""
     stacked = torch.stack([value.double() for value in values])
-    return list((matrix @ stacked.flatten(1)).view_as(stacked))
+    return list((matrix @ stacked.reshape(len(values), values[0].numel())).view_as(stacked))
 
 
 def spread(values):

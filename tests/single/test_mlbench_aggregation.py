@@ -102,12 +102,11 @@ def test_by_model_the_flat_tensor_holds_what_the_call_brought_and_nothing_older(
             return data
 
     remembering = Remembering()
-    remembering.agg_model()(nn.Linear(50, 50), "x")
-    small = nn.Linear(3, 2)
-    remembering.agg_model()(small, "x")
-    assert torch.equal(
-        remembering.seen[1], torch.cat([p.detach().flatten() for p in small.parameters()])
-    )
+    models = [nn.Linear(3, 2), nn.Linear(50, 50), nn.Linear(2, 3)]
+    for model in models:
+        remembering.agg_model()(model, "x")
+    for model, seen in zip(models, remembering.seen, strict=True):
+        assert torch.equal(seen, torch.cat([p.detach().flatten() for p in model.parameters()]))
 
 
 def test_a_result_that_shares_memory_with_an_earlier_one_is_kept():

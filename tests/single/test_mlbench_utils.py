@@ -69,23 +69,12 @@ def test_more_columns_than_rows_leave_the_rest_zero():
     assert torch.equal(q[:, 3:], torch.zeros(3, 2))
 
 
-@pytest.mark.parametrize("condition", [1e2, 1e4])
+@pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
 def test_ill_conditioned_columns_become_orthogonal_to_rounding(condition):
-    """One pass of Gram-Schmidt loses `condition` of them."""
     base = randn(200, 1)
     matrix = base + randn(200, 8, seed=1) / condition
     q = orthogonalized(matrix)
     torch.testing.assert_close(gram(q), torch.eye(8).double(), rtol=0, atol=2e-6)
-
-
-def test_a_combination_of_long_columns_is_seen_as_one():
-    columns = randn(1_000_000, 2)
-    columns[:, 0] += 3
-    dependent = (0.3 * columns[:, :1] - 1.7 * columns[:, 1:]).clone()
-    q = orthogonalized(torch.cat([columns, dependent, randn(1_000_000, 1, seed=2)], 1))
-    assert torch.equal(q[:, 2], torch.zeros(1_000_000))
-    expected = torch.diag(torch.tensor([1, 1, 0, 1.0])).double()
-    torch.testing.assert_close(gram(q), expected, rtol=0, atol=1e-4)  # sums of a million in f32
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-15, 1e15, 1e30])
@@ -113,6 +102,8 @@ def test_a_transposed_matrix_is_changed_in_its_own_memory():
 def test_bad_values_stay_visible():
     matrix = randn(5, 2)
     matrix[1, 0] = float("nan")
+    assert orthogonalized(matrix).isnan().all()
+    matrix[1, 0] = float("inf")
     assert orthogonalized(matrix).isnan().all()
 
 

@@ -46,9 +46,7 @@ def agree(
         states = _highest_states(transport, communicator, what, lines, states)
     for candidate, state in zip(candidates, states, strict=True):
         if state == _REFUSED:
-            why = (
-                candidate.refusal or "it cannot be aggregated on another rank, whose error says why"
-            )
+            why = candidate.refusal or "another rank cannot aggregate it, and says why"
             raise ValueError(f"{what}: '{candidate.name}': {why}")
     return [c for c, state in zip(candidates, states, strict=True) if state == _PRESENT]
 

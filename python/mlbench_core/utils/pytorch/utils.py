@@ -6,11 +6,9 @@ import itertools
 from collections.abc import Sequence
 
 import torch
+from bagua import _C
 
 __all__ = ["orthogonalize", "pack_tensors", "unpack_tensors"]
-
-# A column of which less than this many units of rounding remains is in the span of the others.
-_ROUNDINGS = 64
 
 
 @torch.no_grad()
@@ -18,14 +16,10 @@ def orthogonalize(matrix: torch.Tensor, eps: float | torch.Tensor = 1e-16) -> No
     """Make the columns of a matrix orthonormal, in place and in their order.
 
     Column i becomes a unit vector in the span of columns 0 to i, orthogonal to those before. A
-    column that is zero, or adds nothing to those before it, becomes zero instead of noise: Q Q^T is
-    the projection on the columns' span whatever their rank. Works in f32 (f64 for f64) for any
-    floating dtype and on any device, without waiting for the device. NaN and infinity spoil their
-    column and those after it.
-
-    Gram-Schmidt with repeated projections (L. Giraud, J. Langou, M. Rozložník, *The loss of
-    orthogonality in the Gram-Schmidt orthogonalization process*, Computers & Mathematics with
-    Applications 50(7), 2005).
+    column that is zero, or depends on those before it to within 1e-10 of its length, becomes zero:
+    Q Q^T is the projection on the columns' span whatever their rank. NaN or infinity anywhere makes
+    the whole result NaN. Modified Gram-Schmidt in f64 for any floating dtype, each column projected
+    twice (``_C.orthonormalise``); on any device, without waiting for it.
 
     Args:
         matrix: of shape (rows, columns), floating point.
@@ -40,35 +34,15 @@ def orthogonalize(matrix: torch.Tensor, eps: float | torch.Tensor = 1e-16) -> No
             "orthogonalize needs a matrix of floating-point numbers, not "
             f"{list(matrix.shape)} of {matrix.dtype}"
         )
+    if matrix.numel() == 0:
+        return
 
-    wide = torch.float64 if matrix.dtype == torch.float64 else torch.float32
-    q = matrix.to(wide, copy=True)
-    negligible = _ROUNDINGS * torch.finfo(wide).eps
-    floor = float(eps)
-    for i in range(q.shape[1] if q.numel() > 0 else 0):
-        before = q[:, :i]
-        # 1. To unit length, by way of its largest element: squares of tiny or huge ones are lost.
-        largest = q[:, i].abs().amax()
-        column = _divided(q[:, i], largest, floor)
-        column = _divided(column, torch.linalg.vector_norm(column), 0.0)
-        # 2. What the columns before do not span, which is zero if nothing but rounding is left. Two
-        #    times: sums over long columns are not exact, and the first leaves what they missed.
-        column = _rest(_rest(column, before), before)
-        column = _divided(column, torch.linalg.vector_norm(column), negligible)
-        # 3. Once more: the division blew up what rounding had left along the others.
-        column = _rest(column, before)
-        q[:, i] = _divided(column, torch.linalg.vector_norm(column), 0.0)
-    matrix.copy_(q)
-
-
-def _rest(column: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """The column without its projection on orthonormal ones."""
-    return column - before @ (before.T @ column)
-
-
-def _divided(column: torch.Tensor, length: torch.Tensor, floor: float) -> torch.Tensor:
-    """``column / length``, and zero where the length is not above the floor."""
-    return torch.where(length <= floor, torch.zeros_like(column), column / length)
+    columns = matrix.T.contiguous()
+    finite = columns.isfinite().all()
+    counts = columns.abs().amax(1, keepdim=True) > float(eps)
+    columns = torch.where(counts & finite, columns, 0)
+    _C.orthonormalise(columns[None])
+    matrix.copy_(torch.where(finite, columns, torch.nan).T)
 
 
 def pack_tensors(

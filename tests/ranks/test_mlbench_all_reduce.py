@@ -1,0 +1,238 @@
+"""AllReduceAggregation on ranks: against torch's own sums, and what a call leaves as it was."""
+
+import functools
+
+import bagua.torch_api as bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua import _C
+from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregation
+from ranks import faults, training
+from single.eager_models import Mixed, assert_unchanged, by_layer_and_by_model, snapshot
+from torch import nn
+
+RANKS = pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
+BY = pytest.mark.parametrize("by_layer", [False, True], ids=["by-model", "by-layer"])
+DENOMINATOR = 6.0
+REDUCE = {
+    "avg_world": lambda all_values: all_values.sum(0) / len(all_values),
+    "avg": lambda all_values: all_values.sum(0) / len(all_values),
+    "avg_custom": lambda all_values: all_values.sum(0) / DENOMINATOR,
+    "custom_avg": lambda all_values: all_values.sum(0) / DENOMINATOR,
+    "sum": lambda all_values: all_values.sum(0),
+    "min": lambda all_values: all_values.amin(0),
+    "max": lambda all_values: all_values.amax(0),
+}
+TOLERANCE = {torch.float16: 4e-3, torch.float32: 1e-6, torch.float64: 1e-14}
+
+
+def mixed(rank):
+    """A model of one dtype after the other, with values and gradients of the rank's own."""
+    model = Mixed()
+    del model.odd
+    generator = torch.Generator().manual_seed(rank)
+    for p in model.parameters():
+        values = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        p.data.copy_(values)
+        p.grad = (p.detach() * 2).clone()
+    return model
+
+
+def tensors_of(model, kind):
+    return [p.detach() if kind == "weight" else p.grad for p in model.parameters()]
+
+
+def places_of(model):
+    tensors = tensors_of(model, "weight") + tensors_of(model, "gradient")
+    return [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
+
+
+@training.with_group
+def reduce_mixed(op, by_layer, divide_before):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, twins = mixed(rank), [mixed(other) for other in range(size)]
+    aggregation = AllReduceAggregation(size, divide_before)
+    denom = DENOMINATOR if "custom" in op else None
+    places = places_of(model)
+    for kind, get in (("gradient", aggregation.agg_grad), ("weight", aggregation.agg_model)):
+        assert get(by_layer)(model, op, denom) is None
+        everyone = zip(*(tensors_of(twin, kind) for twin in twins), strict=True)
+        for mine, values in zip(tensors_of(model, kind), everyone, strict=True):
+            expected = REDUCE[op](torch.stack([value.double() for value in values]))
+            error = (mine.double() - expected).abs()
+            assert (error <= TOLERANCE[mine.dtype] * (1 + expected.abs())).all(), (kind, mine.dtype)
+    assert places == places_of(model)
+    return training.model_bits(model)
+
+
+@RANKS
+@BY
+@pytest.mark.parametrize("op", REDUCE)
+def test_every_operation_is_torchs_on_all_dtypes_and_layouts(ranks, op, by_layer, n):
+    for divide_before in (False, True):
+        assert len(set(ranks(n, reduce_mixed, op, by_layer, divide_before))) == 1, "equal bits"
+
+
+@training.with_group
+def average_f16(divide_before, value):
+    aggregation = AllReduceAggregation(dist.get_world_size(), divide_before)
+    model = nn.Linear(3, 2).half()
+    for p in model.parameters():
+        p.data.fill_(value)
+        p.grad = p.detach().clone()
+    aggregation.agg_model()(model, "avg_world")
+    aggregation.agg_grad(by_layer=True)(model, "avg_custom", torch.tensor(dist.get_world_size()))
+    tensors = tensors_of(model, "weight") + tensors_of(model, "gradient")
+    return [tensor.flatten()[0].item() for tensor in tensors]
+
+
+def test_dividing_before_the_sum_keeps_f16_from_overflow(ranks):
+    """The published values: two ranks that hold 40000."""
+    assert ranks(2, average_f16, True, 40000.0) == [[40000.0] * 4] * 2
+    assert ranks(2, average_f16, False, 40000.0) == [[float("inf")] * 4] * 2
+
+
+@training.with_group
+def reduce_integers(op):
+    model = nn.Module()
+    rank = dist.get_rank()
+    model.long = nn.Parameter(torch.tensor([rank, 2**40 + rank]), requires_grad=False)
+    model.int = nn.Parameter(torch.tensor([-rank], dtype=torch.int32), requires_grad=False)
+    AllReduceAggregation(dist.get_world_size()).agg_model()(model, op)
+    return [p.tolist() for p in model.parameters()]
+
+
+def test_integers_are_reduced_exactly(ranks):
+    assert ranks(3, reduce_integers, "sum") == [[[3, 3 * 2**40 + 3], [-3]]] * 3
+    assert ranks(3, reduce_integers, "min") == [[[0, 2**40], [-2]]] * 3
+    assert ranks(3, reduce_integers, "max") == [[[2, 2**40 + 2], [0]]] * 3
+
+
+@training.with_group
+def count_bytes(by_layer):
+    model = training.network()
+    aggregation = AllReduceAggregation(dist.get_world_size())
+    aggregation.agg_model(by_layer)(model, "avg")
+    group = bagua.communication.get_default_group()
+    assert group.transport.main_traffic() == {}, "lines are compared only where they differ"
+    return aggregation.traffic(), sum(p.numel() * 4 for p in model.parameters())
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_bytes_are_those_of_the_data_and_a_kibibyte_of_agreement(ranks, n):
+    for traffic, size in ranks(n, count_bytes, False):
+        share = 2 * (n - 1) / n
+        assert abs(traffic["bytes_sent"] - share * (size + 1024)) <= 8
+        assert traffic["messages_sent"] == 2 * 2 * (n - 1)
+    for traffic, size in ranks(n, count_bytes, True):
+        assert abs(traffic["bytes_sent"] - share * (size + 1024)) <= 32
+        assert traffic["messages_sent"] == 5 * 2 * (n - 1), "four parameters and the agreement"
+
+
+@training.with_group
+def aggregate_with_a_wrong_size():
+    model = training.network()
+    before = snapshot(model)
+    text = training.error_of(lambda: AllReduceAggregation(5).agg_model()(model, "avg"), ValueError)
+    assert_unchanged(model, before)
+    return text
+
+
+def test_a_world_size_that_is_not_the_groups_is_refused_with_both(ranks):
+    for text in ranks(2, aggregate_with_a_wrong_size):
+        assert "world_size=5, but its group has 2 rank(s)" in text
+
+
+class LosesTheThird(AllReduceAggregation):
+    """Its third all_reduce of data fails on every rank, after the data has been used."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.count = 0
+
+    def _reduce(self, data, op):
+        self.count += 1
+        data.mul_(7)
+        if self.count == 3:
+            self._communicator("data", "cpu").abort("for the test")
+        return super()._reduce(data, op)
+
+
+@training.with_group
+def lose_a_collective(kind):
+    model = mixed(dist.get_rank())
+    before = snapshot(model)
+    aggregation = LosesTheThird(dist.get_world_size())
+    get = aggregation.agg_model if kind == "weight" else aggregation.agg_grad
+    text = training.error_of(lambda: get(by_layer=True)(model, "avg"), _C.BaguaError)
+    assert aggregation.count == 3
+    assert_unchanged(model, before)
+    return text
+
+
+@pytest.mark.parametrize("kind", ["gradient", "weight"])
+def test_a_collective_that_fails_leaves_every_tensor_as_it_was(ranks, kind):
+    for text in ranks(2, lose_a_collective, kind):
+        assert "for the test" in text
+
+
+@functools.partial(faults.with_bagua_group, timeout=2.0)
+def wait_for_a_rank_that_does_not_come():
+    model = mixed(dist.get_rank())
+    aggregation = AllReduceAggregation(dist.get_world_size())
+    aggregation.agg_model()(model, "avg")
+    before, text = snapshot(model), ""
+    if dist.get_rank() == 0:
+        function = aggregation.agg_model()
+        text = training.error_of(lambda: function(model, "avg"), _C.BaguaTimeoutError)
+        assert_unchanged(model, before)
+    dist.barrier()
+    return text
+
+
+def test_a_rank_that_does_not_come_is_a_timeout_and_nothing_has_changed(ranks):
+    first, _ = ranks(2, wait_for_a_rank_that_does_not_come)
+    assert "all_reduce of 1024 bytes" in first
+
+
+@training.with_group
+def average_in_a_group():
+    group = bagua.communication.new_group([1, 2])
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, float(dist.get_rank()))
+    aggregation = AllReduceAggregation(2, process_group=group)
+    text = ""
+    if dist.get_rank() == 0:
+        text = training.error_of(lambda: aggregation.agg_model()(model, "avg"), RuntimeError)
+    else:
+        aggregation.agg_model()(model, "avg")
+    return model.weight[0, 0].item(), text
+
+
+def test_a_group_of_some_ranks_averages_among_them(ranks):
+    (zero, text), (one, _), (two, _) = ranks(3, average_in_a_group)
+    assert (zero, one, two) == (0.0, 1.5, 1.5)
+    assert "not a member of the group with ranks [1, 2]" in text
+
+
+@training.with_group
+def two_objects_and_two_models():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    first, second = AllReduceAggregation(size), AllReduceAggregation(size, divide_before=True)
+    large, small = nn.Linear(40, 30), nn.Linear(2, 3, bias=False)
+    seen = []
+    for step in range(3):
+        for aggregation in (first, second):
+            for model in (large, small):
+                for p in model.parameters():
+                    p.data.fill_(rank + step)
+                for function in by_layer_and_by_model(aggregation.agg_model):
+                    function(model, "avg")
+                seen.append({value for p in model.parameters() for value in p.flatten().tolist()})
+    return seen
+
+
+def test_objects_and_models_of_different_sizes_do_not_mix(ranks):
+    expected = [{0.5 + step} for step in range(3) for _ in range(4)]
+    assert ranks(2, two_objects_and_two_models) == [expected] * 2

@@ -1,0 +1,210 @@
+"""DecentralizedAggregation on ranks: W x on several graphs, and lists that cannot be."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from mlbench_core.aggregation.pytorch import topology
+from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
+from oracle import neighbor_average as oracle
+from ranks import training
+from single.eager_models import Mixed, assert_unchanged, snapshot
+from torch import nn
+
+BY = pytest.mark.parametrize("by_layer", [False, True], ids=["by-model", "by-layer"])
+GRAPHS = {
+    "pair": topology.ring(2),
+    "ring-of-3": topology.ring(3),
+    "ring-of-4": topology.ring(4),
+    "complete-of-4": topology.complete(4),
+    "star-of-3": topology.star(3),
+    "star-of-4": topology.star(4, hub=3),
+    "path-of-3": [[1], [0, 2], [1]],
+    "path-of-4": [[1], [0, 2], [1, 3], [2]],
+    "pair-and-one-alone": [[2], [], [0]],
+    "nobody-talks": [[], []],
+}
+per_graph = pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
+TOLERANCE = {torch.float16: 2e-3, torch.float32: 5e-7, torch.float64: 1e-14}
+
+
+def mixed(rank):
+    model = Mixed()
+    del model.odd
+    generator = torch.Generator().manual_seed(rank)
+    for p in model.parameters():
+        p.data.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
+        p.grad = (p.detach() * 2).clone()
+    return model
+
+
+def tensors_of(model, kind):
+    return [p.detach() if kind == "weight" else p.grad for p in model.parameters()]
+
+
+def aggregation_for(graph):
+    """Neighbours as a user might list them: in any order, some twice."""
+    neighbors = graph[dist.get_rank()]
+    return DecentralizedAggregation(dist.get_rank(), neighbors[::-1] + neighbors)
+
+
+@training.with_group
+def average_mixed(graph, by_layer):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    matrix = oracle.metropolis(graph)
+    model, twins = mixed(rank), [mixed(other) for other in range(size)]
+    aggregation = aggregation_for(graph)
+    for kind, get in (("gradient", aggregation.agg_grad), ("weight", aggregation.agg_model)):
+        places = [(t.data_ptr(), t.stride()) for t in tensors_of(model, kind)]
+        assert get(by_layer)(model, "avg_world") is None
+        assert places == [(t.data_ptr(), t.stride()) for t in tensors_of(model, kind)]
+        everyone = zip(*(tensors_of(twin, kind) for twin in twins), strict=True)
+        for mine, values in zip(tensors_of(model, kind), everyone, strict=True):
+            expected = oracle.average(matrix, values)[rank]
+            error = (mine.double() - expected).abs()
+            assert (error <= TOLERANCE[mine.dtype] * (1 + expected.abs())).all(), (kind, mine.dtype)
+    return training.model_bits(model)
+
+
+@BY
+@per_graph
+def test_weights_and_gradients_become_those_of_the_oracle(ranks, graph, by_layer):
+    digests = ranks(len(graph), average_mixed, graph, by_layer)
+    sums = {tuple(sorted({rank, *graph[rank]})) for rank in range(len(graph))}
+    assert len(set(digests)) == len(sums), "ranks with the same sum hold the same bits"
+
+
+@training.with_group
+def mix(graph, steps, values):
+    """This rank's value after every step, of a vector that is the same everywhere else."""
+    model = nn.Linear(1, 5, bias=False).double()
+    model.weight.data.fill_(values[dist.get_rank()])
+    average = aggregation_for(graph).agg_model()
+    seen = [model.weight.detach().clone()]
+    for _ in range(steps):
+        average(model, "avg_world")
+        seen.append(model.weight.detach().clone())
+    return torch.stack(seen).tolist()
+
+
+def history(ranks, graph, steps, values):
+    """By step: the ranks' tensors."""
+    results = torch.tensor(ranks(len(graph), mix, graph, steps, values), dtype=torch.float64)
+    return results.transpose(0, 1)
+
+
+@per_graph
+def test_the_mean_stays_and_the_spread_shrinks_by_the_spectral_gap(ranks, graph):
+    values = [1.0, -2.5, 7.25, 3.0][: len(graph)]
+    steps = history(ranks, graph, 12, values)
+    factor = oracle.contraction(oracle.metropolis(graph))
+    spreads = [oracle.spread(list(values)) for values in steps]
+    mean = steps[0].mean(0)
+    for number, (now, before) in enumerate(zip(spreads[1:], spreads, strict=False), 1):
+        torch.testing.assert_close(steps[number].mean(0), mean, rtol=0, atol=1e-13)
+        assert now <= factor * before + 1e-13
+    if factor < 0.99:
+        assert spreads[-1] <= factor**12 * spreads[0] + 1e-13
+
+
+def test_two_ranks_that_list_each_other_twice_keep_a_constant_to_the_bit(ranks):
+    """A ring of two, built as a list of the one before and the one after: 1.0 stays 1.0."""
+    steps = history(ranks, [[1, 1], [0, 0]], 3, [1.0, 1.0])
+    assert (steps == 1.0).all()
+    steps = history(ranks, [[1, 1], [0, 0]], 1, [1.0, 4.0])
+    assert (steps[1] == 2.5).all()
+
+
+@training.with_group
+def exchange_much(graph):
+    """More than sockets and pipes hold, so that a send waits for its receive."""
+    model = nn.Linear(1500, 1500, bias=False)
+    nn.init.constant_(model.weight, float(dist.get_rank()))
+    average = aggregation_for(graph)
+    average.agg_model()(model, "avg")
+    return model.weight.unique().tolist(), average.traffic()
+
+
+@pytest.mark.parametrize("name", ["pair", "ring-of-3", "star-of-4", "complete-of-4"])
+def test_large_messages_pass_on_every_graph_and_bytes_are_those_of_the_neighbours(ranks, name):
+    graph = GRAPHS[name]
+    matrix, size = oracle.metropolis(graph), 1500 * 1500 * 4
+    for rank, (values, traffic) in enumerate(ranks(len(graph), exchange_much, graph)):
+        expected = (matrix[rank] @ torch.arange(len(graph), dtype=torch.float64)).item()
+        assert len(values) == 1
+        assert values[0] == pytest.approx(expected, abs=1e-6)
+        agreement = 2 * 1024 * (len(graph) - 1) // len(graph)
+        assert abs(traffic["bytes_sent"] - len(graph[rank]) * size - agreement) <= 2
+        assert abs(traffic["bytes_received"] - len(graph[rank]) * size - agreement) <= 2
+
+
+# A rank and its list, for each process; what every rank reads.
+WRONG = {
+    "one-sided": (
+        [(0, [1]), (1, []), (2, [0])],
+        "rank 0 lists 1, but 1 does not list 0",
+    ),
+    "one-sided-later": (
+        [(0, [2]), (1, [2]), (2, [0])],
+        "rank 1 lists 2, but 2 does not list 1",
+    ),
+    "directed-ring": (
+        [(0, [1]), (1, [2]), (2, [0])],
+        "rank 0 lists 1, but 1 does not list 0",
+    ),
+    "outside": (
+        [(0, [1]), (1, [0, 3]), (2, [])],
+        "on rank 1: its neighbours [3] are not in the group of 3 rank(s)",
+    ),
+    "another-rank": (
+        [(0, [1]), (1, [0]), (1, [0])],
+        "on rank 2: it was made with rank=1, but the process is 2",
+    ),
+}
+
+
+@training.with_group
+def average_with_wrong_lists(lists):
+    model = nn.Linear(3, 2)
+    before = snapshot(model)
+    aggregation = DecentralizedAggregation(*lists[dist.get_rank()])
+    weights, gradients = aggregation.agg_model(), aggregation.agg_grad()
+    texts = [
+        training.error_of(lambda: weights(model, "avg_world"), ValueError),
+        training.error_of(lambda: gradients(model, "avg_world"), ValueError),
+    ]
+    assert_unchanged(model, before)
+    return texts
+
+
+@pytest.mark.parametrize(("lists", "text"), WRONG.values(), ids=WRONG)
+def test_lists_that_cannot_be_are_refused_on_every_rank(ranks, lists, text):
+    for first, second in ranks(3, average_with_wrong_lists, lists):
+        assert text in first
+        assert text in second, "the second call, too"
+
+
+@training.with_group
+def train_with_gossip(steps):
+    """Adapt, then combine: a step of SGD on the rank's own data, then the average."""
+    rank = dist.get_rank()
+    model = training.network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graph = topology.star(dist.get_world_size())
+    average = DecentralizedAggregation(rank, graph[rank]).agg_model()
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = training.squared_error(model, training.batch(0, rank))
+        loss.backward()
+        optimizer.step()
+        average(model, "avg_world")
+        losses.append(loss.item())
+    vectors = training.gather(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    return losses, oracle.spread(vectors)
+
+
+def test_training_with_neighbours_learns_and_ranks_stay_near(ranks):
+    results = ranks(3, train_with_gossip, 30)
+    first, last = (sum(losses[step] for losses, _ in results) for step in (0, -1))
+    assert last < 0.7 * first
+    assert all(0 < spread < 0.5 for _, spread in results)
