@@ -61,6 +61,8 @@ def choose(name, parameters):
         # hierarchical=False: compress also between ranks of one machine.
         return optimizer, Algorithm.init(name, q_adam_optimizer=optimizer, hierarchical=False)
     optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    if name == "power_sgd":
+        return optimizer, Algorithm.init(name, rank=4)
     if name == "async":  # a step takes milliseconds here, so averages follow each other
         return optimizer, Algorithm.init(name, sync_interval_ms=0, warmup_steps=WARM_UP[name])
     return optimizer, Algorithm.init(name, hierarchical=False)

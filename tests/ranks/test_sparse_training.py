@@ -252,12 +252,7 @@ def test_one_node_is_exact_and_said_once(ranks):
 @training.with_group
 def wrong_arguments():
     said = []
-    for arguments in (
-        {"ratio": 0.0},
-        {"ratio": 1.5},
-        {"ratio": float("nan")},
-        {"warmup_steps": -1},
-    ):
+    for name, value in (("ratio", 0.0), ("ratio", 1.5), ("ratio", torch.nan), ("warmup_steps", -1)):
         with pytest.raises(ValueError, match=name) as caught:
             sparse(**{name: value})
         said.append(str(caught.value))

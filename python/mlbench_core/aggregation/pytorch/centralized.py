@@ -8,6 +8,7 @@ from mlbench_core.aggregation.pytorch._all_reduce import (
 )
 from mlbench_core.aggregation.pytorch._horovod import AllReduceAggregationHVD
 from mlbench_core.aggregation.pytorch._power import PowerAggregation
+from mlbench_core.aggregation.pytorch._sparsified import SparsifiedAggregation
 
 __all__ = [
     "ALLREDUCE_AGGREGATION_OPS",
@@ -16,4 +17,5 @@ __all__ = [
     "AllReduceAggregation",
     "AllReduceAggregationHVD",
     "PowerAggregation",
+    "SparsifiedAggregation",
 ]
