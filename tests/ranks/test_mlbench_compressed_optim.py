@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from mlbench_core.optim.pytorch import CentralizedSparsifiedSGD, PowerSGD
 from ranks.training import (
+    FEATURES,
+    OUTPUTS,
     assert_close,
     assert_ranks_agree,
     batch,
@@ -15,16 +17,22 @@ from ranks.training import (
     gather,
     local_gradients,
     mean_over_ranks,
-    network,
     squared_error,
     train,
     train_alone,
     with_group,
 )
+from torch import nn
 
 STEPS = 5
 RATE = 0.1
 K = 3
+
+
+def network(seed=0):
+    """Matrices so large that few coordinates of them take fewer bytes than all."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(FEATURES, 40), nn.Tanh(), nn.Linear(40, OUTPUTS))
 
 
 def power(model, **options):
@@ -81,8 +89,9 @@ def nothing_is_lost(kind):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         train_and_check_agreement(model, optimizer, [step])
         if make is sparse:
-            changed = [(p != before[name]).sum() for name, p in model.named_parameters()]
-            assert max(changed) <= K * dist.get_world_size()
+            changed = {name: (p != before[name]).sum() for name, p in model.named_parameters()}
+            most = K if options else K * dist.get_world_size()  # random ones are the same on all
+            assert 0 < max(changed["0.weight"], changed["2.weight"]) <= most
     lost = held_back(model, optimizer)
     assert any(error.abs().max() > 1e-4 for error in lost.values())
     for name, p in model.named_parameters():
@@ -159,12 +168,12 @@ def test_forgetting_the_number_of_ranks_is_an_error_and_not_training_apart(ranks
 
 @with_group
 def sums():
-    model = torch.nn.Linear(2, 1, bias=False)
+    model = nn.Linear(2, 1, bias=False)
     model.weight.data.zero_()
     optimizer = sparse(model, sparse_grad_size=2, average_world=False)
     model.weight.grad = torch.ones(1, 2)
     optimizer.step()
-    assert_ranks_agree(torch.nn.ParameterList([torch.nn.Parameter(model.weight.detach())]))
+    assert_ranks_agree(nn.ParameterList([nn.Parameter(model.weight.detach())]))
     return model.weight.tolist(), model.weight.grad.tolist()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mlbench_core.aggregation.pytorch.aggregation import Aggregation
+from mlbench_core.aggregation.pytorch._sparsified import SparsifiedAggregation
 from mlbench_core.optim.pytorch._begin import begin_together
 from mlbench_core.optim.pytorch._memory import memory_of, restore_memory
 from mlbench_core.optim.pytorch.optim import SparsifiedSGD
@@ -33,8 +33,9 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         params: parameters or groups of them, of any shapes.
         lr: learning rate.
         weight_decay: weight decay (L2 penalty), not sparsified.
-        sparse_grad_size: number of coordinates per parameter, rank and step.
-        random_sparse: random coordinates instead of the largest.
+        sparse_grad_size: number of coordinates per parameter, rank and step; all, where that would
+            not take fewer bytes.
+        random_sparse: random coordinates, the same on all ranks, instead of each rank's largest.
         world_size: number of ranks.
         average_world: subtract the mean over ranks; otherwise the sum.
         use_cuda: communicate CUDA tensors as they are; otherwise through CPU memory.
@@ -57,8 +58,6 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         use_cuda: bool = False,
     ) -> None:
         super().__init__(params, lr, weight_decay, sparse_grad_size, random_sparse=random_sparse)
-        from mlbench_core.aggregation.pytorch.centralized import SparsifiedAggregation
-
         self.average_world = average_world
         self.world_size = world_size
         self._recipe = partial(
@@ -67,7 +66,7 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
             k=sparse_grad_size,
             random_sparse=random_sparse,
         )
-        self.aggregation: Aggregation = self._recipe(self._carrier())
+        self.aggregation = self._recipe(self._carrier())
         named = dict(self._carrier().named_parameters())
         begin_together(self.aggregation, world_size, named, type(self).__name__)
 
