@@ -132,6 +132,36 @@ def test_a_copy_and_a_restored_one_go_on_to_the_bit(ranks, kind):
 
 
 @with_group
+def save(kind):
+    make, options = KINDS[kind]
+    model = network()
+    optimizer = make(model, **options)
+    train_and_check_agreement(model, optimizer, range(STEPS))
+    return model.state_dict(), optimizer.state_dict(), held_back(model, optimizer)
+
+
+@with_group
+def load(kind, weights, state):
+    make, options = KINDS[kind]
+    model = network()
+    optimizer = make(model, **options)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    held = held_back(model, optimizer)
+    train_and_check_agreement(model, optimizer, range(STEPS))
+    return held
+
+
+@pytest.mark.parametrize("kind", ["power_warm", "largest"])
+def test_other_numbers_of_ranks_go_on_from_the_mean_of_what_was_held_back(ranks, kind):
+    (weights, state, held), (_, other, _) = ranks(2, save, kind)
+    state["aggregation"] |= other["aggregation"]
+    for found in ranks(3, load, kind, weights, state):
+        for name, expected in held.items():
+            torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-7)
+
+
+@with_group
 def without_compression(kind):
     model, oracle = network(), network()
     options = {"rank": 100, "momentum": 0.9} if kind == "power" else {"sparse_grad_size": 1000}
