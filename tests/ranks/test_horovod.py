@@ -1,5 +1,6 @@
 """AllReduceAggregationHVD over the real Horovod, which `make horovod` builds: its results."""
 
+import itertools
 import os
 
 import pytest
@@ -48,13 +49,16 @@ def values(model, gradients=False):
     return [p.grad if gradients else p.detach() for p in model.parameters()]
 
 
-def both_ways(op, by_layer, divide_before, gradients, dtypes=FLOATING, denom=None):
+def both(divide_before):
+    return [kind(SIZE, divide_before) for kind in (AllReduceAggregation, AllReduceAggregationHVD)]
+
+
+def both_ways(aggregations, op, by_layer, gradients, dtypes=FLOATING, denom=None):
     """Bits after AllReduceAggregation, and after AllReduceAggregationHVD, of the same values."""
     found = []
-    for kind in (AllReduceAggregation, AllReduceAggregationHVD):
+    for aggregation in aggregations:
         model = Mixed(int(os.environ["RANK"]), dtypes)
         pointers = [tensor.data_ptr() for tensor in values(model, gradients)]
-        aggregation = kind(SIZE, divide_before)
         aggregate = aggregation.agg_grad if gradients else aggregation.agg_model
         aggregate(by_layer)(model, op, denom)
         assert pointers == [tensor.data_ptr() for tensor in values(model, gradients)]
@@ -65,20 +69,21 @@ def both_ways(op, by_layer, divide_before, gradients, dtypes=FLOATING, denom=Non
 @with_group
 def all_ways():
     untouched = bits(values(Mixed(int(os.environ["RANK"]))))
+    operations = {
+        "avg_world": None,
+        "custom_avg": torch.tensor(3.0),
+        "sum": None,
+        "min": None,
+        "max": None,
+    }
     found = {}
-    for op, denom in (
-        ("avg_world", None),
-        ("custom_avg", torch.tensor(3.0)),
-        ("sum", None),
-        ("min", None),
-        ("max", None),
-    ):
-        for by_layer in (False, True):
-            for divide_before in (False, True):
-                for gradients in (False, True):
-                    way = (op, by_layer, divide_before, gradients)
-                    found[way] = both_ways(*way, FLOATING, denom)
-                    assert found[way][1] != untouched
+    for divide_before in (False, True):
+        aggregations = both(divide_before)
+        for op, by_layer, gradients in itertools.product(operations, (False, True), (False, True)):
+            way = (op, by_layer, gradients)
+            bits_of_both = both_ways(aggregations, *way, FLOATING, operations[op])
+            found[(divide_before, *way)] = bits_of_both
+            assert bits_of_both[1] != untouched
     return found
 
 
@@ -94,7 +99,7 @@ def test_results_are_those_of_all_reduce_aggregation_to_the_bit(horovod_ranks):
 def integers():
     found = {}
     for op, dtypes in (("sum", EXACT), ("min", (*EXACT, torch.bool)), ("max", EXACT)):
-        found[op] = both_ways(op, False, False, False, dtypes)
+        found[op] = both_ways(both(False), op, False, False, dtypes)
     return found
 
 
@@ -179,6 +184,8 @@ def wrong_size():
 def test_another_world_size_than_horovods_is_refused_at_construction(horovod_ranks):
     for message in horovod_ranks(wrong_size):
         assert message.startswith("ValueError: AllReduceAggregationHVD was made with world_size=3")
+        assert "Horovod has 2 process(es)" in message
+        assert "leave hvd.init() to this class" in message
 
 
 def half_precision(use_horovod):
