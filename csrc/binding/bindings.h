@@ -13,6 +13,7 @@ void bind_op(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 void bind_periodic(pybind11::module_& module);
 void bind_plan_guard(pybind11::module_& module);
+void bind_sparse(pybind11::module_& module);
 
 // For what joins lane threads, which may be inside a PythonOp or ask a Python store.
 template <typename T>

@@ -25,4 +25,5 @@ PYBIND11_MODULE(_C, module) {
   bagua::bind_engine(module);
   bagua::bind_periodic(module);
   bagua::bind_plan_guard(module);
+  bagua::bind_sparse(module);
 }

@@ -35,6 +35,15 @@ def make_codec(name: str) -> Codec: ...
 def codec_names() -> list[str]: ...
 def describe_codec(name: str) -> str: ...
 
+# What sparse messages are made of.
+
+def top_k(x: torch.Tensor, k: int) -> torch.Tensor: ...
+def index_coding(n: int, k: int) -> str: ...
+def pack_indices(indices: torch.Tensor, n: int) -> torch.Tensor: ...
+def unpack_indices(bytes: torch.Tensor, k: int, n: int) -> torch.Tensor: ...
+def random_order(n: int, seed: int, number: int) -> torch.Tensor: ...
+def sparse_message_bytes(numel: int, k: int, values: torch.dtype, device: torch.device) -> int: ...
+
 # Communicators and topology.
 
 class ReduceOp:
@@ -178,6 +187,27 @@ class CompressedGossip(BucketOp):
         right_peer_weight: torch.Tensor,
         mix_left: float,
         mix_right: float,
+    ) -> None: ...
+
+class Sparse(BucketOp):
+    def __init__(
+        self, communicator: Communicator, scratch: Scratch, numel: int, k: int, memory: RoundMemory
+    ) -> None: ...
+
+class RandomSparse(BucketOp):
+    def __init__(
+        self,
+        communicator: Communicator,
+        scratch: Scratch,
+        numel: int,
+        k: int,
+        seed: int,
+        memory: RoundMemory,
+    ) -> None: ...
+
+class SettledAllReduce(BucketOp):
+    def __init__(
+        self, communicator: Communicator, scratch: Scratch, numel: int, memory: RoundMemory
     ) -> None: ...
 
 class PythonOp(BucketOp):

@@ -11,6 +11,7 @@
 #include "stress_averaging.h"
 #include "stress_gossip.h"
 #include "stress_low_rank.h"
+#include "stress_sparse.h"
 #include "stress_world.h"
 
 namespace bagua::stress {
@@ -241,6 +242,7 @@ constexpr Scenario kScenarios[] = {
      a_round_left_unfinished_is_an_error_everywhere},
     {"replicas are the neighbours' weights", replicas_are_the_neighbours_weights},
     {"low-rank memories change together", low_rank_memories_change_together},
+    {"sparse memories change together", sparse_memories_change_together},
     {"averages keep the sum", averages_keep_the_sum},
     {"a lane stops while others average", a_lane_stops_while_others_average},
 };

@@ -16,9 +16,11 @@ from bagua.torch_api._bucket_ops import (
     LowPrecisionDecentralizedOp,
     LowRankOp,
     MomentumOp,
+    SparseOp,
     check_asynchronous_mode,
 )
 from bagua.torch_api._low_rank_shapes import low_rank_matrix
+from bagua.torch_api._sparse_choice import number_sent
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.tensor import record_of
 
@@ -182,6 +184,42 @@ class AppendsOperations:
         op = LowRankOp(
             flat.numel(), matrices, memory, hierarchical, warm_start, error_feedback, seed, group
         )
+        self.ops.append(op)
+        return op
+
+    def append_sparse_op(
+        self,
+        ratio: float,
+        outcome: _C.RoundOutcome,
+        hierarchical: bool = False,
+        group: BaguaProcessGroup | None = None,
+        *,
+        random_sparse: bool = False,
+        error_feedback: bool = True,
+        seed: int = 0,
+    ) -> SparseOp:
+        """Mean of some elements of the bucket over all ranks; zeros elsewhere.
+
+        Args:
+            ratio: the part of the elements that is sent, at least one.
+            outcome: one for all buckets whose memory changes together.
+            hierarchical: exact inside a node, sparse between the nodes' leaders.
+            group: default the group of the wrapped module.
+            random_sparse: elements at random, instead of each rank's largest.
+            error_feedback: add to the next round what this one does not send.
+            seed: of ``random_sparse``, equal on all ranks.
+
+        Returns:
+            The op, which holds the memory.
+        """
+        flat = self.backend_tensor
+        owed = flat.new_zeros(
+            flat.numel() if error_feedback else 0,
+            dtype=torch.promote_types(flat.dtype, torch.float32),
+        )
+        memory = _C.RoundMemory([owed, torch.zeros(1, dtype=torch.int64)], outcome)
+        k = number_sent(flat.numel(), ratio)
+        op = SparseOp(flat, k, memory, hierarchical, random_sparse, seed, group)
         self.ops.append(op)
         return op
 

@@ -25,6 +25,7 @@ __all__ = [
     "LowRankOp",
     "MomentumOp",
     "PythonOp",
+    "SparseOp",
     "check_asynchronous_mode",
     "check_peer_selection_mode",
 ]
@@ -218,6 +219,25 @@ class LowRankOp:
         return dict(zip(self.matrices, views, strict=True))
 
 
+@dataclass(frozen=True, eq=False)
+class SparseOp:
+    """The mean over all ranks of some elements: the largest, or others at random.
+
+    Attributes:
+        flat: the bucket's memory.
+        k: the elements that are sent.
+        memory: errors (as long as the bucket, or empty), and the number of communications.
+    """
+
+    flat: torch.Tensor
+    k: int
+    memory: _C.RoundMemory
+    hierarchical: bool
+    random_sparse: bool
+    seed: int
+    group: BaguaProcessGroup | None
+
+
 #: What needs nothing but its description to become an op.
 LaneOp = (
     AsynchronousOp
@@ -227,6 +247,7 @@ LaneOp = (
     | LowPrecisionDecentralizedOp
     | MomentumOp
     | PythonOp
+    | SparseOp
 )
 
 #: Whatever a bucket can do.

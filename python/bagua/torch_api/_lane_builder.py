@@ -17,7 +17,9 @@ from bagua.torch_api._bucket_ops import (
     LowRankOp,
     MomentumOp,
     PythonOp,
+    SparseOp,
 )
+from bagua.torch_api._sparse_choice import sparse_mean
 from bagua.torch_api._transport import Transport
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
@@ -58,6 +60,8 @@ class LaneBuilder:
             return self._mixing(spec, default)
         if isinstance(spec, LowRankOp):
             return self._remembering(spec, default, lambda members: self._low_rank(spec, members))
+        if isinstance(spec, SparseOp):
+            return self._remembering(spec, default, lambda members: self._sparse(spec, members))
         if isinstance(spec, AsynchronousOp):
             raise ValueError("asynchronous averaging cannot be mixed with other operations")
         transport = (spec.group or default).transport
@@ -70,7 +74,7 @@ class LaneBuilder:
 
     def _remembering(
         self,
-        spec: LowRankOp,
+        spec: LowRankOp | SparseOp,
         default: BaguaProcessGroup,
         make: Callable[[_C.CountingCommunicator], _C.BucketOp],
     ) -> _C.BucketOp:
@@ -89,6 +93,17 @@ class LaneBuilder:
             error_feedback=spec.error_feedback,
             seed=spec.seed,
             memory=spec.memory,
+        )
+
+    def _sparse(self, spec: SparseOp, members: _C.CountingCommunicator) -> _C.BucketOp:
+        return sparse_mean(
+            members,
+            self.scratch,
+            spec.flat,
+            spec.k,
+            spec.memory,
+            random_sparse=spec.random_sparse,
+            seed=spec.seed,
         )
 
     def _averaging(self, spec: DecentralizedOp, default: BaguaProcessGroup) -> _C.BucketOp:
@@ -188,6 +203,10 @@ def describe_op(op: BucketOp) -> str:
             f"hierarchical={op.hierarchical} low rank {op.matrices} warm_start={op.warm_start} "
             f"error_feedback={op.error_feedback} seed={op.seed}"
         )
+    if isinstance(op, SparseOp):
+        drawn = f"random seed={op.seed}" if op.random_sparse else "largest"
+        owed = bool(op.memory.value(0).numel())
+        return f"hierarchical={op.hierarchical} {drawn} {op.k} error_feedback={owed}"
     if isinstance(op, LowPrecisionDecentralizedOp):
         return f"hierarchical={op.hierarchical} ring codec={op.codec}"
     if isinstance(op, DecentralizedOp):
@@ -199,7 +218,7 @@ def between_nodes_only(op: BucketOp) -> str | None:
     """What a hierarchical op does between nodes and not inside one."""
     if isinstance(op, CentralizedOp) and op.hierarchical and op.codec is not None:
         return "compressed"
-    if isinstance(op, LowPrecisionDecentralizedOp | LowRankOp) and op.hierarchical:
+    if isinstance(op, LowPrecisionDecentralizedOp | LowRankOp | SparseOp) and op.hierarchical:
         return "compressed"
     if isinstance(op, DecentralizedOp) and op.hierarchical and op.peer_selection_mode != "all":
         return "gossiped"

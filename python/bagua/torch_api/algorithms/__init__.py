@@ -7,6 +7,7 @@ from bagua.torch_api.algorithms import (
     gradient_allreduce,
     power_sgd,
     q_adam,
+    sparse,
 )
 from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithm
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
@@ -21,6 +22,7 @@ from bagua.torch_api.algorithms.gradient_allreduce import (
 )
 from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithm
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
+from bagua.torch_api.algorithms.sparse import SparseAlgorithm
 
 __all__ = [
     "Algorithm",
@@ -35,12 +37,14 @@ __all__ = [
     "PowerSGDAlgorithm",
     "QAdamAlgorithm",
     "QAdamOptimizer",
+    "SparseAlgorithm",
     "async_model_average",
     "bytegrad",
     "decentralized",
     "gradient_allreduce",
     "power_sgd",
     "q_adam",
+    "sparse",
 ]
 
 GlobalAlgorithmRegistry.register(
@@ -65,4 +69,7 @@ GlobalAlgorithmRegistry.register(
 )
 GlobalAlgorithmRegistry.register(
     "power_sgd", PowerSGDAlgorithm, "low-rank gradients with error feedback"
+)
+GlobalAlgorithmRegistry.register(
+    "sparse", SparseAlgorithm, "the largest elements of gradients, with error feedback"
 )

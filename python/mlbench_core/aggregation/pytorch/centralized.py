@@ -6,12 +6,16 @@ from mlbench_core.aggregation.pytorch._all_reduce import (
     AVG_WORLD,
     AllReduceAggregation,
 )
+from mlbench_core.aggregation.pytorch._horovod import AllReduceAggregationHVD
 from mlbench_core.aggregation.pytorch._power import PowerAggregation
+from mlbench_core.aggregation.pytorch._sparsified import SparsifiedAggregation
 
 __all__ = [
     "ALLREDUCE_AGGREGATION_OPS",
     "AVG_CUSTOM",
     "AVG_WORLD",
     "AllReduceAggregation",
+    "AllReduceAggregationHVD",
     "PowerAggregation",
+    "SparsifiedAggregation",
 ]

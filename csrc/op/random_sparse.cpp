@@ -1,0 +1,66 @@
+#include "op/random_sparse.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include <ATen/ops/index_select.h>
+
+#include "base/check.h"
+#include "codec/random_order.h"
+
+namespace bagua {
+
+RandomSparse::RandomSparse(std::shared_ptr<Communicator> communicator,
+                           std::shared_ptr<Scratch> scratch, int64_t numel, int64_t k,
+                           uint64_t seed, std::shared_ptr<RoundMemory> memory)
+    : communicator_(std::move(communicator)),
+      scratch_(std::move(scratch)),
+      k_(k),
+      seed_(seed),
+      feedback_("RandomSparse", numel, std::move(memory), scratch_) {
+  BAGUA_CHECK_ARG(k <= numel && (k >= 1 || numel == 0), "RandomSparse: k = ", k,
+                  " must be between 1 and the ", numel, " elements of the bucket.");
+}
+
+at::Tensor RandomSparse::elements_of_round(at::Device device) const {
+  const int64_t n = feedback_.numel(), rounds = (n + k_ - 1) / k_;
+  const int64_t done = feedback_.communications();
+  const RandomOrder order(n, seed_, done / rounds);
+  const int64_t first = done % rounds * k_, count = std::min(k_, n - first);
+  at::Tensor elements = scratch_->get(Scratch::kIndices, count, at::kLong, at::kCPU);
+  auto* out = elements.mutable_data_ptr<int64_t>();
+  for (int64_t i = 0; i < count; ++i) out[i] = order.at(first + i);
+  std::sort(out, out + count);  // memory is read and written in order
+  return elements.to(device);
+}
+
+void RandomSparse::run(at::Tensor& flat, const Round& round) {
+  feedback_.check(flat, round);
+  // 1.
+  at::Tensor m = feedback_.corrected(flat, round);
+  at::Tensor sum = feedback_.zeroed_sum(flat);
+  if (feedback_.numel() > 0) {
+    // 2.
+    const at::Tensor elements = elements_of_round(m.device());
+    const int64_t count = elements.numel();
+    at::Tensor message = scratch_->get(Scratch::kSend, count + 1, m.scalar_type(), m.device());
+    at::Tensor values = message.narrow(0, 0, count), flag = message.narrow(0, count, 1);
+    flag.fill_(all_finite(m) ? 0.0 : std::numeric_limits<double>::quiet_NaN());
+    at::index_select_out(values, m, 0, elements);
+    m.index_fill_(0, elements, 0);
+    // 3.
+    if (communicator_->group().size > 1) communicator_->all_reduce(message, ReduceOp::kSum);
+    // 4.
+    sum.index_copy_(0, elements, values.add_(flag));
+  }
+  feedback_.finish(flat, sum, communicator_->group().size, round);
+}
+
+std::string RandomSparse::describe() const {
+  return concat("RandomSparse(", k_, " of ", feedback_.numel(), ", seed ", seed_, ", ranks ",
+                communicator_->group().size, feedback_.remembers() ? "" : ", no error feedback",
+                ")");
+}
+
+}  // namespace bagua

@@ -1,0 +1,43 @@
+// The mean of some elements of a bucket, drawn at random, with error feedback.
+#pragma once
+
+#include <memory>
+
+#include "comm/communicator.h"
+#include "op/error_feedback.h"
+
+namespace bagua {
+
+// Random-k sparsification (Stich et al., NeurIPS 2018), without replacement: an epoch is as many
+// rounds as it takes to send k elements at a time, and sends each of the n once, the last round
+// what is left. The order of an epoch is a RandomOrder of `seed` and its number; the number of
+// communications in the memory says which round it is. So all ranks know the elements, and no
+// index travels.
+// Steps, with m and e as in op/error_feedback.h:
+//   1. m = g / s + e;
+//   2. c = the elements of this round; e <- m - c;
+//   3. one all_reduce (sum) of their values and of one more, NaN where m is not finite anywhere;
+//   4. g <- sum * s / P, zeros elsewhere; NaN instead of all values if the last one is NaN.
+// All ranks hold the same bits afterwards. As the operation is linear, training depends on the
+// errors only through their mean over the ranks.
+//
+// Bytes sent per rank: as an all_reduce of k + 1 elements of f32 (f64 for f64 buckets).
+class RandomSparse final : public BucketOp {
+ public:
+  // `numel`: elements of the bucket; 1 <= k <= numel (0 if it is empty).
+  RandomSparse(std::shared_ptr<Communicator> communicator, std::shared_ptr<Scratch> scratch,
+               int64_t numel, int64_t k, uint64_t seed, std::shared_ptr<RoundMemory> memory);
+  void run(at::Tensor& flat, const Round& round) override;
+  std::string describe() const override;
+
+ private:
+  at::Tensor elements_of_round(at::Device device) const;
+
+  std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<Scratch> scratch_;
+  int64_t k_;
+  uint64_t seed_;
+  ErrorFeedback feedback_;
+};
+
+}  // namespace bagua

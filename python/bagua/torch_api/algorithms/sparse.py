@@ -1,0 +1,93 @@
+"""Sparse gradients: the largest elements, or some at random, with error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from bagua import _C
+from bagua.torch_api._sparse_choice import check_ratio
+from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl, check_warmup
+from bagua.torch_api.algorithms.base import Algorithm
+from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.communication import BaguaProcessGroup
+
+__all__ = ["SparseAlgorithm", "SparseAlgorithmImpl"]
+
+
+class SparseAlgorithm(Algorithm):
+    """A part of the gradient, with error feedback (S. Stich et al., NeurIPS 2018, Algorithm 1).
+
+    Of every bucket each rank sends the elements of largest magnitude, exactly selected; what it
+    does not send is added to its next gradient. Every rank sums the same messages in the same order
+    and holds the same bits. A bucket of which sparse messages would not be smaller than all of it,
+    as with many ranks, is averaged exactly.
+
+    With a ``GradScaler`` pass it to ``with_bagua``: memory is in unscaled units, and a round that
+    overflows leaves it as it was. With ``find_unused_parameters`` a parameter that no rank used
+    keeps its ``.grad``, but what it still owed counts as sent.
+
+    Args:
+        ratio: the part of each bucket's elements that is sent, at least one.
+        hierarchical: exact inside a node, sparse between the nodes' leaders.
+        random_sparse: send elements drawn at random, the same on all ranks: each once before any
+            comes again. No index travels, and costs do not grow with the number of ranks.
+        error_feedback: False: what is not sent is lost.
+        warmup_steps: rounds that average exactly before the first sparse one.
+        seed: of ``random_sparse``. Global random generators are not touched.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(
+        self,
+        ratio: float = 0.01,
+        hierarchical: bool = False,
+        *,
+        random_sparse: bool = False,
+        error_feedback: bool = True,
+        warmup_steps: int = 0,
+        seed: int = 0,
+    ) -> None:
+        check_ratio(ratio)
+        check_warmup(warmup_steps)
+        self.ratio = ratio
+        self.hierarchical = hierarchical
+        self.random_sparse = random_sparse
+        self.error_feedback = error_feedback
+        self.warmup_steps = warmup_steps
+        self.seed = seed
+
+    def reify(self, process_group: BaguaProcessGroup) -> SparseAlgorithmImpl:
+        return SparseAlgorithmImpl(process_group, self)
+
+
+class SparseAlgorithmImpl(ErrorFeedbackImpl):
+    """Implementation of :class:`SparseAlgorithm`.
+
+    Its state has, besides what all error feedback has, ``communications``, the sparse rounds.
+    """
+
+    def __init__(self, process_group: BaguaProcessGroup, arguments: SparseAlgorithm) -> None:
+        super().__init__(process_group, arguments.hierarchical, arguments.warmup_steps)
+        self._arguments = arguments
+
+    def append_compression(self, bucket: BaguaBucket) -> _C.RoundMemory:
+        own = self._arguments
+        operation = bucket.append_sparse_op(
+            own.ratio,
+            self.outcome,
+            hierarchical=own.hierarchical,
+            random_sparse=own.random_sparse,
+            error_feedback=own.error_feedback,
+            seed=own.seed,
+            group=self.process_group,
+        )
+        return operation.memory
+
+    def equal_views(
+        self, bucket: BaguaBucket, memory: _C.RoundMemory
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "communications", memory.value(1)

@@ -1,0 +1,210 @@
+"""SparsifiedAggregation: the oracle's bits, equal ranks, bytes, awkward models."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua import _C, BaguaError
+from mlbench_core.aggregation.pytorch.centralized import SparsifiedAggregation
+from oracle import sparse as oracle
+from ranks import training
+from ranks.error_feedback import error_of, wide_network
+from ranks.test_power_aggregation import give_gradients, gradients
+from torch import nn
+
+BY_LAYER = pytest.mark.parametrize("by_layer", [False, True], ids=["by-model", "by-layer"])
+KINDS = pytest.mark.parametrize("kind", ["largest", "random"])
+RATIO = {"largest": 0.05, "random": 0.2}
+CALLS = 5
+SEED = 7
+
+
+def make(model, kind, **arguments):
+    drawn = {"random_sparse": kind == "random", "seed": SEED, "ratio": RATIO[kind]}
+    return SparsifiedAggregation(model, **(drawn | arguments))
+
+
+def groups_of(model, by_layer):
+    """Names of parameters that are aggregated together."""
+    names = [name for name, _ in model.named_parameters()]
+    return [[name] for name in names] if by_layer else [names]
+
+
+def flat_of(tensors, names):
+    return torch.cat([tensors[name].reshape(-1) for name in names])
+
+
+def expected(kind, brought, errors, communications):
+    """As the class has it: (result, errors), or None where messages do not pay."""
+    numel, ranks = brought[0].numel(), len(brought)
+    wide = oracle.wide(brought[0].dtype)
+    k = max(1, round(RATIO[kind] * numel))
+    dense = numel * brought[0].element_size()
+    message = _C.sparse_message_bytes(numel, k, wide, torch.device("cpu"))
+    if ranks * message >= 2 * dense if kind == "largest" else (k + 1) * wide.itemsize >= dense:
+        return None
+    if kind == "largest":
+        return oracle.top_k(brought, errors, k)
+    order = oracle.elements_of_round(
+        lambda number: _C.random_order(numel, SEED, number), numel, k, communications
+    )
+    return oracle.random_k(brought, errors, order)
+
+
+@training.with_group
+def aggregate_and_compare(kind, by_layer, dtype):
+    model = wide_network(dtype=dtype)
+    size = dist.get_world_size()
+    aggregation = make(model, kind)
+    aggregate = aggregation.agg_grad(by_layer=by_layer)
+    errors = {name: [torch.zeros_like(p)] * size for name, p in model.named_parameters()}
+    errors = {name: [e.to(oracle.wide(dtype)) for e in each] for name, each in errors.items()}
+    compared = 0
+    for call in range(CALLS):
+        give_gradients(model, call)
+        brought = training.gather(gradients(model))
+        places = {name: p.grad.data_ptr() for name, p in model.named_parameters()}
+        assert aggregate(model, "avg_world" if call % 2 else "avg") is None
+        assert places == {name: p.grad.data_ptr() for name, p in model.named_parameters()}
+        after = training.gather(aggregation.state_dict())
+        for names in groups_of(model, by_layer):
+            own = [flat_of({n: errors[n][r] for n in names}, names) for r in range(size)]
+            flats = [flat_of(brought[r], names) for r in range(size)]
+            got = flat_of(gradients(model), names)
+            for name in names:
+                errors[name] = [error_of(after[r], r, name) for r in range(size)]
+            owed = [flat_of({n: errors[n][r] for n in names}, names) for r in range(size)]
+            wanted = expected(kind, flats, own, call)
+            if wanted is None:
+                torch.testing.assert_close(got, sum(flats) / size, atol=1e-3, rtol=1e-3)
+                assert not any(e.any() for e in owed)
+                continue
+            compared += 1
+            torch.testing.assert_close(got, wanted[0])
+            assert kind == "random" or torch.equal(got, wanted[0]), "in order of ranks"
+            assert all(torch.equal(e, w) for e, w in zip(owed, wanted[1], strict=True))
+        digests = training.gather(training.bits(gradients(model).values()))
+        assert len(set(digests)) == 1
+    return compared
+
+
+@KINDS
+@BY_LAYER
+@pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
+def test_calls_follow_the_oracle_and_ranks_agree(ranks, n, by_layer, kind):
+    results = ranks(n, aggregate_and_compare, kind, by_layer, torch.float32)
+    assert len(set(results)) == 1
+    assert results[0] >= CALLS if by_layer and kind == "random" else results[0] % CALLS == 0
+    if not by_layer:
+        assert results[0] == CALLS
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+@KINDS
+def test_other_dtypes_follow_the_oracle(ranks, dtype, kind):
+    assert ranks(2, aggregate_and_compare, kind, False, dtype) == [CALLS] * 2
+
+
+@training.with_group
+def count_bytes(arguments):
+    model = nn.Linear(100, 50)
+    aggregation = SparsifiedAggregation(model, **arguments)
+    counted = []
+    for call in range(2):
+        give_gradients(model, call)
+        before = aggregation.traffic()["bytes_sent"]
+        aggregation.agg_grad()(model, "avg")
+        counted.append(aggregation.traffic()["bytes_sent"] - before)
+    return counted[1] - 1024, int((model.weight.grad != 0).sum() + (model.bias.grad != 0).sum())
+
+
+def test_bytes_are_those_of_the_messages(ranks):  # and 1 KiB is the agreement
+    message = 32 + 416 + 192  # 100 values, 100 indices of 13 bits
+    for sent, changed in ranks(2, count_bytes, {"k": 100}):
+        assert sent == message
+        assert 100 <= changed <= 200
+    for sent, changed in ranks(2, count_bytes, {"k": 100, "random_sparse": True}):
+        assert (sent, changed) == (4 * 101, 100)
+    dense = 4 * 101 * 50
+    for arguments in ({"ratio": 1.0}, {"k": 10**6}, {"ratio": 1.0, "random_sparse": True}):
+        assert ranks(2, count_bytes, arguments) == [(dense, 101 * 50)] * 2
+
+
+class Awkward(nn.Module):
+    """Frozen, unused on one rank, half precision beside single, channels last, empty, scalar."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen = nn.Linear(4, 4, bias=False).requires_grad_(False)
+        self.unused = nn.Linear(5, 6, bias=False)
+        self.conv = nn.Conv2d(3, 8, 3, bias=False).to(memory_format=torch.channels_last)
+        self.half = nn.Linear(20, 20, bias=False).half()
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.scalar = nn.Parameter(torch.zeros(()))
+
+
+@training.with_group
+def aggregate_awkward(kind, by_layer):
+    """All that ranks brought has arrived or is owed, wherever it came from."""
+    model = Awkward()
+    state = torch.get_rng_state()
+    aggregation = make(model, kind)
+    size = dist.get_world_size()
+    brought, sent = {}, {}
+    for call in range(6):
+        give_gradients(model, call)
+        if call < 3 and dist.get_rank() == 1:
+            model.unused.weight.grad = None
+        true = training.gather(gradients(model))
+        aggregation.agg_grad(by_layer)(model, "avg_world")
+        assert model.frozen.weight.grad is None
+        digests = training.gather(training.bits(gradients(model).values()))
+        assert len(set(digests)) == 1
+        for name, gradient in gradients(model).items():
+            own = sum(g[name].float() for g in true if name in g) / size
+            brought[name] = brought.get(name, 0) + own
+            sent[name] = sent.get(name, 0) + gradient.float()
+    states = training.gather(aggregation.state_dict())
+    for name in sent:
+        owed = sum(error_of(s, r, name) for r, s in enumerate(states) if name != "empty") / size
+        near = 2e-2 if name.startswith("half") else 1e-5
+        torch.testing.assert_close(sent[name] + owed, brought[name], atol=near, rtol=near)
+    assert torch.equal(torch.get_rng_state(), state)
+    return sorted(sent)
+
+
+@KINDS
+@BY_LAYER
+def test_awkward_models_are_aggregated(ranks, kind, by_layer):
+    names = ["conv.weight", "empty", "half.weight", "scalar", "unused.weight"]
+    assert ranks(3, aggregate_awkward, kind, by_layer) == [names] * 3
+
+
+@training.with_group
+def wrong_use():
+    model = wide_network()
+    give_gradients(model, 0)
+    before = training.bits(gradients(model).values())
+    aggregation = SparsifiedAggregation(model)
+    for op in ("avg_custom", "sum", "max", "nonsense"):
+        with pytest.raises(NotImplementedError, match=op):
+            aggregation.agg_grad()(model, op)
+    with pytest.raises(NotImplementedError, match="AllReduceAggregation"):
+        aggregation.agg_model()
+    with pytest.raises(NotImplementedError, match="AllReduceAggregation"):
+        aggregation._agg_weights_by_model(model, "avg")
+    other = nn.Linear(2, 2)
+    give_gradients(other, 0)
+    with pytest.raises(ValueError, match="'weight' of shape"):
+        aggregation.agg_grad()(other, "avg")
+    mine = SparsifiedAggregation(model, k=1 + dist.get_rank())
+    with pytest.raises(BaguaError, match=r"k 1.*k 2"):
+        mine.agg_grad()(model, "avg")
+    for name, value in (("ratio", 0.0), ("ratio", 2.0), ("k", 0), ("k", 0.5)):
+        with pytest.raises(ValueError, match=name):
+            SparsifiedAggregation(model, **{name: value})
+    return before == training.bits(gradients(model).values())
+
+
+def test_wrong_use_is_refused_and_changes_nothing(ranks):
+    assert ranks(2, wrong_use) == [True] * 2

@@ -1,0 +1,129 @@
+"""What SparsifiedAggregation owes: after bad values, frozen parameters, checkpoints."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import training
+from ranks.error_feedback import all_bits, error_of, wide_network
+from ranks.test_power_aggregation import give_gradients, gradients
+from ranks.test_sparsified_aggregation import BY_LAYER, KINDS, make
+
+
+@training.with_group
+def change_what_is_trained(kind):
+    """A parameter that is frozen for a while keeps what it is owed."""
+    model = wide_network()
+    aggregation = make(model, kind)
+    rank = dist.get_rank()
+    give_gradients(model, 0)
+    aggregation.agg_grad()(model, "avg")
+    before = error_of(aggregation.state_dict(), rank, "5.weight")
+    model[5].weight.requires_grad_(False).grad = None
+    for call in range(1, 3):
+        give_gradients(model, call)
+        aggregation.agg_grad()(model, "avg")
+    kept = torch.equal(error_of(aggregation.state_dict(), rank, "5.weight"), before)
+    model[5].weight.requires_grad_(True)
+    give_gradients(model, 3, scale=0.0)
+    aggregation.agg_grad()(model, "avg")
+    return kept, bool(before.any()), bool(model[5].weight.grad.any())
+
+
+@KINDS
+def test_what_is_frozen_for_a_while_is_still_owed(ranks, kind):
+    assert ranks(2, change_what_is_trained, kind) == [(True, True, True)] * 2
+
+
+@training.with_group
+def bad_gradient(kind, by_layer, bad):
+    model = wide_network()
+    aggregation = make(model, kind)
+    aggregate = aggregation.agg_grad(by_layer)
+    for call in range(2):
+        give_gradients(model, call)
+        aggregate(model, "avg")
+    before = aggregation.state_dict()
+    give_gradients(model, 2)
+    if dist.get_rank() == 1:
+        model[2].weight.grad[1, 1, 1] = bad
+    aggregate(model, "avg")
+    after = aggregation.state_dict()
+    seen = not all(g.isfinite().all() for g in gradients(model).values())
+    kept = all_bits(before, but="calls") == all_bits(after, but="calls")
+    give_gradients(model, 3)
+    aggregate(model, "avg")
+    return kept, seen, all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@KINDS
+@BY_LAYER
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_value_on_one_rank_leaves_all_memory(ranks, kind, by_layer, bad):
+    assert ranks(2, bad_gradient, kind, by_layer, bad) == [(True, True, True)] * 2
+
+
+@training.with_group
+def save_and_go_on(kind, by_layer):
+    model = wide_network()
+    first = make(model, kind)
+    for call in range(3):
+        give_gradients(model, call)
+        if call == 1 and dist.get_rank() == 0:
+            model[0].weight.grad[0, 0] = torch.inf  # a call that does not count
+        first.agg_grad(by_layer)(model, "avg")
+    state = copy.deepcopy(first.state_dict())
+    second = make(model, kind)
+    second.load_state_dict(state)
+    assert all_bits(second.state_dict()) == all_bits(state)
+    for call in range(3, 23):
+        results = []
+        for aggregation in (first, second):
+            give_gradients(model, call)
+            aggregation.agg_grad(by_layer)(model, "avg")
+            results.append((training.bits(gradients(model).values()), aggregation.state_dict()))
+        assert results[0][0] == results[1][0]
+        assert all_bits(results[0][1]) == all_bits(results[1][1])
+    return int(first.state_dict()["communications"])
+
+
+@KINDS
+@BY_LAYER
+def test_a_saved_memory_goes_on_to_the_bit(ranks, kind, by_layer):
+    assert ranks(2, save_and_go_on, kind, by_layer) == [22] * 2
+
+
+@training.with_group
+def train_and_save(kind):
+    model = wide_network()
+    aggregation = make(model, kind)
+    for call in range(4):
+        give_gradients(model, call)
+        aggregation.agg_grad()(model, "avg")
+    return aggregation.state_dict()
+
+
+@training.with_group
+def load(kind, state):
+    model = wide_network()
+    aggregation = make(model, kind)
+    aggregation.load_state_dict(state)
+    loaded = aggregation.state_dict()
+    give_gradients(model, 9)
+    aggregation.agg_grad()(model, "avg")
+    assert len(set(training.gather(training.bits(gradients(model).values())))) == 1
+    return loaded
+
+
+@KINDS
+def test_another_number_of_ranks_starts_from_the_mean(ranks, kind):
+    states = ranks(3, train_and_save, kind)
+    merged = {key: value for state in states for key, value in state.items()}
+    loaded = ranks(2, load, kind, merged)
+    for name, _ in wide_network().named_parameters():
+        mean = sum(error_of(states[r], r, name) for r in range(3)) / 3
+        for rank in range(2):
+            torch.testing.assert_close(error_of(loaded[rank], rank, name), mean)
+    with pytest.raises(AssertionError, match="merge what all ranks saved"):
+        ranks(2, load, kind, states[0])

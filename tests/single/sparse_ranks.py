@@ -1,0 +1,75 @@
+"""What the tests of sparse ops share: ops with memories, rounds of them, and the oracle's."""
+
+import pytest
+import torch
+from bagua import _C
+from oracle import sparse as oracle
+from single.op_ranks import inputs
+from single.thread_ranks import run_thread_ranks
+
+SIZES = [0, 1, 31, 4096, 5003]
+ROUNDS = 4
+per_kind = pytest.mark.parametrize("kind", ["top-k", "random"])
+per_size = pytest.mark.parametrize("numel", SIZES)
+
+
+def k_of(numel, ratio=0.03):
+    return min(numel, max(1, round(numel * ratio)))
+
+
+def memory_of(numel, dtype, outcome=None, remembers=True):
+    error = torch.zeros(numel if remembers else 0, dtype=oracle.wide(dtype))
+    return _C.RoundMemory([error, torch.zeros(1, dtype=torch.int64)], outcome or _C.RoundOutcome())
+
+
+def make(comm, kind, numel, k, memory, seed=3):
+    if kind == "random":
+        return _C.RandomSparse(comm, _C.Scratch(), numel, k, seed, memory)
+    if kind == "exact":
+        return _C.SettledAllReduce(comm, _C.Scratch(), numel, memory)
+    return _C.Sparse(comm, _C.Scratch(), numel, k, memory)
+
+
+def run_rounds(n, kind, k, rounds, scale=1.0, remembers=True):
+    """By rank: the bucket and the error after each round. `rounds`: by round, what ranks bring."""
+    numel, dtype = rounds[0][0].numel(), rounds[0][0].dtype
+
+    def run(comm):
+        memory = memory_of(numel, dtype, remembers=remembers)
+        op = make(comm, kind, numel, k, memory)
+        seen = []
+        for step, brought in enumerate(rounds):
+            flat = brought[comm.rank].clone()
+            op.run(flat, step=step + 1, grad_scale=scale)
+            seen.append((flat, memory.value(0).clone()))
+        assert int(memory.value(1)) <= len(rounds)
+        return seen
+
+    return run_thread_ranks(n, run)
+
+
+def expected_rounds(kind, k, rounds, scale=1.0, remembers=True):
+    n, numel, dtype = len(rounds[0]), rounds[0][0].numel(), rounds[0][0].dtype
+    errors = [torch.zeros(numel, dtype=oracle.wide(dtype))] * n
+    done = 0
+    for brought in rounds:
+        before = errors
+        if kind == "top-k":
+            result, errors = oracle.top_k(brought, errors, k, scale)
+        else:
+            elements = oracle.elements_of_round(
+                lambda number: _C.random_order(numel, 3, number), numel, max(k, 1), done
+            )
+            result, errors = oracle.random_k(brought, errors, elements, scale)
+        done += errors is not before
+        if not remembers:
+            errors = [torch.zeros_like(error) for error in errors]
+        yield result, errors
+
+
+def bring(n, numel, dtype, rounds=ROUNDS):
+    return [inputs(n, numel, dtype, salt=17 * step) for step in range(rounds)]
+
+
+def alone():
+    return _C.ThreadCommunicator(_C.ThreadHub(1, 1.0), 0)

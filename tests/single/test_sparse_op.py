@@ -1,0 +1,236 @@
+"""Sparse means on thread ranks: the oracle's bits, what is owed, bad values."""
+
+import math
+
+import pytest
+import torch
+from bagua import _C
+from oracle import sparse as oracle
+from single.op_ranks import BAD_VALUES, assert_same_bits, per_dtype, per_ranks
+from single.sparse_ranks import (
+    alone,
+    bring,
+    expected_rounds,
+    k_of,
+    make,
+    memory_of,
+    per_kind,
+    per_size,
+    run_rounds,
+)
+from single.thread_ranks import run_thread_ranks
+
+
+@per_ranks
+@per_dtype
+@per_kind
+@per_size
+def test_every_round_has_the_bits_of_the_oracle(kind, numel, dtype, n):
+    rounds, k = bring(n, numel, dtype), k_of(numel)
+    results = run_rounds(n, kind, k, rounds)
+    for step, (result, errors) in enumerate(expected_rounds(kind, k, rounds)):
+        assert_same_bits([seen[step][0] for seen in results])
+        assert torch.equal(results[0][step][0], result), f"round {step}"
+        for rank in range(n):
+            assert torch.equal(results[rank][step][1], errors[rank]), f"round {step}, rank {rank}"
+
+
+@per_kind
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**-4, 3.0])
+def test_memory_is_in_unscaled_units(kind, scale):
+    plain = bring(3, 1000, torch.float32)
+    scaled = [[g * scale for g in brought] for brought in plain]
+    results = run_rounds(3, kind, 20, scaled, scale=scale)
+    for step, (result, errors) in enumerate(expected_rounds(kind, 20, scaled, scale)):
+        assert torch.equal(results[0][step][0], result)
+        assert torch.equal(results[1][step][1], errors[1])
+    if math.log2(scale).is_integer():
+        unscaled = run_rounds(3, kind, 20, plain)
+        for ours, theirs in zip(results, unscaled, strict=True):
+            assert torch.equal(ours[-1][0], theirs[-1][0] * scale)
+            assert torch.equal(ours[-1][1], theirs[-1][1])
+
+
+@per_kind
+def test_without_error_feedback_nothing_is_owed(kind):
+    rounds = bring(3, 1000, torch.float32)
+    results = run_rounds(3, kind, 20, rounds, remembers=False)
+    for step, (result, _) in enumerate(expected_rounds(kind, 20, rounds, remembers=False)):
+        assert torch.equal(results[2][step][0], result)
+    assert results[0][-1][1].numel() == 0
+
+
+@per_kind
+@per_ranks
+def test_all_that_was_brought_was_sent_or_is_owed(kind, n):
+    """sum over t of the mean of g = sum over t of the result + the mean of the errors."""
+    rounds = bring(n, 997, torch.float64, rounds=30)
+    results = run_rounds(n, kind, 13, rounds)
+    brought = sum(sum(g) for g in rounds) / n
+    sent = sum(flat for flat, _ in results[0])
+    owed = sum(seen[-1][1] for seen in results) / n
+    assert owed.abs().max() > 1, "something is owed"
+    torch.testing.assert_close(sent + owed, brought, rtol=1e-10, atol=1e-10)
+
+
+@per_kind
+def test_what_is_sent_and_what_is_owed_are_the_corrected_gradient_to_the_bit(kind):
+    rounds = bring(1, 1000, torch.float32)
+    [seen] = run_rounds(1, kind, 20, rounds)
+    error = torch.zeros(1000)
+    for (flat, after), [g] in zip(seen, rounds, strict=True):
+        corrected = g + error
+        assert torch.equal(torch.where(flat != 0, flat, after), corrected)
+        assert not ((flat != 0) & (after != 0)).any()
+        assert (flat != 0).sum() == 20
+        error = after
+
+
+@per_kind
+@per_ranks
+def test_all_elements_are_the_exact_mean(kind, n):
+    rounds = bring(n, 500, torch.float64, rounds=2)
+    results = run_rounds(n, kind, 500, rounds)
+    for step, brought in enumerate(rounds):
+        torch.testing.assert_close(results[0][step][0], sum(brought) / n, rtol=1e-12, atol=1e-12)
+        assert all(not seen[step][1].any() for seen in results)
+
+
+@per_kind
+def test_zeros_stay_zeros(kind):
+    for flat, error in run_rounds(3, kind, 5, [[torch.zeros(100)] * 3] * 3)[1]:
+        assert not flat.any()
+        assert not error.any()
+
+
+def test_the_error_stays_within_the_bound_of_the_theory():
+    """||e|| <= 2 sqrt(1 - d) / d max ||g|| for a contraction by d = k / n."""
+    n, k = 1000, 20
+    rounds = bring(1, n, torch.float64, rounds=150)
+    [seen] = run_rounds(1, "top-k", k, rounds)
+    delta = k / n
+    bound = 2 * math.sqrt(1 - delta) / delta * max(g.norm() for [g] in rounds)
+    assert 0 < max(error.norm() for _, error in seen) <= bound
+
+
+def test_top_k_sends_every_element_within_a_bounded_number_of_steps():
+    numel, k = 50, 3
+    g = 1 + torch.arange(numel) / numel  # constant, the largest twice the smallest
+    seen = run_rounds(1, "top-k", k, [[g]] * 60)[0]
+    sent = sum((flat != 0).int() for flat, _ in seen)
+    assert (sent > 0).all()
+
+
+@per_kind
+@per_dtype
+@pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)
+def test_a_bad_value_reaches_all_ranks_and_no_memory(kind, dtype, bad):
+    rounds = bring(3, 1000, dtype)
+    rounds[2][1][777] = bad
+    results = run_rounds(3, kind, 20, rounds)
+    for rank in range(3):
+        assert not results[rank][2][0].isfinite().all()
+        assert torch.equal(results[rank][2][1], results[rank][1][1]), "memory is as it was"
+        assert results[rank][3][0].isfinite().all()
+    assert_same_bits([seen[2][0].isfinite() for seen in results])
+    for step, (result, errors) in enumerate(expected_rounds(kind, 20, rounds)):
+        torch.testing.assert_close(results[0][step][0], result, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(results[0][step][1], errors[0])
+
+
+@per_kind
+def test_more_bad_values_than_are_sent_are_seen(kind):
+    rounds = [[torch.full((100,), math.inf), torch.zeros(100)]]
+    for [(flat, error)] in run_rounds(2, kind, 3, rounds):
+        assert not flat.isfinite().all()
+        assert not error.any()
+
+
+@per_kind
+def test_a_result_that_overflows_the_buckets_dtype_leaves_memory(kind):
+    big = torch.full((100,), 60000.0, dtype=torch.float16)
+    rounds = [[big.clone(), big.clone()], [big.clone(), big.clone()]]
+    k = 100 if kind == "random" else 60
+    results = run_rounds(2, kind, k, rounds[:1], remembers=True)
+    assert results[0][0][0].isfinite().all()
+    results = run_rounds(2, "top-k", 60, rounds)  # the second time 40 elements owe 120000
+    for seen in results:
+        assert seen[1][0].isinf().any()
+        assert torch.equal(seen[1][1], seen[0][1])
+
+
+def test_one_bad_bucket_leaves_the_memory_of_the_others():
+    def run(comm):
+        outcome = _C.RoundOutcome()
+        kinds = ["top-k", "random", "exact"]
+        memories = [memory_of(50, torch.float32, outcome) for _ in kinds]
+        ops = [make(comm, kind, 50, 5, m) for kind, m in zip(kinds, memories, strict=True)]
+        seen = []
+        for step in range(1, 4):
+            for op, kind in zip(ops, kinds, strict=True):
+                flat = torch.full((50,), step + comm.rank + 0.5)
+                if step == 2 and comm.rank == 1 and kind == "exact":
+                    flat[3] = math.nan
+                op.run(flat, step=step)
+            seen.append(
+                [m.value(0).clone() for m in memories] + [int(m.value(1)) for m in memories]
+            )
+        return seen
+
+    for first, second, third in run_thread_ranks(2, run):
+        assert all(torch.equal(a, b) for a, b in zip(first[:3], second[:3], strict=True))
+        assert (first[3:], second[3:], third[3:]) == ([1] * 3, [1] * 3, [2] * 3)
+        assert not torch.equal(second[0], third[0])
+        assert first[0].any()
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**8])
+@per_dtype
+def test_an_exact_bucket_pays_what_was_owed_once(dtype, scale):
+    def run(comm):
+        memory = memory_of(8, dtype)
+        memory.set(0, torch.full((8,), 2.0 * comm.rank, dtype=oracle.wide(dtype)))
+        op = make(comm, "exact", 8, 8, memory)
+        flats = [torch.full((8,), scale, dtype=dtype) for _ in range(2)]
+        for step, flat in enumerate(flats):
+            op.run(flat, step=step + 1, grad_scale=scale)
+        return flats, memory.value(0)
+
+    for (first, second), owed in run_thread_ranks(3, run):
+        assert torch.equal(first, torch.full_like(first, 3.0 * scale)), "1 and the mean of 0, 2, 4"
+        assert torch.equal(second, torch.full_like(second, scale))
+        assert not owed.any()
+
+
+def test_an_index_beyond_what_f32_can_count_survives():
+    def run(comm):
+        flat = torch.zeros(2**24 + 3)
+        flat[2**24 + comm.rank] = 1.0
+        make(comm, "top-k", flat.numel(), 1, memory_of(flat.numel(), flat.dtype)).run(flat)
+        return flat.nonzero().flatten().tolist()
+
+    assert run_thread_ranks(2, run) == [[2**24, 2**24 + 1]] * 2
+
+
+def test_what_does_not_fit_is_refused_and_named():
+    with pytest.raises(ValueError, match="k = 0 must be between 1 and the 5 elements"):
+        make(alone(), "top-k", 5, 0, memory_of(5, torch.float32))
+    with pytest.raises(ValueError, match="k = 6 must be between 1 and the 5 elements"):
+        make(alone(), "random", 5, 6, memory_of(5, torch.float32))
+    memory = _C.RoundMemory([torch.zeros(5)], _C.RoundOutcome())
+    with pytest.raises(ValueError, match="Sparse remembers two tensors"):
+        make(alone(), "top-k", 5, 1, memory)
+    with pytest.raises(ValueError, match=r"the error must have 6 elements .* not 5"):
+        make(alone(), "exact", 6, 1, memory_of(5, torch.float32))
+    for flat in (torch.zeros(4), torch.zeros(5).double(), torch.zeros(5, dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"bucket 'eager' .* does not fit the error"):
+            make(alone(), "top-k", 5, 1, memory_of(5, torch.float32)).run(flat)
+
+
+def test_ops_describe_themselves():
+    memory = memory_of(5, torch.float32)
+    assert make(alone(), "top-k", 5, 2, memory).describe() == "Sparse(2 of 5, ranks 1)"
+    forgets = memory_of(5, torch.float32, remembers=False)
+    described = make(alone(), "random", 5, 2, forgets).describe()
+    assert described == "RandomSparse(2 of 5, seed 3, ranks 1, no error feedback)"
+    assert make(alone(), "exact", 5, 2, memory).describe() == "SettledAllReduce(mean, ranks 1)"

@@ -1,0 +1,128 @@
+"""The k largest magnitudes, exactly: whatever the values, equal ones by index, NaN first."""
+
+import math
+
+import pytest
+import torch
+from bagua import _C
+from single.op_ranks import SIZES
+
+DTYPES = [torch.float32, torch.float64]
+BLOCK, STRETCH = 64, 16384  # of top_k.cpp: what is tested at once, and where the bound moves
+
+
+def expected(x, k):
+    """By a stable sort of the magnitudes, NaN as more than infinity."""
+    magnitude = x.abs().double()
+    order = torch.where(magnitude.isnan(), math.inf, magnitude)
+    # Stable sorts from the least important key on: NaN before infinity, then magnitude.
+    by_size = order.sort(descending=True, stable=True).indices
+    nan_first = (~magnitude[by_size].isnan()).sort(stable=True).indices
+    return by_size[nan_first][:k].sort().values
+
+
+def check(x, k):
+    got = _C.top_k(x, k)
+    assert got.dtype == torch.uint32
+    assert torch.equal(got.to(torch.int64), expected(x, k)), f"k = {k} of {x.numel()}"
+
+
+def some_k(n):
+    return sorted({0, 1, n // 100, n // 10, n // 2, n - 1, n} & set(range(n + 1)))
+
+
+def random(n, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, generator=generator, dtype=dtype)
+
+
+HARD = {
+    "zeros": lambda x: x.zero_(),
+    "minus-zero-and-zero": lambda x: x.sign().mul_(0),
+    "equal": lambda x: x.fill_(-1.5),
+    "two-values": lambda x: x.sign(),
+    "ascending": lambda x: x.abs().sort().values,
+    "descending": lambda x: x.abs().sort(descending=True).values,
+    "denormal": lambda x: x * torch.finfo(x.dtype).smallest_normal * 2.0**-6,
+    "huge": lambda x: x * (torch.finfo(x.dtype).max / 8),
+    "all-exponents": lambda x: x * 2.0 ** torch.linspace(-120, 120, x.numel()),
+    "equal-but-for-the-last-bit": lambda x: 1 + (x > 0) * torch.finfo(x.dtype).eps,
+    "few-are-not-zero": lambda x: x * (x > 2.5),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [0, *SIZES, BLOCK, BLOCK + 1, STRETCH, 3 * STRETCH + 77])
+def test_it_selects_what_a_stable_sort_selects(n, dtype):
+    for k in some_k(n):
+        check(random(n, dtype, seed=n + k), k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("values", HARD.values(), ids=HARD)
+def test_hard_values_are_no_exception(values, dtype):
+    for n in (31, 2 * STRETCH + 33):
+        x = values(random(n, dtype)).contiguous()
+        for k in some_k(n):
+            check(x, k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite_comes_first_and_nan_before_infinity(dtype):
+    x = random(4096, dtype) * (torch.finfo(dtype).max / 10)
+    x[[5, 4000]] = math.inf
+    x[77] = -math.inf
+    x[[100, 2000]] = math.nan
+    x[3000] = -math.nan
+    assert _C.top_k(x, 3).tolist() == [100, 2000, 3000]
+    assert _C.top_k(x, 5).tolist() == [5, 77, 100, 2000, 3000]
+    for k in range(0, 40):
+        check(x, k)
+
+
+def test_nans_are_equal_whatever_their_bits():
+    x = torch.zeros(200)
+    bits = x.view(torch.int32)
+    bits[150], bits[20], bits[60] = 0x7FFFFFFF, 0x7F800001, -1  # the largest, the least, negative
+    assert _C.top_k(x, 1).tolist() == [20]
+    assert _C.top_k(x, 2).tolist() == [20, 60]
+
+
+@pytest.mark.parametrize("k", [1, 31, 409])
+def test_a_permutation_of_distinct_values_permutes_the_choice(k):
+    x = random(4096, torch.float32).unique()
+    order = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(1))
+    chosen = torch.zeros(x.numel(), dtype=torch.bool)
+    chosen[_C.top_k(x, k).to(torch.int64)] = True
+    again = torch.zeros_like(chosen)
+    again[_C.top_k(x[order], k).to(torch.int64)] = True
+    assert torch.equal(again, chosen[order])
+
+
+@pytest.mark.parametrize("k", [1, 40, 400])
+def test_what_is_left_out_is_within_the_contraction_bound(k):
+    """||x - C(x)||^2 <= (1 - k/n) ||x||^2, with equality where all magnitudes are equal."""
+    for x in (random(4000, torch.float64), torch.ones(4000, dtype=torch.float64)):
+        rest = x.clone()
+        rest[_C.top_k(x, k).to(torch.int64)] = 0
+        bound = (1 - k / x.numel()) * x.square().sum()
+        assert rest.square().sum() <= bound * (1 + 1e-12)
+
+
+def test_an_index_beyond_what_f32_can_count_survives():
+    x = torch.zeros(2**24 + 3)
+    x[2**24 + 1] = 1e-30
+    assert _C.top_k(x, 1).tolist() == [2**24 + 1]
+
+
+def test_what_cannot_be_selected_from_is_refused():
+    with pytest.raises(ValueError, match="k = 4 of n = 3"):
+        _C.top_k(torch.zeros(3), 4)
+    with pytest.raises(ValueError, match="k = -1"):
+        _C.top_k(torch.zeros(3), -1)
+    with pytest.raises(ValueError, match="float32 or float64, it is Half"):
+        _C.top_k(torch.zeros(3).half(), 1)
+    with pytest.raises(ValueError, match="one dimension"):
+        _C.top_k(torch.zeros(2, 2), 1)
+    with pytest.raises(ValueError, match="contiguous"):
+        _C.top_k(torch.zeros(6)[::2], 1)
