@@ -124,6 +124,20 @@ def test_a_result_that_shares_memory_with_an_earlier_one_is_kept():
         assert torch.equal(p.detach(), value)
 
 
+@pytest.mark.parametrize("by_layer", [False, True], ids=["by-model", "by-layer"])
+def test_a_result_may_be_a_view_in_another_order_or_of_another_dtype(by_layer):
+    class Backwards(Aggregation):
+        def _agg(self, data, op, denom=None):
+            return data.view(-1).flip(0).double() if op == "double" else data.view(-1)
+
+    model = nn.Linear(3, 2, bias=False)
+    before = model.weight.detach().clone()
+    Backwards().agg_model(by_layer)(model, "same")
+    assert torch.equal(model.weight.detach(), before)
+    Backwards().agg_model(by_layer)(model, "double")
+    assert torch.equal(model.weight.detach(), before.view(-1).flip(0).view(2, 3))
+
+
 def test_what_is_no_result_is_refused_and_nothing_changes():
     class Nothing(Doubled):
         def _agg(self, data, op, denom=None):

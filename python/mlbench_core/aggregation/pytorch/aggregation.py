@@ -212,8 +212,8 @@ class Aggregation(ABC):
                     f"{type(self).__name__}._agg must return the aggregated tensor of "
                     f"{data.numel()} elements, it returned {_text(result)}"
                 )
-            if result.data_ptr() != data.data_ptr():
-                data.copy_(result.view_as(data))
+            if result is not data:
+                data.copy_(result.reshape(data.shape))
 
         tensors = [tensor for _, tensor in named]
         self._staging.run(tensors, by_layer, self._device_for, aggregate)
