@@ -22,7 +22,7 @@ CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*
 
 ARGS ?=
 
-.PHONY: help venv build demo test lint format sanitize soak bench clean ci
+.PHONY: help venv build horovod demo test lint format sanitize soak bench clean ci
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,10 +43,16 @@ $(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
 	$(PY) -m pip install --no-build-isolation --no-deps .
 	touch $@
 
+horovod: $(VENV)/.horovod ## Build Horovod from PyPI into .venv, for its tests (3 minutes, once; the wheel is kept)
+
+$(VENV)/.horovod: $(VENV)/.requirements tools/build_horovod tools/horovod-requirements.txt
+	tools/build_horovod $(PY)
+	touch $@
+
 demo: build ## Train on handwritten digits with 2 ranks; print the table, write demo.png
 	OMP_NUM_THREADS=1 $(PY) docs/examples/digits_table.py $(ARGS)
 
-test: build ## Run all tests
+test: build horovod ## Run all tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
 
 lint: venv ## Check layout, style and types
@@ -72,8 +78,10 @@ sanitize: venv ## Run the C++ stress program under ThreadSanitizer, then under A
 	cmake --build build/asan --target stress
 	OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 build/asan/stress
 
-soak: build ## The tests that count on luck, many times: 50 scripts that just end
-	BAGUA_TEST_EXITS=50 OMP_NUM_THREADS=1 $(PY) -m pytest tests/ranks/test_exit.py -k every_time $(ARGS)
+soak: build horovod ## The tests that count on luck, many times: 50 ends of scripts, 50 starts on a slow link
+	BAGUA_TEST_EXITS=50 BAGUA_TEST_STARTS=50 OMP_NUM_THREADS=1 \
+	  $(PY) -m pytest tests/ranks/test_exit.py tests/ranks/test_horovod_launchers.py \
+	  tests/ranks/test_power_sgd_starts.py -k every $(ARGS)
 
 bench: build ## Run all benchmarks (ARGS=--quick: a first impression); results go to benchmarks/results
 	for program in benchmarks/bench_*.py; do echo "== $$program"; $(PY) $$program $(ARGS); done
@@ -82,9 +90,9 @@ clean: ## Remove what was built; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache demo.png demo.json $(VENV)/.installed
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-CI_STAGES := venv build lint test sanitize demo
+CI_STAGES := venv build lint horovod test sanitize demo
 
-ci: ## All of it, as the continuous integration does: install, lint, test, sanitize, demo
+ci: ## All of it, as the continuous integration does: install, lint, Horovod, test, sanitize, demo
 	@begin=$$SECONDS; \
 	for stage in $(CI_STAGES); do \
 	  echo; echo "==== $$stage ===="; start=$$SECONDS; \

@@ -217,6 +217,23 @@ def test_a_group_of_some_ranks_averages_among_them(ranks):
 
 
 @training.with_group
+def average_statistics():
+    rank = dist.get_rank()
+    model = nn.BatchNorm1d(3)
+    model.running_mean.fill_(rank)
+    model.num_batches_tracked.fill_(rank)
+    aggregation = AllReduceAggregation(dist.get_world_size())
+    aggregation.agg_model()(model, "avg")
+    before = model.running_mean[0].item()
+    aggregation.agg_model(include_buffers=True)(model, "avg")
+    return before, model.running_mean.tolist(), model.num_batches_tracked.item()
+
+
+def test_running_statistics_are_averaged_if_asked_for(ranks):
+    assert ranks(3, average_statistics) == [(float(r), [1.0] * 3, r) for r in range(3)]
+
+
+@training.with_group
 def two_objects_and_two_models():
     rank, size = dist.get_rank(), dist.get_world_size()
     first, second = AllReduceAggregation(size), AllReduceAggregation(size, divide_before=True)

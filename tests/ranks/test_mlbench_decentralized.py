@@ -1,5 +1,6 @@
 """DecentralizedAggregation on ranks: W x on several graphs, and lists that cannot be."""
 
+import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
@@ -181,6 +182,21 @@ def test_lists_that_cannot_be_are_refused_on_every_rank(ranks, lists, text):
     for first, second in ranks(3, average_with_wrong_lists, lists):
         assert text in first
         assert text in second, "the second call, too"
+
+
+@training.with_group
+def average_in_a_group():
+    group = bagua.communication.new_group([1, 2])
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, float(dist.get_rank()))
+    if group.rank >= 0:
+        aggregation = DecentralizedAggregation(group.rank, [1 - group.rank], process_group=group)
+        aggregation.agg_model()(model, "avg_world")
+    return model.weight.unique().tolist()
+
+
+def test_ranks_and_neighbours_count_inside_the_group(ranks):
+    assert ranks(3, average_in_a_group) == [[0.0], [1.5], [1.5]]
 
 
 @training.with_group

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from bagua import _C
 from bagua.torch_api import env
 
-__all__ = ["Transport", "fingerprint"]
+__all__ = ["Transport", "fingerprint", "first_difference"]
 
 _log = logging.getLogger("bagua")
 
@@ -168,12 +168,13 @@ class Transport:
         first = json.loads(self.store.get(f"{key}/0"))
         second = json.loads(self.store.get(f"{key}/{other}"))
         raise _C.BaguaMismatchError(
-            f"ranks differ in {what}. First difference: {_first_difference(first, second, other)}. "
+            f"ranks differ in {what}. First difference: {first_difference(first, second, other)}. "
             "Build the same model with the same arguments on every rank."
         )
 
 
-def _first_difference(first: list[str], second: list[str], other: int) -> str:
+def first_difference(first: list[str], second: list[str], other: int) -> str:
+    """Where the lines of rank 0 and of rank ``other`` differ first, in words."""
     missing = "nothing"
     for i in range(max(len(first), len(second))):
         mine = first[i] if i < len(first) else missing

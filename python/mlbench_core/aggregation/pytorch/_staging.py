@@ -9,6 +9,8 @@ import torch
 __all__ = ["Staging"]
 
 Kind = tuple[torch.dtype, torch.device]
+# Flat memory, its views in the shapes of the tensors, and the tensors.
+Staged = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
 
 
 class Staging:
@@ -38,28 +40,49 @@ class Staging:
         Args:
             device_of: where a tensor's flat memory is to be.
         """
+        staged = self._copy_in(tensors, device_of)  # 1.
+        # 2.
+        for flat, views, _ in staged:
+            for data in views if by_layer else [flat]:
+                if data.numel() > 0:
+                    aggregate(data)
+        _copy_back(staged)  # 3.
+
+    def run_together(
+        self,
+        tensors: Sequence[torch.Tensor],
+        device_of: Callable[[torch.Tensor], torch.device],
+        aggregate: Callable[[Sequence[torch.Tensor]], None],
+    ) -> None:
+        """As :meth:`run`, but ``aggregate`` gets the flat tensors of all kinds in one call."""
+        staged = self._copy_in(tensors, device_of)
+        flats = [flat for flat, _, _ in staged if flat.numel() > 0]
+        if flats:
+            aggregate(flats)
+        _copy_back(staged)
+
+    def _copy_in(
+        self, tensors: Sequence[torch.Tensor], device_of: Callable[[torch.Tensor], torch.device]
+    ) -> list[Staged]:
         groups: dict[Kind, list[torch.Tensor]] = {}
         for tensor in tensors:
             groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         staged = []
-        # 1.
         for kind, members in groups.items():
             flat = self._take(kind, sum(t.numel() for t in members), device_of(members[0]))
             parts = flat.split([tensor.numel() for tensor in members])
             views = [part.view(t.shape) for part, t in zip(parts, members, strict=True)]
             torch._foreach_copy_(views, members)
             staged.append((flat, views, members))
-        # 2.
-        for flat, views, _ in staged:
-            for data in views if by_layer else [flat]:
-                if data.numel() > 0:
-                    aggregate(data)
-        # 3.
-        for _, views, members in staged:
-            torch._foreach_copy_(members, views)
+        return staged
 
     def _take(self, kind: Kind, numel: int, device: torch.device) -> torch.Tensor:
         memory = self._memory.get(kind)
         if memory is None or memory.numel() < numel or memory.device != device:
             memory = self._memory[kind] = torch.empty(numel, dtype=kind[0], device=device)
         return memory[:numel]
+
+
+def _copy_back(staged: Sequence[Staged]) -> None:
+    for _, views, members in staged:
+        torch._foreach_copy_(members, views)

@@ -6,6 +6,7 @@ from mlbench_core.aggregation.pytorch._all_reduce import (
     AVG_WORLD,
     AllReduceAggregation,
 )
+from mlbench_core.aggregation.pytorch._horovod import AllReduceAggregationHVD
 from mlbench_core.aggregation.pytorch._power import PowerAggregation
 from mlbench_core.aggregation.pytorch._sparsified import SparsifiedAggregation
 
@@ -14,6 +15,7 @@ __all__ = [
     "AVG_CUSTOM",
     "AVG_WORLD",
     "AllReduceAggregation",
+    "AllReduceAggregationHVD",
     "PowerAggregation",
     "SparsifiedAggregation",
 ]

@@ -1,0 +1,46 @@
+"""How the ranks of an optimizer begin: as many as was said, with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from bagua.torch_api._initial_state import broadcast_tensors
+
+from mlbench_core.aggregation.pytorch.aggregation import Aggregation
+
+__all__ = ["begin_together"]
+
+
+@torch.no_grad()
+def begin_together(
+    aggregation: Aggregation,
+    world_size: int | None,
+    named: Mapping[str, torch.Tensor],
+    owner: str,
+) -> None:
+    """Overwrite the tensors with those of rank 0. All ranks call it.
+
+    Args:
+        world_size: what the user said that the number of ranks is, if anything.
+        owner: the optimizer's name, for messages.
+
+    Raises:
+        ValueError: ``world_size`` is not the number of ranks.
+        BaguaMismatchError: on every rank, if their tensors differ in names, shapes or dtypes.
+        RuntimeError: there are other ranks but no process group.
+    """
+    transport = aggregation._transport()
+    if world_size is not None and transport.size != world_size:
+        raise ValueError(
+            f"{owner} was made with world_size={world_size}, but there are {transport.size} "
+            "rank(s); pass torch.distributed.get_world_size()"
+        )
+    lines = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in named.items()]
+    transport.agree(f"the parameters and buffers of {owner}", lines)
+    tensors = [tensor.detach() for tensor in named.values()]
+    sent = [tensor.to(aggregation._device_for(tensor)) for tensor in tensors]
+    broadcast_tensors(sent, transport)
+    for tensor, got in zip(tensors, sent, strict=True):
+        if got is not tensor:
+            tensor.copy_(got)
