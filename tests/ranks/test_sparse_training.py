@@ -167,7 +167,11 @@ def overflow(kind):
 
 
 @per_kind
-@pytest.mark.parametrize("env", [{}, training.SMALL_BUCKETS], ids=["one-bucket", "buckets"])
+@pytest.mark.parametrize(
+    "env",
+    [{}, training.SMALL_BUCKETS, {"BAGUA_LANES": "2", **training.SMALL_BUCKETS}],
+    ids=["one-bucket", "buckets", "two-lanes"],
+)
 def test_an_overflow_leaves_the_memory_of_every_bucket(ranks, kind, env):
     expected = [(step == 3, step == 3) for step in range(STEPS)]
     for seen, buckets in ranks(3, overflow, kind, env=env):
