@@ -2,22 +2,13 @@
 
 #include <bit>
 
+#include "base/mixed_bits.h"
+
 namespace bagua {
-namespace {
-
-// The finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
-uint64_t mixed(uint64_t value) {
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111eb;
-  return value ^ (value >> 31);
-}
-
-}  // namespace
-
 RandomOrder::RandomOrder(int64_t n, uint64_t seed, uint64_t number)
     : n_(static_cast<uint64_t>(n)), half_bits_((std::bit_width(n_ > 0 ? n_ - 1 : 0) + 1) / 2) {
-  uint64_t state = mixed(seed) ^ mixed(~number);
-  for (uint64_t& key : keys_) key = mixed(state += 0x9e3779b97f4a7c15);
+  uint64_t state = mixed_bits(seed) ^ mixed_bits(~number);
+  for (uint64_t& key : keys_) key = mixed_bits(state += 0x9e3779b97f4a7c15);
 }
 
 int64_t RandomOrder::at(int64_t place) const {
@@ -26,7 +17,7 @@ int64_t RandomOrder::at(int64_t place) const {
   do {
     uint64_t left = value >> half_bits_, right = value & mask;
     for (const uint64_t key : keys_) {
-      const uint64_t next = left ^ (mixed(right + key) & mask);
+      const uint64_t next = left ^ (mixed_bits(right + key) & mask);
       left = right;
       right = next;
     }

@@ -10,13 +10,10 @@
 #include "op/communications.h"
 
 namespace bagua {
-namespace {
 
 at::ScalarType arithmetic_dtype(at::ScalarType bucket) {
   return bucket == at::kDouble ? at::kDouble : at::kFloat;
 }
-
-}  // namespace
 
 // A sum is fast, and finite unless an element is not or the sum overflows.
 bool all_finite(const at::Tensor& tensor) {

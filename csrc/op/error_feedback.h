@@ -9,6 +9,9 @@
 
 namespace bagua {
 
+// What is computed and remembered in: f64 for f64 buckets, f32 for all others.
+at::ScalarType arithmetic_dtype(at::ScalarType bucket);
+
 bool all_finite(const at::Tensor& tensor);
 
 // Error feedback (Karimireddy et al., ICML 2019, Algorithm 2, in units of gradients). With s the

@@ -6,19 +6,16 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Dispatch.h>
-#include <ATen/ops/isfinite.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/where.h>
 
 #include "base/check.h"
+#include "base/mixed_bits.h"
+#include "op/error_feedback.h"
 #include "op/low_rank_products.h"
 
 namespace bagua {
 namespace {
-
-at::ScalarType arithmetic_dtype(at::ScalarType bucket) {
-  return bucket == at::kDouble ? at::kDouble : at::kFloat;
-}
 
 double largest(at::ScalarType dtype) {
   return AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "largest", [] {
@@ -26,17 +23,12 @@ double largest(at::ScalarType dtype) {
   });
 }
 
-bool all_finite(const at::Tensor& tensor) { return at::isfinite(tensor).all().item<bool>(); }
-
 double largest_magnitude(const at::Tensor& tensor) {
   return tensor.numel() == 0 ? 0.0 : tensor.abs().max().item<double>();
 }
 
-uint64_t mix(uint64_t hash, uint64_t value) {  // splitmix64
-  hash += value + 0x9e3779b97f4a7c15;
-  hash = (hash ^ (hash >> 30)) * 0xbf58476d1ce4e5b9;
-  hash = (hash ^ (hash >> 27)) * 0x94d049bb133111eb;
-  return hash ^ (hash >> 31);
+uint64_t mix(uint64_t hash, uint64_t value) {
+  return mixed_bits(hash + value + 0x9e3779b97f4a7c15);
 }
 
 }  // namespace
