@@ -33,7 +33,7 @@ uint64_t load(const std::byte* in, int64_t bytes) {
   uint64_t word = 0;
   if (bytes >= static_cast<int64_t>(sizeof word)) {
     std::memcpy(&word, in, sizeof word);
-  } else {
+  } else if (bytes > 0) {  // of one element the index takes none, and `in` may be null
     std::memcpy(&word, in, bytes);
   }
   return word;
