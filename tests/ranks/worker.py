@@ -64,6 +64,9 @@ def run(call):
     except BaseException:  # noqa: BLE001 - SystemExit too: everything is reported
         answer = ("raised", traceback.format_exc())
     try:
+        bagua = sys.modules.get("bagua.torch_api.communication")
+        if bagua is not None and bagua.is_initialized():  # as an aggregation makes by itself
+            bagua.destroy_process_group()
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception:  # noqa: BLE001 - reported
