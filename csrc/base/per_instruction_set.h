@@ -1,8 +1,8 @@
-// BAGUA_PER_INSTRUCTION_SET compiles a function, with the BAGUA_HD functions that it calls, once per
-// instruction set; the loader picks the best one that the processor has. Where all must give the
-// same bits, the maths is exact IEEE, products are not contracted with sums (-ffp-contract=off) and
-// sums have one order. (`avx512f` alone would lack the byte packing.) The sanitizers start too late
-// for the loader's choice and do without.
+// BAGUA_PER_INSTRUCTION_SET compiles a function, with the BAGUA_HD functions that it calls, once
+// per instruction set; the loader picks the best one that the processor has. Where all must give
+// the same bits, the maths is exact IEEE, products are not contracted with sums (-ffp-contract=off)
+// and sums have one order. (`avx512f` alone would lack the byte packing.) The sanitizers start too
+// late for the loader's choice and do without.
 #pragma once
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && \
