@@ -81,7 +81,7 @@ sanitize: venv ## Run the C++ stress program under ThreadSanitizer, then under A
 soak: build horovod ## The tests that count on luck, many times: 50 ends of scripts, 50 starts on a slow link
 	BAGUA_TEST_EXITS=50 BAGUA_TEST_STARTS=50 OMP_NUM_THREADS=1 \
 	  $(PY) -m pytest tests/ranks/test_exit.py tests/ranks/test_horovod_launchers.py \
-	  tests/ranks/test_power_sgd_starts.py -k every $(ARGS)
+	  tests/ranks/test_compressed_starts.py -k every $(ARGS)
 
 bench: build ## Run all benchmarks (ARGS=--quick: a first impression); results go to benchmarks/results
 	for program in benchmarks/bench_*.py; do echo "== $$program"; $(PY) $$program $(ARGS); done

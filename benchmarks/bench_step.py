@@ -8,14 +8,12 @@ All arms run in the same two processes in turn. Prints JSON and keeps it under b
 
 import argparse
 import json
-import os
-import socket
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from common import machine, write_results
+from rank_processes import run_on
 from step_arms import ARMS
 from step_measure import measure
 
@@ -39,58 +37,12 @@ def run_rate(arguments, rate):
     """Starts the ranks on a network of that many Mbit/s ("none": loopback); returns the figures."""
     # The slower the network, the longer a step, and the fewer make a good measurement.
     steps = 2 if arguments.quick else 10 if rate == "none" else max(2, int(rate) // 200)
-    port = free_port()
-    environments = [environment(rank, port) for rank in range(RANKS)]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "figures.json"
         argv = [sys.executable, __file__, "--rank-output", str(output), "--arms", *arguments.arms]
         argv += ["--pairs", str(arguments.pairs), "--steps", str(steps)]
-        if rate == "none":
-            wait_for([subprocess.Popen(argv, env=ranks_own) for ranks_own in environments])
-        else:
-            from network import Network
-
-            with Network(ranks=RANKS, rate_mbit=int(rate), mtu=arguments.mtu) as network:
-                wait_for(
-                    [
-                        network.popen(
-                            rank, argv, {**environments[rank], **network.environment(rank)}
-                        )
-                        for rank in range(RANKS)
-                    ]
-                )
+        run_on(rate, argv, RANKS, arguments.mtu)
         return json.loads(output.read_text())
-
-
-def environment(rank, port):
-    """Of one rank: all ranks count as one node. network.py adds what belongs to its namespaces."""
-    return {
-        **os.environ,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(RANKS),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
-
-
-def wait_for(processes):
-    """All ranks end well, or none is left running and their failure is ours."""
-    try:
-        for process in processes:
-            if process.wait() != 0:
-                sys.exit(f"bench_step: a rank ended with status {process.returncode}")
-    finally:
-        for process in processes:
-            process.kill()
 
 
 def main():

@@ -1,4 +1,4 @@
-"""PowerSGD with many buckets starts, trains and ends on a slow link, every time."""
+"""PowerSGD and top-k with many buckets start, train and end on a slow link, every time."""
 
 import importlib.util
 import os
@@ -25,7 +25,7 @@ SCRIPT = f"""
 import hashlib, os
 import bagua.torch_api as bagua
 import torch
-from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithm
+from bagua.torch_api.algorithms import Algorithm
 from torch import nn
 
 bagua.init_process_group()
@@ -33,7 +33,7 @@ torch.manual_seed(0)
 layers = [layer for _ in range(12) for layer in (nn.Linear(128, 128), nn.ReLU())]
 model = nn.Sequential(*layers, nn.Linear(128, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-model = model.with_bagua([optimizer], PowerSGDAlgorithm(rank=2))
+model = model.with_bagua([optimizer], Algorithm.init(os.environ["ALGORITHM"]))
 torch.manual_seed(int(os.environ["RANK"]))
 for step in range({STEPS}):
     optimizer.zero_grad()
@@ -54,12 +54,17 @@ print("weights", digest.hexdigest(), "buckets", len(stats["buckets"]), "rounds",
 @pytest.mark.timeout(20 * STARTS)
 def test_every_start_on_a_slow_link_trains_and_ends():
     commands = [[sys.executable, "-c", SCRIPT]] * 2
-    outputs = []
+    printed = {"power_sgd": [], "sparse": []}
     with network.Network(2, rate_mbit=MBIT) as link:
-        for _ in range(STARTS):
-            outputs.append([end.stdout for end in link.run(commands, ENVIRONMENT, timeout=90)])
-    assert len({line for pair in outputs for line in pair}) == 1, outputs
-    words = outputs[0][0].split()
-    assert words[0::2] == ["weights", "buckets", "rounds"]
-    assert int(words[3]) >= 10
-    assert int(words[5]) == STEPS
+        for i in range(STARTS):
+            algorithm = list(printed)[i % 2]
+            ends = link.run(commands, ENVIRONMENT | {"ALGORITHM": algorithm}, timeout=90)
+            printed[algorithm] += [end.stdout for end in ends]
+    assert sum(map(len, printed.values())) == 2 * STARTS
+    for algorithm, lines in printed.items():
+        assert len(set(lines)) == 1, (algorithm, lines)
+        words = lines[0].split()
+        assert words[0::2] == ["weights", "buckets", "rounds"]
+        assert int(words[3]) >= 10
+        assert int(words[5]) == STEPS
+    assert printed["power_sgd"][0] != printed["sparse"][0]

@@ -1,0 +1,60 @@
+"""Starts the ranks of a benchmark, on loopback or on a shaped network."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run_on(rate, argv, ranks, mtu=1500):
+    """Run one process per rank, all with `argv`, and wait until they have ended well.
+
+    rate: Mbit/s each way, or "none": the loopback device, unshaped. mtu: of shaped networks.
+    Ends this program where a rank fails.
+    """
+    port = _free_port()
+    environments = [_environment(rank, ranks, port) for rank in range(ranks)]
+    if rate == "none":
+        return _wait_for([subprocess.Popen(argv, env=own) for own in environments])
+    from network import Network
+
+    with Network(ranks=ranks, rate_mbit=int(rate), mtu=mtu) as network:
+        _wait_for(
+            [
+                network.popen(rank, argv, {**environments[rank], **network.environment(rank)})
+                for rank in range(ranks)
+            ]
+        )
+
+
+def _environment(rank, ranks, port):
+    """Of one rank: all ranks count as one node. network.py adds what belongs to its namespaces."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+
+
+def _free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def _wait_for(processes):
+    """All ranks end well, or none is left running and their failure is ours."""
+    program = Path(sys.argv[0]).stem
+    try:
+        for process in processes:
+            if process.wait() != 0:
+                sys.exit(f"{program}: a rank ended with status {process.returncode}")
+    finally:
+        for process in processes:
+            process.kill()
