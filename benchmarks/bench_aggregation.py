@@ -5,13 +5,13 @@
 The gradients are those of bench_step's model, 8.7 million f32 numbers in one call, by model. All
 aggregations take turns in the same two processes; torch.distributed.all_reduce of one flat tensor
 of as many numbers is the measure. Prints JSON and keeps it under benchmarks/results/.
-AllReduceAggregationHVD is measured where Horovod is installed (`make horovod`).
+AllReduceAggregationHVD is measured where Horovod is installed (`make horovod`), on loopback only: one
+machine's namespaces do not look like two to Horovod.
 """
 
 import argparse
 import importlib.util
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -24,7 +24,7 @@ from rank_processes import run_on
 RANKS = 2
 
 
-def aggregations(model):
+def aggregations(model, with_horovod):
     """name -> function that aggregates the model's gradients, and the object that counts."""
     from mlbench_core.aggregation.pytorch.centralized import (
         AllReduceAggregation,
@@ -44,7 +44,7 @@ def aggregations(model):
         "PowerAggregation, rank 4": PowerAggregation(model, reuse_query=True, rank=4),
         "DecentralizedAggregation, ring": DecentralizedAggregation(rank, ring(RANKS)[rank]),
     }
-    if importlib.util.find_spec("horovod") is not None:
+    if with_horovod and importlib.util.find_spec("horovod") is not None:
         made["AllReduceAggregationHVD"] = AllReduceAggregationHVD(RANKS)
     return made
 
@@ -55,8 +55,6 @@ def run_rank(arguments):
     import torch.distributed as dist
     from step_arms import make_model
 
-    if arguments.own_nodes:  # so that Horovod's ranks look for each other across the network
-        os.environ["NODE_RANK"] = os.environ["RANK"]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -66,7 +64,7 @@ def run_rank(arguments):
     gradients = [torch.randn(p.shape, generator=generator) for p in model.parameters()]
     flat = torch.zeros(numel)
     calls = {"torch.distributed.all_reduce": lambda: dist.all_reduce(flat)}
-    made = aggregations(model)
+    made = aggregations(model, not arguments.without_horovod)
     for name, aggregation in made.items():
         calls[name] = lambda a=aggregation: a.agg_grad()(model, "avg_world")
     seconds = {name: [] for name in calls}
@@ -106,7 +104,7 @@ def main():
     parser.add_argument("--rates", nargs="+", default=["none", "200"], help="Mbit/s or none")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--rank-output", dest="output", help=argparse.SUPPRESS)
-    parser.add_argument("--own-nodes", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--without-horovod", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.output:
         return run_rank(arguments)
@@ -118,7 +116,7 @@ def main():
             output = Path(folder) / "figures.json"
             argv = [sys.executable, __file__, "--rank-output", str(output)]
             argv += ["--repeats", str(repeats)]
-            run_on(rate, argv if rate == "none" else [*argv, "--own-nodes"], RANKS)
+            run_on(rate, argv if rate == "none" else [*argv, "--without-horovod"], RANKS)
             rates[rate] = json.loads(output.read_text())
     payload = {"machine": machine(), "ranks": RANKS, "repeats": repeats, "rates_mbit": rates}
     print(json.dumps(payload, indent=2))
