@@ -59,6 +59,24 @@ def ddp_fp16(model, optimizer):
     return wrapped
 
 
+def ddp_powersgd(model, optimizer):
+    """torch's hook, rank 1, with a single bucket: with several it crashes on gloo."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=1000)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 1)
+
+    def bytes_sent(steps):
+        ranks = dist.get_world_size()
+        numel = state.total_numel_after_compression + steps * vectors
+        return 4 * numel * 2 * (ranks - 1) / ranks
+
+    wrapped.bytes_sent = bytes_sent
+    return wrapped
+
+
 def bagua_with(name, **arguments):
     def wrap(model, optimizer):
         import bagua.torch_api as bagua
@@ -90,6 +108,7 @@ class Way:
 
 
 FLAT = {"hierarchical": False}
+COMPRESSED = {"like_peer": False}
 OWN_WEIGHTS = {"same_bits": False, "like_peer": False}
 
 ARMS = {
@@ -105,6 +124,10 @@ ARMS = {
     "low_precision_2": Way(
         bagua_with("low_precision_decentralized", communication_interval=2, **FLAT), **OWN_WEIGHTS
     ),
+    "ddp_powersgd": Way(ddp_powersgd, **COMPRESSED),
+    "power_sgd": Way(bagua_with("power_sgd", rank=1), **COMPRESSED),
+    "power_sgd_4": Way(bagua_with("power_sgd", rank=4), **COMPRESSED),
+    "sparse": Way(bagua_with("sparse", ratio=0.01), **COMPRESSED),
     "ddp_adam": Way(ddp, adam, peer="ddp_adam"),
     "qadam": Way(bagua_with("qadam", **FLAT), qadam, peer="ddp_adam", like_peer=False),
     "async": Way(bagua_with("async", sync_interval_ms=500), **OWN_WEIGHTS, least_seconds=8.0),
@@ -162,6 +185,8 @@ class Arm:
 
     def bytes_sent(self):
         """By this rank so far, as the engine counted; None where nothing counts."""
+        if hasattr(self.wrapped, "bytes_sent"):
+            return self.wrapped.bytes_sent(self.steps)
         if not hasattr(self.wrapped, "bagua_stats"):
             return None
         return self.wrapped.bagua_stats()["total"]["bytes_sent"]

@@ -41,7 +41,7 @@ def assert_ends(ends, code, words="", most_words=2000):
 
 
 # Of the plain case; `make soak` asks for 50.
-RUNS = int(os.environ.get("BAGUA_TEST_EXITS", "6"))
+RUNS = int(os.environ.get("BAGUA_TEST_EXITS", "4"))
 
 
 @pytest.mark.timeout(24 * RUNS)
