@@ -4,10 +4,24 @@ import copy
 import io
 
 import bagua.torch_api as bagua  # noqa: F401 - gives modules with_bagua
+import pytest
 import torch
 import torch.distributed as dist
+from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithm
+from bagua.torch_api.algorithms.sparse import SparseAlgorithm
 from ranks import training
 from torch import nn
+
+
+def make(name, **arguments):
+    return {
+        "power_sgd": lambda: PowerSGDAlgorithm(2, min_compression_rate=1.0, **arguments),
+        "sparse": lambda: SparseAlgorithm(0.05, **arguments),
+        "random_sparse": lambda: SparseAlgorithm(0.1, random_sparse=True, **arguments),
+    }[name]()
+
+
+ALGORITHMS = pytest.mark.parametrize("name", ["power_sgd", "sparse", "random_sparse"])
 
 
 def wide_network(seed=0, dtype=torch.float32):

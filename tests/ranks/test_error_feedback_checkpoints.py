@@ -6,24 +6,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithm
-from bagua.torch_api.algorithms.sparse import SparseAlgorithm
 from ranks import training
-from ranks.error_feedback import all_bits, error_of, load, saved, train_step, wrapped
+from ranks.error_feedback import (
+    ALGORITHMS,
+    all_bits,
+    error_of,
+    load,
+    make,
+    saved,
+    train_step,
+    wrapped,
+)
 
 FURTHER = 20
 WARM_UP = 3
-
-
-def make(name, **arguments):
-    return {
-        "power_sgd": lambda: PowerSGDAlgorithm(2, min_compression_rate=1.0, **arguments),
-        "sparse": lambda: SparseAlgorithm(0.05, **arguments),
-        "random_sparse": lambda: SparseAlgorithm(0.1, random_sparse=True, **arguments),
-    }[name]()
-
-
-ALGORITHMS = pytest.mark.parametrize("name", ["power_sgd", "sparse", "random_sparse"])
 
 
 @training.with_group

@@ -1,4 +1,4 @@
-"""PowerSGD in training: equal ranks, the oracle's values, warm-up, overflow, nodes."""
+"""PowerSGD in training: equal ranks, the oracle's values, dtypes, layouts, wrong arguments."""
 
 import bagua.torch_api as bagua
 import pytest
@@ -8,14 +8,11 @@ from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithm
 from oracle import low_rank as oracle
 from ranks import training
 from ranks.error_feedback import (
-    all_bits,
     error_of,
     gathered_gradients,
     train_step,
-    wide_network,
     wrapped,
 )
-from ranks.test_groups_and_nodes import environment_of_nodes
 from torch import nn
 
 STEPS = 6
@@ -92,101 +89,6 @@ def train_half(dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_models_remember_in_f32(ranks, dtype):
     assert ranks(2, train_half, dtype) == [True] * 2
-
-
-@training.with_group
-def warm_up(steps):
-    """Bits after every step, with PowerSGD after `steps` exact ones, and without."""
-    pairs = [
-        wrapped(power_sgd(warmup_steps=steps)),
-        wrapped(bagua.algorithms.gradient_allreduce.GradientAllReduceAlgorithm()),
-    ]
-    same = []
-    for step in range(STEPS):
-        for model, optimizer in pairs:
-            train_step(model, optimizer, step)
-            training.assert_ranks_agree(model)
-        same.append(training.model_bits(pairs[0][0]) == training.model_bits(pairs[1][0]))
-    return same, "query/0.weight" in pairs[0][0].bagua_algorithm.state_dict()
-
-
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_the_first_rounds_are_exact(ranks, steps):
-    expected = [step < steps for step in range(STEPS)]
-    assert ranks(2, warm_up, steps) == [(expected, True)] * 2
-
-
-@training.with_group
-def overflow(env_buckets):
-    """An overflow on one rank at the third step; the state before and after it."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
-    model, optimizer = wrapped(power_sgd(), grad_scaler=scaler)
-    seen = []
-    for step in range(STEPS):
-        before = all_bits(model.bagua_algorithm.state_dict(), but="rounds")
-        weights = training.bits(model.parameters())
-        train_step(model, optimizer, step, scaler, overflow=step == 3 and dist.get_rank() == 1)
-        training.assert_ranks_agree(model)
-        after = all_bits(model.bagua_algorithm.state_dict(), but="rounds")
-        seen.append((before == after, weights == training.bits(model.parameters())))
-    return seen, len(model.bagua_ddp.bagua_buckets)
-
-
-@pytest.mark.parametrize("env", [{}, training.SMALL_BUCKETS], ids=["one-bucket", "buckets"])
-def test_an_overflow_leaves_the_memory_of_every_bucket(ranks, env):
-    expected = [(step == 3, step == 3) for step in range(STEPS)]
-    for seen, buckets in ranks(3, overflow, bool(env), env=env):
-        assert seen == expected
-        assert (buckets > 1) == bool(env)
-
-
-@training.with_group
-def train_scaled(with_scaler):
-    """Weights after training with a loss scale, a power of two, or without."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=with_scaler)
-    model, optimizer = wrapped(power_sgd(), grad_scaler=scaler)
-    for step in range(STEPS):
-        train_step(model, optimizer, step, scaler)
-    errors = {k: v for k, v in model.bagua_algorithm.state_dict().items() if "error/" in k}
-    return training.bits(model.parameters()), all_bits(errors)
-
-
-def test_memory_is_in_unscaled_units(ranks):
-    assert ranks(2, train_scaled, True) == ranks(2, train_scaled, False)
-
-
-@training.with_group
-def accumulate():
-    model, optimizer = wrapped(power_sgd())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with model.no_sync():
-            training.squared_error(model, training.batch(100 + step, dist.get_rank())).backward()
-        training.squared_error(model, training.batch(step, dist.get_rank())).backward()
-        optimizer.step()
-        training.assert_ranks_agree(model)
-    return training.bits(model.parameters())
-
-
-def test_gradients_accumulated_under_no_sync_are_sent(ranks):
-    together, alone = ranks(2, accumulate), ranks(2, train_scaled, False)
-    assert together[0] == together[1] != alone[0][0]
-
-
-@training.with_group
-def train_over_nodes():
-    model, optimizer = wrapped(power_sgd(hierarchical=True))
-    for step in range(STEPS):
-        train_step(model, optimizer, step)
-        training.assert_ranks_agree(model)
-    state = model.bagua_algorithm.state_dict()
-    return state["ranks"], sum("error/" in key for key in state)
-
-
-def test_between_nodes_only_leaders_remember(ranks):
-    results = ranks(4, train_over_nodes, env=environment_of_nodes([2, 2]))
-    tensors = len(list(wide_network().parameters()))
-    assert results == [("0 2", tensors), ("0 2", 0), ("0 2", tensors), ("0 2", 0)]
 
 
 @training.with_group

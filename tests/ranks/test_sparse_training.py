@@ -1,4 +1,4 @@
-"""Sparse gradients in training: the oracle's bits, equal ranks, warm-up, overflow, nodes, bytes."""
+"""Sparse gradients in training: the oracle's bits, equal ranks, dtypes, bytes, wrong arguments."""
 
 import bagua.torch_api as bagua
 import pytest
@@ -9,13 +9,11 @@ from bagua.torch_api.algorithms.sparse import SparseAlgorithm
 from oracle import sparse as oracle
 from ranks import training
 from ranks.error_feedback import (
-    all_bits,
     gathered_gradients,
     train_step,
     wide_network,
     wrapped,
 )
-from ranks.test_groups_and_nodes import environment_of_nodes
 
 STEPS = 8
 SEED = 5
@@ -125,132 +123,6 @@ def test_bytes_are_those_of_the_messages(ranks):
     assert (abs(sent - ring) <= 8, ops) == (True, ["RandomSparse"])
     for kind in ("largest", "random"):
         assert ranks(2, count_bytes, kind, 1.0)[0] == (4 * ELEMENTS, ["SettledAllReduce"])
-
-
-@training.with_group
-def warm_up(kind, steps):
-    """Bits after every step, with sparse rounds after `steps` exact ones, and without."""
-    pairs = [
-        wrapped(sparse(kind, warmup_steps=steps)),
-        wrapped(bagua.algorithms.gradient_allreduce.GradientAllReduceAlgorithm()),
-    ]
-    same = []
-    for step in range(STEPS):
-        for model, optimizer in pairs:
-            train_step(model, optimizer, step)
-            training.assert_ranks_agree(model)
-        same.append(training.model_bits(pairs[0][0]) == training.model_bits(pairs[1][0]))
-    return same, int(pairs[0][0].bagua_algorithm.state_dict()["communications"])
-
-
-@per_kind
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_the_first_rounds_are_exact(ranks, kind, steps):
-    same = [step < steps for step in range(STEPS)]
-    assert ranks(2, warm_up, kind, steps) == [(same, STEPS - steps)] * 2
-
-
-@training.with_group
-def overflow(kind):
-    """An overflow on one rank at the third step; what is remembered before and after it."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
-    model, optimizer = wrapped(sparse(kind), grad_scaler=scaler)
-    seen = []
-    for step in range(STEPS):
-        before = all_bits(model.bagua_algorithm.state_dict(), but="rounds")
-        weights = training.bits(model.parameters())
-        train_step(model, optimizer, step, scaler, overflow=step == 3 and dist.get_rank() == 1)
-        training.assert_ranks_agree(model)
-        after = all_bits(model.bagua_algorithm.state_dict(), but="rounds")
-        seen.append((before == after, weights == training.bits(model.parameters())))
-    return seen, len(model.bagua_buckets)
-
-
-@per_kind
-@pytest.mark.parametrize(
-    "env",
-    [{}, training.SMALL_BUCKETS, {"BAGUA_LANES": "2", **training.SMALL_BUCKETS}],
-    ids=["one-bucket", "buckets", "two-lanes"],
-)
-def test_an_overflow_leaves_the_memory_of_every_bucket(ranks, kind, env):
-    expected = [(step == 3, step == 3) for step in range(STEPS)]
-    for seen, buckets in ranks(3, overflow, kind, env=env):
-        assert seen == expected
-        assert (buckets > 1) == bool(env)
-
-
-@training.with_group
-def overflow_in_one_parameter(kind):
-    """The last layer's bias alone is not finite: other buckets' own values are."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
-    model, optimizer = wrapped(sparse(kind), grad_scaler=scaler)
-    train_step(model, optimizer, 0, scaler)
-    before = all_bits(model.bagua_algorithm.state_dict(), but="rounds")
-    bad = float("nan") if dist.get_rank() == 1 else 1.0
-    handle = model[5].bias.register_hook(lambda gradient: gradient * bad)
-    train_step(model, optimizer, 1, scaler)
-    handle.remove()
-    after = all_bits(model.bagua_algorithm.state_dict(), but="rounds")
-    others = [p.grad.isfinite().all() for n, p in model.named_parameters() if n != "5.bias"]
-    return before == after, bool(all(others)), bool(model[5].bias.grad.isfinite().all())
-
-
-@per_kind
-def test_a_bad_bucket_leaves_the_memory_of_finite_ones(ranks, kind):
-    results = ranks(2, overflow_in_one_parameter, kind, env=training.SMALL_BUCKETS)
-    assert results == [(True, True, False)] * 2
-
-
-@training.with_group
-def train_scaled(kind, with_scaler):
-    """Weights after training with a loss scale, a power of two, or without."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=with_scaler)
-    model, optimizer = wrapped(sparse(kind), grad_scaler=scaler)
-    for step in range(STEPS):
-        train_step(model, optimizer, step, scaler)
-    errors = {k: v for k, v in model.bagua_algorithm.state_dict().items() if "error/" in k}
-    return training.bits(model.parameters()), all_bits(errors)
-
-
-@per_kind
-def test_memory_is_in_unscaled_units(ranks, kind):
-    assert ranks(2, train_scaled, kind, True) == ranks(2, train_scaled, kind, False)
-
-
-@training.with_group
-def train_over_nodes(kind):
-    model, optimizer = wrapped(sparse(kind, hierarchical=True))
-    for step in range(STEPS):
-        train_step(model, optimizer, step)
-        training.assert_ranks_agree(model)
-    state = model.bagua_algorithm.state_dict()
-    return state["ranks"], sum(int(v.any()) for k, v in state.items() if "error/" in k)
-
-
-@per_kind
-@pytest.mark.parametrize("nodes", [[2, 2], [3, 1]], ids=str)
-def test_between_nodes_only_leaders_remember(ranks, kind, nodes):
-    leaders = [0, nodes[0]]
-    results = ranks(4, train_over_nodes, kind, env=environment_of_nodes(nodes))
-    tensors = len(list(wide_network().parameters()))
-    assert [said for said, _ in results] == [" ".join(map(str, leaders))] * 4
-    assert [owed for _, owed in results] == [tensors * (rank in leaders) for rank in range(4)]
-
-
-@training.with_group
-def one_node():
-    wrapped_model = []
-    said = training.warnings_of(lambda: wrapped_model.append(wrapped(sparse(hierarchical=True))))
-    [(model, optimizer)] = wrapped_model
-    train_step(model, optimizer, 0)
-    training.assert_ranks_agree(model)
-    return [text for text in said if "all ranks share one node" in text]
-
-
-def test_one_node_is_exact_and_said_once(ranks):
-    for said in ranks(2, one_node):
-        assert len(said) == 1
-        assert "nothing is compressed. Pass hierarchical=False" in said[0]
 
 
 @training.with_group

@@ -1,0 +1,159 @@
+"""Error feedback when training is not plain: warm-up, overflow, scales, accumulation, nodes."""
+
+import bagua.torch_api as bagua
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import training
+from ranks.error_feedback import ALGORITHMS, all_bits, make, train_step, wide_network, wrapped
+from ranks.test_groups_and_nodes import environment_of_nodes
+
+STEPS = 8
+
+
+@training.with_group
+def warm_up(name, steps):
+    """Bits after every step, with sparse rounds after `steps` exact ones, and without."""
+    pairs = [
+        wrapped(make(name, warmup_steps=steps)),
+        wrapped(bagua.algorithms.gradient_allreduce.GradientAllReduceAlgorithm()),
+    ]
+    same = []
+    for step in range(STEPS):
+        for model, optimizer in pairs:
+            train_step(model, optimizer, step)
+            training.assert_ranks_agree(model)
+        same.append(training.model_bits(pairs[0][0]) == training.model_bits(pairs[1][0]))
+    return same, int(pairs[0][0].bagua_algorithm.state_dict()["communications"])
+
+
+@ALGORITHMS
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_the_first_rounds_are_exact(ranks, name, steps):
+    same = [step < steps for step in range(STEPS)]
+    assert ranks(2, warm_up, name, steps) == [(same, STEPS - steps)] * 2
+
+
+@training.with_group
+def overflow(name):
+    """An overflow on one rank at the third step; what is remembered before and after it."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
+    model, optimizer = wrapped(make(name), grad_scaler=scaler)
+    seen = []
+    for step in range(STEPS):
+        before = all_bits(model.bagua_algorithm.state_dict(), but="rounds")
+        weights = training.bits(model.parameters())
+        train_step(model, optimizer, step, scaler, overflow=step == 3 and dist.get_rank() == 1)
+        training.assert_ranks_agree(model)
+        after = all_bits(model.bagua_algorithm.state_dict(), but="rounds")
+        seen.append((before == after, weights == training.bits(model.parameters())))
+    return seen, len(model.bagua_buckets)
+
+
+@ALGORITHMS
+@pytest.mark.parametrize(
+    "env",
+    [{}, training.SMALL_BUCKETS, {"BAGUA_LANES": "2", **training.SMALL_BUCKETS}],
+    ids=["one-bucket", "buckets", "two-lanes"],
+)
+def test_an_overflow_leaves_the_memory_of_every_bucket(ranks, name, env):
+    expected = [(step == 3, step == 3) for step in range(STEPS)]
+    for seen, buckets in ranks(3, overflow, name, env=env):
+        assert seen == expected
+        assert (buckets > 1) == bool(env)
+
+
+@training.with_group
+def overflow_in_one_parameter(name):
+    """The last layer's bias alone is not finite: other buckets' own values are."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
+    model, optimizer = wrapped(make(name), grad_scaler=scaler)
+    train_step(model, optimizer, 0, scaler)
+    before = all_bits(model.bagua_algorithm.state_dict(), but="rounds")
+    bad = float("nan") if dist.get_rank() == 1 else 1.0
+    handle = model[5].bias.register_hook(lambda gradient: gradient * bad)
+    train_step(model, optimizer, 1, scaler)
+    handle.remove()
+    after = all_bits(model.bagua_algorithm.state_dict(), but="rounds")
+    others = [p.grad.isfinite().all() for n, p in model.named_parameters() if n != "5.bias"]
+    return before == after, bool(all(others)), bool(model[5].bias.grad.isfinite().all())
+
+
+@ALGORITHMS
+def test_a_bad_bucket_leaves_the_memory_of_finite_ones(ranks, name):
+    results = ranks(2, overflow_in_one_parameter, name, env=training.SMALL_BUCKETS)
+    assert results == [(True, True, False)] * 2
+
+
+@training.with_group
+def train_scaled(name, with_scaler):
+    """Weights after training with a loss scale, a power of two, or without."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=with_scaler)
+    model, optimizer = wrapped(make(name), grad_scaler=scaler)
+    for step in range(STEPS):
+        train_step(model, optimizer, step, scaler)
+    errors = {k: v for k, v in model.bagua_algorithm.state_dict().items() if "error/" in k}
+    return training.bits(model.parameters()), all_bits(errors)
+
+
+@ALGORITHMS
+def test_memory_is_in_unscaled_units(ranks, name):
+    assert ranks(2, train_scaled, name, True) == ranks(2, train_scaled, name, False)
+
+
+@training.with_group
+def accumulate(name):
+    model, optimizer = wrapped(make(name))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with model.no_sync():
+            training.squared_error(model, training.batch(100 + step, dist.get_rank())).backward()
+        training.squared_error(model, training.batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        training.assert_ranks_agree(model)
+    return training.bits(model.parameters())
+
+
+@ALGORITHMS
+def test_gradients_accumulated_under_no_sync_are_sent(ranks, name):
+    together, alone = ranks(2, accumulate, name), ranks(2, train_scaled, name, False)
+    assert together[0] == together[1] != alone[0][0]
+
+
+@training.with_group
+def train_over_nodes(name):
+    model, optimizer = wrapped(make(name, hierarchical=True))
+    for step in range(STEPS):
+        train_step(model, optimizer, step)
+        training.assert_ranks_agree(model)
+    state = model.bagua_algorithm.state_dict()
+    return state["ranks"], sum(int(v.any()) for k, v in state.items() if "error/" in k)
+
+
+@ALGORITHMS
+@pytest.mark.parametrize("nodes", [[2, 2], [3, 1]], ids=str)
+def test_between_nodes_only_leaders_remember(ranks, name, nodes):
+    leaders = [0, nodes[0]]
+    results = ranks(4, train_over_nodes, name, env=environment_of_nodes(nodes))
+    owing = [p for p in wide_network().parameters() if name != "power_sgd" or p.dim() > 1]
+    assert [said for said, _ in results] == [" ".join(map(str, leaders))] * 4
+    assert [n for _, n in results] == [len(owing) * (rank in leaders) for rank in range(4)]
+
+
+@training.with_group
+def one_node(name):
+    wrapped_model = []
+    said = training.warnings_of(
+        lambda: wrapped_model.append(wrapped(make(name, hierarchical=True)))
+    )
+    [(model, optimizer)] = wrapped_model
+    train_step(model, optimizer, 0)
+    training.assert_ranks_agree(model)
+    return [text for text in said if "all ranks share one node" in text]
+
+
+@ALGORITHMS
+def test_one_node_is_exact_and_said_once(ranks, name):
+    for said in ranks(2, one_node, name):
+        assert len(said) == 1
+        assert "nothing is compressed. Pass hierarchical=False" in said[0]
