@@ -19,7 +19,8 @@ from bagua.torch_api._bucket_ops import (
     SparseOp,
     check_asynchronous_mode,
 )
-from bagua.torch_api._low_rank_shapes import low_rank_matrix
+from bagua.torch_api._error_state import new_memory
+from bagua.torch_api._low_rank import low_rank_matrices, low_rank_memory
 from bagua.torch_api._sparse_choice import number_sent
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.tensor import record_of
@@ -165,22 +166,10 @@ class AppendsOperations:
         Returns:
             The op, which holds the memory.
         """
-        matrices = {}
-        for index, tensor in enumerate(self.tensors):
-            matrix = low_rank_matrix(self.view_of(index), rank, min_compression_rate)
-            if matrix is not None:
-                matrices[record_of(tensor).name] = matrix
         flat = self.backend_tensor
-        wide = torch.promote_types(flat.dtype, torch.float32)
-        queries = sum(columns * columns_of_q for _, _, columns, columns_of_q in matrices.values())
-        memory = _C.RoundMemory(
-            [
-                flat.new_zeros(flat.numel() if error_feedback else 0, dtype=wide),
-                flat.new_zeros(queries, dtype=wide),
-                torch.zeros(1, dtype=torch.int64),
-            ],
-            outcome,
-        )
+        named = [(record_of(tensor).name, self.view_of(i)) for i, tensor in enumerate(self.tensors)]
+        matrices = low_rank_matrices(named, rank, min_compression_rate)
+        memory = low_rank_memory(flat, matrices, outcome, error_feedback=error_feedback)
         op = LowRankOp(
             flat.numel(), matrices, memory, hierarchical, warm_start, error_feedback, seed, group
         )
@@ -213,11 +202,8 @@ class AppendsOperations:
             The op, which holds the memory.
         """
         flat = self.backend_tensor
-        owed = flat.new_zeros(
-            flat.numel() if error_feedback else 0,
-            dtype=torch.promote_types(flat.dtype, torch.float32),
-        )
-        memory = _C.RoundMemory([owed, torch.zeros(1, dtype=torch.int64)], outcome)
+        count = torch.zeros(1, dtype=torch.int64)
+        memory = new_memory(flat, outcome, count, error_feedback=error_feedback)
         k = number_sent(flat.numel(), ratio)
         op = SparseOp(flat, k, memory, hierarchical, random_sparse, seed, group)
         self.ops.append(op)

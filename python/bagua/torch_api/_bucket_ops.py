@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua import _C
+from bagua.torch_api._low_rank import Matrices
 from bagua.torch_api.communication import BaguaProcessGroup
 
 if TYPE_CHECKING:
@@ -202,21 +203,13 @@ class LowRankOp:
     """
 
     numel: int
-    matrices: dict[str, tuple[int, int, int, int]]
+    matrices: Matrices
     memory: _C.RoundMemory
     hierarchical: bool
     warm_start: bool
     error_feedback: bool
     seed: int
     group: BaguaProcessGroup | None
-
-    def queries(self) -> dict[str, torch.Tensor]:
-        """By name of the tensor: (rank, columns). Between rounds; writing into them counts."""
-        sizes = [columns * rank for _, _, columns, rank in self.matrices.values()]
-        parts = self.memory.value(1).split(sizes)
-        shapes = [matrix[:1:-1] for matrix in self.matrices.values()]
-        views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        return dict(zip(self.matrices, views, strict=True))
 
 
 @dataclass(frozen=True, eq=False)

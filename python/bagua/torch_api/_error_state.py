@@ -1,4 +1,4 @@
-"""Error feedback in checkpoints, and for another number of ranks than saved it."""
+"""Error feedback: its memory, and checkpoints of it, for another number of ranks too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["error_key", "load_memory", "ranks_text"]
+from bagua import _C
+
+__all__ = ["error_key", "load_memory", "new_memory", "ranks_text"]
 
 
 def error_key(rank: int, name: str) -> str:
@@ -18,6 +20,18 @@ def error_key(rank: int, name: str) -> str:
 def ranks_text(ranks: Sequence[int]) -> str:
     """The ranks that remember, as a state has them under ``ranks``."""
     return " ".join(map(str, ranks))
+
+
+def new_memory(
+    flat: torch.Tensor, outcome: _C.RoundOutcome, *others: torch.Tensor, error_feedback: bool
+) -> _C.RoundMemory:
+    """A memory that owes nothing: the error for buckets like ``flat``, then ``others``.
+
+    Without error feedback the error is empty.
+    """
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    error = flat.new_zeros(flat.numel() if error_feedback else 0, dtype=wide)
+    return _C.RoundMemory([error, *others], outcome)
 
 
 def load_memory(

@@ -59,29 +59,26 @@ class LaneBuilder:
         if isinstance(spec, LowPrecisionDecentralizedOp):
             return self._mixing(spec, default)
         if isinstance(spec, LowRankOp):
-            return self._remembering(spec, default, lambda members: self._low_rank(spec, members))
+            return self._mean(spec, default, lambda members: self._low_rank(spec, members))
         if isinstance(spec, SparseOp):
-            return self._remembering(spec, default, lambda members: self._sparse(spec, members))
+            return self._mean(spec, default, lambda members: self._sparse(spec, members))
         if isinstance(spec, AsynchronousOp):
             raise ValueError("asynchronous averaging cannot be mixed with other operations")
-        transport = (spec.group or default).transport
         reduce = _C.ReduceOp.AVG if spec.average else _C.ReduceOp.SUM
-        if not spec.hierarchical:
-            return self._flat_op(spec, self.communicator(transport, "all"), reduce)
-        return self._hierarchical(
-            transport, transport.size, reduce, lambda leaders: self._flat_op(spec, leaders, reduce)
-        )
+        return self._mean(spec, default, lambda m: self._flat_op(spec, m, reduce), reduce)
 
-    def _remembering(
+    def _mean(
         self,
-        spec: LowRankOp | SparseOp,
+        spec: CentralizedOp | LowRankOp | SparseOp,
         default: BaguaProcessGroup,
         make: Callable[[_C.CountingCommunicator], _C.BucketOp],
+        reduce: _C.ReduceOp = _C.ReduceOp.AVG,
     ) -> _C.BucketOp:
+        """The mean (or sum) over all ranks, by the op that ``make`` makes among its members."""
         transport = (spec.group or default).transport
         if not spec.hierarchical:
             return make(self.communicator(transport, "all"))
-        return self._hierarchical(transport, transport.size, _C.ReduceOp.AVG, make)
+        return self._hierarchical(transport, transport.size, reduce, make)
 
     def _low_rank(self, spec: LowRankOp, members: _C.CountingCommunicator) -> _C.BucketOp:
         return _C.LowRank(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from bagua import _C
-from bagua.torch_api._bucket_ops import LowRankOp
+from bagua.torch_api._low_rank import Matrices, check_compression_rate, queries_of
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl, check_warmup
 from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.bucket import BaguaBucket
@@ -19,8 +19,7 @@ __all__ = ["PowerSGDAlgorithm", "PowerSGDAlgorithmImpl"]
 def _check(rank: int, min_compression_rate: float, warmup_steps: int) -> None:
     if rank < 1:
         raise ValueError(f"rank={rank}: a matrix is approximated by at least rank 1")
-    if not min_compression_rate >= 1:
-        raise ValueError(f"min_compression_rate={min_compression_rate} must be at least 1")
+    check_compression_rate(min_compression_rate)
     check_warmup(warmup_steps)
 
 
@@ -84,7 +83,7 @@ class PowerSGDAlgorithmImpl(ErrorFeedbackImpl):
     def __init__(self, process_group: BaguaProcessGroup, arguments: PowerSGDAlgorithm) -> None:
         super().__init__(process_group, arguments.hierarchical, arguments.warmup_steps)
         self._arguments = arguments
-        self._operations: dict[str, LowRankOp] = {}
+        self._matrices: dict[str, Matrices] = {}  # by name of the bucket
 
     def append_compression(self, bucket: BaguaBucket) -> _C.RoundMemory:
         own = self._arguments
@@ -98,12 +97,12 @@ class PowerSGDAlgorithmImpl(ErrorFeedbackImpl):
             seed=own.seed,
             group=self.process_group,
         )
-        self._operations[bucket.name] = operation
+        self._matrices[bucket.name] = operation.matrices
         return operation.memory
 
     def equal_views(
         self, bucket: BaguaBucket, memory: _C.RoundMemory
     ) -> Iterator[tuple[str, torch.Tensor]]:
         yield "communications", memory.value(2)
-        for name, query in self._operations[bucket.name].queries().items():
+        for name, query in queries_of(memory, self._matrices[bucket.name]).items():
             yield f"query/{name}", query

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from bagua import _C
-from bagua.torch_api._low_rank_shapes import low_rank_matrix
+from bagua.torch_api._low_rank import (
+    Matrices,
+    check_compression_rate,
+    low_rank_matrices,
+    low_rank_memory,
+    queries_of,
+)
 from bagua.torch_api._process_group import BaguaProcessGroup
 from bagua.torch_api._transport import Transport
 
 from mlbench_core.aggregation.pytorch._remembering import Part, RememberingAggregation
 
 __all__ = ["PowerAggregation"]
+
+
+@dataclass
+class _LowRankPart(Part):
+    matrices: Matrices
 
 
 class PowerAggregation(RememberingAggregation):
@@ -59,8 +71,7 @@ class PowerAggregation(RememberingAggregation):
         for name, number in (("world_size", world_size), ("rank", rank)):
             if not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name} must be a positive integer, not {number!r}")
-        if not min_compression_rate >= 1:
-            raise ValueError(f"min_compression_rate={min_compression_rate} must be at least 1")
+        check_compression_rate(min_compression_rate)
 
         super().__init__(model, use_cuda, process_group=process_group)
         self.world_size = world_size
@@ -91,21 +102,17 @@ class PowerAggregation(RememberingAggregation):
         flat: torch.Tensor,
         outcome: _C.RoundOutcome,
     ) -> Part:
-        matrices = {}
-        for name, (offset, shape) in places.items():
-            view = flat[offset : offset + shape.numel()].view(shape)
-            matrix = low_rank_matrix(view, self.rank, self.min_compression_rate)
-            if matrix is not None:
-                matrices[name] = matrix
-        wide = torch.promote_types(flat.dtype, torch.float32)
-        queries = sum(columns * rank for _, _, columns, rank in matrices.values())
-        memory = _C.RoundMemory(
-            [
-                flat.new_zeros(flat.numel() if self.error_feedback else 0, dtype=wide),
-                flat.new_zeros(queries, dtype=wide),
-                torch.full((1,), self._calls),
-            ],
+        views = [
+            (name, flat[offset : offset + shape.numel()].view(shape))
+            for name, (offset, shape) in places.items()
+        ]
+        matrices = low_rank_matrices(views, self.rank, self.min_compression_rate)
+        memory = low_rank_memory(
+            flat,
+            matrices,
             outcome,
+            error_feedback=self.error_feedback,
+            communications=self._calls,
         )
         op = _C.LowRank(
             self._communicator("data", flat.device.type),
@@ -117,7 +124,7 @@ class PowerAggregation(RememberingAggregation):
             seed=self.seed,
             memory=memory,
         )
-        part = Part(places, op, memory, matrices)
+        part = _LowRankPart(places, op, memory, matrices)
         if self._calls > 0:  # the op would take what is there for the last round's
             for key, query in self._equal_memory(part):
                 generator = torch.Generator().manual_seed(self.seed + zlib.crc32(key.encode()))
@@ -125,9 +132,6 @@ class PowerAggregation(RememberingAggregation):
         return part
 
     def _equal_memory(self, part: Part) -> Iterator[tuple[str, torch.Tensor]]:
-        sizes = [columns * rank for _, _, columns, rank in part.matrices.values()]
-        queries = part.memory.value(1).split(sizes)
-        for (name, (_, _, columns, rank)), query in zip(
-            part.matrices.items(), queries, strict=True
-        ):
-            yield f"query/{name}", query.view(rank, columns)
+        assert isinstance(part, _LowRankPart)
+        for name, query in queries_of(part.memory, part.matrices).items():
+            yield f"query/{name}", query

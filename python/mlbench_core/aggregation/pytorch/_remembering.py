@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -12,6 +12,7 @@ from bagua import _C
 from bagua.torch_api._error_state import error_key, load_memory, ranks_text
 from bagua.torch_api._process_group import BaguaProcessGroup
 
+from mlbench_core.aggregation.pytorch._staging import aggregated_together
 from mlbench_core.aggregation.pytorch.aggregation import (
     Aggregation,
     Denominator,
@@ -30,13 +31,11 @@ class Part:
         places: by name of the parameter: its offset and shape in the flat tensor.
         op: what aggregates it.
         memory: of the op; its first tensor is the error, as long as the flat one, or empty.
-        matrices: by name: (offset, rows, columns, rank) of what is sent as a low-rank matrix.
     """
 
     places: dict[str, tuple[int, torch.Size]]
     op: _C.BucketOp
     memory: _C.RoundMemory
-    matrices: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
 
     def errors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, error) of every parameter, in its shape. Writing into them counts."""
@@ -107,13 +106,11 @@ class RememberingAggregation(Aggregation):
             class remembers.
         """
         transport = self._transport()
-        errors = {
-            error_key(transport.rank, key.removeprefix("error/")): value
-            for key, value in self._remembered().items()
-            if key.startswith("error/")
-        }
-        equal = {k: v for k, v in self._remembered().items() if not k.startswith("error/")}
-        return {"ranks": ranks_text(range(transport.size)), "calls": self._calls, **equal, **errors}
+        state: dict[str, Any] = {"ranks": ranks_text(range(transport.size)), "calls": self._calls}
+        for key, value in self._remembered().items():
+            kind, _, name = key.partition("/")
+            state[error_key(transport.rank, name) if kind == "error" else key] = value
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`, on every rank.
@@ -203,16 +200,12 @@ class RememberingAggregation(Aggregation):
         if key == self._key:
             return
         remembered = self._remembered()
-        groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
-        for name, tensor in named:
-            groups.setdefault((tensor.dtype, tensor.device), []).append((name, tensor))
         outcome = _C.RoundOutcome()
-        parts = []
-        for members in groups.values():
-            for together in [[member] for member in members] if by_layer else [members]:
-                numel = sum(tensor.numel() for _, tensor in together)
-                if numel > 0:
-                    parts.append(self._part_of(together, numel, outcome))
+        tensors = [tensor for _, tensor in named]
+        parts = [
+            self._part_of([named[i] for i in together], outcome)
+            for together in aggregated_together(tensors, by_layer)
+        ]
         self._kept, self._parts, self._key = remembered, parts, key
         for part in parts:
             own = [(f"error/{name}", error) for name, error in part.errors()]
@@ -220,15 +213,13 @@ class RememberingAggregation(Aggregation):
                 if entry in remembered:
                     view.copy_(remembered[entry])
 
-    def _part_of(
-        self, together: list[tuple[str, torch.Tensor]], numel: int, outcome: _C.RoundOutcome
-    ) -> Part:
+    def _part_of(self, together: list[tuple[str, torch.Tensor]], outcome: _C.RoundOutcome) -> Part:
         places, offset = {}, 0
         for name, tensor in together:
             places[name] = (offset, tensor.shape)
             offset += tensor.numel()
         first = together[0][1]
-        flat = torch.empty(numel, dtype=first.dtype, device=self._device_for(first))
+        flat = torch.empty(offset, dtype=first.dtype, device=self._device_for(first))
         return self._make_part(places, flat, outcome)
 
     def _remembered(self) -> dict[str, torch.Tensor]:

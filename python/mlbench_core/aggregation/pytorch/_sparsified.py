@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from bagua import _C
+from bagua.torch_api._error_state import new_memory
 from bagua.torch_api._process_group import BaguaProcessGroup
 from bagua.torch_api._sparse_choice import check_ratio, number_sent, sparse_mean
 
@@ -76,9 +77,8 @@ class SparsifiedAggregation(RememberingAggregation):
         outcome: _C.RoundOutcome,
     ) -> Part:
         numel = flat.numel()
-        wide = torch.promote_types(flat.dtype, torch.float32)
-        owed = flat.new_zeros(numel if self.error_feedback else 0, dtype=wide)
-        memory = _C.RoundMemory([owed, torch.zeros(1, dtype=torch.int64)], outcome)
+        count = torch.zeros(1, dtype=torch.int64)
+        memory = new_memory(flat, outcome, count, error_feedback=self.error_feedback)
         op = sparse_mean(
             self._communicator("data", flat.device.type),
             self._scratch,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["Staging"]
+__all__ = ["Staging", "aggregated_together"]
 
 Kind = tuple[torch.dtype, torch.device]
 # Flat memory, its views in the shapes of the tensors, and the tensors.
@@ -64,11 +64,9 @@ class Staging:
     def _copy_in(
         self, tensors: Sequence[torch.Tensor], device_of: Callable[[torch.Tensor], torch.device]
     ) -> list[Staged]:
-        groups: dict[Kind, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         staged = []
-        for kind, members in groups.items():
+        for kind, indices in _by_kind(tensors).items():
+            members = [tensors[i] for i in indices]
             flat = self._take(kind, sum(t.numel() for t in members), device_of(members[0]))
             parts = flat.split([tensor.numel() for tensor in members])
             views = [part.view(t.shape) for part, t in zip(parts, members, strict=True)]
@@ -81,6 +79,20 @@ class Staging:
         if memory is None or memory.numel() < numel or memory.device != device:
             memory = self._memory[kind] = torch.empty(numel, dtype=kind[0], device=device)
         return memory[:numel]
+
+
+def aggregated_together(tensors: Sequence[torch.Tensor], by_layer: bool) -> list[list[int]]:
+    """The indices of the tensors of each call that :meth:`Staging.run` makes, in its order."""
+    groups = list(_by_kind(tensors).values())
+    calls = [[i] for group in groups for i in group] if by_layer else groups
+    return [call for call in calls if any(tensors[i].numel() for i in call)]
+
+
+def _by_kind(tensors: Sequence[torch.Tensor]) -> dict[Kind, list[int]]:
+    groups: dict[Kind, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.dtype, tensor.device), []).append(index)
+    return groups
 
 
 def _copy_back(staged: Sequence[Staged]) -> None:
