@@ -58,18 +58,21 @@ ncclUniqueId NcclRendezvous::make(const NcclLibrary& library) {
   return id;
 }
 
-// Not one long wait: rank 0 may have given up.
+// Not one long wait: rank 0 may have given up. A wait that ends early is a store that does not
+// work.
 ncclUniqueId NcclRendezvous::wait_for_id() {
-  const std::chrono::milliseconds look{1000};
+  using std::chrono::milliseconds;
   while (true) {
-    const auto left =
-        std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - NcclHandle::Clock::now());
+    const auto start = NcclHandle::Clock::now();
+    const auto left = std::chrono::duration_cast<milliseconds>(deadline_ - start);
+    const auto length = std::clamp(left, milliseconds{1}, milliseconds{1000});
     try {
-      store_->wait({kIdKey}, std::clamp(left, std::chrono::milliseconds{1}, look));
+      store_->wait({kIdKey}, length);
       break;
     } catch (const std::exception&) {
       if (const auto reason = given_up()) throw Error(*reason);
-      if (NcclHandle::Clock::now() >= deadline_ || left < look) throw;
+      const auto now = NcclHandle::Clock::now();
+      if (now >= deadline_ || now - start < length / 2) throw;
     }
   }
   const std::vector<uint8_t> bytes = store_->get(kIdKey);
