@@ -27,8 +27,8 @@ def nccl_paths() -> list[str]:
         return [chosen]
     has_wheels = importlib.util.find_spec("nvidia") is not None
     wheel = importlib.util.find_spec("nvidia.nccl") if has_wheels else None
-    roots = [*((wheel and wheel.submodule_search_locations) or []), Path(torch.__file__).parent]
-    files = [Path(root) / "lib" / _NAME for root in roots]
+    roots = list(wheel.submodule_search_locations or []) if wheel else []
+    files = [Path(root) / "lib" / _NAME for root in [*roots, str(Path(torch.__file__).parent)]]
     return [*(str(file) for file in files if file.exists()), _NAME]
 
 
