@@ -1,8 +1,8 @@
 // Python's view of the codecs: tensors in, tensors out, for tests, benchmarks and users' own ops.
 // Everything is checked here, once; the codecs trust their callers.
-#include <climits>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -10,7 +10,9 @@
 
 #include "base/check.h"
 #include "binding/bindings.h"
+#include "codec/chunk_codec_cuda.h"
 #include "codec/factory.h"
+#include "comm/device_stream.h"
 
 namespace py = pybind11;
 
@@ -26,8 +28,19 @@ DType codec_dtype(at::ScalarType dtype) {
   return dtype == at::kHalf ? DType::kFloat16 : DType::kBFloat16;
 }
 
-void check_dense(const at::Tensor& tensor, const char* name) {
-  BAGUA_CHECK_ARG(tensor.device().is_cpu(), name, " must be a CPU tensor, it is on ",
+Processor processor_of(c10::DeviceType type) {
+  BAGUA_CHECK_ARG(type == c10::kCPU || type == c10::kCUDA, "codecs are for cpu and cuda, not '",
+                  c10::DeviceTypeName(type, /*lower_case=*/true), "'");
+  return type == c10::kCPU ? Processor::kCpu : Processor::kCuda;
+}
+
+const char* processor_name(const Codec& codec) {
+  return codec.processor() == Processor::kCpu ? "CPU" : "CUDA";
+}
+
+void check_dense(const Codec& codec, const at::Tensor& tensor, const char* name) {
+  BAGUA_CHECK_ARG(tensor.device().is_cpu() == (codec.processor() == Processor::kCpu), name,
+                  " must be a ", processor_name(codec), " tensor, it is on ",
                   tensor.device().str());
   BAGUA_CHECK_ARG(tensor.layout() == at::kStrided && tensor.is_contiguous(), name,
                   " must be a dense contiguous tensor; call .contiguous() first");
@@ -35,7 +48,7 @@ void check_dense(const at::Tensor& tensor, const char* name) {
 
 // The size of each of `chunks` equal parts of x.
 int64_t chunk_numel_of(const at::Tensor& x, int64_t chunks) {
-  BAGUA_CHECK_ARG(chunks >= 1 && chunks <= INT_MAX, "chunks must be at least 1, got ", chunks);
+  BAGUA_CHECK_ARG(chunks >= 1, "chunks must be at least 1, got ", chunks);
   BAGUA_CHECK_ARG(x.numel() % chunks == 0, "a tensor of ", x.numel(),
                   " elements cannot be split into ", chunks, " equal chunks; pad it first");
   return x.numel() / chunks;
@@ -43,7 +56,7 @@ int64_t chunk_numel_of(const at::Tensor& x, int64_t chunks) {
 
 void check_payload(const Codec& codec, const at::Tensor& payload, DType dtype, int64_t chunk_numel,
                    int64_t chunks) {
-  check_dense(payload, "payload");
+  check_dense(codec, payload, "payload");
   BAGUA_CHECK_ARG(payload.scalar_type() == at::kByte, "payload must be uint8, it is ",
                   at::toString(payload.scalar_type()));
   const int64_t wanted = chunks * codec.payload_bytes(dtype, chunk_numel);
@@ -54,36 +67,52 @@ void check_payload(const Codec& codec, const at::Tensor& payload, DType dtype, i
                   "payload must start at a multiple of ", sizeof(float), " bytes");
 }
 
+// `chunks` equal parts of x, which has `chunk_numel` elements in each.
+std::vector<Chunk> chunks_of(const Codec& codec, const at::Tensor& x, DType dtype,
+                             const at::Tensor& payload, int64_t chunks) {
+  const int64_t numel = x.numel() / chunks;
+  const int64_t stride = codec.payload_bytes(dtype, numel);
+  auto* first = static_cast<std::byte*>(x.data_ptr());
+  auto* bytes = static_cast<std::byte*>(payload.data_ptr());
+  std::vector<Chunk> result;
+  for (int64_t i = 0; i < chunks; ++i) {
+    const auto offset = i * numel * static_cast<int64_t>(x.element_size());
+    result.push_back({first + offset, bytes + i * stride, numel});
+  }
+  return result;
+}
+
 void encode_into(const Codec& codec, const at::Tensor& x, int64_t chunks,
                  const at::Tensor& payload) {
   // Checks
-  check_dense(x, "x");
+  check_dense(codec, x, "x");
   const DType dtype = codec_dtype(x.scalar_type());
-  const int64_t chunk_numel = chunk_numel_of(x, chunks);
-  check_payload(codec, payload, dtype, chunk_numel, chunks);
+  check_payload(codec, payload, dtype, chunk_numel_of(x, chunks), chunks);
 
   const py::gil_scoped_release no_gil;
-  codec.encode(x.const_data_ptr(), dtype, chunk_numel, static_cast<int>(chunks),
-               static_cast<std::byte*>(payload.mutable_data_ptr()), nullptr, nullptr);
+  const std::vector<Chunk> all = chunks_of(codec, x, dtype, payload, chunks);
+  // Freed at the end, for later work of the same stream.
+  const at::Tensor scratch = at::empty({codec.scratch_bytes(all, dtype)}, payload.options());
+  codec.encode(all, dtype, static_cast<std::byte*>(scratch.data_ptr()),
+               current_stream_handle(x.device()));
 }
 
 void decode_into(const Codec& codec, const at::Tensor& payload, int64_t chunks,
                  const at::Tensor& x) {
   // Checks
-  check_dense(x, "x");
+  check_dense(codec, x, "x");
   const DType dtype = codec_dtype(x.scalar_type());
-  const int64_t chunk_numel = chunk_numel_of(x, chunks);
-  check_payload(codec, payload, dtype, chunk_numel, chunks);
+  check_payload(codec, payload, dtype, chunk_numel_of(x, chunks), chunks);
 
   const py::gil_scoped_release no_gil;
-  codec.decode(static_cast<const std::byte*>(payload.const_data_ptr()), static_cast<int>(chunks),
-               x.mutable_data_ptr(), dtype, chunk_numel, nullptr);
+  codec.decode(chunks_of(codec, x, dtype, payload, chunks), dtype,
+               current_stream_handle(x.device()));
 }
 
 at::Tensor encode(const Codec& codec, const at::Tensor& x, int64_t chunks) {
   const int64_t chunk_numel = chunk_numel_of(x, chunks);
   const int64_t bytes = chunks * codec.payload_bytes(codec_dtype(x.scalar_type()), chunk_numel);
-  const at::Tensor payload = at::empty({bytes}, at::TensorOptions(at::kByte));
+  const at::Tensor payload = at::empty({bytes}, x.options().dtype(at::kByte));
   encode_into(codec, x, chunks, payload);
   return payload;
 }
@@ -93,7 +122,7 @@ at::Tensor decode(const Codec& codec, const at::Tensor& payload, int64_t chunks,
   BAGUA_CHECK_ARG(chunks >= 1, "chunks must be at least 1, got ", chunks);
   BAGUA_CHECK_ARG(chunk_numel >= 0, "chunk_numel must not be negative, got ", chunk_numel);
   check_payload(codec, payload, codec_dtype(dtype), chunk_numel, chunks);
-  const at::Tensor x = at::empty({chunks * chunk_numel}, at::TensorOptions(dtype));
+  const at::Tensor x = at::empty({chunks * chunk_numel}, payload.options().dtype(dtype));
   decode_into(codec, payload, chunks, x);
   return x;
 }
@@ -101,15 +130,15 @@ at::Tensor decode(const Codec& codec, const at::Tensor& payload, int64_t chunks,
 void decode_add(const Codec& codec, const at::Tensor& payload, at::ScalarType scalar_type,
                 const at::Tensor& sum, float weight) {
   // Checks
-  check_dense(sum, "sum");
+  check_dense(codec, sum, "sum");
   BAGUA_CHECK_ARG(sum.scalar_type() == at::kFloat, "sum must be float32, it is ",
                   at::toString(sum.scalar_type()));
   const DType dtype = codec_dtype(scalar_type);
   check_payload(codec, payload, dtype, sum.numel(), 1);
 
   const py::gil_scoped_release no_gil;
-  codec.decode_add(static_cast<const std::byte*>(payload.const_data_ptr()), dtype,
-                   static_cast<float*>(sum.mutable_data_ptr()), sum.numel(), weight, nullptr);
+  const Chunk chunk{sum.data_ptr(), static_cast<std::byte*>(payload.data_ptr()), sum.numel()};
+  codec.decode_add({&chunk, 1}, dtype, weight, current_stream_handle(sum.device()));
 }
 
 int64_t payload_bytes(const Codec& codec, at::ScalarType dtype, int64_t chunk_numel) {
@@ -148,16 +177,23 @@ void bind_codec(py::module_& m) {
   // pybind11 has no pointers to const; a codec has no state that Python could change.
   py::class_<Codec, std::shared_ptr<Codec>> codec(
       m, "Codec",
-      "Turns chunks of numbers into payloads of fewer bytes and back, on CPU tensors.\n\n"
+      "Turns chunks of numbers into payloads of fewer bytes and back, on tensors of its device: "
+      "on\n"
+      "CUDA, ordered on the current stream.\n\n"
       "Stateless: may be shared between threads. Layouts: docs/wire-format.md. Every method "
       "raises\n"
       "ValueError for a wrong dtype, size, device or memory layout.");
   define_methods(codec);
   m.def(
       "make_codec",
-      [](const std::string& name) { return std::const_pointer_cast<Codec>(make_codec(name)); },
-      py::arg("name"),
-      "The codec called `name`; ValueError, with the names there are, if none is.");
+      [](const std::string& name, const std::string& device_type) {
+        const Processor processor = processor_of(c10::Device(device_type).type());
+        return std::const_pointer_cast<Codec>(make_codec(name, processor));
+      },
+      py::arg("name"), py::arg("device_type") = "cpu",
+      "The codec called `name`, for tensors of `device_type` ('cpu' or 'cuda'). ValueError, with\n"
+      "the names there are, if none is; BaguaError if this build has no CUDA kernels.");
+  m.def("has_cuda_codecs", &has_cuda_codecs, "Whether this build has CUDA kernels.");
   m.def("codec_names", &codec_names, "The names of all codecs.");
   m.def("describe_codec", &describe_codec, py::arg("name"),
         "One line about the codec called `name`; ValueError if there is none.");

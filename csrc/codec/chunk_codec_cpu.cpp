@@ -33,39 +33,38 @@ class ChunkCodecCpu final : public Codec {
  public:
   explicit ChunkCodecCpu(std::string name) : name_(std::move(name)) {}
 
-  int64_t payload_bytes(DType dtype, int64_t chunk_numel) const override {
-    return format_payload_bytes<Format>(dtype_bytes(dtype), chunk_numel);
+  Processor processor() const override { return Processor::kCpu; }
+
+  int64_t payload_bytes(DType dtype, int64_t numel) const override {
+    return format_payload_bytes<Format>(dtype_bytes(dtype), numel);
   }
 
-  int64_t scratch_bytes(DType, int64_t, int) const override { return 0; }
+  int64_t scratch_bytes(std::span<const Chunk>, DType) const override { return 0; }
 
-  void encode(const void* x, DType dtype, int64_t chunk_numel, int chunks, std::byte* payload,
-              std::byte*, StreamHandle) const override {
-    const int64_t stride = payload_bytes(dtype, chunk_numel);
-    if (stride == 0) return;  // payload may be null
+  void encode(std::span<const Chunk> chunks, DType dtype, std::byte*, StreamHandle) const override {
     visit_dtype(dtype, [&]<typename T>(T) {
-      for (int64_t i = 0; i < chunks; ++i) {
-        encode_on_cpu<Format>(static_cast<const T*>(x) + i * chunk_numel, chunk_numel,
-                              payload + i * stride);
+      for (const Chunk& chunk : chunks) {
+        if (payload_bytes(dtype, chunk.numel) == 0) continue;  // payload may be null
+        encode_on_cpu<Format>(static_cast<const T*>(chunk.x), chunk.numel, chunk.payload);
       }
     });
   }
 
-  void decode(const std::byte* payload, int chunks, void* x, DType dtype, int64_t chunk_numel,
-              StreamHandle) const override {
-    const int64_t stride = payload_bytes(dtype, chunk_numel);
+  void decode(std::span<const Chunk> chunks, DType dtype, StreamHandle) const override {
     visit_dtype(dtype, [&]<typename T>(T) {
-      for (int64_t i = 0; i < chunks; ++i) {
-        decode_on_cpu<Format>(payload + i * stride, static_cast<T*>(x) + i * chunk_numel,
-                              chunk_numel);
+      for (const Chunk& chunk : chunks) {
+        decode_on_cpu<Format>(chunk.payload, static_cast<T*>(chunk.x), chunk.numel);
       }
     });
   }
 
-  void decode_add(const std::byte* payload, DType dtype, float* sum, int64_t chunk_numel,
-                  float weight, StreamHandle) const override {
+  void decode_add(std::span<const Chunk> chunks, DType dtype, float weight,
+                  StreamHandle) const override {
     visit_dtype(dtype, [&]<typename T>(T) {
-      decode_add_on_cpu<Format, T>(payload, sum, chunk_numel, weight);
+      for (const Chunk& chunk : chunks) {
+        decode_add_on_cpu<Format, T>(chunk.payload, static_cast<float*>(chunk.x), chunk.numel,
+                                     weight);
+      }
     });
   }
 

@@ -2,6 +2,7 @@
 
 #include "base/check.h"
 #include "codec/chunk_codec_cpu.h"
+#include "codec/chunk_codec_cuda.h"
 #include "codec/codecs.h"
 
 namespace bagua {
@@ -16,8 +17,9 @@ namespace {
 
 }  // namespace
 
-std::shared_ptr<const Codec> make_codec(const std::string& name) {
-  std::shared_ptr<const Codec> codec = make_cpu_codec(name);
+std::shared_ptr<const Codec> make_codec(const std::string& name, Processor processor) {
+  std::shared_ptr<const Codec> codec =
+      processor == Processor::kCpu ? make_cpu_codec(name) : make_cuda_codec(name);
   if (codec == nullptr) throw_unknown(name);
   return codec;
 }

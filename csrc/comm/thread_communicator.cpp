@@ -7,6 +7,7 @@
 #include <ATen/ops/minimum.h>
 
 #include "base/check.h"
+#include "comm/device_stream.h"
 #include "comm/tensor_checks.h"
 
 namespace bagua {
@@ -22,9 +23,13 @@ std::string shape_text(const at::Tensor& tensor) {
   return concat(tensor.numel(), " ", dtype_text(tensor.scalar_type()));
 }
 
-void check_cpu(const char* call, const at::Tensor& tensor) {
-  BAGUA_CHECK(tensor.device().is_cpu(), call, ": thread ranks move CPU tensors, got one on ",
-              tensor.device().str());
+// Ranks read and write each other's tensors. On a device, each under a stream of its own: all wait
+// for the device before they meet and after.
+template <typename Meeting>
+void settled(at::Device device, Meeting meeting) {
+  synchronize(device);
+  meeting();
+  synchronize(device);
 }
 
 }  // namespace
@@ -238,37 +243,41 @@ ThreadCommunicator::ThreadCommunicator(std::shared_ptr<ThreadHub> hub, int rank)
 
 void ThreadCommunicator::all_reduce(at::Tensor& tensor, ReduceOp op) {
   check_all_reduce(tensor, op);
-  check_cpu("all_reduce", tensor);
-  hub_->meet(group().rank, {ThreadHub::Collective::kAllReduce, {}, flat(tensor), op, 0});
+  settled(tensor.device(), [&] {
+    hub_->meet(group().rank, {ThreadHub::Collective::kAllReduce, {}, flat(tensor), op, 0});
+  });
 }
 
 void ThreadCommunicator::all_gather(const at::Tensor& input, at::Tensor& output) {
   check_all_gather(input, output, group());
-  check_cpu("all_gather", input);
-  hub_->meet(group().rank,
-             {ThreadHub::Collective::kAllGather, flat(input), flat(output), ReduceOp::kSum, 0});
+  settled(input.device(), [&] {
+    hub_->meet(group().rank,
+               {ThreadHub::Collective::kAllGather, flat(input), flat(output), ReduceOp::kSum, 0});
+  });
 }
 
 void ThreadCommunicator::all_to_all(const at::Tensor& input, at::Tensor& output) {
   check_all_to_all(input, output, group());
-  check_cpu("all_to_all", input);
-  hub_->meet(group().rank,
-             {ThreadHub::Collective::kAllToAll, flat(input), flat(output), ReduceOp::kSum, 0});
+  settled(input.device(), [&] {
+    hub_->meet(group().rank,
+               {ThreadHub::Collective::kAllToAll, flat(input), flat(output), ReduceOp::kSum, 0});
+  });
 }
 
 void ThreadCommunicator::broadcast(at::Tensor& tensor, int root) {
   check_broadcast(tensor, root, group());
-  check_cpu("broadcast", tensor);
-  hub_->meet(group().rank,
-             {ThreadHub::Collective::kBroadcast, {}, flat(tensor), ReduceOp::kSum, root});
+  settled(tensor.device(), [&] {
+    hub_->meet(group().rank,
+               {ThreadHub::Collective::kBroadcast, {}, flat(tensor), ReduceOp::kSum, root});
+  });
 }
 
 void ThreadCommunicator::exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
                                   const OnReceived& on_received) {
   check_exchange(sends, recvs, group());
-  for (const Send& send : sends) check_cpu("exchange", send.tensor);
-  for (const Recv& recv : recvs) check_cpu("exchange", recv.tensor);
-  hub_->exchange(group().rank, sends, recvs);
+  if (sends.empty() && recvs.empty()) return;
+  const at::Device device = (sends.empty() ? recvs.front().tensor : sends.front().tensor).device();
+  settled(device, [&] { hub_->exchange(group().rank, sends, recvs); });
   for (size_t message = 0; message < recvs.size(); ++message) on_received(message);
 }
 

@@ -86,7 +86,8 @@ class ThreadHub final {
   std::optional<Failure> failure_;
 };
 
-// One rank of a ThreadHub. CPU tensors only.
+// One rank of a ThreadHub. Tensors of CPU, or of one device that all ranks share, which every call
+// waits for.
 //
 // Contracts of Communicator, and: all_reduce adds in rank order (kAvg divides each rank's values
 // first), so results can be computed bit by bit elsewhere. Sizes, dtypes, roots or operations that

@@ -1,5 +1,6 @@
 #include "engine/engine.h"
 
+#include <optional>
 #include <unordered_set>
 #include <utility>
 
@@ -17,6 +18,7 @@ void check_lanes(const std::vector<Lane>& lanes, const EngineOptions& options) {
   BAGUA_CHECK_ARG(options.control, "an engine needs a control communicator.");
   std::unordered_set<const void*> owned{options.control.get()};
   std::unordered_set<std::string> names;
+  std::optional<at::Device> device;
   for (const Lane& lane : lanes) {
     for (const auto& communicator : lane.communicators) {
       BAGUA_CHECK_ARG(owned.insert(communicator.get()).second,
@@ -24,6 +26,10 @@ void check_lanes(const std::vector<Lane>& lanes, const EngineOptions& options) {
     }
     for (const Bucket& bucket : lane.buckets) {
       bucket.check();
+      if (!device) device = bucket.flat.device();
+      BAGUA_CHECK_ARG(bucket.flat.device() == *device, "bucket '", bucket.name, "' is on ",
+                      bucket.flat.device().str(), ", others are on ", device->str(),
+                      "; all tensors of a wrapped module must be on one device.");
       for (const Slot& slot : bucket.slots) {
         BAGUA_CHECK_ARG(names.insert(slot.name).second, "slot '", slot.name, "' occurs twice.");
       }
@@ -71,12 +77,13 @@ void Engine::stop() noexcept {
   if (state.options.board && !failed) state.options.board->leave(rounds);
   bool idle = true;
   for (const auto& thread : threads_) idle = thread->stop() && idle;
-  if (idle) return;
+  if (idle) return state.leave_lanes();
   const std::string reason = "the engine of module '" + state.options.name + "' was stopped";
   state.options.control->abort(reason);
   for (const auto& lane : state.lanes) {
     for (const auto& communicator : lane.communicators) communicator->abort(reason);
   }
+  state.leave_lanes();
 }
 
 void Engine::begin_round(float grad_scale) {
@@ -99,7 +106,10 @@ void Engine::begin_round(float grad_scale) {
     lock.lock();
     state.rethrow(lock);
   }
-  if (state.open) state.block(lock, [&] { return state.launched_done(); }, "the previous round");
+  if (state.open) {
+    state.block(lock, [&] { return state.launched_done(); }, "the previous round");
+    state.order_after_lanes();
+  }
   state.open = true;
   state.round += 1;
   state.grad_scale = grad_scale;
@@ -109,6 +119,7 @@ void Engine::begin_round(float grad_scale) {
   for (auto& lane : state.lanes) lane.next = 0;
   for (size_t i = 0; i < state.buckets.size(); ++i) {
     state.progress[i].pending = static_cast<int32_t>(state.buckets[i].slots.size());
+    state.progress[i].ready.clear();
   }
   if (state.options.control->group().size == 1) {
     state.agreed_round = state.round;
@@ -144,7 +155,9 @@ bool Engine::mark_ready(SlotId slot) {
   if (std::exchange(entry.marked, true)) return false;
   ++state.marked;
   State::Progress& bucket = state.progress[entry.bucket];
+  bucket.ready.note_current_stream();
   if (--bucket.pending > 0) return true;
+  bucket.ready.record();
   bucket.ready_ns = now_ns();
   State::LaneState& lane = state.lanes[bucket.lane];
   while (lane.next < lane.buckets.size() && state.progress[lane.buckets[lane.next]].pending == 0) {
@@ -178,6 +191,7 @@ void Engine::wait() {
   if (state.failure) state.rethrow(lock);
   if (!state.open) return;
   state.block(lock, [&] { return state.launched_done(); }, "its buckets");
+  state.order_after_lanes();
   if (state.marked == state.slot_states.size()) state.open = false;
 }
 

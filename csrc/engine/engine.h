@@ -58,6 +58,19 @@ using SlotId = int32_t;
 // a second call while nothing has been marked ready keeps it open (a forward without backward). A
 // round in which some slots were marked but not all when the next one begins was left unfinished:
 // an error on this rank and, through the failure board, on all others.
+//
+// Note [Streams]
+// On a device every lane has a stream of its own. A slot that is marked ready is written by work of
+// the marking thread's current stream; when a bucket is full, its lane's stream waits for all such
+// streams. wait() returns once everything has been enqueued, and makes the caller's current stream
+// wait for the lanes' streams: no host thread waits for the device, save in ops that must look at a
+// value (LowRank and Sparse: whether a round was finite). A failure on the device is therefore
+// thrown by a later begin_round() or wait().
+// Memory: what a lane allocates belongs to its stream. Buckets and what ops remember were allocated
+// on the caller's stream, and are freed by a caller whose stream waits for the lanes by wait(),
+// and by stop() for a round that was left; so the caching allocator cannot hand them out too early
+// and record_stream is not needed. A caller that changes streams between wait() and the end of the
+// model orders its streams itself, as with any tensor. On CPU there are no streams and no events.
 class Engine {
  public:
   Engine(std::vector<Lane> lanes, EngineOptions options);

@@ -50,7 +50,12 @@ Engine::State::State(std::vector<Lane> lane_list, EngineOptions engine_options)
       for (size_t i = 0; i < bucket.slots.size(); ++i) {
         slot_states.push_back({static_cast<int32_t>(buckets.size()), false});
       }
-      Progress entry{.lane = lanes.size(), .pending = 0, .ready_ns = 0, .stats = {}};
+      Progress entry{.lane = lanes.size(),
+                     .pending = 0,
+                     .ready_ns = 0,
+                     .ready = StreamPoints(bucket.flat.device()),
+                     .stats = {}};
+      if (!state.stream) state.stream = side_stream(bucket.flat.device());
       entry.stats.name = bucket.name;
       entry.stats.bytes = bucket.bytes();
       for (const auto& op : bucket.ops) entry.stats.ops.push_back(op->describe());
@@ -68,6 +73,20 @@ std::string Engine::State::whoami() const {
   const Group group = options.control->group();
   return concat("module '", options.name, "', rank ", group.rank, " of ", group.size, ", round ",
                 round);
+}
+
+void Engine::State::order_after_lanes() const {
+  for (const LaneState& lane : lanes) {
+    if (lane.stream) current_stream_waits_for(*lane.stream);
+  }
+}
+
+void Engine::State::leave_lanes() const noexcept {
+  try {
+    order_after_lanes();
+  } catch (const std::exception&) {  // at exit, or after a failure of the device: nothing to order
+    return;
+  }
 }
 
 void Engine::State::fail(std::exception_ptr cause) noexcept {
@@ -116,6 +135,9 @@ void Engine::State::run_bucket(size_t index) {
   }
   const BucketOp* running = nullptr;
   try {
+    const std::optional<c10::Stream>& stream = lanes[entry.lane].stream;
+    const c10::OptionalStreamGuard on_lane_stream(stream);
+    if (stream) entry.ready.block(*stream);
     // A codec that met a NaN left it in the padding too, where nothing would ever overwrite it.
     if (at::Tensor padding = bucket.padding(); padding.numel() > 0) padding.zero_();
     const Round context{.step = this_round, .grad_scale = scale, .bucket = bucket.name};
@@ -125,9 +147,10 @@ void Engine::State::run_bucket(size_t index) {
       op->run(bucket.flat, context);
     }
   } catch (...) {
-    fail(with_context(concat(whoami(), ", bucket '", bucket.name, "' (", bucket.bytes(),
-                             " bytes), ", running->describe(), ": "),
-                      std::current_exception()));
+    fail(
+        with_context(concat(whoami(), ", bucket '", bucket.name, "' (", bucket.bytes(), " bytes), ",
+                            running ? running->describe() : "before its first op", ": "),
+                     std::current_exception()));
     return;
   }
   {

@@ -6,8 +6,10 @@
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <vector>
 
+#include "comm/device_stream.h"
 #include "engine/engine.h"
 
 namespace bagua {
@@ -19,6 +21,7 @@ struct Engine::State {
     size_t lane;
     int32_t pending;  // slots not yet marked in this round
     int64_t ready_ns;
+    StreamPoints ready;  // the work that fills its slots
     BucketStats stats;
   };
   struct SlotState {
@@ -29,6 +32,7 @@ struct Engine::State {
     std::vector<size_t> buckets;
     size_t next = 0;  // first bucket of the round that has not been launched
     CountingCommunicators communicators;
+    std::optional<c10::Stream> stream;  // what its ops run on; none on CPU
   };
 
   State(std::vector<Lane> lanes, EngineOptions engine_options);
@@ -37,6 +41,11 @@ struct Engine::State {
   void run_agreement(int64_t for_round);
   void run_bucket(size_t index);
   void run_exchange_used();
+
+  // Caller's side: what the caller's current stream is given from now on comes after what the
+  // lanes' streams have been given; see Note [Streams].
+  void order_after_lanes() const;
+  void leave_lanes() const noexcept;  // the same at the end, when the device may be gone already
 
   // Keeps the first failure, publishes it, and makes every communicator refuse further calls.
   void fail(std::exception_ptr failure) noexcept;

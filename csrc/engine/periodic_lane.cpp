@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "base/check.h"
+#include "comm/device_stream.h"
 #include "engine/accounting.h"
 
 namespace bagua {
@@ -57,6 +58,9 @@ bool PeriodicLane::State::run_round() {
 
 void PeriodicLane::State::loop() {
   try {
+    // The default stream would order the lane's transfers with training's kernels.
+    const std::optional<c10::Stream> stream = side_stream(op->device());
+    const c10::OptionalStreamGuard on_own_stream(stream);
     while (run_round()) {
       std::unique_lock lock(mutex);
       // A rank that wants to pause takes part in the others' rounds until they want to as well.

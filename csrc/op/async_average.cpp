@@ -6,9 +6,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/record_function.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "base/check.h"
+#include "comm/device_stream.h"
 
 namespace bagua {
 namespace {
@@ -18,11 +18,6 @@ constexpr int64_t kPieceNumel = 65536;
 
 at::ScalarType travelling_type(at::ScalarType type) {
   return type == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-void synchronize(const at::Tensor& tensor) {
-  if (tensor.is_cpu()) return;
-  c10::impl::VirtualGuardImpl(tensor.device().type()).synchronizeDevice(tensor.device().index());
 }
 
 }  // namespace
@@ -45,9 +40,9 @@ template <typename Body>
 void AsyncAverage::in_the_gate(Body body) {
   BAGUA_CHECK(gate_->lane_enter(), "asynchronous averaging was stopped on this rank.");
   try {
-    for (Part& part : parts_) synchronize(part.weights);
+    for (Part& part : parts_) synchronize(part.weights.device());
     for (Part& part : parts_) body(part);
-    for (Part& part : parts_) synchronize(part.weights);
+    for (Part& part : parts_) synchronize(part.weights.device());
   } catch (...) {
     gate_->lane_leave();
     throw;
@@ -58,8 +53,7 @@ void AsyncAverage::in_the_gate(Body body) {
 bool AsyncAverage::run(bool wants_to_stop) {
   // 1.
   at::Tensor stop =
-      at::full({1}, wants_to_stop ? 1 : 0,
-               at::TensorOptions().dtype(at::kByte).device(parts_.front().weights.device()));
+      at::full({1}, wants_to_stop ? 1 : 0, at::TensorOptions().dtype(at::kByte).device(device()));
   communicator_->all_reduce(stop, ReduceOp::kMin);
   if (stop.item<uint8_t>() != 0) return false;
   // 2.
@@ -92,6 +86,8 @@ void AsyncAverage::apply(Part& part) {
     }
   }
 }
+
+at::Device AsyncAverage::device() const { return parts_.front().weights.device(); }
 
 int64_t AsyncAverage::bytes() const {
   int64_t total = 0;

@@ -33,6 +33,7 @@ class AsyncAverage final : public PeriodicOp {
                std::shared_ptr<WeightGate> gate);
   bool run(bool wants_to_stop) override;
   void interrupt() noexcept override { gate_->close(); }
+  at::Device device() const override;
   int64_t bytes() const override;
   std::string describe() const override;
 

@@ -4,10 +4,10 @@
 #include <utility>
 #include <vector>
 
-#include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 
 #include "base/check.h"
+#include "op/codec_calls.h"
 #include "op/frame.h"
 
 namespace bagua {
@@ -50,6 +50,7 @@ struct CompressedAllReduce::Job {
   at::Tensor sum;      // f32, my part
   const Round& round;
   const Codec& codec;
+  CodecCalls calls;
 
   PartLayout layout(int part) const { return {codec, dtype, numel(part)}; }
   int64_t first(int part) const { return std::min(flat.numel(), part * stride); }
@@ -70,11 +71,20 @@ struct CompressedAllReduce::Job {
             static_cast<uint64_t>(round.step),
             static_cast<uint64_t>(layout.payload_bytes(segment))};
   }
-  void write_frames(int part, const PartLayout& layout) const {
-    for (int64_t segment = 0; segment < layout.segments(); ++segment) {
-      write_frame(frame(part, layout, segment), bytes(send, part, layout.message(segment)));
+  // Of the first segment, which on a device is the only one.
+  std::vector<Frame> first_frames() const {
+    std::vector<Frame> frames;
+    for (int part = 0; part < group.size; ++part) frames.push_back(frame(part, layout(part), 0));
+    return frames;
+  }
+  void append(std::vector<Chunk>& chunks, int part, const PartLayout& layout, int64_t segment,
+              const at::Tensor& payloads) const {
+    for (int64_t i = layout.first_piece(segment); i < layout.end_piece(segment); ++i) {
+      chunks.push_back({values(part, layout.first(i)), bytes(payloads, part, layout.payload(i)),
+                        layout.numel(i)});
     }
   }
+  bool on_cpu() const { return flat.is_cpu(); }
 };
 
 CompressedAllReduce::CompressedAllReduce(std::shared_ptr<Communicator> communicator,
@@ -109,7 +119,12 @@ void CompressedAllReduce::run(at::Tensor& flat, const Round& round) {
           .receive = scratch_->get(Scratch::kReceive, group.size * region, at::kByte, device),
           .sum = scratch_->get(Scratch::kSum, stride, at::kFloat, device),
           .round = round,
-          .codec = *codec_};
+          .codec = *codec_,
+          .calls = CodecCalls(*codec_, dtype, device, *scratch_)};
+  if (!job.on_cpu()) {
+    if (!device_frames_) device_frames_.emplace(device);
+    device_frames_->check(round.bucket);
+  }
   encode_others(job);
   scatter(job);
   gather(job);
@@ -117,29 +132,33 @@ void CompressedAllReduce::run(at::Tensor& flat, const Round& round) {
 }
 
 // Step 1.
-void CompressedAllReduce::encode_others(Job& job) const {
+void CompressedAllReduce::encode_others(Job& job) {
   RECORD_FUNCTION("bagua::encode", {});
+  std::vector<Chunk> chunks;
   for (int part = 0; part < job.group.size; ++part) {
     const PartLayout layout = job.layout(part);
-    job.write_frames(part, layout);
-    if (part == job.group.rank) continue;
-    at::parallel_for(0, layout.pieces(), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        codec_->encode(job.values(part, layout.first(i)), job.dtype, layout.numel(i), 1,
-                       job.bytes(job.send, part, layout.payload(i)), nullptr, nullptr);
+    for (int64_t segment = 0; segment < layout.segments(); ++segment) {
+      if (job.on_cpu()) {
+        write_frame(job.frame(part, layout, segment),
+                    job.bytes(job.send, part, layout.message(segment)));
       }
-    });
+      if (part != job.group.rank) job.append(chunks, part, layout, segment, job.send);
+    }
   }
+  if (!job.on_cpu()) device_frames_->write(job.send, job.region, job.first_frames());
+  job.calls.encode_all(chunks);
 }
 
 // Step 2. Slot p of `receive` is rank p's version of my part. Receives are in order of segments, so
 // that a segment is complete when its last peer's message is there.
-void CompressedAllReduce::scatter(Job& job) const {
+void CompressedAllReduce::scatter(Job& job) {
   std::vector<Send> sends;
   std::vector<Recv> receives;
-  const PartLayout own = job.layout(job.group.rank);
+  std::vector<int> senders(job.group.size, -1);
+  const int rank = job.group.rank;
+  const PartLayout own = job.layout(rank);
   for (int peer = 0; peer < job.group.size; ++peer) {
-    if (peer == job.group.rank) continue;
+    if (peer == rank) continue;
     const PartLayout layout = job.layout(peer);
     for (int64_t segment = 0; segment < layout.segments(); ++segment) {
       sends.push_back({job.message(job.send, peer, layout, segment), peer});
@@ -147,50 +166,68 @@ void CompressedAllReduce::scatter(Job& job) const {
   }
   for (int64_t segment = 0; segment < own.segments(); ++segment) {
     for (int peer = 0; peer < job.group.size; ++peer) {
-      if (peer == job.group.rank) continue;
+      if (peer == rank) continue;
       receives.push_back({job.message(job.receive, peer, own, segment), peer});
+      senders[peer] = peer;
     }
   }
   const int64_t peers = job.group.size - 1;
   communicator_->exchange(sends, receives, [&](size_t message) {
     const int64_t segment = static_cast<int64_t>(message) / peers;
     const int peer = receives[message].peer;
-    check_frame(job.bytes(job.receive, peer, own.message(segment)),
-                job.frame(job.group.rank, own, segment), peer, job.round.bucket);
+    if (job.on_cpu()) {
+      check_frame(job.bytes(job.receive, peer, own.message(segment)), job.frame(rank, own, segment),
+                  peer, job.round.bucket);
+    }
     if (static_cast<int64_t>(message) % peers != peers - 1) return;
     RECORD_FUNCTION("bagua::reduce", {});
-    at::parallel_for(own.first_piece(segment), own.end_piece(segment), 1,
-                     [&](int64_t begin, int64_t end) {
-                       for (int64_t i = begin; i < end; ++i) reduce_piece(job, i);
-                     });
+    for_pieces(job.flat.device(), own.first_piece(segment), own.end_piece(segment),
+               [&](int64_t first, int64_t end) { reduce(job, first, end); });
   });
+  if (!job.on_cpu()) {
+    const std::vector<Frame> expected(job.group.size, job.frame(rank, own, 0));
+    device_frames_->fetch(job.receive, job.region, expected, senders);
+  }
 }
 
-// Steps 2a to 2c, while the piece is in cache.
-void CompressedAllReduce::reduce_piece(Job& job, int64_t piece) const {
+// Steps 2a to 2c, on CPU while a piece is in cache.
+void CompressedAllReduce::reduce(Job& job, int64_t first_piece, int64_t end_piece) const {
   const int rank = job.group.rank;
   const PartLayout layout = job.layout(rank);
-  const int64_t first = layout.first(piece), numel = layout.numel(piece);
-  void* own = job.values(rank, first);
-  std::byte* own_payload = job.bytes(job.send, rank, layout.payload(piece));
-  codec_->encode(own, job.dtype, numel, 1, own_payload, nullptr, nullptr);
-  at::Tensor sum = job.sum.narrow(0, first, numel).zero_();
+  const int64_t first = layout.first(first_piece);
+  const int64_t numel = layout.first(end_piece - 1) + layout.numel(end_piece - 1) - first;
+  at::Tensor sum = job.sum.narrow(0, first, numel);
+  const auto chunks = [&](const auto& x_of, const at::Tensor& payloads, int slot) {
+    std::vector<Chunk> result;
+    for (int64_t i = first_piece; i < end_piece; ++i) {
+      result.push_back(
+          {x_of(layout.first(i)), job.bytes(payloads, slot, layout.payload(i)), layout.numel(i)});
+    }
+    return result;
+  };
+  const auto own_values = [&](int64_t element) -> void* { return job.values(rank, element); };
+  const auto sums = [&](int64_t element) -> void* { return job.sum.data_ptr<float>() + element; };
+  const std::vector<Chunk> own = chunks(own_values, job.send, rank);
+  // a.
+  job.calls.encode(own);
+  sum.zero_();
   for (int peer = 0; peer < job.group.size; ++peer) {
-    const std::byte* payload =
-        peer == rank ? own_payload : job.bytes(job.receive, peer, layout.payload(piece));
-    codec_->decode_add(payload, job.dtype, sum.data_ptr<float>(), numel, 1.0f, nullptr);
+    job.calls.decode_add(chunks(sums, peer == rank ? job.send : job.receive, peer));
   }
+  // b.
   if (op_ == ReduceOp::kAvg) sum.div_(job.group.size);
   job.flat.narrow(0, job.first(rank) + first, numel).copy_(sum);
-  codec_->encode(own, job.dtype, numel, 1, own_payload, nullptr, nullptr);
-  codec_->decode(own_payload, 1, own, job.dtype, numel, nullptr);
+  // c.
+  job.calls.encode(own);
+  job.calls.decode(own);
 }
 
 // Step 3. Slot p of `receive` is part p.
-void CompressedAllReduce::gather(Job& job) const {
+void CompressedAllReduce::gather(Job& job) {
   std::vector<Send> sends;
   std::vector<Recv> receives;
   std::vector<int64_t> segments;  // of the receives
+  std::vector<int> senders(job.group.size, -1);
   const PartLayout own = job.layout(job.group.rank);
   for (int peer = 0; peer < job.group.size; ++peer) {
     if (peer == job.group.rank) continue;
@@ -201,23 +238,26 @@ void CompressedAllReduce::gather(Job& job) const {
     for (int64_t segment = 0; segment < layout.segments(); ++segment) {
       receives.push_back({job.message(job.receive, peer, layout, segment), peer});
       segments.push_back(segment);
+      senders[peer] = peer;
     }
   }
+  std::vector<Chunk> chunks;
   communicator_->exchange(sends, receives, [&](size_t message) {
     const int part = receives[message].peer;
     const int64_t segment = segments[message];
     const PartLayout layout = job.layout(part);
-    check_frame(job.bytes(job.receive, part, layout.message(segment)),
-                job.frame(part, layout, segment), part, job.round.bucket);
+    job.append(chunks, part, layout, segment, job.receive);
+    if (job.on_cpu()) {
+      check_frame(job.bytes(job.receive, part, layout.message(segment)),
+                  job.frame(part, layout, segment), part, job.round.bucket);
+    } else if (message + 1 < receives.size()) {
+      return;  // all parts in one call
+    }
     RECORD_FUNCTION("bagua::decode", {});
-    at::parallel_for(
-        layout.first_piece(segment), layout.end_piece(segment), 1, [&](int64_t begin, int64_t end) {
-          for (int64_t i = begin; i < end; ++i) {
-            codec_->decode(job.bytes(job.receive, part, layout.payload(i)), 1,
-                           job.values(part, layout.first(i)), job.dtype, layout.numel(i), nullptr);
-          }
-        });
+    job.calls.decode_all(chunks);
+    chunks.clear();
   });
+  if (!job.on_cpu()) device_frames_->fetch(job.receive, job.region, job.first_frames(), senders);
 }
 
 std::string CompressedAllReduce::describe() const {

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "codec/codec.h"
 #include "comm/communicator.h"
 #include "op/bucket_op.h"
+#include "op/message_frames.h"
 #include "op/part_layout.h"
 #include "op/scratch.h"
 
@@ -23,6 +25,8 @@ namespace bagua {
 //
 // Bytes sent per rank: 2 r S (P - 1) / P for S bytes, P ranks and payload ratio r, plus 32 bytes of
 // frame per message. With one rank nothing is done. Buckets of f64 are cast to f32 for the wire.
+// The codec is of the bucket's device, where everything is ordered on the current stream; see Note
+// [Frames on a device] for when a peer's mismatch is found there.
 class CompressedAllReduce final : public BucketOp {
  public:
   CompressedAllReduce(std::shared_ptr<Communicator> communicator,
@@ -33,15 +37,16 @@ class CompressedAllReduce final : public BucketOp {
 
  private:
   struct Job;
-  void encode_others(Job& job) const;
-  void scatter(Job& job) const;
-  void reduce_piece(Job& job, int64_t piece) const;
-  void gather(Job& job) const;
+  void encode_others(Job& job);
+  void scatter(Job& job);
+  void reduce(Job& job, int64_t first_piece, int64_t end_piece) const;
+  void gather(Job& job);
 
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<const Codec> codec_;
   std::shared_ptr<Scratch> scratch_;
   ReduceOp op_;
+  std::optional<DeviceFrames> device_frames_;  // none on CPU
 };
 
 }  // namespace bagua

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "codec/codec.h"
 #include "comm/communicator.h"
 #include "op/bucket_op.h"
+#include "op/message_frames.h"
 #include "op/part_layout.h"
 #include "op/scratch.h"
 
@@ -45,7 +47,8 @@ struct MixingWeights {
 //
 // Ownership: replicas are changed by run() only, and may be read when no round is under way. May
 // fail: std::invalid_argument for what does not fit; MismatchError for a peer's other plan, and
-// then, as after any failure of the transport, replicas of different ranks no longer fit together.
+// then, as after any failure of the transport, replicas of different ranks no longer fit together
+// (when it is found on a device: Note [Frames on a device]).
 // Bytes sent per rank: 2 r S, r S with two ranks, plus 32 bytes of frame per message; S is that of
 // the bucket in f32.
 class CompressedGossip final : public BucketOp {
@@ -58,15 +61,16 @@ class CompressedGossip final : public BucketOp {
  private:
   struct Job;
   void check(const at::Tensor& flat, const Round& round) const;
-  void encode_piece(const Job& job, int64_t piece) const;
-  void exchange(const Job& job) const;
-  void apply_piece(const Job& job, int64_t piece) const;
+  void encode_pieces(const Job& job, int64_t first_piece, int64_t end_piece) const;
+  void exchange(const Job& job);
+  void apply_pieces(const Job& job, int64_t first_piece, int64_t end_piece) const;
 
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<const Codec> codec_;
   std::shared_ptr<Scratch> scratch_;
   Replicas replicas_;
   MixingWeights mixing_;
+  std::optional<DeviceFrames> device_frames_;  // none on CPU
 };
 
 }  // namespace bagua

@@ -4,9 +4,12 @@
 #include <cstdint>
 #include <string>
 
+#include <c10/core/Device.h>
+
 namespace bagua {
 
-// Runs on one lane thread. May throw: the lane stores the error and ends.
+// Runs on one lane thread, on a device under a stream of the lane's own. May throw: the lane stores
+// the error and ends.
 class PeriodicOp {
  public:
   virtual ~PeriodicOp() = default;
@@ -18,7 +21,8 @@ class PeriodicOp {
   // Makes a run() that waits for this rank's training end soon, by an error. From any thread.
   virtual void interrupt() noexcept = 0;
 
-  virtual int64_t bytes() const = 0;  // of what is averaged
+  virtual c10::Device device() const = 0;  // of what is averaged
+  virtual int64_t bytes() const = 0;       // of what is averaged
   virtual std::string describe() const = 0;
 };
 

@@ -13,7 +13,7 @@ namespace bagua {
 // get() of the same slot.
 class Scratch {
  public:
-  enum Slot { kSend, kReceive, kSum, kCast, kScaled, kIndices, kSlots };
+  enum Slot { kSend, kReceive, kSum, kCast, kScaled, kIndices, kCodec, kSlots };
 
   at::Tensor get(Slot slot, int64_t numel, at::ScalarType dtype, at::Device device) {
     at::Tensor& buffer = buffers_[slot];

@@ -115,7 +115,7 @@ class LaneBuilder:
     def _mixing(self, spec: LowPrecisionDecentralizedOp, default: BaguaProcessGroup) -> _C.BucketOp:
         def on_ring(members: _C.CountingCommunicator, sizes: list[int]) -> _C.BucketOp:
             left, right = mixing_weights(sizes, members.rank)
-            codec = _C.make_codec(spec.codec)
+            codec = _C.make_codec(spec.codec, self.device_type)
             replicas = (spec.weight, spec.left_peer_weight, spec.right_peer_weight)
             return _C.CompressedGossip(members, codec, self.scratch, *replicas, left, right)
 
@@ -159,7 +159,8 @@ class LaneBuilder:
     ) -> _C.BucketOp:
         if spec.codec is None:
             return _C.AllReduce(communicator, reduce)
-        return _C.CompressedAllReduce(communicator, _C.make_codec(spec.codec), self.scratch, reduce)
+        codec = _C.make_codec(spec.codec, self.device_type)
+        return _C.CompressedAllReduce(communicator, codec, self.scratch, reduce)
 
 
 def comm_hook_op(spec: CommHookOp, buckets: Sequence[BaguaBucket], index: int) -> _C.CommHookOp:

@@ -1,0 +1,60 @@
+# Sets BAGUA_WITH_CUDA and, with CUDA, makes the object library bagua_kernels.
+#
+# The kernels need nvcc and the toolkit's headers, no torch library and no driver; CUDA's runtime is
+# linked statically, so that the extension can be imported where there is neither.
+
+include(CheckLanguage)
+
+set(BAGUA_WITH_CUDA OFF)
+if(BAGUA_CUDA STREQUAL "AUTO")
+  if(NOT TORCH_CUDA STREQUAL "none")
+    check_language(CUDA)
+    if(CMAKE_CUDA_COMPILER)
+      set(BAGUA_WITH_CUDA ON)
+    else()
+      message(WARNING
+        "torch has CUDA ${TORCH_CUDA}, but no nvcc was found: building for CPU only. Install the CUDA "
+        "toolkit, or set CUDACXX to its nvcc, and install again.")
+    endif()
+  endif()
+elseif(BAGUA_CUDA)
+  check_language(CUDA)
+  if(NOT CMAKE_CUDA_COMPILER)
+    message(FATAL_ERROR
+      "BAGUA_CUDA=ON needs nvcc. Install the CUDA toolkit (12 or 13), or set CUDACXX to its nvcc.")
+  endif()
+  set(BAGUA_WITH_CUDA ON)
+endif()
+if(BAGUA_SANITIZE)
+  set(BAGUA_WITH_CUDA OFF)  # the stress program runs on CPU
+endif()
+message(STATUS "CUDA kernels and NCCL: ${BAGUA_WITH_CUDA} (BAGUA_CUDA=${BAGUA_CUDA})")
+
+if(BAGUA_WITH_CUDA)
+  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
+    # Machine code for A100, H100/H200 and B200; newer ones compile the PTX of the last.
+    set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100)
+  endif()
+  enable_language(CUDA)
+  find_package(CUDAToolkit REQUIRED)
+  if(CUDAToolkit_VERSION VERSION_LESS 12.8 AND "100" IN_LIST CMAKE_CUDA_ARCHITECTURES)
+    set(CMAKE_CUDA_ARCHITECTURES 80-real 90)  # the toolkit does not know B200 yet
+  endif()
+  # CMake 3.25 knows no C++20 for nvcc.
+  if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
+    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+    set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+  endif()
+  set(CMAKE_CUDA_STANDARD 20)
+  set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+  set(CMAKE_CUDA_FLAGS_RELEASE "-O3")
+  if(CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
+    set(CMAKE_CUDA_COMPILER_LAUNCHER "${CCACHE}")
+  endif()
+
+  # -fmad=false: the bytes must be those of the CPU codecs. A spilled register is an error.
+  add_library(bagua_kernels OBJECT csrc/codec/chunk_codec_cuda.cu)
+  target_include_directories(bagua_kernels PUBLIC csrc)
+  target_compile_options(bagua_kernels PRIVATE
+    -fmad=false -Xptxas=-v,-warn-spills -Werror=all-warnings -Xcompiler=-Wall,-Wextra)
+endif()

@@ -1,0 +1,16 @@
+// In place of the CUDA codecs where the build has no CUDA.
+#include "base/check.h"
+#include "codec/chunk_codec_cuda.h"
+
+namespace bagua {
+
+bool has_cuda_codecs() { return false; }
+
+std::shared_ptr<const Codec> make_cuda_codec(const std::string& name) {
+  throw Error(concat("codec '", name,
+                     "' has no CUDA kernels in this build of bagua. Reinstall it where nvcc and a "
+                     "CUDA build of torch are found (pip install . --no-build-isolation), or with "
+                     "-Ccmake.define.BAGUA_CUDA=ON to hear what is missing; see docs/cuda.md."));
+}
+
+}  // namespace bagua

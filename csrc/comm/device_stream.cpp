@@ -1,0 +1,57 @@
+#include "comm/device_stream.h"
+
+#include <algorithm>
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+namespace bagua {
+namespace {
+
+c10::impl::VirtualGuardImpl runtime_of(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type());
+}
+
+}  // namespace
+
+void* current_stream_handle(c10::Device device) {
+  if (device.is_cpu()) return nullptr;
+  return runtime_of(device).getStream(device).native_handle();
+}
+
+std::optional<c10::Stream> side_stream(c10::Device device) {
+  if (device.is_cpu()) return std::nullopt;
+  return runtime_of(device).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+}
+
+void synchronize(c10::Device device) {
+  if (!device.is_cpu()) runtime_of(device).synchronizeDevice(device.index());
+}
+
+void StreamPoints::note_current_stream() {
+  if (device_.is_cpu()) return;
+  const c10::Stream stream = runtime_of(device_).getStream(device_);
+  if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) {
+    streams_.push_back(stream);
+  }
+}
+
+void StreamPoints::record() {
+  while (events_.size() < streams_.size()) events_.emplace_back(device_.type());
+  for (size_t i = 0; i < streams_.size(); ++i) events_[i].record(streams_[i]);
+}
+
+void StreamPoints::block(const c10::Stream& stream) {
+  for (size_t i = 0; i < streams_.size(); ++i) events_[i].block(stream);
+}
+
+void StreamPoints::synchronize() {
+  for (size_t i = 0; i < streams_.size(); ++i) events_[i].synchronize();
+}
+
+void current_stream_waits_for(const c10::Stream& stream) {
+  c10::Event event(stream.device_type());
+  event.record(stream);
+  event.block(runtime_of(stream.device()).getStream(stream.device()));
+}
+
+}  // namespace bagua
