@@ -19,7 +19,8 @@ constexpr int kSliceThreads = kSliceWarps * kWarpLanes;
 constexpr int64_t kMaxSlices = 1024;
 
 BAGUA_HD constexpr int64_t slice_tiles(int64_t numel) {
-  const int64_t rounds = (tiles_of(numel) + kSliceWarps * kMaxSlices - 1) / (kSliceWarps * kMaxSlices);
+  const int64_t rounds =
+      (tiles_of(numel) + kSliceWarps * kMaxSlices - 1) / (kSliceWarps * kMaxSlices);
   return kSliceWarps * (rounds > 1 ? rounds : 1);
 }
 
@@ -35,9 +36,11 @@ struct RangeSoFar {
   bool nan = false;
 
   BAGUA_DEVICE void take(float value) { extend_range(value, low, high, nan); }
+  // The range of nothing, which is turned inside out, changes nothing.
   BAGUA_DEVICE void take(ValueRange range) {
-    take(range.min);
-    take(range.max);
+    low = lesser(range.min, low);
+    high = greater(range.max, high);
+    nan |= range.min != range.min;
   }
 };
 
@@ -77,7 +80,8 @@ struct TileValues {
   BAGUA_DEVICE void load(const T* x, int whole) {
     if (whole == kTileNumel) {
       BAGUA_UNROLL
-      for (int j = 0; j < kVectors; ++j) vectors[j] = load_words<4>(x + vector_begin<kPerVector>(j));
+      for (int j = 0; j < kVectors; ++j)
+        vectors[j] = load_words<4>(x + vector_begin<kPerVector>(j));
       return;
     }
     Words<4> copies{};

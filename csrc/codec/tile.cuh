@@ -38,7 +38,8 @@ template <int kCount>
 BAGUA_DEVICE Words<kCount> load_words(const void* address) {
   static_assert(kCount == 1 || kCount == 2 || kCount == 4);
   if constexpr (kCount == 1) {
-    return {{static_cast<const uint1*>(address)->x}};
+    const uint1 loaded = *static_cast<const uint1*>(address);
+    return {{loaded.x}};
   } else if constexpr (kCount == 2) {
     const uint2 loaded = *static_cast<const uint2*>(address);
     return {{loaded.x, loaded.y}};
