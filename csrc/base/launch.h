@@ -1,25 +1,11 @@
 // The one way to start a kernel, on a GPU or, in tests, emulated on the CPU.
-//
-// Files that include this header are compiled by nvcc, or by g++ with -DBAGUA_EMULATE_CUDA and
-// tests/cpp on the include path. So that both can run them, kernels use neither cub nor cooperative
-// groups, and shared memory of fixed size.
 #pragma once
 
 #include <climits>
 #include <cstdint>
 
 #include "base/check.h"
-
-#ifdef BAGUA_EMULATE_CUDA
-#include "cuda_emulation.h"
-#define BAGUA_UNROLL
-#else
-#include <cuda_runtime.h>
-#define BAGUA_UNROLL _Pragma("unroll")
-#endif
-
-// A function of kernels only.
-#define BAGUA_DEVICE __device__ __forceinline__
+#include "base/device.h"
 
 namespace bagua {
 

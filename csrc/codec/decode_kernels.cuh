@@ -74,35 +74,36 @@ template <typename Decoder, typename Sink>
 BAGUA_DEVICE void decode_tile(const Tile& tile, Sink sink) {
   using Code = typename Decoder::Code;
   constexpr int kPerVector = Sink::kPerVector;
-  constexpr int kVectors = kTileNumel / kWarpLanes / kPerVector;
-  const Code* codes =
+  using Mine = LaneVectors<kPerVector>;
+  const Code* const codes =
       reinterpret_cast<const Code*>(tile.chunk.payload + Decoder::codes_offset(tile.chunk.numel)) +
       tile.first;
+  const Code* const my_codes = codes + Mine::begin();
   sink.x += tile.first;
+  auto* const mine = sink.x + Mine::begin();
   int whole = tile.whole_vectors<kPerVector, kPerVector * sizeof(Code)>();
+  const int left = whole - Mine::begin();
 
   // 1. All loads.
-  Words<kPerVector * sizeof(Code) / 4> packed[kVectors]{};
-  Words<4> vectors[kVectors]{};
+  Words<kPerVector * sizeof(Code) / 4> packed[Mine::kCount]{};
+  Words<4> vectors[Mine::kCount]{};
   BAGUA_UNROLL
-  for (int j = 0; j < kVectors; ++j) {
-    const int begin = vector_begin<kPerVector>(j);
-    if (begin >= whole) continue;
-    packed[j] = load_words<kPerVector * sizeof(Code) / 4>(codes + begin);
-    if constexpr (Sink::kReads) vectors[j] = load_words<4>(sink.x + begin);
+  for (int j = 0; j < Mine::kCount; ++j) {
+    if (j * Mine::kStep >= left) continue;
+    packed[j] = load_words<kPerVector * sizeof(Code) / 4>(my_codes + j * Mine::kStep);
+    if constexpr (Sink::kReads) vectors[j] = load_words<4>(mine + j * Mine::kStep);
   }
   const Decoder decoder(tile);
 
   // 2. Vectors, or everything one by one where the decoder's fast way does not do.
   if (decoder.is_plain()) {
     BAGUA_UNROLL
-    for (int j = 0; j < kVectors; ++j) {
+    for (int j = 0; j < Mine::kCount; ++j) {
       BAGUA_UNROLL
       for (int k = 0; k < kPerVector; ++k) {
         sink.put(vectors[j], k, decoder.plain(element_of<Code>(packed[j], k)));
       }
-      const int begin = vector_begin<kPerVector>(j);
-      if (begin < whole) store_words(sink.x + begin, vectors[j]);
+      if (j * Mine::kStep < left) store_words(mine + j * Mine::kStep, vectors[j]);
     }
   } else {
     whole = 0;

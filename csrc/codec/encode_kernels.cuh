@@ -2,7 +2,7 @@
 // payload written once, in full.
 #pragma once
 
-#include "base/launch.h"
+#include "base/device.h"
 #include "codec/chunk_batch.h"
 #include "codec/chunk_parts.h"
 #include "codec/range_kernels.cuh"
@@ -23,13 +23,15 @@ template <typename T, typename Code, typename Encoder>
 BAGUA_DEVICE void encode_tile(const TileValues<T>& values, const T* x, int whole, int numel,
                               Code* codes, Encoder encode) {
   constexpr int kPerVector = TileValues<T>::kPerVector;
+  using Mine = LaneVectors<kPerVector>;
+  Code* const mine = codes + Mine::begin();
+  const int left = whole - Mine::begin();
   BAGUA_UNROLL
-  for (int j = 0; j < TileValues<T>::kVectors; ++j) {
+  for (int j = 0; j < Mine::kCount; ++j) {
     Words<kPerVector * sizeof(Code) / 4> packed{};
     BAGUA_UNROLL
     for (int k = 0; k < kPerVector; ++k) put_element(packed, k, encode(values.value(j, k)));
-    const int begin = vector_begin<kPerVector>(j);
-    if (begin < whole) store_words(codes + begin, packed);
+    if (j * Mine::kStep < left) store_words(mine + j * Mine::kStep, packed);
   }
   for (int i = whole + lane_index(); i < numel; i += kWarpLanes) codes[i] = encode(widen(x[i]));
 }

@@ -34,24 +34,35 @@ BAGUA_HD float divide(float dividend, Divisor divisor) {
 }
 
 // dequantise<T> for all codes of one grid. Where `plain` is false, call dequantise instead: all
-// values are equal, or some lie near the largest number of T, where that clamps.
+// values are equal, or nearly so for their distance from zero, or some lie near the largest number
+// of T, where that clamps.
 template <typename T>
 struct PlainDequantiser {
   Divisor scale;
-  float lower;
+  float offset;
   bool plain;
 
   BAGUA_HD explicit PlainDequantiser(QuantisationGrid grid)
-      : scale(make_divisor(grid.scale)), lower(grid.lower) {
+      : scale(make_divisor(grid.scale)), offset(grid.lower - kCodeBase) {
     constexpr float kHalf = kLargestFinite<T> * 0.5f;
-    const float first = lower / scale.value;
-    const float last = (lower + 255.0f) / scale.value;
-    plain = !grid.constant && first >= -kHalf && last <= kHalf;
+    const float first = grid.lower / grid.scale;
+    const float last = (grid.lower + 255.0f) / grid.scale;
+    plain = !grid.constant && first >= -kHalf && last <= kHalf && grid.lower >= -kCodeBase / 2 &&
+            grid.lower <= kCodeBase / 2;
   }
 
+  // A code in the lowest bits of 2^23 is a float, and adding `offset` leaves code + lower without
+  // rounding: two cheap steps instead of a conversion and an addition.
   BAGUA_HD T operator()(uint8_t code) const {
-    return narrow<T>(divide(static_cast<float>(static_cast<int32_t>(code)) + lower, scale));
+    const float level = bits_to_float(kCodeBaseBits | code) + offset;
+    const float value = divide(level, scale);
+    if (value != value) __builtin_unreachable();  // spares narrow its test
+    return narrow<T>(value);
   }
+
+ private:
+  static constexpr uint32_t kCodeBaseBits = 0x4b000000;
+  static constexpr float kCodeBase = 0x1p23f;
 };
 
 }  // namespace bagua

@@ -6,7 +6,7 @@
 // all slices of its chunk again (8 KiB from the second-level cache).
 #pragma once
 
-#include "base/launch.h"
+#include "base/device.h"
 #include "codec/chunk_batch.h"
 #include "codec/chunk_parts.h"
 #include "codec/tile.cuh"
@@ -71,26 +71,26 @@ BAGUA_DEVICE ValueRange slice_range(RangeSoFar range) {
 template <typename T>
 struct TileValues {
   static constexpr int kPerVector = kVectorBytes / sizeof(T);
-  static constexpr int kVectors = kTileNumel / kWarpLanes / kPerVector;
+  using Mine = LaneVectors<kPerVector>;
 
-  Words<4> vectors[kVectors];
+  Words<4> vectors[Mine::kCount];
 
   // x: the tile's first element. Vectors from element `whole` on are filled with copies of *x,
   // which change no range.
   BAGUA_DEVICE void load(const T* x, int whole) {
+    const T* const mine = x + Mine::begin();
     if (whole == kTileNumel) {
       BAGUA_UNROLL
-      for (int j = 0; j < kVectors; ++j)
-        vectors[j] = load_words<4>(x + vector_begin<kPerVector>(j));
+      for (int j = 0; j < Mine::kCount; ++j) vectors[j] = load_words<4>(mine + j * Mine::kStep);
       return;
     }
     Words<4> copies{};
     BAGUA_UNROLL
     for (int k = 0; k < kPerVector; ++k) put_element(copies, k, *x);
+    const int left = whole - Mine::begin();
     BAGUA_UNROLL
-    for (int j = 0; j < kVectors; ++j) {
-      const int begin = vector_begin<kPerVector>(j);
-      vectors[j] = begin < whole ? load_words<4>(x + begin) : copies;
+    for (int j = 0; j < Mine::kCount; ++j) {
+      vectors[j] = j * Mine::kStep < left ? load_words<4>(mine + j * Mine::kStep) : copies;
     }
   }
 
@@ -99,7 +99,7 @@ struct TileValues {
   // Extends the range by the whole tile of `numel` elements.
   BAGUA_DEVICE void extend(RangeSoFar& range, const T* x, int whole, int numel) const {
     BAGUA_UNROLL
-    for (int j = 0; j < kVectors; ++j) {
+    for (int j = 0; j < Mine::kCount; ++j) {
       BAGUA_UNROLL
       for (int k = 0; k < kPerVector; ++k) range.take(value(j, k));
     }

@@ -11,8 +11,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/device.h"
 #include "base/dtype.h"
-#include "base/launch.h"
 #include "codec/block_uint8.h"
 #include "codec/chunk_batch.h"
 
@@ -49,16 +49,17 @@ BAGUA_DEVICE Words<kCount> load_words(const void* address) {
   }
 }
 
+// Likewise.
 template <int kCount>
 BAGUA_DEVICE void store_words(void* address, const Words<kCount>& words) {
   static_assert(kCount == 1 || kCount == 2 || kCount == 4);
   if constexpr (kCount == 1) {
-    *static_cast<uint1*>(address) = make_uint1(words.word[0]);
+    store_at_once(static_cast<uint1*>(address), make_uint1(words.word[0]));
   } else if constexpr (kCount == 2) {
-    *static_cast<uint2*>(address) = make_uint2(words.word[0], words.word[1]);
+    store_at_once(static_cast<uint2*>(address), make_uint2(words.word[0], words.word[1]));
   } else {
-    *static_cast<uint4*>(address) =
-        make_uint4(words.word[0], words.word[1], words.word[2], words.word[3]);
+    store_at_once(static_cast<uint4*>(address),
+                  make_uint4(words.word[0], words.word[1], words.word[2], words.word[3]));
   }
 }
 
@@ -90,11 +91,14 @@ BAGUA_DEVICE void put_element(Words<kCount>& words, int i, Element element) {
   }
 }
 
-// The first element of the lane's vector number j.
+// The lane's vectors of kPerVector elements in a tile: the first one starts at element `begin()`,
+// the others follow at multiples of kStep behind it.
 template <int kPerVector>
-BAGUA_DEVICE int vector_begin(int j) {
-  return (j * kWarpLanes + lane_index()) * kPerVector;
-}
+struct LaneVectors {
+  static constexpr int kStep = kWarpLanes * kPerVector;
+  static constexpr int kCount = kTileNumel / kStep;
+  BAGUA_DEVICE static int begin() { return lane_index() * kPerVector; }
+};
 
 // A chunk's tile `index`, which starts at element `first` and is shorter only at the chunk's end.
 struct Tile {

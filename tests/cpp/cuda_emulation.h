@@ -179,3 +179,13 @@ template <typename T>
 T atomicAdd(T* address, T value) {
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
+
+namespace bagua {
+
+// csrc/base/device.h
+template <typename Words>
+void store_at_once(Words* address, Words value) {
+  *address = value;
+}
+
+}  // namespace bagua
