@@ -6,9 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include <c10/util/Exception.h>
-
 #include "base/check.h"
+#include "comm/error_text.h"
 
 namespace bagua {
 namespace {
@@ -17,12 +16,6 @@ constexpr const char* kIdKey = "id";
 constexpr const char* kFailedKey = "failed";
 
 std::string here_key(int rank) { return concat("here/", rank); }
-
-// c10::Error's what() carries a C++ backtrace.
-std::string short_text(const std::exception& error) {
-  const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
-  return from_torch ? from_torch->what_without_backtrace() : error.what();
-}
 
 }  // namespace
 

@@ -248,7 +248,9 @@ inline ncclResult_t state_of(ncclComm* comm) {
 
 inline ncclResult_t issue(ncclComm* comm, Group group) {
   if (comm->error != ncclSuccess) return comm->error;
-  if (!comm->issued.empty()) misuse.push_back("a call while the one before is in progress");
+  if (!comm->issued.empty() || comm->polls_left > 0) {
+    misuse.push_back("a call while the one before, or the connecting, is in progress");
+  }
   if (comm->life != ncclComm::kAlive) return ncclInvalidUsage;
   comm->polls_left = faults.polls;
   if (comm->rank == faults.failing_rank && comm->calls++ >= faults.calls_until_failure) {

@@ -1,11 +1,8 @@
 """NCCL over host memory (tests/cpp/fake_nccl.cpp), ranks that are threads, and a fake CUDA."""
 
 import ctypes
-import fcntl
-import hashlib
 import importlib.util
 import itertools
-import subprocess
 import sysconfig
 import threading
 import traceback
@@ -14,8 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bagua import _C
+from single.cpp_programs import build
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 _groups = itertools.count()
@@ -26,37 +23,22 @@ def nccl_wheel():
     return Path(importlib.util.find_spec("nvidia.nccl").submodule_search_locations[0])
 
 
-def build(name, includes):
-    """The path of a library of tests/cpp; compiled into build/ unless these sources were already."""
-    sources = sorted((REPOSITORY / "tests" / "cpp").glob(f"{name}*"))
-    salt = torch.__version__.encode()
-    digest = hashlib.sha256(salt + b"".join(path.read_bytes() for path in sources)).hexdigest()
-    folder = REPOSITORY / "build" / "fakes"
-    folder.mkdir(parents=True, exist_ok=True)
-    library = folder / f"{name}_{digest[:16]}.so"
-    torch_include = Path(torch.__file__).parent / "include"
-    includes = [*includes, torch_include, torch_include / "torch/csrc/api/include"]
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            unfinished = library.with_suffix(".unfinished")
-            subprocess.run(
-                [
-                    *["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-Wall"],
-                    "-Wl,-Bsymbolic",  # its own functions, not those of an NCCL that torch loaded
-                    *["-I", str(REPOSITORY / "csrc" / "comm" / "nccl_needs")],
-                    *[part for folder in includes for part in ("-isystem", str(folder))],
-                    f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-                    *["-o", str(unfinished), str(REPOSITORY / "tests" / "cpp" / f"{name}.cpp")],
-                ],
-                check=True,
-            )
-            unfinished.rename(library)
-    return str(library)
-
-
-def build_fake_cuda():
-    return build("fake_cuda", [sysconfig.get_paths()["include"]])
+def build_fake(name, includes, libraries=()):
+    """The path of a library made of tests/cpp/<name>.cpp."""
+    torch_root = Path(torch.__file__).parent
+    system = [*includes, torch_root / "include", torch_root / "include/torch/csrc/api/include"]
+    return build(
+        name,
+        [
+            *["-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wl,-Bsymbolic"],
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+            *["-I", "csrc/comm/nccl_needs"],
+            *[argument for folder in system for argument in ("-isystem", str(folder))],
+            f"tests/cpp/{name}.cpp",
+            f"-L{torch_root}/lib",
+            *libraries,
+        ],
+    )
 
 
 class FakeCuda:
@@ -64,7 +46,13 @@ class FakeCuda:
 
     def __init__(self):
         # PyDLL keeps the GIL, which making a tensor needs.
-        self._functions = ctypes.PyDLL(build_fake_cuda())
+        self._functions = ctypes.PyDLL(
+            build_fake(
+                "fake_cuda",
+                [sysconfig.get_paths()["include"]],
+                ["-ltorch_python", "-ltorch_cpu", "-lc10"],
+            )
+        )
         self._functions.fake_cuda_tensor.restype = ctypes.py_object
         self._functions.fake_cuda_tensor.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         self._functions.fake_cuda_set_stream.argtypes = [ctypes.c_int64]
@@ -81,7 +69,7 @@ class FakeNccl:
     """The loaded library, with its switches for faults (fake_nccl_*) as attributes."""
 
     def __init__(self):
-        path = build("fake_nccl", [nccl_wheel() / "include"])
+        path = build_fake("fake_nccl", [nccl_wheel() / "include"])
         self.library = _C.NcclLibrary.open(path)
         self._functions = ctypes.CDLL(path)
         self._functions.fake_nccl_misuse.restype = ctypes.c_char_p

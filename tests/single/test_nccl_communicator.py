@@ -54,6 +54,16 @@ def test_the_average_is_ncclavg_and_an_exchange_is_one_group(nccl):
     assert [nccl.calls_of(name) for name in names] == [2, 2, 4, 4]
 
 
+def test_messages_of_a_rank_to_itself_arrive_and_are_no_traffic(nccl):
+    def run(comm):
+        counting = _C.CountingCommunicator(comm)
+        received = torch.zeros(2)
+        counting.exchange([(torch.ones(2), comm.rank)], [(received, comm.rank)])
+        return received.tolist(), counting.traffic()["messages_sent"]
+
+    assert nccl.run(2, run) == [([1.0, 1.0], 0)] * 2
+
+
 def test_dtypes_that_nccl_cannot_add_are_moved_and_not_reduced(nccl):
     def run(comm):
         shorts = torch.full((3,), 300 + comm.rank, dtype=torch.int16)
@@ -75,7 +85,10 @@ def test_tensors_of_another_device_are_refused(nccl):
     nccl.run(2, run)
 
 
-def test_split_makes_groups_that_work_beside_their_parent(nccl):
+@pytest.mark.parametrize("polls", [0, 20], ids=["at-once", "later"])
+def test_split_makes_groups_that_work_beside_their_parent(nccl, polls):
+    nccl.set_polls(polls)
+
     def run(comm):
         node = [0, 1, 2] if comm.rank < 3 else [4, 3]
         inner = comm.split(node)

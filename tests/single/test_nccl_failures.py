@@ -142,15 +142,6 @@ def test_ranks_that_disagree_are_told_what_nccl_said(nccl):
         assert "invalid usage (ranks disagree about a collective)" in message
 
 
-def test_what_a_callback_throws_is_no_business_of_exchange_but_ends_the_communicator(nccl):
-    def run(comm):
-        counting = _C.CountingCommunicator(comm)
-        counting.exchange([(torch.ones(2), comm.rank)], [(torch.ones(2), comm.rank)])
-        return counting.traffic()["messages_sent"]
-
-    assert nccl.run(2, run) == [0, 0]
-
-
 def test_connecting_names_the_ranks_that_have_not_come(nccl):
     store = dist.HashStore()
     kind, message, seconds = error_of(lambda: nccl.connect(store, 0, 4, timeout=0.3))

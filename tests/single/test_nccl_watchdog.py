@@ -38,6 +38,7 @@ def exit_code_of(case):
         "an_error_of_the_device_is_kept",
         "abort_with_work_on_the_device_is_quick_and_so_is_dropping",
         "a_forked_child_leaves_the_communicator_to_its_parent",
+        "a_transport_connects_cuda_tensors_through_nccl",
     ],
 )
 def test_on_a_fake_device(case):
