@@ -106,6 +106,7 @@ BAGUA_DEVICE void decode_tile(const Tile& tile, Sink sink) {
       if (j * Mine::kStep < left) store_words(mine + j * Mine::kStep, vectors[j]);
     }
   } else {
+    if constexpr (Sink::kReads) __syncwarp();  // what step 1 has read is written by other lanes now
     whole = 0;
   }
   for (int i = whole + lane_index(); i < tile.numel; i += kWarpLanes) {

@@ -35,6 +35,11 @@ struct Thread {
   unsigned lane = 0;
   uint64_t value = 0;
   uint64_t result = 0;
+  // Addresses for release and acquire, used in turns: the lane may meet its next __syncwarp before
+  // another one has left this one. `turns`: bit i is the turn of lane i in the last __syncwarp.
+  char order[2] = {};
+  unsigned turn = 0;
+  uint32_t turns = 0;
 };
 
 // The threads of the CTA that runs; those of one CTA are used again for the next.
@@ -43,8 +48,10 @@ unsigned running_threads = 0;
 std::deque<Thread> threads;
 std::deque<Fiber> fibers;
 Thread* current = nullptr;
-char cta_order = 0;  // addresses for release and acquire
-char warp_order = 0;
+// More such addresses: of the start of a CTA, of its end and of its barriers, in turns.
+char start_order = 0;
+char end_order = 0;
+char barrier_order[2] = {};
 
 std::string place(const Location& location) {
   return std::string(location.file_name()) + ":" + std::to_string(location.line());
@@ -137,23 +144,26 @@ Thread* arrived_lane(const Thread& thread, unsigned lane) {
 void finish_warp_operation(const Thread& thread) {
   Thread* lanes[kLanes] = {};
   uint64_t values[kLanes] = {};
+  uint32_t turns = 0;
   for (unsigned lane = 0; lane < kLanes; ++lane) {
     if ((thread.mask >> lane & 1) == 0) continue;
     lanes[lane] = arrived_lane(thread, lane);
     if (lanes[lane] == nullptr) return;
     values[lane] = lanes[lane]->value;
+    turns |= uint32_t{lanes[lane]->turn} << lane;
   }
   for (Thread* lane : lanes) {
     if (lane == nullptr) continue;
     lane->result = combine(values, *lane);
+    lane->turns = turns;
     lane->waits = Waits::kNot;
   }
 }
 
 void run_thread(void* argument) {
-  acquire(&cta_order);
+  acquire(&start_order);
   (*static_cast<Thread*>(argument)->body)();
-  release(&cta_order);
+  release(&end_order);
 }
 
 void enter(Thread& thread) {
@@ -180,7 +190,7 @@ void run_block(const std::function<void()>& body) {
     threads[i].index = i;
     threads[i].body = &body;
   }
-  release(&cta_order);
+  release(&start_order);
   for (unsigned i = 0; i < running_threads; ++i) {
     enter(threads[i]);
     fibers[i].start(run_thread, &threads[i]);
@@ -202,7 +212,7 @@ void run_block(const std::function<void()>& body) {
     if (ended == running_threads) break;
     if (!progress) report_deadlock();
   }
-  acquire(&cta_order);
+  acquire(&end_order);
 }
 
 }  // namespace
@@ -223,11 +233,12 @@ void run(const char* name, unsigned grid, unsigned block, const std::function<vo
 }
 
 void sync_threads(const Location& location) {
-  if (++current->barriers == skipped_barrier) return;
+  const int number = ++current->barriers;
+  if (number == skipped_barrier) return;
   current->location = location;
-  release(&cta_order);
+  release(&barrier_order[number % 2]);
   wait_for(Waits::kForBarrier);
-  acquire(&cta_order);
+  acquire(&barrier_order[number % 2]);
 }
 
 uint64_t warp_operation(WarpOperation operation, unsigned mask, uint64_t value, unsigned lane,
@@ -241,10 +252,18 @@ uint64_t warp_operation(WarpOperation operation, unsigned mask, uint64_t value, 
   if ((mask >> (self.index % kLanes) & 1) == 0) {
     fail("thread " + std::to_string(self.index) + " is not in its own mask at " + place(location));
   }
-  if (operation == WarpOperation::kSync) release(&warp_order);
+  if (operation != WarpOperation::kSync) {
+    wait_for(Waits::kForWarp);
+    return self.result;
+  }
+  self.turn ^= 1;
+  release(&self.order[self.turn]);
   wait_for(Waits::kForWarp);
-  if (operation == WarpOperation::kSync) acquire(&warp_order);
-  return self.result;
+  const unsigned first = self.index / kLanes * kLanes;
+  for (unsigned other = 0; other < kLanes; ++other) {
+    if ((mask >> other & 1) != 0) acquire(&threads[first + other].order[self.turns >> other & 1]);
+  }
+  return 0;
 }
 
 void check_alignment(const void* address, size_t bytes) {
