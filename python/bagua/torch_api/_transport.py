@@ -6,6 +6,7 @@ import collections
 import hashlib
 import json
 import logging
+import os
 import secrets
 import time
 from datetime import timedelta
@@ -27,6 +28,11 @@ def fingerprint(lines: list[str]) -> int:
     """64 bits that tell two descriptions apart."""
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def _through_host(device_type: str) -> bool:
+    """Whether CUDA tensors go through host memory: gloo's ranks may share a GPU, NCCL's not."""
+    return device_type == "cuda" and os.environ.get("BAGUA_COMM") == "gloo"
 
 
 class Transport:
@@ -93,14 +99,17 @@ class Transport:
             members,
             1000 * (time.monotonic() - start),
         )
-        return _C.CountingCommunicator(_C.C10dCommunicator(backend))
+        communicator: _C.Communicator = _C.C10dCommunicator(backend)
+        if _through_host(device_type):
+            communicator = _C.HostCommunicator(communicator)
+        return _C.CountingCommunicator(communicator)
 
     def backend(self, name: str, device_type: str, members: list[int]) -> Any:
         """A new c10d backend over ``members`` (ranks in this group, this process among them)."""
         store = c10d.PrefixStore(f"{name}/{'-'.join(map(str, members))}", self.store)
         rank, size = members.index(self.rank), len(members)
         try:
-            if device_type == "cpu":
+            if device_type == "cpu" or _through_host(device_type):
                 return dist.ProcessGroupGloo(store, rank, size, self.timeout)
             if device_type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
@@ -153,8 +162,8 @@ class Transport:
         """
         if self.size == 1:
             return
-        mine = torch.tensor([fingerprint(lines) >> 1], dtype=torch.int64)
-        everyone = torch.zeros(self.size, dtype=torch.int64)
+        mine = torch.tensor([fingerprint(lines) >> 1], dtype=torch.int64, device="cpu")
+        everyone = torch.zeros(self.size, dtype=torch.int64, device="cpu")
         communicator = self.main_communicator("cpu")
         communicator.all_gather(mine, everyone)
         values = everyone.tolist()
