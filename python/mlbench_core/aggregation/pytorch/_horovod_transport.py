@@ -134,7 +134,8 @@ class HorovodTransport(Transport):
         """
         text = torch.tensor(list(json.dumps(lines).encode()), dtype=torch.uint8, device="cpu")
         name = f"bagua/{self._number}/lines"
-        lengths = self._horovod.allgather(torch.tensor([text.numel()], device="cpu"), name=f"{name}/lengths")
+        length = torch.tensor([text.numel()], device="cpu")
+        lengths = self._horovod.allgather(length, name=f"{name}/lengths")
         parts = self._horovod.allgather(text, name=name).split(lengths.tolist())
         everyone = [json.loads(bytes(part.tolist())) for part in parts]
         for other, theirs in enumerate(everyone):
