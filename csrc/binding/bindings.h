@@ -11,6 +11,7 @@ void bind_codec(pybind11::module_& module);
 void bind_comm(pybind11::module_& module);
 void bind_op(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
+void bind_nccl(pybind11::module_& module);
 void bind_periodic(pybind11::module_& module);
 void bind_plan_guard(pybind11::module_& module);
 void bind_sparse(pybind11::module_& module);

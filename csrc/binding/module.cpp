@@ -21,6 +21,7 @@ PYBIND11_MODULE(_C, module) {
   });
   bagua::bind_codec(module);
   bagua::bind_comm(module);
+  bagua::bind_nccl(module);
   bagua::bind_op(module);
   bagua::bind_engine(module);
   bagua::bind_periodic(module);

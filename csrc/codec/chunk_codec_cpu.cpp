@@ -12,15 +12,6 @@ namespace {
 
 // All instruction sets give the same bytes: the order of a range's reduction does not matter.
 
-template <typename Format>
-constexpr int64_t format_payload_bytes(int64_t element_bytes, int64_t chunk_numel) {
-  if constexpr (RangedFormat<Format>) {
-    return ranged_layout(Format::kBlockNumel, element_bytes, chunk_numel).payload_bytes;
-  } else {
-    return align_payload(chunk_numel * static_cast<int64_t>(sizeof(typename Format::Element)));
-  }
-}
-
 template <typename Format, typename T>
 BAGUA_PER_INSTRUCTION_SET void encode_on_cpu(const T* x, int64_t numel, std::byte* payload) {
   encode_chunk<Format>(x, numel, payload);
@@ -28,13 +19,13 @@ BAGUA_PER_INSTRUCTION_SET void encode_on_cpu(const T* x, int64_t numel, std::byt
 
 template <typename Format, typename T>
 BAGUA_PER_INSTRUCTION_SET void decode_on_cpu(const std::byte* payload, T* x, int64_t numel) {
-  decode_chunk<Format, T>(payload, numel, Store<T>{x});
+  decode_chunk<Format, T>(payload, numel, StoreAhead<T>{{x}});
 }
 
 template <typename Format, typename T>
 BAGUA_PER_INSTRUCTION_SET void decode_add_on_cpu(const std::byte* payload, float* sum,
                                                  int64_t numel, float weight) {
-  decode_chunk<Format, T>(payload, numel, AddWeighted<T>{sum, weight});
+  decode_chunk<Format, T>(payload, numel, AddWeightedAhead<T>{{sum, weight}});
 }
 
 template <typename Format>
@@ -77,13 +68,7 @@ class ChunkCodecCpu final : public Codec {
     });
   }
 
-  int64_t block_numel() const override {
-    if constexpr (RangedFormat<Format>) {
-      return Format::kBlockNumel;
-    } else {
-      return 1;
-    }
-  }
+  int64_t block_numel() const override { return format_block_numel<Format>(); }
 
   const std::string& name() const override { return name_; }
 

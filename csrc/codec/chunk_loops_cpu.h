@@ -11,15 +11,10 @@
 
 #include "base/dtype.h"
 #include "codec/chunk_format.h"
+#include "codec/chunk_parts.h"
 #include "codec/minmax_uint8.h"
 
 namespace bagua {
-
-// Formats with ranges (the 8-bit ones) and formats that convert each element by itself.
-template <typename Format>
-concept RangedFormat = requires { Format::kBlockNumel; };
-template <typename Format>
-concept CastFormat = requires { typename Format::Element; };
 
 // Memory is asked for ahead of its use, a tile at a time, where the processor's own guess was
 // measured to fall behind: while encode reads a block for the second time, from the cache (a fourth
@@ -38,20 +33,15 @@ BAGUA_HD void prefetch_tile(const T* x, int64_t begin, int64_t numel) {
   for (int64_t i = 0; i < kTile; i += kCacheLineBytes / sizeof(T)) __builtin_prefetch(tile + i);
 }
 
-// What becomes of a decoded element: it is stored, or added to a sum.
+// The sinks of decoded elements with what they ask for ahead.
 template <typename T>
-struct Store {
-  T* x;
-  BAGUA_HD void operator()(int64_t i, T value) const { x[i] = value; }
+struct StoreAhead : Store<T> {
   BAGUA_HD void prefetch(const uint8_t*, int64_t, int64_t) const {}
 };
 template <typename T>
-struct AddWeighted {
-  float* sum;
-  float weight;
-  BAGUA_HD void operator()(int64_t i, T value) const { sum[i] += weight * widen(value); }
+struct AddWeightedAhead : AddWeighted<T> {
   BAGUA_HD void prefetch(const uint8_t* codes, int64_t i, int64_t numel) const {
-    prefetch_tile(sum, i + kSumAhead, numel);
+    prefetch_tile(this->x, i + kSumAhead, numel);
     prefetch_tile(codes, i + kCodesAhead, numel);
   }
 };
@@ -62,17 +52,14 @@ BAGUA_HD ValueRange find_range(const T* __restrict x, int64_t numel) {
   constexpr int kLanes = 32;
   float low[kLanes];
   float high[kLanes];
-  uint32_t seen[kLanes];
+  uint32_t nan[kLanes];
   for (int lane = 0; lane < kLanes; ++lane) {
-    low[lane] = kLargestFinite<float>;
-    high[lane] = -kLargestFinite<float>;
-    seen[lane] = 0;
+    low[lane] = kStartLow;
+    high[lane] = kStartHigh;
+    nan[lane] = 0;
   }
   const auto take = [&](int lane, float value) __attribute__((always_inline)) {
-    low[lane] = value < low[lane] ? value : low[lane];
-    high[lane] = value > high[lane] ? value : high[lane];
-    // The addition carries into the top bit exactly if the exponent is all ones: NaN or infinite.
-    seen[lane] |= (float_to_bits(value) & 0x7fffffff) + 0x00800000;
+    extend_range(value, low[lane], high[lane], nan[lane]);
   };
   const int64_t whole = numel / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) {
@@ -81,30 +68,12 @@ BAGUA_HD ValueRange find_range(const T* __restrict x, int64_t numel) {
   for (int64_t i = whole; i < numel; ++i) take(static_cast<int>(i - whole), widen(x[i]));
   for (int width = kLanes / 2; width > 0; width /= 2) {
     for (int lane = 0; lane < width; ++lane) {
-      low[lane] = low[lane + width] < low[lane] ? low[lane + width] : low[lane];
-      high[lane] = high[lane + width] > high[lane] ? high[lane + width] : high[lane];
-      seen[lane] |= seen[lane + width];
+      low[lane] = lesser(low[lane + width], low[lane]);
+      high[lane] = greater(high[lane + width], high[lane]);
+      nan[lane] |= nan[lane + width];
     }
   }
-  if (seen[0] >> 31) {
-    const float nan = bits_to_float(kFloatQuietNanBits);
-    return {nan, nan};
-  }
-  // Which of two zeros a reduction meets first depends on its order; adding zero makes both +0.
-  return {low[0] + 0.0f, high[0] + 0.0f};
-}
-
-template <typename T>
-BAGUA_HD void write_header(ValueRange range, std::byte* header) {
-  const T pair[2] = {narrow<T>(range.min), narrow<T>(range.max)};
-  std::memcpy(header, pair, sizeof(pair));
-}
-
-template <typename T>
-BAGUA_HD ValueRange read_header(const std::byte* header) {
-  T pair[2];
-  std::memcpy(pair, header, sizeof(pair));
-  return {widen(pair[0]), widen(pair[1])};
+  return finished_range(low[0], high[0], nan[0] != 0);
 }
 
 template <RangedFormat Format, typename T>

@@ -17,6 +17,7 @@
 
 #include "base/dtype.h"
 #include "base/host_device.h"
+#include "base/intrinsics.h"
 
 namespace bagua {
 
@@ -60,12 +61,7 @@ BAGUA_HD QuantisationGrid quantisation_grid(ValueRange range) {
 // `value` lies in the range, so that the code cannot exceed 255.
 BAGUA_HD uint8_t quantise(float value, QuantisationGrid grid) {
   const float level = value * grid.scale;
-  const float bounded = level < grid.lower ? grid.lower : level;
-#ifdef __CUDA_ARCH__
-  const int32_t whole = __float2int_rn(bounded);
-#else
-  const int32_t whole = __builtin_irintf(bounded);
-#endif
+  const int32_t whole = nearest_int32(greater(level, grid.lower));
   return static_cast<uint8_t>(whole - static_cast<int32_t>(grid.lower));
 }
 

@@ -167,7 +167,8 @@ void top_k(const T* x, int64_t n, int64_t k, uint32_t* indices) {
     for (int64_t larger = digit + 1; larger < kDigits; ++larger) wanted -= histogram.count(larger);
     // 2.
     range.low += static_cast<Key<T>>(digit) << range.shift;
-    range.last = range.low + ((Key<T>{1} << range.shift) - 1);
+    // A narrowed range need not end where a digit does: what lies above has been counted already.
+    range.last = std::min(range.last, range.low + ((Key<T>{1} << range.shift) - 1));
     const int64_t count = histogram.count(digit);
     if (count == wanted) break;
     if (count > n / kCrowd) range = narrowed(x, n, range);

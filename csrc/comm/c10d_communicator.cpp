@@ -5,9 +5,8 @@
 #include <exception>
 #include <utility>
 
-#include <c10/util/Exception.h>
-
 #include "base/check.h"
+#include "comm/error_text.h"
 #include "comm/tensor_checks.h"
 
 namespace bagua {
@@ -40,12 +39,6 @@ c10d::ReduceOp to_c10d(ReduceOp op) {
       return c10d::ReduceOp::MAX;
   }
   throw Error("unknown reduce op");
-}
-
-// c10::Error's what() carries a C++ backtrace.
-std::string short_text(const std::exception& error) {
-  const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
-  return from_torch ? from_torch->what_without_backtrace() : error.what();
 }
 
 // Transports have no common type for "too late"; all of them say so.

@@ -8,6 +8,7 @@
 #include <ATen/record_function.h>
 
 #include "base/check.h"
+#include "comm/error_text.h"
 #include "engine/agreement.h"
 
 namespace bagua {
@@ -26,7 +27,7 @@ std::exception_ptr with_context(const std::string& context, const std::exception
   } catch (const MismatchError& error) {
     return std::make_exception_ptr(MismatchError(context + error.what()));
   } catch (const std::exception& error) {
-    return std::make_exception_ptr(Error(context + error.what()));
+    return std::make_exception_ptr(Error(context + short_text(error)));
   } catch (...) {
     return std::make_exception_ptr(Error(context + "unknown error"));
   }
@@ -36,7 +37,7 @@ std::string message_of(const std::exception_ptr& failure) {
   try {
     std::rethrow_exception(failure);
   } catch (const std::exception& error) {
-    return error.what();
+    return short_text(error);
   }
 }
 

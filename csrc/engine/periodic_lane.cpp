@@ -10,6 +10,7 @@
 
 #include "base/check.h"
 #include "comm/device_stream.h"
+#include "comm/error_text.h"
 #include "engine/accounting.h"
 
 namespace bagua {
@@ -68,7 +69,7 @@ void PeriodicLane::State::loop() {
       if (stopped) break;
     }
   } catch (const std::exception& error) {
-    fail(error.what());
+    fail(short_text(error));
   }
   {
     std::lock_guard lock(mutex);

@@ -28,7 +28,7 @@ def check(x, k):
 
 
 def some_k(n):
-    return sorted({0, 1, n // 100, n // 10, n // 2, n - 1, n} & set(range(n + 1)))
+    return sorted({0, 1, n // 1000, n // 100, n // 10, n // 2, n - 1, n} & set(range(n + 1)))
 
 
 def random(n, dtype, seed=0):
@@ -48,6 +48,7 @@ HARD = {
     "all-exponents": lambda x: x * 2.0 ** torch.linspace(-120, 120, x.numel()),
     "equal-but-for-the-last-bit": lambda x: 1 + (x > 0) * torch.finfo(x.dtype).eps,
     "few-are-not-zero": lambda x: x * (x > 2.5),
+    "crowded-below-a-power-of-two": lambda x: torch.arange(x.numel()).to(x.dtype).mul(0.37).sin(),
 }
 
 
@@ -64,6 +65,24 @@ def test_hard_values_are_no_exception(values, dtype):
     for n in (31, 2 * STRETCH + 33):
         x = values(random(n, dtype)).contiguous()
         for k in some_k(n):
+            check(x, k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", range(10))
+def test_crowds_anywhere_are_no_exception(seed, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    n = 2 * STRETCH + 33
+    for _ in range(5):
+        width = 2.0 ** torch.randint(-20, 3, (1,), generator=generator).item()
+        centre = 1 + torch.rand(1, generator=generator, dtype=dtype).item()
+        crowd = centre + width * torch.rand(n, generator=generator, dtype=dtype)
+        below_two = 2 - width * torch.rand(n, generator=generator, dtype=dtype) ** 4
+        which = torch.rand(n, generator=generator)
+        x = torch.randn(n, generator=generator, dtype=dtype)
+        x = torch.where(which < 0.4, crowd, torch.where(which < 0.7, below_two, x))
+        x[which > 0.999] = 2
+        for k in (1, 50, 200, n // 100, n // 10, n // 3, n - 7):
             check(x, k)
 
 

@@ -1,0 +1,40 @@
+// The few operations that host and device spell differently, with equal results.
+//
+// The compilers of both sides take __builtin_rintf and __builtin_fmaf as they are; what is here
+// is either missing on one side or several instructions there instead of one.
+#pragma once
+
+#include <cstdint>
+
+#include "base/host_device.h"
+
+namespace bagua {
+
+// The smaller and the larger of two numbers; where the first is NaN, the second. Which of two zeros
+// is returned is open: a select keeps the second, the device's instruction orders -0 before +0.
+BAGUA_HD float lesser(float first, float second) {
+#ifdef __CUDA_ARCH__
+  return fminf(first, second);
+#else
+  return first < second ? first : second;
+#endif
+}
+
+BAGUA_HD float greater(float first, float second) {
+#ifdef __CUDA_ARCH__
+  return fmaxf(first, second);
+#else
+  return first > second ? first : second;
+#endif
+}
+
+// To the nearest whole number, ties to even. The result must fit.
+BAGUA_HD int32_t nearest_int32(float value) {
+#ifdef __CUDA_ARCH__
+  return __float2int_rn(value);
+#else
+  return __builtin_irintf(value);
+#endif
+}
+
+}  // namespace bagua

@@ -1,0 +1,84 @@
+// NCCL for Python: the library of the process and communicators over it.
+#include <chrono>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include "binding/bindings.h"
+#include "comm/nccl_communicator.h"
+#include "comm/nccl_library.h"
+
+namespace py = pybind11;
+
+namespace bagua {
+namespace {
+
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+
+// What pybind11 gets of a communicator: its destructor joins a thread and waits for peers.
+std::shared_ptr<NcclCommunicator> released_without_gil(std::shared_ptr<NcclCommunicator> made) {
+  if (!made) return nullptr;
+  auto* kept = new std::shared_ptr<NcclCommunicator>(std::move(made));
+  return {kept->get(), [kept](NcclCommunicator*) { delete_without_gil(kept); }};
+}
+
+std::shared_ptr<NcclCommunicator> connect(std::shared_ptr<const NcclLibrary> library,
+                                          c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                          at::Device device, double timeout) {
+  const py::gil_scoped_release no_gil;
+  const std::chrono::milliseconds milliseconds{static_cast<int64_t>(timeout * 1000)};
+  return released_without_gil(make_nccl_communicator(
+      {std::move(library), std::move(store), {rank, size}, device, milliseconds}));
+}
+
+}  // namespace
+
+void bind_nccl(py::module_& m) {
+  m.attr("has_nccl") = has_nccl();
+
+  // pybind11 of today holds no pointers to const; the struct has no setters here.
+  py::class_<NcclLibrary, std::shared_ptr<NcclLibrary>>(m, "NcclLibrary",
+                                                        "A loaded libnccl; see nccl_library.h.")
+      .def_static(
+          "find",
+          [](const std::vector<std::string>& paths) {
+            return std::const_pointer_cast<NcclLibrary>(find_nccl_library(paths));
+          },
+          py::arg("paths"), ReleaseGil(),
+          "The library that the process has loaded already, else the first of paths that loads.")
+      .def_static(
+          "open",
+          [](const std::string& path) {
+            return std::const_pointer_cast<NcclLibrary>(open_nccl_library(path));
+          },
+          py::arg("path"), ReleaseGil(), "Exactly this file, whatever the process has loaded.")
+      .def_readonly("path", &NcclLibrary::path, "The file it came from.")
+      .def_readonly("version", &NcclLibrary::version, "As in '2.28.9'.");
+
+  py::class_<NcclCommunicator, Communicator, std::shared_ptr<NcclCommunicator>>(
+      m, "NcclCommunicator",
+      "Ranks with a CUDA device each, over a communicator of NCCL of their own.\n\n"
+      "Constructed by all ranks at once, over a prefix of a store that is theirs alone; timeout:\n"
+      "seconds, of the connecting and of each call. Calls do not wait for the device.")
+      .def(py::init([](std::shared_ptr<NcclLibrary> library, c10::intrusive_ptr<c10d::Store> store,
+                       int rank, int size, at::Device device, double timeout) {
+             return connect(std::move(library), std::move(store), rank, size, device, timeout);
+           }),
+           py::arg("library"), py::arg("store"), py::arg("rank"), py::arg("size"),
+           py::arg("device"), py::arg("timeout"))
+      .def(
+          "split",
+          [](NcclCommunicator& self, const std::vector<int>& members) {
+            return released_without_gil(self.split(members));
+          },
+          py::arg("members"), ReleaseGil(),
+          "Called by all ranks: a communicator of members (ranks of this one, in the new order),\n"
+          "None on the others. Groups that do not overlap may be split off in one call.")
+      .def("failure", &NcclCommunicator::failure, ReleaseGil(),
+           "Why later calls will be refused, or None; from any thread.");
+}
+
+}  // namespace bagua

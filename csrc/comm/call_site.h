@@ -1,0 +1,27 @@
+// What an error message says about the call that failed.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include <c10/core/ScalarType.h>
+
+#include "base/check.h"
+#include "comm/tensor_checks.h"
+
+namespace bagua {
+
+struct CallSite {
+  const char* call;
+  int64_t bytes;
+  at::ScalarType dtype;
+  int peer;  // -1: more than one, or none known
+
+  // "broadcast of 4096 bytes float32 with peer 1"
+  std::string text() const {
+    const std::string with = peer < 0 ? "" : concat(" with peer ", peer);
+    return concat(call, " of ", bytes, " bytes ", dtype_text(dtype), with);
+  }
+};
+
+}  // namespace bagua

@@ -1,0 +1,326 @@
+#include "comm/nccl_communicator.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+#include <unistd.h>
+
+#include "base/check.h"
+#include "comm/call_site.h"
+#include "comm/device_stream.h"
+#include "comm/nccl_handle.h"
+#include "comm/nccl_rendezvous.h"
+#include "comm/nccl_watchdog.h"
+#include "comm/tensor_checks.h"
+
+namespace bagua {
+namespace {
+
+ncclRedOp_t to_nccl(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return ncclSum;
+    case ReduceOp::kAvg:
+      return ncclAvg;
+    case ReduceOp::kMin:
+      return ncclMin;
+    case ReduceOp::kMax:
+      return ncclMax;
+  }
+  throw Error("unknown reduce op");
+}
+
+ncclDataType_t to_nccl(at::ScalarType type) {
+  switch (type) {
+    case at::kByte:
+    case at::kBool:  // 0 and 1: max is any, min is all
+      return ncclUint8;
+    case at::kChar:
+      return ncclInt8;
+    case at::kInt:
+      return ncclInt32;
+    case at::kLong:
+      return ncclInt64;
+    case at::kHalf:
+      return ncclFloat16;
+    case at::kBFloat16:
+      return ncclBfloat16;
+    case at::kFloat:
+      return ncclFloat32;
+    case at::kDouble:
+      return ncclFloat64;
+    default:
+      throw Error(concat("all_reduce: NCCL does not reduce ", dtype_text(type),
+                         "; use uint8, int8, int32, int64, float16, bfloat16, float32 or float64"));
+  }
+}
+
+std::byte* bytes_of(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.data_ptr()); }
+
+// Within this rank, by the device's own copy.
+void copy_unless_same(const at::Tensor& target, const at::Tensor& source) {
+  if (target.data_ptr() == source.data_ptr()) return;
+  target.detach().view({-1}).copy_(source.detach().view({-1}));
+}
+
+// A message of a group call, either way.
+struct Message {
+  std::byte* data;
+  size_t bytes;
+  int peer;
+};
+
+// 1. Open a group. 2. Post every receive, then every send. 3. Close the group, whatever happened:
+// an open one would swallow the calls of this thread to come.
+ncclResult_t transfer(const NcclFunctions& nccl, ncclComm_t comm, cudaStream_t stream,
+                      const std::vector<Message>& recvs, const std::vector<Message>& sends) {
+  ncclResult_t result = nccl.group_start();
+  if (result != ncclSuccess) return result;
+  const auto good = [&] { return result == ncclSuccess || result == ncclInProgress; };
+  for (const Message& recv : recvs) {
+    if (good()) result = nccl.recv(recv.data, recv.bytes, ncclInt8, recv.peer, comm, stream);
+  }
+  for (const Message& send : sends) {
+    if (good()) result = nccl.send(send.data, send.bytes, ncclInt8, send.peer, comm, stream);
+  }
+  const ncclResult_t closed = nccl.group_end();
+  return good() ? closed : result;
+}
+
+template <typename Half>
+std::vector<Message> messages_of(c10::ArrayRef<Half> halves) {
+  std::vector<Message> messages;
+  messages.reserve(halves.size());
+  for (const Half& half : halves) {
+    if (half.tensor.numel() == 0) continue;
+    messages.push_back({bytes_of(half.tensor), half.tensor.nbytes(), half.peer});
+  }
+  return messages;
+}
+
+// The bytes that leave or, where none do, arrive; the peer where there is only one.
+CallSite exchange_site(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs) {
+  CallSite site{"exchange", 0, at::kByte, -1};
+  bool first = true;
+  const auto add = [&](const at::Tensor& tensor, int peer, bool counts) {
+    if (counts) site.bytes += static_cast<int64_t>(tensor.nbytes());
+    if (first) site.dtype = tensor.scalar_type();
+    if (first) site.peer = peer;
+    if (peer != site.peer) site.peer = -1;
+    first = false;
+  };
+  for (const Send& send : sends) add(send.tensor, send.peer, true);
+  for (const Recv& recv : recvs) add(recv.tensor, recv.peer, sends.empty());
+  return site;
+}
+
+class NcclRanks final : public NcclCommunicator {
+ public:
+  NcclRanks(std::shared_ptr<NcclHandle> handle, Group group, at::Device device,
+            std::shared_ptr<const NcclLibrary> library)
+      : NcclCommunicator(group),
+        handle_(std::move(handle)),
+        device_(device),
+        library_(std::move(library)),
+        process_(getpid()) {
+    if (!device_.is_cpu() && group.size > 1) {
+      watchdog_ = std::make_unique<NcclWatchdog>(handle_, group);
+    }
+  }
+
+  ~NcclRanks() override {
+    if (getpid() == process_) return;
+    // After fork the thread and the device exist in the parent only: nothing may be joined or
+    // freed.
+    watchdog_.release();
+    new auto(std::move(handle_));
+  }
+
+  void all_reduce(at::Tensor& tensor, ReduceOp op) override {
+    check_all_reduce(tensor, op);
+    check_device("all_reduce", tensor);
+    const ncclDataType_t type = to_nccl(tensor.scalar_type());
+    const CallSite site = site_of("all_reduce", tensor);
+    handle_->refuse_if_failed(site);
+    if (group().size == 1 || tensor.numel() == 0) return;
+    start(site, [&](const NcclFunctions& nccl, ncclComm_t comm, cudaStream_t stream) {
+      return nccl.all_reduce(tensor.data_ptr(), tensor.data_ptr(), tensor.numel(), type,
+                             to_nccl(op), comm, stream);
+    });
+  }
+
+  void all_gather(const at::Tensor& input, at::Tensor& output) override {
+    check_all_gather(input, output, group());
+    check_device("all_gather", input);
+    const CallSite site = site_of("all_gather", input);
+    handle_->refuse_if_failed(site);
+    if (input.numel() == 0) return;
+    if (group().size == 1) return copy_unless_same(output, input);
+    start(site, [&](const NcclFunctions& nccl, ncclComm_t comm, cudaStream_t stream) {
+      return nccl.all_gather(input.data_ptr(), output.data_ptr(), input.nbytes(), ncclInt8, comm,
+                             stream);
+    });
+  }
+
+  void all_to_all(const at::Tensor& input, at::Tensor& output) override {
+    check_all_to_all(input, output, group());
+    check_device("all_to_all", input);
+    const CallSite site = site_of("all_to_all", input);
+    handle_->refuse_if_failed(site);
+    if (input.numel() == 0) return;
+    if (group().size == 1) return copy_unless_same(output, input);
+    const size_t chunk = input.nbytes() / group().size;
+    std::vector<Message> recvs, sends;
+    for (int peer = 0; peer < group().size; ++peer) {
+      recvs.push_back({bytes_of(output) + peer * chunk, chunk, peer});
+      sends.push_back({bytes_of(input) + peer * chunk, chunk, peer});
+    }
+    start(site, [&](const NcclFunctions& nccl, ncclComm_t comm, cudaStream_t stream) {
+      return transfer(nccl, comm, stream, recvs, sends);
+    });
+  }
+
+  void broadcast(at::Tensor& tensor, int root) override {
+    check_broadcast(tensor, root, group());
+    check_device("broadcast", tensor);
+    CallSite site = site_of("broadcast", tensor);
+    if (root != group().rank) site.peer = root;
+    handle_->refuse_if_failed(site);
+    if (group().size == 1 || tensor.numel() == 0) return;
+    start(site, [&](const NcclFunctions& nccl, ncclComm_t comm, cudaStream_t stream) {
+      return nccl.broadcast(tensor.data_ptr(), tensor.data_ptr(), tensor.nbytes(), ncclInt8, root,
+                            comm, stream);
+    });
+  }
+
+  using Communicator::exchange;
+  void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
+                const OnReceived& on_received) override {
+    check_exchange(sends, recvs, group());
+    for (const Send& send : sends) check_device("exchange", send.tensor);
+    for (const Recv& recv : recvs) check_device("exchange", recv.tensor);
+    const CallSite site = exchange_site(sends, recvs);
+    handle_->refuse_if_failed(site);
+    if (group().size == 1) {
+      for (const auto& [source, target] : own_messages(sends, recvs, 0)) {
+        copy_unless_same(target, source);
+      }
+    } else {
+      const std::vector<Message> incoming = messages_of(recvs), outgoing = messages_of(sends);
+      if (!incoming.empty() || !outgoing.empty()) {
+        start(site, [&](const NcclFunctions& nccl, ncclComm_t comm, cudaStream_t stream) {
+          return transfer(nccl, comm, stream, incoming, outgoing);
+        });
+      }
+    }
+    call_back(on_received, recvs.size());
+  }
+
+  void abort(const std::string& reason) noexcept override {
+    handle_->fail({NcclFailure::Kind::kError, concat("aborted: ", reason)});
+  }
+
+  std::shared_ptr<NcclCommunicator> split(const std::vector<int>& members) override {
+    for (const int member : members) check_peer("split", member, group());
+    const auto mine = std::find(members.begin(), members.end(), group().rank);
+    const int position = static_cast<int>(mine - members.begin());
+    const Group child_group{position, static_cast<int>(members.size())};
+    const bool is_member = mine != members.end();
+    auto child = std::make_shared<NcclHandle>(library_, child_group, handle_->timeout());
+    handle_->refuse_if_failed({"split", 0, at::kByte, -1});
+    if (group().size > 1) {
+      // A group of one has no communicator, but its rank must answer the others.
+      std::optional<int> color;
+      if (is_member && members.size() > 1)
+        color = *std::min_element(members.begin(), members.end());
+      handle_->split(color, position, *child);
+    }
+    if (!is_member) return nullptr;
+    return std::make_shared<NcclRanks>(std::move(child), child_group, device_, library_);
+  }
+
+  std::optional<std::string> failure() const override {
+    const auto failure = handle_->failure();
+    return failure ? std::optional(failure->reason) : std::nullopt;
+  }
+
+ private:
+  static CallSite site_of(const char* call, const at::Tensor& tensor) {
+    return {call, static_cast<int64_t>(tensor.nbytes()), tensor.scalar_type(), -1};
+  }
+
+  void check_device(const char* call, const at::Tensor& tensor) const {
+    BAGUA_CHECK(tensor.device() == device_, call, ": the tensor is on ", tensor.device().str(),
+                ", this communicator moves tensors of ", device_.str());
+  }
+
+  // On the current stream, and an event behind it for the watchdog.
+  template <typename Start>
+  void start(const CallSite& site, const Start& start_on) {
+    const auto stream = static_cast<cudaStream_t>(current_stream_handle(device_));
+    handle_->call(site, [&](const NcclFunctions& nccl, ncclComm_t comm) {
+      return start_on(nccl, comm, stream);
+    });
+    if (!watchdog_) return;
+    c10::Event finished(device_.type());
+    finished.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+    watchdog_->watch(site, std::move(finished));
+  }
+
+  void call_back(const OnReceived& on_received, size_t count) {
+    try {
+      for (size_t message = 0; message < count; ++message) on_received(message);
+    } catch (const std::exception& error) {
+      handle_->fail({NcclFailure::Kind::kError,
+                     concat("the caller failed during an exchange: ", error.what())});
+      throw;
+    }
+  }
+
+  std::shared_ptr<NcclHandle> handle_;
+  const at::Device device_;
+  const std::shared_ptr<const NcclLibrary> library_;
+  const int process_;                       // pid: after fork nothing is joined or closed
+  std::unique_ptr<NcclWatchdog> watchdog_;  // null: nothing to watch; joins before the handle ends
+};
+
+void connect(NcclHandle& handle, const NcclOptions& options) {
+  const auto deadline = NcclHandle::Clock::now() + options.timeout;
+  NcclRendezvous rendezvous(options.store, options.group, deadline);
+  const ncclUniqueId id = rendezvous.hand_over(*options.library);
+  try {
+    const c10::DeviceGuard guard(options.device);
+    handle.connect(
+        id, deadline, [&] { return rendezvous.given_up(); }, [&] { return rendezvous.missing(); });
+  } catch (const TimeoutError&) {
+    throw;
+  } catch (const std::exception& error) {
+    rendezvous.give_up(error.what());
+    throw;
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<NcclCommunicator> make_nccl_communicator(const NcclOptions& options) {
+  // Checks
+  const auto [rank, size] = options.group;
+  BAGUA_CHECK_ARG(rank >= 0 && rank < size, "rank ", rank, " is outside a group of size ", size);
+  BAGUA_CHECK_ARG(options.timeout.count() > 0, "the timeout must be positive");
+  BAGUA_CHECK_ARG(options.library, "NcclCommunicator: there is no library");
+  BAGUA_CHECK_ARG(options.store || size == 1, "NcclCommunicator: there is no store");
+  BAGUA_CHECK_ARG(options.device.is_cpu() || options.device.has_index(),
+                  "NcclCommunicator: say which device, as in cuda:0");
+
+  auto handle = std::make_shared<NcclHandle>(options.library, options.group, options.timeout);
+  if (size > 1) connect(*handle, options);
+  return std::make_shared<NcclRanks>(std::move(handle), options.group, options.device,
+                                     options.library);
+}
+
+}  // namespace bagua

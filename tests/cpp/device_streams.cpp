@@ -1,0 +1,280 @@
+// Runs the engine and its ops on tensors of a fake device, finds work that no event orders, and
+// compares the results with those of the CPU. Built and run by tests/single/test_device_streams.py,
+// as a library next to bagua's extension.
+#include <functional>
+#include <iostream>
+#include <memory>
+#include <thread>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/zeros.h>
+
+#include "codec/factory.h"
+#include "comm/counting_communicator.h"
+#include "comm/thread_communicator.h"
+#include "engine/engine.h"
+#include "fake_device_torch.h"
+#include "loopback_communicator.h"
+#include "noting_codec.h"
+#include "op/all_reduce.h"
+#include "op/async_average.h"
+#include "op/average_weights.h"
+#include "op/compressed_all_reduce.h"
+#include "op/compressed_gossip.h"
+#include "op/gossip.h"
+#include "op/low_rank.h"
+#include "op/sparse.h"
+#include "op/update_momentum.h"
+
+namespace bagua::fake {
+namespace {
+
+constexpr int kRanks = 3;
+constexpr int64_t kNumel = 3 * 140000;  // equal parts, each of two pieces
+const at::Device kFake(at::kCUDA, 0);
+
+void expect_no_race(const std::string& where) {
+  const std::vector<std::string> races = Device::instance().take_races();
+  expect(races.empty(), where, ": ", races.size(),
+         " races, the first: ", races.empty() ? "" : races.front());
+}
+
+// Everything enqueued inside belongs to stream `id`.
+class OnStream {
+ public:
+  explicit OnStream(int64_t id) : guard_(Guard::stream(id)) {}
+
+ private:
+  c10::StreamGuard guard_;
+};
+
+// One op on one device, and its bucket of two slots.
+struct Subject {
+  std::string name;
+  at::ScalarType dtype;
+  double tolerance;  // 0: the same bits as on CPU
+  std::function<std::shared_ptr<BucketOp>(at::Device)> make;
+};
+
+at::Tensor zeros_on(at::Device device, int64_t numel, at::ScalarType dtype = at::kFloat) {
+  return at::zeros({numel}, at::TensorOptions().dtype(dtype).device(device));
+}
+
+std::shared_ptr<Communicator> loopback() { return std::make_shared<LoopbackCommunicator>(kRanks); }
+
+std::shared_ptr<const Codec> codec_on(at::Device device, const std::string& name) {
+  if (device.is_cpu()) return make_codec(name);
+  return std::make_shared<NotingCodec>(name);
+}
+
+std::shared_ptr<RoundMemory> memory(std::vector<at::Tensor> tensors) {
+  return std::make_shared<RoundMemory>(std::move(tensors), std::make_shared<RoundOutcome>());
+}
+
+std::vector<Subject> subjects() {
+  std::vector<Subject> all;
+  const auto add = [&](const std::string& name, at::ScalarType dtype, double tolerance, auto make) {
+    all.push_back({name, dtype, tolerance, make});
+  };
+  const auto counter = [] { return at::zeros({1}, at::kLong); };
+  add("all_reduce", at::kFloat, 0,
+      [](at::Device) { return std::make_shared<AllReduce>(loopback(), ReduceOp::kAvg); });
+  for (const std::string& name : codec_names()) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kHalf, at::kDouble}) {
+      add(name + " " + c10::toString(dtype), dtype, 0, [name](at::Device device) {
+        return std::make_shared<CompressedAllReduce>(loopback(), codec_on(device, name),
+                                                     std::make_shared<Scratch>(), ReduceOp::kAvg);
+      });
+    }
+    add("gossip of " + name, at::kFloat, 0, [name](at::Device device) {
+      const Replicas replicas{zeros_on(device, kNumel), zeros_on(device, kNumel),
+                              zeros_on(device, kNumel)};
+      return std::make_shared<CompressedGossip>(loopback(), codec_on(device, name),
+                                                std::make_shared<Scratch>(), replicas,
+                                                MixingWeights{1.0 / 3, 1.0 / 3});
+    });
+  }
+  add("average weights", at::kFloat, 0, [=](at::Device device) {
+    auto inner = std::make_shared<AllReduce>(loopback(), ReduceOp::kAvg);
+    return std::make_shared<AverageWeights>(zeros_on(device, kNumel), counter(), inner);
+  });
+  add("low rank", at::kFloat, 1e-4, [=](at::Device device) {
+    const std::vector<LowRankMatrix> matrices{{0, 400, 500, 2}};
+    at::Tensor queries = at::arange(1000, at::kFloat).mul_(0.01).sin_().to(device);
+    return std::make_shared<LowRank>(
+        loopback(), std::make_shared<Scratch>(), kNumel, matrices,
+        LowRankOptions{.warm_start = true, .error_feedback = true, .seed = 7},
+        memory({zeros_on(device, kNumel), queries, counter()}));
+  });
+  add("sparse", at::kFloat, 0, [=](at::Device device) {
+    return std::make_shared<Sparse>(loopback(), std::make_shared<Scratch>(), kNumel, 500,
+                                    memory({zeros_on(device, kNumel), counter()}));
+  });
+  return all;
+}
+
+// What training brings in round `round`: no two magnitudes are equal, so that there is one top k.
+at::Tensor gradient(int64_t round) {
+  at::Tensor result = at::zeros({kNumel});
+  float* values = result.data_ptr<float>();
+  for (int64_t i = 0; i < kNumel; ++i) {
+    const int64_t place = (i * 7919 + round * 31) % kNumel + 1;
+    values[i] = static_cast<float>(i % 2 ? place : -place) / kNumel;
+  }
+  return result;
+}
+
+// Two buckets of two slots each, in two lanes.
+std::unique_ptr<Engine> make_engine(const Subject& subject, const std::vector<at::Tensor>& flats) {
+  const auto alone = std::make_shared<ThreadHub>(1, std::chrono::seconds(20));
+  const auto counting = [&] {
+    return std::make_shared<CountingCommunicator>(std::make_shared<ThreadCommunicator>(alone, 0));
+  };
+  std::vector<Lane> lanes(2);
+  for (int i = 0; i < 2; ++i) {
+    Bucket bucket{.name = concat("bucket", i), .flat = flats[i], .slots = {}, .ops = {}};
+    for (int64_t slot = 0; slot < 2; ++slot) {
+      bucket.slots.push_back(
+          {concat("slot", i, "/", slot), slot * kNumel / 2, {kNumel / 2}, {1}, Adopt::kNone, {}});
+    }
+    bucket.ops.push_back(subject.make(flats[i].device()));
+    lanes[i].buckets.push_back(std::move(bucket));
+    lanes[i].communicators.push_back(counting());
+  }
+  return std::make_unique<Engine>(std::move(lanes),
+                                  EngineOptions{.name = "m",
+                                                .fingerprint = 1,
+                                                .incarnation = 1,
+                                                .timeout = std::chrono::seconds(20),
+                                                .control = counting(),
+                                                .board = nullptr});
+}
+
+std::vector<at::Tensor> make_flats(const Subject& subject, at::Device device) {
+  return {zeros_on(device, kNumel, subject.dtype), zeros_on(device, kNumel, subject.dtype)};
+}
+
+// Three rounds, slots filled under two streams; the last result.
+at::Tensor train(const Subject& subject, at::Device device) {
+  const std::vector<at::Tensor> flats = make_flats(subject, device);
+  const std::unique_ptr<Engine> made = make_engine(subject, flats);
+  Engine& engine = *made;
+  for (int64_t round = 1; round <= 3; ++round) {
+    engine.begin_round(1.0f);
+    for (SlotId slot = 3; slot >= 0; --slot) {
+      // The second slot of a bucket is filled first, on another stream, which the caller's does not
+      // wait for.
+      const int64_t half = slot % 2, other = 60;
+      const at::Tensor half_gradient = gradient(round).narrow(0, half * kNumel / 2, kNumel / 2);
+      const auto fill = [&] {
+        flats[slot / 2].narrow(0, half * kNumel / 2, kNumel / 2).copy_(half_gradient);
+        engine.mark_ready(slot);
+      };
+      if (half == 0 || device.is_cpu()) {
+        fill();
+        continue;
+      }
+      c10::Event caller(kFake.type());
+      caller.record(Guard::stream(current_stream()));
+      const OnStream guard(other);
+      caller.block(Guard::stream(other));
+      fill();
+    }
+    engine.wait();
+    for (const at::Tensor& flat : flats) flat.mul_(0.5);  // the optimizer
+  }
+  return flats[1].to(at::kCPU);
+}
+
+void detector_finds_what_is_missing() {
+  at::Tensor x = zeros_on(kFake, 100);
+  {
+    const OnStream guard(1);
+    x.add_(1);
+  }
+  expect(!Device::instance().take_races().empty(), "an unordered write was not found");
+  synchronize(kFake);
+  c10::Event written(kFake.type());
+  {
+    const OnStream guard(1);
+    x.add_(1);
+    written.record(Guard::stream(1));
+  }
+  {
+    const OnStream guard(2);
+    written.block(Guard::stream(2));
+    x.add_(1);
+  }
+  expect_no_race("a stream that has waited");
+  x.reset();
+  expect(!Device::instance().take_races().empty(), "memory freed too early was not found");
+  at::Tensor y = zeros_on(kFake, 100), z;
+  {
+    const OnStream guard(3);
+    synchronize(kFake);
+    z = y.add(1);
+    expect(z.cpu().sum().item<float>() == 100.0f, "wrong values");
+  }
+  expect_no_race("a synchronised device");
+}
+
+void ops_agree_with_the_cpu() {
+  for (const Subject& subject : subjects()) {
+    const at::Tensor expected = train(subject, at::kCPU);
+    const at::Tensor found = train(subject, kFake);
+    expect_no_race(subject.name);
+    const bool same = subject.tolerance == 0
+                          ? found.equal(expected)
+                          : at::allclose(found, expected, subject.tolerance, subject.tolerance);
+    expect(same, subject.name, ": the device's result is not the CPU's");
+    std::cout << subject.name << std::endl;
+  }
+}
+
+// An engine that is dropped in a round has given its lanes work that nobody waits for.
+void memory_of_an_unfinished_round_is_not_freed_too_early() {
+  const Subject subject = subjects().front();
+  std::vector<at::Tensor> flats = make_flats(subject, kFake);
+  std::unique_ptr<Engine> engine = make_engine(subject, flats);
+  engine->begin_round(1.0f);
+  for (SlotId slot = 0; slot < 4; ++slot) engine->mark_ready(slot);
+  while (engine->stats().buckets.back().rounds == 0) std::this_thread::yield();
+  engine.reset();
+  flats.clear();
+  expect_no_race("an engine dropped in a round");
+}
+
+void asynchronous_averaging_keeps_out_of_training() {
+  at::Tensor weights = gradient(1).to(kFake);
+  auto gate = std::make_shared<WeightGate>();
+  AsyncAverage op(loopback(), {weights}, gate);
+  weights.add_(1);
+  {
+    const OnStream guard(7);
+    expect(op.run(false), "the round was not made");
+  }
+  weights.add_(1);
+  expect_no_race("asynchronous averaging");
+}
+
+}  // namespace
+}  // namespace bagua::fake
+
+// 0: all is well; otherwise a message is on standard error.
+extern "C" int device_streams() {
+  using namespace bagua::fake;
+  const at::NoGradGuard no_grad;
+  try {
+    detector_finds_what_is_missing();
+    ops_agree_with_the_cpu();
+    memory_of_an_unfinished_round_is_not_freed_too_early();
+    asynchronous_averaging_keeps_out_of_training();
+  } catch (const std::exception& error) {
+    const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
+    std::cerr << (from_torch ? from_torch->what_without_backtrace() : error.what()) << std::endl;
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,117 @@
+// A device called cuda:0 whose memory is host memory and whose work is done at once, and which
+// knows what might have happened on a real one: for programs that look for missing events without
+// having a GPU.
+//
+// Every stream has a vector clock. An event takes over the clock of the stream it is recorded on, a
+// stream or thread that waits for it joins that clock. Two accesses to the same bytes, one of them
+// a write, under streams of which neither has waited for the other, are a race. So is memory freed
+// while another stream than its own may still use it: the caching allocator would hand it out.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/check.h"
+
+namespace bagua::fake {
+
+constexpr int kStreams = 64;
+using Clock = std::array<uint64_t, kStreams>;
+
+inline void join(Clock& into, const Clock& other) {
+  for (int i = 0; i < kStreams; ++i) into[i] = std::max(into[i], other[i]);
+}
+
+// Thread safety: all methods.
+class Device {
+ public:
+  static Device& instance() {
+    static auto* device = new Device;  // outlives every tensor
+    return *device;
+  }
+
+  // Work of `stream` called `what` reads or writes [begin, begin + bytes).
+  void access(int stream, const std::string& what, const void* begin, size_t bytes, bool write) {
+    if (bytes == 0) return;
+    std::lock_guard lock(mutex_);
+    Clock& clock = advance(stream);
+    const auto first = reinterpret_cast<uintptr_t>(begin), end = first + bytes;
+    for (const Access& other : accesses_) {
+      const bool overlap = other.first < end && first < other.end;
+      if (!overlap || !(write || other.write) || other.time <= clock[other.stream]) continue;
+      races_.push_back(concat(what, " on stream ", stream, write ? " writes" : " reads", " what ",
+                              other.what, " on stream ", other.stream,
+                              other.write ? " writes" : " reads", ", and nothing orders them"));
+    }
+    if (write) {  // all that came before is ordered by this one
+      std::erase_if(accesses_, [&](const Access& other) {
+        return first <= other.first && other.end <= end && other.time <= clock[other.stream];
+      });
+    }
+    accesses_.push_back({first, end, stream, clock[stream], write, what});
+  }
+
+  // Memory that was allocated under `stream` goes back to it.
+  void release(int stream, const void* begin, size_t bytes) {
+    access(stream, "the next owner of freed memory", begin, bytes, true);
+    std::lock_guard lock(mutex_);
+    const auto first = reinterpret_cast<uintptr_t>(begin);
+    std::erase_if(accesses_,
+                  [&](const Access& a) { return first <= a.first && a.end <= first + bytes; });
+  }
+
+  Clock recorded(int stream) {
+    std::lock_guard lock(mutex_);
+    return advance(stream);
+  }
+  void wait(int stream, const Clock& event) {
+    std::lock_guard lock(mutex_);
+    join(clocks_[stream], event);
+  }
+  // A host thread has seen that this is done: whatever is enqueued from now on comes later.
+  void completed(const Clock& event) {
+    std::lock_guard lock(mutex_);
+    join(completed_, event);
+  }
+  void completed_all() {
+    std::lock_guard lock(mutex_);
+    for (const Clock& clock : clocks_) join(completed_, clock);
+  }
+
+  std::vector<std::string> take_races() {
+    std::lock_guard lock(mutex_);
+    return std::exchange(races_, {});
+  }
+
+ private:
+  struct Access {
+    uintptr_t first;
+    uintptr_t end;
+    int stream;
+    uint64_t time;
+    bool write;
+    std::string what;
+  };
+
+  Clock& advance(int stream) {
+    Clock& clock = clocks_.at(stream);
+    join(clock, completed_);
+    ++clock[stream];
+    return clock;
+  }
+
+  std::mutex mutex_;
+  std::array<Clock, kStreams> clocks_{};
+  Clock completed_{};
+  std::vector<Access> accesses_;
+  std::vector<std::string> races_;
+};
+
+int current_stream();  // of the calling thread
+
+}  // namespace bagua::fake

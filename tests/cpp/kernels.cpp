@@ -1,0 +1,179 @@
+// Runs the CUDA kernels of all codecs on the CPU (cuda_emulation.h) and compares every byte with
+// the CPU codecs. Prints what it ran; ends with status 1 and details at the first difference.
+//
+//   kernels [--quick] [--skip-barrier N]
+//
+// --quick: fewer sizes, for sanitizers. --skip-barrier: see cuda_emulation.h.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "codec/chunk_codec_cpu.h"
+#include "codec/chunk_codec_cuda.h"
+#include "codec/codecs.h"
+#include "codec/exact_division.h"
+#include "cuda_emulation.h"
+#include "kernel_comparison.h"
+#include "kernel_data.h"
+
+namespace bagua {
+
+namespace {
+
+constexpr Offsets kNoOffsets{};
+int64_t batches_compared = 0;
+
+struct Pair {
+  std::shared_ptr<const Codec> cpu;
+  std::shared_ptr<const Codec> cuda;
+  std::string name;
+
+  template <typename T>
+  void compare(const std::string& what, const Batch<T>& batch, Offsets offsets) const {
+    ++batches_compared;
+    compare_codecs<T>(name + ", " + what, *cpu, *cuda, batch, offsets);
+  }
+};
+
+// Sizes around every unit of work, at every alignment.
+template <typename T>
+void compare_sizes(const Pair& pair, bool quick) {
+  std::vector<int64_t> sizes = {0, 1, 3, 31, 32, 2047, 2048, 2049, 4096 + 37, 16384 + 1};
+  if (!quick) sizes.insert(sizes.end(), {8 * 2048, 5 * 2048 + 8, 131072 + 17});
+  const int64_t one = sizeof(T);
+  for (const int64_t size : sizes) {
+    const Batch<T> batch = {filled<T>(kPatterns[0], size)};
+    for (const Offsets offsets : {Offsets{0, 0}, {16, 16}, {one, 0}, {0, 4}, {8, 8}, {16, 28}}) {
+      pair.compare("numel " + std::to_string(size) + ", offsets " + std::to_string(offsets.x) +
+                       " and " + std::to_string(offsets.payload),
+                   batch, offsets);
+    }
+  }
+}
+
+template <typename T>
+void compare_patterns(const Pair& pair, bool quick) {
+  for (const Pattern& pattern : kPatterns) {
+    Batch<T> batch = {filled<T>(pattern, 1), filled<T>(pattern, 2048 + 31)};
+    if (!quick) batch.push_back(filled<T>(pattern, 3 * 2048 + 7));
+    pair.compare(pattern.name, batch, kNoOffsets);
+    pair.compare(pattern.name, batch, {sizeof(T), 4});
+  }
+  Batch<T> numbers = {all_numbers<T, Half>(), all_numbers<T, BFloat16>()};
+  if (quick) numbers.pop_back();
+  pair.compare("all numbers of 16 bits", numbers, kNoOffsets);
+}
+
+// Many chunks a call, of all sizes and none: more than one launch holds.
+template <typename T>
+void compare_many_chunks(const Pair& pair, bool quick) {
+  Batch<T> batch;
+  for (int i = 0; i < (quick ? 130 : 300); ++i) {
+    const int64_t numel = i % 5 == 4 ? 0 : i % 41 == 0 ? 4096 + i : (i * 37) % 199;
+    batch.push_back(filled<T>(kPatterns[i % 2 == 0 ? 0 : 8], numel));
+  }
+  pair.compare("many chunks", batch, kNoOffsets);
+  pair.compare("empty chunks", Batch<T>(250), kNoOffsets);
+  pair.compare("no chunks", Batch<T>(), kNoOffsets);
+}
+
+// Bytes that no encoder wrote decode to something, and to the same on both sides, NaN aside.
+template <typename T>
+void compare_strange_payloads(const Pair& pair) {
+  const Batch<T> batch = {std::vector<T>(3 * 2048 + 5)};
+  Side<T> cpu(*pair.cpu, batch, kNoOffsets);
+  Side<T> cuda(*pair.cuda, batch, kNoOffsets);
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    const int64_t bytes = cpu.payload_bytes(cpu.chunks[0].numel);
+    for (int64_t i = 0; i < bytes; ++i) {
+      cpu.chunks[0].payload[i] = cuda.chunks[0].payload[i] =
+          static_cast<std::byte>(mixed_bits(seed * bytes + i));
+    }
+    Side<T> fresh_cpu(*pair.cpu, batch, kNoOffsets);
+    Side<T> fresh_cuda(*pair.cuda, batch, kNoOffsets);
+    fresh_cpu.chunks[0].payload = cpu.chunks[0].payload;
+    fresh_cuda.chunks[0].payload = cuda.chunks[0].payload;
+    fresh_cpu.decode(kNoOffsets);
+    fresh_cuda.decode(kNoOffsets);
+    compare<T>(pair.name + ", strange payload", fresh_cpu.decoded, fresh_cuda.decoded, true);
+  }
+}
+
+// More tiles than a chunk has slices: each slice then has several rounds.
+void compare_large_chunk(const Pair& pair) {
+  Batch<Half> batch = {filled<Half>(kPatterns[0], 8 * 1024 * 2048 + 3 * 2048 + 5)};
+  pair.compare("a large chunk", batch, kNoOffsets);
+}
+
+// codec/exact_division.h against division itself.
+void compare_divisions(int64_t ranges) {
+  for (int64_t i = 0; i < ranges; ++i) {
+    const float scale = std::exp2(static_cast<float>(mixed_bits(i) % 100) - 60.0f);
+    const float shift = i % 2 == 0 ? 0.0f : scale * 4000.0f * uniform(3 * i);
+    const float min = shift - scale * uniform(5 * i);
+    const ValueRange range{min, min + scale * (uniform(7 * i) + 0.001f)};
+    const QuantisationGrid grid = quantisation_grid(range);
+    const PlainDequantiser<float> plain(grid);
+    if (!plain.plain) continue;
+    for (int code = 0; code < 256; ++code) {
+      const float wanted = dequantise<float>(static_cast<uint8_t>(code), grid);
+      const float got = plain(static_cast<uint8_t>(code));
+      if (float_to_bits(wanted) != float_to_bits(got)) {
+        std::printf("range %a to %a, code %d: division gives %a, divide %a\n", range.min, range.max,
+                    code, wanted, got);
+        std::exit(1);
+      }
+    }
+  }
+  for (int64_t i = 0; i < ranges * 256; ++i) {
+    const float divisor = bits_to_float(0x3f800000 + (mixed_bits(i) & 0x7fffff));
+    const float dividend = static_cast<float>(mixed_bits(~i) & 0xffffff);
+    const float got = divide(dividend, make_divisor(divisor));
+    if (float_to_bits(dividend / divisor) != float_to_bits(got)) {
+      std::printf("%a / %a is %a, divide gives %a\n", dividend, divisor, dividend / divisor, got);
+      std::exit(1);
+    }
+  }
+  std::printf("division: %lld ranges\n", static_cast<long long>(ranges));
+}
+
+template <typename T>
+void compare_all(const std::string& codec, bool quick) {
+  const Pair pair{make_cpu_codec(codec), make_cuda_codec(codec),
+                  codec + ", " + dtype_name(kDTypeOf<T>)};
+  const int64_t before = batches_compared;
+  compare_sizes<T>(pair, quick);
+  compare_patterns<T>(pair, quick);
+  compare_many_chunks<T>(pair, quick);
+  compare_strange_payloads<T>(pair);
+  if constexpr (std::is_same_v<T, Half>) {
+    if (!quick && pair.cuda->block_numel() == 0) compare_large_chunk(pair);
+  }
+  std::printf("%s: %lld batches\n", pair.name.c_str(),
+              static_cast<long long>(batches_compared - before));
+}
+
+}  // namespace
+
+}  // namespace bagua
+
+int main(int argc, char** argv) {
+  bool quick = false;
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--quick") == 0) quick = true;
+    if (std::strcmp(argv[i], "--skip-barrier") == 0 && i + 1 < argc) {
+      bagua::emulation::skipped_barrier = std::atoi(argv[++i]);
+    }
+  }
+  bagua::for_each_codec([&](const auto& line) {
+    bagua::compare_all<float>(line.name, quick);
+    bagua::compare_all<bagua::Half>(line.name, quick);
+    bagua::compare_all<bagua::BFloat16>(line.name, quick);
+  });
+  bagua::compare_divisions(quick ? 500 : 20000);
+  std::printf("all equal\n");
+  return 0;
+}

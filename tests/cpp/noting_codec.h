@@ -1,0 +1,67 @@
+// A codec of the fake device.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "base/check.h"
+#include "codec/factory.h"
+#include "fake_device.h"
+
+namespace bagua::fake {
+
+template <typename... Args>
+void expect(bool condition, const Args&... what) {
+  if (!condition) throw Error(concat(what...));
+}
+
+// The codecs of a real device run here on its "memory"; what they touch is noted.
+class NotingCodec final : public Codec {
+ public:
+  explicit NotingCodec(const std::string& name) : codec_(make_codec(name)) {}
+  Processor processor() const override { return Processor::kCuda; }
+  int64_t payload_bytes(DType dtype, int64_t numel) const override {
+    return codec_->payload_bytes(dtype, numel);
+  }
+  int64_t scratch_bytes(std::span<const Chunk> chunks, DType) const override {
+    return 16 * static_cast<int64_t>(chunks.size());
+  }
+  void encode(std::span<const Chunk> chunks, DType dtype, std::byte* scratch,
+              StreamHandle stream) const override {
+    expect(scratch != nullptr, "encode needs its scratch");
+    note("encode's scratch", stream, scratch, scratch_bytes(chunks, dtype), true);
+    for (const Chunk& chunk : chunks) {
+      note("encode", stream, chunk.x, chunk.numel * dtype_bytes(dtype), false);
+      note("encode", stream, chunk.payload, payload_bytes(dtype, chunk.numel), true);
+    }
+    codec_->encode(chunks, dtype, nullptr, nullptr);
+  }
+  void decode(std::span<const Chunk> chunks, DType dtype, StreamHandle stream) const override {
+    for (const Chunk& chunk : chunks) {
+      note("decode", stream, chunk.payload, payload_bytes(dtype, chunk.numel), false);
+      note("decode", stream, chunk.x, chunk.numel * dtype_bytes(dtype), true);
+    }
+    codec_->decode(chunks, dtype, nullptr);
+  }
+  void decode_add(std::span<const Chunk> chunks, DType dtype, float weight,
+                  StreamHandle stream) const override {
+    for (const Chunk& chunk : chunks) {
+      note("decode_add", stream, chunk.payload, payload_bytes(dtype, chunk.numel), false);
+      note("decode_add", stream, chunk.x, chunk.numel * 4, true);
+    }
+    codec_->decode_add(chunks, dtype, weight, nullptr);
+  }
+  int64_t block_numel() const override { return codec_->block_numel(); }
+  const std::string& name() const override { return codec_->name(); }
+
+ private:
+  static void note(const char* what, StreamHandle stream, const void* begin, int64_t bytes,
+                   bool write) {
+    const auto handle = reinterpret_cast<intptr_t>(stream);
+    expect(handle > 0, what, " was called without a stream");
+    Device::instance().access(static_cast<int>(handle - 1), what, begin, bytes, write);
+  }
+  std::shared_ptr<const Codec> codec_;
+};
+
+}  // namespace bagua::fake

@@ -1,0 +1,28 @@
+"""Engine and ops on a fake device: nothing unordered, nothing freed too early, the CPU's results.
+
+What it proves and what it cannot: docs/cuda.md, "Without a GPU".
+"""
+
+import subprocess
+import sys
+
+import pytest
+from single.cpp_programs import build_library
+
+RUN = """
+import ctypes, sys
+import torch  # the libraries that the program is linked with
+from bagua import _C
+sys.exit(ctypes.CDLL(sys.argv[1]).device_streams())
+"""
+
+
+@pytest.mark.timeout(400)
+def test_every_op_is_ordered_by_events_and_agrees_with_the_cpu():
+    library = build_library("device_streams", ["tests/cpp/device_streams.cpp"])
+    ended = subprocess.run(
+        [sys.executable, "-c", RUN, library], capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode == 0, ended.stderr
+    ran = ended.stdout.split("\n")
+    assert {"all_reduce", "block_uint8 Half", "gossip of fp16", "low rank", "sparse"} <= set(ran)

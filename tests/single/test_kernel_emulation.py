@@ -1,0 +1,176 @@
+"""The CUDA kernels, run on the CPU: see tests/cpp/kernels.cpp and cuda_emulation.h.
+
+The programs need g++ alone, no torch and no CUDA. They are kept in build/kernel_emulation and made
+anew only when their sources change.
+"""
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BUILD = REPOSITORY / "build" / "kernel_emulation"
+
+COMMON_FLAGS = ["-std=c++20", "-Icsrc", "-Itests/cpp", "-DBAGUA_EMULATE_CUDA", "-g1"]
+COMMON_FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+COMMON_FLAGS += ["-Wall", "-Wextra", "-Werror"]
+SANITIZE_ADDRESS = "-fsanitize=address,undefined -fno-sanitize-recover=all"
+# Name -> flags, and where they differ those of the emulation itself, which is no code under test.
+VARIANTS = {
+    "plain": ("-O2", "-O2"),
+    "address": (f"-O1 {SANITIZE_ADDRESS}", f"-O1 {SANITIZE_ADDRESS}"),
+    "thread": ("-O1 -fsanitize=thread", "-O1 -DBAGUA_TSAN"),
+}
+EMULATION = ("tests/cpp/cuda_emulation.cpp", "tests/cpp/fiber.cpp")
+PROGRAMS = {
+    "kernels": (
+        "tests/cpp/kernels.cpp",
+        "csrc/codec/chunk_codec_cpu.cpp",
+        "csrc/codec/chunk_codec_cuda.cu",
+    ),
+    "emulation_faults": ("tests/cpp/emulation_faults.cpp",),
+}
+
+pytestmark = [
+    pytest.mark.timeout(400),  # the first run compiles
+    pytest.mark.skipif(
+        shutil.which("g++") is None or platform.machine() != "x86_64",
+        reason="the emulation of CUDA needs g++ on x86-64",
+    ),
+]
+
+
+def sources():
+    folders = ("csrc/base", "csrc/codec", "tests/cpp")
+    suffixes = {".h", ".cpp", ".cu", ".cuh"}
+    files = [file for folder in folders for file in sorted((REPOSITORY / folder).iterdir())]
+    return [file for file in files if file.suffix in suffixes]
+
+
+def fingerprint():
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    digest.update(subprocess.check_output(["g++", "--version"]))
+    for file in sources():
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def compile_object(source, flags, target):
+    launcher = ["ccache"] if shutil.which("ccache") else []
+    command = [*launcher, "g++", *COMMON_FLAGS, *flags.split(), "-xc++", "-c", source, "-o", target]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+
+
+def build(folder):
+    """All programs in all variants: <folder>/<variant>-<program>."""
+    jobs = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for variant, (flags, emulation_flags) in VARIANTS.items():
+            for source in {*EMULATION, *sum(PROGRAMS.values(), ())}:
+                of_source = emulation_flags if source in EMULATION else flags
+                target = folder / f"{variant}-{Path(source).name}.o"
+                jobs[variant, source] = (
+                    target,
+                    pool.submit(compile_object, source, of_source, target),
+                )
+    for (variant, source), (_, job) in jobs.items():
+        assert job.result().returncode == 0, f"{variant}, {source}:\n{job.result().stderr}"
+    for variant, (flags, _) in VARIANTS.items():
+        for program, own in PROGRAMS.items():
+            objects = [jobs[variant, source][0] for source in (*own, *EMULATION)]
+            command = ["g++", *flags.split(), *objects, "-o", folder / f"{variant}-{program}"]
+            subprocess.run(command, check=True)
+    for object_file in folder.glob("*.o"):
+        object_file.unlink()
+
+
+@pytest.fixture(scope="module")
+def programs():
+    folder = BUILD / fingerprint()
+    if not folder.exists():
+        shutil.rmtree(BUILD, ignore_errors=True)
+        unfinished = BUILD / f"unfinished-{os.getpid()}"
+        unfinished.mkdir(parents=True)
+        build(unfinished)
+        unfinished.rename(folder)
+    return folder
+
+
+def run(programs, variant, program, *arguments):
+    command = [programs / f"{variant}-{program}", *arguments]
+    # ThreadSanitizer of g++ 12 cannot start where address randomisation is too strong.
+    fixed_addresses = ["setarch", "-R"]
+    if variant == "thread" and subprocess.run([*fixed_addresses, "true"]).returncode == 0:
+        command = [*fixed_addresses, *command]
+    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kernels_give_the_bytes_of_the_cpu_codecs(programs, variant):
+    arguments = [] if variant == "plain" else ["--quick"]
+    result = run(programs, variant, "kernels", *arguments)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[:4000]
+    lines = result.stdout.splitlines()
+    assert lines[-1] == "all equal"
+    for codec in ("minmax_uint8", "block_uint8", "fp16", "bf16"):
+        for dtype in ("float32", "float16", "bfloat16"):
+            assert any(line.startswith(f"{codec}, {dtype}: ") for line in lines)
+
+
+def test_a_missing_barrier_in_the_kernels_is_found_as_a_race(programs):
+    result = run(programs, "thread", "kernels", "--quick", "--skip-barrier", "1")
+    assert result.returncode != 0
+    assert "data race" in result.stderr
+    assert "range_kernels.cuh:" in result.stderr
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_emulation_runs_a_correct_kernel(programs, variant):
+    result = run(programs, variant, "emulation_faults", "correct")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("misaligned_load", "misaligned address .* of an access of 16 bytes by thread 0"),
+        ("misaligned_store", "misaligned address .* of an access of 8 bytes by thread 0"),
+        ("divergent_barriers", "divergent barriers: thread 0 .*, thread 32 "),
+        ("missing_thread", "thread 0 waits at the barrier at .*, thread 40 has ended"),
+        ("missing_lane", "a lane is missing from an operation of the warp: .* thread 5 has ended"),
+        ("different_masks", "lanes of one mask meet different operations"),
+        ("foreign_mask", "thread 16 is not in its own mask"),
+        ("source_outside_mask", "reads from lane 20, which is not in its mask"),
+        ("deadlock", "deadlock, barrier or warp divergence: thread 0 .*, thread 16 waits for its"),
+    ],
+)
+def test_what_a_gpu_leaves_undefined_ends_the_program(programs, fault, message):
+    result = run(programs, "plain", "emulation_faults", fault)
+    assert result.returncode == 3, result.stdout + result.stderr
+    assert re.search(message, result.stderr), result.stderr
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["missing_barrier", "race_between_barriers", "warp_barrier_for_all", "shuffle_as_fence"],
+)
+def test_memory_without_a_barrier_is_a_race_whatever_the_order(programs, fault):
+    assert run(programs, "plain", "emulation_faults", fault).returncode == 0
+    result = run(programs, "thread", "emulation_faults", fault)
+    assert result.returncode != 0
+    assert "data race" in result.stderr
+    assert "emulation_faults.cpp:" in result.stderr
+
+
+def test_address_sanitizer_reports_a_misaligned_access_too(programs):
+    result = run(programs, "address", "emulation_faults", "misaligned_load")
+    assert result.returncode != 0
+    assert "misaligned address" in result.stderr
