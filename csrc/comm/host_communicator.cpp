@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 
 #include "base/check.h"
