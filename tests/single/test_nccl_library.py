@@ -120,20 +120,26 @@ def test_the_library_of_the_wheel_comes_before_those_of_torch_and_the_loader(mon
 
 
 @pytest.mark.parametrize(
-    ("value", "choice", "own"),
-    [(None, None, True), ("", None, True), ("nccl", "nccl", True), ("c10d", "c10d", False)],
-    ids=["unset", "empty", "nccl", "c10d"],
+    ("value", "choice", "through"),
+    [
+        (None, None, "nccl"),
+        ("", None, "nccl"),
+        ("nccl", "nccl", "nccl"),
+        ("c10d", "c10d", "c10d"),
+        ("gloo", "gloo", "gloo"),
+    ],
+    ids=["unset", "empty", "nccl", "c10d", "gloo"],
 )
-def test_bagua_comm_says_what_moves_cuda_tensors(monkeypatch, value, choice, own):
+def test_bagua_comm_says_what_moves_cuda_tensors(monkeypatch, value, choice, through):
     if value is None:
         monkeypatch.delenv("BAGUA_COMM", raising=False)
     else:
         monkeypatch.setenv("BAGUA_COMM", value)
     assert env.get_comm() == choice
-    assert _transport.uses_own_nccl() is own
+    assert _transport.cuda_transport() == through
 
 
 def test_any_other_bagua_comm_is_refused(monkeypatch):
     monkeypatch.setenv("BAGUA_COMM", "mpi")
-    with pytest.raises(ValueError, match="BAGUA_COMM='mpi' must be nccl or c10d"):
-        _transport.uses_own_nccl()
+    with pytest.raises(ValueError, match="BAGUA_COMM='mpi' must be nccl, c10d or gloo"):
+        _transport.cuda_transport()

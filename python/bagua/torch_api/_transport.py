@@ -19,7 +19,7 @@ from bagua import _C
 from bagua.torch_api import env
 from bagua.torch_api._nccl_library import nccl_library
 
-__all__ = ["Transport", "fingerprint", "first_difference", "uses_own_nccl"]
+__all__ = ["Transport", "cuda_transport", "fingerprint", "first_difference"]
 
 _log = logging.getLogger("bagua")
 
@@ -30,9 +30,10 @@ def fingerprint(lines: list[str]) -> int:
     return int.from_bytes(digest, "little")
 
 
-def uses_own_nccl() -> bool:
-    """Whether CUDA tensors go through communicators of our own, not torch's NCCL backend."""
-    return (env.get_comm() or ("nccl" if _C.has_nccl else "c10d")) == "nccl"
+def cuda_transport() -> str:
+    """What moves CUDA tensors: "nccl" (communicators of our own), "c10d" (torch's NCCL backend), or
+    "gloo" (through host memory: its ranks may share a GPU, NCCL's may not)."""
+    return env.get_comm() or ("nccl" if _C.has_nccl else "c10d")
 
 
 class Transport:
@@ -91,8 +92,12 @@ class Transport:
             return _C.CountingCommunicator(_C.ThreadCommunicator(alone, 0))
         start = time.monotonic()
         connected: _C.Communicator
-        if device_type == "cuda" and uses_own_nccl():
+        through = cuda_transport() if device_type == "cuda" else "c10d"
+        if through == "nccl":
             connected = self._nccl(name, members)
+        elif through == "gloo":
+            gloo = _C.C10dCommunicator(self.backend(name, "cpu", members))
+            connected = _C.HostCommunicator(gloo)
         else:
             connected = _C.C10dCommunicator(self.backend(name, device_type, members))
         _log.debug(
@@ -173,8 +178,8 @@ class Transport:
         """
         if self.size == 1:
             return
-        mine = torch.tensor([fingerprint(lines) >> 1], dtype=torch.int64)
-        everyone = torch.zeros(self.size, dtype=torch.int64)
+        mine = torch.tensor([fingerprint(lines) >> 1], dtype=torch.int64, device="cpu")
+        everyone = torch.zeros(self.size, dtype=torch.int64, device="cpu")
         communicator = self.main_communicator("cpu")
         communicator.all_gather(mine, everyone)
         values = everyone.tolist()

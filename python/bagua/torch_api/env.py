@@ -94,17 +94,18 @@ def get_check_weights_every() -> int:
 
 
 def get_comm() -> str | None:
-    """What moves CUDA tensors (``BAGUA_COMM``): "nccl", "c10d", or None where nothing is said.
+    """What moves CUDA tensors (``BAGUA_COMM``): "nccl", "c10d", "gloo", or None where nothing is said.
 
     nccl: communicators of bagua's own on NCCL, the default where the build has them. c10d: NCCL
-    through torch.distributed's backend, the default elsewhere.
+    through torch.distributed's backend, the default elsewhere. gloo: through host memory, for ranks
+    that share a GPU and for finding out whether NCCL is at fault.
 
     Raises:
-        ValueError: the variable is neither.
+        ValueError: the variable is none of these.
     """
     comm = os.environ.get("BAGUA_COMM") or None
-    if comm not in (None, "nccl", "c10d"):
-        raise ValueError(f"BAGUA_COMM={comm!r} must be nccl or c10d")
+    if comm not in (None, "nccl", "c10d", "gloo"):
+        raise ValueError(f"BAGUA_COMM={comm!r} must be nccl, c10d or gloo")
     return comm
 
 
