@@ -94,7 +94,7 @@ def get_check_weights_every() -> int:
 
 
 def get_comm() -> str | None:
-    """What moves CUDA tensors (``BAGUA_COMM``): "nccl", "c10d", "gloo", or None where nothing is said.
+    """What moves CUDA tensors (``BAGUA_COMM``): "nccl", "c10d", "gloo", or None if unset.
 
     nccl: communicators of bagua's own on NCCL, the default where the build has them. c10d: NCCL
     through torch.distributed's backend, the default elsewhere. gloo: through host memory, for ranks
