@@ -24,7 +24,7 @@ ARGS ?=
 # Tests wait for each other as often as they compute: two files at a time. 0: one after the other.
 TEST_JOBS ?= 2
 
-.PHONY: help venv build horovod demo test lint format sanitize soak bench clean ci
+.PHONY: help venv build horovod demo test lint format cuda-check sanitize soak bench clean ci
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,14 +71,28 @@ format: venv ## Lay out all files as lint wants them
 # ThreadSanitizer of g++ 12 cannot start where address randomisation is too strong; switch it off if allowed.
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-sanitize: venv ## Run the C++ stress program under ThreadSanitizer, then under Address- and UBSanitizer
+sanitize: venv ## Run the C++ stress programs under ThreadSanitizer, then under Address- and UBSanitizer
 	cmake -S . -B build/tsan -G Ninja -DBAGUA_SANITIZE=thread -DPython_EXECUTABLE=$(PY)
 	cmake --build build/tsan --target stress
 	OMP_NUM_THREADS=1 TSAN_OPTIONS="suppressions=$(CURDIR)/tests/cpp/tsan.supp halt_on_error=1 second_deadlock_stack=1" \
-	  $(FIXED_ADDRESSES) build/tsan/stress
+	  $(FIXED_ADDRESSES) bash -c 'build/tsan/stress && build/tsan/stress_nccl'
 	cmake -S . -B build/asan -G Ninja -DBAGUA_SANITIZE=address,undefined -DPython_EXECUTABLE=$(PY)
 	cmake --build build/asan --target stress
 	OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 build/asan/stress
+	UBSAN_OPTIONS=print_stacktrace=1 build/asan/stress_nccl
+
+NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+
+cuda-check: venv ## Compile and link all CUDA code without a GPU; registers, spills and widths of every kernel
+ifeq ($(NVCC),)
+	@echo "There is no nvcc on this machine: the CUDA code was not compiled. Install the CUDA toolkit (12 or 13)."
+else
+	CUDACXX=$(NVCC) cmake -S . -B build/cuda -G Ninja -DBAGUA_CUDA=ON -DBAGUA_NCCL=ON -DPython_EXECUTABLE=$(PY) \
+	  -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/build/cuda/python/bagua
+	cmake --build build/cuda
+	tools/cuda_report $$(find build/cuda -name '*.cu.o')
+	$(PY) tools/cuda_import_check build/cuda/python/bagua
+endif
 
 soak: build horovod ## The tests that count on luck, many times: 50 ends of scripts, 50 starts on a slow link
 	BAGUA_TEST_EXITS=50 BAGUA_TEST_STARTS=50 OMP_NUM_THREADS=1 \
@@ -92,9 +106,9 @@ clean: ## Remove what was built; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache demo.png demo.json $(VENV)/.installed
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-CI_STAGES := venv build lint horovod test sanitize demo
+CI_STAGES := venv build lint cuda-check horovod test sanitize demo
 
-ci: ## All of it, as the continuous integration does: install, lint, Horovod, test, sanitize, demo
+ci: ## All of it, as the continuous integration does: install, lint, CUDA, Horovod, test, sanitize, demo
 	@begin=$$SECONDS; \
 	for stage in $(CI_STAGES); do \
 	  echo; echo "==== $$stage ===="; start=$$SECONDS; \

@@ -1,12 +1,14 @@
 """How fast the codecs are: GB/s, and speed relative to a memcpy of the same bytes.
 
     python benchmarks/bench_codec.py [--device cpu] [--mib 64] [--repeats 41] [--json]
+    python benchmarks/bench_codec.py --device cuda [--mib 32 128] [--repeats 41] [--json]
 
-One thread, preallocated buffers, one chunk; all candidates take turns within one process. GB/s and
-ratios count the bytes of the uncompressed tensor. Plain torch and FBGEMM (the row-wise quantiser
-that torch ships, rows of 2048) allocate their results: they have no other form. Every codec is
-checked against its error bound before it is timed. With --json the results are printed as JSON
-instead of a table; both keep them under benchmarks/results/. Exits with 1 if a target is missed.
+On CUDA: see codec_on_cuda.py. On CPU: one thread, preallocated buffers, one chunk; all candidates
+take turns within one process. GB/s and ratios count the bytes of the uncompressed tensor. Plain
+torch and FBGEMM (the row-wise quantiser that torch ships, rows of 2048) allocate their results:
+they have no other form. Every codec is checked against its error bound before it is timed. With
+--json the results are printed as JSON instead of a table; both keep them under
+benchmarks/results/. Exits with 1 if a target is missed.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import ctypes
 import json
 import sys
 
+import codec_on_cuda
 import torch
 from bagua import _C
 from common import machine, timed_in_turns, write_results
@@ -132,30 +135,61 @@ def show(results):
         print(f"{each['what']:26}{ratio:>28}, target {each['target']:.2f}: {verdict}")
 
 
+def run_on_cpu(mib, repeats):
+    torch.set_num_threads(1)
+    rows = measure(mib, repeats)
+    return {
+        "machine": machine(),
+        "device": "cpu",
+        "mib": mib,
+        "repeats": repeats,
+        "rows": rows,
+        "targets": compare(rows),
+    }
+
+
+def run_on_cuda(sizes, repeats):
+    if not torch.cuda.is_available():
+        sys.exit(f"bench_codec --device cuda: no CUDA device (torch {torch.__version__})")
+    if not _C.has_cuda_codecs():
+        sys.exit("bench_codec --device cuda: bagua was built without CUDA kernels: docs/cuda.md")
+    rows, missing = codec_on_cuda.measure(sizes, repeats)
+    return {
+        "machine": machine(),
+        "device": "cuda",
+        "gpu": codec_on_cuda.hardware(),
+        "repeats": repeats,
+        "rows": rows,
+        "missing": missing,
+        "targets": codec_on_cuda.targets(rows),
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu"], default="cpu")
-    parser.add_argument("--mib", type=int, default=64, help="size of the float32 tensor")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--mib", type=int, nargs="+", help="sizes of the float32 tensor; CPU: one")
     parser.add_argument("--repeats", type=int, default=41)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
 
-    torch.set_num_threads(1)
-    rows = measure(arguments.mib, arguments.repeats)
-    results = {
-        "machine": machine(),
-        "device": arguments.device,
-        "mib": arguments.mib,
-        "repeats": arguments.repeats,
-        "rows": rows,
-        "targets": compare(rows),
-    }
-    write_results("bench_codec", results)
+    if arguments.device == "cuda":
+        results = run_on_cuda(arguments.mib or codec_on_cuda.SIZES_MIB, arguments.repeats)
+        write_results("bench_codec_cuda", results)
+        missed = [each for each in results["targets"] if not each["reached"]]
+        show_table = codec_on_cuda.show
+    else:
+        mib, *more = arguments.mib or [64]
+        if more:
+            parser.error("--mib takes one size on CPU")
+        results = run_on_cpu(mib, arguments.repeats)
+        write_results("bench_codec", results)
+        missed = [each for each in results["targets"] if each["reached"] < each["target"]]
+        show_table = show
     if arguments.json:
         print(json.dumps(results, indent=2))
     else:
-        show(results)
-    missed = [each for each in results["targets"] if each["reached"] < each["target"]]
+        show_table(results)
     sys.exit(1 if missed else 0)
 
 

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "base/check.h"
@@ -90,6 +91,7 @@ void encode_into(const Codec& codec, const at::Tensor& x, int64_t chunks,
   check_payload(codec, payload, dtype, chunk_numel_of(x, chunks), chunks);
 
   const py::gil_scoped_release no_gil;
+  const c10::DeviceGuard on_device(x.device());
   const std::vector<Chunk> all = chunks_of(codec, x, dtype, payload, chunks);
   // Freed at the end, for later work of the same stream.
   const at::Tensor scratch = at::empty({codec.scratch_bytes(all, dtype)}, payload.options());
@@ -105,6 +107,7 @@ void decode_into(const Codec& codec, const at::Tensor& payload, int64_t chunks,
   check_payload(codec, payload, dtype, chunk_numel_of(x, chunks), chunks);
 
   const py::gil_scoped_release no_gil;
+  const c10::DeviceGuard on_device(x.device());
   codec.decode(chunks_of(codec, x, dtype, payload, chunks), dtype,
                current_stream_handle(x.device()));
 }
@@ -137,6 +140,7 @@ void decode_add(const Codec& codec, const at::Tensor& payload, at::ScalarType sc
   check_payload(codec, payload, dtype, sum.numel(), 1);
 
   const py::gil_scoped_release no_gil;
+  const c10::DeviceGuard on_device(sum.device());
   const Chunk chunk{sum.data_ptr(), static_cast<std::byte*>(payload.data_ptr()), sum.numel()};
   codec.decode_add({&chunk, 1}, dtype, weight, current_stream_handle(sum.device()));
 }

@@ -16,6 +16,7 @@
 #include "comm/communicator.h"
 #include "comm/counting_communicator.h"
 #include "comm/failure_board.h"
+#include "comm/host_communicator.h"
 #include "comm/thread_communicator.h"
 #include "topology/topology.h"
 
@@ -94,6 +95,11 @@ void bind_communicator(py::module_& m) {
       .def("traffic", &traffic_dict,
            "bytes_sent, bytes_received, messages_sent, messages_received, wire_ns (nanoseconds\n"
            "inside the inner communicator); from any thread.");
+
+  py::class_<HostCommunicator, Communicator, std::shared_ptr<HostCommunicator>>(
+      m, "HostCommunicator",
+      "Moves tensors of a device through host memory, over a communicator of CPU tensors.")
+      .def(py::init<std::shared_ptr<Communicator>>(), py::arg("inner"));
 }
 
 void bind_thread_ranks(py::module_& m) {

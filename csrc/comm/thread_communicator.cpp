@@ -24,12 +24,12 @@ std::string shape_text(const at::Tensor& tensor) {
 }
 
 // Ranks read and write each other's tensors. On a device, each under a stream of its own: all wait
-// for the device before they meet and after.
+// for the device before they meet and after. A rank alone stays on its stream.
 template <typename Meeting>
-void settled(at::Device device, Meeting meeting) {
-  synchronize(device);
+void settled(Group group, at::Device device, Meeting meeting) {
+  if (group.size > 1) synchronize(device);
   meeting();
-  synchronize(device);
+  if (group.size > 1) synchronize(device);
 }
 
 }  // namespace
@@ -243,14 +243,14 @@ ThreadCommunicator::ThreadCommunicator(std::shared_ptr<ThreadHub> hub, int rank)
 
 void ThreadCommunicator::all_reduce(at::Tensor& tensor, ReduceOp op) {
   check_all_reduce(tensor, op);
-  settled(tensor.device(), [&] {
+  settled(group(), tensor.device(), [&] {
     hub_->meet(group().rank, {ThreadHub::Collective::kAllReduce, {}, flat(tensor), op, 0});
   });
 }
 
 void ThreadCommunicator::all_gather(const at::Tensor& input, at::Tensor& output) {
   check_all_gather(input, output, group());
-  settled(input.device(), [&] {
+  settled(group(), input.device(), [&] {
     hub_->meet(group().rank,
                {ThreadHub::Collective::kAllGather, flat(input), flat(output), ReduceOp::kSum, 0});
   });
@@ -258,7 +258,7 @@ void ThreadCommunicator::all_gather(const at::Tensor& input, at::Tensor& output)
 
 void ThreadCommunicator::all_to_all(const at::Tensor& input, at::Tensor& output) {
   check_all_to_all(input, output, group());
-  settled(input.device(), [&] {
+  settled(group(), input.device(), [&] {
     hub_->meet(group().rank,
                {ThreadHub::Collective::kAllToAll, flat(input), flat(output), ReduceOp::kSum, 0});
   });
@@ -266,7 +266,7 @@ void ThreadCommunicator::all_to_all(const at::Tensor& input, at::Tensor& output)
 
 void ThreadCommunicator::broadcast(at::Tensor& tensor, int root) {
   check_broadcast(tensor, root, group());
-  settled(tensor.device(), [&] {
+  settled(group(), tensor.device(), [&] {
     hub_->meet(group().rank,
                {ThreadHub::Collective::kBroadcast, {}, flat(tensor), ReduceOp::kSum, root});
   });
@@ -277,7 +277,7 @@ void ThreadCommunicator::exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv>
   check_exchange(sends, recvs, group());
   if (sends.empty() && recvs.empty()) return;
   const at::Device device = (sends.empty() ? recvs.front().tensor : sends.front().tensor).device();
-  settled(device, [&] { hub_->exchange(group().rank, sends, recvs); });
+  settled(group(), device, [&] { hub_->exchange(group().rank, sends, recvs); });
   for (size_t message = 0; message < recvs.size(); ++message) on_received(message);
 }
 

@@ -87,7 +87,7 @@ class ThreadHub final {
 };
 
 // One rank of a ThreadHub. Tensors of CPU, or of one device that all ranks share, which every call
-// waits for.
+// waits for if there are several.
 //
 // Contracts of Communicator, and: all_reduce adds in rank order (kAvg divides each rank's values
 // first), so results can be computed bit by bit elsewhere. Sizes, dtypes, roots or operations that

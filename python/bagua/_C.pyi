@@ -76,6 +76,9 @@ class ThreadCommunicator(Communicator):
 class C10dCommunicator(Communicator):
     def __init__(self, backend: Backend) -> None: ...
 
+class HostCommunicator(Communicator):
+    def __init__(self, inner: Communicator) -> None: ...
+
 has_nccl: bool
 
 class NcclLibrary:

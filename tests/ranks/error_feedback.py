@@ -34,7 +34,7 @@ def wide_network(seed=0, dtype=torch.float32):
         nn.Tanh(),
         nn.Flatten(),
         nn.Linear(24, training.OUTPUTS),
-    ).to(dtype)
+    ).to(training.device(), dtype)
 
 
 def wrapped(algorithm, seed=0, dtype=torch.float32, **arguments):

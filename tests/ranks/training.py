@@ -1,13 +1,15 @@
 """Training on ranks, the same training in one process on all ranks' data, and bits to compare.
 
 What runs on ranks is decorated with `with_group`. Data is a function of step and rank, so that one
-process can be given what all ranks saw.
+process can be given what all ranks saw. Models and data are on `device()`.
 """
 
 import copy
 import functools
 import hashlib
+import os
 import warnings
+from datetime import timedelta
 
 import bagua.torch_api as bagua
 import torch
@@ -19,11 +21,27 @@ from bagua.torch_api.algorithms import (
 )
 from torch import nn
 from torch.nn import functional
+from torch.utils import _pytree
 
 FEATURES, OUTPUTS, ROWS = 5, 3, 4
+TIMEOUT = timedelta(seconds=60)
 
 # For `env=`: every parameter has a bucket of its own, so that some run before backward is over.
 SMALL_BUCKETS = {"BAGUA_DEFAULT_BUCKET_SIZE": "1"}
+
+
+def on_device(name):
+    """For `env=`: ranks that train on "cpu" or "cuda", where they may share a GPU."""
+    return {"TEST_DEVICE": name, "BAGUA_COMM": "gloo"} if name == "cuda" else {}
+
+
+def device():
+    """Where this rank's models and data are. Ranks are dealt out to the GPUs there are."""
+    if os.environ.get("TEST_DEVICE", "cpu") == "cpu":
+        return torch.device("cpu")
+    own = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(own)
+    return own
 
 
 def with_group(function):
@@ -61,14 +79,14 @@ def algorithm(name):
 def network(seed=0, outputs=OUTPUTS):
     """A perceptron with sizes that no number of ranks divides."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, outputs))
+    return nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, outputs)).to(device())
 
 
 def batch(step, rank, rows=ROWS):
     """Inputs and targets that `rank` sees in `step`."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     inputs = torch.randn(rows, FEATURES, generator=generator)
-    return inputs, torch.randn(rows, OUTPUTS, generator=generator)
+    return inputs.to(device()), torch.randn(rows, OUTPUTS, generator=generator).to(device())
 
 
 def whole_batch(step, size, rows=ROWS):
@@ -116,7 +134,8 @@ def bits(tensors):
     """A digest of the tensors' exact values."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
-        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        values = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(values.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -127,10 +146,11 @@ def model_bits(model):
 
 
 def gather(value):
-    """`value` of every rank, by rank."""
+    """`value` of every rank, by rank; tensors in it come on this rank's device."""
     values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    dist.all_gather_object(values, _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, value))
+    here = device()
+    return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(here), values)
 
 
 def assert_ranks_agree(model):
@@ -150,9 +170,9 @@ def assert_close(model, expected, **tolerance):
 
 def mean_over_ranks(tensor):
     """The exact mean, by torch."""
-    total = tensor.detach().clone().double()
+    total = tensor.detach().cpu().clone().double()
     dist.all_reduce(total)
-    return (total / dist.get_world_size()).to(tensor.dtype)
+    return (total / dist.get_world_size()).to(tensor)
 
 
 def local_gradients(model, loss, data):

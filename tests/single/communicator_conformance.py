@@ -1,7 +1,8 @@
 """What every communicator must do: checks that a rank runs on its communicator.
 
 Every rank of the group calls the same check with the same arguments. Values are small integers, so
-that sums are exact in every dtype and can be compared without a tolerance.
+that sums are exact in every dtype and can be compared without a tolerance. Tensors are on torch's
+default device, which `run_all` sets.
 """
 
 import pytest
@@ -57,7 +58,8 @@ def all_reduce_average_has_the_same_bits_everywhere(comm, dtype, numel):
     if not dtype.is_floating_point:
         return
     generator = torch.Generator().manual_seed(1)
-    stack = torch.randn(comm.size, numel, generator=generator).to(dtype)
+    stack = torch.randn(comm.size, numel, generator=generator, device="cpu")
+    stack = stack.to(torch.get_default_device(), dtype)
     tensor = stack[comm.rank].clone()
     comm.all_reduce(tensor, _C.ReduceOp.AVG)
     tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(dtype, 1e-6)
@@ -195,8 +197,13 @@ ONCE = [
 ]
 
 
-def run_all(comm):
+def run_all(comm, device="cpu"):
     """Every check with every dtype and with every size; an assertion says which one failed."""
+    with torch.device(device):
+        _run_all(comm)
+
+
+def _run_all(comm):
     cases = [(dtype, 31) for dtype in DTYPES.values()]
     cases += [(torch.float32, size) for size in [*SIZES, LARGE_SIZE]]
     for check in CHECKS:

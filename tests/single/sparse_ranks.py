@@ -17,8 +17,8 @@ def k_of(numel, ratio=0.03):
     return min(numel, max(1, round(numel * ratio)))
 
 
-def memory_of(numel, dtype, outcome=None, remembers=True):
-    error = torch.zeros(numel if remembers else 0, dtype=oracle.wide(dtype))
+def memory_of(numel, dtype, outcome=None, remembers=True, device="cpu"):
+    error = torch.zeros(numel if remembers else 0, dtype=oracle.wide(dtype), device=device)
     return _C.RoundMemory([error, torch.zeros(1, dtype=torch.int64)], outcome or _C.RoundOutcome())
 
 

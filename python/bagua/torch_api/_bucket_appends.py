@@ -202,7 +202,7 @@ class AppendsOperations:
             The op, which holds the memory.
         """
         flat = self.backend_tensor
-        count = torch.zeros(1, dtype=torch.int64)
+        count = torch.zeros(1, dtype=torch.int64, device="cpu")
         memory = new_memory(flat, outcome, count, error_feedback=error_feedback)
         k = number_sent(flat.numel(), ratio)
         op = SparseOp(flat, k, memory, hierarchical, random_sparse, seed, group)

@@ -60,7 +60,7 @@ def check_asynchronous_mode(mode: str) -> None:
 
 
 def _zero() -> torch.Tensor:
-    return torch.zeros((), dtype=torch.int64)
+    return torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)

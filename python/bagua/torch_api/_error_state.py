@@ -75,7 +75,9 @@ def load_memory(
 def _entry(state: Mapping[str, Any], key: str, view: torch.Tensor, remedy: str) -> torch.Tensor:
     if key not in state:
         raise ValueError(f"the state has no '{key}': {remedy}")
-    value = torch.as_tensor(state[key])
+    value = state[key]
+    if not isinstance(value, torch.Tensor):
+        value = torch.tensor(value, device="cpu")
     if value.shape != view.shape:
         raise ValueError(
             f"'{key}' is {tuple(value.shape)} in the state, {tuple(view.shape)} here: {remedy}"

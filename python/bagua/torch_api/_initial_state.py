@@ -160,9 +160,9 @@ def _broadcast_text(text: str, transport: Transport, source: int) -> str:
     # Memory of torch's own: gloo's thread may be the last to let go of it, which would need the GIL
     # while destroying the group waits for that thread with it.
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
-    length = torch.tensor([data.numel()])
+    length = torch.tensor([data.numel()], device="cpu")
     communicator.broadcast(length, source)
     if communicator.rank != source:
-        data = torch.zeros(int(length), dtype=torch.uint8)
+        data = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
     communicator.broadcast(data, source)
     return bytes(data.tolist()).decode()

@@ -48,7 +48,7 @@ def low_rank_memory(
         sum(columns * rank for _, _, columns, rank in matrices.values()),
         dtype=torch.promote_types(flat.dtype, torch.float32),
     )
-    count = torch.full((1,), communications)
+    count = torch.full((1,), communications, device="cpu")
     return new_memory(flat, outcome, queries, count, error_feedback=error_feedback)
 
 

@@ -38,7 +38,7 @@ def broadcast_object(obj: Any, src: int = 0, comm: Communicator | CommMember | N
 
     # 1. The length, or -1 if there is nothing to send: the others must not wait for a payload.
     payload, problem = _encode(obj) if member.rank() == src else (bytearray(), None)
-    length = torch.tensor([-1 if problem else len(payload)])
+    length = torch.tensor([-1 if problem else len(payload)], device="cpu")
     broadcast(length, src, member)
     if length.item() < 0:
         raise TypeError(

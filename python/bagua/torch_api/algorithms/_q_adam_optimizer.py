@@ -110,7 +110,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         """``step``, ``exp_avg`` and ``exp_avg_sq`` of a parameter, made where there are none."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state

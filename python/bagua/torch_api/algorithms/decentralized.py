@@ -88,13 +88,14 @@ class DecentralizedAlgorithmImpl(OwnWeightsImpl):
         self.peer_selection_mode = peer_selection_mode
         self.communication_interval = communication_interval
         self._iterations = 0  # completed ones
-        self._communications = torch.zeros((), dtype=torch.int64)  # of a plan before this one
+        # Of a plan before this one.
+        self._communications = torch.zeros((), dtype=torch.int64, device="cpu")
         self._operations: list[tuple[BaguaBucket, DecentralizedOp]] = []
         self._between_forward_and_backward = False
         self._under_way = False  # weights are being averaged and have not been copied back
 
     def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
-        self._communications = torch.tensor(self.state_dict()["communications"])
+        self._communications = torch.tensor(self.state_dict()["communications"], device="cpu")
         self._operations = []
         self._between_forward_and_backward = False
         self._under_way = False

@@ -133,7 +133,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         _warn_without_scale(self.optimizer, bucket)
         memories = [self.optimizer.state_of(tensor)["exp_avg"] for tensor in bucket.tensors]
         self._memories.update(zip(bucket.tensors, memories, strict=True))
-        betas = torch.zeros(len(bucket.tensors), dtype=torch.float64)
+        betas = torch.zeros(len(bucket.tensors), dtype=torch.float64, device="cpu")
         self._betas.append((betas, [self._groups[tensor] for tensor in bucket.tensors]))
         bucket.append_momentum_op(memories, betas)
         bucket.append_centralized_synchronous_op(
@@ -152,7 +152,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             self._last_forward = forward
             beta1 = [float(group["betas"][0]) for group in self.optimizer.param_groups]
             for betas, groups in self._betas:
-                betas.copy_(torch.tensor([beta1[i] for i in groups], dtype=torch.float64))
+                betas.copy_(betas.new_tensor([beta1[i] for i in groups]))
 
         return start
 

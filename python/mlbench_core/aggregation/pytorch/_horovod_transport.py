@@ -132,9 +132,10 @@ class HorovodTransport(Transport):
         Raises:
             BaguaMismatchError: on every rank, listing the first difference from rank 0.
         """
-        text = torch.tensor(list(json.dumps(lines).encode()), dtype=torch.uint8)
+        text = torch.tensor(list(json.dumps(lines).encode()), dtype=torch.uint8, device="cpu")
         name = f"bagua/{self._number}/lines"
-        lengths = self._horovod.allgather(torch.tensor([text.numel()]), name=f"{name}/lengths")
+        length = torch.tensor([text.numel()], device="cpu")
+        lengths = self._horovod.allgather(length, name=f"{name}/lengths")
         parts = self._horovod.allgather(text, name=name).split(lengths.tolist())
         everyone = [json.loads(bytes(part.tolist())) for part in parts]
         for other, theirs in enumerate(everyone):

@@ -128,7 +128,7 @@ class PowerAggregation(RememberingAggregation):
         if self._calls > 0:  # the op would take what is there for the last round's
             for key, query in self._equal_memory(part):
                 generator = torch.Generator().manual_seed(self.seed + zlib.crc32(key.encode()))
-                query.copy_(torch.randn(query.shape, generator=generator))
+                query.copy_(torch.randn(query.shape, generator=generator, device="cpu"))
         return part
 
     def _equal_memory(self, part: Part) -> Iterator[tuple[str, torch.Tensor]]:

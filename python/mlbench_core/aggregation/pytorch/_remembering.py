@@ -131,7 +131,7 @@ class RememberingAggregation(Aggregation):
         errors = {}
         for name in sorted(names):
             shape, dtype = self._parameters[name]
-            errors[name] = torch.zeros(shape, dtype=dtype)
+            errors[name] = torch.zeros(shape, dtype=dtype, device="cpu")
         load_memory(
             state,
             equal=(),

@@ -77,7 +77,7 @@ class SparsifiedAggregation(RememberingAggregation):
         outcome: _C.RoundOutcome,
     ) -> Part:
         numel = flat.numel()
-        count = torch.zeros(1, dtype=torch.int64)
+        count = torch.zeros(1, dtype=torch.int64, device="cpu")
         memory = new_memory(flat, outcome, count, error_feedback=self.error_feedback)
         op = sparse_mean(
             self._communicator("data", flat.device.type),

@@ -113,7 +113,8 @@ class SparsifiedSGD(torch.optim.Optimizer):
         memory = state["memory"].add_(step)
         count = min(group["sparse_grad_size"], memory.numel())
         if group["random_sparse"]:
-            chosen = torch.randperm(memory.numel(), generator=generator)[:count].to(memory.device)
+            chosen = torch.randperm(memory.numel(), generator=generator, device="cpu")
+            chosen = chosen[:count].to(memory.device)
         else:
             chosen = memory.abs().flatten().topk(count, sorted=False).indices
         update = torch.zeros_like(step)

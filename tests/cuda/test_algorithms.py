@@ -1,0 +1,89 @@
+"""Every algorithm for 20 steps on a GPU that the ranks share, beside the same run on CPU.
+
+Ranks talk through host memory (BAGUA_COMM=gloo), which NCCL's absence does not change: NCCL is
+tests/cuda/test_communicators.py's. With several GPUs the ranks are dealt out to them.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import training
+from ranks.async_training import train_until
+from ranks.error_feedback import wide_network
+from ranks.every_algorithm import OWN_WEIGHTS, SYNCHRONOUS, WARM_UP, wrapped
+from single.devices import each_device
+
+STEPS = 20
+BUCKETS = pytest.mark.parametrize(
+    "env",
+    [{}, {"BAGUA_LANES": "2", **training.SMALL_BUCKETS}],
+    ids=["one-bucket", "two-lanes"],
+)
+# Of weights, after 20 steps of 0.05 with momentum 0.9.
+# Exact algorithms: sums of at most 24 products differ in the last bits only (2**-23 each), and the
+# loss, smooth and bounded, hardly amplifies that in 20 steps.
+# 8 bits: such a bit may move a code to the next level, 1/255 of a range of about 2; it counts 0.05
+# times 1 / (1 - 0.9) in the weight: 4e-3. Few of the 20 x 300 elements are that near to an edge,
+# so that one weight is hit twice at most, and what it does to the others is smaller.
+# Top-k: two elements that are equal up to that bit may be sent one round later: the same size.
+TOLERANCE = {"gradient_allreduce": 1e-5, "decentralized-all": 1e-5, "decentralized-shift-one": 1e-5}
+COARSE = 1e-2
+
+
+@training.with_group
+def train(name):
+    """The weights of this rank, on CPU, before and after; what its buckets did."""
+    model, optimizer = wrapped(name, wide_network())
+    start = weights_of(model)
+    for step in range(STEPS):
+        training.train(model, optimizer, [training.batch(step, dist.get_rank())])
+        if name not in OWN_WEIGHTS:
+            training.assert_ranks_agree(model)
+    assert {p.device for p in model.parameters()} == {training.device()}
+    assert {b.backend_tensor.device for b in model.bagua_buckets} == {training.device()}
+    return start, weights_of(model), model.bagua_stats()["rounds"]
+
+
+def weights_of(model):
+    return torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
+
+
+@each_device
+@BUCKETS
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_twenty_steps_are_those_of_the_cpu(ranks, name, env, device):
+    results = ranks(3, train, name, env=env | training.on_device(device), timeout=60)
+    expected = ranks(3, train, name, env=env, timeout=60)
+    tolerance = TOLERANCE.get(name, COARSE)
+    for (start, weights, rounds), (_, on_cpu, rounds_on_cpu) in zip(results, expected, strict=True):
+        assert rounds == rounds_on_cpu > 0
+        assert (weights - on_cpu).abs().max() <= tolerance
+        # Or else a tolerance proves nothing.
+        assert (weights - start).abs().max() > 5 * tolerance
+
+
+@training.with_group
+def average_asynchronously():
+    """Whether ranks agree in the warm-up and after the mean of what averaging left."""
+    model, optimizer = wrapped("async", training.network())
+    for step in range(WARM_UP):
+        training.train(model, optimizer, [training.batch(step, dist.get_rank())])
+        training.assert_ranks_agree(model)
+    for step in range(STEPS):
+        training.train(model, optimizer, [training.batch(step, dist.get_rank())])
+    # Without learning, averages bring the ranks together: to the mean of what they hold.
+    optimizer.param_groups[0]["lr"] = 0.0
+    averages = model.bagua_stats()["rounds"]
+    train_until(model, optimizer, averages + 5)
+    model.bagua_algorithm.abort(model)
+    everyone = training.gather(weights_of(model))
+    spread = max((weights.to(everyone[0]) - everyone[0]).abs().max().item() for weights in everyone)
+    return averages, spread, bool(torch.stack(everyone).isfinite().all())
+
+
+@each_device
+def test_asynchronous_averages_bring_ranks_together(ranks, device):
+    for _, spread, finite in ranks(3, average_asynchronously, env=training.on_device(device)):
+        assert finite
+        # w + (mean - snapshot) rounds at the size of the weights, once for each average.
+        assert spread <= 1e-5

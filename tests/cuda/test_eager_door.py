@@ -1,0 +1,124 @@
+"""mlbench's aggregations on tensors of a GPU, as they are and through CPU memory: as on CPU."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from mlbench_core.aggregation.pytorch import topology
+from mlbench_core.aggregation.pytorch.centralized import (
+    AllReduceAggregation,
+    PowerAggregation,
+    SparsifiedAggregation,
+)
+from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
+from mlbench_core.optim.pytorch.centralized import CentralizedSGD
+from ranks import training
+from ranks.error_feedback import all_bits, wide_network
+from ranks.test_power_aggregation import give_gradients, gradients
+from single.devices import each_device
+
+STEPS = 20
+BY = pytest.mark.parametrize("by_layer", [False, True], ids=["by-model", "by-layer"])
+USE_CUDA = pytest.mark.parametrize("use_cuda", [True, False], ids=["use_cuda", "through-host"])
+# Sums in another order; with low ranks products of up to 24 terms, too, which 20 rounds of error
+# feedback carry on; of gradients about 1.
+TOLERANCE = {"power": 1e-3}
+EXACT = 1e-5
+
+
+def aggregation_of(name, model, use_cuda):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return {
+        "all_reduce": lambda: AllReduceAggregation(size, use_cuda=use_cuda),
+        "decentralized": lambda: DecentralizedAggregation(
+            rank, topology.ring(size)[rank], use_cuda=use_cuda
+        ),
+        "power": lambda: PowerAggregation(
+            model, use_cuda, reuse_query=True, world_size=size, rank=2
+        ),
+        "sparsified": lambda: SparsifiedAggregation(model, use_cuda, ratio=0.1),
+        "random_sparse": lambda: SparsifiedAggregation(
+            model, use_cuda, ratio=0.1, random_sparse=True
+        ),
+    }[name]()
+
+
+@training.with_group
+def aggregate(name, by_layer, use_cuda):
+    """Gradients after each call, on CPU, and whether all ranks have them."""
+    model = wide_network()
+    aggregate = aggregation_of(name, model, use_cuda).agg_grad(by_layer=by_layer)
+    results, equal = [], []
+    for step in range(STEPS):
+        give_gradients(model, step)
+        places = {name: p.grad.data_ptr() for name, p in model.named_parameters()}
+        aggregate(model, "avg_world")
+        assert places == {name: p.grad.data_ptr() for name, p in model.named_parameters()}
+        equal.append(len(set(training.gather(training.bits(gradients(model).values())))) == 1)
+        results.append(torch.cat([p.grad.cpu().flatten() for p in model.parameters()]))
+    return results, equal
+
+
+@each_device
+@USE_CUDA
+@BY
+@pytest.mark.parametrize(
+    "name", ["all_reduce", "decentralized", "power", "sparsified", "random_sparse"]
+)
+def test_aggregations_give_what_they_give_on_cpu(ranks, name, by_layer, use_cuda, device):
+    env = training.on_device(device)
+    results = ranks(3, aggregate, name, by_layer, use_cuda, env=env)
+    expected = ranks(3, aggregate, name, by_layer, False)
+    for (ours, equal), (theirs, _) in zip(results, expected, strict=True):
+        # A ring of three is everybody, but each adds its own first.
+        assert all(equal) or name == "decentralized"
+        for mine, on_cpu in zip(ours, theirs, strict=True):
+            assert (mine - on_cpu).abs().max() <= TOLERANCE.get(name, EXACT)
+
+
+@training.with_group
+def save_and_load(name):
+    """Memory that was saved on this device is loaded from CPU memory."""
+    model = wide_network()
+    first, second = (aggregation_of(name, model, True) for _ in range(2))
+    for step in range(3):
+        give_gradients(model, step)
+        first.agg_grad()(model, "avg_world")
+    saved = first.state_dict()
+    on_cpu = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in saved.items()}
+    second.load_state_dict(on_cpu)
+    results = []
+    for aggregation in (first, second):
+        give_gradients(model, 3)
+        aggregation.agg_grad()(model, "avg_world")
+        results.append(
+            (training.bits(gradients(model).values()), all_bits(aggregation.state_dict()))
+        )
+    return results
+
+
+@each_device
+@pytest.mark.parametrize("name", ["power", "sparsified", "random_sparse"])
+def test_memory_is_saved_and_loaded(ranks, name, device):
+    for first, second in ranks(2, save_and_load, name, env=training.on_device(device)):
+        assert first == second
+
+
+@training.with_group
+def train(use_cuda):
+    model = training.network()
+    optimizer = CentralizedSGD(
+        dist.get_world_size(), model, lr=0.1, momentum=0.9, use_cuda=use_cuda
+    )
+    for step in range(STEPS):
+        training.train(model, optimizer, [training.batch(step, dist.get_rank())])
+        training.assert_ranks_agree(model)
+    return torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
+
+
+@each_device
+@USE_CUDA
+def test_an_optimizer_trains_as_on_cpu(ranks, use_cuda, device):
+    results = ranks(3, train, use_cuda, env=training.on_device(device))
+    expected = ranks(3, train, False)
+    for weights, on_cpu in zip(results, expected, strict=True):
+        assert (weights - on_cpu).abs().max() <= 1e-4

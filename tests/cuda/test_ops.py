@@ -1,0 +1,182 @@
+"""Ops on buckets of a GPU that thread ranks share: the bits, or nearly, of the same op on CPU."""
+
+import pytest
+import torch
+from bagua import _C
+from single.devices import each_device
+from single.low_rank_ranks import NUMEL, Rank, gradients
+from single.op_ranks import CODECS, DTYPES, OPS, assert_same_bits, inputs, per_codec, per_dtype
+from single.sparse_ranks import k_of, make, memory_of, per_kind
+from single.thread_ranks import run_thread_ranks
+
+SIZES = pytest.mark.parametrize("numel", [1, 31, 14337, 1_200_007])
+# Powers of two: on a GPU torch divides by multiplying with 1 / n, which is exact for them alone.
+EXACT_RANKS = pytest.mark.parametrize("n", [1, 2, 4], ids=lambda n: f"{n}-ranks")
+ROUNDS = 3
+
+
+def run_compressed(n, codec, op, brought, device):
+    """The ranks' buckets, on CPU, after one run."""
+    kind = torch.device(device).type
+
+    def run(comm):
+        flat = brought[comm.rank].to(device, copy=True)
+        made = _C.CompressedAllReduce(comm, _C.make_codec(codec, kind), _C.Scratch(), OPS[op])
+        made.run(flat)
+        return flat.cpu()
+
+    return run_thread_ranks(n, run)
+
+
+@each_device
+@EXACT_RANKS
+@per_dtype
+@pytest.mark.parametrize("op", OPS)
+@per_codec
+def test_compressed_sums_and_means_have_the_bits_of_the_cpu(codec, op, dtype, n, device):
+    brought = inputs(n, 14337, dtype)
+    results = run_compressed(n, codec, op, brought, device)
+    assert_same_bits([*results, run_compressed(n, codec, op, brought, "cpu")[0]])
+
+
+@each_device
+@SIZES
+@per_codec
+def test_compressed_sums_of_any_size_have_the_bits_of_the_cpu(codec, numel, device):
+    brought = inputs(3, numel, torch.float32)
+    results = run_compressed(3, codec, "sum", brought, device)
+    assert_same_bits([*results, run_compressed(3, codec, "sum", brought, "cpu")[0]])
+
+
+@each_device
+@per_codec
+def test_compressed_means_of_three_are_equal_on_all_ranks_and_near_those_of_the_cpu(codec, device):
+    brought = inputs(3, 14337, torch.float32)
+    results = run_compressed(3, codec, "mean", brought, device)
+    assert_same_bits(results)
+    # A third is rounded: a value next to an edge gets the next level of its range.
+    on_cpu = run_compressed(3, codec, "mean", brought, "cpu")[0]
+    largest = on_cpu.abs().max()
+    level = {"fp16": 2**-10, "bf16": 2**-7}.get(codec, 2 / 255)
+    assert (results[0] - on_cpu).abs().max() <= level * largest
+    assert ((results[0] - on_cpu) != 0).float().mean() < 0.01
+
+
+@each_device
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "inf"])
+@per_codec
+def test_a_bad_value_reaches_all_ranks(codec, bad, device):
+    brought = inputs(2, 3 * 5000, torch.float32)
+    brought[1][4096] = bad
+    results = run_compressed(2, codec, "mean", brought, device)
+    expected = run_compressed(2, codec, "mean", brought, "cpu")[0]
+    for result in results:
+        assert torch.equal(result.isfinite(), expected.isfinite())
+        assert not result.isfinite().all()
+
+
+def run_gossip(n, codec, start, added, device):
+    """By rank and round: weights and replicas, on CPU."""
+
+    def run(comm):
+        replicas = [start.float().to(device, copy=True) for _ in range(3)]
+        made = _C.make_codec(codec, torch.device(device).type)
+        op = _C.CompressedGossip(comm, made, _C.Scratch(), *replicas, 1 / 3, 1 / 3)
+        flat, seen = start.to(device, copy=True), []
+        for k, of_ranks in enumerate(added):
+            flat += of_ranks[comm.rank].to(device)
+            op.run(flat, step=k + 1)
+            seen.append([tensor.cpu() for tensor in (flat, *replicas)])
+        return seen
+
+    return run_thread_ranks(n, run)
+
+
+@each_device
+@pytest.mark.parametrize("n", [2, 3], ids=lambda n: f"{n}-ranks")
+@per_codec
+def test_gossip_keeps_replicas_that_are_the_neighbours_to_the_bit(codec, n, device):
+    start = inputs(1, 14337, torch.float32, salt=99)[0]
+    added = [[0.1 * u for u in inputs(n, 14337, torch.float32, salt=k)] for k in range(ROUNDS)]
+    results = run_gossip(n, codec, start, added, device)
+    for k in range(ROUNDS):
+        for rank in range(n):
+            _, own, _, _ = results[rank][k]
+            assert_same_bits([own, results[rank - 1][k][3], results[(rank + 1) % n][k][2]])
+    on_cpu = run_gossip(n, codec, start, added, "cpu")
+    for ours, theirs in zip(results, on_cpu, strict=True):
+        # ATen may contract a product and a sum on a GPU: a code next to an edge moves by a level.
+        assert (ours[0][0] - theirs[0][0]).abs().max() <= 2e-2 * start.abs().max()
+
+
+@each_device
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", ["all_reduce", "momentum"])
+def test_exact_ops_are_near_those_of_the_cpu(name, dtype, device):
+    brought = inputs(3, 14337, dtype)
+
+    def run(comm, where):
+        flat = brought[comm.rank].to(where, copy=True)
+        if name == "all_reduce":
+            _C.AllReduce(comm, _C.ReduceOp.AVG).run(flat)
+        else:
+            memories = [torch.ones(14336 // 2, dtype=dtype, device=where) for _ in range(2)]
+            betas = torch.tensor([0.9, 0.5], dtype=torch.float64)
+            places = [0, 14336 // 2], [[1], [1]]
+            _C.UpdateMomentum(memories, *places, betas, _C.Scratch()).run(flat)
+        return flat.cpu()
+
+    results = run_thread_ranks(3, run, device)
+    for ours, theirs in zip(results, run_thread_ranks(3, run, "cpu"), strict=True):
+        # The order of three terms, and one rounding more or less of each.
+        near = 8 * torch.finfo(dtype).eps
+        torch.testing.assert_close(ours, theirs, rtol=near, atol=near * brought[0].abs().max())
+
+
+@each_device
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@per_kind
+def test_sparse_means_choose_what_the_cpu_chooses(kind, dtype, device):
+    rounds = [inputs(3, 5003, dtype, salt=17 * step) for step in range(ROUNDS)]
+
+    def run(comm, where):
+        memory = memory_of(5003, dtype, device=where)
+        op = make(comm, kind, 5003, k_of(5003), memory)
+        seen = []
+        for step, brought in enumerate(rounds):
+            flat = brought[comm.rank].to(where, copy=True)
+            op.run(flat, step=step + 1)
+            seen.append((flat.cpu(), memory.value(0).cpu()))
+        return seen
+
+    results, on_cpu = run_thread_ranks(3, run, device), run_thread_ranks(3, run, "cpu")
+    for step in range(ROUNDS):
+        assert_same_bits([seen[step][0] for seen in results])
+        near = {"rtol": 8 * torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
+        torch.testing.assert_close(results[0][step][0], on_cpu[0][step][0], **near)
+        for ours, theirs in zip(results, on_cpu, strict=True):
+            assert torch.equal(ours[step][1] == 0, theirs[step][1] == 0), "the same elements"
+
+
+@each_device
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_low_rank_means_are_equal_on_all_ranks_and_near_those_of_the_cpu(dtype, device):
+    brought = gradients(3, ROUNDS, dtype=dtype)
+
+    def run(comm, where):
+        rank = Rank(comm, dtype=dtype, device=where)
+        return [rank.run(g.to(where), step + 1).cpu() for step, g in enumerate(brought[comm.rank])]
+
+    results, on_cpu = run_thread_ranks(3, run, device), run_thread_ranks(3, run, "cpu")
+    for step in range(ROUNDS):
+        assert_same_bits([seen[step] for seen in results])
+        assert results[0][step].numel() == NUMEL
+    # Sums of 50 products in another order, through an orthonormalisation in f64; the tensor cores'
+    # 10 bits are not used for f32 unless a user asks for them.
+    near = {torch.float64: 1e-9, torch.float32: 1e-3}.get(dtype, 3e-2)
+    first, theirs = results[0][0], on_cpu[0][0]
+    assert (first - theirs).abs().max() <= near * theirs.abs().max()
+
+
+def test_the_codecs_of_this_file_are_all_there_are():
+    assert _C.codec_names() == CODECS

@@ -1,0 +1,41 @@
+"""Every algorithm by a name of its own, for tests that hold for all of them."""
+
+from bagua.torch_api.algorithms import Algorithm, QAdamAlgorithm, QAdamOptimizer
+from ranks import training
+
+WARM_UP = 2
+#: Names of the registered algorithms and their arguments. All of them work between single ranks.
+ALGORITHMS = {
+    "gradient_allreduce": ("gradient_allreduce", {}),
+    "bytegrad": ("bytegrad", {"hierarchical": False}),
+    "bytegrad-minmax": ("bytegrad", {"hierarchical": False, "codec": "minmax_uint8"}),
+    "bytegrad-fp16": ("bytegrad", {"hierarchical": False, "codec": "fp16"}),
+    "bytegrad-bf16": ("bytegrad", {"hierarchical": False, "codec": "bf16"}),
+    "decentralized-all": ("decentralized", {"hierarchical": False}),
+    "decentralized-shift-one": (
+        "decentralized",
+        {"hierarchical": False, "peer_selection_mode": "shift_one"},
+    ),
+    "low_precision_decentralized": ("low_precision_decentralized", {"hierarchical": False}),
+    "qadam": ("qadam", {"hierarchical": False}),
+    "power_sgd": ("power_sgd", {"rank": 2, "min_compression_rate": 1.0}),
+    "sparse": ("sparse", {"ratio": 0.1}),
+    "random_sparse": ("sparse", {"ratio": 0.1, "random_sparse": True}),
+    "async": ("async", {"sync_interval_ms": 1, "warmup_steps": WARM_UP}),
+}
+#: Those whose results do not depend on time.
+SYNCHRONOUS = [name for name in ALGORITHMS if name != "async"]
+#: Those whose ranks hold weights of their own.
+OWN_WEIGHTS = ["decentralized-all", "decentralized-shift-one", "low_precision_decentralized"]
+
+
+def wrapped(name, model, lr=0.05):
+    """`model` with the algorithm, and its optimizer."""
+    registered, arguments = ALGORITHMS[name]
+    if registered == "qadam":
+        optimizer = QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=WARM_UP)
+        chosen = QAdamAlgorithm(optimizer, **arguments)
+    else:
+        optimizer = training.sgd(model, lr=lr)
+        chosen = Algorithm.init(registered, **arguments)
+    return model.with_bagua([optimizer], chosen), optimizer

@@ -1,0 +1,42 @@
+"""CUDA tensors over gloo, as BAGUA_COMM=gloo has it; CPU tensors stand in for them here."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua import _C
+from bagua.torch_api._transport import Transport
+from ranks import training
+from single import communicator_conformance as conformance
+
+
+def connect(device_type):
+    """As a lane does for tensors of that type."""
+    store = dist.distributed_c10d._get_default_store()
+    members = list(range(dist.get_world_size()))
+    transport = Transport(store, dist.get_rank(), members, training.TIMEOUT)
+    return transport.connect("test", device_type)
+
+
+def conform():
+    comm = connect("cuda")
+    conformance.run_all(comm)
+    return comm.rank, comm.size
+
+
+@pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
+def test_gloo_ranks_conform_through_host_memory(ranks, n):
+    results = ranks(n, conform, env={"BAGUA_COMM": "gloo"}, timeout=100)
+    assert results == [(rank, n) for rank in range(n)]
+
+
+def count_bytes(device_type):
+    comm = connect(device_type)
+    tensor = torch.ones(300)
+    comm.all_reduce(tensor, _C.ReduceOp.SUM)
+    comm.exchange([(tensor, 1 - comm.rank)], [(torch.zeros(300), 1 - comm.rank)])
+    return comm.traffic()["bytes_sent"], tensor[0].item()
+
+
+def test_host_memory_is_counted_as_what_it_carries(ranks):
+    env = {"BAGUA_COMM": "gloo"}
+    assert ranks(2, count_bytes, "cuda", env=env) == ranks(2, count_bytes, "cpu") == [(2400, 2)] * 2

@@ -1,0 +1,40 @@
+"""The devices that tests run on: each device-independent body on CPU too, which proves the body."""
+
+import contextlib
+
+import pytest
+import torch
+from bagua import _C
+
+NEEDS_CUDA = pytest.mark.needs_cuda
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)]
+each_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def missing_for_cuda():
+    """Why tests of CUDA cannot run here; empty where they can."""
+    if not torch.cuda.is_available():
+        return f"no CUDA device (torch {torch.__version__})"
+    if not _C.has_cuda_codecs():
+        return "bagua was built without CUDA kernels: BAGUA_CUDA=ON pip install . says why"
+    return ""
+
+
+def gpus():
+    """How many there are, which asks for no context."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def delay(device, cycles=200_000_000):
+    """The device's current stream has nothing done for about a tenth of a second; none on CPU."""
+    if torch.device(device).type == "cuda":
+        torch.cuda._sleep(cycles)
+
+
+def side_stream(device):
+    """A context in which work goes to a stream that is not the default one; none on CPU."""
+    if torch.device(device).type == "cpu":
+        return contextlib.nullcontext()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
