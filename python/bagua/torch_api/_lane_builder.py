@@ -36,15 +36,23 @@ class LaneBuilder:
     scratch: _C.Scratch = field(default_factory=_C.Scratch)
     communicators: dict[tuple[str, str], _C.CountingCommunicator] = field(default_factory=dict)
 
-    def communicator(
-        self, transport: Transport, purpose: str, members: list[int] | None = None
-    ) -> _C.CountingCommunicator:
+    def communicator(self, transport: Transport, purpose: str) -> _C.CountingCommunicator:
         key = (repr(transport.ranks), purpose)
         if key not in self.communicators:
-            self.communicators[key] = transport.connect(
-                f"{self.name}/{purpose}", self.device_type, members
-            )
+            self.communicators[key] = transport.connect(f"{self.name}/{purpose}", self.device_type)
         return self.communicators[key]
+
+    def of_nodes(
+        self, transport: Transport
+    ) -> tuple[_C.CountingCommunicator, _C.CountingCommunicator | None]:
+        """Within this rank's node and, on its leader, between the nodes if there are several."""
+        ranks = repr(transport.ranks)
+        if (ranks, "node") not in self.communicators:
+            node, leaders = transport.connect_nodes(self.name, self.device_type)
+            self.communicators[ranks, "node"] = node
+            if leaders is not None:
+                self.communicators[ranks, "leaders"] = leaders
+        return self.communicators[ranks, "node"], self.communicators.get((ranks, "leaders"))
 
     def op(self, spec: LaneOp, default: BaguaProcessGroup) -> _C.BucketOp:
         if isinstance(spec, PythonOp):
@@ -145,14 +153,10 @@ class LaneBuilder:
         reduce: _C.ReduceOp,
         between_leaders: Callable[[_C.CountingCommunicator], _C.BucketOp],
     ) -> _C.BucketOp:
-        nodes = transport.node_of_ranks()
-        leaders = _C.leaders(nodes)
-        mine = _C.node_members(nodes, transport.rank)
-        node = self.communicator(transport, f"node{mine[0]}", mine)
-        inner = None
-        if transport.rank in leaders and len(leaders) > 1:
-            inner = between_leaders(self.communicator(transport, "leaders", leaders))
-        return _C.Hierarchical(node, inner, ranks, len(leaders), reduce)
+        node, leaders = self.of_nodes(transport)
+        inner = None if leaders is None else between_leaders(leaders)
+        nodes = len(_C.leaders(transport.node_of_ranks()))
+        return _C.Hierarchical(node, inner, ranks, nodes, reduce)
 
     def _flat_op(
         self, spec: CentralizedOp, communicator: _C.CountingCommunicator, reduce: _C.ReduceOp

@@ -110,6 +110,30 @@ class Transport:
         )
         return _C.CountingCommunicator(connected)
 
+    def connect_nodes(
+        self, name: str, device_type: str
+    ) -> tuple[_C.CountingCommunicator, _C.CountingCommunicator | None]:
+        """New communicators over this member's node and, on its leader, over the leaders of all
+        nodes where there are several. Called by all members."""
+        nodes = self.node_of_ranks()
+        leaders, mine = _C.leaders(nodes), _C.node_members(nodes, self.rank)
+        if device_type == "cuda" and cuda_transport() == "nccl" and self.size > 1:
+            return self._split(self._nccl(f"{name}/nodes", list(range(self.size))), mine, leaders)
+        node = self.connect(f"{name}/node{mine[0]}", device_type, mine)
+        if self.rank not in leaders or len(leaders) == 1:
+            return node, None
+        return node, self.connect(f"{name}/leaders", device_type, leaders)
+
+    def _split(
+        self, everyone: _C.NcclCommunicator, mine: list[int], leaders: list[int]
+    ) -> tuple[_C.CountingCommunicator, _C.CountingCommunicator | None]:
+        """NCCL connects once, and hands what it has found to the smaller groups."""
+        node = everyone.split(mine)
+        assert node is not None  # this member is of its node
+        between = everyone.split(leaders) if len(leaders) > 1 else None
+        counted = _C.CountingCommunicator
+        return counted(node), None if between is None else counted(between)
+
     def _nccl(self, name: str, members: list[int]) -> _C.NcclCommunicator:
         """A new communicator on NCCL for tensors of the current CUDA device."""
         store = self._store_of(name, members)
