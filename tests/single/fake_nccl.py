@@ -38,7 +38,16 @@ def build():
             unfinished = library.with_suffix(".unfinished")
             subprocess.run(
                 [
-                    *["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"],
+                    *[
+                        "g++",
+                        "-std=c++20",
+                        "-O1",
+                        "-fPIC",
+                        "-shared",
+                        "-Wall",
+                        "-Wextra",
+                        "-Werror",
+                    ],
                     "-Wl,-Bsymbolic",  # its own functions, not those of an NCCL that torch loaded
                     *["-I", str(REPOSITORY / "csrc" / "comm" / "nccl_needs")],
                     *["-isystem", str(nccl_wheel() / "include")],
