@@ -71,14 +71,15 @@ format: venv ## Lay out all files as lint wants them
 # ThreadSanitizer of g++ 12 cannot start where address randomisation is too strong; switch it off if allowed.
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-sanitize: venv ## Run the C++ stress program under ThreadSanitizer, then under Address- and UBSanitizer
+sanitize: venv ## Run the C++ stress programs under ThreadSanitizer, then under Address- and UBSanitizer
 	cmake -S . -B build/tsan -G Ninja -DBAGUA_SANITIZE=thread -DPython_EXECUTABLE=$(PY)
 	cmake --build build/tsan --target stress
 	OMP_NUM_THREADS=1 TSAN_OPTIONS="suppressions=$(CURDIR)/tests/cpp/tsan.supp halt_on_error=1 second_deadlock_stack=1" \
-	  $(FIXED_ADDRESSES) build/tsan/stress
+	  $(FIXED_ADDRESSES) bash -c 'build/tsan/stress && build/tsan/stress_nccl'
 	cmake -S . -B build/asan -G Ninja -DBAGUA_SANITIZE=address,undefined -DPython_EXECUTABLE=$(PY)
 	cmake --build build/asan --target stress
 	OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 build/asan/stress
+	UBSAN_OPTIONS=print_stacktrace=1 build/asan/stress_nccl
 
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 

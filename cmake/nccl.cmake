@@ -15,6 +15,7 @@ target_include_directories(bagua_nccl PUBLIC csrc)
 if(BAGUA_NCCL AND BAGUA_NCCL_INCLUDE)
   message(STATUS "nccl.h in ${BAGUA_NCCL_INCLUDE}")
   target_sources(bagua_nccl PRIVATE
+    csrc/comm/nccl_calls.cpp
     csrc/comm/nccl_communicator.cpp
     csrc/comm/nccl_handle.cpp
     csrc/comm/nccl_library.cpp

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <vector>
+#include <type_traits>
 
 #include "base/dtype.h"
 #include "base/per_instruction_set.h"
@@ -14,8 +14,6 @@ constexpr int kLanes = 16;
 
 // Of rows that are worked on at a time: what is between the passes over it stays in L1.
 constexpr int64_t kTileNumel = 2048;
-
-constexpr double kDependent = 1e-10;
 
 BAGUA_HD double widen(double value) { return value; }
 using bagua::widen;

@@ -31,9 +31,11 @@ template <typename W, typename T>
 void reconstruct_rows(const W* p, const W* q, W scale, T* x, W* m, ThinShape shape, int64_t begin,
                       int64_t end);
 
+// A vector of which less than this part is left without those before it depends on them.
+inline constexpr double kDependent = 1e-10;
+
 // Orthonormalises `count` vectors of n elements by modified Gram-Schmidt, each projected twice;
-// vanished[i] tells that vector i was zero, or depended on those before it to within 1e-10 of its
-// length: it becomes zero.
+// vanished[i] tells that vector i was zero, or depended on those before it: it becomes zero.
 void orthonormalise(double* vectors, int64_t count, int64_t n, bool* vanished);
 
 }  // namespace bagua

@@ -65,8 +65,8 @@ void NcclHandle::connect(const ncclUniqueId& id, Clock::time_point deadline,
   auto next_look = Clock::now() + kBetweenLooks;
   for (Pause pause; result == ncclInProgress; pause()) {
     {
-      std::lock_guard lock(mutex_);
-      if (failure_) throw_failed(what);
+      std::unique_lock lock(mutex_);
+      if (failure_) throw_failed(what, lock);
       result = state(comm_).value_or(ncclInternalError);
     }
     if (result != ncclInProgress) break;
@@ -85,8 +85,8 @@ void NcclHandle::call(const CallSite& site, const Body& body) {
   const auto deadline = Clock::now() + timeout_;
   ncclResult_t result;
   {
-    std::lock_guard lock(mutex_);
-    if (failure_) throw_failed(site.text());
+    std::unique_lock lock(mutex_);
+    if (failure_) throw_failed(site.text(), lock);
     result = body(nccl_, comm_);
   }
   if (result == ncclInProgress) result = until_ready(site.text(), deadline);
@@ -102,8 +102,8 @@ void NcclHandle::split(std::optional<int> color, int key, NcclHandle& child) {
   ncclConfig_t config = non_blocking();
   ncclResult_t result;
   {
-    std::lock_guard lock(mutex_);
-    if (failure_) throw_failed(what);
+    std::unique_lock lock(mutex_);
+    if (failure_) throw_failed(what, lock);
     result =
         nccl_.comm_split(comm_, color.value_or(NCCL_SPLIT_NOCOLOR), key, &child.comm_, &config);
   }
@@ -139,14 +139,27 @@ std::optional<std::string> NcclHandle::asynchronous_error() {
   return said(now);
 }
 
+// Returns when the work has ended, also if another thread is ending it: what it reads and writes
+// may be freed then. An abort that hangs is waited for no longer than a call.
 void NcclHandle::fail(NcclFailure failure) noexcept {
   ncclComm_t comm;
   {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     if (!failure_) failure_ = std::move(failure);
     comm = std::exchange(comm_, nullptr);
+    if (!comm) return until_aborted(lock);
+    aborting_ = true;
   }
-  if (comm) nccl_.comm_abort(comm);  // may take its time: not under the mutex
+  nccl_.comm_abort(comm);  // may take its time: not under the mutex
+  {
+    std::lock_guard lock(mutex_);
+    aborting_ = false;
+  }
+  aborted_.notify_all();
+}
+
+void NcclHandle::until_aborted(std::unique_lock<std::mutex>& lock) const {
+  aborted_.wait_for(lock, timeout_, [this] { return !aborting_; });
 }
 
 std::optional<NcclFailure> NcclHandle::failure() const {
@@ -171,8 +184,8 @@ std::optional<ncclResult_t> NcclHandle::state(ncclComm_t comm) const {
 ncclResult_t NcclHandle::until_ready(const std::string& what, Clock::time_point deadline) {
   for (Pause pause;; pause()) {
     {
-      std::lock_guard lock(mutex_);
-      if (failure_) throw_failed(what);
+      std::unique_lock lock(mutex_);
+      if (failure_) throw_failed(what, lock);
       const ncclResult_t now = state(comm_).value_or(ncclInternalError);
       if (now != ncclInProgress) return now;
     }
@@ -193,8 +206,9 @@ void NcclHandle::fail_and_throw(NcclFailure::Kind kind, const std::string& what,
   throw Error(message);
 }
 
-// Expects the mutex to be held: somebody else ended the communicator while `what` was under way.
-void NcclHandle::throw_failed(const std::string& what) const {
+// Somebody else ended the communicator while `what` was under way.
+void NcclHandle::throw_failed(const std::string& what, std::unique_lock<std::mutex>& lock) const {
+  until_aborted(lock);
   const std::string message =
       concat("rank ", group_.rank, " of ", group_.size, ": ", what, " failed: ", failure_->reason);
   if (failure_->kind == NcclFailure::Kind::kTimeout) throw TimeoutError(message);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -69,7 +70,8 @@ class NcclHandle final {
   // What NCCL reports about work already on the stream; nullopt: no error.
   std::optional<std::string> asynchronous_error();
 
-  // The first failure stays; aborts the communicator, which ends its work on the stream.
+  // The first failure stays; aborts the communicator, and returns when its work on the stream has
+  // ended.
   void fail(NcclFailure failure) noexcept;
   std::optional<NcclFailure> failure() const;
 
@@ -79,7 +81,8 @@ class NcclHandle final {
   ncclResult_t until_ready(const std::string& what, Clock::time_point deadline);
   [[noreturn]] void fail_and_throw(NcclFailure::Kind kind, const std::string& what,
                                    const std::string& reason);
-  [[noreturn]] void throw_failed(const std::string& what) const;
+  [[noreturn]] void throw_failed(const std::string& what, std::unique_lock<std::mutex>& lock) const;
+  void until_aborted(std::unique_lock<std::mutex>& lock) const;
   void close() noexcept;
 
   const std::shared_ptr<const NcclLibrary> library_;
@@ -89,6 +92,8 @@ class NcclHandle final {
   mutable std::mutex mutex_;
   ncclComm_t comm_ = nullptr;
   std::optional<NcclFailure> failure_;
+  bool aborting_ = false;  // a thread is inside ncclCommAbort
+  mutable std::condition_variable aborted_;
 };
 
 }  // namespace bagua

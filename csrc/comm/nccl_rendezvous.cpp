@@ -6,9 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include <c10/util/Exception.h>
-
 #include "base/check.h"
+#include "comm/error_text.h"
 
 namespace bagua {
 namespace {
@@ -17,12 +16,6 @@ constexpr const char* kIdKey = "id";
 constexpr const char* kFailedKey = "failed";
 
 std::string here_key(int rank) { return concat("here/", rank); }
-
-// c10::Error's what() carries a C++ backtrace.
-std::string short_text(const std::exception& error) {
-  const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
-  return from_torch ? from_torch->what_without_backtrace() : error.what();
-}
 
 }  // namespace
 
@@ -58,18 +51,21 @@ ncclUniqueId NcclRendezvous::make(const NcclLibrary& library) {
   return id;
 }
 
-// Not one long wait: rank 0 may have given up.
+// Not one long wait: rank 0 may have given up. A wait that ends early is a store that does not
+// work.
 ncclUniqueId NcclRendezvous::wait_for_id() {
-  const std::chrono::milliseconds look{1000};
+  using std::chrono::milliseconds;
   while (true) {
-    const auto left =
-        std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - NcclHandle::Clock::now());
+    const auto start = NcclHandle::Clock::now();
+    const auto left = std::chrono::duration_cast<milliseconds>(deadline_ - start);
+    const auto length = std::clamp(left, milliseconds{1}, milliseconds{1000});
     try {
-      store_->wait({kIdKey}, std::clamp(left, std::chrono::milliseconds{1}, look));
+      store_->wait({kIdKey}, length);
       break;
     } catch (const std::exception&) {
       if (const auto reason = given_up()) throw Error(*reason);
-      if (NcclHandle::Clock::now() >= deadline_ || left < look) throw;
+      const auto now = NcclHandle::Clock::now();
+      if (now >= deadline_ || now - start < length / 2) throw;
     }
   }
   const std::vector<uint8_t> bytes = store_->get(kIdKey);

@@ -9,6 +9,7 @@
 #include <pthread.h>
 
 #include "base/check.h"
+#include "comm/error_text.h"
 
 namespace bagua {
 namespace {
@@ -72,9 +73,7 @@ bool NcclWatchdog::look() {
   try {
     return land_finished();
   } catch (const std::exception& error) {
-    const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
-    const std::string text = from_torch ? from_torch->what_without_backtrace() : error.what();
-    handle_->fail({NcclFailure::Kind::kError, concat("the device reports: ", text)});
+    handle_->fail({NcclFailure::Kind::kError, concat("the device reports: ", short_text(error))});
     return false;
   }
 }

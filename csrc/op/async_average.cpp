@@ -9,16 +9,13 @@
 
 #include "base/check.h"
 #include "comm/device_stream.h"
+#include "op/arithmetic_dtype.h"
 
 namespace bagua {
 namespace {
 
 // Elements that are updated together: small enough for the second-level cache.
 constexpr int64_t kPieceNumel = 65536;
-
-at::ScalarType travelling_type(at::ScalarType type) {
-  return type == at::kDouble ? at::kDouble : at::kFloat;
-}
 
 }  // namespace
 
@@ -31,7 +28,7 @@ AsyncAverage::AsyncAverage(std::shared_ptr<Communicator> communicator,
     BAGUA_CHECK_ARG(flat.is_contiguous() && flat.is_floating_point(),
                     "AsyncAverage: weights must be contiguous and floating, not ", flat.toString(),
                     ".");
-    const auto options = flat.options().dtype(travelling_type(flat.scalar_type()));
+    const auto options = flat.options().dtype(arithmetic_dtype(flat.scalar_type()));
     parts_.push_back({flat, at::empty(flat.sizes(), options), at::empty(flat.sizes(), options)});
   }
 }

@@ -11,10 +11,6 @@
 
 namespace bagua {
 
-at::ScalarType arithmetic_dtype(at::ScalarType bucket) {
-  return bucket == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 // A sum is fast, and finite unless an element is not or the sum overflows.
 bool all_finite(const at::Tensor& tensor) {
   const double sum = at::sum(tensor, arithmetic_dtype(tensor.scalar_type())).item<double>();

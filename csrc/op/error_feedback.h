@@ -3,14 +3,12 @@
 
 #include <memory>
 
+#include "op/arithmetic_dtype.h"
 #include "op/bucket_op.h"
 #include "op/round_memory.h"
 #include "op/scratch.h"
 
 namespace bagua {
-
-// What is computed and remembered in: f64 for f64 buckets, f32 for all others.
-at::ScalarType arithmetic_dtype(at::ScalarType bucket);
 
 bool all_finite(const at::Tensor& tensor);
 

@@ -11,6 +11,7 @@
 
 #include "base/check.h"
 #include "base/mixed_bits.h"
+#include "op/communications.h"
 #include "op/error_feedback.h"
 #include "op/low_rank_products.h"
 
@@ -77,9 +78,7 @@ LowRank::LowRank(std::shared_ptr<Communicator> communicator, std::shared_ptr<Scr
                       (queries.scalar_type() == at::kFloat || queries.scalar_type() == at::kDouble),
                   "LowRank: the queries must have ", layout_.right_numel,
                   " elements, float32 or float64 like the error, not ", queries.numel(), ".");
-  BAGUA_CHECK_ARG(communications.numel() == 1 && communications.scalar_type() == at::kLong &&
-                      communications.is_cpu(),
-                  "LowRank: communications must be one int64 in CPU memory.");
+  check_communications(communications, "LowRank");
 }
 
 void LowRank::check(const at::Tensor& flat, const Round& round) {

@@ -1,6 +1,6 @@
 #include "op/low_rank_products.h"
 
-#include <type_traits>
+#include <algorithm>
 #include <utility>
 
 #include <ATen/Parallel.h>
@@ -16,8 +16,6 @@
 
 namespace bagua {
 namespace {
-
-constexpr double kDependent = 1e-10;
 
 // Elements that are worth a thread of their own.
 constexpr int64_t kGrainNumel = 65536;

@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "comm/tensor_checks.h"
+#include "op/arithmetic_dtype.h"
 #include "op/part_layout.h"
 
 namespace bagua {
@@ -75,7 +76,7 @@ void NeighborAverage::run(at::Tensor& flat, const Round& round) {
 // multiply-add is used depends on where a thread's share begins, which ranks need not have in
 // common.
 void NeighborAverage::mix(at::Tensor& segment, const at::Tensor& received) {
-  const auto dtype = segment.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const at::ScalarType dtype = arithmetic_dtype(segment.scalar_type());
   for (int64_t first = 0; first < segment.numel(); first += kPieceNumel) {
     const int64_t numel = std::min(kPieceNumel, segment.numel() - first);
     at::Tensor own = segment.narrow(0, first, numel);

@@ -6,8 +6,7 @@
 // (fake_nccl_misuse): two threads in one communicator, calls after its end, a second end, work
 // while earlier work is in progress. Ranks that do not agree fail. fake_nccl_* sets up faults.
 //
-// There is no thread here: the last rank to arrive does the work of all. Communicators are never
-// freed, so that late calls are found and not undefined.
+// There is no thread here: the last rank to arrive does the work of all.
 #include <algorithm>
 #include <atomic>
 #include <cstring>

@@ -62,14 +62,17 @@ struct Faults {
   bool makes_no_id = false;
 };
 
+// Not destroyed: a process may end with threads that still ask.
 inline std::mutex mutex;  // of everything below
 inline Faults faults;
-inline std::map<std::string, std::shared_ptr<Clique>> cliques;
-inline std::vector<std::string> misuse;
-inline std::map<std::string, int> counts;
-inline std::string last_error;
+inline std::map<std::string, std::shared_ptr<Clique>>& cliques =
+    *new std::map<std::string, std::shared_ptr<Clique>>;
+inline std::vector<std::string>& misuse = *new std::vector<std::string>;
+inline std::map<std::string, int>& counts = *new std::map<std::string, int>;
+inline std::string& last_error = *new std::string;
 inline cudaStream_t last_stream = nullptr;
 inline int ids = 0;
+inline auto& all = *new std::vector<ncclComm*>;  // never freed: late calls are to be found
 inline int alive = 0;
 
 inline thread_local int group_depth = 0;
@@ -131,6 +134,7 @@ inline ncclComm* make(std::shared_ptr<Clique> clique, int rank) {
   comm->rank = rank;
   comm->polls_left = faults.polls;
   comm->clique->ranks[rank] = comm;
+  all.push_back(comm);
   ++alive;
   return comm;
 }
@@ -248,7 +252,9 @@ inline ncclResult_t state_of(ncclComm* comm) {
 
 inline ncclResult_t issue(ncclComm* comm, Group group) {
   if (comm->error != ncclSuccess) return comm->error;
-  if (!comm->issued.empty()) misuse.push_back("a call while the one before is in progress");
+  if (!comm->issued.empty() || comm->polls_left > 0) {
+    misuse.push_back("a call while the one before, or the connecting, is in progress");
+  }
   if (comm->life != ncclComm::kAlive) return ncclInvalidUsage;
   comm->polls_left = faults.polls;
   if (comm->rank == faults.failing_rank && comm->calls++ >= faults.calls_until_failure) {

@@ -1,17 +1,12 @@
 """PowerSGD and top-k with many buckets start, train and end on a slow link, every time."""
 
-import importlib.util
 import os
 import sys
-from pathlib import Path
 
 import pytest
+from benchmark_programs import load
 
-spec = importlib.util.spec_from_file_location(
-    "network", Path(__file__).parents[2] / "benchmarks" / "network.py"
-)
-sys.modules["network"] = network = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(network)
+network = load("network")
 
 #: `make soak` asks for 50.
 STARTS = int(os.environ.get("BAGUA_TEST_STARTS", "10"))

@@ -1,23 +1,12 @@
 """Shaped networks in namespaces, and the counters compared with what left the device."""
 
-import importlib.util
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from benchmark_programs import BENCHMARKS, load
 
 network = load("network")
 check_counters = load("check_counters")

@@ -1,12 +1,12 @@
 """torchrun in two network namespaces at once, with the commands of docs/multi-node.md."""
 
-import importlib.util
 import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
+from benchmark_programs import load
 from ranks import two_nodes
 
 REPOSITORY = Path(__file__).parents[2]
@@ -14,14 +14,7 @@ SCRIPT = Path(two_nodes.__file__)
 ADDRESSES = {"10.0.0.1": 0, "10.0.0.2": 1}  # of the documentation, by node
 
 
-def load_network():
-    spec = importlib.util.spec_from_file_location("network", REPOSITORY / "benchmarks/network.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-network = load_network()
+network = load("network")
 reason = network.why_unavailable()
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"no network namespaces: {reason}")
 

@@ -1,11 +1,9 @@
-"""NCCL over host memory (tests/cpp/fake_nccl.cpp): built once, and ranks that are threads."""
+"""NCCL over host memory (tests/cpp/fake_nccl.cpp), ranks that are threads, and a fake CUDA."""
 
 import ctypes
-import fcntl
-import hashlib
 import importlib.util
 import itertools
-import subprocess
+import sysconfig
 import threading
 import traceback
 from pathlib import Path
@@ -13,9 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bagua import _C
+from single.cpp_programs import build
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-SOURCES = sorted((REPOSITORY / "tests" / "cpp").glob("fake_nccl*"))
 CPU = torch.device("cpu")
 
 _groups = itertools.count()
@@ -26,45 +23,53 @@ def nccl_wheel():
     return Path(importlib.util.find_spec("nvidia.nccl").submodule_search_locations[0])
 
 
-def build():
-    """The library's path; compiled into build/fake_nccl unless these sources were already."""
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16]
-    folder = REPOSITORY / "build" / "fake_nccl"
-    folder.mkdir(parents=True, exist_ok=True)
-    library = folder / f"fake_nccl_{digest}.so"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            unfinished = library.with_suffix(".unfinished")
-            subprocess.run(
-                [
-                    *[
-                        "g++",
-                        "-std=c++20",
-                        "-O1",
-                        "-fPIC",
-                        "-shared",
-                        "-Wall",
-                        "-Wextra",
-                        "-Werror",
-                    ],
-                    "-Wl,-Bsymbolic",  # its own functions, not those of an NCCL that torch loaded
-                    *["-I", str(REPOSITORY / "csrc" / "comm" / "nccl_needs")],
-                    *["-isystem", str(nccl_wheel() / "include")],
-                    *["-isystem", str(Path(torch.__file__).parent / "include")],
-                    *["-o", str(unfinished), str(REPOSITORY / "tests" / "cpp" / "fake_nccl.cpp")],
-                ],
-                check=True,
+def build_fake(name, includes, libraries=()):
+    """The path of a library made of tests/cpp/<name>.cpp."""
+    torch_root = Path(torch.__file__).parent
+    system = [*includes, torch_root / "include", torch_root / "include/torch/csrc/api/include"]
+    return build(
+        name,
+        [
+            *["-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wl,-Bsymbolic"],
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+            *["-I", "csrc/comm/nccl_needs"],
+            *[argument for folder in system for argument in ("-isystem", str(folder))],
+            f"tests/cpp/{name}.cpp",
+            f"-L{torch_root}/lib",
+            *libraries,
+        ],
+    )
+
+
+class FakeCuda:
+    """A device "cuda:0" over host memory, with switches for its events (fake_cuda_*)."""
+
+    def __init__(self):
+        # PyDLL keeps the GIL, which making a tensor needs.
+        self._functions = ctypes.PyDLL(
+            build_fake(
+                "fake_cuda",
+                [sysconfig.get_paths()["include"]],
+                ["-ltorch_python", "-ltorch_cpu", "-lc10"],
             )
-            unfinished.rename(library)
-    return library
+        )
+        self._functions.fake_cuda_tensor.restype = ctypes.py_object
+        self._functions.fake_cuda_tensor.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        self._functions.fake_cuda_set_stream.argtypes = [ctypes.c_int64]
+
+    def __getattr__(self, name):
+        return getattr(self._functions, f"fake_cuda_{name}")
+
+    def on_device(self, host):
+        """A tensor on "cuda:0" with the memory of a float32 one, which must outlive it."""
+        return self.tensor(host.data_ptr(), host.numel())
 
 
 class FakeNccl:
     """The loaded library, with its switches for faults (fake_nccl_*) as attributes."""
 
     def __init__(self):
-        path = str(build())
+        path = build_fake("fake_nccl", [nccl_wheel() / "include"])
         self.library = _C.NcclLibrary.open(path)
         self._functions = ctypes.CDLL(path)
         self._functions.fake_nccl_misuse.restype = ctypes.c_char_p
@@ -79,7 +84,7 @@ class FakeNccl:
     def connect(self, store, rank, size, timeout=20.0, device=CPU):
         return _C.NcclCommunicator(self.library, store, rank, size, device, timeout)
 
-    def ranks(self, functions, timeout=20.0):
+    def ranks(self, functions, timeout=20.0, device=CPU):
         """functions[r](communicator) on rank r of as many threads: (result, error) of each.
 
         Connecting counts as part of the function. timeout: seconds, of each call.
@@ -90,7 +95,7 @@ class FakeNccl:
 
         def run(rank):
             try:
-                communicator = self.connect(store, rank, n, timeout)
+                communicator = self.connect(store, rank, n, timeout, device)
                 outcomes[rank] = (functions[rank](communicator), None)
             except Exception as error:  # noqa: BLE001 - the tests look at it
                 error.add_note(traceback.format_exc())
@@ -103,9 +108,9 @@ class FakeNccl:
             thread.join()
         return outcomes
 
-    def run(self, n, function, timeout=20.0):
+    def run(self, n, function, timeout=20.0, device=CPU):
         """The results of function(communicator) on n ranks; the first error is raised."""
-        outcomes = self.ranks([function] * n, timeout)
+        outcomes = self.ranks([function] * n, timeout, device)
         for _, error in outcomes:
             if error is not None:
                 raise error

@@ -1,4 +1,4 @@
-"""Makes the communicators of a group: backends of our own over the job's store."""
+"""Makes the communicators of a group: each with connections of its own over the job's store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import collections
 import hashlib
 import json
 import logging
-import os
 import secrets
 import time
 from datetime import timedelta
@@ -18,8 +17,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
 from bagua.torch_api import env
+from bagua.torch_api._nccl_library import nccl_library
 
-__all__ = ["Transport", "fingerprint", "first_difference"]
+__all__ = ["Transport", "cuda_transport", "fingerprint", "first_difference"]
 
 _log = logging.getLogger("bagua")
 
@@ -30,17 +30,18 @@ def fingerprint(lines: list[str]) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _through_host(device_type: str) -> bool:
-    """Whether CUDA tensors go through host memory: gloo's ranks may share a GPU, NCCL's not."""
-    return device_type == "cuda" and os.environ.get("BAGUA_COMM") == "gloo"
+def cuda_transport() -> str:
+    """What moves CUDA tensors: "nccl" (communicators of our own), "c10d" (torch's NCCL backend), or
+    "gloo" (through host memory: its ranks may share a GPU, NCCL's may not)."""
+    return env.get_comm() or ("nccl" if _C.has_nccl else "c10d")
 
 
 class Transport:
     """Connections between the members of a group.
 
-    Every communicator is a c10d backend of its own, constructed directly over a prefix of the
-    store: ``dist.new_group`` would have to be called by non-members too, and in the same history
-    everywhere.
+    Every communicator is a c10d backend of its own, or on CUDA an NCCL communicator of its own,
+    constructed directly over a prefix of the store: ``dist.new_group`` would have to be called by
+    non-members too, and in the same history everywhere.
     """
 
     def __init__(self, store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta) -> None:
@@ -90,7 +91,15 @@ class Transport:
             alone = _C.ThreadHub(1, self.timeout.total_seconds())
             return _C.CountingCommunicator(_C.ThreadCommunicator(alone, 0))
         start = time.monotonic()
-        backend = self.backend(name, device_type, members)
+        connected: _C.Communicator
+        through = cuda_transport() if device_type == "cuda" else "c10d"
+        if through == "nccl":
+            connected = self._nccl(name, members)
+        elif through == "gloo":
+            gloo = _C.C10dCommunicator(self.backend(name, "cpu", members))
+            connected = _C.HostCommunicator(gloo)
+        else:
+            connected = _C.C10dCommunicator(self.backend(name, device_type, members))
         _log.debug(
             "%s: connected '%s' (%s) to ranks %s of the group in %.0f ms",
             self.whereabouts(),
@@ -99,17 +108,24 @@ class Transport:
             members,
             1000 * (time.monotonic() - start),
         )
-        communicator: _C.Communicator = _C.C10dCommunicator(backend)
-        if _through_host(device_type):
-            communicator = _C.HostCommunicator(communicator)
-        return _C.CountingCommunicator(communicator)
+        return _C.CountingCommunicator(connected)
+
+    def _nccl(self, name: str, members: list[int]) -> _C.NcclCommunicator:
+        """A new communicator on NCCL for tensors of the current CUDA device."""
+        store = self._store_of(name, members)
+        device = torch.device("cuda", torch.cuda.current_device())
+        rank, timeout = members.index(self.rank), self.timeout.total_seconds()
+        return _C.NcclCommunicator(nccl_library(), store, rank, len(members), device, timeout)
+
+    def _store_of(self, name: str, members: list[int]) -> c10d.Store:
+        return c10d.PrefixStore(f"{name}/{'-'.join(map(str, members))}", self.store)
 
     def backend(self, name: str, device_type: str, members: list[int]) -> Any:
         """A new c10d backend over ``members`` (ranks in this group, this process among them)."""
-        store = c10d.PrefixStore(f"{name}/{'-'.join(map(str, members))}", self.store)
+        store = self._store_of(name, members)
         rank, size = members.index(self.rank), len(members)
         try:
-            if device_type == "cpu" or _through_host(device_type):
+            if device_type == "cpu":
                 return dist.ProcessGroupGloo(store, rank, size, self.timeout)
             if device_type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()

@@ -6,10 +6,12 @@ import socket
 __all__ = [
     "find_free_network_port",
     "get_check_weights_every",
+    "get_comm",
     "get_default_bucket_size",
     "get_local_rank",
     "get_local_size",
     "get_master_addr",
+    "get_nccl_library",
     "get_node_rank",
     "get_rank",
     "get_world_size",
@@ -89,6 +91,27 @@ def get_check_weights_every() -> int:
             f"BAGUA_CHECK_WEIGHTS_EVERY={every} must be a number of steps, or 0 for no checks"
         )
     return every
+
+
+def get_comm() -> str | None:
+    """What moves CUDA tensors (``BAGUA_COMM``): "nccl", "c10d", "gloo", or None if unset.
+
+    nccl: communicators of bagua's own on NCCL, the default where the build has them. c10d: NCCL
+    through torch.distributed's backend, the default elsewhere. gloo: through host memory, for ranks
+    that share a GPU and for finding out whether NCCL is at fault.
+
+    Raises:
+        ValueError: the variable is none of these.
+    """
+    comm = os.environ.get("BAGUA_COMM") or None
+    if comm not in (None, "nccl", "c10d", "gloo"):
+        raise ValueError(f"BAGUA_COMM={comm!r} must be nccl, c10d or gloo")
+    return comm
+
+
+def get_nccl_library() -> str | None:
+    """Path of libnccl (``BAGUA_NCCL_LIBRARY``), or None: the one that torch uses."""
+    return os.environ.get("BAGUA_NCCL_LIBRARY") or None
 
 
 def get_master_addr() -> str:

@@ -10,12 +10,11 @@ from torch.nn.utils import clip_grad_norm_
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.centralized import (
-    AVG_CUSTOM,
     AVG_WORLD,
     AllReduceAggregation,
 )
 from mlbench_core.optim.pytorch._aggregating import AggregatingOptimizer, Closure, Tracker
-from mlbench_core.optim.pytorch._arguments import needed
+from mlbench_core.optim.pytorch._arguments import chosen_average, needed
 from mlbench_core.optim.pytorch._power_sgd import PowerSGD
 from mlbench_core.optim.pytorch._sparsified import CentralizedSparsifiedSGD
 
@@ -201,15 +200,11 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         divide_before: bool = False,
     ) -> None:
         # Checks
-        if not (average_world or average_custom):
-            raise NotImplementedError(
-                "choose how CustomCentralizedOptimizer averages: average_world=True divides by the "
-                "number of ranks, average_custom=True by the denom of each step"
-            )
+        mode = chosen_average(average_world, average_custom, "CustomCentralizedOptimizer")
 
         super().__init__(world_size, model, use_cuda, by_layer, divide_before, agg_grad)
         self.grad_clip = grad_clip
-        self.agg_mode = AVG_WORLD if average_world else AVG_CUSTOM
+        self.agg_mode = mode
         self.optimizer = optimizer
 
     def step(  # type: ignore[override]

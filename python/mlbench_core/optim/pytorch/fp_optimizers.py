@@ -11,11 +11,10 @@ from torch.nn.utils import clip_grad_norm_
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.centralized import (
-    AVG_CUSTOM,
-    AVG_WORLD,
     AllReduceAggregation,
     AllReduceAggregationHVD,
 )
+from mlbench_core.optim.pytorch._arguments import chosen_average
 from mlbench_core.optim.pytorch._begin import begin_together
 
 __all__ = ["DynamicLossScaler", "FP16Optimizer"]
@@ -130,11 +129,7 @@ class FP16Optimizer:
         divide_before: bool = False,
     ) -> None:
         # Checks
-        if not (average_world or average_custom):
-            raise NotImplementedError(
-                "choose how FP16Optimizer averages: average_world=True divides by the number of "
-                "ranks, average_custom=True by the denom of each step"
-            )
+        self.agg_mode = chosen_average(average_world, average_custom, "FP16Optimizer")
         if not any(p.requires_grad for p in fp16_model.parameters()):
             raise ValueError("no parameter of the model requires a gradient")
 
@@ -144,7 +139,6 @@ class FP16Optimizer:
         named = dict(fp16_model.named_parameters()) | dict(fp16_model.named_buffers())
         begin_together(self.aggregation, world_size, named, type(self).__name__)
         self.agg = self.aggregation.agg_grad(by_layer=by_layer)
-        self.agg_mode = AVG_WORLD if average_world else AVG_CUSTOM
         self.fp32_params = torch.nn.Parameter(torch.cat(self._flat()).float())
         self.loss_scaler = DynamicLossScaler(init_scale, scale_factor, scale_window, max_scale)
         self.min_scale = min_scale

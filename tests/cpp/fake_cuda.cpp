@@ -1,0 +1,20 @@
+// fake_cuda_guard.h for Python: its switches, and tensors.
+#include <cstdint>
+
+#include <Python.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "fake_cuda_guard.h"
+
+extern "C" {
+
+void fake_cuda_hold(int yes) { holds = yes != 0; }
+void fake_cuda_break() { breaks = true; }
+void fake_cuda_set_stream(int64_t stream) { current_stream = stream; }
+int fake_cuda_events() { return events; }
+
+PyObject* fake_cuda_tensor(float* data, int64_t numel) {
+  return THPVariable_Wrap(tensor_over(data, numel));
+}
+
+}  // extern "C"

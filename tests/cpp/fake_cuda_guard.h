@@ -1,0 +1,71 @@
+// A device that says "cuda" over host memory, in a torch without CUDA: streams are numbers, and
+// events come true when a test lets them. Included once per program: a guard, once registered,
+// stays.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <utility>
+
+#include <ATen/core/TensorBase.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace {
+
+const c10::Device kDevice(c10::DeviceType::CUDA, 0);
+
+std::atomic<bool> holds{false};   // events do not come true
+std::atomic<bool> breaks{false};  // asking for one is an error
+std::atomic<int> events{0};       // that exist
+thread_local c10::StreamId current_stream = 1;
+
+class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
+ public:
+  c10::DeviceType type() const override { return kDevice.type(); }
+  c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
+  c10::Device getDevice() const override { return kDevice; }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+
+  c10::Stream getStream(c10::Device) const override {
+    return c10::Stream(c10::Stream::UNSAFE, kDevice, current_stream);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    return c10::Stream(c10::Stream::UNSAFE, kDevice, std::exchange(current_stream, stream.id()));
+  }
+  void* getStreamNativeHandle(const c10::Stream stream) const override {
+    return reinterpret_cast<void*>(stream.id());
+  }
+
+  void record(void** event, const c10::Stream&, const c10::DeviceIndex,
+              const c10::EventFlag) const override {
+    if (!*event) ++events;
+    *event = &events;
+  }
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override {
+    TORCH_CHECK(!breaks, "an illegal memory access was encountered");
+    return !holds;
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    if (event) --events;
+  }
+};
+
+C10_REGISTER_GUARD_IMPL(CUDA, FakeGuard)
+
+// A float32 tensor on "cuda:0" over `numel` floats of the caller's.
+at::TensorBase tensor_over(float* data, int64_t numel) {
+  c10::Storage storage(c10::Storage::use_byte_size_t(), numel * sizeof(float),
+                       c10::DataPtr(data, kDevice));
+  auto tensor = at::detail::make_tensor_base<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CUDA),
+      caffe2::TypeMeta::Make<float>());
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(numel);
+  return tensor;
+}
+
+}  // namespace

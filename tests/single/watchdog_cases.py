@@ -1,0 +1,176 @@
+"""What the watchdog of NcclCommunicator must see, on a fake CUDA over host memory.
+
+Run as a program with the name of a case: the fake device stays in the process it is loaded into.
+"""
+
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua import _C
+from bagua.torch_api import _transport
+from single.fake_nccl import FakeCuda, FakeNccl
+
+CUDA = torch.device("cuda", 0)
+TIMEOUT = 0.4
+REMOTE_ERROR = 6
+
+cuda = FakeCuda()
+nccl = FakeNccl()
+
+
+def all_reduce(comm, host):
+    comm.all_reduce(cuda.on_device(host), _C.ReduceOp.SUM)
+
+
+def failure_of(comm):
+    """Waits until the watchdog reports; (its words, seconds)."""
+    start = time.monotonic()
+    while (failure := comm.failure()) is None:
+        assert time.monotonic() - start < 20
+        time.sleep(0.005)
+    return failure, time.monotonic() - start
+
+
+def calls_run_on_the_current_stream_and_their_events_are_freed():
+    def run(comm):
+        cuda.set_stream(comm.rank + 7)
+        hosts = [torch.ones(3) for _ in range(50)]
+        for host in hosts:
+            all_reduce(comm, host)
+        assert nccl.last_stream() in (7, 8)
+        while cuda.events():
+            time.sleep(0.005)
+        assert comm.failure() is None
+        assert all(host.tolist() == [2.0] * 3 for host in hosts)
+
+    nccl.run(2, run, 10, CUDA)
+    assert nccl.calls_of("ncclCommDestroy") == 2
+
+
+def work_that_does_not_end_on_the_device_aborts_at_the_timeout():
+    def run(comm):
+        host = torch.ones(3)
+        start = time.monotonic()
+        all_reduce(comm, host)
+        assert time.monotonic() - start < TIMEOUT / 2, "the call waited for the device"
+        failure, seconds = failure_of(comm)
+        words = f"rank {comm.rank} of 2: all_reduce of 12 bytes float32 failed: not finished on the"
+        assert words in failure
+        assert "within 0.4 s" in failure
+        assert TIMEOUT / 2 < seconds < 10
+        with pytest.raises(_C.BaguaTimeoutError, match="all_gather refused: an earlier"):
+            comm.all_gather(cuda.on_device(host), cuda.on_device(torch.ones(6)))
+
+    cuda.hold(1)
+    nccl.run(2, run, TIMEOUT, CUDA)
+    assert nccl.calls_of("ncclCommAbort") == 2
+
+
+def an_error_that_nccl_reports_about_work_on_the_device_aborts_at_once():
+    def run(comm):
+        host = torch.ones(3)
+        all_reduce(comm, host)
+        if comm.rank == 0:
+            time.sleep(0.1)
+            nccl.__getattr__("break")(0, REMOTE_ERROR)
+            failure, seconds = failure_of(comm)
+            assert "all_reduce of 12 bytes float32 failed: NCCL reports remote error" in failure
+            assert seconds < 5
+            with pytest.raises(_C.BaguaError) as raised:
+                all_reduce(comm, host)
+            assert raised.type is _C.BaguaError
+        comm.abort("done")
+
+    cuda.hold(1)
+    nccl.run(2, run, 60, CUDA)
+
+
+def an_error_of_the_device_is_kept():
+    def run(comm):
+        host = torch.ones(3)
+        all_reduce(comm, host)
+        failure, _ = failure_of(comm)
+        assert failure == "the device reports: an illegal memory access was encountered"
+
+    getattr(cuda, "break")()
+    nccl.run(2, run, 60, CUDA)
+
+
+def abort_with_work_on_the_device_is_quick_and_so_is_dropping():
+    def run(comm):
+        host = torch.ones(3)
+        all_reduce(comm, host)
+        comm.abort("no more")
+        assert comm.failure() == "aborted: no more"
+        del comm
+
+    cuda.hold(1)
+    start = time.monotonic()
+    nccl.run(2, run, 60, CUDA)
+    assert time.monotonic() - start < 20
+
+
+def a_forked_child_leaves_the_communicator_to_its_parent():
+    def run(comm):
+        host = torch.ones(3)
+        all_reduce(comm, host)
+        calls = nccl.calls_of("ncclCommFinalize")
+        if comm.rank == 0:
+            child = os.fork()
+            if child == 0:
+                del comm
+                os._exit(nccl.calls_of("ncclCommFinalize") - calls)
+            assert os.waitpid(child, 0)[1] == 0
+        all_reduce(comm, host)
+        return host[0].item()
+
+    assert nccl.run(2, run, 20, CUDA) == [4.0, 4.0]
+
+
+def a_transport_connects_cuda_tensors_through_nccl():
+    store = dist.HashStore()
+    torch.cuda.current_device = lambda: 0
+    _transport.nccl_library = lambda: nccl.library
+    sums = [None, None]
+
+    def run(rank):
+        transport = _transport.Transport(store, rank, [0, 1], timedelta(seconds=20))
+        comm = transport.connect("lane0/all", "cuda")
+        host = torch.full((4,), rank + 1.0)
+        all_reduce(comm, host)
+        sums[rank] = host.tolist(), comm.traffic()["bytes_sent"]
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sums == [([3.0] * 4, 16)] * 2
+    assert nccl.calls_of("ncclAllReduce") == 2
+
+
+def a_process_may_end_with_communicators_and_work_in_flight():
+    kept = []
+
+    def run(comm):
+        kept.append((comm, torch.ones(3)))
+        all_reduce(*kept[-1])
+
+    cuda.hold(1)
+    nccl.run(2, run, 60, CUDA)
+    sys.modules["kept"] = kept
+    raise SystemExit(3)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
+    assert nccl.misuse().decode() == ""
+    assert nccl.alive() == 0, "communicators are left over"
