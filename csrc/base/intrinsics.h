@@ -37,4 +37,23 @@ BAGUA_HD int32_t nearest_int32(float value) {
 #endif
 }
 
+// Marks tell whether a NaN or an infinity was among many numbers: they are joined with |, and
+// numbers that are finite leave no trace in what is_marked looks at.
+BAGUA_HD uint32_t non_finite_mark(float value) {
+#ifdef __CUDA_ARCH__
+  return __float_as_uint(value - value);  // +0 or NaN; not on the pipe that comparisons keep busy
+#else
+  // The addition carries into the highest bit exactly if the exponent is all ones.
+  return (__builtin_bit_cast(uint32_t, value) & 0x7fffffff) + 0x00800000;
+#endif
+}
+
+BAGUA_HD bool is_marked(uint32_t marks) {
+#ifdef __CUDA_ARCH__
+  return marks != 0;
+#else
+  return marks >> 31 != 0;
+#endif
+}
+
 }  // namespace bagua

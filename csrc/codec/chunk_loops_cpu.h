@@ -52,14 +52,14 @@ BAGUA_HD ValueRange find_range(const T* __restrict x, int64_t numel) {
   constexpr int kLanes = 32;
   float low[kLanes];
   float high[kLanes];
-  uint32_t nan[kLanes];
+  uint32_t marks[kLanes];
   for (int lane = 0; lane < kLanes; ++lane) {
     low[lane] = kStartLow;
     high[lane] = kStartHigh;
-    nan[lane] = 0;
+    marks[lane] = 0;
   }
   const auto take = [&](int lane, float value) __attribute__((always_inline)) {
-    extend_range(value, low[lane], high[lane], nan[lane]);
+    extend_range(value, low[lane], high[lane], marks[lane]);
   };
   const int64_t whole = numel / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) {
@@ -70,10 +70,10 @@ BAGUA_HD ValueRange find_range(const T* __restrict x, int64_t numel) {
     for (int lane = 0; lane < width; ++lane) {
       low[lane] = lesser(low[lane + width], low[lane]);
       high[lane] = greater(high[lane + width], high[lane]);
-      nan[lane] |= nan[lane + width];
+      marks[lane] |= marks[lane + width];
     }
   }
-  return finished_range(low[0], high[0], nan[0] != 0);
+  return finished_range(low[0], high[0], !is_marked(marks[0]));
 }
 
 template <RangedFormat Format, typename T>

@@ -36,26 +36,23 @@ constexpr int64_t format_block_numel() {
   }
 }
 
-// A range while its values are met, in any order: start from (kStartLow, kStartHigh, 0). NaN is
-// counted in `nan`, since comparisons skip it; infinities are seen in low and high. Flag: bool, or
-// an integer where that vectorises better.
+// A range while its values are met, in any order: starts from (kStartLow, kStartHigh, 0).
+// Comparisons skip NaN, hence the marks.
 constexpr float kStartLow = kLargestFinite<float>;
 constexpr float kStartHigh = -kLargestFinite<float>;
 
-template <typename Flag>
-BAGUA_HD void extend_range(float value, float& low, float& high, Flag& nan) {
+BAGUA_HD void extend_range(float value, float& low, float& high, uint32_t& marks) {
   low = lesser(value, low);
   high = greater(value, high);
-  nan |= value != value;
+  marks |= non_finite_mark(value);
 }
 
 // The range of all values met: Note [Non-finite values]. Which of two zeros a reduction ends with
 // depends on its order; adding zero makes both +0.
-BAGUA_HD ValueRange finished_range(float low, float high, bool nan) {
-  constexpr float kLargest = kLargestFinite<float>;
-  if (nan || low < -kLargest || high > kLargest) {
-    const float quiet_nan = bits_to_float(kFloatQuietNanBits);
-    return {quiet_nan, quiet_nan};
+BAGUA_HD ValueRange finished_range(float low, float high, bool all_finite) {
+  if (!all_finite) {
+    const float nan = bits_to_float(kFloatQuietNanBits);
+    return {nan, nan};
   }
   return {low + 0.0f, high + 0.0f};
 }

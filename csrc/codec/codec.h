@@ -52,7 +52,8 @@ class Codec {
   virtual void decode(std::span<const Chunk> chunks, DType dtype, StreamHandle stream) const = 0;
 
   // x[i] += weight * decoded[i], decoded[i] being what decode would write; the product and the sum
-  // are two f32 operations. `dtype` is the dtype that was encoded; x is always float.
+  // are two f32 operations. `dtype` is the dtype that was encoded; x is always float. A NaN that
+  // comes of it is NaN on every processor, but its bits are the processor's own.
   virtual void decode_add(std::span<const Chunk> chunks, DType dtype, float weight,
                           StreamHandle stream) const = 0;
 

@@ -61,7 +61,8 @@ BAGUA_HD QuantisationGrid quantisation_grid(ValueRange range) {
 // `value` lies in the range, so that the code cannot exceed 255.
 BAGUA_HD uint8_t quantise(float value, QuantisationGrid grid) {
   const float level = value * grid.scale;
-  const int32_t whole = nearest_int32(greater(level, grid.lower));
+  const float bounded = greater(grid.lower, level);
+  const int32_t whole = nearest_int32(bounded);
   return static_cast<uint8_t>(whole - static_cast<int32_t>(grid.lower));
 }
 

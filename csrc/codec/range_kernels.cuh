@@ -33,14 +33,14 @@ BAGUA_HD constexpr int64_t slices_of(int64_t numel) {
 struct RangeSoFar {
   float low = kStartLow;
   float high = kStartHigh;
-  bool nan = false;
+  uint32_t marks = 0;
 
-  BAGUA_DEVICE void take(float value) { extend_range(value, low, high, nan); }
+  BAGUA_DEVICE void take(float value) { extend_range(value, low, high, marks); }
   // The range of nothing, which is turned inside out, changes nothing.
   BAGUA_DEVICE void take(ValueRange range) {
     low = lesser(range.min, low);
     high = greater(range.max, high);
-    nan |= range.min != range.min;
+    marks |= non_finite_mark(range.min);
   }
 };
 
@@ -51,7 +51,7 @@ BAGUA_DEVICE ValueRange warp_range(RangeSoFar range) {
     range.low = lesser(__shfl_xor_sync(kAllLanes, range.low, distance), range.low);
     range.high = greater(__shfl_xor_sync(kAllLanes, range.high, distance), range.high);
   }
-  return finished_range(range.low, range.high, __any_sync(kAllLanes, range.nan));
+  return finished_range(range.low, range.high, __all_sync(kAllLanes, !is_marked(range.marks)));
 }
 
 // The range of what all threads of the CTA have met, in every thread. Once per kernel: the shared
@@ -64,7 +64,7 @@ BAGUA_DEVICE ValueRange slice_range(RangeSoFar range) {
   RangeSoFar all;
   BAGUA_UNROLL
   for (int warp = 0; warp < kSliceWarps; ++warp) all.take(of_warp[warp]);
-  return finished_range(all.low, all.high, all.nan);
+  return finished_range(all.low, all.high, !is_marked(all.marks));
 }
 
 // The vectors of a tile, in registers.

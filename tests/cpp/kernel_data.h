@@ -38,6 +38,7 @@ inline constexpr Pattern kPatterns[] = {
     {"a constant", [](int64_t, int64_t, float) { return 3.25f; }},
     {"a large constant", [](int64_t, int64_t, float largest) { return -largest; }},
     {"far from zero", [](int64_t i, int64_t, float) { return 60000.0f + uniform(i) * 0.5f; }},
+    {"farther from zero", [](int64_t i, int64_t, float) { return 1e6f + uniform(i) * 8.0f; }},
     {"rather far from zero",
      [](int64_t i, int64_t, float) { return 100.0f + uniform(i) * 0.002f; }},
     {"as wide as the dtype",
