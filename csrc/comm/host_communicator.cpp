@@ -118,8 +118,8 @@ at::Tensor HostCommunicator::memory_like(const at::Tensor& tensor) {
   if (taken_ == memory_.size()) memory_.emplace_back();
   at::Tensor& memory = memory_[taken_++];
   if (!memory.defined() || memory.numel() < bytes) {
-    memory =
-        at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(!tensor.device().is_cpu()));
+    const bool pinned = tensor.is_cuda() && at::globalContext().hasCUDA();
+    memory = at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(pinned));
   }
   return memory.narrow(0, 0, bytes).view(tensor.scalar_type());
 }

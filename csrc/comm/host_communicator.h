@@ -13,7 +13,7 @@ namespace bagua {
 
 // Copies what a call reads into host memory, lets another communicator move it, and copies what it
 // wrote back: for ranks that share a GPU, which NCCL refuses, and to find out whether a fault is
-// NCCL's. Host memory is pinned where the tensors are on a device, and used again by later calls.
+// NCCL's. Host memory is pinned on CUDA, and used again by later calls.
 //
 // Contracts of Communicator, and:
 // - The calling thread waits for the work that the current stream has been given before the call;

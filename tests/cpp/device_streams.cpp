@@ -13,9 +13,11 @@
 
 #include "codec/factory.h"
 #include "comm/counting_communicator.h"
+#include "comm/host_communicator.h"
 #include "comm/thread_communicator.h"
 #include "engine/engine.h"
 #include "fake_device_torch.h"
+#include "host_memory_communicator.h"
 #include "loopback_communicator.h"
 #include "noting_codec.h"
 #include "op/all_reduce.h"
@@ -259,6 +261,23 @@ void asynchronous_averaging_keeps_out_of_training() {
   expect_no_race("asynchronous averaging");
 }
 
+void host_memory_waits_for_the_device() {
+  HostCommunicator comm(std::make_shared<HostMemoryCommunicator>(kRanks, std::vector{10, 11}));
+  const at::Tensor brought = gradient(1);
+  for (const int64_t stream : {10, 11, 10}) {
+    const OnStream guard(stream);
+    at::Tensor sum = brought.to(kFake).mul_(2), gathered = zeros_on(kFake, kRanks * kNumel);
+    comm.all_reduce(sum, ReduceOp::kSum);
+    expect(sum.cpu().equal(brought.mul(2 * kRanks)), "all_reduce");
+    comm.all_gather(sum.mul_(2), gathered);
+    if (const OnStream other(21 - stream); true) {
+      comm.exchange({}, {{zeros_on(kFake, 8), 1}}, [](size_t) {});
+    }
+    expect(gathered.narrow(0, kNumel, kNumel).cpu().equal(sum.cpu()), "all_gather");
+  }
+  expect_no_race("a transport of host memory");
+}
+
 }  // namespace
 }  // namespace bagua::fake
 
@@ -271,6 +290,7 @@ extern "C" int device_streams() {
     ops_agree_with_the_cpu();
     memory_of_an_unfinished_round_is_not_freed_too_early();
     asynchronous_averaging_keeps_out_of_training();
+    host_memory_waits_for_the_device();
   } catch (const std::exception& error) {
     const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
     std::cerr << (from_torch ? from_torch->what_without_backtrace() : error.what()) << std::endl;

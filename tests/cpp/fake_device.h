@@ -83,6 +83,17 @@ class Device {
     for (const Clock& clock : clocks_) join(completed_, clock);
   }
 
+  // `stream` was given a copy from or to host memory.
+  void copies_host_memory(int stream) {
+    std::lock_guard lock(mutex_);
+    host_copies_.at(stream) = advance(stream)[stream];
+  }
+  // Whether host threads have seen the end of all such copies.
+  bool has_copied_host_memory(int stream) {
+    std::lock_guard lock(mutex_);
+    return completed_[stream] >= host_copies_.at(stream);
+  }
+
   std::vector<std::string> take_races() {
     std::lock_guard lock(mutex_);
     return std::exchange(races_, {});
@@ -108,6 +119,7 @@ class Device {
   std::mutex mutex_;
   std::array<Clock, kStreams> clocks_{};
   Clock completed_{};
+  Clock host_copies_{};  // by stream, the last one's time
   std::vector<Access> accesses_;
   std::vector<std::string> races_;
 };

@@ -117,6 +117,9 @@ class Call {
       if (value.isDevice()) value = c10::Device(c10::kCPU);
     }
     op.callBoxed(stack);
+    if (name_ == "aten::copy_" && host_memory_) {
+      Device::instance().copies_host_memory(current_stream());
+    }
     if (name_ == "aten::_local_scalar_dense" || (host_written_ && host_waits_)) {
       Device::instance().completed(Device::instance().recorded(current_stream()));
     }
@@ -151,6 +154,7 @@ class Call {
 
   at::Tensor to_host(const at::Tensor& tensor, bool write) {
     if (tensor.is_cpu()) {
+      host_memory_ = true;
       host_written_ = host_written_ || write;
       return tensor;
     }
@@ -195,6 +199,7 @@ class Call {
   const c10::FunctionSchema& schema_;
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;  // on the host, on the device
   bool is_view_ = false;                                  // touches no element
+  bool host_memory_ = false;
   bool host_written_ = false;
   bool host_waits_ = true;
 };

@@ -36,11 +36,12 @@ def test_thread_ranks_conform_through_host_memory(n, device):
 @training.with_group
 def conform(device_type):
     """Over what a lane on this device would be connected to."""
+    device = training.device()  # the current one from now on
     store = dist.distributed_c10d._get_default_store()
     rank, size = dist.get_rank(), dist.get_world_size()
     transport = Transport(store, rank, list(range(size)), training.TIMEOUT)
     comm = transport.connect("conformance", device_type)
-    conformance.run_all(comm, training.device())
+    conformance.run_all(comm, device)
     return comm.rank, comm.size
 
 

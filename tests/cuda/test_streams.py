@@ -106,12 +106,10 @@ def write_gradients_by_hand(kind):
     model.with_bagua([optimizer], training.algorithm("exact"))
     with on_stream(kind):
         for step in range(STEPS):
-            for trained, trainer in ((model, optimizer), (alone, own)):
+            whole = training.whole_batch(step, dist.get_world_size())
+            mine = training.batch(step, dist.get_rank())
+            for trained, trainer, data in ((model, optimizer, mine), (alone, own, whole)):
                 trainer.zero_grad()
-                rank = dist.get_rank() if trained is model else None
-                size = dist.get_world_size()
-                data = training.whole_batch(step, size) if rank is None else None
-                data = data or training.batch(step, rank)
                 training.squared_error(trained, data).backward()
                 delay(training.device())
                 for p in trained.parameters():
@@ -136,12 +134,13 @@ def return_early(name):
     for step in range(3):  # connections, buffers and the rebuild of buckets are made here
         training.train(model, optimizer, [training.batch(step, dist.get_rank())])
     expected = copy.deepcopy(model.state_dict())
+    data = training.batch(3, dist.get_rank())  # a copy from pageable memory waits for the device
     torch.accelerator.synchronize(device)
     optimizer.zero_grad()
     delay(device, 2_000_000_000)
     busy = torch.cuda.Event()
     busy.record()
-    training.squared_error(model, training.batch(3, dist.get_rank())).backward()
+    training.squared_error(model, data).backward()
     after_backward = not busy.query()
     optimizer.step()
     after_step = not busy.query()

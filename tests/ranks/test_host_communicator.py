@@ -1,5 +1,6 @@
 """CUDA tensors over gloo, as BAGUA_COMM=gloo has it; CPU tensors stand in for them here."""
 
+import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,3 +41,13 @@ def count_bytes(device_type):
 def test_host_memory_is_counted_as_what_it_carries(ranks):
     env = {"BAGUA_COMM": "gloo"}
     assert ranks(2, count_bytes, "cuda", env=env) == ranks(2, count_bytes, "cpu") == [(2400, 2)] * 2
+
+
+@training.with_group
+def connect_eagerly():
+    communicator = bagua.communication.get_default_group().get_global_communicator()
+    return communicator._connect("test", "cuda").name()
+
+
+def test_eager_collectives_of_cuda_tensors_go_over_gloo_too(ranks):
+    assert ranks(2, connect_eagerly, env={"BAGUA_COMM": "gloo"}) == ["gloo"] * 2

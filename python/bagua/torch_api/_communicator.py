@@ -10,7 +10,7 @@ import torch
 
 from bagua import _C
 from bagua.torch_api import env
-from bagua.torch_api._transport import Transport
+from bagua.torch_api._transport import Transport, cuda_transport
 
 __all__ = ["CommMember", "Communicator", "ReduceOp", "comm"]
 
@@ -117,10 +117,13 @@ class Communicator:
             torch.accelerator.synchronize(device)
 
     def _connect(self, name: str, device_type: str) -> Any:
+        over_gloo = device_type == "cpu" or (device_type == "cuda" and cuda_transport() == "gloo")
         backend = self._transport.backend(
-            f"eager/{self._name}/{device_type}", device_type, self._members
+            f"eager/{self._name}/{device_type}",
+            "cpu" if over_gloo else device_type,
+            self._members,
         )
-        if device_type == "cpu":
+        if over_gloo:
             # A member that only sends could be through, and gone, before another has connected to
             # it, which then would fail.
             self._wait(name, lambda: backend.barrier())
