@@ -1,6 +1,6 @@
 """Engine and ops on a fake device: nothing unordered, nothing freed too early, the CPU's results.
 
-What it proves and what it cannot: docs/cuda.md, "Without a GPU".
+What it proves and what it cannot: docs/cuda.md, "Kernels on a CPU".
 """
 
 import subprocess

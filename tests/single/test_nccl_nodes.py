@@ -1,0 +1,75 @@
+"""Hierarchical operations on NCCL: groups of nodes are split off one communicator."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua import _C
+from bagua.torch_api._lane_builder import LaneBuilder
+from bagua.torch_api._transport import Transport
+
+SUM, AVG = _C.ReduceOp.SUM, _C.ReduceOp.AVG
+
+
+def transports(nccl, nodes):
+    """A transport per rank, over the fake NCCL, with the ranks on these nodes."""
+
+    class OverFake(Transport):
+        def _nccl(self, name, members):
+            store = self._store_of(name, members)
+            return nccl.connect(store, members.index(self.rank), len(members))
+
+        def node_of_ranks(self):
+            return nodes
+
+    store, ranks = dist.HashStore(), list(range(len(nodes)))
+    return [OverFake(store, rank, ranks, timedelta(seconds=20)) for rank in ranks]
+
+
+def on_threads(functions):
+    results = [None] * len(functions)
+
+    def run(rank):
+        try:
+            results[rank] = functions[rank]()
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+@pytest.mark.parametrize("reduce", [SUM, AVG], ids=["sum", "mean"])
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 1], [0, 0, 1], [0, 1, 1, 2], [1, 0, 1, 0]], ids=str)
+def test_a_hierarchical_operation_runs_on_groups_split_off_one(nccl, monkeypatch, nodes, reduce):
+    monkeypatch.delenv("BAGUA_COMM", raising=False)
+    values = [torch.randn(37, dtype=torch.float64).float() for _ in nodes]
+
+    def rank_of(transport):
+        def run():
+            builder = LaneBuilder("lane", "cuda")
+            op = builder._hierarchical(
+                transport, len(nodes), reduce, lambda leaders: _C.AllReduce(leaders, reduce)
+            )
+            flat = values[transport.rank].clone()
+            op.run(flat, 1, 1.0, "bucket")
+            return flat, sorted(purpose for _, purpose in builder.communicators)
+
+        return run
+
+    connected = nccl.calls_of("ncclCommInitRankConfig")
+    results = on_threads([rank_of(transport) for transport in transports(nccl, nodes)])
+    assert nccl.calls_of("ncclCommInitRankConfig") == connected + len(nodes)
+    wanted = torch.stack(values).double().sum(0) / (len(nodes) if reduce is AVG else 1)
+    leaders = _C.leaders(nodes)
+    for rank, (flat, purposes) in enumerate(results):
+        assert torch.equal(flat, results[0][0])
+        torch.testing.assert_close(flat.double(), wanted, rtol=1e-5, atol=1e-5)
+        of_leaders = ["leaders"] if rank in leaders and len(leaders) > 1 else []
+        assert purposes == [*of_leaders, "node"]
