@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/check.h"
+#include "comm/foreign_text.h"
 
 namespace bagua {
 namespace {
@@ -39,7 +40,7 @@ std::optional<std::string> FailureBoard::poll() noexcept {
   std::optional<std::string> failure;
   ask([&] {
     const auto text = read(kFailedKey);
-    if (text && !text->starts_with(concat(rank_, ": "))) failure = "rank " + *text;
+    if (text && !text->starts_with(concat(rank_, ": "))) failure = "rank " + foreign_text(*text);
   });
   return failure;
 }
@@ -59,7 +60,7 @@ std::optional<std::string> FailureBoard::poll_left(int64_t round) noexcept {
     int rank;
     int64_t rounds;
     while (!notice && entries >> rank >> rounds) {
-      if (rank == rank_ || rounds >= round) continue;
+      if (rank < 0 || rank >= size_ || rank == rank_ || rounds >= round) continue;
       notice = concat("rank ", rank, " left after ", rounds, " rounds");
     }
   });

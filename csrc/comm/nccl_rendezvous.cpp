@@ -8,6 +8,7 @@
 
 #include "base/check.h"
 #include "comm/error_text.h"
+#include "comm/foreign_text.h"
 
 namespace bagua {
 namespace {
@@ -88,7 +89,7 @@ void NcclRendezvous::give_up(const std::string& reason) noexcept {
 std::optional<std::string> NcclRendezvous::given_up() noexcept {
   try {
     if (!store_->check({kFailedKey})) return std::nullopt;
-    return "another rank gave up, rank " + store_->get_to_str(kFailedKey);
+    return "another rank gave up, rank " + foreign_text(store_->get_to_str(kFailedKey));
   } catch (const std::exception&) {  // a store that does not answer knows nothing
     return std::nullopt;
   }

@@ -39,8 +39,8 @@ GROUP_FILES = """
     env communication _all_to_all _bucketing _collective_checks _collectives _communicator
     _error_state _implicit_group _initial_state _low_rank _nccl_library _objects
     _outputs
-    _outside_graphs _process_group _reductions _rendezvous _sparse_choice
-    _shared_state _snapshot _statistics _transport _weights_check
+    _optimizer_format _outside_graphs _process_group _reductions _rendezvous _sparse_choice
+    _saved_values _shared_state _snapshot _statistics _store_values _transport _weights_check
 """
 BUILDER_FILES = "tensor _bucket_ops _bucket_appends bucket _lane_builder _plan"
 GROUPS = tuple(f"bagua.torch_api.{name}" for name in GROUP_FILES.split())

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bagua import _C
+from bagua.torch_api._saved_values import saved_tensor
 
 __all__ = ["error_key", "load_memory", "new_memory", "ranks_text"]
 
@@ -50,36 +51,27 @@ def load_memory(
     (Vogels et al., NeurIPS 2019: the aggregation is linear).
 
     Raises:
-        ValueError: something is missing or of another shape; nothing has been copied then.
+        ValueError: something is missing, no tensor or of another shape; nothing has been copied
+            then.
     """
     if "ranks" not in state:
         raise ValueError("the state has no 'ranks': it is of another algorithm")
-    saved = [int(number) for number in str(state["ranks"]).split()]
+    text = str(state["ranks"])
+    saved = [int(number) for number in text.split() if number.isdigit() and len(number) < 10]
+    if not saved or ranks_text(saved) != text:
+        raise ValueError(f"'ranks' is {text[:80]!r} in the state, which is no list of ranks")
     sources = [rank] if saved == list(ranks) else saved
     here = "load it with the same model and the same arguments of the algorithm"
     all_ranks = (
-        f"it was saved by ranks {state['ranks']} and is loaded by {ranks_text(ranks)}: merge what "
+        f"it was saved by ranks {text[:80]} and is loaded by {ranks_text(ranks)}: merge what "
         "all ranks saved into one dict (a | b | ...), or load it with the ranks that saved it"
     )
-    found = [(view, _entry(state, key, view, here)) for key, view in equal]
+    found = [(view, saved_tensor(state, key, view, here)) for key, view in equal]
     for name, view in errors:
         remedy = here if saved == list(ranks) else all_ranks
-        owed = [_entry(state, error_key(source, name), view, remedy) for source in sources]
+        owed = [saved_tensor(state, error_key(source, name), view, remedy) for source in sources]
         wide = torch.stack([error.to(view) for error in owed])
         found.append((view, owed[0] if len(owed) == 1 else wide.sum(0) / len(owed)))
     with torch.no_grad():
         for view, value in found:
             view.copy_(value)
-
-
-def _entry(state: Mapping[str, Any], key: str, view: torch.Tensor, remedy: str) -> torch.Tensor:
-    if key not in state:
-        raise ValueError(f"the state has no '{key}': {remedy}")
-    value = state[key]
-    if not isinstance(value, torch.Tensor):
-        value = torch.tensor(value, device="cpu")
-    if value.shape != view.shape:
-        raise ValueError(
-            f"'{key}' is {tuple(value.shape)} in the state, {tuple(view.shape)} here: {remedy}"
-        )
-    return value

@@ -5,12 +5,18 @@ Optimizer state travels as tensors and JSON: nothing that comes from the network
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 
+from bagua import _C
+from bagua.torch_api._optimizer_format import (
+    describe_optimizer,
+    most_text_bytes,
+    read_description,
+    tensor_like,
+)
 from bagua.torch_api._transport import Transport
 
 __all__ = ["InitialState", "broadcast_state", "broadcast_tensors"]
@@ -79,32 +85,31 @@ def broadcast_optimizer(
     State that a rank does not have yet is created; CPU tensors such as ``step`` stay on CPU.
 
     Raises:
-        TypeError: a state or hyper-parameter is neither a tensor nor plain data.
+        TypeError: on every rank, if a state or hyper-parameter of ``source`` is neither a tensor
+            nor plain data.
+        BaguaMismatchError: what came does not describe an optimizer of these parameters; nothing
+            was changed.
     """
     if transport.size == 1:
         return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # Every rank encodes, so that what cannot be encoded raises everywhere and nobody waits.
-    mine = {
-        "state": [
-            {
-                str(key): _encode(value, str(key))
-                for key, value in optimizer.state.get(p, {}).items()
-            }
-            for p in parameters
-        ],
-        "groups": [
-            {key: _encode(value, key) for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ],
-    }
-    described = json.loads(_broadcast_text(json.dumps(mine), transport, source))
+    # 1. What there is, as text.
+    problem: TypeError | None = None
+    text = ""
+    try:
+        text = describe_optimizer(optimizer)
+    except TypeError as error:
+        problem = error
+    received = _broadcast_text(text, problem, most_text_bytes(optimizer), transport, source)
+    described = read_description(received, optimizer)
+    # 2. A place for every tensor.
     tensors: list[torch.Tensor] = []
-    for parameter, entries in zip(parameters, described["state"], strict=True):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter, entries in zip(parameters, described.states, strict=True):
         if entries:
             _fill(optimizer.state[parameter], entries, parameter.device, tensors)
-    for group, entries in zip(optimizer.param_groups, described["groups"], strict=True):
+    for group, entries in zip(optimizer.param_groups, described.groups, strict=True):
         _fill(group, entries, torch.device("cpu"), tensors)
+    # 3. Their values.
     broadcast_tensors(tensors, transport, source)
 
 
@@ -115,54 +120,47 @@ def _fill(
     tensors: list[torch.Tensor],
 ) -> None:
     for key, entry in entries.items():
-        if "tensor" not in entry:
-            owner[key] = _decode(entry)
-            continue
-        dtype = getattr(torch, entry["tensor"])
-        wanted = device if entry["device"] != "cpu" else torch.device("cpu")
-        old = owner.get(key)
-        fits = isinstance(old, torch.Tensor) and (old.dtype, list(old.shape), old.device.type) == (
-            dtype,
-            entry["shape"],
-            wanted.type,
-        )
-        if not fits:
-            owner[key] = torch.zeros(entry["shape"], dtype=dtype, device=wanted)
-        tensors.append(owner[key])
+        owner[key] = _value_of(entry, owner.get(key), device, tensors)
 
 
-def _encode(value: Any, key: str) -> dict[str, Any]:
-    if isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {"tensor": dtype, "shape": list(value.shape), "device": value.device.type}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return {"value": value}
-    if isinstance(value, (list, tuple)):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_encode(item, key) for item in value]}
-    raise TypeError(
-        f"optimizer entry '{key}' is a {type(value).__name__}; only tensors, numbers, strings, "
-        "None and lists or tuples of them can be sent to the other ranks. Wrap before the "
-        "optimizer has state, or leave this optimizer out of with_bagua([...])."
-    )
-
-
-def _decode(entry: dict[str, Any]) -> Any:
+def _value_of(
+    entry: dict[str, Any], old: Any, device: torch.device, tensors: list[torch.Tensor]
+) -> Any:
+    if "tensor" in entry:
+        tensors.append(tensor_like(entry, old, device))
+        return tensors[-1]
     if "value" in entry:
         return entry["value"]
     if "list" in entry:
-        return [_decode(item) for item in entry["list"]]
-    return tuple(_decode(item) for item in entry["tuple"])
+        return [_value_of(item, None, device, tensors) for item in entry["list"]]
+    return tuple(_value_of(item, None, device, tensors) for item in entry["tuple"])
 
 
-def _broadcast_text(text: str, transport: Transport, source: int) -> str:
+def _broadcast_text(
+    text: str, problem: TypeError | None, most: int, transport: Transport, source: int
+) -> bytes:
+    """The text of ``source``, whose ``problem`` is that there is none; at most ``most`` bytes."""
     communicator = transport.main_communicator("cpu")
     # Memory of torch's own: gloo's thread may be the last to let go of it, which would need the GIL
     # while destroying the group waits for that thread with it.
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
-    length = torch.tensor([data.numel()], device="cpu")
+    data = torch.tensor([-1], device="cpu")
+    if problem is None:
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
+    length = torch.tensor([-1 if problem else data.numel()], device="cpu")
     communicator.broadcast(length, source)
+    count = int(length)
+    if count == -1:
+        raise problem or TypeError(
+            f"an optimizer of rank {source} has an entry that cannot be sent, and rank {source} "
+            "says which"
+        )
+    if not 0 < count <= most:
+        raise _C.BaguaMismatchError(
+            f"rank {source} describes an optimizer's state in {count} bytes, where at most {most} "
+            "are possible for the parameters of this rank's optimizer. Give with_bagua the same "
+            "optimizers of the same parameters on every rank."
+        )
     if communicator.rank != source:
-        data = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
+        data = torch.zeros(count, dtype=torch.uint8, device="cpu")
     communicator.broadcast(data, source)
-    return bytes(data.tolist()).decode()
+    return data.numpy().tobytes()

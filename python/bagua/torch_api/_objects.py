@@ -7,12 +7,18 @@ from typing import Any
 
 import torch
 
+from bagua import _C
 from bagua.torch_api._collective_checks import check_rank
 from bagua.torch_api._collectives import broadcast
 from bagua.torch_api._communicator import CommMember, Communicator
 from bagua.torch_api._process_group import member_of
 
 __all__ = ["broadcast_object"]
+
+# Memory for what comes is made as it comes: a wrong length costs no more than this.
+_PIECE_BYTES = 64 * 1024**2
+# torch.load reads older formats too; only torch.save's present one, a zip archive, is sent.
+_ARCHIVE = b"PK\x03\x04"
 
 
 def broadcast_object(obj: Any, src: int = 0, comm: Communicator | CommMember | None = None) -> Any:
@@ -29,6 +35,7 @@ def broadcast_object(obj: Any, src: int = 0, comm: Communicator | CommMember | N
     Raises:
         ValueError: ``src`` is not a rank of the communicator.
         TypeError: on every rank, if the object of ``src`` cannot be sent this way.
+        BaguaError: what came cannot be read, or has a class that this rank does not allow.
     """
     member = member_of(comm)
     if member is None:
@@ -47,10 +54,29 @@ def broadcast_object(obj: Any, src: int = 0, comm: Communicator | CommMember | N
             f"torch.serialization.add_safe_globals ({problem or f'rank {src} says why'})"
         ) from problem
     # 2. The bytes.
-    if member.rank() != src:
-        payload = bytearray(int(length.item()))
-    broadcast(torch.frombuffer(payload, dtype=torch.uint8), src, member)
-    return obj if member.rank() == src else _decode(payload)
+    if member.rank() == src:
+        for piece in torch.frombuffer(payload, dtype=torch.uint8).split(_PIECE_BYTES):
+            broadcast(piece, src, member)
+        return obj
+    left = int(length.item())
+    while left > 0:
+        piece = torch.empty(min(left, _PIECE_BYTES), dtype=torch.uint8, device="cpu")
+        broadcast(piece, src, member)
+        payload += piece.numpy().tobytes()
+        left -= piece.numel()
+    return _read(payload, src)
+
+
+def _read(payload: bytearray, src: int) -> Any:
+    """The object of rank ``src`` in what came from it."""
+    try:
+        return _decode(payload)
+    except Exception as error:
+        raise _C.BaguaError(
+            f"broadcast_object: the {len(payload)} bytes that came from rank {src} cannot be read "
+            f"as plain data: {error}. Run the same torch on every rank, and allow the same classes "
+            "on every rank with torch.serialization.add_safe_globals."
+        ) from error
 
 
 def _encode(obj: Any) -> tuple[bytearray, Exception | None]:
@@ -66,4 +92,6 @@ def _encode(obj: Any) -> tuple[bytearray, Exception | None]:
 
 
 def _decode(payload: bytearray) -> Any:
+    if not payload.startswith(_ARCHIVE):
+        raise ValueError("they are no archive of torch.save")
     return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)

@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from bagua import _C
 from bagua.torch_api import env
 from bagua.torch_api._nccl_library import nccl_library
+from bagua.torch_api._store_values import stored_lines, stored_number
 
 __all__ = ["Transport", "cuda_transport", "fingerprint", "first_difference"]
 
@@ -183,7 +184,7 @@ class Transport:
         if self.rank == 0:
             self.store.set(key, str(secrets.randbits(63)))
         self.store.wait([key], self.timeout)
-        return int(self.store.get(key))
+        return stored_number(self.store, key, 2**63)
 
     def node_of_ranks(self) -> list[int]:
         """Node number of every member, exchanged once through the store."""
@@ -191,7 +192,7 @@ class Transport:
             self.store.set(f"node/{self.rank}", str(env.get_node_rank()))
             keys = [f"node/{rank}" for rank in range(self.size)]
             self.store.wait(keys, self.timeout)
-            self._nodes = [int(self.store.get(key)) for key in keys]
+            self._nodes = [stored_number(self.store, key, 2**31) for key in keys]
         return self._nodes
 
     def agree(self, what: str, lines: list[str]) -> None:
@@ -214,8 +215,8 @@ class Transport:
         if self.rank in (0, other):
             self.store.set(f"{key}/{self.rank}", json.dumps(lines))
         self.store.wait([f"{key}/0", f"{key}/{other}"], self.timeout)
-        first = json.loads(self.store.get(f"{key}/0"))
-        second = json.loads(self.store.get(f"{key}/{other}"))
+        first = stored_lines(self.store, f"{key}/0")
+        second = stored_lines(self.store, f"{key}/{other}")
         raise _C.BaguaMismatchError(
             f"ranks differ in {what}. First difference: {first_difference(first, second, other)}. "
             "Build the same model with the same arguments on every rank."

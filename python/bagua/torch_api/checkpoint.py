@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bagua.torch_api._module_class import BaguaModule
+from bagua.torch_api._saved_values import check_state
 
 __all__ = ["PerRank"]
 
@@ -59,12 +60,18 @@ class PerRank:
         """Give model and optimizers what :meth:`state_dict` had.
 
         Raises:
-            ValueError: there is nothing of this rank in it.
+            ValueError: there is nothing of this rank in it, or something else.
         """
+        check_state(state, "PerRank")
         if self._key not in state:
             raise ValueError(
                 f"the checkpoint has nothing of {self._key}, only {sorted(state)}; load it with "
                 "the number of ranks that saved it"
+            )
+        check_state(state[self._key], f"PerRank: {self._key}")
+        if not {"model", "optimizer"} <= set(state[self._key]):
+            raise ValueError(
+                f"PerRank: {self._key} has {sorted(state[self._key])}, not 'model' and 'optimizer'"
             )
         from torch.distributed.checkpoint.state_dict import set_state_dict
 

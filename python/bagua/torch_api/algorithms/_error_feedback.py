@@ -9,6 +9,7 @@ import torch
 
 from bagua import _C
 from bagua.torch_api._error_state import error_key, load_memory, ranks_text
+from bagua.torch_api._saved_values import check_state, saved_count
 from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
@@ -109,11 +110,8 @@ class ErrorFeedbackImpl(AlgorithmImpl):
             ValueError: the state is of another algorithm, model or number of ranks; names the
                 entry.
         """
-        if "rounds" not in state:
-            raise ValueError(
-                f"{type(self).__name__}: the state has no 'rounds': it is of another algorithm"
-            )
-        rounds = int(state["rounds"])
+        check_state(state, type(self).__name__)
+        rounds = saved_count(state, "rounds", type(self).__name__)
         remembers = rounds >= self.warmup_steps and not set(state) <= {"rounds", "ranks"}
         self._loaded = None
         if not self._compressing:

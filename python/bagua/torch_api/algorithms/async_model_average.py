@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bagua.torch_api._bucket_ops import AsynchronousOp, check_asynchronous_mode
+from bagua.torch_api._saved_values import check_state, saved_count
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
@@ -187,9 +188,10 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         Raises:
             ValueError: the state is of another algorithm.
         """
+        check_state(state, type(self).__name__)
         if set(state) != {"warmed_up"}:
             raise ValueError(
                 f"AsyncModelAverage has the state 'warmed_up', not {sorted(state)}; the checkpoint "
                 "is of another algorithm"
             )
-        self._warmed_up = int(state["warmed_up"])
+        self._warmed_up = saved_count(state, "warmed_up", type(self).__name__)

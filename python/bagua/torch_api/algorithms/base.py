@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from bagua.torch_api._saved_values import check_state
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
 
@@ -171,6 +172,7 @@ class AlgorithmImpl:
         Raises:
             ValueError: the state is of another algorithm; names what does not fit.
         """
+        check_state(state, type(self).__name__)
         if state:
             raise ValueError(
                 f"{type(self).__name__} remembers nothing, but its state has {sorted(state)}; the "

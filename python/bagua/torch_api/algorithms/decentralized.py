@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bagua.torch_api._bucket_ops import DecentralizedOp, check_peer_selection_mode
+from bagua.torch_api._saved_values import check_state, saved_count
 from bagua.torch_api.algorithms._own_weights import OwnWeightsImpl
 from bagua.torch_api.algorithms.base import Algorithm, WrappedModule
 from bagua.torch_api.algorithms.low_precision_decentralized import (
@@ -161,9 +162,12 @@ class DecentralizedAlgorithmImpl(OwnWeightsImpl):
         """Go on from :meth:`state_dict`, on every rank, between two iterations.
 
         Raises:
-            KeyError: an entry is missing.
+            ValueError: the state is of another algorithm; names the entry.
         """
-        iterations, communications = int(state["iterations"]), int(state["communications"])
+        owner = type(self).__name__
+        check_state(state, owner)
+        iterations = saved_count(state, "iterations", owner)
+        communications = saved_count(state, "communications", owner)
         self._iterations = iterations
         self._communications.fill_(communications)
         for _, operation in self._operations:

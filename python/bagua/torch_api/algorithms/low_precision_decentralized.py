@@ -10,6 +10,7 @@ import torch
 
 from bagua import _C
 from bagua.torch_api._bucket_ops import LowPrecisionDecentralizedOp
+from bagua.torch_api._saved_values import check_state, saved_count, saved_tensor
 from bagua.torch_api.algorithms._own_weights import OwnWeightsImpl
 from bagua.torch_api.algorithms.base import Algorithm, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket
@@ -195,26 +196,22 @@ class LowPrecisionDecentralizedAlgorithmImpl(OwnWeightsImpl):
         Raises:
             ValueError: the state is of another model, rank or number of ranks; names the entry.
         """
+        check_state(state, type(self).__name__)
         self.run_pending()
         views = dict(self._views())
         remedy = "load what this rank saved, with the same model and the same ranks and nodes"
-        for key in ("iterations", "ring", *views):
-            if key not in state:
-                raise ValueError(f"the state has no '{key}': {remedy}")
+        iterations = saved_count(state, "iterations", type(self).__name__)
+        if "ring" not in state:
+            raise ValueError(f"the state has no 'ring': {remedy}")
         if state["ring"] != self._ring():
             raise ValueError(
                 f"the state is of a ring of ranks {state['ring']}, now they are {self._ring()}, so "
                 f"that replicas would not be the neighbours' weights: {remedy}, or only the weights"
             )
-        for key, view in views.items():
-            if state[key].shape != view.shape:
-                raise ValueError(
-                    f"'{key}' is {tuple(state[key].shape)} in the state, {tuple(view.shape)} here: "
-                    f"{remedy}"
-                )
-        self._iterations = int(state["iterations"])
-        for key, view in views.items():
-            view.copy_(state[key])
+        found = [(view, saved_tensor(state, key, view, remedy)) for key, view in views.items()]
+        self._iterations = iterations
+        for view, value in found:
+            view.copy_(value)
 
     def _ring_members(self) -> list[int]:
         nodes = self.process_group.transport.node_of_ranks()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bagua import _C, BaguaError
+from bagua.torch_api._saved_values import check_state, saved_count
 from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
 from bagua.torch_api.algorithms.bytegrad import aligned_buckets
@@ -222,12 +223,13 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             ValueError: the state is of another algorithm; in the next training forward: the
                 optimizer's state is of another step.
         """
+        check_state(state, type(self).__name__)
         if set(state) != {"steps"}:
             raise ValueError(
                 f"QAdamAlgorithm: its state has 'steps', not {sorted(state)}; the checkpoint is of "
                 "another algorithm"
             )
-        self._loaded_steps = int(state["steps"])
+        self._loaded_steps = saved_count(state, "steps", type(self).__name__)
 
     def _check_loaded_steps(self) -> None:
         saved, self._loaded_steps = self._loaded_steps, None

@@ -11,6 +11,7 @@ import torch
 from bagua import _C
 from bagua.torch_api._error_state import error_key, load_memory, ranks_text
 from bagua.torch_api._process_group import BaguaProcessGroup
+from bagua.torch_api._saved_values import check_state, saved_count, saved_tensor
 
 from mlbench_core.aggregation.pytorch._staging import aggregated_together
 from mlbench_core.aggregation.pytorch.aggregation import (
@@ -121,8 +122,8 @@ class RememberingAggregation(Aggregation):
         Raises:
             ValueError: the state is of another class, model or number of ranks; names the entry.
         """
-        if "calls" not in state:
-            raise ValueError(f"{type(self).__name__}: the state has no 'calls': it is another's")
+        check_state(state, type(self).__name__)
+        calls = saved_count(state, "calls", type(self).__name__)
         transport = self._transport()
         names = {key.split("/", 2)[2] for key in state if "/error/" in key}
         unknown = sorted(names - set(self._parameters))
@@ -146,7 +147,7 @@ class RememberingAggregation(Aggregation):
             if isinstance(value, torch.Tensor) and "/error/" not in key
         }
         self._key, self._parts = (), []
-        self._calls = int(state["calls"])
+        self._calls = calls
 
     # How a call runs.
 
@@ -211,7 +212,7 @@ class RememberingAggregation(Aggregation):
             own = [(f"error/{name}", error) for name, error in part.errors()]
             for entry, view in (*self._equal_memory(part), *own):
                 if entry in remembered:
-                    view.copy_(remembered[entry])
+                    view.copy_(saved_tensor(remembered, entry, view, "load what this class saved"))
 
     def _part_of(self, together: list[tuple[str, torch.Tensor]], outcome: _C.RoundOutcome) -> Part:
         places, offset = {}, 0

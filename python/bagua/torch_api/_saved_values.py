@@ -1,0 +1,64 @@
+"""Entries of a state dict, checked: its file may be damaged, or of another program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["check_state", "saved_count", "saved_tensor"]
+
+_MOST = 2**63 - 1
+
+
+def check_state(state: Any, owner: str) -> None:
+    """Raise ValueError unless ``state`` is a dict whose keys are texts; ``owner`` is named."""
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        raise ValueError(
+            f"{owner}: a state is a dict with names as keys, not {str(state)[:80]}; load what "
+            "state_dict() returned"
+        )
+
+
+def saved_count(state: Mapping[str, Any], key: str, owner: str) -> int:
+    """How often something was done: the whole number that is under ``key``.
+
+    Raises:
+        ValueError: it is missing, or something else; names the entry.
+    """
+    if key not in state:
+        raise ValueError(f"{owner}: the state has no '{key}': it is of another algorithm")
+    value = state[key]
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.item()  # as torch.distributed.checkpoint may have it
+    whole = isinstance(value, (int, float)) and value == value // 1
+    if not whole or isinstance(value, bool) or not 0 <= value <= _MOST:
+        raise ValueError(
+            f"{owner}: '{key}' is {str(value)[:80]} in the state, which is no number of times; the "
+            "checkpoint is damaged or of another algorithm"
+        )
+    return int(value)
+
+
+def saved_tensor(
+    state: Mapping[str, Any], key: str, view: torch.Tensor, remedy: str
+) -> torch.Tensor:
+    """The tensor under ``key``, which is to be copied into ``view``: of its shape, of real numbers.
+
+    Raises:
+        ValueError: it is missing, or something else; names the entry, and says the ``remedy``.
+    """
+    if key not in state:
+        raise ValueError(f"the state has no '{key}': {remedy}")
+    value = state[key]
+    if isinstance(value, (int, float)):
+        value = torch.tensor(value, device="cpu")
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        raise ValueError(f"'{key}' is a {type(value).__name__} in the state, no tensor: {remedy}")
+    if value.shape != view.shape or value.is_complex() != view.is_complex():
+        raise ValueError(
+            f"'{key}' is {tuple(value.shape)} ({value.dtype}) in the state, {tuple(view.shape)} "
+            f"here: {remedy}"
+        )
+    return value

@@ -1,0 +1,51 @@
+"""Values that another rank has left in the store, checked before they are used."""
+
+from __future__ import annotations
+
+import json
+from typing import NoReturn
+
+from torch.distributed import distributed_c10d as c10d
+
+from bagua import _C
+
+__all__ = ["stored_lines", "stored_number"]
+
+# What ranks describe themselves with: a line per parameter.
+_MOST_BYTES = 256 * 1024**2
+
+
+def stored_number(store: c10d.Store, key: str, below: int) -> int:
+    """The number from 0 up to, not including, ``below`` that is under ``key``.
+
+    Raises:
+        BaguaError: there is something else.
+    """
+    value = bytes(store.get(key))
+    if not (0 < len(value) <= 20 and value.isdigit() and int(value) < below):
+        _refuse(key, value, f"no number from 0 to {below - 1}")
+    return int(value)
+
+
+def stored_lines(store: c10d.Store, key: str) -> list[str]:
+    """The lines of text, a JSON list, that are under ``key``.
+
+    Raises:
+        BaguaError: there is something else.
+    """
+    value = bytes(store.get(key))
+    try:
+        lines = json.loads(value) if len(value) <= _MOST_BYTES else None
+    except (ValueError, RecursionError):
+        lines = None
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        _refuse(key, value, "no list of lines")
+    return lines
+
+
+def _refuse(key: str, value: bytes, what: str) -> NoReturn:
+    raise _C.BaguaError(
+        f"the store has {value[:40]!r} ({len(value)} bytes) under '{key}', which is {what}: "
+        "something that is no rank of this job has written to it. Keep the store's port "
+        "(MASTER_PORT) from others: docs/security.md."
+    )

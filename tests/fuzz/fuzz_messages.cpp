@@ -1,0 +1,222 @@
+// What ranks send each other, and leave for each other in the store: messages of ops, the agreement
+// record, the failure board.
+#include <string>
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+
+#include "base/check.h"
+#include "codec/factory.h"
+#include "comm/failure_board.h"
+#include "engine/agreement.h"
+#include "hostile.h"
+#include "op/compressed_all_reduce.h"
+#include "op/compressed_gossip.h"
+#include "op/sparse.h"
+
+namespace bagua::fuzz {
+namespace {
+
+constexpr int64_t kMostNumel = 3000;
+constexpr at::ScalarType kValues[] = {at::kFloat, at::kDouble};
+
+at::Tensor tensor_of(void* data, int64_t numel, at::ScalarType type) {
+  return at::from_blob(data, {numel}, at::TensorOptions(type));
+}
+
+// Whatever a message holds, it is refused and changes nothing, or adds values at k places. On a
+// device the same is done by tensor operations, which run on the CPU too.
+void sparse_message(Input input) {
+  const int64_t numel = 1 + input.up_to(kMostNumel), k = 1 + input.up_to(numel - 1);
+  const at::ScalarType type = kValues[input.take<uint8_t>() % 2];
+  const bool as_on_device = input.take<uint8_t>() % 2;
+  const SparseMessage layout(numel, k, type, as_on_device ? at::kCUDA : at::kCPU);
+  const auto bytes = exactly<std::byte>(layout.bytes());
+  input.take_into(bytes.get(), layout.bytes());
+  const auto element = static_cast<int64_t>(c10::elementSize(type));
+  const auto memory = exactly<std::byte>(numel * element);
+  std::memset(memory.get(), 0, numel * element);
+  const auto chosen = exactly<int32_t>(k);
+  at::Tensor sum = tensor_of(memory.get(), numel, type);
+  at::Tensor indices = tensor_of(chosen.get(), k, at::kInt);
+  bool added = true;
+  try {
+    layout.add(tensor_of(bytes.get(), layout.bytes(), at::kByte), sum, indices);
+  } catch (const Error&) {
+    added = false;
+  }
+  int64_t changed = 0;
+  for (int64_t i = 0; i < numel; ++i) {
+    bool zero = true;
+    for (int64_t j = 0; j < element; ++j) zero = zero && memory[i * element + j] == std::byte{0};
+    changed += zero ? 0 : 1;
+  }
+  FUZZ_REQUIRE(changed <= (added ? k : 0));
+}
+
+std::vector<Bytes> sparse_messages() {
+  std::vector<Bytes> result;
+  for (const int64_t numel : {1, 40, 700, 3000}) {
+    for (const int64_t k : {int64_t{1}, numel / 9 + 1, numel / 2 + 1}) {
+      for (const uint8_t type : {0, 1}) {
+        at::Tensor m = at::zeros({numel}, kValues[type]);
+        for (int64_t i = 0; i < numel; ++i) m[i] = static_cast<double>(i * 7919 % 101) - 50;
+        const SparseMessage layout(numel, k, kValues[type], at::kCPU);
+        at::Tensor message = at::zeros({layout.bytes()}, at::kByte);
+        at::Tensor indices = at::zeros({k}, at::kInt);
+        layout.take(m, message, indices);
+        result.push_back(Example()
+                             .up_to(numel - 1)
+                             .up_to(k - 1)
+                             .put(type)
+                             .put(uint8_t{0})
+                             .put_from(message.const_data_ptr(), message.numel()));
+      }
+    }
+  }
+  return result;
+}
+
+// A round begins exactly if all ranks show the same.
+void agreement(Input input) {
+  const int size = 2 + input.take<uint8_t>() % 3;
+  const auto mine = input.take<AgreementRecord>();
+  HostileCommunicator communicator({0, size}, input);
+  at::Tensor shown = tensor_of(const_cast<AgreementRecord*>(&mine), sizeof mine, at::kByte);
+  at::Tensor seen = at::zeros({size * static_cast<int64_t>(sizeof mine)}, at::kByte);
+  HostileCommunicator(communicator.group(), input).all_gather(shown, seen);
+  const auto* records = static_cast<const AgreementRecord*>(seen.const_data_ptr());
+  bool equal = true;
+  for (int rank = 1; rank < size; ++rank) {
+    equal = equal && records[rank].fingerprint == records[0].fingerprint &&
+            records[rank].round == records[0].round &&
+            records[rank].incarnation == records[0].incarnation;
+  }
+  bool agreed = true;
+  try {
+    agree(communicator, mine);
+  } catch (const MismatchError&) {
+    agreed = false;
+  }
+  FUZZ_REQUIRE(agreed == equal);
+}
+
+std::vector<Bytes> agreements() {
+  const AgreementRecord record{0x1234567890abcdef, 7, 99, 0};
+  return {Example().put(uint8_t{1}).put(record).put(uint8_t{0}),
+          Example().put(uint8_t{1}).put(record).put(uint8_t{0xff}).put(record).put(record)};
+}
+
+// The board finds nothing, or a text; it never throws.
+void board(Input input) {
+  const int rank = input.take<uint8_t>() % 3;
+  const auto round = input.take<int64_t>();
+  FailureBoard board(c10::make_intrusive<HostileStore>(input), rank, 3);
+  const auto failure = board.poll();
+  FUZZ_REQUIRE(!failure || is_text(*failure));
+  const auto left = board.poll_left(round);
+  FUZZ_REQUIRE(!left || is_text(*left));
+  FUZZ_REQUIRE(!left || left->starts_with("rank 0 ") || left->starts_with("rank 1 ") ||
+               left->starts_with("rank 2 "));
+  board.publish("this rank failed");
+  board.leave(round);
+}
+
+std::vector<Bytes> boards() {
+  std::vector<Bytes> result;
+  for (const std::string text : {"1: out of memory", "2 7 0 12 1 3 ", "1 -1 2 99999999999999 "}) {
+    Example example;
+    example.put(uint8_t{0}).put(int64_t{20});
+    for (int answer = 0; answer < 4; ++answer) {
+      example.put(uint8_t{1}).put(static_cast<uint16_t>(text.size()));
+      example.put_from(text.data(), text.size());
+    }
+    result.push_back(example);
+  }
+  return result;
+}
+
+// Runs an op on messages that arrive changed: it ends, or says that a payload does not match.
+void run(BucketOp& op, int64_t numel) {
+  at::Tensor flat = at::zeros({numel}, at::kFloat);
+  for (int64_t i = 0; i < numel; ++i) flat.data_ptr<float>()[i] = static_cast<float>(i % 97) - 48;
+  try {
+    op.run(flat, {.step = 1, .grad_scale = 1, .bucket = "fuzzed"});
+  } catch (const MismatchError&) {
+    return;
+  }
+}
+
+void compressed_op(Input input) {
+  static const std::vector<std::string> names = codec_names();
+  const bool gossip = input.take<uint8_t>() % 2;
+  const int size = 2 + input.take<uint8_t>() % 3;
+  const int64_t numel = input.up_to(kMostNumel);
+  const auto codec = make_codec(names[input.take<uint8_t>() % names.size()]);
+  const auto communicator = std::make_shared<HostileCommunicator>(Group{1, size}, input);
+  const auto scratch = std::make_shared<Scratch>();
+  if (!gossip) {
+    CompressedAllReduce op(communicator, codec, scratch, ReduceOp::kAvg);
+    return run(op, numel);
+  }
+  const auto replica = [&] { return at::zeros({numel}, at::kFloat); };
+  CompressedGossip op(communicator, codec, scratch, {replica(), replica(), replica()}, {0.3, 0.3});
+  run(op, numel);
+}
+
+void sparse_op(Input input) {
+  const int64_t numel = 1 + input.up_to(kMostNumel), k = 1 + input.up_to(numel - 1);
+  const auto communicator = std::make_shared<HostileCommunicator>(Group{1, 3}, input);
+  const std::vector<at::Tensor> nothing_owed{at::zeros({numel}, at::kFloat),
+                                             at::zeros({}, at::kLong)};
+  const auto memory = std::make_shared<RoundMemory>(nothing_owed, std::make_shared<RoundOutcome>());
+  Sparse op(communicator, std::make_shared<Scratch>(), numel, k, memory);
+  run(op, numel);
+}
+
+std::vector<Bytes> compressed_ops() {
+  std::vector<Bytes> result;
+  for (const uint8_t gossip : {0, 1}) {
+    for (const uint8_t codec : {0, 1, 2, 3}) {
+      for (const int64_t numel : {2, 96, 1500, 3000}) {
+        Example example;
+        example.put(gossip).put(uint8_t{0}).up_to(numel).put(codec);
+        for (int message = 0; message < 2; ++message) {
+          example.put(uint8_t{1}).up_to(40).put(uint8_t{0xff});
+        }
+        result.push_back(example);
+      }
+    }
+  }
+  return result;
+}
+
+std::vector<Bytes> sparse_ops() {
+  return {Example()
+              .up_to(999)
+              .up_to(9)
+              .put(uint8_t{2})
+              .up_to(40)
+              .put(uint8_t{1})
+              .up_to(200)
+              .put(uint8_t{1}),
+          Example().up_to(999).up_to(399).put(uint8_t{0})};
+}
+
+constexpr Target kTargets[] = {
+    {"sparse_message", sparse_message, sparse_messages},
+    {"agreement", agreement, agreements},
+    {"board", board, boards},
+    {"compressed_op", compressed_op, compressed_ops},
+    {"sparse_op", sparse_op, sparse_ops},
+};
+
+}  // namespace
+
+std::span<const Target> targets() {
+  at::set_num_threads(1);
+  return kTargets;
+}
+
+}  // namespace bagua::fuzz

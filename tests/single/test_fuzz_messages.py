@@ -1,0 +1,179 @@
+"""What other ranks send or leave in the store as text: anything is refused by name, or harmless."""
+
+import io
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua import BaguaError, BaguaMismatchError
+from bagua.torch_api import _objects, _optimizer_format, _store_values
+from single.mutations import attempt, chances, changed_bytes, json_of
+
+INPUTS = 4000
+SEED = 20
+
+
+def adam():
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def lbfgs():
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 5)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return optimizer
+
+
+def entries_of(rows):
+    for row in rows:
+        yield from row.values()
+
+
+def announced(entry):
+    if "tensor" in entry:
+        return _optimizer_format.tensor_like(entry, None, torch.device("cpu")).nbytes
+    return sum(announced(item) for key in ("list", "tuple") for item in entry.get(key, []))
+
+
+@pytest.mark.parametrize("make", [adam, lbfgs])
+def test_a_description_is_read_back(make):
+    optimizer = make()
+    text = _optimizer_format.describe_optimizer(optimizer)
+    read = _optimizer_format.read_description(text.encode(), optimizer)
+    assert {"states": read.states, "groups": read.groups} == {
+        "states": json.loads(text)["state"],
+        "groups": json.loads(text)["groups"],
+    }
+
+
+@pytest.mark.parametrize("make", [adam, lbfgs])
+def test_any_description_of_an_optimizer_is_refused_by_name_or_fits_in_memory(make):
+    optimizer = make()
+    text = _optimizer_format.describe_optimizer(optimizer)
+    whole = json.loads(text)
+    refused = 0
+    for number, chance in chances(INPUTS, SEED):
+        if chance.random() < 0.5:
+            data = changed_bytes(chance, text.encode())
+        else:
+            data = json_of(chance, whole)
+        read, message = attempt(
+            BaguaMismatchError, _optimizer_format.read_description, data, optimizer
+        )
+        if read is None:
+            refused += 1
+            assert "was refused: " in message, number
+            continue
+        assert [len(read.states), len(read.groups)] == [2, 1], number
+        assert sum(announced(e) for e in entries_of([*read.states, *read.groups])) < 2**25, number
+    assert INPUTS * 0.4 < refused < INPUTS
+
+
+HOSTILE = {
+    "too_large": ({"tensor": "float32", "shape": [2**40], "device": "cpu"}, "bytes, more than"),
+    "many_dimensions": ({"tensor": "float32", "shape": [1] * 65, "device": "cpu"}, "no shape"),
+    "zero_but_huge": ({"tensor": "int8", "shape": [0, 2**62], "device": "cpu"}, "bytes, more than"),
+    "negative": ({"tensor": "float32", "shape": [-1], "device": "cpu"}, "no shape"),
+    "no_integer": ({"tensor": "float32", "shape": [True], "device": "cpu"}, "no shape"),
+    "attribute": ({"tensor": "load", "shape": [1], "device": "cpu"}, "the dtype 'load'"),
+    "device": ({"tensor": "float32", "shape": [1], "device": "cuda:9"}, "is on 'cuda:9'"),
+    "code": ({"pickle": "gASV"}, "is no tensor, value"),
+    "more": ({"value": 1, "tensor": "float32"}, "is no tensor, value"),
+    "object": ({"value": {"a": 1}}, "is no plain value"),
+}
+
+
+@pytest.mark.parametrize(("entry", "why"), HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_entry_is_refused_with_the_reason(entry, why):
+    optimizer = adam()
+    described = json.loads(_optimizer_format.describe_optimizer(optimizer))
+    described["state"][1]["exp_avg"] = {"list": [entry]} if "value" in entry else entry
+    with pytest.raises(BaguaMismatchError, match=r"state\[1\]\['exp_avg'\]") as raised:
+        _optimizer_format.read_description(json.dumps(described).encode(), optimizer)
+    assert why in str(raised.value)
+
+
+WHOLE = {
+    "parameters": (lambda d: d["groups"][0].update(params={"list": []}), "the entry 'params'"),
+    "rows": (lambda d: d["state"].pop(), "'state' has 1 rows, this rank's optimizer has 2"),
+    "names": (lambda d: d.update(more=[]), "'state' and 'groups'"),
+}
+
+
+@pytest.mark.parametrize(("change", "why"), WHOLE.values(), ids=WHOLE.keys())
+def test_a_description_of_another_optimizer_is_refused(change, why):
+    optimizer = adam()
+    described = json.loads(_optimizer_format.describe_optimizer(optimizer))
+    change(described)
+    with pytest.raises(BaguaMismatchError, match="came from another rank was refused") as raised:
+        _optimizer_format.read_description(json.dumps(described).encode(), optimizer)
+    assert why in str(raised.value)
+
+
+def test_deep_nesting_and_long_numbers_are_refused():
+    for text in (b"[" * 100000, b'{"state": ' + b"9" * 5000 + b"}", b"\xff\xfe", b""):
+        with pytest.raises(BaguaMismatchError, match="it is no JSON text"):
+            _optimizer_format.read_description(text, adam())
+    entry = {"value": 0}
+    for _ in range(20):
+        entry = {"list": [entry]}
+    text = json.dumps({"state": [{}, {}], "groups": [{"deep": entry}]}).encode()
+    with pytest.raises(BaguaMismatchError, match="nested deeper"):
+        _optimizer_format.read_description(text, adam())
+
+
+def test_any_bytes_of_an_object_are_an_object_or_an_error():
+    buffer = io.BytesIO()
+    torch.save({"a": torch.ones(3), "b": [1, "x", (2.5, None)]}, buffer)
+    refused = 0
+    for number, chance in chances(600, SEED):
+        data = bytearray(changed_bytes(chance, buffer.getvalue()))
+        _, message = attempt(BaguaError, _objects._read, data, 3)
+        if message:
+            refused += 1
+            assert "that came from rank 3 cannot be read" in message, number
+    assert refused > 300
+
+
+def test_older_formats_of_torch_are_not_read():
+    buffer = io.BytesIO()
+    torch.save([1], buffer, _use_new_zipfile_serialization=False)
+    with pytest.raises(BaguaError, match="no archive of torch"):
+        _objects._read(bytearray(buffer.getvalue()), 0)
+
+
+def stored(value):
+    store = dist.HashStore()
+    store.set("key", value)
+    return store
+
+
+def test_any_value_of_the_store_is_a_number_or_refused():
+    for number, chance in chances(INPUTS, SEED):
+        data = changed_bytes(chance, b"1234567")
+        read, message = attempt(BaguaError, _store_values.stored_number, stored(data), "key", 2**31)
+        expected = "under 'key', which is no number from 0 to"
+        assert expected in message if read is None else 0 <= read < 2**31, number
+
+
+def test_any_value_of_the_store_is_lines_or_refused():
+    lines = ["bagua 1.0", "parameter weight: (3, 5) torch.float32 cpu"]
+    for number, chance in chances(INPUTS, SEED):
+        data = changed_bytes(chance, json.dumps(lines).encode())
+        read, message = attempt(BaguaError, _store_values.stored_lines, stored(data), "key")
+        if read is None:
+            assert "under 'key', which is no list of lines" in message, number
+        else:
+            assert all(isinstance(line, str) for line in read), number
