@@ -77,11 +77,11 @@ def load_into_aggregation(name):
     aggregation = AGGREGATIONS[name](model)
     data = training.batch(0, dist.get_rank())
     training.squared_error(model, data).backward()
-    aggregation.agg_grad()(model)
+    aggregation.agg_grad()(model, "avg_world")
     state = copy.deepcopy(aggregation.state_dict())
     outcome = load_many(aggregation, state)
     aggregation.load_state_dict(state)
-    aggregation.agg_grad()(model)
+    aggregation.agg_grad()(model, "avg_world")
     return outcome
 
 

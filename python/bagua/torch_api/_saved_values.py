@@ -46,6 +46,8 @@ def saved_tensor(
 ) -> torch.Tensor:
     """The tensor under ``key``, which is to be copied into ``view``: of its shape, of real numbers.
 
+    Where ``view`` holds whole numbers, it counts something: none may be negative.
+
     Raises:
         ValueError: it is missing, or something else; names the entry, and says the ``remedy``.
     """
@@ -61,4 +63,7 @@ def saved_tensor(
             f"'{key}' is {tuple(value.shape)} ({value.dtype}) in the state, {tuple(view.shape)} "
             f"here: {remedy}"
         )
+    counts = not view.is_floating_point() and not view.is_complex()
+    if counts and (value.is_floating_point() or bool((value < 0).any())):
+        raise ValueError(f"'{key}' is {str(value)[:80]} in the state, no number of times: {remedy}")
     return value

@@ -133,6 +133,14 @@ class RememberingAggregation(Aggregation):
         for name in sorted(names):
             shape, dtype = self._parameters[name]
             errors[name] = torch.zeros(shape, dtype=dtype, device="cpu")
+        # Their shapes are compared when the next call has places for them.
+        others = {
+            key: value.detach().clone()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and "/error/" not in key
+        }
+        for key, value in others.items():
+            saved_tensor(others, key, value, "load what this class saved")
         load_memory(
             state,
             equal=(),
@@ -141,11 +149,7 @@ class RememberingAggregation(Aggregation):
             ranks=range(transport.size),
         )
         self._kept = {f"error/{name}": error for name, error in errors.items()}
-        self._kept |= {
-            key: value.clone()
-            for key, value in state.items()
-            if isinstance(value, torch.Tensor) and "/error/" not in key
-        }
+        self._kept |= others
         self._key, self._parts = (), []
         self._calls = calls
 
