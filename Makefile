@@ -18,13 +18,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Folders are listed too: their time changes when a file is removed.
 SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc python -not -name '*.pyc' -not -name __pycache__)
-CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+CPP_FILES = $(shell find csrc tests/cpp tests/fuzz -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 ARGS ?=
 # Tests wait for each other as often as they compute: two files at a time. 0: one after the other.
 TEST_JOBS ?= 2
 
-.PHONY: help venv build horovod demo test lint format cuda-check sanitize soak bench clean ci
+.PHONY: help venv build horovod demo test lint format cuda-check sanitize fuzz soak bench clean ci
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +80,17 @@ sanitize: venv ## Run the C++ stress programs under ThreadSanitizer, then under 
 	cmake --build build/asan --target stress
 	OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 build/asan/stress
 	UBSAN_OPTIONS=print_stacktrace=1 build/asan/stress_nccl
+	$(MAKE) fuzz ARGS="--seconds 1"
+
+# Inputs for each target; --seconds S instead; --target NAME.
+FUZZ_ARGS = $(if $(ARGS),$(ARGS),--inputs 1050000)
+
+fuzz: venv ## Give every decoder random and changed valid bytes, 10 million in all, under sanitizers (15 minutes)
+	cmake -S . -B build/asan -G Ninja -DBAGUA_SANITIZE=address,undefined -DPython_EXECUTABLE=$(PY)
+	cmake --build build/asan --target fuzz
+	for program in build/asan/fuzz_codec build/asan/fuzz_messages build/asan/fuzz_nccl; do \
+	  test ! -x $$program || OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 $$program $(FUZZ_ARGS); \
+	done
 
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 
