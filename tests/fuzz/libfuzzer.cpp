@@ -1,5 +1,5 @@
 // Lets clang's libFuzzer drive one target, the one that BAGUA_FUZZ_TARGET names (default: the
-// first). See `make libfuzzer`.
+// first). Built where cmake/fuzz.cmake has BAGUA_LIBFUZZER=ON.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

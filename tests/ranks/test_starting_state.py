@@ -131,17 +131,52 @@ def test_optimizer_state_and_hyperparameters_of_rank_0_are_broadcast(ranks, ever
 
 
 @training.with_group
-def wrap_with_unknown_state():
+def wrap_with_unknown_state(holders):
     model = training.network()
     optimizer = training.sgd(model)
-    optimizer.param_groups[0]["strange"] = {1, 2}
+    if dist.get_rank() in holders:
+        optimizer.param_groups[0]["strange"] = {1, 2}
     return training.error_of(lambda: model.with_bagua([optimizer], GradientAllReduceAlgorithm()))
 
 
 def test_optimizer_state_that_cannot_be_sent_is_named(ranks):
-    for message in ranks(2, wrap_with_unknown_state):
+    for message in ranks(2, wrap_with_unknown_state, [0, 1]):
         assert "TypeError" in message
         assert "'strange' is a set" in message
+
+
+def test_optimizer_state_that_only_the_first_rank_cannot_send_raises_everywhere(ranks):
+    first, second = ranks(2, wrap_with_unknown_state, [0])
+    assert "'strange' is a set" in first
+    assert second.startswith("TypeError: an optimizer of rank 0 has an entry that cannot be sent")
+
+
+@training.with_group
+def share_lbfgs():
+    model = training.network(seed=dist.get_rank())
+    optimizer = torch.optim.LBFGS(model.parameters())
+    if dist.get_rank() == 0:
+
+        def closure():
+            optimizer.zero_grad()
+            loss = training.squared_error(model, training.batch(0, 0))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    model.with_bagua([optimizer], GradientAllReduceAlgorithm())
+    state = optimizer.state[next(model.parameters())]
+    return {
+        key: training.bits(value if isinstance(value, list) else [value])
+        for key, value in state.items()
+        if isinstance(value, (list, torch.Tensor)) and key != "al"
+    }
+
+
+def test_lists_of_tensors_in_an_optimizers_state_are_sent(ranks):
+    first, second = ranks(2, share_lbfgs)
+    assert first == second
+    assert {"old_dirs", "prev_flat_grad"} <= set(first)
 
 
 @training.with_group

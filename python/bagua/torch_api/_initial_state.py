@@ -163,4 +163,6 @@ def _broadcast_text(
     if communicator.rank != source:
         data = torch.zeros(count, dtype=torch.uint8, device="cpu")
     communicator.broadcast(data, source)
-    return data.numpy().tobytes()
+    received = bytearray(count)
+    torch.frombuffer(received, dtype=torch.uint8).copy_(data)
+    return bytes(received)

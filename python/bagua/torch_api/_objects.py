@@ -60,10 +60,10 @@ def broadcast_object(obj: Any, src: int = 0, comm: Communicator | CommMember | N
         return obj
     left = int(length.item())
     while left > 0:
-        piece = torch.empty(min(left, _PIECE_BYTES), dtype=torch.uint8, device="cpu")
-        broadcast(piece, src, member)
-        payload += piece.numpy().tobytes()
-        left -= piece.numel()
+        part = bytearray(min(left, _PIECE_BYTES))
+        broadcast(torch.frombuffer(part, dtype=torch.uint8), src, member)
+        payload += part
+        left -= len(part)
     return _read(payload, src)
 
 
