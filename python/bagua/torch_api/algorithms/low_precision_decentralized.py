@@ -200,9 +200,10 @@ class LowPrecisionDecentralizedAlgorithmImpl(OwnWeightsImpl):
         self.run_pending()
         views = dict(self._views())
         remedy = "load what this rank saved, with the same model and the same ranks and nodes"
+        for key in ("iterations", "ring"):
+            if key not in state:
+                raise ValueError(f"the state has no '{key}': {remedy}")
         iterations = saved_count(state, "iterations", type(self).__name__)
-        if "ring" not in state:
-            raise ValueError(f"the state has no 'ring': {remedy}")
         if state["ring"] != self._ring():
             raise ValueError(
                 f"the state is of a ring of ranks {state['ring']}, now they are {self._ring()}, so "
