@@ -58,10 +58,11 @@ def saved_tensor(
         value = torch.tensor(value, device="cpu")
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         raise ValueError(f"'{key}' is a {type(value).__name__} in the state, no tensor: {remedy}")
-    if value.shape != view.shape or value.is_complex() != view.is_complex():
+    if value.is_complex() != view.is_complex():
+        raise ValueError(f"'{key}' is {value.dtype} in the state, {view.dtype} here: {remedy}")
+    if value.shape != view.shape:
         raise ValueError(
-            f"'{key}' is {tuple(value.shape)} ({value.dtype}) in the state, {tuple(view.shape)} "
-            f"here: {remedy}"
+            f"'{key}' is {tuple(value.shape)} in the state, {tuple(view.shape)} here: {remedy}"
         )
     counts = not view.is_floating_point() and not view.is_complex()
     if counts and (value.is_floating_point() or bool((value < 0).any())):
