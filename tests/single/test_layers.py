@@ -37,7 +37,8 @@ FOREIGN_MAY_BE_INCLUDED_BY = (
 CORE = ("bagua", "bagua._C", "bagua._build")
 GROUP_FILES = """
     env communication _all_to_all _bucketing _collective_checks _collectives _communicator
-    _error_state _implicit_group _initial_state _low_rank _nccl_library _objects
+    _checkpoint_file _checkpoint_tree
+    _error_state _implicit_group _incarnation _initial_state _low_rank _nccl_library _objects
     _outputs
     _outside_graphs _process_group _reductions _rendezvous _sparse_choice
     _shared_state _snapshot _statistics _transport _weights_check
