@@ -7,6 +7,7 @@ import secrets
 import time
 from datetime import timedelta
 
+import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
@@ -43,7 +44,7 @@ def agree_on_incarnation(store: c10d.Store, rank: int, size: int, timeout: timed
     answer = f"bagua/welcome/{number}"
     try:
         store.wait([answer], timeout)
-    except c10d.DistStoreError as error:
+    except dist.DistStoreError as error:
         raise _C.BaguaTimeoutError(
             f"rank {rank} of {size}: rank 0 did not answer within {timeout.total_seconds():g} s. "
             "Check that it runs and calls bagua.init_process_group() too."
