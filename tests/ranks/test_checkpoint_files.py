@@ -63,12 +63,14 @@ def test_from_three_to_two_to_four_ranks_training_goes_on(ranks, tmp_path, name)
         results = ranks(size, train_and_save, name, str(tmp_path), upto, size)
         first, _, loaded, after = zip(*results, strict=True)
         assert set(first) == {upto - 4 if saved else 0}
+        owed = 0.0
         for key in [k for k in (saved or [{}])[0] if k.startswith("rank0/error/")]:
             parameter = key.removeprefix("rank0/error/")
             mean = mean_error(saved, parameter)
-            assert mean.abs().max() > 0
+            owed += mean.abs().sum().item()
             for rank in range(size):
                 torch.testing.assert_close(loaded[rank][f"rank{rank}/error/{parameter}"], mean)
+        assert owed > 0 or not saved or name not in ("power_sgd", "sparse")
         saved = after
 
 

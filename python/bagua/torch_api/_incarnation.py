@@ -13,11 +13,12 @@ from torch.distributed import distributed_c10d as c10d
 from bagua import _C
 from bagua.torch_api import env
 
-__all__ = ["OWN_RENDEZVOUS", "agree_on_incarnation", "refuse_stale_addresses"]
+__all__ = ["OWN_RENDEZVOUS", "agree_on_incarnation", "count_visits", "refuse_stale_addresses"]
 
 #: How bagua asks torch for the store that torchrun's agent serves.
 OWN_RENDEZVOUS = "env://?for=bagua"
 _LONGEST_PAUSE = 0.02  # seconds between two looks of rank 0 at the store
+_GRACE = timedelta(seconds=10)  # that ranks give rank 0, which may have come after them
 
 
 def agree_on_incarnation(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> str:
@@ -31,9 +32,10 @@ def agree_on_incarnation(store: c10d.Store, rank: int, size: int, timeout: timed
     1. Every rank but 0 writes a random number of its own and waits for the answer to that number.
     2. Rank 0 draws the name and answers every number it finds, until each rank has said, under that
        name, that it came. A dead rank's number is answered too; nobody comes for it.
+    3. Rank 0 says that all came, or who did not.
 
     Raises:
-        BaguaTimeoutError: rank 0 does not answer, or, on rank 0, names the ranks that did not come.
+        BaguaTimeoutError: rank 0 does not answer, or ranks do not come, which it names.
     """
     if size == 1:
         return secrets.token_hex(8)
@@ -51,6 +53,8 @@ def agree_on_incarnation(store: c10d.Store, rank: int, size: int, timeout: timed
         ) from error
     name = str(store.get(answer).decode())
     store.set(f"bagua/{name}/came/{rank}", "")
+    store.wait([f"bagua/{name}/missing"], timeout + _GRACE)
+    _raise_if_missing(store.get(f"bagua/{name}/missing").decode(), rank, size, timeout)
     return name
 
 
@@ -69,17 +73,32 @@ def _receive(store: c10d.Store, size: int, timeout: timedelta) -> str:
                 answered.add((rank, number))
             elif store.check([f"bagua/{name}/came/{rank}"]):
                 missing.discard(rank)
-        if not missing:
+        if not missing or time.monotonic() > deadline:
+            text = ", ".join(map(str, sorted(missing)))
+            store.set(f"bagua/{name}/missing", text)
+            _raise_if_missing(text, 0, size, timeout)
             return name
-        if time.monotonic() > deadline:
-            raise _C.BaguaTimeoutError(
-                f"rank 0 of {size}: {'rank' if len(missing) == 1 else 'ranks'} "
-                f"{', '.join(map(str, sorted(missing)))} did not come within "
-                f"{timeout.total_seconds():g} s. Check that they run and call "
-                "bagua.init_process_group() too."
-            )
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def count_visits(store: c10d.Store, rank: int) -> str:
+    """A name for bagua's next start over a group of torch's, whose store is the group's alone.
+
+    Nobody is waited for, as only members of a subgroup may use bagua. Ranks that start equally
+    often, which is up to the script, have it in common.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"{restarts}.{store.add(f'bagua/{restarts}/visits/{rank}', 1)}"
+
+
+def _raise_if_missing(missing: str, rank: int, size: int, timeout: timedelta) -> None:
+    if missing:
+        raise _C.BaguaTimeoutError(
+            f"rank {rank} of {size}: {'ranks' if ',' in missing else 'rank'} {missing} did not "
+            f"come within {timeout.total_seconds():g} s. Check that every rank runs and calls "
+            "bagua.init_process_group() too."
+        )
 
 
 def refuse_stale_addresses(init_method: str | None) -> None:

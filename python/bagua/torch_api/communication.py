@@ -34,7 +34,11 @@ from bagua.torch_api._collectives import (
     send,
 )
 from bagua.torch_api._communicator import CommMember, Communicator, ReduceOp, comm
-from bagua.torch_api._incarnation import agree_on_incarnation, refuse_stale_addresses
+from bagua.torch_api._incarnation import (
+    agree_on_incarnation,
+    count_visits,
+    refuse_stale_addresses,
+)
 from bagua.torch_api._objects import broadcast_object
 from bagua.torch_api._process_group import (
     BaguaProcessGroup,
@@ -105,10 +109,10 @@ _torch_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, BaguaProcessGroup] =
 _torch_group_counters: collections.Counter[str] = collections.Counter()
 
 
-def _begin(store: c10d.Store, rank: int, size: int, timeout: timedelta | None) -> None:
+def _begin(incarnation: str) -> None:
     """A store may outlive several groups, and processes: no key of theirs may be read."""
     global _incarnation, _group_counter
-    _incarnation = agree_on_incarnation(store, rank, size, timeout or c10d.default_pg_timeout)
+    _incarnation = incarnation
     _group_counter = 0
     _torch_group_counters.clear()
 
@@ -159,11 +163,11 @@ def init_process_group(
                 "store= and backend=, or call bagua.init_process_group() instead of torch's."
             )
         refuse_stale_addresses(getattr(c10d, "_default_pg_init_method", None))
-        store = c10d._get_default_store()
-        _begin(store, dist.get_rank(), dist.get_world_size(), timeout)
+        _begin(count_visits(c10d._get_default_store(), dist.get_rank()))
     else:
         rank, world_size, store = rendezvous(store, rank, world_size, local_world_size, timeout)
-        _begin(store, rank, world_size, timeout)
+        patience = timeout or c10d.default_pg_timeout
+        _begin(agree_on_incarnation(store, rank, world_size, patience))
         dist.init_process_group(
             backend or _default_backend(),
             store=c10d.PrefixStore(f"bagua/{_incarnation}/torch", store),
