@@ -49,5 +49,12 @@ def train_and_save(name, folder, upto, seed=0):
     return first, training.bits(model.parameters()), loaded, model.bagua_algorithm.state_dict()
 
 
+@training.with_group
+def refusal(name, folder):
+    """What loading from the folder raises."""
+    _, _, state = wrapped(name, seed=3)
+    return training.error_of(lambda: load_latest(folder, state))
+
+
 def file(folder, step, rank, size=2):
     return folder / f"step-{step:09d}.rank-{rank}-of-{size}.pt"
