@@ -14,6 +14,8 @@ PY := $(VENV)/bin/python
 export PATH := $(VENV)/bin:$(PATH)
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+# One compiler for all builds, or pip's would take another name of it and share nothing in ccache.
+export CC CXX
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Folders are listed too: their time changes when a file is removed.

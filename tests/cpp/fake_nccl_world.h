@@ -14,6 +14,7 @@
 #include <vector>
 
 #include <nccl.h>
+#include <pthread.h>
 
 #include "fake_nccl_reduce.h"
 
@@ -64,6 +65,9 @@ struct Faults {
 
 // Not destroyed: a process may end with threads that still ask.
 inline std::mutex mutex;  // of everything below
+// A child that is forked while another thread holds it could ask nothing.
+inline const int free_in_children =
+    pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
 inline Faults faults;
 inline std::map<std::string, std::shared_ptr<Clique>>& cliques =
     *new std::map<std::string, std::shared_ptr<Clique>>;

@@ -65,9 +65,9 @@ class Windows:
         self.lane = lane
         lane.enter()
 
-    def open(self):
-        """The lane is at the gate, and gets in once."""
-        time.sleep(0.03)  # it needs that long to get there
+    def open(self, after):
+        """The lane is at the gate after so many seconds, and gets in once."""
+        time.sleep(after)
         self.lane.leave()
         self.lane.enter()
 
@@ -83,11 +83,12 @@ def test_what_was_learnt_meanwhile_is_kept_as_the_oracle_has_it(n):
 
     def run(comm):
         weights = start[comm.rank].clone()
-        lane = make_lane(comm, weights)
+        # Long enough that a rank which is held up in a window does not begin another round.
+        lane = make_lane(comm, weights, interval_s=0.3)
         windows = Windows(lane)
         lane.resume()
         for moment in range(2 * rounds):  # even: snapshot, odd: apply
-            windows.open()
+            windows.open(0.36 if moment % 2 == 0 else 0.03)
             turn.wait()
             weights += update(comm.rank, moment)
             turn.wait()
