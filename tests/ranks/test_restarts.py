@@ -14,8 +14,8 @@ from ranks.checkpoint_training import file
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
-# Random deaths; `make soak` asks for more.
-RESTARTS = int(os.environ.get("BAGUA_TEST_RESTARTS", "1"))
+# At random moments, after those that are chosen; `make soak` asks for 20.
+RESTARTS = int(os.environ.get("BAGUA_TEST_RESTARTS", "0"))
 
 
 def torchrun(size, restarts, script, *args, timeout=100.0):
@@ -57,33 +57,26 @@ def uninterrupted(ranks, tmp_path_factory):
     return ranks(3, restarting.uninterrupted, str(tmp_path_factory.mktemp("uninterrupted")))
 
 
-def test_a_rank_that_is_killed_costs_no_bit_of_any_algorithms_weights(uninterrupted, tmp_path):
-    plan = [
-        {"rank": 1, "step": 8, "where": "backward"},
-        {"rank": 2, "step": 15, "where": "saving"},
-    ]
-    torchrun(3, len(plan), HERE / "restarting.py", tmp_path, json.dumps(plan))
-    for of_rank in assert_same_ends(uninterrupted, tmp_path):
-        # The algorithm that came first was saved at 15; its ranks then died within the same saving.
-        begins = {name: first for name, (first, _) in of_rank.items()}
-        assert begins[restarting.ALGORITHMS[0]] == 10
-        assert set(begins.values()) == {5, 10} or set(begins.values()) == {5, 10, 15}
-    assert not list(tmp_path.glob("*/.step*")), "what was half-written is gone"
-
-
-@pytest.mark.timeout(60 + 30 * RESTARTS)
-def test_ranks_killed_at_random_moments_cost_no_bit(uninterrupted, tmp_path):
+@pytest.mark.timeout(120 + 30 * RESTARTS)
+def test_ranks_killed_at_any_moment_cost_no_bit_of_any_algorithms_weights(uninterrupted, tmp_path):
     seed = int(os.environ.get("BAGUA_TEST_SEED", random.randrange(2**31)))
     print("seed", seed)
     moments = random.Random(seed)
     plan = [
-        {"rank": moments.randrange(3), "step": 20, "where": "any", "seconds": moments.uniform(0, 3)}
+        {"rank": 1, "step": 8, "where": "backward"},
+        {"rank": 2, "step": 15, "where": "saving"},
+    ] + [
+        {"rank": moments.randrange(3), "step": 20, "where": "any", "seconds": moments.uniform(0, 4)}
         for _ in range(RESTARTS)
     ]
-    torchrun(
-        3, RESTARTS, HERE / "restarting.py", tmp_path, json.dumps(plan), timeout=60 + 30 * RESTARTS
-    )
-    assert_same_ends(uninterrupted, tmp_path)
+    seconds = 100 + 30 * RESTARTS
+    torchrun(3, len(plan), HERE / "restarting.py", tmp_path, json.dumps(plan), timeout=seconds)
+    for of_rank in assert_same_ends(uninterrupted, tmp_path):
+        # Whatever is first in turn had been saved at 10 when its ranks died in the saving of 15.
+        begins = [first for first, _ in of_rank.values()]
+        assert begins[0] >= 10
+        assert min(begins) >= 5
+    assert not list(tmp_path.glob("*/.step*")), "what was half-written is gone"
 
 
 KILLS_ITS_USER = """
@@ -114,12 +107,12 @@ def saved_bits(folder, rank):
     }
 
 
-def test_the_example_ends_as_if_nothing_had_happened(tmp_path):
+def test_the_example_ends_as_if_nothing_had_happened(run_script, tmp_path):
     script, example = tmp_path / "kill.py", REPOSITORY / "docs/examples/resume.py"
     script.write_text(KILLS_ITS_USER)
     arguments = ["--steps", 30, "--save-every", 10, "--folder"]
     killed = torchrun(2, 1, script, 27, example, *arguments, tmp_path / "killed")
-    quiet = torchrun(2, 0, script, 99, example, *arguments, tmp_path / "quiet")
+    quiet = run_script(2, example, [*arguments, tmp_path / "quiet"])[0].stdout
     assert "exitcode: -9" in killed
     assert killed.count("step 20: loss") == quiet.count("step 30: loss") == 1
     for rank in (0, 1):

@@ -38,18 +38,8 @@ def install() -> None:
     for name, group_attribute in GROUP_ATTRIBUTES.items():
         setattr(dist.ProcessGroup, name, group_attribute)
     if rendezvous_handlers["env"] is not _rendezvous_from_environment:
-        _torch_handlers["env"] = rendezvous_handlers["env"]
+        _torch_rendezvous["env"] = rendezvous_handlers["env"]
         rendezvous_handlers["env"] = _rendezvous_from_environment
-
-
-_torch_handlers: dict[str, Callable[..., Iterator[Any]]] = {}
-
-
-def _rendezvous_from_environment(url: str, **options: Any) -> Iterator[Any]:
-    """torch's own, but for a job that was restarted: there it fails or hangs."""
-    if url != OWN_RENDEZVOUS:
-        refuse_stale_addresses(url)
-    return _torch_handlers["env"](url, **options)
 
 
 def with_bagua(
@@ -156,3 +146,12 @@ GROUP_ATTRIBUTES = {
     "bagua_get_inter_node_communicator": bagua_get_inter_node_communicator,
     "bagua_get_intra_node_communicator": bagua_get_intra_node_communicator,
 }
+
+_torch_rendezvous: dict[str, Callable[..., Iterator[Any]]] = {}
+
+
+def _rendezvous_from_environment(url: str, **options: Any) -> Iterator[Any]:
+    """torch's own, but for a job that was restarted: there it fails or hangs."""
+    if url != OWN_RENDEZVOUS:
+        refuse_stale_addresses(url)
+    return _torch_rendezvous["env"](url, **options)

@@ -19,7 +19,7 @@ from bagua.torch_api._checkpoint_tree import Conflict, Leaves
 from bagua.torch_api._module_class import BaguaModule
 from bagua.torch_api._per_rank import PerRank
 from bagua.torch_api._transport import Transport
-from bagua.torch_api.communication import as_bagua_group, broadcast_object
+from bagua.torch_api.communication import BaguaProcessGroup, as_bagua_group, broadcast_object
 from bagua.torch_api.distributed import BaguaDistributedDataParallel
 
 __all__ = ["PerRank", "load_latest", "save_checkpoint"]
@@ -64,7 +64,7 @@ def save_checkpoint(
     _check_state(state)
     if step < 0 or keep < 1:
         raise ValueError(f"save_checkpoint: step={step} must not be negative, nor keep={keep} 0")
-    joined = as_bagua_group(group)
+    joined = _members(group)
     rank, folder = joined.rank, Path(folder)
 
     # 1. A copy of one moment; 2. what rank 0 has alike.
@@ -143,7 +143,7 @@ def load_latest(
     """
     # Checks
     _check_state(state)
-    joined = as_bagua_group(group)
+    joined = _members(group)
     folder = Path(folder)
 
     saved, refused = _checkpoint_folder.choose(folder, joined.transport)
@@ -181,6 +181,16 @@ def _check_state(state: Mapping[str, Any]) -> None:
                 f"state['{name}'] is a {type(part).__name__}, which has no state_dict and "
                 "load_state_dict; give the object itself, not what its state_dict() returns"
             )
+
+
+def _members(group: Any) -> BaguaProcessGroup:
+    joined = as_bagua_group(group)
+    if joined.rank < 0:
+        raise ValueError(
+            f"this process is not a member of the group with ranks {joined.ranks}: save and load "
+            "on the members only"
+        )
+    return joined
 
 
 def _wrapped_in(state: Mapping[str, Any]) -> Iterator[tuple[str, BaguaDistributedDataParallel]]:
