@@ -20,6 +20,11 @@ class TimeoutError final : public Error {
   using Error::Error;
 };
 
+// A call to other ranks failed: often the echo of what one of them did. Python's BaguaError.
+class TransportError final : public Error {
+  using Error::Error;
+};
+
 // Ranks do not agree (plan, algorithm, step, payload): bagua.BaguaMismatchError.
 class MismatchError final : public Error {
   using Error::Error;

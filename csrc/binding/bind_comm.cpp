@@ -123,14 +123,29 @@ void bind_failure_board(py::module_& m) {
       "Never raises: once the store does not answer, nothing is found any more.")
       .def(py::init<c10::intrusive_ptr<c10d::Store>, int, int>(), py::arg("store"), py::arg("rank"),
            py::arg("size"), ReleaseGil())
-      .def("publish", &FailureBoard::publish, py::arg("reason"), ReleaseGil(),
-           "This rank failed. The first failure of the group stays.")
-      .def("poll", &FailureBoard::poll, ReleaseGil(),
-           "The failure of another rank, 'rank 3: reason', or None.")
+      .def("publish", &FailureBoard::publish, py::arg("reason"), py::arg("is_echo") = false,
+           ReleaseGil(),
+           "This rank failed, perhaps because another did. The first failure of the group stays.")
+      .def(
+          "poll",
+          [](FailureBoard& self) -> std::optional<std::string> {
+            const auto news = self.poll();
+            return news ? std::optional(news->text) : std::nullopt;
+          },
+          ReleaseGil(), "The failure of another rank, 'rank 3: reason', or None.")
       .def("leave", &FailureBoard::leave, py::arg("rounds"), ReleaseGil(),
            "This rank leaves without a failure after so many rounds.")
       .def("poll_left", &FailureBoard::poll_left, py::arg("round"), ReleaseGil(),
-           "Names a rank that left after fewer rounds than round, or None.");
+           "Names a rank that left after fewer rounds than round, or None.")
+      .def(
+          "beat",
+          [](FailureBoard& self, int64_t round, std::string text) {
+            self.beat([round, text] { return Whereabouts{round, text}; });
+          },
+          py::arg("round"), py::arg("text"), ReleaseGil(),
+          "From now on tell the others twice a second that this rank is there, and where.")
+      .def("survey", &FailureBoard::survey, py::arg("round"), ReleaseGil(),
+           "Who is silent, behind or ahead of a rank in this round, in words; takes a second.");
 }
 
 void bind_topology(py::module_& m) {

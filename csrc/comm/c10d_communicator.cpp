@@ -255,7 +255,7 @@ void C10dCommunicator::fail(const Site& site, const std::string& what) {
              " bytes ", dtype_text(site.dtype), peer, " failed: ", what);
   refuse_from_now_on(concat("an earlier call failed (", message, ")"));
   if (is_timeout(what)) throw TimeoutError(message);
-  throw Error(message);
+  throw TransportError(message);
 }
 
 void C10dCommunicator::abort(const std::string& reason) noexcept {

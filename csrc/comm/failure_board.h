@@ -1,37 +1,47 @@
-// Where ranks tell each other why they stopped, beside the wire that may be blocked.
+// Where ranks tell each other why they stopped and where they are, beside the wire that may be
+// blocked.
 #pragma once
 
 #include <cstdint>
-#include <mutex>
+#include <functional>
 #include <optional>
 #include <string>
 
-#include <c10/util/intrusive_ptr.h>
-
-namespace c10d {
-class Store;
-}
+#include "comm/store_clerk.h"
 
 namespace bagua {
 
+// What a rank is doing, for the others' error messages.
+struct Whereabouts {
+  int64_t round;     // in which it is, or was last
+  std::string text;  // "bucket 'a' in AllReduce(...)"
+};
+
 // A notice board in a c10d store; the caller gives each group a store prefix of its own.
 //
-// Thread safety: all methods. Ownership: a clone of the store (a connection of its own where the
-// store can make one), so that a blocked user of the original does not block the board. May fail:
-// never; once the store does not answer, nothing is found any more and nothing is published.
-// Cost: one question to the store per poll while there is nothing to tell.
+// Each rank writes a heartbeat twice a second, by a thread of the board's (StoreClerk): that it is
+// there, and its whereabouts. Nobody reads them until something has gone wrong.
+//
+// Thread safety: all methods. Ownership: a clone of the store, so that a blocked user of the
+// original does not block the board. May fail: never, and no call takes more than a few seconds;
+// once the store does not answer, nothing is found any more and nothing is published.
+// Cost: one write per heartbeat, on the clerk's thread; one question to the store per poll.
 class FailureBoard final {
  public:
   FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
-  ~FailureBoard();
   FailureBoard(const FailureBoard&) = delete;
   FailureBoard& operator=(const FailureBoard&) = delete;
 
-  // This rank failed. The first failure of the group stays; later ones change nothing.
-  void publish(const std::string& reason) noexcept;
+  // This rank failed. The first failure of the group stays; later ones change nothing. is_echo: it
+  // may be the consequence of what another rank did.
+  void publish(const std::string& reason, bool is_echo) noexcept;
 
-  // The group's failure, "rank 3: reason", unless it is this rank's own.
-  std::optional<std::string> poll() noexcept;
+  struct News {
+    std::string text;  // "rank 3: reason"
+    bool is_echo;
+  };
+  // The group's failure, unless it is this rank's own.
+  std::optional<News> poll() noexcept;
 
   // This rank leaves without a failure after so many rounds. Counts once.
   void leave(int64_t rounds) noexcept;
@@ -39,18 +49,18 @@ class FailureBoard final {
   // A rank that left after fewer rounds than `round`: "rank 1 left after 7 rounds".
   std::optional<std::string> poll_left(int64_t round) noexcept;
 
- private:
-  std::optional<std::string> read(const char* key);
-  void append(const char* key, const std::string& entry);
-  template <typename Question>
-  void ask(Question question) noexcept;
+  // From now on heartbeats say what `where` returns; it is called by the clerk's thread, must not
+  // block, and returns nothing once there is no more to tell, which ends them.
+  void beat(std::function<std::optional<Whereabouts>()> where);
 
+  // Looks at all heartbeats twice, more than a heartbeat apart: who is silent, behind or ahead of
+  // this rank, which is in `round`. In words; also that nobody is, or that the store is silent.
+  std::string survey(int64_t round) noexcept;
+
+ private:
   const int rank_;
   const int size_;
-  std::mutex mutex_;  // of all below
-  c10::intrusive_ptr<c10d::Store> store_;
-  bool reachable_ = true;
-  bool left_ = false;
+  StoreClerk clerk_;
 };
 
 }  // namespace bagua

@@ -128,7 +128,7 @@ void NcclHandle::refuse_if_failed(const CallSite& site) {
   const std::string message = concat("rank ", group_.rank, " of ", group_.size, ": ", site.call,
                                      " refused: ", failure_->reason);
   if (failure_->kind == NcclFailure::Kind::kTimeout) throw TimeoutError(message);
-  throw Error(message);
+  throw TransportError(message);
 }
 
 std::optional<std::string> NcclHandle::asynchronous_error() {
@@ -203,7 +203,7 @@ void NcclHandle::fail_and_throw(NcclFailure::Kind kind, const std::string& what,
       concat("rank ", group_.rank, " of ", group_.size, ": ", what, " failed: ", reason);
   fail({kind, concat("an earlier call failed (", message, ")")});
   if (kind == NcclFailure::Kind::kTimeout) throw TimeoutError(message);
-  throw Error(message);
+  throw TransportError(message);
 }
 
 // Somebody else ended the communicator while `what` was under way.
@@ -212,7 +212,7 @@ void NcclHandle::throw_failed(const std::string& what, std::unique_lock<std::mut
   const std::string message =
       concat("rank ", group_.rank, " of ", group_.size, ": ", what, " failed: ", failure_->reason);
   if (failure_->kind == NcclFailure::Kind::kTimeout) throw TimeoutError(message);
-  throw Error(message);
+  throw TransportError(message);
 }
 
 // Not ncclCommAbort at once: what this rank has sent may still wait in its buffers, and a peer for

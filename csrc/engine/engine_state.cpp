@@ -18,18 +18,38 @@ namespace {
 // asks then: a step that is merely slow must not load the store.
 constexpr auto kPollInterval = std::chrono::milliseconds(500);
 
-// The same kind of exception with `context` in front of its message.
-std::exception_ptr with_context(const std::string& context, const std::exception_ptr& cause) {
+// The same kind of exception with more before and behind its message.
+std::exception_ptr in_context(const std::string& before, const std::exception_ptr& cause,
+                              const std::string& behind) {
   try {
     std::rethrow_exception(cause);
   } catch (const TimeoutError& error) {
-    return std::make_exception_ptr(TimeoutError(context + error.what()));
+    return std::make_exception_ptr(TimeoutError(before + error.what() + behind));
   } catch (const MismatchError& error) {
-    return std::make_exception_ptr(MismatchError(context + error.what()));
+    return std::make_exception_ptr(MismatchError(before + error.what() + behind));
+  } catch (const TransportError& error) {
+    return std::make_exception_ptr(TransportError(before + error.what() + behind));
   } catch (const std::exception& error) {
-    return std::make_exception_ptr(Error(context + short_text(error)));
+    return std::make_exception_ptr(Error(before + short_text(error) + behind));
   } catch (...) {
-    return std::make_exception_ptr(Error(context + "unknown error"));
+    return std::make_exception_ptr(Error(before + "unknown error" + behind));
+  }
+}
+
+std::exception_ptr with_context(const std::string& context, const std::exception_ptr& cause) {
+  return in_context(context, cause, "");
+}
+
+// Whether another rank may be the cause: then the heartbeats are looked at.
+bool may_be_echo(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const TransportError&) {
+    return true;
+  } catch (const TimeoutError&) {
+    return true;
+  } catch (...) {
+    return false;
   }
 }
 
@@ -76,6 +96,20 @@ std::string Engine::State::whoami() const {
                 round);
 }
 
+Whereabouts Engine::State::whereabouts() const {
+  const std::lock_guard lock(mutex);
+  if (!open) return {round, "between two rounds"};
+  std::string text = marked < slot_states.size() ? concat("computing, ", marked, " of ",
+                                                          slot_states.size(), " tensors are ready")
+                                                 : std::string("communicating");
+  text += concat(", ", done, " of ", buckets.size(), " buckets are done");
+  for (const LaneState& lane : lanes) {
+    if (lane.running) text += concat(", bucket '", buckets[*lane.running].name, "' is under way");
+  }
+  if (agreed_round != round) text += ", the ranks have not agreed on the round";
+  return {round, text};
+}
+
 void Engine::State::order_after_lanes() const {
   for (const LaneState& lane : lanes) {
     if (lane.stream) current_stream_waits_for(*lane.stream);
@@ -98,7 +132,7 @@ void Engine::State::fail(std::exception_ptr cause) noexcept {
   }
   changed.notify_all();
   const std::string reason = message_of(cause);
-  if (options.board) options.board->publish(reason);
+  if (options.board) options.board->publish(reason, may_be_echo(cause));
   options.control->abort(reason);
   for (const LaneState& lane : lanes) {
     for (const auto& communicator : lane.communicators) communicator->abort(reason);
@@ -133,6 +167,7 @@ void Engine::State::run_bucket(size_t index) {
     this_round = round;
     scale = grad_scale;
     account.emplace(lanes[entry.lane].communicators, clock);
+    lanes[entry.lane].running = index;
   }
   const BucketOp* running = nullptr;
   try {
@@ -157,6 +192,7 @@ void Engine::State::run_bucket(size_t index) {
   {
     std::lock_guard lock(mutex);
     account->close(clock, entry.ready_ns, entry.stats);
+    lanes[entry.lane].running.reset();
     ++done;
   }
   changed.notify_all();
@@ -205,11 +241,15 @@ void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::functio
     const bool late = std::chrono::steady_clock::now() >= deadline;
     const std::string me = whoami(), buckets_left = outstanding();
     lock.unlock();
-    std::optional<std::string> news;
+    std::optional<FailureBoard::News> news;
     if (options.board) news = options.board->poll();
-    if (!news && options.board) news = options.board->poll_left(my_round);
+    if (!news && options.board) {
+      if (const auto left = options.board->poll_left(my_round)) news = {*left, false};
+    }
     if (news) {
-      fail(std::make_exception_ptr(Error(concat(me, ": ", *news))));
+      const std::string message = concat(me, ": ", news->text);
+      fail(news->is_echo ? std::make_exception_ptr(TransportError(message))
+                         : std::make_exception_ptr(Error(message)));
     } else if (late) {
       fail(std::make_exception_ptr(TimeoutError(
           concat(me, ": no result within ", options.timeout.count(), " ms while waiting for ", what,
@@ -227,15 +267,25 @@ void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::functio
 void Engine::State::rethrow(std::unique_lock<std::mutex>& lock) {
   const std::exception_ptr cause = failure;
   const int64_t my_round = round;
+  std::optional<std::string> places = survey;
   lock.unlock();
   if (!options.board) std::rethrow_exception(cause);
   // A transport error such as "connection closed" is often the echo of what another rank did.
   std::string echo_of;
-  for (const auto& news : {options.board->poll_left(my_round), options.board->poll()}) {
-    if (news && message_of(cause).find(*news) == std::string::npos)
-      echo_of += concat("[", *news, "] ");
+  const auto tell = [&](const std::string& news) {
+    if (message_of(cause).find(news) == std::string::npos) echo_of += concat("[", news, "] ");
+  };
+  const std::optional<std::string> left = options.board->poll_left(my_round);
+  if (left) tell(*left);
+  const std::optional<FailureBoard::News> failed = options.board->poll();
+  if (failed) tell(failed->text);
+  const bool explained = left || (failed && !failed->is_echo) || !may_be_echo(cause);
+  if (!places) {
+    places = explained ? "" : " " + options.board->survey(my_round);
+    const std::lock_guard relock(mutex);
+    survey = places;
   }
-  std::rethrow_exception(echo_of.empty() ? cause : with_context(echo_of, cause));
+  std::rethrow_exception(in_context(echo_of, cause, *places));
 }
 
 }  // namespace bagua

@@ -31,6 +31,7 @@ struct Engine::State {
   struct LaneState {
     std::vector<size_t> buckets;
     size_t next = 0;  // first bucket of the round that has not been launched
+    std::optional<size_t> running;
     CountingCommunicators communicators;
     std::optional<c10::Stream> stream;  // what its ops run on; none on CPU
   };
@@ -58,6 +59,7 @@ struct Engine::State {
   bool launched_done() const { return launched == done && used_pending == used_done; }
   std::string outstanding() const;
   std::string whoami() const;
+  Whereabouts whereabouts() const;  // takes the lock
 
   EngineOptions options;
   std::vector<Bucket> buckets;
@@ -68,6 +70,7 @@ struct Engine::State {
   std::condition_variable changed;
   std::vector<Progress> progress;
   std::exception_ptr failure;
+  std::optional<std::string> survey;  // of the other ranks, made once after the failure
   bool open = false;
   bool stopped = false;
   int64_t round = 0;

@@ -35,10 +35,16 @@ struct PeriodicLane::State {
   int64_t waited_ns = 0;  // at the gate
   Traffic traffic;
 
+  Whereabouts whereabouts() const;
   void loop();
   bool run_round();
   void fail(const std::string& reason) noexcept;
 };
+
+Whereabouts PeriodicLane::State::whereabouts() const {
+  const std::lock_guard lock(mutex);
+  return {rounds, running ? "averaging now and then" : "not averaging"};
+}
 
 bool PeriodicLane::State::run_round() {
   bool pause = false;
@@ -87,7 +93,7 @@ void PeriodicLane::State::fail(const std::string& reason) noexcept {
     if (stopped) return;  // the consequence of stop(), not a failure
     failure = std::make_exception_ptr(Error(message));
   }
-  if (options.board) options.board->publish(message);
+  if (options.board) options.board->publish(message, true);
   options.communicator->abort(message);
 }
 
@@ -101,6 +107,12 @@ PeriodicLane::PeriodicLane(std::shared_ptr<PeriodicOp> op, std::shared_ptr<Weigh
   state_->op = std::move(op);
   state_->gate = gate_;
   state_->options = std::move(options);
+  if (state_->options.board) {
+    state_->options.board->beat([weak = std::weak_ptr<State>(state_)] {
+      const auto state = weak.lock();
+      return state ? std::optional(state->whereabouts()) : std::nullopt;
+    });
+  }
   thread_ = std::make_unique<LaneThread>("bagua-average");
 }
 
@@ -174,17 +186,19 @@ void PeriodicLane::check() {
     rounds = state_->rounds;
   }
   gate_->leave();
-  std::string news;
+  std::string news, places;
   if (const auto& board = state_->options.board) {
-    for (const auto& item : {board->poll(), board->poll_left(rounds + 1)}) {
-      if (item) news += concat("[", *item, "] ");
-    }
+    const std::optional<FailureBoard::News> failed = board->poll();
+    const std::optional<std::string> left = board->poll_left(rounds + 1);
+    if (failed) news += concat("[", failed->text, "] ");
+    if (left) news += concat("[", *left, "] ");
+    if (!left && !(failed && !failed->is_echo)) places = board->survey(rounds) + " ";
   }
   try {
     std::rethrow_exception(failure);
   } catch (const std::exception& error) {
-    throw Error(concat(news, error.what(),
-                       " Weights are this rank's own. Every rank must call abort(model) before it "
+    throw Error(concat(news, error.what(), " ", places,
+                       "Weights are this rank's own. Every rank must call abort(model) before it "
                        "ends; wrap the module again to go on."));
   }
 }

@@ -55,6 +55,7 @@ def test_a_rank_that_skips_a_step_is_a_timeout_for_the_others(ranks):
     *others, _ = ranks(2, skip_forward_and_backward)
     for error, seconds in others:
         assert error.startswith("BaguaTimeoutError: module 'Sequential', rank 0 of 2, round 2")
+        assert "rank 1 is 1 round behind, in round 1: between two rounds" in error
         assert seconds < SHORT + SECONDS_UNTIL_TOLD
 
 
@@ -149,22 +150,28 @@ import bagua.torch_api as bagua
 from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
 
 torch.manual_seed(0)
-bagua.init_process_group(timeout=datetime.timedelta(seconds=60))
+bagua.init_process_group(timeout=datetime.timedelta(seconds={timeout}))
+store = torch.distributed.distributed_c10d._get_default_store()
 model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
 algorithm = {algorithm}
 model = model.with_bagua([], algorithm)
 for step in range(1000):
     start = time.monotonic()
     loss = model(torch.randn(4, 300)).sum()
+    if step == 0:
+        store.set(str(bagua.get_rank()), str(os.getpid()))
     if step == 5 and bagua.get_rank() == {victim} and {forward}:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), {signal})
     try:
         loss.backward()
     except bagua.BaguaError as error:
         print(round(time.monotonic() - start, 1), type(error).__name__, error)
+        if "{signal}" == "signal.SIGSTOP" and bagua.get_rank() != {victim}:
+            time.sleep(1.0)  # or the other survivor would take this one for silent
+            os.kill(int(store.get("{victim}")), signal.SIGCONT)
         sys.exit(7)
     if step == 5 and bagua.get_rank() == {victim}:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), {signal})
 """
 
 
@@ -175,7 +182,13 @@ def test_the_survivors_of_a_killed_rank_say_so_and_end_cleanly(run_script, name,
     algorithm = "GradientAllReduceAlgorithm()"
     if name == "bytegrad":
         algorithm = "ByteGradAlgorithm(hierarchical=False)"
-    script = DIES.format(algorithm=algorithm, victim=victim, forward=place == "in-the-round")
+    script = DIES.format(
+        algorithm=algorithm,
+        victim=victim,
+        forward=place == "in-the-round",
+        signal="signal.SIGKILL",
+        timeout=60,
+    )
     ends = run_script(3, script, timeout=40.0)
     assert ends[victim].returncode == -signal.SIGKILL
     for rank, end in enumerate(ends):
@@ -186,3 +199,26 @@ def test_the_survivors_of_a_killed_rank_say_so_and_end_cleanly(run_script, name,
         assert float(seconds) < SECONDS_UNTIL_TOLD, end.stdout
         assert text.startswith("BaguaError module 'Sequential', rank ") or "[rank " in text
         assert f"rank {rank} of 3, round" in text
+        silent = f"rank {victim} is silent (killed, stopped or cut off), last heard of in round "
+        hosts_the_store = victim == 0
+        assert silent in text or (hosts_the_store and "The job's store does not answer" in text)
+
+
+@per_algorithm
+def test_a_stopped_rank_is_named_at_the_timeout_and_raises_when_it_goes_on(run_script, name):
+    algorithm = "GradientAllReduceAlgorithm()"
+    if name == "bytegrad":
+        algorithm = "ByteGradAlgorithm(hierarchical=False)"
+    script = DIES.format(
+        algorithm=algorithm, victim=2, forward=True, signal="signal.SIGSTOP", timeout=SHORT
+    )
+    *survivors, stopped = run_script(3, script, timeout=40.0)
+    for rank, end in enumerate(survivors):
+        assert end.returncode == 7, f"rank {rank}: {end.stdout}{end.stderr}"
+        seconds, text = end.stdout.split(" ", 1)
+        assert SHORT - 1 < float(seconds) < SHORT + SECONDS_UNTIL_TOLD, end.stdout
+        assert "rank 2 is silent (killed, stopped or cut off), last heard of in round " in text
+    assert stopped.returncode == 7, stopped.stdout + stopped.stderr
+    assert "Error module 'Sequential', rank 2 of 3, round 6" in stopped.stdout or (
+        "[rank " in stopped.stdout
+    )
