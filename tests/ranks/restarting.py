@@ -75,7 +75,7 @@ class Death:
 
 
 def train(name, folder, death=None):
-    """(the step it began with, the bits that it ended with)."""
+    """(the step it began with, the bits that it ended with); saves where a death may come."""
     model, optimizer = every_algorithm.wrapped(name, network(0))
     state = {"model": model, "optimizer": optimizer, "algorithm": model.bagua_algorithm}
     first = load_latest(folder, state) or 0
@@ -87,7 +87,7 @@ def train(name, folder, death=None):
             next(model.parameters()).register_hook(lambda gradient: die())
         loss.backward()
         optimizer.step()
-        if (step + 1) % SAVE_EVERY == 0:
+        if death is not None and (step + 1) % SAVE_EVERY == 0:
             save_checkpoint(folder, state, step + 1)
     if name == "async":
         model.bagua_algorithm.abort(model)

@@ -54,7 +54,9 @@ def assert_same_ends(expected, folder):
 @pytest.fixture(scope="module")
 def uninterrupted(ranks, tmp_path_factory):
     """What every rank of three ends with when nobody dies."""
-    return ranks(3, restarting.uninterrupted, str(tmp_path_factory.mktemp("uninterrupted")))
+    return ranks(
+        3, restarting.uninterrupted, str(tmp_path_factory.mktemp("uninterrupted")), timeout=100.0
+    )
 
 
 @pytest.mark.timeout(120 + 30 * RESTARTS)
