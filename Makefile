@@ -107,10 +107,12 @@ else
 	$(PY) tools/cuda_import_check build/cuda/python/bagua
 endif
 
-soak: build horovod ## The tests that count on luck, many times: 50 ends of scripts, 50 starts on a slow link
+soak: build horovod ## The tests that count on luck, many times: 50 ends and slow starts, 20 restarts, 2000 killed writers
 	BAGUA_TEST_EXITS=50 BAGUA_TEST_STARTS=50 OMP_NUM_THREADS=1 \
 	  $(PY) -m pytest tests/ranks/test_exit.py tests/ranks/test_horovod_launchers.py \
 	  tests/ranks/test_compressed_starts.py -k every $(ARGS)
+	BAGUA_TEST_RESTARTS=20 BAGUA_TEST_KILLED_WRITERS=2000 OMP_NUM_THREADS=1 \
+	  $(PY) -m pytest tests/ranks/test_restarts.py tests/single/test_killed_writers.py -k moment $(ARGS)
 
 bench: build ## Run all benchmarks (ARGS=--quick: a first impression); results go to benchmarks/results
 	for program in benchmarks/bench_*.py; do echo "== $$program"; $(PY) $$program $(ARGS); done

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bagua.torch_api.algorithms import Algorithm
+from bagua.torch_api.algorithms import Algorithm, QAdamOptimizer
 from bagua.torch_api.checkpoint import PerRank
 from ranks import training
 from torch import nn
@@ -22,13 +22,13 @@ ALGORITHMS = {
         "decentralized",
         {"hierarchical": False, "peer_selection_mode": "shift_one", "communication_interval": 2},
     ),
+    "low-precision": ("low_precision_decentralized", {"hierarchical": False}),
+    "qadam": ("qadam", {"hierarchical": False}),
+    "power-sgd": ("power_sgd", {"rank": 2, "min_compression_rate": 1.0}),
+    "sparse": ("sparse", {"ratio": 0.1}),
+    "random-sparse": ("sparse", {"ratio": 0.1, "random_sparse": True}),
     "async-in-its-warm-up": ("async", {"warmup_steps": 100}),
 }
-
-
-def make_optimizer(name, model):
-    del name
-    return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
 def network(seed):
@@ -39,7 +39,11 @@ def network(seed):
 def wrapped(chosen, seed):
     name, arguments = ALGORITHMS[chosen]
     model = network(seed)
-    optimizer = make_optimizer(name, model)
+    if name == "qadam":
+        optimizer = QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=3)
+        arguments = arguments | {"q_adam_optimizer": optimizer}
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     return model.with_bagua([optimizer], Algorithm.init(name, **arguments)), optimizer
 
 
@@ -72,7 +76,7 @@ def test_twenty_steps_after_loading_are_those_of_the_uninterrupted_run(ranks, tm
     results = ranks(3, interrupted, chosen, str(tmp_path))
     for rank, (uninterrupted, loaded) in enumerate(results):
         assert loaded == uninterrupted, f"rank {rank}"
-    if chosen.startswith("decentralized"):
+    if chosen.startswith(("decentralized", "low-precision")):
         assert len({weights for weights, _ in results}) == 3, "nothing of a rank's own was tried"
 
 

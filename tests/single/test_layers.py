@@ -37,7 +37,8 @@ FOREIGN_MAY_BE_INCLUDED_BY = (
 CORE = ("bagua", "bagua._C", "bagua._build")
 GROUP_FILES = """
     env communication _all_to_all _bucketing _collective_checks _collectives _communicator
-    _error_state _implicit_group _initial_state _low_rank _nccl_library _objects
+    _checkpoint_file _checkpoint_folder _checkpoint_tree
+    _error_state _implicit_group _incarnation _initial_state _low_rank _nccl_library _objects
     _outputs
     _optimizer_format _outside_graphs _process_group _reductions _rendezvous _sparse_choice
     _saved_values _shared_state _snapshot _statistics _store_values _transport _weights_check
@@ -62,7 +63,8 @@ PYTHON_STACKS = (
             "bagua.torch_api._wrap_arguments",
         ),
         ("bagua.torch_api.data_parallel.*",),
-        ("bagua.torch_api._patch", "bagua.torch_api.averaging", "bagua.torch_api.checkpoint"),
+        ("bagua.torch_api._patch", "bagua.torch_api._per_rank"),
+        ("bagua.torch_api.averaging", "bagua.torch_api.checkpoint"),
         ("bagua.torch_api",),
     ),
     (CORE, GROUPS, ("mlbench_core.*",)),

@@ -1,13 +1,15 @@
-"""The only place where classes of torch gain anything."""
+"""The only place where torch is changed: what its classes gain, and one start that it refuses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import _rendezvous_handlers as rendezvous_handlers
 
+from bagua.torch_api._incarnation import OWN_RENDEZVOUS, refuse_stale_addresses
 from bagua.torch_api._module_class import BaguaModule, wrap_class
 from bagua.torch_api._wrap_arguments import check_optimizers_and_algorithm
 from bagua.torch_api.algorithms.base import Algorithm
@@ -27,13 +29,17 @@ __all__ = ["install", "with_bagua"]
 def install() -> None:
     """Give ``torch.nn.Module``, ``torch.Tensor`` and ``ProcessGroup`` what is documented of them.
 
-    That is ``with_bagua``, the methods of BaguaTensor, and ``bagua_patch`` with what it makes.
+    That is ``with_bagua``, the methods of BaguaTensor, and ``bagua_patch`` with what it makes. And
+    have torch.distributed refuse to start with the addresses of dead processes.
     """
     torch.nn.Module.with_bagua = with_bagua  # type: ignore[attr-defined]
     for name, attribute in {**METHODS, **PROPERTIES}.items():
         setattr(torch.Tensor, name, attribute)
     for name, group_attribute in GROUP_ATTRIBUTES.items():
         setattr(dist.ProcessGroup, name, group_attribute)
+    if rendezvous_handlers["env"] is not _rendezvous_from_environment:
+        _torch_rendezvous["env"] = rendezvous_handlers["env"]
+        rendezvous_handlers["env"] = _rendezvous_from_environment
 
 
 def with_bagua(
@@ -140,3 +146,12 @@ GROUP_ATTRIBUTES = {
     "bagua_get_inter_node_communicator": bagua_get_inter_node_communicator,
     "bagua_get_intra_node_communicator": bagua_get_intra_node_communicator,
 }
+
+_torch_rendezvous: dict[str, Callable[..., Iterator[Any]]] = {}
+
+
+def _rendezvous_from_environment(url: str, **options: Any) -> Iterator[Any]:
+    """torch's own, but for a job that was restarted: there it fails or hangs."""
+    if url != OWN_RENDEZVOUS:
+        refuse_stale_addresses(url)
+    return _torch_rendezvous["env"](url, **options)

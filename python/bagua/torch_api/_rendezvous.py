@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
+from bagua.torch_api._incarnation import OWN_RENDEZVOUS
+
 __all__ = ["rendezvous"]
 
 _log = logging.getLogger("bagua")
@@ -56,6 +58,6 @@ def rendezvous(
             "torchrun --nproc_per_node=N script.py, which sets them"
         )
     found, rank, world_size = next(
-        torch_rendezvous("env://", timeout=timeout or c10d.default_pg_timeout)
+        torch_rendezvous(OWN_RENDEZVOUS, timeout=timeout or c10d.default_pg_timeout)
     )
     return rank, world_size, found

@@ -1,95 +1,248 @@
-"""Saving training whose ranks hold different weights."""
+"""Checkpoints: files that a crash cannot spoil, and ranks that hold different weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from bagua import _C
+from bagua.torch_api import _checkpoint_file, _checkpoint_folder, _checkpoint_tree
+from bagua.torch_api._checkpoint_folder import Saved, file_of
+from bagua.torch_api._checkpoint_tree import Conflict, Leaves
 from bagua.torch_api._module_class import BaguaModule
-from bagua.torch_api._saved_values import check_state
+from bagua.torch_api._per_rank import PerRank
+from bagua.torch_api._transport import Transport
+from bagua.torch_api.communication import BaguaProcessGroup, as_bagua_group, broadcast_object
+from bagua.torch_api.distributed import BaguaDistributedDataParallel
 
-__all__ = ["PerRank"]
+__all__ = ["PerRank", "load_latest", "save_checkpoint"]
 
 
-class PerRank:
-    """Every rank's own weights and optimizer state, for ``torch.distributed.checkpoint``.
+def save_checkpoint(
+    folder: str | PathLike[str],
+    state: Mapping[str, Any],
+    step: int,
+    *,
+    keep: int = 2,
+    group: Any = None,
+) -> Path:
+    """Write what training needs to go on. All ranks call it, between two steps::
 
-    That module keeps one rank's copy of equal keys, which is right where ranks hold the same bits
-    and wrong for decentralized and asynchronous algorithms, and for their optimizers' momentum.
-    Here every rank has keys of its own::
+        state = {"model": model, "optimizer": optimizer, "algorithm": model.bagua_algorithm}
+        save_checkpoint(folder, state, step)
 
-        state = {"training": PerRank(model), "algorithm": model.bagua_algorithm}
-        dcp.save(state, checkpoint_id=path)
-
-        model = model.with_bagua([optimizer], algorithm)  # first: it broadcasts rank 0's weights
-        state = {"training": PerRank(model), "algorithm": model.bagua_algorithm}
-        dcp.load(state, checkpoint_id=path)
-
-    Save and load between two steps, on every rank, with the number of ranks that saved. Weights
-    that are being averaged asynchronously are copied at one moment.
+    When it returns every rank's file is on the disk, whatever happens afterwards; until then the
+    checkpoints before are there. Every rank writes one file; tensors that have the same bits as on
+    rank 0 are in rank 0's alone. A file is readable by ``torch.load(path, weights_only=True)``.
 
     Args:
-        model: a module after ``with_bagua``.
-        optimizers: default: those given to ``with_bagua``.
+        folder: seen by all ranks, of this training alone; made if it is not there.
+        state: by name, whatever has ``state_dict`` and ``load_state_dict``, with the same names on
+            all ranks. Tensors, numbers, strings and dicts, lists and tuples of them are saved.
+        step: a number that grows, equal on all ranks: :func:`load_latest` returns it.
+        keep: how many checkpoints stay, this one included; older ones are removed.
+        group: the ranks that save together; default: all.
+
+    Returns:
+        This rank's file.
 
     Raises:
-        TypeError: the module is not wrapped.
+        TypeError: something of ``state`` has no ``state_dict`` or ``load_state_dict``.
+        ValueError: ``step`` is negative or not rank 0's, or ``keep`` is below 1.
+        OSError, RuntimeError: this rank cannot write (a full disk).
+        pickle.UnpicklingError: ``state`` holds what ``weights_only=True`` does not load.
+        BaguaError: another rank cannot write; names it.
     """
+    # Checks
+    _check_state(state)
+    if step < 0 or keep < 1:
+        raise ValueError(f"save_checkpoint: step={step} must not be negative, nor keep={keep} 0")
+    joined = _members(group)
+    rank, folder = joined.rank, Path(folder)
 
-    def __init__(
-        self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer] | None = None
-    ) -> None:
-        if not isinstance(model, BaguaModule):
-            raise TypeError("PerRank takes a module after with_bagua")
-        self._ddp = model.bagua_ddp
-        self._optimizers = tuple(model.bagua_optimizers if optimizers is None else optimizers)
-        self._key = f"rank{self._ddp.process_group.transport.rank}"
+    # 1. A copy of one moment; 2. what rank 0 has alike.
+    with _exclusive(state):
+        mine = _checkpoint_tree.leaves(
+            {
+                name: _checkpoint_tree.copied(part.state_dict(), "cpu")
+                for name, part in state.items()
+            }
+        )
+    table = _checkpoint_tree.table(mine)
+    saving, first_step, first = broadcast_object(
+        (secrets.randbits(62), step, table), 0, joined.get_global_communicator()
+    )
+    alike = [path for path in table if rank != 0 and first.get(path) == table[path]]
 
-    def state_dict(self) -> dict[str, Any]:
-        """``{"rank<r>": {"model": ..., "optimizer": ...}}``, tensors copied."""
-        # Not at the top: it takes a second, which every program would pay.
-        from torch.distributed.checkpoint.state_dict import get_state_dict
+    # 3. This rank's file.
+    path = file_of(folder, Saved(step, joined.size), rank)
+    problem: Exception | None = None
+    try:
+        if step != first_step:
+            raise ValueError(f"save_checkpoint: step={step} here, {first_step} on rank 0")
+        folder.mkdir(parents=True, exist_ok=True)
+        own = list(_checkpoint_tree.without(mine, set(alike)).items())
+        _checkpoint_file.write(path, {"step": step, "own": own, "alike": alike}, saving)
+    except Exception as error:  # noqa: BLE001 - the other ranks must not wait
+        problem = error
 
-        with self._ddp.exclusive():
-            model, optimizer = get_state_dict(self._ddp.module, self._optimizers)
-            return {self._key: _copied({"model": model, "optimizer": optimizer})}
+    # 4. Older ones go when all ranks have written.
+    _raise_if_any(problem, step, joined.transport)
+    if rank == 0:
+        steps = sorted({s.step for s in _checkpoint_folder.complete(folder) if s.step <= step})
+        if len(steps) > keep:
+            _checkpoint_folder.remove_before(folder, steps[-keep])
+    return path
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give model and optimizers what :meth:`state_dict` had.
 
-        Raises:
-            ValueError: there is nothing of this rank in it, or something else.
-        """
-        check_state(state, "PerRank")
-        if self._key not in state:
-            raise ValueError(
-                f"the checkpoint has nothing of {self._key}, only {sorted(state)}; load it with "
-                "the number of ranks that saved it"
+def _raise_if_any(problem: Exception | None, step: int, transport: Transport) -> None:
+    failed = torch.zeros(transport.size, dtype=torch.int64, device="cpu")
+    failed[transport.rank] = problem is not None
+    if transport.size > 1:
+        transport.main_communicator("cpu").all_reduce(failed, _C.ReduceOp.SUM)
+    if problem is not None:
+        raise problem
+    if failed.any():
+        raise _C.BaguaError(
+            f"save_checkpoint: rank(s) {failed.nonzero().flatten().tolist()} could not write step "
+            f"{step}, and say why; the checkpoints before it are kept"
+        )
+
+
+def load_latest(
+    folder: str | PathLike[str], state: Mapping[str, Any], *, group: Any = None
+) -> int | None:
+    """Load the newest checkpoint that all ranks have whole. All call it, after ``with_bagua``.
+
+    With the number of ranks that saved, every rank gets what it had. With another number every rank
+    gets what the ranks had alike (and rank 0's buffers, where the algorithm broadcasts them); what
+    they owed by error feedback is shared out so that its mean is kept.
+
+    Files that are missing, truncated or corrupted, on any rank, are refused with a warning that
+    names them and what is loaded instead.
+
+    Args:
+        folder, group: as given to :func:`save_checkpoint`.
+        state: the objects to load into, in this order, under the names that they were saved by.
+
+    Returns:
+        The ``step`` of the checkpoint, the same on all ranks; None where there is none yet.
+
+    Raises:
+        TypeError: something of ``state`` has no ``state_dict`` or ``load_state_dict``.
+        BaguaError: there are checkpoints, and none is whole.
+        ValueError: it is of another model or algorithm, or of another number of ranks that held
+            different weights; names what does not fit.
+    """
+    # Checks
+    _check_state(state)
+    joined = _members(group)
+    folder = Path(folder)
+
+    saved, refused = _checkpoint_folder.choose(folder, joined.transport)
+    if refused:
+        instead = (
+            "nothing, training starts anew" if saved is None else f"step {saved.step} of {folder}"
+        )
+        warnings.warn(
+            f"checkpoints refused: {_checkpoint_folder.refused_text(refused)}. Loaded instead: "
+            f"{instead}",
+            stacklevel=2,
+        )
+    if saved is None:
+        return None
+    if saved.size == joined.size:
+        found = _of_rank(folder, saved, joined.rank)
+    else:
+        found = _of_all_ranks(folder, saved, joined.size, state)
+    states = _checkpoint_tree.tree(found)
+    missing = [name for name in state if name not in states]
+    if missing:
+        raise ValueError(
+            f"{file_of(folder, saved, 0)} has nothing under {missing}, only under {[*states]}"
+        )
+    with _exclusive(state):
+        for name, part in state.items():
+            part.load_state_dict(states[name])
+    return saved.step
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    for name, part in state.items():
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise TypeError(
+                f"state['{name}'] is a {type(part).__name__}, which has no state_dict and "
+                "load_state_dict; give the object itself, not what its state_dict() returns"
             )
-        check_state(state[self._key], f"PerRank: {self._key}")
-        if not {"model", "optimizer"} <= set(state[self._key]):
-            raise ValueError(
-                f"PerRank: {self._key} has {sorted(state[self._key])}, not 'model' and 'optimizer'"
-            )
-        from torch.distributed.checkpoint.state_dict import set_state_dict
-
-        own = state[self._key]
-        with self._ddp.exclusive():
-            set_state_dict(
-                self._ddp.module,
-                self._optimizers,
-                model_state_dict=own["model"],
-                optim_state_dict=own["optimizer"],
-            )
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied(item) for item in value)
-    return value
+def _members(group: Any) -> BaguaProcessGroup:
+    joined = as_bagua_group(group)
+    if joined.rank < 0:
+        raise ValueError(
+            f"this process is not a member of the group with ranks {joined.ranks}: save and load "
+            "on the members only"
+        )
+    return joined
+
+
+def _wrapped_in(state: Mapping[str, Any]) -> Iterator[tuple[str, BaguaDistributedDataParallel]]:
+    """(name, what communicates for it) of the wrapped modules."""
+    for name, part in state.items():
+        wrapped = part if isinstance(part, BaguaModule) else getattr(part, "module", None)
+        if isinstance(wrapped, BaguaModule):
+            yield name, wrapped.bagua_ddp
+
+
+@contextmanager
+def _exclusive(state: Mapping[str, Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for _, ddp in _wrapped_in(state):
+            stack.enter_context(ddp.exclusive())
+        yield
+
+
+def _of_rank(folder: Path, saved: Saved, rank: int) -> Leaves:
+    """What one rank saved."""
+    content = _checkpoint_file.read(file_of(folder, saved, rank))
+    found: Leaves = dict(content["own"])
+    if content["alike"]:
+        first = dict(_checkpoint_file.read(file_of(folder, saved, 0))["own"])
+        found |= {path: first[path] for path in content["alike"]}
+    return found
+
+
+def _of_all_ranks(folder: Path, saved: Saved, size: int, state: Mapping[str, Any]) -> Leaves:
+    """What all ranks saved, for ranks of another number."""
+    parts = [
+        dict(_checkpoint_file.read(file_of(folder, saved, rank))["own"])
+        for rank in range(saved.size)
+    ]
+    of_first = [
+        (name, *buffer)
+        for name, ddp in _wrapped_in(state)
+        if ddp.broadcast_buffers
+        for buffer in _buffers_of(state[name], ddp)
+    ]
+    try:
+        return _checkpoint_tree.joined(parts, of_first)
+    except Conflict as conflict:
+        text = _checkpoint_tree.path_text(conflict.args[0])
+        raise ValueError(
+            f"{folder}, step {saved.step}: '{text}' differs between the {saved.size} ranks that "
+            f"saved it, and there are {size} now, so that it has no meaning for them. Load it with "
+            f"{saved.size} ranks, or leave it out of the state."
+        ) from None
+
+
+def _buffers_of(part: Any, ddp: BaguaDistributedDataParallel) -> Iterator[tuple[str]]:
+    within = "" if part is ddp.module else "module."
+    for name, _ in ddp.module.named_buffers():
+        yield (within + name,)

@@ -34,6 +34,11 @@ from bagua.torch_api._collectives import (
     send,
 )
 from bagua.torch_api._communicator import CommMember, Communicator, ReduceOp, comm
+from bagua.torch_api._incarnation import (
+    agree_on_incarnation,
+    count_visits,
+    refuse_stale_addresses,
+)
 from bagua.torch_api._objects import broadcast_object
 from bagua.torch_api._process_group import (
     BaguaProcessGroup,
@@ -97,23 +102,17 @@ __all__ = [
 
 _made_torch_group = False
 _group_counter = 0
-_generation = 0
+_incarnation = ""  # which start of the job, and of bagua in it, this is
 _torch_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, BaguaProcessGroup] = (
     weakref.WeakKeyDictionary()
 )
 _torch_group_counters: collections.Counter[str] = collections.Counter()
 
 
-def _incarnation() -> str:
-    """Which start of the job, and of bagua in it, this is: earlier keys must never be read."""
-    return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{_generation}"
-
-
-def _begin_generation(store: c10d.Store, rank: int) -> None:
-    """A store may outlive several groups: number them by this rank's visits to the store."""
-    global _generation, _group_counter
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    _generation = store.add(f"bagua/{restarts}/visits/{rank}", 1)
+def _begin(incarnation: str) -> None:
+    """A store may outlive several groups, and processes: no key of theirs may be read."""
+    global _incarnation, _group_counter
+    _incarnation = incarnation
     _group_counter = 0
     _torch_group_counters.clear()
 
@@ -136,7 +135,8 @@ def init_process_group(
 
     Works under ``torchrun``, with an already initialised ``torch.distributed`` (which is then
     used as it is), with a ``store`` of your own, and alone (world size 1) when neither ``RANK`` nor
-    ``WORLD_SIZE`` is set.
+    ``WORLD_SIZE`` is set. After a restart by ``torchrun --max-restarts`` nothing is read that the
+    processes before have left in the store.
 
     Args:
         store: key-value store that all processes share; needs ``rank``, ``world_size`` and
@@ -146,7 +146,9 @@ def init_process_group(
         timeout: after which a rank that does not answer is given up (default 30 minutes).
 
     Raises:
-        RuntimeError: called twice, or torch.distributed was initialised and an argument differs.
+        RuntimeError: called twice, or torch.distributed was initialised and an argument differs, or
+            was initialised by addresses that may be of processes before a restart.
+        BaguaTimeoutError: ranks do not come; rank 0 names them.
         ValueError: a rank or size is missing or out of range.
     """
     global _made_torch_group
@@ -160,13 +162,15 @@ def init_process_group(
                 "torch.distributed is initialised already: its store and backend are used. Drop "
                 "store= and backend=, or call bagua.init_process_group() instead of torch's."
             )
-        _begin_generation(c10d._get_default_store(), dist.get_rank())
+        refuse_stale_addresses(getattr(c10d, "_default_pg_init_method", None))
+        _begin(count_visits(c10d._get_default_store(), dist.get_rank()))
     else:
         rank, world_size, store = rendezvous(store, rank, world_size, local_world_size, timeout)
-        _begin_generation(store, rank)
+        patience = timeout or c10d.default_pg_timeout
+        _begin(agree_on_incarnation(store, rank, world_size, patience))
         dist.init_process_group(
             backend or _default_backend(),
-            store=c10d.PrefixStore(f"bagua/{_incarnation()}/torch", store),
+            store=c10d.PrefixStore(f"bagua/{_incarnation}/torch", store),
             rank=rank,
             world_size=world_size,
             timeout=timeout,
@@ -184,7 +188,7 @@ def _make_default_group(timeout: timedelta | None) -> None:
 
 def _store_of(group_name: str) -> c10d.Store:
     """The keys of one group."""
-    return c10d.PrefixStore(f"bagua/{_incarnation()}/{group_name}", c10d._get_default_store())
+    return c10d.PrefixStore(f"bagua/{_incarnation}/{group_name}", c10d._get_default_store())
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -1,0 +1,107 @@
+"""save_checkpoint and load_latest: training goes on to the bit, with other ranks by the mean."""
+
+import bagua.torch_api as bagua
+import pytest
+import torch
+from bagua.torch_api.checkpoint import load_latest, save_checkpoint
+from ranks import every_algorithm, training
+from ranks.checkpoint_training import file, refusal, state_bits, steps, train_and_save, wrapped
+
+BEFORE, AFTER = 5, 20
+RESUMED_TO_THE_BIT = [*every_algorithm.SYNCHRONOUS, "async"]
+
+
+@training.with_group
+def interrupted(name, folder):
+    before = every_algorithm.WARM_UP - 1 if name == "async" else BEFORE
+    after = 1 if name == "async" else AFTER  # no averages yet
+    model, optimizer, state = wrapped(name)
+    steps(model, optimizer, range(before))
+    save_checkpoint(folder, state, before)
+    steps(model, optimizer, range(before, before + after))
+    loaded, its_optimizer, its_state = wrapped(name, seed=1)
+    assert state_bits(loaded) != state_bits(model)
+    assert load_latest(folder, its_state) == before
+    steps(loaded, its_optimizer, range(before, before + after))
+    return state_bits(model), state_bits(loaded)
+
+
+@pytest.mark.parametrize("name", RESUMED_TO_THE_BIT)
+def test_training_goes_on_to_the_bit(ranks, tmp_path, name):
+    for rank, (uninterrupted, loaded) in enumerate(ranks(3, interrupted, name, str(tmp_path))):
+        assert loaded == uninterrupted, f"rank {rank}"
+
+
+@training.with_group
+def save_while_averaging(folder):
+    model, optimizer, state = wrapped("async")
+    steps(model, optimizer, range(10))
+    save_checkpoint(folder, state, 10)
+    steps(model, optimizer, range(3))
+    loaded, its_optimizer, its_state = wrapped("async", seed=1)
+    step = load_latest(folder, its_state)
+    steps(loaded, its_optimizer, range(10, 15))
+    for one in (model, loaded):
+        one.bagua_algorithm.abort(one)
+    return step, loaded.bagua_algorithm.state_dict()
+
+
+def test_asynchronous_averaging_goes_on(ranks, tmp_path):
+    warmed_up = {"warmed_up": every_algorithm.WARM_UP}
+    assert ranks(2, save_while_averaging, str(tmp_path)) == [(10, warmed_up)] * 2
+
+
+def mean_error(states, name):
+    errors = [state[f"rank{rank}/error/{name}"] for rank, state in enumerate(states)]
+    return sum(errors) / len(errors)
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "qadam", "power_sgd", "sparse"])
+def test_from_three_to_two_to_four_ranks_training_goes_on(ranks, tmp_path, name):
+    saved = None
+    for size, upto in ((3, 6), (2, 10), (4, 14)):
+        results = ranks(size, train_and_save, name, str(tmp_path), upto, size)
+        first, _, loaded, after = zip(*results, strict=True)
+        assert set(first) == {upto - 4 if saved else 0}
+        owed = 0.0
+        for key in [k for k in (saved or [{}])[0] if k.startswith("rank0/error/")]:
+            parameter = key.removeprefix("rank0/error/")
+            mean = mean_error(saved, parameter)
+            owed += mean.abs().sum().item()
+            for rank in range(size):
+                torch.testing.assert_close(loaded[rank][f"rank{rank}/error/{parameter}"], mean)
+        assert owed > 0 or not saved or name not in ("power_sgd", "sparse")
+        saved = after
+
+
+@pytest.mark.parametrize("name", ["decentralized-all", "async"])
+def test_weights_of_each_ranks_own_are_not_given_to_another_number_of_ranks(ranks, tmp_path, name):
+    ranks(3, train_and_save, name, str(tmp_path), 4)
+    for error in ranks(2, refusal, name, str(tmp_path)):
+        assert error.startswith("ValueError")
+        assert "'model/0.weight' differs between the 3 ranks that saved it" in error
+        assert "there are 2 now" in error
+
+
+def test_what_is_the_same_on_all_ranks_is_written_once(ranks, tmp_path):
+    for name in ("gradient_allreduce", "decentralized-all"):
+        ranks(2, train_and_save, name, str(tmp_path / name), 2)
+    mine = torch.load(file(tmp_path / "gradient_allreduce", 2, 1), weights_only=True)
+    tensors = [path for path, value in mine["own"] if isinstance(value, torch.Tensor)]
+    assert {path[1] for path in tensors} == {"1.running_mean", "1.running_var"}, "of its own batch"
+    own = torch.load(file(tmp_path / "decentralized-all", 2, 1), weights_only=True)
+    assert ("model", "0.weight") in dict(own["own"])
+
+
+def test_the_newest_stay_and_older_ones_go(ranks, tmp_path):
+    ranks(2, train_and_save, "sparse", str(tmp_path), 4)
+    abandoned = tmp_path / f".{file(tmp_path, 2, 0).name}.77.part"
+    abandoned.write_bytes(b"killed")
+    ranks(2, train_and_save, "sparse", str(tmp_path), 8)
+    expected = {file(tmp_path, step, rank) for step in (6, 8) for rank in (0, 1)}
+    assert set(tmp_path.iterdir()) == expected
+
+
+def test_the_names_are_public():
+    assert bagua.checkpoint.save_checkpoint is save_checkpoint
+    assert set(bagua.checkpoint.__all__) == {"PerRank", "load_latest", "save_checkpoint"}
