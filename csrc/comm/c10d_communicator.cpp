@@ -7,6 +7,7 @@
 
 #include "base/check.h"
 #include "comm/error_text.h"
+#include "comm/flat_copy.h"
 #include "comm/tensor_checks.h"
 
 namespace bagua {
@@ -20,12 +21,6 @@ constexpr int64_t kPieceBytes = 1 << 20;
 
 // gloo refuses negative tags.
 int next_tag(uint32_t& count) { return static_cast<int>(count++ & 0x7fffffffu); }
-
-at::Tensor flat(const at::Tensor& tensor) { return tensor.detach().view({-1}); }
-
-void copy_unless_same(at::Tensor target, const at::Tensor& source) {
-  if (target.data_ptr() != source.data_ptr()) target.copy_(source);
-}
 
 c10d::ReduceOp to_c10d(ReduceOp op) {
   switch (op) {
@@ -65,87 +60,82 @@ C10dCommunicator::C10dCommunicator(c10::intrusive_ptr<c10d::Backend> backend)
 
 void C10dCommunicator::all_reduce(at::Tensor& tensor, ReduceOp op) {
   check_all_reduce(tensor, op);
-  guarded({"all_reduce", static_cast<int64_t>(tensor.nbytes()), tensor.scalar_type(), -1},
-          [&](Site&) {
-            if (group().size == 1 || tensor.numel() == 0) return;
-            std::vector<at::Tensor> tensors{flat(tensor)};
-            c10d::AllreduceOptions options;
-            options.reduceOp = to_c10d(op);
-            if (op == ReduceOp::kAvg && !is_nccl_) {
-              tensors[0].div_(group().size);
-              options.reduceOp = c10d::ReduceOp::SUM;
-            }
-            wait(backend_->allreduce(tensors, options));
-          });
+  guarded(CallSite::of("all_reduce", tensor), [&](CallSite&) {
+    if (group().size == 1 || tensor.numel() == 0) return;
+    std::vector<at::Tensor> tensors{flat(tensor)};
+    c10d::AllreduceOptions options;
+    options.reduceOp = to_c10d(op);
+    if (op == ReduceOp::kAvg && !is_nccl_) {
+      tensors[0].div_(group().size);
+      options.reduceOp = c10d::ReduceOp::SUM;
+    }
+    wait(backend_->allreduce(tensors, options));
+  });
 }
 
 void C10dCommunicator::broadcast(at::Tensor& tensor, int root) {
   check_broadcast(tensor, root, group());
-  guarded({"broadcast", static_cast<int64_t>(tensor.nbytes()), tensor.scalar_type(),
-           root == group().rank ? -1 : root},
-          [&](Site&) {
-            if (group().size == 1 || tensor.numel() == 0) return;
-            std::vector<at::Tensor> tensors{flat(tensor)};
-            c10d::BroadcastOptions options;
-            options.rootRank = root;
-            wait(backend_->broadcast(tensors, options));
-          });
+  guarded(CallSite::of("broadcast", tensor, root == group().rank ? -1 : root), [&](CallSite&) {
+    if (group().size == 1 || tensor.numel() == 0) return;
+    std::vector<at::Tensor> tensors{flat(tensor)};
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    wait(backend_->broadcast(tensors, options));
+  });
 }
 
 void C10dCommunicator::all_gather(const at::Tensor& input, at::Tensor& output) {
   check_all_gather(input, output, group());
-  guarded({"all_gather", static_cast<int64_t>(input.nbytes()), input.scalar_type(), -1},
-          [&](Site& site) {
-            if (input.numel() == 0) return;
-            const auto [rank, size] = group();
-            const int64_t slot = input.numel();
-            at::Tensor source = flat(input);
-            at::Tensor target = flat(output);
-            if (!is_gloo_ && size > 1) return wait(backend_->_allgather_base(target, source));
-            std::vector<Send> sends;
-            std::vector<Recv> recvs;
-            for (int step = 1; step < size; ++step) {
-              const int to = (rank + step) % size;
-              const int from = (rank + size - step) % size;
-              sends.push_back({source, to});
-              recvs.push_back({target.narrow(0, from * slot, slot), from});
-            }
-            transfer(site, sends, recvs);
-            copy_unless_same(target.narrow(0, rank * slot, slot), source);
-          });
+  guarded(CallSite::of("all_gather", input), [&](CallSite& site) {
+    if (input.numel() == 0) return;
+    const auto [rank, size] = group();
+    const int64_t slot = input.numel();
+    at::Tensor source = flat(input);
+    at::Tensor target = flat(output);
+    if (!is_gloo_ && size > 1) return wait(backend_->_allgather_base(target, source));
+    std::vector<Send> sends;
+    std::vector<Recv> recvs;
+    for (int step = 1; step < size; ++step) {
+      const int to = (rank + step) % size;
+      const int from = (rank + size - step) % size;
+      sends.push_back({source, to});
+      recvs.push_back({target.narrow(0, from * slot, slot), from});
+    }
+    transfer(site, sends, recvs);
+    copy_unless_same(target.narrow(0, rank * slot, slot), source);
+  });
 }
 
 void C10dCommunicator::all_to_all(const at::Tensor& input, at::Tensor& output) {
   check_all_to_all(input, output, group());
-  guarded({"all_to_all", static_cast<int64_t>(input.nbytes()), input.scalar_type(), -1},
-          [&](Site& site) {
-            if (input.numel() == 0) return;
-            const auto [rank, size] = group();
-            const int64_t chunk = input.numel() / size;
-            at::Tensor source = flat(input);
-            at::Tensor target = flat(output);
-            if (!is_gloo_ && size > 1) {
-              std::vector<int64_t> equal_in, equal_out;  // empty: equal chunks
-              return wait(backend_->alltoall_base(target, source, equal_out, equal_in));
-            }
-            std::vector<Send> sends;
-            std::vector<Recv> recvs;
-            for (int step = 1; step < size; ++step) {
-              const int to = (rank + step) % size;
-              const int from = (rank + size - step) % size;
-              sends.push_back({source.narrow(0, to * chunk, chunk), to});
-              recvs.push_back({target.narrow(0, from * chunk, chunk), from});
-            }
-            transfer(site, sends, recvs);
-            target.narrow(0, rank * chunk, chunk).copy_(source.narrow(0, rank * chunk, chunk));
-          });
+  guarded(CallSite::of("all_to_all", input), [&](CallSite& site) {
+    if (input.numel() == 0) return;
+    const auto [rank, size] = group();
+    const int64_t chunk = input.numel() / size;
+    at::Tensor source = flat(input);
+    at::Tensor target = flat(output);
+    if (!is_gloo_ && size > 1) {
+      std::vector<int64_t> equal_in, equal_out;  // empty: equal chunks
+      return wait(backend_->alltoall_base(target, source, equal_out, equal_in));
+    }
+    std::vector<Send> sends;
+    std::vector<Recv> recvs;
+    for (int step = 1; step < size; ++step) {
+      const int to = (rank + step) % size;
+      const int from = (rank + size - step) % size;
+      sends.push_back({source.narrow(0, to * chunk, chunk), to});
+      recvs.push_back({target.narrow(0, from * chunk, chunk), from});
+    }
+    transfer(site, sends, recvs);
+    target.narrow(0, rank * chunk, chunk).copy_(source.narrow(0, rank * chunk, chunk));
+  });
 }
 
 void C10dCommunicator::exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
                                 const OnReceived& on_received) {
   check_exchange(sends, recvs, group());
   try {
-    guarded({"exchange", 0, at::kByte, -1}, [&](Site& site) {
+    guarded({"exchange", 0, at::kByte, -1}, [&](CallSite& site) {
       for (const auto& [source, target] : own_messages(sends, recvs, group().rank)) {
         copy_unless_same(flat(target), flat(source));
       }
@@ -158,14 +148,14 @@ void C10dCommunicator::exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> r
 
 // 1. Post every receive. 2. Post every send. 3. Wait for the receives in order, calling back after
 // each, then for the sends. Messages of a rank to itself are left out.
-void C10dCommunicator::transfer(Site& site, c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
-                                const OnReceived& on_received) {
+void C10dCommunicator::transfer(CallSite& site, c10::ArrayRef<Send> sends,
+                                c10::ArrayRef<Recv> recvs, const OnReceived& on_received) {
   std::vector<Pending> posted;
   std::vector<size_t> posted_up_to;  // by receive: how many of `posted` complete it
   posted.reserve(sends.size() + recvs.size());
   const auto post = [&](const at::Tensor& tensor, int peer, auto start) {
     if (peer == group().rank || tensor.numel() == 0) return;
-    site = {site.call, static_cast<int64_t>(tensor.nbytes()), tensor.scalar_type(), peer};
+    site = CallSite::of(site.call, tensor, peer);
     for (at::Tensor& piece : pieces(tensor)) {
       std::vector<at::Tensor> message{std::move(piece)};
       auto work = start(message, peer);
@@ -226,7 +216,7 @@ std::vector<at::Tensor> C10dCommunicator::pieces(const at::Tensor& tensor) const
 
 // gloo::IoException is no c10::Error, hence std::exception.
 template <typename Body>
-void C10dCommunicator::guarded(Site site, Body body) {
+void C10dCommunicator::guarded(CallSite site, Body body) {
   refuse_if_failed(site);
   try {
     body(site);
@@ -235,7 +225,7 @@ void C10dCommunicator::guarded(Site site, Body body) {
   }
 }
 
-void C10dCommunicator::refuse_if_failed(const Site& site) {
+void C10dCommunicator::refuse_if_failed(const CallSite& site) {
   if (!refuses_.load(std::memory_order_acquire)) return;
   std::lock_guard lock(mutex_);
   throw Error(
@@ -248,11 +238,9 @@ void C10dCommunicator::refuse_from_now_on(const std::string& reason) noexcept {
   refuses_.store(true, std::memory_order_release);
 }
 
-void C10dCommunicator::fail(const Site& site, const std::string& what) {
-  const std::string peer = site.peer < 0 ? "" : concat(" with peer ", site.peer);
+void C10dCommunicator::fail(const CallSite& site, const std::string& what) {
   const std::string message =
-      concat("rank ", group().rank, " of ", group().size, ": ", site.call, " of ", site.bytes,
-             " bytes ", dtype_text(site.dtype), peer, " failed: ", what);
+      concat("rank ", group().rank, " of ", group().size, ": ", site.text(), " failed: ", what);
   refuse_from_now_on(concat("an earlier call failed (", message, ")"));
   if (is_timeout(what)) throw TimeoutError(message);
   throw TransportError(message);

@@ -10,6 +10,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "comm/call_site.h"
 #include "comm/communicator.h"
 
 namespace bagua {
@@ -41,16 +42,9 @@ class C10dCommunicator final : public Communicator {
   void abort(const std::string& reason) noexcept override;
 
  private:
-  // What the error message says about the call at hand; peer is -1 where the transport knows none.
-  struct Site {
-    const char* call;
-    int64_t bytes;
-    at::ScalarType dtype;
-    int peer;
-  };
   struct Pending {
     c10::intrusive_ptr<c10d::Work> work;
-    Site site;
+    CallSite site;
   };
   // Carries an exception of a caller's callback past guarded(), which would call it the
   // transport's.
@@ -59,14 +53,14 @@ class C10dCommunicator final : public Communicator {
   };
 
   template <typename Body>
-  void guarded(Site site, Body body);
-  void transfer(Site& site, c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
+  void guarded(CallSite site, Body body);
+  void transfer(CallSite& site, c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
                 const OnReceived& on_received = nullptr);
   void call_back(const OnReceived& on_received, size_t message);
   std::vector<at::Tensor> pieces(const at::Tensor& tensor) const;
-  void refuse_if_failed(const Site& site);
+  void refuse_if_failed(const CallSite& site);
   void refuse_from_now_on(const std::string& reason) noexcept;
-  [[noreturn]] void fail(const Site& site, const std::string& what);
+  [[noreturn]] void fail(const CallSite& site, const std::string& what);
 
   const c10::intrusive_ptr<c10d::Backend> backend_;
   const bool is_gloo_;

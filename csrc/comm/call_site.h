@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-#include <c10/core/ScalarType.h>
+#include <ATen/core/Tensor.h>
 
 #include "base/check.h"
 #include "comm/tensor_checks.h"
@@ -16,6 +16,10 @@ struct CallSite {
   int64_t bytes;
   at::ScalarType dtype;
   int peer;  // -1: more than one, or none known
+
+  static CallSite of(const char* call, const at::Tensor& tensor, int peer = -1) {
+    return {call, static_cast<int64_t>(tensor.nbytes()), tensor.scalar_type(), peer};
+  }
 
   // "broadcast of 4096 bytes float32 with peer 1"
   std::string text() const {

@@ -40,6 +40,12 @@ void StreamPoints::record() {
   for (size_t i = 0; i < streams_.size(); ++i) events_[i].record(streams_[i]);
 }
 
+void StreamPoints::mark_current_stream() {
+  clear();
+  note_current_stream();
+  record();
+}
+
 void StreamPoints::block(const c10::Stream& stream) {
   for (size_t i = 0; i < streams_.size(); ++i) events_[i].block(stream);
 }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -52,6 +53,15 @@ class FailureBoard final {
   // From now on heartbeats say what `where` returns; it is called by the clerk's thread, must not
   // block, and returns nothing once there is no more to tell, which ends them.
   void beat(std::function<std::optional<Whereabouts>()> where);
+
+  // The same with state->whereabouts(), as long as somebody else holds the state.
+  template <typename State>
+  void beat_while_alive(const std::shared_ptr<State>& state) {
+    beat([weak = std::weak_ptr<State>(state)] {
+      const auto alive = weak.lock();
+      return alive ? std::optional(alive->whereabouts()) : std::nullopt;
+    });
+  }
 
   // Looks at all heartbeats twice, more than a heartbeat apart: who is silent, behind or ahead of
   // this rank, which is in `round`. In words; also that nobody is, or that the store is silent.

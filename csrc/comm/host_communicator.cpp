@@ -2,10 +2,9 @@
 
 #include <utility>
 
-#include <ATen/Context.h>
-#include <ATen/ops/empty.h>
-
 #include "base/check.h"
+#include "comm/flat_copy.h"
+#include "comm/host_memory.h"
 #include "comm/tensor_checks.h"
 
 namespace bagua {
@@ -16,12 +15,9 @@ const std::shared_ptr<Communicator>& not_null(const std::shared_ptr<Communicator
   return inner;
 }
 
-at::Tensor flat(const at::Tensor& tensor) { return tensor.detach().view({-1}); }
-
 StreamPoints end_of_current_stream(at::Device device) {
   StreamPoints points(device);
-  points.note_current_stream();
-  points.record();
+  points.mark_current_stream();
   return points;
 }
 
@@ -118,8 +114,7 @@ at::Tensor HostCommunicator::memory_like(const at::Tensor& tensor) {
   if (taken_ == memory_.size()) memory_.emplace_back();
   at::Tensor& memory = memory_[taken_++];
   if (!memory.defined() || memory.numel() < bytes) {
-    const bool pinned = tensor.is_cuda() && at::globalContext().hasCUDA();
-    memory = at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(pinned));
+    memory = host_memory({bytes}, at::kByte, tensor.device());
   }
   return memory.narrow(0, 0, bytes).view(tensor.scalar_type());
 }

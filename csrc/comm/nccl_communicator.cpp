@@ -13,6 +13,7 @@
 #include "base/check.h"
 #include "comm/call_site.h"
 #include "comm/device_stream.h"
+#include "comm/flat_copy.h"
 #include "comm/nccl_calls.h"
 #include "comm/nccl_handle.h"
 #include "comm/nccl_rendezvous.h"
@@ -21,12 +22,6 @@
 
 namespace bagua {
 namespace {
-
-// Within this rank, by the device's own copy.
-void copy_unless_same(const at::Tensor& target, const at::Tensor& source) {
-  if (target.data_ptr() == source.data_ptr()) return;
-  target.detach().view({-1}).copy_(source.detach().view({-1}));
-}
 
 class NcclRanks final : public NcclCommunicator {
  public:
@@ -54,7 +49,7 @@ class NcclRanks final : public NcclCommunicator {
     check_all_reduce(tensor, op);
     check_device("all_reduce", tensor);
     const ncclDataType_t type = to_nccl(tensor.scalar_type());
-    const CallSite site = site_of("all_reduce", tensor);
+    const CallSite site = CallSite::of("all_reduce", tensor);
     handle_->refuse_if_failed(site);
     if (group().size == 1 || tensor.numel() == 0) return;
     start(site, [&](const NcclFunctions& nccl, ncclComm_t comm, cudaStream_t stream) {
@@ -66,10 +61,10 @@ class NcclRanks final : public NcclCommunicator {
   void all_gather(const at::Tensor& input, at::Tensor& output) override {
     check_all_gather(input, output, group());
     check_device("all_gather", input);
-    const CallSite site = site_of("all_gather", input);
+    const CallSite site = CallSite::of("all_gather", input);
     handle_->refuse_if_failed(site);
     if (input.numel() == 0) return;
-    if (group().size == 1) return copy_unless_same(output, input);
+    if (group().size == 1) return copy_unless_same(flat(output), flat(input));
     start(site, [&](const NcclFunctions& nccl, ncclComm_t comm, cudaStream_t stream) {
       return nccl.all_gather(input.data_ptr(), output.data_ptr(), input.nbytes(), ncclInt8, comm,
                              stream);
@@ -79,10 +74,10 @@ class NcclRanks final : public NcclCommunicator {
   void all_to_all(const at::Tensor& input, at::Tensor& output) override {
     check_all_to_all(input, output, group());
     check_device("all_to_all", input);
-    const CallSite site = site_of("all_to_all", input);
+    const CallSite site = CallSite::of("all_to_all", input);
     handle_->refuse_if_failed(site);
     if (input.numel() == 0) return;
-    if (group().size == 1) return copy_unless_same(output, input);
+    if (group().size == 1) return copy_unless_same(flat(output), flat(input));
     const size_t chunk = input.nbytes() / group().size;
     std::vector<Message> recvs, sends;
     for (int peer = 0; peer < group().size; ++peer) {
@@ -97,8 +92,7 @@ class NcclRanks final : public NcclCommunicator {
   void broadcast(at::Tensor& tensor, int root) override {
     check_broadcast(tensor, root, group());
     check_device("broadcast", tensor);
-    CallSite site = site_of("broadcast", tensor);
-    if (root != group().rank) site.peer = root;
+    const CallSite site = CallSite::of("broadcast", tensor, root == group().rank ? -1 : root);
     handle_->refuse_if_failed(site);
     if (group().size == 1 || tensor.numel() == 0) return;
     start(site, [&](const NcclFunctions& nccl, ncclComm_t comm, cudaStream_t stream) {
@@ -117,7 +111,7 @@ class NcclRanks final : public NcclCommunicator {
     handle_->refuse_if_failed(site);
     if (group().size == 1) {
       for (const auto& [source, target] : own_messages(sends, recvs, 0)) {
-        copy_unless_same(target, source);
+        copy_unless_same(flat(target), flat(source));
       }
     } else {
       const std::vector<Message> incoming = messages_of(recvs), outgoing = messages_of(sends);
@@ -159,10 +153,6 @@ class NcclRanks final : public NcclCommunicator {
   }
 
  private:
-  static CallSite site_of(const char* call, const at::Tensor& tensor) {
-    return {call, static_cast<int64_t>(tensor.nbytes()), tensor.scalar_type(), -1};
-  }
-
   void check_device(const char* call, const at::Tensor& tensor) const {
     BAGUA_CHECK(tensor.device() == device_, call, ": the tensor is on ", tensor.device().str(),
                 ", this communicator moves tensors of ", device_.str());

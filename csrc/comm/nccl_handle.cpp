@@ -43,6 +43,11 @@ std::string seconds_text(NcclHandle::Milliseconds time) {
   return concat(static_cast<double>(time.count()) / 1000, " s");
 }
 
+[[noreturn]] void throw_as(NcclFailure::Kind kind, const std::string& message) {
+  if (kind == NcclFailure::Kind::kTimeout) throw TimeoutError(message);
+  throw TransportError(message);
+}
+
 }  // namespace
 
 NcclHandle::NcclHandle(std::shared_ptr<const NcclLibrary> library, Group group,
@@ -127,8 +132,7 @@ void NcclHandle::refuse_if_failed(const CallSite& site) {
   if (!failure_) return;
   const std::string message = concat("rank ", group_.rank, " of ", group_.size, ": ", site.call,
                                      " refused: ", failure_->reason);
-  if (failure_->kind == NcclFailure::Kind::kTimeout) throw TimeoutError(message);
-  throw TransportError(message);
+  throw_as(failure_->kind, message);
 }
 
 std::optional<std::string> NcclHandle::asynchronous_error() {
@@ -202,8 +206,7 @@ void NcclHandle::fail_and_throw(NcclFailure::Kind kind, const std::string& what,
   const std::string message =
       concat("rank ", group_.rank, " of ", group_.size, ": ", what, " failed: ", reason);
   fail({kind, concat("an earlier call failed (", message, ")")});
-  if (kind == NcclFailure::Kind::kTimeout) throw TimeoutError(message);
-  throw TransportError(message);
+  throw_as(kind, message);
 }
 
 // Somebody else ended the communicator while `what` was under way.
@@ -211,8 +214,7 @@ void NcclHandle::throw_failed(const std::string& what, std::unique_lock<std::mut
   until_aborted(lock);
   const std::string message =
       concat("rank ", group_.rank, " of ", group_.size, ": ", what, " failed: ", failure_->reason);
-  if (failure_->kind == NcclFailure::Kind::kTimeout) throw TimeoutError(message);
-  throw TransportError(message);
+  throw_as(failure_->kind, message);
 }
 
 // Not ncclCommAbort at once: what this rank has sent may still wait in its buffers, and a peer for

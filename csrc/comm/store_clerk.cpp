@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "base/check.h"
+#include "base/join_or_leave.h"
 
 namespace bagua {
 namespace {
@@ -35,7 +36,7 @@ struct StoreClerk::State {
     bool done = false;
   };
 
-  mutable std::mutex mutex;
+  std::mutex mutex;
   std::condition_variable changed;
   c10::intrusive_ptr<c10d::Store> store;
   std::deque<std::shared_ptr<Order>> orders;
@@ -104,14 +105,7 @@ StoreClerk::~StoreClerk() {
   std::unique_lock lock(state.mutex);
   state.stopping = true;
   state.changed.notify_all();
-  const bool finished =
-      state.changed.wait_for(lock, std::chrono::seconds(1), [&] { return state.finished; });
-  lock.unlock();
-  if (finished) {
-    state.thread.join();
-  } else {
-    state.thread.detach();
-  }
+  join_or_leave(state.thread, lock, state.changed, state.finished);
 }
 
 bool StoreClerk::ask(Question question, Milliseconds patience) noexcept {
@@ -134,11 +128,6 @@ void StoreClerk::repeat(Question question, Milliseconds interval) {
   state_->interval = interval;
   state_->next_repetition = Clock::now();
   state_->changed.notify_all();
-}
-
-bool StoreClerk::reachable() const {
-  const std::lock_guard lock(state_->mutex);
-  return state_->reachable;
 }
 
 }  // namespace bagua

@@ -37,8 +37,6 @@ class StoreClerk final {
   // Puts this question whenever `interval` has passed, from now on; replaces the one before.
   void repeat(Question question, Milliseconds interval);
 
-  bool reachable() const;
-
  private:
   struct State;
   const int process_;  // pid

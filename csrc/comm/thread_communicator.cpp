@@ -8,16 +8,11 @@
 
 #include "base/check.h"
 #include "comm/device_stream.h"
+#include "comm/flat_copy.h"
 #include "comm/tensor_checks.h"
 
 namespace bagua {
 namespace {
-
-at::Tensor flat(const at::Tensor& tensor) { return tensor.detach().view({-1}); }
-
-void copy_unless_same(at::Tensor target, const at::Tensor& source) {
-  if (target.data_ptr() != source.data_ptr()) target.copy_(source);
-}
 
 std::string shape_text(const at::Tensor& tensor) {
   return concat(tensor.numel(), " ", dtype_text(tensor.scalar_type()));

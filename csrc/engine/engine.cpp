@@ -44,12 +44,7 @@ Engine::Engine(std::vector<Lane> lanes, EngineOptions options) : process_(getpid
   const std::string name = options.name;
   const size_t count = lanes.size();
   state_ = std::make_shared<State>(std::move(lanes), std::move(options));
-  if (state_->options.board) {
-    state_->options.board->beat([weak = std::weak_ptr<State>(state_)] {
-      const auto state = weak.lock();
-      return state ? std::optional(state->whereabouts()) : std::nullopt;
-    });
-  }
+  if (state_->options.board) state_->options.board->beat_while_alive(state_);
   for (size_t i = 0; i < count; ++i) {
     threads_.push_back(std::make_unique<LaneThread>(concat("bagua-lane", i)));
   }

@@ -1,6 +1,5 @@
 #include "engine/lane_thread.h"
 
-#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -12,6 +11,8 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pthread.h>
+
+#include "base/join_or_leave.h"
 
 namespace bagua {
 
@@ -81,15 +82,7 @@ bool LaneThread::stop() noexcept {
   state_->stopping = true;
   dropped.swap(state_->tasks);
   state_->changed.notify_all();
-  const bool finished =
-      state_->changed.wait_for(lock, std::chrono::seconds(1), [&] { return state_->finished; });
-  lock.unlock();
-  if (finished) {
-    state_->thread.join();
-  } else {
-    state_->thread.detach();
-  }
-  return finished;
+  return join_or_leave(state_->thread, lock, state_->changed, state_->finished);
 }
 
 }  // namespace bagua

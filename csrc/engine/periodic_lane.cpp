@@ -107,12 +107,7 @@ PeriodicLane::PeriodicLane(std::shared_ptr<PeriodicOp> op, std::shared_ptr<Weigh
   state_->op = std::move(op);
   state_->gate = gate_;
   state_->options = std::move(options);
-  if (state_->options.board) {
-    state_->options.board->beat([weak = std::weak_ptr<State>(state_)] {
-      const auto state = weak.lock();
-      return state ? std::optional(state->whereabouts()) : std::nullopt;
-    });
-  }
+  if (state_->options.board) state_->options.board->beat_while_alive(state_);
   thread_ = std::make_unique<LaneThread>("bagua-average");
 }
 

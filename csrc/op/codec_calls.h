@@ -10,6 +10,7 @@
 
 #include "codec/codec.h"
 #include "comm/device_stream.h"
+#include "op/part_layout.h"
 #include "op/scratch.h"
 
 namespace bagua {
@@ -23,6 +24,17 @@ void for_pieces(at::Device device, int64_t begin, int64_t end, Function function
   at::parallel_for(begin, end, 1, [&](int64_t first, int64_t last) {
     for (int64_t piece = first; piece < last; ++piece) function(piece, piece + 1);
   });
+}
+
+// Appends the pieces [first_piece, end_piece) of a part as chunks. x: where the first element of
+// the first of them is; message: where the part's first frame is.
+inline void append_chunks(std::vector<Chunk>& chunks, const PartLayout& layout, int64_t first_piece,
+                          int64_t end_piece, void* x, int64_t element_bytes, std::byte* message) {
+  auto* values = static_cast<std::byte*>(x);
+  for (int64_t piece = first_piece; piece < end_piece; ++piece) {
+    chunks.push_back({values, message + layout.payload(piece), layout.numel(piece)});
+    values += layout.numel(piece) * element_bytes;
+  }
 }
 
 // A codec on one device for chunks of one dtype, on the calling thread's current stream.

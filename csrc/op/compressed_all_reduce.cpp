@@ -79,10 +79,9 @@ struct CompressedAllReduce::Job {
   }
   void append(std::vector<Chunk>& chunks, int part, const PartLayout& layout, int64_t segment,
               const at::Tensor& payloads) const {
-    for (int64_t i = layout.first_piece(segment); i < layout.end_piece(segment); ++i) {
-      chunks.push_back({values(part, layout.first(i)), bytes(payloads, part, layout.payload(i)),
-                        layout.numel(i)});
-    }
+    const int64_t first = layout.first_piece(segment);
+    append_chunks(chunks, layout, first, layout.end_piece(segment),
+                  values(part, layout.first(first)), dtype_bytes(dtype), bytes(payloads, part, 0));
   }
   bool on_cpu() const { return flat.is_cpu(); }
 };
@@ -121,10 +120,7 @@ void CompressedAllReduce::run(at::Tensor& flat, const Round& round) {
           .round = round,
           .codec = *codec_,
           .calls = CodecCalls(*codec_, dtype, device, *scratch_)};
-  if (!job.on_cpu()) {
-    if (!device_frames_) device_frames_.emplace(device);
-    device_frames_->check(round.bucket);
-  }
+  device_frames_.check(round.bucket);
   encode_others(job);
   scatter(job);
   gather(job);
@@ -145,7 +141,7 @@ void CompressedAllReduce::encode_others(Job& job) {
       if (part != job.group.rank) job.append(chunks, part, layout, segment, job.send);
     }
   }
-  if (!job.on_cpu()) device_frames_->write(job.send, job.region, job.first_frames());
+  if (!job.on_cpu()) device_frames_.write(job.send, job.region, job.first_frames());
   job.calls.encode_all(chunks);
 }
 
@@ -186,7 +182,7 @@ void CompressedAllReduce::scatter(Job& job) {
   });
   if (!job.on_cpu()) {
     const std::vector<Frame> expected(job.group.size, job.frame(rank, own, 0));
-    device_frames_->fetch(job.receive, job.region, expected, senders);
+    device_frames_.fetch(job.receive, job.region, expected, senders);
   }
 }
 
@@ -197,22 +193,20 @@ void CompressedAllReduce::reduce(Job& job, int64_t first_piece, int64_t end_piec
   const int64_t first = layout.first(first_piece);
   const int64_t numel = layout.first(end_piece - 1) + layout.numel(end_piece - 1) - first;
   at::Tensor sum = job.sum.narrow(0, first, numel);
-  const auto chunks = [&](const auto& x_of, const at::Tensor& payloads, int slot) {
+  const auto chunks = [&](void* x, int64_t element_bytes, const at::Tensor& payloads, int slot) {
     std::vector<Chunk> result;
-    for (int64_t i = first_piece; i < end_piece; ++i) {
-      result.push_back(
-          {x_of(layout.first(i)), job.bytes(payloads, slot, layout.payload(i)), layout.numel(i)});
-    }
+    append_chunks(result, layout, first_piece, end_piece, x, element_bytes,
+                  job.bytes(payloads, slot, 0));
     return result;
   };
-  const auto own_values = [&](int64_t element) -> void* { return job.values(rank, element); };
-  const auto sums = [&](int64_t element) -> void* { return job.sum.data_ptr<float>() + element; };
-  const std::vector<Chunk> own = chunks(own_values, job.send, rank);
+  const std::vector<Chunk> own =
+      chunks(job.values(rank, first), dtype_bytes(job.dtype), job.send, rank);
   // a.
   job.calls.encode(own);
   sum.zero_();
   for (int peer = 0; peer < job.group.size; ++peer) {
-    job.calls.decode_add(chunks(sums, peer == rank ? job.send : job.receive, peer));
+    const at::Tensor& payloads = peer == rank ? job.send : job.receive;
+    job.calls.decode_add(chunks(sum.data_ptr(), sizeof(float), payloads, peer));
   }
   // b.
   if (op_ == ReduceOp::kAvg) sum.div_(job.group.size);
@@ -257,7 +251,7 @@ void CompressedAllReduce::gather(Job& job) {
     job.calls.decode_all(chunks);
     chunks.clear();
   });
-  if (!job.on_cpu()) device_frames_->fetch(job.receive, job.region, job.first_frames(), senders);
+  if (!job.on_cpu()) device_frames_.fetch(job.receive, job.region, job.first_frames(), senders);
 }
 
 std::string CompressedAllReduce::describe() const {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 
 #include "codec/codec.h"
 #include "comm/communicator.h"
@@ -46,7 +45,7 @@ class CompressedAllReduce final : public BucketOp {
   std::shared_ptr<const Codec> codec_;
   std::shared_ptr<Scratch> scratch_;
   ReduceOp op_;
-  std::optional<DeviceFrames> device_frames_;  // none on CPU
+  DeviceFrames device_frames_;  // unused on CPU
 };
 
 }  // namespace bagua

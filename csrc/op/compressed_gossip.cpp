@@ -166,10 +166,7 @@ void CompressedGossip::run(at::Tensor& flat, const Round& round) {
                 .round = round,
                 .codec = *codec_,
                 .calls = CodecCalls(*codec_, kWire, device, *scratch_)};
-  if (!on_cpu) {
-    if (!device_frames_) device_frames_.emplace(device);
-    device_frames_->check(round.bucket);
-  }
+  device_frames_.check(round.bucket);
   for_pieces(device, 0, layout.pieces(),
              [&](int64_t first, int64_t end) { encode_pieces(job, first, end); });
   exchange(job);
@@ -202,7 +199,7 @@ void CompressedGossip::exchange(const Job& job) {
   const size_t peers = job.peers.size();
   std::vector<Send> sends;
   std::vector<Recv> receives;
-  if (!job.on_cpu()) device_frames_->write(job.send, layout.bytes(), {job.frame(0)});
+  if (!job.on_cpu()) device_frames_.write(job.send, layout.bytes(), {job.frame(0)});
   for (int64_t segment = 0; segment < layout.segments(); ++segment) {
     if (job.on_cpu()) {
       write_frame(job.frame(segment), bytes_of(job.send, layout.message(segment)));
@@ -224,8 +221,8 @@ void CompressedGossip::exchange(const Job& job) {
                [&](int64_t first, int64_t end) { apply_pieces(job, first, end); });
   });
   if (!job.on_cpu()) {
-    device_frames_->fetch(job.receive, layout.bytes(), std::vector<Frame>(peers, job.frame(0)),
-                          job.peers);
+    device_frames_.fetch(job.receive, layout.bytes(), std::vector<Frame>(peers, job.frame(0)),
+                         job.peers);
   }
 }
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 
 #include "codec/codec.h"
 #include "comm/communicator.h"
@@ -70,7 +69,7 @@ class CompressedGossip final : public BucketOp {
   std::shared_ptr<Scratch> scratch_;
   Replicas replicas_;
   MixingWeights mixing_;
-  std::optional<DeviceFrames> device_frames_;  // none on CPU
+  DeviceFrames device_frames_;  // unused on CPU
 };
 
 }  // namespace bagua

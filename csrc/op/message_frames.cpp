@@ -2,8 +2,7 @@
 
 #include <utility>
 
-#include <ATen/Context.h>
-#include <ATen/ops/empty.h>
+#include "comm/host_memory.h"
 
 namespace bagua {
 namespace {
@@ -16,10 +15,8 @@ at::Tensor frames_of(const at::Tensor& buffer, int64_t stride, size_t rows) {
                                            {stride / 8, 1}, buffer.storage_offset() / 8);
 }
 
-// Only copies from or to pinned memory run in stream order without the thread's waiting.
-at::Tensor host_words(size_t rows) {
-  return at::empty({static_cast<int64_t>(rows), kFrameWords},
-                   at::TensorOptions(at::kLong).pinned_memory(at::globalContext().hasCUDA()));
+at::Tensor host_words(size_t rows, at::Device device) {
+  return host_memory({static_cast<int64_t>(rows), kFrameWords}, at::kLong, device);
 }
 
 std::byte* row_of(const at::Tensor& words, size_t row) {
@@ -30,24 +27,23 @@ std::byte* row_of(const at::Tensor& words, size_t row) {
 
 void DeviceFrames::write(const at::Tensor& buffer, int64_t stride,
                          const std::vector<Frame>& frames) const {
-  const at::Tensor words = host_words(frames.size());
+  const at::Tensor words = host_words(frames.size(), buffer.device());
   for (size_t row = 0; row < frames.size(); ++row) write_frame(frames[row], row_of(words, row));
-  frames_of(buffer, stride, frames.size()).copy_(words.to(device_, /*non_blocking=*/true));
+  frames_of(buffer, stride, frames.size()).copy_(words.to(buffer.device(), /*non_blocking=*/true));
 }
 
 void DeviceFrames::fetch(const at::Tensor& buffer, int64_t stride, std::vector<Frame> expected,
                          std::vector<int> peers) {
-  at::Tensor words = host_words(peers.size());
+  at::Tensor words = host_words(peers.size(), buffer.device());
   words.copy_(frames_of(buffer, stride, peers.size()).contiguous(), /*non_blocking=*/true);
   fetched_.push_back({std::move(words), std::move(expected), std::move(peers)});
-  fetched_until_.clear();
-  fetched_until_.note_current_stream();
-  fetched_until_.record();
+  if (!fetched_until_) fetched_until_.emplace(buffer.device());
+  fetched_until_->mark_current_stream();
 }
 
 void DeviceFrames::check(const std::string& bucket) {
   if (fetched_.empty()) return;
-  fetched_until_.synchronize();
+  fetched_until_->synchronize();
   for (const Fetched& fetched : std::exchange(fetched_, {})) {
     for (size_t row = 0; row < fetched.peers.size(); ++row) {
       if (fetched.peers[row] < 0) continue;

@@ -1,6 +1,7 @@
 // The frames of an op's messages, in host or in device memory.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,8 +21,6 @@ namespace bagua {
 // Row r of a buffer is the r-th `stride` bytes; its message begins there. Thread safety: one lane.
 class DeviceFrames {
  public:
-  explicit DeviceFrames(at::Device device) : device_(device), fetched_until_(device) {}
-
   // Writes frames[r] to row r.
   void write(const at::Tensor& buffer, int64_t stride, const std::vector<Frame>& frames) const;
 
@@ -38,9 +37,8 @@ class DeviceFrames {
     std::vector<Frame> expected;
     std::vector<int> peers;
   };
-  at::Device device_;
   std::vector<Fetched> fetched_;
-  StreamPoints fetched_until_;
+  std::optional<StreamPoints> fetched_until_;
 };
 
 }  // namespace bagua
