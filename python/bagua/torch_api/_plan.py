@@ -99,7 +99,13 @@ def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, w
 
     Raises:
         BaguaMismatchError: the ranks' buckets differ; lists the first difference.
+        BaguaError: a rank did not come, or was lost.
     """
+    with group.transport.meeting(f"connecting module '{name}'"):
+        return _build(buckets, group, name, wrap)
+
+
+def _build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, wrap: str) -> Plan:
     transport = group.transport
     description = describe(buckets)
     transport.agree("their buckets", description)

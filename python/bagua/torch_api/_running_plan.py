@@ -109,6 +109,20 @@ class RunningPlan:
         """Block until the ranks agree on the open round."""
         self.engine.await_agreement()
 
+    @contextmanager
+    def part_of_the_round(self) -> Iterator[None]:
+        """What the main thread sends inside belongs to the open round, and fails with it.
+
+        Raises:
+            BaguaError: says where the other ranks are.
+        """
+        try:
+            yield
+        except _C.BaguaMismatchError:
+            raise
+        except _C.BaguaError as error:
+            self.engine.fail(str(error), isinstance(error, _C.BaguaTimeoutError))
+
     def watch(self, outputs: list[torch.Tensor]) -> None:
         """After that forward: the backward through ``outputs`` ends the round."""
         if self._watching:
