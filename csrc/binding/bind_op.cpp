@@ -11,6 +11,7 @@
 #include "op/hierarchical.h"
 #include "op/low_rank.h"
 #include "op/low_rank_products.h"
+#include "op/message_frames.h"
 #include "op/neighbor_average.h"
 #include "op/round_memory.h"
 #include "op/update_momentum.h"
@@ -50,11 +51,13 @@ void bind_op(py::module_& m) {
   py::class_<CompressedAllReduce, BucketOp, std::shared_ptr<CompressedAllReduce>>(
       m, "CompressedAllReduce")
       .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,
-                       std::shared_ptr<Scratch> scratch, ReduceOp op) {
+                       std::shared_ptr<Scratch> scratch, ReduceOp op, bool checksum) {
              return std::make_shared<CompressedAllReduce>(std::move(communicator), std::move(codec),
-                                                          std::move(scratch), op);
+                                                          std::move(scratch), op,
+                                                          checksum_if(checksum));
            }),
-           py::arg("communicator"), py::arg("codec"), py::arg("scratch"), py::arg("op"));
+           py::arg("communicator"), py::arg("codec"), py::arg("scratch"), py::arg("op"),
+           py::kw_only(), py::arg("checksum") = false);
 
   py::class_<Hierarchical, BucketOp, std::shared_ptr<Hierarchical>>(m, "Hierarchical")
       .def(py::init([](std::shared_ptr<Communicator> node, std::shared_ptr<BucketOp> inner,
@@ -123,6 +126,18 @@ void bind_op(py::module_& m) {
            py::kw_only(), py::arg("warm_start"), py::arg("error_feedback"), py::arg("seed"),
            py::arg("memory"));
 
+  m.def(
+      "checksum_on_device",
+      [](const at::Tensor& payload) {
+        BAGUA_CHECK_ARG(payload.scalar_type() == at::kByte && payload.is_contiguous() &&
+                            payload.dim() == 1 && payload.numel() % 4 == 0,
+                        "a payload is a contiguous uint8 tensor of one dimension and a multiple of "
+                        "4 bytes.");
+        return static_cast<uint64_t>(checksum_on_device(payload).item<int64_t>());
+      },
+      py::arg("payload"), py::call_guard<py::gil_scoped_release>(),
+      "payload_checksum() by tensor operations, as ops compute it on devices; for tests.");
+
   m.def("orthonormalise", &orthonormalise, py::arg("batch"),
         py::call_guard<py::gil_scoped_release>());
 
@@ -130,17 +145,17 @@ void bind_op(py::module_& m) {
       .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,
                        std::shared_ptr<Scratch> scratch, at::Tensor weight,
                        at::Tensor left_peer_weight, at::Tensor right_peer_weight, double mix_left,
-                       double mix_right) {
+                       double mix_right, bool checksum) {
              return std::make_shared<CompressedGossip>(
                  std::move(communicator), std::move(codec), std::move(scratch),
                  Replicas{.own = std::move(weight),
                           .left = std::move(left_peer_weight),
                           .right = std::move(right_peer_weight)},
-                 MixingWeights{.left = mix_left, .right = mix_right});
+                 MixingWeights{.left = mix_left, .right = mix_right}, checksum_if(checksum));
            }),
            py::arg("communicator"), py::arg("codec"), py::arg("scratch"), py::arg("weight"),
            py::arg("left_peer_weight"), py::arg("right_peer_weight"), py::arg("mix_left"),
-           py::arg("mix_right"));
+           py::arg("mix_right"), py::kw_only(), py::arg("checksum") = false);
 
   py::class_<PythonOp, BucketOp, std::shared_ptr<PythonOp>>(m, "PythonOp")
       .def(py::init<py::function>(), py::arg("function"));

@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "engine/engine.h"
+#include "op/frame.h"
 
 namespace bagua {
 
@@ -26,6 +27,8 @@ void delete_without_gil(T* object) {
     delete object;
   }
 }
+
+inline Checksum checksum_if(bool wanted) { return wanted ? Checksum::kOn : Checksum::kOff; }
 
 // What bagua_stats() shows of an engine or a periodic lane.
 pybind11::dict stats_dict(const EngineStats& stats);

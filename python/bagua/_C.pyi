@@ -33,6 +33,7 @@ class Codec:
 
 def make_codec(name: str, device_type: str = "cpu") -> Codec: ...
 def has_cuda_codecs() -> bool: ...
+def payload_checksum(payload: torch.Tensor) -> int: ...
 def codec_names() -> list[str]: ...
 def describe_codec(name: str) -> str: ...
 
@@ -150,7 +151,13 @@ class AllReduce(BucketOp):
 
 class CompressedAllReduce(BucketOp):
     def __init__(
-        self, communicator: Communicator, codec: Codec, scratch: Scratch, op: ReduceOp
+        self,
+        communicator: Communicator,
+        codec: Codec,
+        scratch: Scratch,
+        op: ReduceOp,
+        *,
+        checksum: bool = False,
     ) -> None: ...
 
 class Hierarchical(BucketOp):
@@ -205,6 +212,7 @@ class LowRank(BucketOp):
         memory: RoundMemory,
     ) -> None: ...
 
+def checksum_on_device(payload: torch.Tensor) -> int: ...
 def orthonormalise(batch: torch.Tensor) -> torch.Tensor: ...
 
 class CompressedGossip(BucketOp):
@@ -218,11 +226,20 @@ class CompressedGossip(BucketOp):
         right_peer_weight: torch.Tensor,
         mix_left: float,
         mix_right: float,
+        *,
+        checksum: bool = False,
     ) -> None: ...
 
 class Sparse(BucketOp):
     def __init__(
-        self, communicator: Communicator, scratch: Scratch, numel: int, k: int, memory: RoundMemory
+        self,
+        communicator: Communicator,
+        scratch: Scratch,
+        numel: int,
+        k: int,
+        memory: RoundMemory,
+        *,
+        checksum: bool = False,
     ) -> None: ...
 
 class RandomSparse(BucketOp):
