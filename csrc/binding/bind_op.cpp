@@ -1,4 +1,6 @@
 // Ops: complete at construction, run by an engine (or directly, in tests and eager calls).
+#include <optional>
+
 #include "base/check.h"
 #include "binding/bindings.h"
 #include "binding/comm_hook_op.h"
@@ -7,6 +9,7 @@
 #include "op/average_weights.h"
 #include "op/compressed_all_reduce.h"
 #include "op/compressed_gossip.h"
+#include "op/count_non_finite.h"
 #include "op/gossip.h"
 #include "op/hierarchical.h"
 #include "op/low_rank.h"
@@ -33,6 +36,18 @@ void bind_op(py::module_& m) {
           },
           py::arg("flat"), py::arg("step") = 1, py::arg("grad_scale") = 1.0f,
           py::arg("bucket") = "eager", py::call_guard<py::gil_scoped_release>());
+
+  py::class_<NonFiniteRounds, std::shared_ptr<NonFiniteRounds>>(m, "NonFiniteRounds")
+      .def(py::init<>())
+      .def_property_readonly("count", &NonFiniteRounds::count);
+
+  py::class_<CountNonFinite, BucketOp, std::shared_ptr<CountNonFinite>>(m, "CountNonFinite")
+      .def(py::init([](std::shared_ptr<BucketOp> inner, std::shared_ptr<NonFiniteRounds> rounds,
+                       std::optional<at::Tensor> result) {
+             return std::make_shared<CountNonFinite>(std::move(inner), std::move(rounds),
+                                                     result.value_or(at::Tensor()));
+           }),
+           py::arg("inner"), py::arg("rounds"), py::arg("result") = py::none());
 
   py::class_<RoundOutcome, std::shared_ptr<RoundOutcome>>(m, "RoundOutcome").def(py::init<>());
 

@@ -42,13 +42,17 @@ class AveragingPlan:
         device_type = self._buckets[0].backend_tensor.device.type
         communicator = transport.connect(f"{wrap}/average", device_type)
         self.communicators = [("average", communicator)]
+        rounds = _C.NonFiniteRounds()
         self.lane = _C.PeriodicLane(
             communicator,
             [bucket.backend_tensor for bucket in self._buckets],
             name=self._name,
             interval_s=min(op.sync_interval_ms for op in operations) / 1000,
             board=transport.board(wrap),
+            non_finite=rounds,
         )
+        (bucket,) = self.lane.stats()["buckets"]
+        self.non_finite = {bucket["name"]: rounds} if device_type == "cpu" else {}
         self._operations = operations
         for op in operations:
             op.lane = self.lane
