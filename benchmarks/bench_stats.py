@@ -70,7 +70,7 @@ def added_by_counting(messages, repeats, rounds):
 
 
 def looking_ns(mib, repeats):
-    """What a look at all numbers of a bucket of `mib` MiB adds to an operation that does nothing."""
+    """What a look at all of a bucket of `mib` MiB adds to an operation that does nothing."""
     flat = torch.ones(mib * 2**18)
     plain = _C.PythonOp(lambda _: None)
     counting = _C.CountNonFinite(plain, _C.NonFiniteRounds())
