@@ -27,10 +27,6 @@ namespace {
 
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
-std::chrono::milliseconds to_milliseconds(double seconds) {
-  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
-}
-
 void exchange(Communicator& self, const std::vector<std::pair<at::Tensor, int>>& sends,
               const std::vector<std::pair<at::Tensor, int>>& recvs) {
   std::vector<Send> all_sends;
@@ -139,12 +135,13 @@ void bind_failure_board(py::module_& m) {
            "Names a rank that left after fewer rounds than round, or None.")
       .def(
           "beat",
-          [](FailureBoard& self, int64_t round, std::string text) {
-            self.beat([round, text] { return Whereabouts{round, text}; });
+          [](FailureBoard& self, int64_t round, std::string text, bool waits) {
+            self.note({round, waits, std::move(text)});
           },
-          py::arg("round"), py::arg("text"), ReleaseGil(),
-          "From now on tell the others twice a second that this rank is there, and where.")
-      .def("survey", &FailureBoard::survey, py::arg("round"), ReleaseGil(),
+          py::arg("round"), py::arg("text"), py::arg("waits") = false,
+          "Where this rank is; from the first call on the others are told, twice a second.")
+      .def("survey", &FailureBoard::survey, py::arg("round"), py::arg("unit") = "round",
+           py::arg("everyone") = false, ReleaseGil(),
            "Who is silent, behind or ahead of a rank in this round, in words; takes a second.");
 }
 

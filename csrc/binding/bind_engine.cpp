@@ -95,6 +95,7 @@ py::dict stats_dict(const EngineStats& stats) {
   dict["busy_ns"] = stats.busy_ns;
   dict["hidden_ns"] = stats.hidden_ns;
   dict["exposed_ns"] = stats.exposed_ns;
+  dict["longest_wait_ns"] = stats.longest_wait_ns;
   return dict;
 }
 
@@ -146,20 +147,23 @@ void bind_engine(py::module_& m) {
       .def(py::init([](std::vector<Lane> lanes, std::string name, uint64_t fingerprint,
                        uint64_t incarnation, double timeout_s,
                        std::shared_ptr<CountingCommunicator> control,
-                       std::shared_ptr<FailureBoard> board) {
-             EngineOptions options{
-                 .name = std::move(name),
-                 .fingerprint = fingerprint,
-                 .incarnation = incarnation,
-                 .timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1000)),
-                 .control = std::move(control),
-                 .board = std::move(board)};
+                       std::shared_ptr<FailureBoard> board, double straggler_after_s,
+                       std::optional<py::function> on_straggler) {
+             EngineOptions options{.name = std::move(name),
+                                   .fingerprint = fingerprint,
+                                   .incarnation = incarnation,
+                                   .timeout = to_milliseconds(timeout_s),
+                                   .control = std::move(control),
+                                   .board = std::move(board),
+                                   .straggler_after = to_milliseconds(straggler_after_s),
+                                   .on_straggler = with_gil<const std::string&>(on_straggler)};
              return std::shared_ptr<Engine>(new Engine(std::move(lanes), std::move(options)),
                                             delete_without_gil<Engine>);
            }),
            py::arg("lanes"), py::kw_only(), py::arg("name"), py::arg("fingerprint"),
            py::arg("incarnation"), py::arg("timeout_s"), py::arg("control"),
-           py::arg("board").none(true) = py::none())
+           py::arg("board").none(true) = py::none(), py::arg("straggler_after_s") = 0.0,
+           py::arg("on_straggler").none(true) = py::none())
       .def("begin_round", &Engine::begin_round, py::arg("grad_scale") = 1.0f, NoGil())
       .def("await_agreement", &Engine::await_agreement, NoGil())
       .def("mark_ready", &Engine::mark_ready, py::arg("slot"), NoGil())

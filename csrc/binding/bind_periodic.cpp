@@ -26,9 +26,8 @@ void bind_periodic(py::module_& m) {
              auto gate = std::make_shared<WeightGate>();
              auto op = std::make_shared<AsyncAverage>(communicator, std::move(weights), gate,
                                                       std::move(non_finite));
-             const std::chrono::milliseconds interval(static_cast<int64_t>(interval_s * 1000));
              PeriodicLaneOptions options{.name = std::move(name),
-                                         .interval = interval,
+                                         .interval = to_milliseconds(interval_s),
                                          .communicator = std::move(communicator),
                                          .board = std::move(board)};
              return std::shared_ptr<PeriodicLane>(

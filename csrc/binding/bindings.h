@@ -1,6 +1,9 @@
 // What each file of this folder adds to the module.
 #pragma once
 
+#include <chrono>
+#include <cstdint>
+
 #include <torch/csrc/utils/pybind.h>
 
 #include "engine/engine.h"
@@ -29,6 +32,11 @@ void delete_without_gil(T* object) {
 }
 
 inline Checksum checksum_if(bool wanted) { return wanted ? Checksum::kOn : Checksum::kOff; }
+
+// Python's seconds.
+inline std::chrono::milliseconds to_milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+}
 
 // What bagua_stats() shows of an engine or a periodic lane.
 pybind11::dict stats_dict(const EngineStats& stats);

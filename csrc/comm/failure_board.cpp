@@ -1,12 +1,11 @@
 #include "comm/failure_board.h"
 
 #include <memory>
-#include <set>
+#include <mutex>
 #include <sstream>
 #include <string_view>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -23,8 +22,7 @@ constexpr const char* kFailuresKey = "failures";  // "3 0 ": all that failed, in
 constexpr const char* kLeftKey = "left";  // "rank rounds" of each rank that left, "0 12 3 7 "
 constexpr char kCause = '!', kEcho = '?';
 constexpr milliseconds kBeat(500);
-constexpr milliseconds kBetweenLooks(1300);  // two beats, and what a busy machine takes
-constexpr milliseconds kPatience(2000);      // with a store that does not answer
+constexpr milliseconds kPatience(2000);  // with a store that does not answer
 
 std::string beat_key(int rank) { return concat("beat/", rank); }
 
@@ -44,47 +42,21 @@ void append(c10d::Store& store, int size, const char* key, const std::string& en
   }
 }
 
-// "number round text", as it stands in the store.
-struct Beat {
-  int64_t number = 0;
-  int64_t round = 0;
-  std::string text;
-};
-
-std::optional<Beat> parse_beat(const std::string& written) {
-  std::istringstream stream(written);
-  Beat beat;
-  if (!(stream >> beat.number >> beat.round) || beat.round < 0) return std::nullopt;
-  std::getline(stream >> std::ws, beat.text);
-  beat.text = foreign_text(beat.text);
-  return beat;
-}
-
-std::string rounds_text(int64_t count) { return concat(count, count == 1 ? " round" : " rounds"); }
-
-// Empty for a rank that is where this one is.
-std::string describe(int rank, int64_t round, const std::optional<Beat>& before,
-                     const std::optional<Beat>& after, bool failed) {
-  if (!after) return concat("rank ", rank, " has never been heard of");
-  const std::string place = concat("round ", after->round, ": ", after->text);
-  if (failed) return concat("rank ", rank, " has failed too, in round ", after->round);
-  if (before && before->number == after->number) {
-    return concat("rank ", rank, " is silent (killed, stopped or cut off), last heard of in ",
-                  place);
-  }
-  if (after->round < round) {
-    return concat("rank ", rank, " is ", rounds_text(round - after->round), " behind, in ", place);
-  }
-  if (after->round > round) {
-    return concat("rank ", rank, " is ", rounds_text(after->round - round), " ahead, in ", place);
-  }
-  return "";
-}
-
 }  // namespace
 
+struct FailureBoard::Noted {
+  mutable std::mutex mutex;
+  bool begun = false;
+  Whereabouts here{};
+
+  Whereabouts whereabouts() const {
+    const std::lock_guard lock(mutex);
+    return here;
+  }
+};
+
 FailureBoard::FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)
-    : rank_(rank), size_(size), clerk_(store) {
+    : rank_(rank), size_(size), clerk_(store), noted_(std::make_shared<Noted>()) {
   BAGUA_CHECK_ARG(rank >= 0 && rank < size, "rank ", rank, " is outside a group of size ", size);
 }
 
@@ -143,44 +115,51 @@ void FailureBoard::beat(std::function<std::optional<Whereabouts>()> where) {
       [key = beat_key(rank_), where = std::move(where),
        number = std::make_shared<int64_t>(0)](c10d::Store& store) {
         const std::optional<Whereabouts> here = where();
-        if (here) store.set(key, concat(++*number, " ", here->round, " ", here->text));
+        if (here) store.set(key, heartbeat_text({.number = ++*number, .where = *here}));
       },
       kBeat);
 }
 
-std::string FailureBoard::survey(int64_t round) noexcept {
-  struct Look {
-    std::vector<std::optional<Beat>> beats;
-    std::set<int> failed;
-  };
-  const auto look = [&]() -> std::shared_ptr<const Look> {
-    auto found = std::make_shared<Look>();
-    const bool answered = clerk_.ask(
-        [found, size = size_](c10d::Store& store) {
-          for (int rank = 0; rank < size; ++rank) {
-            const auto written = read(store, beat_key(rank));
-            found->beats.push_back(written ? parse_beat(*written) : std::nullopt);
-          }
-          std::istringstream failures(read(store, kFailuresKey).value_or(""));
-          for (int rank; failures >> rank;) found->failed.insert(rank);
-        },
-        kPatience);
-    return answered ? found : nullptr;
-  };
+void FailureBoard::note(Whereabouts here) {
+  {
+    const std::lock_guard lock(noted_->mutex);
+    const bool first = !std::exchange(noted_->begun, true);
+    noted_->here = std::move(here);
+    if (!first) return;
+  }
+  beat_while_alive(noted_);
+}
+
+std::shared_ptr<const Look> FailureBoard::look() noexcept {
+  auto found = std::make_shared<Look>();
+  const bool answered = clerk_.ask(
+      [found, size = size_](c10d::Store& store) {
+        for (int rank = 0; rank < size; ++rank) {
+          const auto written = read(store, beat_key(rank));
+          found->beats.push_back(written ? parse_heartbeat(*written) : std::nullopt);
+        }
+        std::istringstream failures(read(store, kFailuresKey).value_or(""));
+        for (int rank; failures >> rank;) found->failed.insert(rank);
+      },
+      kPatience);
+  return answered ? found : nullptr;
+}
+
+std::string FailureBoard::survey(int64_t round, const std::string& unit, bool everyone) noexcept {
   const auto before = look();
   if (before) std::this_thread::sleep_for(kBetweenLooks);
-  const auto after = before ? look() : nullptr;
-  if (!after) {
+  return compare(before, before ? look() : nullptr, round, unit, everyone);
+}
+
+std::string FailureBoard::compare(const std::shared_ptr<const Look>& before,
+                                  const std::shared_ptr<const Look>& after, int64_t round,
+                                  const std::string& unit, bool everyone) const {
+  if (!before || !after) {
     return "The job's store does not answer: the process that has it (torchrun's agent, or else "
            "rank 0, at MASTER_ADDR) was killed or stopped, or is cut off.";
   }
-  std::string places;
-  for (int rank = 0; rank < size_; ++rank) {
-    if (rank == rank_) continue;
-    const std::string place = describe(rank, round, before->beats[rank], after->beats[rank],
-                                       after->failed.contains(rank));
-    if (!place.empty()) places += (places.empty() ? "" : "; ") + place;
-  }
+  const std::string places = where_others_are(
+      *before, *after, {.rank = rank_, .round = round, .unit = unit, .everyone = everyone});
   if (places.empty()) return "No rank is silent, behind or ahead.";
   return concat("Where the others are: ", places, ".");
 }

@@ -2,21 +2,17 @@
 // blocked.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 
+#include "comm/heartbeat.h"
 #include "comm/store_clerk.h"
 
 namespace bagua {
-
-// What a rank is doing, for the others' error messages.
-struct Whereabouts {
-  int64_t round;     // in which it is, or was last
-  std::string text;  // "bucket 'a' in AllReduce(...)"
-};
 
 // A notice board in a c10d store; the caller gives each group a store prefix of its own.
 //
@@ -63,14 +59,32 @@ class FailureBoard final {
     });
   }
 
-  // Looks at all heartbeats twice, more than a heartbeat apart: who is silent, behind or ahead of
-  // this rank, which is in `round`. In words; also that nobody is, or that the store is silent.
-  std::string survey(int64_t round) noexcept;
+  // The same with what note() was told last; the first call begins.
+  void note(Whereabouts here);
+
+  // All heartbeats as they are now; null if the store does not answer.
+  std::shared_ptr<const Look> look() noexcept;
+
+  // Looks twice, more than a heartbeat apart, and says in words who is silent, behind or ahead of
+  // this rank, which is in `round`; also that nobody is, or that the store is silent. `unit`: what
+  // is counted. `everyone`: say also where the others are.
+  std::string survey(int64_t round, const std::string& unit = "round",
+                     bool everyone = false) noexcept;
+
+  // What survey() says of two looks.
+  std::string compare(const std::shared_ptr<const Look>& before,
+                      const std::shared_ptr<const Look>& after, int64_t round,
+                      const std::string& unit = "round", bool everyone = false) const;
 
  private:
+  struct Noted;
   const int rank_;
   const int size_;
   StoreClerk clerk_;
+  const std::shared_ptr<Noted> noted_;
 };
+
+// Two looks must be further apart than this: two heartbeats, and what a busy machine takes.
+inline constexpr std::chrono::milliseconds kBetweenLooks(1300);
 
 }  // namespace bagua

@@ -15,7 +15,9 @@ int64_t now_ns() {
 }
 
 void OverlapClock::caller_goes_on(int64_t now) {
+  const int64_t before = exposed_ns_;
   exposed_ns_ = exposed_ns(now);
+  longest_wait_ns_ = std::max(longest_wait_ns_, exposed_ns_ - before);
   blocked_since_ = 0;
 }
 

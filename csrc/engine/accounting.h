@@ -36,6 +36,7 @@ class OverlapClock {
   // The caller is blocked by communication; it is not again.
   void caller_blocks(int64_t now) { blocked_since_ = now; }
   void caller_goes_on(int64_t now);
+  bool caller_is_blocked() const { return blocked_since_ != 0; }
 
   // A lane begins, or ends, to run a bucket.
   void lane_begins(int64_t now);
@@ -44,11 +45,13 @@ class OverlapClock {
   // How long the caller has been blocked until `now`.
   int64_t exposed_ns(int64_t now) const;
   int64_t exposed_ns() const { return exposed_ns_; }
+  int64_t longest_wait_ns() const { return longest_wait_ns_; }  // of the caller, at a stretch
   int64_t busy_ns() const { return busy_ns_; }      // at least one lane was running
   int64_t hidden_ns() const { return hidden_ns_; }  // of that, while the caller was not blocked
 
  private:
   int64_t exposed_ns_ = 0;
+  int64_t longest_wait_ns_ = 0;
   int64_t busy_ns_ = 0;
   int64_t hidden_ns_ = 0;
   int64_t blocked_since_ = 0;  // 0: not blocked

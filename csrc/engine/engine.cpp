@@ -208,7 +208,8 @@ EngineStats Engine::stats() const {
                     .rounds = state.round,
                     .busy_ns = state.clock.busy_ns(),
                     .hidden_ns = state.clock.hidden_ns(),
-                    .exposed_ns = state.clock.exposed_ns()};
+                    .exposed_ns = state.clock.exposed_ns(),
+                    .longest_wait_ns = state.clock.longest_wait_ns()};
   for (const auto& entry : state.progress) stats.buckets.push_back(entry.stats);
   return stats;
 }

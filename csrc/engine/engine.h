@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -29,6 +30,10 @@ struct EngineOptions {
   std::chrono::milliseconds timeout;
   std::shared_ptr<CountingCommunicator> control;  // CPU; for agreements and masks only
   std::shared_ptr<FailureBoard> board;            // null: failures of other ranks are not seen
+  // A wait that has lasted this long is told with the ranks that cause it, and again at twice,
+  // four times ... that; 0: never. On the waiting thread, without locks; must not throw.
+  std::chrono::milliseconds straggler_after{0};
+  std::function<void(const std::string&)> on_straggler{};
 };
 
 // Sums over all rounds since construction. Times in nanoseconds of the wall clock: OverlapClock.
@@ -36,9 +41,10 @@ struct EngineStats {
   std::vector<BucketStats> buckets;
   Traffic control;
   int64_t rounds;
-  int64_t busy_ns;     // at least one lane was running a bucket
-  int64_t hidden_ns;   // of that, while the caller was not blocked: the overlap won
-  int64_t exposed_ns;  // the caller was blocked: in wait(), and until the ranks agreed
+  int64_t busy_ns;          // at least one lane was running a bucket
+  int64_t hidden_ns;        // of that, while the caller was not blocked: the overlap won
+  int64_t exposed_ns;       // the caller was blocked: in wait(), and until the ranks agreed
+  int64_t longest_wait_ns;  // of exposed_ns, the longest stretch
 };
 
 using SlotId = int32_t;

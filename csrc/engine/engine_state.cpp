@@ -8,8 +8,9 @@
 #include <ATen/record_function.h>
 
 #include "base/check.h"
-#include "comm/error_text.h"
 #include "engine/agreement.h"
+#include "engine/failure.h"
+#include "engine/straggler_watch.h"
 
 namespace bagua {
 namespace {
@@ -17,49 +18,6 @@ namespace {
 // How long wait() stays off the store before it asks whether another rank failed, and how often it
 // asks then: a step that is merely slow must not load the store.
 constexpr auto kPollInterval = std::chrono::milliseconds(500);
-
-// The same kind of exception with more before and behind its message.
-std::exception_ptr in_context(const std::string& before, const std::exception_ptr& cause,
-                              const std::string& behind) {
-  try {
-    std::rethrow_exception(cause);
-  } catch (const TimeoutError& error) {
-    return std::make_exception_ptr(TimeoutError(before + error.what() + behind));
-  } catch (const MismatchError& error) {
-    return std::make_exception_ptr(MismatchError(before + error.what() + behind));
-  } catch (const TransportError& error) {
-    return std::make_exception_ptr(TransportError(before + error.what() + behind));
-  } catch (const std::exception& error) {
-    return std::make_exception_ptr(Error(before + short_text(error) + behind));
-  } catch (...) {
-    return std::make_exception_ptr(Error(before + "unknown error" + behind));
-  }
-}
-
-std::exception_ptr with_context(const std::string& context, const std::exception_ptr& cause) {
-  return in_context(context, cause, "");
-}
-
-// Whether another rank may be the cause: then the heartbeats are looked at.
-bool may_be_echo(const std::exception_ptr& failure) {
-  try {
-    std::rethrow_exception(failure);
-  } catch (const TransportError&) {
-    return true;
-  } catch (const TimeoutError&) {
-    return true;
-  } catch (...) {
-    return false;
-  }
-}
-
-std::string message_of(const std::exception_ptr& failure) {
-  try {
-    std::rethrow_exception(failure);
-  } catch (const std::exception& error) {
-    return short_text(error);
-  }
-}
 
 }  // namespace
 
@@ -98,7 +56,7 @@ std::string Engine::State::whoami() const {
 
 Whereabouts Engine::State::whereabouts() const {
   const std::lock_guard lock(mutex);
-  if (!open) return {round, "between two rounds"};
+  if (!open) return {round, false, "between two rounds"};
   std::string text = marked < slot_states.size() ? concat("computing, ", marked, " of ",
                                                           slot_states.size(), " tensors are ready")
                                                  : std::string("communicating");
@@ -107,7 +65,7 @@ Whereabouts Engine::State::whereabouts() const {
     if (lane.running) text += concat(", bucket '", buckets[*lane.running].name, "' is under way");
   }
   if (agreed_round != round) text += ", the ranks have not agreed on the round";
-  return {round, text};
+  return {round, clock.caller_is_blocked(), text};
 }
 
 void Engine::State::order_after_lanes() const {
@@ -232,6 +190,7 @@ std::string Engine::State::outstanding() const {
 void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done_now,
                           const char* what) {
   const auto deadline = std::chrono::steady_clock::now() + options.timeout;
+  StragglerWatch stragglers(options, what);
   clock.caller_blocks(now_ns());
   while (!failure && !stopped && !done_now()) {
     const auto slice = std::min<std::chrono::steady_clock::time_point>(
@@ -256,10 +215,18 @@ void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::functio
                  "; buckets outstanding: ", buckets_left,
                  ". Another rank is slower, stopped, or makes fewer synchronising steps; raise "
                  "timeout= of init_process_group if it is merely slow."))));
+    } else {
+      stragglers.look(me, my_round);
     }
     lock.lock();
   }
   clock.caller_goes_on(now_ns());
+  if (stragglers.reported() && !failure && !stopped) {
+    const std::string me = whoami();
+    lock.unlock();
+    stragglers.over(me);
+    lock.lock();
+  }
   if (failure) rethrow(lock);
   BAGUA_CHECK(!stopped, whoami(), ": the engine was stopped while waiting for ", what, ".");
 }

@@ -43,7 +43,7 @@ struct PeriodicLane::State {
 
 Whereabouts PeriodicLane::State::whereabouts() const {
   const std::lock_guard lock(mutex);
-  return {rounds, running ? "averaging now and then" : "not averaging"};
+  return {rounds, true, running ? "averaging now and then" : "not averaging"};
 }
 
 bool PeriodicLane::State::run_round() {
@@ -233,7 +233,8 @@ EngineStats PeriodicLane::stats() const {
           .rounds = state_->averages,
           .busy_ns = averages.busy_ns,
           .hidden_ns = averages.hidden_ns,
-          .exposed_ns = gate_->training_waited_ns()};
+          .exposed_ns = gate_->training_waited_ns(),
+          .longest_wait_ns = 0};
 }
 
 }  // namespace bagua

@@ -123,6 +123,45 @@ void board(Input input) {
   board.leave(round);
 }
 
+// Where other ranks are, from what two looks at the store showed: text, whatever was written.
+void heartbeat(Input input) {
+  const auto round = input.take<int64_t>();
+  Look looks[2];
+  for (Look& look : looks) {
+    for (int rank = 0; rank < 3; ++rank) {
+      std::string written(input.up_to(60), ' ');
+      input.take_into(written.data(), written.size());
+      look.beats.push_back(parse_heartbeat(written));
+      const auto& beat = look.beats.back();
+      FUZZ_REQUIRE(!beat || (beat->where.round >= 0 && is_text(beat->where.text)));
+      FUZZ_REQUIRE(!beat || heartbeat_text(*parse_heartbeat(heartbeat_text(*beat))) ==
+                                heartbeat_text(*beat));
+    }
+    if (input.take<uint8_t>() % 2) look.failed.insert(input.take<uint8_t>() % 3);
+  }
+  for (const bool everyone : {false, true}) {
+    const Onlooker onlooker{.rank = 0, .round = round, .unit = "round", .everyone = everyone};
+    const std::string places = where_others_are(looks[0], looks[1], onlooker);
+    FUZZ_REQUIRE(is_text(places) && places.find("rank 0") == std::string::npos);
+  }
+}
+
+std::vector<Bytes> heartbeats() {
+  std::vector<Bytes> result;
+  for (const int64_t last_round : {6, 7, 8}) {
+    Example example;
+    example.put(int64_t{7});
+    for (int64_t number = 0; number < 6; ++number) {
+      const int64_t at = number < 5 ? 7 : last_round;
+      const std::string text = heartbeat_text({number, {at, number % 2 == 0, "communicating"}});
+      example.up_to(static_cast<int64_t>(text.size())).put_from(text.data(), text.size());
+      if (number % 3 == 2) example.put(uint8_t{0});
+    }
+    result.push_back(example);
+  }
+  return result;
+}
+
 std::vector<Bytes> boards() {
   std::vector<Bytes> result;
   for (const std::string text : {"!1: out of memory", "2 7 0 12 1 3 ", "1 -1 2 99999999999999 "}) {
@@ -220,6 +259,7 @@ constexpr Target kTargets[] = {
     {"sparse_message", sparse_message, sparse_messages},
     {"agreement", agreement, agreements},
     {"board", board, boards},
+    {"heartbeat", heartbeat, heartbeats},
     {"compressed_op", compressed_op, compressed_ops},
     {"sparse_op", sparse_op, sparse_ops},
 };

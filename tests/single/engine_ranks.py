@@ -22,7 +22,9 @@ class Meeting:
     def connect(self, hub, rank):
         return _C.CountingCommunicator(_C.ThreadCommunicator(hub, rank))
 
-    def engine(self, rank, buckets, timeout=20.0, fingerprint=1, incarnation=1, board=True):
+    def engine(
+        self, rank, buckets, timeout=20.0, fingerprint=1, incarnation=1, board=True, **options
+    ):
         """An engine of this rank. buckets: of `plan` below, dealt out to the lanes in turn."""
         comms = [self.connect(hub, rank) for hub in self.lanes]
         lanes = [[] for _ in comms]
@@ -36,6 +38,7 @@ class Meeting:
             timeout_s=timeout,
             control=self.connect(self.control, rank),
             board=_C.FailureBoard(self.store, rank, self.size) if board else None,
+            **options,
         )
 
 

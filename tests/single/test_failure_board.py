@@ -19,12 +19,29 @@ def boards(n):
     return [_C.FailureBoard(store, rank, n) for rank in range(n)]
 
 
-def test_ranks_that_beat_in_the_same_round_are_nobody_to_speak_of():
+def test_ranks_that_wait_in_the_same_round_are_nobody_to_speak_of():
     all_ranks = boards(3)
     for board in all_ranks:
-        board.beat(7, "computing")
+        board.beat(7, "communicating", waits=True)
     time.sleep(0.2)
     assert [board.survey(7) for board in all_ranks] == [NOBODY] * 3
+    assert all_ranks[0].survey(7, unit="call", everyone=True) == (
+        "Where the others are: rank 1 is there too, in call 7: communicating; "
+        "rank 2 is there too, in call 7: communicating."
+    )
+
+
+def test_a_rank_that_still_computes_is_named_where_no_other_is_to_blame():
+    zero, one, two = boards(3)
+    one.beat(7, "communicating", waits=True)
+    two.beat(7, "computing, 3 of 8 tensors are ready")
+    time.sleep(0.2)
+    assert zero.survey(7) == (
+        "Where the others are: rank 2 is not through yet, in round 7: computing, 3 of 8 tensors "
+        "are ready."
+    )
+    del one
+    assert zero.survey(7).startswith("Where the others are: rank 1 is silent")
 
 
 def test_ranks_in_other_rounds_are_named_with_the_difference():

@@ -64,6 +64,8 @@ class Communicator:
         self._members = members
         self._rank = members.index(transport.rank)
         self._backends: dict[str, Any] = {}
+        self._board: _C.FailureBoard | None = None
+        self._calls = 0
         self._ended: str | None = None
 
     def rank(self) -> int:
@@ -99,6 +101,7 @@ class Communicator:
         if self._ended is None:
             self._ended = "the process group was destroyed"
         self._backends.clear()
+        self._board = None
 
     def run(self, name: str, device: torch.device, start: Callable[[Any], Any]) -> None:
         """Start one operation on the c10d backend for ``device`` and wait for its end.
@@ -109,12 +112,21 @@ class Communicator:
         """
         if self._ended is not None:
             raise _C.BaguaError(f"{name}: {self._ended}")
+        if self._board is None:
+            self._board = self._transport.board(f"eager/{self._name}", self._members)
+        self._calls += 1
+        self._note(name, waits=True)
         if device.type not in self._backends:
             self._backends[device.type] = self._connect(name, device.type)
         backend = self._backends[device.type]
         self._wait(name, lambda: start(backend))
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
+        self._note(f"after its {name}", waits=False)
+
+    def _note(self, text: str, waits: bool) -> None:
+        if self._board is not None:
+            self._board.beat(self._calls, text, waits)
 
     def _connect(self, name: str, device_type: str) -> Any:
         over_gloo = device_type == "cpu" or (device_type == "cuda" and cuda_transport() == "gloo")
@@ -136,9 +148,17 @@ class Communicator:
             text = str(error)
             late = "timed out" in text.lower() or "timeout" in text.lower()
             raise (_C.BaguaTimeoutError if late else _C.BaguaError)(
-                f"{name} on rank {self._rank} of {self.nranks()} failed: {text}. Every member must "
-                "make the same call with the same sizes and dtypes."
+                f"{name}, call {self._calls} on rank {self._rank} of {self.nranks()}, failed: "
+                f"{text}. Every member must make the same call with the same sizes and dtypes."
+                f"{self._others(text)}"
             ) from error
+
+    def _others(self, failure: str) -> str:
+        """Where the other members are, for the error of a call."""
+        if self._board is None:
+            return ""
+        self._board.publish(failure, is_echo=True)
+        return " " + self._board.survey(self._calls, unit="call", everyone=True)
 
     def __repr__(self) -> str:
         return f"Communicator({self._name}, rank {self._rank} of {self.nranks()})"

@@ -100,7 +100,7 @@ class BaguaModule:
               exceed the time that has passed.
             - ``busy_ns``, ``hidden_ns``: wall-clock time in which at least one lane was busy, and
               the part in which the caller was not blocked: the overlap won. ``exposed_ns``: the
-              caller was blocked by communication.
+              caller was blocked by communication; ``longest_wait_ns``, its longest stretch.
             - ``communicators``: bytes, messages and ``wire_ns`` by purpose: ``all`` ranks,
               ``node`` (inside a node), ``leaders`` (between nodes), ``buffers``, ``check``.
             - ``control``: the same of the ranks' agreements.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import warnings
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bagua import _C
+from bagua.torch_api import env
 from bagua.torch_api._bucket_ops import BucketOp, CentralizedOp, CommHookOp, DecentralizedOp
 from bagua.torch_api._lane_builder import (
     LaneBuilder,
@@ -75,6 +77,12 @@ def _warn_one_node(group: BaguaProcessGroup, buckets: Sequence[BaguaBucket]) -> 
             f"{missing[0]}. Pass hierarchical=False to {verb} between the ranks of a node.",
             stacklevel=2,
         )
+
+
+def _warn_stragglers(report: str) -> None:
+    """A slow rank is no reason to end a step, not even where warnings are errors."""
+    with contextlib.suppress(Warning):
+        warnings.warn(report, RuntimeWarning, stacklevel=2)
 
 
 def _number_of_lanes(buckets: Sequence[BaguaBucket]) -> int:
@@ -146,6 +154,8 @@ def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, w
         timeout_s=transport.timeout.total_seconds(),
         control=transport.connect(f"{wrap}/control", "cpu"),
         board=transport.board(wrap),
+        straggler_after_s=env.get_straggler_seconds(),
+        on_straggler=_warn_stragglers,
     )
     names = [slot for lane in order for slot in lane]
     communicators = [

@@ -18,7 +18,7 @@ _NOTHING: dict[str, Any] = {
     "buckets": [],
     "control": dict.fromkeys(_TRAFFIC, 0),
     "rounds": 0,
-    **dict.fromkeys(("busy_ns", "hidden_ns", "exposed_ns"), 0),
+    **dict.fromkeys(("busy_ns", "hidden_ns", "exposed_ns", "longest_wait_ns"), 0),
 }
 
 

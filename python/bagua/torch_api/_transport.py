@@ -171,12 +171,16 @@ class Transport:
             )
         return creator.creator_fn(store, rank, size, self.timeout)
 
-    def board(self, wrap: str) -> _C.FailureBoard | None:
-        """Where the ranks of one wrap tell each other about failures; None for a rank alone."""
-        if self.size == 1:
+    def board(self, name: str, members: list[int] | None = None) -> _C.FailureBoard | None:
+        """Where ``members`` (of this group; None: all) tell each other about failures.
+
+        None for a rank alone.
+        """
+        members = list(range(self.size)) if members is None else members
+        if len(members) == 1:
             return None
-        store = c10d.PrefixStore(f"board/{wrap}", self.store)
-        return _C.FailureBoard(store, self.rank, self.size)
+        store = self._store_of(f"board/{name}", members)
+        return _C.FailureBoard(store, members.index(self.rank), len(members))
 
     def incarnation(self, wrap: str) -> int:
         """A random number that the members of this wrap share and no other wrap has."""

@@ -1,5 +1,6 @@
 """What the launcher tells a process, read from the environment at every call."""
 
+import math
 import os
 import socket
 
@@ -15,6 +16,7 @@ __all__ = [
     "get_nccl_library",
     "get_node_rank",
     "get_rank",
+    "get_straggler_seconds",
     "get_world_size",
 ]
 
@@ -104,6 +106,26 @@ def get_checksum() -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"BAGUA_CHECKSUM={value!r} must be 0 or 1")
     return value == "1"
+
+
+def get_straggler_seconds() -> float:
+    """Seconds that a step may wait for other ranks before a warning names them; 0: no warnings.
+
+    ``BAGUA_STRAGGLER_SECONDS``, default 10.
+
+    Raises:
+        ValueError: the variable is not a number of seconds.
+    """
+    text = os.environ.get("BAGUA_STRAGGLER_SECONDS", "10")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < 1e6:
+        raise ValueError(
+            f"BAGUA_STRAGGLER_SECONDS={text!r} must be a number of seconds, or 0 for no warnings"
+        )
+    return seconds
 
 
 def get_comm() -> str | None:

@@ -1,0 +1,111 @@
+"""Eager collectives that fail: the error says where the other members are, by call."""
+
+import functools
+import signal
+import time
+import warnings
+
+import bagua.torch_api as bagua
+import torch
+from ranks import faults
+
+SHORT = 3.0
+
+
+@functools.partial(faults.with_bagua_group, timeout=SHORT)
+def skip_a_call():
+    bagua.allreduce_inplace(torch.ones(4))
+    if faults.is_last():
+        faults.barrier_of_store("over")
+        return None
+    start = time.monotonic()
+    error = faults.error_of(bagua.broadcast, torch.ones(4), 2)
+    faults.barrier_of_store("over")
+    return error, time.monotonic() - start
+
+
+def test_a_member_that_leaves_out_a_call_is_named_with_its_last_one(ranks):
+    *others, _ = ranks(3, skip_a_call)
+    for rank, (error, seconds) in enumerate(others):
+        assert f"broadcast, call 2 on rank {rank} of 3, failed" in error
+        assert "rank 2 is 1 call behind, in call 1: after its allreduce_inplace" in error
+        assert seconds < SHORT + 4.0
+
+
+@functools.partial(faults.with_bagua_group, timeout=SHORT)
+def call_something_else():
+    bagua.allreduce_inplace(torch.ones(4))
+    call = bagua.barrier if faults.is_last() else lambda: bagua.recv(torch.ones(4), 1)
+    if bagua.get_rank() == 1:
+        faults.barrier_of_store("over")
+        return None
+    error = faults.error_of(call)
+    faults.barrier_of_store("over")
+    return error
+
+
+def test_members_that_make_different_calls_see_which(ranks):
+    receives, _, meets = ranks(3, call_something_else)
+    assert "recv, call 2 on rank 0 of 3, failed" in receives
+    assert "rank 1 is 1 call behind, in call 1: after its allreduce_inplace" in receives
+    assert "rank 2 is there too, in call 2: barrier" in receives or "rank 2 has failed" in receives
+    assert "barrier, call 2 on rank 2 of 3, failed" in meets
+
+
+DIES = """
+import datetime, os, signal, sys, time, torch
+import bagua.torch_api as bagua
+bagua.init_process_group(timeout=datetime.timedelta(seconds=30))
+for call in range(5):
+    bagua.allreduce_inplace(torch.ones(1000))
+if bagua.get_rank() == 1:
+    time.sleep(0.7)  # for a heartbeat of the last call
+    os.kill(os.getpid(), signal.SIGKILL)
+start = time.monotonic()
+try:
+    bagua.allreduce_inplace(torch.ones(1000))
+except bagua.BaguaError as error:
+    print(time.monotonic() - start, error)
+    sys.exit(7)
+"""
+
+
+def test_a_killed_member_is_silent_and_the_others_end_cleanly(run_script):
+    ends = run_script(3, DIES, timeout=40.0)
+    assert ends[1].returncode == -signal.SIGKILL
+    for rank in (0, 2):
+        assert ends[rank].returncode == 7, ends[rank].stdout + ends[rank].stderr
+        seconds, text = ends[rank].stdout.split(" ", 1)
+        assert float(seconds) < 6.0
+        assert f"allreduce_inplace, call 6 on rank {rank} of 3, failed" in text
+        assert "rank 1 is silent (killed, stopped or cut off), last heard of in call 5" in text
+
+
+@functools.partial(faults.with_bagua_group, timeout=30.0)
+def one_is_slow():
+    model, optimizer = faults.wrapped()
+    faults.step(model, optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if faults.is_last():
+            time.sleep(3.0)
+        faults.step(model, optimizer)
+    return [str(one.message) for one in caught if one.category is RuntimeWarning]
+
+
+def test_a_slow_rank_is_a_warning_on_those_that_wait_for_it(ranks):
+    told, slow = ranks(2, one_is_slow, env={"BAGUA_STRAGGLER_SECONDS": "0.3"})
+    assert slow == []
+    assert "has waited" in told[0]
+    assert "rank 1 is 1 round behind, in round 1: between two rounds" in told[0]
+    assert "came after" in told[-1]
+
+
+def warnings_as_errors():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return one_is_slow()
+
+
+def test_where_warnings_are_errors_a_slow_rank_is_still_none(ranks):
+    assert ranks(2, warnings_as_errors, env={"BAGUA_STRAGGLER_SECONDS": "0.3"})
