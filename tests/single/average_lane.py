@@ -8,7 +8,7 @@ from bagua import _C
 def make_lane(comm, weights, interval_s=0.001):
     weights = weights if isinstance(weights, list) else [weights]
     counting = _C.CountingCommunicator(comm)
-    return _C.PeriodicLane(counting, weights, name="net", interval_s=interval_s)
+    return _C.PeriodicLane(counting, weights, name="net", interval_s=interval_s, timeout_s=timeout_s)
 
 
 def averages(lane):

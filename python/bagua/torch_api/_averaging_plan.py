@@ -43,6 +43,7 @@ class AveragingPlan:
             transport.agree("their buckets", _plan.describe(self._buckets))
             communicator = transport.connect(f"{wrap}/average", device_type)
         self.communicators = [("average", communicator)]
+        rounds = _C.NonFiniteRounds()
         self.lane = _C.PeriodicLane(
             communicator,
             [bucket.backend_tensor for bucket in self._buckets],
@@ -50,7 +51,10 @@ class AveragingPlan:
             interval_s=min(op.sync_interval_ms for op in operations) / 1000,
             timeout_s=transport.timeout.total_seconds(),
             board=transport.board(wrap),
+            non_finite=rounds,
         )
+        (bucket,) = self.lane.stats()["buckets"]
+        self.non_finite = {bucket["name"]: rounds} if device_type == "cpu" else {}
         self._operations = operations
         for op in operations:
             op.lane = self.lane

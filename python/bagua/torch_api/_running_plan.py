@@ -42,6 +42,7 @@ class RunningPlan:
     def __init__(self, ddp: PlanOwner, plan: _plan.Plan) -> None:
         self.engine = plan.engine
         self.communicators = plan.communicators
+        self.non_finite = plan.non_finite
         self._buckets = ddp.bagua_buckets
         self._slots = plan.slots
         self._places = {

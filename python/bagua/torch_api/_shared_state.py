@@ -76,6 +76,7 @@ class SharedState:
             f"bagua {__version__}",
             *(f"{name}{value}" for name, value in arguments.items()),
             f"BAGUA_CHECK_WEIGHTS_EVERY={env.get_check_weights_every()}",
+            f"BAGUA_CHECKSUM={int(env.get_checksum())}",
             *self._snapshot.describe(module),
         ]
 

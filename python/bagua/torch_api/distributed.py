@@ -257,10 +257,7 @@ class BaguaDistributedDataParallel:
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`BaguaModule.bagua_stats`."""
-        running = self._running
-        if running is None:
-            return statistics(None, [], self._shared.traffic)
-        return statistics(running.stats(), running.communicators, self._shared.traffic)
+        return statistics(self._running, self._shared.traffic)
 
     def pause(self) -> None:
         """End what goes on between steps (asynchronous averaging). Every rank calls it."""
