@@ -26,7 +26,7 @@ ARGS ?=
 # Tests wait for each other as often as they compute: two files at a time. 0: one after the other.
 TEST_JOBS ?= 2
 
-.PHONY: help venv build horovod demo test lint format cuda-check sanitize fuzz soak bench clean ci
+.PHONY: help venv build horovod demo test lint format cuda-check sanitize fuzz soak soak-schedules bench clean ci
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,14 +73,18 @@ format: venv ## Lay out all files as lint wants them
 # ThreadSanitizer of g++ 12 cannot start where address randomisation is too strong; switch it off if allowed.
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
+THREAD_SANITIZER = OMP_NUM_THREADS=1 \
+  TSAN_OPTIONS="suppressions=$(CURDIR)/tests/cpp/tsan.supp halt_on_error=1 second_deadlock_stack=1" \
+  $(FIXED_ADDRESSES)
+
 sanitize: venv ## Run the C++ stress programs under ThreadSanitizer, then under Address- and UBSanitizer
 	cmake -S . -B build/tsan -G Ninja -DBAGUA_SANITIZE=thread -DPython_EXECUTABLE=$(PY)
-	cmake --build build/tsan --target stress
-	OMP_NUM_THREADS=1 TSAN_OPTIONS="suppressions=$(CURDIR)/tests/cpp/tsan.supp halt_on_error=1 second_deadlock_stack=1" \
-	  $(FIXED_ADDRESSES) bash -c 'build/tsan/stress && build/tsan/stress_nccl'
+	cmake --build build/tsan --target stress schedules
+	$(THREAD_SANITIZER) bash -c 'build/tsan/stress && build/tsan/stress_nccl && build/tsan/schedules --count 500'
 	cmake -S . -B build/asan -G Ninja -DBAGUA_SANITIZE=address,undefined -DPython_EXECUTABLE=$(PY)
-	cmake --build build/asan --target stress
+	cmake --build build/asan --target stress schedules
 	OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 build/asan/stress
+	OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 build/asan/schedules --count 500
 	UBSAN_OPTIONS=print_stacktrace=1 build/asan/stress_nccl
 	$(MAKE) fuzz ARGS="--seconds 1"
 
@@ -114,6 +118,13 @@ soak: build horovod ## What counts on luck, many times: 1200 faults, 50 ends and
 	  tests/ranks/test_compressed_starts.py -k every $(ARGS)
 	BAGUA_TEST_RESTARTS=20 BAGUA_TEST_KILLED_WRITERS=2000 OMP_NUM_THREADS=1 \
 	  $(PY) -m pytest tests/ranks/test_restarts.py tests/single/test_killed_writers.py -k moment $(ARGS)
+	$(MAKE) soak-schedules ARGS=
+
+soak-schedules: build ## 10 000 random schedules under ThreadSanitizer (ARGS="--seed S"), and the large models
+	cmake -S . -B build/tsan -G Ninja -DBAGUA_SANITIZE=thread -DPython_EXECUTABLE=$(PY)
+	cmake --build build/tsan --target schedules
+	$(THREAD_SANITIZER) build/tsan/schedules --count 10000 $(ARGS)
+	BAGUA_TEST_LARGE_MODELS=1 $(PY) -m pytest -rs tests/single/test_model.py
 
 bench: build ## Run all benchmarks (ARGS=--quick: a first impression); results go to benchmarks/results
 	for program in benchmarks/bench_*.py; do echo "== $$program"; $(PY) $$program $(ARGS); done

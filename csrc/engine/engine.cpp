@@ -69,9 +69,9 @@ void Engine::stop() noexcept {
     std::lock_guard lock(state.mutex);
     if (std::exchange(state.stopped, true)) return;
     failed = state.failure != nullptr;
-    // Others that have got further in a round which this rank only opened would wait for it.
-    const bool through = state.marked == state.slot_states.size() && state.launched_done();
-    rounds = state.open && !through ? state.round - 1 : state.round;
+    // A round that this rank has not waited for is not done: others may wait for more of it, such
+    // as which slots were used.
+    rounds = state.open ? state.round - 1 : state.round;
   }
   state.changed.notify_all();
   // A rank that failed has said so already: leaving is its consequence, not the cause.

@@ -4,11 +4,11 @@
 // least once each. Prints the seed of each run; a failure or a hang is repeated by passing it.
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 
 #include <unistd.h>
 
 #include "stress_averaging.h"
+#include "stress_checks.h"
 #include "stress_gossip.h"
 #include "stress_low_rank.h"
 #include "stress_sparse.h"
@@ -18,43 +18,6 @@ namespace bagua::stress {
 namespace {
 
 constexpr milliseconds kPatient{20000};
-
-// Asks for statistics from a thread of its own until destroyed.
-class StatsReader {
- public:
-  explicit StatsReader(const Engine& engine) : thread_([this, &engine] { read(engine); }) {}
-  ~StatsReader() {
-    over_ = true;
-    thread_.join();
-  }
-
- private:
-  void read(const Engine& engine) {
-    int64_t last = 0;
-    while (!over_) {
-      const EngineStats stats = engine.stats();
-      if (stats.rounds < last) std::abort();
-      last = stats.rounds;
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
-    }
-  }
-
-  std::atomic<bool> over_{false};
-  std::thread thread_;
-};
-
-void check_against_mean(const World& world, size_t index, int64_t round, const at::Tensor& flat) {
-  const BucketPlan& plan = world.buckets[index];
-  const float* values = flat.data_ptr<float>();
-  for (int64_t i = 0; i < flat.numel(); ++i) {
-    double expected = 0;
-    for (int rank = 0; rank < world.ranks; ++rank) expected += value_of(rank, round, index, i);
-    if (plan.op == ReduceOp::kAvg) expected /= world.ranks;
-    expect(std::abs(values[i] - expected) <= tolerance(plan, world.ranks), "round ", round,
-           ", bucket ", index, " (", plan.codec, "), element ", i, ": ", values[i], ", expected ",
-           expected);
-  }
-}
 
 void rounds_give_equal_bits(Random& random) {
   const World world(random, 1, kPatient);
@@ -78,19 +41,7 @@ void rounds_give_equal_bits(Random& random) {
     const at::Tensor& first = results[0][i];
     const size_t bucket = i % world.buckets.size();
     check_against_mean(world, bucket, static_cast<int64_t>(i / world.buckets.size() + 1), first);
-    for (const auto& other : results) {
-      expect(std::memcmp(first.data_ptr(), other[i].data_ptr(), first.nbytes()) == 0,
-             "ranks hold different bits in bucket ", bucket);
-    }
-  }
-}
-
-// The error that ended each rank (but `but`) must hold these words.
-void expect_everywhere(const std::vector<Ending>& endings, const std::string& words, int but = -1) {
-  for (size_t rank = 0; rank < endings.size(); ++rank) {
-    if (static_cast<int>(rank) == but) continue;
-    expect(endings[rank].error.find(words) != std::string::npos, "rank ", rank, " was told '",
-           endings[rank].error, "', not '", words, "'");
+    for (const auto& other : results) expect_same_bits(first, other[i], bucket);
   }
 }
 
@@ -273,7 +224,7 @@ int run_all(uint64_t seed, int seconds) {
 
 int main(int count, char** words) {
   const uint64_t seed = count > 1 ? std::strtoull(words[1], nullptr, 10) : std::random_device{}();
-  const int seconds = count > 2 ? std::atoi(words[2]) : 25;
+  const int seconds = count > 2 ? std::atoi(words[2]) : 15;
   alarm(seconds + 120);  // a hang ends the program; the last line says where
   return bagua::stress::run_all(seed, seconds);
 }

@@ -3,104 +3,21 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
-#include <cmath>
 #include <functional>
 #include <memory>
-#include <random>
-#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "base/check.h"
-#include "codec/factory.h"
-#include "comm/thread_communicator.h"
 #include "engine/engine.h"
 #include "op/all_reduce.h"
 #include "op/compressed_all_reduce.h"
+#include "stress_plan.h"
 
 namespace bagua::stress {
-
-using std::chrono::milliseconds;
-using Random = std::mt19937_64;
-
-inline int between(Random& random, int low, int high) {
-  return std::uniform_int_distribution<int>(low, high)(random);
-}
-
-// What the program looks for: something that should hold did not.
-class Broken final : public std::logic_error {
-  using std::logic_error::logic_error;
-};
-
-template <typename... Args>
-void expect(bool condition, const Args&... what) {
-  if (!condition) throw Broken(concat(what...));
-}
-
-struct BucketPlan {
-  std::vector<int64_t> slots;  // elements of each
-  std::string codec;           // empty: exact
-  ReduceOp op;
-  int64_t numel() const {
-    int64_t total = 0;
-    for (const int64_t slot : slots) total += slot;
-    return total;
-  }
-};
-
-// The hubs and the store in which the ranks meet, and a plan drawn at random, equal on all ranks.
-struct World {
-  World(Random& random, int least_ranks, milliseconds engine_timeout)
-      : ranks(between(random, least_ranks, 4)),
-        lanes(between(random, 1, 3)),
-        timeout(engine_timeout),
-        control(std::make_shared<ThreadHub>(ranks, kHubTimeout)),
-        store(c10::make_intrusive<c10d::HashStore>()) {
-    for (int i = 0; i < lanes; ++i) hubs.push_back(std::make_shared<ThreadHub>(ranks, kHubTimeout));
-    const std::vector<std::string> codecs = codec_names();
-    for (int i = between(random, 1, 5); i > 0; --i) {
-      BucketPlan bucket;
-      for (int slot = between(random, 1, 6); slot > 0; --slot) {
-        bucket.slots.push_back(between(random, 1, between(random, 0, 9) == 0 ? 200000 : 3000));
-      }
-      const int codec = between(random, -1, static_cast<int>(codecs.size()) - 1);
-      if (codec >= 0) bucket.codec = codecs[codec];
-      bucket.op = between(random, 0, 1) ? ReduceOp::kAvg : ReduceOp::kSum;
-      buckets.push_back(std::move(bucket));
-    }
-  }
-
-  // Longer than any engine's: it is the engine's own deadline that is tried here.
-  static constexpr milliseconds kHubTimeout{20000};
-
-  int ranks;
-  int lanes;
-  milliseconds timeout;
-  std::vector<BucketPlan> buckets;
-  std::shared_ptr<ThreadHub> control;
-  std::vector<std::shared_ptr<ThreadHub>> hubs;  // one per lane
-  c10::intrusive_ptr<c10d::HashStore> store;
-};
-
-// What rank `rank` brings in round `round`: within [-1, 1], different everywhere.
-inline float value_of(int rank, int64_t round, size_t bucket, int64_t i) {
-  const int64_t mixed = i * 37 + rank * 101 + round * 53 + static_cast<int64_t>(bucket) * 17;
-  return static_cast<float>(mixed % 257 - 128) / 128.0f;
-}
-
-inline double tolerance(const BucketPlan& bucket, int ranks) {
-  const double scale = bucket.op == ReduceOp::kAvg ? 1.0 : ranks;
-  // Two half-steps of a range of at most 2 (4 ranks' sum: 8) in 255 steps.
-  if (bucket.codec.ends_with("uint8")) return scale * 1.02 * 2.0 / 255;
-  if (bucket.codec == "bf16") return scale * 1.02 / 128;
-  return scale * (bucket.codec == "fp16" ? 1.02 / 1024 : 1e-6);
-}
 
 // An extra op at the end of every bucket, to disturb one.
 using Disturbance = std::function<void(int rank, const Round& round)>;
@@ -120,12 +37,13 @@ class DisturbingOp final : public BucketOp {
 // One rank's engine and its buckets' memory.
 class RankEngine {
  public:
-  RankEngine(const World& world, int rank, const Disturbance& disturbance = nullptr)
+  RankEngine(const World& world, int rank, const Disturbance& disturbance = nullptr,
+             uint64_t fingerprint = 1)
       : world_(world), rank_(rank) {
     std::vector<Lane> lanes(world.lanes);
     std::vector<std::shared_ptr<Scratch>> scratch;
     for (int i = 0; i < world.lanes; ++i) {
-      lanes[i].communicators = {connect(world.hubs[i])};
+      lanes[i].communicators = {world.connect(world.hubs[i], rank)};
       scratch.push_back(std::make_shared<Scratch>());
     }
     for (size_t i = 0; i < world.buckets.size(); ++i) {
@@ -137,13 +55,13 @@ class RankEngine {
       }
     }
     const auto board = std::make_shared<FailureBoard>(world.store, rank, world.ranks);
-    engine_ =
-        std::make_unique<Engine>(std::move(lanes), EngineOptions{.name = "stress",
-                                                                 .fingerprint = 1,
-                                                                 .incarnation = 2,
-                                                                 .timeout = world.timeout,
-                                                                 .control = connect(world.control),
-                                                                 .board = board});
+    engine_ = std::make_unique<Engine>(std::move(lanes),
+                                       EngineOptions{.name = "stress",
+                                                     .fingerprint = fingerprint,
+                                                     .incarnation = 2,
+                                                     .timeout = world.timeout,
+                                                     .control = world.connect(world.control, rank),
+                                                     .board = board});
   }
 
   Engine& engine() { return *engine_; }
@@ -169,13 +87,13 @@ class RankEngine {
     std::exception_ptr error;
     std::thread other([&] {
       try {
-        for (size_t i = half; i < order.size(); ++i) engine_->mark_ready(order[i]);
+        for (size_t i = half; i < order.size(); ++i) mark_one(order[i]);
       } catch (...) {
         error = std::current_exception();
       }
     });
     try {
-      for (size_t i = 0; i < half; ++i) engine_->mark_ready(order[i]);
+      for (size_t i = 0; i < half; ++i) mark_one(order[i]);
     } catch (...) {
       other.join();
       throw;
@@ -191,8 +109,9 @@ class RankEngine {
   }
 
  private:
-  std::shared_ptr<CountingCommunicator> connect(const std::shared_ptr<ThreadHub>& hub) const {
-    return std::make_shared<CountingCommunicator>(std::make_shared<ThreadCommunicator>(hub, rank_));
+  void mark_one(SlotId slot) {
+    world_.point();
+    expect(engine_->mark_ready(slot), "slot ", slot, " had been marked in this round already");
   }
 
   Bucket make_bucket(size_t index, const Lane& lane, const std::shared_ptr<Scratch>& scratch) {

@@ -1,0 +1,151 @@
+// Schedules in which several ranks go wrong at once, each in its own way.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "schedule_faults.h"
+
+namespace bagua::stress {
+
+// What becomes of one rank.
+struct Fate {
+  enum Kind { kNone, kAborts, kOpThrows, kLeaves, kIsDestroyed, kLeavesARoundUnfinished };
+  Kind kind;
+  int round;      // in which it happens; kLeaves: after which
+  int64_t point;  // kAborts: when
+  size_t bucket;  // kOpThrows: whose
+
+  // Whether the rank never takes part in a round after its own, so that no other can either.
+  bool ends_rounds_before(int rounds) const {
+    if (kind == kOpThrows || kind == kIsDestroyed) return round < rounds;
+    if (kind == kLeaves) return round < rounds;
+    return kind == kLeavesARoundUnfinished;
+  }
+
+  std::vector<std::string> words(int rank) const {
+    const std::string left = concat("rank ", rank, " left after");
+    switch (kind) {
+      case kNone:
+        return {};
+      case kAborts:
+        return {concat("the reason of ", rank)};
+      case kOpThrows:
+        return {concat("no memory on ", rank)};
+      case kLeaves:
+        return {left};
+      case kIsDestroyed:
+        return {left, "was stopped"};
+      case kLeavesARoundUnfinished:
+        return {"left unfinished"};
+    }
+    return {};
+  }
+};
+
+inline std::vector<Fate> draw_fates(Random& random, const World& world, int rounds) {
+  std::vector<Fate> fates;
+  for (int rank = 0; rank < world.ranks; ++rank) {
+    const auto kind = static_cast<Fate::Kind>(between(random, 0, 5));
+    const int first = kind == Fate::kLeaves ? 0 : 1;
+    fates.push_back({.kind = kind,
+                     .round = between(random, first, rounds),
+                     .point = between(random, 0, 150),
+                     .bucket = static_cast<size_t>(
+                         between(random, 0, static_cast<int>(world.buckets.size()) - 1))});
+  }
+  return fates;
+}
+
+// The rounds of one rank, until its fate.
+inline void live(const World& world, RankEngine& mine, int rank, const Fate& fate, int rounds,
+                 Random& own, uint64_t seed, std::vector<std::vector<at::Tensor>>& results) {
+  for (int round = 1; round <= rounds; ++round) {
+    if (fate.kind == Fate::kLeaves && round > fate.round) return;
+    if (fate.kind == Fate::kIsDestroyed && round == fate.round) {
+      mine.begin();
+      return mine.mark(own, between(own, 0, 4));
+    }
+    if (fate.kind == Fate::kLeavesARoundUnfinished && round == fate.round) {
+      mine.begin();
+      mine.mark(own, 1);
+      mine.begin();
+      throw Broken("a round was left unfinished, and the next one began");
+    }
+    run_turbulent_round(world, mine, rank, own, seed);
+    keep(mine, results);
+  }
+}
+
+inline void expect_told(const World& world, const std::vector<Fate>& fates,
+                        const std::vector<Ending>& endings, int rounds) {
+  bool ends_early = false;
+  std::vector<std::string> words;
+  for (int rank = 0; rank < world.ranks; ++rank) {
+    ends_early |= fates[rank].ends_rounds_before(rounds);
+    for (const std::string& text : fates[rank].words(rank)) words.push_back(text);
+  }
+  for (int rank = 0; rank < world.ranks; ++rank) {
+    const std::string& error = endings[rank].error;
+    const bool stays = fates[rank].kind == Fate::kNone || fates[rank].kind == Fate::kAborts;
+    expect(!(stays && ends_early && error.empty()), "rank ", rank, " was told nothing");
+    if (error.empty()) continue;
+    const bool explained = std::any_of(words.begin(), words.end(), [&](const std::string& text) {
+      return error.find(text) != std::string::npos;
+    });
+    expect(explained && !endings[rank].timed_out, "rank ", rank, " was told: ", error);
+  }
+}
+
+// What comes after a failure: the module is wrapped again, beside lanes that may still be ending.
+inline void wrap_again(const World& before, Random& random) {
+  World world = before;
+  world.control = std::make_shared<ThreadHub>(world.ranks, World::kHubTimeout);
+  for (auto& hub : world.hubs) hub = std::make_shared<ThreadHub>(world.ranks, World::kHubTimeout);
+  world.store = c10::make_intrusive<TurbulentStore>(world.turbulence);
+  const uint64_t seed = random();
+  Results results(world.ranks);
+  const auto endings = run_ranks(world, [&](int rank) {
+    Random own(seed + rank);
+    RankEngine mine(world, rank);
+    run_turbulent_round(world, mine, rank, own, seed);
+    keep(mine, results[rank]);
+  });
+  for (const Ending& ending : endings) expect(ending.error.empty(), "once more: ", ending.error);
+  check_results(world, results);
+}
+
+inline void ranks_meet_their_fates(Random& random, const Delays& delays) {
+  World world(random, 2, kPatient, kSmall, delays);
+  world.buckets[0].slots.push_back(3);  // so that a round can be left unfinished
+  const int rounds = between(random, 1, 3);
+  const std::vector<Fate> fates = draw_fates(random, world, rounds);
+  const uint64_t seed = random();
+  Results results(world.ranks);
+  const auto endings = run_ranks(world, [&](int rank) {
+    Random own(seed + rank);
+    const Fate& fate = fates[rank];
+    RankEngine mine(world, rank, [&](int at, const Round& now) {
+      world.point();
+      const Fate& own_fate = fates[at];
+      if (own_fate.kind == Fate::kOpThrows && now.step == own_fate.round &&
+          now.bucket == std::to_string(own_fate.bucket)) {
+        throw std::runtime_error(concat("no memory on ", at));
+      }
+    });
+    std::optional<AtPoint> aborter;
+    if (fate.kind == Fate::kAborts) {
+      const std::string reason = concat("the reason of ", rank);
+      aborter.emplace(delays, fate.point, [&mine, reason] { mine.engine().abort(reason); });
+    }
+    live(world, mine, rank, fate, rounds, own, seed, results[rank]);
+  });
+  check_results(world, results);
+  expect_told(world, fates, endings, rounds);
+  if (between(random, 0, 3) == 0) wrap_again(world, random);
+}
+
+}  // namespace bagua::stress

@@ -1,0 +1,70 @@
+// What must hold after rounds, and while they run.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "stress_world.h"
+
+namespace bagua::stress {
+
+// Asks for statistics from a thread of its own until destroyed.
+class StatsReader {
+ public:
+  explicit StatsReader(const Engine& engine) : thread_([this, &engine] { read(engine); }) {}
+  ~StatsReader() {
+    over_ = true;
+    thread_.join();
+  }
+
+ private:
+  void read(const Engine& engine) {
+    int64_t last = 0;
+    while (!over_) {
+      const EngineStats stats = engine.stats();
+      if (stats.rounds < last) std::abort();
+      last = stats.rounds;
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+  }
+
+  std::atomic<bool> over_{false};
+  std::thread thread_;
+};
+
+inline void check_against_mean(const World& world, size_t index, int64_t round,
+                               const at::Tensor& flat) {
+  const BucketPlan& plan = world.buckets[index];
+  const float* values = flat.data_ptr<float>();
+  for (int64_t i = 0; i < flat.numel(); ++i) {
+    double expected = 0;
+    for (int rank = 0; rank < world.ranks; ++rank) expected += value_of(rank, round, index, i);
+    if (plan.op == ReduceOp::kAvg) expected /= world.ranks;
+    expect(std::abs(values[i] - expected) <= tolerance(plan, world.ranks), "round ", round,
+           ", bucket ", index, " (", plan.codec, "), element ", i, ": ", values[i], ", expected ",
+           expected);
+  }
+}
+
+inline void expect_same_bits(const at::Tensor& one, const at::Tensor& other, size_t bucket) {
+  expect(std::memcmp(one.data_ptr(), other.data_ptr(), one.nbytes()) == 0,
+         "ranks hold different bits in bucket ", bucket);
+}
+
+// The error that ended each rank (but `but`) must hold these words.
+inline void expect_everywhere(const std::vector<Ending>& endings, const std::string& words,
+                              int but = -1) {
+  for (size_t rank = 0; rank < endings.size(); ++rank) {
+    if (static_cast<int>(rank) == but) continue;
+    expect(endings[rank].error.find(words) != std::string::npos, "rank ", rank, " was told '",
+           endings[rank].error, "', not '", words, "'");
+  }
+}
+
+}  // namespace bagua::stress

@@ -1,0 +1,126 @@
+// What the ranks of a stress program have in common: a plan drawn at random, and where they meet.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "base/check.h"
+#include "codec/factory.h"
+#include "comm/counting_communicator.h"
+#include "comm/thread_communicator.h"
+#include "turbulence.h"
+
+namespace bagua::stress {
+
+using std::chrono::milliseconds;
+using Random = std::mt19937_64;
+
+inline int between(Random& random, int low, int high) {
+  return std::uniform_int_distribution<int>(low, high)(random);
+}
+
+// What the program looks for: something that should hold did not.
+class Broken final : public std::logic_error {
+  using std::logic_error::logic_error;
+};
+
+template <typename... Args>
+void expect(bool condition, const Args&... what) {
+  if (!condition) throw Broken(concat(what...));
+}
+
+struct BucketPlan {
+  std::vector<int64_t> slots;  // elements of each
+  std::string codec;           // empty: exact
+  ReduceOp op;
+  int64_t numel() const {
+    int64_t total = 0;
+    for (const int64_t slot : slots) total += slot;
+    return total;
+  }
+};
+
+// The most of each that a plan has.
+struct PlanLimits {
+  int ranks = 4;
+  int lanes = 3;
+  int buckets = 5;
+  int slots = 6;
+  int numel = 3000;           // of a slot
+  int numel_of_few = 200000;  // of one slot in ten
+};
+
+// The hubs and the store in which the ranks meet, and a plan drawn at random, equal on all ranks.
+struct World {
+  World(Random& random, int least_ranks, milliseconds engine_timeout, const PlanLimits& limits = {},
+        std::shared_ptr<Turbulence> delays = nullptr)
+      : ranks(between(random, least_ranks, limits.ranks)),
+        lanes(between(random, 1, limits.lanes)),
+        timeout(engine_timeout),
+        turbulence(std::move(delays)),
+        control(std::make_shared<ThreadHub>(ranks, kHubTimeout)) {
+    if (turbulence) {
+      store = c10::make_intrusive<TurbulentStore>(turbulence);
+    } else {
+      store = c10::make_intrusive<c10d::HashStore>();
+    }
+    for (int i = 0; i < lanes; ++i) hubs.push_back(std::make_shared<ThreadHub>(ranks, kHubTimeout));
+    const std::vector<std::string> codecs = codec_names();
+    for (int i = between(random, 1, limits.buckets); i > 0; --i) {
+      BucketPlan bucket;
+      for (int slot = between(random, 1, limits.slots); slot > 0; --slot) {
+        const bool one_of_few = between(random, 0, 9) == 0;
+        bucket.slots.push_back(between(random, 1, one_of_few ? limits.numel_of_few : limits.numel));
+      }
+      const int codec = between(random, -1, static_cast<int>(codecs.size()) - 1);
+      if (codec >= 0) bucket.codec = codecs[codec];
+      bucket.op = between(random, 0, 1) ? ReduceOp::kAvg : ReduceOp::kSum;
+      buckets.push_back(std::move(bucket));
+    }
+  }
+
+  // The communicator of `rank`, in a hub of this world.
+  std::shared_ptr<CountingCommunicator> connect(std::shared_ptr<ThreadHub> hub, int rank) const {
+    std::unique_ptr<Communicator> own = std::make_unique<ThreadCommunicator>(std::move(hub), rank);
+    if (turbulence) own = std::make_unique<TurbulentCommunicator>(std::move(own), turbulence);
+    return std::make_shared<CountingCommunicator>(std::move(own));
+  }
+
+  // See Turbulence::point.
+  void point() const {
+    if (turbulence) turbulence->point();
+  }
+
+  // Longer than any engine's: it is the engine's own deadline that is tried here.
+  static constexpr milliseconds kHubTimeout{20000};
+
+  int ranks;
+  int lanes;
+  milliseconds timeout;
+  std::shared_ptr<Turbulence> turbulence;  // null: no delays
+  std::vector<BucketPlan> buckets;
+  std::shared_ptr<ThreadHub> control;
+  std::vector<std::shared_ptr<ThreadHub>> hubs;  // one per lane
+  c10::intrusive_ptr<c10d::HashStore> store;
+};
+
+// What rank `rank` brings in round `round`: within [-1, 1], different everywhere.
+inline float value_of(int rank, int64_t round, size_t bucket, int64_t i) {
+  const int64_t mixed = i * 37 + rank * 101 + round * 53 + static_cast<int64_t>(bucket) * 17;
+  return static_cast<float>(mixed % 257 - 128) / 128.0f;
+}
+
+inline double tolerance(const BucketPlan& bucket, int ranks) {
+  const double scale = bucket.op == ReduceOp::kAvg ? 1.0 : ranks;
+  // Two half-steps of a range of at most 2 (4 ranks' sum: 8) in 255 steps.
+  if (bucket.codec.ends_with("uint8")) return scale * 1.02 * 2.0 / 255;
+  if (bucket.codec == "bf16") return scale * 1.02 / 128;
+  return scale * (bucket.codec == "fp16" ? 1.02 / 1024 : 1e-6);
+}
+
+}  // namespace bagua::stress
