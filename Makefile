@@ -111,7 +111,8 @@ else
 	$(PY) tools/cuda_import_check build/cuda/python/bagua
 endif
 
-soak: build horovod ## The tests that count on luck, many times: 50 ends and slow starts, 20 restarts, 2000 killed writers
+soak: build horovod ## What counts on luck, many times: 1200 faults, 50 ends and slow starts, 20 restarts, 2000 killed writers
+	OMP_NUM_THREADS=1 $(PY) benchmarks/soak.py --faults 1200
 	BAGUA_TEST_EXITS=50 BAGUA_TEST_STARTS=50 OMP_NUM_THREADS=1 \
 	  $(PY) -m pytest tests/ranks/test_exit.py tests/ranks/test_horovod_launchers.py \
 	  tests/ranks/test_compressed_starts.py -k every $(ARGS)

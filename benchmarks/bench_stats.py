@@ -2,10 +2,12 @@
 
     python benchmarks/bench_stats.py [--quick]
 
-Two things are done for `bagua_stats()`: reading clocks and counters around a bucket's operations
-(timed in C++, over and over, as the engine does it), and counting each call of a communicator and
-each message that is handled as it arrives (the time of calls that move next to nothing, with and
-without the decorator that counts). Prints JSON and keeps it under benchmarks/results/.
+Three things are done for `bagua_stats()`: reading clocks and counters around a bucket's operations
+(timed in C++, over and over, as the engine does it), counting each call of a communicator and each
+message that is handled as it arrives (the time of calls that move next to nothing, with and without
+the decorator that counts), and looking for NaN and infinity in the result, in host memory. The last
+depends on the size of the bucket; the limit is for the others. Prints JSON and keeps it under
+benchmarks/results/.
 """
 
 import argparse
@@ -67,6 +69,16 @@ def added_by_counting(messages, repeats, rounds):
     return 1e9 * (seconds["counting"]["median"] - seconds["plain"]["median"]) / repeats
 
 
+def looking_ns(mib, repeats):
+    """What a look at all of a bucket of `mib` MiB adds to an operation that does nothing."""
+    flat = torch.ones(mib * 2**18)
+    plain = _C.PythonOp(lambda _: None)
+    counting = _C.CountNonFinite(plain, _C.NonFiniteRounds())
+    arms = {"plain": lambda: plain.run(flat), "looking": lambda: counting.run(flat)}
+    seconds = timed_in_turns(arms, repeats, warmup=1)
+    return 1e9 * (seconds["looking"]["median"] - seconds["plain"]["median"])
+
+
 def measure(repeats, rounds):
     """Medians, in nanoseconds."""
     sizes = sorted({communicators for communicators, _, _ in CASES.values()})
@@ -82,6 +94,7 @@ def measure(repeats, rounds):
         "per_call_ns": call,
         "per_message_ns": message,
         "per_bucket_ns": cases,
+        "looking_ns": {f"{mib} MiB": looking_ns(mib, repeats // 2000) for mib in (1, 10, 64)},
         "limit_ns": LIMIT_NS,
         "within_limit": max(cases.values()) < LIMIT_NS,
     }

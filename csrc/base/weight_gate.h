@@ -67,6 +67,12 @@ class WeightGate {
     changed_.notify_all();
   }
 
+  // Whether the lane is kept outside by training.
+  bool lane_waits() const {
+    std::lock_guard lock(mutex_);
+    return lane_waits_;
+  }
+
   bool training_inside() const {
     std::lock_guard lock(mutex_);
     return training_inside_;

@@ -13,6 +13,7 @@
 #include "binding/bindings.h"
 #include "codec/chunk_codec_cuda.h"
 #include "codec/factory.h"
+#include "codec/payload_checksum.h"
 #include "comm/device_stream.h"
 
 namespace py = pybind11;
@@ -150,6 +151,16 @@ int64_t payload_bytes(const Codec& codec, at::ScalarType dtype, int64_t chunk_nu
   return codec.payload_bytes(codec_dtype(dtype), chunk_numel);
 }
 
+uint64_t checksum_of(const at::Tensor& payload) {
+  // Checks
+  BAGUA_CHECK_ARG(payload.is_cpu() && payload.scalar_type() == at::kByte &&
+                      payload.is_contiguous() && payload.numel() % 4 == 0,
+                  "a payload is a contiguous uint8 CPU tensor of a multiple of 4 bytes.");
+
+  const py::gil_scoped_release no_gil;
+  return payload_checksum(static_cast<const std::byte*>(payload.const_data_ptr()), payload.numel());
+}
+
 void define_methods(py::class_<Codec, std::shared_ptr<Codec>>& codec) {
   codec.def_property_readonly("name", &Codec::name)
       .def_property_readonly("block_numel", &Codec::block_numel,
@@ -197,6 +208,9 @@ void bind_codec(py::module_& m) {
       py::arg("name"), py::arg("device_type") = "cpu",
       "The codec called `name`, for tensors of `device_type` ('cpu' or 'cuda'). ValueError, with\n"
       "the names there are, if none is; BaguaError if this build has no CUDA kernels.");
+  m.def("payload_checksum", &checksum_of, py::arg("payload"),
+        "The 64 bits that stand in front of `payload` (uint8, on CPU) with BAGUA_CHECKSUM=1:\n"
+        "docs/wire-format.md.");
   m.def("has_cuda_codecs", &has_cuda_codecs, "Whether this build has CUDA kernels.");
   m.def("codec_names", &codec_names, "The names of all codecs.");
   m.def("describe_codec", &describe_codec, py::arg("name"),

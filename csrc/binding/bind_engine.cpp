@@ -170,6 +170,7 @@ void bind_engine(py::module_& m) {
       .def("marked", &Engine::marked, py::arg("slot"), NoGil())
       .def("exchange_used", &Engine::exchange_used, py::arg("used"), NoGil())
       .def("wait", &Engine::wait, NoGil())
+      .def("fail", &Engine::fail, py::arg("reason"), py::arg("timed_out"), NoGil())
       .def("abort", &Engine::abort, py::arg("reason"), NoGil())
       .def("stop", &Engine::stop, NoGil())
       .def_property_readonly("round", &Engine::round)

@@ -1,4 +1,6 @@
 // Ops: complete at construction, run by an engine (or directly, in tests and eager calls).
+#include <optional>
+
 #include "base/check.h"
 #include "binding/bindings.h"
 #include "binding/comm_hook_op.h"
@@ -7,10 +9,12 @@
 #include "op/average_weights.h"
 #include "op/compressed_all_reduce.h"
 #include "op/compressed_gossip.h"
+#include "op/count_non_finite.h"
 #include "op/gossip.h"
 #include "op/hierarchical.h"
 #include "op/low_rank.h"
 #include "op/low_rank_products.h"
+#include "op/message_frames.h"
 #include "op/neighbor_average.h"
 #include "op/round_memory.h"
 #include "op/update_momentum.h"
@@ -33,6 +37,18 @@ void bind_op(py::module_& m) {
           py::arg("flat"), py::arg("step") = 1, py::arg("grad_scale") = 1.0f,
           py::arg("bucket") = "eager", py::call_guard<py::gil_scoped_release>());
 
+  py::class_<NonFiniteRounds, std::shared_ptr<NonFiniteRounds>>(m, "NonFiniteRounds")
+      .def(py::init<>())
+      .def_property_readonly("count", &NonFiniteRounds::count);
+
+  py::class_<CountNonFinite, BucketOp, std::shared_ptr<CountNonFinite>>(m, "CountNonFinite")
+      .def(py::init([](std::shared_ptr<BucketOp> inner, std::shared_ptr<NonFiniteRounds> rounds,
+                       std::optional<at::Tensor> result) {
+             return std::make_shared<CountNonFinite>(std::move(inner), std::move(rounds),
+                                                     result.value_or(at::Tensor()));
+           }),
+           py::arg("inner"), py::arg("rounds"), py::arg("result") = py::none());
+
   py::class_<RoundOutcome, std::shared_ptr<RoundOutcome>>(m, "RoundOutcome").def(py::init<>());
 
   py::class_<RoundMemory, std::shared_ptr<RoundMemory>>(m, "RoundMemory")
@@ -50,11 +66,13 @@ void bind_op(py::module_& m) {
   py::class_<CompressedAllReduce, BucketOp, std::shared_ptr<CompressedAllReduce>>(
       m, "CompressedAllReduce")
       .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,
-                       std::shared_ptr<Scratch> scratch, ReduceOp op) {
+                       std::shared_ptr<Scratch> scratch, ReduceOp op, bool checksum) {
              return std::make_shared<CompressedAllReduce>(std::move(communicator), std::move(codec),
-                                                          std::move(scratch), op);
+                                                          std::move(scratch), op,
+                                                          checksum_if(checksum));
            }),
-           py::arg("communicator"), py::arg("codec"), py::arg("scratch"), py::arg("op"));
+           py::arg("communicator"), py::arg("codec"), py::arg("scratch"), py::arg("op"),
+           py::kw_only(), py::arg("checksum") = false);
 
   py::class_<Hierarchical, BucketOp, std::shared_ptr<Hierarchical>>(m, "Hierarchical")
       .def(py::init([](std::shared_ptr<Communicator> node, std::shared_ptr<BucketOp> inner,
@@ -123,6 +141,18 @@ void bind_op(py::module_& m) {
            py::kw_only(), py::arg("warm_start"), py::arg("error_feedback"), py::arg("seed"),
            py::arg("memory"));
 
+  m.def(
+      "checksum_on_device",
+      [](const at::Tensor& payload) {
+        BAGUA_CHECK_ARG(payload.scalar_type() == at::kByte && payload.is_contiguous() &&
+                            payload.dim() == 1 && payload.numel() % 4 == 0,
+                        "a payload is a contiguous uint8 tensor of one dimension and a multiple of "
+                        "4 bytes.");
+        return static_cast<uint64_t>(checksum_on_device(payload).item<int64_t>());
+      },
+      py::arg("payload"), py::call_guard<py::gil_scoped_release>(),
+      "payload_checksum() by tensor operations, as ops compute it on devices; for tests.");
+
   m.def("orthonormalise", &orthonormalise, py::arg("batch"),
         py::call_guard<py::gil_scoped_release>());
 
@@ -130,17 +160,17 @@ void bind_op(py::module_& m) {
       .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,
                        std::shared_ptr<Scratch> scratch, at::Tensor weight,
                        at::Tensor left_peer_weight, at::Tensor right_peer_weight, double mix_left,
-                       double mix_right) {
+                       double mix_right, bool checksum) {
              return std::make_shared<CompressedGossip>(
                  std::move(communicator), std::move(codec), std::move(scratch),
                  Replicas{.own = std::move(weight),
                           .left = std::move(left_peer_weight),
                           .right = std::move(right_peer_weight)},
-                 MixingWeights{.left = mix_left, .right = mix_right});
+                 MixingWeights{.left = mix_left, .right = mix_right}, checksum_if(checksum));
            }),
            py::arg("communicator"), py::arg("codec"), py::arg("scratch"), py::arg("weight"),
            py::arg("left_peer_weight"), py::arg("right_peer_weight"), py::arg("mix_left"),
-           py::arg("mix_right"));
+           py::arg("mix_right"), py::kw_only(), py::arg("checksum") = false);
 
   py::class_<PythonOp, BucketOp, std::shared_ptr<PythonOp>>(m, "PythonOp")
       .def(py::init<py::function>(), py::arg("function"));

@@ -21,11 +21,14 @@ void bind_periodic(py::module_& m) {
       "interval_s seconds while they are trained between enter() and leave().")
       .def(py::init([](std::shared_ptr<CountingCommunicator> communicator,
                        std::vector<at::Tensor> weights, std::string name, double interval_s,
-                       std::shared_ptr<FailureBoard> board) {
+                       double timeout_s, std::shared_ptr<FailureBoard> board,
+                       std::shared_ptr<NonFiniteRounds> non_finite) {
              auto gate = std::make_shared<WeightGate>();
-             auto op = std::make_shared<AsyncAverage>(communicator, std::move(weights), gate);
+             auto op = std::make_shared<AsyncAverage>(communicator, std::move(weights), gate,
+                                                      std::move(non_finite));
              PeriodicLaneOptions options{.name = std::move(name),
                                          .interval = to_milliseconds(interval_s),
+                                         .timeout = to_milliseconds(timeout_s),
                                          .communicator = std::move(communicator),
                                          .board = std::move(board)};
              return std::shared_ptr<PeriodicLane>(
@@ -33,7 +36,8 @@ void bind_periodic(py::module_& m) {
                  delete_without_gil<PeriodicLane>);
            }),
            py::arg("communicator"), py::arg("weights"), py::kw_only(), py::arg("name"),
-           py::arg("interval_s"), py::arg("board").none(true) = py::none())
+           py::arg("interval_s"), py::arg("timeout_s"), py::arg("board").none(true) = py::none(),
+           py::arg("non_finite").none(true) = py::none())
       .def("resume", &PeriodicLane::resume, NoGil(),
            "Start the rounds. Every rank calls it; nothing happens while they run.")
       .def("ask_to_pause", &PeriodicLane::ask_to_pause, NoGil(),

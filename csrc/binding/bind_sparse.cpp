@@ -120,9 +120,13 @@ void bind_sparse(py::module_& m) {
   using Comm = std::shared_ptr<Communicator>;
   using Memory = std::shared_ptr<RoundMemory>;
   py::class_<Sparse, BucketOp, std::shared_ptr<Sparse>>(m, "Sparse")
-      .def(py::init<Comm, std::shared_ptr<Scratch>, int64_t, int64_t, Memory>(),
+      .def(py::init([](Comm communicator, std::shared_ptr<Scratch> scratch, int64_t numel,
+                       int64_t k, Memory memory, bool checksum) {
+             return std::make_shared<Sparse>(std::move(communicator), std::move(scratch), numel, k,
+                                             std::move(memory), checksum_if(checksum));
+           }),
            py::arg("communicator"), py::arg("scratch"), py::arg("numel"), py::arg("k"),
-           py::arg("memory"));
+           py::arg("memory"), py::kw_only(), py::arg("checksum") = false);
   py::class_<RandomSparse, BucketOp, std::shared_ptr<RandomSparse>>(m, "RandomSparse")
       .def(py::init<Comm, std::shared_ptr<Scratch>, int64_t, int64_t, uint64_t, Memory>(),
            py::arg("communicator"), py::arg("scratch"), py::arg("numel"), py::arg("k"),

@@ -7,6 +7,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "engine/engine.h"
+#include "op/frame.h"
 
 namespace bagua {
 
@@ -29,6 +30,8 @@ void delete_without_gil(T* object) {
     delete object;
   }
 }
+
+inline Checksum checksum_if(bool wanted) { return wanted ? Checksum::kOn : Checksum::kOff; }
 
 // Python's seconds.
 inline std::chrono::milliseconds to_milliseconds(double seconds) {

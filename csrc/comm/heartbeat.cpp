@@ -21,12 +21,10 @@ int64_t rounds_apart(int64_t more, int64_t less) {
 }
 
 // Empty for a rank that is there, in the same round.
-std::string what_is_wrong(const Seen& before, const Seen& after, bool failed,
-                          const Onlooker& onlooker) {
+std::string what_is_wrong(const Seen& before, const Seen& after, const Onlooker& onlooker) {
   if (!after) return " has never been heard of";
   const int64_t round = after->where.round;
   const std::string place = concat(onlooker.unit, " ", round, ": ", after->where.text);
-  if (failed) return concat(" has failed too, in ", onlooker.unit, " ", round);
   if (before && before->number == after->number) {
     return concat(" is silent (killed, stopped or cut off), last heard of in ", place);
   }
@@ -72,18 +70,22 @@ std::optional<Heartbeat> parse_heartbeat(const std::string& written) {
 }
 
 std::string where_others_are(const Look& before, const Look& after, const Onlooker& onlooker) {
-  std::string wrong, keeping;
+  std::string wrong, keeping, failed;
   const auto add = [](std::string& list, size_t rank, const std::string& what) {
     if (!what.empty()) list += concat(list.empty() ? "" : "; ", "rank ", rank, what);
   };
   for (size_t rank = 0; rank < after.beats.size(); ++rank) {
     if (static_cast<int>(rank) == onlooker.rank) continue;
     const Seen &then = before.beats[rank], &now = after.beats[rank];
-    add(wrong, rank,
-        what_is_wrong(then, now, after.failed.contains(static_cast<int>(rank)), onlooker));
-    add(keeping, rank, what_keeps(then, now, onlooker));
+    if (now && after.failed.contains(static_cast<int>(rank))) {
+      add(failed, rank, concat(" has failed too, in ", onlooker.unit, " ", now->where.round));
+    } else {
+      add(wrong, rank, what_is_wrong(then, now, onlooker));
+      add(keeping, rank, what_keeps(then, now, onlooker));
+    }
   }
-  return wrong.empty() ? keeping : wrong;
+  const std::string& causes = wrong.empty() ? keeping : wrong;
+  return causes + (causes.empty() || failed.empty() ? "" : "; ") + failed;
 }
 
 }  // namespace bagua

@@ -40,8 +40,9 @@ struct Onlooker {
 };
 
 // "rank 1 is silent (...), last heard of in round 5: ...; rank 2 is 1 round behind, ...". The looks
-// are more than a heartbeat apart. If nobody is silent, behind, ahead or has failed: who is in the
-// same round and does not wait, and so is waited for. Empty if there is nobody to speak of.
+// are more than a heartbeat apart. If nobody is silent, behind or ahead: who is in the same round
+// and does not wait, and so is waited for. Last, who has failed too. Empty if there is nobody to
+// speak of.
 std::string where_others_are(const Look& before, const Look& after, const Onlooker& onlooker);
 
 }  // namespace bagua

@@ -205,7 +205,7 @@ std::string ThreadHub::absent_ranks() const {
 
 void ThreadHub::abort(int rank, const std::string& reason) noexcept {
   std::lock_guard lock(mutex_);
-  fail(Kind::kError, concat("rank ", rank, " of ", size_, " aborted: ", reason));
+  fail(Kind::kAborted, concat("rank ", rank, " of ", size_, " aborted: ", reason));
 }
 
 // The first failure stays. Nobody will touch the waiting ranks' tensors any more.
@@ -222,6 +222,7 @@ void ThreadHub::throw_if_failed() const {
 void ThreadHub::throw_failure() const {
   if (failure_->kind == Kind::kTimeout) throw TimeoutError(failure_->message);
   if (failure_->kind == Kind::kMismatch) throw MismatchError(failure_->message);
+  if (failure_->kind == Kind::kAborted) throw TransportError(failure_->message);
   throw Error(failure_->message);
 }
 

@@ -47,7 +47,7 @@ class ThreadHub final {
     bool done;
   };
 
-  enum class Kind { kError, kTimeout, kMismatch };
+  enum class Kind { kError, kAborted, kTimeout, kMismatch };
   struct Failure {
     Kind kind;
     std::string message;

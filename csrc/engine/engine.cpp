@@ -196,6 +196,17 @@ void Engine::wait() {
   if (state.marked == state.slot_states.size()) state.open = false;
 }
 
+void Engine::fail(const std::string& reason, bool timed_out) {
+  State& state = *state_;
+  std::unique_lock lock(state.mutex);
+  const std::string message = concat(state.whoami(), ": ", reason);
+  lock.unlock();
+  state.fail(timed_out ? std::make_exception_ptr(TimeoutError(message))
+                       : std::make_exception_ptr(TransportError(message)));
+  lock.lock();
+  state.rethrow(lock);
+}
+
 void Engine::abort(const std::string& reason) noexcept {
   state_->fail(std::make_exception_ptr(Error(reason)));
 }

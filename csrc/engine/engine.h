@@ -110,6 +110,10 @@ class Engine {
   // failure as soon as it is published, or TimeoutError at the deadline.
   void wait();
 
+  // The same for what has failed beside the lanes in this round, on a communicator of the main
+  // thread's: throws the error that says where the other ranks are.
+  [[noreturn]] void fail(const std::string& reason, bool timed_out);
+
   // Ends everything: wait() and later calls throw `reason` on this and, published, on other ranks.
   void abort(const std::string& reason) noexcept;
 

@@ -43,7 +43,9 @@ struct PeriodicLane::State {
 
 Whereabouts PeriodicLane::State::whereabouts() const {
   const std::lock_guard lock(mutex);
-  return {rounds, true, running ? "averaging now and then" : "not averaging"};
+  if (gate->lane_waits()) return {rounds, false, "a training step has not ended"};
+  if (wants_to_pause) return {rounds, true, "has asked to end averaging"};
+  return {rounds, true, running ? "averaging, has not asked to end it" : "not averaging"};
 }
 
 bool PeriodicLane::State::run_round() {
@@ -149,15 +151,26 @@ bool PeriodicLane::pause(std::optional<std::chrono::milliseconds> limit) {
   {
     std::unique_lock lock(state_->mutex);
     const auto over = [&] { return !state_->running; };
-    if (!limit) {
-      state_->changed.wait(lock, over);
-    } else if (!state_->changed.wait_for(lock, *limit, over)) {
-      return false;
+    if (!state_->changed.wait_for(lock, limit.value_or(state_->options.timeout), over)) {
+      if (limit) return false;
+      const int64_t rounds = state_->rounds;
+      lock.unlock();
+      throw_not_paused(rounds);
     }
     if (state_->failure_known) return true;
   }
   check();
   return true;
+}
+
+void PeriodicLane::throw_not_paused(int64_t rounds) {
+  const PeriodicLaneOptions& options = state_->options;
+  const Group group = options.communicator->group();
+  throw TimeoutError(concat(
+      "module '", options.name, "', rank ", group.rank, " of ", group.size,
+      ": asynchronous averaging has not ended within ", options.timeout.count(),
+      " ms, because not every rank has asked for it: abort(model) must be called on all. ",
+      options.board ? options.board->survey(rounds, "round", /*everyone=*/true) : ""));
 }
 
 void PeriodicLane::enter() {
@@ -200,16 +213,18 @@ void PeriodicLane::check() {
 
 void PeriodicLane::stop() noexcept {
   if (getpid() != process_) return;
-  bool was_running = false;
+  bool was_running = false, failed = false;
   int64_t rounds = 0;
   {
     std::lock_guard lock(state_->mutex);
     if (std::exchange(state_->stopped, true)) return;
     was_running = state_->running;
+    failed = state_->failure != nullptr;
     rounds = state_->rounds;
   }
   state_->changed.notify_all();
-  if (state_->options.board) state_->options.board->leave(rounds);
+  // Who leaves after a failure is not its cause.
+  if (state_->options.board && !failed) state_->options.board->leave(rounds);
   state_->op->interrupt();
   thread_->stop();
   if (was_running) {

@@ -18,6 +18,7 @@ namespace bagua {
 struct PeriodicLaneOptions {
   std::string name;                    // of the module, for error messages
   std::chrono::milliseconds interval;  // from the end of a round to the begin of the next
+  std::chrono::milliseconds timeout;   // of a pause, until the others have asked for it too
   std::shared_ptr<CountingCommunicator> communicator;  // the op's
   std::shared_ptr<FailureBoard> board;                 // null: failures are not published
 };
@@ -46,6 +47,7 @@ class PeriodicLane {
   void ask_to_pause();
 
   // Asks, and returns true once the rounds have ended; false if they have not within `limit`.
+  // Without a limit TimeoutError after the options' timeout: says where the others are.
   bool pause(std::optional<std::chrono::milliseconds> limit = std::nullopt);
 
   bool running() const;
@@ -67,6 +69,8 @@ class PeriodicLane {
 
  private:
   struct State;
+  [[noreturn]] void throw_not_paused(int64_t rounds);
+
   int process_;  // pid: after fork nothing is joined or closed
   std::shared_ptr<WeightGate> gate_;
   std::shared_ptr<State> state_;

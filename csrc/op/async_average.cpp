@@ -9,6 +9,7 @@
 
 #include "base/check.h"
 #include "comm/device_stream.h"
+#include "op/all_finite.h"
 #include "op/arithmetic_dtype.h"
 
 namespace bagua {
@@ -20,8 +21,11 @@ constexpr int64_t kPieceNumel = 65536;
 }  // namespace
 
 AsyncAverage::AsyncAverage(std::shared_ptr<Communicator> communicator,
-                           std::vector<at::Tensor> weights, std::shared_ptr<WeightGate> gate)
-    : communicator_(std::move(communicator)), gate_(std::move(gate)) {
+                           std::vector<at::Tensor> weights, std::shared_ptr<WeightGate> gate,
+                           std::shared_ptr<NonFiniteRounds> non_finite)
+    : communicator_(std::move(communicator)),
+      gate_(std::move(gate)),
+      non_finite_(std::move(non_finite)) {
   BAGUA_CHECK_ARG(communicator_ && gate_ && !weights.empty(),
                   "AsyncAverage needs a communicator, a gate and weights.");
   for (at::Tensor& flat : weights) {
@@ -63,6 +67,7 @@ bool AsyncAverage::run(bool wants_to_stop) {
     part.mean.copy_(part.snapshot);
     communicator_->all_reduce(part.mean, ReduceOp::kAvg);
   }
+  count_non_finite();
   // 4.
   RECORD_FUNCTION("bagua::AsyncAverage::apply", {});
   in_the_gate(apply);
@@ -81,6 +86,13 @@ void AsyncAverage::apply(Part& part) {
     } else {
       weights.sub_(snapshot).add_(mean);
     }
+  }
+}
+
+void AsyncAverage::count_non_finite() const {
+  if (!non_finite_ || !device().is_cpu()) return;
+  for (const Part& part : parts_) {
+    if (!all_finite(part.mean)) return non_finite_->add();
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "base/weight_gate.h"
 #include "comm/communicator.h"
+#include "op/count_non_finite.h"
 #include "op/periodic_op.h"
 
 namespace bagua {
@@ -29,8 +30,10 @@ namespace bagua {
 // left them.
 class AsyncAverage final : public PeriodicOp {
  public:
+  // `non_finite` counts the averages that are not finite, of weights on the CPU; null: nobody does.
   AsyncAverage(std::shared_ptr<Communicator> communicator, std::vector<at::Tensor> weights,
-               std::shared_ptr<WeightGate> gate);
+               std::shared_ptr<WeightGate> gate,
+               std::shared_ptr<NonFiniteRounds> non_finite = nullptr);
   bool run(bool wants_to_stop) override;
   void interrupt() noexcept override { gate_->close(); }
   at::Device device() const override;
@@ -46,10 +49,12 @@ class AsyncAverage final : public PeriodicOp {
   template <typename Body>
   void in_the_gate(Body body);
   static void apply(Part& part);
+  void count_non_finite() const;
 
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<WeightGate> gate_;
   std::vector<Part> parts_;
+  std::shared_ptr<NonFiniteRounds> non_finite_;
 };
 
 }  // namespace bagua

@@ -50,6 +50,7 @@ struct CompressedAllReduce::Job {
   at::Tensor sum;      // f32, my part
   const Round& round;
   const Codec& codec;
+  Checksum checksum;
   CodecCalls calls;
 
   PartLayout layout(int part) const { return {codec, dtype, numel(part)}; }
@@ -68,8 +69,12 @@ struct CompressedAllReduce::Job {
   Frame frame(int part, const PartLayout& layout, int64_t segment) const {
     return {frame_fingerprint(codec.name(), static_cast<int>(dtype), numel(part), segment,
                               round.bucket),
-            static_cast<uint64_t>(round.step),
-            static_cast<uint64_t>(layout.payload_bytes(segment))};
+            static_cast<uint64_t>(round.step), static_cast<uint64_t>(layout.payload_bytes(segment)),
+            checksum};
+  }
+  // In front of a payload that is encoded, on CPU.
+  void write_frame_of(int part, const PartLayout& layout, int64_t segment) const {
+    write_frame(frame(part, layout, segment), bytes(send, part, layout.message(segment)));
   }
   // Of the first segment, which on a device is the only one.
   std::vector<Frame> first_frames() const {
@@ -88,11 +93,13 @@ struct CompressedAllReduce::Job {
 
 CompressedAllReduce::CompressedAllReduce(std::shared_ptr<Communicator> communicator,
                                          std::shared_ptr<const Codec> codec,
-                                         std::shared_ptr<Scratch> scratch, ReduceOp op)
+                                         std::shared_ptr<Scratch> scratch, ReduceOp op,
+                                         Checksum checksum)
     : communicator_(std::move(communicator)),
       codec_(std::move(codec)),
       scratch_(std::move(scratch)),
-      op_(op) {
+      op_(op),
+      checksum_(checksum) {
   BAGUA_CHECK_ARG(op == ReduceOp::kSum || op == ReduceOp::kAvg,
                   "CompressedAllReduce takes ReduceOp.SUM or ReduceOp.AVG.");
 }
@@ -119,6 +126,7 @@ void CompressedAllReduce::run(at::Tensor& flat, const Round& round) {
           .sum = scratch_->get(Scratch::kSum, stride, at::kFloat, device),
           .round = round,
           .codec = *codec_,
+          .checksum = checksum_,
           .calls = CodecCalls(*codec_, dtype, device, *scratch_)};
   device_frames_.check(round.bucket);
   encode_others(job);
@@ -132,17 +140,21 @@ void CompressedAllReduce::encode_others(Job& job) {
   RECORD_FUNCTION("bagua::encode", {});
   std::vector<Chunk> chunks;
   for (int part = 0; part < job.group.size; ++part) {
+    if (part == job.group.rank) continue;
     const PartLayout layout = job.layout(part);
     for (int64_t segment = 0; segment < layout.segments(); ++segment) {
-      if (job.on_cpu()) {
-        write_frame(job.frame(part, layout, segment),
-                    job.bytes(job.send, part, layout.message(segment)));
-      }
-      if (part != job.group.rank) job.append(chunks, part, layout, segment, job.send);
+      job.append(chunks, part, layout, segment, job.send);
     }
   }
-  if (!job.on_cpu()) device_frames_.write(job.send, job.region, job.first_frames());
   job.calls.encode_all(chunks);
+  if (!job.on_cpu()) return device_frames_.write(job.send, job.region, job.first_frames());
+  for (int part = 0; part < job.group.size; ++part) {
+    if (part == job.group.rank) continue;
+    const PartLayout layout = job.layout(part);
+    for (int64_t segment = 0; segment < layout.segments(); ++segment) {
+      job.write_frame_of(part, layout, segment);
+    }
+  }
 }
 
 // Step 2. Slot p of `receive` is rank p's version of my part. Receives are in order of segments, so
@@ -179,8 +191,13 @@ void CompressedAllReduce::scatter(Job& job) {
     RECORD_FUNCTION("bagua::reduce", {});
     for_pieces(job.flat.device(), own.first_piece(segment), own.end_piece(segment),
                [&](int64_t first, int64_t end) { reduce(job, first, end); });
+    if (job.on_cpu()) job.write_frame_of(rank, own, segment);
   });
   if (!job.on_cpu()) {
+    if (checksum_ == Checksum::kOn) {  // that of the result
+      device_frames_.write(job.send.narrow(0, rank * job.region, job.region), job.region,
+                           {job.frame(rank, own, 0)});
+    }
     const std::vector<Frame> expected(job.group.size, job.frame(rank, own, 0));
     device_frames_.fetch(job.receive, job.region, expected, senders);
   }
@@ -257,7 +274,7 @@ void CompressedAllReduce::gather(Job& job) {
 std::string CompressedAllReduce::describe() const {
   return concat("CompressedAllReduce(", codec_->name(), ", ",
                 op_ == ReduceOp::kAvg ? "mean" : "sum", ", ranks ", communicator_->group().size,
-                ")");
+                checksum_text(checksum_), ")");
 }
 
 }  // namespace bagua

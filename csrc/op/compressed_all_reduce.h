@@ -30,7 +30,7 @@ class CompressedAllReduce final : public BucketOp {
  public:
   CompressedAllReduce(std::shared_ptr<Communicator> communicator,
                       std::shared_ptr<const Codec> codec, std::shared_ptr<Scratch> scratch,
-                      ReduceOp op);
+                      ReduceOp op, Checksum checksum = Checksum::kOff);
   void run(at::Tensor& flat, const Round& round) override;
   std::string describe() const override;
 
@@ -45,6 +45,7 @@ class CompressedAllReduce final : public BucketOp {
   std::shared_ptr<const Codec> codec_;
   std::shared_ptr<Scratch> scratch_;
   ReduceOp op_;
+  Checksum checksum_;
   DeviceFrames device_frames_;  // unused on CPU
 };
 

@@ -64,13 +64,14 @@ struct CompressedGossip::Job {
   at::Tensor work;         // per thread: a range of differences, and products
   const Round& round;
   const Codec& codec;
+  Checksum checksum;
   CodecCalls calls;
 
   Frame frame(int64_t segment) const {
     return {frame_fingerprint(codec.name(), static_cast<int>(kWire), flat.numel(), segment,
                               round.bucket),
-            static_cast<uint64_t>(round.step),
-            static_cast<uint64_t>(layout.payload_bytes(segment))};
+            static_cast<uint64_t>(round.step), static_cast<uint64_t>(layout.payload_bytes(segment)),
+            checksum};
   }
   at::Tensor message(const at::Tensor& buffer, size_t peer, int64_t segment) const {
     return buffer.narrow(0, peer * layout.bytes() + layout.message(segment),
@@ -107,12 +108,13 @@ struct CompressedGossip::Job {
 CompressedGossip::CompressedGossip(std::shared_ptr<Communicator> communicator,
                                    std::shared_ptr<const Codec> codec,
                                    std::shared_ptr<Scratch> scratch, Replicas replicas,
-                                   MixingWeights mixing)
+                                   MixingWeights mixing, Checksum checksum)
     : communicator_(std::move(communicator)),
       codec_(std::move(codec)),
       scratch_(std::move(scratch)),
       replicas_(std::move(replicas)),
-      mixing_(mixing) {
+      mixing_(mixing),
+      checksum_(checksum) {
   BAGUA_CHECK_ARG(replicas_.own.defined(), "CompressedGossip needs three replicas.");
   const int64_t numel = replicas_.own.numel();
   for (const at::Tensor& replica : {replicas_.own, replicas_.left, replicas_.right}) {
@@ -165,6 +167,7 @@ void CompressedGossip::run(at::Tensor& flat, const Round& round) {
                                       at::kFloat, device),
                 .round = round,
                 .codec = *codec_,
+                .checksum = checksum_,
                 .calls = CodecCalls(*codec_, kWire, device, *scratch_)};
   device_frames_.check(round.bucket);
   for_pieces(device, 0, layout.pieces(),
@@ -247,7 +250,7 @@ void CompressedGossip::apply_pieces(const Job& job, int64_t first_piece, int64_t
 
 std::string CompressedGossip::describe() const {
   return concat("CompressedGossip(", codec_->name(), ", ring of ", communicator_->group().size,
-                ")");
+                checksum_text(checksum_), ")");
 }
 
 }  // namespace bagua

@@ -53,7 +53,8 @@ struct MixingWeights {
 class CompressedGossip final : public BucketOp {
  public:
   CompressedGossip(std::shared_ptr<Communicator> communicator, std::shared_ptr<const Codec> codec,
-                   std::shared_ptr<Scratch> scratch, Replicas replicas, MixingWeights mixing);
+                   std::shared_ptr<Scratch> scratch, Replicas replicas, MixingWeights mixing,
+                   Checksum checksum = Checksum::kOff);
   void run(at::Tensor& flat, const Round& round) override;
   std::string describe() const override;
 
@@ -69,6 +70,7 @@ class CompressedGossip final : public BucketOp {
   std::shared_ptr<Scratch> scratch_;
   Replicas replicas_;
   MixingWeights mixing_;
+  Checksum checksum_;
   DeviceFrames device_frames_;  // unused on CPU
 };
 

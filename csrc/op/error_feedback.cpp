@@ -1,21 +1,12 @@
 #include "op/error_feedback.h"
 
-#include <cmath>
 #include <utility>
 
-#include <ATen/ops/isfinite.h>
-#include <ATen/ops/sum.h>
-
 #include "base/check.h"
+#include "op/all_finite.h"
 #include "op/communications.h"
 
 namespace bagua {
-
-// A sum is fast, and finite unless an element is not or the sum overflows.
-bool all_finite(const at::Tensor& tensor) {
-  const double sum = at::sum(tensor, arithmetic_dtype(tensor.scalar_type())).item<double>();
-  return std::isfinite(sum) || at::isfinite(tensor).all().item<bool>();
-}
 
 ErrorFeedback::ErrorFeedback(const char* op, int64_t numel, std::shared_ptr<RoundMemory> memory,
                              std::shared_ptr<Scratch> scratch)

@@ -10,8 +10,6 @@
 
 namespace bagua {
 
-bool all_finite(const at::Tensor& tensor);
-
 // Error feedback (Karimireddy et al., ICML 2019, Algorithm 2, in units of gradients). With s the
 // round's grad_scale, g the bucket, e the error and P the number of ranks:
 //   1. corrected(): m = g / s + e;

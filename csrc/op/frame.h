@@ -9,19 +9,37 @@ namespace bagua {
 
 inline constexpr int64_t kFrameBytes = 32;
 
+// Whether frames carry a checksum of their payload; equal on all ranks.
+enum class Checksum : uint8_t { kOff, kOn };
+
 // What sender and receiver must agree on before a payload is decoded.
 struct Frame {
   uint64_t fingerprint;    // codec, dtype, sizes and bucket: see frame_fingerprint
   uint64_t step;           // number of the round
   uint64_t payload_bytes;  // bytes that follow
+  Checksum checksum = Checksum::kOff;
 };
 
 uint64_t frame_fingerprint(const std::string& codec, int dtype, int64_t part_numel, int64_t segment,
                            const std::string& bucket);
 
-void write_frame(const Frame& frame, std::byte* out);
+// In front of its payload, which is in host memory and, with Checksum::kOn, complete.
+void write_frame(const Frame& frame, std::byte* message);
 
-// Throws MismatchError naming the bucket, the peer, and what was expected and seen.
-void check_frame(const std::byte* in, const Frame& expected, int peer, const std::string& bucket);
+// Throws MismatchError naming the bucket, the peer, and what was expected and seen. `message` is a
+// frame and, with Checksum::kOn, its payload, both in host memory.
+void check_frame(const std::byte* message, const Frame& expected, int peer,
+                 const std::string& bucket);
+
+// The same where the payload is elsewhere. `checksum`: its payload_checksum(); not looked at
+// without Checksum::kOn.
+void write_frame(const Frame& frame, uint64_t checksum, std::byte* out);
+void check_frame(const std::byte* in, const Frame& expected, uint64_t checksum, int peer,
+                 const std::string& bucket);
+
+// For describe(), behind what else is said.
+inline const char* checksum_text(Checksum checksum) {
+  return checksum == Checksum::kOn ? ", checksum" : "";
+}
 
 }  // namespace bagua

@@ -11,8 +11,9 @@
 
 #include "base/check.h"
 #include "base/mixed_bits.h"
+#include "op/all_finite.h"
+#include "op/arithmetic_dtype.h"
 #include "op/communications.h"
-#include "op/error_feedback.h"
 #include "op/low_rank_products.h"
 
 namespace bagua {

@@ -8,6 +8,7 @@
 
 #include "base/check.h"
 #include "codec/random_order.h"
+#include "op/all_finite.h"
 
 namespace bagua {
 

@@ -25,17 +25,22 @@ class Sparse final : public BucketOp {
  public:
   // `numel`: elements of the bucket; 1 <= k <= numel (0 if it is empty).
   Sparse(std::shared_ptr<Communicator> communicator, std::shared_ptr<Scratch> scratch,
-         int64_t numel, int64_t k, std::shared_ptr<RoundMemory> memory);
+         int64_t numel, int64_t k, std::shared_ptr<RoundMemory> memory,
+         Checksum checksum = Checksum::kOff);
   void run(at::Tensor& flat, const Round& round) override;
   std::string describe() const override;
 
  private:
   void exchange(at::Tensor& m, at::Tensor& sum, const Round& round);
+  void write_head(const Frame& frame, at::Tensor& message) const;
+  void check_heads(const Frame& frame, const at::Tensor& rows, const Round& round) const;
+  uint64_t checksum_of(const at::Tensor& message) const;
 
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<Scratch> scratch_;
   int64_t k_;
   ErrorFeedback feedback_;
+  Checksum checksum_;
 };
 
 }  // namespace bagua

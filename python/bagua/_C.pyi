@@ -4,7 +4,7 @@ Longer than other files may be: an extension module has one stub.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.distributed_c10d import Backend, Store
@@ -33,6 +33,7 @@ class Codec:
 
 def make_codec(name: str, device_type: str = "cpu") -> Codec: ...
 def has_cuda_codecs() -> bool: ...
+def payload_checksum(payload: torch.Tensor) -> int: ...
 def codec_names() -> list[str]: ...
 def describe_codec(name: str) -> str: ...
 
@@ -138,6 +139,16 @@ class BucketOp:
 class RoundOutcome:
     def __init__(self) -> None: ...
 
+class NonFiniteRounds:
+    def __init__(self) -> None: ...
+    @property
+    def count(self) -> int: ...
+
+class CountNonFinite(BucketOp):
+    def __init__(
+        self, inner: BucketOp, rounds: NonFiniteRounds, result: torch.Tensor | None = None
+    ) -> None: ...
+
 class RoundMemory:
     def __init__(self, initial: list[torch.Tensor], outcome: RoundOutcome) -> None: ...
     def value(self, i: int) -> torch.Tensor: ...
@@ -150,7 +161,13 @@ class AllReduce(BucketOp):
 
 class CompressedAllReduce(BucketOp):
     def __init__(
-        self, communicator: Communicator, codec: Codec, scratch: Scratch, op: ReduceOp
+        self,
+        communicator: Communicator,
+        codec: Codec,
+        scratch: Scratch,
+        op: ReduceOp,
+        *,
+        checksum: bool = False,
     ) -> None: ...
 
 class Hierarchical(BucketOp):
@@ -205,6 +222,7 @@ class LowRank(BucketOp):
         memory: RoundMemory,
     ) -> None: ...
 
+def checksum_on_device(payload: torch.Tensor) -> int: ...
 def orthonormalise(batch: torch.Tensor) -> torch.Tensor: ...
 
 class CompressedGossip(BucketOp):
@@ -218,11 +236,20 @@ class CompressedGossip(BucketOp):
         right_peer_weight: torch.Tensor,
         mix_left: float,
         mix_right: float,
+        *,
+        checksum: bool = False,
     ) -> None: ...
 
 class Sparse(BucketOp):
     def __init__(
-        self, communicator: Communicator, scratch: Scratch, numel: int, k: int, memory: RoundMemory
+        self,
+        communicator: Communicator,
+        scratch: Scratch,
+        numel: int,
+        k: int,
+        memory: RoundMemory,
+        *,
+        checksum: bool = False,
     ) -> None: ...
 
 class RandomSparse(BucketOp):
@@ -313,6 +340,7 @@ class Engine:
     def marked(self, slot: int) -> bool: ...
     def exchange_used(self, used: list[int]) -> None: ...
     def wait(self) -> None: ...
+    def fail(self, reason: str, timed_out: bool) -> NoReturn: ...
     def abort(self, reason: str) -> None: ...
     def stop(self) -> None: ...
     @property
@@ -333,7 +361,9 @@ class PeriodicLane:
         *,
         name: str,
         interval_s: float,
+        timeout_s: float,
         board: FailureBoard | None = None,
+        non_finite: NonFiniteRounds | None = None,
     ) -> None: ...
     def resume(self) -> None: ...
     def ask_to_pause(self) -> None: ...

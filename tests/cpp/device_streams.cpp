@@ -1,6 +1,5 @@
 // Runs the engine and its ops on tensors of a fake device, finds work that no event orders, and
-// compares the results with those of the CPU. Built and run by tests/single/test_device_streams.py,
-// as a library next to bagua's extension.
+// compares the results with the CPU's. A library that tests/single/test_device_streams.py runs.
 #include <functional>
 #include <iostream>
 #include <memory>
@@ -85,9 +84,10 @@ std::vector<Subject> subjects() {
       [](at::Device) { return std::make_shared<AllReduce>(loopback(), ReduceOp::kAvg); });
   for (const std::string& name : codec_names()) {
     for (const at::ScalarType dtype : {at::kFloat, at::kHalf, at::kDouble}) {
-      add(name + " " + c10::toString(dtype), dtype, 0, [name](at::Device device) {
+      add(name + " " + c10::toString(dtype), dtype, 0, [name, dtype](at::Device device) {
         return std::make_shared<CompressedAllReduce>(loopback(), codec_on(device, name),
-                                                     std::make_shared<Scratch>(), ReduceOp::kAvg);
+                                                     std::make_shared<Scratch>(), ReduceOp::kAvg,
+                                                     static_cast<Checksum>(dtype == at::kHalf));
       });
     }
     add("gossip of " + name, at::kFloat, 0, [name](at::Device device) {
@@ -95,7 +95,7 @@ std::vector<Subject> subjects() {
                               zeros_on(device, kNumel)};
       return std::make_shared<CompressedGossip>(loopback(), codec_on(device, name),
                                                 std::make_shared<Scratch>(), replicas,
-                                                MixingWeights{1.0 / 3, 1.0 / 3});
+                                                MixingWeights{1.0 / 3, 1.0 / 3}, Checksum::kOn);
     });
   }
   add("average weights", at::kFloat, 0, [=](at::Device device) {
@@ -112,7 +112,7 @@ std::vector<Subject> subjects() {
   });
   add("sparse", at::kFloat, 0, [=](at::Device device) {
     return std::make_shared<Sparse>(loopback(), std::make_shared<Scratch>(), kNumel, 500,
-                                    memory({zeros_on(device, kNumel), counter()}));
+                                    memory({zeros_on(device, kNumel), counter()}), Checksum::kOn);
   });
   return all;
 }

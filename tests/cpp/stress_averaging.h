@@ -16,6 +16,7 @@ inline std::unique_ptr<PeriodicLane> make_lane(const World& world, int rank,
       std::move(op), std::move(gate),
       PeriodicLaneOptions{.name = "stress",
                           .interval = milliseconds(rank % 2),
+                          .timeout = milliseconds(20000),
                           .communicator = std::move(communicator),
                           .board = std::make_shared<FailureBoard>(world.store, rank, world.ranks)});
 }

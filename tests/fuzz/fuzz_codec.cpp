@@ -134,6 +134,7 @@ std::vector<Bytes> payloads(bool decoded) {
 
 constexpr int64_t kMostElements = int64_t{1} << 32;
 constexpr int64_t kMostIndices = 2000;
+constexpr int kFuzzedPayload = 96;
 
 // Any bytes are k ascending indices below n, or an Error; what is read is written back the same.
 void indices(Input input) {
@@ -173,29 +174,49 @@ std::vector<Bytes> index_messages() {
   return result;
 }
 
-// A frame passes exactly if it is the expected one.
+uint32_t read_word(const std::byte* bytes) {
+  uint32_t word;
+  std::memcpy(&word, bytes, sizeof word);
+  return word;
+}
+
+// A frame passes exactly if it is the expected one; with a checksum, not behind another word.
 void frame(Input input) {
-  const Frame expected{input.take<uint64_t>(), input.take<uint64_t>(), input.take<uint64_t>()};
-  const auto in = exactly<std::byte>(kFrameBytes), wanted = exactly<std::byte>(kFrameBytes);
-  input.take_into(in.get(), kFrameBytes);
+  Frame expected{input.take<uint64_t>(), input.take<uint64_t>(), kFuzzedPayload};
+  expected.checksum = static_cast<Checksum>(input.take<uint8_t>() % 2);
+  constexpr int64_t kBytes = kFrameBytes + kFuzzedPayload;
+  const auto in = exactly<std::byte>(kBytes), wanted = exactly<std::byte>(kBytes);
+  input.take_into(in.get(), kBytes);
+  std::memcpy(wanted.get(), in.get(), kBytes);
   write_frame(expected, wanted.get());
-  bool passed = true;
-  try {
-    check_frame(in.get(), expected, 3, "bucket");
-  } catch (const MismatchError& error) {
-    passed = false;
-    FUZZ_REQUIRE(std::string(error.what()).find("from rank 3") != std::string::npos);
-  }
+  const auto passes = [&] {
+    try {
+      check_frame(in.get(), expected, 3, "bucket");
+    } catch (const MismatchError& error) {
+      FUZZ_REQUIRE(std::string(error.what()).find("from rank 3") != std::string::npos);
+      return false;
+    }
+    return true;
+  };
+  const bool passed = passes();
   FUZZ_REQUIRE(passed == (std::memcmp(in.get(), wanted.get(), kFrameBytes) == 0));
+  if (!passed || expected.checksum == Checksum::kOff) return;
+  std::byte* word = in.get() + kFrameBytes + 4 * input.up_to(kFuzzedPayload / 4 - 1);
+  const uint32_t before = read_word(word), after = input.take<uint32_t>();
+  std::memcpy(word, &after, sizeof after);
+  FUZZ_REQUIRE(passes() == (before == after));
 }
 
 std::vector<Bytes> frames() {
   std::vector<Bytes> result;
   for (const uint64_t step : {0ull, 1ull, ~0ull}) {
-    const Frame expected{frame_fingerprint("block_uint8", 0, 128, 0, "bucket"), step, 4096};
-    std::byte bytes[kFrameBytes];
-    write_frame(expected, bytes);
-    result.push_back(Example().put(expected).put(bytes));
+    for (const Checksum checksum : {Checksum::kOff, Checksum::kOn}) {
+      const uint64_t fingerprint = frame_fingerprint("block_uint8", 0, 128, 0, "bucket");
+      std::byte bytes[kFrameBytes + kFuzzedPayload];
+      for (int i = 0; i < kFuzzedPayload; ++i) bytes[kFrameBytes + i] = std::byte(i * 37);
+      write_frame({fingerprint, step, kFuzzedPayload, checksum}, bytes);
+      result.push_back(Example().put(fingerprint).put(step).put(checksum).put(bytes));
+    }
   }
   return result;
 }

@@ -176,8 +176,9 @@ std::vector<Bytes> boards() {
   return result;
 }
 
-// Runs an op on messages that arrive changed: it ends, or says that a payload does not match.
-void run(BucketOp& op, int64_t numel) {
+// Runs an op on messages that arrive changed: it ends, which with a checksum it may not, or says
+// that a payload does not match.
+void run(BucketOp& op, int64_t numel, const HostileCommunicator& communicator, Checksum checksum) {
   at::Tensor flat = at::zeros({numel}, at::kFloat);
   for (int64_t i = 0; i < numel; ++i) flat.data_ptr<float>()[i] = static_cast<float>(i % 97) - 48;
   try {
@@ -185,33 +186,37 @@ void run(BucketOp& op, int64_t numel) {
   } catch (const MismatchError&) {
     return;
   }
+  FUZZ_REQUIRE(checksum == Checksum::kOff || !communicator.changed());
 }
 
 void compressed_op(Input input) {
   static const std::vector<std::string> names = codec_names();
   const bool gossip = input.take<uint8_t>() % 2;
   const int size = 2 + input.take<uint8_t>() % 3;
+  const auto checksum = static_cast<Checksum>(input.take<uint8_t>() % 2);
   const int64_t numel = input.up_to(kMostNumel);
   const auto codec = make_codec(names[input.take<uint8_t>() % names.size()]);
   const auto communicator = std::make_shared<HostileCommunicator>(Group{1, size}, input);
   const auto scratch = std::make_shared<Scratch>();
   if (!gossip) {
-    CompressedAllReduce op(communicator, codec, scratch, ReduceOp::kAvg);
-    return run(op, numel);
+    CompressedAllReduce op(communicator, codec, scratch, ReduceOp::kAvg, checksum);
+    return run(op, numel, *communicator, checksum);
   }
   const auto replica = [&] { return at::zeros({numel}, at::kFloat); };
-  CompressedGossip op(communicator, codec, scratch, {replica(), replica(), replica()}, {0.3, 0.3});
-  run(op, numel);
+  CompressedGossip op(communicator, codec, scratch, {replica(), replica(), replica()}, {0.3, 0.3},
+                      checksum);
+  run(op, numel, *communicator, checksum);
 }
 
 void sparse_op(Input input) {
   const int64_t numel = 1 + input.up_to(kMostNumel), k = 1 + input.up_to(numel - 1);
+  const auto checksum = static_cast<Checksum>(input.take<uint8_t>() % 2);
   const auto communicator = std::make_shared<HostileCommunicator>(Group{1, 3}, input);
   const std::vector<at::Tensor> nothing_owed{at::zeros({numel}, at::kFloat),
                                              at::zeros({}, at::kLong)};
   const auto memory = std::make_shared<RoundMemory>(nothing_owed, std::make_shared<RoundOutcome>());
-  Sparse op(communicator, std::make_shared<Scratch>(), numel, k, memory);
-  run(op, numel);
+  Sparse op(communicator, std::make_shared<Scratch>(), numel, k, memory, checksum);
+  run(op, numel, *communicator, checksum);
 }
 
 std::vector<Bytes> compressed_ops() {
@@ -219,12 +224,14 @@ std::vector<Bytes> compressed_ops() {
   for (const uint8_t gossip : {0, 1}) {
     for (const uint8_t codec : {0, 1, 2, 3}) {
       for (const int64_t numel : {2, 96, 1500, 3000}) {
-        Example example;
-        example.put(gossip).put(uint8_t{0}).up_to(numel).put(codec);
-        for (int message = 0; message < 2; ++message) {
-          example.put(uint8_t{1}).up_to(40).put(uint8_t{0xff});
+        for (const uint8_t checksum : {0, 1}) {
+          Example example;
+          example.put(gossip).put(uint8_t{0}).put(checksum).up_to(numel).put(codec);
+          for (int message = 0; message < 2; ++message) {
+            example.put(uint8_t{1}).up_to(40).put(uint8_t{0xff});
+          }
+          result.push_back(example);
         }
-        result.push_back(example);
       }
     }
   }
@@ -232,15 +239,20 @@ std::vector<Bytes> compressed_ops() {
 }
 
 std::vector<Bytes> sparse_ops() {
-  return {Example()
-              .up_to(999)
-              .up_to(9)
-              .put(uint8_t{2})
-              .up_to(40)
-              .put(uint8_t{1})
-              .up_to(200)
-              .put(uint8_t{1}),
-          Example().up_to(999).up_to(399).put(uint8_t{0})};
+  std::vector<Bytes> result;
+  for (const uint8_t checksum : {0, 1}) {
+    result.push_back(Example()
+                         .up_to(999)
+                         .up_to(9)
+                         .put(checksum)
+                         .put(uint8_t{2})
+                         .up_to(40)
+                         .put(uint8_t{1})
+                         .up_to(200)
+                         .put(uint8_t{1}));
+    result.push_back(Example().up_to(999).up_to(399).put(checksum).put(uint8_t{0}));
+  }
+  return result;
 }
 
 constexpr Target kTargets[] = {

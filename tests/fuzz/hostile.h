@@ -90,11 +90,19 @@ class HostileCommunicator final : public Communicator {
   }
   void abort(const std::string&) noexcept override {}
 
+  // Whether anything has arrived otherwise than it was sent.
+  bool changed() const { return changed_; }
+
  private:
   void spoil(at::Tensor& tensor) {
     auto* bytes = static_cast<uint8_t*>(tensor.data_ptr());
     const auto size = static_cast<int64_t>(tensor.nbytes());
     if (size == 0) return;
+    const Bytes before(bytes, bytes + size);
+    spoil(bytes, size);
+    changed_ = changed_ || std::memcmp(before.data(), bytes, size) != 0;
+  }
+  void spoil(uint8_t* bytes, int64_t size) {
     const uint8_t what = input_.take<uint8_t>();
     if (what == 0xff) return input_.take_into(bytes, size);
     for (int change = what % 4; change > 0; --change) {
@@ -104,6 +112,7 @@ class HostileCommunicator final : public Communicator {
   }
 
   Input input_;
+  bool changed_ = false;
 };
 
 }  // namespace bagua::fuzz

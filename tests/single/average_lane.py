@@ -5,10 +5,12 @@ import time
 from bagua import _C
 
 
-def make_lane(comm, weights, interval_s=0.001):
+def make_lane(comm, weights, interval_s=0.001, timeout_s=20.0, board=None):
     weights = weights if isinstance(weights, list) else [weights]
     counting = _C.CountingCommunicator(comm)
-    return _C.PeriodicLane(counting, weights, name="net", interval_s=interval_s)
+    return _C.PeriodicLane(
+        counting, weights, name="net", interval_s=interval_s, timeout_s=timeout_s, board=board
+    )
 
 
 def averages(lane):

@@ -1,10 +1,12 @@
 """The periodic lane and its gate on thread ranks: who goes first, and how it ends."""
 
+import re
 import threading
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from bagua import _C
 from single.average_lane import averages, make_lane, wait_until
 from single.thread_ranks import run_thread_ranks
@@ -220,3 +222,45 @@ def test_stats_count_averages_bytes_and_waiting():
 def test_what_cannot_be_averaged_is_refused(weights, interval_s, words):
     with pytest.raises(ValueError, match=words):
         make_lane(_C.ThreadCommunicator(_C.ThreadHub(1, 5.0), 0), weights, interval_s)
+
+
+def test_a_pause_that_others_have_not_asked_for_ends_at_the_timeout_and_says_who():
+    store, through = dist.HashStore(), threading.Barrier(2)
+
+    def run(comm):
+        board = _C.FailureBoard(store, comm.rank, comm.size)
+        lane = make_lane(comm, torch.zeros(10), timeout_s=1.0, board=board)
+        lane.resume()
+        wait_until(lambda: averages(lane) > 0, "an average")
+        error, start = None, time.monotonic()
+        if comm.rank == 0:
+            with pytest.raises(_C.BaguaTimeoutError) as caught:
+                lane.pause()
+            error = str(caught.value)
+        seconds = time.monotonic() - start
+        through.wait(20.0)
+        lane.pause()  # now all have
+        return error, seconds
+
+    (error, seconds), _ = run_thread_ranks(2, run)
+    assert "rank 0 of 2: asynchronous averaging has not ended within 1000 ms" in error
+    assert "abort(model) must be called on all" in error
+    assert re.search(r"rank 1 is .*: averaging, has not asked to end it", error)
+    assert seconds < 5.0
+
+
+def test_who_leaves_because_it_failed_is_not_the_one_that_left():
+    store = dist.HashStore()
+
+    def run(comm):
+        board = _C.FailureBoard(store, comm.rank, comm.size)
+        lane = make_lane(comm, torch.zeros(10), board=board)
+        lane.resume()
+        wait_until(lambda: averages(lane) > 0, "an average")
+        if comm.rank == 0:
+            comm.abort("cut off")
+        wait_until(lambda: not lane.running, "the failure")
+        lane.stop()
+        return board.poll_left(10**6)
+
+    assert run_thread_ranks(2, run) == [None, None]

@@ -38,17 +38,23 @@ class AveragingPlan:
         self._name = ddp.bagua_module_name
         operations = [_only_operation(bucket) for bucket in self._buckets]
         transport = ddp.process_group.transport
-        transport.agree("their buckets", _plan.describe(self._buckets))
         device_type = self._buckets[0].backend_tensor.device.type
-        communicator = transport.connect(f"{wrap}/average", device_type)
+        with transport.meeting(f"connecting module '{self._name}'"):
+            transport.agree("their buckets", _plan.describe(self._buckets))
+            communicator = transport.connect(f"{wrap}/average", device_type)
         self.communicators = [("average", communicator)]
+        rounds = _C.NonFiniteRounds()
         self.lane = _C.PeriodicLane(
             communicator,
             [bucket.backend_tensor for bucket in self._buckets],
             name=self._name,
             interval_s=min(op.sync_interval_ms for op in operations) / 1000,
+            timeout_s=transport.timeout.total_seconds(),
             board=transport.board(wrap),
+            non_finite=rounds,
         )
+        (bucket,) = self.lane.stats()["buckets"]
+        self.non_finite = {bucket["name"]: rounds} if device_type == "cpu" else {}
         self._operations = operations
         for op in operations:
             op.lane = self.lane
@@ -140,9 +146,6 @@ class AveragingPlan:
         """
         self._before_forward(training=True)
         return False
-
-    def await_agreement(self) -> None:
-        """Ranks agreed on their buckets once; averages are of what they hold."""
 
     def watch(self, outputs: list[torch.Tensor]) -> None:
         """Backward ends nothing here."""

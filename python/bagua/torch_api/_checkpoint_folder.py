@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from bagua import _C
 from bagua.torch_api import _checkpoint_file
 from bagua.torch_api._checkpoint_file import DamagedFile
@@ -162,7 +160,4 @@ def refused_text(refused: dict[Path, str]) -> str:
 
 
 def _minimum(transport: Transport, *numbers: int) -> list[int]:
-    values = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    if transport.size > 1:
-        transport.main_communicator("cpu").all_reduce(values, _C.ReduceOp.MIN)
-    return [int(value) for value in values]
+    return transport.reduce_numbers("choosing a checkpoint", _C.ReduceOp.MIN, *numbers)

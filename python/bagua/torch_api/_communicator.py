@@ -130,11 +130,13 @@ class Communicator:
 
     def _connect(self, name: str, device_type: str) -> Any:
         over_gloo = device_type == "cpu" or (device_type == "cuda" and cuda_transport() == "gloo")
-        backend = self._transport.backend(
-            f"eager/{self._name}/{device_type}",
-            "cpu" if over_gloo else device_type,
-            self._members,
-        )
+        purpose = f"eager/{self._name}/{device_type}"
+        try:
+            backend = self._transport.backend(
+                purpose, "cpu" if over_gloo else device_type, self._members
+            )
+        except _C.BaguaError as error:
+            raise _C.BaguaError(f"{name}: {error}{self._others(str(error))}") from error
         if over_gloo:
             # A member that only sends could be through, and gone, before another has connected to
             # it, which then would fail.

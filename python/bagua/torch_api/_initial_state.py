@@ -54,9 +54,10 @@ def broadcast_state(
     source: int = 0,
 ) -> None:
     """Overwrite ``tensors`` and the optimizers' state with those of rank ``source``."""
-    broadcast_tensors(tensors, transport, source)
-    for optimizer in optimizers:
-        broadcast_optimizer(optimizer, transport, source)
+    with transport.meeting(f"giving rank {source}'s state to all ranks"):
+        broadcast_tensors(tensors, transport, source)
+        for optimizer in optimizers:
+            broadcast_optimizer(optimizer, transport, source)
 
 
 def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bagua import _C
+from bagua.torch_api import env
 from bagua.torch_api._bucket_ops import (
     AsynchronousOp,
     BucketOp,
@@ -125,7 +126,9 @@ class LaneBuilder:
             left, right = mixing_weights(sizes, members.rank)
             codec = _C.make_codec(spec.codec, self.device_type)
             replicas = (spec.weight, spec.left_peer_weight, spec.right_peer_weight)
-            return _C.CompressedGossip(members, codec, self.scratch, *replicas, left, right)
+            return _C.CompressedGossip(
+                members, codec, self.scratch, *replicas, left, right, checksum=env.get_checksum()
+            )
 
         return self._with_sizes((spec.group or default).transport, spec.hierarchical, on_ring)
 
@@ -164,7 +167,9 @@ class LaneBuilder:
         if spec.codec is None:
             return _C.AllReduce(communicator, reduce)
         codec = _C.make_codec(spec.codec, self.device_type)
-        return _C.CompressedAllReduce(communicator, codec, self.scratch, reduce)
+        return _C.CompressedAllReduce(
+            communicator, codec, self.scratch, reduce, checksum=env.get_checksum()
+        )
 
 
 def comm_hook_op(spec: CommHookOp, buckets: Sequence[BaguaBucket], index: int) -> _C.CommHookOp:

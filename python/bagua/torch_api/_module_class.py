@@ -93,7 +93,9 @@ class BaguaModule:
               ``wire_ns`` inside communicators, ``encode_ns`` in operations but not on the wire
               (encoding, decoding, adding, copying), ``busy_ns`` the sum of the two; ``waiting_ns``
               from the last of its tensors being ready to the start of its operations;
-              ``hidden_ns``, the part of ``busy_ns`` in which the caller was not blocked.
+              ``hidden_ns``, the part of ``busy_ns`` in which the caller was not blocked;
+              ``nonfinite_rounds``, after how many of them the result held NaN or infinity (None on
+              CUDA, where nobody looks).
             - ``total``: sums over the buckets. Lanes run at the same time, so times in it may
               exceed the time that has passed.
             - ``busy_ns``, ``hidden_ns``: wall-clock time in which at least one lane was busy, and

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from bagua import _C
 from bagua.torch_api import env
-from bagua.torch_api._bucket_ops import BucketOp, CentralizedOp, CommHookOp
+from bagua.torch_api._bucket_ops import BucketOp, CentralizedOp, CommHookOp, DecentralizedOp
 from bagua.torch_api._lane_builder import (
     LaneBuilder,
     between_nodes_only,
@@ -32,11 +32,13 @@ class Plan:
     """An engine, where each tensor of each bucket is in it, and what its lanes send through.
 
     ``communicators``: (purpose, communicator) of every lane; purposes are those of LaneBuilder.
+    ``non_finite``: by bucket, what counts its rounds with NaN or infinity; none on CUDA.
     """
 
     engine: _C.Engine
     slots: dict[str, int]
     communicators: list[tuple[str, _C.CountingCommunicator]]
+    non_finite: dict[str, _C.NonFiniteRounds]
 
 
 def describe(buckets: Sequence[BaguaBucket]) -> list[str]:
@@ -92,6 +94,20 @@ def _number_of_lanes(buckets: Sequence[BaguaBucket]) -> int:
     return 1 if hooked else min(lanes, max(1, len(buckets)))
 
 
+def _counted(
+    bucket: BaguaBucket, specs: Sequence[BucketOp], ops: list[_C.BucketOp]
+) -> tuple[list[_C.BucketOp], _C.NonFiniteRounds | None]:
+    """``ops``, the last of which is watched, and the counter; None on devices, where a look would
+    mean to wait."""
+    if bucket.backend_tensor.device.type != "cpu":
+        return ops, None
+    rounds = _C.NonFiniteRounds()
+    if not ops:
+        return ops, rounds
+    result = specs[-1].peer_weight if isinstance(specs[-1], DecentralizedOp) else None
+    return [*ops[:-1], _C.CountNonFinite(ops[-1], rounds, result)], rounds
+
+
 def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, wrap: str) -> Plan:
     """Build the engine of a module.
 
@@ -99,7 +115,13 @@ def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, w
 
     Raises:
         BaguaMismatchError: the ranks' buckets differ; lists the first difference.
+        BaguaError: a rank did not come, or was lost.
     """
+    with group.transport.meeting(f"connecting module '{name}'"):
+        return _build(buckets, group, name, wrap)
+
+
+def _build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, wrap: str) -> Plan:
     transport = group.transport
     description = describe(buckets)
     transport.agree("their buckets", description)
@@ -111,6 +133,7 @@ def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, w
     ]
     native: list[list[_C.Bucket]] = [[] for _ in range(count)]
     order: list[list[str]] = [[] for _ in range(count)]
+    non_finite: dict[str, _C.NonFiniteRounds] = {}
     for i, bucket in enumerate(buckets):
         builder = builders[i % count]
         slots = bucket.slots()
@@ -121,6 +144,9 @@ def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, w
             else builder.op(spec, group)
             for spec in specs
         ]
+        ops, rounds = _counted(bucket, specs, ops)
+        if rounds is not None:
+            non_finite[bucket.name] = rounds
         native[i % count].append(
             _C.Bucket(bucket.name, bucket.backend_tensor, slots, ops, adopt_scale)
         )
@@ -143,7 +169,8 @@ def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, w
         for builder in builders
         for (_, purpose), communicator in builder.communicators.items()
     ]
-    return Plan(engine, {slot: i for i, slot in enumerate(names)}, communicators)
+    slot_numbers = {slot: i for i, slot in enumerate(names)}
+    return Plan(engine, slot_numbers, communicators, non_finite)
 
 
 def log_plan(

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
+from bagua import _C
 from bagua.torch_api._incarnation import OWN_RENDEZVOUS
+from bagua.torch_api._transport import Transport
 
-__all__ = ["rendezvous"]
+__all__ = ["make_torch_group", "rendezvous"]
 
 _log = logging.getLogger("bagua")
 
@@ -61,3 +63,22 @@ def rendezvous(
         torch_rendezvous(OWN_RENDEZVOUS, timeout=timeout or c10d.default_pg_timeout)
     )
     return rank, world_size, found
+
+
+def make_torch_group(
+    backend: str, store: c10d.Store, rank: int, world_size: int, timeout: timedelta | None
+) -> None:
+    """torch's default group, over keys that nobody else uses.
+
+    Raises:
+        BaguaError: it could not be made; says where the other ranks are.
+    """
+    everyone = list(range(world_size))
+    transport = Transport(store, rank, everyone, timeout or c10d.default_pg_timeout)
+    with transport.meeting("init_process_group"):
+        try:
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+            )
+        except RuntimeError as error:
+            raise _C.BaguaError(f"the ranks could not connect to each other: {error}") from error

@@ -42,6 +42,7 @@ class RunningPlan:
     def __init__(self, ddp: PlanOwner, plan: _plan.Plan) -> None:
         self.engine = plan.engine
         self.communicators = plan.communicators
+        self.non_finite = plan.non_finite
         self._buckets = ddp.bagua_buckets
         self._slots = plan.slots
         self._places = {
@@ -108,6 +109,20 @@ class RunningPlan:
     def await_agreement(self) -> None:
         """Block until the ranks agree on the open round."""
         self.engine.await_agreement()
+
+    @contextmanager
+    def part_of_the_round(self) -> Iterator[None]:
+        """What the main thread sends inside belongs to the open round, and fails with it.
+
+        Raises:
+            BaguaError: says where the other ranks are.
+        """
+        try:
+            yield
+        except _C.BaguaMismatchError:
+            raise
+        except _C.BaguaError as error:
+            self.engine.fail(str(error), isinstance(error, _C.BaguaTimeoutError))
 
     def watch(self, outputs: list[torch.Tensor]) -> None:
         """After that forward: the backward through ``outputs`` ends the round."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +18,16 @@ from bagua.torch_api._transport import Transport
 from bagua.torch_api._weights_check import WeightsCheck
 
 __all__ = ["SharedState", "UnevenInputs"]
+
+
+class RoundOwner(Protocol):
+    """What has opened the round: the plan at work."""
+
+    def await_agreement(self) -> None:
+        """Block until all ranks are in it."""
+
+    def part_of_the_round(self) -> AbstractContextManager[None]:
+        """What fails inside fails the round."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,7 @@ class SharedState:
             f"bagua {__version__}",
             *(f"{name}{value}" for name, value in arguments.items()),
             f"BAGUA_CHECK_WEIGHTS_EVERY={env.get_check_weights_every()}",
+            f"BAGUA_CHECKSUM={int(env.get_checksum())}",
             *self._snapshot.describe(module),
         ]
 
@@ -81,7 +93,7 @@ class SharedState:
     def before_round(
         self,
         module: torch.nn.Module,
-        await_agreement: Callable[[], None],
+        plan: RoundOwner,
         inputs: UnevenInputs,
         step: int,
     ) -> None:
@@ -94,12 +106,12 @@ class SharedState:
             return
         buffers = self._snapshot.buffers(module) if self._with_buffers else []
         if buffers:
-            await_agreement()
-            with self.traffic.counted("buffers"):
+            plan.await_agreement()
+            with self.traffic.counted("buffers"), plan.part_of_the_round():
                 broadcast_tensors(buffers, self._transport, inputs.source)
         # Ranks without inputs make no optimizer steps: their weights are not the others'.
         if inputs.complete and self._check.due():
-            await_agreement()
+            plan.await_agreement()
             named = self._snapshot.equal_everywhere(module, self._with_buffers)
-            with self.traffic.counted("check"):
+            with self.traffic.counted("check"), plan.part_of_the_round():
                 self._check.compare(named, step)

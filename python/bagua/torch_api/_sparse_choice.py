@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from bagua import _C
+from bagua.torch_api import env
 
 __all__ = ["check_ratio", "number_sent", "sparse_mean"]
 
@@ -47,4 +48,4 @@ def sparse_mean(
         return _C.SettledAllReduce(members, scratch, numel, memory)
     if random_sparse:
         return _C.RandomSparse(members, scratch, numel, k, seed, memory)
-    return _C.Sparse(members, scratch, numel, k, memory)
+    return _C.Sparse(members, scratch, numel, k, memory, checksum=env.get_checksum())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from bagua import _C
 from bagua.torch_api._transport import Transport
@@ -40,20 +40,33 @@ class MainThreadTraffic:
             _add(self.by_purpose, purpose, {key: after[key] - before[key] for key in _TRAFFIC})
 
 
-def statistics(
-    engine: dict[str, Any] | None,
-    communicators: Iterable[tuple[str, _C.CountingCommunicator]],
-    main: MainThreadTraffic,
-) -> dict[str, Any]:
-    """See ``BaguaModule.bagua_stats``.
+class Running(Protocol):
+    """The engine or periodic lane of a module.
 
-    Args:
-        engine: of the C++ engine or periodic lane; None while there are no buckets.
+    Attributes:
         communicators: (purpose, communicator) of its lanes.
+        non_finite: by bucket, of those where it is counted.
     """
-    stats = _NOTHING if engine is None else engine
+
+    communicators: list[tuple[str, _C.CountingCommunicator]]
+    non_finite: dict[str, _C.NonFiniteRounds]
+
+    def stats(self) -> dict[str, Any]:
+        """Of the C++ core."""
+
+
+def statistics(running: Running | None, main: MainThreadTraffic) -> dict[str, Any]:
+    """See ``BaguaModule.bagua_stats``; ``running`` is None while there are no buckets."""
+    stats = _NOTHING if running is None else running.stats()
+    communicators = [] if running is None else running.communicators
     numbers = ("bytes", *_TRAFFIC, *_TIMES)
     total = {key: sum(bucket[key] for bucket in stats["buckets"]) for key in numbers}
+    counts = []
+    for bucket in stats["buckets"]:
+        rounds = None if running is None else running.non_finite.get(bucket["name"])
+        bucket["nonfinite_rounds"] = None if rounds is None else rounds.count
+        counts.append(bucket["nonfinite_rounds"])
+    total["nonfinite_rounds"] = None if None in counts else sum(counts)
     by_purpose: dict[str, dict[str, int]] = {}
     for name, communicator in communicators:
         _add(by_purpose, re.sub(r"\d+$", "", name), communicator.traffic())  # node0, node1, ...

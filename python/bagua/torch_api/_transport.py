@@ -8,6 +8,8 @@ import json
 import logging
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -52,6 +54,8 @@ class Transport:
         self.timeout = timeout
         self._main: dict[str, _C.CountingCommunicator] = {}
         self._nodes: list[int] | None = None
+        self._meetings = 0
+        self._meets = False
         self._wraps = 0
 
     @property
@@ -62,6 +66,43 @@ class Transport:
         """A name for the next wrap, equal on all members."""
         self._wraps += 1
         return f"wrap{self._wraps}"
+
+    @contextmanager
+    def meeting(self, what: str) -> Iterator[None]:
+        """Inside, all members do ``what`` together; if it fails, the error says who is missing.
+
+        A meeting inside another one is part of it. Main thread only.
+
+        Raises:
+            BaguaError: the transport or the store failed inside.
+        """
+        self._meetings += not self._meets
+        board = None if self._meets else self.board(f"meeting{self._meetings}")
+        if board is None:
+            yield
+            return
+        board.beat(self._meetings, what, waits=True)
+        self._meets = True
+        try:
+            yield
+        except _C.BaguaMismatchError:
+            raise
+        except (_C.BaguaError, dist.DistError) as error:
+            board.publish(str(error), is_echo=True)
+            others = board.survey(self._meetings, unit="meeting", everyone=True)
+            kind = type(error) if isinstance(error, _C.BaguaError) else _C.BaguaError
+            me = f"rank {self.rank} of {self.size}"
+            raise kind(f"{what}, {me}: {error} {others}") from error
+        finally:
+            self._meets = False
+
+    def reduce_numbers(self, what: str, op: _C.ReduceOp, *numbers: int) -> list[int]:
+        """The minimum, maximum or sum over all members of each of ``numbers``."""
+        values = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        if self.size > 1:
+            with self.meeting(what):
+                self.main_communicator("cpu").all_reduce(values, op)
+        return [int(value) for value in values]
 
     def main_communicator(self, device_type: str) -> _C.CountingCommunicator:
         """The communicator that belongs to the main thread."""
@@ -209,16 +250,16 @@ class Transport:
             return
         mine = torch.tensor([fingerprint(lines) >> 1], dtype=torch.int64, device="cpu")
         everyone = torch.zeros(self.size, dtype=torch.int64, device="cpu")
-        communicator = self.main_communicator("cpu")
-        communicator.all_gather(mine, everyone)
-        values = everyone.tolist()
-        if len(set(values)) == 1:
-            return
-        other = next(rank for rank in range(self.size) if values[rank] != values[0])
-        key = f"agree/{self.next_wrap()}"
-        if self.rank in (0, other):
-            self.store.set(f"{key}/{self.rank}", json.dumps(lines))
-        self.store.wait([f"{key}/0", f"{key}/{other}"], self.timeout)
+        with self.meeting(f"agreeing on {what}"):
+            self.main_communicator("cpu").all_gather(mine, everyone)
+            values = everyone.tolist()
+            if len(set(values)) == 1:
+                return
+            other = next(rank for rank in range(self.size) if values[rank] != values[0])
+            key = f"agree/{self.next_wrap()}"
+            if self.rank in (0, other):
+                self.store.set(f"{key}/{self.rank}", json.dumps(lines))
+            self.store.wait([f"{key}/0", f"{key}/{other}"], self.timeout)
         first = stored_lines(self.store, f"{key}/0")
         second = stored_lines(self.store, f"{key}/{other}")
         raise _C.BaguaMismatchError(

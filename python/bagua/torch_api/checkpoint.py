@@ -10,8 +10,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bagua import _C
 from bagua.torch_api import _checkpoint_file, _checkpoint_folder, _checkpoint_tree
 from bagua.torch_api._checkpoint_folder import Saved, file_of
@@ -103,16 +101,15 @@ def save_checkpoint(
 
 
 def _raise_if_any(problem: Exception | None, step: int, transport: Transport) -> None:
-    failed = torch.zeros(transport.size, dtype=torch.int64, device="cpu")
-    failed[transport.rank] = problem is not None
-    if transport.size > 1:
-        transport.main_communicator("cpu").all_reduce(failed, _C.ReduceOp.SUM)
+    mine = [int(problem is not None and rank == transport.rank) for rank in range(transport.size)]
+    everyone = transport.reduce_numbers("save_checkpoint", _C.ReduceOp.SUM, *mine)
     if problem is not None:
         raise problem
-    if failed.any():
+    failed = [rank for rank, count in enumerate(everyone) if count]
+    if failed:
         raise _C.BaguaError(
-            f"save_checkpoint: rank(s) {failed.nonzero().flatten().tolist()} could not write step "
-            f"{step}, and say why; the checkpoints before it are kept"
+            f"save_checkpoint: rank(s) {failed} could not write step {step}, and say why; the "
+            "checkpoints before it are kept"
         )
 
 

@@ -58,7 +58,7 @@ from bagua.torch_api._reductions import (
     reduce_scatter,
     reduce_scatter_inplace,
 )
-from bagua.torch_api._rendezvous import rendezvous
+from bagua.torch_api._rendezvous import make_torch_group, rendezvous
 
 __all__ = [
     "BaguaProcessGroup",
@@ -149,6 +149,7 @@ def init_process_group(
         RuntimeError: called twice, or torch.distributed was initialised and an argument differs, or
             was initialised by addresses that may be of processes before a restart.
         BaguaTimeoutError: ranks do not come; rank 0 names them.
+        BaguaError: a rank was lost meanwhile, or the job's store.
         ValueError: a rank or size is missing or out of range.
     """
     global _made_torch_group
@@ -168,13 +169,8 @@ def init_process_group(
         rank, world_size, store = rendezvous(store, rank, world_size, local_world_size, timeout)
         patience = timeout or c10d.default_pg_timeout
         _begin(agree_on_incarnation(store, rank, world_size, patience))
-        dist.init_process_group(
-            backend or _default_backend(),
-            store=c10d.PrefixStore(f"bagua/{_incarnation}/torch", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-        )
+        fresh_keys = c10d.PrefixStore(f"bagua/{_incarnation}/torch", store)
+        make_torch_group(backend or _default_backend(), fresh_keys, rank, world_size, timeout)
         _made_torch_group = True
     _make_default_group(timeout)
 

@@ -198,9 +198,9 @@ class BaguaDistributedDataParallel:
             self.wait_pending_comm_ops()
 
     def _synchronise_state(self) -> None:
-        assert self._running is not None
-        agree, step = self._running.await_agreement, self.bagua_train_step_counter
-        self._shared.before_round(self.module, agree, self.uneven_inputs, step)
+        assert isinstance(self._running, RunningPlan)
+        step = self.bagua_train_step_counter
+        self._shared.before_round(self.module, self._running, self.uneven_inputs, step)
 
     def shadow_round(self) -> None:
         """Answer a round of the ranks that still have inputs, with zero gradients."""
@@ -257,10 +257,7 @@ class BaguaDistributedDataParallel:
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`BaguaModule.bagua_stats`."""
-        running = self._running
-        if running is None:
-            return statistics(None, [], self._shared.traffic)
-        return statistics(running.stats(), running.communicators, self._shared.traffic)
+        return statistics(self._running, self._shared.traffic)
 
     def pause(self) -> None:
         """End what goes on between steps (asynchronous averaging). Every rank calls it."""

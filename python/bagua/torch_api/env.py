@@ -7,6 +7,7 @@ import socket
 __all__ = [
     "find_free_network_port",
     "get_check_weights_every",
+    "get_checksum",
     "get_comm",
     "get_default_bucket_size",
     "get_local_rank",
@@ -93,6 +94,18 @@ def get_check_weights_every() -> int:
             f"BAGUA_CHECK_WEIGHTS_EVERY={every} must be a number of steps, or 0 for no checks"
         )
     return every
+
+
+def get_checksum() -> bool:
+    """Whether compressed messages carry a checksum (``BAGUA_CHECKSUM``, "0" or "1", default 0).
+
+    Raises:
+        ValueError: the variable is neither.
+    """
+    value = os.environ.get("BAGUA_CHECKSUM") or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"BAGUA_CHECKSUM={value!r} must be 0 or 1")
+    return value == "1"
 
 
 def get_straggler_seconds() -> float:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from bagua import _C
+from bagua.torch_api import env
 from bagua.torch_api._error_state import new_memory
 from bagua.torch_api._process_group import BaguaProcessGroup
 from bagua.torch_api._sparse_choice import check_ratio, number_sent, sparse_mean
@@ -67,7 +68,8 @@ class SparsifiedAggregation(RememberingAggregation):
     def _describe(self, op: str, denom: object) -> list[str]:
         return [
             f"ratio {self.ratio}, k {self.k}, random_sparse {self.random_sparse}, "
-            f"error_feedback {self.error_feedback}, seed {self.seed}"
+            f"error_feedback {self.error_feedback}, seed {self.seed}",
+            f"BAGUA_CHECKSUM={int(env.get_checksum())}",
         ]
 
     def _make_part(

@@ -1,0 +1,42 @@
+// Counts the rounds after which a bucket holds NaN or infinity.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+
+#include "op/bucket_op.h"
+
+namespace bagua {
+
+// Thread safety: all methods.
+class NonFiniteRounds {
+ public:
+  void add() { ++count_; }
+  int64_t count() const { return count_; }
+
+ private:
+  std::atomic<int64_t> count_ = 0;
+};
+
+// Another op, of which it looks at the result: one pass over memory that has just been written, far
+// faster than anything that sent it. For the last op of a bucket in host memory: on a device a look
+// would mean to wait.
+class CountNonFinite final : public BucketOp {
+ public:
+  // `result`: where `inner` leaves what it did; undefined: in the bucket.
+  CountNonFinite(std::shared_ptr<BucketOp> inner, std::shared_ptr<NonFiniteRounds> rounds,
+                 at::Tensor result);
+  void run(at::Tensor& flat, const Round& round) override;
+  std::string describe() const override { return inner_->describe(); }
+
+ private:
+  std::shared_ptr<BucketOp> inner_;
+  std::shared_ptr<NonFiniteRounds> rounds_;
+  at::Tensor result_;
+};
+
+}  // namespace bagua

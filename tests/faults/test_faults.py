@@ -1,0 +1,110 @@
+"""Faults drawn at random, and the harness that judges what comes of them: `make soak` has more."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from faults import cases, verdict
+from faults.verdict import RankOutcome
+
+SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
+
+
+def soak(*arguments):
+    """What a run of the program printed, if it ended well."""
+    command = [sys.executable, str(SOAK), "--dry", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("form", "count"), [("processes", 36), ("threads", 120)])
+def test_random_faults_leave_no_hang_no_divergence_and_no_unnamed_error(form, count):
+    printed = soak("--form", form, "--faults", count, "--seed", 5000)
+    assert f"{count} cases: hang 0, silent divergence 0, unnamed error 0, crash 0" in printed
+
+
+def case_of(fault, form="processes", **changes):
+    drawn = cases.draw(form, 1, fault, "bytegrad" if form == "processes" else "all_reduce")
+    return replace(drawn, ranks=3, victim=1, step=3, store="agent", place="between", **changes)
+
+
+STEPS = {step: (f"bits of {step}", True) for step in range(3)}
+NAMES = "rank 1 is silent (killed, stopped or cut off)"
+
+
+def told(text=NAMES, kind="BaguaError"):
+    return RankOutcome(steps=dict(STEPS), error=kind, text=text)
+
+
+def good():
+    return [told(), RankOutcome(steps=dict(STEPS), struck=True), told()]
+
+
+REFERENCE = [RankOutcome(steps=STEPS | {3: ("bits of 3", True)}, done=True) for _ in range(3)]
+
+
+def kinds(case, outcomes, reference=REFERENCE):
+    return [kind for kind, _ in verdict.verdict(case, outcomes, reference)]
+
+
+def test_a_good_end_is_none_of_the_defects():
+    assert kinds(case_of("kill"), good()) == []
+
+
+def test_each_defect_is_found():
+    kill = case_of("kill")
+    assert kinds(kill, [RankOutcome(hangs=True), *good()[1:]]) == [verdict.HANG]
+    assert kinds(kill, [*good()[:2], replace(told(), crash="ended with -6")]) == [verdict.CRASH]
+    assert kinds(kill, [*good()[:2], RankOutcome(done=True)]) == [verdict.UNEXPECTED]
+    for text in ("connection closed by peer", "rank 0 of 3: timed out", "rank 11 is silent"):
+        assert kinds(kill, [told(text), *good()[1:]]) == [verdict.UNNAMED]
+
+
+def test_other_bits_than_those_of_the_other_ranks_or_of_the_undisturbed_run_are_found():
+    other = RankOutcome(steps=STEPS | {2: ("other bits", True)}, error="BaguaError", text=NAMES)
+    found = kinds(case_of("kill"), [*good()[:2], other])
+    assert found == [verdict.DIVERGENCE] * 2  # from the ranks, and from the reference
+    all_wrong = [replace(outcome, steps={0: ("wrong", True)}) for outcome in good()]
+    assert kinds(case_of("kill"), all_wrong) == [verdict.DIVERGENCE] * 3
+    assert kinds(case_of("kill"), all_wrong, reference=None) == []
+
+
+def test_what_must_go_on_may_not_end_with_an_error():
+    done = [RankOutcome(steps=dict(STEPS), done=True) for _ in range(3)]
+    assert kinds(case_of("slow"), done) == []
+    assert kinds(case_of("slow"), [*done[:2], told()]) == [verdict.UNEXPECTED]
+
+
+def test_a_bad_value_must_reach_all_ranks():
+    steps = STEPS | {3: ("bad", False)}
+    spoilt = [RankOutcome(steps=dict(steps), done=True) for _ in range(3)]
+    assert kinds(case_of("nan"), spoilt) == []
+    spoilt[2].steps[3] = ("fine", True)
+    assert kinds(case_of("nan"), spoilt) == [verdict.DIVERGENCE] * 2
+
+
+def test_a_mismatch_must_be_told_to_all_ranks_as_one():
+    differ = "ranks differ in the model. First difference: rank 0 has [a], rank 1 has [b]"
+    told_so = [told(differ, "BaguaMismatchError") for _ in range(3)]
+    assert kinds(case_of("other shape"), told_so) == []
+    told_so[2] = told(differ, "BaguaError")
+    assert kinds(case_of("other shape"), told_so) == [verdict.UNEXPECTED]
+
+
+def test_a_seed_gives_the_same_case_and_seeds_give_all_faults():
+    for form, faults in (("processes", cases.PROCESS_FAULTS), ("threads", cases.THREAD_FAULTS)):
+        drawn = [cases.draw(form, seed) for seed in range(400)]
+        assert drawn == [cases.draw(form, seed) for seed in range(400)]
+        assert {case.fault for case in drawn} == set(faults) - {"none"}
+        assert all(case.place in faults[case.fault][1] for case in drawn)
+
+
+def test_the_results_that_the_documentation_shows_are_without_a_defect():
+    result = json.loads((SOAK.parent / "results" / "soak.json").read_text())
+    assert sum(row["cases"] for row in result["faults"]) >= 1000
+    assert set(result["defects"].values()) == {0}

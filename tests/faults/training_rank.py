@@ -1,0 +1,178 @@
+"""One rank of a training in which something goes wrong; runs in a process forked for it.
+
+What it did is in `rank-<rank>.jsonl` of the case's folder, a line per event: {"step", "bits",
+"finite"} after every step, {"error", "text", "step"} for a BaguaError, {"done": true} at the end.
+"""
+
+import ctypes
+import datetime
+import faulthandler
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import bagua.torch_api as bagua
+import torch
+from bagua.torch_api.algorithms import Algorithm
+from faults.cases import STEPS, TIMEOUT
+from ranks import every_algorithm, training
+from torch import nn
+
+EXIT_OF_AN_ERROR = 7  # as a script that ends by itself when training cannot go on
+ASYNC_STEPS, ASYNC_PAUSE = 200, 0.02
+PR_SET_PDEATHSIG = 1
+
+
+class Journal:
+    """The events of one rank, whole lines at once: its process may end at any moment."""
+
+    def __init__(self, folder, rank):
+        self._file = os.open(
+            Path(folder) / f"rank-{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        )
+
+    def write(self, **event):
+        os.write(self._file, (json.dumps({"time": time.monotonic()} | event) + "\n").encode())
+
+
+class Injection:
+    """Does what the case says, on the victim, at the place and step."""
+
+    def __init__(self, case, rank, folder, journal):
+        self.case, self.folder, self.journal = case, Path(folder), journal
+        self.mine = case.fault != "none" and rank == case.victim
+        self.step = -1
+
+    def begin(self):
+        """The time of place "any" runs from here: what torch does before is its own."""
+        if self.mine and self.case.place == "any":
+            timer = threading.Timer(self.case.seconds, self.act)
+            timer.daemon = True
+            timer.start()
+
+    def at(self, place):
+        """Called wherever something can go wrong."""
+        due = place == "wrap" or self.step == self.case.step
+        if self.mine and due and place == self.case.place:
+            self.act()
+
+    def act(self):
+        fault = self.case.fault
+        self.journal.write(fault=fault, step=self.step)
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "exit":
+            os._exit(3)
+        if fault == "raise":
+            raise ZeroDivisionError("of the user")
+        if fault in ("stop", "pause"):
+            (self.folder / "stopped").touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "slow":
+            time.sleep(self.case.seconds)
+        if fault == "hold":
+            while not (self.folder / "over").exists():
+                time.sleep(0.02)
+        if fault == "leave":
+            bagua.destroy_process_group()
+            raise SystemExit(0)
+        if fault == "store killed":
+            (self.folder / "kill store").touch()
+            while (self.folder / "kill store").exists():
+                time.sleep(0.005)
+
+    def on_gradient(self, gradient):
+        if self.step == self.case.step and self.mine and self.case.fault in ("nan", "inf"):
+            self.journal.write(fault=self.case.fault, step=self.step)
+            gradient = gradient.clone()
+            gradient.view(-1)[1] = float(self.case.fault)
+            return gradient
+        self.at("backward")
+        return None
+
+
+def build(case, rank):
+    """(model, optimizer) of this rank: another one where that is the fault."""
+    fault = case.fault if rank == case.victim else "none"
+    torch.manual_seed(0)
+    hidden = 9 if fault == "other shape" else 8
+    layers = [nn.Linear(training.FEATURES, hidden), nn.BatchNorm1d(hidden), nn.Tanh()]
+    if fault == "other order":
+        layers = [nn.Linear(training.FEATURES, hidden), nn.Tanh(), nn.BatchNorm1d(hidden)]
+    model = nn.Sequential(*layers, nn.Linear(hidden, training.OUTPUTS))
+    if fault == "other dtype":
+        model = model.double()
+    if fault == "other buckets":
+        os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = "200"
+    if fault != "other algorithm":
+        return every_algorithm.wrapped(case.algorithm, model)
+    other = "bytegrad" if case.algorithm == "gradient_allreduce" else "gradient_allreduce"
+    optimizer = training.sgd(model)
+    return model.with_bagua([optimizer], Algorithm.init(other)), optimizer
+
+
+def train(case, rank, folder, journal):
+    """All steps, with the fault among them."""
+    injection = Injection(case, rank, folder, journal)
+    bagua.init_process_group(timeout=datetime.timedelta(seconds=TIMEOUT))
+    injection.begin()
+    injection.at("wrap")
+    model, optimizer = build(case, rank)
+    model[-1].register_forward_hook(lambda *_: injection.at("forward"))
+    model[0].weight.register_hook(injection.on_gradient)
+    optimizer.register_step_pre_hook(lambda *_: injection.at("optimizer"))
+    asynchronous = case.algorithm == "async"
+    dtype = model[0].weight.dtype
+    for step in range(ASYNC_STEPS if asynchronous else STEPS):
+        injection.step = step
+        injection.at("between")
+        inputs, targets = training.batch(step, rank, rows=8)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs.to(dtype)), targets.to(dtype)).backward()
+        optimizer.step()
+        if asynchronous:
+            time.sleep(ASYNC_PAUSE)
+        parameters = list(model.parameters())
+        finite = all(bool(p.isfinite().all()) for p in parameters)
+        journal.write(step=step, bits=training.bits(parameters), finite=finite)
+    if asynchronous:
+        model.bagua_algorithm.abort(model)
+    return model
+
+
+def main(case, rank, port, folder):
+    """Returns the exit status."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with open(Path(folder) / f"output-{rank}", "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(case.ranks),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(case.ranks),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_RUN_ID=Path(folder).name,
+        BAGUA_LANES=str(case.lanes),
+        BAGUA_DEFAULT_BUCKET_SIZE="400",
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    if case.store == "agent":
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    journal = Journal(folder, rank)
+    try:
+        train(case, rank, folder, journal)
+        journal.write(done=True)
+        bagua.destroy_process_group()
+    except bagua.BaguaError as error:
+        journal.write(error=type(error).__name__, text=str(error))
+        return EXIT_OF_AN_ERROR
+    return 0

@@ -1,0 +1,70 @@
+"""BAGUA_CHECKSUM=1: the same training, and the same on all ranks or refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from mlbench_core.aggregation.pytorch.centralized import SparsifiedAggregation
+from ranks import training
+from ranks.every_algorithm import wrapped
+
+WITH = {"BAGUA_CHECKSUM": "1"}
+COMPRESSED = [
+    "bytegrad",
+    "bytegrad-minmax",
+    "bytegrad-fp16",
+    "bytegrad-bf16",
+    "low_precision_decentralized",
+    "qadam",
+    "sparse",
+]
+
+
+@training.with_group
+def train(name):
+    model, optimizer = wrapped(name, training.network())
+    data = [training.batch(step, dist.get_rank()) for step in range(5)]
+    training.train(model, optimizer, data)
+    ops = {op for bucket in model.bagua_stats()["buckets"] for op in bucket["ops"]}
+    return training.model_bits(model), ops
+
+
+@pytest.mark.parametrize("n", [2, 3], ids=lambda n: f"{n}-ranks")
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_training_with_a_checksum_is_training_without_to_the_bit(ranks, name, n):
+    plain, checked = ranks(n, train, name), ranks(n, train, name, env=WITH)
+    assert [bits for bits, _ in plain] == [bits for bits, _ in checked]
+    for (_, without), (_, ops) in zip(plain, checked, strict=True):
+        assert not any("checksum" in op for op in without)
+        assert any(op.endswith(", checksum)") for op in ops), ops
+
+
+@training.with_group
+def error_of_a_wrap(name):
+    return training.error_of(lambda: wrapped(name, training.network()))
+
+
+@pytest.mark.parametrize("name", ["bytegrad", "gradient_allreduce"])
+def test_one_rank_without_a_checksum_is_told_so_on_all(ranks, name):
+    for message in ranks(3, error_of_a_wrap, name, env=[WITH, WITH, {}]):
+        assert message.startswith("BaguaMismatchError: ")
+        assert "rank 0 has [BAGUA_CHECKSUM=1], rank 2 has [BAGUA_CHECKSUM=0]" in message
+
+
+def test_a_value_that_is_neither_is_refused(ranks):
+    for message in ranks(2, error_of_a_wrap, "bytegrad", env={"BAGUA_CHECKSUM": "yes"}):
+        assert message == "ValueError: BAGUA_CHECKSUM='yes' must be 0 or 1"
+
+
+@training.with_group
+def aggregate():
+    model = torch.nn.Linear(40, 30)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    aggregation = SparsifiedAggregation(model, ratio=0.01).agg_grad(by_layer=False)
+    return training.error_of(lambda: aggregation(model, "avg_world"))
+
+
+def test_aggregations_compare_the_setting_too(ranks):
+    for message in ranks(2, aggregate, env=[{}, WITH]):
+        assert message.startswith("BaguaMismatchError: ")
+        assert "rank 0 has [BAGUA_CHECKSUM=0], rank 1 has [BAGUA_CHECKSUM=1]" in message
