@@ -3,6 +3,7 @@
 import random
 import struct
 import threading
+import time
 
 import pytest
 import torch
@@ -229,3 +230,23 @@ def test_a_wrong_record_is_found_before_forward_ends():
 
     for error, _ in endings(2, run):
         assert isinstance(error, _C.BaguaMismatchError)
+
+
+def test_a_rank_that_leaves_without_saying_what_it_used_is_named_soon():
+    meeting = Meeting(2)
+
+    def run(rank):
+        engine = meeting.engine(rank, [plan("b", ones())])
+        engine.begin_round()
+        mark_all(engine)
+        if rank == 0:
+            engine.exchange_used([1, 1])
+            engine.wait()
+        while engine.stats()["buckets"][0]["rounds"] == 0:
+            time.sleep(0.001)
+        engine.stop()
+
+    (error, seconds), (other, _) = endings(2, run)
+    assert other is None
+    assert "rank 1 left after 0 rounds" in str(error)
+    assert seconds < 1.5  # the others ask every half second

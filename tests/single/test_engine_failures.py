@@ -199,26 +199,6 @@ def test_a_rank_that_leaves_is_named_soon(state):
         assert seconds < SECONDS_UNTIL_TOLD
 
 
-def test_a_rank_that_leaves_without_saying_what_it_used_is_named_soon():
-    meeting = Meeting(2)
-
-    def run(rank):
-        engine = meeting.engine(rank, [plan("b", ones())])
-        engine.begin_round()
-        mark_all(engine)
-        if rank == 0:
-            engine.exchange_used([1, 1])
-            engine.wait()
-        while engine.stats()["buckets"][0]["rounds"] == 0:
-            time.sleep(0.001)
-        engine.stop()
-
-    (error, seconds), (other, _) = endings(2, run)
-    assert other is None
-    assert "rank 1 left after 0 rounds" in str(error)
-    assert seconds < SECONDS_UNTIL_TOLD
-
-
 def test_a_rank_that_leaves_after_the_last_round_disturbs_nobody():
     meeting = Meeting(3)
 
