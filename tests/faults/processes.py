@@ -23,8 +23,8 @@ from faults.cases import TIMEOUT
 from faults.verdict import RankOutcome
 
 #: Seconds until a rank that has not ended counts as hanging: after the fault, and in all.
-PATIENCE = 2 * TIMEOUT + 20.0
-LIMIT = 90.0
+PATIENCE = 4 * TIMEOUT + 20.0  # gloo tries to connect three times
+LIMIT = 120.0
 SECONDS_FOR_STACKS = 1.0
 
 

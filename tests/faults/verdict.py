@@ -55,8 +55,9 @@ def _unnamed(case, rank, outcome):
     if case.outcome == MISMATCH:  # a mismatch has two sides
         others += [0]
     named = any(re.search(rf"\brank {other}\b", outcome.text) for other in others)
-    store_died = case.store == "rank 0" and case.victim == 0
-    if named or (store_died and STORE_IS_GONE in outcome.text):
+    # Rank 0 has it, and may be the victim, or have ended because of the victim.
+    store_died = case.store == "rank 0" and STORE_IS_GONE in outcome.text
+    if named or store_died:
         return []
     return [f"rank {rank} was told {outcome.error}: {outcome.text}"]
 

@@ -11,7 +11,10 @@ from single.cpp_programs import ROOT, build
 SECONDS = 1.5
 SOURCES = [
     *(f"tests/fuzz/{name}.cpp" for name in ("driver", "mutation", "fuzz_codec")),
-    *(f"csrc/codec/{name}.cpp" for name in ("chunk_codec_cpu", "factory", "index_code", "no_cuda")),
+    *(
+        f"csrc/codec/{name}.cpp"
+        for name in ("chunk_codec_cpu", "factory", "index_code", "no_cuda", "payload_checksum")
+    ),
     "csrc/op/frame.cpp",
 ]
 FLAGS = "-std=c++20 -O1 -g1 -ffp-contract=off -fsanitize=address,undefined"

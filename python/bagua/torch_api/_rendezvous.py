@@ -30,6 +30,7 @@ def rendezvous(
 
     Raises:
         ValueError: a rank, a size or an environment variable is missing or out of range.
+        BaguaError: the store does not answer, or ranks do not come to it.
     """
     if store is not None:
         if not (0 <= rank < world_size) or local_world_size <= 0:
@@ -59,9 +60,16 @@ def rendezvous(
             f"environment variable(s) {', '.join(missing)} not set; start the script with "
             "torchrun --nproc_per_node=N script.py, which sets them"
         )
-    found, rank, world_size = next(
-        torch_rendezvous(OWN_RENDEZVOUS, timeout=timeout or c10d.default_pg_timeout)
-    )
+    patience = timeout or c10d.default_pg_timeout
+    try:
+        found, rank, world_size = next(torch_rendezvous(OWN_RENDEZVOUS, timeout=patience))
+    except dist.DistError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise _C.BaguaError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: the job's store at {place} "
+            f"could not be made or reached: {error}. It is with torchrun's agent, or else with "
+            "rank 0; check that all ranks run and that MASTER_ADDR and MASTER_PORT are its."
+        ) from error
     return rank, world_size, found
 
 
