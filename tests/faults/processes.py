@@ -26,6 +26,9 @@ from faults.verdict import RankOutcome
 PATIENCE = 4 * TIMEOUT + 20.0  # gloo tries to connect three times
 LIMIT = 120.0
 SECONDS_FOR_STACKS = 1.0
+# torch's stores look up the name of every client; without a name server that answers, each look-up
+# may stop them for five seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def fork(function, *args):
@@ -48,7 +51,6 @@ def fork(function, *args):
 
 def _serve_store(pipe):
     ctypes.CDLL(None).prctl(training_rank.PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.write(pipe, str(store.port).encode())
     while True:
