@@ -79,6 +79,7 @@ def with_bagua(
     Raises:
         RuntimeError: before ``init_process_group``.
         BaguaMismatchError: the ranks' models or arguments differ; names the first difference.
+        BaguaError: a rank did not come, or was lost; says where the others are.
         TypeError, ValueError, NotImplementedError: bad arguments or parameters, by name.
 
     Note:
@@ -90,17 +91,18 @@ def with_bagua(
     if isinstance(self, BaguaModule):
         self.bagua_ddp.pause()
         self.bagua_ddp.close()
-    ddp = BaguaDistributedDataParallel(
-        self,
-        optimizers,
-        algorithm,
-        group,
-        getattr(self, "_bagua_module_name", None),
-        gradient_as_bucket_view=do_flatten,
-        find_unused_parameters=find_unused_parameters,
-        broadcast_buffers=broadcast_buffers,
-        grad_scaler=grad_scaler,
-    )
+    with group.transport.meeting("with_bagua"):
+        ddp = BaguaDistributedDataParallel(
+            self,
+            optimizers,
+            algorithm,
+            group,
+            getattr(self, "_bagua_module_name", None),
+            gradient_as_bucket_view=do_flatten,
+            find_unused_parameters=find_unused_parameters,
+            broadcast_buffers=broadcast_buffers,
+            grad_scaler=grad_scaler,
+        )
     wrap_class(self)
     self.__dict__["_bagua_ddp"] = ddp
     return self
