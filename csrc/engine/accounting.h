@@ -46,7 +46,7 @@ class OverlapClock {
   int64_t exposed_ns(int64_t now) const;
   int64_t exposed_ns() const { return exposed_ns_; }
   int64_t longest_wait_ns() const { return longest_wait_ns_; }  // of the caller, at a stretch
-  int64_t busy_ns() const { return busy_ns_; }      // at least one lane was running
+  int64_t busy_ns() const { return busy_ns_; }                  // at least one lane was running
   int64_t hidden_ns() const { return hidden_ns_; }  // of that, while the caller was not blocked
 
  private:
