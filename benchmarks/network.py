@@ -114,6 +114,10 @@ class Network:
         """The IPv4 address of a rank."""
         return f"10.99.0.{rank + 1}"
 
+    def namespace(self, rank: int) -> str:
+        """The name of a rank's namespace, for ``ip -n``."""
+        return f"{self._prefix}r{rank}"
+
     def environment(self, rank: int) -> dict[str, str]:
         """What torchrun would set for this rank, and the device for gloo."""
         return {
@@ -132,7 +136,7 @@ class Network:
     ) -> subprocess.Popen[str]:
         """Start a program in the namespace of a rank; its output is piped."""
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self._name(rank), *argv],
+            ["ip", "netns", "exec", self.namespace(rank), *argv],
             env=os.environ | self.environment(rank) | dict(env or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -172,12 +176,11 @@ class Network:
 
     def bytes_sent(self, rank: int) -> int:
         """Payload that a rank has sent so far: bytes on its device without packet headers."""
-        shown = _command("ip", "-n", self._name(rank), "-j", "-s", "link", "show", "dev", DEVICE)
+        shown = _command(
+            "ip", "-n", self.namespace(rank), "-j", "-s", "link", "show", "dev", DEVICE
+        )
         sent = json.loads(shown)[0]["stats64"]["tx"]
         return sent["bytes"] - HEADER_BYTES * sent["packets"]
-
-    def _name(self, rank: int) -> str:
-        return f"{self._prefix}r{rank}"
 
     def _build(self) -> None:
         # The bridge has a namespace too, so that the machine's own packet filters see nothing.
@@ -186,7 +189,7 @@ class Network:
         _command("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
         _command("ip", "-n", hub, "link", "set", "bridge", "up")
         for rank in range(self.ranks):
-            name, port = self._name(rank), f"port{rank}"
+            name, port = self.namespace(rank), f"port{rank}"
             self._add_namespace(name)
             pair = ["type", "veth", "peer", "name", DEVICE, "netns", name]
             _command("ip", "-n", hub, "link", "add", port, *pair)

@@ -1,0 +1,134 @@
+"""Jobs side by side, signals, few files, forks, a network that goes away: equal bits, or a name."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from benchmark_programs import load
+
+network = load("network")
+unavailable = network.why_unavailable()
+
+TRAINS = """
+import datetime, hashlib, os, resource, signal, sys, time
+import torch
+import bagua.torch_api as bagua
+from bagua.torch_api.algorithms import ByteGradAlgorithm
+{before}
+bagua.init_process_group(timeout=datetime.timedelta(seconds={timeout}))
+torch.manual_seed({seed})
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model = model.with_bagua([optimizer], ByteGradAlgorithm(hierarchical=False))
+data = torch.utils.data.TensorDataset(torch.randn(400, 64), torch.randn(400, 8))
+loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers={workers})
+try:
+    for step, (inputs, targets) in enumerate(loader):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs + bagua.get_rank()), targets).backward()
+        optimizer.step()
+        if step == 5:
+            print("under way", flush=True)
+        {in_step}
+except bagua.BaguaError as error:
+    print("told", type(error).__name__, error, flush=True)
+    sys.exit(7)
+weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+print(hashlib.blake2b(weights.numpy().tobytes()).hexdigest())
+"""
+PAUSE = "time.sleep(0.05)"
+
+
+def source(seed=0, workers=0, timeout=30, before="", in_step="pass"):
+    return TRAINS.format(
+        seed=seed, workers=workers, timeout=timeout, before=before, in_step=in_step
+    )
+
+
+def bits(ends):
+    """The digest that all ranks printed."""
+    for end in ends:
+        assert end.returncode == 0, end.stdout + end.stderr
+    (digest,) = {end.stdout.split()[-1] for end in ends}
+    return digest
+
+
+def test_two_jobs_on_one_machine_do_not_see_each_other(run_script):
+    alone = [bits(run_script(2, source(seed))) for seed in (1, 2)]
+    beside = [None, None]
+
+    def run(job):
+        beside[job] = bits(run_script(2, source(job + 1)))
+
+    jobs = [threading.Thread(target=run, args=(job,)) for job in range(2)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    assert beside == alone
+    assert alone[0] != alone[1]
+
+
+def test_data_loaders_may_fork_while_lanes_run(run_script):
+    assert bits(run_script(2, source(workers=2))) == bits(run_script(2, source()))
+
+
+def test_a_rank_needs_less_than_64_files(run_script):
+    few = "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))"
+    assert bits(run_script(3, source(before=few))) == bits(run_script(3, source()))
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_rank_that_is_told_to_end_does_and_the_others_say_so(run_script, name):
+    ends_itself = f"""if step == 20 and bagua.get_rank() == 1:
+            os.kill(os.getpid(), signal.{name})"""
+    begun = time.monotonic()
+    first, ended, last = run_script(3, source(in_step=ends_itself), timeout=40.0)
+    assert time.monotonic() - begun < 30.0
+    # Python makes KeyboardInterrupt of one, and ends by the other.
+    assert ended.returncode in (-signal.SIGTERM, -signal.SIGINT, 1), ended.stderr
+    assert "terminate called" not in ended.stderr
+    for end in (first, last):
+        assert end.returncode == 7, end.stdout + end.stderr
+        assert "rank 1 is silent" in end.stdout or "rank 1 left after" in end.stdout
+
+
+needs_namespaces = pytest.mark.skipif(
+    unavailable is not None, reason=f"no network namespaces: {unavailable}"
+)
+
+
+def train_over_a_link(timeout, seconds_without=None):
+    """The ranks' ends; the link goes away once training is under way, for so long."""
+    argv = [sys.executable, "-c", source(timeout=timeout, in_step=PAUSE)]
+    with network.Network(2) as link:
+        processes = [link.popen(rank, argv) for rank in range(2)]
+        if seconds_without is not None:
+            assert processes[0].stdout.readline() == "under way\n"
+            for state, pause in (("down", seconds_without), ("up", 0)):
+                command = ["ip", "-n", link.namespace(1), "link", "set", network.DEVICE, state]
+                subprocess.run(command, check=True)
+                time.sleep(pause)
+        ends = []
+        for process in processes:
+            out, err = process.communicate(timeout=60)
+            ends.append(subprocess.CompletedProcess(argv, process.returncode, out, err))
+        return ends
+
+
+@needs_namespaces
+def test_a_network_that_comes_back_within_the_timeout_costs_no_bit():
+    assert bits(train_over_a_link(timeout=30, seconds_without=2.0)) == bits(train_over_a_link(30))
+
+
+@needs_namespaces
+def test_a_network_that_does_not_come_back_ends_both_sides_at_the_timeout():
+    begun = time.monotonic()
+    host, cut_off = train_over_a_link(timeout=4, seconds_without=20.0)
+    assert time.monotonic() - begun < 60.0
+    assert (host.returncode, cut_off.returncode) == (7, 7), host.stderr + cut_off.stderr
+    assert "rank 1 is silent" in host.stdout
+    assert "The job's store does not answer" in cut_off.stdout
