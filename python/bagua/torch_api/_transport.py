@@ -71,13 +71,14 @@ class Transport:
     def meeting(self, what: str) -> Iterator[None]:
         """Inside, all members do ``what`` together; if it fails, the error says who is missing.
 
-        A meeting inside another one is part of it. Main thread only.
+        A meeting inside another one is part of it; who is no member does not meet. Main thread only.
 
         Raises:
             BaguaError: the transport or the store failed inside.
         """
-        self._meetings += not self._meets
-        board = None if self._meets else self.board(f"meeting{self._meetings}")
+        alone = self._meets or self.rank < 0
+        self._meetings += not alone
+        board = None if alone else self.board(f"meeting{self._meetings}")
         if board is None:
             yield
             return
