@@ -71,7 +71,7 @@ class Transport:
     def meeting(self, what: str) -> Iterator[None]:
         """Inside, all members do ``what`` together; if it fails, the error says who is missing.
 
-        A meeting inside another one is part of it; who is no member does not meet. Main thread only.
+        A meeting inside another one is part of it; no member, no meeting. Main thread only.
 
         Raises:
             BaguaError: the transport or the store failed inside.
