@@ -7,11 +7,13 @@ and an error that does not say by whom it came. And: a process that crashes.
 import re
 from dataclasses import dataclass, field
 
-from faults.cases import ERROR, GOES_ON, MISMATCH, SPREADS
+from faults.cases import GOES_ON, MISMATCH, SPREADS
 from ranks import every_algorithm
 
 HANG, DIVERGENCE, UNNAMED, CRASH = "hang", "silent divergence", "unnamed error", "crash"
 UNEXPECTED = "other than expected"
+#: Algorithms, and operations of thread ranks, after which ranks hold weights of their own.
+OWN_WEIGHTS = {*every_algorithm.OWN_WEIGHTS, "gossip", "compressed_gossip"}
 STORE_IS_GONE = "The job's store does not answer"
 
 
@@ -81,8 +83,7 @@ def _divergences(case, outcomes, reference):
     if case.algorithm == "async":
         return []
     found = []
-    own_weights = case.form == "processes" and case.algorithm in every_algorithm.OWN_WEIGHTS
-    own_weights = own_weights or case.algorithm in ("gossip", "compressed_gossip")
+    own_weights = case.algorithm in OWN_WEIGHTS
     steps = sorted({step for outcome in outcomes for step in outcome.steps})
     for step in steps:
         there = {rank: o.steps[step] for rank, o in enumerate(outcomes) if step in o.steps}
@@ -100,8 +101,3 @@ def _divergences(case, outcomes, reference):
                     f"after step {step} rank {rank} does not hold what it would without the fault"
                 )
     return found[:3]
-
-
-def expects_error(case):
-    """Whether the ranks that are left alone end with an error."""
-    return case.outcome in (ERROR, MISMATCH)
