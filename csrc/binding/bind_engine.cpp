@@ -183,27 +183,40 @@ void bind_engine(py::module_& m) {
 
   py::class_<GradientPath, std::shared_ptr<GradientPath>>(m, "GradientPath")
       .def(py::init([](std::shared_ptr<Engine> engine, bool install_hooks, bool find_unused,
+                       bool static_graph, std::optional<py::function> open_round,
                        std::optional<py::function> before_backward,
                        std::optional<py::function> after_backward,
-                       std::optional<py::function> on_unused) {
+                       std::optional<py::function> after_gradients,
+                       std::optional<py::function> on_unused,
+                       std::optional<py::function> on_past_wrapper) {
              return GradientPath::make(
                  std::move(engine),
                  {.install_hooks = install_hooks,
                   .find_unused = find_unused,
+                  .static_graph = static_graph,
+                  .open_round = with_gil<>(open_round),
                   .before_backward = with_gil<>(before_backward),
                   .after_backward = with_gil<>(after_backward),
+                  .after_gradients = with_gil<>(after_gradients),
                   .on_unused = with_gil<const std::vector<std::string>&>(on_unused),
+                  .on_past_wrapper = with_gil<const std::string&>(on_past_wrapper),
                   .on_error = throw_as_python});
            }),
            py::arg("engine"), py::kw_only(), py::arg("install_hooks"), py::arg("find_unused"),
+           py::arg("static_graph") = false, py::arg("open_round").none(true) = py::none(),
            py::arg("before_backward").none(true) = py::none(),
            py::arg("after_backward").none(true) = py::none(),
-           py::arg("on_unused").none(true) = py::none())
+           py::arg("after_gradients").none(true) = py::none(),
+           py::arg("on_unused").none(true) = py::none(),
+           py::arg("on_past_wrapper").none(true) = py::none())
+      .def("begin_forward", &GradientPath::begin_forward, py::arg("communicates"), NoGil())
       .def("begin_round", &GradientPath::begin_round, py::arg("grad_scale") = 1.0f,
            py::arg("result_scale") = 1.0, NoGil())
       .def("watch", &GradientPath::watch, py::arg("outputs"))
-      .def("set_sync", &GradientPath::set_sync, py::arg("enabled"))
+      .def_property_readonly("in_backward", &GradientPath::in_backward)
+      .def_property_readonly("communicating", &GradientPath::communicating)
       .def("adopt", py::overload_cast<SlotId>(&GradientPath::adopt), py::arg("slot"), NoGil())
+      .def("answer_with_zeros", &GradientPath::answer_with_zeros, NoGil())
       .def("remove_hooks", &GradientPath::remove_hooks);
 }
 

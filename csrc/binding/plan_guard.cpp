@@ -9,6 +9,15 @@ namespace bagua {
 
 namespace py = pybind11;
 
+namespace {
+
+bool is_parameter(PyObject* object) {
+  return THPVariable_Check(object) &&
+         PyObject_IsInstance(object, py::module_::import("torch.nn").attr("Parameter").ptr()) == 1;
+}
+
+}  // namespace
+
 PlanGuard::PlanGuard(std::vector<std::string> names, const py::list& dicts)
     : names_(std::move(names)) {
   for (size_t i = 0; i < dicts.size(); ++i) {
@@ -39,15 +48,16 @@ PlanGuard::PlanGuard(std::vector<std::string> names, const py::list& dicts)
 
 std::string PlanGuard::compare(const Entry& entry, PyObject* object) const {
   if (object != entry.object) {
+    // A tensor that is no parameter: torch.func.functional_call() has put it there for one forward.
+    if (entry.tensor.defined() && THPVariable_Check(object) && !is_parameter(object)) return "";
     return concat(
         "'", entry.name, "' was replaced by another ",
         entry.tensor.defined() ? "tensor (load_state_dict(assign=True) does this)" : "object");
   }
   if (!entry.tensor.defined()) return "";
   const at::Tensor& now = THPVariable_Unpack(object);
-  if (now.requires_grad() != entry.requires_grad) {
-    return concat("'", entry.name, "' was ", entry.requires_grad ? "frozen" : "unfrozen",
-                  " (requires_grad changed)");
+  if (now.requires_grad() && !entry.requires_grad) {
+    return concat("'", entry.name, "' was unfrozen (requires_grad changed)");
   }
   if (now.scalar_type() != entry.dtype) {
     return concat("'", entry.name, "' changed from ", c10::toString(entry.dtype), " to ",
@@ -83,11 +93,24 @@ std::string PlanGuard::difference(const py::list& dicts) const {
   return "";
 }
 
+bool PlanGuard::all_frozen() const {
+  bool some = false;
+  for (const auto& entries : expected_) {
+    for (const Entry& entry : entries) {
+      if (!entry.requires_grad) continue;
+      if (entry.tensor.requires_grad()) return false;
+      some = true;
+    }
+  }
+  return some;
+}
+
 void bind_plan_guard(py::module_& m) {
   py::class_<PlanGuard>(m, "PlanGuard")
       .def(py::init<std::vector<std::string>, const py::list&>(), py::arg("names"),
            py::arg("dicts"))
-      .def("difference", &PlanGuard::difference, py::arg("dicts"));
+      .def("difference", &PlanGuard::difference, py::arg("dicts"))
+      .def("all_frozen", &PlanGuard::all_frozen);
 }
 
 }  // namespace bagua

@@ -11,7 +11,8 @@ namespace bagua {
 // Note [Plan guard]
 // Hooks sit on the parameters that existed at the wrap. A parameter that is replaced
 // (load_state_dict(assign=True)), unfrozen, added, moved or cast afterwards would train
-// unsynchronised without a word, so every training forward compares the module with the snapshot.
+// unsynchronised without a word, so every forward with gradients compares the module with the
+// snapshot. Freezing is no difference: a frozen parameter receives no gradient, which is noticed.
 //
 // Holds no reference to the module: the caller passes the same dictionaries to every call, in the
 // same order. Needs the GIL.
@@ -22,6 +23,9 @@ class PlanGuard {
 
   // The first difference in words, or an empty string.
   std::string difference(const pybind11::list& dicts) const;
+
+  // Whether there were trainable parameters and none of them is trainable any more.
+  bool all_frozen() const;
 
  private:
   struct Entry {

@@ -11,20 +11,11 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "base/check.h"
+#include "engine/gradient_slot.h"
 
 namespace bagua {
 
 namespace autograd = torch::autograd;
-
-struct GradientPath::GradSlot {
-  SlotId id;
-  const Slot* slot;
-  double scale;  // Bucket::adopt_scale
-  at::Tensor parameter;
-  at::Tensor view;
-  decltype(autograd::impl::grad_accumulator(std::declval<at::Tensor>())) node;  // kept alive
-  uintptr_t hook = 0;
-};
 
 // For everything that autograd's engine calls.
 template <typename Body>
@@ -39,15 +30,18 @@ void GradientPath::under_autograd(Body body) {
 
 // Runs after a parameter's gradient has been accumulated.
 struct GradientPath::Hook final : autograd::FunctionPostHook {
-  Hook(std::weak_ptr<GradientPath> owner, GradSlot* grad_slot)
+  Hook(std::weak_ptr<GradientPath> owner, GradientSlot* grad_slot)
       : path(std::move(owner)), slot(grad_slot) {}
   autograd::variable_list operator()(const autograd::variable_list& outputs,
-                                     const autograd::variable_list&) override {
-    if (auto owner = path.lock()) owner->under_autograd([&] { owner->on_gradient(*slot); });
+                                     const autograd::variable_list& inputs) override {
+    if (auto owner = path.lock()) {
+      owner->under_autograd(
+          [&] { owner->on_gradient(*slot, inputs.empty() ? at::Tensor() : inputs[0]); });
+    }
     return outputs;
   }
   std::weak_ptr<GradientPath> path;
-  GradSlot* slot;
+  GradientSlot* slot;
 };
 
 std::shared_ptr<GradientPath> GradientPath::make(std::shared_ptr<Engine> engine,
@@ -64,9 +58,7 @@ GradientPath::GradientPath(std::shared_ptr<Engine> engine, GradientPathOptions o
     const Bucket& bucket = engine_->bucket(i);
     for (const Slot& slot : bucket.slots) {
       if (slot.adopt != Adopt::kNone) {
-        slots_.push_back(std::make_unique<GradSlot>(
-            GradSlot{id, &slot, bucket.adopt_scale, slot.parameter, slot.view(bucket.flat),
-                     autograd::impl::grad_accumulator(slot.parameter)}));
+        slots_.push_back(std::make_unique<GradientSlot>(id, slot, bucket));
       }
       ++id;
     }
@@ -87,123 +79,195 @@ void GradientPath::remove_hooks() {
   }
 }
 
-void GradientPath::begin_round(float grad_scale, double result_scale) {
-  if (astray_) {
+// The beginning of a round.
+
+void GradientPath::begin_forward(bool communicates) {
+  if (!communicates) {
+    local_forwards_ = true;
+    expecting_ = false;
+    return;
+  }
+  if (by_other_ways_ > 0) {
     const std::string reason = concat(
-        "round ", engine_->round(),
+        "round ", engine_->round() + (engine_->round_open() ? 0 : 1),
         ": parameters received gradients, but backward did not go through what the module's "
-        "forward "
-        "had returned, so nothing was communicated. Compute the loss from the module's output, or "
-        "run such a backward inside no_sync(); then wrap again with with_bagua on every rank.");
+        "forward had returned and reached only ",
+        by_other_ways_.load(), " of ", needed_,
+        " parameters, so nothing was communicated. Compute the loss from the module's output, or "
+        "run such a backward after a forward inside no_sync(); then wrap again with with_bagua on "
+        "every rank.");
     engine_->abort(reason);
     throw Error(reason);
   }
+  // A backward that an exception cut off: the engine raises if it had begun to send.
+  if (phase_ == kActive) {
+    if (engine_->round_open()) engine_->begin_round(1.0f);
+    opened_ = false;
+  }
+  phase_ = kIdle;
+  expecting_ = true;
+  watched_ = false;
+  needed_ = 0;
+  for (const auto& slot : slots_) needed_ += slot->frozen() ? 0 : 1;
+}
+
+void GradientPath::begin_round(float grad_scale, double result_scale) {
   engine_->begin_round(grad_scale);
   result_scale_ = result_scale;
-  phase_ = kArmed;
-  fired_ = 0;
-  watched_ = false;
+  opened_ = true;
 }
 
 void GradientPath::watch(const std::vector<at::Tensor>& outputs) {
-  const int64_t round = engine_->round();
   for (const at::Tensor& output : outputs) {
-    if (!output.requires_grad()) continue;
-    output.register_hook([weak = weak_from_this(), round](const at::Tensor&) {
-      if (auto path = weak.lock()) path->under_autograd([&] { path->on_backward(round); });
+    // A hook on a leaf (a parameter, an input) would stay there and see every later backward.
+    if (!output.requires_grad() || output.is_leaf()) continue;
+    output.register_hook([weak = weak_from_this()](const at::Tensor&) {
+      if (auto path = weak.lock()) path->under_autograd([&] { path->on_backward(); });
     });
     watched_ = true;
   }
 }
 
-void GradientPath::on_backward(int64_t round) {
-  if (!sync_) return;
-  BAGUA_CHECK(phase_ != kIdle && round == engine_->round(),
-              "a second backward through the forward of round ", round,
-              ", whose gradients have been communicated already. Run all but the last backward of "
-              "a forward inside no_sync(), or run the forward again.");
-  const auto* nodes = autograd::get_current_graph_task_exec_info();
-  const bool whole_graph = nodes == nullptr || nodes->empty();
-  if (phase_ == kArmed && whole_graph && options_.before_backward) options_.before_backward();
-  int expected = kArmed;
-  if (!phase_.compare_exchange_strong(expected, kActive)) return;
-  autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), whole_graph] {
-    if (auto path = weak.lock()) path->under_autograd([&] { path->finish(whole_graph); });
+bool GradientPath::in_backward() const {
+  return phase_ == kActive && autograd::get_current_graph_task_id() != -1;
+}
+
+// One of autograd's threads opens the round; the others wait for it.
+void GradientPath::activate(bool rooted) {
+  const std::lock_guard lock(opening_);
+  if (phase_ == kIdle) {
+    if (!opened_ && options_.open_round) {
+      options_.open_round();
+    } else if (!engine_->round_open()) {
+      begin_round(1.0f);
+    }
+    if (rooted && options_.before_backward) options_.before_backward();
+    fired_ = 0;
+    rooted_ = false;
+    forget_other_ways();
+    for (auto& slot : slots_) {
+      slot->version = slot->current_version();
+      slot->result = GradientSlot::Result::kInPlace;
+      slot->if_used = false;
+      slot->hits = 0;
+    }
+    phase_ = kActive;
+  }
+  if (rooted && !rooted_.exchange(true)) queue_finish();
+}
+
+void GradientPath::forget_other_ways() {
+  by_other_ways_ = 0;
+  for (auto& slot : slots_) slot->by_other_way = false;
+}
+
+void GradientPath::queue_finish() {
+  autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+    if (auto path = weak.lock()) path->under_autograd([&] { path->finish(); });
   });
 }
 
-void GradientPath::on_gradient(GradSlot& slot) {
-  const bool last_slot_finishes = !watched_;
-  if (sync_ && last_slot_finishes) {
-    int expected = kArmed;
-    phase_.compare_exchange_strong(expected, kActive);
+// Gradients arrive.
+
+void GradientPath::on_backward() {
+  const auto* nodes = autograd::get_current_graph_task_exec_info();
+  if (nodes == nullptr || nodes->empty()) return activate(true);
+  // autograd.grad(), which accumulates nothing, or backward(inputs=...): a gradient tells.
+  partial_task_ = autograd::get_current_graph_task_id();
+}
+
+void GradientPath::on_gradient(GradientSlot& slot, const at::Tensor& incoming) {
+  slot.touched = true;
+  if (phase_ == kIdle) {
+    if (partial_task_ == autograd::get_current_graph_task_id()) {
+      activate(true);
+    } else if (expecting_ && watched_) {
+      return on_other_way(slot);
+    } else if (expecting_) {
+      activate(false);
+    } else {
+      return on_past_wrapper(slot);
+    }
   }
-  const bool sent_now = sync_ && phase_ == kActive;
-  adopt(slot, sent_now ? slot.scale : 1.0);
-  if (sync_ && phase_ == kArmed) astray_ = true;
-  if (!sent_now) return;
+  if (options_.static_graph && !count_hit(slot)) return;
+  if (!slot.adopt(incoming, /*lend=*/true))
+    slot.take_nothing();  // a hook of the user's took it away
   BAGUA_CHECK(engine_->mark_ready(slot.id), "parameter '", slot.slot->name,
               "' received a gradient twice in one backward, after its bucket may have been sent. "
               "A parameter shared between modules under checkpoint(use_reentrant=True) does this: "
-              "use checkpoint(use_reentrant=False).");
-  if (++fired_ == slots_.size() && last_slot_finishes) {
-    autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
-      if (auto path = weak.lock()) path->under_autograd([&] { path->finish(true); });
-    });
+              "use checkpoint(use_reentrant=False) or static_graph=True.");
+  if (++fired_ == needed_ && !rooted_) queue_finish();
+}
+
+// Note [Static graph]: whether this is the last part of the slot's gradient.
+bool GradientPath::count_hit(GradientSlot& slot) {
+  ++slot.hits;
+  if (!counted_) {
+    if (slot.hits == 1 && ++fired_ == needed_ && !rooted_) queue_finish();
+    return false;
   }
+  BAGUA_CHECK(slot.expected_hits > 0, "parameter '", slot.slot->name,
+              "' received a gradient, but not in the first backward: static_graph=True promises "
+              "that every backward reaches the same parameters.");
+  return slot.hits >= slot.expected_hits;
+}
+
+void GradientPath::on_other_way(GradientSlot& slot) {
+  if (std::exchange(slot.by_other_way, true)) return;
+  if (++by_other_ways_ < needed_) return;
+  activate(false);
+  queue_finish();
+}
+
+void GradientPath::on_past_wrapper(GradientSlot& slot) {
+  if (local_forwards_ || !options_.on_past_wrapper || slot.has_foreign_hooks()) return;
+  if (!warned_past_wrapper_.exchange(true)) options_.on_past_wrapper(slot.slot->name);
 }
 
 void GradientPath::adopt(SlotId id) {
   for (auto& slot : slots_) {
-    if (slot->id == id) adopt(*slot, slot->scale);
+    if (slot->id == id && !slot->adopt({}, /*lend=*/true)) slot->take_nothing();
   }
 }
 
-// True if the parameter has a gradient, which then lies in the bucket, multiplied by `scale`.
-bool GradientPath::adopt(GradSlot& slot, double scale) {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  at::Tensor& grad = slot.parameter.mutable_grad();
-  if (!grad.defined()) return false;
-  const std::string& name = slot.slot->name;
-  BAGUA_CHECK(grad.layout() == at::kStrided, "the gradient of '", name,
-              "' is sparse. Buckets are dense: use Embedding(sparse=False), or exclude the "
-              "parameter through _bagua_params_and_buffers_to_ignore.");
-  BAGUA_CHECK(!grad.requires_grad(), "the gradient of '", name,
-              "' is part of a graph (backward(create_graph=True)), which communication would cut. "
-              "Use torch.autograd.grad(create_graph=True) for the inner gradient, or no_sync().");
-  BAGUA_CHECK(grad.scalar_type() == slot.view.scalar_type() && grad.sizes() == slot.view.sizes() &&
-                  grad.device() == slot.view.device(),
-              "the gradient of '", name, "' is ", grad.toString(), grad.sizes(), " on ",
-              grad.device().str(), ", its bucket holds ", slot.view.toString(), slot.view.sizes(),
-              " on ", slot.view.device().str(), ". Wrap the model again after changing it.");
-  const bool is_view =
-      grad.data_ptr() == slot.view.data_ptr() && grad.strides() == slot.view.strides();
-  if (scale != 1.0) {
-    at::mul_out(slot.view, is_view ? slot.view : grad.detach(),
-                at::native::wrapped_scalar_tensor(scale));
-  } else if (!is_view) {
-    slot.view.copy_(grad.detach());
-  }
-  if (!is_view && slot.slot->adopt == Adopt::kGradView) grad = slot.view;
-  return true;
-}
+// The end of a round.
 
-void GradientPath::finish(bool whole_graph) {
+void GradientPath::finish() {
   if (phase_ != kActive) return;
-  if (!whole_graph && fired_ == 0) {  // torch.autograd.grad(): Note [End of backward]
-    phase_ = kArmed;
-    return;
-  }
   phase_ = kIdle;
-  astray_ = false;
-  const std::vector<GradSlot*> undefined = mark_remaining();
+  expecting_ = opened_ = false;
+  partial_task_ = -1;
+  forget_other_ways();
+  check_versions();
+  mark_remaining();
   if (options_.after_backward) {
     options_.after_backward();
   } else {
     engine_->wait();
   }
   scale_results();
-  restore_gradients(undefined);
+  restore_gradients();
+  for (auto& slot : slots_) {
+    slot->touched = false;
+    if (!counted_) slot->expected_hits = slot->hits;
+  }
+  counted_ = true;
+  if (options_.after_gradients) options_.after_gradients();
+}
+
+void GradientPath::check_versions() const {
+  for (const auto& slot : slots_) {
+    if (slot->version == slot->current_version() || !slot->has_foreign_hooks()) continue;
+    const std::string reason = concat(
+        "parameter '", slot->slot->name,
+        "' was changed while backward ran: a hook on it (register_post_accumulate_grad_hook, "
+        "or on its accumulation node) makes optimizer steps, with this rank's own gradient "
+        "instead of the communicated one. Step after backward(); or call "
+        "_apply_optimizer_in_backward before the model is wrapped, whose steps are then made "
+        "with the communicated gradient.");
+    engine_->abort(reason);
+    throw Error(reason);
+  }
 }
 
 void GradientPath::scale_results() {
@@ -215,44 +279,56 @@ void GradientPath::scale_results() {
   }
 }
 
-std::vector<GradientPath::GradSlot*> GradientPath::mark_remaining() {
-  std::vector<GradSlot*> undefined;
+// Note [Every parameter answers]
+void GradientPath::mark_remaining() {
+  const bool exchange = options_.find_unused || options_.static_graph;
   std::vector<uint8_t> used(engine_->slots(), 1);
   std::vector<std::string> names;
-  const bool all_fired = options_.install_hooks && fired_ == slots_.size();
   for (auto& slot : slots_) {
-    if (all_fired) break;
+    if (fired_ == slots_.size() && counted_) break;
     if (engine_->marked(slot->id)) continue;
-    if (!adopt(*slot, slot->scale)) {
-      at::AutoDispatchBelowADInplaceOrView below_autograd;
-      slot->view.zero_();
-      undefined.push_back(slot.get());
-      names.push_back(slot->slot->name);
+    const bool untouched =
+        options_.install_hooks ? !slot->touched : !slot->parameter.grad().defined();
+    if (slot->frozen()) {
+      slot->take_nothing();
+      slot->result = GradientSlot::Result::kKeep;
       used[slot->id] = 0;
+    } else if (exchange && untouched) {
+      // What .grad holds is from a round before: it changes only if another rank has more.
+      slot->loan.recall();
+      if (!slot->adopt({}, /*lend=*/false)) slot->take_nothing();
+      slot->if_used = true;
+      used[slot->id] = 0;
+    } else if (!slot->adopt({}, /*lend=*/true)) {
+      slot->take_nothing();
+      if (untouched) names.push_back(slot->slot->name);
     }
     engine_->mark_ready(slot->id);
   }
-  if (options_.find_unused) {
+  if (exchange) {
     engine_->exchange_used(std::move(used));
   } else if (!names.empty() && options_.on_unused && !std::exchange(warned_unused_, true)) {
     options_.on_unused(names);
   }
-  return undefined;
 }
 
-// Slots whose parameter had no gradient get the communicated one, unless no rank used them; copied
-// slots get theirs back.
-void GradientPath::restore_gradients(const std::vector<GradSlot*>& undefined) {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  for (GradSlot* slot : undefined) {
-    if (options_.find_unused && !engine_->used()[slot->id]) continue;
-    const bool view = slot->slot->adopt == Adopt::kGradView;
-    slot->parameter.mutable_grad() = view ? slot->view : slot->view.clone();
-  }
+void GradientPath::restore_gradients() {
   for (auto& slot : slots_) {
-    if (slot->slot->adopt != Adopt::kGradCopy || !slot->parameter.grad().defined()) continue;
-    slot->parameter.mutable_grad().copy_(slot->view);
+    if (!slot->if_used || engine_->used()[slot->id]) slot->restore();
   }
+}
+
+void GradientPath::answer_with_zeros() {
+  for (auto& slot : slots_) {
+    slot->take_nothing();
+    engine_->mark_ready(slot->id);
+  }
+  if (options_.find_unused || options_.static_graph) {
+    engine_->exchange_used(std::vector<uint8_t>(engine_->slots(), 0));
+  }
+  engine_->wait();
+  scale_results();
+  opened_ = false;
 }
 
 }  // namespace bagua

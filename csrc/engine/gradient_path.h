@@ -5,6 +5,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -14,9 +15,16 @@
 
 namespace bagua {
 
+struct GradientSlot;
+
 struct GradientPathOptions {
   bool install_hooks;  // false: the caller adopts and marks (a user's own backward hook)
   bool find_unused;    // ranks exchange which parameters were used; see finish()
+  // Every backward reaches the same parameters, each equally often: Note [Static graph].
+  bool static_graph;
+  // Called by a backward that communicates if begin_round() was not called since the last round;
+  // calls it. Null: begin_round(1).
+  std::function<void()> open_round;
   // Called when a backward over all leaves reaches the module's output in an open round, before it
   // has made a gradient. What it throws ends that backward, and the round stays open. Null:
   // nothing.
@@ -24,17 +32,23 @@ struct GradientPathOptions {
   // Each is called at most once per backward, in the thread that called backward(), after every
   // gradient slot has been marked. Null: wait for the engine.
   std::function<void()> after_backward;
+  // Called at the end of a communicated backward, when .grad holds the result. Null: nothing.
+  std::function<void()> after_gradients;
   // Names of parameters without gradient, the first time there are any.
   std::function<void(const std::vector<std::string>&)> on_unused;
+  // Name of a parameter that received a gradient from a call past the wrapper, the first time.
+  std::function<void(const std::string&)> on_past_wrapper;
   // Called with every error on its way through autograd, whose engine knows few types: may throw
   // it as another that the caller of backward() recognises. Null: thrown as it is.
   std::function<void(const std::exception_ptr&)> on_error;
 };
 
-// Note [Adopt]
-// A gradient is a view of its bucket. If autograd hands over another tensor, as it does after
-// zero_grad(set_to_none=True), the hook copies it in and points .grad at the bucket. Without this,
-// ranks diverge silently.
+// Note [Which backward communicates]
+// The forward decides, as in torch's DDP: one with gradients enabled and outside of no_sync()
+// communicates, in train() and in eval() alike. Every backward that reaches its output is a round.
+// So is a backward that reaches every parameter after such a forward, though by another way: a loss
+// that the module keeps for itself, a call of a submodule. Until every parameter has been reached
+// by another way, their gradients wait for a backward through the output.
 //
 // Note [End of backward]
 // Communication is complete when backward() returns. The completing callback is queued in the
@@ -42,12 +56,17 @@ struct GradientPathOptions {
 // from a parameter's hook would fire after the first inner backward of a reentrant checkpoint.
 // torch.autograd.grad() passes the same hook without accumulating anything, so the callback
 // finishes a round only if a slot was marked or the backward was one over all leaves. A model whose
-// output holds no tensor finishes with its last slot instead. Gradients of a backward that misses
-// the output wait for the one that passes it; if the next round begins instead, it raises.
+// output holds no tensor with a graph finishes with its last slot instead.
 //
 // Note [Every parameter answers]
 // A slot that backward did not reach contributes the gradient it holds (accumulated earlier, under
-// no_sync) or zeros, in its bucket's turn. Never a hang, never a silent skip.
+// no_sync) or zeros, in its bucket's turn. Never a hang, never a silent skip. A parameter frozen
+// since the wrap contributes zeros, and its .grad stays as it is.
+//
+// Note [Static graph]
+// A parameter shared under reentrant checkpointing receives its gradient in several parts. With
+// static_graph the first round counts the parts and sends everything at its end; later rounds send
+// a gradient when its last part has come.
 //
 // Thread safety: hooks run on autograd's threads; the other methods on the training thread.
 // Ownership: hooks hold the path weakly, so dropping it removes them.
@@ -57,49 +76,71 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
                                             GradientPathOptions options);
   ~GradientPath();
 
-  // Called before a forward that will be followed by a synchronising backward. What the buckets
-  // hold after communication is multiplied by `result_scale`: a mean over fewer ranks than there
-  // are, when some have run out of inputs.
+  // Called before every forward with gradients enabled; false inside no_sync().
+  void begin_forward(bool communicates);
+
+  // Opens the engine's round, or goes on with an open one. What the buckets hold after
+  // communication is multiplied by `result_scale`: a mean over fewer ranks than there are, when
+  // some have run out of inputs.
   void begin_round(float grad_scale, double result_scale = 1.0);
 
-  // Called after that forward with the tensors of its output.
+  // Called after a communicating forward with the tensors of its output.
   void watch(const std::vector<at::Tensor>& outputs);
 
-  // Inside no_sync(): backward accumulates into the buckets and marks nothing.
-  void set_sync(bool enabled) { sync_ = enabled; }
+  // Whether a communicated backward is running, on this thread or above it.
+  bool in_backward() const;
+
+  // Whether gradients that arrive now are communicated; for a user's own backward hook.
+  bool communicating() const { return phase_ == kActive || (expecting_ && !watched_); }
 
   // For a user's own backward hook: Note [Adopt] for one slot.
   void adopt(SlotId slot);
 
+  // A round of a rank without inputs: every slot is zero and marked; no .grad changes.
+  void answer_with_zeros();
+
   void remove_hooks();
 
  private:
-  struct GradSlot;
   struct Hook;
-  enum Phase { kIdle, kArmed, kActive };
+  enum Phase { kIdle, kActive };
 
   GradientPath(std::shared_ptr<Engine> engine, GradientPathOptions options);
   void install_hooks();
   template <typename Body>
   void under_autograd(Body body);
-  bool adopt(GradSlot& slot, double scale);
-  void on_gradient(GradSlot& slot);
-  void on_backward(int64_t round);
-  void finish(bool whole_graph);
-  std::vector<GradSlot*> mark_remaining();
+  void activate(bool rooted);
+  void forget_other_ways();
+  void queue_finish();
+  void on_backward();
+  void on_gradient(GradientSlot& slot, const at::Tensor& incoming);
+  bool count_hit(GradientSlot& slot);
+  void on_other_way(GradientSlot& slot);
+  void on_past_wrapper(GradientSlot& slot);
+  void finish();
+  void check_versions() const;
+  void mark_remaining();
   void scale_results();
-  void restore_gradients(const std::vector<GradSlot*>& undefined);
+  void restore_gradients();
 
   std::shared_ptr<Engine> engine_;
   GradientPathOptions options_;
-  std::vector<std::unique_ptr<GradSlot>> slots_;
-  std::atomic<int> phase_{kIdle};
-  std::atomic<size_t> fired_{0};
-  std::atomic<bool> sync_{true};
-  std::atomic<bool> astray_{false};  // a gradient came while no backward through the output ran
+  std::vector<std::unique_ptr<GradientSlot>> slots_;
+  std::mutex opening_;                  // held while a backward opens its round
+  std::atomic<int> phase_{kIdle};       // kActive: gradients are on their way into an open round
+  std::atomic<bool> expecting_{false};  // a communicating forward came after the last round
+  std::atomic<bool> rooted_{false};     // the active backward goes through the output
+  bool opened_ = false;                 // begin_round() was called since the last round
+  std::atomic<int> partial_task_{-1};   // graph task of a backward that reaches chosen leaves only
+  std::atomic<size_t> fired_{0};        // slots that their hooks have marked in the round
+  std::atomic<size_t> by_other_ways_{0};  // slots reached since the forward, not by its output
+  size_t needed_ = 0;                     // slots whose parameters are not frozen
+  bool local_forwards_ = false;           // some forward was inside no_sync()
+  bool watched_ = false;                  // the forward's output has a graph
+  bool counted_ = false;                  // Note [Static graph]: the first round is over
   double result_scale_ = 1.0;
-  bool watched_ = false;
   bool warned_unused_ = false;
+  std::atomic<bool> warned_past_wrapper_{false};
 };
 
 }  // namespace bagua

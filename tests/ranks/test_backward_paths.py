@@ -21,9 +21,12 @@ class KeepsItsLoss(nn.Module):
 
     def forward(self, data):
         self.loss = training.squared_error(self.network, data) + self.side(data[0]).square().mean()
-        return {"nothing": None, "detached": self.loss.detach(), "side": self.side(data[0])}[
-            self.returned
-        ]
+        return {
+            "nothing": None,
+            "detached": self.loss.detach(),
+            "side": self.side(data[0]),
+            "a parameter": self.side.bias,
+        }[self.returned]
 
 
 def keep_loss(model, data):
@@ -50,24 +53,34 @@ def test_a_module_that_returns_a_detached_tensor_is_synchronised(ranks):
     assert ranks(3, train_with_a_kept_loss, "detached") == [3, 3, 3]
 
 
+def test_a_backward_that_reaches_every_parameter_past_the_output_is_synchronised(ranks):
+    assert ranks(3, train_with_a_kept_loss, "side") == [3, 3, 3]
+
+
+def test_a_module_that_returns_its_parameter_is_synchronised(ranks):
+    assert ranks(3, train_with_a_kept_loss, "a parameter") == [3, 3, 3]
+
+
 @training.with_group
 def miss_the_output():
     model = KeepsItsLoss("side")
     model.with_bagua([], GradientAllReduceAlgorithm())
     data = training.batch(0, dist.get_rank())
-    keep_loss(model, data).backward()
+    model(data)
+    training.squared_error(model.network, data).backward()
     return training.error_of(lambda: keep_loss(model, data).backward())
 
 
-def test_a_backward_that_misses_the_output_is_found_by_the_next_forward(ranks):
+def test_a_backward_that_misses_the_output_and_a_parameter_is_found_by_the_next_forward(ranks):
     for message in ranks(2, miss_the_output):
         assert "BaguaError" in message
         assert "round 1: parameters received gradients" in message
+        assert "reached only 4 of 6 parameters" in message
         assert "Compute the loss from the module's output" in message
 
 
 @training.with_group
-def penalise_weights(separately):
+def penalise_weights(how):
     model = training.network()
     alone = copy.deepcopy(model)
     optimizer = training.sgd(model)
@@ -75,11 +88,12 @@ def penalise_weights(separately):
 
     def loss(m, data):
         error = training.squared_error(m, data)
-        penalty = sum(p.square().sum() for p in m.parameters())
-        if separately:
-            penalty.backward()
-            return error
-        return error + penalty
+        weights = list(m.parameters())[1:] if how == "separate, not all" else m.parameters()
+        penalty = sum(p.square().sum() for p in weights)
+        if how == "joined":
+            return error + penalty
+        penalty.backward()
+        return error
 
     training.train_on_ranks(model, optimizer, loss=loss)
     training.assert_close(model, training.train_alone(alone, training.sgd(alone), loss=loss))
@@ -87,11 +101,15 @@ def penalise_weights(separately):
 
 
 def test_a_penalty_on_weights_is_part_of_the_step(ranks):
-    assert ranks(3, penalise_weights, False) == [3, 3, 3]
+    assert ranks(3, penalise_weights, "joined") == [3, 3, 3]
 
 
-def test_a_penalty_with_a_backward_of_its_own_is_part_of_the_step(ranks):
-    assert ranks(3, penalise_weights, True) == [3, 3, 3]
+def test_a_penalty_on_some_weights_with_a_backward_of_its_own_is_part_of_the_step(ranks):
+    assert ranks(3, penalise_weights, "separate, not all") == [3, 3, 3]
+
+
+def test_a_penalty_on_all_weights_with_a_backward_of_its_own_is_a_round_of_its_own(ranks):
+    assert ranks(3, penalise_weights, "separate") == [6, 6, 6]
 
 
 class WithToken(nn.Module):

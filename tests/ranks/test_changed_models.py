@@ -1,17 +1,15 @@
 """Models that change after the wrap: the next training forward says how."""
 
+import warnings
+
 import pytest
 import torch
-from ranks import faults
+from ranks import faults, training
 from torch import nn
 
 
 def _extra_layer(model):
     model.add_module("extra", nn.Linear(3, 3))
-
-
-def _freeze(model):
-    model[0].weight.requires_grad_(False)
 
 
 # Changes after the wrap, and the first difference that the next training forward must name.
@@ -24,7 +22,6 @@ CHANGES = {
         lambda model: setattr(model[2], "bias", nn.Parameter(torch.zeros(3))),
         "'2.bias' was replaced by another tensor",
     ),
-    "frozen": (_freeze, "'0.weight' was frozen (requires_grad changed)"),
     "unfrozen": (lambda model: model[2].bias.requires_grad_(), "'2.bias' was unfrozen"),
     "new-layer": (_extra_layer, "'extra' is new"),
     "new-parameter": (
@@ -84,14 +81,27 @@ def test_the_remedy_for_a_change_works(ranks):
 
 
 @faults.with_bagua_group
-def create_graph():
-    model, _ = faults.wrapped()
-    loss = faults.loss_of(model)
-    return faults.error_of(loss.backward, create_graph=True)
+def freeze_and_thaw(do_flatten):
+    model, optimizer = faults.wrapped(do_flatten=do_flatten)
+    frozen = model[0].weight
+    faults.step(model, optimizer)
+    kept = frozen.grad.clone()
+    frozen.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        faults.loss_of(model).backward()
+    stays = torch.equal(frozen.grad, kept)
+    frozen.requires_grad_(True)
+    faults.step(model, optimizer)
+    training.assert_ranks_agree(model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model(torch.randn(4, 5, requires_grad=True)).sum().backward()
+    return stays, model.bagua_stats()["rounds"]
 
 
-def test_a_backward_that_creates_a_graph_is_refused(ranks):
-    for error in ranks(2, create_graph):
-        assert "is part of a graph (backward(create_graph=True))" in error
-        assert "torch.autograd.grad(create_graph=True)" in error
-        assert error.startswith("BaguaError")
+@pytest.mark.parametrize("do_flatten", [True, False], ids=["flattened", "copied"])
+def test_a_frozen_parameter_keeps_its_gradient_and_all_frozen_communicate_nothing(
+    ranks, do_flatten
+):
+    assert ranks(3, freeze_and_thaw, do_flatten) == [(True, 3)] * 3

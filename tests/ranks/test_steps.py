@@ -1,5 +1,6 @@
 """Steps that are not one forward, one backward and one step of the optimizer."""
 
+import contextlib
 import copy
 
 import pytest
@@ -224,30 +225,65 @@ def test_autograd_grad_before_backward_is_local(ranks):
 
 
 @training.with_group
-def backward_twice():
-    model, _ = wrapped()
+def backward_twice(do_flatten, first_inside_no_sync):
+    model, optimizer = wrapped(do_flatten)
+    alone = copy.deepcopy(model)
     loss = loss_on_rank(model, 0)
-    loss.backward(retain_graph=True)
-    message = training.error_of(loss.backward)
-    model.zero_grad()
-    loss_on_rank(model, 1).backward()
+    with model.no_sync() if first_inside_no_sync else contextlib.nullcontext():
+        loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
     training.assert_ranks_agree(model)
-    return message
+    whole = training.sgd(alone)
+    loss = training.squared_error(alone, training.whole_batch(0, dist.get_world_size()))
+    (2 * loss).backward()
+    whole.step()
+    training.assert_close(model, alone)
+    return model.bagua_stats()["rounds"]
 
 
-def test_a_second_backward_through_one_forward_raises_and_says_what_to_do(ranks):
-    for message in ranks(2, backward_twice):
-        assert "second backward through the forward of round 1" in message
-        assert "no_sync()" in message
+@LAYOUT
+@pytest.mark.parametrize("first_inside_no_sync", [False, True])
+def test_a_second_backward_through_one_forward_is_a_round_of_its_own(
+    ranks, do_flatten, first_inside_no_sync
+):
+    assert ranks(3, backward_twice, do_flatten, first_inside_no_sync) == [2, 2, 2]
 
 
 @training.with_group
-def backward_with_a_graph():
+def backward_inside_no_sync():
     model, _ = wrapped()
-    return training.error_of(lambda: loss_on_rank(model, 0).backward(create_graph=True))
+    loss = loss_on_rank(model, 0)
+    with model.no_sync():
+        loss.backward()
+    training.assert_ranks_agree(model)
+    with model.no_sync():
+        loss = loss_on_rank(model, 1)
+    loss.backward()
+    return model.bagua_stats()["rounds"]
 
 
-def test_backward_with_create_graph_raises_and_names_the_parameter(ranks):
-    for message in ranks(2, backward_with_a_graph):
-        assert "create_graph=True" in message
-        assert ".weight'" in message or ".bias'" in message
+def test_the_forward_decides_whether_its_backward_communicates(ranks):
+    assert ranks(2, backward_inside_no_sync) == [1, 1]
+
+
+@training.with_group
+def backward_with_a_graph(do_flatten):
+    model, _ = wrapped(do_flatten)
+    own = training.local_gradients(
+        model, training.squared_error, training.batch(0, dist.get_rank())
+    )
+    loss_on_rank(model, 0).backward(create_graph=True)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.requires_grad
+        torch.testing.assert_close(parameter.grad.detach(), training.mean_over_ranks(own[name]))
+    slopes = torch.autograd.grad(
+        sum(p.grad.square().sum() for p in model.parameters()), list(model.parameters())
+    )
+    model.zero_grad()
+    return all(slope.isfinite().all() for slope in slopes)
+
+
+@LAYOUT
+def test_backward_with_create_graph_communicates_values_and_keeps_the_graph(ranks, do_flatten):
+    assert ranks(3, backward_with_a_graph, do_flatten) == [True] * 3

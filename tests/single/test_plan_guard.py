@@ -52,10 +52,6 @@ CHANGES = {
         lambda model: model[0].bias.requires_grad_(),
         "'0.bias' was unfrozen (requires_grad changed)",
     ),
-    "frozen": (
-        lambda model: model[1][0].weight.requires_grad_(False),
-        "'1.0.weight' was frozen (requires_grad changed)",
-    ),
     "dtype": (lambda model: model.half(), "'own' changed from Float to Half"),
     "shape": (set_data, "'own' changed its shape to [2]"),
     "new-parameter": (
@@ -83,6 +79,29 @@ def test_the_first_difference_is_named(kind):
     assert difference() == ""
     CHANGES[kind][0](model)
     assert difference() == CHANGES[kind][1]
+
+
+def test_freezing_is_no_difference_and_all_frozen_is_told():
+    model = network()
+    dicts = dicts_of(model)
+    made = _C.PlanGuard([name for name, _ in model.named_modules()], dicts)
+    assert not made.all_frozen()
+    model[1][0].weight.requires_grad_(False)
+    assert made.difference(dicts) == ""
+    assert not made.all_frozen()
+    model.requires_grad_(False)
+    assert made.difference(dicts) == ""
+    assert made.all_frozen()
+
+
+def test_a_tensor_of_functional_call_is_no_difference():
+    model = network()
+    difference = guard(model)
+    seen = []
+    model[1][1].register_forward_hook(lambda *_: seen.append(difference()))
+    values = {name: p.detach() * 2 for name, p in model.named_parameters()}
+    torch.func.functional_call(model, values, torch.ones(1, 2))
+    assert seen == [""]
 
 
 def test_what_training_does_is_no_difference():

@@ -32,6 +32,8 @@ class AveragingPlan:
     """
 
     synchronising = False
+    communicating = False
+    in_backward = False
 
     def __init__(self, ddp: HookOwner, wrap: str) -> None:
         self._buckets = ddp.bagua_buckets
@@ -75,7 +77,7 @@ class AveragingPlan:
 
         def before_forward(module: torch.nn.Module, _: Any) -> None:
             if (plan := this()) is not None:
-                plan._before_forward(module.training and torch.is_grad_enabled())
+                plan._before_forward(torch.is_grad_enabled())
 
         def after_forward(*_: Any) -> None:
             if (plan := this()) is not None:
@@ -139,6 +141,9 @@ class AveragingPlan:
 
     # What distributed.py calls on every plan.
 
+    def begin_forward(self, communicates: bool) -> None:
+        """Backwards communicate nothing here."""
+
     def begin_round(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
         """Nothing is synchronous here, but training begins; gradients stay where they are.
 
@@ -152,9 +157,6 @@ class AveragingPlan:
 
     def wait(self) -> None:
         """There is nothing to wait for."""
-
-    def set_sync(self, enabled: bool) -> None:
-        """``no_sync()`` changes nothing: weights are averaged, not gradients."""
 
     def stats(self) -> dict[str, Any]:
         """The lane's, for :func:`bagua.torch_api._statistics.statistics`."""

@@ -1,18 +1,25 @@
 """``BaguaModule``: what a wrapped module gains, and nothing an unwrapped one has.
 
 A wrapped module's class becomes a subclass of its own class and of :class:`BaguaModule`. Copies and
-pickles of it are of the original class, without hooks and communication: what ``copy.deepcopy`` or
-``torch.save`` gives is an ordinary module, which may be wrapped again.
+pickles of it are of the original class, without communication: what ``copy.deepcopy`` or
+``torch.save`` gives is an ordinary module, which may be wrapped again, and which says so once if it
+is trained without that.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+
+from bagua.torch_api import _owners
 
 if TYPE_CHECKING:
     from bagua.torch_api.algorithms.base import AlgorithmImpl
@@ -20,7 +27,7 @@ if TYPE_CHECKING:
     from bagua.torch_api.communication import BaguaProcessGroup
     from bagua.torch_api.distributed import BaguaDistributedDataParallel
 
-__all__ = ["BaguaModule", "plain_twin", "wrap_class"]
+__all__ = ["BaguaModule", "forget_copy", "plain_twin", "watch_copy", "wrap_class"]
 
 _HOOK_TABLES = (
     "_forward_pre_hooks",
@@ -118,7 +125,9 @@ class BaguaModule:
 
     def _bagua_plain(self) -> torch.nn.Module:
         """An unwrapped module of the original class that shares everything else."""
-        return plain_twin(self, self._bagua_original, self.bagua_ddp.hook_ids())
+        twin = plain_twin(self, self._bagua_original, self.bagua_ddp.hook_ids())
+        twin.__dict__[_COPY_OF] = self._bagua_original.__name__
+        return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
         result = copy.deepcopy(self._bagua_plain(), memo)
@@ -144,6 +153,61 @@ def plain_twin(module: Any, original: type[torch.nn.Module], hooks: list[int]) -
     return twin
 
 
+#: In the ``__dict__`` of copies of wrapped modules: the name of the class.
+_COPY_OF = "_bagua_copy_of"
+
+
+class _TrainsAlone:
+    """A forward pre-hook of a copy, which warns once when the copy is trained on its own.
+
+    It is pickled as a function of the standard library that does nothing, so that files load where
+    this package is not installed.
+    """
+
+    def __init__(self) -> None:
+        self.handle: torch.utils.hooks.RemovableHandle | None = None
+
+    def __call__(self, module: torch.nn.Module, _: Any) -> None:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        wrapped = torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
+        if not (module.training and torch.is_grad_enabled() and trained) or wrapped:
+            return
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        if _owners.is_owned(trained[0]):
+            return
+        forget_copy(module)
+        warnings.warn(
+            f"this {type(module).__name__} is a copy of a module that with_bagua has wrapped, and "
+            "is trained without the other ranks. Call with_bagua on the copy, on every rank, if it "
+            "is to be trained with them.",
+            stacklevel=2,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return functools.partial(sys.audit, "bagua.copy")
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (sys.audit, "bagua.copy")
+
+
+def watch_copy(module: torch.nn.Module) -> None:
+    """Have a module that was copied or unpickled from a wrapped one say so when it is trained."""
+    if _COPY_OF not in module.__dict__:
+        return
+    hook = _TrainsAlone()
+    hook.handle = module.register_forward_pre_hook(hook)
+
+
+def forget_copy(module: torch.nn.Module) -> None:
+    """Make a copy of a wrapped module a module like any other. Idempotent."""
+    if module.__dict__.pop(_COPY_OF, None) is None:
+        return
+    for hook in list(module._forward_pre_hooks.values()):
+        if isinstance(hook, _TrainsAlone) and hook.handle is not None:
+            hook.handle.remove()
+
+
 _classes: dict[type, type] = {}
 
 
@@ -156,6 +220,7 @@ def wrap_class(module: torch.nn.Module) -> None:
     original = type(module)
     if issubclass(original, BaguaModule):
         return
+    forget_copy(module)
     if original not in _classes:
         names = {
             "__module__": original.__module__,

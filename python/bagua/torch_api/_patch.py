@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers as rendezvous_handlers
 
 from bagua.torch_api._incarnation import OWN_RENDEZVOUS, refuse_stale_addresses
-from bagua.torch_api._module_class import BaguaModule, wrap_class
+from bagua.torch_api._module_class import BaguaModule, watch_copy, wrap_class
 from bagua.torch_api._wrap_arguments import check_optimizers_and_algorithm
 from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.communication import (
@@ -30,9 +30,12 @@ def install() -> None:
     """Give ``torch.nn.Module``, ``torch.Tensor`` and ``ProcessGroup`` what is documented of them.
 
     That is ``with_bagua``, the methods of BaguaTensor, and ``bagua_patch`` with what it makes. And
-    have torch.distributed refuse to start with the addresses of dead processes.
+    have torch.distributed refuse to start with the addresses of dead processes, and copies of
+    wrapped modules say so when they are trained alone.
     """
     torch.nn.Module.with_bagua = with_bagua  # type: ignore[attr-defined]
+    if torch.nn.Module.__setstate__ is not _set_state:
+        torch.nn.Module.__setstate__ = _set_state  # type: ignore[method-assign]
     for name, attribute in {**METHODS, **PROPERTIES}.items():
         setattr(torch.Tensor, name, attribute)
     for name, group_attribute in GROUP_ATTRIBUTES.items():
@@ -90,7 +93,7 @@ def with_bagua(
     group = as_bagua_group(process_group)
     if isinstance(self, BaguaModule):
         self.bagua_ddp.pause()
-        self.bagua_ddp.close()
+        self.bagua_ddp.unwrap()
     with group.transport.meeting("with_bagua"):
         ddp = BaguaDistributedDataParallel(
             self,
@@ -148,6 +151,15 @@ GROUP_ATTRIBUTES = {
     "bagua_get_inter_node_communicator": bagua_get_inter_node_communicator,
     "bagua_get_intra_node_communicator": bagua_get_intra_node_communicator,
 }
+
+_module_set_state = torch.nn.Module.__setstate__
+
+
+def _set_state(self: torch.nn.Module, state: dict[str, Any]) -> None:
+    """torch's own; copies and unpickled copies of wrapped modules are watched."""
+    _module_set_state(self, state)
+    watch_copy(self)
+
 
 _torch_rendezvous: dict[str, Callable[..., Iterator[Any]]] = {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -12,8 +12,7 @@ import torch
 
 from bagua import _C
 from bagua.torch_api import _plan, _user_hooks
-from bagua.torch_api._shared_state import UnevenInputs
-from bagua.torch_api._snapshot import warn_unused
+from bagua.torch_api._snapshot import warn_past_wrapper, warn_unused
 from bagua.torch_api.algorithms.base import overrides
 from bagua.torch_api.tensor import record_of
 
@@ -28,7 +27,14 @@ class PlanOwner(_user_hooks.HookOwner, Protocol):
     """The wrapper of a module, as its plan sees it. It is held weakly."""
 
     find_unused_parameters: bool
-    uneven_inputs: UnevenInputs
+    static_graph: bool
+
+    def open_round_in_backward(self) -> None: ...
+
+    def after_gradients(self) -> None: ...
+
+    @property
+    def steps_in_backward(self) -> bool: ...
 
 
 class RunningPlan:
@@ -55,7 +61,6 @@ class RunningPlan:
                 record_of(tensor).marker = weakref.ref(self)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._path = self._make_path(ddp)
-        self._watching = False
 
     def _make_path(self, ddp: PlanOwner) -> _C.GradientPath:
         own_wait = overrides(ddp.bagua_algorithm, "init_post_backward_hook")
@@ -78,6 +83,18 @@ class RunningPlan:
             if (ddp := owner()) is not None:
                 ddp.bagua_algorithm.init_pre_backward_hook(ddp)()
 
+        def open_round() -> None:
+            if (ddp := owner()) is not None:
+                ddp.open_round_in_backward()
+
+        def after_gradients() -> None:
+            if (ddp := owner()) is not None:
+                ddp.after_gradients()
+
+        def on_past_wrapper(name: str) -> None:
+            if (ddp := owner()) is not None:
+                warn_past_wrapper(ddp.bagua_module_name, name)
+
         def on_unused(names: list[str]) -> None:
             if (ddp := owner()) is not None:
                 warn_unused(ddp.bagua_module_name, names)
@@ -88,26 +105,35 @@ class RunningPlan:
             self.engine,
             install_hooks=not own_hook,
             find_unused=ddp.find_unused_parameters,
+            static_graph=ddp.static_graph,
+            open_round=open_round,
             before_backward=before_backward if checks else None,
             after_backward=None if plain and not own_wait else after_backward,
+            after_gradients=after_gradients if ddp.steps_in_backward else None,
             on_unused=on_unused,
+            on_past_wrapper=on_past_wrapper,
         )
 
     # One step, in the order in which things happen.
 
+    def begin_forward(self, communicates: bool) -> None:
+        """Say before a forward with gradients whether its backwards communicate."""
+        self._path.begin_forward(communicates)
+
     def begin_round(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
-        """Open a round before a training forward; False if it is open already.
+        """Open a round; False if it is open already.
 
         ``grad_scale``: the factor that the gradients of this forward will carry. What has been
         communicated is multiplied by ``result_scale`` at the end of backward.
         """
         first = not self.engine.round_open
         self._path.begin_round(grad_scale, result_scale)
-        self._watching = True
         return first
 
     def await_agreement(self) -> None:
-        """Block until the ranks agree on the open round."""
+        """Block until the ranks agree on the open round, which is opened if none is."""
+        if not self.engine.round_open:
+            self.engine.begin_round()
         self.engine.await_agreement()
 
     @contextmanager
@@ -125,10 +151,13 @@ class RunningPlan:
             self.engine.fail(str(error), isinstance(error, _C.BaguaTimeoutError))
 
     def watch(self, outputs: list[torch.Tensor]) -> None:
-        """After that forward: the backward through ``outputs`` ends the round."""
-        if self._watching:
-            self._watching = False
-            self._path.watch(outputs)
+        """After a forward that communicates: so does every backward through ``outputs``."""
+        self._path.watch(outputs)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether this thread is inside a backward that is communicated."""
+        return self._path.in_backward
 
     def mark_tensor_ready(self, tensor: torch.Tensor) -> None:
         """Mark a registered tensor: what ``bagua_mark_communication_ready`` calls.
@@ -157,26 +186,9 @@ class RunningPlan:
             if not self.engine.marked(self._slots[record_of(tensor).name]):
                 self.mark_tensor_ready(tensor)
 
-    @torch.no_grad()
-    def shadow_round(self, synchronise_state: Callable[[], None], ddp: PlanOwner) -> None:
-        """A round of a rank without inputs: it contributes zeros and gets what all get."""
-        self.engine.begin_round()
-        synchronise_state()
-        find_unused, result_scale = ddp.find_unused_parameters, ddp.uneven_inputs.result_scale
-        for bucket in self._buckets:
-            bucket.backend_tensor.zero_()
-        for slot in self._slots.values():
-            self.engine.mark_ready(slot)
-        if find_unused:
-            self.engine.exchange_used([0] * len(self._slots))
-        self.engine.wait()
-        for bucket in self._buckets:
-            if result_scale != 1.0:
-                bucket.backend_tensor.mul_(result_scale)
-            for index, parameter in enumerate(bucket.tensors):
-                view = bucket.view_of(index)
-                if parameter.grad is not None or not find_unused:
-                    parameter.grad = view if bucket.flatten else view.clone()
+    def answer_with_zeros(self) -> None:
+        """The open round, of a rank without inputs: it contributes zeros; no ``.grad`` changes."""
+        self._path.answer_with_zeros()
 
     def wait(self) -> None:
         """Block until the buckets that were launched are done."""
@@ -200,8 +212,13 @@ class RunningPlan:
 
     @property
     def synchronising(self) -> bool:
-        """Whether a backward now would be communicated."""
+        """Whether a round is open."""
         return self.engine.round_open
+
+    @property
+    def communicating(self) -> bool:
+        """Whether the backward that is running is communicated."""
+        return self._path.communicating
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -216,10 +233,6 @@ class RunningPlan:
 
     def pause(self) -> None:
         """Nothing goes on between steps here."""
-
-    def set_sync(self, enabled: bool) -> None:
-        """False: gradients are accumulated and nothing is marked."""
-        self._path.set_sync(enabled)
 
     def stats(self) -> dict[str, Any]:
         """The engine's, for :func:`bagua.torch_api._statistics.statistics`."""

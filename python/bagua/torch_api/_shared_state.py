@@ -90,28 +90,27 @@ class SharedState:
         tensors += self._snapshot.buffers(module) if buffers else []
         broadcast_state(tensors, self._optimizers, self._transport, source)
 
-    def before_round(
-        self,
-        module: torch.nn.Module,
-        plan: RoundOwner,
-        inputs: UnevenInputs,
-        step: int,
+    def give_buffers(self, module: torch.nn.Module, plan: RoundOwner, inputs: UnevenInputs) -> None:
+        """Give every rank the buffers of one, as a part of the open round or the next."""
+        buffers = self._snapshot.buffers(module) if self._with_buffers else []
+        if self._transport.size == 1 or not buffers:
+            return
+        plan.await_agreement()
+        with self.traffic.counted("buffers"), plan.part_of_the_round():
+            broadcast_tensors(buffers, self._transport, inputs.source)
+
+    def check_weights(
+        self, module: torch.nn.Module, plan: RoundOwner, inputs: UnevenInputs, step: int
     ) -> None:
-        """Give every rank the buffers of one, and check the weights if that is due.
+        """Compare the weights if that is due. Called at the beginning of a round.
 
         Raises:
             BaguaMismatchError: the check found a difference.
         """
-        if self._transport.size == 1:
-            return
-        buffers = self._snapshot.buffers(module) if self._with_buffers else []
-        if buffers:
-            plan.await_agreement()
-            with self.traffic.counted("buffers"), plan.part_of_the_round():
-                broadcast_tensors(buffers, self._transport, inputs.source)
         # Ranks without inputs make no optimizer steps: their weights are not the others'.
-        if inputs.complete and self._check.due():
-            plan.await_agreement()
-            named = self._snapshot.equal_everywhere(module, self._with_buffers)
-            with self.traffic.counted("check"), plan.part_of_the_round():
-                self._check.compare(named, step)
+        if self._transport.size == 1 or not inputs.complete or not self._check.due():
+            return
+        plan.await_agreement()
+        named = self._snapshot.equal_everywhere(module, self._with_buffers)
+        with self.traffic.counted("check"), plan.part_of_the_round():
+            self._check.compare(named, step)

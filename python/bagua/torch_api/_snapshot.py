@@ -9,7 +9,7 @@ import torch
 
 from bagua import _C
 
-__all__ = ["ModuleSnapshot", "ignored_names", "warn_unused"]
+__all__ = ["ModuleSnapshot", "ignored_names", "warn_past_wrapper", "warn_unused"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -83,6 +83,10 @@ class ModuleSnapshot:
                 "unsynchronised. Call with_bagua again, on every rank, after such a change."
             )
 
+    def all_frozen(self) -> bool:
+        """Whether no parameter that was trainable at the wrap is so now."""
+        return self._guard.all_frozen()
+
     def describe(self, module: torch.nn.Module) -> list[str]:
         """One line per parameter and buffer, equal on all ranks."""
         lines = [
@@ -133,5 +137,16 @@ def warn_unused(module_name: str, names: list[str]) -> None:
     warnings.warn(
         f"module '{module_name}': no gradient in this step for {shown}; zeros were sent. Pass "
         "find_unused_parameters=True to leave .grad alone where no rank used a parameter.",
+        stacklevel=2,
+    )
+
+
+def warn_past_wrapper(module_name: str, name: str) -> None:
+    """Say that a backward is this rank's own, because no forward of the wrapper was before it."""
+    warnings.warn(
+        f"module '{module_name}': parameter '{name}' received a gradient, but not from a forward "
+        "of the wrapped module, so it is this rank's own and was not communicated. Call the "
+        "wrapped module itself, not its forward(), a part of it or what is inside the wrapper; "
+        "inside no_sync() where local gradients are meant.",
         stacklevel=2,
     )

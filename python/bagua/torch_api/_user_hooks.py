@@ -22,7 +22,7 @@ class HookOwner(WrappedModule, Protocol):
     def module(self) -> torch.nn.Module: ...
 
     @property
-    def synchronising(self) -> bool: ...
+    def communicates_in_backward(self) -> bool: ...
 
 
 def backward_hooks(ddp: HookOwner) -> list[RemovableHandle]:
@@ -33,7 +33,7 @@ def backward_hooks(ddp: HookOwner) -> list[RemovableHandle]:
 
         def hook(p: Any, name: str = name) -> None:
             owner = this()
-            if owner is not None and owner.synchronising:
+            if owner is not None and owner.communicates_in_backward:
                 owner.bagua_algorithm.init_backward_hook(owner)(name, p)
 
         handles.append(parameter.register_post_accumulate_grad_hook(hook))

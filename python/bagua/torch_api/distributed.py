@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bagua import BaguaError
-from bagua.torch_api import _plan, _user_hooks, env
+from bagua.torch_api import _owners, _plan, _user_hooks, env
 from bagua.torch_api._averaging_plan import AveragingPlan
 from bagua.torch_api._bucket_ops import AsynchronousOp
 from bagua.torch_api._bucketing import split_by_bucket_size
@@ -22,6 +22,7 @@ from bagua.torch_api._running_plan import RunningPlan
 from bagua.torch_api._shared_state import SharedState, UnevenInputs
 from bagua.torch_api._snapshot import ModuleSnapshot
 from bagua.torch_api._statistics import statistics
+from bagua.torch_api._steps_in_backward import StepsInBackward
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup, close_at_exit
@@ -35,7 +36,13 @@ class BaguaDistributedDataParallel:
 
     Holds the module weakly: deleting the module frees threads, sockets and memory.
 
+    Attributes:
+        buffers_due: whether the next forward gets the first rank's buffers: the forward before
+            communicated.
+        eager: open rounds at the forward in ``eval()`` too, and once per round only (``join()``).
+
     Args:
+        static_graph: every backward reaches the same parameters, each equally often.
         bucket_bytes: after which a bucket is closed; None: ``BAGUA_DEFAULT_BUCKET_SIZE``.
         initial_state: what the first rank gives to all.
         hook_module: False: the caller calls :meth:`before_forward` and :meth:`after_forward`.
@@ -52,6 +59,7 @@ class BaguaDistributedDataParallel:
         find_unused_parameters: bool = False,
         broadcast_buffers: bool | None = None,
         *,
+        static_graph: bool = False,
         bucket_bytes: int | None = None,
         initial_state: InitialState = "all",
         hook_module: bool = True,
@@ -63,6 +71,9 @@ class BaguaDistributedDataParallel:
         self.bagua_module_name = bagua_module_name or type(module).__name__
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.buffers_due = True
+        self.eager = False
         self._snapshot = ModuleSnapshot(module)
         self.bagua_train_step_counter = 0
         self.bagua_buckets: list[BaguaBucket] = []
@@ -74,6 +85,9 @@ class BaguaDistributedDataParallel:
         self._initial_state = initial_state
         self._grad_scaler = grad_scaler
         self._require_sync = True
+        self._had_forward = False
+        self._watching = False
+        self._ended = False
         self._shared = SharedState(
             self._snapshot,
             self.bagua_optimizers,
@@ -89,6 +103,7 @@ class BaguaDistributedDataParallel:
             "optimizers ": [type(optimizer).__name__ for optimizer in self.bagua_optimizers],
             "do_flatten=": gradient_as_bucket_view,
             "find_unused_parameters=": find_unused_parameters,
+            "static_graph=": static_graph,
             "broadcast_buffers=": self.broadcast_buffers,
             "grad_scaler=": grad_scaler is not None and grad_scaler.is_enabled(),
             "bucket size ": self._bucket_bytes,
@@ -97,6 +112,8 @@ class BaguaDistributedDataParallel:
         process_group.transport.agree(
             "the model or the arguments of with_bagua", self._shared.describe(module, arguments)
         )
+        _owners.claim(self)
+        self._steps_in_backward = StepsInBackward(self.bagua_build_params())
         self._initialise()
         self._install_hooks(hook_module)
         close_at_exit(self)
@@ -150,7 +167,6 @@ class BaguaDistributedDataParallel:
             self._running = AveragingPlan(self, wrap)
         else:
             self._running = RunningPlan(self, _plan.build(buckets, group, name, wrap))
-        self._running.set_sync(self._require_sync)
         _plan.log_plan(name, type(algorithm).__name__, group, buckets)
 
     def give_state(self, source: int, buffers: bool) -> None:
@@ -178,39 +194,114 @@ class BaguaDistributedDataParallel:
     # One step, in the order in which things happen.
 
     def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        """Open the round of a training forward; nothing in ``eval()`` or without gradients."""
-        if not (module.training and torch.is_grad_enabled()):
-            return
-        self._snapshot.check(self.bagua_module_name)
-        self._run_pending()
-        if self.bagua_algorithm.need_reset():
+        """Prepare a forward: Note [Which backward communicates] in the C++ core.
+
+        One in training mode opens its round here, one in ``eval()`` in its backward: a rank that
+        evaluates alone, with gradients enabled, waits for nobody.
+
+        Raises:
+            BaguaError: the module is not what was wrapped, its process group is gone, or another
+                rank failed.
+        """
+        self._watching = False
+        if self._running is not None and self._running.in_backward:
+            return  # recomputed for an activation checkpoint
+        with_gradients = torch.is_grad_enabled()
+        syncs = with_gradients and self._require_sync
+        communicates = syncs and not self._snapshot.all_frozen()
+        now = module.training or self.eager or self.bagua_algorithm.opens_at_forward
+        if self._ended:
+            return self._refuse_to_train_alone(communicates)
+        if with_gradients and now:
+            self._snapshot.check(self.bagua_module_name)
+            self._run_pending()
+        if communicates and self.bagua_algorithm.need_reset():
             self._initialise()
-        self.bagua_train_step_counter += 1
-        if self._running is None or not self._require_sync:
+        if self._running is None:
             return
-        grad_scale = self._grad_scaler.get_scale() if self._grad_scaler is not None else 1.0
-        if self._running.begin_round(grad_scale, self.uneven_inputs.result_scale):
-            self._synchronise_state()
-        self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
+        if with_gradients and (now or not syncs):
+            self.bagua_train_step_counter += 1
+        if with_gradients:
+            self._running.begin_forward(communicates)
+        opens = communicates and now and not (self.eager and self.synchronising)
+        self._share_buffers(syncs, opens)
+        if opens:
+            self._open_round(inputs)
+        self._watching = communicates
 
     def _run_pending(self) -> None:
         if self.bagua_algorithm.mark_pending(self):
             self.wait_pending_comm_ops()
 
-    def _synchronise_state(self) -> None:
+    def _share_buffers(self, syncs: bool, opens: bool) -> None:
+        """Give every rank the first rank's buffers at the moments of torch's DDP.
+
+        A forward gets them if the forward before communicated. Before the first forward they are
+        equal already, so that one rank may evaluate alone.
+        """
+        due = self.buffers_due and (syncs or self._had_forward)
+        if self.eager:
+            due = opens
+        if due and isinstance(self._running, RunningPlan):
+            self._shared.give_buffers(self.module, self._running, self.uneven_inputs)
+        self.buffers_due = syncs
+        self._had_forward = True
+
+    def _open_round(self, inputs: Any) -> None:
+        assert self._running is not None
+        grad_scale = self._grad_scaler.get_scale() if self._grad_scaler is not None else 1.0
+        if self._running.begin_round(grad_scale, self.uneven_inputs.result_scale):
+            self._check_weights()
+        self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
+
+    def _check_weights(self) -> None:
         assert isinstance(self._running, RunningPlan)
         step = self.bagua_train_step_counter
-        self._shared.before_round(self.module, self._running, self.uneven_inputs, step)
+        self._shared.check_weights(self.module, self._running, self.uneven_inputs, step)
+
+    def open_round_in_backward(self) -> None:
+        """Open the round of a backward whose forward has not opened it.
+
+        That forward was in ``eval()``, or has had a backward already.
+
+        Raises:
+            BaguaError: inside ``join()``, or with an algorithm that averages weights, a forward has
+                one backward.
+        """
+        if self.eager or self.bagua_algorithm.opens_at_forward:
+            where = "inside join()" if self.eager else f"with {type(self.bagua_algorithm).__name__}"
+            raise BaguaError(
+                f"module '{self.bagua_module_name}': a second backward through one forward, or "
+                f"through a forward of an earlier step. {where.capitalize()} every forward has one "
+                "backward: add the losses, or run the forward again."
+            )
+        self.bagua_train_step_counter += 1
+        self._snapshot.check(self.bagua_module_name)
+        self._open_round(())
 
     def shadow_round(self) -> None:
         """Answer a round of the ranks that still have inputs, with zero gradients."""
-        if isinstance(self._running, RunningPlan):
-            self._running.shadow_round(self._synchronise_state, self)
+        if not isinstance(self._running, RunningPlan):
+            return
+        self._running.begin_round(1.0, self.uneven_inputs.result_scale)
+        self._shared.give_buffers(self.module, self._running, self.uneven_inputs)
+        self._check_weights()
+        self._running.answer_with_zeros()
 
     def after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        """Have the backward through ``output`` end the round."""
-        if self._running is not None:
+        """Have every backward through ``output`` communicate, if the forward does."""
+        if self._watching and self._running is not None:
+            self._watching = False
             self._running.watch(tensors_in(output))
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether optimizers step inside backward."""
+        return bool(self._steps_in_backward)
+
+    def after_gradients(self) -> None:
+        """Make the steps of ``_apply_optimizer_in_backward``, with communicated gradients."""
+        self._steps_in_backward.step()
 
     def wait_pending_comm_ops(self) -> None:
         """Block until the buckets that were launched are done.
@@ -228,26 +319,28 @@ class BaguaDistributedDataParallel:
 
     @property
     def synchronising(self) -> bool:
-        """Whether a backward now would be communicated."""
-        running = self._running
-        return self._require_sync and running is not None and running.synchronising
+        """Whether a round is open: the next backward that communicates is in it."""
+        return self._running is not None and self._running.synchronising
+
+    @property
+    def communicates_in_backward(self) -> bool:
+        """Whether the backward that is running is communicated."""
+        return self._running is not None and self._running.communicating
 
     # Control.
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """False inside :meth:`no_sync`; may be set."""
+        """False inside :meth:`no_sync`; may be set. Forwards ask for it."""
         return self._require_sync
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, enabled: bool) -> None:
         self._require_sync = enabled
-        if self._running is not None:
-            self._running.set_sync(enabled)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without communication: forward and backward go inside."""
+        """Accumulate gradients without communication: backwards of the forwards inside."""
         before = self._require_sync
         self.require_backward_grad_sync = False
         try:
@@ -285,13 +378,33 @@ class BaguaDistributedDataParallel:
             self._running.announce_end()
 
     def close(self) -> None:
-        """Remove all hooks and stop the threads. The module keeps its weights. Idempotent."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Stop the threads because the process group ends. The module keeps its weights.
+
+        From then on a forward that would communicate raises. Idempotent.
+        """
+        if self._ended:
+            return
+        self._ended = True
         if isinstance(self._running, RunningPlan):
             with suppress(BaguaError):  # this rank or another has failed, and said so
                 if self.bagua_algorithm.mark_pending(self):
                     self._running.finish_soon()
         self._stop_engine()
         self.bagua_algorithm.close()
+        self._steps_in_backward.close()
+        _owners.release(self)
+
+    def unwrap(self) -> None:
+        """Leave the module as it was before the wrap, but for its weights. Idempotent."""
+        self.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _refuse_to_train_alone(self, communicates: bool) -> None:
+        if communicates:
+            raise BaguaError(
+                f"module '{self.bagua_module_name}': its process group was destroyed, so it would "
+                "train without the other ranks. Call init_process_group() and wrap the module "
+                "again, on every rank."
+            )

@@ -66,6 +66,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     """
 
     ranks_agree = False
+    opens_at_forward = True
 
     def __init__(
         self,

@@ -75,10 +75,16 @@ class AlgorithmImpl:
             unless ``with_bagua(broadcast_buffers=...)`` says otherwise.
         ranks_agree: whether all ranks hold the same weights after every step, which
             ``BAGUA_CHECK_WEIGHTS_EVERY`` checks.
+        opens_at_forward: whether the round of a forward in ``eval()`` begins there, as in
+            ``train()``, because weights must hold still from forward to backward; False: in its
+            backward.
+        shares_parameters: whether a parameter may belong to a second wrapped module.
     """
 
     broadcast_buffers = True
     ranks_agree = True
+    opens_at_forward = False
+    shares_parameters = False
 
     def __init__(self, process_group: BaguaProcessGroup) -> None:
         self.process_group = process_group

@@ -60,6 +60,8 @@ class ByteGradAlgorithm(Algorithm):
 class ByteGradAlgorithmImpl(AlgorithmImpl):
     """Implementation of :class:`ByteGradAlgorithm`."""
 
+    shares_parameters = True
+
     def __init__(
         self,
         process_group: BaguaProcessGroup,

@@ -28,6 +28,8 @@ class GradientAllReduceAlgorithm(Algorithm):
 class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     """Implementation of :class:`GradientAllReduceAlgorithm`."""
 
+    shares_parameters = True
+
     def __init__(
         self, process_group: BaguaProcessGroup, hierarchical: bool = False, average: bool = True
     ) -> None:

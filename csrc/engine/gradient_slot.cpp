@@ -1,0 +1,105 @@
+#include "engine/gradient_slot.h"
+
+#include <ATen/ScalarOps.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/mul.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "base/check.h"
+
+namespace bagua {
+
+namespace autograd = torch::autograd;
+
+namespace {
+
+// Whether `grad`, which autograd has just accumulated, is nobody's but the parameter's. A gradient
+// that was stolen from `incoming` shares its memory.
+bool nobody_else_holds(const at::Tensor& grad, const at::Tensor& incoming) {
+  if (grad.requires_grad() || grad.use_count() > 1) return false;
+  const bool stolen = incoming.defined() && incoming.has_storage() && incoming.is_alias_of(grad);
+  return grad.storage().use_count() <= (stolen ? 2u : 1u);
+}
+
+}  // namespace
+
+GradientSlot::GradientSlot(SlotId number, const Slot& place, const Bucket& bucket)
+    : id(number),
+      slot(&place),
+      scale(bucket.adopt_scale),
+      parameter(place.parameter),
+      view(place.view(bucket.flat)),
+      loan(view),
+      node(autograd::impl::grad_accumulator(place.parameter)) {
+  // A gradient that the builder of the bucket has put there becomes an alias like any other.
+  at::Tensor& grad = parameter.mutable_grad();
+  if (lends() && grad.defined() && grad.data_ptr() == view.data_ptr()) grad = loan.alias();
+}
+
+uint32_t GradientSlot::current_version() const {
+  return parameter.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+bool GradientSlot::has_foreign_hooks() const {
+  return node->post_hooks().size() > 1 || node->tensor_post_acc_grad_hooks() != nullptr;
+}
+
+void GradientSlot::put(const at::Tensor& gradient, double factor) {
+  if (factor != 1.0) {
+    at::mul_out(view, gradient, at::native::wrapped_scalar_tensor(factor));
+  } else {
+    view.copy_(gradient);
+  }
+}
+
+void GradientSlot::take_nothing() {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  loan.recall();
+  view.zero_();
+  result = Result::kCopy;
+}
+
+void GradientSlot::restore() {
+  if (result != Result::kCopy) return;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  at::Tensor& grad = parameter.mutable_grad();
+  if (grad.defined()) {
+    grad.copy_(view);
+  } else {
+    grad = lends() ? loan.alias() : view.clone();
+  }
+}
+
+bool GradientSlot::adopt(const at::Tensor& incoming, bool lend) {
+  at::Tensor& grad = parameter.mutable_grad();
+  if (!grad.defined()) return false;
+  // backward(create_graph=True): .grad stays part of the graph, as this rank's share of the mean.
+  if (grad.requires_grad() && scale != 1.0) grad = at::mul(grad, scale);
+  const double factor = grad.requires_grad() ? 1.0 : scale;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const std::string& name = slot->name;
+  BAGUA_CHECK(grad.layout() == at::kStrided, "the gradient of '", name,
+              "' is sparse. Buckets are dense: use Embedding(sparse=False), or exclude the "
+              "parameter through _bagua_params_and_buffers_to_ignore.");
+  BAGUA_CHECK(grad.scalar_type() == view.scalar_type() && grad.sizes() == view.sizes() &&
+                  grad.device() == view.device(),
+              "the gradient of '", name, "' is ", grad.toString(), grad.sizes(), " on ",
+              grad.device().str(), ", its bucket holds ", view.toString(), view.sizes(), " on ",
+              view.device().str(), ". Wrap the model again after changing it.");
+  if (lends() && loan.is_alias(grad)) {
+    if (factor != 1.0) put(view, factor);
+    result = Result::kInPlace;
+    return true;
+  }
+  loan.recall();
+  put(grad.detach(), factor);
+  if (lend && lends() && nobody_else_holds(grad, incoming)) {
+    grad = loan.alias();
+    result = Result::kInPlace;
+  } else {
+    result = Result::kCopy;
+  }
+  return true;
+}
+
+}  // namespace bagua
