@@ -18,7 +18,8 @@ bool is_parameter(PyObject* object) {
 
 }  // namespace
 
-PlanGuard::PlanGuard(std::vector<std::string> names, const py::list& dicts)
+PlanGuard::PlanGuard(std::vector<std::string> names, const py::list& dicts,
+                     const std::unordered_set<std::string>& ignored)
     : names_(std::move(names)) {
   for (size_t i = 0; i < dicts.size(); ++i) {
     std::vector<Entry> entries;
@@ -33,7 +34,9 @@ PlanGuard::PlanGuard(std::vector<std::string> names, const py::list& dicts)
                   .dtype = at::kFloat,
                   .device = at::kCPU,
                   .sizes = {}};
-      if (THPVariable_Check(value)) {
+      if (ignored.count(entry.name) > 0) {
+        entry.object = nullptr;
+      } else if (THPVariable_Check(value)) {
         entry.tensor = THPVariable_Unpack(value);
         entry.requires_grad = entry.tensor.requires_grad();
         entry.dtype = entry.tensor.scalar_type();
@@ -47,6 +50,7 @@ PlanGuard::PlanGuard(std::vector<std::string> names, const py::list& dicts)
 }
 
 std::string PlanGuard::compare(const Entry& entry, PyObject* object) const {
+  if (entry.object == nullptr) return "";
   if (object != entry.object) {
     // A tensor that is no parameter: torch.func.functional_call() has put it there for one forward.
     if (entry.tensor.defined() && THPVariable_Check(object) && !is_parameter(object)) return "";
@@ -107,8 +111,10 @@ bool PlanGuard::all_frozen() const {
 
 void bind_plan_guard(py::module_& m) {
   py::class_<PlanGuard>(m, "PlanGuard")
-      .def(py::init<std::vector<std::string>, const py::list&>(), py::arg("names"),
-           py::arg("dicts"))
+      .def(py::init<std::vector<std::string>, const py::list&,
+                    const std::unordered_set<std::string>&>(),
+           py::arg("names"), py::arg("dicts"),
+           py::arg("ignored") = std::unordered_set<std::string>())
       .def("difference", &PlanGuard::difference, py::arg("dicts"))
       .def("all_frozen", &PlanGuard::all_frozen);
 }

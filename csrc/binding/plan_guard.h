@@ -2,8 +2,10 @@
 #pragma once
 
 #include <string>
+#include <unordered_set>
 #include <vector>
 
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 namespace bagua {
@@ -19,7 +21,9 @@ namespace bagua {
 class PlanGuard {
  public:
   // `names`: of the modules; `dicts`: for each its _parameters and its _modules, alternating.
-  PlanGuard(std::vector<std::string> names, const pybind11::list& dicts);
+  // `ignored`: names of parameters and modules that may change.
+  PlanGuard(std::vector<std::string> names, const pybind11::list& dicts,
+            const std::unordered_set<std::string>& ignored);
 
   // The first difference in words, or an empty string.
   std::string difference(const pybind11::list& dicts) const;
@@ -30,7 +34,7 @@ class PlanGuard {
  private:
   struct Entry {
     std::string name;
-    PyObject* object;   // compared by identity only
+    PyObject* object;   // compared by identity only; null if anything may be there
     at::Tensor tensor;  // undefined for a module or None
     bool requires_grad;
     at::ScalarType dtype;

@@ -216,7 +216,7 @@ EngineStats Engine::stats() const {
   std::lock_guard lock(state.mutex);
   EngineStats stats{.buckets = {},
                     .control = state.options.control->traffic(),
-                    .rounds = state.open && state.marked == 0 ? state.round - 1 : state.round,
+                    .rounds = state.round,
                     .busy_ns = state.clock.busy_ns(),
                     .hidden_ns = state.clock.hidden_ns(),
                     .exposed_ns = state.clock.exposed_ns(),

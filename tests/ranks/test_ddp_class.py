@@ -247,7 +247,7 @@ def backward_of(model):
 
 @training.with_group
 def called_directly():
-    ddp = DistributedDataParallel(normalised())
+    ddp = DistributedDataParallel(training.network())
     backward_of(ddp)
     before = ddp.bagua_stats()["rounds"]
     ddp.module(torch.zeros(2, 5)).sum().backward()

@@ -93,7 +93,7 @@ def with_bagua(
     group = as_bagua_group(process_group)
     if isinstance(self, BaguaModule):
         self.bagua_ddp.pause()
-        self.bagua_ddp.unwrap()
+        self.bagua_ddp.close()
     with group.transport.meeting("with_bagua"):
         ddp = BaguaDistributedDataParallel(
             self,

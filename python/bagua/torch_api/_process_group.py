@@ -40,6 +40,13 @@ class GoesOn(Protocol):
     def announce_end(self) -> None: ...
 
 
+@runtime_checkable
+class EndsWithGroup(Protocol):
+    """What tells an end of the process group from a :meth:`close` of the user's."""
+
+    def end_with_group(self) -> None: ...
+
+
 _live: weakref.WeakSet[Closable] = weakref.WeakSet()
 _groups: weakref.WeakValueDictionary[str, BaguaProcessGroup] = weakref.WeakValueDictionary()
 _default_group: BaguaProcessGroup | None = None
@@ -59,7 +66,10 @@ def close_all() -> None:
             if isinstance(resource, GoesOn):
                 resource.announce_end()
     for resource in resources:
-        resource.close()
+        if isinstance(resource, EndsWithGroup):
+            resource.end_with_group()
+        else:
+            resource.close()
     _groups.clear()
     set_default_group(None)
 

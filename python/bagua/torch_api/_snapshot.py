@@ -24,12 +24,23 @@ class ModuleSnapshot:
     def __init__(self, module: torch.nn.Module) -> None:
         self.ignored = ignored_names(module)
         self._check_parameters(module)
+        # What is ignored may change, a module of which everything is ignored too.
+        free = set(self.ignored) | {
+            name
+            for name, child in module.named_modules()
+            if name and self._all_ignored(name, child)
+        }
         names: list[str] = []
         self._dicts: list[Any] = []
         for name, child in module.named_modules():
-            names.append(name)
-            self._dicts += [child._parameters, child._modules]
-        self._guard = _C.PlanGuard(names, self._dicts)
+            if name not in free:
+                names.append(name)
+                self._dicts += [child._parameters, child._modules]
+        self._guard = _C.PlanGuard(names, self._dicts, free)
+
+    def _all_ignored(self, prefix: str, child: torch.nn.Module) -> bool:
+        names = [f"{prefix}.{name}" for name, _ in child.named_parameters()]
+        return bool(names) and all(name in self.ignored for name in names)
 
     def trained(self, module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
         """``(name, parameter)``: trainable, not ignored, no expert; shared ones once."""

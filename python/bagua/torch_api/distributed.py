@@ -378,7 +378,14 @@ class BaguaDistributedDataParallel:
             self._running.announce_end()
 
     def close(self) -> None:
-        """Stop the threads because the process group ends. The module keeps its weights.
+        """Remove all hooks and stop the threads. The module keeps its weights. Idempotent."""
+        self.end_with_group()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def end_with_group(self) -> None:
+        """Stop the threads because the process group ends.
 
         From then on a forward that would communicate raises. Idempotent.
         """
@@ -393,13 +400,6 @@ class BaguaDistributedDataParallel:
         self.bagua_algorithm.close()
         self._steps_in_backward.close()
         _owners.release(self)
-
-    def unwrap(self) -> None:
-        """Leave the module as it was before the wrap, but for its weights. Idempotent."""
-        self.close()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     def _refuse_to_train_alone(self, communicates: bool) -> None:
         if communicates:
