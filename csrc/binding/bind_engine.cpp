@@ -4,6 +4,7 @@
 #include <string>
 
 #include <pybind11/functional.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 
 #include "base/check.h"
@@ -183,7 +184,8 @@ void bind_engine(py::module_& m) {
 
   py::class_<GradientPath, std::shared_ptr<GradientPath>>(m, "GradientPath")
       .def(py::init([](std::shared_ptr<Engine> engine, bool install_hooks, bool find_unused,
-                       bool static_graph, std::optional<py::function> open_round,
+                       bool static_graph, std::vector<std::pair<std::string, at::Tensor>> weights,
+                       std::optional<py::function> open_round,
                        std::optional<py::function> before_backward,
                        std::optional<py::function> after_backward,
                        std::optional<py::function> after_gradients,
@@ -194,6 +196,7 @@ void bind_engine(py::module_& m) {
                  {.install_hooks = install_hooks,
                   .find_unused = find_unused,
                   .static_graph = static_graph,
+                  .weights = std::move(weights),
                   .open_round = with_gil<>(open_round),
                   .before_backward = with_gil<>(before_backward),
                   .after_backward = with_gil<>(after_backward),
@@ -203,7 +206,9 @@ void bind_engine(py::module_& m) {
                   .on_error = throw_as_python});
            }),
            py::arg("engine"), py::kw_only(), py::arg("install_hooks"), py::arg("find_unused"),
-           py::arg("static_graph") = false, py::arg("open_round").none(true) = py::none(),
+           py::arg("static_graph") = false,
+           py::arg("weights") = std::vector<std::pair<std::string, at::Tensor>>(),
+           py::arg("open_round").none(true) = py::none(),
            py::arg("before_backward").none(true) = py::none(),
            py::arg("after_backward").none(true) = py::none(),
            py::arg("after_gradients").none(true) = py::none(),

@@ -146,10 +146,14 @@ void GradientPath::activate(bool rooted) {
     rooted_ = false;
     forget_other_ways();
     for (auto& slot : slots_) {
-      slot->version = slot->current_version();
+      slot->version = version_of(slot->parameter);
       slot->result = GradientSlot::Result::kInPlace;
       slot->if_used = false;
       slot->hits = 0;
+    }
+    weight_versions_.clear();
+    for (const auto& [_, parameter] : options_.weights) {
+      weight_versions_.push_back(version_of(parameter));
     }
     phase_ = kActive;
   }
@@ -257,17 +261,26 @@ void GradientPath::finish() {
 
 void GradientPath::check_versions() const {
   for (const auto& slot : slots_) {
-    if (slot->version == slot->current_version() || !slot->has_foreign_hooks()) continue;
-    const std::string reason = concat(
-        "parameter '", slot->slot->name,
-        "' was changed while backward ran: a hook on it (register_post_accumulate_grad_hook, "
-        "or on its accumulation node) makes optimizer steps, with this rank's own gradient "
-        "instead of the communicated one. Step after backward(); or call "
-        "_apply_optimizer_in_backward before the model is wrapped, whose steps are then made "
-        "with the communicated gradient.");
-    engine_->abort(reason);
-    throw Error(reason);
+    if (slot->version != version_of(slot->parameter) && slot->has_foreign_hooks()) {
+      refuse_step(slot->slot->name);
+    }
   }
+  for (size_t i = 0; i < options_.weights.size(); ++i) {
+    const auto& [name, parameter] = options_.weights[i];
+    if (weight_versions_[i] != version_of(parameter)) refuse_step(name);
+  }
+}
+
+void GradientPath::refuse_step(const std::string& parameter) const {
+  const std::string reason =
+      concat("parameter '", parameter,
+             "' was changed while backward ran: a hook on it (register_post_accumulate_grad_hook, "
+             "or on its accumulation node) makes optimizer steps, with this rank's own gradient "
+             "instead of the communicated one. Step after backward(); or call "
+             "_apply_optimizer_in_backward before the model is wrapped, whose steps are then made "
+             "when communication is over.");
+  engine_->abort(reason);
+  throw Error(reason);
 }
 
 void GradientPath::scale_results() {

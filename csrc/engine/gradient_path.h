@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -22,6 +23,8 @@ struct GradientPathOptions {
   bool find_unused;    // ranks exchange which parameters were used; see finish()
   // Every backward reaches the same parameters, each equally often: Note [Static graph].
   bool static_graph;
+  // Parameters whose weights are communicated: no backward may change them.
+  std::vector<std::pair<std::string, at::Tensor>> weights;
   // Called by a backward that communicates if begin_round() was not called since the last round;
   // calls it. Null: begin_round(1).
   std::function<void()> open_round;
@@ -119,6 +122,7 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   void on_past_wrapper(GradientSlot& slot);
   void finish();
   void check_versions() const;
+  [[noreturn]] void refuse_step(const std::string& parameter) const;
   void mark_remaining();
   void scale_results();
   void restore_gradients();
@@ -126,13 +130,14 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   std::shared_ptr<Engine> engine_;
   GradientPathOptions options_;
   std::vector<std::unique_ptr<GradientSlot>> slots_;
-  std::mutex opening_;                  // held while a backward opens its round
-  std::atomic<int> phase_{kIdle};       // kActive: gradients are on their way into an open round
-  std::atomic<bool> expecting_{false};  // a communicating forward came after the last round
-  std::atomic<bool> rooted_{false};     // the active backward goes through the output
-  bool opened_ = false;                 // begin_round() was called since the last round
-  std::atomic<int> partial_task_{-1};   // graph task of a backward that reaches chosen leaves only
-  std::atomic<size_t> fired_{0};        // slots that their hooks have marked in the round
+  std::vector<uint32_t> weight_versions_;  // of options_.weights, when the backward began
+  std::mutex opening_;                     // held while a backward opens its round
+  std::atomic<int> phase_{kIdle};          // kActive: gradients are on their way into an open round
+  std::atomic<bool> expecting_{false};     // a communicating forward came after the last round
+  std::atomic<bool> rooted_{false};        // the active backward goes through the output
+  bool opened_ = false;                    // begin_round() was called since the last round
+  std::atomic<int> partial_task_{-1};  // graph task of a backward that reaches chosen leaves only
+  std::atomic<size_t> fired_{0};       // slots that their hooks have marked in the round
   std::atomic<size_t> by_other_ways_{0};  // slots reached since the forward, not by its output
   size_t needed_ = 0;                     // slots whose parameters are not frozen
   bool local_forwards_ = false;           // some forward was inside no_sync()

@@ -36,10 +36,6 @@ GradientSlot::GradientSlot(SlotId number, const Slot& place, const Bucket& bucke
   if (lends() && grad.defined() && grad.data_ptr() == view.data_ptr()) grad = loan.alias();
 }
 
-uint32_t GradientSlot::current_version() const {
-  return parameter.unsafeGetTensorImpl()->version_counter().current_version();
-}
-
 bool GradientSlot::has_foreign_hooks() const {
   return node->post_hooks().size() > 1 || node->tensor_post_acc_grad_hooks() != nullptr;
 }

@@ -14,6 +14,11 @@
 
 namespace bagua {
 
+// How often the tensor's values were changed in place.
+inline uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
 // Note [Adopt]
 // A slot's values are taken from whatever .grad is when autograd has accumulated into it.
 // kGradView makes .grad an alias of the bucket's memory where nobody else can hold the tensor that
@@ -46,8 +51,6 @@ struct GradientSlot {
   void restore();
 
   bool frozen() const { return !parameter.requires_grad(); }
-  uint32_t current_version() const;
-
   // Whether code that is not the core's runs when the gradient has been accumulated.
   bool has_foreign_hooks() const;
 

@@ -386,6 +386,7 @@ class GradientPath:
         install_hooks: bool,
         find_unused: bool,
         static_graph: bool = False,
+        weights: list[tuple[str, torch.Tensor]] = ...,
         open_round: Callable[[], None] | None = None,
         before_backward: Callable[[], None] | None = None,
         after_backward: Callable[[], None] | None = None,

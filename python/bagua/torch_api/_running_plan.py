@@ -106,6 +106,7 @@ class RunningPlan:
             install_hooks=not own_hook,
             find_unused=ddp.find_unused_parameters,
             static_graph=ddp.static_graph,
+            weights=ddp.bagua_build_params() if ddp.bagua_algorithm.opens_at_forward else [],
             open_round=open_round,
             before_backward=before_backward if checks else None,
             after_backward=None if plain and not own_wait else after_backward,

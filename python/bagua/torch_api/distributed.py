@@ -113,7 +113,9 @@ class BaguaDistributedDataParallel:
             "the model or the arguments of with_bagua", self._shared.describe(module, arguments)
         )
         _owners.claim(self)
-        self._steps_in_backward = StepsInBackward(self.bagua_build_params())
+        self._steps_in_backward = StepsInBackward(
+            self.bagua_module_name, self.bagua_build_params(), self.bagua_algorithm
+        )
         self._initialise()
         self._install_hooks(hook_module)
         close_at_exit(self)
@@ -150,14 +152,15 @@ class BaguaDistributedDataParallel:
         if self._initial_state != "nothing":
             self.give_state(0, buffers=self._initial_state == "all")
         algorithm = self.bagua_algorithm
-        without_gradient = [p for _, p in self.bagua_build_params() if p.grad is None]
+        gradients = [(p, p.grad) for _, p in self.bagua_build_params()]
         tensors = algorithm.init_tensors(self)
         groups = split_by_bucket_size(tensors, bagua_getter_closure, self._bucket_bytes)
         self.bagua_buckets = algorithm.tensors_to_buckets(groups, self.gradient_as_bucket_view)
         for bucket in self.bagua_buckets:
             algorithm.init_operations(self, bucket)
-        for parameter in without_gradient:  # building needs gradients, training starts without
-            parameter.grad = None
+        # Building needs gradients and moves them; training goes on with what somebody may hold.
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         if not self.bagua_buckets:
             return
         wrap = self.process_group.transport.next_wrap()

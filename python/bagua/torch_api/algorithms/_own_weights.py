@@ -21,6 +21,7 @@ class OwnWeightsImpl(AlgorithmImpl):
     broadcast_buffers = False
     ranks_agree = False
     opens_at_forward = True
+    steps_in_backward = False
     _between_forward_and_backward = False
 
     def register_weights(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:

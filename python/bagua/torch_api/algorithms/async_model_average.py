@@ -67,6 +67,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     ranks_agree = False
     opens_at_forward = True
+    steps_in_backward = False
 
     def __init__(
         self,

@@ -79,12 +79,15 @@ class AlgorithmImpl:
             ``train()``, because weights must hold still from forward to backward; False: in its
             backward.
         shares_parameters: whether a parameter may belong to a second wrapped module.
+        steps_in_backward: whether optimizers may step inside backward
+            (``_apply_optimizer_in_backward``), when communication is over.
     """
 
     broadcast_buffers = True
     ranks_agree = True
     opens_at_forward = False
     shares_parameters = False
+    steps_in_backward = True
 
     def __init__(self, process_group: BaguaProcessGroup) -> None:
         self.process_group = process_group

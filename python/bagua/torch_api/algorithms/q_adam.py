@@ -74,6 +74,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             asks.
     """
 
+    steps_in_backward = False
+
     def __init__(
         self,
         process_group: BaguaProcessGroup,

@@ -1,0 +1,233 @@
+"""What users do around a step, under every algorithm.
+
+The result is that of the same algorithm in the plain way, to the bit, or an error names the cause.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import training
+from ranks.every_algorithm import ALGORITHMS, OWN_WEIGHTS, SYNCHRONOUS, wrapped
+from torch import nn
+
+STEPS = 6
+GRADIENTS = [name for name in SYNCHRONOUS if name not in OWN_WEIGHTS]
+#: Those that read or keep something of what .grad holds after the round.
+KEEP_GRADIENTS = [name for name in GRADIENTS if name != "qadam"]
+
+
+class Returns(nn.Module):
+    """Returns its parameter and its input besides the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = training.network()
+        self.more = False
+
+    def forward(self, x):
+        output = self.layers(x)
+        return (output, self.layers[0].weight, x) if self.more else (output,)
+
+
+def plain(model, optimizer, step):
+    data, target = training.batch(step, dist.get_rank())
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(data)[0], target).backward()
+    optimizer.step()
+
+
+def in_eval(model, optimizer, step):
+    model.eval()
+    plain(model, optimizer, step)
+
+
+def backward_in_no_sync(model, optimizer, step):
+    data, target = training.batch(step, dist.get_rank())
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(data)[0], target)
+    with model.no_sync():
+        loss.backward()
+    optimizer.step()
+
+
+def data_of_gradients_replaced(model, optimizer, step):
+    data, target = training.batch(step, dist.get_rank())
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(data)[0], target).backward()
+    for parameter in model.parameters():
+        parameter.grad.data = parameter.grad.data * 1.0
+    optimizer.step()
+
+
+kept = []
+
+
+def gradients_kept(model, optimizer, step):
+    before = [(gradient, gradient.clone()) for gradient in kept]
+    plain(model, optimizer, step)
+    for gradient, copy in before:
+        assert torch.equal(gradient, copy)
+    kept[:] = [view for p in model.parameters() for view in (p.grad, p.grad.view(-1))]
+
+
+def gradients_of_the_users(model, optimizer, step):
+    data, target = training.batch(step, dist.get_rank())
+    own = [torch.zeros_like(p) for p in model.parameters()]
+    for parameter, gradient in zip(model.parameters(), own, strict=True):
+        parameter.grad = gradient
+    nn.functional.mse_loss(model(data)[0], target).backward()
+    for parameter, gradient in zip(model.parameters(), own, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    optimizer.step()
+
+
+def returned_parameter(model, optimizer, step):
+    model.more = True
+    plain(model, optimizer, step)
+
+
+def forward_without_backward(model, optimizer, step):
+    model(training.batch(step, dist.get_rank())[0])
+    plain(model, optimizer, step)
+
+
+def another_model_trains_through_it_while_it_is_frozen(model, optimizer, step):
+    """A generator's step through a discriminator."""
+    model.requires_grad_(False)
+    generated = torch.full((2, training.FEATURES), float(step), requires_grad=True)
+    model(generated)[0].sum().backward()
+    assert generated.grad is not None
+    model.requires_grad_(True)
+    plain(model, optimizer, step)
+
+
+SITUATIONS = [
+    in_eval,
+    backward_in_no_sync,
+    data_of_gradients_replaced,
+    gradients_kept,
+    gradients_of_the_users,
+    returned_parameter,
+    forward_without_backward,
+    another_model_trains_through_it_while_it_is_frozen,
+]
+
+
+def train(name, situation):
+    torch.manual_seed(0)
+    model, optimizer = wrapped(name, Returns())
+    kept.clear()
+    for step in range(STEPS):
+        situation(model, optimizer, step)
+    return model
+
+
+@training.with_group
+def compare(name):
+    """The situations whose weights differ from the plain training's, or part the ranks."""
+    expected = training.model_bits(train(name, plain))
+    different = []
+    for situation in SITUATIONS:
+        model = train(name, situation)
+        if training.model_bits(model) != expected:
+            different.append(situation.__name__)
+        elif model.bagua_algorithm.ranks_agree:
+            training.assert_ranks_agree(model)
+    return different
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("size", [2, 3], ids=lambda size: f"{size}_ranks")
+def test_no_situation_changes_what_is_learnt(ranks, name, size):
+    assert ranks(size, compare, name) == [[]] * size
+
+
+def step_in_a_hook(model):
+    for parameter in model.parameters():
+
+        def step(p):
+            with torch.no_grad():
+                p -= 0.1 * p.grad
+            p.grad = None
+
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+@training.with_group
+def refuse(name):
+    """The errors of a parameter in two wrapped modules, and of hooks that step."""
+    trunk = nn.Linear(training.FEATURES, training.OUTPUTS)
+    first, _ = wrapped(name, nn.Sequential(trunk))
+    errors = [training.error_of(lambda: wrapped(name, nn.Sequential(trunk)))]
+    model, optimizer = wrapped(name, Returns())
+    step_in_a_hook(model)
+    if name != "async":
+        errors.append(training.error_of(lambda: plain(model, optimizer, 0)))
+    first.bagua_ddp.close()
+    wrapped(name, nn.Sequential(trunk))
+    return errors
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_shared_parameters_and_hooks_that_step_are_refused_by_name(ranks, name):
+    for errors in ranks(2, refuse, name):
+        assert "parameter '0.weight' belongs to module 'Sequential' too" in errors[0]
+        if name != "async":
+            assert "was changed while backward ran: a hook on it" in errors[1]
+
+
+@training.with_group
+def step_in_backward(name):
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    def train_once(in_backward):
+        model = Returns()
+        optimizer = training.sgd(model)
+        if in_backward:
+            _apply_optimizer_in_backward(
+                torch.optim.SGD, model.parameters(), {"lr": 0.1, "momentum": 0.9}
+            )
+        registered, arguments = ALGORITHMS[name]
+        model.with_bagua([optimizer], training.Algorithm.init(registered, **arguments))
+        for step in range(STEPS):
+            data, target = training.batch(step, dist.get_rank())
+            nn.functional.mse_loss(model(data)[0], target).backward()
+            if not in_backward:
+                optimizer.step()
+                optimizer.zero_grad()
+        training.assert_ranks_agree(model)
+        return training.model_bits(model)
+
+    return train_once(False) == train_once(True)
+
+
+@pytest.mark.parametrize("name", KEEP_GRADIENTS)
+def test_optimizers_applied_in_backward_step_with_the_communicated_gradient(ranks, name):
+    assert ranks(2, step_in_backward, name) == [True, True]
+
+
+class Normalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Linear(training.FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, training.OUTPUTS)
+        )
+
+    def forward(self, x):
+        return (self.layers(x),)
+
+
+@training.with_group
+def statistics_at_validation(name):
+    model, optimizer = wrapped(name, Normalised())
+    for step in range(STEPS):
+        plain(model, optimizer, step)
+    with torch.no_grad():
+        model.eval()(training.batch(0, 0)[0])
+    return len(set(training.gather(training.bits(model.buffers()))))
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_all_ranks_validate_with_the_first_ranks_statistics(ranks, name):
+    assert ranks(3, statistics_at_validation, name) == [1, 1, 1]
