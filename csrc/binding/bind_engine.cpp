@@ -11,6 +11,7 @@
 #include "binding/bindings.h"
 #include "engine/engine.h"
 #include "engine/gradient_path.h"
+#include "engine/weights_sample.h"
 
 namespace bagua {
 
@@ -139,17 +140,49 @@ void bind_plan(py::module_& m) {
       py::arg("buckets"), py::arg("communicators"));
 }
 
+void bind_weights_sample(py::module_& m) {
+  py::class_<WeightsSample, std::shared_ptr<WeightsSample>>(m, "WeightsSample")
+      .def(
+          py::init([](const std::vector<std::pair<std::string, at::Tensor>>& named, int64_t every) {
+            std::vector<Weight> weights;
+            for (const auto& [name, tensor] : named) weights.push_back({name, tensor});
+            return std::make_shared<WeightsSample>(std::move(weights), every);
+          }),
+          py::arg("named"), py::arg("every"))
+      .def(
+          "take",
+          [](WeightsSample& sample,
+             int64_t round) -> std::optional<std::tuple<int64_t, size_t, std::vector<uint64_t>>> {
+            const auto digest = sample.take(round);
+            if (!digest) return std::nullopt;
+            return std::make_tuple(digest->round, digest->first, digest->parts);
+          },
+          py::arg("round"), NoGil())
+      .def(
+          "take_ns",
+          [](WeightsSample& sample, int64_t round) {
+            const int64_t begin = now_ns();
+            sample.take(round);
+            return now_ns() - begin;
+          },
+          py::arg("round"), NoGil(), "Nanoseconds that take() needs; for benchmarks.")
+      .def("describe", &WeightsSample::describe)
+      .def_property_readonly("windows", &WeightsSample::windows);
+}
+
 }  // namespace
 
 void bind_engine(py::module_& m) {
   bind_plan(m);
+  bind_weights_sample(m);
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](std::vector<Lane> lanes, std::string name, uint64_t fingerprint,
                        uint64_t incarnation, double timeout_s,
                        std::shared_ptr<CountingCommunicator> control,
                        std::shared_ptr<FailureBoard> board, double straggler_after_s,
-                       std::optional<py::function> on_straggler) {
+                       std::optional<py::function> on_straggler,
+                       std::shared_ptr<WeightsSample> weights) {
              EngineOptions options{.name = std::move(name),
                                    .fingerprint = fingerprint,
                                    .incarnation = incarnation,
@@ -157,15 +190,25 @@ void bind_engine(py::module_& m) {
                                    .control = std::move(control),
                                    .board = std::move(board),
                                    .straggler_after = to_milliseconds(straggler_after_s),
-                                   .on_straggler = with_gil<const std::string&>(on_straggler)};
+                                   .on_straggler = with_gil<const std::string&>(on_straggler),
+                                   .weights = std::move(weights)};
              return std::shared_ptr<Engine>(new Engine(std::move(lanes), std::move(options)),
                                             delete_without_gil<Engine>);
            }),
            py::arg("lanes"), py::kw_only(), py::arg("name"), py::arg("fingerprint"),
            py::arg("incarnation"), py::arg("timeout_s"), py::arg("control"),
            py::arg("board").none(true) = py::none(), py::arg("straggler_after_s") = 0.0,
-           py::arg("on_straggler").none(true) = py::none())
-      .def("begin_round", &Engine::begin_round, py::arg("grad_scale") = 1.0f, NoGil())
+           py::arg("on_straggler").none(true) = py::none(),
+           py::arg("weights").none(true) = py::none())
+      .def(
+          "begin_round",
+          [](Engine& engine, float grad_scale, uint64_t frozen, bool check_weights) {
+            engine.begin_round(
+                {.grad_scale = grad_scale, .frozen = frozen, .check_weights = check_weights});
+          },
+          py::arg("grad_scale") = 1.0f, py::kw_only(), py::arg("frozen") = 0,
+          py::arg("check_weights") = true, NoGil())
+      .def("note_forward", &Engine::note_forward, NoGil())
       .def("await_agreement", &Engine::await_agreement, NoGil())
       .def("mark_ready", &Engine::mark_ready, py::arg("slot"), NoGil())
       .def("marked", &Engine::marked, py::arg("slot"), NoGil())

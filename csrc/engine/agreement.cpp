@@ -1,5 +1,6 @@
 #include "engine/agreement.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <ios>
@@ -17,20 +18,23 @@ struct Field {
   const char* remedy;
 };
 
-constexpr std::array<Field, 3> kFields{{
+constexpr std::array<Field, 4> kFields{{
     {&AgreementRecord::incarnation, "incarnation of the run",
      "a rank of an earlier run or of an earlier with_bagua takes part; restart all ranks"},
     {&AgreementRecord::fingerprint, "bucket plan",
      "ranks run another model, algorithm, codec or bucket size; make them equal and restart"},
     {&AgreementRecord::round, "number of synchronising steps",
      "a rank skipped or repeated a backward; every rank must make the same number of them"},
+    {&AgreementRecord::frozen, "parameters that were frozen since the wrap",
+     "ranks froze different parameters: requires_grad must change on all ranks between the same "
+     "two steps"},
 }};
 
 }  // namespace
 
-void agree(Communicator& communicator, const AgreementRecord& mine) {
+bool agree(Communicator& communicator, const AgreementRecord& mine) {
   const int size = communicator.group().size;
-  if (size == 1) return;
+  if (size == 1) return true;
   const auto bytes = static_cast<int64_t>(sizeof mine);
   at::Tensor input = at::empty({bytes}, at::kByte);
   at::Tensor output = at::empty({size * bytes}, at::kByte);
@@ -49,6 +53,11 @@ void agree(Communicator& communicator, const AgreementRecord& mine) {
     throw MismatchError(concat("round ", mine.round, " was not started: ranks differ in the ",
                                field.what, " (", values, "). ", field.remedy, "."));
   }
+  const auto all_of = [&](auto holds) { return std::all_of(all.begin(), all.end(), holds); };
+  const AgreementRecord& first = all[0];
+  return !all_of([](const AgreementRecord& r) { return (r.flags & kShowsWeights) != 0; }) ||
+         all_of([&](const AgreementRecord& r) { return r.weights == first.weights; }) ||
+         all_of([&](const AgreementRecord& r) { return r.weights_before == first.weights_before; });
 }
 
 }  // namespace bagua

@@ -1,4 +1,4 @@
-// The 32 bytes that every rank shows every other at the start of a round.
+// The 56 bytes that every rank shows every other at the start of a round.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,17 @@ struct AgreementRecord {
   uint64_t fingerprint;  // of the plan: buckets, slots, ops
   uint64_t round;        // number of the round, from 1
   uint64_t incarnation;  // of the run: restarts and re-wraps differ
-  uint64_t flags;        // reserved, 0
+  uint64_t flags;        // kShowsWeights or 0
+  uint64_t frozen;       // hash of the parameters that were frozen after the wrap; 0: none
+  // Hashes of a sample of the weights, or 0; see Note [Sample of the weights].
+  uint64_t weights;         // at the start of the round
+  uint64_t weights_before;  // at the first forward since the round before
 };
-static_assert(sizeof(AgreementRecord) == 32);
+static_assert(sizeof(AgreementRecord) == 56);
+
+// Weights are compared if all ranks set this flag: one that answers a round without inputs, or has
+// no hash yet, does not.
+inline constexpr uint64_t kShowsWeights = 1;
 
 // Note [Agreement]
 // gloo mixes whatever it is given: all_reduce of different sizes aborts one rank and returns wrong
@@ -25,7 +33,8 @@ static_assert(sizeof(AgreementRecord) == 32);
 // the same round. The exchange runs on a communicator of its own, from the start of forward, hidden
 // behind the forward pass.
 //
-// Throws MismatchError naming the first field that differs and every rank's value.
-void agree(Communicator& communicator, const AgreementRecord& mine);
+// Throws MismatchError naming the first field that differs and every rank's value. False, on all
+// ranks, if nothing else differs and the sampled weights do, at both moments.
+[[nodiscard]] bool agree(Communicator& communicator, const AgreementRecord& mine);
 
 }  // namespace bagua

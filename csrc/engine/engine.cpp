@@ -87,13 +87,13 @@ void Engine::stop() noexcept {
   state.leave_lanes();
 }
 
-void Engine::begin_round(float grad_scale) {
+void Engine::begin_round(const RoundOpening& opening) {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   if (state.failure) state.rethrow(lock);
   BAGUA_CHECK(!state.stopped, state.whoami(), ": the engine has been stopped; wrap again.");
   if (state.open && state.marked == 0) {
-    state.grad_scale = grad_scale;
+    state.grad_scale = opening.grad_scale;
     return;
   }
   if (state.open && state.marked < state.slot_states.size()) {
@@ -111,9 +111,16 @@ void Engine::begin_round(float grad_scale) {
     state.block(lock, [&] { return state.launched_done(); }, "the previous round");
     state.order_after_lanes();
   }
+  const bool alone = state.options.control->group().size == 1;
+  std::optional<WeightsDigest> weights;
+  if (state.options.weights && opening.check_weights && !alone) {
+    lock.unlock();
+    weights = state.options.weights->take(state.round + 1);
+    lock.lock();
+  }
   state.open = true;
   state.round += 1;
-  state.grad_scale = grad_scale;
+  state.grad_scale = opening.grad_scale;
   state.marked = state.launched = state.done = 0;
   state.used_pending = state.used_done = 0;
   for (auto& slot : state.slot_states) slot.marked = false;
@@ -122,11 +129,25 @@ void Engine::begin_round(float grad_scale) {
     state.progress[i].pending = static_cast<int32_t>(state.buckets[i].slots.size());
     state.progress[i].ready.clear();
   }
-  if (state.options.control->group().size == 1) {
+  if (alone) {
     state.agreed_round = state.round;
     return;
   }
-  threads_[0]->post([shared = state_, round = state.round] { shared->run_agreement(round); });
+  threads_[0]->post(
+      [shared = state_, round = state.round, frozen = opening.frozen,
+       weights = std::move(weights)] { shared->run_agreement(round, frozen, weights); });
+}
+
+void Engine::note_forward() {
+  State& state = *state_;
+  if (!state.options.weights || state.options.control->group().size == 1) return;
+  int64_t next = 0;
+  {
+    const std::lock_guard lock(state.mutex);
+    if (state.open || state.stopped || state.failure) return;
+    next = state.round + 1;
+  }
+  state.options.weights->take_early(next);
 }
 
 void Engine::await_agreement() {

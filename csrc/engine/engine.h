@@ -17,6 +17,8 @@
 
 namespace bagua {
 
+class WeightsSample;
+
 // One communication thread: its buckets, in launch order, and the communicators their ops use.
 struct Lane {
   std::vector<Bucket> buckets;
@@ -34,6 +36,14 @@ struct EngineOptions {
   // four times ... that; 0: never. On the waiting thread, without locks; must not throw.
   std::chrono::milliseconds straggler_after{0};
   std::function<void(const std::string&)> on_straggler{};
+  std::shared_ptr<WeightsSample> weights{};  // compared in each round; null: no weights are
+};
+
+// How a round begins on this rank.
+struct RoundOpening {
+  float grad_scale = 1.0f;    // the factor that its gradients carry
+  uint64_t frozen = 0;        // AgreementRecord::frozen
+  bool check_weights = true;  // false: this rank's weights need not be the others' now
 };
 
 // Sums over all rounds since construction. Times in nanoseconds of the wall clock: OverlapClock.
@@ -84,8 +94,12 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Opens a round and starts the agreement in the background.
-  void begin_round(float grad_scale);
+  // Opens a round and starts the agreement in the background. Reads the weights that are sampled.
+  void begin_round(const RoundOpening& opening = {});
+
+  // A forward begins that opens no round: if none is open, the weights as they are now count as
+  // those of the next round too. Note [Sample of the weights]
+  void note_forward();
 
   // Blocks until the ranks agree on the open round.
   void await_agreement();

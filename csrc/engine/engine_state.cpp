@@ -97,15 +97,28 @@ void Engine::State::fail(std::exception_ptr cause) noexcept {
   }
 }
 
-void Engine::State::run_agreement(int64_t for_round) {
+void Engine::State::run_agreement(int64_t for_round, uint64_t frozen,
+                                  const std::optional<WeightsDigest>& weights) {
   try {
     RECORD_FUNCTION("bagua::agreement", {});
-    agree(*options.control, {.fingerprint = options.fingerprint,
-                             .round = static_cast<uint64_t>(for_round),
-                             .incarnation = options.incarnation,
-                             .flags = 0});
+    const AgreementRecord mine{.fingerprint = options.fingerprint,
+                               .round = static_cast<uint64_t>(for_round),
+                               .incarnation = options.incarnation,
+                               .flags = weights ? kShowsWeights : 0,
+                               .frozen = frozen,
+                               .weights = weights ? combined(weights->parts) : 0,
+                               .weights_before = weights ? combined(weights->before()) : 0};
+    if (!agree(*options.control, mine)) {
+      options.weights->name_difference(*options.control, *weights);
+    }
     std::lock_guard lock(mutex);
     agreed_round = for_round;
+  } catch (const MismatchError&) {
+    {
+      const std::lock_guard lock(mutex);
+      failed_alike = !failure;
+    }
+    fail(with_context(whoami() + ": ", std::current_exception()));
   } catch (...) {
     fail(with_context(whoami() + ": ", std::current_exception()));
   }
@@ -234,9 +247,10 @@ void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::functio
 void Engine::State::rethrow(std::unique_lock<std::mutex>& lock) {
   const std::exception_ptr cause = failure;
   const int64_t my_round = round;
+  const bool alike = failed_alike;
   std::optional<std::string> places = survey;
   lock.unlock();
-  if (!options.board) std::rethrow_exception(cause);
+  if (!options.board || alike) std::rethrow_exception(cause);
   // A transport error such as "connection closed" is often the echo of what another rank did.
   std::string echo_of;
   const auto tell = [&](const std::string& news) {

@@ -11,6 +11,7 @@
 
 #include "comm/device_stream.h"
 #include "engine/engine.h"
+#include "engine/weights_sample.h"
 
 namespace bagua {
 
@@ -39,7 +40,8 @@ struct Engine::State {
   State(std::vector<Lane> lanes, EngineOptions engine_options);
 
   // Lane side.
-  void run_agreement(int64_t for_round);
+  void run_agreement(int64_t for_round, uint64_t frozen,
+                     const std::optional<WeightsDigest>& weights);
   void run_bucket(size_t index);
   void run_exchange_used();
 
@@ -70,6 +72,7 @@ struct Engine::State {
   std::condition_variable changed;
   std::vector<Progress> progress;
   std::exception_ptr failure;
+  bool failed_alike = false;          // every rank has found the failure by itself
   std::optional<std::string> survey;  // of the other ranks, made once after the failure
   bool open = false;
   bool stopped = false;

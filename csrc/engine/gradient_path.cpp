@@ -83,6 +83,7 @@ void GradientPath::remove_hooks() {
 
 void GradientPath::begin_forward(bool communicates) {
   if (!communicates) {
+    engine_->note_forward();
     local_forwards_ = true;
     expecting_ = false;
     return;
@@ -101,7 +102,7 @@ void GradientPath::begin_forward(bool communicates) {
   }
   // A backward that an exception cut off: the engine raises if it had begun to send.
   if (phase_ == kActive) {
-    if (engine_->round_open()) engine_->begin_round(1.0f);
+    if (engine_->round_open()) engine_->begin_round();
     opened_ = false;
   }
   phase_ = kIdle;
@@ -112,7 +113,7 @@ void GradientPath::begin_forward(bool communicates) {
 }
 
 void GradientPath::begin_round(float grad_scale, double result_scale) {
-  engine_->begin_round(grad_scale);
+  engine_->begin_round({.grad_scale = grad_scale});
   result_scale_ = result_scale;
   opened_ = true;
 }

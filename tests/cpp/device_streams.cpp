@@ -14,6 +14,7 @@
 #include "comm/counting_communicator.h"
 #include "comm/host_communicator.h"
 #include "comm/thread_communicator.h"
+#include "device_weights.h"
 #include "engine/engine.h"
 #include "fake_device_torch.h"
 #include "host_memory_communicator.h"
@@ -35,12 +36,6 @@ namespace {
 constexpr int kRanks = 3;
 constexpr int64_t kNumel = 3 * 140000;  // equal parts, each of two pieces
 const at::Device kFake(at::kCUDA, 0);
-
-void expect_no_race(const std::string& where) {
-  const std::vector<std::string> races = Device::instance().take_races();
-  expect(races.empty(), where, ": ", races.size(),
-         " races, the first: ", races.empty() ? "" : races.front());
-}
 
 // Everything enqueued inside belongs to stream `id`.
 class OnStream {
@@ -164,7 +159,7 @@ at::Tensor train(const Subject& subject, at::Device device) {
   const std::unique_ptr<Engine> made = make_engine(subject, flats);
   Engine& engine = *made;
   for (int64_t round = 1; round <= 3; ++round) {
-    engine.begin_round(1.0f);
+    engine.begin_round();
     for (SlotId slot = 3; slot >= 0; --slot) {
       // The second slot of a bucket is filled first, on another stream, which the caller's does not
       // wait for.
@@ -240,7 +235,7 @@ void memory_of_an_unfinished_round_is_not_freed_too_early() {
   const Subject subject = subjects().front();
   std::vector<at::Tensor> flats = make_flats(subject, kFake);
   std::unique_ptr<Engine> engine = make_engine(subject, flats);
-  engine->begin_round(1.0f);
+  engine->begin_round();
   for (SlotId slot = 0; slot < 4; ++slot) engine->mark_ready(slot);
   while (engine->stats().buckets.back().rounds == 0) std::this_thread::yield();
   engine.reset();
@@ -291,6 +286,7 @@ extern "C" int device_streams() {
     memory_of_an_unfinished_round_is_not_freed_too_early();
     asynchronous_averaging_keeps_out_of_training();
     host_memory_waits_for_the_device();
+    weights_are_compared_later(kFake);
   } catch (const std::exception& error) {
     const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
     std::cerr << (from_torch ? from_torch->what_without_backtrace() : error.what()) << std::endl;

@@ -68,7 +68,7 @@ class RankEngine {
   const std::vector<at::Tensor>& flats() const { return flats_; }
 
   void begin() {
-    engine_->begin_round(1.0f);
+    engine_->begin_round();
     for (size_t i = 0; i < flats_.size(); ++i) {
       float* values = flats_[i].data_ptr<float>();
       for (int64_t j = 0; j < flats_[i].numel(); ++j) {

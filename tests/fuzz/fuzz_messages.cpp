@@ -87,23 +87,26 @@ void agreement(Input input) {
   at::Tensor seen = at::zeros({size * static_cast<int64_t>(sizeof mine)}, at::kByte);
   HostileCommunicator(communicator.group(), input).all_gather(shown, seen);
   const auto* records = static_cast<const AgreementRecord*>(seen.const_data_ptr());
-  bool equal = true;
-  for (int rank = 1; rank < size; ++rank) {
+  bool equal = true, same_weights = true, same_before = true, all_show = true;
+  for (int rank = 0; rank < size; ++rank) {
     equal = equal && records[rank].fingerprint == records[0].fingerprint &&
             records[rank].round == records[0].round &&
-            records[rank].incarnation == records[0].incarnation;
+            records[rank].incarnation == records[0].incarnation &&
+            records[rank].frozen == records[0].frozen;
+    same_weights = same_weights && records[rank].weights == records[0].weights;
+    same_before = same_before && records[rank].weights_before == records[0].weights_before;
+    all_show = all_show && records[rank].flags % 2 == 1;
   }
-  bool agreed = true;
   try {
-    agree(communicator, mine);
+    const bool agreed = agree(communicator, mine);
+    FUZZ_REQUIRE(equal && agreed == (same_weights || same_before || !all_show));
   } catch (const MismatchError&) {
-    agreed = false;
+    FUZZ_REQUIRE(!equal);
   }
-  FUZZ_REQUIRE(agreed == equal);
 }
 
 std::vector<Bytes> agreements() {
-  const AgreementRecord record{0x1234567890abcdef, 7, 99, 0};
+  const AgreementRecord record{0x1234567890abcdef, 7, 99, kShowsWeights, 0, 0xfedcba9876543210, 5};
   return {Example().put(uint8_t{1}).put(record).put(uint8_t{0}),
           Example().put(uint8_t{1}).put(record).put(uint8_t{0xff}).put(record).put(record)};
 }

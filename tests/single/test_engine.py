@@ -200,12 +200,12 @@ def test_a_rank_in_another_round_starts_no_round(theirs):
     ran = []
 
     def run(rank):
-        if rank == 1:  # answers with the documented record: fingerprint, round, incarnation, flags
+        if rank == 1:  # answers with the documented record: fingerprint, round, incarnation, ...
             raw = _C.ThreadCommunicator(meeting.control, 1)
-            everyone = torch.zeros(64, dtype=torch.uint8)
+            everyone = torch.zeros(112, dtype=torch.uint8)
             for step in (1, theirs):
                 record = torch.frombuffer(
-                    bytearray(struct.pack("<4Q", 1, step, 1, 0)), dtype=torch.uint8
+                    bytearray(struct.pack("<7Q", 1, step, 1, 0, 0, 0, 0)), dtype=torch.uint8
                 )
                 raw.all_gather(record, everyone)
             return

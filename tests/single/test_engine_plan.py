@@ -43,7 +43,7 @@ def test_statistics_add_up(n):
         assert exact["bytes_sent"] == rounds * 2 * 4 * numel * (n - 1) // n
         assert short["bytes_sent"] == rounds * 2 * (n - 1) * (32 + 2 * numel // n)
         assert short["messages_sent"] == rounds * 2 * (n - 1)
-        assert stats["control"]["bytes_sent"] == rounds * 32 * (n - 1)
+        assert stats["control"]["bytes_sent"] == rounds * 56 * (n - 1)
         for bucket in (exact, short):
             assert bucket["bytes_received"] == bucket["bytes_sent"]
             assert 0 <= bucket["hidden_ns"] <= bucket["busy_ns"]
