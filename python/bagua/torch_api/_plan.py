@@ -108,22 +108,35 @@ def _counted(
     return [*ops[:-1], _C.CountNonFinite(ops[-1], rounds, result)], rounds
 
 
-def build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, wrap: str) -> Plan:
+def build(
+    buckets: Sequence[BaguaBucket],
+    group: BaguaProcessGroup,
+    name: str,
+    wrap: str,
+    weights: _C.WeightsSample | None = None,
+) -> Plan:
     """Build the engine of a module.
 
-    Every rank of ``group`` calls it with equal buckets.
+    Every rank of ``group`` calls it with equal buckets, and samples of equal ``weights``.
 
     Raises:
         BaguaMismatchError: the ranks' buckets differ; lists the first difference.
         BaguaError: a rank did not come, or was lost.
     """
     with group.transport.meeting(f"connecting module '{name}'"):
-        return _build(buckets, group, name, wrap)
+        return _build(buckets, group, name, wrap, weights)
 
 
-def _build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, wrap: str) -> Plan:
+def _build(
+    buckets: Sequence[BaguaBucket],
+    group: BaguaProcessGroup,
+    name: str,
+    wrap: str,
+    weights: _C.WeightsSample | None,
+) -> Plan:
     transport = group.transport
     description = describe(buckets)
+    description += [] if weights is None else weights.describe()
     transport.agree("their buckets", description)
     _warn_one_node(group, buckets)
     count = _number_of_lanes(buckets)
@@ -162,6 +175,7 @@ def _build(buckets: Sequence[BaguaBucket], group: BaguaProcessGroup, name: str, 
         board=transport.board(wrap),
         straggler_after_s=env.get_straggler_seconds(),
         on_straggler=_warn_stragglers,
+        weights=weights,
     )
     names = [slot for lane in order for slot in lane]
     communicators = [

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 import torch
 
-from bagua import __version__
+from bagua import _C, __version__
 from bagua.torch_api import env
 from bagua.torch_api._initial_state import broadcast_state, broadcast_tensors
 from bagua.torch_api._snapshot import ModuleSnapshot
 from bagua.torch_api._statistics import MainThreadTraffic
 from bagua.torch_api._transport import Transport
-from bagua.torch_api._weights_check import WeightsCheck
+from bagua.torch_api._weights_check import WeightsCheck, sample
 
 __all__ = ["SharedState", "UnevenInputs"]
 
@@ -67,18 +67,29 @@ class SharedState:
         self._transport = transport
         self._with_buffers = with_buffers
         every = env.get_check_weights_every() if ranks_agree else 0
-        self._check = WeightsCheck(every, module_name, transport)
+        self._check = WeightsCheck(every or 0, module_name, transport)
         self.traffic = MainThreadTraffic(transport)
 
     def describe(self, module: torch.nn.Module, arguments: dict[str, Any]) -> list[str]:
         """Lines that are equal on all ranks where module, arguments and environment are."""
+        every = env.get_check_weights_every()
         return [
             f"bagua {__version__}",
             *(f"{name}{value}" for name, value in arguments.items()),
-            f"BAGUA_CHECK_WEIGHTS_EVERY={env.get_check_weights_every()}",
+            f"BAGUA_CHECK_WEIGHTS_EVERY={'unset' if every is None else every}",
             f"BAGUA_CHECKSUM={int(env.get_checksum())}",
             *self._snapshot.describe(module),
         ]
+
+    def weights_sample(self, module: torch.nn.Module, ranks_agree: bool) -> _C.WeightsSample | None:
+        """What each round compares of the weights; None: nothing."""
+        if (
+            self._transport.size == 1
+            or not ranks_agree
+            or env.get_check_weights_every() is not None
+        ):
+            return None
+        return sample(self._snapshot.common_parameters(module))
 
     def restart_counting(self) -> None:
         """From now on :attr:`traffic` counts from zero."""

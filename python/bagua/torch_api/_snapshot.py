@@ -44,12 +44,16 @@ class ModuleSnapshot:
 
     def trained(self, module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
         """``(name, parameter)``: trainable, not ignored, no expert; shared ones once."""
+        return [(name, p) for name, p in self.common_parameters(module) if p.requires_grad]
+
+    def common_parameters(self, module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+        """``(name, parameter)``: not ignored, no expert; frozen ones too, shared ones once."""
         named = list(module.named_parameters(remove_duplicate=False))
         ignored = {id(p) for name, p in named if name in self.ignored}
         return [
             (name, p)
             for name, p in module.named_parameters()
-            if p.requires_grad and id(p) not in ignored and not getattr(p, "expert", False)
+            if id(p) not in ignored and not getattr(p, "expert", False)
         ]
 
     def state(self, module: torch.nn.Module) -> list[torch.Tensor]:
@@ -64,11 +68,7 @@ class ModuleSnapshot:
         self, module: torch.nn.Module, with_buffers: bool
     ) -> list[tuple[str, torch.Tensor]]:
         """``(name, tensor)`` of what the ranks of a synchronous algorithm have in common."""
-        named = [
-            (name, p.data)
-            for name, p in module.named_parameters()
-            if name not in self.ignored and not getattr(p, "expert", False)
-        ]
+        named = [(name, p.data) for name, p in self.common_parameters(module)]
         if with_buffers:
             named += [(name, b) for name, b in module.named_buffers() if name not in self.ignored]
         return named

@@ -1,10 +1,14 @@
 """Whether ranks that should hold the same weights do: ``BAGUA_CHECK_WEIGHTS_EVERY``.
 
-Ranks that drift apart train on without an error. The check finds the step and the parameter.
+Ranks that drift apart train on without an error. The check finds the step and the parameter. By
+default the core compares a sample in the agreement of each round (:func:`sample`). A number of
+steps in the variable replaces it by a comparison of everything every so many steps, buffers that
+are broadcast included (:class:`WeightsCheck`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -13,7 +17,10 @@ import torch
 from bagua import _C
 from bagua.torch_api._transport import Transport
 
-__all__ = ["WeightsCheck", "digest"]
+__all__ = ["DEFAULT_EVERY", "WeightsCheck", "digest", "sample"]
+
+#: Rounds in which the default compares each element once.
+DEFAULT_EVERY = 100
 
 #: Elements that are hashed at once: bounds the memory to a few times eight bytes of it.
 _CHUNK = 2**18
@@ -21,6 +28,27 @@ _CHUNK = 2**18
 _MULTIPLIER = -7046029254386353131
 _CHUNK_MULTIPLIER = 6364136223846793005
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def sample(named: Sequence[tuple[str, torch.Tensor]]) -> _C.WeightsSample | None:
+    """What the core compares of ``named`` by default; None if there is nothing to compare.
+
+    Parameters are held, not their memory: ``parameter.data = x`` is seen. Those on another device
+    than most are left out, and tensor subclasses, whose values may lie anywhere.
+    """
+    plain = [
+        (name, tensor)
+        for name, tensor in named
+        if type(tensor) in (torch.nn.Parameter, torch.Tensor) and tensor.layout == torch.strided
+    ]
+    sizes: Counter[torch.device] = Counter()
+    for _, tensor in plain:
+        if not tensor.is_meta:
+            sizes[tensor.device] += tensor.numel()
+    if not sizes.total():
+        return None
+    device, _ = sizes.most_common(1)[0]
+    return _C.WeightsSample([(n, t) for n, t in plain if t.device == device], DEFAULT_EVERY)
 
 
 class WeightsCheck:

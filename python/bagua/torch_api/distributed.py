@@ -169,7 +169,8 @@ class BaguaDistributedDataParallel:
         if isinstance(next(iter(buckets[0].ops), None), AsynchronousOp):
             self._running = AveragingPlan(self, wrap)
         else:
-            self._running = RunningPlan(self, _plan.build(buckets, group, name, wrap))
+            weights = self._shared.weights_sample(self.module, algorithm.ranks_agree)
+            self._running = RunningPlan(self, _plan.build(buckets, group, name, wrap, weights))
         _plan.log_plan(name, type(algorithm).__name__, group, buckets)
 
     def give_state(self, source: int, buffers: bool) -> None:
@@ -286,6 +287,7 @@ class BaguaDistributedDataParallel:
         """Answer a round of the ranks that still have inputs, with zero gradients."""
         if not isinstance(self._running, RunningPlan):
             return
+        self._running.engine.begin_round(check_weights=False)  # no inputs, no optimizer's step
         self._running.begin_round(1.0, self.uneven_inputs.result_scale)
         self._shared.give_buffers(self.module, self._running, self.uneven_inputs)
         self._check_weights()

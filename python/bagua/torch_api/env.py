@@ -80,14 +80,16 @@ def get_default_bucket_size() -> int:
     return size
 
 
-def get_check_weights_every() -> int:
+def get_check_weights_every() -> int | None:
     """Training steps from one comparison of all ranks' weights to the next; 0: none.
 
-    ``BAGUA_CHECK_WEIGHTS_EVERY``, default 0.
+    ``BAGUA_CHECK_WEIGHTS_EVERY``; None where it is unset: a part of them in every step.
 
     Raises:
         ValueError: the variable is not an integer, or negative.
     """
+    if "BAGUA_CHECK_WEIGHTS_EVERY" not in os.environ:
+        return None
     every = _integer("BAGUA_CHECK_WEIGHTS_EVERY", 0)
     if every < 0:
         raise ValueError(

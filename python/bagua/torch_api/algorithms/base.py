@@ -73,8 +73,8 @@ class AlgorithmImpl:
     Attributes:
         broadcast_buffers: whether training forwards give every rank the first rank's buffers,
             unless ``with_bagua(broadcast_buffers=...)`` says otherwise.
-        ranks_agree: whether all ranks hold the same weights after every step, which
-            ``BAGUA_CHECK_WEIGHTS_EVERY`` checks.
+        ranks_agree: whether all ranks hold the same weights after every step, which is checked
+            (``BAGUA_CHECK_WEIGHTS_EVERY``).
         opens_at_forward: whether the round of a forward in ``eval()`` begins there, as in
             ``train()``, because weights must hold still from forward to backward; False: in its
             backward.

@@ -22,7 +22,12 @@ Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
 class CommHook(GradientAllReduceAlgorithmImpl):
-    """Gradients through a user's hook, which also divides by the number of ranks."""
+    """Gradients through a user's hook, which also divides by the number of ranks.
+
+    What a hook returns is its own affair (``noop_hook``, local SGD), so ranks need not agree.
+    """
+
+    ranks_agree = False
 
     def __init__(self, process_group: BaguaProcessGroup, state: Any, hook: Hook) -> None:
         super().__init__(process_group)
