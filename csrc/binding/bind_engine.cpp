@@ -107,17 +107,21 @@ void bind_plan(py::module_& m) {
   py::enum_<Adopt>(m, "Adopt")
       .value("NONE", Adopt::kNone)
       .value("GRAD_VIEW", Adopt::kGradView)
-      .value("GRAD_COPY", Adopt::kGradCopy);
+      .value("GRAD_COPY", Adopt::kGradCopy)
+      .value("SPARSE", Adopt::kSparse);
 
   py::class_<Slot>(m, "Slot")
-      .def(py::init([](std::string name, int64_t offset, std::vector<int64_t> sizes,
-                       std::vector<int64_t> strides, Adopt adopt,
-                       std::optional<at::Tensor> parameter) {
-             return Slot{std::move(name),    offset, std::move(sizes),
-                         std::move(strides), adopt,  parameter.value_or(at::Tensor())};
-           }),
-           py::arg("name"), py::arg("offset"), py::arg("sizes"), py::arg("strides"),
-           py::arg("adopt"), py::arg("parameter") = py::none())
+      .def(
+          py::init([](std::string name, int64_t offset, std::vector<int64_t> sizes,
+                      std::vector<int64_t> strides, Adopt adopt,
+                      std::optional<at::Tensor> parameter, std::shared_ptr<SparseGradient> sparse) {
+            return Slot{std::move(name),    offset, std::move(sizes),
+                        std::move(strides), adopt,  parameter.value_or(at::Tensor()),
+                        std::move(sparse)};
+          }),
+          py::arg("name"), py::arg("offset"), py::arg("sizes"), py::arg("strides"),
+          py::arg("adopt"), py::arg("parameter") = py::none(),
+          py::arg("sparse").none(true) = py::none())
       .def_readonly("name", &Slot::name)
       .def_readonly("offset", &Slot::offset);
 

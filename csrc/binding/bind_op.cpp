@@ -6,6 +6,7 @@
 #include "binding/comm_hook_op.h"
 #include "binding/python_op.h"
 #include "op/all_reduce.h"
+#include "op/all_reduce_rows.h"
 #include "op/average_weights.h"
 #include "op/compressed_all_reduce.h"
 #include "op/compressed_gossip.h"
@@ -22,6 +23,14 @@
 namespace bagua {
 
 namespace py = pybind11;
+
+namespace {
+
+std::optional<at::Tensor> or_none(const at::Tensor& tensor) {
+  return tensor.defined() ? std::optional(tensor) : std::nullopt;
+}
+
+}  // namespace
 
 void bind_op(py::module_& m) {
   py::class_<Scratch, std::shared_ptr<Scratch>>(m, "Scratch").def(py::init<>());
@@ -61,6 +70,22 @@ void bind_op(py::module_& m) {
 
   py::class_<AllReduce, BucketOp, std::shared_ptr<AllReduce>>(m, "AllReduce")
       .def(py::init<std::shared_ptr<Communicator>, ReduceOp>(), py::arg("communicator"),
+           py::arg("op"));
+
+  py::class_<SparseGradient, std::shared_ptr<SparseGradient>>(m, "SparseGradient")
+      .def(py::init<>())
+      .def_property(
+          "local", [](const SparseGradient& gradient) { return or_none(gradient.local); },
+          [](SparseGradient& gradient, std::optional<at::Tensor> local) {
+            gradient.local = local.value_or(at::Tensor());
+          })
+      .def_property_readonly(
+          "result", [](const SparseGradient& gradient) { return or_none(gradient.result); });
+
+  py::class_<AllReduceRows, BucketOp, std::shared_ptr<AllReduceRows>>(m, "AllReduceRows")
+      .def(py::init<std::shared_ptr<Communicator>, std::shared_ptr<Scratch>,
+                    std::shared_ptr<SparseGradient>, std::vector<int64_t>, ReduceOp>(),
+           py::arg("communicator"), py::arg("scratch"), py::arg("gradient"), py::arg("sizes"),
            py::arg("op"));
 
   py::class_<CompressedAllReduce, BucketOp, std::shared_ptr<CompressedAllReduce>>(

@@ -31,6 +31,11 @@ void Bucket::check() const {
                     " elements overlaps its neighbour or the end at ", flat.numel(), ".");
     BAGUA_CHECK_ARG(slot.adopt == Adopt::kNone || slot.parameter.defined(), "bucket '", name,
                     "': slot '", slot.name, "' carries a gradient but names no parameter.");
+    BAGUA_CHECK_ARG((slot.adopt == Adopt::kSparse) == (slot.sparse != nullptr), "bucket '", name,
+                    "': slot '", slot.name,
+                    "' needs a SparseGradient where its gradient is sparse, and only there.");
+    BAGUA_CHECK_ARG(!slot.sparse || slots.size() == 1, "bucket '", name, "': slot '", slot.name,
+                    "' is sparse and must have the bucket for itself.");
     end = slot.offset + numel;
   }
 }

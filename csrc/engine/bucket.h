@@ -17,6 +17,7 @@ enum class Adopt {
   kNone,      // the caller's tensor aliases the bucket already (weights, momentum)
   kGradView,  // the parameter's .grad is made a view of the bucket
   kGradCopy,  // .grad stays where it is: copied in when ready, copied out at the end of backward
+  kSparse,    // .grad is handed to the op as it is, and replaced at the end of backward
 };
 
 // Where one tensor lies in the flat bucket.
@@ -27,6 +28,8 @@ struct Slot {
   std::vector<int64_t> strides;  // the parameter's own (channels_last survives)
   Adopt adopt;
   at::Tensor parameter;  // whose .grad it is; undefined for Adopt::kNone
+  // Only for Adopt::kSparse, whose slot is one element for form's sake, alone in its bucket.
+  std::shared_ptr<SparseGradient> sparse{};
 
   at::Tensor view(const at::Tensor& flat) const;
 };

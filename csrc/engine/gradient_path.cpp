@@ -291,6 +291,9 @@ void GradientPath::scale_results() {
     at::Tensor flat = engine_->bucket(i).flat;
     at::mul_out(flat, flat, at::native::wrapped_scalar_tensor(result_scale_));
   }
+  for (auto& slot : slots_) {
+    if (slot->slot->sparse) slot->slot->sparse->result._values().mul_(result_scale_);
+  }
 }
 
 // Note [Every parameter answers]

@@ -1,5 +1,7 @@
 #include "engine/gradient_slot.h"
 
+#include <utility>
+
 #include <ATen/ScalarOps.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/mul.h>
@@ -52,6 +54,7 @@ void GradientSlot::take_nothing() {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   loan.recall();
   view.zero_();
+  if (slot->sparse) slot->sparse->local = at::Tensor();
   result = Result::kCopy;
 }
 
@@ -59,7 +62,9 @@ void GradientSlot::restore() {
   if (result != Result::kCopy) return;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   at::Tensor& grad = parameter.mutable_grad();
-  if (grad.defined()) {
+  if (slot->sparse) {
+    grad = std::exchange(slot->sparse->result, {});
+  } else if (grad.defined()) {
     grad.copy_(view);
   } else {
     grad = lends() ? loan.alias() : view.clone();
@@ -74,9 +79,16 @@ bool GradientSlot::adopt(const at::Tensor& incoming, bool lend) {
   const double factor = grad.requires_grad() ? 1.0 : scale;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const std::string& name = slot->name;
+  if (slot->sparse) {
+    check_rows(grad, parameter.sizes(), view, name);
+    slot->sparse->local = grad.detach();
+    result = Result::kCopy;
+    return true;
+  }
   BAGUA_CHECK(grad.layout() == at::kStrided, "the gradient of '", name,
-              "' is sparse. Buckets are dense: use Embedding(sparse=False), or exclude the "
-              "parameter through _bagua_params_and_buffers_to_ignore.");
+              "' is sparse. Those of torch.nn.Embedding and EmbeddingBag modules can be "
+              "communicated, other buckets are dense: use sparse=False, or exclude the parameter "
+              "through _bagua_params_and_buffers_to_ignore.");
   BAGUA_CHECK(grad.scalar_type() == view.scalar_type() && grad.sizes() == view.sizes() &&
                   grad.device() == view.device(),
               "the gradient of '", name, "' is ", grad.toString(), grad.sizes(), " on ",

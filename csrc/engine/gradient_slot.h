@@ -26,6 +26,7 @@ inline uint32_t version_of(const at::Tensor& tensor) {
 // by value. The alias has a storage of its own per slot (Loan), so nothing that a user does to
 // `.grad.data` moves the slot, and a holder of it other than .grad gets a private copy before the
 // core writes that memory.
+// kSparse hands .grad to the op as it is, and makes the result .grad.
 //
 // Not thread safe: a slot belongs to the thread that accumulates its gradient, then to the one that
 // ends the round.

@@ -25,7 +25,8 @@ at::Tensor Loan::alias() {
 bool Loan::is_alias(const at::Tensor& tensor) const {
   return storage_ && tensor.has_storage() && tensor.storage().is_alias_of(storage_) &&
          tensor.data_ptr() == view_.data_ptr() && tensor.strides() == view_.strides() &&
-         tensor.sizes() == view_.sizes();
+         tensor.sizes() == view_.sizes() && tensor.is_conj() == view_.is_conj() &&
+         tensor.is_neg() == view_.is_neg();
 }
 
 void Loan::recall() {

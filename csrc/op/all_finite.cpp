@@ -4,6 +4,7 @@
 
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/sum.h>
+#include <ATen/ops/view_as_real.h>
 
 #include "codec/finite.h"
 #include "op/arithmetic_dtype.h"
@@ -11,6 +12,7 @@
 namespace bagua {
 
 bool all_finite(const at::Tensor& tensor) {
+  if (tensor.is_complex()) return all_finite(at::view_as_real(tensor));
   if (!at::isFloatingType(tensor.scalar_type())) return true;
   if (tensor.is_cpu() && tensor.is_contiguous()) {
     const void* values = tensor.const_data_ptr();

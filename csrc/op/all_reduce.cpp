@@ -1,6 +1,7 @@
 #include "op/all_reduce.h"
 
 #include "base/check.h"
+#include "op/reals.h"
 
 namespace bagua {
 
@@ -11,7 +12,9 @@ AllReduce::AllReduce(std::shared_ptr<Communicator> communicator, ReduceOp op)
 }
 
 void AllReduce::run(at::Tensor& flat, const Round&) {
-  if (communicator_->group().size > 1) communicator_->all_reduce(flat, op_);
+  if (communicator_->group().size == 1) return;
+  at::Tensor reals = reals_of(flat);
+  communicator_->all_reduce(reals, op_);
 }
 
 std::string AllReduce::describe() const {

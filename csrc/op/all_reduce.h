@@ -8,7 +8,8 @@
 
 namespace bagua {
 
-// One all_reduce of the flat bucket. Bytes sent per rank: 2 S (P - 1) / P for S bytes and P ranks.
+// One all_reduce of the flat bucket, complex numbers as pairs of reals. Bytes sent per rank: 2 S (P
+// - 1) / P for S bytes and P ranks.
 class AllReduce final : public BucketOp {
  public:
   AllReduce(std::shared_ptr<Communicator> communicator, ReduceOp op);

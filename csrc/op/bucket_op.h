@@ -15,6 +15,19 @@ struct Round {
   const std::string& bucket;  // name, for error messages
 };
 
+// A parameter's gradient of whole rows in COO layout (one sparse dimension), on its way through the
+// bucket that it has for itself. Ownership: shared by the slot and the op. Thread safety: `local`
+// is written before the slot is marked and taken by the op; `result` is read after wait().
+struct SparseGradient {
+  at::Tensor local;   // this rank's, left as it is; undefined: zeros
+  at::Tensor result;  // the sum or mean, coalesced; no other rank's and nobody else's memory
+};
+
+// Throws Error, naming the parameter, unless `gradient` is such a one for a parameter of `sizes`,
+// of dtype and device as `like`.
+void check_rows(const at::Tensor& gradient, at::IntArrayRef sizes, const at::Tensor& like,
+                const std::string& parameter);
+
 // Complete at construction, no flags. Runs on one lane thread at a time; owns shared references to
 // the communicators of that lane. `flat` is the contiguous one-dimensional memory of the bucket and
 // is changed in place. May throw: the engine stores the error and rethrows it in wait().

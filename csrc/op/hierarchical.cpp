@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "op/reals.h"
 
 namespace bagua {
 
@@ -17,8 +18,9 @@ Hierarchical::Hierarchical(std::shared_ptr<Communicator> node, std::shared_ptr<B
 
 void Hierarchical::run(at::Tensor& flat, const Round& round) {
   const Group node = node_->group();
+  at::Tensor reals = reals_of(flat);
   // 1.
-  if (node.size > 1) node_->all_reduce(flat, share_.op);
+  if (node.size > 1) node_->all_reduce(reals, share_.op);
   if (share_.nodes == 1) return;
   // 2.
   if (node.rank == 0) {
@@ -27,7 +29,7 @@ void Hierarchical::run(at::Tensor& flat, const Round& round) {
     inner_->run(flat, round);
   }
   // 3.
-  if (node.size > 1) node_->broadcast(flat, 0);
+  if (node.size > 1) node_->broadcast(reals, 0);
 }
 
 std::string Hierarchical::describe() const {

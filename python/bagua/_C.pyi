@@ -159,6 +159,22 @@ class RoundMemory:
 class AllReduce(BucketOp):
     def __init__(self, communicator: Communicator, op: ReduceOp) -> None: ...
 
+class SparseGradient:
+    local: torch.Tensor | None
+    def __init__(self) -> None: ...
+    @property
+    def result(self) -> torch.Tensor | None: ...
+
+class AllReduceRows(BucketOp):
+    def __init__(
+        self,
+        communicator: Communicator,
+        scratch: Scratch,
+        gradient: SparseGradient,
+        sizes: list[int],
+        op: ReduceOp,
+    ) -> None: ...
+
 class CompressedAllReduce(BucketOp):
     def __init__(
         self,
@@ -289,6 +305,7 @@ class Adopt:
     NONE: Adopt
     GRAD_VIEW: Adopt
     GRAD_COPY: Adopt
+    SPARSE: Adopt
 
 class Slot:
     def __init__(
@@ -299,6 +316,7 @@ class Slot:
         strides: list[int],
         adopt: Adopt,
         parameter: torch.Tensor | None = None,
+        sparse: SparseGradient | None = None,
     ) -> None: ...
     @property
     def name(self) -> str: ...

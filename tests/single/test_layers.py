@@ -43,7 +43,7 @@ GROUP_FILES = """
     _optimizer_format _outside_graphs _process_group _reductions _rendezvous _sparse_choice
     _saved_values _shared_state _snapshot _statistics _store_values _transport _weights_check
 """
-BUILDER_FILES = "tensor _bucket_ops _bucket_appends bucket _lane_builder _plan"
+BUILDER_FILES = "tensor _bucket_ops _bucket_appends bucket _sparse_bucket _lane_builder _plan"
 GROUPS = tuple(f"bagua.torch_api.{name}" for name in GROUP_FILES.split())
 
 # Stacks of floors from the ground up. A room may import what is on its own floor or below it in one

@@ -26,6 +26,7 @@ __all__ = [
     "LowRankOp",
     "MomentumOp",
     "PythonOp",
+    "RowsOp",
     "SparseOp",
     "check_asynchronous_mode",
     "check_peer_selection_mode",
@@ -231,6 +232,21 @@ class SparseOp:
     group: BaguaProcessGroup | None
 
 
+@dataclass(frozen=True, eq=False)
+class RowsOp:
+    """Sum or mean over all ranks of a gradient that holds some rows only, exact.
+
+    Attributes:
+        gradient: what the slot and the C++ op share.
+        sizes: of the parameter, the number of rows first.
+    """
+
+    gradient: _C.SparseGradient
+    sizes: list[int]
+    average: bool
+    group: BaguaProcessGroup | None
+
+
 #: What needs nothing but its description to become an op.
 LaneOp = (
     AsynchronousOp
@@ -240,6 +256,7 @@ LaneOp = (
     | LowPrecisionDecentralizedOp
     | MomentumOp
     | PythonOp
+    | RowsOp
     | SparseOp
 )
 

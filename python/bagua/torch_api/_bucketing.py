@@ -19,18 +19,24 @@ _WORTH_CLOSING = 1 / 16
 
 
 def split_by_bucket_size(
-    items: Sequence[T], effective: Callable[[T], torch.Tensor], bucket_bytes: int
+    items: Sequence[T],
+    effective: Callable[[T], torch.Tensor],
+    bucket_bytes: int,
+    alone: Callable[[T], bool] = lambda _: False,
 ) -> list[list[T]]:
     """Cut ``items`` into buckets, keeping their order.
 
     A bucket holds one dtype on one device. It is closed when it has reached ``bucket_bytes`` (the
     first one: 1 MiB), and before a tensor that would make it exceed them, unless it is still tiny;
     so it exceeds them by at most one tensor. A tensor of another dtype opens a bucket of its own
-    kind and leaves the others open.
+    kind and leaves the others open; an item that is ``alone`` has a bucket for itself.
     """
     buckets: list[list[T]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[T], int]] = {}
     for item in items:
+        if alone(item):
+            buckets.append([item])
+            continue
         tensor = effective(item)
         kind = (tensor.dtype, tensor.device)
         size = tensor.numel() * tensor.element_size()

@@ -39,7 +39,8 @@ def broadcast_tensors(
         for group in _messages(tensors):
             communicator = transport.main_communicator(group[0].device.type)
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-            communicator.broadcast(flat, source)
+            # Transports know no complex numbers, only the pairs of reals that they are.
+            communicator.broadcast(torch.view_as_real(flat) if flat.is_complex() else flat, source)
             if communicator.rank == source:
                 continue
             parts = torch.split(flat, [tensor.numel() for tensor in group])

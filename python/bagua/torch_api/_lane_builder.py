@@ -18,6 +18,7 @@ from bagua.torch_api._bucket_ops import (
     LowRankOp,
     MomentumOp,
     PythonOp,
+    RowsOp,
     SparseOp,
 )
 from bagua.torch_api._sparse_choice import sparse_mean
@@ -74,6 +75,9 @@ class LaneBuilder:
         if isinstance(spec, AsynchronousOp):
             raise ValueError("asynchronous averaging cannot be mixed with other operations")
         reduce = _C.ReduceOp.AVG if spec.average else _C.ReduceOp.SUM
+        if isinstance(spec, RowsOp):
+            everyone = self.communicator((spec.group or default).transport, "all")
+            return _C.AllReduceRows(everyone, self.scratch, spec.gradient, spec.sizes, reduce)
         return self._mean(spec, default, lambda m: self._flat_op(spec, m, reduce), reduce)
 
     def _mean(
@@ -205,6 +209,8 @@ def describe_op(op: BucketOp) -> str:
         return "momentum"
     if isinstance(op, AsynchronousOp):
         return f"asynchronous every {op.sync_interval_ms} ms"
+    if isinstance(op, RowsOp):
+        return f"rows {op.sizes} average={op.average}"
     if isinstance(op, LowRankOp):
         return (
             f"hierarchical={op.hierarchical} low rank {op.matrices} warm_start={op.warm_start} "

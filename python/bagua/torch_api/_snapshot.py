@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from bagua import _C
 
-__all__ = ["ModuleSnapshot", "ignored_names", "warn_past_wrapper", "warn_unused"]
+__all__ = [
+    "ModuleSnapshot",
+    "ignored_names",
+    "sparse_parameters",
+    "warn_past_wrapper",
+    "warn_unused",
+]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COMPLEX_DTYPES = (torch.complex64, torch.complex128)
+_IGNORE = "_bagua_params_and_buffers_to_ignore"
+
+
+class Capable(Protocol):
+    """What an algorithm can communicate besides real parameters with dense gradients."""
+
+    complex_parameters: bool
+    sparse_gradients: bool
 
 
 class ModuleSnapshot:
-    """Remembers a module without holding it.
-
-    Raises:
-        TypeError, NotImplementedError: a parameter cannot be communicated; names it.
-    """
+    """Remembers a module without holding it."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.ignored = ignored_names(module)
-        self._check_parameters(module)
         # What is ignored may change, a module of which everything is ignored too.
         free = set(self.ignored) | {
             name
@@ -100,9 +110,10 @@ class ModuleSnapshot:
 
     def describe(self, module: torch.nn.Module) -> list[str]:
         """One line per parameter and buffer, equal on all ranks."""
+        sparse = sparse_parameters(module)
         lines = [
             f"parameter {name}: {tuple(p.shape)} {p.dtype} {p.device.type}"
-            f"{'' if p.requires_grad else ' frozen'}"
+            f"{'' if p.requires_grad else ' frozen'}{' sparse' if id(p) in sparse else ''}"
             for name, p in module.named_parameters()
         ]
         lines += [
@@ -111,29 +122,55 @@ class ModuleSnapshot:
         ]
         return [*lines, f"ignored {self.ignored}"]
 
-    def _check_parameters(self, module: torch.nn.Module) -> None:
-        for name, child in module.named_modules():
-            weight = f"{name}.weight" if name else "weight"
-            sparse = isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and child.sparse
-            if sparse and weight not in self.ignored:
-                raise NotImplementedError(
-                    f"'{weight}' has sparse gradients, buckets are dense: use sparse=False, or put "
-                    "its name into _bagua_params_and_buffers_to_ignore"
-                )
+    def refuse_unsupported(self, module: torch.nn.Module, algorithm: Capable) -> None:
+        """Check that ``algorithm`` can communicate every parameter that is trained.
+
+        Raises:
+            TypeError, NotImplementedError: it cannot; names the parameter and what can be done.
+        """
+        chosen = type(algorithm).__name__.removesuffix("Impl")
+        sparse = sparse_parameters(module)
         for name, parameter in self.trained(module):
-            if parameter.dtype not in _DTYPES:
-                raise TypeError(
-                    f"parameter '{name}' is {parameter.dtype}; float16, bfloat16, float32 and "
-                    "float64 can be communicated. Put its name into "
-                    "_bagua_params_and_buffers_to_ignore."
+            if id(parameter) in sparse and not algorithm.sparse_gradients:
+                raise NotImplementedError(
+                    f"'{name}' has sparse gradients, which {chosen} cannot communicate: pass "
+                    "sparse=False to the embedding, use GradientAllReduceAlgorithm, or put the "
+                    f"name into {_IGNORE}"
                 )
+            if parameter.dtype in _COMPLEX_DTYPES and not algorithm.complex_parameters:
+                raise TypeError(
+                    f"parameter '{name}' is {parameter.dtype}, which {chosen} cannot "
+                    "communicate: use GradientAllReduceAlgorithm, keep the parameter as "
+                    "torch.view_as_real of it, or put its name into "
+                    f"{_IGNORE}"
+                )
+            if parameter.dtype not in (*_DTYPES, *_COMPLEX_DTYPES):
+                raise TypeError(
+                    f"parameter '{name}' is {parameter.dtype}; float16, bfloat16, float32, "
+                    "float64, complex64 and complex128 can be communicated. Put its name into "
+                    f"{_IGNORE}."
+                )
+
+
+def sparse_parameters(module: torch.nn.Module) -> set[int]:
+    """Ids of the parameters whose gradients have sparse layout.
+
+    They are weights of embeddings with ``sparse=True`` and of nothing else: a layer that shares
+    such a weight makes its gradients dense.
+    """
+    sparse, dense = set[int](), set[int]()
+    for child in module.modules():
+        embeds = isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and child.sparse
+        members = {id(p) for p in child._parameters.values() if p is not None}
+        (sparse if embeds else dense).update(members)
+    return sparse - dense
 
 
 def ignored_names(module: torch.nn.Module) -> list[str]:
     """Names of the parameters and buffers that the user has excluded."""
     names: set[str] = set()
     for attribute in (
-        "_bagua_params_and_buffers_to_ignore",
+        _IGNORE,
         "_ddp_params_and_buffers_to_ignore",
     ):
         names.update(getattr(module, attribute, []))

@@ -115,7 +115,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     The sum of all elements' bits, each times an odd number that depends on its place, modulo 2**64:
     a change of one element always changes it.
     """
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     bits = flat.view(_INTEGERS[flat.element_size()])
     result = torch.zeros((), dtype=torch.int64, device=tensor.device)
     factors = _factors(tensor.device)

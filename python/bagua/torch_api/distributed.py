@@ -26,7 +26,7 @@ from bagua.torch_api._steps_in_backward import StepsInBackward
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup, close_at_exit
-from bagua.torch_api.tensor import bagua_getter_closure
+from bagua.torch_api.tensor import bagua_getter_closure, is_sparse
 
 __all__ = ["BaguaDistributedDataParallel", "BaguaModule"]
 
@@ -78,6 +78,7 @@ class BaguaDistributedDataParallel:
         self.bagua_train_step_counter = 0
         self.bagua_buckets: list[BaguaBucket] = []
         self.bagua_algorithm: AlgorithmImpl = algorithm.reify(process_group)
+        self._snapshot.refuse_unsupported(module, self.bagua_algorithm)
         own = self.bagua_algorithm.broadcast_buffers
         self.broadcast_buffers = own if broadcast_buffers is None else broadcast_buffers
         self.uneven_inputs = UnevenInputs()
@@ -154,7 +155,7 @@ class BaguaDistributedDataParallel:
         algorithm = self.bagua_algorithm
         gradients = [(p, p.grad) for _, p in self.bagua_build_params()]
         tensors = algorithm.init_tensors(self)
-        groups = split_by_bucket_size(tensors, bagua_getter_closure, self._bucket_bytes)
+        groups = split_by_bucket_size(tensors, bagua_getter_closure, self._bucket_bytes, is_sparse)
         self.bagua_buckets = algorithm.tensors_to_buckets(groups, self.gradient_as_bucket_view)
         for bucket in self.bagua_buckets:
             algorithm.init_operations(self, bucket)
@@ -187,6 +188,7 @@ class BaguaDistributedDataParallel:
 
     def replace_algorithm(self, algorithm: AlgorithmImpl) -> None:
         """Communicate by ``algorithm`` from now on: new buckets. Every rank calls it."""
+        self._snapshot.refuse_unsupported(self.module, algorithm)
         self.bagua_algorithm = algorithm
         self._initialise()
 

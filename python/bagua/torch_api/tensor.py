@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from bagua import _C
+
 __all__ = ["BaguaTensor"]
 
 #: The type that annotations name: a ``torch.Tensor`` with the methods of this module.
@@ -39,6 +41,8 @@ class Record:
         self.getter = getter
         self.setter = setter
         self.marker: weakref.ref[Marker] | None = None
+        #: On their way to the other ranks: gradients of sparse layout; None: they are dense.
+        self.sparse: _C.SparseGradient | None = None
 
 
 _records: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -59,8 +63,16 @@ def record_of(tensor: torch.Tensor) -> Record:
 
 def carries_gradient(tensor: torch.Tensor) -> bool:
     """Whether what is communicated is the tensor's ``.grad``."""
-    getter = record_of(tensor).getter
+    record = record_of(tensor)
+    getter = record.getter
+    if record.sparse is not None:
+        return True
     return getter is not None and tensor.grad is not None and getter(tensor) is tensor.grad
+
+
+def is_sparse(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's gradients have sparse layout."""
+    return record_of(tensor).sparse is not None
 
 
 def _no_grad_set(tensor: torch.Tensor, value: torch.Tensor) -> None:

@@ -7,9 +7,13 @@ from typing import Any, Protocol
 
 import torch
 
+from bagua import _C
 from bagua.torch_api._saved_values import check_state
+from bagua.torch_api._snapshot import sparse_parameters
+from bagua.torch_api._sparse_bucket import bucket_of
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
+from bagua.torch_api.tensor import record_of
 
 __all__ = [
     "Algorithm",
@@ -81,6 +85,9 @@ class AlgorithmImpl:
         shares_parameters: whether a parameter may belong to a second wrapped module.
         steps_in_backward: whether optimizers may step inside backward
             (``_apply_optimizer_in_backward``), when communication is over.
+        complex_parameters: whether complex parameters can be communicated.
+        sparse_gradients: whether gradients of sparse layout can be, those of
+            ``torch.nn.Embedding(sparse=True)``.
     """
 
     broadcast_buffers = True
@@ -88,6 +95,8 @@ class AlgorithmImpl:
     opens_at_forward = False
     shares_parameters = False
     steps_in_backward = True
+    complex_parameters = False
+    sparse_gradients = False
 
     def __init__(self, process_group: BaguaProcessGroup) -> None:
         self.process_group = process_group
@@ -99,8 +108,10 @@ class AlgorithmImpl:
     def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
         """Register the tensors to communicate: by default all gradients, last parameter first."""
         tensors = []
+        sparse = sparse_parameters(bagua_ddp.module)
         for name, parameter in reversed(bagua_ddp.bagua_build_params()):
-            parameter.bagua_ensure_grad()  # type: ignore[attr-defined]
+            if id(parameter) not in sparse:
+                parameter.bagua_ensure_grad()  # type: ignore[attr-defined]
             tensors.append(
                 parameter.ensure_bagua_tensor(  # type: ignore[attr-defined]
                     name,
@@ -109,15 +120,15 @@ class AlgorithmImpl:
                     setter_closure=_set_gradient,
                 )
             )
+            if id(parameter) in sparse:
+                record_of(parameter).sparse = _C.SparseGradient()
         return tensors
 
     def tensors_to_buckets(
         self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
     ) -> list[BaguaBucket]:
         """Make the buckets, from tensors grouped by dtype, device and bucket size."""
-        return [
-            BaguaBucket(group, name=str(i), flatten=do_flatten) for i, group in enumerate(tensors)
-        ]
+        return [bucket_of(group, str(i), flatten=do_flatten) for i, group in enumerate(tensors)]
 
     def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
         """Append what ``bucket`` does when its tensors are ready."""

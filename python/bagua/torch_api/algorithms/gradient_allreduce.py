@@ -29,6 +29,8 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     """Implementation of :class:`GradientAllReduceAlgorithm`."""
 
     shares_parameters = True
+    complex_parameters = True
+    sparse_gradients = True
 
     def __init__(
         self, process_group: BaguaProcessGroup, hierarchical: bool = False, average: bool = True

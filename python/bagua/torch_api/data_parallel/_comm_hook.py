@@ -29,6 +29,8 @@ class CommHook(GradientAllReduceAlgorithmImpl):
 
     ranks_agree = False
 
+    sparse_gradients = False
+
     def __init__(self, process_group: BaguaProcessGroup, state: Any, hook: Hook) -> None:
         super().__init__(process_group)
         self._op = CommHookOp(hook, state)

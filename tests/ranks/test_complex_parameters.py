@@ -1,0 +1,213 @@
+"""Complex parameters: exact gradients, equal to torch's DistributedDataParallel."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
+from bagua.torch_api.data_parallel import DistributedDataParallel
+from ranks import every_algorithm, training
+from ranks.test_groups_and_nodes import environment_of_nodes
+from torch import nn
+
+DTYPES = {"c64": torch.complex64, "c128": torch.complex128}
+STEPS = 3
+
+per_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+both_sizes = pytest.mark.parametrize("size", [2, 3], ids=["2_ranks", "3_ranks"])
+both_ways = pytest.mark.parametrize("way", ["with_bagua", "class"])
+
+
+class Spectral(nn.Module):
+    """Complex weights, a complex buffer and a real layer behind them."""
+
+    def __init__(self, dtype, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.mix = nn.Linear(training.FEATURES, 7, dtype=dtype)
+        self.phase = nn.Parameter(torch.randn(7, 3, dtype=dtype).t())  # strides of its own
+        self.register_buffer("seen", torch.zeros(7, dtype=dtype))
+        self.head = nn.Linear(3, training.OUTPUTS)
+
+    def forward(self, x):
+        hidden = self.mix(x.to(self.mix.weight.dtype))
+        if self.training:
+            self.seen += hidden.detach().mean(0)
+        return self.head((hidden @ self.phase.mT).abs().float())
+
+
+def wrapped(model, way, optimizers=(), **options):
+    if way == "class":
+        return DistributedDataParallel(model, optimizers=list(optimizers), **options)
+    return model.with_bagua(list(optimizers), GradientAllReduceAlgorithm(), **options)
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.05)
+
+
+def trained(model, optimizer, zero=True):
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=zero)
+        training.squared_error(model, training.batch(step, dist.get_rank())).backward()
+        optimizer.step()
+    return model
+
+
+@training.with_group
+def train_as_ddp(way, dtype, zero, hierarchical):
+    plain = Spectral(dtype, seed=dist.get_rank())  # rank 0's counts
+    ours, theirs = copy.deepcopy(plain), nn.parallel.DistributedDataParallel(plain)
+    optimizers = [adam(ours)]
+    if hierarchical:
+        algorithm = GradientAllReduceAlgorithm(hierarchical=True)
+        model = ours.with_bagua(optimizers, algorithm)
+    else:
+        model = wrapped(ours, way, optimizers)
+    trained(model, optimizers[0], zero)
+    trained(theirs, adam(plain), zero)
+    training.assert_ranks_agree(ours)
+    training.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
+    for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad.dtype, p.grad.stride()) == (p.dtype, p.stride()), name
+        torch.testing.assert_close(p.grad, q.grad)
+    kinds = {str(bucket.backend_tensor.dtype) for bucket in model.bagua_ddp.bagua_buckets}
+    torch.testing.assert_close(training.gather(ours.seen)[0], training.gather(plain.seen)[0])
+    return sorted(kinds)
+
+
+@both_sizes
+@both_ways
+@per_dtype
+@pytest.mark.parametrize("zero", [True, False], ids=["grads_none", "grads_zero"])
+def test_training_equals_ddp(ranks, size, way, dtype, zero):
+    for kinds in ranks(size, train_as_ddp, way, dtype, zero, False):
+        assert kinds == sorted([str(dtype), "torch.float32"])
+
+
+@per_dtype
+def test_training_through_two_nodes_equals_ddp(ranks, dtype):
+    env = environment_of_nodes((2, 1))
+    assert len(ranks(3, train_as_ddp, "with_bagua", dtype, True, True, env=env)) == 3
+
+
+@training.with_group
+def give_a_state_with_moments(dtype):
+    """The optimizer has complex state on rank 0 only; buffers and weights differ."""
+    model = Spectral(dtype, seed=dist.get_rank())
+    optimizer = adam(model)
+    if dist.get_rank() == 0:
+        training.squared_error(model, training.batch(0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.with_bagua([optimizer], GradientAllReduceAlgorithm())
+    moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+    return training.bits([*model.parameters(), *model.buffers(), *moments]), [
+        str(m.dtype) for m in moments
+    ]
+
+
+@per_dtype
+def test_the_wrap_gives_every_rank_complex_weights_buffers_and_moments(ranks, dtype):
+    first, *others = ranks(3, give_a_state_with_moments, dtype)
+    assert first[1].count(str(dtype)) == 3
+    assert others == [first, first]
+
+
+@training.with_group
+def give_conjugated_tensors():
+    """A parameter and a buffer that are lazily conjugated."""
+    model = nn.Module()
+    torch.manual_seed(dist.get_rank())
+    model.p = nn.Parameter(torch.randn(3, dtype=torch.complex64).conj())
+    model.register_buffer("b", torch.randn(2, dtype=torch.complex64).conj())
+    model.forward = lambda x: ((model.p * x).sum() * model.b.sum()).abs()
+    assert model.p.is_conj()
+    model.with_bagua([], GradientAllReduceAlgorithm())
+    model(torch.full((3,), 1.0 + dist.get_rank())).backward()
+    model.p.grad = model.p.grad.conj()
+    model(torch.full((3,), 1.0 + dist.get_rank())).backward()
+    values = [t.detach().resolve_conj() for t in (model.p, model.b, model.p.grad)]
+    return training.bits(values)
+
+
+def test_conjugated_tensors_are_equal_on_all_ranks(ranks):
+    assert len(set(ranks(2, give_conjugated_tensors, env={"BAGUA_CHECK_WEIGHTS_EVERY": "1"}))) == 1
+
+
+@training.with_group
+def drift():
+    model = Spectral(torch.complex64)
+    model.with_bagua([], GradientAllReduceAlgorithm())
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.phase[1, 2] += 1e-6j
+    return training.error_of(lambda: training.squared_error(model, training.batch(0, 0)))
+
+
+def test_the_weights_check_sees_an_imaginary_part(ranks):
+    for error in ranks(2, drift, env={"BAGUA_CHECK_WEIGHTS_EVERY": "1"}):
+        assert "First difference: 'phase' (rank 0 against rank 1)" in error
+
+
+@training.with_group
+def mismatch():
+    dtype = torch.complex64 if dist.get_rank() == 0 else torch.complex128
+    return training.error_of(lambda: wrapped(Spectral(dtype), "with_bagua"))
+
+
+def test_ranks_of_different_types_are_told_which(ranks):
+    for error in ranks(2, mismatch):
+        assert "rank 0 has [parameter phase: (3, 7) torch.complex64 cpu]" in error
+        assert "rank 1 has [parameter phase: (3, 7) torch.complex128 cpu]" in error
+
+
+@training.with_group
+def accumulate(way):
+    plain = Spectral(torch.complex64)
+    ours, theirs = copy.deepcopy(plain), nn.parallel.DistributedDataParallel(plain)
+    model = wrapped(ours, way)
+    for module in (model, theirs):
+        with module.no_sync():
+            training.squared_error(module, training.batch(0, dist.get_rank())).backward()
+        training.squared_error(module, training.batch(1, dist.get_rank())).backward()
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    return training.bits([p.grad for p in ours.parameters()])
+
+
+@both_ways
+def test_accumulation_equals_ddp(ranks, way):
+    assert len(set(ranks(3, accumulate, way))) == 1
+
+
+@training.with_group
+def non_finite_rounds():
+    model = Spectral(torch.complex64)
+    model.with_bagua([], GradientAllReduceAlgorithm())
+    counts = []
+    for factor in (1.0, float("nan"), 1.0):
+        model.zero_grad()
+        (training.squared_error(model, training.batch(0, 0)) * factor).backward()
+        counts.append(model.bagua_stats()["total"]["nonfinite_rounds"])
+    return counts
+
+
+def test_rounds_with_values_that_are_not_finite_are_counted(ranks):
+    for counts in ranks(2, non_finite_rounds):
+        assert counts[0] == 0
+        assert counts[1] == counts[2] >= 1
+
+
+@training.with_group
+def refuse(name):
+    model = Spectral(torch.complex64)
+    return training.error_of(lambda: every_algorithm.wrapped(name, model))
+
+
+@pytest.mark.parametrize("name", sorted(set(every_algorithm.ALGORITHMS) - {"gradient_allreduce"}))
+def test_other_algorithms_refuse_them_at_the_wrap(ranks, name):
+    for error in ranks(2, refuse, name):
+        assert error.startswith("TypeError: parameter 'phase' is torch.complex64")
+        assert "use GradientAllReduceAlgorithm" in error

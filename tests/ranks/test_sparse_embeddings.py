@@ -1,0 +1,122 @@
+"""Embeddings with sparse gradients: exact gradients, equal to torch's DistributedDataParallel."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
+from ranks import training
+from ranks.sparse_embeddings import Both, Words, agree, loss, same, words, wrapped
+from ranks.test_groups_and_nodes import environment_of_nodes
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+STEPS = 4
+
+both_sizes = pytest.mark.parametrize("size", [2, 3], ids=["2_ranks", "3_ranks"])
+both_ways = pytest.mark.parametrize("way", ["with_bagua", "class"])
+
+
+@training.with_group
+def train_beside_torch(way, sparse_adam, zero, options, dtype=torch.float32):
+    plain = Words(dtype)
+    mine, theirs = copy.deepcopy(plain), TorchDDP(plain)
+    ours = Both(mine, sparse_adam)
+    model, their_optimizer = wrapped(mine, way, ours.all, **options), Both(plain, sparse_adam)
+    for step in range(STEPS):
+        for module, optimizer in ((model, ours), (theirs, their_optimizer)):
+            optimizer.zero_grad(set_to_none=zero)
+            loss(module, words(step, dist.get_rank())).backward()
+        assert mine.word.weight.grad.is_sparse
+        same(mine, plain, exact=step == 0)
+        for optimizer in (ours, their_optimizer):
+            optimizer.step()
+        same(mine, plain)
+        agree(mine)
+    return model.bagua_ddp.stats()["total"]["nonfinite_rounds"]
+
+
+@both_sizes
+@both_ways
+@pytest.mark.parametrize("sparse_adam", [True, False], ids=["SparseAdam", "SGD"])
+@pytest.mark.parametrize("zero", [True, False], ids=["grads_none", "grads_zero"])
+def test_training_equals_ddp(ranks, size, way, sparse_adam, zero):
+    assert ranks(size, train_beside_torch, way, sparse_adam, zero, {}) == [0] * size
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_training_of_other_types_equals_ddp(ranks, dtype):
+    assert ranks(2, train_beside_torch, "with_bagua", False, True, {}, dtype) == [0] * 2
+
+
+@pytest.mark.parametrize("lanes", ["1", "3"])
+def test_training_in_small_buckets_and_lanes_equals_ddp(ranks, lanes):
+    env = training.SMALL_BUCKETS | {"BAGUA_LANES": lanes}
+    arguments = ("with_bagua", True, True, {"do_flatten": False})
+    assert ranks(3, train_beside_torch, *arguments, env=env) == [0] * 3
+
+
+def test_training_through_two_nodes_equals_ddp(ranks):
+    options = {"algorithm": GradientAllReduceAlgorithm(hierarchical=True)}
+    arguments = ("with_bagua", True, True, options)
+    assert ranks(3, train_beside_torch, *arguments, env=environment_of_nodes((2, 1))) == [0] * 3
+
+
+def test_with_the_weights_check_training_equals_ddp(ranks):
+    arguments = ("class", True, True, {})
+    env = {"BAGUA_CHECK_WEIGHTS_EVERY": "1"}
+    assert ranks(2, train_beside_torch, *arguments, env=env) == [0] * 2
+
+
+@training.with_group
+def on_one_rank():
+    plain = Words()
+    mine = copy.deepcopy(plain)
+    model = wrapped(mine, "with_bagua")
+    for module in (model, plain):
+        loss(module, words(0, 1)).backward()
+    same(mine, plain)
+    return model.bagua_stats()["total"]["bytes_sent"]
+
+
+def test_one_rank_alone_sends_nothing(ranks):
+    assert ranks(1, on_one_rank) == [0]
+
+
+@training.with_group
+def sum_of_gradients():
+    mine = Words()
+    local = training.local_gradients(mine, loss, words(0, dist.get_rank()))
+    model = wrapped(mine, "with_bagua", algorithm=GradientAllReduceAlgorithm(average=False))
+    loss(model, words(0, dist.get_rank())).backward()
+    total = sum(training.gather(local["word.weight"].to_dense()))
+    torch.testing.assert_close(mine.word.weight.grad.to_dense(), total)
+    return True
+
+
+def test_average_false_gives_the_sum(ranks):
+    assert all(ranks(3, sum_of_gradients))
+
+
+@training.with_group
+def accumulate(way):
+    plain = Words()
+    mine, theirs = copy.deepcopy(plain), TorchDDP(plain)
+    model = wrapped(mine, way)
+    for module in (model, theirs):
+        with module.no_sync():
+            loss(module, words(0, dist.get_rank())).backward()
+            loss(module, words(1, dist.get_rank())).backward()
+        loss(module, words(2, dist.get_rank())).backward()
+    same(mine, plain)
+    agree(mine)
+    for module in (model, theirs):  # on top of what has been communicated
+        loss(module, words(3, dist.get_rank())).backward()
+    same(mine, plain)
+    agree(mine)
+    return True
+
+
+@both_ways
+def test_accumulation_equals_ddp(ranks, way):
+    assert all(ranks(3, accumulate, way))
