@@ -179,7 +179,7 @@ def test_an_op_without_rows_or_with_another_reduction_is_refused():
     holder = _C.SparseGradient()
     with pytest.raises(ValueError, match="at least one dimension"):
         _C.AllReduceRows(comm, _C.Scratch(), holder, [], OPS["mean"])
-    with pytest.raises(ValueError, match="ReduceOp.SUM or"):
+    with pytest.raises(ValueError, match="takes ReduceOp"):
         _C.AllReduceRows(comm, _C.Scratch(), holder, [2, 2], _C.ReduceOp.MAX)
 
 
