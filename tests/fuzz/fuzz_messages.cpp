@@ -14,6 +14,7 @@
 #include "op/compressed_all_reduce.h"
 #include "op/compressed_gossip.h"
 #include "op/sparse.h"
+#include "rows_op.h"
 
 namespace bagua::fuzz {
 namespace {
@@ -265,6 +266,7 @@ constexpr Target kTargets[] = {
     {"heartbeat", heartbeat, heartbeats},
     {"compressed_op", compressed_op, compressed_ops},
     {"sparse_op", sparse_op, sparse_ops},
+    {"rows_op", rows_op, rows_ops},
 };
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 import copy
 
+import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
@@ -198,6 +199,18 @@ def test_rounds_with_values_that_are_not_finite_are_counted(ranks):
     for counts in ranks(2, non_finite_rounds):
         assert counts[0] == 0
         assert counts[1] == counts[2] >= 1
+
+
+@training.with_group
+def export():
+    model = Spectral(torch.complex64)
+    model.with_bagua([], GradientAllReduceAlgorithm())
+    model.seen += 1j * dist.get_rank()
+    return bagua.average_weights(model).seen.tolist()
+
+
+def test_average_weights_averages_complex_buffers(ranks):
+    assert ranks(3, export) == [[1j] * 7] * 3
 
 
 @training.with_group

@@ -44,10 +44,12 @@ def average_weights(model: torch.nn.Module) -> torch.nn.Module:
         return result
     with torch.no_grad():
         for tensor in [*result.parameters(), *result.buffers()]:
-            if not tensor.is_floating_point():
+            values = tensor.detach().resolve_conj()
+            values = torch.view_as_real(values) if values.is_complex() else values
+            if not values.is_floating_point():
                 continue
-            wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-            mean = tensor.detach().to(wide, copy=True).contiguous()
+            wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+            mean = values.to(wide, copy=True).contiguous()
             transport.main_communicator(tensor.device.type).all_reduce(mean, _C.ReduceOp.AVG)
-            tensor.copy_(mean)
+            tensor.copy_(torch.view_as_complex(mean) if tensor.is_complex() else mean)
     return result
