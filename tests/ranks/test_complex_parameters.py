@@ -144,7 +144,7 @@ def drift():
     if dist.get_rank() == 1:
         with torch.no_grad():
             model.phase[1, 2] += 1e-6j
-    return training.error_of(lambda: training.squared_error(model, training.batch(0, 0)))
+    return training.error_of(lambda: training.squared_error(model, training.batch(0, 0)).backward())
 
 
 def test_the_weights_check_sees_an_imaginary_part(ranks):

@@ -282,3 +282,64 @@ def keep(way):
 @both_ways
 def test_a_gradient_that_is_kept_stays_as_it_was(ranks, way):
     assert all(ranks(2, keep, way))
+
+
+@training.with_group
+def freeze(way):
+    """A table that is frozen since the wrap keeps what it has, also where others train it."""
+    mine = Words()
+    model = wrapped(mine, way)
+    loss(model, words(0, dist.get_rank())).backward()
+    kept = mine.bag.weight.grad
+    mine.bag.weight.requires_grad_(False)
+    loss(model, words(1, dist.get_rank())).backward()
+    agree(mine)
+    return mine.bag.weight.grad is kept
+
+
+@both_ways
+def test_a_table_that_is_frozen_after_the_wrap_keeps_its_gradient(ranks, way):
+    assert all(ranks(2, freeze, way))
+
+
+@training.with_group
+def run_backward_twice(way, at_once):
+    """Each backward is a round of its own."""
+    mine = Words()
+    data = [words(step, dist.get_rank()) for step in range(2)]
+    local = [training.local_gradients(mine, loss, d)["word.weight"].to_dense() for d in data]
+    expected = sum(sum(training.gather(g)) / 2 for g in local)
+    model = wrapped(mine, way)
+    if at_once:
+        losses = [loss(model, d) for d in data]
+        for value in losses:
+            value.backward()
+    else:
+        for d in data:
+            loss(model, d).backward()
+    torch.testing.assert_close(mine.word.weight.grad.to_dense(), expected)
+    agree(mine)
+    return True
+
+
+@both_ways
+@pytest.mark.parametrize("at_once", [True, False], ids=["two_forwards_first", "in_turn"])
+def test_two_backwards_add_two_means(ranks, way, at_once):
+    assert all(ranks(2, run_backward_twice, way, at_once))
+
+
+@training.with_group
+def evaluate(way):
+    plain = Words()
+    mine, theirs = copy.deepcopy(plain), TorchDDP(plain)
+    model = wrapped(mine, way)
+    for module in (model, theirs):
+        module.eval()
+        loss(module, words(0, dist.get_rank())).backward()
+    same(mine, plain, exact=True)
+    return True
+
+
+@both_ways
+def test_in_evaluation_mode_gradients_are_communicated(ranks, way):
+    assert all(ranks(2, evaluate, way))
