@@ -120,3 +120,77 @@ def accumulate(way):
 @both_ways
 def test_accumulation_equals_ddp(ranks, way):
     assert all(ranks(3, accumulate, way))
+
+
+@training.with_group
+def scale(way):
+    plain = Words()
+    mine, theirs = copy.deepcopy(plain), TorchDDP(plain)
+    ours, their_optimizer = Both(mine, True), Both(plain, True)
+    model = wrapped(mine, way, ours.all)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=256.0) for _ in range(2)]
+    steps = []
+    for step in range(3):
+        for module, both, scaler in zip(
+            (model, theirs), (ours, their_optimizer), scalers, strict=True
+        ):
+            both.zero_grad()
+            value = loss(module, words(step, dist.get_rank()))
+            scaler.scale(value * float("inf") if step == 1 else value).backward()
+            for optimizer in both.all:
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+            scaler.update()
+        if step != 1:
+            same(mine, plain)
+        agree(mine)
+        steps.append(scalers[0].get_scale() == scalers[1].get_scale())
+    return steps
+
+
+@both_ways
+def test_a_grad_scaler_unscales_and_skips_as_with_ddp(ranks, way):
+    assert ranks(2, scale, way) == [[True] * 3] * 2
+
+
+@training.with_group
+def run_backward_twice(way, at_once):
+    """Each backward is a round of its own."""
+    mine = Words()
+    data = [words(step, dist.get_rank()) for step in range(2)]
+    local = [training.local_gradients(mine, loss, d)["word.weight"].to_dense() for d in data]
+    expected = sum(sum(training.gather(g)) / 2 for g in local)
+    model = wrapped(mine, way)
+    if at_once:
+        losses = [loss(model, d) for d in data]
+        for value in losses:
+            value.backward()
+    else:
+        for d in data:
+            loss(model, d).backward()
+    torch.testing.assert_close(mine.word.weight.grad.to_dense(), expected)
+    agree(mine)
+    return True
+
+
+@both_ways
+@pytest.mark.parametrize("at_once", [True, False], ids=["two_forwards_first", "in_turn"])
+def test_two_backwards_add_two_means(ranks, way, at_once):
+    assert all(ranks(2, run_backward_twice, way, at_once))
+
+
+@training.with_group
+def evaluate(way):
+    plain = Words()
+    mine, theirs = copy.deepcopy(plain), TorchDDP(plain)
+    model = wrapped(mine, way)
+    for module in (model, theirs):
+        module.eval()
+        loss(module, words(0, dist.get_rank())).backward()
+    same(mine, plain, exact=True)
+    return True
+
+
+@both_ways
+def test_in_evaluation_mode_gradients_are_communicated(ranks, way):
+    assert all(ranks(2, evaluate, way))
