@@ -262,6 +262,7 @@ void bind_engine(py::module_& m) {
            py::arg("on_unused").none(true) = py::none(),
            py::arg("on_past_wrapper").none(true) = py::none())
       .def("begin_forward", &GradientPath::begin_forward, py::arg("communicates"), NoGil())
+      .def("call_after_gradients", &GradientPath::call_after_gradients, py::arg("enabled"))
       .def("begin_round", &GradientPath::begin_round, py::arg("grad_scale") = 1.0f,
            py::arg("result_scale") = 1.0, NoGil())
       .def("watch", &GradientPath::watch, py::arg("outputs"))

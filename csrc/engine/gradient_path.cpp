@@ -113,9 +113,17 @@ void GradientPath::begin_forward(bool communicates) {
 }
 
 void GradientPath::begin_round(float grad_scale, double result_scale) {
-  engine_->begin_round({.grad_scale = grad_scale});
+  engine_->begin_round({.grad_scale = grad_scale, .frozen = frozen_slots()});
   result_scale_ = result_scale;
   opened_ = true;
+}
+
+uint64_t GradientPath::frozen_slots() const {
+  uint64_t hash = 0;
+  for (const auto& slot : slots_) {
+    if (slot->frozen()) hash = (hash + static_cast<uint64_t>(slot->id) + 1) * 0x9e3779b97f4a7c15;
+  }
+  return hash;
 }
 
 void GradientPath::watch(const std::vector<at::Tensor>& outputs) {
@@ -257,7 +265,7 @@ void GradientPath::finish() {
     if (!counted_) slot->expected_hits = slot->hits;
   }
   counted_ = true;
-  if (options_.after_gradients) options_.after_gradients();
+  if (calls_after_gradients_ && options_.after_gradients) options_.after_gradients();
 }
 
 void GradientPath::check_versions() const {
@@ -277,9 +285,9 @@ void GradientPath::refuse_step(const std::string& parameter) const {
       concat("parameter '", parameter,
              "' was changed while backward ran: a hook on it (register_post_accumulate_grad_hook, "
              "or on its accumulation node) makes optimizer steps, with this rank's own gradient "
-             "instead of the communicated one. Step after backward(); or call "
-             "_apply_optimizer_in_backward before the model is wrapped, whose steps are then made "
-             "when communication is over.");
+             "instead of the communicated one. Step after backward(); or use "
+             "torch.distributed.optim._apply_optimizer_in_backward, whose steps are made when "
+             "communication is over.");
   engine_->abort(reason);
   throw Error(reason);
 }

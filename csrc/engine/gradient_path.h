@@ -35,7 +35,8 @@ struct GradientPathOptions {
   // Each is called at most once per backward, in the thread that called backward(), after every
   // gradient slot has been marked. Null: wait for the engine.
   std::function<void()> after_backward;
-  // Called at the end of a communicated backward, when .grad holds the result. Null: nothing.
+  // Called at the end of a communicated backward, when .grad holds the result, while
+  // call_after_gradients() asks for it.
   std::function<void()> after_gradients;
   // Names of parameters without gradient, the first time there are any.
   std::function<void(const std::vector<std::string>&)> on_unused;
@@ -82,6 +83,8 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   // Called before every forward with gradients enabled; false inside no_sync().
   void begin_forward(bool communicates);
 
+  void call_after_gradients(bool enabled) { calls_after_gradients_ = enabled; }
+
   // Opens the engine's round, or goes on with an open one. What the buckets hold after
   // communication is multiplied by `result_scale`: a mean over fewer ranks than there are, when
   // some have run out of inputs.
@@ -113,6 +116,7 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   template <typename Body>
   void under_autograd(Body body);
   void activate(bool rooted);
+  uint64_t frozen_slots() const;  // RoundOpening::frozen
   void forget_other_ways();
   void queue_finish();
   void on_backward();
@@ -144,6 +148,7 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   bool watched_ = false;                  // the forward's output has a graph
   bool counted_ = false;                  // Note [Static graph]: the first round is over
   double result_scale_ = 1.0;
+  bool calls_after_gradients_ = false;
   bool warned_unused_ = false;
   std::atomic<bool> warned_past_wrapper_{false};
 };

@@ -144,6 +144,9 @@ class AveragingPlan:
     def begin_forward(self, communicates: bool) -> None:
         """Backwards communicate nothing here."""
 
+    def call_after_gradients(self, enabled: bool) -> None:
+        """Optimizers that step inside backward are refused."""
+
     def begin_round(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
         """Nothing is synchronous here, but training begins; gradients stay where they are.
 

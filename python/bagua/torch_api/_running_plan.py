@@ -33,9 +33,6 @@ class PlanOwner(_user_hooks.HookOwner, Protocol):
 
     def after_gradients(self) -> None: ...
 
-    @property
-    def steps_in_backward(self) -> bool: ...
-
 
 class RunningPlan:
     """The engine of a module's buckets, from one (re)build of the buckets to the next.
@@ -69,6 +66,10 @@ class RunningPlan:
         own_marks = overrides(ddp.bagua_algorithm, "init_backward_hook")
         own_hook = own_marks or not plain
         checks = overrides(ddp.bagua_algorithm, "init_pre_backward_hook")
+        # Weights that are communicated hold still in backward.
+        weights: list[tuple[str, torch.Tensor]] = []
+        if ddp.bagua_algorithm.opens_at_forward:
+            weights += ddp.bagua_build_params()
         owner = weakref.ref(ddp)
         this = weakref.ref(self)
 
@@ -106,11 +107,11 @@ class RunningPlan:
             install_hooks=not own_hook,
             find_unused=ddp.find_unused_parameters,
             static_graph=ddp.static_graph,
-            weights=ddp.bagua_build_params() if ddp.bagua_algorithm.opens_at_forward else [],
+            weights=weights,
             open_round=open_round,
             before_backward=before_backward if checks else None,
             after_backward=None if plain and not own_wait else after_backward,
-            after_gradients=after_gradients if ddp.steps_in_backward else None,
+            after_gradients=after_gradients,
             on_unused=on_unused,
             on_past_wrapper=on_past_wrapper,
         )
@@ -120,6 +121,10 @@ class RunningPlan:
     def begin_forward(self, communicates: bool) -> None:
         """Say before a forward with gradients whether its backwards communicate."""
         self._path.begin_forward(communicates)
+
+    def call_after_gradients(self, enabled: bool) -> None:
+        """Say whether optimizers step inside backward."""
+        self._path.call_after_gradients(enabled)
 
     def begin_round(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
         """Open a round; False if it is open already.

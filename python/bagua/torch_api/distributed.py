@@ -37,8 +37,8 @@ class BaguaDistributedDataParallel:
     Holds the module weakly: deleting the module frees threads, sockets and memory.
 
     Attributes:
-        buffers_due: whether the next forward gets the first rank's buffers: the forward before
-            communicated.
+        buffers_due: whether the next forward gets the first rank's buffers: it is the first, or the
+            forward before communicated.
         eager: open rounds at the forward in ``eval()`` too, and once per round only (``join()``).
 
     Args:
@@ -86,7 +86,6 @@ class BaguaDistributedDataParallel:
         self._initial_state = initial_state
         self._grad_scaler = grad_scaler
         self._require_sync = True
-        self._had_forward = False
         self._watching = False
         self._ended = False
         self._shared = SharedState(
@@ -229,6 +228,7 @@ class BaguaDistributedDataParallel:
             self.bagua_train_step_counter += 1
         if with_gradients:
             self._running.begin_forward(communicates)
+            self._running.call_after_gradients(self._steps_in_backward.take_over())
         opens = communicates and now and not (self.eager and self.synchronising)
         self._share_buffers(syncs, opens)
         if opens:
@@ -242,16 +242,12 @@ class BaguaDistributedDataParallel:
     def _share_buffers(self, syncs: bool, opens: bool) -> None:
         """Give every rank the first rank's buffers at the moments of torch's DDP.
 
-        A forward gets them if the forward before communicated. Before the first forward they are
-        equal already, so that one rank may evaluate alone.
+        A forward gets them if it is the first, or the forward before communicated.
         """
-        due = self.buffers_due and (syncs or self._had_forward)
-        if self.eager:
-            due = opens
+        due = opens if self.eager else self.buffers_due
         if due and isinstance(self._running, RunningPlan):
             self._shared.give_buffers(self.module, self._running, self.uneven_inputs)
         self.buffers_due = syncs
-        self._had_forward = True
 
     def _open_round(self, inputs: Any) -> None:
         assert self._running is not None
@@ -300,11 +296,6 @@ class BaguaDistributedDataParallel:
         if self._watching and self._running is not None:
             self._watching = False
             self._running.watch(tensors_in(output))
-
-    @property
-    def steps_in_backward(self) -> bool:
-        """Whether optimizers step inside backward."""
-        return bool(self._steps_in_backward)
 
     def after_gradients(self) -> None:
         """Make the steps of ``_apply_optimizer_in_backward``, with communicated gradients."""
