@@ -24,7 +24,15 @@ void CommHookOp::run(at::Tensor& flat, const Round&) {
     lengths.push_back(parameter.numel());
     sizes.push_back(parameter.sizes());
   }
-  c10d::GradBucket bucket(bucket_.index, bucket_.count, flat, bucket_.offsets, std::move(lengths),
+  // A storage of its own: what resizes the buffer, as batched_powerSGD_hook does, must not move the
+  // memory that gradients point to.
+  at::Tensor lent = at::for_blob(flat.data_ptr(), flat.sizes())
+                        .options(flat.options())
+                        .deleter([flat](void*) {})
+                        .resizeable_storage()
+                        .allocator(c10::GetAllocator(flat.device().type()))
+                        .make_tensor();
+  c10d::GradBucket bucket(bucket_.index, bucket_.count, lent, bucket_.offsets, std::move(lengths),
                           std::move(sizes), bucket_.parameters, std::nullopt);
   at::Tensor result;
   try {

@@ -39,7 +39,7 @@ MODELS = {
     "fewer-parameters": (lambda model: model.__delitem__(2), "buffer 1.running_mean"),
     "frozen": (_freeze, "parameter 0.weight: (7, 5) torch.float32 cpu frozen"),
     "buffer": (_extra_buffer, "buffer counts: (2,) torch.float32 cpu"),
-    "ignored": (_ignore, "ignored ['0.weight']"),
+    "ignored": (_ignore, "parameter 0.bias: (7,) torch.float32 cpu"),
 }
 
 

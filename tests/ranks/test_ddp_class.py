@@ -137,7 +137,9 @@ def groups():
     mesh = dist.init_device_mesh("cpu", (3,))
     meshed = DistributedDataParallel(normalised(), device_mesh=mesh)
     assert meshed.bagua_ddp.process_group.size == 3
-    with pytest.raises(RuntimeError, match="exclude each other"):
+    assert meshed.device_mesh is mesh
+    assert whole.device_mesh is None
+    with pytest.raises(RuntimeError, match="Cannot specify both process_group and device_mesh"):
         DistributedDataParallel(normalised(), process_group=mine, device_mesh=mesh)
     return bits
 
@@ -178,7 +180,6 @@ def attributes():
     assert ddp.require_backward_grad_sync
     with ddp.no_sync():
         assert not ddp.require_backward_grad_sync
-        assert not ddp.will_sync_module_buffers()
     ddp.require_backward_grad_sync = False
     training.squared_error(ddp, training.batch(0, dist.get_rank())).backward()
     local = training.gather(training.bits(p.grad for p in ddp.parameters()))
@@ -251,12 +252,49 @@ def called_directly():
     ddp = DistributedDataParallel(training.network())
     backward_of(ddp)
     before = ddp.bagua_stats()["rounds"]
-    ddp.module(torch.zeros(2, 5)).sum().backward()
     with torch.no_grad():
         ddp(torch.zeros(2, 5))
-    ddp.eval()(torch.zeros(2, 5)).sum()
+        ddp.eval()(torch.zeros(2, 5))
+    with ddp.no_sync():
+        ddp.train()(torch.zeros(2, 5)).sum().backward()
     return ddp.bagua_stats()["rounds"] - before
 
 
-def test_what_is_no_training_forward_communicates_nothing(ranks):
+def test_what_needs_no_gradients_communicates_nothing(ranks):
     assert ranks(2, called_directly) == [0, 0]
+
+
+def steps_of(wrap, mode):
+    """Gradients and buffers, summed over three steps on one model."""
+    ddp = wrap(normalised())
+    ddp.train()
+    if mode == "eval":
+        ddp.eval()
+    elif mode == "module_eval":
+        ddp.module.eval()
+    elif mode == "child_eval":
+        ddp.module[1].eval()
+    elif mode == "root_eval":
+        ddp.eval()
+        ddp.module[1].train()
+    seen = []
+    for step in range(3):
+        ddp.zero_grad()
+        training.squared_error(ddp, training.batch(step, dist.get_rank())).backward()
+        seen += [p.grad.clone() for p in ddp.parameters()]
+        seen += [b.clone() for b in ddp.buffers()]
+    return seen
+
+
+@training.with_group
+def modes(mode):
+    for mine, theirs in zip(
+        steps_of(DistributedDataParallel, mode), steps_of(TorchDDP, mode), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@RANKS
+@pytest.mark.parametrize("mode", ["train", "eval", "module_eval", "child_eval", "root_eval"])
+def test_training_mode_never_decides_what_is_communicated(ranks, n, mode):
+    ranks(n, modes, mode)

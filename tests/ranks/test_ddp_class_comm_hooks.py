@@ -9,7 +9,15 @@ from bagua.torch_api.algorithms import ByteGradAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from ranks import training
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
+from torch.distributed.algorithms.model_averaging import averagers
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 STEPS = 6
@@ -39,11 +47,20 @@ HOOKS = {
     "fp16": (lambda: dist.group.WORLD, default_hooks.fp16_compress_hook),
     "bf16": (lambda: None, bf16_hook),
     "power_sgd": (power_sgd_state, powerSGD_hook.powerSGD_hook),
+    "fp16_of_power_sgd": (
+        power_sgd_state,
+        default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+    ),
+    "per_tensor": (lambda: dist.group.WORLD, quantization_hooks.quantization_pertensor_hook),
+    "per_channel": (lambda: dist.group.WORLD, quantization_hooks.quantization_perchannel_hook),
 }
+
+# What they compute depends on which parameters share a bucket, and in which order.
+BY_BUCKET = {"per_tensor", "per_channel"}
 
 # gloo's order of summation depends on where a parameter lies in the bucket, which only half
 # precision notices, and only on three ranks.
-TOLERANCE = {("fp16", 3): 1e-4, ("bf16", 3): 1e-3}
+TOLERANCE = {("fp16", 3): 1e-4, ("bf16", 3): 1e-3, ("fp16_of_power_sgd", 3): 1e-3}
 
 
 def hooked(wrap, name, **arguments):
@@ -68,7 +85,8 @@ def beside_torch(name, arguments):
     tolerance = TOLERANCE.get((name, dist.get_world_size()), 1e-6)
     for step in range(STEPS):
         for p, q in zip(mine[step], theirs[step], strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-5, atol=tolerance)
+            if name not in BY_BUCKET:
+                torch.testing.assert_close(p, q, rtol=1e-5, atol=tolerance)
     training.assert_ranks_agree(ddp)
     if isinstance(state, powerSGD_hook.PowerSGDState):
         assert state.iter == their_state.iter == STEPS, "is_last was right"
@@ -216,14 +234,98 @@ def refused():
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(RuntimeError, match="a hook is registered already"):
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(ValueError, match=r"bucket annotation should be dist\.GradBucket, not int"):
+        ddp.register_comm_hook(None, annotated)
     ddp = DistributedDataParallel(model)
-    training.squared_error(ddp, training.batch(0, dist.get_rank())).backward()
-    with pytest.raises(RuntimeError, match="training has begun; register before"):
+    loss = training.squared_error(ddp, training.batch(0, dist.get_rank()))
+    with pytest.raises(RuntimeError, match="a forward waits for its backward; call it between"):
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    loss.backward()
+
+
+def annotated(state, bucket: int):
+    return bucket
 
 
 def test_what_is_no_hook_or_comes_too_late_is_refused(ranks):
     ranks(2, refused)
+
+
+def steps(ddp, optimizer, first, count):
+    for step in range(first, first + count):
+        optimizer.zero_grad()
+        training.squared_error(ddp, training.batch(step, dist.get_rank())).backward()
+        optimizer.step()
+
+
+@training.with_group
+def late(kind, arguments):
+    results = []
+    for wrap in (DistributedDataParallel, TorchDDP):
+        ddp = wrap(network(), **arguments)
+        optimizer = training.sgd(ddp)
+        steps(ddp, optimizer, 0, 2)
+        with ddp.no_sync():  # accumulated before the hook comes
+            training.squared_error(ddp, training.batch(90, dist.get_rank())).backward()
+        if kind == "fp16":
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        else:
+            ddp._register_builtin_comm_hook(dist.BuiltinCommHookType[kind])
+            with pytest.raises(RuntimeError, match="can only be called once"):
+                ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+        training.squared_error(ddp, training.batch(2, dist.get_rank())).backward()
+        optimizer.step()
+        steps(ddp, optimizer, 3, 3)
+        results.append(list(ddp.parameters()))
+    for p, q in zip(*results, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copied", "views"])
+@pytest.mark.parametrize("kind", ["fp16", "ALLREDUCE", "FP16_COMPRESS"])
+def test_hooks_may_come_after_training_has_begun(ranks, kind, view):
+    ranks(3, late, kind, {"gradient_as_bucket_view": view})
+
+
+@training.with_group
+def alone():
+    """Nothing is communicated, so ranks differ, which is no error with hooks like this."""
+    results = []
+    for wrap in (DistributedDataParallel, TorchDDP):
+        ddp = wrap(network())
+        ddp.register_comm_hook(None, debugging_hooks.noop_hook)
+        steps(ddp, training.sgd(ddp), 0, 4)
+        results.append(list(ddp.parameters()))
+    for p, q in zip(*results, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    return len(set(training.gather(training.bits(results[0]))))
+
+
+def test_ranks_may_differ_after_a_hook_that_does_nothing(ranks):
+    assert ranks(2, alone, env={"BAGUA_CHECK_WEIGHTS_EVERY": "0"}) == [2, 2]
+
+
+@training.with_group
+def local_sgd():
+    results = []
+    for wrap in (DistributedDataParallel, TorchDDP):
+        ddp = wrap(network())
+        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        state = post_localSGD_hook.PostLocalSGDState(
+            process_group=None, subgroup=alone[dist.get_rank()], start_localSGD_iter=2
+        )
+        ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+        averager = averagers.PeriodicModelAverager(period=3, warmup_steps=2)
+        optimizer = PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), averager)
+        steps(ddp, optimizer, 0, 7)
+        results.append([p.detach().clone() for p in ddp.parameters()])
+    for p, q in zip(*results, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    return len(set(training.gather(training.bits(results[0]))))
+
+
+def test_post_local_sgd_is_torchs(ranks):
+    assert len(set(ranks(3, local_sgd, env={"BAGUA_CHECK_WEIGHTS_EVERY": "0"}))) == 1
 
 
 @training.with_group

@@ -10,10 +10,11 @@ import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
-from bagua.torch_api.algorithms import AsyncModelAverageAlgorithm
+from bagua.torch_api.algorithms import AsyncModelAverageAlgorithm, ByteGradAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from ranks import training
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 
 def normalised(seed=0):
@@ -26,36 +27,98 @@ def backward_of(model):
     training.squared_error(model, training.batch(0, dist.get_rank())).backward()
 
 
-@training.with_group
-def copies():
-    ddp = DistributedDataParallel(normalised())
-    backward_of(ddp)
-    twins = [copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))]
+def copied(ddp):
     file = io.BytesIO()
     torch.save(ddp, file)
     file.seek(0)
-    twins.append(torch.load(file, weights_only=False))
     averaged = torch.optim.swa_utils.AveragedModel(ddp)
     averaged.update_parameters(ddp)
-    twins.append(averaged.module)
+    return [
+        copy.deepcopy(ddp),
+        pickle.loads(pickle.dumps(ddp)),
+        torch.load(file, weights_only=False),
+        averaged.module,
+    ]
+
+
+@training.with_group
+def copies(arguments):
+    ddp = DistributedDataParallel(normalised(), **arguments)
+    backward_of(ddp)
     rounds = ddp.bagua_stats()["rounds"]
-    for twin in twins:
+    grads = []
+    for twin in copied(ddp):
+        assert isinstance(twin, DistributedDataParallel)
         assert training.bits(twin.parameters()) == training.bits(ddp.parameters())
-        with pytest.raises(RuntimeError, match="is a copy or was unpickled, and does not"):
-            backward_of(twin)
-        assert twin.eval()(torch.zeros(1, 5)).shape == (1, 3)
         with torch.no_grad():
             twin.train()(torch.zeros(2, 5))
-        again = DistributedDataParallel(twin.module)
-        backward_of(again)
-        training.assert_ranks_agree(again)
+        twin.zero_grad()
+        with twin.no_sync():
+            backward_of(twin)
+        twin.zero_grad()
+        backward_of(twin)
+        grads.append(training.bits(p.grad for p in twin.parameters()))
+        assert len(set(training.gather(grads[-1]))) == 1
+        assert twin.bagua_stats()["rounds"] == 1
+        assert type(twin.bagua_algorithm) is type(ddp.bagua_algorithm)
+        assert twin.find_unused_parameters == ddp.find_unused_parameters
+        backward_of(copy.deepcopy(twin))
     assert ddp.bagua_stats()["rounds"] == rounds
+    assert len(set(grads)) == 1
     backward_of(ddp)
     training.assert_ranks_agree(ddp)
 
 
-def test_copies_do_not_train_unsynchronised(ranks):
-    ranks(2, copies)
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"find_unused_parameters": True, "algorithm": ByteGradAlgorithm(hierarchical=False)}],
+    ids=["exact", "bytegrad"],
+)
+def test_copies_train_synchronised(ranks, arguments):
+    ranks(2, copies, arguments)
+
+
+@training.with_group
+def beside_torch():
+    results = []
+    for wrap in (DistributedDataParallel, TorchDDP):
+        ddp = wrap(normalised())
+        backward_of(ddp)
+        twin = copy.deepcopy(ddp)
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward_of(twin)
+            optimizer.step()
+        results.append(list(twin.state_dict().items()))
+    for (name, p), (their_name, q) in zip(*results, strict=True):
+        assert name == their_name
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_a_copy_trains_as_torchs(ranks):
+    ranks(3, beside_torch)
+
+
+@training.with_group
+def evaluated():
+    """Copies that one rank may evaluate alone: nothing of them waits for another rank."""
+    twin = copy.deepcopy(DistributedDataParallel(normalised())).eval()
+    if dist.get_rank() == 1:
+        inputs = torch.zeros(1, 5, requires_grad=True)
+        (saliency,) = torch.autograd.grad(twin(inputs).sum(), inputs)
+        assert saliency.shape == (1, 5)
+        with pytest.raises(RuntimeError, match=r"is a copy or was unpickled, .* call train"):
+            twin(inputs).sum().backward()
+    dist.barrier()
+    halves = [dist.new_group([0]), dist.new_group([1])]
+    part = DistributedDataParallel(normalised(), process_group=halves[dist.get_rank()])
+    with pytest.raises(RuntimeError, match="process group was not the default one: train Distr"):
+        backward_of(copy.deepcopy(part))
+
+
+def test_a_copy_that_cannot_train_says_so(ranks):
+    ranks(2, evaluated)
 
 
 @training.with_group

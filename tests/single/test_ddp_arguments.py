@@ -11,13 +11,6 @@ from bagua.torch_api.data_parallel._inputs import to_device
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-REFUSED = {
-    "mixed_precision": (1, "use torch.autocast"),
-    "delay_all_reduce_named_params": ([], "_ddp_params_and_buffers_to_ignore"),
-    "param_to_hook_all_reduce": (1, "see delay_all_reduce_named_params"),
-    "bucket_cap_mb_list": ([1], "use bucket_cap_mb, one size"),
-}
-
 
 def test_positions_are_torchs():
     mine = list(inspect.signature(DistributedDataParallel).parameters.values())
@@ -27,24 +20,42 @@ def test_positions_are_torchs():
     assert [p.name for p in mine if p.kind is p.KEYWORD_ONLY] == ["optimizers", "algorithm"]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_honoured_is_refused_with_the_alternative(name):
-    value, remedy = REFUSED[name]
-    with pytest.raises(NotImplementedError, match=rf"{name}=...\) is not supported; .*{remedy}"):
-        DistributedDataParallel(nn.Linear(2, 2), **{name: value})
+def test_what_cannot_be_honoured_is_refused_with_the_alternative():
+    with pytest.raises(NotImplementedError, match=r"mixed_precision=...\) .*; use torch.autocast"):
+        DistributedDataParallel(nn.Linear(2, 2), mixed_precision=1)
+
+
+def test_delayed_parameters_are_checked():
+    model = nn.Linear(2, 2)
+    for arguments in (
+        {"delay_all_reduce_named_params": [("weight", model.weight)]},
+        {"param_to_hook_all_reduce": model.bias},
+    ):
+        with pytest.raises(ValueError, match="need to be set at the same time"):
+            DistributedDataParallel(model, **arguments)
+    with pytest.raises(ValueError, match="'other' is no parameter of the module"):
+        DistributedDataParallel(
+            model,
+            delay_all_reduce_named_params=[("other", nn.Parameter(torch.ones(1)))],
+            param_to_hook_all_reduce=model.bias,
+        )
 
 
 def test_what_has_no_effect_warns():
     frozen = nn.Linear(2, 2).requires_grad_(False)  # refused afterwards: nothing is sent
-    for arguments, category in [
-        ({"check_reduction": True}, FutureWarning),
-        ({"skip_all_reduce_unused_params": True}, UserWarning),
-    ]:
-        with (
-            pytest.warns(category, match="does nothing"),
-            pytest.raises(RuntimeError, match="no parameter of the module needs a gradient"),
-        ):
-            DistributedDataParallel(frozen, **arguments)
+    with (
+        pytest.warns(FutureWarning, match="check_reduction is deprecated and does nothing"),
+        pytest.raises(RuntimeError, match="no parameter of the module needs a gradient"),
+    ):
+        DistributedDataParallel(frozen, check_reduction=True)
+
+
+def test_bucket_sizes_are_one_or_a_list():
+    assert _arguments.bucket_bytes(None, None) is None
+    assert _arguments.bucket_bytes(1.5, []) == 3 * 2**19
+    assert _arguments.bucket_bytes(25, [1, 0.5]) == (2**20, 2**19)
+    with pytest.raises(ValueError, match="bucket_cap_mb_list=0 must be a positive number of MiB"):
+        _arguments.bucket_bytes(None, [1, 0])
 
 
 def test_modules_that_cannot_be_wrapped_are_refused():

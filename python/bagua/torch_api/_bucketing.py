@@ -21,7 +21,7 @@ _WORTH_CLOSING = 1 / 16
 def split_by_bucket_size(
     items: Sequence[T],
     effective: Callable[[T], torch.Tensor],
-    bucket_bytes: int,
+    bucket_bytes: int | Sequence[int],
     alone: Callable[[T], bool] = lambda _: False,
 ) -> list[list[T]]:
     """Cut ``items`` into buckets, keeping their order.
@@ -30,7 +30,11 @@ def split_by_bucket_size(
     first one: 1 MiB), and before a tensor that would make it exceed them, unless it is still tiny;
     so it exceeds them by at most one tensor. A tensor of another dtype opens a bucket of its own
     kind and leaves the others open; an item that is ``alone`` has a bucket for itself.
+
+    ``bucket_bytes`` may be one limit for each bucket; the last holds for all that follow.
     """
+    if isinstance(bucket_bytes, int):
+        bucket_bytes = (min(bucket_bytes, _FIRST_BUCKET_BYTES), bucket_bytes)
     buckets: list[list[T]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[T], int]] = {}
     for item in items:
@@ -41,7 +45,7 @@ def split_by_bucket_size(
         kind = (tensor.dtype, tensor.device)
         size = tensor.numel() * tensor.element_size()
         members, filled = open_buckets.get(kind, ([], 0))
-        limit = min(bucket_bytes, _FIRST_BUCKET_BYTES) if len(buckets) <= 1 else bucket_bytes
+        limit = bucket_bytes[min(max(len(buckets), 1), len(bucket_bytes)) - 1]
         overflows = filled + size > limit and filled >= limit * _WORTH_CLOSING
         if not members or filled >= limit or overflows:
             members, filled = [], 0

@@ -109,18 +109,23 @@ class ModuleSnapshot:
         return self._guard.all_frozen()
 
     def describe(self, module: torch.nn.Module) -> list[str]:
-        """One line per parameter and buffer, equal on all ranks."""
+        """One line per parameter and buffer, equal on all ranks.
+
+        What is ignored may differ between the ranks in shape and name: sharded embeddings do.
+        """
         sparse = sparse_parameters(module)
         lines = [
             f"parameter {name}: {tuple(p.shape)} {p.dtype} {p.device.type}"
             f"{'' if p.requires_grad else ' frozen'}{' sparse' if id(p) in sparse else ''}"
             for name, p in module.named_parameters()
+            if name not in self.ignored
         ]
         lines += [
             f"buffer {name}: {tuple(b.shape)} {b.dtype} {b.device.type}"
             for name, b in module.named_buffers()
+            if name not in self.ignored
         ]
-        return [*lines, f"ignored {self.ignored}"]
+        return lines
 
     def refuse_unsupported(self, module: torch.nn.Module, algorithm: Capable) -> None:
         """Check that ``algorithm`` can communicate every parameter that is trained.

@@ -20,42 +20,54 @@ __all__ = [
     "Groups",
     "bucket_bytes",
     "buffers_and_state",
+    "check_delayed",
     "check_parameters",
     "devices",
     "groups",
-    "refuse_unsupported",
-    "warn_of_those_without_effect",
+    "refuse_mixed_precision",
+    "warn_of_check_reduction",
 ]
 
-_REFUSED = {
-    "delay_all_reduce_named_params": "put the names into _ddp_params_and_buffers_to_ignore and "
-    "all-reduce those gradients with bagua.torch_api.data_parallel.functional",
-    "param_to_hook_all_reduce": "see delay_all_reduce_named_params",
-    "mixed_precision": "use torch.autocast, or cast the module before wrapping it",
-    "bucket_cap_mb_list": "use bucket_cap_mb, one size for all buckets",
-}
+
+def refuse_mixed_precision(mixed_precision: Any) -> None:
+    """Raise NotImplementedError unless it is None."""
+    if mixed_precision is not None:
+        raise NotImplementedError(
+            "DistributedDataParallel(mixed_precision=...) is not supported; use torch.autocast, or "
+            "cast the module before wrapping it"
+        )
 
 
-def refuse_unsupported(**arguments: Any) -> None:
-    """Raise NotImplementedError for an argument that is not None and cannot be honoured."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"DistributedDataParallel({name}=...) is not supported; {_REFUSED[name]}"
-            )
-
-
-def warn_of_those_without_effect(
-    check_reduction: bool, skip_all_reduce_unused_params: bool
-) -> None:
-    """What torch's class does for these, nothing here does."""
+def warn_of_check_reduction(check_reduction: bool) -> None:
+    """The argument is deprecated, as in torch."""
     if check_reduction:
         warnings.warn("check_reduction is deprecated and does nothing", FutureWarning, stacklevel=3)
-    if skip_all_reduce_unused_params:
-        warnings.warn(
-            "skip_all_reduce_unused_params=True does nothing: unused parameters are sent as "
-            "zeros. find_unused_parameters=True leaves their .grad alone.",
-            stacklevel=3,
+
+
+def check_delayed(
+    module: torch.nn.Module,
+    named: Sequence[tuple[str, torch.nn.Parameter]] | None,
+    hooked: torch.nn.Parameter | None,
+) -> None:
+    """Check the parameters whose reduction the user wants to be delayed until ``hooked`` is ready.
+
+    They are reduced in the buckets of all others: the result is the same.
+
+    Raises:
+        ValueError: one argument without the other, or a parameter that is none of the module's.
+    """
+    if (named is None) != (hooked is None):
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same "
+            "time."
+        )
+    own = {id(parameter) for parameter in module.parameters()}
+    foreign = [name for name, parameter in named or () if id(parameter) not in own]
+    if foreign:
+        raise ValueError(
+            f"delay_all_reduce_named_params: '{foreign[0]}' is no parameter of the module. "
+            "Register it there, or all-reduce its gradient with "
+            "bagua.torch_api.data_parallel.functional.all_reduce."
         )
 
 
@@ -144,10 +156,15 @@ class Groups:
 
     Attributes:
         shown: a torch group where there is one.
+        default: whether these are all ranks.
     """
 
     shown: dist.ProcessGroup | BaguaProcessGroup
     bagua: BaguaProcessGroup
+
+    @property
+    def default(self) -> bool:
+        return self.shown is dist.group.WORLD
 
 
 def groups(process_group: Any, device_mesh: Any) -> Groups:
@@ -159,11 +176,11 @@ def groups(process_group: Any, device_mesh: Any) -> Groups:
     """
     if device_mesh is not None:
         if process_group is not None:
-            raise RuntimeError("process_group and device_mesh exclude each other")
+            raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
         if device_mesh.ndim != 1:
             raise RuntimeError(
-                f"device_mesh must have one dimension, not {device_mesh.ndim}: pass the slice "
-                "over which gradients are averaged"
+                f"Only 1D device mesh is supported, but got {device_mesh}: pass the slice over "
+                "which gradients are averaged"
             )
         process_group = device_mesh.get_group(mesh_dim=0)
     ensure_initialised()
@@ -179,17 +196,23 @@ def groups(process_group: Any, device_mesh: Any) -> Groups:
     return Groups(process_group, bagua)
 
 
-def bucket_bytes(bucket_cap_mb: float | None) -> int | None:
-    """MiB to bytes.
+def bucket_bytes(
+    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
+) -> int | tuple[int, ...] | None:
+    """MiB to bytes: one limit, or one for each bucket, of which the last holds for the rest.
 
     Raises:
         ValueError: not positive.
     """
-    if bucket_cap_mb is None:
-        return None
-    if bucket_cap_mb <= 0:
-        raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be a positive number of MiB")
-    return max(1, int(bucket_cap_mb * 1024**2))
+    if bucket_cap_mb_list:
+        return tuple(_bytes_of("bucket_cap_mb_list", cap) for cap in bucket_cap_mb_list)
+    return None if bucket_cap_mb is None else _bytes_of("bucket_cap_mb", bucket_cap_mb)
+
+
+def _bytes_of(name: str, mebibytes: float) -> int:
+    if mebibytes <= 0:
+        raise ValueError(f"{name}={mebibytes} must be a positive number of MiB")
+    return max(1, int(mebibytes * 1024**2))
 
 
 def buffers_and_state(

@@ -7,6 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    powerSGD_hook,
+    quantization_hooks,
+)
 
 from bagua.torch_api._bucket_ops import CommHookOp
 from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
@@ -15,24 +21,44 @@ from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.distributed import BaguaDistributedDataParallel
 
-__all__ = ["CommHook", "Hook", "register"]
+__all__ = ["CommHook", "Hook", "rebuild", "register"]
 
 #: ``hook(state, bucket)``: sends what it likes and returns the future of the bucket's new values.
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
+#: Hooks after which all ranks hold the same gradients. Of others nobody knows.
+_AGREEING = (
+    default_hooks.allreduce_hook,
+    default_hooks.fp16_compress_hook,
+    default_hooks.bf16_compress_hook,
+    powerSGD_hook.powerSGD_hook,
+    powerSGD_hook.batched_powerSGD_hook,
+    quantization_hooks.quantization_pertensor_hook,
+    quantization_hooks.quantization_perchannel_hook,
+)
+
+
 class CommHook(GradientAllReduceAlgorithmImpl):
     """Gradients through a user's hook, which also divides by the number of ranks.
 
-    What a hook returns is its own affair (``noop_hook``, local SGD), so ranks need not agree.
-    """
+    What an unknown hook returns is its own affair (``noop_hook``, local SGD): ranks need not agree.
 
-    ranks_agree = False
+    Attributes:
+        name: of the hook, in messages.
+        ranks_agree: whether all ranks get the same gradients from it, so that weights are compared.
+    """
 
     sparse_gradients = False
 
-    def __init__(self, process_group: BaguaProcessGroup, state: Any, hook: Hook) -> None:
+    def __init__(
+        self, process_group: BaguaProcessGroup, state: Any, hook: Hook, name: str | None = None
+    ) -> None:
         super().__init__(process_group)
+        self.hook = hook
+        self.state = state
+        self.name = name or getattr(hook, "__qualname__", repr(hook))
+        self.ranks_agree = hook in _AGREEING
         self._op = CommHookOp(hook, state)
 
     def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
@@ -40,26 +66,46 @@ class CommHook(GradientAllReduceAlgorithmImpl):
         bucket.ops.append(self._op)
 
 
-def register(ddp: BaguaDistributedDataParallel, state: Any, hook: Hook) -> None:
-    """Replace the communication of ``ddp`` by ``hook``. Every rank calls it.
+def register(
+    ddp: BaguaDistributedDataParallel, state: Any, hook: Hook, name: str | None = None
+) -> None:
+    """Replace the communication of ``ddp`` by ``hook``. Every rank calls it, between two steps.
 
     Raises:
         TypeError, ValueError: ``hook`` is no hook.
-        RuntimeError: there is one already, training has begun, or the algorithm is no exact
-            all-reduce of gradients.
+        RuntimeError: there is one already, a forward waits for its backward, or the algorithm is no
+            exact all-reduce of gradients.
     """
     _check_hook(hook)
     _check_algorithm(ddp.bagua_algorithm)
-    if ddp.bagua_train_step_counter > 0:
+    rebuild(ddp, CommHook(ddp.process_group, state, hook, name), "register_comm_hook")
+
+
+def rebuild(ddp: BaguaDistributedDataParallel, algorithm: AlgorithmImpl, caller: str) -> None:
+    """Make new buckets, for ``algorithm``. Every rank calls it, between two steps.
+
+    Raises:
+        RuntimeError: a forward waits for its backward; names ``caller``.
+    """
+    if ddp.synchronising:
         raise RuntimeError(
-            "register_comm_hook: training has begun; register before the first training forward"
+            f"{caller}: a forward waits for its backward; call it between two steps, after the "
+            "backward"
         )
-    ddp.replace_algorithm(CommHook(ddp.process_group, state, hook))
+    # What the wrap gave to all stays as training has made it.
+    before, ddp._initial_state = ddp._initial_state, "nothing"
+    try:
+        ddp.replace_algorithm(algorithm)
+    finally:
+        ddp._initial_state = before
 
 
 def _check_algorithm(algorithm: AlgorithmImpl) -> None:
     if isinstance(algorithm, CommHook):
-        raise RuntimeError("register_comm_hook: a hook is registered already; one is all there is")
+        raise RuntimeError(
+            "register_comm_hook: a hook is registered already; register_comm_hook or "
+            "register_builtin_comm_hook can only be called once"
+        )
     if type(algorithm) is not GradientAllReduceAlgorithmImpl:
         raise RuntimeError(
             "register_comm_hook replaces the all-reduce of GradientAllReduceAlgorithm; "
@@ -69,10 +115,26 @@ def _check_algorithm(algorithm: AlgorithmImpl) -> None:
 
 def _check_hook(hook: Hook) -> None:
     if not callable(hook):
-        raise TypeError(f"register_comm_hook: {hook!r} is not callable")
+        raise TypeError(
+            f"register_comm_hook: Communication hook must be callable; {hook!r} is not callable"
+        )
     try:
-        inspect.signature(hook).bind(None, None)
+        signature = inspect.signature(hook)
+        bound = signature.bind(None, None)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"register_comm_hook: {hook!r} must take (state, bucket): {error}"
         ) from error
+    # Annotations may be strings; those are as good as none.
+    bucket = signature.parameters[list(bound.arguments)[-1]].annotation
+    if isinstance(bucket, type) and bucket not in (inspect.Parameter.empty, GradBucket):
+        raise ValueError(
+            "Communication hook: bucket annotation should be dist.GradBucket, not "
+            f"{bucket.__name__}"
+        )
+    result = signature.return_annotation
+    if isinstance(result, type) and result not in (inspect.Signature.empty, torch.futures.Future):
+        raise ValueError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor], "
+            f"not {result.__name__}"
+        )

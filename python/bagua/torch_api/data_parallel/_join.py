@@ -2,65 +2,113 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
+from bagua.torch_api._outside_graphs import outside_graphs
 from bagua.torch_api._shared_state import UnevenInputs
+from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
+from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithmImpl
+from bagua.torch_api.algorithms.q_adam import QAdamAlgorithmImpl
+from bagua.torch_api.algorithms.sparse import SparseAlgorithmImpl
 from bagua.torch_api.data_parallel._comm_hook import CommHook
 
 if TYPE_CHECKING:
     from bagua.torch_api.data_parallel._torch_members import TorchMembers
 
-__all__ = ["Shadow", "announce", "join_group"]
+__all__ = ["Shadow", "announce", "check_algorithm", "torch_group"]
+
+_ALGORITHMS = (
+    GradientAllReduceAlgorithmImpl,
+    ByteGradAlgorithmImpl,
+    PowerSGDAlgorithmImpl,
+    SparseAlgorithmImpl,
+)
 
 
 # Note [Uneven inputs]
-# Before each round, that is before a training forward with none open, the ranks that have inputs
-# do three things, which those that have none answer in the same order:
+# Before each round, that is before a forward with gradients and with none open, the ranks that have
+# inputs do three things, which those that have none answer in the same order:
 # 1. torch's notification: how many still have inputs (`Join`).
 # 2. Who they are (`meet`): buffers come from the highest of them, and a mean over the initial
 #    number of ranks is turned into one over theirs if that was asked for.
-# 3. The round. Ranks without inputs contribute zeros (`shadow_round`).
-# Forwards under no_sync(), no_grad() or eval() communicate nothing and need no answer. When all
-# ranks are done, the last one to have had inputs gives its state to all.
+# 3. The round. Ranks without inputs contribute zeros (`shadow_round`). Its results are their
+#    gradients until the end: ZeroRedundancyOptimizer in the same context steps with them.
+# Forwards under no_sync() or no_grad() communicate nothing and need no answer. When all ranks are
+# done, the last one to have had inputs gives its state to all, and `.grad` is on the others what it
+# was after their last step.
 
 
 class Shadow(JoinHook):
-    """What one rank does once it has no inputs left.
-
-    Raises:
-        NotImplementedError: the algorithm is no synchronous one of gradients.
-    """
+    """What one rank does once it has no inputs left."""
 
     def __init__(self, ddp: TorchMembers, divide_by_initial_world_size: bool) -> None:
-        algorithm = ddp.bagua_ddp.bagua_algorithm
-        if not isinstance(algorithm, (GradientAllReduceAlgorithmImpl, ByteGradAlgorithmImpl)):
-            raise NotImplementedError(
-                f"join() is for gradient_allreduce and bytegrad; with {type(algorithm).__name__} "
-                "give every rank the same number of inputs"
-            )
-        join_group(ddp)  # raises where there is none
+        torch_group(ddp, "join()")  # raises where there is none
         ddp.divide_by_initial_world_size = divide_by_initial_world_size
+        ddp.joined_uneven_inputs = True
         self._ddp = ddp
+        self._own_gradients: list[tuple[torch.nn.Parameter, torch.Tensor | None]] | None = None
 
     def main_hook(self) -> None:
         """Answer one round of the others."""
-        meet(self._ddp, has_inputs=False)
-        self._ddp.bagua_ddp.shadow_round()
+        ddp = self._ddp
+        check_algorithm(ddp.bagua_ddp.bagua_algorithm)
+        self._keep_gradients()
+        meet(ddp, has_inputs=False)
+        ddp.forwards.answer_hook()
+        ddp.bagua_ddp.shadow_round()
+        self._hand_out_gradients()
+
+    def _keep_gradients(self) -> None:
+        if self._own_gradients is None:
+            named = self._ddp.bagua_ddp.bagua_build_params()
+            self._own_gradients = [
+                (p, None if p.grad is None else p.grad.detach().clone()) for _, p in named
+            ]
+
+    @torch.no_grad()
+    def _hand_out_gradients(self) -> None:
+        """Make the results the gradients, where some rank has one."""
+        inner = self._ddp.bagua_ddp
+        may_be_unused = inner.find_unused_parameters or inner.static_graph
+        for bucket in inner.bagua_buckets:
+            for index, parameter in enumerate(bucket.tensors):
+                result = bucket.view_of(index).clone()
+                if parameter.grad is not None or not may_be_unused or result.any():
+                    parameter.grad = result
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks take over the state of the highest rank that had inputs to the end."""
         ddp = self._ddp
-        source = max(_who(ddp, is_last_joiner))
+        source = ddp._authoritative_rank = max(_who(ddp, is_last_joiner))
         inner = ddp.bagua_ddp
         inner.uneven_inputs = UnevenInputs()
+        inner.eager = False
         inner.give_state(source, buffers=inner.broadcast_buffers)
+        for parameter, gradient in self._own_gradients or ():
+            parameter.grad = gradient
         ddp._join_config = ddp._join_config._replace(enable=False)  # from here on nobody answers
+
+
+def check_algorithm(algorithm: AlgorithmImpl) -> None:
+    """Raise NotImplementedError unless a rank can take part without inputs."""
+    if isinstance(algorithm, QAdamAlgorithmImpl):
+        raise NotImplementedError(
+            "join() with QAdamAlgorithm: a rank without inputs makes no optimizer step, and would "
+            "send momentum that is out of date. Give every rank the same number of inputs, or use "
+            "gradient_allreduce, bytegrad, power_sgd or sparse."
+        )
+    if not isinstance(algorithm, _ALGORITHMS):
+        raise NotImplementedError(
+            "join() is for algorithms that communicate gradients: gradient_allreduce, bytegrad, "
+            f"power_sgd and sparse; with {type(algorithm).__name__} give every rank the same "
+            "number of inputs"
+        )
 
 
 def meet(ddp: TorchMembers, has_inputs: bool) -> None:
@@ -77,8 +125,17 @@ def meet(ddp: TorchMembers, has_inputs: bool) -> None:
     )
 
 
+@outside_graphs
 def announce(ddp: TorchMembers) -> None:
-    """Steps 1 and 2 of Note [Uneven inputs] on a rank that has inputs."""
+    """Steps 1 and 2 of Note [Uneven inputs], before each forward on a rank that has inputs.
+
+    Raises:
+        NotImplementedError: the algorithm communicates more than gradients.
+    """
+    ddp.bagua_ddp.eager = True
+    if not ddp.forwards.opens_round():
+        return
+    check_algorithm(ddp.bagua_ddp.bagua_algorithm)
     work = Join.notify_join_context(ddp)
     if work is not None:
         work.wait()
@@ -90,11 +147,11 @@ def _who(ddp: TorchMembers, this_one: bool) -> list[int]:
     group = ddp.bagua_ddp.process_group
     says = torch.zeros(group.size, device=ddp.join_device)
     says[group.rank] = float(this_one)
-    dist.all_reduce(says, group=join_group(ddp))
+    dist.all_reduce(says, group=torch_group(ddp, "join()"))
     return [rank for rank, said in enumerate(says.tolist()) if said]
 
 
-def join_group(ddp: TorchMembers) -> dist.ProcessGroup:
+def torch_group(ddp: Any, caller: str) -> dist.ProcessGroup:
     """The torch group of the wrapped module.
 
     Raises:
@@ -103,7 +160,7 @@ def join_group(ddp: TorchMembers) -> dist.ProcessGroup:
     group = ddp.process_group
     if not isinstance(group, dist.ProcessGroup):
         raise NotImplementedError(
-            "join() needs a torch process group: pass the one of torch.distributed.new_group() "
+            f"{caller} needs a torch process group: pass the one of torch.distributed.new_group() "
             "as process_group="
         )
     return group

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,35 +14,23 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.data_parallel import _comm_hook, _join
 from bagua.torch_api.data_parallel._inputs import to_device
-from bagua.torch_api.distributed import BaguaDistributedDataParallel
+from bagua.torch_api.data_parallel._torch_internals import TorchInternals
 
 __all__ = ["TorchMembers"]
 
 
-class TorchMembers(Joinable):
+class TorchMembers(TorchInternals, Joinable):
     """The members of torch's class, on what communicates for the wrapped module."""
 
     module: torch.nn.Module
     device: torch.device
     device_type: str
+    device_ids: list[int] | None
+    output_device: int | None
+    is_multi_device_module: bool
     dim: int
     divide_by_initial_world_size: bool  # what join() was asked for
-
-    @property
-    def bagua_ddp(self) -> BaguaDistributedDataParallel:
-        """What communicates.
-
-        Raises:
-            RuntimeError: this is a copy, for which nothing does.
-        """
-        ddp: BaguaDistributedDataParallel | None = self.__dict__.get("_bagua_ddp")
-        if ddp is None:
-            raise RuntimeError(
-                "this DistributedDataParallel is a copy or was unpickled, and does not "
-                "communicate: train DistributedDataParallel(copy.module), made on every rank, or "
-                "call eval() or torch.no_grad()"
-            )
-        return ddp
+    joined_uneven_inputs = False  # whether join() was ever called
 
     @property
     def process_group(self) -> Any:
@@ -50,40 +40,58 @@ class TorchMembers(Joinable):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Whether training forwards give every rank the first rank's buffers."""
-        return self.bagua_ddp.broadcast_buffers
+        """Whether forwards give every rank the first rank's buffers; may be set, on every rank."""
+        return self.forwards.broadcast_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, enabled: bool) -> None:
+        self.forwards.broadcast_buffers = enabled
 
     @property
     def forward_sync_buffers(self) -> bool:
         """torch's newer name of :attr:`broadcast_buffers`."""
         return self.broadcast_buffers
 
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next training forward broadcasts buffers."""
-        ignored = self.bagua_ddp.parameters_to_ignore
-        some = any(name not in ignored for name, _ in self.module.named_buffers())
-        return some and self.broadcast_buffers and self.require_backward_grad_sync
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, enabled: bool) -> None:
+        self.broadcast_buffers = enabled
 
-    @property
-    def find_unused_parameters(self) -> bool:
-        """Whether ranks exchange which parameters were used."""
-        return self.bagua_ddp.find_unused_parameters
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward synchronises buffers: the one before was communicated."""
+        due = self.forwards.buffers_due and self.broadcast_buffers
+        return due and len(self.modules_buffers) > 0
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backward communicates; may be set, which is what ``no_sync`` does."""
+        """Whether forwards communicate; may be set, which is what :meth:`no_sync` does."""
+        if "_bagua_ddp" not in self.__dict__:
+            enabled: bool = self.__dict__.get("_copy_synchronises", True)
+            return enabled
         return self.bagua_ddp.require_backward_grad_sync
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, enabled: bool) -> None:
-        self.bagua_ddp.require_backward_grad_sync = enabled
+        if "_bagua_ddp" in self.__dict__:
+            self.bagua_ddp.require_backward_grad_sync = enabled
+        else:
+            self.__dict__["_copy_synchronises"] = enabled
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication: forward and backward go inside."""
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
 
     def register_comm_hook(self, state: Any, hook: _comm_hook.Hook) -> None:
         """Replace all communication by ``hook(state, bucket)``.
 
-        Every rank calls it, before the first training forward. Hooks run one after another, in the
-        order of the buckets, on a thread of their own. Gradients arrive as they are: the hook
-        divides. What it raises is raised by ``backward()``, on all ranks.
+        Every rank calls it, between two steps. Hooks run one after another, in the order of the
+        buckets, on a thread of their own. Gradients arrive as they are: the hook divides. What it
+        raises is raised by ``backward()``, on all ranks.
 
         Args:
             state: handed to the hook.
@@ -92,10 +100,11 @@ class TorchMembers(Joinable):
 
         Raises:
             TypeError: ``hook`` is no hook.
-            RuntimeError: one is registered, training has begun, or the algorithm is another than
-                GradientAllReduceAlgorithm.
+            RuntimeError: one is registered, a forward waits for its backward, or the algorithm is
+                another than GradientAllReduceAlgorithm.
         """
-        _comm_hook.register(self.bagua_ddp, state, hook)
+        with self._log_errors():
+            _comm_hook.register(self.bagua_ddp, state, hook)
 
     def join(
         self,
@@ -106,7 +115,7 @@ class TorchMembers(Joinable):
         """A context for ranks with different numbers of inputs.
 
         A rank that is through with its inputs answers the others' rounds with zero gradients. At
-        the end all ranks hold the state of the last.
+        the end all ranks hold the state of the last, and each the gradients of its own last step.
 
         Args:
             divide_by_initial_world_size: the mean is over all ranks; False: over those that still
@@ -115,8 +124,10 @@ class TorchMembers(Joinable):
             throw_on_early_termination: raise RuntimeError on all ranks once one has no inputs.
 
         Raises:
-            NotImplementedError: another algorithm than gradient_allreduce and bytegrad.
+            NotImplementedError: the algorithm communicates more than gradients.
         """
+        if enable:
+            _join.check_algorithm(self.bagua_ddp.bagua_algorithm)
         return Join(
             [self],
             enable,
@@ -136,7 +147,7 @@ class TorchMembers(Joinable):
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """For ``Join``."""
-        return _join.join_group(self)
+        return _join.torch_group(self, "join()")
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         """Cut inputs along ``dim``, one part per device."""

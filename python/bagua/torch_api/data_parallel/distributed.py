@@ -4,37 +4,71 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from bagua.torch_api._module_class import BaguaModule, plain_twin
 from bagua.torch_api._outside_graphs import outside_graphs
 from bagua.torch_api._wrap_arguments import check_optimizers_and_algorithm
-from bagua.torch_api.algorithms import Algorithm, GradientAllReduceAlgorithm
+from bagua.torch_api.algorithms import (
+    Algorithm,
+    AsyncModelAverageAlgorithm,
+    GradientAllReduceAlgorithm,
+)
 from bagua.torch_api.data_parallel import _arguments, _join
+from bagua.torch_api.data_parallel._forwards import Forwards, refuse_backward
 from bagua.torch_api.data_parallel._inputs import to_device
 from bagua.torch_api.data_parallel._torch_members import TorchMembers
 from bagua.torch_api.distributed import BaguaDistributedDataParallel
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DistributedDataParallel", "DistributedDataParallel_V1_9_0"]
+
+#: Attributes that copies and pickles do not have.
+_LIVE = (
+    "_bagua_ddp",
+    "_process_group",
+    "_forwards",
+    "_before_forward",
+    "_after_forward",
+)
 
 
-class DistributedDataParallel(TorchMembers, BaguaModule, torch.nn.Module):
+@dataclass(frozen=True)
+class _Wrap:
+    """What a copy needs besides the public attributes to communicate."""
+
+    algorithm: Algorithm
+    broadcast_buffers: bool | None
+    bucket_bytes: Any  # as _arguments.bucket_bytes returns it
+    default_group: bool
+
+
+# Note [Torch's class]
+# Libraries ask isinstance(model, torch.nn.parallel.DistributedDataParallel) before they unwrap a
+# model, so this is a subclass. Torch's constructor never runs: nothing of torch's reducer exists,
+# and whatever would use it is overridden in TorchMembers and TorchInternals.
+
+
+class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ignore[misc,override]
     """Train ``module`` data-parallel, in place of torch's class of the same name.
 
-    Every rank of the group constructs it, with the same module and arguments. Arguments up to
-    ``forward_sync_buffers`` are torch's, in torch's order. ``state_dict()`` has the prefix
-    ``module.`` as torch's has. Copies and unpickled copies do not communicate: wrap their
-    ``.module``.
+    It is a subclass of torch's. Every rank of the group constructs it, with the same module and
+    arguments. Arguments up to ``forward_sync_buffers`` are torch's, in torch's order.
+    ``state_dict()`` has the prefix ``module.`` as torch's has. Copies and unpickled copies
+    communicate from their first training forward on, which every rank makes: over the default
+    group, without ``optimizers`` and without hooks.
 
     Args:
         module: stays as it is, ``ddp.module``. Calling it directly communicates nothing.
         device_ids: None, or the one accelerator that the module is on: inputs are moved there.
         output_device: None, or the same device.
         dim: of the batch; for :meth:`scatter` and :meth:`gather` only.
-        broadcast_buffers: give every rank the first rank's buffers before each training forward.
-            None: as the algorithm has it. False: not at the wrap, either.
+        broadcast_buffers: give every rank the first rank's buffers before a forward, if the one
+            before was communicated. None: as the algorithm has it. False: not at the wrap, either.
         init_sync: give every rank the first rank's state at the wrap. False: you have seen to it
             that they are equal.
         process_group: None for all ranks, a torch process group or a ``BaguaProcessGroup``.
@@ -43,7 +77,13 @@ class DistributedDataParallel(TorchMembers, BaguaModule, torch.nn.Module):
         find_unused_parameters: leave ``.grad`` of a parameter alone that no rank used.
         check_reduction: deprecated, does nothing.
         gradient_as_bucket_view: gradients are views of their buckets; False copies in and out.
-        static_graph: a promise that nothing here needs.
+        static_graph: every step uses the same parameters, in the same way: ``.grad`` of those that
+            none uses is left alone.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: these parameters are reduced with
+            all others, which gives the same gradients.
+        skip_all_reduce_unused_params: leave ``.grad`` of a parameter alone that no rank used.
+        bucket_cap_mb_list: a limit for each bucket, in the order in which they are sent; the last
+            holds for all that follow.
         device_mesh: of one dimension, instead of ``process_group``.
         batched_grad_copy: gradients are copied without Python anyway; no effect.
         forward_sync_buffers: as ``broadcast_buffers``, but never about the wrap.
@@ -52,11 +92,10 @@ class DistributedDataParallel(TorchMembers, BaguaModule, torch.nn.Module):
             all-reduce of gradients.
 
     Raises:
-        NotImplementedError: delay_all_reduce_named_params, param_to_hook_all_reduce,
-            mixed_precision, bucket_cap_mb_list; names the alternative.
+        NotImplementedError: mixed_precision; names the alternative.
         RuntimeError: no parameter needs a gradient, one is uninitialised, or there is no process
             group.
-        ValueError: devices or sizes that do not fit.
+        ValueError: devices, sizes or delayed parameters that do not fit.
         BaguaMismatchError: the ranks' modules or arguments differ; names the first difference.
     """
 
@@ -75,7 +114,7 @@ class DistributedDataParallel(TorchMembers, BaguaModule, torch.nn.Module):
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
-        gradient_as_bucket_view: bool = True,
+        gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         delay_all_reduce_named_params: Any = None,
         param_to_hook_all_reduce: Any = None,
@@ -90,76 +129,122 @@ class DistributedDataParallel(TorchMembers, BaguaModule, torch.nn.Module):
         algorithm: Algorithm | None = None,
     ) -> None:
         # Checks
-        _arguments.refuse_unsupported(
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
-            bucket_cap_mb_list=bucket_cap_mb_list,
-        )
-        _arguments.warn_of_those_without_effect(check_reduction, skip_all_reduce_unused_params)
+        _arguments.refuse_mixed_precision(mixed_precision)
+        _arguments.warn_of_check_reduction(check_reduction)
         algorithm = GradientAllReduceAlgorithm() if algorithm is None else algorithm
         check_optimizers_and_algorithm("DistributedDataParallel", optimizers, algorithm)
         parameters = _arguments.check_parameters(module)
+        _arguments.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         ids, output = _arguments.devices(parameters, device_ids, output_device)
-        cap = _arguments.bucket_bytes(bucket_cap_mb)
+        caps = _arguments.bucket_bytes(bucket_cap_mb, bucket_cap_mb_list)
         groups = _arguments.groups(process_group, device_mesh)
         buffers, state = _arguments.buffers_and_state(
             broadcast_buffers, forward_sync_buffers, init_sync
         )
-        super().__init__()  # Joinable's, which calls nn.Module's
+        torch.nn.Module.__init__(self)
+        Joinable.__init__(self)
         self.module = module
         self.device = parameters[0].device
         self.device_type = self.device.type
         self.device_ids = ids
         self.output_device = output
+        self.device_mesh = device_mesh
         self.is_multi_device_module = len({p.device for p in parameters}) > 1
         self.dim = dim
+        self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
         self.divide_by_initial_world_size = True
+        self._wrap = _Wrap(algorithm, buffers, caps, groups.default)
+        self._start(groups, optimizers, state)
+
+    def _start(
+        self, groups: _arguments.Groups, optimizers: Sequence[torch.optim.Optimizer], state: Any
+    ) -> None:
+        """Begin to communicate. Every rank calls it."""
+        # Asynchronous averaging has no buckets of gradients, but of weights, which it works on.
+        weights = isinstance(self._wrap.algorithm, AsyncModelAverageAlgorithm)
+        unused = self.find_unused_parameters or self.skip_all_reduce_unused_params
         ddp = BaguaDistributedDataParallel(
-            module,
+            self.module,
             optimizers,
-            algorithm,
+            self._wrap.algorithm,
             groups.bagua,
-            getattr(module, "_bagua_module_name", None),
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            find_unused_parameters=find_unused_parameters,
-            broadcast_buffers=buffers,
-            bucket_bytes=cap,
+            getattr(self.module, "_bagua_module_name", None),
+            gradient_as_bucket_view=self.gradient_as_bucket_view or weights,
+            find_unused_parameters=unused,
+            static_graph=self.static_graph,
+            broadcast_buffers=self._wrap.broadcast_buffers,
+            bucket_bytes=self._wrap.bucket_bytes,
             initial_state=state,
             hook_module=False,
         )
+        forwards = Forwards(ddp)
         # Past nn.Module's __setattr__, and left out of copies: see __getstate__.
         self.__dict__.update(
             _bagua_ddp=ddp,
             _process_group=groups.shown,
-            _before_forward=outside_graphs(ddp.before_forward),
-            _after_forward=outside_graphs(ddp.after_forward),
+            _forwards=forwards,
+            _before_forward=outside_graphs(forwards.before),
+            _after_forward=outside_graphs(forwards.after),
         )
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """``module(*inputs, **kwargs)``; in training, the backward through it communicates.
+    @outside_graphs
+    def _start_copy(self) -> None:
+        """Begin to communicate, as this is a copy of a wrapper that did. Every rank calls it.
 
         Raises:
-            RuntimeError: in training, on a copy.
+            RuntimeError: the wrapper had another group than the default one.
         """
+        if not self._wrap.default_group:
+            raise RuntimeError(
+                "this DistributedDataParallel is a copy or was unpickled, and its process group "
+                "was not the default one: train DistributedDataParallel(copy.module, "
+                "process_group=...), made on every rank"
+            )
+        self.device = _arguments.check_parameters(self.module)[0].device
+        self.device_type = self.device.type
+        if self.device_ids:
+            self.device_ids = [self.device.index]
+            self.output_device = self.device.index
+        self._start(_arguments.groups(None, None), (), "nothing")
+        self.require_backward_grad_sync = self.__dict__.pop("_copy_synchronises", True)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """``module(*inputs, **kwargs)``; the backward through it communicates.
+
+        Under ``torch.no_grad()`` and :meth:`no_sync` nothing communicates. Training or evaluation
+        mode makes no difference.
+
+        Raises:
+            RuntimeError: this is a copy of a wrapper that had a process group of its own.
+        """
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        communicates = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if "_bagua_ddp" not in self.__dict__ and communicates and self.module.training:
+            self._start_copy()
         if self.device_ids:
             inputs, kwargs = to_device((inputs, kwargs), self.device)
-        if "_bagua_ddp" not in self.__dict__:
-            if self.module.training and torch.is_grad_enabled():
-                _ = self.bagua_ddp  # raises
-            return self.module(*inputs, **kwargs)
-        if self._join_config.enable and self._opens_round():
-            _join.announce(self)
-        self._before_forward(self.module, inputs)
-        output = self.module(*inputs, **kwargs)
-        self._after_forward(self.module, inputs, output)
-        return output
+        if "_bagua_ddp" in self.__dict__:
+            if self._join_config.enable:
+                _join.announce(self)
+            self._before_forward(self.module, inputs)
+        return inputs, kwargs
 
-    def _opens_round(self) -> bool:
-        training = self.module.training and torch.is_grad_enabled()
-        return training and self.require_backward_grad_sync and not self.bagua_ddp.synchronising
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+    def _post_forward(self, output: Any) -> Any:
+        if "_bagua_ddp" in self.__dict__:
+            self._after_forward(self.module, (), output)
+        elif self.require_backward_grad_sync:
+            refuse_backward(self.module, output)
+        return output
 
     def train(self, mode: bool = True) -> DistributedDataParallel:
         """Set training mode, of the module too."""
@@ -185,12 +270,15 @@ class DistributedDataParallel(TorchMembers, BaguaModule, torch.nn.Module):
     # Copies.
 
     def __getstate__(self) -> dict[str, Any]:
-        live = ("_bagua_ddp", "_process_group", "_before_forward", "_after_forward")
-        state = {name: value for name, value in self.__dict__.items() if name not in live}
+        state = {name: value for name, value in self.__dict__.items() if name not in _LIVE}
+        state["device_mesh"] = None
         if "_bagua_ddp" in self.__dict__:
             module = plain_twin(self.module, type(self.module), self.bagua_ddp.hook_ids())
             state["_modules"] = {**self._modules, "module": module}
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.nn.Module.__setstate__(self, state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         twin = type(self).__new__(type(self))
@@ -200,3 +288,7 @@ class DistributedDataParallel(TorchMembers, BaguaModule, torch.nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__reduce_ex__(self, protocol)
+
+
+#: The name of the class in Bagua.
+DistributedDataParallel_V1_9_0 = DistributedDataParallel
