@@ -58,6 +58,7 @@ class RunningPlan:
                 record_of(tensor).marker = weakref.ref(self)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._path = self._make_path(ddp)
+        self._begun = 0  # the last round that begin_round() was called for
 
     def _make_path(self, ddp: PlanOwner) -> _C.GradientPath:
         own_wait = overrides(ddp.bagua_algorithm, "init_post_backward_hook")
@@ -127,14 +128,14 @@ class RunningPlan:
         self._path.call_after_gradients(enabled)
 
     def begin_round(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
-        """Open a round; False if it is open already.
+        """Open a round, or go on with an open one; False if it was called for that one before.
 
         ``grad_scale``: the factor that the gradients of this forward will carry. What has been
         communicated is multiplied by ``result_scale`` at the end of backward.
         """
-        first = not self.engine.round_open
         self._path.begin_round(grad_scale, result_scale)
-        return first
+        before, self._begun = self._begun, self.engine.round
+        return self._begun != before
 
     def await_agreement(self) -> None:
         """Block until the ranks agree on the open round, which is opened if none is."""

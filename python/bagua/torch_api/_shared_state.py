@@ -111,9 +111,18 @@ class SharedState:
             broadcast_tensors(buffers, self._transport, inputs.source)
 
     def check_weights(
-        self, module: torch.nn.Module, plan: RoundOwner, inputs: UnevenInputs, step: int
+        self,
+        module: torch.nn.Module,
+        plan: RoundOwner,
+        inputs: UnevenInputs,
+        step: int,
+        *,
+        with_buffers: bool,
     ) -> None:
         """Compare the weights if that is due. Called at the beginning of a round.
+
+        Args:
+            with_buffers: compare buffers too: they have just been given.
 
         Raises:
             BaguaMismatchError: the check found a difference.
@@ -122,6 +131,6 @@ class SharedState:
         if self._transport.size == 1 or not inputs.complete or not self._check.due():
             return
         plan.await_agreement()
-        named = self._snapshot.equal_everywhere(module, self._with_buffers)
+        named = self._snapshot.equal_everywhere(module, with_buffers and self._with_buffers)
         with self.traffic.counted("check"), plan.part_of_the_round():
             self._check.compare(named, step)

@@ -52,8 +52,8 @@ class StepsInBackward:
             raise NotImplementedError(
                 f"module '{self._module_name}': parameter '{stepping[0][0]}' has an optimizer of "
                 f"_apply_optimizer_in_backward, and {type(self._algorithm).__name__} communicates "
-                "around the optimizer's step(). Give with_bagua an optimizer whose step() is called "
-                "after backward()."
+                "around the optimizer's step(). Give with_bagua an optimizer whose step() is "
+                "called after backward()."
             )
         self._parameters = [p for _, p in stepping]
         for parameter in self._parameters:
@@ -66,7 +66,7 @@ class StepsInBackward:
         for parameter in self._parameters:
             if parameter.grad is None:
                 continue
-            for optimizer in parameter._in_backward_optimizers:
+            for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
                 optimizer.step()
             parameter.grad = None
 

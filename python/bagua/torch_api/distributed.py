@@ -230,36 +230,42 @@ class BaguaDistributedDataParallel:
             self._running.begin_forward(communicates)
             self._running.call_after_gradients(self._steps_in_backward.take_over())
         opens = communicates and now and not (self.eager and self.synchronising)
-        self._share_buffers(syncs, opens)
+        first = opens and self._begin_round()
+        gives = self._share_buffers(syncs, opens)
+        if first:
+            self._check_weights(with_buffers=gives)
         if opens:
-            self._open_round(inputs)
+            self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
         self._watching = communicates
 
     def _run_pending(self) -> None:
         if self.bagua_algorithm.mark_pending(self):
             self.wait_pending_comm_ops()
 
-    def _share_buffers(self, syncs: bool, opens: bool) -> None:
-        """Give every rank the first rank's buffers at the moments of torch's DDP.
+    def _begin_round(self) -> bool:
+        """Open a round, or go on with the one that is open; whether it has just begun."""
+        assert self._running is not None
+        grad_scale = self._grad_scaler.get_scale() if self._grad_scaler is not None else 1.0
+        return self._running.begin_round(grad_scale, self.uneven_inputs.result_scale)
+
+    def _share_buffers(self, syncs: bool, opens: bool) -> bool:
+        """Give every rank the first rank's buffers at the moments of torch's DDP, or return False.
 
         A forward gets them if it is the first, or the forward before communicated.
         """
         due = opens if self.eager else self.buffers_due
-        if due and isinstance(self._running, RunningPlan):
-            self._shared.give_buffers(self.module, self._running, self.uneven_inputs)
         self.buffers_due = syncs
+        if not (due and isinstance(self._running, RunningPlan)):
+            return False
+        self._shared.give_buffers(self.module, self._running, self.uneven_inputs)
+        return True
 
-    def _open_round(self, inputs: Any) -> None:
-        assert self._running is not None
-        grad_scale = self._grad_scaler.get_scale() if self._grad_scaler is not None else 1.0
-        if self._running.begin_round(grad_scale, self.uneven_inputs.result_scale):
-            self._check_weights()
-        self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
-
-    def _check_weights(self) -> None:
+    def _check_weights(self, *, with_buffers: bool) -> None:
         assert isinstance(self._running, RunningPlan)
         step = self.bagua_train_step_counter
-        self._shared.check_weights(self.module, self._running, self.uneven_inputs, step)
+        self._shared.check_weights(
+            self.module, self._running, self.uneven_inputs, step, with_buffers=with_buffers
+        )
 
     def open_round_in_backward(self) -> None:
         """Open the round of a backward whose forward has not opened it.
@@ -279,7 +285,9 @@ class BaguaDistributedDataParallel:
             )
         self.bagua_train_step_counter += 1
         self._snapshot.check(self.bagua_module_name)
-        self._open_round(())
+        if self._begin_round():
+            self._check_weights(with_buffers=False)
+        self.bagua_algorithm.init_forward_pre_hook(self)(())
 
     def shadow_round(self) -> None:
         """Answer a round of the ranks that still have inputs, with zero gradients."""
@@ -288,7 +296,7 @@ class BaguaDistributedDataParallel:
         self._running.engine.begin_round(check_weights=False)  # no inputs, no optimizer's step
         self._running.begin_round(1.0, self.uneven_inputs.result_scale)
         self._shared.give_buffers(self.module, self._running, self.uneven_inputs)
-        self._check_weights()
+        self._check_weights(with_buffers=True)
         self._running.answer_with_zeros()
 
     def after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
