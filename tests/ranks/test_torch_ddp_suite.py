@@ -1,0 +1,100 @@
+"""torch's own tests of DistributedDataParallel, with our class in place of torch's."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks.torch_suite.expectations import FAILURES, NOT_HERE, TESTS
+
+TESTS_FOLDER = Path(__file__).parents[1]
+PROGRAM = "ranks.torch_suite.run"
+SUITE = Path(torch.__file__).parent / "testing/_internal/distributed/distributed_test.py"
+
+
+class Outcomes:
+    """What becomes of the tests, which one program runs in their order."""
+
+    def __init__(self, names):
+        environment = dict(os.environ, OMP_NUM_THREADS="1")
+        self._program = subprocess.Popen(
+            [sys.executable, "-m", PROGRAM, *names],
+            cwd=TESTS_FOLDER,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self._known = {}
+
+    def __getitem__(self, name):
+        while name not in self._known:
+            line = self._program.stdout.readline()
+            assert line, f"{PROGRAM} ended with {self._program.wait()} before {name}"
+            outcome = json.loads(line)
+            self._known[outcome["name"]] = outcome
+        return self._known[name]
+
+    def close(self):
+        self._program.terminate()
+        self._program.wait()
+
+
+@pytest.fixture(scope="module")
+def outcomes(request):
+    chosen = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if getattr(item, "originalname", None) == test_of_torch.__name__
+    ]
+    running = Outcomes(chosen)
+    yield running
+    running.close()
+
+
+@pytest.mark.timeout(300)  # the first waits for imports, all for those before them
+@pytest.mark.parametrize("name", TESTS)
+def test_of_torch(name, outcomes):
+    outcome, said = outcomes[name]["outcome"], "\n".join(outcomes[name]["ranks"])
+    reason, text = FAILURES.get(name, ("", ""))
+    if not reason and outcome != "passed":
+        pytest.fail(f"{outcome}:\n{said}", pytrace=False)
+    if reason and outcome != "failed":
+        pytest.fail(f"{outcome}; take it off the list of FAILURES: {reason}", pytrace=False)
+    if reason and not re.search(text, said):
+        pytest.fail(f"fails for another reason than this: {reason}\n{said}", pytrace=False)
+
+
+def functions_of_the_suite():
+    """Each function of the class with torch's tests, and the names that it uses."""
+    tree = ast.parse(SUITE.read_text())
+    outer = next(node for node in tree.body if getattr(node, "name", "") == "DistributedTest")
+    (tests,) = outer.body
+    functions = {}
+    for node in tests.body:
+        if isinstance(node, ast.FunctionDef):
+            names = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+            functions[node.name] = names | {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    return functions
+
+
+def test_no_test_of_torch_is_left_out():
+    """As `TESTS` is of one version of torch: a new one may have more, fewer or renamed tests."""
+    functions = functions_of_the_suite()
+    users = {"DistributedDataParallel"}
+    grown = True
+    while grown:
+        more = {name for name, used in functions.items() if used & users} - users
+        grown = bool(more)
+        users |= more
+    tests = {name for name in users if name.startswith("test_")}
+    assert tests == set(TESTS) | set(NOT_HERE)
+
+
+def test_most_of_torchs_tests_pass():
+    assert set(FAILURES) <= set(TESTS)
+    assert len(TESTS) - len(FAILURES) >= 0.787 * len(TESTS)  # 70 of 89
