@@ -1,0 +1,261 @@
+"""Layers whose buffers forwards change."""
+
+import torch
+from ranks.situations.rows import ONLY_CLASS, better, raises, row
+from ranks.situations.values import (
+    alone,
+    batch,
+    buffers,
+    everything,
+    normalised,
+    sgd,
+    square_losses,
+    weights,
+)
+from torch import nn
+
+
+def _train(wrap, rank, steps=4, between=None, **arguments):
+    module = normalised()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer, **arguments)
+    outputs = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+        if between:
+            outputs += between(model, step)
+    result = everything(wrap.inner(model))
+    return result | {f"output{number}": value for number, value in enumerate(outputs)}
+
+
+def batch_norm_training(wrap, rank, size):
+    """Each rank keeps its own statistics of the last forward."""
+    return _train(wrap, rank)
+
+
+def batch_norm_without_broadcast(wrap, rank, size):
+    return _train(wrap, rank, broadcast_buffers=False)
+
+
+def batch_norm_validation_with_the_wrapper(wrap, rank, size):
+    """All ranks validate with rank 0's statistics."""
+
+    def between(model, step):
+        model.eval()
+        with torch.no_grad():
+            output = model(batch(77, 0)).sum()
+        model.train()
+        return [output]
+
+    return _train(wrap, rank, between=between)
+
+
+def batch_norm_validation_on_several_batches(wrap, rank, size):
+    def between(model, step):
+        model.eval()
+        with torch.no_grad():
+            outputs = [model(batch(number, 0)).sum() for number in (70, 71, 72)]
+        model.train()
+        return outputs
+
+    return _train(wrap, rank, between=between)
+
+
+def batch_norm_validation_of_the_inner_module(wrap, rank, size):
+    """Each rank with its own statistics, if it asks the module; rank 0 saves its own."""
+
+    wrap.need_class()
+
+    def between(model, step):
+        inner = wrap.inner(model)
+        inner.eval()
+        with torch.no_grad():
+            output = inner(batch(70, 0)).sum()
+        inner.train()
+        return [output]
+
+    return _train(wrap, rank, between=between)
+
+
+def batch_norm_with_grad_in_eval(wrap, rank, size):
+    def between(model, step):
+        model.eval()
+        output = model(batch(77, 0)).sum()
+        model.train()
+        return [output]
+
+    return _train(wrap, rank, between=between)
+
+
+def batch_norm_evaluation_with_backward(wrap, rank, size):
+    """Test-time adaptation: gradients are computed in eval between training steps."""
+
+    def between(model, step):
+        model.eval()
+        output = model(batch(77, rank)).square().mean()
+        output.backward()
+        model.train()
+        return [wrap.inner(model)[1].running_mean.clone()]
+
+    return _train(wrap, rank, between=between)
+
+
+def batch_norm_several_forwards(wrap, rank, size):
+    """Two forwards, one backward: what the second sees."""
+    module = normalised()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer, broadcast_buffers=False)
+    for step in range(3):
+        optimizer.zero_grad()
+        one, other = model(batch(step, rank)), model(batch(step + 10, rank))
+        (one.square().mean() + other.square().mean()).backward()
+        optimizer.step()
+    return everything(wrap.inner(model))
+
+
+def batch_norm_accumulation(wrap, rank, size):
+    module = normalised()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        with wrap.no_sync(model):
+            model(batch(step + 30, rank)).square().mean().backward()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(wrap.inner(model))
+
+
+def batch_norm_recalibrated(wrap, rank, size):
+    """Statistics are reset and made anew by forwards in train mode without gradients."""
+    module = normalised()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    module[1].reset_running_stats()
+    with torch.no_grad():
+        for step in range(3):
+            model(batch(step + 20, rank))
+    after = buffers(module, "recalibrated")
+    model(batch(9, rank)).square().mean().backward()
+    return after | buffers(module)
+
+
+def spectral_norm_parametrization(wrap, rank, size):
+    """Power iteration changes buffers in every training forward."""
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3))
+    module = nn.Sequential(layer)
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def instance_norm_with_statistics(wrap, rank, size):
+    torch.manual_seed(0)
+    norm = nn.InstanceNorm1d(3, track_running_stats=True, affine=True)
+    module = nn.Sequential(norm, nn.Conv1d(3, 2, 2))
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step, rank, 2, 3, 6)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def observers_of_quantization(wrap, rank, size):
+    """Fake quantisation: ranges are buffers that forwards change."""
+    from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
+
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Linear(5, 4), FakeQuantize(MovingAverageMinMaxObserver), nn.Linear(4, 2)
+    )
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def sync_batch_norm_on_cpu(wrap, rank, size):
+    """Its training forward is made for accelerators."""
+    model = wrap(nn.SyncBatchNorm.convert_sync_batchnorm(normalised()))
+    model(batch(0, rank)).square().mean().backward()
+    return everything(wrap.inner(model))
+
+
+def _one_rank_evaluates(wrap, rank, who, after):
+    """A rank alone evaluates through the wrapper, without gradients, after some steps."""
+    module = normalised()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(3):
+        if step in after and rank == who:
+            model.eval()
+            with torch.no_grad():
+                model(batch(9, rank))
+                model(batch(10, rank))
+            model.train()
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return weights(module)
+
+
+def rank_0_evaluates_before_training(wrap, rank, size):
+    return _one_rank_evaluates(wrap, rank, 0, [0])
+
+
+def rank_0_evaluates_between_steps(wrap, rank, size):
+    return _one_rank_evaluates(wrap, rank, 0, [1, 2])
+
+
+def rank_1_evaluates_before_training(wrap, rank, size):
+    return _one_rank_evaluates(wrap, rank, 1, [0])
+
+
+def rank_1_evaluates_between_steps(wrap, rank, size):
+    return _one_rank_evaluates(wrap, rank, 1, [1, 2])
+
+
+def _by_all_ranks(rank, size):
+    """Batches are normalised apart, as on ranks."""
+    module = normalised()
+    return weights(alone(module, sgd(module), square_losses(module, size), 3))
+
+
+ALONE = better(_by_all_ranks, "torch mixes up its collectives, and fails or hangs")
+
+SITUATIONS = [
+    row(batch_norm_training),
+    row(rank_0_evaluates_before_training, limit=10.0),
+    row(rank_0_evaluates_between_steps, both=ALONE, limit=10.0),
+    row(rank_1_evaluates_before_training, limit=10.0),
+    row(rank_1_evaluates_between_steps, both=ALONE, limit=10.0),
+    row(batch_norm_without_broadcast),
+    row(batch_norm_validation_with_the_wrapper),
+    row(batch_norm_validation_on_several_batches),
+    row(batch_norm_validation_of_the_inner_module, method=ONLY_CLASS),
+    row(batch_norm_with_grad_in_eval),
+    row(batch_norm_evaluation_with_backward),
+    row(batch_norm_several_forwards),
+    row(batch_norm_accumulation),
+    row(batch_norm_recalibrated),
+    row(spectral_norm_parametrization),
+    row(instance_norm_with_statistics),
+    row(observers_of_quantization),
+    row(sync_batch_norm_on_cpu, both=raises("SyncBatchNorm")),
+]

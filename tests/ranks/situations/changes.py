@@ -1,0 +1,211 @@
+"""Modules that change after the wrap: weight norm, parametrisations, replaced weights."""
+
+import warnings
+
+import torch
+from ranks.situations.rows import raises, refused, row
+from ranks.situations.values import (
+    alone,
+    batch,
+    everything,
+    perceptron,
+    sgd,
+    weights,
+)
+from ranks.situations.wrapping import _steps
+from torch import nn
+
+
+def cast_after_the_wrap(wrap, rank, size):
+    """`.double()` after the wrap: torch's ranks drift apart or fail."""
+    module = perceptron()
+    model = wrap(module)
+    model.double()
+    optimizer = sgd(module)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step, rank).double()).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def weight_norm_of_old(wrap, rank, size):
+    """The weight is computed in a pre-forward hook."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer = nn.utils.weight_norm(nn.Linear(5, 3))
+    module = nn.Sequential(layer)
+    _steps(wrap, rank, module)
+    return everything(module)
+
+
+def weight_norm_removed_for_inference(wrap, rank, size):
+    """HiFi-GAN: `remove_weight_norm()` after training, on the wrapped module."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer = nn.utils.weight_norm(nn.Linear(5, 3))
+    module = nn.Sequential(layer)
+    model, _ = _steps(wrap, rank, module)
+    nn.utils.remove_weight_norm(module[0])
+    model.eval()
+    with torch.no_grad():
+        output = model(batch(9, 0))
+    return weights(module) | {"output": output}
+
+
+def parametrization(wrap, rank, size):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)))
+    _steps(wrap, rank, module)
+    return everything(module)
+
+
+def parametrization_removed_for_inference(wrap, rank, size):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)))
+    model, _ = _steps(wrap, rank, module)
+    nn.utils.parametrize.remove_parametrizations(module[0], "weight")
+    model.eval()
+    with torch.no_grad():
+        output = model(batch(9, 0))
+    return weights(module) | {"output": output}
+
+
+def parametrization_removed_from_the_root(wrap, rank, size):
+    """The wrapped module itself is parametrised."""
+    torch.manual_seed(0)
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(5, 3))
+    model, _ = _steps(wrap, rank, module)
+    nn.utils.parametrize.remove_parametrizations(wrap.inner(model), "weight")
+    with torch.no_grad():
+        output = model(batch(9, 0))
+    return {"weight": module.weight, "output": output}
+
+
+def parametrization_registered_on_the_wrapped_root(wrap, rank, size):
+    """After the wrap, of the root: its class changes once more."""
+    torch.manual_seed(0)
+
+    class Double(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    module = nn.Linear(5, 3)
+    model = wrap(module)
+    nn.utils.parametrize.register_parametrization(wrap.inner(model), "weight", Double())
+    model(batch(0, rank)).square().mean().backward()
+    return {"grad": module.parametrizations.weight.original.grad, "bias": module.bias.grad}
+
+
+def pruning(wrap, rank, size):
+    from torch.nn.utils import prune
+
+    module = perceptron()
+    prune.l1_unstructured(module[0], "weight", 0.5)
+    _steps(wrap, rank, module)
+    return everything(module)
+
+
+def orthogonal_parametrization(wrap, rank, size):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(5, 5)))
+    _steps(wrap, rank, module)
+    return everything(module)
+
+
+def weight_replaced_by_a_new_parameter(wrap, rank, size):
+    """A head is replaced after the wrap: torch trains it alone."""
+    module = perceptron()
+    model = wrap(module)
+    torch.manual_seed(1)
+    module[2] = nn.Linear(7, 3)
+    optimizer = sgd(module)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def data_of_a_weight_replaced(wrap, rank, size):
+    """`p.data = tensor`, as quantisation and weight clipping do."""
+    module = perceptron()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+        for p in module.parameters():
+            p.data = p.data.clamp(-0.3, 0.3)
+    return everything(module)
+
+
+def weights_clipped_in_place(wrap, rank, size):
+    """WGAN."""
+    module = perceptron()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+        for p in module.parameters():
+            p.data.clamp_(-0.3, 0.3)
+    return everything(module)
+
+
+def weights_initialised_after_the_wrap(wrap, rank, size):
+    """Each rank with its own seed: torch does not notice either."""
+    module = perceptron()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    torch.manual_seed(5)
+    model.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def _cast(rank, size):
+    module = perceptron().double()
+
+    def losses(step):
+        return [module(batch(step, r).double()).square().mean() for r in range(size)]
+
+    return weights(alone(module, sgd(module), losses, 3))
+
+
+def _parametrized(rank, size):
+    torch.manual_seed(0)
+    module = nn.Linear(5, 3)
+    losses = [2 * batch(0, r) @ module.weight.t() + module.bias for r in range(size)]
+    (sum(loss.square().mean() for loss in losses) / size).backward()
+    return {"grad": module.weight.grad, "bias": module.bias.grad}
+
+
+AGAIN = r"(Call|call) with_bagua again|[Ww]rap .*again|DistributedDataParallel again"
+
+
+DRIFT = "torch's ranks drift apart without a word; wrap again afterwards"
+
+
+SITUATIONS = [
+    row(cast_after_the_wrap, both=refused(AGAIN, DRIFT, _cast)),
+    row(weight_norm_of_old),
+    row(weight_norm_removed_for_inference),
+    row(parametrization),
+    row(parametrization_removed_for_inference),
+    row(parametrization_removed_from_the_root),
+    row(parametrization_registered_on_the_wrapped_root, both=refused(AGAIN, DRIFT, _parametrized)),
+    row(pruning),
+    row(orthogonal_parametrization),
+    row(weight_replaced_by_a_new_parameter, both=raises(AGAIN)),
+    row(data_of_a_weight_replaced),
+    row(weights_clipped_in_place),
+    row(weights_initialised_after_the_wrap),
+]

@@ -1,0 +1,243 @@
+"""Communication hooks, groups, and the user's own collectives."""
+
+import torch
+import torch.distributed as dist
+from ranks.situations.rows import ONLY_CLASS, refused, row
+from ranks.situations.values import (
+    batch,
+    copied,
+    everything,
+    grads,
+    linear,
+    perceptron,
+    sgd,
+    weights,
+    x,
+)
+from ranks.situations.wrapping import _steps
+from torch import nn
+
+
+def comm_hook_from_the_start(wrap, rank, size):
+    wrap.need_class()
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    module = perceptron()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def comm_hook_of_the_user(wrap, rank, size):
+    """A sum instead of a mean."""
+    wrap.need_class()
+
+    def hook(state, bucket):
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    module = linear()
+    model = wrap(module)
+    model.register_comm_hook(None, hook)
+    for _ in range(2):
+        module.zero_grad()
+        model(x(rank)).sum().backward()
+    return grads(module)
+
+
+def comm_hook_after_training_has_begun(wrap, rank, size):
+    wrap.need_class()
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    module = perceptron()
+    model, optimizer = _steps(wrap, rank, module)
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def post_local_sgd_hook(wrap, rank, size):
+    wrap.need_class()
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local
+
+    state = local.PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=2)
+    module = perceptron()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    model.register_comm_hook(state, local.post_localSGD_hook)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def power_sgd_hook(wrap, rank, size):
+    """Begins exact; from iteration 2 on compressed with rank 1."""
+    wrap.need_class()
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+    state = power.PowerSGDState(
+        None, 1, start_powerSGD_iter=2, min_compression_rate=0.5, random_seed=0
+    )
+    module = perceptron()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    model.register_comm_hook(state, power.powerSGD_hook)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return weights(module)
+
+
+def builtin_comm_hook(wrap, rank, size):
+    wrap.need_class()
+    module = linear()
+    model = wrap(module)
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    model(x(rank)).sum().backward()
+    return grads(module)
+
+
+def zero_redundancy_optimizer(wrap, rank, size):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    module = perceptron()
+    model = wrap(module)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def a_group_of_some_ranks(wrap, rank, size):
+    """The last rank is alone in a group of its own."""
+    groups = [dist.new_group(list(range(size - 1))), dist.new_group([size - 1])]
+    module = perceptron()
+    _steps(wrap, rank, module, process_group=groups[rank == size - 1])
+    return everything(module)
+
+
+def collectives_of_the_user_between(wrap, rank, size):
+    module = linear()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x(rank)).sum()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        loss.backward()
+        dist.barrier()
+        optimizer.step()
+        losses.append(copied(mean))
+    return everything(module) | {"losses": losses}
+
+
+def collectives_of_the_user_inside_the_forward(wrap, rank, size):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = linear()
+
+        def forward(self, inputs):
+            count = torch.tensor(float(len(inputs)))
+            dist.all_reduce(count)
+            return self.layer(inputs) / count
+
+    module = Counting()
+    model = wrap(module)
+    model(x(rank)).sum().backward()
+    return grads(module)
+
+
+def _again(label):
+    store = dist.PrefixStore(label, dist.distributed_c10d._get_default_store())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+_KEPT = []  # torch's own destructors hang on a group that was destroyed before its wrapper
+
+
+def a_group_made_anew_before_the_wrap(wrap, rank, size):
+    module = linear()
+    model = wrap(module)
+    _KEPT.append(model)
+    model(x(rank)).sum().backward()
+    _again(f"again-{wrap.name}")
+    module = linear()
+    model = wrap(module)
+    model(x(rank)).sum().backward()
+    return grads(module)
+
+
+def training_after_the_group_was_destroyed(wrap, rank, size):
+    module = linear()
+    model = wrap(module)
+    _KEPT.append(model)
+    model(x(rank)).sum().backward()
+    module.zero_grad()
+    _again(f"destroyed-{wrap.name}")
+    model(x(rank)).sum().backward()
+    return grads(module)
+
+
+def training_of_an_old_model_after_a_wrap_in_a_new_group(wrap, rank, size):
+    """bagua's own group, which the first wrap made, is made anew by the second."""
+    module = linear()
+    model = wrap(module)
+    _KEPT.append(model)
+    model(x(rank)).sum().backward()
+    _again(f"old-{wrap.name}")
+    wrap.close()
+    _KEPT.append(wrap(linear()))
+    module.zero_grad()
+    model(x(rank)).sum().backward()
+    return grads(module)
+
+
+def evaluation_after_the_group_was_destroyed(wrap, rank, size):
+    module = linear()
+    model = wrap(module)
+    _KEPT.append(model)
+    model(x(rank)).sum().backward()
+    dist.destroy_process_group()
+    with torch.no_grad():
+        output = model(x(rank))
+    return {"output": output}
+
+
+SITUATIONS = [
+    row(comm_hook_from_the_start, method=ONLY_CLASS, tolerance=1e-3),
+    row(comm_hook_of_the_user, method=ONLY_CLASS),
+    row(comm_hook_after_training_has_begun, method=ONLY_CLASS, tolerance=1e-3),
+    row(post_local_sgd_hook, method=ONLY_CLASS),
+    row(power_sgd_hook, method=ONLY_CLASS),
+    row(builtin_comm_hook, method=ONLY_CLASS),
+    row(zero_redundancy_optimizer),
+    row(a_group_of_some_ranks),
+    row(collectives_of_the_user_between),
+    row(collectives_of_the_user_inside_the_forward),
+    row(a_group_made_anew_before_the_wrap, alone=True),
+    row(training_after_the_group_was_destroyed, alone=True),
+    row(
+        training_of_an_old_model_after_a_wrap_in_a_new_group,
+        both=refused("process group.*destroyed", "its connections ended with the old group"),
+        alone=True,
+    ),
+    row(evaluation_after_the_group_was_destroyed, alone=True),
+]

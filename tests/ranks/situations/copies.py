@@ -1,0 +1,368 @@
+"""Copies, pickles, state dicts, checkpoints and calls past the wrapper."""
+
+import copy
+import io
+
+import torch
+import torch.distributed as dist
+from ranks.situations.rows import ONLY_CLASS, refused, row, same, warned
+from ranks.situations.values import (
+    alone,
+    batch,
+    everything,
+    grads,
+    linear,
+    normalised,
+    perceptron,
+    sgd,
+    square_losses,
+    weights,
+    x,
+)
+from torch import nn
+
+
+def _trained(wrap, rank, module, steps=2):
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    model = wrap(module, optimizer)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def a_deep_copy_is_evaluated(wrap, rank, size):
+    model, _ = _trained(wrap, rank, perceptron())
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        return {"output": twin(batch(9, 0))}
+
+
+def a_deep_copy_is_trained(wrap, rank, size):
+    module = linear()
+    model = wrap(module)
+    twin = copy.deepcopy(model)
+    twin(x(rank)).sum().backward()
+    inner = twin.module if hasattr(twin, "module") else twin
+    return grads(inner)
+
+
+def a_deep_copy_of_the_inner_module_is_trained(wrap, rank, size):
+    """Nobody wrapped the copy: local in torch, and of with_bagua a copy of the model itself."""
+    wrap.need_class()
+    model = wrap(linear())
+    twin = copy.deepcopy(wrap.inner(model))
+    twin(x(rank)).sum().backward()
+    return grads(twin)
+
+
+def a_deep_copy_is_wrapped_again(wrap, rank, size):
+    model, _ = _trained(wrap, rank, perceptron())
+    twin = copy.deepcopy(wrap.inner(model))
+    again, _ = _trained(wrap, rank, twin)
+    return everything(wrap.inner(again))
+
+
+def a_deep_copy_beside_the_trained_model(wrap, rank, size):
+    """An average of weights as a copy that is never trained."""
+    model, optimizer = _trained(wrap, rank, perceptron(), steps=1)
+    average = copy.deepcopy(wrap.inner(model)).requires_grad_(False)
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(p, 0.1)
+    return weights(average) | weights(wrap.inner(model), "trained")
+
+
+def averaged_model(wrap, rank, size):
+    """torch.optim.swa_utils copies the wrapper."""
+    from torch.optim.swa_utils import AveragedModel
+
+    model, optimizer = _trained(wrap, rank, perceptron(), steps=1)
+    average = AveragedModel(model)
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+        average.update_parameters(model)
+    with torch.no_grad():
+        output = average(batch(9, 0))
+    return {"output": output} | weights(wrap.inner(model))
+
+
+def averaged_model_of_the_inner_module(wrap, rank, size):
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    model, optimizer = _trained(wrap, rank, normalised(), steps=1)
+    average = AveragedModel(
+        wrap.inner(model), multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True
+    )
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+        average.update_parameters(wrap.inner(model))
+    return weights(average, "average")
+
+
+def batch_norm_of_an_average_is_updated(wrap, rank, size):
+    from torch.optim.swa_utils import AveragedModel, update_bn
+
+    model, _ = _trained(wrap, rank, normalised())
+    average = AveragedModel(wrap.inner(model))
+    average.update_parameters(wrap.inner(model))
+    update_bn([batch(step, 0) for step in range(3)], average)
+    return {"mean": average.module[1].running_mean}
+
+
+def _saved(thing):
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def a_saved_model_is_loaded_and_evaluated(wrap, rank, size):
+    model, _ = _trained(wrap, rank, perceptron())
+    twin = _saved(wrap.inner(model))
+    with torch.no_grad():
+        return {"output": twin(batch(9, 0))}
+
+
+def a_saved_wrapper_is_loaded_and_trained(wrap, rank, size):
+    """torch's class synchronises after unpickling."""
+    model = wrap(linear())
+    twin = _saved(model)
+    twin(x(rank)).sum().backward()
+    inner = twin.module if hasattr(twin, "module") else twin
+    return grads(inner)
+
+
+def state_dict_of_the_wrapper_is_loaded(wrap, rank, size):
+    model, optimizer = _trained(wrap, rank, perceptron())
+    saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    module = perceptron(seed=1)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    model = wrap(module, optimizer)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    optimizer.zero_grad()
+    model(batch(5, rank)).square().mean().backward()
+    optimizer.step()
+    return everything(module)
+
+
+def state_dict_loaded_before_the_wrap(wrap, rank, size):
+    """Only rank 0 has the checkpoint; the wrap gives it to all."""
+    trained, _ = _trained(wrap, rank, perceptron())
+    module = perceptron(seed=1)
+    if rank == 0:
+        module.load_state_dict(wrap.inner(trained).state_dict())
+    model = wrap(module)
+    model(batch(5, rank)).square().mean().backward()
+    return everything(module)
+
+
+def state_dict_loaded_in_the_middle(wrap, rank, size):
+    """Back to the best weights, without a new wrap."""
+    model, optimizer = _trained(wrap, rank, perceptron(), steps=1)
+    best = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    for step in range(1, 4):
+        if step == 3:
+            model.load_state_dict(best[0])
+            optimizer.load_state_dict(best[1])
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(wrap.inner(model))
+
+
+def state_dict_assigned(wrap, rank, size):
+    """`load_state_dict(assign=True)` replaces parameters: torch's ranks drift apart."""
+    module = perceptron()
+    model = wrap(module)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    optimizer = sgd(module)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def keys_of_the_state_dict(wrap, rank, size):
+    """With the prefix `module.` for the class, without for with_bagua."""
+    model = wrap(normalised())
+    keys = sorted(name.removeprefix("module.") for name in model.state_dict())
+    return {"keys": keys}
+
+
+def keys_of_the_class_have_the_prefix(wrap, rank, size):
+    wrap.need_class()
+    model = wrap(normalised())
+    return {"keys": sorted(model.state_dict())}
+
+
+def keys_of_get_model_state_dict(wrap, rank, size):
+    """torch.distributed.checkpoint leaves the prefix of DDP out."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    return {"keys": sorted(get_model_state_dict(wrap(normalised())))}
+
+
+def get_and_set_state_dict(wrap, rank, size):
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer = _trained(wrap, rank, perceptron())
+    saved, of_optimizer = get_state_dict(model, optimizer)
+    saved = {name: value.clone() for name, value in saved.items()}
+    of_optimizer = copy.deepcopy(of_optimizer)
+    names = {"optimizer": sorted(of_optimizer["state"]), "model": sorted(saved)}
+    for p in model.parameters():
+        p.data.zero_()
+    set_state_dict(model, optimizer, model_state_dict=saved, optim_state_dict=of_optimizer)
+    optimizer.zero_grad()
+    model(batch(5, rank)).square().mean().backward()
+    optimizer.step()
+    return everything(wrap.inner(model)) | names
+
+
+def a_call_past_the_wrapper(wrap, rank, size):
+    """`ddp.module(x)` is not the wrapper's forward: torch's gradients are local or synchronised
+    as the last forward left it.
+    """
+    wrap.need_class()
+    model = wrap(linear())
+    model.module(x(rank)).sum().backward()
+    return grads(model.module)
+
+
+def a_call_past_the_wrapper_after_a_step(wrap, rank, size):
+    wrap.need_class()
+    model = wrap(linear())
+    model(x(rank)).sum().backward()
+    model.zero_grad()
+    model.module(x(rank)).sum().backward()
+    return grads(model.module)
+
+
+def a_call_past_the_wrapper_between_forward_and_backward(wrap, rank, size):
+    """Two outputs in one loss, one of them by `.module`."""
+    wrap.need_class()
+    model = wrap(linear())
+    one = model(x(rank))
+    other = model.module(x(rank, 10.0))
+    (one + other).sum().backward()
+    return grads(model.module)
+
+
+def a_method_of_the_inner_module_in_the_loss(wrap, rank, size):
+    """A forward of the wrapper, and a part of the module called beside it."""
+    module = nn.Sequential(linear(), nn.Linear(1, 1, bias=False))
+    nn.init.constant_(module[1].weight, 1.0)
+    model = wrap(module)
+    out = model(x(rank))
+    extra = wrap.inner(model)[0](x(rank, 10.0))
+    (out.sum() + extra.sum()).backward()
+    return grads(wrap.inner(model))
+
+
+def pickled_in_the_middle_of_training(wrap, rank, size):
+    """Saving must not change training."""
+    module = perceptron()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(batch(step, rank)).square().mean()
+        _saved(wrap.inner(model))
+        loss.backward()
+        _saved(wrap.inner(model))
+        optimizer.step()
+    return everything(wrap.inner(model))
+
+
+def deep_copied_in_the_middle_of_a_step(wrap, rank, size):
+    module = perceptron()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(batch(step, rank)).square().mean()
+        copy.deepcopy(wrap.inner(model))
+        loss.backward()
+        copies = copy.deepcopy([p.grad for p in module.parameters()])
+        optimizer.step()
+    return everything(wrap.inner(model)) | {"copies": copies}
+
+
+def trained_again_after_the_first_training(wrap, rank, size):
+    """Cross-validation: model after model, all in one process."""
+    result = {}
+    for fold in range(3):
+        model, _ = _trained(wrap, rank, perceptron(seed=fold))
+        result |= weights(wrap.inner(model), f"fold{fold}")
+        del model
+    return result
+
+
+def rank_0_saves_while_others_wait(wrap, rank, size):
+    model, optimizer = _trained(wrap, rank, perceptron(), steps=1)
+    for step in range(1, 3):
+        if rank == 0:
+            _saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        dist.barrier()
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(wrap.inner(model))
+
+
+def _two_steps(rank, size):
+    module = perceptron()
+    return weights(alone(module, sgd(module), square_losses(module, size), 2))
+
+
+WARNS = warned("cop(y|ies)", "a copy is an ordinary module, which may be trained alone on purpose")
+PAST = "past|module"
+
+SITUATIONS = [
+    row(a_deep_copy_is_evaluated),
+    row(a_deep_copy_is_trained, method=WARNS),
+    row(a_deep_copy_of_the_inner_module_is_trained, method=ONLY_CLASS),
+    row(a_deep_copy_is_wrapped_again),
+    row(a_deep_copy_beside_the_trained_model),
+    row(averaged_model),
+    row(averaged_model_of_the_inner_module),
+    row(batch_norm_of_an_average_is_updated),
+    row(a_saved_model_is_loaded_and_evaluated),
+    row(a_saved_wrapper_is_loaded_and_trained, method=WARNS),
+    row(state_dict_of_the_wrapper_is_loaded),
+    row(state_dict_loaded_before_the_wrap),
+    row(state_dict_loaded_in_the_middle),
+    row(
+        state_dict_assigned,
+        both=refused(
+            r"(Call|call) with_bagua again|[Ww]rap .*again|DistributedDataParallel again",
+            "torch's ranks drift apart; copy values, or wrap again",
+            _two_steps,
+        ),
+    ),
+    row(keys_of_the_state_dict),
+    row(keys_of_the_class_have_the_prefix, method=ONLY_CLASS),
+    row(keys_of_get_model_state_dict),
+    row(get_and_set_state_dict),
+    row(a_call_past_the_wrapper, klass=same(PAST), method=ONLY_CLASS),
+    row(a_call_past_the_wrapper_after_a_step, klass=same(PAST), method=ONLY_CLASS),
+    row(a_call_past_the_wrapper_between_forward_and_backward, method=ONLY_CLASS),
+    row(a_method_of_the_inner_module_in_the_loss),
+    row(pickled_in_the_middle_of_training),
+    row(deep_copied_in_the_middle_of_a_step),
+    row(trained_again_after_the_first_training),
+    row(rank_0_saves_while_others_wait),
+]

@@ -1,0 +1,262 @@
+"""Parameters that are frozen and thawed after the wrap."""
+
+import torch
+from ranks.situations.rows import refused, row
+from ranks.situations.values import (
+    alone,
+    batch,
+    everything,
+    grads,
+    linear,
+    perceptron,
+    sgd,
+    square_losses,
+    weights,
+    x,
+)
+from torch import nn
+
+
+def frozen_before_the_wrap(wrap, rank, size):
+    module = perceptron()
+    module[0].requires_grad_(False)
+    optimizer = sgd(module[2])
+    model = wrap(module, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def frozen_after_the_wrap(wrap, rank, size):
+    """A frozen parameter counts as unused, on all ranks."""
+    module = perceptron()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer, find_unused_parameters=True)
+    for step in range(4):
+        if step == 2:
+            module[0].requires_grad_(False)
+            module[0].zero_grad()
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def frozen_with_its_gradient_kept(wrap, rank, size):
+    module = nn.Sequential(linear(), nn.Linear(1, 1, bias=False))
+    nn.init.constant_(module[1].weight, 1.0)
+    model = wrap(module, find_unused_parameters=True)
+    model(x(rank)).sum().backward()
+    module[0].requires_grad_(False)
+    model(x(rank)).sum().backward()
+    return grads(module)
+
+
+def toggled_every_step(wrap, rank, size):
+    """Body and head are trained in turn."""
+    module = perceptron()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer, find_unused_parameters=True)
+    for step in range(6):
+        module[0].requires_grad_(step % 2 == 0)
+        module[2].requires_grad_(step % 2 == 1)
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def toggled_between_forward_and_backward(wrap, rank, size):
+    """`requires_grad_(False)` after the forward changes nothing in torch's graph."""
+    module = linear()
+    model = wrap(module)
+    loss = model(x(rank)).sum()
+    module.requires_grad_(False)
+    loss.backward()
+    module.requires_grad_(True)
+    return grads(module)
+
+
+def _generator_and_discriminator():
+    torch.manual_seed(0)
+    g = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5))
+    d = nn.Sequential(nn.Linear(5, 4), nn.LeakyReLU(0.2), nn.Linear(4, 1))
+    return g, d
+
+
+def gan_with_a_frozen_discriminator(wrap, rank, size):
+    """CycleGAN, StyleGAN2, BasicSR: D is frozen while G trains."""
+    g, d = _generator_and_discriminator()
+    go, do = sgd(g), sgd(d)
+    generator, discriminator = wrap(g, go), wrap(d, do)
+    for step in range(3):
+        d.requires_grad_(False)
+        go.zero_grad()
+        fake = generator(batch(step, rank, 4, 3))
+        discriminator(fake).mean().backward()
+        go.step()
+        d.requires_grad_(True)
+        do.zero_grad()
+        real = batch(step + 10, rank)
+        (discriminator(fake.detach()).mean() - discriminator(real).mean()).backward()
+        do.step()
+    return everything(g, "g.") | everything(d, "d.")
+
+
+def gan_with_both_frozen_in_turn(wrap, rank, size):
+    """StyleGAN2: `requires_grad(generator, False)` while D trains, and the other way round."""
+    g, d = _generator_and_discriminator()
+    go, do = sgd(g), sgd(d)
+    generator, discriminator = wrap(g, go), wrap(d, do)
+    for step in range(3):
+        g.requires_grad_(False)
+        d.requires_grad_(True)
+        do.zero_grad()
+        fake = generator(batch(step, rank, 4, 3))
+        real = discriminator(batch(step + 10, rank))
+        (discriminator(fake).mean() - real.mean()).backward()
+        do.step()
+        g.requires_grad_(True)
+        d.requires_grad_(False)
+        go.zero_grad()
+        discriminator(generator(batch(step + 20, rank, 4, 3))).mean().backward()
+        go.step()
+    return everything(g, "g.") | everything(d, "d.")
+
+
+def gan_whose_discriminator_gathers_gradients_of_the_generator(wrap, rank, size):
+    """DCGAN: D is not frozen, its gradients are zeroed before its own step."""
+    g, d = _generator_and_discriminator()
+    go, do = sgd(g), sgd(d)
+    generator, discriminator = wrap(g, go), wrap(d, do)
+    for step in range(3):
+        do.zero_grad()
+        discriminator(batch(step + 10, rank)).mean().neg().backward()
+        fake = generator(batch(step, rank, 4, 3))
+        discriminator(fake.detach()).mean().backward()
+        do.step()
+        go.zero_grad()
+        discriminator(fake).mean().neg().backward()
+        go.step()
+    return everything(g, "g.") | everything(d, "d.")
+
+
+def unfrozen_after_the_wrap(wrap, rank, size):
+    """torch does not communicate what was frozen at the wrap: its ranks drift apart."""
+    module = perceptron()
+    module[0].requires_grad_(False)
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(4):
+        if step == 2:
+            module[0].requires_grad_(True)
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def unfrozen_and_wrapped_again(wrap, rank, size):
+    """The remedy: wrap once more after the set of trained parameters has changed."""
+    module = perceptron()
+    module[0].requires_grad_(False)
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(4):
+        if step == 2:
+            module[0].requires_grad_(True)
+            model = wrap(module, optimizer)
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def frozen_and_thawed_again(wrap, rank, size):
+    """Frozen for some steps, then trained: it was trained at the wrap."""
+    module = perceptron()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer, find_unused_parameters=True)
+    for step in range(6):
+        module[0].requires_grad_(not 2 <= step < 4)
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def gradual_unfreezing_of_what_was_trained_at_the_wrap(wrap, rank, size):
+    """ULMFiT: all are trained at the wrap, then frozen, then thawed one after the other."""
+    module = perceptron()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer, find_unused_parameters=True)
+    module.requires_grad_(False)
+    for step, layer in enumerate((module[2], module[0])):
+        layer.requires_grad_(True)
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def frozen_parameters_changed_by_hand(wrap, rank, size):
+    """A frozen target network is moved towards the trained one on every rank."""
+    module = nn.ModuleDict({"online": linear(), "target": linear(3.0)})
+    module["target"].requires_grad_(False)
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.nets = module
+
+        def forward(self, inputs):
+            return self.nets["online"](inputs), self.nets["target"](inputs)
+
+    model = wrap(Both())
+    optimizer = sgd(module["online"])
+    for _ in range(3):
+        optimizer.zero_grad()
+        online, target = model(x(rank))
+        (online - target).square().sum().mul(0.01).backward()
+        optimizer.step()
+        with torch.no_grad():
+            module["target"].weight.lerp_(module["online"].weight, 0.1)
+    return weights(module)
+
+
+def _unfrozen(rank, size):
+    module = perceptron()
+    module[0].requires_grad_(False)
+    optimizer = sgd(module)
+    losses = square_losses(module, size)
+    alone(module, optimizer, losses, 2)
+    module[0].requires_grad_(True)
+    alone(module, optimizer, lambda step: losses(step + 2), 2)
+    return weights(module)
+
+
+AGAIN = r"(Call|call) with_bagua again|[Ww]rap .*again|DistributedDataParallel again"
+
+
+SITUATIONS = [
+    row(frozen_before_the_wrap),
+    row(frozen_after_the_wrap),
+    row(frozen_with_its_gradient_kept),
+    row(toggled_every_step),
+    row(toggled_between_forward_and_backward),
+    row(gan_with_a_frozen_discriminator),
+    row(gan_with_both_frozen_in_turn),
+    row(gan_whose_discriminator_gathers_gradients_of_the_generator),
+    row(
+        unfrozen_after_the_wrap,
+        both=refused(
+            AGAIN, "torch's ranks drift apart; wrap again where the set changes", _unfrozen
+        ),
+    ),
+    row(unfrozen_and_wrapped_again),
+    row(frozen_and_thawed_again),
+    row(gradual_unfreezing_of_what_was_trained_at_the_wrap),
+    row(frozen_parameters_changed_by_hand),
+]

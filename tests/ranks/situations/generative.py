@@ -1,0 +1,191 @@
+"""Adversarial training of generators, penalties, autoencoders, diffusion."""
+
+import torch
+from ranks.situations.networks import _adam, _loop
+from ranks.situations.rows import row
+from ranks.situations.values import (
+    batch,
+    classes,
+    everything,
+    sgd,
+    weights,
+)
+from torch import nn
+from torch.nn import functional
+
+
+def _gan():
+    torch.manual_seed(0)
+    g = nn.Sequential(nn.Linear(3, 6, bias=False), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 5))
+    d = nn.Sequential(nn.Linear(5, 6), nn.LeakyReLU(0.2), nn.Linear(6, 1))
+    return g, d
+
+
+def wgan_gp(wrap, rank, size):
+    """The penalty differentiates the gradient of the wrapped critic."""
+    g, d = _gan()
+    go, do = _adam(g), _adam(d)
+    generator, critic = wrap(g, go), wrap(d, do)
+    for step in range(3):
+        do.zero_grad()
+        real = batch(step, rank, 4, 5)
+        with torch.no_grad():
+            fake = generator(batch(step + 10, rank, 4, 3))
+        mixed = (real + fake).div(2).requires_grad_()
+        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+        penalty = (slope.norm(dim=1) - 1).square().mean()
+        (critic(fake).mean() - critic(real).mean() + 10 * penalty).backward()
+        do.step()
+        if step % 2 == 1:
+            go.zero_grad()
+            (-critic(generator(batch(step + 20, rank, 4, 3))).mean()).backward()
+            go.step()
+    return weights(g, "g") | weights(d, "d")
+
+
+def wgan_gp_with_separate_backwards(wrap, rank, size):
+    """The common form: three backwards of three forwards add up before one step."""
+    _g, d = _gan()
+    do = sgd(d)
+    critic = wrap(d, do)
+    for step in range(3):
+        do.zero_grad()
+        real, fake = batch(step, rank, 4, 5), batch(step + 10, rank, 4, 5)
+        (-critic(real).mean()).backward()
+        critic(fake).mean().backward()
+        mixed = (real + fake).div(2).requires_grad_()
+        output = critic(mixed)
+        (slope,) = torch.autograd.grad(output.sum(), mixed, create_graph=True)
+        ((slope.norm(dim=1) - 1).square().mean() + 0 * output.sum()).backward()
+        do.step()
+    return weights(d, "d")
+
+
+def r1_penalty_every_second_step(wrap, rank, size):
+    """StyleGAN2's lazy regularisation."""
+    _, d = _gan()
+    do = _adam(d)
+    critic = wrap(d, do)
+    for step in range(4):
+        do.zero_grad()
+        functional.softplus(-critic(batch(step, rank))).mean().backward()
+        do.step()
+        if step % 2 == 0:
+            do.zero_grad()
+            real = batch(step, rank).requires_grad_()
+            output = critic(real)
+            (slope,) = torch.autograd.grad(output.sum(), real, create_graph=True)
+            (slope.square().sum() + 0 * output[0, 0]).backward()
+            do.step()
+    return everything(d)
+
+
+def cycle_gan(wrap, rank, size):
+    """Two generators in one loss with frozen discriminators, then the discriminators."""
+    torch.manual_seed(0)
+    ab, ba, da, db = (nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1), nn.Linear(5, 1))
+    go = torch.optim.Adam([*ab.parameters(), *ba.parameters()], lr=0.01)
+    do = torch.optim.Adam([*da.parameters(), *db.parameters()], lr=0.01)
+    to_b, to_a = wrap(ab), wrap(ba)
+    of_a, of_b = wrap(da), wrap(db)
+    for step in range(3):
+        a, b = batch(step, rank), batch(step + 10, rank)
+        fake_b, fake_a = to_b(a), to_a(b)
+        again_a, again_b = to_a(fake_b), to_b(fake_a)
+        for d in (da, db):
+            d.requires_grad_(False)
+        go.zero_grad()
+        cycle = (again_a - a).abs().mean() + (again_b - b).abs().mean()
+        (of_a(fake_a).square().mean() + of_b(fake_b).square().mean() + cycle).backward()
+        go.step()
+        for d in (da, db):
+            d.requires_grad_(True)
+        do.zero_grad()
+        for d, real, fake in ((of_a, a, fake_a), (of_b, b, fake_b)):
+            one = (d(real) - 1).square().mean() + d(fake.detach()).square().mean()
+            one.backward()
+        do.step()
+    return {"ab": weights(ab), "ba": weights(ba), "da": weights(da), "db": weights(db)}
+
+
+def gan_in_one_module(wrap, rank, size):
+    """Generator and discriminator under one wrapper; each step uses a part."""
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.g, self.d = _gan()
+
+        def forward(self, noise, real, which):
+            fake = self.g(noise)
+            if which == "g":
+                return -self.d(fake).mean()
+            return self.d(fake.detach()).mean() - self.d(real).mean()
+
+    module = Both()
+    go, do = _adam(module.g), _adam(module.d)
+    model = wrap(module, find_unused_parameters=True)
+    for step in range(3):
+        for which, optimizer in (("d", do), ("g", go)):
+            optimizer.zero_grad()
+            model(batch(step, rank, 4, 3), batch(step + 10, rank), which).backward()
+            optimizer.step()
+    return everything(module)
+
+
+def variational_autoencoder(wrap, rank, size):
+    """Noise of each rank's own, several outputs, one of them not in the loss."""
+
+    class Vae(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.encoder, self.decoder = nn.Linear(5, 4), nn.Linear(2, 5)
+
+        def forward(self, inputs, noise):
+            mean, log = self.encoder(inputs).chunk(2, 1)
+            code = mean + noise * (0.5 * log).exp()
+            return self.decoder(code), mean, log, code
+
+    module = Vae()
+
+    def loss(model, step):
+        data = batch(step, rank)
+        out, mean, log, _ = model(data, batch(step + 60, rank, 4, 2))
+        kl = -0.5 * (1 + log - mean.square() - log.exp()).mean()
+        return (out - data).square().mean() + kl
+
+    return _loop(wrap, rank, module, _adam(module), loss)
+
+
+def diffusion(wrap, rank, size):
+    """Another time step on each rank."""
+
+    class Denoiser(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.time, self.net = nn.Embedding(10, 5), nn.Linear(5, 5)
+
+        def forward(self, noisy, time):
+            return self.net(noisy + self.time(time))
+
+    module = Denoiser()
+
+    def loss(model, step):
+        noise, time = batch(step + 70, rank), classes(step, rank, 10)
+        noisy = batch(step, rank) * 0.5 + noise
+        return (model(noisy, time) - noise).square().mean()
+
+    return _loop(wrap, rank, module, torch.optim.AdamW(module.parameters(), 0.01), loss)
+
+
+SITUATIONS = [
+    row(wgan_gp),
+    row(wgan_gp_with_separate_backwards),
+    row(r1_penalty_every_second_step),
+    row(cycle_gan),
+    row(gan_in_one_module),
+    row(variational_autoencoder),
+    row(diffusion),
+]

@@ -1,0 +1,333 @@
+"""Gradients that users replace, keep by reference, scale, clip, or give other strides."""
+
+import torch
+from ranks.situations.rows import row
+from ranks.situations.values import (
+    batch,
+    copied,
+    everything,
+    grads,
+    linear,
+    perceptron,
+    sgd,
+    weights,
+    x,
+)
+from torch import nn
+
+
+def trained(wrap, rank, change, steps=4, kind=torch.optim.SGD, zero=True, **arguments):
+    """A few steps; `change(module, optimizer, step)` between backward and optimizer."""
+    module = perceptron()
+    optimizer = kind(module.parameters(), lr=0.1)
+    model = wrap(module, optimizer, **arguments)
+    for step in range(steps):
+        if zero:
+            optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        change(wrap.inner(model), optimizer, step)
+        optimizer.step()
+    return everything(wrap.inner(model))
+
+
+def scaled_data_of_a_gradient_once(wrap, rank, size):
+    """Old mixed-precision code: `p.grad.data = p.grad.data * s`."""
+    module = linear()
+    model = wrap(module)
+    result = {}
+    for step in range(4):
+        if step:
+            module.weight.grad.zero_()
+        model(x(rank)).sum().backward()
+        result[f"step{step}"] = copied(module.weight.grad)
+        if step == 0:
+            module.weight.grad.data = module.weight.grad.data * 2.0
+    return result
+
+
+def scaled_data_of_a_gradient_every_step(wrap, rank, size):
+    def change(module, optimizer, step):
+        for p in module.parameters():
+            p.grad.data = p.grad.data * 0.5
+
+    return trained(wrap, rank, change)
+
+
+def scaled_data_without_zeroing(wrap, rank, size):
+    module = linear()
+    model = wrap(module)
+    result = {}
+    for step in range(3):
+        model(x(rank)).sum().backward()
+        module.weight.grad.data = module.weight.grad.data * 2.0
+        result[f"step{step}"] = copied(module.weight.grad)
+    return result
+
+
+def gradient_replaced(wrap, rank, size):
+    def change(module, optimizer, step):
+        for p in module.parameters():
+            p.grad = p.grad * 0.5
+
+    return trained(wrap, rank, change)
+
+
+def gradient_replaced_and_zeroed_in_place(wrap, rank, size):
+    def change(module, optimizer, step):
+        for p in module.parameters():
+            p.grad = p.grad * 0.5
+
+    module = perceptron()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=False)
+        model(batch(step, rank)).square().mean().backward()
+        change(module, optimizer, step)
+        optimizer.step()
+    return everything(wrap.inner(model))
+
+
+def gradient_replaced_on_one_rank(wrap, rank, size):
+    """The same values in another tensor."""
+
+    def change(module, optimizer, step):
+        for p in module.parameters():
+            if rank == 0:
+                p.grad = p.grad.clone()
+
+    return trained(wrap, rank, change)
+
+
+def gradient_scaled_in_place(wrap, rank, size):
+    def change(module, optimizer, step):
+        for p in module.parameters():
+            p.grad.mul_(0.5)
+
+    return trained(wrap, rank, change)
+
+
+def gradient_divided_by_the_number_of_ranks(wrap, rank, size):
+    def change(module, optimizer, step):
+        for p in module.parameters():
+            p.grad.data.div_(size)
+
+    return trained(wrap, rank, change)
+
+
+def gradients_kept_by_reference(wrap, rank, size):
+    """PCGrad: one backward per task, gradients collected and set to None."""
+    module = linear()
+    model = wrap(module)
+    kept = []
+    for scale in (1.0, 10.0):
+        model(x(rank, scale)).sum().backward()
+        kept.append(module.weight.grad)
+        module.weight.grad = None
+    return {"first": kept[0], "second": kept[1]}
+
+
+def gradients_kept_by_reference_and_zeroed_by_the_optimizer(wrap, rank, size):
+    module = linear()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    kept = []
+    for scale in (1.0, 10.0, 100.0):
+        optimizer.zero_grad()
+        model(x(rank, scale)).sum().backward()
+        kept.append(module.weight.grad)
+    return {f"kept{number}": value for number, value in enumerate(kept)}
+
+
+def gradients_kept_as_views(wrap, rank, size):
+    """A flat view of a gradient outlives the gradient."""
+    module = linear()
+    model = wrap(module)
+    kept = []
+    for scale in (1.0, 10.0):
+        module.zero_grad()
+        model(x(rank, scale)).sum().backward()
+        kept.append(module.weight.grad.view(-1))
+    return {"first": kept[0], "second": kept[1]}
+
+
+def gradients_kept_as_data(wrap, rank, size):
+    module = linear()
+    model = wrap(module)
+    kept = []
+    for scale in (1.0, 10.0):
+        module.zero_grad()
+        model(x(rank, scale)).sum().backward()
+        kept.append(module.weight.grad.data)
+    return {"first": kept[0], "second": kept[1]}
+
+
+def gradients_kept_and_given_back(wrap, rank, size):
+    """Gradients of one task are put aside, and set again after that of another."""
+    module = linear()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(x(rank, 1.0 + step)).sum().backward()
+        first = module.weight.grad
+        module.weight.grad = None
+        model(x(rank, 10.0)).sum().backward()
+        module.weight.grad = first + 0.5 * module.weight.grad
+        optimizer.step()
+    return everything(module)
+
+
+def another_gradient_swapped_in(wrap, rank, size):
+    """Two sets of gradients are swapped from step to step."""
+    module = linear()
+    model = wrap(module)
+    aside, result = None, {}
+    for step in range(4):
+        model(x(rank, 10.0**step)).sum().backward()
+        result[f"step{step}"] = copied(module.weight.grad)
+        module.weight.grad, aside = aside, module.weight.grad
+    return result
+
+
+def clipped_by_norm(wrap, rank, size):
+    def change(module, optimizer, step):
+        norms.append(nn.utils.clip_grad_norm_(module.parameters(), 0.05))
+
+    norms = []
+    return trained(wrap, rank, change) | {"norms": norms}
+
+
+def clipped_by_value(wrap, rank, size):
+    def change(module, optimizer, step):
+        nn.utils.clip_grad_value_(module.parameters(), 0.01)
+
+    return trained(wrap, rank, change)
+
+
+def noise_added(wrap, rank, size):
+    def change(module, optimizer, step):
+        generator = torch.Generator().manual_seed(step)
+        for p in module.parameters():
+            p.grad += 0.01 * torch.randn(p.shape, generator=generator)
+
+    return trained(wrap, rank, change)
+
+
+def gradients_centralised(wrap, rank, size):
+    """Gradient centralisation writes through `.grad.data`."""
+
+    def change(module, optimizer, step):
+        for p in module.parameters():
+            if p.dim() > 1:
+                p.grad.data.add_(-p.grad.data.mean(dim=1, keepdim=True))
+
+    return trained(wrap, rank, change)
+
+
+def detached_gradient(wrap, rank, size):
+    module = linear()
+    model = wrap(module)
+    model(x(rank)).sum().backward()
+    module.weight.grad = module.weight.grad.detach()
+    model(x(rank)).sum().backward()
+    module.weight.grad.detach_()
+    model(x(rank)).sum().backward()
+    return grads(module)
+
+
+def channels_last_with_gradients_present(wrap, rank, size):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(36, 2))
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(4):
+        if step == 1:
+            model = model.to(memory_format=torch.channels_last)
+        if step != 1:
+            optimizer.zero_grad()
+        model(batch(step, rank, 2, 3, 5, 5)).square().mean().backward()
+        optimizer.step()
+    return everything(wrap.inner(model))
+
+
+def transposed_gradient_adopted(wrap, rank, size):
+    """`.grad` has other strides than its parameter."""
+    torch.manual_seed(0)
+    module = nn.Linear(3, 4, bias=False)
+    model = wrap(module)
+    module.weight.grad = torch.arange(12.0).reshape(3, 4).t()
+    model(batch(0, rank, 2, 3)).sum().backward()
+    return grads(module)
+
+
+def gradients_read_in_the_middle(wrap, rank, size):
+    """Sums of gradients are logged and used as weights of the next loss."""
+    module = linear()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    scale = torch.ones(())
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(x(rank)).sum() * scale).backward()
+        scale = 1 / (1 + module.weight.grad.norm())
+        optimizer.step()
+    return everything(module) | {"scale": scale}
+
+
+def deep_copy_of_gradients(wrap, rank, size):
+    """A snapshot of all gradients, restored after a trial step."""
+    module = perceptron()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        saved = [p.grad.clone() for p in module.parameters()]
+        optimizer.zero_grad()
+        model(batch(step + 100, rank)).square().mean().backward()
+        for p, own in zip(module.parameters(), saved, strict=True):
+            p.grad.copy_(p.grad + own)
+        optimizer.step()
+    return everything(module)
+
+
+def parameters_as_one_vector(wrap, rank, size):
+    module = perceptron()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(3):
+        vector = nn.utils.parameters_to_vector(module.parameters())
+        nn.utils.vector_to_parameters(vector * 0.9, module.parameters())
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return weights(module)
+
+
+SITUATIONS = [
+    row(scaled_data_of_a_gradient_once),
+    row(scaled_data_of_a_gradient_every_step),
+    row(scaled_data_without_zeroing),
+    row(gradient_replaced),
+    row(gradient_replaced_and_zeroed_in_place),
+    row(gradient_replaced_on_one_rank),
+    row(gradient_scaled_in_place),
+    row(gradient_divided_by_the_number_of_ranks),
+    row(gradients_kept_by_reference),
+    row(gradients_kept_by_reference_and_zeroed_by_the_optimizer),
+    row(gradients_kept_as_views),
+    row(gradients_kept_as_data),
+    row(gradients_kept_and_given_back),
+    row(another_gradient_swapped_in),
+    row(clipped_by_norm),
+    row(clipped_by_value),
+    row(noise_added),
+    row(gradients_centralised),
+    row(detached_gradient),
+    row(channels_last_with_gradients_present),
+    row(transposed_gradient_adopted),
+    row(gradients_read_in_the_middle),
+    row(deep_copy_of_gradients),
+    row(parameters_as_one_vector),
+]

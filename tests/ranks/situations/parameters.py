@@ -1,0 +1,220 @@
+"""Kinds of parameters: dtypes, sparse, lazy, ignored, of other shapes on other ranks."""
+
+import warnings
+
+import torch
+from ranks.situations.rows import better, raises, row
+from ranks.situations.values import (
+    batch,
+    everything,
+    grads,
+    perceptron,
+    sgd,
+)
+from ranks.situations.wrapping import _steps
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+
+def no_trainable_parameter(wrap, rank, size):
+    module = perceptron()
+    module.requires_grad_(False)
+    wrap(module)
+    return {}
+
+
+def no_parameter(wrap, rank, size):
+    wrap(nn.Sequential(nn.Tanh()))
+    return {}
+
+
+def a_lazy_parameter(wrap, rank, size):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = nn.LazyLinear(3)
+    wrap(module)
+    return {}
+
+
+def a_lazy_parameter_made_first(wrap, rank, size):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = nn.LazyLinear(3)
+        torch.manual_seed(0)
+        module(batch(0, 0))
+    _steps(wrap, rank, module)
+    return everything(module)
+
+
+def other_shapes_on_another_rank(wrap, rank, size):
+    wrap(nn.Linear(3 + rank, 2))
+    return {}
+
+
+def another_number_of_parameters_on_another_rank(wrap, rank, size):
+    wrap(nn.Linear(3, 2, bias=rank == 0))
+    return {}
+
+
+def parameters_in_another_order_on_another_rank(wrap, rank, size):
+    module = nn.Module()
+    torch.manual_seed(0)
+    layers = {"a": nn.Linear(3, 2), "b": nn.Linear(2, 2)}
+    for name in sorted(layers, reverse=rank == 1):
+        setattr(module, name, layers[name])
+    wrap(module)
+    return {}
+
+
+def half_precision_parameters(wrap, rank, size):
+    module = perceptron().bfloat16()
+    _steps(wrap, rank, module, data=lambda s, r: batch(s, r).bfloat16())
+    return everything(module)
+
+
+def mixed_precision_parameters(wrap, rank, size):
+    """Parameters of two dtypes."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.one, self.other = nn.Linear(5, 4), nn.Linear(4, 2).double()
+
+        def forward(self, inputs):
+            return self.other(self.one(inputs).double())
+
+    module = Mixed()
+    _steps(wrap, rank, module)
+    return everything(module)
+
+
+def double_precision(wrap, rank, size):
+    module = perceptron().double()
+    _steps(wrap, rank, module, data=lambda s, r: batch(s, r).double())
+    return everything(module)
+
+
+def complex_parameters(wrap, rank, size):
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64) * (1 + 2j))
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, inputs):
+            return (self.weight * inputs).abs().sum() * self.scale
+
+    module = Complex()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model((rank + 1) * (1 + 1j)).sum().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def _embedding(sparse):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(7, 3, sparse=sparse), nn.Linear(3, 2))
+
+
+def _tokens(step, rank):
+    return torch.tensor([[(step + rank) % 7, (2 * step + rank) % 7, 0]])
+
+
+def dense_embedding(wrap, rank, size):
+    module = _embedding(False)
+    _steps(wrap, rank, module, data=_tokens)
+    return everything(module)
+
+
+def sparse_embedding(wrap, rank, size):
+    module = _embedding(True)
+    _model, _ = _steps(wrap, rank, module, data=_tokens)
+    return everything(module) | {"sparse": module[0].weight.grad.is_sparse}
+
+
+def sparse_embedding_with_sparse_adam(wrap, rank, size):
+    torch.manual_seed(0)
+    module = nn.EmbeddingBag(7, 3, sparse=True)
+    optimizer = torch.optim.SparseAdam(module.parameters(), lr=0.1)
+    model = wrap(module, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(_tokens(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def sparse_embedding_accumulated(wrap, rank, size):
+    module = _embedding(True)
+    model = wrap(module)
+    with wrap.no_sync(model):
+        model(_tokens(0, rank)).square().mean().backward()
+    model(_tokens(1, rank)).square().mean().backward()
+    return grads(module)
+
+
+def ignored_parameter(wrap, rank, size):
+    """By torch's own static method; the rank trains it alone."""
+    module = perceptron()
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(module, ["2.bias"])
+    _steps(wrap, rank, module)
+    return everything(module)
+
+
+def ignored_parameters_of_rank_specific_shape(wrap, rank, size):
+    """A sharded embedding: each rank has rows of its own."""
+
+    torch.manual_seed(0)
+    dense = nn.Linear(3, 2)
+    module = nn.Sequential(nn.Embedding(2 + rank, 3), dense)
+    nn.init.ones_(module[0].weight)
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(module, ["0.weight"])
+    _steps(wrap, rank, module, data=lambda step, r: torch.tensor([step % 2, r]))
+    return everything(module)
+
+
+def ignored_parameter_that_is_lazy(wrap, rank, size):
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = perceptron()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.late = nn.LazyLinear(2)
+
+        def forward(self, inputs):
+            return self.net(inputs)
+
+    module = Late()
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(module, ["late.weight", "late.bias"])
+    _steps(wrap, rank, module, steps=1)
+    return grads(module.net)
+
+
+NOTHING = better(lambda rank, size: {}, "there is nothing to communicate, which is no error")
+
+
+SITUATIONS = [
+    row(no_trainable_parameter, klass=raises("parameter"), method=NOTHING),
+    row(no_parameter, klass=raises("parameter"), method=NOTHING),
+    row(a_lazy_parameter, both=raises("uninitiali[sz]ed|not initialised|lazy|Lazy")),
+    row(a_lazy_parameter_made_first),
+    row(other_shapes_on_another_rank, both=raises("weight")),
+    row(another_number_of_parameters_on_another_rank, both=raises("parameter|bias")),
+    row(parameters_in_another_order_on_another_rank, both=raises("weight|order")),
+    row(half_precision_parameters),
+    row(mixed_precision_parameters),
+    row(double_precision),
+    row(complex_parameters),
+    row(dense_embedding),
+    row(sparse_embedding),
+    row(sparse_embedding_with_sparse_adam),
+    row(sparse_embedding_accumulated),
+    row(ignored_parameter),
+    row(ignored_parameters_of_rank_specific_shape),
+    row(ignored_parameter_that_is_lazy),
+]

@@ -1,0 +1,217 @@
+"""Several wrapped models, tied weights, and models that are used several times."""
+
+import itertools
+
+import torch
+from ranks.situations.rows import row
+from ranks.situations.values import (
+    batch,
+    everything,
+    grads,
+    perceptron,
+    sgd,
+    weights,
+)
+from torch import nn
+
+
+def two_wrapped_parts_of_one_model(wrap, rank, size):
+    """Backbone and head wrapped apart, one loss through both."""
+    torch.manual_seed(0)
+    body, head = nn.Linear(5, 4), nn.Linear(4, 2)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    b, h = wrap(body), wrap(head)
+    for step in range(3):
+        optimizer.zero_grad()
+        h(torch.tanh(b(batch(step, rank)))).square().mean().backward()
+        optimizer.step()
+    return everything(body, "body.") | everything(head, "head.")
+
+
+def two_models_with_summed_losses(wrap, rank, size):
+    one, other = perceptron(0), perceptron(1)
+    optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
+    a, b = wrap(one), wrap(other)
+    for step in range(3):
+        optimizer.zero_grad()
+        (a(batch(step, rank)).square().mean() + b(batch(step, rank)).square().mean()).backward()
+        optimizer.step()
+    return everything(one, "one.") | everything(other, "other.")
+
+
+def two_models_backward_in_other_order_than_forward(wrap, rank, size):
+    one, other = perceptron(0), perceptron(1)
+    a, b = wrap(one), wrap(other)
+    first, second = a(batch(0, rank)), b(batch(0, rank))
+    second.square().mean().backward()
+    first.square().mean().backward()
+    return grads(one, "one") | grads(other, "other")
+
+
+def three_models_trained_in_turn(wrap, rank, size):
+    modules = [perceptron(seed) for seed in range(3)]
+    optimizers = [sgd(module) for module in modules]
+    models = [wrap(m, o) for m, o in zip(modules, optimizers, strict=True)]
+    for step in range(4):
+        k = step % 3
+        optimizers[k].zero_grad()
+        models[k](batch(step, rank)).square().mean().backward()
+        optimizers[k].step()
+    return {f"model{k}": weights(module) for k, module in enumerate(modules)}
+
+
+class Tied(nn.Module):
+    """A decoder with the encoder's weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Linear(5, 4, bias=False)
+        self.decoder = nn.Linear(4, 5, bias=False)
+        self.decoder.weight = nn.Parameter(self.encoder.weight.t().detach().clone())
+        self.again = nn.Linear(5, 4, bias=False)
+        self.again.weight = self.encoder.weight
+
+    def forward(self, inputs):
+        return self.again(self.decoder(torch.tanh(self.encoder(inputs))))
+
+
+def tied_weights(wrap, rank, size):
+    module = Tied()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    tied = model.module if hasattr(model, "module") else model
+    return everything(module) | {"tied": tied.again.weight is tied.encoder.weight}
+
+
+def tied_embedding_and_output(wrap, rank, size):
+    """A language model: the output layer has the embedding's weight."""
+    torch.manual_seed(0)
+    embedding, output = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+    output.weight = embedding.weight
+    module = nn.Sequential(embedding, output)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    model = wrap(module, optimizer)
+    for step in range(3):
+        tokens = torch.tensor([[(step + rank) % 7, (step + 2 * rank + 1) % 7]])
+        optimizer.zero_grad()
+        logits = model(tokens)
+        nn.functional.cross_entropy(logits.view(-1, 7), tokens.view(-1)).backward()
+        optimizer.step()
+    return everything(module)
+
+
+def weights_tied_after_the_wrap(wrap, rank, size):
+    """Values are copied into the other weight after the wrap, as a way to tie by value."""
+    module = perceptron(features=7, outputs=7)
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(3):
+        with torch.no_grad():
+            module[2].weight.copy_(module[0].weight)
+        optimizer.zero_grad()
+        model(batch(step, rank, 4, 7)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def the_same_layer_twice_in_a_forward(wrap, rank, size):
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 5)
+    module = nn.Sequential(layer, nn.Tanh(), layer)
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def the_same_model_twice_in_a_loss(wrap, rank, size):
+    """Siamese networks: two forwards of the wrapper, one backward."""
+    module = perceptron()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        one, other = model(batch(step, rank)), model(batch(step + 10, rank))
+        (one - other).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def recurrent_use_of_the_model(wrap, rank, size):
+    """Back-propagation through time over calls of the wrapper."""
+    torch.manual_seed(0)
+    module = nn.Linear(5, 5)
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(2):
+        optimizer.zero_grad()
+        hidden = batch(step, rank)
+        for _ in range(3):
+            hidden = torch.tanh(model(hidden))
+        hidden.square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def truncated_back_propagation_through_time(wrap, rank, size):
+    torch.manual_seed(0)
+    module = nn.GRU(5, 4, batch_first=True)
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    hidden = None
+    for step in range(3):
+        optimizer.zero_grad()
+        output, hidden = model(batch(step, rank, 2, 3, 5), hidden)
+        hidden = hidden.detach()
+        output.square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def one_optimizer_over_two_wrapped_models(wrap, rank, size):
+    one, other = perceptron(0), perceptron(1)
+    optimizer = torch.optim.Adam(itertools.chain(one.parameters(), other.parameters()), lr=0.01)
+    a, b = wrap(one, optimizer), wrap(other)
+    for step in range(3):
+        optimizer.zero_grad()
+        a(batch(step, rank)).square().mean().backward()
+        b(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return weights(one, "one") | weights(other, "other")
+
+
+def unwrapped_part_trained_beside(wrap, rank, size):
+    """A loss with parameters of its own that nobody wrapped: local, as in torch."""
+    module, centre = perceptron(), nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([*module.parameters(), centre], lr=0.1)
+    model = wrap(module)
+    for step in range(2):
+        optimizer.zero_grad()
+        (model(batch(step, rank)) - centre).square().mean().backward()
+        optimizer.step()
+    return everything(module) | {"centre": centre}
+
+
+SITUATIONS = [
+    row(two_wrapped_parts_of_one_model),
+    row(two_models_with_summed_losses),
+    row(two_models_backward_in_other_order_than_forward),
+    row(three_models_trained_in_turn),
+    row(tied_weights),
+    row(tied_embedding_and_output),
+    row(weights_tied_after_the_wrap),
+    row(the_same_layer_twice_in_a_forward),
+    row(the_same_model_twice_in_a_loss),
+    row(recurrent_use_of_the_model),
+    row(truncated_back_propagation_through_time),
+    row(one_optimizer_over_two_wrapped_models),
+    row(unwrapped_part_trained_beside),
+]

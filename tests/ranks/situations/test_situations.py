@@ -1,0 +1,80 @@
+"""What users of torch's DistributedDataParallel do, under torch's class and under ours.
+
+The table is in the files that `themes.py` names. All situations that were selected run once, in a
+process of their own that forks the ranks; each is then a test of its own.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks.situations import judging, rows, themes
+from ranks.situations.houses import HOUSES
+from ranks.situations.table import markdown
+
+PROGRAM = Path(__file__).with_name("report.py")
+SIZES = (2, 3)
+
+#: The first test waits for all.
+pytestmark = pytest.mark.timeout(900)
+
+CASES = [
+    (theme, row, size, house)
+    for size in SIZES
+    for theme, row in themes.all_rows().values()
+    for house in HOUSES
+    if size in row.sizes
+]
+
+
+@pytest.fixture(scope="module")
+def verdicts(request, tmp_path_factory):
+    """{(situation, house, size): (verdict, text)} of all that were selected."""
+    selected = [item for item in request.session.items if hasattr(item, "callspec")]
+    cases = [item.callspec.params for item in selected if "house" in item.callspec.params]
+    folder = tmp_path_factory.mktemp("situations")
+    (folder / "names").write_text("\n".join({case["row"].name for case in cases}))
+    sizes = {case["size"] for case in cases}
+    command = [sys.executable, str(PROGRAM), "--brief", "--select", str(folder / "names")]
+    for size in sorted(sizes):
+        command += ["--size", str(size)]
+    done = subprocess.run(
+        [*command, "--save", str(folder / "verdicts")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert (folder / "verdicts").exists(), done.stdout[-2000:] + done.stderr[-4000:]
+    return pickle.loads((folder / "verdicts").read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("theme", "row", "size", "house"),
+    CASES,
+    ids=[f"{theme}-{row.name}-{house}-{size}_ranks" for theme, row, size, house in CASES],
+)
+def test_a_situation_is_as_in_torch_or_as_documented(verdicts, theme, row, size, house):
+    verdict, text = verdicts[row.name, house, size]
+    if verdict not in judging.GOOD:
+        pytest.fail(f"{theme}.{row.name}, {house}, {size} ranks: {verdict}\n{text}", pytrace=False)
+
+
+def test_the_table_is_large_and_its_names_are_unique():
+    names = [row.name for theme in themes.THEMES for row in themes.table(theme)]
+    assert len(names) == len(set(names)) >= 200
+
+
+def test_what_is_refused_or_not_as_in_torch_has_a_reason():
+    for _, row in themes.all_rows().values():
+        for house, expected in row.expected.items():
+            if expected.kind in (rows.REFUSED, rows.BETTER, rows.WARNED, rows.ABSENT):
+                assert expected.reason, f"{row.name}, {house}"
+
+
+def test_the_documentation_has_the_table():
+    document = Path(__file__).parents[3] / "docs" / "migrating.md"
+    assert markdown() in document.read_text(), "put in what report.py --markdown prints"

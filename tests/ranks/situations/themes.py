@@ -1,0 +1,53 @@
+"""The table of situations, by theme."""
+
+import importlib
+
+THEMES = (
+    "modes",
+    "rounds",
+    "gradients",
+    "zeroing",
+    "differentiating",
+    "hooks",
+    "module_hooks",
+    "sharing",
+    "several_models",
+    "buffers",
+    "batch_norm",
+    "freezing",
+    "unused",
+    "outputs",
+    "parameters",
+    "wrapping",
+    "changes",
+    "communicating",
+    "copies",
+    "joining",
+    "vision",
+    "generative",
+    "reinforcement",
+    "self_supervised",
+    "language",
+    "meta_learning",
+    "averages",
+    "checkpointing",
+    "precision",
+    "tasks",
+    "optimizers",
+    "networks",
+)
+
+
+def table(theme):
+    """The rows of a theme."""
+    return importlib.import_module(f"ranks.situations.{theme}").SITUATIONS
+
+
+def about(theme):
+    """What a theme is about, in a sentence."""
+    return importlib.import_module(f"ranks.situations.{theme}").__doc__.strip()
+
+
+def all_rows():
+    """{name of the situation: (theme, row)} of the whole table."""
+    return {row.name: (theme, row) for theme in THEMES for row in table(theme)}
