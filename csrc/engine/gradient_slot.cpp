@@ -16,11 +16,14 @@ namespace autograd = torch::autograd;
 namespace {
 
 // Whether `grad`, which autograd has just accumulated, is nobody's but the parameter's. A gradient
-// that was stolen from `incoming` shares its memory.
+// that was stolen from `incoming` shares its memory, and that of the tensor it is a view of.
 bool nobody_else_holds(const at::Tensor& grad, const at::Tensor& incoming) {
   if (grad.requires_grad() || grad.use_count() > 1) return false;
-  const bool stolen = incoming.defined() && incoming.has_storage() && incoming.is_alias_of(grad);
-  return grad.storage().use_count() <= (stolen ? 2u : 1u);
+  size_t known = 1;
+  if (incoming.defined() && incoming.has_storage() && incoming.is_alias_of(grad)) {
+    known += incoming.is_view() ? 2 : 1;
+  }
+  return grad.storage().use_count() <= known;
 }
 
 }  // namespace
