@@ -192,8 +192,9 @@ def attributes():
     assert not decentral.broadcast_buffers, "as the algorithm has it"
     with pytest.raises(RuntimeError, match="is a DistributedDataParallel already"):
         ddp.with_bagua([], ByteGradAlgorithm())
+    wrapped = normalised().with_bagua([], ByteGradAlgorithm(hierarchical=False))
     with pytest.raises(TypeError, match="the module is wrapped already"):
-        DistributedDataParallel(ddp)
+        DistributedDataParallel(wrapped)
     return len(set(local)), len(set(shared))
 
 

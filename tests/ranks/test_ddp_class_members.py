@@ -243,7 +243,7 @@ def functional():
         inputs, targets = training.batch(0, dist.get_rank())
         output = functional_call(ddp, passed, (inputs,))
         nn.functional.mse_loss(output, targets).backward()
-        assert all(p.grad is None for p in ddp.parameters())
+        assert not any(p.grad.any() for p in ddp.parameters() if p.grad is not None)
         # Functions of the parameters, as in MAML: gradients reach the module's own.
         again = wrap(normalised(), broadcast_buffers=False)
         fast = {name: 2 * p for name, p in again.named_parameters()}
@@ -291,3 +291,26 @@ def fused():
 
 def test_fused_optimizers_step_in_backward(ranks):
     ranks(2, fused)
+
+
+@training.with_group
+def nested():
+    """The wrapper of a wrapper, of which both are trained in turn."""
+    results = []
+    for wrap in (DistributedDataParallel, TorchDDP):
+        inner = wrap(normalised(), static_graph=True)
+        outer = wrap(inner, static_graph=True)
+        optimizer = training.sgd(outer)
+        for step in range(4):
+            for ddp in (outer, inner):
+                optimizer.zero_grad()
+                backward_of(ddp, step)
+                optimizer.step()
+        results.append(list(outer.state_dict().items()))
+    for (name, p), (their_name, q) in zip(*results, strict=True):
+        assert name == their_name
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_a_wrapper_may_be_wrapped(ranks):
+    ranks(2, nested)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from bagua.torch_api._implicit_group import ensure_initialised
 from bagua.torch_api._initial_state import InitialState
@@ -75,16 +76,15 @@ def check_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The parameters that are not ignored.
 
     Raises:
-        TypeError: ``module`` is no module, or is wrapped already.
+        TypeError: ``module`` is no module, or is wrapped by with_bagua.
         RuntimeError: none needs a gradient, or one is lazy and has no shape yet.
         ValueError: they are on different types of device.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, not {module!r}")
-    if isinstance(module, BaguaModule):
+    if isinstance(module, BaguaModule) and not isinstance(module, TorchDDP):
         raise TypeError(
-            "DistributedDataParallel: the module is wrapped already, by with_bagua or by "
-            "DistributedDataParallel; wrap it once"
+            "DistributedDataParallel: the module is wrapped already, by with_bagua; wrap it once"
         )
     ignored = ignored_names(module)
     named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
