@@ -130,7 +130,6 @@ MIXED = "mixed_precision is refused: autocast does this"
 DEPRECATED = "torch 2.13 deprecates broadcast_buffers, older versions have nothing else"
 
 # Differences that are to be corrected:
-WRAPPED_TWICE = "a wrapped module is not wrapped again"
 REPLACED = (
     "after a functional_call with all parameters replaced, .grad of the module's own is 0, not None"
 )
@@ -158,7 +157,6 @@ FAILURES = {
     },
     "test_ddp_profiling_autograd_profiler": (PROFILER, "0 not greater than or equal to 1"),
     "test_ddp_profiling_torch_profiler": (PROFILER, "0 not greater than or equal to 1"),
-    "test_ddp_static_graph_nested_types": (WRAPPED_TWICE, "the module is wrapped already"),
     "test_ddp_unused_params_rebuild_buckets_exception": (UNUSED, "error not raised"),
     "test_detect_ddp_is_actually_static": (REDUCER, "reducer"),
     "test_different_graph_across_ranks": (LAYOUT, "1 is not false"),

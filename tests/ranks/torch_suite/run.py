@@ -190,7 +190,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=TESTS)
     parser.add_argument("--ddp", choices=CLASSES, default="bagua")
-    parser.add_argument("--jobs", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--output", action="store_true")
     chosen = parser.parse_args()
     for job in run(chosen.names, CLASSES[chosen.ddp], chosen.jobs):
