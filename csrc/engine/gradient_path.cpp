@@ -152,7 +152,7 @@ void GradientPath::activate(bool rooted) {
     }
     if (rooted && options_.before_backward) options_.before_backward();
     fired_ = 0;
-    rooted_ = false;
+    rooted_ = left_ = false;
     forget_other_ways();
     for (auto& slot : slots_) {
       slot->version = version_of(slot->parameter);
@@ -190,7 +190,10 @@ void GradientPath::on_backward() {
 }
 
 void GradientPath::on_gradient(GradientSlot& slot, const at::Tensor& incoming) {
-  slot.touched = true;
+  // A function whose backward returns None reaches the node without a gradient; a hook of the
+  // user's may have taken it away.
+  const bool defined = slot.parameter.grad().defined();
+  slot.touched = slot.touched || defined;
   if (phase_ == kIdle) {
     if (partial_task_ == autograd::get_current_graph_task_id()) {
       activate(true);
@@ -203,12 +206,17 @@ void GradientPath::on_gradient(GradientSlot& slot, const at::Tensor& incoming) {
     }
   }
   if (options_.static_graph && !count_hit(slot)) return;
-  if (!slot.adopt(incoming, /*lend=*/true))
-    slot.take_nothing();  // a hook of the user's took it away
+  if (!defined) return leave_for_the_end();
+  slot.adopt(incoming, /*lend=*/true);
   BAGUA_CHECK(engine_->mark_ready(slot.id), "parameter '", slot.slot->name,
               "' received a gradient twice in one backward, after its bucket may have been sent. "
               "A parameter shared between modules under checkpoint(use_reentrant=True) does this: "
               "use checkpoint(use_reentrant=False) or static_graph=True.");
+  if (++fired_ == needed_ && !rooted_) queue_finish();
+}
+
+void GradientPath::leave_for_the_end() {
+  left_ = true;
   if (++fired_ == needed_ && !rooted_) queue_finish();
 }
 
@@ -310,7 +318,7 @@ void GradientPath::mark_remaining() {
   std::vector<uint8_t> used(engine_->slots(), 1);
   std::vector<std::string> names;
   for (auto& slot : slots_) {
-    if (fired_ == slots_.size() && counted_) break;
+    if (fired_ == slots_.size() && counted_ && !left_) break;
     if (engine_->marked(slot->id)) continue;
     const bool untouched =
         options_.install_hooks ? !slot->touched : !slot->parameter.grad().defined();

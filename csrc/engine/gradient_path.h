@@ -121,6 +121,7 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   void queue_finish();
   void on_backward();
   void on_gradient(GradientSlot& slot, const at::Tensor& incoming);
+  void leave_for_the_end();
   bool count_hit(GradientSlot& slot);
   void on_other_way(GradientSlot& slot);
   void on_past_wrapper(GradientSlot& slot);
@@ -141,7 +142,8 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   std::atomic<bool> rooted_{false};        // the active backward goes through the output
   bool opened_ = false;                    // begin_round() was called since the last round
   std::atomic<int> partial_task_{-1};  // graph task of a backward that reaches chosen leaves only
-  std::atomic<size_t> fired_{0};       // slots that their hooks have marked in the round
+  std::atomic<bool> left_{false};      // a slot was reached without a gradient
+  std::atomic<size_t> fired_{0};       // slots that backward has reached in the round
   std::atomic<size_t> by_other_ways_{0};  // slots reached since the forward, not by its output
   size_t needed_ = 0;                     // slots whose parameters are not frozen
   bool local_forwards_ = false;           // some forward was inside no_sync()

@@ -124,7 +124,11 @@ def build(
         BaguaError: a rank did not come, or was lost.
     """
     with group.transport.meeting(f"connecting module '{name}'"):
-        return _build(buckets, group, name, wrap, weights)
+        plan = _build(buckets, group, name, wrap, weights)
+        # Gloo's connect may return here while another rank is still inside; it would fail there if
+        # this rank replaced the plan, or ended, at once.
+        group.transport.reduce_numbers(f"connecting module '{name}'", _C.ReduceOp.SUM, 0)
+        return plan
 
 
 def _build(

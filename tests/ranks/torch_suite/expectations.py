@@ -133,7 +133,6 @@ DEPRECATED = "torch 2.13 deprecates broadcast_buffers, older versions have nothi
 REPLACED = (
     "after a functional_call with all parameters replaced, .grad of the module's own is 0, not None"
 )
-UNDEFINED = "find_unused_parameters=True, gradients undefined in backward: .grad is 0, not None"
 
 #: Test: why, and what it says when it fails. (test_verify_model_across_rank_with_logger passes, but
 #: for a wrong reason: it counts any exception, as that of the `logger` that ours has not.)
@@ -166,5 +165,4 @@ FAILURES = {
     ),
     "test_skip_all_reduce_unused_parameters": (SKIPPED_BUCKETS, "Expected 2 but got 1"),
     "test_stateless_api_with_ddp": (REPLACED, r"tensor\(\[\[0.\]\]\) is not None"),
-    "test_undefined_grad_parity_unused_parameters": (UNDEFINED, "None mismatch"),
 }
