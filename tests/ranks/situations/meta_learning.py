@@ -1,11 +1,13 @@
 """Inner steps, sharpness, adversarial inputs and weights."""
 
 import copy
+import os
+import unittest.mock
 import warnings
 
 import torch
 import torch.distributed as dist
-from ranks.situations.rows import row
+from ranks.situations.rows import refused, row
 from ranks.situations.values import (
     batch,
     classes,
@@ -102,7 +104,7 @@ def sharpness_aware_minimisation(wrap, rank, size):
     return weights(module)
 
 
-def sharpness_aware_with_a_local_first_pass(wrap, rank, size):
+def _sharpness_aware_apart(wrap, rank):
     """The paper's own: the first backward under no_sync, so ranks climb apart."""
     module = perceptron()
     optimizer = sgd(module)
@@ -120,6 +122,17 @@ def sharpness_aware_with_a_local_first_pass(wrap, rank, size):
         optimizer.zero_grad()
     # Adding and subtracting leaves each rank its own rounding, in torch as here.
     return {name: (value * 1e4).round() / 1e4 for name, value in weights(module).items()}
+
+
+def sharpness_aware_with_a_local_first_pass(wrap, rank, size):
+    """At the second forward ranks hold different weights, on purpose."""
+    return _sharpness_aware_apart(wrap, rank)
+
+
+def sharpness_aware_with_a_local_first_pass_unchecked(wrap, rank, size):
+    """What the error advises."""
+    with unittest.mock.patch.dict(os.environ, BAGUA_CHECK_WEIGHTS_EVERY="0"):
+        return _sharpness_aware_apart(wrap, rank)
 
 
 def adversarial_training(wrap, rank, size):
@@ -167,7 +180,14 @@ SITUATIONS = [
     row(maml_of_first_order_by_copies),
     row(reptile),
     row(sharpness_aware_minimisation),
-    row(sharpness_aware_with_a_local_first_pass),
+    row(
+        sharpness_aware_with_a_local_first_pass,
+        both=refused(
+            "ranks hold different weights.*BAGUA_CHECK_WEIGHTS_EVERY=0",
+            "weights apart on purpose look like weights that drift apart; the check has a switch",
+        ),
+    ),
+    row(sharpness_aware_with_a_local_first_pass_unchecked),
     row(adversarial_training),
     row(adversarial_weights_for_text),
 ]

@@ -5,8 +5,9 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from ranks.situations.rows import ONLY_CLASS, row
+from ranks.situations.rows import ONLY_CLASS, refused, row
 from ranks.situations.values import (
+    alone,
     batch,
     everything,
     grads,
@@ -14,6 +15,7 @@ from ranks.situations.values import (
     normalised,
     perceptron,
     sgd,
+    square_losses,
     weights,
     x,
 )
@@ -240,9 +242,20 @@ def an_exception_in_the_forward_then_training(wrap, rank, size):
     return everything(module)
 
 
+def _from_rank_0(rank, size):
+    module = perceptron()
+    return weights(alone(module, sgd(module), square_losses(module, size), 3))
+
+
 SITUATIONS = [
     row(weights_of_each_rank_at_the_wrap),
-    row(weights_of_each_rank_without_init_sync, method=ONLY_CLASS),
+    row(
+        weights_of_each_rank_without_init_sync,
+        klass=refused(
+            "ranks hold different weights", "torch's ranks train apart from the start", _from_rank_0
+        ),
+        method=ONLY_CLASS,
+    ),
     row(bucket_views),
     row(small_buckets),
     row(several_arguments),
