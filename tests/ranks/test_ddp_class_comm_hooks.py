@@ -51,12 +51,7 @@ HOOKS = {
         power_sgd_state,
         default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
     ),
-    "per_tensor": (lambda: dist.group.WORLD, quantization_hooks.quantization_pertensor_hook),
-    "per_channel": (lambda: dist.group.WORLD, quantization_hooks.quantization_perchannel_hook),
 }
-
-# What they compute depends on which parameters share a bucket, and in which order.
-BY_BUCKET = {"per_tensor", "per_channel"}
 
 # gloo's order of summation depends on where a parameter lies in the bucket, which only half
 # precision notices, and only on three ranks.
@@ -85,8 +80,7 @@ def beside_torch(name, arguments):
     tolerance = TOLERANCE.get((name, dist.get_world_size()), 1e-6)
     for step in range(STEPS):
         for p, q in zip(mine[step], theirs[step], strict=True):
-            if name not in BY_BUCKET:
-                torch.testing.assert_close(p, q, rtol=1e-5, atol=tolerance)
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=tolerance)
     training.assert_ranks_agree(ddp)
     if isinstance(state, powerSGD_hook.PowerSGDState):
         assert state.iter == their_state.iter == STEPS, "is_last was right"
@@ -241,6 +235,27 @@ def refused():
     with pytest.raises(RuntimeError, match="a forward waits for its backward; call it between"):
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     loss.backward()
+
+
+# Hooks of torch that fail with torch's class too: on gloo, and always.
+BROKEN = {
+    "per_tensor": (lambda: dist.group.WORLD, quantization_hooks.quantization_pertensor_hook),
+    "batched_power_sgd": (power_sgd_state, powerSGD_hook.batched_powerSGD_hook),
+}
+
+
+@training.with_group
+def broken(name):
+    make_state, hook = BROKEN[name]
+    ddp = DistributedDataParallel(network())
+    ddp.register_comm_hook(make_state(), hook)
+    with pytest.raises(RuntimeError, match=rf"CommHook\({hook.__name__}\): .*Error"):
+        steps(ddp, training.sgd(ddp), 0, 4)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_hook_that_fails_in_torch_fails_by_name(ranks, name):
+    ranks(2, broken, name, fresh=True)
 
 
 def annotated(state, bucket: int):
