@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["outside_graphs"]
+__all__ = ["outside_graphs", "outside_graphs_lazily"]
 
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -19,4 +19,10 @@ def outside_graphs(step: F) -> F:
         reason="bagua communicates before and after a forward. For fullgraph=True compile the "
         "module first: torch.compile(model, fullgraph=True).with_bagua(...)",
     )
+    return hidden
+
+
+def outside_graphs_lazily(step: F) -> F:
+    """As :func:`outside_graphs`, for decorators: loads torch.compile at the first call only."""
+    hidden: F = torch._disable_dynamo(step)  # type: ignore[assignment,attr-defined]
     return hidden

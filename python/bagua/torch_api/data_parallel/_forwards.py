@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 
 from bagua.torch_api._outputs import tensors_in
-from bagua.torch_api._outside_graphs import outside_graphs
+from bagua.torch_api._outside_graphs import outside_graphs_lazily
 from bagua.torch_api.distributed import BaguaDistributedDataParallel
 
 __all__ = ["BufferHook", "Forwards", "Location", "refuse_backward"]
@@ -126,7 +126,7 @@ class Forwards:
         return {name: buffer for name, buffer in named if name not in ignored}
 
 
-@outside_graphs
+@outside_graphs_lazily
 def refuse_backward(module: torch.nn.Module, output: Any) -> None:
     """Have a backward from ``output`` to a parameter of ``module`` raise: this is a copy."""
     nodes = [get_gradient_edge(p).node for p in module.parameters() if p.requires_grad]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from bagua.torch_api._outside_graphs import outside_graphs
+from bagua.torch_api._outside_graphs import outside_graphs_lazily
 from bagua.torch_api._shared_state import UnevenInputs
 from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithmImpl
@@ -17,6 +17,7 @@ from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithmImpl
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithmImpl
 from bagua.torch_api.algorithms.sparse import SparseAlgorithmImpl
 from bagua.torch_api.data_parallel._comm_hook import CommHook
+from bagua.torch_api.tensor import record_of
 
 if TYPE_CHECKING:
     from bagua.torch_api.data_parallel._torch_members import TorchMembers
@@ -78,8 +79,12 @@ class Shadow(JoinHook):
         may_be_unused = inner.find_unused_parameters or inner.static_graph
         for bucket in inner.bagua_buckets:
             for index, parameter in enumerate(bucket.tensors):
-                result = bucket.view_of(index).clone()
-                if parameter.grad is not None or not may_be_unused or result.any():
+                rows = record_of(parameter).sparse
+                result = bucket.view_of(index).clone() if rows is None else rows.result
+                if result is None:
+                    continue
+                used = rows is not None or bool(result.any())
+                if parameter.grad is not None or not may_be_unused or used:
                     parameter.grad = result
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -125,7 +130,7 @@ def meet(ddp: TorchMembers, has_inputs: bool) -> None:
     )
 
 
-@outside_graphs
+@outside_graphs_lazily
 def announce(ddp: TorchMembers) -> None:
     """Steps 1 and 2 of Note [Uneven inputs], before each forward on a rank that has inputs.
 

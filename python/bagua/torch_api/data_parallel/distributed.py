@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from bagua.torch_api._module_class import BaguaModule, plain_twin
-from bagua.torch_api._outside_graphs import outside_graphs
+from bagua.torch_api._outside_graphs import outside_graphs, outside_graphs_lazily
 from bagua.torch_api._wrap_arguments import check_optimizers_and_algorithm
 from bagua.torch_api.algorithms import (
     Algorithm,
@@ -99,6 +99,7 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
         BaguaMismatchError: the ranks' modules or arguments differ; names the first difference.
     """
 
+    find_unused_parameters: bool = False
     _before_forward: Callable[..., None]
     _after_forward: Callable[..., None]
 
@@ -191,7 +192,7 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
             _after_forward=outside_graphs(forwards.after),
         )
 
-    @outside_graphs
+    @outside_graphs_lazily
     def _start_copy(self) -> None:
         """Begin to communicate, as this is a copy of a wrapper that did. Every rank calls it.
 
