@@ -207,7 +207,8 @@ void GradientPath::on_gradient(GradientSlot& slot, const at::Tensor& incoming) {
   }
   if (options_.static_graph && !count_hit(slot)) return;
   if (!defined) return leave_for_the_end();
-  slot.adopt(incoming, /*lend=*/true);
+  // Hooks that run after this one see the rank's own gradient, unscaled.
+  slot.adopt(incoming, /*lend=*/!slot.has_foreign_hooks());
   BAGUA_CHECK(engine_->mark_ready(slot.id), "parameter '", slot.slot->name,
               "' received a gradient twice in one backward, after its bucket may have been sent. "
               "A parameter shared between modules under checkpoint(use_reentrant=True) does this: "

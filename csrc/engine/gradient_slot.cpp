@@ -97,7 +97,7 @@ bool GradientSlot::adopt(const at::Tensor& incoming, bool lend) {
               "the gradient of '", name, "' is ", grad.toString(), grad.sizes(), " on ",
               grad.device().str(), ", its bucket holds ", view.toString(), view.sizes(), " on ",
               view.device().str(), ". Wrap the model again after changing it.");
-  if (lends() && loan.is_alias(grad)) {
+  if (lend && lends() && loan.is_alias(grad)) {
     if (factor != 1.0) put(view, factor);
     result = Result::kInPlace;
     return true;
