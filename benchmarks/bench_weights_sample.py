@@ -82,7 +82,7 @@ def main():
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     check()
-    steps = 20 if arguments.quick else 300
+    steps = 20 if arguments.quick else 150
     cases = {name: measure(make, steps) for name, make in CASES.items()}
     payload = {
         "machine": machine(),
