@@ -82,8 +82,8 @@ def train_twenty_steps(name):
     model(training.batch(0, 0)[0])
     sent = model.bagua_stats()["communicators"]
     # Six parameters at each of 20 checks, and three buffers where they have just been given to all
-    # ranks: the forward before communicated.
-    assert sent["check"]["bytes_sent"] == (20 * 6 + 10 * 3) * 8 * (dist.get_world_size() - 1)
+    # ranks: before the first forward, and where the forward before communicated.
+    assert sent["check"]["bytes_sent"] == (20 * 6 + 11 * 3) * 8 * (dist.get_world_size() - 1)
     assert sent["buffers"]["messages_received" if dist.get_rank() else "messages_sent"] > 0
     return training.bits(model.parameters())
 
