@@ -125,7 +125,7 @@ class _Reader:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._devices = {"cpu", *(p.device.type for p in parameters)}
-        own = sum(p.numel() * p.element_size() for p in parameters)
+        own = sum(_bytes_of(p) for p in parameters)
         self._most = _MOST_STATE_BESIDES + _MOST_STATE_PER_PARAMETER_BYTE * own
         self._announced = 0
 
@@ -196,3 +196,10 @@ def _refuse(why: str) -> NoReturn:
         "Give with_bagua the same optimizers of the same parameters on every rank; where they are, "
         "the message was corrupted on the wire."
     )
+
+
+def _bytes_of(parameter: torch.Tensor) -> int:
+    """Bytes of a parameter; 0 of one that is lazy and has no shape yet."""
+    if torch.nn.parameter.is_lazy(parameter):
+        return 0
+    return parameter.numel() * parameter.element_size()

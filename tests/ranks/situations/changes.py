@@ -200,7 +200,14 @@ SITUATIONS = [
     row(weight_norm_removed_for_inference),
     row(parametrization),
     row(parametrization_removed_for_inference),
-    row(parametrization_removed_from_the_root),
+    row(
+        parametrization_removed_from_the_root,
+        method=refused(
+            "has no attribute 'weight'",
+            "with_bagua has changed the class that torch would restore; copy.deepcopy(model) has "
+            "the module's own",
+        ),
+    ),
     row(parametrization_registered_on_the_wrapped_root, both=refused(AGAIN, DRIFT, _parametrized)),
     row(pruning),
     row(orthogonal_parametrization),
