@@ -97,16 +97,25 @@ std::string PlanGuard::difference(const py::list& dicts) const {
   return "";
 }
 
-bool PlanGuard::all_frozen() const {
+bool PlanGuard::reaches(const Entry& entry, PyObject* object) {
+  if (object == entry.object) return true;
+  return !THPVariable_Check(object) || !THPVariable_Unpack(object).is_leaf();
+}
+
+bool PlanGuard::trains(const py::list& dicts) const {
   bool some = false;
-  for (const auto& entries : expected_) {
-    for (const Entry& entry : entries) {
+  for (size_t i = 0; i < expected_.size(); ++i) {
+    PyObject* dict = PyList_GET_ITEM(dicts.ptr(), static_cast<Py_ssize_t>(i));
+    PyObject *key = nullptr, *value = nullptr;
+    Py_ssize_t position = 0;
+    for (const Entry& entry : expected_[i]) {
+      if (!PyDict_Next(dict, &position, &key, &value)) return true;  // difference() says it
       if (!entry.requires_grad) continue;
-      if (entry.tensor.requires_grad()) return false;
+      if (entry.tensor.requires_grad() && reaches(entry, value)) return true;
       some = true;
     }
   }
-  return some;
+  return !some;
 }
 
 void bind_plan_guard(py::module_& m) {
@@ -116,7 +125,7 @@ void bind_plan_guard(py::module_& m) {
            py::arg("names"), py::arg("dicts"),
            py::arg("ignored") = std::unordered_set<std::string>())
       .def("difference", &PlanGuard::difference, py::arg("dicts"))
-      .def("all_frozen", &PlanGuard::all_frozen);
+      .def("trains", &PlanGuard::trains, py::arg("dicts"));
 }
 
 }  // namespace bagua

@@ -28,8 +28,10 @@ class PlanGuard {
   // The first difference in words, or an empty string.
   std::string difference(const pybind11::list& dicts) const;
 
-  // Whether there were trainable parameters and none of them is trainable any more.
-  bool all_frozen() const;
+  // Whether a backward through the module as it is now can reach a parameter that was trainable at
+  // the wrap. Not where all are frozen, nor where functional_call() has put leaves in place of all;
+  // other tensors may have been computed from the parameters. True if none was trainable.
+  bool trains(const pybind11::list& dicts) const;
 
  private:
   struct Entry {
@@ -42,6 +44,7 @@ class PlanGuard {
     std::vector<int64_t> sizes;
   };
   std::string compare(const Entry& entry, PyObject* object) const;
+  static bool reaches(const Entry& entry, PyObject* object);
 
   std::vector<std::string> names_;
   std::vector<std::vector<Entry>> expected_;

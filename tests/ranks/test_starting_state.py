@@ -57,23 +57,25 @@ def train_with_buffers(broadcast_buffers):
     for step in range(3):
         training.squared_error(model, training.batch(step, dist.get_rank())).backward()
     training.assert_ranks_agree(model)
-    mean = model.norm.running_mean.clone()
+    before = training.bits(model.norm.buffers())
     model.eval()
     with torch.no_grad():
         model(torch.ones(1, training.FEATURES))
-    return seen, torch.equal(mean, model.norm.running_mean)
+    return seen, before, training.bits(model.norm.buffers())
 
 
 @pytest.mark.parametrize("broadcast_buffers", [None, True], ids=["default", "true"])
-def test_buffers_of_rank_0_enter_every_training_forward(ranks, broadcast_buffers):
-    results = ranks(3, train_with_buffers, broadcast_buffers)
-    assert results[0] == results[1] == results[2]
-    assert len(set(results[0][0])) == 3
-    assert results[0][1]
+def test_buffers_of_rank_0_enter_the_forward_after_a_communicated_one(ranks, broadcast_buffers):
+    seen, before, after = zip(*ranks(3, train_with_buffers, broadcast_buffers), strict=True)
+    assert seen[0] == seen[1] == seen[2]
+    assert len(set(seen[0])) == 3
+    assert len(set(before)) == 3  # each rank has normalised other inputs
+    assert after == (before[0],) * 3  # the evaluation is such a forward too
 
 
 def test_without_broadcast_buffers_every_rank_keeps_its_own(ranks):
-    first, second = (seen for seen, _ in ranks(2, train_with_buffers, False))
+    (first, *own_1), (second, *own_2) = ranks(2, train_with_buffers, False)
+    assert own_1[0] == own_1[1] and own_2[0] == own_2[1]  # an evaluation changes none either
     assert first[0] == second[0]
     assert first[1] != second[1]
     assert first[2] != second[2]

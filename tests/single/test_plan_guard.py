@@ -81,17 +81,48 @@ def test_the_first_difference_is_named(kind):
     assert difference() == CHANGES[kind][1]
 
 
-def test_freezing_is_no_difference_and_all_frozen_is_told():
+def test_freezing_is_no_difference_and_a_model_of_frozen_parameters_does_not_train():
     model = network()
     dicts = dicts_of(model)
     made = _C.PlanGuard([name for name, _ in model.named_modules()], dicts)
-    assert not made.all_frozen()
+    assert made.trains(dicts)
     model[1][0].weight.requires_grad_(False)
     assert made.difference(dicts) == ""
-    assert not made.all_frozen()
+    assert made.trains(dicts)
     model.requires_grad_(False)
     assert made.difference(dicts) == ""
-    assert made.all_frozen()
+    assert not made.trains(dicts)
+
+
+@pytest.mark.parametrize(
+    ("replacement", "trains"),
+    [
+        (lambda p: p.detach().requires_grad_(), False),
+        (lambda p: p.detach(), False),
+        (lambda p: 2 * p, True),
+        (lambda p: p, True),
+    ],
+    ids=["leaves", "constants", "functions", "itself"],
+)
+def test_a_model_trains_inside_functional_call_where_its_parameters_are_reached(
+    replacement, trains
+):
+    model = network()
+    dicts = dicts_of(model)
+    made = _C.PlanGuard([name for name, _ in model.named_modules()], dicts)
+    seen = []
+    model.register_forward_pre_hook(lambda *_: seen.append(made.trains(dicts)))
+    passed = {name: replacement(p) for name, p in model.named_parameters()}
+    torch.func.functional_call(model, passed, (torch.ones(1, 2),))
+    del passed["own"]
+    torch.func.functional_call(model, passed, (torch.ones(1, 2),))
+    assert seen == [trains, True]
+
+
+def test_a_model_that_was_frozen_at_the_wrap_is_left_to_others():
+    model = network().requires_grad_(False)
+    dicts = dicts_of(model)
+    assert _C.PlanGuard([name for name, _ in model.named_modules()], dicts).trains(dicts)
 
 
 def test_a_tensor_of_functional_call_is_no_difference():

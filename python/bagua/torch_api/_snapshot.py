@@ -104,9 +104,12 @@ class ModuleSnapshot:
                 "unsynchronised. Call with_bagua again, on every rank, after such a change."
             )
 
-    def all_frozen(self) -> bool:
-        """Whether no parameter that was trainable at the wrap is so now."""
-        return self._guard.all_frozen()
+    def trains(self) -> bool:
+        """Whether a backward through the module as it is now can reach its trained parameters.
+
+        Not where all are frozen, nor inside a ``functional_call`` with leaves in place of all.
+        """
+        return self._guard.trains(self._dicts)
 
     def describe(self, module: torch.nn.Module) -> list[str]:
         """One line per parameter and buffer, equal on all ranks.

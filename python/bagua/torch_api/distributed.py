@@ -213,7 +213,7 @@ class BaguaDistributedDataParallel:
             return  # recomputed for an activation checkpoint
         with_gradients = torch.is_grad_enabled()
         syncs = with_gradients and self._require_sync
-        communicates = syncs and not self._snapshot.all_frozen()
+        communicates = syncs and self._snapshot.trains()
         now = module.training or self.eager or self.bagua_algorithm.opens_at_forward
         if self._ended:
             return self._refuse_to_train_alone(communicates)

@@ -174,6 +174,23 @@ def functional_call_on_the_wrapper(wrap, rank, size):
     return everything(module) | result
 
 
+def functional_call_with_other_leaves(wrap, rank, size):
+    """A backward to other weights through the wrapper: the module's own keep what they have."""
+    module = perceptron()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    result = {}
+    for step in range(2):
+        others = {n: (p.detach() * 0.5).requires_grad_() for n, p in model.named_parameters()}
+        torch.func.functional_call(model, others, (batch(step, rank),)).square().mean().backward()
+        result[f"others{step}"] = torch.stack([p.grad.sum() for p in others.values()])
+        result |= {f"{name} {step}": value for name, value in grads(module).items()}
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module) | result
+
+
 def functional_call_with_the_parameters_themselves(wrap, rank, size):
     module = perceptron()
     optimizer = sgd(module)
@@ -266,6 +283,7 @@ SITUATIONS = [
     row(keyword_and_nested_inputs),
     row(functional_call_on_the_inner_module),
     row(functional_call_on_the_wrapper),
+    row(functional_call_with_other_leaves),
     row(functional_call_with_the_parameters_themselves),
     row(functional_call_with_functions_of_the_parameters),
     row(forward_called_directly, method=ONLY_CLASS),

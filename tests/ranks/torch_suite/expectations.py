@@ -129,11 +129,6 @@ SKIPPED_BUCKETS = "skip_all_reduce_unused_params has no effect here, and says so
 MIXED = "mixed_precision is refused: autocast does this"
 DEPRECATED = "torch 2.13 deprecates broadcast_buffers, older versions have nothing else"
 
-# Differences that are to be corrected:
-REPLACED = (
-    "after a functional_call with all parameters replaced, .grad of the module's own is 0, not None"
-)
-
 #: Test: why, and what it says when it fails. (test_verify_model_across_rank_with_logger passes, but
 #: for a wrong reason: it counts any exception, as that of the `logger` that ours has not.)
 FAILURES = {
@@ -164,5 +159,4 @@ FAILURES = {
         "Your training graph has changed|RuntimeError not raised",
     ),
     "test_skip_all_reduce_unused_parameters": (SKIPPED_BUCKETS, "Expected 2 but got 1"),
-    "test_stateless_api_with_ddp": (REPLACED, r"tensor\(\[\[0.\]\]\) is not None"),
 }

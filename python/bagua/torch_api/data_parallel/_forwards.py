@@ -108,7 +108,7 @@ class Forwards:
         """Whether a forward now would open a round."""
         ddp = self._ddp
         syncs = torch.is_grad_enabled() and ddp.require_backward_grad_sync
-        return syncs and not ddp.synchronising and not ddp._snapshot.all_frozen()
+        return syncs and not ddp.synchronising and ddp._snapshot.trains()
 
     def _run_hook(self, hook: BufferHook, location: Location) -> None:
         if self._hook_is_due and hook.buffer_comm_hook_location == location:
