@@ -102,7 +102,5 @@ def freeze_and_thaw(do_flatten):
 
 
 @pytest.mark.parametrize("do_flatten", [True, False], ids=["flattened", "copied"])
-def test_a_frozen_parameter_keeps_its_gradient_and_all_frozen_send_no_gradients(
-    ranks, do_flatten
-):
+def test_a_frozen_parameter_keeps_its_gradient_and_all_frozen_send_no_gradients(ranks, do_flatten):
     assert ranks(3, freeze_and_thaw, do_flatten) == [(True, [3])] * 3

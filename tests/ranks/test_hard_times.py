@@ -83,7 +83,9 @@ def test_a_rank_needs_less_than_64_files(run_script):
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_rank_that_is_told_to_end_does_and_the_others_say_so(run_script, name):
+    # A shell that starts the tests in the background has them ignore SIGINT.
     ends_itself = f"""if step == 20 and bagua.get_rank() == 1:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             os.kill(os.getpid(), signal.{name})"""
     begun = time.monotonic()
     first, ended, last = run_script(3, source(in_step=ends_itself), timeout=40.0)

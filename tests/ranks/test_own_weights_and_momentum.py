@@ -93,6 +93,21 @@ def test_weights_that_backward_did_not_reach_answer_as_they_are(ranks, do_flatte
     assert ranks(3, average_weights_of_unused_parameters, do_flatten) == [2, 2, 2]
 
 
+def error_of_averaging_weights():
+    try:
+        average_weights_of_unused_parameters(True)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def test_where_weights_are_to_be_checked_those_of_users_algorithms_are(ranks):
+    env = {"BAGUA_CHECK_WEIGHTS_EVERY": "1"}
+    for error in ranks(3, error_of_averaging_weights, env=env):
+        assert error.startswith("BaguaMismatchError: module 'ModuleDict'")
+        assert "'used.0.weight' (rank 0 against rank 1 against rank 2)" in error
+
+
 class Momentum(AlgorithmImpl):
     """Exact gradients for `warm_up` steps, then the mean of every rank's own momentum."""
 

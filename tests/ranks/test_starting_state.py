@@ -75,7 +75,7 @@ def test_buffers_of_rank_0_enter_the_forward_after_a_communicated_one(ranks, bro
 
 def test_without_broadcast_buffers_every_rank_keeps_its_own(ranks):
     (first, *own_1), (second, *own_2) = ranks(2, train_with_buffers, False)
-    assert own_1[0] == own_1[1] and own_2[0] == own_2[1]  # an evaluation changes none either
+    assert all(before == after for before, after in (own_1, own_2))  # an evaluation shares none
     assert first[0] == second[0]
     assert first[1] != second[1]
     assert first[2] != second[2]

@@ -60,13 +60,13 @@ class SharedState:
         module_name: str,
         *,
         with_buffers: bool,
-        ranks_agree: bool,
+        ranks_agree: bool | None,
     ) -> None:
         self._snapshot = snapshot
         self._optimizers = optimizers
         self._transport = transport
         self._with_buffers = with_buffers
-        every = env.get_check_weights_every() if ranks_agree else 0
+        every = 0 if ranks_agree is False else env.get_check_weights_every()
         self._check = WeightsCheck(every or 0, module_name, transport)
         self.traffic = MainThreadTraffic(transport)
 
@@ -81,7 +81,9 @@ class SharedState:
             *self._snapshot.describe(module),
         ]
 
-    def weights_sample(self, module: torch.nn.Module, ranks_agree: bool) -> _C.WeightsSample | None:
+    def weights_sample(
+        self, module: torch.nn.Module, ranks_agree: bool | None
+    ) -> _C.WeightsSample | None:
         """What each round compares of the weights; None: nothing."""
         if (
             self._transport.size == 1

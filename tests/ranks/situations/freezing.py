@@ -1,7 +1,7 @@
 """Parameters that are frozen and thawed after the wrap."""
 
 import torch
-from ranks.situations.rows import refused, row
+from ranks.situations.rows import better, refused, row
 from ranks.situations.values import (
     alone,
     batch,
@@ -69,7 +69,7 @@ def toggled_every_step(wrap, rank, size):
 
 
 def toggled_between_forward_and_backward(wrap, rank, size):
-    """`requires_grad_(False)` after the forward changes nothing in torch's graph."""
+    """`requires_grad_(False)` after the forward: autograd leaves `.grad` alone."""
     module = linear()
     model = wrap(module)
     loss = model(x(rank)).sum()
@@ -245,7 +245,13 @@ SITUATIONS = [
     row(frozen_after_the_wrap),
     row(frozen_with_its_gradient_kept),
     row(toggled_every_step),
-    row(toggled_between_forward_and_backward),
+    row(
+        toggled_between_forward_and_backward,
+        both=better(
+            lambda rank, size: toggled_between_forward_and_backward(lambda module: module, rank, 1),
+            "torch gives the frozen parameter a gradient of zeros, autograd gives it none",
+        ),
+    ),
     row(gan_with_a_frozen_discriminator),
     row(gan_with_both_frozen_in_turn),
     row(gan_whose_discriminator_gathers_gradients_of_the_generator),

@@ -35,6 +35,8 @@ class ErrorFeedbackImpl(AlgorithmImpl):
         outcome: shared by the memories of all buckets: they change only with a whole finite round.
     """
 
+    ranks_agree = True
+
     def __init__(
         self, process_group: BaguaProcessGroup, hierarchical: bool, warmup_steps: int
     ) -> None:

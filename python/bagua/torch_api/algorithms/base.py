@@ -77,8 +77,8 @@ class AlgorithmImpl:
     Attributes:
         broadcast_buffers: whether training forwards give every rank the first rank's buffers,
             unless ``with_bagua(broadcast_buffers=...)`` says otherwise.
-        ranks_agree: whether all ranks hold the same weights after every step, which is checked
-            (``BAGUA_CHECK_WEIGHTS_EVERY``).
+        ranks_agree: whether all ranks hold the same weights after every step, which is checked;
+            None: not known, and checked where ``BAGUA_CHECK_WEIGHTS_EVERY`` is set.
         opens_at_forward: whether the round of a forward in ``eval()`` begins there, as in
             ``train()``, because weights must hold still from forward to backward; False: in its
             backward.
@@ -91,7 +91,7 @@ class AlgorithmImpl:
     """
 
     broadcast_buffers = True
-    ranks_agree = True
+    ranks_agree: bool | None = None
     opens_at_forward = False
     shares_parameters = False
     steps_in_backward = True

@@ -60,6 +60,7 @@ class ByteGradAlgorithm(Algorithm):
 class ByteGradAlgorithmImpl(AlgorithmImpl):
     """Implementation of :class:`ByteGradAlgorithm`."""
 
+    ranks_agree = True
     shares_parameters = True
 
     def __init__(

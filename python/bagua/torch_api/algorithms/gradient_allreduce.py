@@ -28,6 +28,7 @@ class GradientAllReduceAlgorithm(Algorithm):
 class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     """Implementation of :class:`GradientAllReduceAlgorithm`."""
 
+    ranks_agree = True
     shares_parameters = True
     complex_parameters = True
     sparse_gradients = True

@@ -74,6 +74,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             asks.
     """
 
+    ranks_agree = True
     steps_in_backward = False
 
     def __init__(
