@@ -16,7 +16,7 @@ import time
 import step_arms
 import torch
 from bagua import _C
-from bagua.torch_api._weights_check import DEFAULT_EVERY
+from bagua._core.state.weights_check import DEFAULT_EVERY
 from common import machine, write_results
 from torch import nn
 from torch.nn.functional import cross_entropy

@@ -53,7 +53,7 @@ if(BAGUA_WITH_CUDA)
   endif()
 
   # -fmad=false: the bytes must be those of the CPU codecs. A spilled register is an error.
-  add_library(bagua_kernels OBJECT csrc/codec/chunk_codec_cuda.cu)
+  add_library(bagua_kernels OBJECT csrc/codec/cuda/chunk_codec_cuda.cu)
   target_include_directories(bagua_kernels PUBLIC csrc)
   target_compile_options(bagua_kernels PRIVATE
     -fmad=false -Xptxas=-v,-warn-spills -Werror=all-warnings -Xcompiler=-Wall,-Wextra)

@@ -1,7 +1,7 @@
 # Makes the object library bagua_nccl: the communicator on NCCL, or what refuses it.
 #
 # NCCL is loaded at run time; a build needs nothing but nccl.h, which comes with torch's CUDA wheels
-# (nvidia-nccl-cu*) and needs no CUDA toolkit (csrc/comm/nccl_needs).
+# (nvidia-nccl-cu*) and needs no CUDA toolkit (csrc/comm/nccl/needs).
 if(BAGUA_NCCL)
   execute_process(
     COMMAND "${Python_EXECUTABLE}" -c
@@ -15,19 +15,19 @@ target_include_directories(bagua_nccl PUBLIC csrc)
 if(BAGUA_NCCL AND BAGUA_NCCL_INCLUDE)
   message(STATUS "nccl.h in ${BAGUA_NCCL_INCLUDE}")
   target_sources(bagua_nccl PRIVATE
-    csrc/comm/nccl_calls.cpp
-    csrc/comm/nccl_communicator.cpp
-    csrc/comm/nccl_handle.cpp
-    csrc/comm/nccl_library.cpp
-    csrc/comm/nccl_rendezvous.cpp
-    csrc/comm/nccl_watchdog.cpp)
-  target_include_directories(bagua_nccl PRIVATE csrc/comm/nccl_needs)
+    csrc/comm/nccl/nccl_calls.cpp
+    csrc/comm/nccl/nccl_communicator.cpp
+    csrc/comm/nccl/nccl_handle.cpp
+    csrc/comm/nccl/nccl_library.cpp
+    csrc/comm/nccl/nccl_rendezvous.cpp
+    csrc/comm/nccl/nccl_watchdog.cpp)
+  target_include_directories(bagua_nccl PRIVATE csrc/comm/nccl/needs)
   target_include_directories(bagua_nccl SYSTEM PRIVATE "${BAGUA_NCCL_INCLUDE}")
 elseif(BAGUA_NCCL STREQUAL "ON")
   message(FATAL_ERROR
     "BAGUA_NCCL=ON, and there is no nccl.h in the environment of ${Python_EXECUTABLE}. Install the "
     "nvidia-nccl wheel of your torch (pip install --no-deps nvidia-nccl-cu13 or -cu12), or set NCCL_HOME.")
 else()
-  target_sources(bagua_nccl PRIVATE csrc/comm/no_nccl.cpp)
+  target_sources(bagua_nccl PRIVATE csrc/comm/nccl/no_nccl.cpp)
 endif()
 target_link_libraries(bagua_nccl PUBLIC torch_headers ${CMAKE_DL_LIBS})

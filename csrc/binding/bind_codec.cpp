@@ -11,10 +11,10 @@
 
 #include "base/check.h"
 #include "binding/bindings.h"
-#include "codec/chunk_codec_cuda.h"
+#include "codec/cuda/chunk_codec_cuda.h"
 #include "codec/factory.h"
-#include "codec/payload_checksum.h"
 #include "comm/device_stream.h"
+#include "math/checksum.h"
 
 namespace py = pybind11;
 

@@ -15,17 +15,15 @@
 #include "comm/c10d_communicator.h"
 #include "comm/communicator.h"
 #include "comm/counting_communicator.h"
-#include "comm/failure_board.h"
 #include "comm/host_communicator.h"
 #include "comm/thread_communicator.h"
+#include "health/failure_board.h"
 #include "topology/topology.h"
 
 namespace py = pybind11;
 
 namespace bagua {
 namespace {
-
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
 void exchange(Communicator& self, const std::vector<std::pair<at::Tensor, int>>& sends,
               const std::vector<std::pair<at::Tensor, int>>& recvs) {
@@ -34,17 +32,6 @@ void exchange(Communicator& self, const std::vector<std::pair<at::Tensor, int>>&
   std::vector<Recv> all_recvs;
   for (const auto& [tensor, peer] : recvs) all_recvs.push_back({tensor, peer});
   self.exchange(all_sends, all_recvs);
-}
-
-py::dict traffic_dict(const CountingCommunicator& self) {
-  const Traffic traffic = self.traffic();
-  py::dict result;
-  result["bytes_sent"] = traffic.bytes_sent;
-  result["bytes_received"] = traffic.bytes_received;
-  result["messages_sent"] = traffic.messages_sent;
-  result["messages_received"] = traffic.messages_received;
-  result["wire_ns"] = traffic.wire_ns;
-  return result;
 }
 
 void bind_communicator(py::module_& m) {
@@ -88,9 +75,10 @@ void bind_communicator(py::module_& m) {
   py::class_<CountingCommunicator, Communicator, std::shared_ptr<CountingCommunicator>>(
       m, "CountingCommunicator", "Forwards every call to another communicator and counts it.")
       .def(py::init<std::shared_ptr<Communicator>>(), py::arg("inner"))
-      .def("traffic", &traffic_dict,
-           "bytes_sent, bytes_received, messages_sent, messages_received, wire_ns (nanoseconds\n"
-           "inside the inner communicator); from any thread.");
+      .def(
+          "traffic", [](const CountingCommunicator& self) { return traffic_dict(self.traffic()); },
+          "bytes_sent, bytes_received, messages_sent, messages_received, wire_ns (nanoseconds\n"
+          "inside the inner communicator); from any thread.");
 
   py::class_<HostCommunicator, Communicator, std::shared_ptr<HostCommunicator>>(
       m, "HostCommunicator",
@@ -119,7 +107,7 @@ void bind_failure_board(py::module_& m) {
       "Never raises: once the store does not answer, nothing is found any more.")
       .def(py::init<c10::intrusive_ptr<c10d::Store>, int, int>(), py::arg("store"), py::arg("rank"),
            py::arg("size"), ReleaseGil())
-      .def("publish", &FailureBoard::publish, py::arg("reason"), py::arg("is_echo") = false,
+      .def("publish", &FailureBoard::publish, py::arg("reason"), py::arg("is_secondary") = false,
            ReleaseGil(),
            "This rank failed, perhaps because another did. The first failure of the group stays.")
       .def(

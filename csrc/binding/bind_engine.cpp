@@ -16,7 +16,6 @@
 namespace bagua {
 
 namespace py = pybind11;
-using NoGil = py::call_guard<py::gil_scoped_release>;
 
 namespace {
 
@@ -64,6 +63,8 @@ void throw_as_python(const std::exception_ptr& cause) {
   throw error;
 }
 
+}  // namespace
+
 py::dict traffic_dict(const Traffic& traffic) {
   py::dict dict;
   dict["bytes_sent"] = traffic.bytes_sent;
@@ -73,8 +74,6 @@ py::dict traffic_dict(const Traffic& traffic) {
   dict["wire_ns"] = traffic.wire_ns;
   return dict;
 }
-
-}  // namespace
 
 py::dict stats_dict(const EngineStats& stats) {
   py::list buckets;
@@ -161,7 +160,7 @@ void bind_weights_sample(py::module_& m) {
             if (!digest) return std::nullopt;
             return std::make_tuple(digest->round, digest->first, digest->parts);
           },
-          py::arg("round"), NoGil())
+          py::arg("round"), ReleaseGil())
       .def(
           "take_ns",
           [](WeightsSample& sample, int64_t round) {
@@ -169,7 +168,7 @@ void bind_weights_sample(py::module_& m) {
             sample.take(round);
             return now_ns() - begin;
           },
-          py::arg("round"), NoGil(), "Nanoseconds that take() needs; for benchmarks.")
+          py::arg("round"), ReleaseGil(), "Nanoseconds that take() needs; for benchmarks.")
       .def("describe", &WeightsSample::describe)
       .def_property_readonly("windows", &WeightsSample::windows);
 }
@@ -187,15 +186,16 @@ void bind_engine(py::module_& m) {
                        std::shared_ptr<FailureBoard> board, double straggler_after_s,
                        std::optional<py::function> on_straggler,
                        std::shared_ptr<WeightsSample> weights) {
-             EngineOptions options{.name = std::move(name),
-                                   .fingerprint = fingerprint,
-                                   .incarnation = incarnation,
-                                   .timeout = to_milliseconds(timeout_s),
-                                   .control = std::move(control),
-                                   .board = std::move(board),
-                                   .straggler_after = to_milliseconds(straggler_after_s),
-                                   .on_straggler = with_gil<const std::string&>(on_straggler),
-                                   .weights = std::move(weights)};
+             EngineOptions options{
+                 .name = std::move(name),
+                 .fingerprint = fingerprint,
+                 .incarnation = incarnation,
+                 .timeout = to_milliseconds(timeout_s),
+                 .control = std::move(control),
+                 .board = std::move(board),
+                 .stragglers = {.after = to_milliseconds(straggler_after_s),
+                                .report = with_gil<const std::string&>(on_straggler)},
+                 .weights = std::move(weights)};
              return std::shared_ptr<Engine>(new Engine(std::move(lanes), std::move(options)),
                                             delete_without_gil<Engine>);
            }),
@@ -211,22 +211,23 @@ void bind_engine(py::module_& m) {
                 {.grad_scale = grad_scale, .frozen = frozen, .check_weights = check_weights});
           },
           py::arg("grad_scale") = 1.0f, py::kw_only(), py::arg("frozen") = 0,
-          py::arg("check_weights") = true, NoGil())
-      .def("note_forward", &Engine::note_forward, NoGil())
-      .def("await_agreement", &Engine::await_agreement, NoGil())
-      .def("mark_ready", &Engine::mark_ready, py::arg("slot"), NoGil())
-      .def("marked", &Engine::marked, py::arg("slot"), NoGil())
-      .def("exchange_used", &Engine::exchange_used, py::arg("used"), NoGil())
-      .def("wait", &Engine::wait, NoGil())
-      .def("fail", &Engine::fail, py::arg("reason"), py::arg("timed_out"), NoGil())
-      .def("abort", &Engine::abort, py::arg("reason"), NoGil())
-      .def("stop", &Engine::stop, NoGil())
+          py::arg("check_weights") = true, ReleaseGil())
+      .def("note_forward", &Engine::note_forward, ReleaseGil())
+      .def("await_agreement", &Engine::await_agreement, ReleaseGil())
+      .def("mark_ready", &Engine::mark_ready, py::arg("slot"), ReleaseGil())
+      .def("mark_all", &Engine::mark_all, ReleaseGil(), "Mark every slot that is not marked yet.")
+      .def("marked", &Engine::marked, py::arg("slot"), ReleaseGil())
+      .def("exchange_used", &Engine::exchange_used, py::arg("used"), ReleaseGil())
+      .def("wait", &Engine::wait, ReleaseGil())
+      .def("fail", &Engine::fail, py::arg("reason"), py::arg("timed_out"), ReleaseGil())
+      .def("abort", &Engine::abort, py::arg("reason"), ReleaseGil())
+      .def("stop", &Engine::stop, ReleaseGil())
       .def_property_readonly("round", &Engine::round)
       .def_property_readonly("round_open", &Engine::round_open)
       .def_property_readonly("slots", &Engine::slots)
       .def("stats", [](const Engine& engine) { return stats_dict(engine.stats()); });
 
-  m.def("accounting_ns", &accounting_ns, py::arg("communicators"), py::arg("repeats"), NoGil(),
+  m.def("accounting_ns", &accounting_ns, py::arg("communicators"), py::arg("repeats"), ReleaseGil(),
         "Nanoseconds that one bucket's statistics cost; for benchmarks.");
 
   py::class_<GradientPath, std::shared_ptr<GradientPath>>(m, "GradientPath")
@@ -261,15 +262,15 @@ void bind_engine(py::module_& m) {
            py::arg("after_gradients").none(true) = py::none(),
            py::arg("on_unused").none(true) = py::none(),
            py::arg("on_past_wrapper").none(true) = py::none())
-      .def("begin_forward", &GradientPath::begin_forward, py::arg("communicates"), NoGil())
+      .def("begin_forward", &GradientPath::begin_forward, py::arg("communicates"), ReleaseGil())
       .def("call_after_gradients", &GradientPath::call_after_gradients, py::arg("enabled"))
       .def("begin_round", &GradientPath::begin_round, py::arg("grad_scale") = 1.0f,
-           py::arg("result_scale") = 1.0, NoGil())
+           py::arg("result_scale") = 1.0, ReleaseGil())
       .def("watch", &GradientPath::watch, py::arg("outputs"))
       .def_property_readonly("in_backward", &GradientPath::in_backward)
       .def_property_readonly("communicating", &GradientPath::communicating)
-      .def("adopt", py::overload_cast<SlotId>(&GradientPath::adopt), py::arg("slot"), NoGil())
-      .def("answer_with_zeros", &GradientPath::answer_with_zeros, NoGil())
+      .def("adopt", py::overload_cast<SlotId>(&GradientPath::adopt), py::arg("slot"), ReleaseGil())
+      .def("answer_with_zeros", &GradientPath::answer_with_zeros, ReleaseGil())
       .def("remove_hooks", &GradientPath::remove_hooks);
 }
 

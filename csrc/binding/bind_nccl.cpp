@@ -8,15 +8,13 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "binding/bindings.h"
-#include "comm/nccl_communicator.h"
-#include "comm/nccl_library.h"
+#include "comm/nccl/nccl_communicator.h"
+#include "comm/nccl/nccl_library.h"
 
 namespace py = pybind11;
 
 namespace bagua {
 namespace {
-
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
 // What pybind11 gets of a communicator: its destructor joins a thread and waits for peers.
 std::shared_ptr<NcclCommunicator> released_without_gil(std::shared_ptr<NcclCommunicator> made) {

@@ -14,11 +14,11 @@
 #include "op/gossip.h"
 #include "op/hierarchical.h"
 #include "op/low_rank.h"
-#include "op/low_rank_products.h"
-#include "op/message_frames.h"
+#include "op/tensors/low_rank_products.h"
+#include "op/memory/round_memory.h"
 #include "op/neighbor_average.h"
-#include "op/round_memory.h"
 #include "op/update_momentum.h"
+#include "op/wire/message_frames.h"
 
 namespace bagua {
 

@@ -12,7 +12,6 @@
 namespace bagua {
 
 namespace py = pybind11;
-using NoGil = py::call_guard<py::gil_scoped_release>;
 
 void bind_periodic(py::module_& m) {
   py::class_<PeriodicLane, std::shared_ptr<PeriodicLane>>(
@@ -38,9 +37,9 @@ void bind_periodic(py::module_& m) {
            py::arg("communicator"), py::arg("weights"), py::kw_only(), py::arg("name"),
            py::arg("interval_s"), py::arg("timeout_s"), py::arg("board").none(true) = py::none(),
            py::arg("non_finite").none(true) = py::none())
-      .def("resume", &PeriodicLane::resume, NoGil(),
+      .def("resume", &PeriodicLane::resume, ReleaseGil(),
            "Start the rounds. Every rank calls it; nothing happens while they run.")
-      .def("ask_to_pause", &PeriodicLane::ask_to_pause, NoGil(),
+      .def("ask_to_pause", &PeriodicLane::ask_to_pause, ReleaseGil(),
            "End the rounds once every rank has asked for it.")
       .def(
           "pause",
@@ -49,12 +48,13 @@ void bind_periodic(py::module_& m) {
             if (limit_s) limit.emplace(static_cast<int64_t>(*limit_s * 1000));
             return lane.pause(limit);
           },
-          py::arg("limit_s") = py::none(), NoGil(),
+          py::arg("limit_s") = py::none(), ReleaseGil(),
           "Ask, and return True once the rounds have ended; False if not within limit_s seconds.")
-      .def("check", &PeriodicLane::check, NoGil(), "Raise the failure that ended the rounds.")
-      .def("enter", &PeriodicLane::enter, NoGil(), "Training begins to use the weights.")
-      .def("leave", &PeriodicLane::leave, NoGil(), "Training does not use the weights for now.")
-      .def("stop", &PeriodicLane::stop, NoGil(),
+      .def("check", &PeriodicLane::check, ReleaseGil(), "Raise the failure that ended the rounds.")
+      .def("enter", &PeriodicLane::enter, ReleaseGil(), "Training begins to use the weights.")
+      .def("leave", &PeriodicLane::leave, ReleaseGil(),
+           "Training does not use the weights for now.")
+      .def("stop", &PeriodicLane::stop, ReleaseGil(),
            "End this rank's part without asking the others, whose next round fails.")
       .def_property_readonly("inside", &PeriodicLane::inside)
       .def_property_readonly("running", &PeriodicLane::running)

@@ -6,10 +6,10 @@
 #include "base/check.h"
 #include "binding/bindings.h"
 #include "codec/index_code.h"
-#include "codec/random_order.h"
-#include "codec/top_k.h"
+#include "math/random_order.h"
+#include "math/top_k.h"
+#include "op/error_feedback_all_reduce.h"
 #include "op/random_sparse.h"
-#include "op/settled_all_reduce.h"
 #include "op/sparse.h"
 
 namespace py = pybind11;
@@ -131,7 +131,8 @@ void bind_sparse(py::module_& m) {
       .def(py::init<Comm, std::shared_ptr<Scratch>, int64_t, int64_t, uint64_t, Memory>(),
            py::arg("communicator"), py::arg("scratch"), py::arg("numel"), py::arg("k"),
            py::arg("seed"), py::arg("memory"));
-  py::class_<SettledAllReduce, BucketOp, std::shared_ptr<SettledAllReduce>>(m, "SettledAllReduce")
+  py::class_<ErrorFeedbackAllReduce, BucketOp, std::shared_ptr<ErrorFeedbackAllReduce>>(
+      m, "ErrorFeedbackAllReduce")
       .def(py::init<Comm, std::shared_ptr<Scratch>, int64_t, Memory>(), py::arg("communicator"),
            py::arg("scratch"), py::arg("numel"), py::arg("memory"));
   m.def(

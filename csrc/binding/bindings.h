@@ -7,7 +7,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "engine/engine.h"
-#include "op/frame.h"
+#include "op/wire/frame.h"
 
 namespace bagua {
 
@@ -31,12 +31,18 @@ void delete_without_gil(T* object) {
   }
 }
 
+// For bindings that may block.
+using ReleaseGil = pybind11::call_guard<pybind11::gil_scoped_release>;
+
 inline Checksum checksum_if(bool wanted) { return wanted ? Checksum::kOn : Checksum::kOff; }
 
 // Python's seconds.
 inline std::chrono::milliseconds to_milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
+
+// Of a communicator, as bagua_stats() shows it.
+pybind11::dict traffic_dict(const Traffic& traffic);
 
 // What bagua_stats() shows of an engine or a periodic lane.
 pybind11::dict stats_dict(const EngineStats& stats);

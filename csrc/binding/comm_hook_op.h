@@ -8,7 +8,7 @@
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "op/bucket_op.h"
+#include "op/contract/bucket_op.h"
 
 namespace bagua {
 

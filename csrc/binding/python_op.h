@@ -5,7 +5,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include "op/bucket_op.h"
+#include "op/contract/bucket_op.h"
 
 namespace bagua {
 

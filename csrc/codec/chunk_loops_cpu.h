@@ -12,7 +12,7 @@
 #include "base/dtype.h"
 #include "codec/chunk_format.h"
 #include "codec/chunk_parts.h"
-#include "codec/minmax_uint8.h"
+#include "codec/codecs/minmax_uint8.h"
 
 namespace bagua {
 

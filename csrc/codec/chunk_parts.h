@@ -7,7 +7,7 @@
 #include "base/dtype.h"
 #include "base/intrinsics.h"
 #include "codec/chunk_format.h"
-#include "codec/minmax_uint8.h"
+#include "codec/codecs/minmax_uint8.h"
 
 namespace bagua {
 

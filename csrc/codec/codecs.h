@@ -4,10 +4,10 @@
 
 #include <tuple>
 
-#include "codec/block_uint8.h"
-#include "codec/cast_bf16.h"
-#include "codec/cast_fp16.h"
-#include "codec/minmax_uint8.h"
+#include "codec/codecs/block_uint8.h"
+#include "codec/codecs/cast_bf16.h"
+#include "codec/codecs/cast_fp16.h"
+#include "codec/codecs/minmax_uint8.h"
 
 namespace bagua {
 

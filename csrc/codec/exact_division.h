@@ -5,7 +5,7 @@
 #pragma once
 
 #include "base/dtype.h"
-#include "codec/minmax_uint8.h"
+#include "codec/codecs/minmax_uint8.h"
 
 namespace bagua {
 

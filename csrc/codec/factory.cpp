@@ -2,8 +2,8 @@
 
 #include "base/check.h"
 #include "codec/chunk_codec_cpu.h"
-#include "codec/chunk_codec_cuda.h"
 #include "codec/codecs.h"
+#include "codec/cuda/chunk_codec_cuda.h"
 
 namespace bagua {
 

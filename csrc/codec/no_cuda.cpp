@@ -1,6 +1,6 @@
 // In place of the CUDA codecs where the build has no CUDA.
 #include "base/check.h"
-#include "codec/chunk_codec_cuda.h"
+#include "codec/cuda/chunk_codec_cuda.h"
 
 namespace bagua {
 

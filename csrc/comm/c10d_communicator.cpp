@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "base/check.h"
-#include "comm/error_text.h"
 #include "comm/flat_copy.h"
 #include "comm/tensor_checks.h"
+#include "health/error_text.h"
 
 namespace bagua {
 namespace {

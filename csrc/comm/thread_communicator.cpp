@@ -130,31 +130,31 @@ void ThreadHub::all_reduce_in_rank_order() {
 }
 
 // 1. Post all receives, then all sends; each half that finds its other half is copied at once.
-// 2. Wait until all of this rank's halves are done.
+// 2. Wait until all of this rank's endpoints are done.
 void ThreadHub::exchange(int rank, c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs) {
   std::unique_lock lock(mutex_);
   throw_if_failed();
-  std::vector<Half> halves;
-  halves.reserve(sends.size() + recvs.size());  // the mailboxes hold pointers into it
+  std::vector<Endpoint> endpoints;
+  endpoints.reserve(sends.size() + recvs.size());  // the mailboxes hold pointers into it
   for (const Recv& recv : recvs) {
-    halves.push_back({flat(recv.tensor), recv.peer, false});
-    mailbox(recv.peer, rank).recvs.push_back(&halves.back());
+    endpoints.push_back({flat(recv.tensor), recv.peer, false});
+    mailbox(recv.peer, rank).recvs.push_back(&endpoints.back());
     match(recv.peer, rank);
   }
   for (const Send& send : sends) {
-    halves.push_back({flat(send.tensor), send.peer, false});
-    mailbox(rank, send.peer).sends.push_back(&halves.back());
+    endpoints.push_back({flat(send.tensor), send.peer, false});
+    mailbox(rank, send.peer).sends.push_back(&endpoints.back());
     match(rank, send.peer);
   }
   const auto pending = [&] {
     std::string peers;
-    for (const Half& half : halves) {
-      if (!half.done) peers += concat(peers.empty() ? "rank " : ", ", half.peer);
+    for (const Endpoint& endpoint : endpoints) {
+      if (!endpoint.done) peers += concat(peers.empty() ? "rank " : ", ", endpoint.peer);
     }
     return peers;
   };
   const bool in_time = changed_.wait_for(lock, timeout_, [&] {
-    return failure_.has_value() || pending().empty() || stuck_peer(halves).has_value();
+    return failure_.has_value() || pending().empty() || stuck_peer(endpoints).has_value();
   });
   if (pending().empty()) return;
   throw_if_failed();
@@ -163,7 +163,7 @@ void ThreadHub::exchange(int rank, c10::ArrayRef<Send> sends, c10::ArrayRef<Recv
                    concat("rank ", rank, " of ", size_, ": exchange timed out after ",
                           timeout_.count(), " ms, missing: ", pending()));
   }
-  const int peer = *stuck_peer(halves);
+  const int peer = *stuck_peer(endpoints);
   fail_and_throw(Kind::kMismatch,
                  concat("ranks disagree: rank ", rank, " called exchange with rank ", peer,
                         ", rank ", peer, " called ", text(*calls_[peer])));
@@ -172,8 +172,8 @@ void ThreadHub::exchange(int rank, c10::ArrayRef<Send> sends, c10::ArrayRef<Recv
 void ThreadHub::match(int from, int to) {
   Mailbox& box = mailbox(from, to);
   if (box.sends.empty() || box.recvs.empty()) return;
-  Half& send = *box.sends.front();
-  Half& recv = *box.recvs.front();
+  Endpoint& send = *box.sends.front();
+  Endpoint& recv = *box.recvs.front();
   if (send.tensor.numel() != recv.tensor.numel() ||
       send.tensor.scalar_type() != recv.tensor.scalar_type()) {
     fail_and_throw(Kind::kMismatch,
@@ -188,9 +188,9 @@ void ThreadHub::match(int from, int to) {
 }
 
 // A peer that waits in a collective waits for this rank, and this rank for it: neither can go on.
-std::optional<int> ThreadHub::stuck_peer(const std::vector<Half>& halves) const {
-  for (const Half& half : halves) {
-    if (!half.done && calls_[half.peer]) return half.peer;
+std::optional<int> ThreadHub::stuck_peer(const std::vector<Endpoint>& endpoints) const {
+  for (const Endpoint& endpoint : endpoints) {
+    if (!endpoint.done && calls_[endpoint.peer]) return endpoint.peer;
   }
   return std::nullopt;
 }

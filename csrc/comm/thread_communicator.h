@@ -41,7 +41,7 @@ class ThreadHub final {
   };
 
   // One half of a message: lives on the stack of exchange().
-  struct Half {
+  struct Endpoint {
     at::Tensor tensor;
     int peer;
     bool done;
@@ -53,8 +53,8 @@ class ThreadHub final {
     std::string message;
   };
   struct Mailbox {
-    std::deque<Half*> sends;
-    std::deque<Half*> recvs;
+    std::deque<Endpoint*> sends;
+    std::deque<Endpoint*> recvs;
   };
 
   static std::string text(const Call& call);
@@ -69,7 +69,7 @@ class ThreadHub final {
   void perform();
   void all_reduce_in_rank_order();
   void match(int from, int to);
-  std::optional<int> stuck_peer(const std::vector<Half>& halves) const;
+  std::optional<int> stuck_peer(const std::vector<Endpoint>& endpoints) const;
   std::string absent_ranks() const;
   void fail(Kind kind, std::string message);
   void throw_if_failed() const;

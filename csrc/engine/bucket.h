@@ -8,7 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "op/bucket_op.h"
+#include "op/contract/bucket_op.h"
 
 namespace bagua {
 

@@ -170,15 +170,29 @@ int64_t Engine::round() const {
 bool Engine::mark_ready(SlotId slot) {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
-  if (state.failure) state.rethrow(lock);
-  BAGUA_CHECK(state.open, state.whoami(),
-              ": no round is open; run a forward in training mode first.");
-  State::SlotState& entry = state.slot_states.at(slot);
-  if (std::exchange(entry.marked, true)) return false;
+  state.check_open(lock);
+  if (state.slot_states.at(slot).marked) return false;
+  mark(slot);
+  return true;
+}
+
+void Engine::mark_all() {
+  State& state = *state_;
+  std::unique_lock lock(state.mutex);
+  state.check_open(lock);
+  for (size_t slot = 0; slot < state.slot_states.size(); ++slot) {
+    if (!state.slot_states[slot].marked) mark(static_cast<SlotId>(slot));
+  }
+}
+
+void Engine::mark(SlotId slot) {
+  State& state = *state_;
+  State::SlotState& entry = state.slot_states[slot];
+  entry.marked = true;
   ++state.marked;
   State::Progress& bucket = state.progress[entry.bucket];
   bucket.ready.note_current_stream();
-  if (--bucket.pending > 0) return true;
+  if (--bucket.pending > 0) return;
   bucket.ready.record();
   bucket.ready_ns = now_ns();
   State::LaneState& lane = state.lanes[bucket.lane];
@@ -187,7 +201,6 @@ bool Engine::mark_ready(SlotId slot) {
     ++state.launched;
     threads_[bucket.lane]->post([shared = state_, index] { shared->run_bucket(index); });
   }
-  return true;
 }
 
 bool Engine::marked(SlotId slot) const {

@@ -10,10 +10,11 @@
 #include <vector>
 
 #include "comm/counting_communicator.h"
-#include "comm/failure_board.h"
 #include "engine/accounting.h"
 #include "engine/bucket.h"
 #include "engine/lane_thread.h"
+#include "health/failure_board.h"
+#include "health/straggler_watch.h"
 
 namespace bagua {
 
@@ -32,10 +33,7 @@ struct EngineOptions {
   std::chrono::milliseconds timeout;
   std::shared_ptr<CountingCommunicator> control;  // CPU; for agreements and masks only
   std::shared_ptr<FailureBoard> board;            // null: failures of other ranks are not seen
-  // A wait that has lasted this long is told with the ranks that cause it, and again at twice,
-  // four times ... that; 0: never. On the waiting thread, without locks; must not throw.
-  std::chrono::milliseconds straggler_after{0};
-  std::function<void(const std::string&)> on_straggler{};
+  StragglerReports stragglers{};
   std::shared_ptr<WeightsSample> weights{};  // compared in each round; null: no weights are
 };
 
@@ -111,6 +109,9 @@ class Engine {
   // False if the slot had been marked in this round already.
   bool mark_ready(SlotId slot);
 
+  // Marks every slot that has not been marked in this round.
+  void mark_all();
+
   // Whether the slot has been marked in this round: its bucket may be running, hands off.
   bool marked(SlotId slot) const;
 
@@ -141,6 +142,8 @@ class Engine {
 
  private:
   struct State;
+  void mark(SlotId slot);  // under the lock
+
   int process_;  // pid: after fork nothing is joined or closed
   std::shared_ptr<State> state_;
   std::vector<std::unique_ptr<LaneThread>> threads_;

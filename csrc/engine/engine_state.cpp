@@ -9,8 +9,8 @@
 
 #include "base/check.h"
 #include "engine/agreement.h"
-#include "engine/failure.h"
-#include "engine/straggler_watch.h"
+#include "health/failure.h"
+#include "health/straggler_watch.h"
 
 namespace bagua {
 namespace {
@@ -90,7 +90,7 @@ void Engine::State::fail(std::exception_ptr cause) noexcept {
   }
   changed.notify_all();
   const std::string reason = message_of(cause);
-  if (options.board) options.board->publish(reason, may_be_echo(cause));
+  if (options.board) options.board->publish(reason, may_be_secondary(cause));
   options.control->abort(reason);
   for (const LaneState& lane : lanes) {
     for (const auto& communicator : lane.communicators) communicator->abort(reason);
@@ -187,6 +187,11 @@ void Engine::State::run_exchange_used() {
   changed.notify_all();
 }
 
+void Engine::State::check_open(std::unique_lock<std::mutex>& lock) {
+  if (failure) rethrow(lock);
+  BAGUA_CHECK(open, whoami(), ": no round is open; run a forward in training mode first.");
+}
+
 std::string Engine::State::outstanding() const {
   std::string names;
   for (const LaneState& lane : lanes) {
@@ -203,7 +208,7 @@ std::string Engine::State::outstanding() const {
 void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done_now,
                           const char* what) {
   const auto deadline = std::chrono::steady_clock::now() + options.timeout;
-  StragglerWatch stragglers(options, what);
+  StragglerWatch stragglers(options.stragglers, options.board, options.timeout, what);
   clock.caller_blocks(now_ns());
   while (!failure && !stopped && !done_now()) {
     const auto slice = std::min<std::chrono::steady_clock::time_point>(
@@ -220,8 +225,8 @@ void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::functio
     }
     if (news) {
       const std::string message = concat(me, ": ", news->text);
-      fail(news->is_echo ? std::make_exception_ptr(TransportError(message))
-                         : std::make_exception_ptr(Error(message)));
+      fail(news->is_secondary ? std::make_exception_ptr(TransportError(message))
+                              : std::make_exception_ptr(Error(message)));
     } else if (late) {
       fail(std::make_exception_ptr(TimeoutError(
           concat(me, ": no result within ", options.timeout.count(), " ms while waiting for ", what,
@@ -260,7 +265,7 @@ void Engine::State::rethrow(std::unique_lock<std::mutex>& lock) {
   if (left) tell(*left);
   const std::optional<FailureBoard::News> failed = options.board->poll();
   if (failed) tell(failed->text);
-  const bool explained = left || (failed && !failed->is_echo) || !may_be_echo(cause);
+  const bool explained = left || (failed && !failed->is_secondary) || !may_be_secondary(cause);
   if (!places) {
     places = explained ? "" : " " + options.board->survey(my_round);
     const std::lock_guard relock(mutex);

@@ -58,6 +58,8 @@ struct Engine::State {
   void block(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done,
              const char* what);
   [[noreturn]] void rethrow(std::unique_lock<std::mutex>& lock);
+  // Throws the stored failure, or if no round is open.
+  void check_open(std::unique_lock<std::mutex>& lock);
   bool launched_done() const { return launched == done && used_pending == used_done; }
   std::string outstanding() const;
   std::string whoami() const;

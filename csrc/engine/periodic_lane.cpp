@@ -10,8 +10,8 @@
 
 #include "base/check.h"
 #include "comm/device_stream.h"
-#include "comm/error_text.h"
 #include "engine/accounting.h"
+#include "health/error_text.h"
 
 namespace bagua {
 
@@ -200,7 +200,7 @@ void PeriodicLane::check() {
     const std::optional<std::string> left = board->poll_left(rounds + 1);
     if (failed) news += concat("[", failed->text, "] ");
     if (left) news += concat("[", *left, "] ");
-    if (!left && !(failed && !failed->is_echo)) places = board->survey(rounds) + " ";
+    if (!left && !(failed && !failed->is_secondary)) places = board->survey(rounds) + " ";
   }
   try {
     std::rethrow_exception(failure);

@@ -8,10 +8,10 @@
 
 #include "base/weight_gate.h"
 #include "comm/counting_communicator.h"
-#include "comm/failure_board.h"
 #include "engine/engine.h"
 #include "engine/lane_thread.h"
-#include "op/periodic_op.h"
+#include "health/failure_board.h"
+#include "op/contract/periodic_op.h"
 
 namespace bagua {
 

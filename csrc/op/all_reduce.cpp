@@ -1,7 +1,7 @@
 #include "op/all_reduce.h"
 
 #include "base/check.h"
-#include "op/reals.h"
+#include "op/tensors/reals.h"
 
 namespace bagua {
 

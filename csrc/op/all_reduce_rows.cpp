@@ -10,7 +10,7 @@
 #include <ATen/ops/full.h>
 
 #include "base/check.h"
-#include "op/all_finite.h"
+#include "op/tensors/all_finite.h"
 
 namespace bagua {
 namespace {

@@ -9,8 +9,8 @@
 #include <ATen/core/Tensor.h>
 
 #include "comm/communicator.h"
-#include "op/bucket_op.h"
-#include "op/scratch.h"
+#include "op/contract/bucket_op.h"
+#include "op/memory/scratch.h"
 
 namespace bagua {
 

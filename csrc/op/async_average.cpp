@@ -9,8 +9,8 @@
 
 #include "base/check.h"
 #include "comm/device_stream.h"
-#include "op/all_finite.h"
-#include "op/arithmetic_dtype.h"
+#include "op/tensors/all_finite.h"
+#include "op/tensors/arithmetic_dtype.h"
 
 namespace bagua {
 namespace {

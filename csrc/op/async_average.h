@@ -9,7 +9,7 @@
 #include "base/weight_gate.h"
 #include "comm/communicator.h"
 #include "op/count_non_finite.h"
-#include "op/periodic_op.h"
+#include "op/contract/periodic_op.h"
 
 namespace bagua {
 

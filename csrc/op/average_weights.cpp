@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "base/check.h"
-#include "op/communications.h"
+#include "op/memory/communications.h"
 
 namespace bagua {
 

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "op/bucket_op.h"
+#include "op/contract/bucket_op.h"
 
 namespace bagua {
 

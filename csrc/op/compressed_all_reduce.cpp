@@ -7,8 +7,8 @@
 #include <ATen/record_function.h>
 
 #include "base/check.h"
-#include "op/codec_calls.h"
-#include "op/frame.h"
+#include "op/wire/codec_calls.h"
+#include "op/wire/frame.h"
 
 namespace bagua {
 namespace {

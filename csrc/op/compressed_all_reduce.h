@@ -5,10 +5,10 @@
 
 #include "codec/codec.h"
 #include "comm/communicator.h"
-#include "op/bucket_op.h"
-#include "op/message_frames.h"
-#include "op/part_layout.h"
-#include "op/scratch.h"
+#include "op/contract/bucket_op.h"
+#include "op/memory/scratch.h"
+#include "op/wire/message_frames.h"
+#include "op/wire/part_layout.h"
 
 namespace bagua {
 

@@ -14,8 +14,8 @@
 #include <ATen/ops/where.h>
 
 #include "base/check.h"
-#include "op/codec_calls.h"
-#include "op/frame.h"
+#include "op/wire/codec_calls.h"
+#include "op/wire/frame.h"
 #include "topology/topology.h"
 
 namespace bagua {

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "base/check.h"
-#include "op/all_finite.h"
+#include "op/tensors/all_finite.h"
 
 namespace bagua {
 

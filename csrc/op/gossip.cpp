@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "base/check.h"
-#include "op/communications.h"
-#include "op/part_layout.h"
+#include "op/memory/communications.h"
+#include "op/wire/part_layout.h"
 #include "topology/topology.h"
 
 namespace bagua {

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "base/check.h"
-#include "op/reals.h"
+#include "op/tensors/reals.h"
 
 namespace bagua {
 

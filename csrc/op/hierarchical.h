@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "comm/communicator.h"
-#include "op/bucket_op.h"
+#include "op/contract/bucket_op.h"
 
 namespace bagua {
 

@@ -11,10 +11,10 @@
 
 #include "base/check.h"
 #include "base/mixed_bits.h"
-#include "op/all_finite.h"
-#include "op/arithmetic_dtype.h"
-#include "op/communications.h"
-#include "op/low_rank_products.h"
+#include "op/tensors/all_finite.h"
+#include "op/tensors/arithmetic_dtype.h"
+#include "op/tensors/low_rank_products.h"
+#include "op/memory/communications.h"
 
 namespace bagua {
 namespace {

@@ -5,10 +5,10 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "op/bucket_op.h"
-#include "op/low_rank_layout.h"
-#include "op/round_memory.h"
-#include "op/scratch.h"
+#include "op/contract/bucket_op.h"
+#include "op/tensors/low_rank_layout.h"
+#include "op/memory/round_memory.h"
+#include "op/memory/scratch.h"
 
 namespace bagua {
 

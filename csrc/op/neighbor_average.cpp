@@ -6,8 +6,8 @@
 
 #include "base/check.h"
 #include "comm/tensor_checks.h"
-#include "op/arithmetic_dtype.h"
-#include "op/part_layout.h"
+#include "op/tensors/arithmetic_dtype.h"
+#include "op/wire/part_layout.h"
 
 namespace bagua {
 namespace {

@@ -7,8 +7,8 @@
 #include <ATen/ops/index_select.h>
 
 #include "base/check.h"
-#include "codec/random_order.h"
-#include "op/all_finite.h"
+#include "math/random_order.h"
+#include "op/tensors/all_finite.h"
 
 namespace bagua {
 

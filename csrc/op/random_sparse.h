@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "comm/communicator.h"
-#include "op/error_feedback.h"
+#include "op/memory/error_feedback.h"
 
 namespace bagua {
 
@@ -13,7 +13,7 @@ namespace bagua {
 // what is left. The order of an epoch is a RandomOrder of `seed` and its number; the number of
 // communications in the memory says which round it is. So all ranks know the elements, and no
 // index travels.
-// Steps, with m and e as in op/error_feedback.h:
+// Steps, with m and e as in op/memory/error_feedback.h:
 //   1. m = g / s + e;
 //   2. c = the elements of this round; e <- m - c;
 //   3. one all_reduce (sum) of their values and of one more, NaN where m is not finite anywhere;

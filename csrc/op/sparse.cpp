@@ -5,7 +5,7 @@
 #include <ATen/ops/empty.h>
 
 #include "base/check.h"
-#include "op/message_frames.h"
+#include "op/wire/message_frames.h"
 
 namespace bagua {
 

@@ -4,13 +4,13 @@
 #include <memory>
 
 #include "comm/communicator.h"
-#include "op/error_feedback.h"
-#include "op/sparse_message.h"
+#include "op/memory/error_feedback.h"
+#include "op/wire/sparse_message.h"
 
 namespace bagua {
 
 // Top-k sparsification (Stich et al., *Sparsified SGD with Memory*, NeurIPS 2018, Algorithm 1).
-// Steps, with m and e as in op/error_feedback.h:
+// Steps, with m and e as in op/memory/error_feedback.h:
 //   1. m = g / s + e;
 //   2. c = the k elements of m of largest magnitude, exactly; e <- m - c;
 //   3. all_gather of c, as values and indices;

@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include "op/bucket_op.h"
-#include "op/scratch.h"
+#include "op/contract/bucket_op.h"
+#include "op/memory/scratch.h"
 
 namespace bagua {
 

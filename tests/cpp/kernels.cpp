@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "codec/chunk_codec_cpu.h"
-#include "codec/chunk_codec_cuda.h"
 #include "codec/codecs.h"
+#include "codec/cuda/chunk_codec_cuda.h"
 #include "codec/exact_division.h"
 #include "cuda_emulation.h"
 #include "kernel_comparison.h"

@@ -14,8 +14,8 @@
 #include <unistd.h>
 
 #include "base/check.h"
-#include "comm/nccl_communicator.h"
-#include "comm/nccl_library.h"
+#include "comm/nccl/nccl_communicator.h"
+#include "comm/nccl/nccl_library.h"
 #include "fake_cuda_guard.h"
 
 namespace bagua {

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import _C
-from bagua.torch_api._transport import Transport
+from bagua._core.group.connections import Connections
 from ranks import training
 from ranks.pool import MAX_RANKS
 from single import communicator_conformance as conformance
@@ -39,8 +39,8 @@ def conform(device_type):
     device = training.device()  # the current one from now on
     store = dist.distributed_c10d._get_default_store()
     rank, size = dist.get_rank(), dist.get_world_size()
-    transport = Transport(store, rank, list(range(size)), training.TIMEOUT)
-    comm = transport.connect("conformance", device_type)
+    connections = Connections(store, rank, list(range(size)), training.TIMEOUT)
+    comm = connections.connect("conformance", device_type)
     conformance.run_all(comm, device)
     return comm.rank, comm.size
 

@@ -8,7 +8,7 @@
 #include "codec/chunk_format.h"
 #include "codec/factory.h"
 #include "codec/index_code.h"
-#include "op/frame.h"
+#include "op/wire/frame.h"
 #include "target.h"
 
 namespace bagua::fuzz {

@@ -8,8 +8,8 @@
 
 #include "base/check.h"
 #include "codec/factory.h"
-#include "comm/failure_board.h"
 #include "engine/agreement.h"
+#include "health/failure_board.h"
 #include "hostile.h"
 #include "op/compressed_all_reduce.h"
 #include "op/compressed_gossip.h"
@@ -130,8 +130,8 @@ void board(Input input) {
 // Where other ranks are, from what two looks at the store showed: text, whatever was written.
 void heartbeat(Input input) {
   const auto round = input.take<int64_t>();
-  Look looks[2];
-  for (Look& look : looks) {
+  Snapshot looks[2];
+  for (Snapshot& look : looks) {
     for (int rank = 0; rank < 3; ++rank) {
       std::string written(input.up_to(60), ' ');
       input.take_into(written.data(), written.size());
@@ -144,7 +144,7 @@ void heartbeat(Input input) {
     if (input.take<uint8_t>() % 2) look.failed.insert(input.take<uint8_t>() % 3);
   }
   for (const bool everyone : {false, true}) {
-    const Onlooker onlooker{.rank = 0, .round = round, .unit = "round", .everyone = everyone};
+    const Observer onlooker{.rank = 0, .round = round, .unit = "round", .everyone = everyone};
     const std::string places = where_others_are(looks[0], looks[1], onlooker);
     FUZZ_REQUIRE(is_text(places) && places.find("rank 0") == std::string::npos);
   }

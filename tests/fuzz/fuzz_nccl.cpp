@@ -2,7 +2,7 @@
 #include <string>
 
 #include "base/check.h"
-#include "comm/nccl_rendezvous.h"
+#include "comm/nccl/nccl_rendezvous.h"
 #include "hostile.h"
 
 namespace bagua::fuzz {

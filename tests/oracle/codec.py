@@ -1,6 +1,6 @@
 """What every codec must write and read: slow, in plain torch, one range at a time.
 
-Layouts: docs/wire-format.md. The steps of the 8-bit codecs are those of csrc/codec/minmax_uint8.h.
+Layouts: docs/wire-format.md. The steps of the 8-bit codecs are those of csrc/codec/codecs.
 """
 
 import torch

@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import bagua.torch_api as bagua
-from bagua.torch_api import _checkpoint_file
+from bagua._core.state import checkpoint_file as _checkpoint_file
 from bagua.torch_api.checkpoint import load_latest, save_checkpoint
 from ranks import every_algorithm, training
 from ranks.checkpoint_training import network

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import _C
-from bagua.torch_api._transport import Transport
+from bagua._core.group.connections import Connections
 from ranks import training
 from single import communicator_conformance as conformance
 
@@ -14,8 +14,8 @@ def connect(device_type):
     """As a lane does for tensors of that type."""
     store = dist.distributed_c10d._get_default_store()
     members = list(range(dist.get_world_size()))
-    transport = Transport(store, dist.get_rank(), members, training.TIMEOUT)
-    return transport.connect("test", device_type)
+    connections = Connections(store, dist.get_rank(), members, training.TIMEOUT)
+    return connections.connect("test", device_type)
 
 
 def conform():

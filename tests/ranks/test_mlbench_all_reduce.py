@@ -115,7 +115,7 @@ def count_bytes(by_layer):
     aggregation = AllReduceAggregation(dist.get_world_size())
     aggregation.agg_model(by_layer)(model, "avg")
     group = bagua.communication.get_default_group()
-    assert group.transport.main_traffic() == {}, "lines are compared only where they differ"
+    assert group.connections.main_traffic() == {}, "lines are compared only where they differ"
     return aggregation.traffic(), sum(p.numel() * 4 for p in model.parameters())
 
 

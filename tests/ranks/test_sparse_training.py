@@ -61,7 +61,7 @@ def train_and_compare(kind, dtype):
             names = [tensor.bagua_tensor_name for tensor in bucket.tensors]
             brought = [flat_of(gradients[r], names) for r in range(size)]
             owed = [{n: s[f"rank{r}/error/{n}"] for n in names} for r, s in enumerate(after)]
-            if op == "SettledAllReduce":
+            if op == "ErrorFeedbackAllReduce":
                 mean = sum(brought) / size
                 torch.testing.assert_close(flat_of(got, names), mean, rtol=1e-2, atol=1e-3)
                 assert not flat_of(owed[0], names).any()
@@ -92,7 +92,7 @@ def test_training_follows_the_oracle_and_ranks_agree(ranks, n, kind):
 def test_buckets_for_which_sparse_messages_do_not_pay_are_averaged_exactly(ranks, kind):
     results = ranks(2, train_and_compare, kind, torch.float32, env=training.SMALL_BUCKETS)
     if kind == "largest":
-        assert results == [["SettledAllReduce", "Sparse"]] * 2
+        assert results == [["ErrorFeedbackAllReduce", "Sparse"]] * 2
     else:
         assert results == [["RandomSparse"]] * 2  # of three elements it sends one and a flag
 
@@ -122,7 +122,7 @@ def test_bytes_are_those_of_the_messages(ranks):
     sent, ops = ranks(3, count_bytes, "random", 0.05)[0]
     assert (abs(sent - ring) <= 8, ops) == (True, ["RandomSparse"])
     for kind in ("largest", "random"):
-        assert ranks(2, count_bytes, kind, 1.0)[0] == (4 * ELEMENTS, ["SettledAllReduce"])
+        assert ranks(2, count_bytes, kind, 1.0)[0] == (4 * ELEMENTS, ["ErrorFeedbackAllReduce"])
 
 
 @training.with_group

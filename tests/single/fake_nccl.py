@@ -32,7 +32,7 @@ def build_fake(name, includes, libraries=()):
         [
             *["-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wl,-Bsymbolic"],
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-            *["-I", "csrc/comm/nccl_needs"],
+            *["-I", "csrc/comm/nccl/needs"],
             *[argument for folder in system for argument in ("-isystem", str(folder))],
             f"tests/cpp/{name}.cpp",
             f"-L{torch_root}/lib",

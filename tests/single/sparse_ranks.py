@@ -26,7 +26,7 @@ def make(comm, kind, numel, k, memory, seed=3):
     if kind == "random":
         return _C.RandomSparse(comm, _C.Scratch(), numel, k, seed, memory)
     if kind == "exact":
-        return _C.SettledAllReduce(comm, _C.Scratch(), numel, memory)
+        return _C.ErrorFeedbackAllReduce(comm, _C.Scratch(), numel, memory)
     return _C.Sparse(comm, _C.Scratch(), numel, k, memory)
 
 

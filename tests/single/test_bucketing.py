@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bagua.torch_api._bucketing import split_by_bucket_size
+from bagua._sync.bucketing import split_by_bucket_size
 
 KIB = 1024
 

@@ -11,11 +11,9 @@ from single.cpp_programs import ROOT, build
 SECONDS = 1.5
 SOURCES = [
     *(f"tests/fuzz/{name}.cpp" for name in ("driver", "mutation", "fuzz_codec")),
-    *(
-        f"csrc/codec/{name}.cpp"
-        for name in ("chunk_codec_cpu", "factory", "index_code", "no_cuda", "payload_checksum")
-    ),
-    "csrc/op/frame.cpp",
+    *(f"csrc/codec/{name}.cpp" for name in ("chunk_codec_cpu", "factory", "index_code", "no_cuda")),
+    "csrc/math/checksum.cpp",
+    "csrc/op/wire/frame.cpp",
 ]
 FLAGS = "-std=c++20 -O1 -g1 -ffp-contract=off -fsanitize=address,undefined"
 FLAGS += " -fno-sanitize-recover=all -Wall -Wextra -Werror -Icsrc -Itests/fuzz"

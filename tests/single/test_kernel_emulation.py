@@ -33,7 +33,7 @@ PROGRAMS = {
     "kernels": (
         "tests/cpp/kernels.cpp",
         "csrc/codec/chunk_codec_cpu.cpp",
-        "csrc/codec/chunk_codec_cuda.cu",
+        "csrc/codec/cuda/chunk_codec_cuda.cu",
     ),
     "emulation_faults": ("tests/cpp/emulation_faults.cpp",),
 }
@@ -50,7 +50,7 @@ pytestmark = [
 def sources():
     folders = ("csrc/base", "csrc/codec", "tests/cpp")
     suffixes = {".h", ".cpp", ".cu", ".cuh"}
-    files = [file for folder in folders for file in sorted((REPOSITORY / folder).iterdir())]
+    files = [file for folder in folders for file in sorted((REPOSITORY / folder).rglob("*"))]
     return [file for file in files if file.suffix in suffixes]
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from bagua.torch_api import _checkpoint_file
+from bagua._core.state import checkpoint_file as _checkpoint_file
 
 # `make soak` asks for more.
 KILLS = int(os.environ.get("BAGUA_TEST_KILLED_WRITERS", "60"))
@@ -18,7 +18,7 @@ import itertools, os, random, signal, sys, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from bagua.torch_api import _checkpoint_file
+from bagua._core.state import checkpoint_file as _checkpoint_file
 
 folder, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 moments = random.Random(seed)

@@ -1,10 +1,12 @@
-"""The floors of docs/design.md: includes and imports point downwards only.
+"""The floors of docs/design.md: a folder is a floor; includes and imports point downwards only.
 
-The tables below are the law. A file that no table names fails too: give it a room first. Imports
-inside functions and those for the type checker count like any other.
+A file may use what is on its own floor and on those below it. A folder that is not listed belongs
+to the floor of the folder that holds it. Imports inside functions and those for the type checker
+count like any other.
 """
 
 import ast
+import collections
 import re
 from pathlib import Path
 
@@ -12,16 +14,24 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# Folder of csrc -> what its files may include of ours (prefixes of the path after csrc/).
-CPP_MAY_INCLUDE = {
-    "base": ("base/",),
-    "codec": ("base/", "codec/"),
-    "topology": ("base/", "topology/"),
-    "comm": ("base/", "comm/"),
-    "op": ("base/", "codec/", "topology/", "comm/", "op/"),
-    "engine": ("base/", "comm/", "op/bucket_op.h", "op/periodic_op.h", "engine/"),
-    "binding": ("base/", "codec/", "topology/", "comm/", "op/", "engine/", "binding/"),
-}
+# From the ground up.
+CPP_FLOORS = (
+    *("base", "topology", "math", "codec", "health", "comm", "op/contract", "engine"),
+    *("op/tensors", "op/memory", "op/wire", "op", "binding"),
+)
+PYTHON_FLOORS = (
+    *("bagua", "bagua/_core/group", "bagua/_core/eager", "bagua/_core/state"),
+    *("bagua/_core/compression", "bagua/_ops", "bagua/_sync", "bagua/torch_api"),
+)
+
+# Floors that know nothing of each other, whichever is higher.
+CPP_STRANGERS = {("op", "engine"), ("comm", "codec"), ("comm", "math"), ("math", "topology")}
+# The second door stands on these floors, and has no room in the others.
+SECOND_DOOR = "mlbench_core"
+BELOW_SECOND_DOOR = PYTHON_FLOORS[:5]
+
+MAX_PYTHON_FILES = 12  # in a folder of python/bagua
+MAX_CPP_FILES = 16  # of one kind in a folder
 
 PYTHON_HEADERS = (
     r"pybind11/.*|Python\.h|torch/extension\.h|torch/python\.h"
@@ -31,48 +41,10 @@ PYTHON_HEADERS = (
 # Headers of others -> the folders that may include them; the first line that matches decides.
 FOREIGN_MAY_BE_INCLUDED_BY = (
     (PYTHON_HEADERS, ("binding",)),
-    (r"(ATen|c10|caffe2|torch)/.*", ("comm", "op", "engine", "binding")),
+    (r"(ATen|c10|caffe2|torch)/.*", ("health", "comm", "op", "engine", "binding")),
 )
 
-CORE = ("bagua", "bagua._C", "bagua._build")
-GROUP_FILES = """
-    env communication _all_to_all _bucketing _collective_checks _collectives _communicator
-    _checkpoint_file _checkpoint_folder _checkpoint_tree
-    _error_state _implicit_group _incarnation _initial_state _low_rank _nccl_library _objects
-    _outputs
-    _optimizer_format _outside_graphs _process_group _reductions _rendezvous _sparse_choice
-    _saved_values _shared_state _snapshot _statistics _store_values _transport _weights_check
-"""
-BUILDER_FILES = "tensor _bucket_ops _bucket_appends bucket _sparse_bucket _lane_builder _plan"
-GROUPS = tuple(f"bagua.torch_api.{name}" for name in GROUP_FILES.split())
-
-# Stacks of floors from the ground up. A room may import what is on its own floor or below it in one
-# stack. A room that ends in ".*" is a package with all that is in it; any other is one file.
-PYTHON_STACKS = (
-    (
-        CORE,
-        GROUPS,
-        tuple(f"bagua.torch_api.{name}" for name in BUILDER_FILES.split()),
-        ("bagua.torch_api.algorithms.*",),
-        (
-            "bagua.torch_api.distributed",
-            "bagua.torch_api._averaging_plan",
-            "bagua.torch_api._module_class",
-            "bagua.torch_api._owners",
-            "bagua.torch_api._running_plan",
-            "bagua.torch_api._steps_in_backward",
-            "bagua.torch_api._user_hooks",
-            "bagua.torch_api._wrap_arguments",
-        ),
-        ("bagua.torch_api.data_parallel.*",),
-        ("bagua.torch_api._patch", "bagua.torch_api._per_rank"),
-        ("bagua.torch_api.averaging", "bagua.torch_api.checkpoint"),
-        ("bagua.torch_api",),
-    ),
-    (CORE, GROUPS, ("mlbench_core.*",)),
-)
-
-PACKAGES = ("bagua", "mlbench_core")
+PACKAGES = ("bagua", "mlbench_core", "misc")
 CPP_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 SOURCE_FOLDERS = ("csrc", "python", "tests", "benchmarks", "docs")
 MAX_LINES = 500
@@ -93,28 +65,37 @@ def includes_of(path):
     return pattern.findall(path.read_text())
 
 
+def floor_of(path, floors):
+    """The number of the floor of a file, by its path; None if it is on none."""
+    folders = [path.rsplit("/", n)[0] for n in range(1, path.count("/") + 1)]
+    return next((floors.index(folder) for folder in folders if folder in floors), None)
+
+
 def find_upward_includes(root):
     findings = []
     for path in cpp_files(root):
         name = path.relative_to(root / "csrc").as_posix()
-        folder = name.split("/")[0]
-        if folder not in CPP_MAY_INCLUDE:
-            findings.append(f"{name}: its folder has no floor")
+        if floor_of(name, CPP_FLOORS) is None:
+            findings.append(f"{name}: its folder is no floor")
             continue
         findings += [
             f"{name} includes {header}"
             for header in includes_of(path)
-            if not may_include(root, folder, header)
+            if not may_include(root, name, header)
         ]
     return findings
 
 
-def may_include(root, folder, header):
-    if header.split("/")[0] in CPP_MAY_INCLUDE or (root / "csrc" / folder / header).exists():
-        return header.startswith(CPP_MAY_INCLUDE[folder])
-    for pattern, folders in FOREIGN_MAY_BE_INCLUDED_BY:
+def may_include(root, name, header):
+    own = floor_of(name, CPP_FLOORS)
+    room = name.split("/")[0]
+    if header.split("/")[0] in {floor.split("/")[0] for floor in CPP_FLOORS}:
+        floor = floor_of(header, CPP_FLOORS)
+        strange = (room, header.split("/")[0]) in CPP_STRANGERS
+        return floor is not None and floor <= own and not strange
+    for pattern, rooms in FOREIGN_MAY_BE_INCLUDED_BY:
         if re.fullmatch(pattern, header):
-            return folder in folders
+            return room in rooms
     return True
 
 
@@ -123,27 +104,23 @@ def module_name(root, path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room_of(module):
-    """The room of a module, or None where no table names it."""
-    rooms = [room for stack in PYTHON_STACKS for floor in stack for room in floor]
-    packages = [
-        room for room in rooms if room.endswith(".*") and f"{module}.".startswith(room[:-1])
-    ]
-    return module if module in rooms else next(iter(packages), None)
+def may_import(root, module, imported):
+    own, other = (floor_of(path_of(root, name), PYTHON_FLOORS) for name in (module, imported))
+    if module.split(".")[0] == SECOND_DOOR:
+        same_house = imported.split(".")[0] == SECOND_DOOR
+        return same_house or (other is not None and other < len(BELOW_SECOND_DOOR))
+    return own is not None and other is not None and other <= own
 
 
-def may_import(module, imported):
-    for stack in PYTHON_STACKS:
-        height = {room: number for number, floor in enumerate(stack) for room in floor}
-        room, target = height.get(room_of(module)), height.get(room_of(imported))
-        if room is not None and target is not None and target <= room:
-            return True
-    return False
+def path_of(root, module):
+    """The file of a module, from python/ on; of a package its __init__.py."""
+    path = module.replace(".", "/")
+    return f"{path}/__init__.py" if (root / "python" / path).is_dir() else f"{path}.py"
 
 
 def imports_of(root, path):
     """Full names of our own modules that a file imports, wherever in the file."""
-    modules = {*CORE, *(module_name(root, file) for file in python_files(root))}
+    modules = {"bagua._C", *(module_name(root, file) for file in python_files(root))}
     package = path.relative_to(root / "python").parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
@@ -161,15 +138,37 @@ def find_upward_imports(root):
     findings = []
     for path in python_files(root):
         module = module_name(root, path)
-        if room_of(module) is None:
-            findings.append(f"{module} has no floor")
-            continue
         findings += [
             f"{module} imports {imported}"
             for imported in sorted(set(imports_of(root, path)))
-            if imported != module and not may_import(module, imported)
+            if imported != module and not may_import(root, module, imported)
         ]
     return findings
+
+
+def find_circles(root):
+    """Modules that import each other, directly or through others."""
+    graph = {module_name(root, path): set(imports_of(root, path)) for path in python_files(root)}
+    reached = {module: set(graph[module]) for module in graph}
+    for middle in graph:
+        for module in graph:
+            if middle in reached[module]:
+                reached[module] |= reached[middle]
+    return sorted(module for module in graph if module in reached[module])
+
+
+def find_crowded_folders(root):
+    """Folders with more files than one looks through."""
+    kinds = collections.Counter(
+        (path.parent.relative_to(root).as_posix(), path.suffix)
+        for path in [*sorted((root / "python/bagua").rglob("*.py")), *cpp_files(root)]
+        if path.name != "_build.py"  # made by the build
+    )
+    return [
+        f"{folder} has {count} files *{suffix}"
+        for (folder, suffix), count in kinds.items()
+        if count > (MAX_PYTHON_FILES if suffix == ".py" else MAX_CPP_FILES)
+    ]
 
 
 def find_monkey_patching(root):
@@ -250,6 +249,14 @@ def test_imports_point_downwards():
     assert find_upward_imports(REPOSITORY) == []
 
 
+def test_no_modules_import_each_other():
+    assert find_circles(REPOSITORY) == []
+
+
+def test_no_folder_is_crowded():
+    assert find_crowded_folders(REPOSITORY) == []
+
+
 def test_only_patch_patches():
     assert find_monkey_patching(REPOSITORY) == []
 
@@ -262,26 +269,30 @@ def test_no_source_file_is_too_long():
     assert find_long_files(REPOSITORY) == []
 
 
+CORE = "python/bagua/_core/group"
 SURFACE = "python/bagua/torch_api"
 SYNTHETIC = {
     "codec_includes_comm": (find_upward_includes, "csrc/codec/a.h", '#include "comm/a.h"'),
+    "comm_includes_codec": (find_upward_includes, "csrc/comm/a.h", '#include "codec/a.h"'),
     "codec_includes_torch": (find_upward_includes, "csrc/codec/a.h", "#include <ATen/ATen.h>"),
-    "engine_includes_an_op": (find_upward_includes, "csrc/engine/a.h", '#include "op/frame.h"'),
+    "engine_includes_an_op": (
+        find_upward_includes,
+        "csrc/engine/a.h",
+        '#include "op/wire/frame.h"',
+    ),
+    "op_includes_the_engine": (find_upward_includes, "csrc/op/a.h", '#include "engine/a.h"'),
+    "wire_includes_an_op": (find_upward_includes, "csrc/op/wire/a.h", '#include "op/a.h"'),
     "op_includes_pybind": (find_upward_includes, "csrc/op/a.h", "# include <pybind11/stl.h>"),
     "comm_includes_all": (find_upward_includes, "csrc/comm/a.h", "#include <torch/extension.h>"),
     "folder_without_floor": (find_upward_includes, "csrc/misc/a.h", ""),
-    "algorithm_imports_patch": (
-        find_upward_imports,
-        f"{SURFACE}/algorithms/a.py",
-        "def f():\n  from .. import _patch",
-    ),
-    "env_imports_surface": (find_upward_imports, f"{SURFACE}/env.py", "import bagua.torch_api"),
-    "mlbench_imports_tensor": (
+    "core_imports_surface": (find_upward_imports, f"{CORE}/a.py", "import bagua.torch_api"),
+    "mlbench_imports_surface": (
         find_upward_imports,
         "python/mlbench_core/a.py",
-        "from bagua.torch_api.tensor import A",
+        "from bagua.torch_api._patch import A",
     ),
-    "module_without_floor": (find_upward_imports, f"{SURFACE}/misc.py", ""),
+    "circle": (find_circles, f"{SURFACE}/_patch.py", "from bagua.torch_api import _patch"),
+    "package_without_floor": (find_upward_imports, "python/misc/a.py", "import bagua"),
     "patch_elsewhere": (
         find_monkey_patching,
         f"{SURFACE}/tensor.py",
@@ -296,6 +307,7 @@ def test_a_violation_is_found(tmp_path, find, path, text):
     for name in ("bagua/__init__.py", "bagua/torch_api/__init__.py", "bagua/torch_api/_patch.py"):
         (tmp_path / "python" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "python" / name).touch()
+    (tmp_path / "python/bagua/torch_api/__init__.py").write_text("import bagua.torch_api._patch")
     assert find(tmp_path) == []
     (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / path).write_text(text)

@@ -9,7 +9,9 @@ import sys
 import pytest
 import torch
 from bagua import _C
-from bagua.torch_api import _nccl_library, _transport, env
+from bagua._core.group import connections as _transport
+from bagua._core.group import nccl_library as _nccl_library
+from bagua.torch_api import env
 
 if not _C.has_nccl:
     pytest.skip("this build has no nccl.h", allow_module_level=True)

@@ -2,13 +2,15 @@
 
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from bagua import _C
-from bagua.torch_api._lane_builder import LaneBuilder
-from bagua.torch_api._transport import Transport
+from bagua._core.group.connections import Connections
+from bagua._ops.all_reduce import AllReduce
+from bagua._ops.lane import Lane
 
 SUM, AVG = _C.ReduceOp.SUM, _C.ReduceOp.AVG
 
@@ -16,7 +18,7 @@ SUM, AVG = _C.ReduceOp.SUM, _C.ReduceOp.AVG
 def transports(nccl, nodes):
     """A transport per rank, over the fake NCCL, with the ranks on these nodes."""
 
-    class OverFake(Transport):
+    class OverFake(Connections):
         def _nccl(self, name, members):
             store = self._store_of(name, members)
             return nccl.connect(store, members.index(self.rank), len(members))
@@ -51,20 +53,19 @@ def test_a_hierarchical_operation_runs_on_groups_split_off_one(nccl, monkeypatch
     monkeypatch.delenv("BAGUA_COMM", raising=False)
     values = [torch.randn(37, dtype=torch.float64).float() for _ in nodes]
 
-    def rank_of(transport):
+    def rank_of(connections):
         def run():
-            builder = LaneBuilder("lane", "cuda")
-            op = builder._hierarchical(
-                transport, len(nodes), reduce, lambda leaders: _C.AllReduce(leaders, reduce)
-            )
-            flat = values[transport.rank].clone()
+            group = SimpleNamespace(connections=connections)
+            lane = Lane("lane", "cuda", group)
+            op = AllReduce(hierarchical=True, average=reduce is AVG, group=None).build(lane, None)
+            flat = values[connections.rank].clone()
             op.run(flat, 1, 1.0, "bucket")
-            return flat, sorted(purpose for _, purpose in builder.communicators)
+            return flat, sorted(purpose for _, purpose in lane.communicators)
 
         return run
 
     connected = nccl.calls_of("ncclCommInitRankConfig")
-    results = on_threads([rank_of(transport) for transport in transports(nccl, nodes)])
+    results = on_threads([rank_of(connections) for connections in transports(nccl, nodes)])
     assert nccl.calls_of("ncclCommInitRankConfig") == connected + len(nodes)
     wanted = torch.stack(values).double().sum(0) / (len(nodes) if reduce is AVG else 1)
     leaders = _C.leaders(nodes)

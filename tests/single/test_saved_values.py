@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bagua.torch_api import _saved_values
+from bagua._core.state import saved_values as _saved_values
 
 REMEDY = "load another"
 

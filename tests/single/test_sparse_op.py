@@ -233,4 +233,6 @@ def test_ops_describe_themselves():
     forgets = memory_of(5, torch.float32, remembers=False)
     described = make(alone(), "random", 5, 2, forgets).describe()
     assert described == "RandomSparse(2 of 5, seed 3, ranks 1, no error feedback)"
-    assert make(alone(), "exact", 5, 2, memory).describe() == "SettledAllReduce(mean, ranks 1)"
+    assert (
+        make(alone(), "exact", 5, 2, memory).describe() == "ErrorFeedbackAllReduce(mean, ranks 1)"
+    )

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from bagua.torch_api import _weights_check
-from bagua.torch_api._weights_check import digest
+from bagua._core.state import weights_check as _weights_check
+from bagua._core.state.weights_check import digest
 
 DTYPES = [
     torch.float16,

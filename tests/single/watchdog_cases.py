@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import _C
-from bagua.torch_api import _transport
+from bagua._core.group import connections as _transport
 from single.fake_nccl import FakeCuda, FakeNccl
 
 CUDA = torch.device("cuda", 0)
@@ -142,8 +142,8 @@ def a_transport_connects_cuda_tensors_through_nccl():
     sums = [None, None]
 
     def run(rank):
-        transport = _transport.Transport(store, rank, [0, 1], timedelta(seconds=20))
-        comm = transport.connect("lane0/all", "cuda")
+        connections = _transport.Connections(store, rank, [0, 1], timedelta(seconds=20))
+        comm = connections.connect("lane0/all", "cuda")
         host = torch.full((4,), rank + 1.0)
         all_reduce(comm, host)
         sums[rank] = host.tolist(), comm.traffic()["bytes_sent"]

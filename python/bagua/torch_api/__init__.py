@@ -1,38 +1,36 @@
 """The user's surface: ``import bagua.torch_api as bagua``."""
 
 from bagua import BaguaError, BaguaMismatchError, BaguaTimeoutError
-from bagua.torch_api import _patch, algorithms, checkpoint, communication, data_parallel, env
-from bagua.torch_api.algorithms import GradientAllReduce
-from bagua.torch_api.averaging import average_weights
-from bagua.torch_api.communication import (
-    ReduceOp,
+from bagua._core.eager.all_to_all import alltoall, alltoall_inplace, alltoall_v, alltoall_v_inplace
+from bagua._core.eager.collectives import (
     allgather,
     allgather_inplace,
-    allreduce,
-    allreduce_inplace,
-    alltoall,
-    alltoall_inplace,
-    alltoall_v,
-    alltoall_v_inplace,
     barrier,
     broadcast,
-    destroy_process_group,
     gather,
     gather_inplace,
-    get_backend,
-    init_process_group,
     recv,
-    reduce,
-    reduce_inplace,
-    reduce_scatter,
-    reduce_scatter_inplace,
     scatter,
     scatter_inplace,
     send,
 )
+from bagua._core.eager.reductions import (
+    allreduce,
+    allreduce_inplace,
+    reduce,
+    reduce_inplace,
+    reduce_scatter,
+    reduce_scatter_inplace,
+)
+from bagua._core.group import environment as env
+from bagua._core.group.communicator import ReduceOp
+from bagua._core.group.environment import get_local_rank, get_local_size, get_rank, get_world_size
+from bagua._core.group.job import destroy_process_group, get_backend, init_process_group
+from bagua._core.state.bagua_tensor import BaguaTensor
+from bagua.torch_api import _patch, algorithms, checkpoint, communication, data_parallel
+from bagua.torch_api.algorithms import GradientAllReduce
+from bagua.torch_api.averaging import average_weights
 from bagua.torch_api.distributed import BaguaModule
-from bagua.torch_api.env import get_local_rank, get_local_size, get_rank, get_world_size
-from bagua.torch_api.tensor import BaguaTensor
 
 __all__ = [
     "BaguaError",

@@ -9,19 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers as rendezvous_handlers
 
-from bagua.torch_api._incarnation import OWN_RENDEZVOUS, refuse_stale_addresses
-from bagua.torch_api._module_class import BaguaModule, watch_copy, wrap_class
-from bagua.torch_api._wrap_arguments import check_optimizers_and_algorithm
-from bagua.torch_api.algorithms.base import Algorithm
-from bagua.torch_api.communication import (
-    BaguaProcessGroup,
-    CommMember,
-    Communicator,
-    as_bagua_group,
-    known_bagua_group,
-)
-from bagua.torch_api.distributed import BaguaDistributedDataParallel
-from bagua.torch_api.tensor import METHODS, PROPERTIES
+from bagua._core.group.communicator import CommMember, Communicator
+from bagua._core.group.incarnation import OWN_RENDEZVOUS, refuse_stale_addresses
+from bagua._core.group.job import as_bagua_group, known_bagua_group
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.bagua_tensor import METHODS, PROPERTIES
+from bagua.torch_api._wrapper import BaguaDistributedDataParallel
+from bagua.torch_api.algorithms.base import Algorithm, check_optimizers_and_algorithm
+from bagua.torch_api.distributed import BaguaModule, watch_copy, wrap_class
 
 __all__ = ["install", "with_bagua"]
 
@@ -94,7 +89,7 @@ def with_bagua(
     if isinstance(self, BaguaModule):
         self.bagua_ddp.pause()
         self.bagua_ddp.close()
-    with group.transport.meeting("with_bagua"):
+    with group.connections.collective_phase("with_bagua"):
         ddp = BaguaDistributedDataParallel(
             self,
             optimizers,

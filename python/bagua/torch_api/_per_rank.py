@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from bagua.torch_api._checkpoint_tree import copied
-from bagua.torch_api._module_class import BaguaModule
-from bagua.torch_api._saved_values import check_state
+from bagua._core.state.checkpoint_tree import copied
+from bagua._core.state.saved_values import check_state
+from bagua.torch_api.distributed import BaguaModule
 
 __all__ = ["PerRank"]
 
@@ -46,7 +46,7 @@ class PerRank:
             raise TypeError("PerRank takes a module after with_bagua")
         self._ddp = model.bagua_ddp
         self._optimizers = tuple(model.bagua_optimizers if optimizers is None else optimizers)
-        self._key = f"rank{self._ddp.process_group.transport.rank}"
+        self._key = f"rank{self._ddp.process_group.connections.rank}"
 
     def state_dict(self) -> dict[str, Any]:
         """``{"rank<r>": {"model": ..., "optimizer": ...}}``, tensors copied."""

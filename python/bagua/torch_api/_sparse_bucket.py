@@ -8,10 +8,10 @@ import torch
 from typing_extensions import Self
 
 from bagua import _C
-from bagua.torch_api._bucket_ops import RowsOp
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.bagua_tensor import is_sparse, record_of
+from bagua._ops.all_reduce_rows import AllReduceRows
 from bagua.torch_api.bucket import BaguaBucket
-from bagua.torch_api.communication import BaguaProcessGroup
-from bagua.torch_api.tensor import is_sparse, record_of
 
 __all__ = ["SparseBucket", "bucket_of"]
 
@@ -25,6 +25,7 @@ class SparseBucket(BaguaBucket):
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
         super().__init__([tensor], name, flatten=False)
+        self._rows: AllReduceRows | None = None
 
     def _check(self) -> None:
         """One tensor agrees with itself."""
@@ -38,7 +39,7 @@ class SparseBucket(BaguaBucket):
     def slots(self) -> list[_C.Slot]:
         parameter = self.tensors[0]
         record = record_of(parameter)
-        if not any(isinstance(op, RowsOp) for op in self.ops):
+        if self.ops != [self._rows]:
             raise NotImplementedError(
                 f"'{record.name}' has sparse gradients, which only "
                 "append_centralized_synchronous_op without compression communicates: pass "
@@ -75,7 +76,8 @@ class SparseBucket(BaguaBucket):
                 "sparse=False to the embedding"
             )
         assert record.sparse is not None
-        self.ops.append(RowsOp(record.sparse, list(self.tensors[0].size()), average, group))
+        sizes = list(self.tensors[0].size())
+        self._rows = self.append_operation(AllReduceRows(record.sparse, sizes, average, group))
         return self
 
 

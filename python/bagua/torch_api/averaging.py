@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bagua import _C
-from bagua.torch_api._module_class import BaguaModule
+from bagua.torch_api.distributed import BaguaModule
 
 __all__ = ["average_weights"]
 
@@ -39,8 +39,8 @@ def average_weights(model: torch.nn.Module) -> torch.nn.Module:
         copied: Any = copy.deepcopy(wrapped)
     within = ddp.module is getattr(wrapped, "module", None)  # a DistributedDataParallel
     result: torch.nn.Module = copied.module if within else copied
-    transport = ddp.process_group.transport
-    if transport.size == 1:
+    connections = ddp.process_group.connections
+    if connections.size == 1:
         return result
     with torch.no_grad():
         for tensor in [*result.parameters(), *result.buffers()]:
@@ -50,6 +50,6 @@ def average_weights(model: torch.nn.Module) -> torch.nn.Module:
                 continue
             wide = torch.float64 if values.dtype == torch.float64 else torch.float32
             mean = values.to(wide, copy=True).contiguous()
-            transport.main_communicator(tensor.device.type).all_reduce(mean, _C.ReduceOp.AVG)
+            connections.main_communicator(tensor.device.type).all_reduce(mean, _C.ReduceOp.AVG)
             tensor.copy_(torch.view_as_complex(mean) if tensor.is_complex() else mean)
     return result

@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
+from typing_extensions import Self
 
 from bagua import _C
-from bagua.torch_api._bucket_appends import AppendsOperations
-from bagua.torch_api._bucket_ops import BucketOp, PythonOp
-from bagua.torch_api.communication import BaguaProcessGroup
-from bagua.torch_api.tensor import (
+from bagua._core.compression.error_state import new_memory
+from bagua._core.compression.low_rank import low_rank_matrices, low_rank_memory
+from bagua._core.compression.sparse_choice import number_sent
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.bagua_tensor import (
     bagua_getter_closure,
     carries_gradient,
     point_at,
     record_of,
 )
+from bagua._ops.all_reduce import AllReduce
+from bagua._ops.average_weights import AverageWeights
+from bagua._ops.compressed_all_reduce import (
+    CompressedAllReduce,
+    codec_named,
+    codec_of_scatter_gather,
+)
+from bagua._ops.compressed_gossip import CompressedGossip
+from bagua._ops.low_rank import LowRank
+from bagua._ops.operation import Operation
+from bagua._ops.sparse import Sparse
+from bagua._ops.update_momentum import UpdateMomentum
+from bagua._ops.user_functions import PythonFunction
+from bagua._sync.asynchronous_average import AsynchronousAverage, check_asynchronous_mode
 
 __all__ = ["BaguaBucket"]
 
 
-class BaguaBucket(AppendsOperations):
+T = TypeVar("T", bound=Operation)
+
+
+class BaguaBucket:
     """Tensors that are communicated together.
 
     Args:
@@ -34,6 +54,9 @@ class BaguaBucket(AppendsOperations):
         tensors: without padding.
         backend_tensor: the flat memory, padding included.
         padding_tensor: the padding, or None.
+        ops: what happens when all tensors are ready, in this order.
+        asynchronous: the averaging in a thread of its own, instead of operations.
+        position: (index of this bucket, number of buckets) of the module.
 
     Raises:
         ValueError: no tensors, a duplicate name, or mixed module names, dtypes or devices.
@@ -48,7 +71,9 @@ class BaguaBucket(AppendsOperations):
         self.name = name
         self.flatten = flatten
         self.alignment = alignment
-        self.ops: list[BucketOp] = []
+        self.ops: list[Operation] = []
+        self.asynchronous: AsynchronousAverage | None = None
+        self.position = (0, 1)
         self._check()
         self.gradients = all(carries_gradient(tensor) for tensor in self.tensors)
         self._allocate()
@@ -162,19 +187,221 @@ class BaguaBucket(AppendsOperations):
         """Bytes of the communicated tensors, without padding."""
         return sum(view.numel() * view.element_size() for view in self._views)
 
+    # Operations, in the order in which they run.
+
+    def clear_ops(self) -> Self:
+        """Remove all operations."""
+        self.ops.clear()
+        self.asynchronous = None
+        return self
+
+    def append_operation(self, operation: T) -> T:
+        """Append an :class:`Operation`.
+
+        Raises:
+            ValueError: it does not fit this bucket.
+        """
+        operation.check(self)
+        self.ops.append(operation)
+        return operation
+
+    def append_centralized_synchronous_op(
+        self,
+        hierarchical: bool = False,
+        average: bool = True,
+        scattergather: bool = False,
+        compression: str | None = None,
+        group: BaguaProcessGroup | None = None,
+    ) -> Self:
+        """Sum or mean of the bucket over all ranks.
+
+        Args:
+            hierarchical: exact inside a node, compressed between the nodes' leaders.
+            average: mean instead of sum.
+            scattergather: accumulate in f32 whatever the bucket's dtype.
+            compression: a codec (``_C.codec_names()``) or Bagua's name ``"MinMaxUInt8"``.
+            group: default the group of the wrapped module.
+
+        Raises:
+            ValueError: unknown codec.
+        """
+        codec = codec_named(compression) if compression else None
+        if codec is None and scattergather:
+            codec = codec_of_scatter_gather(self.backend_tensor.dtype)
+        if codec is None:
+            self.append_operation(AllReduce(hierarchical, average, group))
+        else:
+            self.append_operation(CompressedAllReduce(hierarchical, average, codec, group))
+        return self
+
+    def append_decentralized_synchronous_op(
+        self,
+        peer_weight: torch.Tensor,
+        hierarchical: bool = True,
+        peer_selection_mode: str = "all",
+        group: BaguaProcessGroup | None = None,
+    ) -> AverageWeights:
+        """Mean of the bucket with other ranks; the bucket itself stays as it is.
+
+        Args:
+            peer_weight: receives the mean. Contiguous memory of its own, like ``backend_tensor``.
+            hierarchical: mean inside a node, then ``peer_selection_mode`` between the leaders.
+            peer_selection_mode: ``"all"``, or ``"shift_one"`` for one peer, another each time.
+            group: default the group of the wrapped module.
+
+        Returns:
+            The op. After waiting, its ``copy_back_peer_weight(bucket)`` gives the bucket the mean.
+
+        Raises:
+            ValueError: unknown mode, or a ``peer_weight`` that does not fit.
+        """
+        return self.append_operation(
+            AverageWeights(peer_weight, hierarchical, peer_selection_mode, group)
+        )
+
+    def append_momentum_op(self, memories: Sequence[torch.Tensor], betas: torch.Tensor) -> Self:
+        """Make momenta of the bucket's gradients, for the op appended next to average.
+
+        Args:
+            memories: the momenta so far, one per tensor, of its shape and dtype. They are only
+                read: commit the averaged result yourself, once it is known to be finite. They are
+                in unscaled units, the bucket is scaled as the gradients are (``GradScaler``).
+            betas: f64 on CPU, one per tensor; may be written between two rounds.
+
+        Raises:
+            ValueError: the memories do not fit the tensors; names the first.
+        """
+        self.append_operation(UpdateMomentum.of(self._named_views(), memories, betas, self.name))
+        return self
+
+    def append_low_rank_op(
+        self,
+        rank: int,
+        outcome: _C.RoundOutcome,
+        hierarchical: bool = False,
+        group: BaguaProcessGroup | None = None,
+        *,
+        min_compression_rate: float = 2.0,
+        warm_start: bool = True,
+        error_feedback: bool = True,
+        seed: int = 0,
+    ) -> LowRank:
+        """Mean of the bucket over all ranks, matrices in it as products of two thin ones.
+
+        Args:
+            rank: columns of the factors.
+            outcome: one for all buckets whose memory changes together.
+            hierarchical: exact inside a node, low rank between the nodes' leaders.
+            group: default the group of the wrapped module.
+            min_compression_rate: matrices that get smaller by less are averaged exactly.
+            warm_start: start from the last round's factor instead of a random one.
+            error_feedback: add to the next round what this one loses.
+            seed: of the random factors, equal on all ranks.
+
+        Returns:
+            The op, which holds the memory.
+        """
+        flat = self.backend_tensor
+        matrices = low_rank_matrices(self._named_views(), rank, min_compression_rate)
+        memory = low_rank_memory(flat, matrices, outcome, error_feedback=error_feedback)
+        return self.append_operation(
+            LowRank(matrices, memory, hierarchical, warm_start, error_feedback, seed, group)
+        )
+
+    def append_sparse_op(
+        self,
+        ratio: float,
+        outcome: _C.RoundOutcome,
+        hierarchical: bool = False,
+        group: BaguaProcessGroup | None = None,
+        *,
+        random_sparse: bool = False,
+        error_feedback: bool = True,
+        seed: int = 0,
+    ) -> Sparse:
+        """Mean of some elements of the bucket over all ranks; zeros elsewhere.
+
+        Args:
+            ratio: the part of the elements that is sent, at least one.
+            outcome: one for all buckets whose memory changes together.
+            hierarchical: exact inside a node, sparse between the nodes' leaders.
+            group: default the group of the wrapped module.
+            random_sparse: elements at random, instead of each rank's largest.
+            error_feedback: add to the next round what this one does not send.
+            seed: of ``random_sparse``, equal on all ranks.
+
+        Returns:
+            The op, which holds the memory.
+        """
+        count = torch.zeros(1, dtype=torch.int64, device="cpu")
+        memory = new_memory(self.backend_tensor, outcome, count, error_feedback=error_feedback)
+        k = number_sent(self.backend_tensor.numel(), ratio)
+        return self.append_operation(Sparse(k, memory, hierarchical, random_sparse, seed, group))
+
+    def append_asynchronous_model_average_op(
+        self,
+        peer_selection_mode: str,
+        group: BaguaProcessGroup | None = None,
+        *,
+        sync_interval_ms: int = 500,
+    ) -> AsynchronousAverage:
+        """Average the bucket, whose tensors are weights, in a thread of its own.
+
+        All buckets of a module have this operation, and no other, or none has.
+
+        Args:
+            peer_selection_mode: ``"all"``.
+            group: default the group of the wrapped module.
+            sync_interval_ms: milliseconds between averages; the least of all buckets counts.
+
+        Raises:
+            ValueError: another mode.
+        """
+        check_asynchronous_mode(peer_selection_mode)
+        self.asynchronous = AsynchronousAverage(sync_interval_ms, group)
+        return self.asynchronous
+
+    def append_low_precision_decentralized_synchronous_op(
+        self,
+        weight: torch.Tensor,
+        left_peer_weight: torch.Tensor,
+        right_peer_weight: torch.Tensor,
+        hierarchical: bool = True,
+        compression: str = "MinMaxUInt8",
+        group: BaguaProcessGroup | None = None,
+    ) -> CompressedGossip:
+        """Mix the bucket, whose tensors are weights, with both neighbours' on a ring of the ranks.
+
+        Args:
+            weight: what the others believe this rank to hold. Like the two others f32, of one
+                dimension, as long as ``backend_tensor`` and memory of its own. All three start as
+                copies of weights that are equal on all ranks.
+            left_peer_weight: the replica of the left neighbour's ``weight``.
+            right_peer_weight: of the right neighbour's.
+            hierarchical: exact mean inside a node, the ring between the nodes' leaders.
+            compression: a codec (``_C.codec_names()``) or Bagua's name ``"MinMaxUInt8"``.
+            group: default the group of the wrapped module.
+
+        Returns:
+            The op, which holds the replicas.
+
+        Raises:
+            ValueError: unknown codec, or a replica that does not fit.
+        """
+        replicas = (weight, left_peer_weight, right_peer_weight)
+        codec = codec_named(compression)
+        return self.append_operation(CompressedGossip(*replicas, hierarchical, codec, group))
+
     def append_python_op(
         self,
         python_function: Callable[[str], None],
         group: BaguaProcessGroup | None = None,
-    ) -> BaguaBucket:
+    ) -> Self:
         """Call ``python_function(bucket_name)`` on the lane's thread, with the GIL.
 
         An exception in it is raised by the end of backward, on this rank and the others.
         """
         del group  # upstream: whose CUDA stream it runs on; here the lane's
-        if self.flatten:
-            self.ops.append(PythonOp(python_function))
-            return self
 
         def on_copies(name: str) -> None:
             self.copy_out()
@@ -182,8 +409,14 @@ class BaguaBucket(AppendsOperations):
             for index in range(len(self.tensors)):
                 self.copy_in(index)
 
-        self.ops.append(PythonOp(on_copies))
+        self.append_operation(PythonFunction(python_function if self.flatten else on_copies))
         return self
+
+    def _named_views(self) -> list[tuple[str, torch.Tensor]]:
+        return [
+            (record_of(tensor).name, view)
+            for tensor, view in zip(self.tensors, self._views, strict=True)
+        ]
 
 
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from bagua import _C
-from bagua.torch_api import _checkpoint_file, _checkpoint_folder, _checkpoint_tree
-from bagua.torch_api._checkpoint_folder import Saved, file_of
-from bagua.torch_api._checkpoint_tree import Conflict, Leaves
-from bagua.torch_api._module_class import BaguaModule
+from bagua._core.eager.objects import broadcast_object
+from bagua._core.group.connections import Connections
+from bagua._core.group.job import as_bagua_group
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state import checkpoint_file as _checkpoint_file
+from bagua._core.state import checkpoint_folder as _checkpoint_folder
+from bagua._core.state import checkpoint_tree as _checkpoint_tree
+from bagua._core.state.checkpoint_folder import Saved, file_of
+from bagua._core.state.checkpoint_tree import Conflict, Leaves
 from bagua.torch_api._per_rank import PerRank
-from bagua.torch_api._transport import Transport
-from bagua.torch_api.communication import BaguaProcessGroup, as_bagua_group, broadcast_object
-from bagua.torch_api.distributed import BaguaDistributedDataParallel
+from bagua.torch_api._wrapper import BaguaDistributedDataParallel
+from bagua.torch_api.distributed import BaguaModule
 
 __all__ = ["PerRank", "load_latest", "save_checkpoint"]
 
@@ -92,7 +96,7 @@ def save_checkpoint(
         problem = error
 
     # 4. Older ones go when all ranks have written.
-    _raise_if_any(problem, step, joined.transport)
+    _raise_if_any(problem, step, joined.connections)
     if rank == 0:
         steps = sorted({s.step for s in _checkpoint_folder.complete(folder) if s.step <= step})
         if len(steps) > keep:
@@ -100,9 +104,11 @@ def save_checkpoint(
     return path
 
 
-def _raise_if_any(problem: Exception | None, step: int, transport: Transport) -> None:
-    mine = [int(problem is not None and rank == transport.rank) for rank in range(transport.size)]
-    everyone = transport.reduce_numbers("save_checkpoint", _C.ReduceOp.SUM, *mine)
+def _raise_if_any(problem: Exception | None, step: int, connections: Connections) -> None:
+    mine = [
+        int(problem is not None and rank == connections.rank) for rank in range(connections.size)
+    ]
+    everyone = connections.reduce_numbers("save_checkpoint", _C.ReduceOp.SUM, *mine)
     if problem is not None:
         raise problem
     failed = [rank for rank, count in enumerate(everyone) if count]
@@ -143,7 +149,7 @@ def load_latest(
     joined = _members(group)
     folder = Path(folder)
 
-    saved, refused = _checkpoint_folder.choose(folder, joined.transport)
+    saved, refused = _checkpoint_folder.choose(folder, joined.connections)
     if refused:
         instead = (
             "nothing, training starts anew" if saved is None else f"step {saved.step} of {folder}"

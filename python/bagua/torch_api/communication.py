@@ -1,26 +1,12 @@
-"""Process groups: how they come and go; and all eager collectives under their public address."""
+"""Process groups and eager collectives: their public address."""
 
-from __future__ import annotations
-
-import atexit
-import collections
-import os
-import weakref
-from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
-
-from bagua.torch_api._all_to_all import (
+from bagua._core.eager.all_to_all import (
     alltoall,
     alltoall_inplace,
     alltoall_v,
     alltoall_v_inplace,
 )
-from bagua.torch_api._collectives import (
+from bagua._core.eager.collectives import (
     allgather,
     allgather_inplace,
     barrier,
@@ -33,23 +19,10 @@ from bagua.torch_api._collectives import (
     scatter_inplace,
     send,
 )
-from bagua.torch_api._communicator import CommMember, Communicator, ReduceOp, comm
-from bagua.torch_api._incarnation import (
-    agree_on_incarnation,
-    count_visits,
-    refuse_stale_addresses,
+from bagua._core.eager.objects import (
+    broadcast_object,
 )
-from bagua.torch_api._objects import broadcast_object
-from bagua.torch_api._process_group import (
-    BaguaProcessGroup,
-    close_all,
-    close_at_exit,
-    get_communicator,
-    get_default_group,
-    is_initialized,
-    set_default_group,
-)
-from bagua.torch_api._reductions import (
+from bagua._core.eager.reductions import (
     allreduce,
     allreduce_coalesced_inplace,
     allreduce_inplace,
@@ -58,7 +31,26 @@ from bagua.torch_api._reductions import (
     reduce_scatter,
     reduce_scatter_inplace,
 )
-from bagua.torch_api._rendezvous import make_torch_group, rendezvous
+from bagua._core.group.communicator import (
+    CommMember,
+    Communicator,
+    ReduceOp,
+    comm,
+)
+from bagua._core.group.job import (
+    destroy_process_group,
+    from_torch_group,
+    get_backend,
+    init_process_group,
+    new_group,
+)
+from bagua._core.group.process_group import (
+    BaguaProcessGroup,
+    close_at_exit,
+    get_communicator,
+    get_default_group,
+    is_initialized,
+)
 
 __all__ = [
     "BaguaProcessGroup",
@@ -99,191 +91,3 @@ __all__ = [
     "scatter_inplace",
     "send",
 ]
-
-_made_torch_group = False
-_group_counter = 0
-_incarnation = ""  # which start of the job, and of bagua in it, this is
-_torch_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, BaguaProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
-_torch_group_counters: collections.Counter[str] = collections.Counter()
-
-
-def _begin(incarnation: str) -> None:
-    """A store may outlive several groups, and processes: no key of theirs may be read."""
-    global _incarnation, _group_counter
-    _incarnation = incarnation
-    _group_counter = 0
-    _torch_group_counters.clear()
-
-
-def _default_backend() -> str:
-    cuda = torch.cuda.is_available() and dist.is_nccl_available()
-    return "cpu:gloo,cuda:nccl" if cuda else "gloo"
-
-
-def init_process_group(
-    store: c10d.Store | None = None,
-    rank: int = -1,
-    world_size: int = -1,
-    local_world_size: int = -1,
-    *,
-    backend: str | None = None,
-    timeout: timedelta | None = None,
-) -> None:
-    """Join the processes of this job.
-
-    Works under ``torchrun``, with an already initialised ``torch.distributed`` (which is then
-    used as it is), with a ``store`` of your own, and alone (world size 1) when neither ``RANK`` nor
-    ``WORLD_SIZE`` is set. After a restart by ``torchrun --max-restarts`` nothing is read that the
-    processes before have left in the store.
-
-    Args:
-        store: key-value store that all processes share; needs ``rank``, ``world_size`` and
-            ``local_world_size``, which are then written to the environment.
-        backend: of torch.distributed; default gloo, and NCCL for CUDA tensors where there is a
-            GPU.
-        timeout: after which a rank that does not answer is given up (default 30 minutes).
-
-    Raises:
-        RuntimeError: called twice, or torch.distributed was initialised and an argument differs, or
-            was initialised by addresses that may be of processes before a restart.
-        BaguaTimeoutError: ranks do not come; rank 0 names them.
-        BaguaError: a rank was lost meanwhile, or the job's store.
-        ValueError: a rank or size is missing or out of range.
-    """
-    global _made_torch_group
-    if is_initialized():
-        raise RuntimeError(
-            "bagua.init_process_group was called already; call bagua.destroy_process_group() first"
-        )
-    if dist.is_initialized():
-        if store is not None or backend is not None:
-            raise RuntimeError(
-                "torch.distributed is initialised already: its store and backend are used. Drop "
-                "store= and backend=, or call bagua.init_process_group() instead of torch's."
-            )
-        refuse_stale_addresses(getattr(c10d, "_default_pg_init_method", None))
-        _begin(count_visits(c10d._get_default_store(), dist.get_rank()))
-    else:
-        rank, world_size, store = rendezvous(store, rank, world_size, local_world_size, timeout)
-        patience = timeout or c10d.default_pg_timeout
-        _begin(agree_on_incarnation(store, rank, world_size, patience))
-        fresh_keys = c10d.PrefixStore(f"bagua/{_incarnation}/torch", store)
-        make_torch_group(backend or _default_backend(), fresh_keys, rank, world_size, timeout)
-        _made_torch_group = True
-    _make_default_group(timeout)
-
-
-def _make_default_group(timeout: timedelta | None) -> None:
-    if timeout is None:
-        timeout = _timeout_of(c10d._get_default_group())
-    everyone = range(dist.get_world_size())
-    set_default_group(BaguaProcessGroup(everyone, "0", _store_of("0"), timeout))
-
-
-def _store_of(group_name: str) -> c10d.Store:
-    """The keys of one group."""
-    return c10d.PrefixStore(f"bagua/{_incarnation}/{group_name}", c10d._get_default_store())
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    try:
-        timeout = group._get_backend(torch.device("cpu")).options._timeout
-    except (RuntimeError, AttributeError):
-        return c10d.default_pg_timeout
-    return timeout if isinstance(timeout, timedelta) else c10d.default_pg_timeout
-
-
-def get_backend() -> str:
-    """Name of the torch.distributed backend of the default group."""
-    get_default_group()
-    return str(dist.get_backend())
-
-
-def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaProcessGroup:
-    """A group of some of the ranks. Every process calls it, in the same order.
-
-    Raises:
-        ValueError: a rank is out of range or occurs twice.
-    """
-    global _group_counter
-    default = get_default_group()
-    members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
-    if len(set(members)) != len(members) or not members:
-        raise ValueError(f"new_group: ranks {members} must be distinct and not empty")
-    outside = [r for r in members if not 0 <= r < dist.get_world_size()]
-    if outside:
-        raise ValueError(
-            f"new_group: rank(s) {outside} are not in the world of {dist.get_world_size()}"
-        )
-    _group_counter += 1
-    name = str(_group_counter)
-    return BaguaProcessGroup(members, name, _store_of(name), default.timeout, stream)
-
-
-def from_torch_group(group: dist.ProcessGroup, stream: Any = None) -> BaguaProcessGroup:
-    """The bagua group with the members of a torch group. Only the members call it."""
-    ranks = dist.get_process_group_ranks(group)
-    members = "-".join(map(str, ranks))
-    _torch_group_counters[members] += 1  # equal on all members
-    name = f"torch/{members}/{_torch_group_counters[members]}"
-    return BaguaProcessGroup(ranks, name, _store_of(name), _timeout_of(group), stream)
-
-
-def as_bagua_group(group: Any, stream: Any = None) -> BaguaProcessGroup:
-    """Whatever a user passes as ``process_group=``: None, a torch group or one of ours.
-
-    ``stream`` is for a torch group that has no bagua group yet.
-    """
-    if group is None:
-        return get_default_group()
-    if isinstance(group, BaguaProcessGroup):
-        return group
-    if isinstance(group, dist.ProcessGroup):
-        get_default_group()
-        if group not in _torch_groups:
-            _torch_groups[group] = from_torch_group(group, stream)
-        return _torch_groups[group]
-    raise TypeError(
-        "process_group must be None, a torch.distributed.ProcessGroup or a BaguaProcessGroup, "
-        f"not {type(group).__name__}"
-    )
-
-
-def known_bagua_group(group: dist.ProcessGroup) -> BaguaProcessGroup:
-    """The bagua group that :func:`as_bagua_group` has made for a torch group.
-
-    Raises:
-        RuntimeError: it has made none.
-    """
-    if group not in _torch_groups:
-        raise RuntimeError("this process group has no bagua group: call group.bagua_patch() first")
-    return _torch_groups[group]
-
-
-def destroy_process_group() -> None:
-    """Stop all wrapped models' communication and leave the group.
-
-    Called automatically at exit. torch.distributed's own default group is destroyed too if
-    :func:`init_process_group` made it.
-    """
-    global _made_torch_group
-    close_all()
-    _torch_groups.clear()
-    if _made_torch_group and dist.is_initialized():
-        dist.destroy_process_group()
-    _made_torch_group = False
-
-
-def _leave(process: int) -> None:
-    # A gloo group that is alive when the interpreter goes aborts the process now and then, whoever
-    # made it; a forked child has no threads to stop.
-    if os.getpid() != process:
-        return
-    destroy_process_group()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-atexit.register(_leave, os.getpid())

@@ -1,416 +1,239 @@
-"""What communicates for one module: its hooks, buckets and engine."""
+"""``BaguaModule``: what a wrapped module gains, and nothing an unwrapped one has.
+
+A wrapped module's class becomes a subclass of its own class and of :class:`BaguaModule`. Copies and
+pickles of it are of the original class, without communication: what ``copy.deepcopy`` or
+``torch.save`` gives is an ordinary module, which may be wrapped again, and which says so once if it
+is trained without that.
+"""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import copy
+import functools
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from bagua import BaguaError
-from bagua.torch_api import _owners, _plan, _user_hooks, env
-from bagua.torch_api._averaging_plan import AveragingPlan
-from bagua.torch_api._bucket_ops import AsynchronousOp
-from bagua.torch_api._bucketing import split_by_bucket_size
-from bagua.torch_api._initial_state import InitialState
-from bagua.torch_api._module_class import BaguaModule
-from bagua.torch_api._outputs import tensors_in
-from bagua.torch_api._outside_graphs import outside_graphs
-from bagua.torch_api._running_plan import RunningPlan
-from bagua.torch_api._shared_state import SharedState, UnevenInputs
-from bagua.torch_api._snapshot import ModuleSnapshot
-from bagua.torch_api._statistics import statistics
-from bagua.torch_api._steps_in_backward import StepsInBackward
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._sync import owners
+from bagua.torch_api._wrapper import BaguaDistributedDataParallel
+from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
-from bagua.torch_api.communication import BaguaProcessGroup, close_at_exit
-from bagua.torch_api.tensor import bagua_getter_closure, is_sparse
 
-__all__ = ["BaguaDistributedDataParallel", "BaguaModule"]
+__all__ = [
+    "BaguaDistributedDataParallel",
+    "BaguaModule",
+    "forget_copy",
+    "plain_twin",
+    "watch_copy",
+    "wrap_class",
+]
+
+_HOOK_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 
 
-class BaguaDistributedDataParallel:
-    """The hooks, buckets and engine of one wrapped module (``module.bagua_ddp``).
+class BaguaModule:
+    """A ``torch.nn.Module`` after ``with_bagua``."""
 
-    Holds the module weakly: deleting the module frees threads, sockets and memory.
-
-    Attributes:
-        buffers_due: whether the next forward gets the first rank's buffers: it is the first, or the
-            forward before communicated.
-        eager: open rounds at the forward in ``eval()`` too, and once per round only (``join()``).
-
-    Args:
-        static_graph: every backward reaches the same parameters, each equally often.
-        bucket_bytes: after which a bucket is closed; None: ``BAGUA_DEFAULT_BUCKET_SIZE``.
-        initial_state: what the first rank gives to all.
-        hook_module: False: the caller calls :meth:`before_forward` and :meth:`after_forward`.
-    """
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        algorithm: Algorithm,
-        process_group: BaguaProcessGroup,
-        bagua_module_name: str | None = None,
-        gradient_as_bucket_view: bool = True,
-        find_unused_parameters: bool = False,
-        broadcast_buffers: bool | None = None,
-        *,
-        static_graph: bool = False,
-        bucket_bytes: int | None = None,
-        initial_state: InitialState = "all",
-        hook_module: bool = True,
-        grad_scaler: torch.amp.GradScaler | None = None,
-    ) -> None:
-        self._module = weakref.ref(module)
-        self.bagua_optimizers = list(optimizers)
-        self.process_group = process_group
-        self.bagua_module_name = bagua_module_name or type(module).__name__
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.find_unused_parameters = find_unused_parameters
-        self.static_graph = static_graph
-        self.buffers_due = True
-        self.eager = False
-        self._snapshot = ModuleSnapshot(module)
-        self.bagua_train_step_counter = 0
-        self.bagua_buckets: list[BaguaBucket] = []
-        self.bagua_algorithm: AlgorithmImpl = algorithm.reify(process_group)
-        self._snapshot.refuse_unsupported(module, self.bagua_algorithm)
-        own = self.bagua_algorithm.broadcast_buffers
-        self.broadcast_buffers = own if broadcast_buffers is None else broadcast_buffers
-        self.uneven_inputs = UnevenInputs()
-        self._bucket_bytes = bucket_bytes or env.get_default_bucket_size()
-        self._initial_state = initial_state
-        self._grad_scaler = grad_scaler
-        self._require_sync = True
-        self._watching = False
-        self._ended = False
-        self._shared = SharedState(
-            self._snapshot,
-            self.bagua_optimizers,
-            process_group.transport,
-            self.bagua_module_name,
-            with_buffers=self.broadcast_buffers,
-            ranks_agree=self.bagua_algorithm.ranks_agree,
-        )
-        self._running: RunningPlan | AveragingPlan | None = None
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        arguments = {
-            "algorithm ": algorithm.describe(),
-            "optimizers ": [type(optimizer).__name__ for optimizer in self.bagua_optimizers],
-            "do_flatten=": gradient_as_bucket_view,
-            "find_unused_parameters=": find_unused_parameters,
-            "static_graph=": static_graph,
-            "broadcast_buffers=": self.broadcast_buffers,
-            "grad_scaler=": grad_scaler is not None and grad_scaler.is_enabled(),
-            "bucket size ": self._bucket_bytes,
-            "initial state ": initial_state,
-        }
-        process_group.transport.agree(
-            "the model or the arguments of with_bagua", self._shared.describe(module, arguments)
-        )
-        _owners.claim(self)
-        self._steps_in_backward = StepsInBackward(
-            self.bagua_module_name, self.bagua_build_params(), self.bagua_algorithm
-        )
-        self._initialise()
-        self._install_hooks(hook_module)
-        close_at_exit(self)
+    _bagua_original: type[torch.nn.Module]
 
     @property
-    def module(self) -> torch.nn.Module:
-        """The wrapped module."""
-        module = self._module()
-        if module is None:
-            raise RuntimeError(f"module '{self.bagua_module_name}' has been deleted")
-        return module
+    def bagua_ddp(self) -> BaguaDistributedDataParallel:
+        """What communicates for this module."""
+        ddp: BaguaDistributedDataParallel = self.__dict__["_bagua_ddp"]
+        return ddp
+
+    @property
+    def bagua_module_name(self) -> str:
+        """Name of the module in messages and stores."""
+        return self.bagua_ddp.bagua_module_name
+
+    @property
+    def bagua_algorithm(self) -> AlgorithmImpl:
+        """The algorithm at work."""
+        return self.bagua_ddp.bagua_algorithm
+
+    @property
+    def bagua_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers given to ``with_bagua``."""
+        return self.bagua_ddp.bagua_optimizers
+
+    @property
+    def bagua_buckets(self) -> list[BaguaBucket]:
+        """All buckets, in launch order."""
+        return self.bagua_ddp.bagua_buckets
+
+    @property
+    def bagua_train_step_counter(self) -> int:
+        """Number of forwards in training mode with gradients enabled."""
+        return self.bagua_ddp.bagua_train_step_counter
 
     @property
     def parameters_to_ignore(self) -> list[str]:
         """Names of parameters and buffers that are left alone."""
-        return self._snapshot.ignored
+        return self.bagua_ddp.parameters_to_ignore
+
+    @property
+    def process_group(self) -> BaguaProcessGroup:
+        """Who communicates."""
+        return self.bagua_ddp.process_group
 
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """``(name, parameter)`` of all parameters that are trained, not ignored and no experts.
+        """``(name, parameter)`` of all parameters that are trained and not ignored."""
+        return self.bagua_ddp.bagua_build_params()
 
-        Parameters shared between modules occur once, under their first name.
+    def bagua_stats(self) -> dict[str, Any]:
+        """What this rank sent and how long it took, since the buckets were built.
+
+        Sums over all rounds; bytes are payload without packet headers, times nanoseconds.
+
+        Returns:
+            - ``rounds``: how many synchronising steps.
+            - ``buckets``: per bucket ``name``, ``ops``, ``bytes`` (its size), ``rounds``;
+              ``bytes_sent``, ``bytes_received``, ``messages_sent``, ``messages_received``;
+              ``wire_ns`` inside communicators, ``encode_ns`` in operations but not on the wire
+              (encoding, decoding, adding, copying), ``busy_ns`` the sum of the two; ``waiting_ns``
+              from the last of its tensors being ready to the start of its operations;
+              ``hidden_ns``, the part of ``busy_ns`` in which the caller was not blocked;
+              ``nonfinite_rounds``, after how many of them the result held NaN or infinity (None on
+              CUDA, where nobody looks).
+            - ``total``: sums over the buckets. Lanes run at the same time, so times in it may
+              exceed the time that has passed.
+            - ``busy_ns``, ``hidden_ns``: wall-clock time in which at least one lane was busy, and
+              the part in which the caller was not blocked: the overlap won. ``exposed_ns``: the
+              caller was blocked by communication; ``longest_wait_ns``, its longest stretch.
+            - ``communicators``: bytes, messages and ``wire_ns`` by purpose: ``all`` ranks,
+              ``node`` (inside a node), ``leaders`` (between nodes), ``buffers``, ``check``.
+            - ``control``: the same of the ranks' agreements.
+
+            Asynchronous averaging has one bucket: ``rounds`` counts averages applied,
+            ``waiting_ns`` is its lane's time before the gate and ``exposed_ns`` training's.
         """
-        return self._snapshot.trained(self.module)
-
-    def bagua_floating_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """``(name, buffer)`` of all floating buffers that are not ignored."""
-        return self._snapshot.floating_buffers(self.module)
-
-    # Setting up.
-
-    def _initialise(self) -> None:
-        """Rank 0's state for everybody, then tensors, buckets, ops and an engine."""
-        self._stop_engine()
-        if self._initial_state != "nothing":
-            self.give_state(0, buffers=self._initial_state == "all")
-        algorithm = self.bagua_algorithm
-        gradients = [(p, p.grad) for _, p in self.bagua_build_params()]
-        tensors = algorithm.init_tensors(self)
-        groups = split_by_bucket_size(tensors, bagua_getter_closure, self._bucket_bytes, is_sparse)
-        self.bagua_buckets = algorithm.tensors_to_buckets(groups, self.gradient_as_bucket_view)
-        for bucket in self.bagua_buckets:
-            algorithm.init_operations(self, bucket)
-        # Building needs gradients and moves them; training goes on with what somebody may hold.
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        if not self.bagua_buckets:
-            return
-        wrap = self.process_group.transport.next_wrap()
-        self._shared.restart_counting()
-        name, group, buckets = self.bagua_module_name, self.process_group, self.bagua_buckets
-        if isinstance(next(iter(buckets[0].ops), None), AsynchronousOp):
-            self._running = AveragingPlan(self, wrap)
-        else:
-            weights = self._shared.weights_sample(self.module, algorithm.ranks_agree)
-            self._running = RunningPlan(self, _plan.build(buckets, group, name, wrap, weights))
-        _plan.log_plan(name, type(algorithm).__name__, group, buckets)
-
-    def give_state(self, source: int, buffers: bool) -> None:
-        """Give every rank the parameters, optimizer state and perhaps buffers of ``source``."""
-        self._shared.give(self.module, source, buffers)
-
-    def _install_hooks(self, hook_module: bool) -> None:
-        if hook_module:
-            self._handles = [
-                self.module.register_forward_pre_hook(outside_graphs(self.before_forward)),
-                self.module.register_forward_hook(outside_graphs(self.after_forward)),
-            ]
-        self._handles += _user_hooks.optimizer_hooks(self)
-
-    def replace_algorithm(self, algorithm: AlgorithmImpl) -> None:
-        """Communicate by ``algorithm`` from now on: new buckets. Every rank calls it."""
-        self._snapshot.refuse_unsupported(self.module, algorithm)
-        self.bagua_algorithm = algorithm
-        self._initialise()
-
-    def hook_ids(self) -> list[int]:
-        """Ids of the hooks on the module, for copies that must not have them."""
-        of_plan = [] if self._running is None else self._running.hook_ids()
-        return [handle.id for handle in self._handles] + of_plan
-
-    # One step, in the order in which things happen.
-
-    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        """Prepare a forward: Note [Which backward communicates] in the C++ core.
-
-        One in training mode opens its round here, one in ``eval()`` in its backward: a rank that
-        evaluates alone, with gradients enabled, waits for nobody.
-
-        Raises:
-            BaguaError: the module is not what was wrapped, its process group is gone, or another
-                rank failed.
-        """
-        self._watching = False
-        if self._running is not None and self._running.in_backward:
-            return  # recomputed for an activation checkpoint
-        with_gradients = torch.is_grad_enabled()
-        syncs = with_gradients and self._require_sync
-        communicates = syncs and self._snapshot.trains()
-        now = module.training or self.eager or self.bagua_algorithm.opens_at_forward
-        if self._ended:
-            return self._refuse_to_train_alone(communicates)
-        if with_gradients and now:
-            self._snapshot.check(self.bagua_module_name)
-            self._run_pending()
-        if communicates and self.bagua_algorithm.need_reset():
-            self._initialise()
-        if self._running is None:
-            return
-        if with_gradients and (now or not syncs):
-            self.bagua_train_step_counter += 1
-        if with_gradients:
-            self._running.begin_forward(communicates)
-            self._running.call_after_gradients(self._steps_in_backward.take_over())
-        opens = communicates and now and not (self.eager and self.synchronising)
-        first = opens and self._begin_round()
-        gives = self._share_buffers(syncs, opens)
-        if first:
-            self._check_weights(with_buffers=gives)
-        if opens:
-            self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
-        self._watching = communicates
-
-    def _run_pending(self) -> None:
-        if self.bagua_algorithm.mark_pending(self):
-            self.wait_pending_comm_ops()
-
-    def _begin_round(self) -> bool:
-        """Open a round, or go on with the one that is open; whether it has just begun."""
-        assert self._running is not None
-        grad_scale = self._grad_scaler.get_scale() if self._grad_scaler is not None else 1.0
-        return self._running.begin_round(grad_scale, self.uneven_inputs.result_scale)
-
-    def _share_buffers(self, syncs: bool, opens: bool) -> bool:
-        """Give every rank the first rank's buffers at the moments of torch's DDP, or return False.
-
-        A forward gets them if it is the first, or the forward before communicated.
-        """
-        due = opens if self.eager else self.buffers_due
-        self.buffers_due = syncs
-        if not (due and isinstance(self._running, RunningPlan)):
-            return False
-        self._shared.give_buffers(self.module, self._running, self.uneven_inputs)
-        return True
-
-    def _check_weights(self, *, with_buffers: bool) -> None:
-        assert isinstance(self._running, RunningPlan)
-        step = self.bagua_train_step_counter
-        self._shared.check_weights(
-            self.module, self._running, self.uneven_inputs, step, with_buffers=with_buffers
-        )
-
-    def open_round_in_backward(self) -> None:
-        """Open the round of a backward whose forward has not opened it.
-
-        That forward was in ``eval()``, or has had a backward already.
-
-        Raises:
-            BaguaError: inside ``join()``, or with an algorithm that averages weights, a forward has
-                one backward.
-        """
-        if self.eager or self.bagua_algorithm.opens_at_forward:
-            where = "inside join()" if self.eager else f"with {type(self.bagua_algorithm).__name__}"
-            raise BaguaError(
-                f"module '{self.bagua_module_name}': a second backward through one forward, or "
-                f"through a forward of an earlier step. {where.capitalize()} every forward has one "
-                "backward: add the losses, or run the forward again."
-            )
-        self.bagua_train_step_counter += 1
-        self._snapshot.check(self.bagua_module_name)
-        if self._begin_round():
-            self._check_weights(with_buffers=False)
-        self.bagua_algorithm.init_forward_pre_hook(self)(())
-
-    def shadow_round(self) -> None:
-        """Answer a round of the ranks that still have inputs, with zero gradients."""
-        if not isinstance(self._running, RunningPlan):
-            return
-        self._running.engine.begin_round(check_weights=False)  # no inputs, no optimizer's step
-        self._running.begin_round(1.0, self.uneven_inputs.result_scale)
-        self._shared.give_buffers(self.module, self._running, self.uneven_inputs)
-        self._check_weights(with_buffers=True)
-        self._running.answer_with_zeros()
-
-    def after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        """Have every backward through ``output`` communicate, if the forward does."""
-        if self._watching and self._running is not None:
-            self._watching = False
-            self._running.watch(tensors_in(output))
-
-    def after_gradients(self) -> None:
-        """Make the steps of ``_apply_optimizer_in_backward``, with communicated gradients."""
-        self._steps_in_backward.step()
-
-    def wait_pending_comm_ops(self) -> None:
-        """Block until the buckets that were launched are done.
-
-        Raises:
-            BaguaError: something failed on this rank or another.
-        """
-        if self._running is not None:
-            self._running.wait()
-
-    @property
-    def _bagua_backend(self) -> BaguaDistributedDataParallel:
-        """Upstream's spelling: ``bagua_ddp._bagua_backend.wait_pending_comm_ops()``."""
-        return self
-
-    @property
-    def synchronising(self) -> bool:
-        """Whether a round is open: the next backward that communicates is in it."""
-        return self._running is not None and self._running.synchronising
-
-    @property
-    def communicates_in_backward(self) -> bool:
-        """Whether the backward that is running is communicated."""
-        return self._running is not None and self._running.communicating
-
-    # Control.
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """False inside :meth:`no_sync`; may be set. Forwards ask for it."""
-        return self._require_sync
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, enabled: bool) -> None:
-        self._require_sync = enabled
+        return self.bagua_ddp.stats()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without communication: backwards of the forwards inside."""
-        before = self._require_sync
-        self.require_backward_grad_sync = False
-        try:
+        """Accumulate gradients without communication: forward and backward go inside."""
+        with self.bagua_ddp.no_sync():
             yield
-        finally:
-            self.require_backward_grad_sync = before
 
-    def stats(self) -> dict[str, Any]:
-        """See :meth:`BaguaModule.bagua_stats`."""
-        return statistics(self._running, self._shared.traffic)
+    def _bagua_plain(self) -> torch.nn.Module:
+        """An unwrapped module of the original class that shares everything else."""
+        twin = plain_twin(self, self._bagua_original, self.bagua_ddp.hook_ids())
+        twin.__dict__[_COPY_OF] = self._bagua_original.__name__
+        return twin
 
-    def pause(self) -> None:
-        """End what goes on between steps (asynchronous averaging). Every rank calls it."""
-        if self._running is not None:
-            self._running.pause()
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        result = copy.deepcopy(self._bagua_plain(), memo)
+        memo[id(self)] = result
+        return result
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Inside it weights change only by what the caller does; what is due runs before."""
-        self._run_pending()
-        if self._running is None:
-            yield
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # From protocol 2 on pickle insists that the class it writes is the object's own. The older
+        # way does not, and what it writes is loaded without this package.
+        return self._bagua_plain().__reduce_ex__(1)
+
+
+def plain_twin(module: Any, original: type[torch.nn.Module], hooks: list[int]) -> torch.nn.Module:
+    """A module of class ``original`` that shares everything with ``module`` but those hooks."""
+    twin = original.__new__(original)
+    state = dict(module.__dict__)
+    state.pop("_bagua_ddp", None)
+    for table in _HOOK_TABLES:
+        state[table] = state[table].copy()
+        for hook_id in hooks:
+            state[table].pop(hook_id, None)
+    twin.__dict__.update(state)
+    return twin
+
+
+#: In the ``__dict__`` of copies of wrapped modules: the name of the class.
+_COPY_OF = "_bagua_copy_of"
+
+
+class _TrainsAlone:
+    """A forward pre-hook of a copy, which warns once when the copy is trained on its own.
+
+    It is pickled as a function of the standard library that does nothing, so that files load where
+    this package is not installed.
+    """
+
+    def __init__(self) -> None:
+        self.handle: torch.utils.hooks.RemovableHandle | None = None
+
+    def __call__(self, module: torch.nn.Module, _: Any) -> None:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        wrapped = torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
+        if not (module.training and torch.is_grad_enabled() and trained) or wrapped:
             return
-        with self._running.exclusive():
-            yield
-
-    def _stop_engine(self) -> None:
-        if self._running is not None:
-            self._running.stop()
-        self._running = None
-
-    def announce_end(self) -> None:
-        """:meth:`close` will follow because the program ends well."""
-        if self._running is not None:
-            self._running.announce_end()
-
-    def close(self) -> None:
-        """Remove all hooks and stop the threads. The module keeps its weights. Idempotent."""
-        self.end_with_group()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def end_with_group(self) -> None:
-        """Stop the threads because the process group ends.
-
-        From then on a forward that would communicate raises. Idempotent.
-        """
-        if self._ended:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        self._ended = True
-        if isinstance(self._running, RunningPlan):
-            with suppress(BaguaError):  # this rank or another has failed, and said so
-                if self.bagua_algorithm.mark_pending(self):
-                    self._running.finish_soon()
-        self._stop_engine()
-        self.bagua_algorithm.close()
-        self._steps_in_backward.close()
-        _owners.release(self)
+        if owners.is_owned(trained[0]):
+            return
+        forget_copy(module)
+        warnings.warn(
+            f"this {type(module).__name__} is a copy of a module that with_bagua has wrapped, and "
+            "is trained without the other ranks. Call with_bagua on the copy, on every rank, if it "
+            "is to be trained with them.",
+            stacklevel=2,
+        )
 
-    def _refuse_to_train_alone(self, communicates: bool) -> None:
-        if communicates:
-            raise BaguaError(
-                f"module '{self.bagua_module_name}': its process group was destroyed, so it would "
-                "train without the other ranks. Call init_process_group() and wrap the module "
-                "again, on every rank."
-            )
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return functools.partial(sys.audit, "bagua.copy")
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (sys.audit, "bagua.copy")
+
+
+def watch_copy(module: torch.nn.Module) -> None:
+    """Have a module that was copied or unpickled from a wrapped one say so when it is trained."""
+    if _COPY_OF not in module.__dict__:
+        return
+    hook = _TrainsAlone()
+    hook.handle = module.register_forward_pre_hook(hook)
+
+
+def forget_copy(module: torch.nn.Module) -> None:
+    """Make a copy of a wrapped module a module like any other. Idempotent."""
+    if module.__dict__.pop(_COPY_OF, None) is None:
+        return
+    for hook in list(module._forward_pre_hooks.values()):
+        if isinstance(hook, _TrainsAlone) and hook.handle is not None:
+            hook.handle.remove()
+
+
+_classes: dict[type, type] = {}
+
+
+def wrap_class(module: torch.nn.Module) -> None:
+    """Make ``module`` a :class:`BaguaModule`, in place.
+
+    Raises:
+        TypeError: Python cannot change the class of this object (a ScriptModule, ``__slots__``).
+    """
+    original = type(module)
+    if issubclass(original, BaguaModule):
+        return
+    forget_copy(module)
+    if original not in _classes:
+        names = {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "_bagua_original": original,
+        }
+        _classes[original] = type(original.__name__, (BaguaModule, original), names)
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError("with_bagua cannot wrap a ScriptModule; wrap the module, then script it")
+    module.__class__ = _classes[original]

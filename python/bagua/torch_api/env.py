@@ -1,8 +1,20 @@
-"""What the launcher tells a process, read from the environment at every call."""
+"""What the launcher tells a process: its public address."""
 
-import math
-import os
-import socket
+from bagua._core.group.environment import (
+    find_free_network_port,
+    get_check_weights_every,
+    get_checksum,
+    get_comm,
+    get_default_bucket_size,
+    get_local_rank,
+    get_local_size,
+    get_master_addr,
+    get_nccl_library,
+    get_node_rank,
+    get_rank,
+    get_straggler_seconds,
+    get_world_size,
+)
 
 __all__ = [
     "find_free_network_port",
@@ -19,145 +31,3 @@ __all__ = [
     "get_straggler_seconds",
     "get_world_size",
 ]
-
-_TORCHRUN = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
-
-def _integer(name: str, default: int) -> int:
-    value = os.environ.get(name)
-    if value is None:
-        return default
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"environment variable {name}={value!r} is not an integer") from None
-
-
-def get_world_size() -> int:
-    """Number of processes (``WORLD_SIZE``, default 1)."""
-    return _integer("WORLD_SIZE", 1)
-
-
-def get_rank() -> int:
-    """Rank of this process among all (``RANK``, default 0)."""
-    return _integer("RANK", 0)
-
-
-def get_local_rank() -> int:
-    """Rank of this process on its node (``LOCAL_RANK``, default 0)."""
-    return _integer("LOCAL_RANK", 0)
-
-
-def get_local_size() -> int:
-    """Number of processes on this node (``LOCAL_WORLD_SIZE``, default 1)."""
-    return _integer("LOCAL_WORLD_SIZE", 1)
-
-
-def get_node_rank() -> int:
-    """Number of this node.
-
-    ``GROUP_RANK`` under torchrun, else ``NODE_RANK``, else ``RANK // LOCAL_WORLD_SIZE`` where the
-    latter is set, else 0.
-    """
-    if all(name in os.environ for name in _TORCHRUN):
-        return _integer("GROUP_RANK", 0)
-    if "NODE_RANK" in os.environ:
-        return _integer("NODE_RANK", 0)
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        return get_rank() // max(1, get_local_size())
-    return 0
-
-
-def get_default_bucket_size() -> int:
-    """Bytes after which a bucket is closed (``BAGUA_DEFAULT_BUCKET_SIZE``, default 10 MiB).
-
-    Raises:
-        ValueError: the variable is not a positive integer.
-    """
-    size = _integer("BAGUA_DEFAULT_BUCKET_SIZE", 10 * 1024**2)
-    if size <= 0:
-        raise ValueError(f"BAGUA_DEFAULT_BUCKET_SIZE={size} must be a positive number of bytes")
-    return size
-
-
-def get_check_weights_every() -> int | None:
-    """Training steps from one comparison of all ranks' weights to the next; 0: none.
-
-    ``BAGUA_CHECK_WEIGHTS_EVERY``; None where it is unset: a part of them in every step.
-
-    Raises:
-        ValueError: the variable is not an integer, or negative.
-    """
-    if "BAGUA_CHECK_WEIGHTS_EVERY" not in os.environ:
-        return None
-    every = _integer("BAGUA_CHECK_WEIGHTS_EVERY", 0)
-    if every < 0:
-        raise ValueError(
-            f"BAGUA_CHECK_WEIGHTS_EVERY={every} must be a number of steps, or 0 for no checks"
-        )
-    return every
-
-
-def get_checksum() -> bool:
-    """Whether compressed messages carry a checksum (``BAGUA_CHECKSUM``, "0" or "1", default 0).
-
-    Raises:
-        ValueError: the variable is neither.
-    """
-    value = os.environ.get("BAGUA_CHECKSUM") or "0"
-    if value not in ("0", "1"):
-        raise ValueError(f"BAGUA_CHECKSUM={value!r} must be 0 or 1")
-    return value == "1"
-
-
-def get_straggler_seconds() -> float:
-    """Seconds that a step may wait for other ranks before a warning names them; 0: no warnings.
-
-    ``BAGUA_STRAGGLER_SECONDS``, default 10.
-
-    Raises:
-        ValueError: the variable is not a number of seconds.
-    """
-    text = os.environ.get("BAGUA_STRAGGLER_SECONDS", "10")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < 1e6:
-        raise ValueError(
-            f"BAGUA_STRAGGLER_SECONDS={text!r} must be a number of seconds, or 0 for no warnings"
-        )
-    return seconds
-
-
-def get_comm() -> str | None:
-    """What moves CUDA tensors (``BAGUA_COMM``): "nccl", "c10d", "gloo", or None if unset.
-
-    nccl: communicators of bagua's own on NCCL, the default where the build has them. c10d: NCCL
-    through torch.distributed's backend, the default elsewhere. gloo: through host memory, for ranks
-    that share a GPU and for finding out whether NCCL is at fault.
-
-    Raises:
-        ValueError: the variable is none of these.
-    """
-    comm = os.environ.get("BAGUA_COMM") or None
-    if comm not in (None, "nccl", "c10d", "gloo"):
-        raise ValueError(f"BAGUA_COMM={comm!r} must be nccl, c10d or gloo")
-    return comm
-
-
-def get_nccl_library() -> str | None:
-    """Path of libnccl (``BAGUA_NCCL_LIBRARY``), or None: the one that torch uses."""
-    return os.environ.get("BAGUA_NCCL_LIBRARY") or None
-
-
-def get_master_addr() -> str:
-    """Host of the store (``MASTER_ADDR``, default 127.0.0.1)."""
-    return os.environ.get("MASTER_ADDR", "127.0.0.1")
-
-
-def find_free_network_port() -> int:
-    """A TCP port that was free a moment ago; another process may take it before you do."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

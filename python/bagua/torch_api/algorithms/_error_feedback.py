@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from bagua import _C
-from bagua.torch_api._error_state import error_key, load_memory, ranks_text
-from bagua.torch_api._saved_values import check_state, saved_count
+from bagua._core.compression.error_state import error_key, load_memory, ranks_text
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.bagua_tensor import record_of
+from bagua._core.state.saved_values import check_state, saved_count
 from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket
-from bagua.torch_api.communication import BaguaProcessGroup
-from bagua.torch_api.tensor import record_of
 
 __all__ = ["ErrorFeedbackImpl", "check_warmup"]
 
@@ -99,7 +99,7 @@ class ErrorFeedbackImpl(AlgorithmImpl):
         """
         state: dict[str, Any] = {"rounds": self._rounds, "ranks": ranks_text(self._members())}
         state |= {key: view.clone() for key, view in self._equal_views()}
-        rank = self.process_group.transport.rank
+        rank = self.process_group.connections.rank
         return state | {error_key(rank, name): view.clone() for name, view in self._errors()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ class ErrorFeedbackImpl(AlgorithmImpl):
             state,
             equal=self._equal_views(),
             errors=self._errors(),
-            rank=self.process_group.transport.rank,
+            rank=self.process_group.connections.rank,
             ranks=self._members(),
         )
 
@@ -140,7 +140,7 @@ class ErrorFeedbackImpl(AlgorithmImpl):
 
     def _errors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, error) of every parameter, where this rank remembers."""
-        if self.process_group.transport.rank not in self._members():
+        if self.process_group.connections.rank not in self._members():
             return
         for bucket, memory in self._memories:
             error = memory.value(0)
@@ -150,7 +150,7 @@ class ErrorFeedbackImpl(AlgorithmImpl):
                 yield record_of(tensor).name, error.as_strided(*place)
 
     def _members(self) -> list[int]:
-        transport = self.process_group.transport
+        connections = self.process_group.connections
         if not self.hierarchical:
-            return list(range(transport.size))
-        return _C.leaders(transport.node_of_ranks())
+            return list(range(connections.size))
+        return _C.leaders(connections.node_of_ranks())

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from bagua.torch_api._bucket_ops import AsynchronousOp, check_asynchronous_mode
-from bagua.torch_api._saved_values import check_state, saved_count
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.saved_values import check_state, saved_count
+from bagua._sync.asynchronous_average import AsynchronousAverage, check_asynchronous_mode
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket
-from bagua.torch_api.communication import BaguaProcessGroup
 
 __all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl"]
 
@@ -83,7 +83,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self.warmup_steps = warmup_steps
         self._warmed_up = 0  # completed iterations of the warm-up
         self._averages = False  # buckets hold weights
-        self._operations: list[AsynchronousOp] = []
+        self._operations: list[AsynchronousAverage] = []
         self._aborted = False
 
     # Set-up.

@@ -7,20 +7,25 @@ from typing import Any, Protocol
 
 import torch
 
-from bagua import _C
-from bagua.torch_api._saved_values import check_state
-from bagua.torch_api._snapshot import sparse_parameters
+from bagua import _C, BaguaError
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.bagua_tensor import record_of
+from bagua._core.state.saved_values import check_state
+from bagua._core.state.snapshot import sparse_parameters
+from bagua._sync.averaging_synchronizer import AveragingSynchronizer
+from bagua._sync.engine_synchronizer import EngineSynchronizer
+from bagua._sync.synchronizer import Synchronizer
+from bagua._sync.wrapper import Wrapper as SynchronizedModule
 from bagua.torch_api._sparse_bucket import bucket_of
 from bagua.torch_api.bucket import BaguaBucket
-from bagua.torch_api.communication import BaguaProcessGroup
-from bagua.torch_api.tensor import record_of
 
 __all__ = [
     "Algorithm",
     "AlgorithmImpl",
     "GlobalAlgorithmRegistry",
+    "LocalWeightsImpl",
     "WrappedModule",
-    "overrides",
+    "check_optimizers_and_algorithm",
 ]
 
 
@@ -40,6 +45,8 @@ class WrappedModule(Protocol):
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]: ...
 
     def bagua_floating_buffers(self) -> list[tuple[str, torch.Tensor]]: ...
+
+    def mark_all_ready(self) -> None: ...
 
     def wait_pending_comm_ops(self) -> None: ...
 
@@ -82,6 +89,8 @@ class AlgorithmImpl:
         opens_at_forward: whether the round of a forward in ``eval()`` begins there, as in
             ``train()``, because weights must hold still from forward to backward; False: in its
             backward.
+        marks_in_backward: whether tensors that are no gradients are marked ready at the end of
+            backward; False: the algorithm marks them itself.
         shares_parameters: whether a parameter may belong to a second wrapped module.
         steps_in_backward: whether optimizers may step inside backward
             (``_apply_optimizer_in_backward``), when communication is over.
@@ -93,6 +102,7 @@ class AlgorithmImpl:
     broadcast_buffers = True
     ranks_agree: bool | None = None
     opens_at_forward = False
+    marks_in_backward = True
     shares_parameters = False
     steps_in_backward = True
     complex_parameters = False
@@ -133,6 +143,12 @@ class AlgorithmImpl:
     def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
         """Append what ``bucket`` does when its tensors are ready."""
 
+    def make_synchronizer(self, bagua_ddp: SynchronizedModule) -> Synchronizer:
+        """What runs the buckets: an engine, or a thread that averages weights now and then."""
+        if any(bucket.asynchronous is not None for bucket in bagua_ddp.bagua_buckets):
+            return AveragingSynchronizer(bagua_ddp)
+        return EngineSynchronizer(bagua_ddp)
+
     def init_forward_pre_hook(self, bagua_ddp: WrappedModule) -> Callable[[Any], None]:
         """Called with the input of every training forward."""
         return _nothing
@@ -164,6 +180,10 @@ class AlgorithmImpl:
     ) -> Callable[[torch.optim.Optimizer], None]:
         """Called after ``step()`` of every optimizer given to ``with_bagua``."""
         return _nothing
+
+    def overrides(self, method: str) -> bool:
+        """Whether the algorithm has a ``method`` of its own."""
+        return getattr(type(self), method) is not getattr(AlgorithmImpl, method)
 
     def close(self) -> None:
         """Called when the module is wrapped anew or closed: undo what was done outside of it."""
@@ -200,9 +220,53 @@ class AlgorithmImpl:
             )
 
 
-def overrides(algorithm: AlgorithmImpl, method: str) -> bool:
-    """Whether the algorithm has a ``method`` of its own."""
-    return getattr(type(algorithm), method) is not getattr(AlgorithmImpl, method)
+class LocalWeightsImpl(AlgorithmImpl):
+    """Weights travel instead of gradients, and stay as they are from forward to backward.
+
+    An iteration is a forward and a backward outside ``no_sync()``.
+    """
+
+    broadcast_buffers = False
+    ranks_agree = False
+    opens_at_forward = True
+    marks_in_backward = False
+    steps_in_backward = False
+    _between_forward_and_backward = False
+
+    def register_weights(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+        """All parameters that are trained, as the tensors to communicate."""
+        return [
+            parameter.ensure_bagua_tensor(name, bagua_ddp.bagua_module_name)  # type: ignore[attr-defined]
+            for name, parameter in bagua_ddp.bagua_build_params()
+        ]
+
+    def check_step(self, bagua_ddp: WrappedModule, danger: str) -> None:
+        """Refuse an optimizer's step inside an iteration; ``danger`` completes "..., ".
+
+        Raises:
+            BaguaError: a training forward has begun and its backward has not ended.
+        """
+        if self._between_forward_and_backward:
+            raise BaguaError(
+                f"module '{bagua_ddp.bagua_module_name}': optimizer.step() came between a training "
+                f"forward and the end of its backward, {danger}. Run other forwards in eval() or "
+                "under no_grad(), compute the loss from tensors that forward returns, and call "
+                "backward() without inputs=."
+            )
+
+
+def check_optimizers_and_algorithm(caller: str, optimizers: Any, algorithm: Any) -> None:
+    """Raise TypeError, naming ``caller``, unless they are a list of optimizers and an algorithm."""
+    if isinstance(optimizers, torch.optim.Optimizer):
+        raise TypeError(f"{caller} takes a list of optimizers: [optimizer]")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"{caller}: {type(optimizer).__name__} is not a torch.optim.Optimizer")
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(
+            f"{caller}: algorithm must be an instance of bagua.torch_api.algorithms.Algorithm, "
+            f"such as GradientAllReduceAlgorithm(), not {algorithm!r}"
+        )
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:

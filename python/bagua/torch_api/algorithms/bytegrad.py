@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from bagua import _C
+from bagua._core.group.process_group import BaguaProcessGroup
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket
-from bagua.torch_api.communication import BaguaProcessGroup
 
 __all__ = ["ByteGradAlgorithm", "ByteGradAlgorithmImpl", "aligned_buckets"]
 

@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-from bagua.torch_api._bucket_ops import DecentralizedOp, check_peer_selection_mode
-from bagua.torch_api._saved_values import check_state, saved_count
-from bagua.torch_api.algorithms._own_weights import OwnWeightsImpl
-from bagua.torch_api.algorithms.base import Algorithm, WrappedModule
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.saved_values import check_state, saved_count
+from bagua._ops.average_weights import AverageWeights, check_peer_selection_mode
+from bagua.torch_api.algorithms.base import Algorithm, LocalWeightsImpl, WrappedModule
 from bagua.torch_api.algorithms.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
 )
 from bagua.torch_api.bucket import BaguaBucket
-from bagua.torch_api.communication import BaguaProcessGroup
 
 __all__ = [
     "DecentralizedAlgorithm",
@@ -70,7 +69,7 @@ class DecentralizedAlgorithm(Algorithm):
         )
 
 
-class DecentralizedAlgorithmImpl(OwnWeightsImpl):
+class DecentralizedAlgorithmImpl(LocalWeightsImpl):
     """Implementation of :class:`DecentralizedAlgorithm`.
 
     An iteration is a forward and a backward outside ``no_sync()``.
@@ -91,7 +90,7 @@ class DecentralizedAlgorithmImpl(OwnWeightsImpl):
         self._iterations = 0  # completed ones
         # Of a plan before this one.
         self._communications = torch.zeros((), dtype=torch.int64, device="cpu")
-        self._operations: list[tuple[BaguaBucket, DecentralizedOp]] = []
+        self._operations: list[tuple[BaguaBucket, AverageWeights]] = []
         self._between_forward_and_backward = False
         self._under_way = False  # weights are being averaged and have not been copied back
 
@@ -121,7 +120,7 @@ class DecentralizedAlgorithmImpl(OwnWeightsImpl):
             if self._iterations % self.communication_interval != 0:
                 return
             self._under_way = True
-            self.mark_weights(bagua_ddp)
+            bagua_ddp.mark_all_ready()
 
         return start
 

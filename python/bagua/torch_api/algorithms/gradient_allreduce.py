@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bagua._core.group.process_group import BaguaProcessGroup
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket
-from bagua.torch_api.communication import BaguaProcessGroup
 
 __all__ = ["GradientAllReduce", "GradientAllReduceAlgorithm", "GradientAllReduceAlgorithmImpl"]
 

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from bagua import _C
-from bagua.torch_api._bucket_ops import LowPrecisionDecentralizedOp
-from bagua.torch_api._saved_values import check_state, saved_count, saved_tensor
-from bagua.torch_api.algorithms._own_weights import OwnWeightsImpl
-from bagua.torch_api.algorithms.base import Algorithm, WrappedModule
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.bagua_tensor import record_of
+from bagua._core.state.saved_values import check_state, saved_count, saved_tensor
+from bagua._ops.compressed_gossip import CompressedGossip
+from bagua.torch_api.algorithms.base import Algorithm, LocalWeightsImpl, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket
-from bagua.torch_api.communication import BaguaProcessGroup
-from bagua.torch_api.tensor import record_of
 
 __all__ = ["LowPrecisionDecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithmImpl"]
 
@@ -65,7 +64,7 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
         )
 
 
-class LowPrecisionDecentralizedAlgorithmImpl(OwnWeightsImpl):
+class LowPrecisionDecentralizedAlgorithmImpl(LocalWeightsImpl):
     """Implementation of :class:`LowPrecisionDecentralizedAlgorithm`.
 
     An iteration is a forward and a backward outside ``no_sync()``. The round of a communicating one
@@ -91,7 +90,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(OwnWeightsImpl):
         self._between_forward_and_backward = False
         self._optimizers: set[int] = set()  # ids of those that step the weights
         self._stepped: set[int] = set()  # ids of those that did since the round became due
-        self._operations: list[tuple[BaguaBucket, LowPrecisionDecentralizedOp]] = []
+        self._operations: list[tuple[BaguaBucket, CompressedGossip]] = []
         self._wrapper: weakref.ref[WrappedModule] | None = None
 
     def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
@@ -159,7 +158,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(OwnWeightsImpl):
         if not self._due:
             return False
         self._due = False
-        self.mark_weights(bagua_ddp)
+        bagua_ddp.mark_all_ready()
         return True
 
     def run_pending(self) -> None:
@@ -215,7 +214,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(OwnWeightsImpl):
             view.copy_(value)
 
     def _ring_members(self) -> list[int]:
-        nodes = self.process_group.transport.node_of_ranks()
+        nodes = self.process_group.connections.node_of_ranks()
         return _C.leaders(nodes) if self.hierarchical else list(range(len(nodes)))
 
     def _ring(self) -> str:
@@ -223,7 +222,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(OwnWeightsImpl):
 
     def _views(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The replicas of every parameter, by key. Ranks off the ring follow their weights."""
-        rank = self.process_group.transport.rank
+        rank = self.process_group.connections.rank
         on_ring = rank in self._ring_members()
         for bucket, operation in self._operations:
             for kind, replica in operation.replicas().items():

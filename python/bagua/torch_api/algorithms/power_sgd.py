@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 
 from bagua import _C
-from bagua.torch_api._low_rank import Matrices, check_compression_rate, queries_of
+from bagua._core.compression.low_rank import Matrices, check_compression_rate, queries_of
+from bagua._core.group.process_group import BaguaProcessGroup
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl, check_warmup
 from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.bucket import BaguaBucket
-from bagua.torch_api.communication import BaguaProcessGroup
 
 __all__ = ["PowerSGDAlgorithm", "PowerSGDAlgorithmImpl"]
 

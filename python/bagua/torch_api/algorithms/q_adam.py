@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from bagua import _C, BaguaError
-from bagua.torch_api._saved_values import check_state, saved_count
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.saved_values import check_state, saved_count
 from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
 from bagua.torch_api.algorithms.bytegrad import aligned_buckets
 from bagua.torch_api.bucket import BaguaBucket
-from bagua.torch_api.communication import BaguaProcessGroup
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 
 from bagua import _C
-from bagua.torch_api._sparse_choice import check_ratio
+from bagua._core.compression.sparse_choice import check_ratio
+from bagua._core.group.process_group import BaguaProcessGroup
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl, check_warmup
 from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.bucket import BaguaBucket
-from bagua.torch_api.communication import BaguaProcessGroup
 
 __all__ = ["SparseAlgorithm", "SparseAlgorithmImpl"]
 

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from bagua.torch_api._implicit_group import ensure_initialised
-from bagua.torch_api._initial_state import InitialState
-from bagua.torch_api._module_class import BaguaModule
-from bagua.torch_api._snapshot import ignored_names
-from bagua.torch_api.communication import BaguaProcessGroup, as_bagua_group
+from bagua._core.group.implicit_group import ensure_initialised
+from bagua._core.group.job import as_bagua_group
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.initial_state import InitialState
+from bagua._core.state.snapshot import ignored_names
+from bagua.torch_api.distributed import BaguaModule
 
 __all__ = [
     "Groups",

@@ -14,12 +14,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     quantization_hooks,
 )
 
-from bagua.torch_api._bucket_ops import CommHookOp
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._ops.user_functions import CommHookFunction
+from bagua.torch_api._wrapper import BaguaDistributedDataParallel
 from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
-from bagua.torch_api.communication import BaguaProcessGroup
-from bagua.torch_api.distributed import BaguaDistributedDataParallel
 
 __all__ = ["CommHook", "Hook", "rebuild", "register"]
 
@@ -59,11 +59,11 @@ class CommHook(GradientAllReduceAlgorithmImpl):
         self.state = state
         self.name = name or getattr(hook, "__qualname__", repr(hook))
         self.ranks_agree = hook in _AGREEING
-        self._op = CommHookOp(hook, state)
+        self._op = CommHookFunction(hook, state)
 
     def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
         bucket.clear_ops()
-        bucket.ops.append(self._op)
+        bucket.append_operation(self._op)
 
 
 def register(

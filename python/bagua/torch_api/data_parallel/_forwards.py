@@ -10,9 +10,9 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 
-from bagua.torch_api._outputs import tensors_in
-from bagua.torch_api._outside_graphs import outside_graphs_lazily
-from bagua.torch_api.distributed import BaguaDistributedDataParallel
+from bagua._sync.hooks import tensors_in
+from bagua._sync.outside_graphs import outside_graphs_lazily
+from bagua.torch_api._wrapper import BaguaDistributedDataParallel
 
 __all__ = ["BufferHook", "Forwards", "Location", "refuse_backward"]
 

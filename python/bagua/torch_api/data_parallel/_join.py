@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from bagua.torch_api._outside_graphs import outside_graphs_lazily
-from bagua.torch_api._shared_state import UnevenInputs
+from bagua._core.state.bagua_tensor import record_of
+from bagua._core.state.shared_state import UnevenInputs
+from bagua._sync.outside_graphs import outside_graphs_lazily
+from bagua.torch_api._wrapper import BaguaDistributedDataParallel
 from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
@@ -17,12 +19,31 @@ from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithmImpl
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithmImpl
 from bagua.torch_api.algorithms.sparse import SparseAlgorithmImpl
 from bagua.torch_api.data_parallel._comm_hook import CommHook
-from bagua.torch_api.tensor import record_of
-
-if TYPE_CHECKING:
-    from bagua.torch_api.data_parallel._torch_members import TorchMembers
+from bagua.torch_api.data_parallel._forwards import Forwards
 
 __all__ = ["Shadow", "announce", "check_algorithm", "torch_group"]
+
+
+class Joining(Protocol):
+    """The class, as ``join()`` sees it."""
+
+    divide_by_initial_world_size: bool
+    joined_uneven_inputs: bool
+    _authoritative_rank: int
+    _join_config: Any
+
+    @property
+    def forwards(self) -> Forwards: ...
+
+    @property
+    def bagua_ddp(self) -> BaguaDistributedDataParallel: ...
+
+    @property
+    def process_group(self) -> dist.ProcessGroup: ...
+
+    @property
+    def join_device(self) -> torch.device: ...
+
 
 _ALGORITHMS = (
     GradientAllReduceAlgorithmImpl,
@@ -48,7 +69,7 @@ _ALGORITHMS = (
 class Shadow(JoinHook):
     """What one rank does once it has no inputs left."""
 
-    def __init__(self, ddp: TorchMembers, divide_by_initial_world_size: bool) -> None:
+    def __init__(self, ddp: Joining, divide_by_initial_world_size: bool) -> None:
         torch_group(ddp, "join()")  # raises where there is none
         ddp.divide_by_initial_world_size = divide_by_initial_world_size
         ddp.joined_uneven_inputs = True
@@ -116,7 +137,7 @@ def check_algorithm(algorithm: AlgorithmImpl) -> None:
         )
 
 
-def meet(ddp: TorchMembers, has_inputs: bool) -> None:
+def meet(ddp: Joining, has_inputs: bool) -> None:
     """Find out who takes part in the next round: step 2 of Note [Uneven inputs]."""
     active = _who(ddp, has_inputs)
     inner = ddp.bagua_ddp
@@ -131,7 +152,7 @@ def meet(ddp: TorchMembers, has_inputs: bool) -> None:
 
 
 @outside_graphs_lazily
-def announce(ddp: TorchMembers) -> None:
+def announce(ddp: Joining) -> None:
     """Steps 1 and 2 of Note [Uneven inputs], before each forward on a rank that has inputs.
 
     Raises:
@@ -141,13 +162,13 @@ def announce(ddp: TorchMembers) -> None:
     if not ddp.forwards.opens_round():
         return
     check_algorithm(ddp.bagua_ddp.bagua_algorithm)
-    work = Join.notify_join_context(ddp)
+    work = Join.notify_join_context(ddp)  # type: ignore[arg-type]
     if work is not None:
         work.wait()
     meet(ddp, has_inputs=True)
 
 
-def _who(ddp: TorchMembers, this_one: bool) -> list[int]:
+def _who(ddp: Joining, this_one: bool) -> list[int]:
     """The ranks, as the bagua group numbers them, that say True."""
     group = ddp.bagua_ddp.process_group
     says = torch.zeros(group.size, device=ddp.join_device)

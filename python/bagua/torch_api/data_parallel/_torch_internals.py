@@ -15,10 +15,10 @@ import torch
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from bagua.torch_api._wrapper import BaguaDistributedDataParallel
 from bagua.torch_api.data_parallel import _comm_hook, _join
 from bagua.torch_api.data_parallel._forwards import IS_A_COPY, BufferHook, Forwards, Location
 from bagua.torch_api.data_parallel._logging_data import logging_data
-from bagua.torch_api.distributed import BaguaDistributedDataParallel
 
 __all__ = ["TorchInternals"]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from bagua.torch_api.communication import BaguaProcessGroup
+from bagua._core.group.process_group import BaguaProcessGroup
 from bagua.torch_api.data_parallel import _comm_hook, _join
 from bagua.torch_api.data_parallel._inputs import to_device
 from bagua.torch_api.data_parallel._torch_internals import TorchInternals

@@ -11,19 +11,19 @@ import torch
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from bagua.torch_api._module_class import BaguaModule, plain_twin
-from bagua.torch_api._outside_graphs import outside_graphs, outside_graphs_lazily
-from bagua.torch_api._wrap_arguments import check_optimizers_and_algorithm
+from bagua._sync.outside_graphs import outside_graphs, outside_graphs_lazily
+from bagua.torch_api._wrapper import BaguaDistributedDataParallel
 from bagua.torch_api.algorithms import (
     Algorithm,
     AsyncModelAverageAlgorithm,
     GradientAllReduceAlgorithm,
 )
+from bagua.torch_api.algorithms.base import check_optimizers_and_algorithm
 from bagua.torch_api.data_parallel import _arguments, _join
 from bagua.torch_api.data_parallel._forwards import Forwards, refuse_backward
 from bagua.torch_api.data_parallel._inputs import to_device
 from bagua.torch_api.data_parallel._torch_members import TorchMembers
-from bagua.torch_api.distributed import BaguaDistributedDataParallel
+from bagua.torch_api.distributed import BaguaModule, plain_twin
 
 __all__ = ["DistributedDataParallel", "DistributedDataParallel_V1_9_0"]
 

@@ -7,14 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bagua.torch_api._implicit_group import ensure_initialised
-from bagua.torch_api.communication import (
-    CommMember,
-    Communicator,
-    ReduceOp,
-    allreduce_inplace,
-    as_bagua_group,
-)
+from bagua._core.eager.reductions import allreduce_inplace
+from bagua._core.group.communicator import CommMember, Communicator, ReduceOp
+from bagua._core.group.implicit_group import ensure_initialised
+from bagua._core.group.job import as_bagua_group
 
 __all__ = ["ReduceOp", "all_reduce"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from bagua import _C
-from bagua.torch_api._transport import Transport, fingerprint
+from bagua._core.group.connections import Connections, fingerprint
 
 from mlbench_core.aggregation.pytorch._tensors import Candidate
 
@@ -21,7 +21,7 @@ _FIRST_MESSAGE_STATES = 1008
 
 
 def agree(
-    transport: Transport,
+    connections: Connections,
     communicator: _C.Communicator,
     what: str,
     arguments: list[str],
@@ -41,9 +41,9 @@ def agree(
         _REFUSED if candidate.refusal else _ABSENT if candidate.tensor is None else _PRESENT
         for candidate in candidates
     ]
-    if transport.size > 1:
+    if connections.size > 1:
         lines = [what, *arguments, *(candidate.describe() for candidate in candidates)]
-        states = _highest_states(transport, communicator, what, lines, states)
+        states = _highest_states(connections, communicator, what, lines, states)
     for candidate, state in zip(candidates, states, strict=True):
         if state == _REFUSED:
             why = candidate.refusal or "another rank cannot aggregate it, and says why"
@@ -52,7 +52,7 @@ def agree(
 
 
 def _highest_states(
-    transport: Transport,
+    connections: Connections,
     communicator: _C.Communicator,
     what: str,
     lines: list[str],
@@ -75,7 +75,7 @@ def _highest_states(
     pairs = zip(head[:_FINGERPRINT_BYTES], head[_FINGERPRINT_BYTES:], strict=True)
     # 3.
     if any(high + complement_of_low != 255 for high, complement_of_low in pairs):
-        transport.agree(what, lines)
+        connections.agree(what, lines)
     agreed = highest[len(head) :][: len(states)]
     if len(states) > _FIRST_MESSAGE_STATES:
         agreed += _maximum(communicator, bytes(states[_FIRST_MESSAGE_STATES:]))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 from bagua import _C
-from bagua.torch_api._process_group import BaguaProcessGroup
-from bagua.torch_api._transport import Transport
+from bagua._core.group.connections import Connections
+from bagua._core.group.process_group import BaguaProcessGroup
 
 from mlbench_core.aggregation.pytorch.aggregation import (
     Aggregation,
@@ -71,11 +71,11 @@ class AllReduceAggregation(Aggregation):
         if canonical_op(op) == AVG_CUSTOM:
             _number(denom)
 
-    def _check_group(self, transport: Transport) -> None:
-        if transport.size != self.world_size:
+    def _check_group(self, connections: Connections) -> None:
+        if connections.size != self.world_size:
             raise ValueError(
                 f"{type(self).__name__} was made with world_size={self.world_size}, but its group "
-                f"has {transport.size} rank(s); pass torch.distributed.get_world_size()"
+                f"has {connections.size} rank(s); pass torch.distributed.get_world_size()"
             )
 
     def _describe(self, op: str, denom: Denominator) -> list[str]:

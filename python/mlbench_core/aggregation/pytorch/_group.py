@@ -6,9 +6,9 @@ import os
 
 import torch.distributed as dist
 from bagua import _C
-from bagua.torch_api._implicit_group import ensure_initialised
-from bagua.torch_api._process_group import BaguaProcessGroup, get_default_group
-from bagua.torch_api._transport import Transport
+from bagua._core.group.connections import Connections
+from bagua._core.group.implicit_group import ensure_initialised
+from bagua._core.group.process_group import BaguaProcessGroup, get_default_group
 from torch.distributed import distributed_c10d as c10d
 
 __all__ = ["communicator", "member_transport"]
@@ -16,7 +16,7 @@ __all__ = ["communicator", "member_transport"]
 
 def member_transport(
     process_group: BaguaProcessGroup | None = None, *, world_size: int | None = None
-) -> Transport:
+) -> Connections:
     """The connections of this process to the group's members. All members call it.
 
     Without a group it is bagua's default group, which is made over torch.distributed's where the
@@ -27,28 +27,30 @@ def member_transport(
         RuntimeError: there is no group but there are other ranks, or this process is no member.
     """
     if process_group is not None:
-        transport = process_group.transport
+        connections = process_group.connections
     elif dist.is_initialized():
         ensure_initialised()
-        transport = get_default_group().transport
+        connections = get_default_group().connections
     elif world_size == 1 or (world_size is None and os.environ.get("WORLD_SIZE", "1") == "1"):
         lonely = dist.HashStore()  # type: ignore[attr-defined]
-        return Transport(lonely, 0, [0], c10d.default_pg_timeout)
+        return Connections(lonely, 0, [0], c10d.default_pg_timeout)
     else:
         raise RuntimeError(
             "there is no process group to aggregate in: call "
             "torch.distributed.init_process_group() or bagua.init_process_group() before the "
             "first aggregation"
         )
-    if transport.rank < 0:
+    if connections.rank < 0:
         raise RuntimeError(
-            f"this process is not a member of the group with ranks {transport.ranks}: aggregate "
+            f"this process is not a member of the group with ranks {connections.ranks}: aggregate "
             "on the members only, or pass another process_group"
         )
-    return transport
+    return connections
 
 
-def communicator(transport: Transport, purpose: str, device_type: str) -> _C.CountingCommunicator:
+def communicator(
+    connections: Connections, purpose: str, device_type: str
+) -> _C.CountingCommunicator:
     """A new communicator of its own. All members make theirs in the same order."""
-    name = f"aggregation/{transport.next_wrap()}/{purpose}/{device_type}"
-    return transport.connect(name, device_type)
+    name = f"aggregation/{connections.next_wrap()}/{purpose}/{device_type}"
+    return connections.connect(name, device_type)

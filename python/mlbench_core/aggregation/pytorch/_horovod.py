@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 from bagua import _C
-from bagua.torch_api._transport import Transport
+from bagua._core.group.connections import Connections
 
 from mlbench_core.aggregation.pytorch._all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch._horovod_start import import_horovod, start_horovod
@@ -49,15 +49,15 @@ class AllReduceAggregationHVD(AllReduceAggregation):
         super().__init__(world_size, divide_before, use_cuda)
         horovod = import_horovod()
         start_horovod(horovod)
-        transport = HorovodTransport(horovod)
-        self._check_group(transport)
-        self._joined = transport
+        connections = HorovodTransport(horovod)
+        self._check_group(connections)
+        self._joined = connections
 
-    def _check_group(self, transport: Transport) -> None:
-        if transport.size != self.world_size:
+    def _check_group(self, connections: Connections) -> None:
+        if connections.size != self.world_size:
             raise ValueError(
                 f"{type(self).__name__} was made with world_size={self.world_size}, but Horovod "
-                f"has {transport.size} process(es): pass the number that was launched and, under "
+                f"has {connections.size} process(es): pass the number that was launched and, under "
                 "torchrun, leave hvd.init() to this class"
             )
 

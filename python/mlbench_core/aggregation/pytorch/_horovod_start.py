@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
-from bagua.torch_api import env
-from bagua.torch_api._rendezvous import rendezvous
+from bagua._core.group import environment as env
+from bagua._core.group.rendezvous import rendezvous
 from torch.distributed import distributed_c10d as c10d
 
 __all__ = ["import_horovod", "start_horovod"]

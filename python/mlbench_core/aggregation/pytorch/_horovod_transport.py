@@ -11,7 +11,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from bagua import _C
-from bagua.torch_api._transport import Transport, first_difference
+from bagua._core.group.connections import Connections, first_difference
 from torch.distributed import distributed_c10d as c10d
 
 __all__ = ["HorovodCommunicator", "HorovodTransport"]
@@ -96,7 +96,7 @@ class HorovodCommunicator:
         self._bytes += 2 * sum(tensor.nbytes for tensor in tensors) * (size - 1) // size
 
 
-class HorovodTransport(Transport):
+class HorovodTransport(Connections):
     """The ranks of Horovod; every aggregation has its own.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from bagua.torch_api._transport import Transport
+from bagua._core.group.connections import Connections
 
 __all__ = ["exchange_neighbors", "metropolis_weights"]
 
@@ -26,7 +26,7 @@ def metropolis_weights(
     return uniform + sum(uniform - weight for _, weight in weights), weights
 
 
-def exchange_neighbors(transport: Transport, own: list[int], mistake: str) -> list[list[int]]:
+def exchange_neighbors(connections: Connections, own: list[int], mistake: str) -> list[list[int]]:
     """Every rank's neighbours, exchanged once through the store. All ranks call it.
 
     Args:
@@ -35,11 +35,11 @@ def exchange_neighbors(transport: Transport, own: list[int], mistake: str) -> li
     Raises:
         ValueError: on every rank, if one of them made a mistake or a list is not mutual.
     """
-    key = f"aggregation/{transport.next_wrap()}/neighbours"
-    keys = [f"{key}/{rank}" for rank in range(transport.size)]
-    transport.store.set(keys[transport.rank], json.dumps([own, mistake]))
-    transport.store.wait(keys, transport.timeout)
-    answers = [json.loads(transport.store.get(name)) for name in keys]
+    key = f"aggregation/{connections.next_wrap()}/neighbours"
+    keys = [f"{key}/{rank}" for rank in range(connections.size)]
+    connections.store.set(keys[connections.rank], json.dumps([own, mistake]))
+    connections.store.wait(keys, connections.timeout)
+    answers = [json.loads(connections.store.get(name)) for name in keys]
     for rank, (_, text) in enumerate(answers):
         if text:
             raise ValueError(f"DecentralizedAggregation on rank {rank}: {text}")

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 import torch
 from bagua import _C
-from bagua.torch_api._low_rank import (
+from bagua._core.compression.low_rank import (
     Matrices,
     check_compression_rate,
     low_rank_matrices,
     low_rank_memory,
     queries_of,
 )
-from bagua.torch_api._process_group import BaguaProcessGroup
-from bagua.torch_api._transport import Transport
+from bagua._core.group.connections import Connections
+from bagua._core.group.process_group import BaguaProcessGroup
 
-from mlbench_core.aggregation.pytorch._remembering import Part, RememberingAggregation
+from mlbench_core.aggregation.pytorch._remembering import ErrorFeedbackAggregation, Part
 
 __all__ = ["PowerAggregation"]
 
@@ -28,7 +28,7 @@ class _LowRankPart(Part):
     matrices: Matrices
 
 
-class PowerAggregation(RememberingAggregation):
+class PowerAggregation(ErrorFeedbackAggregation):
     """Means of gradients, approximated with error feedback (T. Vogels et al., NeurIPS 2019).
 
     Gradients of two and more dimensions become ``P Q^T`` with ``rank`` columns each, what that
@@ -82,11 +82,11 @@ class PowerAggregation(RememberingAggregation):
         self.seed = seed
         self._scratch = _C.Scratch()
 
-    def _check_group(self, transport: Transport) -> None:
-        if self.world_size not in (1, transport.size):
+    def _check_group(self, connections: Connections) -> None:
+        if self.world_size not in (1, connections.size):
             raise ValueError(
                 f"PowerAggregation was made with world_size={self.world_size}, but its group has "
-                f"{transport.size} rank(s); pass torch.distributed.get_world_size()"
+                f"{connections.size} rank(s); pass torch.distributed.get_world_size()"
             )
 
     def _describe(self, op: str, denom: object) -> list[str]:

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import torch
 from bagua import _C
-from bagua.torch_api._error_state import error_key, load_memory, ranks_text
-from bagua.torch_api._process_group import BaguaProcessGroup
-from bagua.torch_api._saved_values import check_state, saved_count, saved_tensor
+from bagua._core.compression.error_state import error_key, load_memory, ranks_text
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.saved_values import check_state, saved_count, saved_tensor
 
 from mlbench_core.aggregation.pytorch._staging import aggregated_together
 from mlbench_core.aggregation.pytorch.aggregation import (
@@ -21,7 +21,7 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     canonical_op,
 )
 
-__all__ = ["Part", "RememberingAggregation"]
+__all__ = ["ErrorFeedbackAggregation", "Part"]
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Part:
             yield name, error[offset : offset + shape.numel()].view(shape)
 
 
-class RememberingAggregation(Aggregation):
+class ErrorFeedbackAggregation(Aggregation):
     """The common part: memory by name of the parameter, whatever is aggregated with what.
 
     A call in which a gradient is not finite on some rank passes on what is not finite and leaves
@@ -106,11 +106,11 @@ class RememberingAggregation(Aggregation):
             every parameter that has been aggregated, of its shape and f32 (f64); and what else the
             class remembers.
         """
-        transport = self._transport()
-        state: dict[str, Any] = {"ranks": ranks_text(range(transport.size)), "calls": self._calls}
+        connections = self._connections()
+        state: dict[str, Any] = {"ranks": ranks_text(range(connections.size)), "calls": self._calls}
         for key, value in self._remembered().items():
             kind, _, name = key.partition("/")
-            state[error_key(transport.rank, name) if kind == "error" else key] = value
+            state[error_key(connections.rank, name) if kind == "error" else key] = value
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class RememberingAggregation(Aggregation):
         """
         check_state(state, type(self).__name__)
         calls = saved_count(state, "calls", type(self).__name__)
-        transport = self._transport()
+        connections = self._connections()
         names = {key.split("/", 2)[2] for key in state if "/error/" in key}
         unknown = sorted(names - set(self._parameters))
         if unknown:
@@ -145,8 +145,8 @@ class RememberingAggregation(Aggregation):
             state,
             equal=(),
             errors=errors.items(),
-            rank=transport.rank,
-            ranks=range(transport.size),
+            rank=connections.rank,
+            ranks=range(connections.size),
         )
         self._kept = {f"error/{name}": error for name, error in errors.items()}
         self._kept |= others

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 import torch
 from bagua import _C
-from bagua.torch_api import env
-from bagua.torch_api._error_state import new_memory
-from bagua.torch_api._process_group import BaguaProcessGroup
-from bagua.torch_api._sparse_choice import check_ratio, number_sent, sparse_mean
+from bagua._core.compression.error_state import new_memory
+from bagua._core.compression.sparse_choice import check_ratio, number_sent, sparse_mean
+from bagua._core.group import environment as env
+from bagua._core.group.process_group import BaguaProcessGroup
 
-from mlbench_core.aggregation.pytorch._remembering import Part, RememberingAggregation
+from mlbench_core.aggregation.pytorch._remembering import ErrorFeedbackAggregation, Part
 
 __all__ = ["SparsifiedAggregation"]
 
 
-class SparsifiedAggregation(RememberingAggregation):
+class SparsifiedAggregation(ErrorFeedbackAggregation):
     """Means of some elements of gradients, with error feedback (S. Stich et al., NeurIPS 2018).
 
     Each rank sends the elements of largest magnitude, exactly selected from all gradients of a

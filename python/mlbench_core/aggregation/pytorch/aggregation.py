@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 from bagua import _C
-from bagua.torch_api._process_group import BaguaProcessGroup
-from bagua.torch_api._transport import Transport
+from bagua._core.group.connections import Connections
+from bagua._core.group.process_group import BaguaProcessGroup
 
 from mlbench_core.aggregation.pytorch import _group
 from mlbench_core.aggregation.pytorch._agreement import agree
@@ -44,7 +44,7 @@ class Aggregation(ABC):
     ) -> None:
         self.use_cuda = use_cuda
         self._process_group = process_group
-        self._joined: Transport | None = None
+        self._joined: Connections | None = None
         self._communicators: dict[tuple[str, str], _C.CountingCommunicator] = {}
         self._staging = Staging()
 
@@ -70,9 +70,9 @@ class Aggregation(ABC):
         """
         del op, denom  # a subclass that says nothing lets everything through to its _agg
 
-    def _check_group(self, transport: Transport) -> None:
+    def _check_group(self, connections: Connections) -> None:
         """Raise ValueError where the arguments do not fit the group; called once it is known."""
-        del transport
+        del connections
 
     def _describe(self, op: str, denom: Denominator) -> list[str]:
         """Lines that must be equal on all ranks."""
@@ -187,9 +187,9 @@ class Aggregation(ABC):
     def _agree(
         self, what: str, arguments: list[str], candidates: list[Candidate]
     ) -> list[Candidate]:
-        transport = self._transport()
+        connections = self._connections()
         control = self._communicator("agreement", "cpu")
-        return agree(transport, control, what, arguments, candidates)
+        return agree(connections, control, what, arguments, candidates)
 
     def _aggregate(
         self,
@@ -223,20 +223,20 @@ class Aggregation(ABC):
         through_host = tensor.is_cuda and not self.use_cuda
         return torch.device("cpu") if through_host else tensor.device
 
-    def _transport(self) -> Transport:
+    def _connections(self) -> Connections:
         """The group, checked against the arguments when it is first asked for."""
         if self._joined is None:
             expected = self._expected_size()
-            transport = _group.member_transport(self._process_group, world_size=expected)
-            self._check_group(transport)
-            self._joined = transport
+            connections = _group.member_transport(self._process_group, world_size=expected)
+            self._check_group(connections)
+            self._joined = connections
         return self._joined
 
     def _communicator(self, purpose: str, device_type: str) -> _C.CountingCommunicator:
         """This object's own communicator for a purpose, connected when it is first asked for."""
         key = (purpose, device_type)
         if key not in self._communicators:
-            self._communicators[key] = _group.communicator(self._transport(), *key)
+            self._communicators[key] = _group.communicator(self._connections(), *key)
         return self._communicators[key]
 
 

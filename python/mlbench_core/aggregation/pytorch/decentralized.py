@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 from bagua import _C
-from bagua.torch_api._process_group import BaguaProcessGroup
-from bagua.torch_api._transport import Transport
+from bagua._core.group.connections import Connections
+from bagua._core.group.process_group import BaguaProcessGroup
 
 from mlbench_core.aggregation.pytorch._mixing import exchange_neighbors, metropolis_weights
 from mlbench_core.aggregation.pytorch.aggregation import (
@@ -71,14 +71,14 @@ class DecentralizedAggregation(Aggregation):
                 "a rank and its neighbours"
             )
 
-    def _check_group(self, transport: Transport) -> None:
+    def _check_group(self, connections: Connections) -> None:
         mistake = ""
-        outside = [neighbor for neighbor in self.neighbors if neighbor >= transport.size]
-        if self.rank != transport.rank:
-            mistake = f"it was made with rank={self.rank}, but the process is {transport.rank}"
+        outside = [neighbor for neighbor in self.neighbors if neighbor >= connections.size]
+        if self.rank != connections.rank:
+            mistake = f"it was made with rank={self.rank}, but the process is {connections.rank}"
         elif outside:
-            mistake = f"its neighbours {outside} are not in the group of {transport.size} rank(s)"
-        self._graph = exchange_neighbors(transport, self.neighbors, mistake)
+            mistake = f"its neighbours {outside} are not in the group of {connections.size} rank(s)"
+        self._graph = exchange_neighbors(connections, self.neighbors, mistake)
 
     def _describe(self, op: str, denom: Denominator) -> list[str]:
         return [f"op {canonical_op(op)}"]

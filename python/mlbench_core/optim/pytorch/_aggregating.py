@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from bagua.torch_api._initial_state import broadcast_optimizer
+from bagua._core.state.initial_state import broadcast_optimizer
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominator
 from mlbench_core.optim.pytorch._begin import begin_together
@@ -100,7 +100,7 @@ class AggregatingOptimizer(torch.optim.Optimizer):
         # The base begins with groups and state of its own, which here are the inner optimizer's.
         super().__init__(groups, optimizer.defaults)
         optimizer.param_groups, optimizer.state = groups, state
-        broadcast_optimizer(optimizer, self.aggregation._transport())
+        broadcast_optimizer(optimizer, self.aggregation._connections())
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

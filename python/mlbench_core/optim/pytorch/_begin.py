@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from bagua.torch_api._initial_state import broadcast_tensors
+from bagua._core.state.initial_state import broadcast_tensors
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
 
@@ -30,17 +30,17 @@ def begin_together(
         BaguaMismatchError: on every rank, if their tensors differ in names, shapes or dtypes.
         RuntimeError: there are other ranks but no process group.
     """
-    transport = aggregation._transport()
-    if world_size is not None and transport.size != world_size:
+    connections = aggregation._connections()
+    if world_size is not None and connections.size != world_size:
         raise ValueError(
-            f"{owner} was made with world_size={world_size}, but there are {transport.size} "
+            f"{owner} was made with world_size={world_size}, but there are {connections.size} "
             "rank(s); pass torch.distributed.get_world_size()"
         )
     lines = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in named.items()]
-    transport.agree(f"the parameters and buffers of {owner}", lines)
+    connections.agree(f"the parameters and buffers of {owner}", lines)
     tensors = [tensor.detach() for tensor in named.values()]
     sent = [tensor.to(aggregation._device_for(tensor)) for tensor in tensors]
-    broadcast_tensors(sent, transport)
+    broadcast_tensors(sent, connections)
     for tensor, got in zip(tensors, sent, strict=True):
         if got is not tensor:
             tensor.copy_(got)

@@ -1,0 +1,103 @@
+#include <algorithm>
+#include <utility>
+
+#include "base/launch.h"
+#include "codec/chunk_batch.h"
+#include "codec/codecs.h"
+#include "codec/cuda/chunk_codec_cuda.h"
+#include "codec/cuda/decode_kernels.cuh"
+#include "codec/cuda/encode_kernels.cuh"
+#include "codec/cuda/range_kernels.cuh"
+
+namespace bagua {
+
+namespace {
+
+// One range for a whole chunk: found in a launch of its own.
+template <typename Format>
+concept ChunkRangedFormat = RangedFormat<Format> && (Format::kBlockNumel == 0);
+
+// CTAs for the tiles of a batch.
+int64_t tile_grid(const ChunkBatch& batch) { return (batch.units() + kTileWarps - 1) / kTileWarps; }
+
+template <typename Format>
+class ChunkCodecCuda final : public Codec {
+ public:
+  explicit ChunkCodecCuda(std::string name) : name_(std::move(name)) {}
+
+  Processor processor() const override { return Processor::kCuda; }
+
+  int64_t payload_bytes(DType dtype, int64_t numel) const override {
+    return format_payload_bytes<Format>(dtype_bytes(dtype), numel);
+  }
+
+  // One range per slice of the largest batch; batches use the same scratch one after the other.
+  int64_t scratch_bytes(std::span<const Chunk> chunks, DType) const override {
+    int64_t most = 0;
+    if constexpr (ChunkRangedFormat<Format>) {
+      for_each_batch(chunks, slices_of,
+                     [&](const ChunkBatch& batch) { most = std::max(most, batch.units()); });
+    }
+    return most * static_cast<int64_t>(sizeof(ValueRange));
+  }
+
+  void encode(std::span<const Chunk> chunks, DType dtype, std::byte* scratch,
+              StreamHandle stream) const override {
+    visit_dtype(dtype, [&]<typename T>(T) {
+      if constexpr (ChunkRangedFormat<Format>) {
+        ValueRange* const of_slice = reinterpret_cast<ValueRange*>(scratch);
+        for_each_batch(chunks, slices_of, [&](const ChunkBatch& batch) {
+          launch("scan_slices", scan_slices<T>, batch.units(), kSliceThreads, stream, batch,
+                 of_slice);
+          launch("encode_slices", encode_slices<T>, batch.units(), kSliceThreads, stream, batch,
+                 of_slice);
+        });
+      } else {
+        for_each_batch(chunks, tiles_of, [&](const ChunkBatch& batch) {
+          launch("encode_tiles", encode_tiles<Format, T>, tile_grid(batch), kTileThreads, stream,
+                 batch);
+        });
+      }
+    });
+  }
+
+  void decode(std::span<const Chunk> chunks, DType dtype, StreamHandle stream) const override {
+    visit_dtype(dtype, [&]<typename T>(T) {
+      for_each_batch(chunks, tiles_of, [&](const ChunkBatch& batch) {
+        launch("decode_tiles", decode_tiles<Format, T>, tile_grid(batch), kTileThreads, stream,
+               batch);
+      });
+    });
+  }
+
+  void decode_add(std::span<const Chunk> chunks, DType dtype, float weight,
+                  StreamHandle stream) const override {
+    visit_dtype(dtype, [&]<typename T>(T) {
+      for_each_batch(chunks, tiles_of, [&](const ChunkBatch& batch) {
+        launch("decode_add_tiles", decode_add_tiles<Format, T>, tile_grid(batch), kTileThreads,
+               stream, batch, weight);
+      });
+    });
+  }
+
+  int64_t block_numel() const override { return format_block_numel<Format>(); }
+
+  const std::string& name() const override { return name_; }
+
+ private:
+  const std::string name_;
+};
+
+}  // namespace
+
+bool has_cuda_codecs() { return true; }
+
+std::shared_ptr<const Codec> make_cuda_codec(const std::string& name) {
+  std::shared_ptr<const Codec> codec;
+  for_each_codec([&]<typename Format>(const CodecLine<Format>& line) {
+    if (name == line.name) codec = std::make_shared<const ChunkCodecCuda<Format>>(name);
+  });
+  return codec;
+}
+
+}  // namespace bagua

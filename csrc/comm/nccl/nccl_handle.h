@@ -1,0 +1,99 @@
+// One ncclComm_t: made, called, watched and ended.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "comm/call_site.h"
+#include "comm/communicator.h"
+#include "comm/nccl/nccl_functions.h"
+#include "comm/nccl/nccl_library.h"
+
+namespace bagua {
+
+// Note [NCCL and threads]
+// NCCL allows one thread at a time per communicator, and frees a communicator that is aborted. So
+// each call into NCCL happens under the handle's mutex, a group from start to end under one lock,
+// and abort takes the pointer away under the mutex before it hands it to ncclCommAbort: whoever
+// comes later finds none. This needs calls that return at once, hence non-blocking mode: NCCL
+// answers ncclInProgress, and the handle asks again, without the mutex between two questions.
+
+// Why a handle works no more.
+struct NcclFailure {
+  enum class Kind { kError, kTimeout };
+  Kind kind;
+  std::string reason;
+};
+
+// A communicator of NCCL in non-blocking mode. In a group of one it owns nothing.
+//
+// Thread safety: call() and split() from the owner, everything else from any thread (see Note
+// [NCCL and threads]). Ownership: of the ncclComm_t; the destructor flushes and destroys it, or
+// aborts it if it has failed or does not get quiet in time. May fail: the first failure stays,
+// aborts the communicator, and every later call throws Error or TimeoutError with its reason.
+class NcclHandle final {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using Milliseconds = std::chrono::milliseconds;
+  using Body = std::function<ncclResult_t(const NcclFunctions&, ncclComm_t)>;
+  // Asked now and then while the ranks connect: why this will not come to an end, or nothing.
+  using Hopeless = std::function<std::optional<std::string>()>;
+
+  // Owns no communicator: a group of one, or what split() fills.
+  NcclHandle(std::shared_ptr<const NcclLibrary> library, Group group, Milliseconds timeout);
+  ~NcclHandle();
+  NcclHandle(const NcclHandle&) = delete;
+  NcclHandle& operator=(const NcclHandle&) = delete;
+
+  Milliseconds timeout() const { return timeout_; }
+
+  // Connects all ranks that have the same id; the current device is the communicator's. Throws
+  // TimeoutError at the deadline, with what `missing` says by then.
+  void connect(const ncclUniqueId& id, Clock::time_point deadline, const Hopeless& hopeless,
+               const std::function<std::string()>& missing);
+
+  // Runs `body` and returns once NCCL has put its work on the stream; does not wait for the stream.
+  void call(const CallSite& site, const Body& body);
+
+  // Collective over this handle: connects the ranks with the same color >= 0 in the order of key;
+  // without a color this rank joins none, and `child` stays empty.
+  void split(std::optional<int> color, int key, NcclHandle& child);
+
+  // Throws what a call on a failed handle throws, asking NCCL first whether it has failed.
+  void refuse_if_failed(const CallSite& site);
+
+  // What NCCL reports about work already on the stream; nullopt: no error.
+  std::optional<std::string> asynchronous_error();
+
+  // The first failure stays; aborts the communicator, and returns when its work on the stream has
+  // ended.
+  void fail(NcclFailure failure) noexcept;
+  std::optional<NcclFailure> failure() const;
+
+ private:
+  std::string said(ncclResult_t result) const;
+  std::optional<ncclResult_t> state(ncclComm_t comm) const;
+  ncclResult_t until_ready(const std::string& what, Clock::time_point deadline);
+  [[noreturn]] void fail_and_throw(NcclFailure::Kind kind, const std::string& what,
+                                   const std::string& reason);
+  [[noreturn]] void throw_failed(const std::string& what, std::unique_lock<std::mutex>& lock) const;
+  void until_aborted(std::unique_lock<std::mutex>& lock) const;
+  void close() noexcept;
+
+  const std::shared_ptr<const NcclLibrary> library_;
+  const NcclFunctions& nccl_;
+  const Group group_;
+  const Milliseconds timeout_;
+  mutable std::mutex mutex_;
+  ncclComm_t comm_ = nullptr;
+  std::optional<NcclFailure> failure_;
+  bool aborting_ = false;  // a thread is inside ncclCommAbort
+  mutable std::condition_variable aborted_;
+};
+
+}  // namespace bagua

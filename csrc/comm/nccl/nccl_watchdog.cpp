@@ -1,0 +1,113 @@
+#include "comm/nccl/nccl_watchdog.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include <c10/util/Exception.h>
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include "base/check.h"
+#include "health/error_text.h"
+
+namespace bagua {
+namespace {
+
+using namespace std::chrono_literals;
+
+// While any thread captures a CUDA graph in the default mode, asking for an event from another
+// thread would end the capture. The driver lets a thread say that its calls are its own business.
+// libcuda is asked by name: whoever has a CUDA device has loaded it.
+void leave_captures_of_others_alone() {
+  void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  if (!driver) return;
+  using Exchange = int (*)(int* mode);
+  auto exchange = reinterpret_cast<Exchange>(dlsym(driver, "cuThreadExchangeStreamCaptureMode"));
+  int thread_local_mode = 1;  // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+  if (exchange) exchange(&thread_local_mode);
+}
+
+}  // namespace
+
+NcclWatchdog::NcclWatchdog(std::shared_ptr<NcclHandle> handle, Group group)
+    : handle_(std::move(handle)), group_(group), thread_([this] { run(); }) {}
+
+NcclWatchdog::~NcclWatchdog() {
+  {
+    std::lock_guard lock(mutex_);
+    stopped_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+void NcclWatchdog::watch(const CallSite& site, c10::Event finished) {
+  const auto deadline = NcclHandle::Clock::now() + handle_->timeout();
+  bool sleeps;
+  {
+    std::lock_guard lock(mutex_);
+    sleeps = in_flight_.empty();
+    in_flight_.push_back({site, std::move(finished), deadline});
+  }
+  if (sleeps) changed_.notify_all();
+}
+
+// 1. Sleep until something is in flight. 2. Snapshot at intervals, until it has landed or failed.
+void NcclWatchdog::run() {
+  pthread_setname_np(pthread_self(), "bagua-nccl");
+  leave_captures_of_others_alone();
+  const auto interval = std::clamp<std::chrono::milliseconds>(handle_->timeout() / 20, 1ms, 50ms);
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return stopped_ || !in_flight_.empty(); });
+    if (changed_.wait_for(lock, interval, [this] { return stopped_; })) return;
+    lock.unlock();
+    const bool healthy = look();
+    lock.lock();
+    if (!healthy) in_flight_.clear();
+  }
+}
+
+bool NcclWatchdog::look() {
+  try {
+    return land_finished();
+  } catch (const std::exception& error) {
+    handle_->fail({NcclFailure::Kind::kError, concat("the device reports: ", short_text(error))});
+    return false;
+  }
+}
+
+// Events are asked without the mutex: watch() must not wait for the driver. Only this thread takes
+// flights away, so the first one stays where it is.
+bool NcclWatchdog::land_finished() {
+  while (true) {
+    Flight* first;
+    {
+      std::lock_guard lock(mutex_);
+      if (in_flight_.empty()) return true;
+      first = &in_flight_.front();
+    }
+    if (!first->finished.query()) {
+      if (const auto error = handle_->asynchronous_error()) {
+        fail(NcclFailure::Kind::kError, first->site, *error);
+        return false;
+      }
+      if (NcclHandle::Clock::now() < first->deadline) return true;
+      fail(NcclFailure::Kind::kTimeout, first->site,
+           concat("not finished on the device within ",
+                  static_cast<double>(handle_->timeout().count()) / 1000,
+                  " s: another rank is late, stuck or gone"));
+      return false;
+    }
+    std::lock_guard lock(mutex_);
+    in_flight_.pop_front();
+  }
+}
+
+void NcclWatchdog::fail(NcclFailure::Kind kind, const CallSite& site, const std::string& reason) {
+  handle_->fail({kind, concat("an earlier call failed (rank ", group_.rank, " of ", group_.size,
+                              ": ", site.text(), " failed: ", reason, ")")});
+}
+
+}  // namespace bagua

@@ -1,0 +1,55 @@
+// Notices that work on the stream does not come to an end.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include <c10/core/Event.h>
+
+#include "comm/call_site.h"
+#include "comm/nccl/nccl_handle.h"
+
+namespace bagua {
+
+// A thread that looks after the calls of one handle: when one does not finish on the GPU within the
+// handle's timeout, counted from the call, or NCCL reports an error, it fails the handle with words
+// that name the call. It sleeps while no call is in flight.
+//
+// Thread safety: watch() from the owner. The destructor joins; what is in flight is forgotten. A
+// process that forks or ends must not run the destructor in the child, nor wait for the thread.
+class NcclWatchdog final {
+ public:
+  NcclWatchdog(std::shared_ptr<NcclHandle> handle, Group group);
+  ~NcclWatchdog();
+  NcclWatchdog(const NcclWatchdog&) = delete;
+  NcclWatchdog& operator=(const NcclWatchdog&) = delete;
+
+  // finished: recorded on the stream behind the call.
+  void watch(const CallSite& site, c10::Event finished);
+
+ private:
+  struct Flight {
+    CallSite site;
+    c10::Event finished;
+    NcclHandle::Clock::time_point deadline;
+  };
+
+  void run();
+  bool look();
+  bool land_finished();
+  void fail(NcclFailure::Kind kind, const CallSite& site, const std::string& reason);
+
+  const std::shared_ptr<NcclHandle> handle_;
+  const Group group_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Flight> in_flight_;  // in the order of the calls, hence of the deadlines
+  bool stopped_ = false;
+  std::thread thread_;
+};
+
+}  // namespace bagua

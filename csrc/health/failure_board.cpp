@@ -1,0 +1,167 @@
+#include "health/failure_board.h"
+
+#include <memory>
+#include <mutex>
+#include <sstream>
+#include <string_view>
+#include <thread>
+#include <utility>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "base/check.h"
+#include "health/sanitize.h"
+
+namespace bagua {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr const char* kFailedKey = "failed";      // kind, "3: reason" of the first rank that failed
+constexpr const char* kFailuresKey = "failures";  // "3 0 ": all that failed, in order
+constexpr const char* kLeftKey = "left";  // "rank rounds" of each rank that left, "0 12 3 7 "
+constexpr char kCause = '!', kEcho = '?';
+constexpr milliseconds kBeat(500);
+constexpr milliseconds kPatience(2000);  // with a store that does not answer
+
+std::string beat_key(int rank) { return concat("beat/", rank); }
+
+// get() would wait for a key that is not there.
+std::optional<std::string> read(c10d::Store& store, const std::string& key) {
+  if (!store.check({key})) return std::nullopt;
+  return store.get_to_str(key);
+}
+
+// Each lost race means that another rank has appended: at most size - 1 times.
+void append(c10d::Store& store, int size, const char* key, const std::string& entry) {
+  std::string expected = read(store, key).value_or("");
+  for (int attempt = 0; attempt < size; ++attempt) {
+    const std::string now = store.compareSet(key, expected, expected + entry);
+    if (now == expected + entry) return;
+    expected = now;
+  }
+}
+
+}  // namespace
+
+struct FailureBoard::Noted {
+  mutable std::mutex mutex;
+  bool begun = false;
+  Whereabouts here{};
+
+  Whereabouts whereabouts() const {
+    const std::lock_guard lock(mutex);
+    return here;
+  }
+};
+
+FailureBoard::FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)
+    : rank_(rank), size_(size), clerk_(store), noted_(std::make_shared<Noted>()) {
+  BAGUA_CHECK_ARG(rank >= 0 && rank < size, "rank ", rank, " is outside a group of size ", size);
+}
+
+void FailureBoard::publish(const std::string& reason, bool is_secondary) noexcept {
+  clerk_.ask(
+      [rank = rank_, size = size_, reason, is_secondary](c10d::Store& store) {
+        const char kind = is_secondary ? kEcho : kCause;
+        store.compareSet(kFailedKey, "", concat(kind, rank, ": ", reason));
+        append(store, size, kFailuresKey, concat(rank, " "));
+      },
+      kPatience);
+}
+
+std::optional<FailureBoard::News> FailureBoard::poll() noexcept {
+  auto text = std::make_shared<std::optional<std::string>>();
+  const bool answered =
+      clerk_.ask([text](c10d::Store& store) { *text = read(store, kFailedKey); }, kPatience);
+  if (!answered || !*text || (*text)->empty()) return std::nullopt;
+  const std::string entry = sanitize_untrusted(std::string_view(**text).substr(1));
+  if (entry.starts_with(concat(rank_, ": "))) return std::nullopt;
+  return News{.text = "rank " + entry, .is_secondary = (*text)->front() == kEcho};
+}
+
+void FailureBoard::leave(int64_t rounds) noexcept {
+  clerk_.ask(
+      [rank = rank_, size = size_, rounds](c10d::Store& store) {
+        std::istringstream entries(read(store, kLeftKey).value_or(""));
+        int other;
+        int64_t others_rounds;
+        while (entries >> other >> others_rounds) {
+          if (other == rank) return;
+        }
+        append(store, size, kLeftKey, concat(rank, " ", rounds, " "));
+      },
+      kPatience);
+}
+
+std::optional<std::string> FailureBoard::poll_left(int64_t round) noexcept {
+  auto text = std::make_shared<std::optional<std::string>>();
+  const bool answered =
+      clerk_.ask([text](c10d::Store& store) { *text = read(store, kLeftKey); }, kPatience);
+  if (!answered) return std::nullopt;
+  std::istringstream entries(text->value_or(""));
+  int rank;
+  int64_t rounds;
+  while (entries >> rank >> rounds) {
+    if (rank >= 0 && rank < size_ && rank != rank_ && rounds < round) {
+      return concat("rank ", rank, " left after ", rounds, " rounds");
+    }
+  }
+  return std::nullopt;
+}
+
+void FailureBoard::beat(std::function<std::optional<Whereabouts>()> where) {
+  clerk_.repeat(
+      [key = beat_key(rank_), where = std::move(where),
+       number = std::make_shared<int64_t>(0)](c10d::Store& store) {
+        const std::optional<Whereabouts> here = where();
+        if (here) store.set(key, heartbeat_text({.number = ++*number, .where = *here}));
+      },
+      kBeat);
+}
+
+void FailureBoard::note(Whereabouts here) {
+  {
+    const std::lock_guard lock(noted_->mutex);
+    const bool first = !std::exchange(noted_->begun, true);
+    noted_->here = std::move(here);
+    if (!first) return;
+  }
+  beat_while_alive(noted_);
+}
+
+std::shared_ptr<const Snapshot> FailureBoard::look() noexcept {
+  auto found = std::make_shared<Snapshot>();
+  const bool answered = clerk_.ask(
+      [found, size = size_](c10d::Store& store) {
+        for (int rank = 0; rank < size; ++rank) {
+          const auto written = read(store, beat_key(rank));
+          found->beats.push_back(written ? parse_heartbeat(*written) : std::nullopt);
+        }
+        std::istringstream failures(read(store, kFailuresKey).value_or(""));
+        for (int rank; failures >> rank;) found->failed.insert(rank);
+      },
+      kPatience);
+  return answered ? found : nullptr;
+}
+
+std::string FailureBoard::survey(int64_t round, const std::string& unit, bool everyone) noexcept {
+  const auto before = look();
+  if (before) std::this_thread::sleep_for(kBetweenLooks);
+  return compare(before, before ? look() : nullptr, round, unit, everyone);
+}
+
+std::string FailureBoard::compare(const std::shared_ptr<const Snapshot>& before,
+                                  const std::shared_ptr<const Snapshot>& after, int64_t round,
+                                  const std::string& unit, bool everyone) const {
+  if (!before || !after) {
+    return "The job's store does not answer: the process that has it (torchrun's agent, or else "
+           "rank 0, at MASTER_ADDR) was killed or stopped, or is cut off.";
+  }
+  const std::string places = where_others_are(
+      *before, *after, {.rank = rank_, .round = round, .unit = unit, .everyone = everyone});
+  if (places.empty()) return "No rank is silent, behind or ahead.";
+  return concat("Where the others are: ", places, ".");
+}
+
+}  // namespace bagua

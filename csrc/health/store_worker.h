@@ -1,0 +1,46 @@
+// A thread that talks to a store, so that nobody else waits for one that does not answer.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+
+#include <c10/util/intrusive_ptr.h>
+
+namespace c10d {
+class Store;
+}
+
+namespace bagua {
+
+// A store's host may be stopped or cut off, and its clients then wait without a limit. Here they
+// wait for the clerk, for as long as they like.
+//
+// Thread safety: all methods. Ownership: a clone of the store (a connection of its own where the
+// store can make one); questions own what they refer to, since they may outlive who asked. The
+// destructor waits a second for a question under way, then leaves the thread to itself. After fork
+// it does nothing. May fail: never; after the first question that failed or came too late the store
+// is taken for dead, and no more questions are put to it.
+class StoreWorker final {
+ public:
+  using Question = std::function<void(c10d::Store&)>;
+  using Milliseconds = std::chrono::milliseconds;
+
+  explicit StoreWorker(const c10::intrusive_ptr<c10d::Store>& store);
+  ~StoreWorker();
+  StoreWorker(const StoreWorker&) = delete;
+  StoreWorker& operator=(const StoreWorker&) = delete;
+
+  // Puts a question and waits for its end, at most `patience`. False if it has not ended well.
+  bool ask(Question question, Milliseconds patience) noexcept;
+
+  // Puts this question whenever `interval` has passed, from now on; replaces the one before.
+  void repeat(Question question, Milliseconds interval);
+
+ private:
+  struct State;
+  const int process_;  // pid
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace bagua

@@ -1,0 +1,73 @@
+#include "op/memory/error_feedback.h"
+
+#include <utility>
+
+#include "base/check.h"
+#include "op/tensors/all_finite.h"
+#include "op/memory/communications.h"
+
+namespace bagua {
+
+ErrorFeedback::ErrorFeedback(const char* op, int64_t numel, std::shared_ptr<RoundMemory> memory,
+                             std::shared_ptr<Scratch> scratch)
+    : numel_(numel), memory_(std::move(memory)), scratch_(std::move(scratch)) {
+  BAGUA_CHECK_ARG(memory_ && memory_->size() == 2, op,
+                  " remembers two tensors: the error and the number of communications.");
+  const at::Tensor& error = memory_->value(kError);
+  BAGUA_CHECK_ARG(error.dim() == 1 && (error.numel() == numel || error.numel() == 0) &&
+                      (error.scalar_type() == at::kFloat || error.scalar_type() == at::kDouble),
+                  op, ": the error must have ", numel,
+                  " elements of float32 or float64, or none, not ", error.numel(), " of ",
+                  error.toString(), ".");
+  check_communications(memory_->value(kCommunications), op);
+  remembers_ = error.numel() > 0;
+  dtype_ = error.scalar_type();
+}
+
+int64_t ErrorFeedback::communications() const {
+  return memory_->value(kCommunications).item<int64_t>();
+}
+
+void ErrorFeedback::check(const at::Tensor& flat, const Round& round) const {
+  BAGUA_CHECK_ARG(flat.numel() == numel_ && at::isFloatingType(flat.scalar_type()) &&
+                      arithmetic_dtype(flat.scalar_type()) == dtype_ &&
+                      (!remembers_ || memory_->value(kError).device() == flat.device()),
+                  "bucket '", round.bucket, "' (", flat.numel(), " elements of ", flat.toString(),
+                  ") does not fit the error that is remembered for it (", numel_, " elements of ",
+                  at::toString(dtype_), ").");
+}
+
+at::Tensor ErrorFeedback::corrected(const at::Tensor& flat, const Round& round) {
+  at::Tensor m = remembers_ ? memory_->next(kError)
+                            : scratch_->get(Scratch::kScaled, numel_, dtype_, flat.device());
+  m.copy_(flat);
+  if (round.grad_scale != 1.0f) m.div_(round.grad_scale);
+  if (remembers_) m.add_(memory_->value(kError));
+  return m;
+}
+
+at::Tensor ErrorFeedback::zeroed_sum(at::Tensor& flat) {
+  if (flat.scalar_type() == dtype_) return flat.zero_();
+  return scratch_->get(Scratch::kSum, numel_, dtype_, flat.device()).zero_();
+}
+
+void ErrorFeedback::finish(at::Tensor& flat, at::Tensor& sum, int ranks, const Round& round) {
+  const double divisor = static_cast<double>(ranks) / round.grad_scale;
+  if (divisor != 1.0) sum.div_(divisor);
+  if (!sum.is_same(flat)) flat.copy_(sum);
+  leave(flat, round);
+}
+
+void ErrorFeedback::pay(at::Tensor& flat, const Round& round) {
+  if (!remembers_) return;
+  const at::Tensor& error = memory_->value(kError);
+  if (error.any().item<bool>()) flat.add_(error, round.grad_scale);
+  memory_->next(kError).zero_();
+}
+
+void ErrorFeedback::leave(const at::Tensor& flat, const Round& round) {
+  memory_->next(kCommunications).fill_(communications() + 1);
+  memory_->leave(round.step, all_finite(flat));
+}
+
+}  // namespace bagua

@@ -1,0 +1,79 @@
+// How the ops call a codec: split over threads on CPU, all at once on a device.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+
+#include "codec/codec.h"
+#include "comm/device_stream.h"
+#include "op/memory/scratch.h"
+#include "op/wire/part_layout.h"
+
+namespace bagua {
+
+// Calls function(first, last) for pieces [first, last) that together are [begin, end): one piece at
+// a time on CPU, several threads at once, so that a piece stays in cache; all of them in one call
+// on a device, which would rather have few large launches.
+template <typename Function>
+void for_pieces(at::Device device, int64_t begin, int64_t end, Function function) {
+  if (!device.is_cpu()) return function(begin, end);
+  at::parallel_for(begin, end, 1, [&](int64_t first, int64_t last) {
+    for (int64_t piece = first; piece < last; ++piece) function(piece, piece + 1);
+  });
+}
+
+// Appends the pieces [first_piece, end_piece) of a part as chunks. x: where the first element of
+// the first of them is; message: where the part's first frame is.
+inline void append_chunks(std::vector<Chunk>& chunks, const PartLayout& layout, int64_t first_piece,
+                          int64_t end_piece, void* x, int64_t element_bytes, std::byte* message) {
+  auto* values = static_cast<std::byte*>(x);
+  for (int64_t piece = first_piece; piece < end_piece; ++piece) {
+    chunks.push_back({values, message + layout.payload(piece), layout.numel(piece)});
+    values += layout.numel(piece) * element_bytes;
+  }
+}
+
+// A codec on one device for chunks of one dtype, on the calling thread's current stream.
+//
+// Thread safety: on CPU, as Codec; on a device one thread, the lane that owns the scratch.
+class CodecCalls {
+ public:
+  CodecCalls(const Codec& codec, DType dtype, at::Device device, Scratch& scratch)
+      : codec_(codec), dtype_(dtype), device_(device), scratch_(scratch) {}
+
+  void encode(std::span<const Chunk> chunks) const {
+    std::byte* scratch = nullptr;
+    if (const int64_t bytes = codec_.scratch_bytes(chunks, dtype_); bytes > 0) {
+      const at::Tensor buffer = scratch_.get(Scratch::kCodec, bytes, at::kByte, device_);
+      scratch = static_cast<std::byte*>(buffer.data_ptr());
+    }
+    codec_.encode(chunks, dtype_, scratch, stream());
+  }
+  void decode(std::span<const Chunk> chunks) const { codec_.decode(chunks, dtype_, stream()); }
+  void decode_add(std::span<const Chunk> chunks) const {
+    codec_.decode_add(chunks, dtype_, 1.0f, stream());
+  }
+  // Chunk by chunk on CPU, all at once on a device.
+  void encode_all(std::span<const Chunk> chunks) const {
+    for_pieces(device_, 0, static_cast<int64_t>(chunks.size()),
+               [&](int64_t first, int64_t last) { encode(chunks.subspan(first, last - first)); });
+  }
+  void decode_all(std::span<const Chunk> chunks) const {
+    for_pieces(device_, 0, static_cast<int64_t>(chunks.size()),
+               [&](int64_t first, int64_t last) { decode(chunks.subspan(first, last - first)); });
+  }
+
+ private:
+  StreamHandle stream() const { return current_stream_handle(device_); }
+
+  const Codec& codec_;
+  const DType dtype_;
+  const at::Device device_;
+  Scratch& scratch_;
+};
+
+}  // namespace bagua

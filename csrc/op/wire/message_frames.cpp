@@ -1,0 +1,111 @@
+#include "op/wire/message_frames.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/stack.h>
+
+#include "comm/host_memory.h"
+#include "math/checksum.h"
+
+namespace bagua {
+namespace {
+
+constexpr int64_t kFrameWords = kFrameBytes / 8;
+constexpr int64_t kLowWord = 0xffffffff;
+
+// Words that are multiplied at a time: each takes 32 bytes for a while.
+constexpr int64_t kWordsAtOnce = int64_t{1} << 22;
+
+// The frames of all rows as one tensor of words.
+at::Tensor frames_of(const at::Tensor& buffer, int64_t stride, size_t rows) {
+  return buffer.view(at::kLong).as_strided({static_cast<int64_t>(rows), kFrameWords},
+                                           {stride / 8, 1}, buffer.storage_offset() / 8);
+}
+
+at::Tensor host_words(size_t rows, at::Device device) {
+  return host_memory({static_cast<int64_t>(rows), kFrameWords}, at::kLong, device);
+}
+
+std::byte* row_of(const at::Tensor& words, size_t row) {
+  return static_cast<std::byte*>(words.data_ptr()) + row * kFrameBytes;
+}
+
+// Of the payload of each row, 0 for a row without a message.
+at::Tensor checksums_of(const at::Tensor& buffer, int64_t stride,
+                        const std::vector<Frame>& frames) {
+  std::vector<at::Tensor> checksums;
+  for (size_t row = 0; row < frames.size(); ++row) {
+    const auto bytes = static_cast<int64_t>(frames[row].payload_bytes);
+    const auto first = static_cast<int64_t>(row) * stride + kFrameBytes;
+    checksums.push_back(
+        checksum_on_device(bytes == 0 ? buffer.narrow(0, 0, 0) : buffer.narrow(0, first, bytes)));
+  }
+  return at::stack(checksums);
+}
+
+bool with_checksum(const std::vector<Frame>& frames) {
+  return !frames.empty() && frames.front().checksum == Checksum::kOn;
+}
+
+}  // namespace
+
+at::Tensor checksum_on_device(const at::Tensor& payload) {
+  const at::Tensor words = payload.view(at::kInt);
+  const auto options = payload.options().dtype(at::kLong);
+  at::Tensor sum = at::full({}, payload.numel(), options);
+  for (int64_t first = 0; first < words.numel(); first += kWordsAtOnce) {
+    const int64_t count = std::min(kWordsAtOnce, words.numel() - first);
+    at::Tensor products = words.narrow(0, first, count).to(at::kLong).bitwise_and_(kLowWord);
+    const at::Tensor places = at::arange(first, first + count, options);
+    products.mul_(places.mul(static_cast<int64_t>(kChecksumStep)).bitwise_and_(kLowWord).add_(1));
+    sum.add_(products.sum());
+  }
+  return sum;
+}
+
+void DeviceFrames::write(const at::Tensor& buffer, int64_t stride,
+                         const std::vector<Frame>& frames) const {
+  const at::Tensor words = host_words(frames.size(), buffer.device());
+  for (size_t row = 0; row < frames.size(); ++row) write_frame(frames[row], row_of(words, row));
+  frames_of(buffer, stride, frames.size()).copy_(words.to(buffer.device(), /*non_blocking=*/true));
+  if (!with_checksum(frames)) return;
+  frames_of(buffer, stride, frames.size())
+      .select(1, kFrameWords - 1)
+      .copy_(checksums_of(buffer, stride, frames));
+}
+
+void DeviceFrames::fetch(const at::Tensor& buffer, int64_t stride, std::vector<Frame> expected,
+                         std::vector<int> peers) {
+  at::Tensor words = host_words(peers.size(), buffer.device());
+  words.copy_(frames_of(buffer, stride, peers.size()).contiguous(), /*non_blocking=*/true);
+  at::Tensor checksums;
+  if (with_checksum(expected)) {
+    checksums = host_memory({static_cast<int64_t>(peers.size())}, at::kLong, buffer.device());
+    checksums.copy_(checksums_of(buffer, stride, expected), /*non_blocking=*/true);
+  }
+  fetched_.push_back(
+      {std::move(words), std::move(checksums), std::move(expected), std::move(peers)});
+  if (!fetched_until_) fetched_until_.emplace(buffer.device());
+  fetched_until_->mark_current_stream();
+}
+
+void DeviceFrames::check(const std::string& bucket) {
+  if (fetched_.empty()) return;
+  fetched_until_->synchronize();
+  for (const Fetched& fetched : std::exchange(fetched_, {})) {
+    for (size_t row = 0; row < fetched.peers.size(); ++row) {
+      if (fetched.peers[row] < 0) continue;
+      const uint64_t checksum =
+          fetched.checksums.defined()
+              ? static_cast<uint64_t>(fetched.checksums.const_data_ptr<int64_t>()[row])
+              : 0;
+      check_frame(row_of(fetched.words, row), fetched.expected[row], checksum, fetched.peers[row],
+                  bucket);
+    }
+  }
+}
+
+}  // namespace bagua

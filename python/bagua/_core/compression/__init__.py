@@ -1,0 +1,1 @@
+"""What compressed operations remember and choose."""

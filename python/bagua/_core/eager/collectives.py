@@ -1,0 +1,293 @@
+"""Eager collectives that move data, and the barrier. Everything moves as bytes, so any dtype does.
+
+The common contract is that of ``_reductions``: ``comm`` is a communicator, None or
+``CommMember.WORLD`` for all ranks, or ``CommMember.NON_COMM_MEMBER``, with which a call does
+nothing. ``n`` is the number of members, ranks are ranks inside the communicator. Tensors are dense
+and contiguous, of any shape. ValueError and TypeError mean that nothing was sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from bagua._core.eager.checks import (
+    check_count,
+    check_divisible,
+    check_numel,
+    check_pair,
+    check_peer,
+    check_rank,
+    check_same_kind,
+    check_tensor,
+)
+from bagua._core.group.communicator import CommMember, Communicator
+from bagua._core.group.process_group import member_of
+
+__all__ = [
+    "allgather",
+    "allgather_inplace",
+    "as_bytes",
+    "barrier",
+    "broadcast",
+    "broadcast_coalesced",
+    "gather",
+    "gather_inplace",
+    "recv",
+    "scatter",
+    "scatter_inplace",
+    "send",
+]
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as uint8, one dimension, unknown to autograd."""
+    return tensor.detach().flatten().view(torch.uint8)
+
+
+def barrier(comm: Communicator | CommMember | None = None) -> None:
+    """Block until every rank is here and this process's device has nothing left to do."""
+    member = member_of(comm)
+    if member is not None:
+        member.barrier()
+
+
+def send(tensor: torch.Tensor, dst: int, comm: Communicator | CommMember | None = None) -> None:
+    """Send the whole ``tensor`` to rank ``dst``, which calls :func:`recv`."""
+    member = member_of(comm)
+    if member is None:
+        return
+    # Checks
+    check_tensor("send", tensor)
+    check_peer("send", "dst", dst, member)
+
+    data = as_bytes(tensor)
+    member.run("send", data.device, lambda backend: backend.send([data], dst, 0))
+
+
+def recv(tensor: torch.Tensor, src: int, comm: Communicator | CommMember | None = None) -> None:
+    """Fill ``tensor`` with what rank ``src`` sends: as many elements, of the same dtype."""
+    member = member_of(comm)
+    if member is None:
+        return
+    # Checks
+    check_tensor("recv", tensor)
+    check_peer("recv", "src", src, member)
+
+    data = as_bytes(tensor)
+    member.run("recv", data.device, lambda backend: backend.recv([data], src, 0))
+
+
+def broadcast(
+    tensor: torch.Tensor, src: int = 0, comm: Communicator | CommMember | None = None
+) -> None:
+    """Replace every rank's ``tensor`` by that of rank ``src``."""
+    member = member_of(comm)
+    if member is None:
+        return
+    # Checks
+    check_tensor("broadcast", tensor)
+    check_rank("broadcast", "src", src, member)
+
+    _broadcast("broadcast", as_bytes(tensor), src, member)
+
+
+def broadcast_coalesced(
+    tensors: Sequence[torch.Tensor],
+    src: int = 0,
+    comm: Communicator | CommMember | None = None,
+) -> None:
+    """:func:`broadcast` of several tensors of one dtype and device as one message.
+
+    They need not be contiguous.
+    """
+    member = member_of(comm)
+    if member is None or len(tensors) == 0:
+        return
+    # Checks
+    for tensor in tensors:
+        check_tensor("broadcast_coalesced", tensor, contiguous=False)
+    check_same_kind("broadcast_coalesced", tensors)
+    check_rank("broadcast_coalesced", "src", src, member)
+
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    _broadcast("broadcast_coalesced", as_bytes(flat), src, member)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.detach().copy_(part.view(tensor.shape))
+
+
+def allgather(
+    send_tensor: torch.Tensor,
+    recv_tensor: torch.Tensor,
+    comm: Communicator | CommMember | None = None,
+) -> None:
+    """Give every rank the ``send_tensor`` of all: part i of ``recv_tensor`` is rank i's.
+
+    ``recv_tensor`` has n times the elements of ``send_tensor``.
+    """
+    member = member_of(comm)
+    if member is None:
+        return
+    # Checks
+    check_pair("allgather", send_tensor, recv_tensor)
+    expected = member.nranks() * send_tensor.numel()
+    check_numel("allgather", "recv_tensor", recv_tensor, expected, "ranks x send_tensor")
+
+    _allgather("allgather", as_bytes(send_tensor), as_bytes(recv_tensor), member)
+
+
+def allgather_inplace(tensor: torch.Tensor, comm: Communicator | CommMember | None = None) -> None:
+    """Give every rank all n equal parts of ``tensor``; rank r contributes its part r."""
+    member = member_of(comm)
+    if member is None:
+        return
+    # Checks
+    check_tensor("allgather_inplace", tensor)
+    check_divisible("allgather_inplace", tensor, member.nranks())
+
+    data = as_bytes(tensor)
+    own = _parts(data, member.nranks())[member.rank()].clone()
+    _allgather("allgather_inplace", own, data, member)
+
+
+def gather(
+    send_tensor: torch.Tensor,
+    recv_tensor: torch.Tensor,
+    dst: int,
+    comm: Communicator | CommMember | None = None,
+) -> None:
+    """Give rank ``dst`` the ``send_tensor`` of all: part i of ``recv_tensor`` is rank i's.
+
+    ``recv_tensor`` has n times the elements of ``send_tensor`` on every rank; that of the others
+    stays as it is.
+    """
+    member = member_of(comm)
+    if member is None:
+        return
+    # Checks
+    check_pair("gather", send_tensor, recv_tensor)
+    check_rank("gather", "dst", dst, member)
+    expected = member.nranks() * send_tensor.numel()
+    check_numel("gather", "recv_tensor", recv_tensor, expected, "ranks x send_tensor")
+
+    _gather("gather", as_bytes(send_tensor), as_bytes(recv_tensor), dst, member)
+
+
+def gather_inplace(
+    tensor: torch.Tensor,
+    count: int,
+    dst: int,
+    comm: Communicator | CommMember | None = None,
+) -> None:
+    """Give rank ``dst`` the ``count`` elements of every rank.
+
+    On ``dst`` the tensor has n times ``count`` elements, its own part already in place ``dst``; on
+    the others it has ``count``.
+    """
+    member = member_of(comm)
+    if member is None:
+        return
+    # Checks
+    _check_inplace("gather_inplace", "dst", tensor, count, dst, member)
+
+    data = as_bytes(tensor)
+    if member.rank() == dst:
+        own = _parts(data, member.nranks())[dst].clone()
+        _gather("gather_inplace", own, data, dst, member)
+    else:
+        _gather("gather_inplace", data, data, dst, member)
+
+
+def scatter(
+    send_tensor: torch.Tensor,
+    recv_tensor: torch.Tensor,
+    src: int,
+    comm: Communicator | CommMember | None = None,
+) -> None:
+    """Give rank i part i of rank ``src``'s ``send_tensor``.
+
+    ``send_tensor`` has n times the elements of ``recv_tensor`` on every rank.
+    """
+    member = member_of(comm)
+    if member is None:
+        return
+    # Checks
+    check_pair("scatter", send_tensor, recv_tensor)
+    check_rank("scatter", "src", src, member)
+    expected = member.nranks() * recv_tensor.numel()
+    check_numel("scatter", "send_tensor", send_tensor, expected, "ranks x recv_tensor")
+
+    _scatter("scatter", as_bytes(send_tensor), as_bytes(recv_tensor), src, member)
+
+
+def scatter_inplace(
+    tensor: torch.Tensor,
+    count: int,
+    src: int,
+    comm: Communicator | CommMember | None = None,
+) -> None:
+    """Give every rank ``count`` elements of rank ``src``.
+
+    On ``src`` the tensor has n times ``count`` elements and stays as it is (its own part is part
+    ``src``); on the others it has ``count`` and is replaced.
+    """
+    member = member_of(comm)
+    if member is None:
+        return
+    # Checks
+    _check_inplace("scatter_inplace", "src", tensor, count, src, member)
+
+    data = as_bytes(tensor)
+    if member.rank() == src:
+        own = torch.empty_like(_parts(data, member.nranks())[src])
+        _scatter("scatter_inplace", data, own, src, member)
+    else:
+        _scatter("scatter_inplace", data, data, src, member)
+
+
+def _check_inplace(
+    name: str, what: str, tensor: torch.Tensor, count: int, root: int, member: Communicator
+) -> None:
+    check_tensor(name, tensor)
+    check_count(name, "count", count)
+    check_rank(name, what, root, member)
+    if member.rank() == root:
+        check_numel(name, "tensor", tensor, member.nranks() * count, f"ranks x count on {what}")
+    else:
+        check_numel(name, "tensor", tensor, count, f"count, on ranks other than {what}")
+
+
+def _parts(data: torch.Tensor, size: int) -> list[torch.Tensor]:
+    part = data.numel() // size
+    return [data[rank * part : (rank + 1) * part] for rank in range(size)]
+
+
+def _broadcast(name: str, data: torch.Tensor, src: int, member: Communicator) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank = src
+    member.run(name, data.device, lambda backend: backend.broadcast([data], options))
+
+
+def _allgather(name: str, send: torch.Tensor, recv: torch.Tensor, member: Communicator) -> None:
+    member.run(name, send.device, lambda backend: backend._allgather_base(recv, send))
+
+
+def _gather(
+    name: str, send: torch.Tensor, recv: torch.Tensor, dst: int, member: Communicator
+) -> None:
+    options = dist.GatherOptions()
+    options.rootRank = dst
+    outputs = [_parts(recv, member.nranks())] if member.rank() == dst else []
+    member.run(name, send.device, lambda backend: backend.gather(outputs, [send], options))
+
+
+def _scatter(
+    name: str, send: torch.Tensor, recv: torch.Tensor, src: int, member: Communicator
+) -> None:
+    options = dist.ScatterOptions()
+    options.rootRank = src
+    inputs = [_parts(send, member.nranks())] if member.rank() == src else []
+    member.run(name, recv.device, lambda backend: backend.scatter([recv], inputs, options))

@@ -1,0 +1,97 @@
+"""``broadcast_object``: plain data from one rank to all, without running what was received."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+
+from bagua import _C
+from bagua._core.eager.checks import check_rank
+from bagua._core.eager.collectives import broadcast
+from bagua._core.group.communicator import CommMember, Communicator
+from bagua._core.group.process_group import member_of
+
+__all__ = ["broadcast_object"]
+
+# Memory for what comes is made as it comes: a wrong length costs no more than this.
+_PIECE_BYTES = 64 * 1024**2
+# torch.load reads older formats too; only torch.save's present one, a zip archive, is sent.
+_ARCHIVE = b"PK\x03\x04"
+
+
+def broadcast_object(obj: Any, src: int = 0, comm: Communicator | CommMember | None = None) -> Any:
+    """Give every rank the object of rank ``src``.
+
+    It travels as ``torch.save`` writes it and is read with ``weights_only=True``: tensors (which
+    arrive on the CPU), numbers, strings, lists, tuples, dicts and the classes allowed by
+    ``torch.serialization.add_safe_globals`` on every rank. Code that comes over the network is
+    never run.
+
+    Returns:
+        ``obj`` itself on ``src`` (and on a rank that is no member), what was received elsewhere.
+
+    Raises:
+        ValueError: ``src`` is not a rank of the communicator.
+        TypeError: on every rank, if the object of ``src`` cannot be sent this way.
+        BaguaError: what came cannot be read, or has a class that this rank does not allow.
+    """
+    member = member_of(comm)
+    if member is None:
+        return obj
+    # Checks
+    check_rank("broadcast_object", "src", src, member)
+
+    # 1. The length, or -1 if there is nothing to send: the others must not wait for a payload.
+    payload, problem = _encode(obj) if member.rank() == src else (bytearray(), None)
+    length = torch.tensor([-1 if problem else len(payload)], device="cpu")
+    broadcast(length, src, member)
+    if length.item() < 0:
+        raise TypeError(
+            f"broadcast_object: rank {src}'s object cannot be sent as plain data; send tensors, "
+            "numbers, strings, lists, tuples and dicts, or allow its class on every rank with "
+            f"torch.serialization.add_safe_globals ({problem or f'rank {src} says why'})"
+        ) from problem
+    # 2. The bytes.
+    if member.rank() == src:
+        for piece in torch.frombuffer(payload, dtype=torch.uint8).split(_PIECE_BYTES):
+            broadcast(piece, src, member)
+        return obj
+    left = int(length.item())
+    while left > 0:
+        part = bytearray(min(left, _PIECE_BYTES))
+        broadcast(torch.frombuffer(part, dtype=torch.uint8), src, member)
+        payload += part
+        left -= len(part)
+    return _read(payload, src)
+
+
+def _read(payload: bytearray, src: int) -> Any:
+    """The object of rank ``src`` in what came from it."""
+    try:
+        return _decode(payload)
+    except Exception as error:
+        raise _C.BaguaError(
+            f"broadcast_object: the {len(payload)} bytes that came from rank {src} cannot be read "
+            f"as plain data: {error}. Run the same torch on every rank, and allow the same classes "
+            "on every rank with torch.serialization.add_safe_globals."
+        ) from error
+
+
+def _encode(obj: Any) -> tuple[bytearray, Exception | None]:
+    """The bytes of an object that :func:`_decode` can read, or what is wrong with it."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(obj, buffer)
+        payload = bytearray(buffer.getbuffer())
+        _decode(payload)
+    except Exception as error:  # noqa: BLE001 - an object's own code may raise anything
+        return bytearray(), error
+    return payload, None
+
+
+def _decode(payload: bytearray) -> Any:
+    if not payload.startswith(_ARCHIVE):
+        raise ValueError("they are no archive of torch.save")
+    return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)

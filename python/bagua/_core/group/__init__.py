@@ -1,0 +1,1 @@
+"""The job, groups of ranks, and their connections."""

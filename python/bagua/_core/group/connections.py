@@ -1,0 +1,280 @@
+"""Makes the communicators of a group: each with connections of its own over the job's store."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from bagua import _C
+from bagua._core.group import environment as env
+from bagua._core.group.nccl_library import nccl_library
+from bagua._core.group.store_values import stored_lines, stored_number
+
+__all__ = ["Connections", "cuda_transport", "fingerprint", "first_difference"]
+
+_log = logging.getLogger("bagua")
+
+
+def fingerprint(lines: list[str]) -> int:
+    """64 bits that tell two descriptions apart."""
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def cuda_transport() -> str:
+    """What moves CUDA tensors: "nccl" (communicators of our own), "c10d" (torch's NCCL backend), or
+    "gloo" (through host memory: its ranks may share a GPU, NCCL's may not)."""
+    return env.get_comm() or ("nccl" if _C.has_nccl else "c10d")
+
+
+class Connections:
+    """Connections between the members of a group.
+
+    Every communicator is a c10d backend of its own, or on CUDA an NCCL communicator of its own,
+    constructed directly over a prefix of the store: ``dist.new_group`` would have to be called by
+    non-members too, and in the same history everywhere.
+    """
+
+    def __init__(self, store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta) -> None:
+        self.store = store
+        self.rank = rank
+        self.ranks = ranks
+        self.timeout = timeout
+        self._main: dict[str, _C.CountingCommunicator] = {}
+        self._nodes: list[int] | None = None
+        self._meetings = 0
+        self._meets = False
+        self._wraps = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def next_wrap(self) -> str:
+        """A name for the next wrap, equal on all members."""
+        self._wraps += 1
+        return f"wrap{self._wraps}"
+
+    @contextmanager
+    def collective_phase(self, what: str) -> Iterator[None]:
+        """Inside, all members do ``what`` together; if it fails, the error says who is missing.
+
+        A meeting inside another one is part of it; no member, no meeting. Main thread only.
+
+        Raises:
+            BaguaError: the transport or the store failed inside.
+        """
+        alone = self._meets or self.rank < 0
+        self._meetings += not alone
+        board = None if alone else self.board(f"meeting{self._meetings}")
+        if board is None:
+            yield
+            return
+        board.beat(self._meetings, what, waits=True)
+        self._meets = True
+        try:
+            yield
+        except _C.BaguaMismatchError:
+            raise
+        except (_C.BaguaError, dist.DistError) as error:
+            board.publish(str(error), is_secondary=True)
+            others = board.survey(self._meetings, unit="meeting", everyone=True)
+            kind = type(error) if isinstance(error, _C.BaguaError) else _C.BaguaError
+            me = f"rank {self.rank} of {self.size}"
+            raise kind(f"{what}, {me}: {error} {others}") from error
+        finally:
+            self._meets = False
+
+    def reduce_numbers(self, what: str, op: _C.ReduceOp, *numbers: int) -> list[int]:
+        """The minimum, maximum or sum over all members of each of ``numbers``."""
+        values = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        if self.size > 1:
+            with self.collective_phase(what):
+                self.main_communicator("cpu").all_reduce(values, op)
+        return [int(value) for value in values]
+
+    def main_communicator(self, device_type: str) -> _C.CountingCommunicator:
+        """The communicator that belongs to the main thread."""
+        if device_type not in self._main:
+            self._main[device_type] = self.connect(f"main/{device_type}", device_type)
+        return self._main[device_type]
+
+    def main_traffic(self) -> dict[str, int]:
+        """Sums over the communicators of the main thread (``CountingCommunicator.traffic()``)."""
+        total = collections.Counter[str]()
+        for communicator in self._main.values():
+            total.update(communicator.traffic())
+        return total
+
+    def whereabouts(self) -> str:
+        """This member and, where nodes have been asked for, its node: for logging."""
+        nodes = "" if self._nodes is None else f", {len(set(self._nodes))} node(s)"
+        return f"rank {self.rank} of {self.size}{nodes}"
+
+    def connect(
+        self, name: str, device_type: str, members: list[int] | None = None
+    ) -> _C.CountingCommunicator:
+        """A new communicator over ``members`` (ranks in this group; default: all)."""
+        if self.rank < 0:
+            raise RuntimeError(f"this process is not a member of the group with ranks {self.ranks}")
+        members = list(range(self.size)) if members is None else members
+        if len(members) == 1:
+            alone = _C.ThreadHub(1, self.timeout.total_seconds())
+            return _C.CountingCommunicator(_C.ThreadCommunicator(alone, 0))
+        start = time.monotonic()
+        connected: _C.Communicator
+        through = cuda_transport() if device_type == "cuda" else "c10d"
+        if through == "nccl":
+            connected = self._nccl(name, members)
+        elif through == "gloo":
+            gloo = _C.C10dCommunicator(self.backend(name, "cpu", members))
+            connected = _C.HostCommunicator(gloo)
+        else:
+            connected = _C.C10dCommunicator(self.backend(name, device_type, members))
+        _log.debug(
+            "%s: connected '%s' (%s) to ranks %s of the group in %.0f ms",
+            self.whereabouts(),
+            name,
+            device_type,
+            members,
+            1000 * (time.monotonic() - start),
+        )
+        return _C.CountingCommunicator(connected)
+
+    def connect_nodes(
+        self, name: str, device_type: str
+    ) -> tuple[_C.CountingCommunicator, _C.CountingCommunicator | None]:
+        """New communicators over this member's node and, on its leader, over the leaders of all
+        nodes where there are several. Called by all members."""
+        nodes = self.node_of_ranks()
+        leaders, mine = _C.leaders(nodes), _C.node_members(nodes, self.rank)
+        if device_type == "cuda" and cuda_transport() == "nccl" and self.size > 1:
+            return self._split(self._nccl(f"{name}/nodes", list(range(self.size))), mine, leaders)
+        node = self.connect(f"{name}/node{mine[0]}", device_type, mine)
+        if self.rank not in leaders or len(leaders) == 1:
+            return node, None
+        return node, self.connect(f"{name}/leaders", device_type, leaders)
+
+    def _split(
+        self, everyone: _C.NcclCommunicator, mine: list[int], leaders: list[int]
+    ) -> tuple[_C.CountingCommunicator, _C.CountingCommunicator | None]:
+        """NCCL connects once, and hands what it has found to the smaller groups."""
+        node = everyone.split(mine)
+        assert node is not None  # this member is of its node
+        between = everyone.split(leaders) if len(leaders) > 1 else None
+        counted = _C.CountingCommunicator
+        return counted(node), None if between is None else counted(between)
+
+    def _nccl(self, name: str, members: list[int]) -> _C.NcclCommunicator:
+        """A new communicator on NCCL for tensors of the current CUDA device."""
+        store = self._store_of(name, members)
+        device = torch.device("cuda", torch.cuda.current_device())
+        rank, timeout = members.index(self.rank), self.timeout.total_seconds()
+        return _C.NcclCommunicator(nccl_library(), store, rank, len(members), device, timeout)
+
+    def _store_of(self, name: str, members: list[int]) -> c10d.Store:
+        return c10d.PrefixStore(f"{name}/{'-'.join(map(str, members))}", self.store)
+
+    def backend(self, name: str, device_type: str, members: list[int]) -> Any:
+        """A new c10d backend over ``members`` (ranks in this group, this process among them)."""
+        store = self._store_of(name, members)
+        rank, size = members.index(self.rank), len(members)
+        try:
+            if device_type == "cpu":
+                return dist.ProcessGroupGloo(store, rank, size, self.timeout)
+            if device_type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = self.timeout
+                return dist.ProcessGroupNCCL(store, rank, size, options)
+        except RuntimeError as error:
+            raise _C.BaguaError(
+                f"rank {rank} of {size} could not connect to the others within "
+                f"{self.timeout.total_seconds():g} s: {error}. Check that every rank reached this "
+                "call, and that GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME name the interface that "
+                "the ranks share."
+            ) from error
+        creator = dist.Backend._plugins.get(dist.get_backend().upper())
+        if creator is None:
+            raise NotImplementedError(
+                f"no communication backend for device type '{device_type}'; move the model to CPU "
+                "(gloo) or CUDA (NCCL)"
+            )
+        return creator.creator_fn(store, rank, size, self.timeout)
+
+    def board(self, name: str, members: list[int] | None = None) -> _C.FailureBoard | None:
+        """Where ``members`` (of this group; None: all) tell each other about failures.
+
+        None for a rank alone.
+        """
+        members = list(range(self.size)) if members is None else members
+        if len(members) == 1:
+            return None
+        store = self._store_of(f"board/{name}", members)
+        return _C.FailureBoard(store, members.index(self.rank), len(members))
+
+    def incarnation(self, wrap: str) -> int:
+        """A random number that the members of this wrap share and no other wrap has."""
+        key = f"incarnation/{wrap}"
+        if self.rank == 0:
+            self.store.set(key, str(secrets.randbits(63)))
+        self.store.wait([key], self.timeout)
+        return stored_number(self.store, key, 2**63)
+
+    def node_of_ranks(self) -> list[int]:
+        """Node number of every member, exchanged once through the store."""
+        if self._nodes is None:
+            self.store.set(f"node/{self.rank}", str(env.get_node_rank()))
+            keys = [f"node/{rank}" for rank in range(self.size)]
+            self.store.wait(keys, self.timeout)
+            self._nodes = [stored_number(self.store, key, 2**31) for key in keys]
+        return self._nodes
+
+    def agree(self, what: str, lines: list[str]) -> None:
+        """Check that all members describe ``what`` with the same lines.
+
+        Raises:
+            BaguaMismatchError: on every member, listing the first difference.
+        """
+        if self.size == 1:
+            return
+        mine = torch.tensor([fingerprint(lines) >> 1], dtype=torch.int64, device="cpu")
+        everyone = torch.zeros(self.size, dtype=torch.int64, device="cpu")
+        with self.collective_phase(f"agreeing on {what}"):
+            self.main_communicator("cpu").all_gather(mine, everyone)
+            values = everyone.tolist()
+            if len(set(values)) == 1:
+                return
+            other = next(rank for rank in range(self.size) if values[rank] != values[0])
+            key = f"agree/{self.next_wrap()}"
+            if self.rank in (0, other):
+                self.store.set(f"{key}/{self.rank}", json.dumps(lines))
+            self.store.wait([f"{key}/0", f"{key}/{other}"], self.timeout)
+        first = stored_lines(self.store, f"{key}/0")
+        second = stored_lines(self.store, f"{key}/{other}")
+        raise _C.BaguaMismatchError(
+            f"ranks differ in {what}. First difference: {first_difference(first, second, other)}. "
+            "Build the same model with the same arguments on every rank."
+        )
+
+
+def first_difference(first: list[str], second: list[str], other: int) -> str:
+    """Where the lines of rank 0 and of rank ``other`` differ first, in words."""
+    missing = "nothing"
+    for i in range(max(len(first), len(second))):
+        mine = first[i] if i < len(first) else missing
+        theirs = second[i] if i < len(second) else missing
+        if mine != theirs:
+            return f"rank 0 has [{mine}], rank {other} has [{theirs}]"
+    return "none in the text"

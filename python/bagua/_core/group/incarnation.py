@@ -1,0 +1,124 @@
+"""Which start of the job this is: a store outlives the processes that have written to it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from bagua import _C
+from bagua._core.group import environment as env
+
+__all__ = ["OWN_RENDEZVOUS", "agree_on_incarnation", "count_visits", "refuse_stale_addresses"]
+
+#: How bagua asks torch for the store that torchrun's agent serves.
+OWN_RENDEZVOUS = "env://?for=bagua"
+_LONGEST_PAUSE = 0.02  # seconds between two looks of rank 0 at the store
+_GRACE = timedelta(seconds=10)  # that ranks give rank 0, which may have come after them
+
+
+def agree_on_incarnation(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> str:
+    """A name that the processes which are alive and call this have in common, and no others.
+
+    After a restart the store still holds what dead processes wrote under the same ranks. torchrun's
+    restart count does not tell them apart: the agent whose process died counts a restart, the
+    agents of other nodes see a change of membership and count nothing. So no key is taken for fresh
+    that a dead process may have written:
+
+    1. Every rank but 0 writes a random number of its own and waits for the answer to that number.
+    2. Rank 0 draws the name and answers every number it finds, until each rank has said, under that
+       name, that it came. A dead rank's number is answered too; nobody comes for it.
+    3. Rank 0 says that all came, or who did not.
+
+    Raises:
+        BaguaTimeoutError: rank 0 does not answer, or ranks do not come, which it names.
+    """
+    if size == 1:
+        return secrets.token_hex(8)
+    if rank == 0:
+        return _receive(store, size, timeout)
+    number = secrets.token_hex(8)
+    store.set(f"bagua/hello/{rank}", number)
+    answer = f"bagua/welcome/{number}"
+    try:
+        store.wait([answer], timeout)
+    except dist.DistStoreError as error:
+        raise _C.BaguaTimeoutError(
+            f"rank {rank} of {size}: rank 0 did not answer within {timeout.total_seconds():g} s. "
+            "Check that it runs and calls bagua.init_process_group() too."
+        ) from error
+    name = str(store.get(answer).decode())
+    store.set(f"bagua/{name}/came/{rank}", "")
+    store.wait([f"bagua/{name}/missing"], timeout + _GRACE)
+    _raise_if_missing(store.get(f"bagua/{name}/missing").decode(), rank, size, timeout)
+    return name
+
+
+def _receive(store: c10d.Store, size: int, timeout: timedelta) -> str:
+    name = secrets.token_hex(8)
+    missing = set(range(1, size))
+    answered: set[tuple[int, bytes]] = set()
+    pause, deadline = 0.0005, time.monotonic() + timeout.total_seconds()
+    while True:
+        for rank in sorted(missing):
+            if not store.check([f"bagua/hello/{rank}"]):
+                continue
+            number = store.get(f"bagua/hello/{rank}")
+            if (rank, number) not in answered:
+                store.set(f"bagua/welcome/{number.decode()}", name)
+                answered.add((rank, number))
+            elif store.check([f"bagua/{name}/came/{rank}"]):
+                missing.discard(rank)
+        if not missing or time.monotonic() > deadline:
+            text = ", ".join(map(str, sorted(missing)))
+            store.set(f"bagua/{name}/missing", text)
+            _raise_if_missing(text, 0, size, timeout)
+            return name
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def count_visits(store: c10d.Store, rank: int) -> str:
+    """A name for bagua's next start over a group of torch's, whose store is the group's alone.
+
+    Nobody is waited for, as only members of a subgroup may use bagua. Ranks that start equally
+    often, which is up to the script, have it in common.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"{restarts}.{store.add(f'bagua/{restarts}/visits/{rank}', 1)}"
+
+
+def _raise_if_missing(missing: str, rank: int, size: int, timeout: timedelta) -> None:
+    if missing:
+        raise _C.BaguaTimeoutError(
+            f"rank {rank} of {size}: {'ranks' if ',' in missing else 'rank'} {missing} did not "
+            f"come within {timeout.total_seconds():g} s. Check that every rank runs and calls "
+            "bagua.init_process_group() too."
+        )
+
+
+def refuse_stale_addresses(init_method: str | None) -> None:
+    """Refuse a group that torch.distributed makes by ``init_method`` in a restarted job.
+
+    torchrun's store serves all restarts, and torch's keys in it do not tell them apart, so ranks
+    read where the dead ones listened. They are refused, connect to nobody until a timeout, or
+    make a group that breaks.
+
+    Raises:
+        RuntimeError: names the remedy.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    by_launcher = (init_method or "").startswith(("env://", "tcp://"))
+    if restarts == "0" or not shared or not by_launcher or env.get_world_size() == 1:
+        return
+    raise RuntimeError(
+        f"torchrun has restarted this job (TORCHELASTIC_RESTART_COUNT={restarts}), and its store "
+        "still has the addresses of the processes before, which torch.distributed's "
+        "init_process_group() would take for those of this start. Call bagua.init_process_group() "
+        "instead: it makes torch's default group as well, under keys of this start alone."
+    )

@@ -1,0 +1,213 @@
+"""A set of ranks that communicate, its communicators, and the group of all ranks."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, runtime_checkable
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from bagua import _C
+from bagua._core.group.communicator import CommMember, Communicator
+from bagua._core.group.connections import Connections
+
+__all__ = [
+    "BaguaProcessGroup",
+    "close_all",
+    "close_at_exit",
+    "get_communicator",
+    "get_default_group",
+    "is_initialized",
+    "member_of",
+    "set_default_group",
+]
+
+
+class Closable(Protocol):
+    """What is closed when the interpreter or the process group ends."""
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class BackgroundTask(Protocol):
+    """What goes on by itself and is told of the end before anything is closed."""
+
+    def announce_end(self) -> None: ...
+
+
+@runtime_checkable
+class EndsWithGroup(Protocol):
+    """What tells an end of the process group from a :meth:`close` of the user's."""
+
+    def end_with_group(self) -> None: ...
+
+
+_live: weakref.WeakSet[Closable] = weakref.WeakSet()
+_groups: weakref.WeakValueDictionary[str, BaguaProcessGroup] = weakref.WeakValueDictionary()
+_default_group: BaguaProcessGroup | None = None
+
+
+def close_at_exit(resource: Closable) -> None:
+    """Have ``resource.close()`` called before the process group goes away."""
+    _live.add(resource)
+
+
+def close_all() -> None:
+    """Close everything that was given to :func:`close_at_exit`, and forget all groups."""
+    resources = list(_live)
+    # An uncaught exception is on its way out: the other ranks are not to be waited for.
+    if getattr(sys, "last_value", None) is None:
+        for resource in resources:
+            if isinstance(resource, BackgroundTask):
+                resource.announce_end()
+    for resource in resources:
+        if isinstance(resource, EndsWithGroup):
+            resource.end_with_group()
+        else:
+            resource.close()
+    _groups.clear()
+    set_default_group(None)
+
+
+class BaguaProcessGroup:
+    """A set of ranks that communicate.
+
+    Attributes:
+        ranks: the global ranks of the members, sorted.
+        group_name: name of the group in the store.
+        stream: the CUDA stream asked for, or None.
+        timeout: after which a member that does not answer is given up.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        group_name: str,
+        store: c10d.Store,
+        timeout: timedelta,
+        stream: Any = None,
+    ) -> None:
+        self.ranks = sorted(ranks)
+        self.group_name = group_name
+        self.stream = stream
+        self.timeout = timeout
+        rank = self.ranks.index(dist.get_rank()) if dist.get_rank() in self.ranks else -1
+        self.connections = Connections(store, rank, self.ranks, timeout)
+        self._communicators: dict[str, Communicator | CommMember] = {}
+        _groups[group_name] = self
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the group; -1 if it is no member."""
+        return self.connections.rank
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def get_global_communicator(self) -> Communicator | CommMember:
+        """All members. Ranks outside of the group get ``CommMember.NON_COMM_MEMBER``."""
+        return self._communicator("global", lambda: list(range(self.size)))
+
+    def get_intra_node_communicator(self) -> Communicator | CommMember:
+        """The members on this process's node. All members call it when it is first used.
+
+        Ranks outside of the group get ``CommMember.NON_COMM_MEMBER``.
+        """
+        return self._communicator(
+            "intra", lambda: _C.node_members(self.connections.node_of_ranks(), self.rank)
+        )
+
+    def get_inter_node_communicator(self) -> Communicator | CommMember:
+        """The lowest member rank of each node. All members call it when it is first used.
+
+        All other ranks get ``CommMember.NON_COMM_MEMBER``.
+        """
+        return self._communicator("inter", lambda: _C.leaders(self.connections.node_of_ranks()))
+
+    def _communicator(
+        self, name: str, members_of: Callable[[], list[int]]
+    ) -> Communicator | CommMember:
+        if name not in self._communicators:
+            members = [] if self.rank < 0 else members_of()
+            if self.rank in members:
+                communicator = Communicator(self.connections, name, members, self.stream)
+                close_at_exit(communicator)
+                self._communicators[name] = communicator
+            else:
+                self._communicators[name] = CommMember.NON_COMM_MEMBER
+        return self._communicators[name]
+
+    def __repr__(self) -> str:
+        return f"BaguaProcessGroup(name={self.group_name!r}, ranks={self.ranks})"
+
+
+def set_default_group(group: BaguaProcessGroup | None) -> None:
+    """Make ``group`` the one that is used where no group is named."""
+    global _default_group
+    _default_group = group
+
+
+def is_initialized() -> bool:
+    """Whether ``init_process_group`` has been called."""
+    return _default_group is not None
+
+
+def get_default_group() -> BaguaProcessGroup:
+    """The group of all ranks.
+
+    Raises:
+        RuntimeError: before ``init_process_group``.
+    """
+    if _default_group is None:
+        raise RuntimeError(
+            "bagua is not initialised: call bagua.init_process_group() before with_bagua and "
+            "before any communication"
+        )
+    return _default_group
+
+
+def get_communicator(group_name: str, comm_name: str) -> Communicator | CommMember:
+    """A communicator of the group called ``group_name`` (``BaguaProcessGroup.group_name``).
+
+    Args:
+        comm_name: ``"global"``, ``"inter"`` or ``"intra"``.
+
+    Raises:
+        ValueError: there is no such group (any more), or no such kind of communicator.
+    """
+    group = _groups.get(group_name)
+    if group is None:
+        raise ValueError(f"get_communicator: there is no group '{group_name}', only {[*_groups]}")
+    getters = {
+        "global": group.get_global_communicator,
+        "inter": group.get_inter_node_communicator,
+        "intra": group.get_intra_node_communicator,
+    }
+    if comm_name not in getters:
+        raise ValueError(f"get_communicator: '{comm_name}' is none of {list(getters)}")
+    return getters[comm_name]()
+
+
+def member_of(comm: Communicator | CommMember | None) -> Communicator | None:
+    """The communicator that a collective's ``comm=`` stands for; None: nothing to do here.
+
+    Raises:
+        RuntimeError: before ``init_process_group``.
+        TypeError: ``comm`` is not a communicator.
+    """
+    if comm is None or comm is CommMember.WORLD:
+        comm = get_default_group().get_global_communicator()
+    if comm is CommMember.NON_COMM_MEMBER:
+        return None
+    if not isinstance(comm, Communicator):
+        raise TypeError(
+            "comm must be None or what get_global_communicator(), get_inter_node_communicator() or "
+            f"get_intra_node_communicator() of a BaguaProcessGroup returned, not {comm!r}"
+        )
+    return comm

@@ -1,0 +1,1 @@
+"""Training state: who gives it, how it is saved, compared and shown."""

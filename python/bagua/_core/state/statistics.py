@@ -1,0 +1,81 @@
+"""What ``bagua_stats()`` returns, put together from counters of the C++ core."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from bagua import _C
+from bagua._core.group.connections import Connections
+
+__all__ = ["MainThreadTraffic", "statistics"]
+
+_TRAFFIC = ("bytes_sent", "bytes_received", "messages_sent", "messages_received", "wire_ns")
+_TIMES = ("encode_ns", "busy_ns", "waiting_ns", "hidden_ns")
+_NOTHING: dict[str, Any] = {
+    "buckets": [],
+    "control": dict.fromkeys(_TRAFFIC, 0),
+    "rounds": 0,
+    **dict.fromkeys(("busy_ns", "hidden_ns", "exposed_ns", "longest_wait_ns"), 0),
+}
+
+
+class MainThreadTraffic:
+    """Counts what the main thread sends for one module between rounds, by purpose."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self.by_purpose: dict[str, dict[str, int]] = {}
+
+    @contextmanager
+    def counted(self, purpose: str) -> Iterator[None]:
+        """Count what goes over the main thread's communicators inside."""
+        before = self._connections.main_traffic()
+        try:
+            yield
+        finally:
+            after = self._connections.main_traffic()
+            _add(self.by_purpose, purpose, {key: after[key] - before[key] for key in _TRAFFIC})
+
+
+class Running(Protocol):
+    """The engine or periodic lane of a module.
+
+    Attributes:
+        communicators: (purpose, communicator) of its lanes.
+        non_finite: by bucket, of those where it is counted.
+    """
+
+    communicators: list[tuple[str, _C.CountingCommunicator]]
+    non_finite: dict[str, _C.NonFiniteRounds]
+
+    def stats(self) -> dict[str, Any]:
+        """Of the C++ core."""
+
+
+def statistics(running: Running | None, main: MainThreadTraffic) -> dict[str, Any]:
+    """See ``BaguaModule.bagua_stats``; ``running`` is None while there are no buckets."""
+    stats = _NOTHING if running is None else running.stats()
+    communicators = [] if running is None else running.communicators
+    numbers = ("bytes", *_TRAFFIC, *_TIMES)
+    total = {key: sum(bucket[key] for bucket in stats["buckets"]) for key in numbers}
+    counts = []
+    for bucket in stats["buckets"]:
+        rounds = None if running is None else running.non_finite.get(bucket["name"])
+        bucket["nonfinite_rounds"] = None if rounds is None else rounds.count
+        counts.append(bucket["nonfinite_rounds"])
+    total["nonfinite_rounds"] = None if None in counts else sum(counts)
+    by_purpose: dict[str, dict[str, int]] = {}
+    for name, communicator in communicators:
+        _add(by_purpose, re.sub(r"\d+$", "", name), communicator.traffic())  # node0, node1, ...
+    for purpose, traffic in main.by_purpose.copy().items():  # the main thread may be adding
+        _add(by_purpose, purpose, traffic)
+    return {**stats, "total": total, "communicators": by_purpose}
+
+
+def _add(table: dict[str, dict[str, int]], purpose: str, traffic: dict[str, int]) -> None:
+    entry = table.setdefault(purpose, dict.fromkeys(_TRAFFIC, 0))
+    for key in _TRAFFIC:
+        entry[key] += traffic[key]

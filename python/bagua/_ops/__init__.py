@@ -1,0 +1,1 @@
+"""Bucket operations, one a file."""

@@ -1,0 +1,40 @@
+"""Exact sum or mean over all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from bagua import _C
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._ops.lane import Lane, among
+from bagua._ops.operation import BucketView, Operation
+
+__all__ = ["AllReduce"]
+
+
+@dataclass(frozen=True)
+class AllReduce(Operation):
+    """Sum or mean of the bucket, in its own dtype."""
+
+    hierarchical: bool
+    average: bool
+    group: BaguaProcessGroup | None
+
+    def describe(self) -> str:
+        return f"hierarchical={self.hierarchical} average={self.average} codec=None"
+
+    def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+        reduce = _C.ReduceOp.AVG if self.average else _C.ReduceOp.SUM
+        return among(
+            lane,
+            self.group,
+            self.hierarchical,
+            lambda members: _C.AllReduce(members, reduce),
+            reduce,
+        )
+
+    def of_divided(self, group: BaguaProcessGroup) -> tuple[AllReduce, float] | None:
+        """The sum of divided gradients."""
+        if self.hierarchical or not self.average:
+            return None
+        return replace(self, average=False), 1.0 / (self.group or group).size

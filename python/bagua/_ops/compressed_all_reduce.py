@@ -1,0 +1,59 @@
+"""Sum or mean over all ranks of values that a codec compresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bagua import _C
+from bagua._core.group import environment
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._ops.lane import Lane, among
+from bagua._ops.operation import BetweenNodes, BucketView, Operation
+
+__all__ = ["CompressedAllReduce", "codec_named", "codec_of_scatter_gather"]
+
+#: Bagua's spelling of its codec.
+_ALIASES = {"MinMaxUInt8": "minmax_uint8"}
+
+
+def codec_named(compression: str) -> str:
+    """The codec that ``compression`` names, in Bagua's spelling or in ours."""
+    return _ALIASES.get(compression, compression)
+
+
+def codec_of_scatter_gather(dtype: torch.dtype) -> str | None:
+    """The codec that loses nothing of ``dtype`` and sums in f32; None where none is needed."""
+    return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)
+
+
+@dataclass(frozen=True)
+class CompressedAllReduce(Operation):
+    """Sum or mean of the bucket in f32: compressed parts are exchanged twice."""
+
+    hierarchical: bool
+    average: bool
+    codec: str
+    group: BaguaProcessGroup | None
+
+    @property
+    def between_nodes(self) -> BetweenNodes:  # type: ignore[override]
+        return "compressed" if self.hierarchical else "exact"
+
+    def check(self, bucket: BucketView) -> None:
+        """Raise ValueError, with the known codecs, for an unknown one."""
+        _C.make_codec(self.codec)
+
+    def describe(self) -> str:
+        return f"hierarchical={self.hierarchical} average={self.average} codec={self.codec}"
+
+    def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+        reduce = _C.ReduceOp.AVG if self.average else _C.ReduceOp.SUM
+
+        def compressed(members: _C.CountingCommunicator) -> _C.BucketOp:
+            codec = _C.make_codec(self.codec, lane.device_type)
+            checksum = environment.get_checksum()
+            return _C.CompressedAllReduce(members, codec, lane.scratch, reduce, checksum=checksum)
+
+        return among(lane, self.group, self.hierarchical, compressed, reduce)

@@ -1,0 +1,98 @@
+"""What the operations of one communication thread share: communicators and scratch memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from bagua import _C
+from bagua._core.group.connections import Connections
+from bagua._core.group.process_group import BaguaProcessGroup
+
+__all__ = ["Lane", "among", "among_weighted"]
+
+Members = _C.CountingCommunicator
+
+
+@dataclass
+class Lane:
+    """One lane under construction; its communicators are connected on demand.
+
+    Attributes:
+        name: unique within the job.
+        device_type: of the buckets.
+        group: for operations that name none.
+        communicators: by (ranks, purpose); purposes are "all", "node" and "leaders".
+    """
+
+    name: str
+    device_type: str
+    group: BaguaProcessGroup
+    scratch: _C.Scratch = field(default_factory=_C.Scratch)
+    communicators: dict[tuple[str, str], Members] = field(default_factory=dict)
+
+    def connections(self, group: BaguaProcessGroup | None) -> Connections:
+        """Those of ``group``, or of the lane's own."""
+        return (group or self.group).connections
+
+    def communicator(self, group: BaguaProcessGroup | None) -> Members:
+        """All ranks of ``group``."""
+        connections = self.connections(group)
+        key = (repr(connections.ranks), "all")
+        if key not in self.communicators:
+            self.communicators[key] = connections.connect(f"{self.name}/all", self.device_type)
+        return self.communicators[key]
+
+    def nodes(self, group: BaguaProcessGroup | None) -> tuple[Members, Members | None]:
+        """This rank's node and, on its leader, the leaders of the nodes if there are several."""
+        connections = self.connections(group)
+        ranks = repr(connections.ranks)
+        if (ranks, "node") not in self.communicators:
+            node, leaders = connections.connect_nodes(self.name, self.device_type)
+            self.communicators[ranks, "node"] = node
+            if leaders is not None:
+                self.communicators[ranks, "leaders"] = leaders
+        return self.communicators[ranks, "node"], self.communicators.get((ranks, "leaders"))
+
+
+def among(
+    lane: Lane,
+    group: BaguaProcessGroup | None,
+    hierarchical: bool,
+    make: Callable[[Members], _C.BucketOp],
+    reduce: _C.ReduceOp = _C.ReduceOp.AVG,
+) -> _C.BucketOp:
+    """The op that ``make`` makes among all ranks; if ``hierarchical``, among the nodes' leaders."""
+    if not hierarchical:
+        return make(lane.communicator(group))
+    return _hierarchical(lane, group, lane.connections(group).size, reduce, make)
+
+
+def among_weighted(
+    lane: Lane,
+    group: BaguaProcessGroup | None,
+    hierarchical: bool,
+    make: Callable[[Members, list[int]], _C.BucketOp],
+) -> _C.BucketOp:
+    """An op that weighs its members, ranks or nodes, by their numbers of ranks itself."""
+    connections = lane.connections(group)
+    if not hierarchical:
+        return make(lane.communicator(group), [1] * connections.size)
+    nodes = connections.node_of_ranks()
+    sizes = [nodes.count(nodes[leader]) for leader in _C.leaders(nodes)]
+    # Not to weigh twice: to Hierarchical all nodes are as large as this one.
+    ranks = nodes.count(nodes[connections.rank]) * len(sizes)
+    return _hierarchical(lane, group, ranks, _C.ReduceOp.AVG, lambda leaders: make(leaders, sizes))
+
+
+def _hierarchical(
+    lane: Lane,
+    group: BaguaProcessGroup | None,
+    ranks: int,
+    reduce: _C.ReduceOp,
+    between_leaders: Callable[[Members], _C.BucketOp],
+) -> _C.BucketOp:
+    node, leaders = lane.nodes(group)
+    inner = None if leaders is None else between_leaders(leaders)
+    nodes = len(_C.leaders(lane.connections(group).node_of_ranks()))
+    return _C.Hierarchical(node, inner, ranks, nodes, reduce)

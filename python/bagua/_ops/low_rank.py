@@ -1,0 +1,57 @@
+"""The mean over all ranks of matrices that are approximated by power iteration (PowerSGD)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bagua import _C
+from bagua._core.compression.low_rank import Matrices
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._ops.lane import Lane, among
+from bagua._ops.operation import BetweenNodes, BucketView, Operation
+
+__all__ = ["LowRank"]
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank(Operation):
+    """Matrices travel as two thin factors, the other elements as they are.
+
+    Attributes:
+        matrices: by name of the tensor: (offset, rows, columns, rank) in the bucket.
+        memory: residuals (as long as the bucket, or empty), queries, and the number of
+            communications.
+    """
+
+    matrices: Matrices
+    memory: _C.RoundMemory
+    hierarchical: bool
+    warm_start: bool
+    error_feedback: bool
+    seed: int
+    group: BaguaProcessGroup | None
+
+    @property
+    def between_nodes(self) -> BetweenNodes:  # type: ignore[override]
+        return "compressed" if self.hierarchical else "exact"
+
+    def describe(self) -> str:
+        return (
+            f"hierarchical={self.hierarchical} low rank {self.matrices} "
+            f"warm_start={self.warm_start} error_feedback={self.error_feedback} seed={self.seed}"
+        )
+
+    def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+        def low_rank(members: _C.CountingCommunicator) -> _C.BucketOp:
+            return _C.LowRank(
+                members,
+                lane.scratch,
+                bucket.backend_tensor.numel(),
+                list(self.matrices.values()),
+                warm_start=self.warm_start,
+                error_feedback=self.error_feedback,
+                seed=self.seed,
+                memory=self.memory,
+            )
+
+        return among(lane, self.group, self.hierarchical, low_rank)

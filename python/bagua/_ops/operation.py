@@ -1,0 +1,72 @@
+"""What every operation of a bucket is: one description, from which the C++ op is built."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+
+from bagua import _C
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._ops.lane import Lane
+
+__all__ = ["BetweenNodes", "BucketView", "Operation"]
+
+#: How an operation with ``hierarchical=True`` communicates between nodes.
+BetweenNodes = Literal["exact", "compressed", "gossiped"]
+
+
+class BucketView(Protocol):
+    """A bucket, as its operations see it.
+
+    Attributes:
+        name: unique within the module.
+        backend_tensor: the flat memory.
+        tensors: the registered tensors, in the order in which they lie in it.
+        gradients: whether gradients are communicated, which are adopted from autograd.
+        position: (index of this bucket, number of buckets) of the module.
+    """
+
+    name: str
+    backend_tensor: torch.Tensor
+    tensors: list[torch.Tensor]
+    gradients: bool
+    position: tuple[int, int]
+
+    def slots(self) -> list[_C.Slot]: ...
+
+
+class Operation:
+    """One operation of a bucket; a subclass per kind, complete after construction.
+
+    Attributes:
+        between_nodes: "exact" unless the operation is hierarchical and not exact between nodes.
+        result: where the values end up; None: in the bucket.
+        one_order: whether all ranks must run the module's buckets one after the other.
+    """
+
+    between_nodes: BetweenNodes = "exact"
+    result: torch.Tensor | None = None
+    one_order: bool = False
+
+    def check(self, bucket: BucketView) -> None:
+        """Raise ValueError, naming the bucket, unless the operation fits it."""
+
+    def describe(self) -> str:
+        """One line, equal on all ranks: a part of the plan's fingerprint."""
+        raise NotImplementedError
+
+    def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+        """The C++ op. Every rank of the group calls it, in the same order: it may connect."""
+        raise NotImplementedError
+
+    def of_divided(self, group: BaguaProcessGroup) -> tuple[Operation, float] | None:
+        """The same result from gradients that are multiplied on their way into the bucket.
+
+        Args:
+            group: where the operation names none.
+
+        Returns:
+            (operation, factor); None: there is no such operation.
+        """
+        return None

@@ -1,0 +1,52 @@
+"""The mean over all ranks of some elements: the largest, or others at random."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bagua import _C
+from bagua._core.compression.sparse_choice import sparse_mean
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._ops.lane import Lane, among
+from bagua._ops.operation import BetweenNodes, BucketView, Operation
+
+__all__ = ["Sparse"]
+
+
+@dataclass(frozen=True, eq=False)
+class Sparse(Operation):
+    """``k`` elements of the bucket are averaged, the others become zero.
+
+    Attributes:
+        memory: residuals (as long as the bucket, or empty), and the number of communications.
+    """
+
+    k: int
+    memory: _C.RoundMemory
+    hierarchical: bool
+    random_sparse: bool
+    seed: int
+    group: BaguaProcessGroup | None
+
+    @property
+    def between_nodes(self) -> BetweenNodes:  # type: ignore[override]
+        return "compressed" if self.hierarchical else "exact"
+
+    def describe(self) -> str:
+        drawn = f"random seed={self.seed}" if self.random_sparse else "largest"
+        feedback = bool(self.memory.value(0).numel())
+        return f"hierarchical={self.hierarchical} {drawn} {self.k} error_feedback={feedback}"
+
+    def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+        def sparse(members: _C.CountingCommunicator) -> _C.BucketOp:
+            return sparse_mean(
+                members,
+                lane.scratch,
+                bucket.backend_tensor,
+                self.k,
+                self.memory,
+                random_sparse=self.random_sparse,
+                seed=self.seed,
+            )
+
+        return among(lane, self.group, self.hierarchical, sparse)

@@ -1,0 +1,49 @@
+"""Operations that call Python: functions of users, and communication hooks of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bagua import _C
+from bagua._ops.lane import Lane
+from bagua._ops.operation import BucketView, Operation
+
+__all__ = ["CommHookFunction", "PythonFunction"]
+
+
+@dataclass(frozen=True)
+class PythonFunction(Operation):
+    """A user's function, called with the bucket's name on the lane's thread."""
+
+    function: Callable[[str], None]
+
+    def describe(self) -> str:
+        return "python"
+
+    def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+        return _C.PythonOp(self.function)
+
+
+@dataclass(frozen=True, eq=False)
+class CommHookFunction(Operation):
+    """A communication hook of torch's DistributedDataParallel: ``hook(state, GradBucket)``."""
+
+    hook: Callable[..., Any]
+    state: Any
+    one_order = True  # hooks use process groups of the user's, which must see one order
+
+    def describe(self) -> str:
+        return f"comm hook {getattr(self.hook, '__qualname__', type(self.hook).__qualname__)}"
+
+    def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+        index, count = bucket.position
+        return _C.CommHookOp(
+            self.hook,
+            self.state,
+            index=index,
+            count=count,
+            parameters=bucket.tensors,
+            offsets=[slot.offset for slot in bucket.slots()],
+        )

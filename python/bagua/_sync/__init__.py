@@ -1,0 +1,1 @@
+"""What a wrapped module runs on."""

@@ -1,0 +1,197 @@
+"""Buckets of weights that are averaged while training goes on: a periodic lane and its gate."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from bagua import _C
+from bagua._core.group.process_group import close_at_exit
+from bagua._core.state.bagua_tensor import record_of
+from bagua._sync import plan as _plan
+from bagua._sync.asynchronous_average import AsynchronousAverage
+from bagua._sync.wrapper import Bucket, Wrapper
+
+__all__ = ["AveragingSynchronizer"]
+
+#: How long a rank whose program ends without abort() goes on averaging with those that still train.
+_SECONDS_FOR_OTHERS_TO_END = 30.0
+
+
+class AveragingSynchronizer:
+    """The periodic lane of a wrapped module.
+
+    Training is inside the gate from a training forward to the end of the optimizer's step, and
+    during a forward without gradients; averages are applied outside only.
+    """
+
+    rounds = None  # ranks average when time has come, whatever step they are in
+
+    def __init__(self, ddp: Wrapper) -> None:
+        self._buckets = ddp.bagua_buckets
+        self._name = ddp.bagua_module_name
+        operations = [_only_operation(bucket) for bucket in self._buckets]
+        connections = ddp.process_group.connections
+        wrap = connections.next_wrap()
+        device_type = self._buckets[0].backend_tensor.device.type
+        with connections.collective_phase(f"connecting module '{self._name}'"):
+            connections.agree("their buckets", _plan.describe(self._buckets))
+            communicator = connections.connect(f"{wrap}/average", device_type)
+        self.communicators = [("average", communicator)]
+        rounds = _C.NonFiniteRounds()
+        self.lane = _C.PeriodicLane(
+            communicator,
+            [bucket.backend_tensor for bucket in self._buckets],
+            name=self._name,
+            interval_s=min(op.sync_interval_ms for op in operations) / 1000,
+            timeout_s=connections.timeout.total_seconds(),
+            board=connections.board(wrap),
+            non_finite=rounds,
+        )
+        (bucket,) = self.lane.stats()["buckets"]
+        self.non_finite = {bucket["name"]: rounds} if device_type == "cpu" else {}
+        self._operations = operations
+        for op in operations:
+            op.lane = self.lane
+        self._owner = weakref.ref(ddp)
+        close_at_exit(self)
+        names = {name for name, _ in ddp.bagua_floating_buffers()}
+        self._buffers = {
+            record_of(tensor).name: (bucket, index)
+            for bucket in self._buckets
+            for index, tensor in enumerate(bucket.tensors)
+            if record_of(tensor).name in names
+        }
+        self._inside_forward = False
+        self._ending = False
+        self._handles = self._install_hooks(ddp)
+
+    def _install_hooks(self, ddp: Wrapper) -> list[RemovableHandle]:
+        this = weakref.ref(self)
+
+        def before_forward(module: torch.nn.Module, _: Any) -> None:
+            if (plan := this()) is not None:
+                plan._before_forward(torch.is_grad_enabled())
+
+        def after_forward(*_: Any) -> None:
+            if (plan := this()) is not None:
+                plan._after_forward()
+
+        def before_step(*_: Any) -> None:
+            if (plan := this()) is not None:
+                plan.lane.enter()
+
+        def after_step(*_: Any) -> None:
+            if (plan := this()) is not None:
+                plan.lane.leave()
+
+        handles = [
+            ddp.module.register_forward_pre_hook(before_forward),
+            ddp.module.register_forward_hook(after_forward, always_call=True),
+        ]
+        for optimizer in ddp.bagua_optimizers:
+            handles.append(optimizer.register_step_pre_hook(before_step))
+            handles.append(optimizer.register_step_post_hook(after_step))
+        return handles
+
+    def _before_forward(self, training: bool) -> None:
+        if not training:
+            if not self.lane.inside:
+                self.lane.enter()
+                self._inside_forward = True
+            return
+        self.lane.check()
+        self.lane.enter()
+        self._take_back()
+
+    def _after_forward(self) -> None:
+        if self._inside_forward:
+            self._inside_forward = False
+            self.lane.leave()
+
+    def _take_back(self) -> None:
+        """Tensors that somebody replaced or pointed elsewhere return to their bucket."""
+        ddp = self._owner()
+        if ddp is not None and self._buffers:
+            for name, buffer in ddp.bagua_floating_buffers():
+                bucket, index = self._buffers[name]
+                if buffer is not bucket.tensors[index]:
+                    bucket.tensors[index] = buffer.ensure_bagua_tensor(name, self._name)  # type: ignore[attr-defined]
+        for bucket in self._buckets:
+            if not bucket.check_flatten():
+                for index in range(len(bucket.tensors)):
+                    bucket.copy_in(index)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Inside it no average is applied."""
+        held = self.lane.inside
+        self.lane.enter()
+        try:
+            yield
+        finally:
+            if not held:
+                self.lane.leave()
+
+    def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
+        """Enter the gate. Gradients stay where they are.
+
+        In the forward that follows the warm-up the hooks of this object come too late.
+        """
+        self._before_forward(training=True)
+        return False
+
+    def wait(self) -> None:
+        """Raise the failure that ended averaging, if one did: nothing is launched by steps."""
+        self.lane.check()
+
+    def stats(self) -> dict[str, Any]:
+        """The lane's, for :func:`bagua._core.state.statistics.statistics`."""
+        return self.lane.stats()
+
+    def hook_ids(self) -> list[int]:
+        """Ids of the hooks, for copies that must not have them."""
+        return [handle.id for handle in self._handles]
+
+    def end_together(self) -> None:
+        """End averaging, together with the other ranks, before another plan takes over."""
+        self.lane.pause()
+
+    def announce_end(self) -> None:
+        """:meth:`close` will follow because the program ends well."""
+        self._ending = self.lane.running
+        self.lane.ask_to_pause()
+
+    def close(self) -> None:
+        """Remove the hooks and end the thread, without asking the other ranks. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        ending, self._ending = self._ending, False
+        if ending or self.lane.running:
+            warnings.warn(
+                f"module '{self._name}': asynchronous averaging was still running when its module "
+                "or the program ended. Call model.bagua_algorithm.abort(model) on every rank "
+                "first: others that train for long after this rank fail in their next average.",
+                stacklevel=2,
+            )
+            if ending:
+                with suppress(_C.BaguaError):  # others ended before: nothing is left to end
+                    self.lane.pause(_SECONDS_FOR_OTHERS_TO_END)
+        self.lane.stop()
+        for op in self._operations:
+            op.lane = None  # the last reference closes the sockets
+
+
+def _only_operation(bucket: Bucket) -> AsynchronousAverage:
+    if bucket.asynchronous is None or bucket.ops:
+        raise ValueError(
+            f"bucket '{bucket.name}': asynchronous averaging cannot be mixed with other operations"
+        )
+    return bucket.asynchronous

@@ -1,0 +1,256 @@
+"""The engine of a wrapped module: the hooks that mark its tensors, and the calls of one step."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from bagua import _C
+from bagua._core.state.bagua_tensor import record_of
+from bagua._core.state.snapshot import warn_past_wrapper, warn_unused
+from bagua._sync.hooks import backward_hooks
+from bagua._sync.plan import build
+from bagua._sync.wrapper import Wrapper
+
+__all__ = ["EngineSynchronizer"]
+
+
+#: How long a module that is closed waits for other ranks.
+_SECONDS_FOR_A_LAST_ROUND = 10.0
+
+
+class EngineSynchronizer:
+    """The engine of a module's buckets, from one (re)build of the buckets to the next.
+
+    Attributes:
+        engine: what communicates.
+        communicators: (purpose, communicator) of the engine's lanes, for statistics.
+    """
+
+    def __init__(self, ddp: Wrapper) -> None:
+        wrap = ddp.process_group.connections.next_wrap()
+        name, buckets = ddp.bagua_module_name, ddp.bagua_buckets
+        plan = build(buckets, ddp.process_group, name, wrap, ddp.weights_sample())
+        self.engine = plan.engine
+        self.communicators = plan.communicators
+        self.non_finite = plan.non_finite
+        self._buckets = buckets
+        self._slots = plan.slots
+        self._places = {
+            record_of(tensor).name: (bucket, i)
+            for bucket in self._buckets
+            for i, tensor in enumerate(bucket.tensors)
+        }
+        for bucket in self._buckets:
+            for tensor in bucket.tensors:
+                record_of(tensor).marker = weakref.ref(self)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._path = self._make_path(ddp)
+        self._begun = 0  # the last round that begin_round() was called for
+
+    def _make_path(self, ddp: Wrapper) -> _C.GradientPath:
+        algorithm = ddp.bagua_algorithm
+        own_marks = algorithm.overrides("init_backward_hook")
+        own_wait = algorithm.overrides("init_post_backward_hook")
+        checks = algorithm.overrides("init_pre_backward_hook")
+        # The C++ hooks mark gradients; what else is registered is marked at the end of backward.
+        plain = all(bucket.gradients for bucket in self._buckets)
+        marks_at_end = not plain and not own_marks and algorithm.marks_in_backward
+        # Weights that are communicated hold still in backward.
+        weights: list[tuple[str, torch.Tensor]] = []
+        if algorithm.opens_at_forward:
+            weights += ddp.bagua_build_params()
+        owner = weakref.ref(ddp)
+        this = weakref.ref(self)
+
+        def after_backward() -> None:
+            ddp, running = owner(), this()
+            if ddp is not None and running is not None:
+                if marks_at_end:
+                    running.mark_all()
+                ddp.bagua_algorithm.init_post_backward_hook(ddp)()
+
+        def before_backward() -> None:
+            if (ddp := owner()) is not None:
+                ddp.bagua_algorithm.init_pre_backward_hook(ddp)()
+
+        def open_round() -> None:
+            if (ddp := owner()) is not None:
+                ddp.open_round_in_backward()
+
+        def after_gradients() -> None:
+            if (ddp := owner()) is not None:
+                ddp.after_gradients()
+
+        def on_past_wrapper(name: str) -> None:
+            if (ddp := owner()) is not None:
+                warn_past_wrapper(ddp.bagua_module_name, name)
+
+        def on_unused(names: list[str]) -> None:
+            if (ddp := owner()) is not None:
+                warn_unused(ddp.bagua_module_name, names)
+
+        if own_marks:
+            self._handles = backward_hooks(ddp)
+        return _C.GradientPath(
+            self.engine,
+            install_hooks=not own_marks,
+            find_unused=ddp.find_unused_parameters,
+            static_graph=ddp.static_graph,
+            weights=weights,
+            open_round=open_round,
+            before_backward=before_backward if checks else None,
+            after_backward=None if plain and not own_wait else after_backward,
+            after_gradients=after_gradients,
+            on_unused=on_unused,
+            on_past_wrapper=on_past_wrapper,
+        )
+
+    # One step, in the order in which things happen.
+
+    def begin_forward(self, communicates: bool) -> None:
+        """Say before a forward with gradients whether its backwards communicate."""
+        self._path.begin_forward(communicates)
+
+    def call_after_gradients(self, enabled: bool) -> None:
+        """Say whether optimizers step inside backward."""
+        self._path.call_after_gradients(enabled)
+
+    @property
+    def rounds(self) -> EngineSynchronizer:
+        """This synchronizer: the ranks' steps are rounds."""
+        return self
+
+    def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
+        """Open a round, or go on with an open one; False if it was called for that one before.
+
+        ``grad_scale``: the factor that the gradients of this forward will carry. What has been
+        communicated is multiplied by ``result_scale`` at the end of backward.
+        """
+        self._path.begin_round(grad_scale, result_scale)
+        before, self._begun = self._begun, self.engine.round
+        return self._begun != before
+
+    def await_agreement(self) -> None:
+        """Block until the ranks agree on the open round, which is opened if none is."""
+        if not self.engine.round_open:
+            self.engine.begin_round()
+        self.engine.await_agreement()
+
+    @contextmanager
+    def part_of_the_round(self) -> Iterator[None]:
+        """What the main thread sends inside belongs to the open round, and fails with it.
+
+        Raises:
+            BaguaError: says where the other ranks are.
+        """
+        try:
+            yield
+        except _C.BaguaMismatchError:
+            raise
+        except _C.BaguaError as error:
+            self.engine.fail(str(error), isinstance(error, _C.BaguaTimeoutError))
+
+    def watch(self, outputs: list[torch.Tensor]) -> None:
+        """After a forward that communicates: so does every backward through ``outputs``."""
+        self._path.watch(outputs)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether this thread is inside a backward that is communicated."""
+        return self._path.in_backward
+
+    def mark_tensor_ready(self, tensor: torch.Tensor) -> None:
+        """Mark a registered tensor: what ``bagua_mark_communication_ready`` calls.
+
+        Raises:
+            BaguaError: it has been marked in the open round.
+        """
+        name = record_of(tensor).name
+        bucket, index = self._places[name]
+        slot = self._slots[name]
+        if self.engine.round_open and self.engine.marked(slot):
+            raise _C.BaguaError(
+                f"tensor '{name}' was marked ready twice in one round, after its bucket may have "
+                "been sent; mark each tensor once"
+            )
+        if bucket.gradients:
+            self._path.adopt(slot)
+        else:
+            bucket.copy_in(index)
+        self.engine.mark_ready(slot)
+
+    def mark_all(self) -> None:
+        """Mark every tensor that is not marked yet."""
+        for bucket in self._buckets:
+            if bucket.gradients or bucket.check_flatten():
+                continue
+            for index, tensor in enumerate(bucket.tensors):
+                if not self.engine.marked(self._slots[record_of(tensor).name]):
+                    bucket.copy_in(index)
+        self.engine.mark_all()
+
+    def answer_with_zeros(self) -> None:
+        """The open round, of a rank without inputs: it contributes zeros; no ``.grad`` changes."""
+        self._path.answer_with_zeros()
+
+    def wait(self) -> None:
+        """Block until the buckets that were launched are done."""
+        self.engine.wait()
+        for bucket in self._buckets:
+            if not bucket.gradients:
+                bucket.copy_out()
+
+    def finish_soon(self) -> None:
+        """Give the buckets that were marked some seconds: other ranks may be gone.
+
+        Raises:
+            BaguaError: something failed on this rank.
+        """
+        deadline = time.monotonic() + _SECONDS_FOR_A_LAST_ROUND
+        while time.monotonic() < deadline:
+            self.engine.mark_ready(0)  # again, which does nothing but raise a failure
+            if all(b["rounds"] == self.engine.round for b in self.engine.stats()["buckets"]):
+                return self.wait()
+            time.sleep(0.005)
+
+    @property
+    def synchronising(self) -> bool:
+        """Whether a round is open."""
+        return self.engine.round_open
+
+    @property
+    def communicating(self) -> bool:
+        """Whether the backward that is running is communicated."""
+        return self._path.communicating
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Inside it no weights change: between steps nothing here touches them."""
+        yield
+
+    # Control.
+
+    def hook_ids(self) -> list[int]:
+        """Ids of the hooks, for copies that must not have them."""
+        return [handle.id for handle in self._handles]
+
+    def end_together(self) -> None:
+        """Rounds end together by themselves, and nothing goes on between two."""
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's, for :func:`bagua._core.state.statistics.statistics`."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Remove the hooks and stop the threads. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._path.remove_hooks()
+        self.engine.stop()

@@ -1,0 +1,193 @@
+"""From buckets to an engine: lanes, communicators, ops, and the plan's description."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bagua import _C
+from bagua._core.group import environment as env
+from bagua._core.group.connections import fingerprint
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._ops.lane import Lane
+from bagua._ops.operation import Operation
+from bagua._sync.wrapper import Bucket
+
+__all__ = ["Plan", "build", "describe", "log_plan"]
+
+_log = logging.getLogger("bagua")
+
+
+@dataclass
+class Plan:
+    """An engine, where each tensor of each bucket is in it, and what its lanes send through.
+
+    ``communicators``: (purpose, communicator) of every lane; purposes are those of Lane.
+    ``non_finite``: by bucket, what counts its rounds with NaN or infinity; none on CUDA.
+    """
+
+    engine: _C.Engine
+    slots: dict[str, int]
+    communicators: list[tuple[str, _C.CountingCommunicator]]
+    non_finite: dict[str, _C.NonFiniteRounds]
+
+
+def describe(buckets: Sequence[Bucket]) -> list[str]:
+    """Lines that are equal on all ranks where their buckets are."""
+    lines = []
+    for bucket in buckets:
+        ops = [op.describe() for op in bucket.ops]
+        ops += [] if bucket.asynchronous is None else [bucket.asynchronous.describe()]
+        flat = bucket.backend_tensor
+        lines.append(f"bucket {bucket.name}: {flat.numel()} x {flat.dtype}, ops {ops}")
+        lines += [f"bucket {bucket.name}: {slot.name} at {slot.offset}" for slot in bucket.slots()]
+    return lines
+
+
+def _operations(bucket: Bucket, group: BaguaProcessGroup) -> tuple[Sequence[Operation], float]:
+    """The operations of a bucket, and the factor for gradients as they are put into it.
+
+    gloo has no mean: dividing takes a pass over memory, which is free where the gradient is copied
+    anyway. So the mean of gradients is the sum of divided gradients, as in torch's DDP.
+    """
+    if bucket.gradients and bucket.backend_tensor.device.type == "cpu" and len(bucket.ops) == 1:
+        divided = bucket.ops[0].of_divided(group)
+        if divided is not None:
+            return [divided[0]], divided[1]
+    return bucket.ops, 1.0
+
+
+def _warn_one_node(group: BaguaProcessGroup, buckets: Sequence[Bucket]) -> None:
+    kinds = [op.between_nodes for bucket in buckets for op in bucket.ops]
+    missing = [kind for kind in kinds if kind != "exact"]
+    if missing and group.size > 1 and len(set(group.connections.node_of_ranks())) == 1:
+        verb = {"compressed": "compress", "gossiped": "gossip"}[missing[0]]
+        warnings.warn(
+            "hierarchical=True is exact inside a node, and all ranks share one node: nothing is "
+            f"{missing[0]}. Pass hierarchical=False to {verb} between the ranks of a node.",
+            stacklevel=2,
+        )
+
+
+def _warn_stragglers(report: str) -> None:
+    """A slow rank is no reason to end a step, not even where warnings are errors."""
+    with contextlib.suppress(Warning):
+        warnings.warn(report, RuntimeWarning, stacklevel=2)
+
+
+def _number_of_lanes(buckets: Sequence[Bucket]) -> int:
+    lanes = int(os.environ.get("BAGUA_LANES", "1"))
+    if not 1 <= lanes <= 16:
+        raise ValueError(f"BAGUA_LANES={lanes} must be between 1 and 16")
+    one_order = any(op.one_order for bucket in buckets for op in bucket.ops)
+    return 1 if one_order else min(lanes, max(1, len(buckets)))
+
+
+def _counted(
+    bucket: Bucket, specs: Sequence[Operation], ops: list[_C.BucketOp]
+) -> tuple[list[_C.BucketOp], _C.NonFiniteRounds | None]:
+    """``ops``, the last of which is watched, and the counter; None on devices, where a look would
+    mean to wait."""
+    if bucket.backend_tensor.device.type != "cpu":
+        return ops, None
+    rounds = _C.NonFiniteRounds()
+    if not ops:
+        return ops, rounds
+    return [*ops[:-1], _C.CountNonFinite(ops[-1], rounds, specs[-1].result)], rounds
+
+
+def build(
+    buckets: Sequence[Bucket],
+    group: BaguaProcessGroup,
+    name: str,
+    wrap: str,
+    weights: _C.WeightsSample | None = None,
+) -> Plan:
+    """Build the engine of a module.
+
+    Every rank of ``group`` calls it with equal buckets, and samples of equal ``weights``.
+
+    Raises:
+        BaguaMismatchError: the ranks' buckets differ; lists the first difference.
+        BaguaError: a rank did not come, or was lost.
+    """
+    with group.connections.collective_phase(f"connecting module '{name}'"):
+        plan = _build(buckets, group, name, wrap, weights)
+        # Gloo's connect may return here while another rank is still inside; it would fail there if
+        # this rank replaced the plan, or ended, at once.
+        group.connections.reduce_numbers(f"connecting module '{name}'", _C.ReduceOp.SUM, 0)
+        return plan
+
+
+def _build(
+    buckets: Sequence[Bucket],
+    group: BaguaProcessGroup,
+    name: str,
+    wrap: str,
+    weights: _C.WeightsSample | None,
+) -> Plan:
+    connections = group.connections
+    description = describe(buckets)
+    description += [] if weights is None else weights.describe()
+    connections.agree("their buckets", description)
+    _warn_one_node(group, buckets)
+    count = _number_of_lanes(buckets)
+    builders = [
+        Lane(f"{wrap}/lane{i}", buckets[0].backend_tensor.device.type if buckets else "cpu", group)
+        for i in range(count)
+    ]
+    native: list[list[_C.Bucket]] = [[] for _ in range(count)]
+    order: list[list[str]] = [[] for _ in range(count)]
+    non_finite: dict[str, _C.NonFiniteRounds] = {}
+    for i, bucket in enumerate(buckets):
+        builder = builders[i % count]
+        slots = bucket.slots()
+        bucket.position = (i, len(buckets))
+        specs, adopt_scale = _operations(bucket, group)
+        ops, rounds = _counted(bucket, specs, [spec.build(builder, bucket) for spec in specs])
+        if rounds is not None:
+            non_finite[bucket.name] = rounds
+        native[i % count].append(
+            _C.Bucket(bucket.name, bucket.backend_tensor, slots, ops, adopt_scale)
+        )
+        order[i % count] += [slot.name for slot in slots]
+    lanes = [_C.Lane(native[i], list(builders[i].communicators.values())) for i in range(count)]
+    engine = _C.Engine(
+        lanes,
+        name=name,
+        fingerprint=fingerprint(description),
+        incarnation=connections.incarnation(wrap),
+        timeout_s=connections.timeout.total_seconds(),
+        control=connections.connect(f"{wrap}/control", "cpu"),
+        board=connections.board(wrap),
+        straggler_after_s=env.get_straggler_seconds(),
+        on_straggler=_warn_stragglers,
+        weights=weights,
+    )
+    names = [slot for lane in order for slot in lane]
+    communicators = [
+        (purpose, communicator)
+        for builder in builders
+        for (_, purpose), communicator in builder.communicators.items()
+    ]
+    slot_numbers = {slot: i for i, slot in enumerate(names)}
+    return Plan(engine, slot_numbers, communicators, non_finite)
+
+
+def log_plan(
+    name: str, algorithm: str, group: BaguaProcessGroup, buckets: Sequence[Bucket]
+) -> None:
+    """Tell the log what has been built."""
+    _log.info(
+        "module '%s': %s, %s: %d tensors of %d bytes in %d bucket(s)",
+        name,
+        algorithm,
+        group.connections.whereabouts(),
+        sum(len(bucket.tensors) for bucket in buckets),
+        sum(bucket.bytes() for bucket in buckets),
+        len(buckets),
+    )

@@ -1,0 +1,426 @@
+"""What communicates for one module: its hooks, buckets and engine."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from bagua import _C, BaguaError
+from bagua._core.group import environment as env
+from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
+from bagua._core.state.bagua_tensor import bagua_getter_closure, is_sparse
+from bagua._core.state.initial_state import InitialState
+from bagua._core.state.shared_state import SharedState, UnevenInputs
+from bagua._core.state.snapshot import ModuleSnapshot
+from bagua._core.state.statistics import statistics
+from bagua._sync import owners
+from bagua._sync.bucketing import split_by_bucket_size
+from bagua._sync.engine_synchronizer import EngineSynchronizer
+from bagua._sync.hooks import optimizer_hooks, tensors_in
+from bagua._sync.outside_graphs import outside_graphs
+from bagua._sync.plan import log_plan
+from bagua._sync.steps_in_backward import StepsInBackward
+from bagua._sync.synchronizer import Synchronizer
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
+from bagua.torch_api.bucket import BaguaBucket
+
+__all__ = ["BaguaDistributedDataParallel"]
+
+
+class BaguaDistributedDataParallel:
+    """The hooks, buckets and engine of one wrapped module (``module.bagua_ddp``).
+
+    Holds the module weakly: deleting the module frees threads, sockets and memory.
+
+    Attributes:
+        buffers_due: whether the next forward gets the first rank's buffers: it is the first, or the
+            forward before communicated.
+        eager: open rounds at the forward in ``eval()`` too, and once per round only (``join()``).
+
+    Args:
+        static_graph: every backward reaches the same parameters, each equally often.
+        bucket_bytes: after which a bucket is closed; None: ``BAGUA_DEFAULT_BUCKET_SIZE``.
+        initial_state: what the first rank gives to all.
+        hook_module: False: the caller calls :meth:`before_forward` and :meth:`after_forward`.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm,
+        process_group: BaguaProcessGroup,
+        bagua_module_name: str | None = None,
+        gradient_as_bucket_view: bool = True,
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool | None = None,
+        *,
+        static_graph: bool = False,
+        bucket_bytes: int | None = None,
+        initial_state: InitialState = "all",
+        hook_module: bool = True,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self._module = weakref.ref(module)
+        self.bagua_optimizers = list(optimizers)
+        self.process_group = process_group
+        self.bagua_module_name = bagua_module_name or type(module).__name__
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.buffers_due = True
+        self.eager = False
+        self._snapshot = ModuleSnapshot(module)
+        self.bagua_train_step_counter = 0
+        self.bagua_buckets: list[BaguaBucket] = []
+        self.bagua_algorithm: AlgorithmImpl = algorithm.reify(process_group)
+        self._snapshot.refuse_unsupported(module, self.bagua_algorithm)
+        own = self.bagua_algorithm.broadcast_buffers
+        self.broadcast_buffers = own if broadcast_buffers is None else broadcast_buffers
+        self.uneven_inputs = UnevenInputs()
+        self._bucket_bytes = bucket_bytes or env.get_default_bucket_size()
+        self._initial_state = initial_state
+        self._grad_scaler = grad_scaler
+        self._require_sync = True
+        self._watching = False
+        self._ended = False
+        self._shared = SharedState(
+            self._snapshot,
+            self.bagua_optimizers,
+            process_group.connections,
+            self.bagua_module_name,
+            with_buffers=self.broadcast_buffers,
+            ranks_agree=self.bagua_algorithm.ranks_agree,
+        )
+        self._running: Synchronizer | None = None
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        arguments = {
+            "algorithm ": algorithm.describe(),
+            "optimizers ": [type(optimizer).__name__ for optimizer in self.bagua_optimizers],
+            "do_flatten=": gradient_as_bucket_view,
+            "find_unused_parameters=": find_unused_parameters,
+            "static_graph=": static_graph,
+            "broadcast_buffers=": self.broadcast_buffers,
+            "grad_scaler=": grad_scaler is not None and grad_scaler.is_enabled(),
+            "bucket size ": self._bucket_bytes,
+            "initial state ": initial_state,
+        }
+        process_group.connections.agree(
+            "the model or the arguments of with_bagua", self._shared.describe(module, arguments)
+        )
+        owners.claim(self)
+        self._steps_in_backward = StepsInBackward(
+            self.bagua_module_name, self.bagua_build_params(), self.bagua_algorithm
+        )
+        self._initialise()
+        self._install_hooks(hook_module)
+        close_at_exit(self)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The wrapped module."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError(f"module '{self.bagua_module_name}' has been deleted")
+        return module
+
+    @property
+    def parameters_to_ignore(self) -> list[str]:
+        """Names of parameters and buffers that are left alone."""
+        return self._snapshot.ignored
+
+    def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """``(name, parameter)`` of all parameters that are trained, not ignored and no experts.
+
+        Parameters shared between modules occur once, under their first name.
+        """
+        return self._snapshot.trained(self.module)
+
+    def bagua_floating_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """``(name, buffer)`` of all floating buffers that are not ignored."""
+        return self._snapshot.floating_buffers(self.module)
+
+    # Setting up.
+
+    def _initialise(self) -> None:
+        """Rank 0's state for everybody, then tensors, buckets, ops and an engine."""
+        self._stop_engine()
+        if self._initial_state != "nothing":
+            self.give_state(0, buffers=self._initial_state == "all")
+        algorithm = self.bagua_algorithm
+        gradients = [(p, p.grad) for _, p in self.bagua_build_params()]
+        tensors = algorithm.init_tensors(self)
+        groups = split_by_bucket_size(tensors, bagua_getter_closure, self._bucket_bytes, is_sparse)
+        self.bagua_buckets = algorithm.tensors_to_buckets(groups, self.gradient_as_bucket_view)
+        for bucket in self.bagua_buckets:
+            algorithm.init_operations(self, bucket)
+        # Building needs gradients and moves them; training goes on with what somebody may hold.
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        if not self.bagua_buckets:
+            return
+        self._shared.restart_counting()
+        self._running = algorithm.make_synchronizer(self)
+        log_plan(
+            self.bagua_module_name, type(algorithm).__name__, self.process_group, self.bagua_buckets
+        )
+
+    def weights_sample(self) -> _C.WeightsSample | None:
+        """What each round compares of the weights; None: nothing."""
+        return self._shared.weights_sample(self.module, self.bagua_algorithm.ranks_agree)
+
+    @property
+    def _rounds(self) -> EngineSynchronizer | None:
+        return None if self._running is None else self._running.rounds
+
+    def give_state(self, source: int, buffers: bool) -> None:
+        """Give every rank the parameters, optimizer state and perhaps buffers of ``source``."""
+        self._shared.give(self.module, source, buffers)
+
+    def _install_hooks(self, hook_module: bool) -> None:
+        if hook_module:
+            self._handles = [
+                self.module.register_forward_pre_hook(outside_graphs(self.before_forward)),
+                self.module.register_forward_hook(outside_graphs(self.after_forward)),
+            ]
+        self._handles += optimizer_hooks(self)
+
+    def replace_algorithm(self, algorithm: AlgorithmImpl) -> None:
+        """Communicate by ``algorithm`` from now on: new buckets. Every rank calls it."""
+        self._snapshot.refuse_unsupported(self.module, algorithm)
+        self.bagua_algorithm = algorithm
+        self._initialise()
+
+    def hook_ids(self) -> list[int]:
+        """Ids of the hooks on the module, for copies that must not have them."""
+        of_plan = [] if self._running is None else self._running.hook_ids()
+        return [handle.id for handle in self._handles] + of_plan
+
+    # One step, in the order in which things happen.
+
+    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Prepare a forward: Note [Which backward communicates] in the C++ core.
+
+        One in training mode opens its round here, one in ``eval()`` in its backward: a rank that
+        evaluates alone, with gradients enabled, waits for nobody.
+
+        Raises:
+            BaguaError: the module is not what was wrapped, its process group is gone, or another
+                rank failed.
+        """
+        self._watching = False
+        rounds = self._rounds
+        if rounds is not None and rounds.in_backward:
+            return  # recomputed for an activation checkpoint
+        with_gradients = torch.is_grad_enabled()
+        syncs = with_gradients and self._require_sync
+        communicates = syncs and self._snapshot.trains()
+        now = module.training or self.eager or self.bagua_algorithm.opens_at_forward
+        if self._ended:
+            return self._refuse_to_train_alone(communicates)
+        if with_gradients and now:
+            self._snapshot.check(self.bagua_module_name)
+            self._run_pending()
+        if communicates and self.bagua_algorithm.need_reset():
+            self._initialise()
+            rounds = self._rounds
+        if self._running is None:
+            return
+        if with_gradients and (now or not syncs):
+            self.bagua_train_step_counter += 1
+        if with_gradients and rounds is not None:
+            rounds.begin_forward(communicates)
+            rounds.call_after_gradients(self._steps_in_backward.take_over())
+        opens = communicates and now and not (self.eager and self.synchronising)
+        first = opens and self._begin_round()
+        gives = self._share_buffers(syncs, opens)
+        if first:
+            self._check_weights(with_buffers=gives)
+        if opens:
+            self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
+        self._watching = communicates
+
+    def _run_pending(self) -> None:
+        if self.bagua_algorithm.mark_pending(self):
+            self.wait_pending_comm_ops()
+
+    def _begin_round(self) -> bool:
+        """Open a round, or go on with the one that is open; whether it has just begun."""
+        assert self._running is not None
+        grad_scale = self._grad_scaler.get_scale() if self._grad_scaler is not None else 1.0
+        return self._running.step_begins(grad_scale, self.uneven_inputs.result_scale)
+
+    def _share_buffers(self, syncs: bool, opens: bool) -> bool:
+        """Give every rank the first rank's buffers at the moments of torch's DDP, or return False.
+
+        A forward gets them if it is the first, or the forward before communicated.
+        """
+        due = opens if self.eager else self.buffers_due
+        self.buffers_due = syncs
+        if not due or (rounds := self._rounds) is None:
+            return False
+        self._shared.give_buffers(self.module, rounds, self.uneven_inputs)
+        return True
+
+    def _check_weights(self, *, with_buffers: bool) -> None:
+        if (rounds := self._rounds) is not None:
+            step = self.bagua_train_step_counter
+            self._shared.check_weights(
+                self.module, rounds, self.uneven_inputs, step, with_buffers=with_buffers
+            )
+
+    def open_round_in_backward(self) -> None:
+        """Open the round of a backward whose forward has not opened it.
+
+        That forward was in ``eval()``, or has had a backward already.
+
+        Raises:
+            BaguaError: inside ``join()``, or with an algorithm that averages weights, a forward has
+                one backward.
+        """
+        if self.eager or self.bagua_algorithm.opens_at_forward:
+            where = "inside join()" if self.eager else f"with {type(self.bagua_algorithm).__name__}"
+            raise BaguaError(
+                f"module '{self.bagua_module_name}': a second backward through one forward, or "
+                f"through a forward of an earlier step. {where.capitalize()} every forward has one "
+                "backward: add the losses, or run the forward again."
+            )
+        self.bagua_train_step_counter += 1
+        self._snapshot.check(self.bagua_module_name)
+        if self._begin_round():
+            self._check_weights(with_buffers=False)
+        self.bagua_algorithm.init_forward_pre_hook(self)(())
+
+    def shadow_round(self) -> None:
+        """Answer a round of the ranks that still have inputs, with zero gradients."""
+        if (rounds := self._rounds) is None:
+            return
+        rounds.engine.begin_round(check_weights=False)  # no inputs, no optimizer's step
+        rounds.step_begins(1.0, self.uneven_inputs.result_scale)
+        self._shared.give_buffers(self.module, rounds, self.uneven_inputs)
+        self._check_weights(with_buffers=True)
+        rounds.answer_with_zeros()
+
+    def after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """Have every backward through ``output`` communicate, if the forward does."""
+        if self._watching and (rounds := self._rounds) is not None:
+            self._watching = False
+            rounds.watch(tensors_in(output))
+
+    def after_gradients(self) -> None:
+        """Make the steps of ``_apply_optimizer_in_backward``, with communicated gradients."""
+        self._steps_in_backward.step()
+
+    def mark_all_ready(self) -> None:
+        """Mark every registered tensor that is not marked yet.
+
+        Raises:
+            BaguaError: no round is open, or something failed on this rank or another.
+        """
+        if (rounds := self._rounds) is not None:
+            rounds.mark_all()
+
+    def wait_pending_comm_ops(self) -> None:
+        """Block until the buckets that were launched are done.
+
+        Raises:
+            BaguaError: something failed on this rank or another.
+        """
+        if self._running is not None:
+            self._running.wait()
+
+    @property
+    def _bagua_backend(self) -> BaguaDistributedDataParallel:
+        """Upstream's spelling: ``bagua_ddp._bagua_backend.wait_pending_comm_ops()``."""
+        return self
+
+    @property
+    def synchronising(self) -> bool:
+        """Whether a round is open: the next backward that communicates is in it."""
+        return (rounds := self._rounds) is not None and rounds.synchronising
+
+    @property
+    def communicates_in_backward(self) -> bool:
+        """Whether the backward that is running is communicated."""
+        return (rounds := self._rounds) is not None and rounds.communicating
+
+    # Control.
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False inside :meth:`no_sync`; may be set. Forwards ask for it."""
+        return self._require_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, enabled: bool) -> None:
+        self._require_sync = enabled
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication: backwards of the forwards inside."""
+        before = self._require_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def stats(self) -> dict[str, Any]:
+        """See :meth:`BaguaModule.bagua_stats`."""
+        return statistics(self._running, self._shared.traffic)
+
+    def pause(self) -> None:
+        """End what goes on between steps (asynchronous averaging). Every rank calls it."""
+        if self._running is not None:
+            self._running.end_together()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Inside it weights change only by what the caller does; what is due runs before."""
+        self._run_pending()
+        if self._running is None:
+            yield
+            return
+        with self._running.exclusive():
+            yield
+
+    def _stop_engine(self) -> None:
+        if self._running is not None:
+            self._running.close()
+        self._running = None
+
+    def close(self) -> None:
+        """Remove all hooks and stop the threads. The module keeps its weights. Idempotent."""
+        self.end_with_group()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def end_with_group(self) -> None:
+        """Stop the threads because the process group ends.
+
+        From then on a forward that would communicate raises. Idempotent.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        if (rounds := self._rounds) is not None:
+            with suppress(BaguaError):  # this rank or another has failed, and said so
+                if self.bagua_algorithm.mark_pending(self):
+                    rounds.finish_soon()
+        self._stop_engine()
+        self.bagua_algorithm.close()
+        self._steps_in_backward.close()
+        owners.release(self)
+
+    def _refuse_to_train_alone(self, communicates: bool) -> None:
+        if communicates:
+            raise BaguaError(
+                f"module '{self.bagua_module_name}': its process group was destroyed, so it would "
+                "train without the other ranks. Call init_process_group() and wrap the module "
+                "again, on every rank."
+            )
