@@ -1,4 +1,4 @@
-// What kernels are written in: CUDA, or in tests its emulation on the CPU.
+// Language of the kernels: CUDA, or in tests its emulation on the CPU.
 //
 // Files that include this header are compiled by nvcc, or by g++ with -DBAGUA_EMULATE_CUDA and
 // tests/cpp on the include path. So that both can run them, kernels use neither cub nor cooperative

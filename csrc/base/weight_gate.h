@@ -1,4 +1,4 @@
-// Who may touch the weights: the training step, or the lane that averages them meanwhile.
+// Exclusive access to the weights: for the training step, or for the lane that averages them.
 #pragma once
 
 #include <chrono>

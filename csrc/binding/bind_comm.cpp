@@ -17,6 +17,7 @@
 #include "comm/counting_communicator.h"
 #include "comm/host_communicator.h"
 #include "comm/thread_communicator.h"
+#include "health/diagnose.h"
 #include "health/failure_board.h"
 #include "topology/topology.h"
 
@@ -130,7 +131,17 @@ void bind_failure_board(py::module_& m) {
           "Where this rank is; from the first call on the others are told, twice a second.")
       .def("survey", &FailureBoard::survey, py::arg("round"), py::arg("unit") = "round",
            py::arg("everyone") = false, ReleaseGil(),
-           "Who is silent, behind or ahead of a rank in this round, in words; takes a second.");
+           "Who is silent, behind or ahead of a rank in this round, in words; takes a second.")
+      .def(
+          "diagnose",
+          [](FailureBoard& self, const std::string& seen, int64_t number, const std::string& unit,
+             bool everyone) {
+            const Position position{.number = number, .unit = unit, .everyone = everyone};
+            return diagnose(seen, /*secondary=*/true, position, self);
+          },
+          py::arg("seen"), py::arg("number"), py::arg("unit") = "round",
+          py::arg("everyone") = false, ReleaseGil(),
+          "The explained text of a failure that another rank may have caused: Note [Diagnosis].");
 }
 
 void bind_topology(py::module_& m) {

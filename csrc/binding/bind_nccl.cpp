@@ -16,7 +16,7 @@ namespace py = pybind11;
 namespace bagua {
 namespace {
 
-// What pybind11 gets of a communicator: its destructor joins a thread and waits for peers.
+// Holder of a communicator for pybind11: its destructor joins a thread and waits for peers.
 std::shared_ptr<NcclCommunicator> released_without_gil(std::shared_ptr<NcclCommunicator> made) {
   if (!made) return nullptr;
   auto* kept = new std::shared_ptr<NcclCommunicator>(std::move(made));

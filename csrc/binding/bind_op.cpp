@@ -14,9 +14,9 @@
 #include "op/gossip.h"
 #include "op/hierarchical.h"
 #include "op/low_rank.h"
-#include "op/tensors/low_rank_products.h"
 #include "op/memory/round_memory.h"
 #include "op/neighbor_average.h"
+#include "op/tensors/low_rank_products.h"
 #include "op/update_momentum.h"
 #include "op/wire/message_frames.h"
 

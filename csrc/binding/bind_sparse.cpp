@@ -1,4 +1,4 @@
-// What sparse messages are made of, for tests and benchmarks, and the ops that send them.
+// Parts of sparse messages, for tests and benchmarks, and the ops that send them.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>

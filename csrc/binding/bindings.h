@@ -1,4 +1,4 @@
-// What each file of this folder adds to the module.
+// Parts of the module, one per file of this folder.
 #pragma once
 
 #include <chrono>
@@ -41,10 +41,10 @@ inline std::chrono::milliseconds to_milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
-// Of a communicator, as bagua_stats() shows it.
+// Counters of a communicator, as bagua_stats() shows them.
 pybind11::dict traffic_dict(const Traffic& traffic);
 
-// What bagua_stats() shows of an engine or a periodic lane.
+// Counters of an engine or a periodic lane, as bagua_stats() shows them.
 pybind11::dict stats_dict(const EngineStats& stats);
 
 }  // namespace bagua

@@ -1,4 +1,4 @@
-// What the CPU loops and the CUDA kernels of a chunk have in common.
+// Steps that the CPU loops and the CUDA kernels of a chunk share.
 #pragma once
 
 #include <cstddef>
@@ -70,13 +70,13 @@ BAGUA_HD ValueRange read_header(const std::byte* header) {
   return {widen(pair[0]), widen(pair[1])};
 }
 
-// What decode_add makes of a decoded element: two f32 operations, never one.
+// Adds a decoded element to a sum, as decode_add does: two f32 operations, never one.
 template <typename T>
 BAGUA_HD float add_weighted(float sum, float weight, T value) {
   return sum + weight * widen(value);
 }
 
-// What becomes of a decoded element: it is stored, or added to a sum.
+// Destination of a decoded element: it is stored, or added to a sum.
 template <typename T>
 struct Store {
   T* x;

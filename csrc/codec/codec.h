@@ -13,7 +13,7 @@ namespace bagua {
 // The cudaStream_t of the caller on CUDA, null on CPU.
 using StreamHandle = void*;
 
-// Whose memory a codec reads and writes.
+// Processor whose memory a codec reads and writes.
 enum class Processor : uint8_t { kCpu, kCuda };
 
 // Where the numbers and the bytes of a chunk are read and written.

@@ -8,6 +8,7 @@
 #include "base/check.h"
 #include "comm/flat_copy.h"
 #include "comm/tensor_checks.h"
+#include "health/diagnose.h"
 #include "health/error_text.h"
 
 namespace bagua {
@@ -239,8 +240,8 @@ void C10dCommunicator::refuse_from_now_on(const std::string& reason) noexcept {
 }
 
 void C10dCommunicator::fail(const CallSite& site, const std::string& what) {
-  const std::string message =
-      concat("rank ", group().rank, " of ", group().size, ": ", site.text(), " failed: ", what);
+  const std::string message = concat("rank ", group().rank, " of ", group().size, ": ", site.text(),
+                                     " failed: ", reason_of_transport(what));
   refuse_from_now_on(concat("an earlier call failed (", message, ")"));
   if (is_timeout(what)) throw TimeoutError(message);
   throw TransportError(message);

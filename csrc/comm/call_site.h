@@ -1,4 +1,4 @@
-// What an error message says about the call that failed.
+// Description of a failed call, for error messages.
 #pragma once
 
 #include <cstdint>

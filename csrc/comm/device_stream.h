@@ -34,7 +34,7 @@ class StreamPoints {
   void note_current_stream();
   // Marks the end of the work that the noted streams have been given so far.
   void record();
-  // Both, of the calling thread's current stream alone.
+  // Notes and records the calling thread's current stream.
   void mark_current_stream();
   // Work given to `stream` from now on waits for it.
   void block(const c10::Stream& stream);

@@ -1,5 +1,5 @@
-// What every communicator checks at its border, so that all of them refuse the same calls with the
-// same words. All throw Error; nothing has been sent when they do.
+// Checks that every communicator makes at its border, so that all of them refuse the same calls
+// with the same words. All throw Error; nothing has been sent when they do.
 #pragma once
 
 #include <algorithm>

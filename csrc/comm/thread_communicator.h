@@ -31,7 +31,7 @@ class ThreadHub final {
 
   enum class Collective { kAllReduce, kAllGather, kAllToAll, kBroadcast };
 
-  // What one rank brings to a collective. all_reduce and broadcast use `output` alone.
+  // Tensors that one rank brings to a collective. all_reduce and broadcast use `output` alone.
   struct Call {
     Collective kind;
     at::Tensor input;

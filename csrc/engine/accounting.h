@@ -1,4 +1,4 @@
-// What a bucket cost and how much of it the caller did not notice.
+// Cost of a bucket, and how much of it was hidden from the caller.
 #pragma once
 
 #include <cstdint>

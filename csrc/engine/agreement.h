@@ -10,7 +10,7 @@
 
 namespace bagua {
 
-// What ranks must have in common before bytes of a round are mixed.
+// Values that ranks must have in common before bytes of a round are mixed.
 struct AgreementRecord {
   uint64_t fingerprint;  // of the plan: buckets, slots, ops
   uint64_t round;        // number of the round, from 1

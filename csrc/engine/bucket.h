@@ -46,7 +46,7 @@ struct Bucket {
 
   // Throws std::invalid_argument naming the slot that lies outside, overlaps or has a wrong dtype.
   void check() const;
-  // What lies behind the last slot; may be empty.
+  // Memory behind the last slot; may be empty.
   at::Tensor padding() const;
   int64_t bytes() const { return flat.numel() * static_cast<int64_t>(flat.element_size()); }
 };

@@ -71,7 +71,7 @@ void Engine::stop() noexcept {
     failed = state.failure != nullptr;
     // A round that this rank has not waited for is not done: others may wait for more of it, such
     // as which slots were used.
-    rounds = state.open ? state.round - 1 : state.round;
+    rounds = state.round.number() - (state.round.open() ? 1 : 0);
   }
   state.changed.notify_all();
   // A rank that failed has said so already: leaving is its consequence, not the cause.
@@ -92,14 +92,14 @@ void Engine::begin_round(const RoundOpening& opening) {
   std::unique_lock lock(state.mutex);
   if (state.failure) state.rethrow(lock);
   BAGUA_CHECK(!state.stopped, state.whoami(), ": the engine has been stopped; wrap again.");
-  if (state.open && state.marked == 0) {
+  if (state.round.open() && state.round.untouched()) {
     state.grad_scale = opening.grad_scale;
     return;
   }
-  if (state.open && state.marked < state.slot_states.size()) {
+  if (state.round.open() && !state.round.complete()) {
     const std::string reason =
-        concat(state.whoami(), ": the round was left unfinished, ",
-               state.slot_states.size() - state.marked, " of ", state.slot_states.size(),
+        concat(state.whoami(), ": the round was left unfinished, ", state.round.unmarked(), " of ",
+               state.round.slots(),
                " tensors were never ready (an exception in backward, or a backward that reached "
                "only a part of the model). Wrap the model again with with_bagua on every rank.");
     lock.unlock();
@@ -107,34 +107,23 @@ void Engine::begin_round(const RoundOpening& opening) {
     lock.lock();
     state.rethrow(lock);
   }
-  if (state.open) {
-    state.block(lock, [&] { return state.launched_done(); }, "the previous round");
+  if (state.round.open()) {
+    state.block(lock, [&] { return state.round.launched_done(); }, "the previous round");
     state.order_after_lanes();
   }
   const bool alone = state.options.control->group().size == 1;
   std::optional<WeightsDigest> weights;
   if (state.options.weights && opening.check_weights && !alone) {
     lock.unlock();
-    weights = state.options.weights->take(state.round + 1);
+    weights = state.options.weights->take(state.round.number() + 1);
     lock.lock();
   }
-  state.open = true;
-  state.round += 1;
+  state.round.begin(alone);
   state.grad_scale = opening.grad_scale;
-  state.marked = state.launched = state.done = 0;
-  state.used_pending = state.used_done = 0;
-  for (auto& slot : state.slot_states) slot.marked = false;
-  for (auto& lane : state.lanes) lane.next = 0;
-  for (size_t i = 0; i < state.buckets.size(); ++i) {
-    state.progress[i].pending = static_cast<int32_t>(state.buckets[i].slots.size());
-    state.progress[i].ready.clear();
-  }
-  if (alone) {
-    state.agreed_round = state.round;
-    return;
-  }
+  for (State::Progress& bucket : state.progress) bucket.ready.clear();
+  if (alone) return;
   threads_[0]->post(
-      [shared = state_, round = state.round, frozen = opening.frozen,
+      [shared = state_, round = state.round.number(), frozen = opening.frozen,
        weights = std::move(weights)] { shared->run_agreement(round, frozen, weights); });
 }
 
@@ -144,8 +133,8 @@ void Engine::note_forward() {
   int64_t next = 0;
   {
     const std::lock_guard lock(state.mutex);
-    if (state.open || state.stopped || state.failure) return;
-    next = state.round + 1;
+    if (state.round.open() || state.stopped || state.failure) return;
+    next = state.round.number() + 1;
   }
   state.options.weights->take_early(next);
 }
@@ -153,25 +142,24 @@ void Engine::note_forward() {
 void Engine::await_agreement() {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
-  state.block(
-      lock, [&] { return state.agreed_round == state.round; }, "all ranks to start the round");
+  state.block(lock, [&] { return state.round.agreed(); }, "all ranks to start the round");
 }
 
 bool Engine::round_open() const {
   std::lock_guard lock(state_->mutex);
-  return state_->open;
+  return state_->round.open();
 }
 
 int64_t Engine::round() const {
   std::lock_guard lock(state_->mutex);
-  return state_->round;
+  return state_->round.number();
 }
 
 bool Engine::mark_ready(SlotId slot) {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   state.check_open(lock);
-  if (state.slot_states.at(slot).marked) return false;
+  if (state.round.marked(slot)) return false;
   mark(slot);
   return true;
 }
@@ -180,32 +168,28 @@ void Engine::mark_all() {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   state.check_open(lock);
-  for (size_t slot = 0; slot < state.slot_states.size(); ++slot) {
-    if (!state.slot_states[slot].marked) mark(static_cast<SlotId>(slot));
+  for (size_t slot = 0; slot < state.round.slots(); ++slot) {
+    if (!state.round.marked(slot)) mark(slot);
   }
 }
 
-void Engine::mark(SlotId slot) {
+void Engine::mark(size_t slot) {
   State& state = *state_;
-  State::SlotState& entry = state.slot_states[slot];
-  entry.marked = true;
-  ++state.marked;
-  State::Progress& bucket = state.progress[entry.bucket];
+  const size_t index = state.round.bucket_of(slot);
+  State::Progress& bucket = state.progress[index];
   bucket.ready.note_current_stream();
-  if (--bucket.pending > 0) return;
+  if (!state.round.mark(slot)) return;
   bucket.ready.record();
   bucket.ready_ns = now_ns();
-  State::LaneState& lane = state.lanes[bucket.lane];
-  while (lane.next < lane.buckets.size() && state.progress[lane.buckets[lane.next]].pending == 0) {
-    const size_t index = lane.buckets[lane.next++];
-    ++state.launched;
-    threads_[bucket.lane]->post([shared = state_, index] { shared->run_bucket(index); });
+  const RoundState::Launch launch = state.round.launch_from(index);
+  for (size_t next = launch.first; next < launch.first + launch.count; ++next) {
+    threads_[launch.lane]->post([shared = state_, next] { shared->run_bucket(next); });
   }
 }
 
 bool Engine::marked(SlotId slot) const {
   std::lock_guard lock(state_->mutex);
-  return state_->slot_states.at(slot).marked;
+  return state_->round.marked(slot);
 }
 
 void Engine::exchange_used(std::vector<uint8_t> used) {
@@ -213,7 +197,7 @@ void Engine::exchange_used(std::vector<uint8_t> used) {
   std::lock_guard lock(state.mutex);
   BAGUA_CHECK_ARG(used.size() == state.used.size(), "exchange_used takes one byte per slot.");
   state.used = std::move(used);
-  ++state.used_pending;
+  state.round.exchange_begins();
   threads_[0]->post([shared = state_] { shared->run_exchange_used(); });
 }
 
@@ -224,10 +208,10 @@ void Engine::wait() {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   if (state.failure) state.rethrow(lock);
-  if (!state.open) return;
-  state.block(lock, [&] { return state.launched_done(); }, "its buckets");
+  if (!state.round.open()) return;
+  state.block(lock, [&] { return state.round.launched_done(); }, "its buckets");
   state.order_after_lanes();
-  if (state.marked == state.slot_states.size()) state.open = false;
+  state.round.end();
 }
 
 void Engine::fail(const std::string& reason, bool timed_out) {
@@ -250,7 +234,7 @@ EngineStats Engine::stats() const {
   std::lock_guard lock(state.mutex);
   EngineStats stats{.buckets = {},
                     .control = state.options.control->traffic(),
-                    .rounds = state.round,
+                    .rounds = state.round.number(),
                     .busy_ns = state.clock.busy_ns(),
                     .hidden_ns = state.clock.hidden_ns(),
                     .exposed_ns = state.clock.exposed_ns(),
@@ -261,6 +245,6 @@ EngineStats Engine::stats() const {
 
 const Bucket& Engine::bucket(size_t index) const { return state_->buckets.at(index); }
 size_t Engine::buckets() const { return state_->buckets.size(); }
-size_t Engine::slots() const { return state_->slot_states.size(); }
+size_t Engine::slots() const { return state_->round.slots(); }
 
 }  // namespace bagua

@@ -60,18 +60,8 @@ using SlotId = int32_t;
 // Thread safety: mark_ready() from any thread (autograd's); begin_round(), wait() from one thread
 // at a time; abort(), stats() from any. Ownership: shares the communicators and ops with nobody
 // else; lane threads keep them alive while they run. Ordering: Note [Launch order], Note
-// [Agreement]. May fail: an error in a lane is stored, rethrown by wait() and begin_round(),
-// published to the other ranks, and the engine refuses further work.
-//
-// Note [Launch order]
-// Buckets launch in registration order within a lane, whatever the order in which they become
-// ready, so ranks whose gradients arrive in different orders cannot deadlock.
-//
-// Note [Rounds]
-// A round is one synchronising backward (or one communicating step). begin_round() opens it;
-// a second call while nothing has been marked ready keeps it open (a forward without backward). A
-// round in which some slots were marked but not all when the next one begins was left unfinished:
-// an error on this rank and, through the failure board, on all others.
+// [Agreement], Note [Rounds]. May fail: an error in a lane is stored, rethrown by wait() and
+// begin_round(), published to the other ranks, and the engine refuses further work.
 //
 // Note [Streams]
 // On a device every lane has a stream of its own. A slot that is marked ready is written by work of
@@ -142,7 +132,7 @@ class Engine {
 
  private:
   struct State;
-  void mark(SlotId slot);  // under the lock
+  void mark(size_t slot);  // under the lock
 
   int process_;  // pid: after fork nothing is joined or closed
   std::shared_ptr<State> state_;

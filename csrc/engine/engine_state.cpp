@@ -9,6 +9,7 @@
 
 #include "base/check.h"
 #include "engine/agreement.h"
+#include "health/diagnose.h"
 #include "health/failure.h"
 #include "health/straggler_watch.h"
 
@@ -19,18 +20,23 @@ namespace {
 // asks then: a step that is merely slow must not load the store.
 constexpr auto kPollInterval = std::chrono::milliseconds(500);
 
+std::vector<std::vector<size_t>> slots_of(const std::vector<Lane>& lanes) {
+  std::vector<std::vector<size_t>> counts;
+  for (const Lane& lane : lanes) {
+    counts.emplace_back();
+    for (const Bucket& bucket : lane.buckets) counts.back().push_back(bucket.slots.size());
+  }
+  return counts;
+}
+
 }  // namespace
 
 Engine::State::State(std::vector<Lane> lane_list, EngineOptions engine_options)
-    : options(std::move(engine_options)) {
+    : options(std::move(engine_options)), round(slots_of(lane_list)) {
   for (Lane& lane : lane_list) {
     LaneState state;
     for (Bucket& bucket : lane.buckets) {
-      for (size_t i = 0; i < bucket.slots.size(); ++i) {
-        slot_states.push_back({static_cast<int32_t>(buckets.size()), false});
-      }
       Progress entry{.lane = lanes.size(),
-                     .pending = 0,
                      .ready_ns = 0,
                      .ready = StreamPoints(bucket.flat.device()),
                      .stats = {}};
@@ -39,33 +45,29 @@ Engine::State::State(std::vector<Lane> lane_list, EngineOptions engine_options)
       entry.stats.bytes = bucket.bytes();
       for (const auto& op : bucket.ops) entry.stats.ops.push_back(op->describe());
       progress.push_back(std::move(entry));
-      state.buckets.push_back(buckets.size());
       buckets.push_back(std::move(bucket));
     }
     state.communicators = std::move(lane.communicators);
     lanes.push_back(std::move(state));
   }
-  used.assign(slot_states.size(), 0);
+  used.assign(round.slots(), 0);
 }
 
 std::string Engine::State::whoami() const {
   const Group group = options.control->group();
   return concat("module '", options.name, "', rank ", group.rank, " of ", group.size, ", round ",
-                round);
+                round.number());
 }
 
 Whereabouts Engine::State::whereabouts() const {
   const std::lock_guard lock(mutex);
-  if (!open) return {round, false, "between two rounds"};
-  std::string text = marked < slot_states.size() ? concat("computing, ", marked, " of ",
-                                                          slot_states.size(), " tensors are ready")
-                                                 : std::string("communicating");
-  text += concat(", ", done, " of ", buckets.size(), " buckets are done");
+  std::string text = round.text();
+  if (!round.open()) return {round.number(), false, text};
   for (const LaneState& lane : lanes) {
     if (lane.running) text += concat(", bucket '", buckets[*lane.running].name, "' is under way");
   }
-  if (agreed_round != round) text += ", the ranks have not agreed on the round";
-  return {round, clock.caller_is_blocked(), text};
+  if (!round.agreed()) text += ", the ranks have not agreed on the round";
+  return {round.number(), clock.caller_is_blocked(), text};
 }
 
 void Engine::State::order_after_lanes() const {
@@ -112,7 +114,7 @@ void Engine::State::run_agreement(int64_t for_round, uint64_t frozen,
       options.weights->name_difference(*options.control, *weights);
     }
     std::lock_guard lock(mutex);
-    agreed_round = for_round;
+    round.agree(for_round);
   } catch (const MismatchError&) {
     {
       const std::lock_guard lock(mutex);
@@ -133,9 +135,9 @@ void Engine::State::run_bucket(size_t index) {
   std::optional<BucketAccount> account;
   {
     std::unique_lock lock(mutex);
-    changed.wait(lock, [&] { return failure || stopped || agreed_round == round; });
+    changed.wait(lock, [&] { return failure || stopped || round.agreed(); });
     if (failure || stopped) return;
-    this_round = round;
+    this_round = round.number();
     scale = grad_scale;
     account.emplace(lanes[entry.lane].communicators, clock);
     lanes[entry.lane].running = index;
@@ -164,7 +166,7 @@ void Engine::State::run_bucket(size_t index) {
     std::lock_guard lock(mutex);
     account->close(clock, entry.ready_ns, entry.stats);
     lanes[entry.lane].running.reset();
-    ++done;
+    round.bucket_done();
   }
   changed.notify_all();
 }
@@ -172,7 +174,7 @@ void Engine::State::run_bucket(size_t index) {
 void Engine::State::run_exchange_used() {
   try {
     std::unique_lock lock(mutex);
-    changed.wait(lock, [&] { return failure || stopped || agreed_round == round; });
+    changed.wait(lock, [&] { return failure || stopped || round.agreed(); });
     if (failure || stopped) return;
     at::Tensor mask = at::empty({static_cast<int64_t>(used.size())}, at::kByte);
     std::memcpy(mask.data_ptr(), used.data(), used.size());
@@ -180,7 +182,7 @@ void Engine::State::run_exchange_used() {
     if (options.control->group().size > 1) options.control->all_reduce(mask, ReduceOp::kMax);
     lock.lock();
     std::memcpy(used.data(), mask.data_ptr(), used.size());
-    ++used_done;
+    round.exchange_done();
   } catch (...) {
     fail(with_context(whoami() + ", exchange of used parameters: ", std::current_exception()));
   }
@@ -189,17 +191,14 @@ void Engine::State::run_exchange_used() {
 
 void Engine::State::check_open(std::unique_lock<std::mutex>& lock) {
   if (failure) rethrow(lock);
-  BAGUA_CHECK(open, whoami(), ": no round is open; run a forward in training mode first.");
+  BAGUA_CHECK(round.open(), whoami(), ": no round is open; run a forward in training mode first.");
 }
 
 std::string Engine::State::outstanding() const {
   std::string names;
-  for (const LaneState& lane : lanes) {
-    for (size_t i = 0; i < lane.buckets.size(); ++i) {
-      const Progress& entry = progress[lane.buckets[i]];
-      if (entry.pending == 0 && i < lane.next && entry.stats.rounds < round) {
-        names += concat(names.empty() ? "" : ", ", "'", entry.stats.name, "'");
-      }
+  for (size_t i = 0; i < progress.size(); ++i) {
+    if (round.launched(i) && progress[i].stats.rounds < round.number()) {
+      names += concat(names.empty() ? "" : ", ", "'", progress[i].stats.name, "'");
     }
   }
   return names.empty() ? "none" : names;
@@ -214,7 +213,7 @@ void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::functio
     const auto slice = std::min<std::chrono::steady_clock::time_point>(
         deadline, std::chrono::steady_clock::now() + kPollInterval);
     if (changed.wait_until(lock, slice, [&] { return failure || stopped || done_now(); })) break;
-    const int64_t my_round = round;
+    const int64_t my_round = round.number();
     const bool late = std::chrono::steady_clock::now() >= deadline;
     const std::string me = whoami(), buckets_left = outstanding();
     lock.unlock();
@@ -251,27 +250,17 @@ void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::functio
 
 void Engine::State::rethrow(std::unique_lock<std::mutex>& lock) {
   const std::exception_ptr cause = failure;
-  const int64_t my_round = round;
+  const int64_t my_round = round.number();
   const bool alike = failed_alike;
-  std::optional<std::string> places = survey;
+  std::exception_ptr explained = diagnosed;
   lock.unlock();
   if (!options.board || alike) std::rethrow_exception(cause);
-  // A transport error such as "connection closed" is often the echo of what another rank did.
-  std::string echo_of;
-  const auto tell = [&](const std::string& news) {
-    if (message_of(cause).find(news) == std::string::npos) echo_of += concat("[", news, "] ");
-  };
-  const std::optional<std::string> left = options.board->poll_left(my_round);
-  if (left) tell(*left);
-  const std::optional<FailureBoard::News> failed = options.board->poll();
-  if (failed) tell(failed->text);
-  const bool explained = left || (failed && !failed->is_secondary) || !may_be_secondary(cause);
-  if (!places) {
-    places = explained ? "" : " " + options.board->survey(my_round);
+  if (!explained) {
+    explained = diagnose(cause, {.number = my_round}, *options.board);
     const std::lock_guard relock(mutex);
-    survey = places;
+    diagnosed = explained;
   }
-  std::rethrow_exception(in_context(echo_of, cause, *places));
+  std::rethrow_exception(explained);
 }
 
 }  // namespace bagua

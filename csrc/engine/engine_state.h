@@ -1,4 +1,4 @@
-// What an engine's lanes share with it; private to engine/.
+// State that an engine's lanes share with it; private to engine/.
 #pragma once
 
 #include <atomic>
@@ -11,6 +11,7 @@
 
 #include "comm/device_stream.h"
 #include "engine/engine.h"
+#include "engine/round_state.h"
 #include "engine/weights_sample.h"
 
 namespace bagua {
@@ -20,18 +21,11 @@ namespace bagua {
 struct Engine::State {
   struct Progress {
     size_t lane;
-    int32_t pending;  // slots not yet marked in this round
     int64_t ready_ns;
     StreamPoints ready;  // the work that fills its slots
     BucketStats stats;
   };
-  struct SlotState {
-    int32_t bucket;
-    bool marked;
-  };
   struct LaneState {
-    std::vector<size_t> buckets;
-    size_t next = 0;  // first bucket of the round that has not been launched
     std::optional<size_t> running;
     CountingCommunicators communicators;
     std::optional<c10::Stream> stream;  // what its ops run on; none on CPU
@@ -60,32 +54,23 @@ struct Engine::State {
   [[noreturn]] void rethrow(std::unique_lock<std::mutex>& lock);
   // Throws the stored failure, or if no round is open.
   void check_open(std::unique_lock<std::mutex>& lock);
-  bool launched_done() const { return launched == done && used_pending == used_done; }
   std::string outstanding() const;
   std::string whoami() const;
   Whereabouts whereabouts() const;  // takes the lock
 
   EngineOptions options;
   std::vector<Bucket> buckets;
-  std::vector<SlotState> slot_states;
   std::vector<LaneState> lanes;
 
   mutable std::mutex mutex;
   std::condition_variable changed;
   std::vector<Progress> progress;
   std::exception_ptr failure;
-  bool failed_alike = false;          // every rank has found the failure by itself
-  std::optional<std::string> survey;  // of the other ranks, made once after the failure
-  bool open = false;
+  bool failed_alike = false;     // every rank has found the failure by itself
+  std::exception_ptr diagnosed;  // the failure, explained; made once
   bool stopped = false;
-  int64_t round = 0;
-  int64_t agreed_round = 0;
+  RoundState round;
   float grad_scale = 1.0f;
-  size_t marked = 0;
-  size_t launched = 0;
-  size_t done = 0;
-  int used_pending = 0;
-  int used_done = 0;
   std::vector<uint8_t> used;
   OverlapClock clock;
 };

@@ -328,7 +328,7 @@ void GradientPath::mark_remaining() {
       slot->result = GradientSlot::Result::kKeep;
       used[slot->id] = 0;
     } else if (exchange && untouched) {
-      // What .grad holds is from a round before: it changes only if another rank has more.
+      // .grad is from a round before: it changes only if another rank has more.
       slot->loan.recall();
       if (!slot->adopt({}, /*lend=*/false)) slot->take_nothing();
       slot->if_used = true;

@@ -31,7 +31,7 @@ inline uint32_t version_of(const at::Tensor& tensor) {
 // Not thread safe: a slot belongs to the thread that accumulates its gradient, then to the one that
 // ends the round.
 struct GradientSlot {
-  // What becomes of .grad at the end of the round.
+  // Effect on .grad at the end of the round.
   enum class Result {
     kInPlace,  // it is the slot's memory
     kCopy,     // it gets the values, or a new tensor where there is none

@@ -11,7 +11,9 @@
 #include "base/check.h"
 #include "comm/device_stream.h"
 #include "engine/accounting.h"
+#include "health/diagnose.h"
 #include "health/error_text.h"
+#include "health/failure.h"
 
 namespace bagua {
 
@@ -194,21 +196,12 @@ void PeriodicLane::check() {
     rounds = state_->rounds;
   }
   gate_->leave();
-  std::string news, places;
-  if (const auto& board = state_->options.board) {
-    const std::optional<FailureBoard::News> failed = board->poll();
-    const std::optional<std::string> left = board->poll_left(rounds + 1);
-    if (failed) news += concat("[", failed->text, "] ");
-    if (left) news += concat("[", *left, "] ");
-    if (!left && !(failed && !failed->is_secondary)) places = board->survey(rounds) + " ";
+  if (state_->options.board) {
+    failure = diagnose(failure, {.number = rounds, .needed = rounds + 1}, *state_->options.board);
   }
-  try {
-    std::rethrow_exception(failure);
-  } catch (const std::exception& error) {
-    throw Error(concat(news, error.what(), " ", places,
-                       "Weights are this rank's own. Every rank must call abort(model) before it "
-                       "ends; wrap the module again to go on."));
-  }
+  throw Error(concat(message_of(failure),
+                     "\n  Weights are this rank's own. Every rank must call abort(model) before it "
+                     "ends; wrap the module again to go on."));
 }
 
 void PeriodicLane::stop() noexcept {
@@ -223,7 +216,7 @@ void PeriodicLane::stop() noexcept {
     rounds = state_->rounds;
   }
   state_->changed.notify_all();
-  // Who leaves after a failure is not its cause.
+  // A rank that exits after a failure is not its cause.
   if (state_->options.board && !failed) state_->options.board->leave(rounds);
   state_->op->interrupt();
   thread_->stop();

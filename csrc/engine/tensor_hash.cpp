@@ -71,7 +71,7 @@ uint64_t sum8(const std::byte* elements, int64_t stride, int64_t count, uint64_t
                      : sum<uint64_t>(elements, stride, count, first);
 }
 
-// Of a run of elements that lie `stride` elements apart and are numbers first, first + 1, ...
+// Hash of a run of elements that lie `stride` elements apart and are numbers first, first + 1, ...
 uint64_t run_hash(const std::byte* elements, int64_t bytes, int64_t stride, int64_t count,
                   uint64_t first) {
   switch (bytes) {

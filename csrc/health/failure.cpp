@@ -5,25 +5,22 @@
 
 namespace bagua {
 
-std::exception_ptr in_context(const std::string& before, const std::exception_ptr& cause,
-                              const std::string& behind) {
+std::exception_ptr with_message(const std::exception_ptr& cause, const std::string& message) {
   try {
     std::rethrow_exception(cause);
-  } catch (const TimeoutError& error) {
-    return std::make_exception_ptr(TimeoutError(before + error.what() + behind));
-  } catch (const MismatchError& error) {
-    return std::make_exception_ptr(MismatchError(before + error.what() + behind));
-  } catch (const TransportError& error) {
-    return std::make_exception_ptr(TransportError(before + error.what() + behind));
-  } catch (const std::exception& error) {
-    return std::make_exception_ptr(Error(before + short_text(error) + behind));
+  } catch (const TimeoutError&) {
+    return std::make_exception_ptr(TimeoutError(message));
+  } catch (const MismatchError&) {
+    return std::make_exception_ptr(MismatchError(message));
+  } catch (const TransportError&) {
+    return std::make_exception_ptr(TransportError(message));
   } catch (...) {
-    return std::make_exception_ptr(Error(before + "unknown error" + behind));
+    return std::make_exception_ptr(Error(message));
   }
 }
 
 std::exception_ptr with_context(const std::string& context, const std::exception_ptr& cause) {
-  return in_context(context, cause, "");
+  return with_message(cause, context + message_of(cause));
 }
 
 bool may_be_secondary(const std::exception_ptr& failure) {
@@ -43,6 +40,8 @@ std::string message_of(const std::exception_ptr& failure) {
     std::rethrow_exception(failure);
   } catch (const std::exception& error) {
     return short_text(error);
+  } catch (...) {
+    return "unknown error";
   }
 }
 

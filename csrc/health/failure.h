@@ -1,4 +1,4 @@
-// What is done with an exception that ended a round.
+// Exceptions that ended a round, with other messages.
 #pragma once
 
 #include <exception>
@@ -6,9 +6,8 @@
 
 namespace bagua {
 
-// The same kind of exception with more before and behind its message.
-std::exception_ptr in_context(const std::string& before, const std::exception_ptr& cause,
-                              const std::string& behind);
+// Rebuilds the exception, same type, with another message, or with a prefix.
+std::exception_ptr with_message(const std::exception_ptr& cause, const std::string& message);
 std::exception_ptr with_context(const std::string& context, const std::exception_ptr& cause);
 
 // Whether another rank may be the cause: then the heartbeats are looked at.

@@ -145,23 +145,41 @@ std::shared_ptr<const Snapshot> FailureBoard::look() noexcept {
   return answered ? found : nullptr;
 }
 
+OtherRanks FailureBoard::others(int64_t round, const std::string& unit, bool everyone) noexcept {
+  const auto before = look();
+  if (before) std::this_thread::sleep_for(kBetweenLooks);
+  return found(before, before ? look() : nullptr, round, unit, everyone);
+}
+
 std::string FailureBoard::survey(int64_t round, const std::string& unit, bool everyone) noexcept {
   const auto before = look();
   if (before) std::this_thread::sleep_for(kBetweenLooks);
   return compare(before, before ? look() : nullptr, round, unit, everyone);
 }
 
+OtherRanks FailureBoard::found(const std::shared_ptr<const Snapshot>& before,
+                               const std::shared_ptr<const Snapshot>& after, int64_t round,
+                               const std::string& unit, bool everyone) const {
+  if (!before || !after) {
+    return {.causes = {},
+            .failed = {},
+            .nobody =
+                "The job's store does not answer: the process that has it (torchrun's agent, "
+                "or else rank 0, at MASTER_ADDR) was killed or stopped, or is cut off."};
+  }
+  return where_others_are(*before, *after,
+                          {.rank = rank_, .round = round, .unit = unit, .everyone = everyone});
+}
+
 std::string FailureBoard::compare(const std::shared_ptr<const Snapshot>& before,
                                   const std::shared_ptr<const Snapshot>& after, int64_t round,
                                   const std::string& unit, bool everyone) const {
-  if (!before || !after) {
-    return "The job's store does not answer: the process that has it (torchrun's agent, or else "
-           "rank 0, at MASTER_ADDR) was killed or stopped, or is cut off.";
+  const OtherRanks others = found(before, after, round, unit, everyone);
+  std::string places;
+  for (const auto& list : {others.causes, others.failed}) {
+    for (const std::string& rank : list) places += (places.empty() ? "" : "; ") + rank;
   }
-  const std::string places = where_others_are(
-      *before, *after, {.rank = rank_, .round = round, .unit = unit, .everyone = everyone});
-  if (places.empty()) return "No rank is silent, behind or ahead.";
-  return concat("Where the others are: ", places, ".");
+  return places.empty() ? others.nobody : concat("Where the others are: ", places, ".");
 }
 
 }  // namespace bagua

@@ -59,7 +59,7 @@ class FailureBoard final {
     });
   }
 
-  // The same with what note() was told last; the first call begins.
+  // Publishes the position last passed to note(); the first call starts publishing.
   void note(Whereabouts here);
 
   // All heartbeats as they are now; null if the store does not answer.
@@ -71,13 +71,20 @@ class FailureBoard final {
   std::string survey(int64_t round, const std::string& unit = "round",
                      bool everyone = false) noexcept;
 
-  // What survey() says of two looks.
+  // The same, a sentence per rank.
+  OtherRanks others(int64_t round, const std::string& unit, bool everyone) noexcept;
+
+  // Text of survey() for two looks.
   std::string compare(const std::shared_ptr<const Snapshot>& before,
                       const std::shared_ptr<const Snapshot>& after, int64_t round,
                       const std::string& unit = "round", bool everyone = false) const;
 
  private:
   struct Noted;
+  OtherRanks found(const std::shared_ptr<const Snapshot>& before,
+                   const std::shared_ptr<const Snapshot>& after, int64_t round,
+                   const std::string& unit, bool everyone) const;
+
   const int rank_;
   const int size_;
   StoreWorker clerk_;

@@ -21,32 +21,33 @@ int64_t rounds_apart(int64_t more, int64_t less) {
 }
 
 // Empty for a rank that is there, in the same round.
-std::string what_is_wrong(const Seen& before, const Seen& after, const Observer& onlooker) {
+std::string what_is_wrong(const Seen& before, const Seen& after, const Observer& observer) {
   if (!after) return " has never been heard of";
   const int64_t round = after->where.round;
-  const std::string place = concat(onlooker.unit, " ", round, ": ", after->where.text);
+  const std::string place = concat(observer.unit, " ", round, ": ", after->where.text);
   if (before && before->number == after->number) {
-    return concat(" is silent (killed, stopped or cut off), last heard of in ", place);
+    return concat(" was killed, stopped or cut off: silent for over a second, last in ",
+                  observer.unit, " ", round, " (", after->where.text, ")");
   }
-  if (round < onlooker.round) {
-    const std::string apart = counted(rounds_apart(onlooker.round, round), onlooker.unit);
+  if (round < observer.round) {
+    const std::string apart = counted(rounds_apart(observer.round, round), observer.unit);
     return concat(" is ", apart, " behind, in ", place);
   }
-  if (round > onlooker.round) {
-    const std::string apart = counted(rounds_apart(round, onlooker.round), onlooker.unit);
+  if (round > observer.round) {
+    const std::string apart = counted(rounds_apart(round, observer.round), observer.unit);
     return concat(" is ", apart, " ahead, in ", place);
   }
-  return onlooker.everyone ? concat(" is there too, in ", place) : "";
+  return observer.everyone ? concat(" is there too, in ", place) : "";
 }
 
 // In the same round, at both looks, and at work of its own.
-std::string what_keeps(const Seen& before, const Seen& after, const Observer& onlooker) {
+std::string what_keeps(const Seen& before, const Seen& after, const Observer& observer) {
   if (!before || !after) return "";
   const Whereabouts &then = before->where, &now = after->where;
-  if (then.waits || now.waits || then.round != onlooker.round || now.round != onlooker.round) {
+  if (then.waits || now.waits || then.round != observer.round || now.round != observer.round) {
     return "";
   }
-  return concat(" is not through yet, in ", onlooker.unit, " ", now.round, ": ", now.text);
+  return concat(" is not through yet, in ", observer.unit, " ", now.round, ": ", now.text);
 }
 
 }  // namespace
@@ -69,24 +70,25 @@ std::optional<Heartbeat> parse_heartbeat(const std::string& written) {
   return beat;
 }
 
-std::string where_others_are(const Snapshot& before, const Snapshot& after,
-                             const Observer& onlooker) {
-  std::string wrong, keeping, failed;
-  const auto add = [](std::string& list, size_t rank, const std::string& what) {
-    if (!what.empty()) list += concat(list.empty() ? "" : "; ", "rank ", rank, what);
+OtherRanks where_others_are(const Snapshot& before, const Snapshot& after,
+                            const Observer& observer) {
+  std::vector<std::string> wrong, keeping, failed;
+  const auto add = [](std::vector<std::string>& list, size_t rank, const std::string& what) {
+    if (!what.empty()) list.push_back(concat("rank ", rank, what));
   };
   for (size_t rank = 0; rank < after.beats.size(); ++rank) {
-    if (static_cast<int>(rank) == onlooker.rank) continue;
+    if (static_cast<int>(rank) == observer.rank) continue;
     const Seen &then = before.beats[rank], &now = after.beats[rank];
     if (now && after.failed.contains(static_cast<int>(rank))) {
-      add(failed, rank, concat(" has failed too, in ", onlooker.unit, " ", now->where.round));
+      add(failed, rank, concat(" has failed too, in ", observer.unit, " ", now->where.round));
     } else {
-      add(wrong, rank, what_is_wrong(then, now, onlooker));
-      add(keeping, rank, what_keeps(then, now, onlooker));
+      add(wrong, rank, what_is_wrong(then, now, observer));
+      add(keeping, rank, what_keeps(then, now, observer));
     }
   }
-  const std::string& causes = wrong.empty() ? keeping : wrong;
-  return causes + (causes.empty() || failed.empty() ? "" : "; ") + failed;
+  return {.causes = wrong.empty() ? keeping : wrong,
+          .failed = failed,
+          .nobody = "No rank is silent, behind or ahead."};
 }
 
 }  // namespace bagua

@@ -1,4 +1,4 @@
-// What ranks tell each other about where they are, and what follows from looking at it twice.
+// Positions that ranks tell each other, and conclusions from two looks at them.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace bagua {
 
-// What a rank is doing, for the others' messages.
+// Position of a rank, for the others' messages.
 struct Whereabouts {
   int64_t round;     // in which it is, or was last
   bool waits;        // for others: it has nothing left to do in that round itself
@@ -25,7 +25,7 @@ struct Heartbeat {
 std::string heartbeat_text(const Heartbeat& beat);
 std::optional<Heartbeat> parse_heartbeat(const std::string& written);
 
-// What one look at the store showed.
+// Result of one look at the store.
 struct Snapshot {
   std::vector<std::optional<Heartbeat>> beats;  // by rank
   std::set<int> failed;                         // ranks that have said so
@@ -39,11 +39,17 @@ struct Observer {
   bool everyone = false;       // say also where those are that are where they should be
 };
 
-// "rank 1 is silent (...), last heard of in round 5: ...; rank 2 is 1 round behind, ...". The looks
-// are more than a heartbeat apart. If nobody is silent, behind or ahead: who is in the same round
-// and does not wait, and so is waited for. Last, who has failed too. Empty if there is nobody to
-// speak of.
-std::string where_others_are(const Snapshot& before, const Snapshot& after,
-                             const Observer& onlooker);
+// One sentence per rank, without a full stop.
+struct OtherRanks {
+  // Ranks that are silent, behind or ahead; if there are none, ranks in the same round that are
+  // still computing, and so are waited for.
+  std::vector<std::string> causes;
+  std::vector<std::string> failed;  // ranks that failed too
+  std::string nobody;               // a sentence that says that there are none, or why
+};
+
+// Compares two snapshots that are more than a heartbeat apart.
+OtherRanks where_others_are(const Snapshot& before, const Snapshot& after,
+                            const Observer& observer);
 
 }  // namespace bagua

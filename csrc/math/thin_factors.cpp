@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kLanes = 16;
 
-// Of rows that are worked on at a time: what is between the passes over it stays in L1.
+// Number of rows worked on at a time: the data between the passes over them stays in L1.
 constexpr int64_t kTileNumel = 2048;
 
 BAGUA_HD double widen(double value) { return value; }

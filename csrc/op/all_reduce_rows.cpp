@@ -15,7 +15,7 @@
 namespace bagua {
 namespace {
 
-// Of the sections of a message, so that every dtype may be read in place.
+// Alignment of the sections of a message, so that every dtype may be read in place.
 constexpr int64_t kAlignment = 16;
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }

@@ -8,8 +8,8 @@
 
 #include "base/weight_gate.h"
 #include "comm/communicator.h"
-#include "op/count_non_finite.h"
 #include "op/contract/periodic_op.h"
+#include "op/count_non_finite.h"
 
 namespace bagua {
 

@@ -19,7 +19,7 @@ struct Replicas {
   at::Tensor right;  // R: equal to W of the right neighbour
 };
 
-// What a neighbour's weights count in the mix; the own ones count 1 - left - right.
+// Shares of the neighbours' weights in the mix; the own weights have 1 - left - right.
 struct MixingWeights {
   double left;
   double right;

@@ -1,4 +1,4 @@
-// The exact mean of a bucket, which pays what was owed before.
+// Exact all-reduce that first adds the accumulated residual, then clears it.
 #pragma once
 
 #include <memory>

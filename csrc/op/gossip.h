@@ -16,7 +16,7 @@ namespace bagua {
 //   2. exchange the bucket with the peer;
 //   3. bucket = (own + received) / 2, or, where a member stands for weights[member] ranks,
 //      (weights[own] * own + weights[peer] * received) / (weights[own] + weights[peer]).
-// Both of a pair hold the same bits afterwards, and the mean over all ranks is what it was.
+// Both peers end bit-identical; the global mean is unchanged.
 //
 // Reads `communications` (one int64 in CPU memory, equal on all ranks) and leaves it to the op
 // around it (AverageWeights) to count. May fail: std::invalid_argument for weights that do not fit.

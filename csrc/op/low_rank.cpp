@@ -11,10 +11,10 @@
 
 #include "base/check.h"
 #include "base/mixed_bits.h"
+#include "op/memory/communications.h"
 #include "op/tensors/all_finite.h"
 #include "op/tensors/arithmetic_dtype.h"
 #include "op/tensors/low_rank_products.h"
-#include "op/memory/communications.h"
 
 namespace bagua {
 namespace {
@@ -137,7 +137,7 @@ void LowRank::pay_alone(at::Tensor& flat, const Round& round) {
   memory_->leave(round.step, all_finite(flat));
 }
 
-// Those of the round before, or fresh ones: N(0, 1), the same on all ranks.
+// Queries of the round before, or fresh ones: N(0, 1), the same on all ranks.
 at::Tensor LowRank::queries(const at::Tensor& flat, const Round& round) {
   const at::Tensor& known = memory_->value(kQueries);
   const int64_t communications = memory_->value(kCommunications).item<int64_t>();

@@ -6,9 +6,9 @@
 
 #include "comm/communicator.h"
 #include "op/contract/bucket_op.h"
-#include "op/tensors/low_rank_layout.h"
 #include "op/memory/round_memory.h"
 #include "op/memory/scratch.h"
+#include "op/tensors/low_rank_layout.h"
 
 namespace bagua {
 

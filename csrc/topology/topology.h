@@ -1,4 +1,4 @@
-// Who talks to whom: pure functions of integers.
+// Peers of a rank: pure functions of integers.
 //
 // Thread safety: all are pure. Ownership: values. May fail: std::invalid_argument for a rank
 // outside [0, size), a size below 1 or a negative step.

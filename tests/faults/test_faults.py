@@ -34,7 +34,7 @@ def case_of(fault, form="processes", **changes):
 
 
 STEPS = {step: (f"bits of {step}", True) for step in range(3)}
-NAMES = "rank 1 is silent (killed, stopped or cut off)"
+NAMES = "rank 1 was killed, stopped or cut off"
 
 
 def told(text=NAMES, kind="BaguaError"):
@@ -61,7 +61,7 @@ def test_each_defect_is_found():
     assert kinds(kill, [RankOutcome(hangs=True), *good()[1:]]) == [verdict.HANG]
     assert kinds(kill, [*good()[:2], replace(told(), crash="ended with -6")]) == [verdict.CRASH]
     assert kinds(kill, [*good()[:2], RankOutcome(done=True)]) == [verdict.UNEXPECTED]
-    for text in ("connection closed by peer", "rank 0 of 3: timed out", "rank 11 is silent"):
+    for text in ("connection closed by peer", "rank 0 of 3: timed out", "rank 11 was killed"):
         assert kinds(kill, [told(text), *good()[1:]]) == [verdict.UNNAMED]
 
 

@@ -7,6 +7,7 @@ import time
 import bagua.torch_api as bagua
 import pytest
 import torch.distributed as dist
+from bagua._core.group import job
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from ranks import faults
 from torch import nn
@@ -53,7 +54,7 @@ def start_over_a_dead_job():
     while store.add("met", 0) < size:
         time.sleep(0.001)
     bagua.init_process_group(timeout=datetime.timedelta(seconds=20))
-    name = bagua.communication._incarnation
+    name = job._incarnation
     result = train()
     bagua.destroy_process_group()
     return result, name

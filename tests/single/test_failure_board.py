@@ -41,7 +41,7 @@ def test_a_rank_that_still_computes_is_named_where_no_other_is_to_blame():
         "are ready."
     )
     del one
-    assert zero.survey(7).startswith("Where the others are: rank 1 is silent")
+    assert zero.survey(7).startswith("Where the others are: rank 1 was killed")
 
 
 def test_ranks_in_other_rounds_are_named_with_the_difference():
@@ -61,8 +61,8 @@ def test_a_rank_that_beats_no_more_is_silent_and_one_that_never_did_is_unknown()
     time.sleep(0.2)
     del one
     assert zero.survey(7) == (
-        "Where the others are: rank 1 is silent (killed, stopped or cut off), last heard of in "
-        "round 7: bucket 'a' is under way; rank 2 has never been heard of."
+        "Where the others are: rank 1 was killed, stopped or cut off: silent for over a second, "
+        "last in round 7 (bucket 'a' is under way); rank 2 has never been heard of."
     )
 
 

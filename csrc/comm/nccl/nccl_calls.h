@@ -1,4 +1,4 @@
-// From the words of Communicator to those of NCCL.
+// Translates Communicator calls to NCCL.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,7 @@ inline std::byte* bytes_of(const at::Tensor& tensor) {
   return static_cast<std::byte*>(tensor.data_ptr());
 }
 
-// Those with elements, of a list of Send or Recv.
+// The non-empty messages.
 template <typename Endpoint>
 std::vector<Message> messages_of(c10::ArrayRef<Endpoint> endpoints) {
   std::vector<Message> messages;

@@ -67,7 +67,7 @@ class NcclHandle final {
   // Throws what a call on a failed handle throws, asking NCCL first whether it has failed.
   void refuse_if_failed(const CallSite& site);
 
-  // What NCCL reports about work already on the stream; nullopt: no error.
+  // Error that NCCL reports about work already on the stream; nullopt: none.
   std::optional<std::string> asynchronous_error();
 
   // The first failure stays; aborts the communicator, and returns when its work on the stream has

@@ -1,4 +1,4 @@
-// What a build without nccl.h has in place of nccl_*.cpp.
+// Stands in for nccl_*.cpp in a build without nccl.h.
 #include "base/check.h"
 #include "comm/nccl/nccl_communicator.h"
 #include "comm/nccl/nccl_library.h"

@@ -1,4 +1,4 @@
-// What a bucket does when all of its slots are ready.
+// Operation on a bucket whose slots are all ready.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace bagua {
 
-// What a lane tells an op about the round it runs in.
+// The round that an op runs in.
 struct Round {
   int64_t step;               // number of the round, from 1
   float grad_scale;           // the factor the values carry (GradScaler); 1 without scaling

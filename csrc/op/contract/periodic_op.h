@@ -1,4 +1,4 @@
-// What a periodic lane does again and again while training goes on.
+// Operation that a periodic lane repeats while training goes on.
 #pragma once
 
 #include <cstdint>

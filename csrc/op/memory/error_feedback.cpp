@@ -3,8 +3,8 @@
 #include <utility>
 
 #include "base/check.h"
-#include "op/tensors/all_finite.h"
 #include "op/memory/communications.h"
+#include "op/tensors/all_finite.h"
 
 namespace bagua {
 

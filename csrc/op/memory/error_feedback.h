@@ -1,12 +1,12 @@
-// What the ops that send a part of a bucket have in common: what they did not send comes next time.
+// Residual of the ops that send a part of a bucket: it is added in the next round.
 #pragma once
 
 #include <memory>
 
-#include "op/tensors/arithmetic_dtype.h"
 #include "op/contract/bucket_op.h"
 #include "op/memory/round_memory.h"
 #include "op/memory/scratch.h"
+#include "op/tensors/arithmetic_dtype.h"
 
 namespace bagua {
 

@@ -1,4 +1,4 @@
-// What an op remembers from round to round.
+// Memory of an op from round to round.
 #pragma once
 
 #include <array>

@@ -5,7 +5,7 @@
 
 namespace bagua {
 
-// Of any dtype, on any device; elsewhere than on the CPU it waits for the device.
+// `tensor`: of any dtype, on any device; on a device other than the CPU the call waits for it.
 bool all_finite(const at::Tensor& tensor);
 
 }  // namespace bagua

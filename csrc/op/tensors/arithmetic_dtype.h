@@ -1,4 +1,4 @@
-// What the sums of a bucket are formed in.
+// Dtype in which the sums of a bucket are formed.
 #pragma once
 
 #include <c10/core/ScalarType.h>

@@ -29,7 +29,7 @@ Words words_of(const Frame& frame, uint64_t checksum) {
   return {kMagic, frame.fingerprint, frame.step, frame.payload_bytes};
 }
 
-// Of the payload behind the frame; 0 where nobody looks at it.
+// Checksum of the payload behind the frame; 0 where none is compared.
 uint64_t checksum_behind(const Frame& frame, const std::byte* message) {
   if (frame.checksum == Checksum::kOff) return 0;
   return payload_checksum(message + kFrameBytes, static_cast<int64_t>(frame.payload_bytes));

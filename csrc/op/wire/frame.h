@@ -12,7 +12,7 @@ inline constexpr int64_t kFrameBytes = 32;
 // Whether frames carry a checksum of their payload; equal on all ranks.
 enum class Checksum : uint8_t { kOff, kOn };
 
-// What sender and receiver must agree on before a payload is decoded.
+// Values that sender and receiver must agree on before a payload is decoded.
 struct Frame {
   uint64_t fingerprint;    // codec, dtype, sizes and bucket: see frame_fingerprint
   uint64_t step;           // number of the round

@@ -33,7 +33,7 @@ std::byte* row_of(const at::Tensor& words, size_t row) {
   return static_cast<std::byte*>(words.data_ptr()) + row * kFrameBytes;
 }
 
-// Of the payload of each row, 0 for a row without a message.
+// Checksum of the payload of each row, 0 for a row without a message.
 at::Tensor checksums_of(const at::Tensor& buffer, int64_t stride,
                         const std::vector<Frame>& frames) {
   std::vector<at::Tensor> checksums;

@@ -39,7 +39,7 @@ class PartLayout {
     return std::min(pieces(), (segment + 1) * segment_pieces_);
   }
 
-  // Of a piece, in elements of the part.
+  // Range of a piece, in elements of the part.
   int64_t first(int64_t piece) const { return piece * piece_numel_; }
   int64_t numel(int64_t piece) const {
     return std::min(piece_numel_, numel_ - piece * piece_numel_);

@@ -1,4 +1,4 @@
-"""What the operations of one communication thread share: communicators and scratch memory."""
+"""A lane under construction: communicators and scratch memory of one thread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Lane:
     communicators: dict[tuple[str, str], Members] = field(default_factory=dict)
 
     def connections(self, group: BaguaProcessGroup | None) -> Connections:
-        """Those of ``group``, or of the lane's own."""
+        """Connections of ``group``, or of the lane's own group."""
         return (group or self.group).connections
 
     def communicator(self, group: BaguaProcessGroup | None) -> Members:

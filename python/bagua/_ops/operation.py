@@ -1,4 +1,4 @@
-"""What every operation of a bucket is: one description, from which the C++ op is built."""
+"""The description of a bucket operation, from which the C++ op is built."""
 
 from __future__ import annotations
 

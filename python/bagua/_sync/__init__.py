@@ -1,1 +1,1 @@
-"""What a wrapped module runs on."""
+"""Synchronizers: the engine or averaging lane that a wrapped module runs on."""

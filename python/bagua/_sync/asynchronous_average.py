@@ -1,4 +1,4 @@
-"""What is appended to a bucket whose weights are averaged while training goes on."""
+"""Averaging of a bucket's weights while training goes on, in place of operations."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class EngineSynchronizer:
 
     @contextmanager
     def part_of_the_round(self) -> Iterator[None]:
-        """What the main thread sends inside belongs to the open round, and fails with it.
+        """Messages of the main thread inside belong to the open round, and fail with it.
 
         Raises:
             BaguaError: says where the other ranks are.

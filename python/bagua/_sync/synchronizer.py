@@ -12,7 +12,7 @@ __all__ = ["Synchronizer"]
 
 
 class Synchronizer(Protocol):
-    """What communicates for a wrapped module, from one (re)build of its buckets to the next.
+    """Communicates for a wrapped module, from one (re)build of its buckets to the next.
 
     Attributes:
         communicators: (purpose, communicator) of its lanes, for statistics.

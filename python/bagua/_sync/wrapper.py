@@ -1,4 +1,4 @@
-"""What synchronizers see of a wrapped module, its buckets and its algorithm."""
+"""Views that synchronizers have of a wrapped module, its buckets and its algorithm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What communicates for one module: its hooks, buckets and engine."""
+"""The wrapper of one module: its hooks, buckets and synchronizer."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class BaguaDistributedDataParallel:
         )
 
     def weights_sample(self) -> _C.WeightsSample | None:
-        """What each round compares of the weights; None: nothing."""
+        """The part of the weights that each round compares; None: nothing."""
         return self._shared.weights_sample(self.module, self.bagua_algorithm.ranks_agree)
 
     @property

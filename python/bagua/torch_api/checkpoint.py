@@ -213,7 +213,7 @@ def _exclusive(state: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _of_rank(folder: Path, saved: Saved, rank: int) -> Leaves:
-    """What one rank saved."""
+    """State that one rank saved."""
     content = _checkpoint_file.read(file_of(folder, saved, rank))
     found: Leaves = dict(content["own"])
     if content["alike"]:
@@ -223,7 +223,7 @@ def _of_rank(folder: Path, saved: Saved, rank: int) -> Leaves:
 
 
 def _of_all_ranks(folder: Path, saved: Saved, size: int, state: Mapping[str, Any]) -> Leaves:
-    """What all ranks saved, for ranks of another number."""
+    """State that all ranks saved, for another number of ranks."""
     parts = [
         dict(_checkpoint_file.read(file_of(folder, saved, rank))["own"])
         for rank in range(saved.size)

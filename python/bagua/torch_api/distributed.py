@@ -50,7 +50,7 @@ class BaguaModule:
 
     @property
     def bagua_ddp(self) -> BaguaDistributedDataParallel:
-        """What communicates for this module."""
+        """The wrapper that communicates for this module."""
         ddp: BaguaDistributedDataParallel = self.__dict__["_bagua_ddp"]
         return ddp
 
@@ -86,7 +86,7 @@ class BaguaModule:
 
     @property
     def process_group(self) -> BaguaProcessGroup:
-        """Who communicates."""
+        """The group that communicates."""
         return self.bagua_ddp.process_group
 
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -94,7 +94,7 @@ class BaguaModule:
         return self.bagua_ddp.bagua_build_params()
 
     def bagua_stats(self) -> dict[str, Any]:
-        """What this rank sent and how long it took, since the buckets were built.
+        """Bytes that this rank sent and times it took, since the buckets were built.
 
         Sums over all rounds; bytes are payload without packet headers, times nanoseconds.
 

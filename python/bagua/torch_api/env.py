@@ -1,4 +1,4 @@
-"""What the launcher tells a process: its public address."""
+"""Settings of the launcher: their public address."""
 
 from bagua._core.group.environment import (
     find_free_network_port,

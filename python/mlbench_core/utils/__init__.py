@@ -1,1 +1,1 @@
-"""What the other packages share."""
+"""Functions that the other packages share."""

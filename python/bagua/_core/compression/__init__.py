@@ -1,1 +1,1 @@
-"""What compressed operations remember and choose."""
+"""Residuals, matrices and selections of compressed operations."""

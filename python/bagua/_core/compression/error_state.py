@@ -14,7 +14,7 @@ __all__ = ["error_key", "load_memory", "new_memory", "ranks_text"]
 
 
 def error_key(rank: int, name: str) -> str:
-    """What ``rank`` owes for the parameter ``name``."""
+    """Key of the residual of ``rank`` for the parameter ``name``."""
     return f"rank{rank}/error/{name}"
 
 

@@ -30,7 +30,7 @@ def check_compression_rate(min_compression_rate: float) -> None:
 def low_rank_matrices(
     named: Iterable[tuple[str, torch.Tensor]], rank: int, min_compression_rate: float
 ) -> Matrices:
-    """Those of the views of a bucket that are sent as products of two thin matrices."""
+    """The views of a bucket that are sent as products of two thin matrices."""
     found = ((name, _matrix(view, rank, min_compression_rate)) for name, view in named)
     return {name: matrix for name, matrix in found if matrix is not None}
 

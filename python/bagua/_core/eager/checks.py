@@ -1,4 +1,4 @@
-"""What the arguments of a collective must satisfy. Everything is checked before anything is sent.
+"""Checks of the arguments of collectives. Everything is checked before anything is sent.
 
 Each function raises ValueError for a wrong size, layout or rank and TypeError for a wrong type; the
 message begins with the name of the collective.

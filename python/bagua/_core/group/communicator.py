@@ -32,7 +32,7 @@ class ReduceOp(enum.IntEnum):
 
 
 class CommMember(enum.Enum):
-    """What may stand for a communicator: all ranks, or "this process takes no part"."""
+    """Stand-ins for a communicator: all ranks, or "this process takes no part"."""
 
     WORLD = "world"
     NON_COMM_MEMBER = "no member"

@@ -34,8 +34,11 @@ def fingerprint(lines: list[str]) -> int:
 
 
 def cuda_transport() -> str:
-    """What moves CUDA tensors: "nccl" (communicators of our own), "c10d" (torch's NCCL backend), or
-    "gloo" (through host memory: its ranks may share a GPU, NCCL's may not)."""
+    """Transport of CUDA tensors.
+
+    "nccl" (communicators of our own), "c10d" (torch's NCCL backend), or "gloo" (through host
+    memory: its ranks may share a GPU, NCCL's may not).
+    """
     return env.get_comm() or ("nccl" if _C.has_nccl else "c10d")
 
 
@@ -90,10 +93,9 @@ class Connections:
             raise
         except (_C.BaguaError, dist.DistError) as error:
             board.publish(str(error), is_secondary=True)
-            others = board.survey(self._meetings, unit="meeting", everyone=True)
             kind = type(error) if isinstance(error, _C.BaguaError) else _C.BaguaError
-            me = f"rank {self.rank} of {self.size}"
-            raise kind(f"{what}, {me}: {error} {others}") from error
+            seen = f"{what}, rank {self.rank} of {self.size}: {error}"
+            raise kind(board.diagnose(seen, self._meetings, "meeting", everyone=True)) from error
         finally:
             self._meets = False
 

@@ -1,4 +1,4 @@
-"""What the launcher tells a process, read from the environment at every call."""
+"""Settings of the launcher, read from the environment at every call."""
 
 import math
 import os
@@ -131,7 +131,7 @@ def get_straggler_seconds() -> float:
 
 
 def get_comm() -> str | None:
-    """What moves CUDA tensors (``BAGUA_COMM``): "nccl", "c10d", "gloo", or None if unset.
+    """Transport of CUDA tensors (``BAGUA_COMM``): "nccl", "c10d", "gloo", or None if unset.
 
     nccl: communicators of bagua's own on NCCL, the default where the build has them. c10d: NCCL
     through torch.distributed's backend, the default elsewhere. gloo: through host memory, for ranks

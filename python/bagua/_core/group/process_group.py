@@ -28,21 +28,21 @@ __all__ = [
 
 
 class Closable(Protocol):
-    """What is closed when the interpreter or the process group ends."""
+    """Resource that is closed when the interpreter or the process group ends."""
 
     def close(self) -> None: ...
 
 
 @runtime_checkable
 class BackgroundTask(Protocol):
-    """What goes on by itself and is told of the end before anything is closed."""
+    """Background work that must be told before shutdown."""
 
     def announce_end(self) -> None: ...
 
 
 @runtime_checkable
 class EndsWithGroup(Protocol):
-    """What tells an end of the process group from a :meth:`close` of the user's."""
+    """Resource that distinguishes the end of the process group from :meth:`close`."""
 
     def end_with_group(self) -> None: ...
 

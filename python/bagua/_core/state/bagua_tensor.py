@@ -25,13 +25,13 @@ Setter = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Marker(Protocol):
-    """What marks a tensor ready: the wrapper of the module that owns it."""
+    """Marks a tensor ready: the synchronizer of the module that owns it."""
 
     def mark_tensor_ready(self, tensor: torch.Tensor) -> None: ...
 
 
 class Record:
-    """What is known about one registered tensor."""
+    """Registration of one tensor."""
 
     def __init__(
         self, name: str, module_name: str | None, getter: Getter | None, setter: Setter | None

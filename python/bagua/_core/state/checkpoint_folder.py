@@ -26,7 +26,7 @@ class Saved(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What all ranks can load, and why this rank does not load newer ones (file: reason)."""
+    """The checkpoints that all ranks can load, and why newer ones are not loaded (file: reason)."""
 
     saved: Saved | None
     refused: dict[Path, str]
@@ -67,7 +67,7 @@ def remove_before(folder: Path, step: int) -> None:
 
 
 class _Candidates:
-    """What this rank knows of the folder's checkpoints. A file is read when it is asked for."""
+    """The folder's checkpoints, as this rank sees them. A file is read when it is asked for."""
 
     def __init__(self, folder: Path, connections: Connections) -> None:
         self._folder = folder

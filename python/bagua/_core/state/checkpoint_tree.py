@@ -60,7 +60,7 @@ def path_text(path: Path) -> str:
 
 
 def table(found: Leaves) -> dict[Path, tuple[int, str]]:
-    """What tells whether tensors are the same: 64 bits of their bits, dtype, shape, strides."""
+    """Hash that tells whether tensors are the same: 64 bits of bits, dtype, shape, strides."""
     return {
         path: (int(digest(value)), f"{value.dtype} {tuple(value.shape)} {value.stride()}")
         for path, value in found.items()

@@ -47,7 +47,7 @@ _MOST_DIMENSIONS = 64
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What a description says, checked.
+    """Parse and check a description.
 
     Attributes:
         states: by parameter, in the order of the groups: its entries.

@@ -1,4 +1,4 @@
-"""What synchronous ranks have in common besides gradients: weights, optimizer state, buffers."""
+"""State that synchronous ranks share besides gradients: weights, optimizer state, buffers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = ["SharedState", "UnevenInputs"]
 
 
 class RoundOwner(Protocol):
-    """What has opened the round: the plan at work."""
+    """The synchronizer that has opened the round."""
 
     def await_agreement(self) -> None:
         """Block until all ranks are in it."""
 
     def part_of_the_round(self) -> AbstractContextManager[None]:
-        """What fails inside fails the round."""
+        """A failure inside fails the round."""
 
 
 @dataclass(frozen=True)
 class UnevenInputs:
-    """What differs in a round when some ranks may have run out of inputs.
+    """Differences of a round in which some ranks may have run out of inputs.
 
     Attributes:
         source: the rank whose buffers all ranks get: one that still has inputs.
@@ -84,7 +84,7 @@ class SharedState:
     def weights_sample(
         self, module: torch.nn.Module, ranks_agree: bool | None
     ) -> _C.WeightsSample | None:
-        """What each round compares of the weights; None: nothing."""
+        """The part of the weights that each round compares; None: nothing."""
         if (
             self._connections.size == 1
             or not ranks_agree

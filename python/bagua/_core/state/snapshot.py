@@ -1,4 +1,4 @@
-"""What a module was when it was wrapped: its parameters, its buffers, and what is ignored."""
+"""Snapshot of a module at its wrap: parameters, buffers, and ignored names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _IGNORE = "_bagua_params_and_buffers_to_ignore"
 
 
 class Capable(Protocol):
-    """What an algorithm can communicate besides real parameters with dense gradients."""
+    """Capabilities of an algorithm besides real parameters with dense gradients."""
 
     complex_parameters: bool
     sparse_gradients: bool

@@ -1,4 +1,4 @@
-"""What ``bagua_stats()`` returns, put together from counters of the C++ core."""
+"""Result of ``bagua_stats()``, put together from counters of the C++ core."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Running(Protocol):
     non_finite: dict[str, _C.NonFiniteRounds]
 
     def stats(self) -> dict[str, Any]:
-        """Of the C++ core."""
+        """Counters of the C++ core."""
 
 
 def statistics(running: Running | None, main: MainThreadTraffic) -> dict[str, Any]:

@@ -31,7 +31,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 
 
 def sample(named: Sequence[tuple[str, torch.Tensor]]) -> _C.WeightsSample | None:
-    """What the core compares of ``named`` by default; None if there is nothing to compare.
+    """The sample of ``named`` that the core compares; None if there is nothing to compare.
 
     Parameters are held, not their memory: ``parameter.data = x`` is seen. Those on another device
     than most are left out, and tensor subclasses, whose values may lie anywhere.

@@ -1,4 +1,4 @@
-"""What algorithms have in common that send a part of the gradient and remember the rest."""
+"""Base of the algorithms that send a part of the gradient and keep a residual."""
 
 from __future__ import annotations
 

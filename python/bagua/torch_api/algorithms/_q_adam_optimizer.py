@@ -13,7 +13,7 @@ __all__ = ["QAdamOptimizer"]
 
 
 class MomentumSource(Protocol):
-    """Who averages over ranks, as the optimizer sees it."""
+    """The algorithm that averages over ranks, as the optimizer sees it."""
 
     compressing: bool
 

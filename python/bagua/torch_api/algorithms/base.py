@@ -1,4 +1,4 @@
-"""What an algorithm decides: which tensors are communicated, in which buckets, how and when."""
+"""Algorithms: which tensors are communicated, in which buckets, how and when."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class WrappedModule(Protocol):
-    """What an algorithm sees of the module that it communicates for (``bagua_ddp``)."""
+    """The wrapped module as an algorithm sees it (``bagua_ddp``)."""
 
     bagua_module_name: str
     bagua_optimizers: list[torch.optim.Optimizer]
@@ -144,7 +144,7 @@ class AlgorithmImpl:
         """Append what ``bucket`` does when its tensors are ready."""
 
     def make_synchronizer(self, bagua_ddp: SynchronizedModule) -> Synchronizer:
-        """What runs the buckets: an engine, or a thread that averages weights now and then."""
+        """Make what runs the buckets: an engine, or a thread that averages weights periodically."""
         if any(bucket.asynchronous is not None for bucket in bagua_ddp.bagua_buckets):
             return AveragingSynchronizer(bagua_ddp)
         return EngineSynchronizer(bagua_ddp)
@@ -198,7 +198,7 @@ class AlgorithmImpl:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """What the algorithm remembers between steps, for a checkpoint.
+        """State of the algorithm between steps, for a checkpoint.
 
         Tensors and counters by name of parameter and kind; what differs between ranks is under
         ``rank<r>/``, so that ``torch.distributed.checkpoint`` keeps every rank's. Call it between

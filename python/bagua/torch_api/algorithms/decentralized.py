@@ -146,7 +146,7 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
         return check
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides when and with whom the next communication is; equal on all ranks.
+        """Counters that decide when and with whom the next communication is; equal on all ranks.
 
         Weights are not in it: save every rank's own. Call it between two iterations.
 

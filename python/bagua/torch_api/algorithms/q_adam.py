@@ -210,7 +210,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             self._on_load = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What tells whether the optimizer's state is of the same moment; equal on all ranks.
+        """Counters that tell whether the optimizer's state is of the same step; equal on all ranks.
 
         The memory is the optimizer's: moments and steps are in its ``state_dict()``.
 

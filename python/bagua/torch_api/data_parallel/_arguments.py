@@ -1,4 +1,4 @@
-"""What torch's arguments of DistributedDataParallel mean here, and which are refused."""
+"""Arguments of torch's DistributedDataParallel: their meaning here, and which are refused."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _index(device: Any, device_type: str) -> int | None:
 
 @dataclass(frozen=True)
 class Groups:
-    """Who communicates: as torch has it, and as bagua has it.
+    """The group that communicates: as torch has it, and as bagua has it.
 
     Attributes:
         shown: a torch group where there is one.

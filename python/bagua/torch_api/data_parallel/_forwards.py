@@ -1,4 +1,4 @@
-"""What surrounds each forward of a DistributedDataParallel, outside of compiled graphs."""
+"""Steps before and after each forward of the class, outside of compiled graphs."""
 
 from __future__ import annotations
 

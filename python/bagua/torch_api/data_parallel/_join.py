@@ -67,7 +67,7 @@ _ALGORITHMS = (
 
 
 class Shadow(JoinHook):
-    """What one rank does once it has no inputs left."""
+    """Steps of one rank once it has no inputs left."""
 
     def __init__(self, ddp: Joining, divide_by_initial_world_size: bool) -> None:
         torch_group(ddp, "join()")  # raises where there is none

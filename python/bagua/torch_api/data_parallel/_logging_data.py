@@ -1,4 +1,4 @@
-"""What torch's class calls its logging data, as far as it is known here."""
+"""The logging data of torch's class, as far as it is known here."""
 
 from __future__ import annotations
 

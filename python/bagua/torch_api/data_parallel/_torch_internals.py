@@ -73,7 +73,7 @@ class TorchInternals:
 
     @property
     def bagua_ddp(self) -> BaguaDistributedDataParallel:
-        """What communicates.
+        """The wrapper that communicates.
 
         Raises:
             RuntimeError: this is a copy that has not been trained.
@@ -85,7 +85,7 @@ class TorchInternals:
 
     @property
     def forwards(self) -> Forwards:
-        """What surrounds each forward.
+        """Steps before and after each forward.
 
         Raises:
             RuntimeError: this is a copy that has not been trained.

@@ -1,4 +1,4 @@
-"""What torch's DistributedDataParallel has besides its constructor and forward."""
+"""Members of torch's DistributedDataParallel besides its constructor and forward."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TorchMembers(TorchInternals, Joinable):
 
     @property
     def process_group(self) -> Any:
-        """Who communicates: a torch group where there is one, else the ``BaguaProcessGroup``."""
+        """The torch group where there is one, else the ``BaguaProcessGroup``."""
         group: dist.ProcessGroup | BaguaProcessGroup = self.__dict__["_process_group"]
         return group
 

@@ -39,7 +39,7 @@ _LIVE = (
 
 @dataclass(frozen=True)
 class _Wrap:
-    """What a copy needs besides the public attributes to communicate."""
+    """State that a copy needs besides the public attributes to communicate."""
 
     algorithm: Algorithm
     broadcast_buffers: bool | None

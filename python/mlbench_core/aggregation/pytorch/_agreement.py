@@ -1,4 +1,4 @@
-"""What ranks tell each other before an aggregation: that it is the same one, and of what."""
+"""Agreement of the ranks before an aggregation: that it is the same one, of the same tensors."""
 
 from __future__ import annotations
 

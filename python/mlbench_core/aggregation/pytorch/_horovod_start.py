@@ -77,7 +77,7 @@ def start_horovod(horovod: ModuleType) -> None:
 
 
 def _variables(store: c10d.Store, rank: int, size: int) -> dict[str, str]:
-    """What horovodrun would set for this rank.
+    """Environment that horovodrun would set for this rank.
 
     1. Every rank says on which node it is. Starts are numbered by this rank's visits to the store,
        which may outlive one.

@@ -99,7 +99,7 @@ class ErrorFeedbackAggregation(Aggregation):
         self._refuse_weights()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is remembered; call it on every rank.
+        """The state that is kept; call it on every rank.
 
         Returns:
             ``ranks``, those that remember; ``calls``, their number; ``rank<r>/error/<name>`` of

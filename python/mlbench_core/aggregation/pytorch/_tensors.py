@@ -29,7 +29,7 @@ class Candidate:
     refusal: str
 
     def describe(self) -> str:
-        """What is equal on all ranks."""
+        """Description that is equal on all ranks."""
         return f"{self.name} {list(self.owner.shape)} {self.owner.dtype}"
 
 

@@ -139,7 +139,7 @@ class Aggregation(ABC):
         self._run(model, op, denom, by_layer=True, kind="weight", buffers=include_buffers)
 
     def traffic(self) -> dict[str, int]:
-        """What this object sent and received until now, in bytes and messages."""
+        """Traffic of this object until now, in bytes and messages."""
         names = ("bytes_sent", "bytes_received", "messages_sent", "messages_received")
         counted = [communicator.traffic() for communicator in self._communicators.values()]
         return {name: sum(traffic[name] for traffic in counted) for name in names}

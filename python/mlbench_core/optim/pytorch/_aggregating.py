@@ -21,7 +21,7 @@ _NOT_COPIED = ("aggregation", "step")
 
 
 class Tracker(Protocol):
-    """What ``step`` tells a tracker of mlbench-core."""
+    """Events that ``step`` reports to a tracker of mlbench-core."""
 
     def record_batch_agg(self) -> None: ...
     def record_batch_opt_step(self) -> None: ...
@@ -104,7 +104,7 @@ class AggregatingOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of :attr:`optimizer`."""
+        """Parameter groups of :attr:`optimizer`."""
         return self.optimizer.param_groups
 
     @param_groups.setter

@@ -10,7 +10,7 @@ __all__ = ["memory_of", "restore_memory"]
 
 
 def memory_of(aggregation: Aggregation) -> dict[str, Any] | None:
-    """What the aggregation remembers from call to call on this rank; None where it cannot."""
+    """State of the aggregation from call to call on this rank; None where it keeps none."""
     state_dict = getattr(aggregation, "state_dict", None)
     return None if state_dict is None else state_dict()
 

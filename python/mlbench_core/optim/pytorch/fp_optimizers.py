@@ -21,7 +21,7 @@ __all__ = ["DynamicLossScaler", "FP16Optimizer"]
 
 
 class DynamicLossScaler:
-    """What a loss is multiplied by, so that gradients in half precision do not vanish.
+    """Factor of a loss, so that gradients in half precision do not vanish.
 
     Micikevicius et al.: "Mixed Precision Training", 2018, section 3.2.
 

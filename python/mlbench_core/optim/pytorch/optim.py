@@ -89,7 +89,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
         return loss
 
     def _sparse(self, steps: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """What is subtracted from each parameter; ``steps``: learning rates times gradients."""
+        """Values subtracted from each parameter; ``steps``: learning rates times gradients."""
         updates: list[torch.Tensor | None] = []
         remaining = iter(steps)
         for group in self.param_groups:

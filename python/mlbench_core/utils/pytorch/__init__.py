@@ -1,1 +1,1 @@
-"""What the other packages share, for torch."""
+"""Functions that the other packages share, for torch."""

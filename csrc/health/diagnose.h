@@ -1,0 +1,38 @@
+// Explains a failure: the only place that composes "why".
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <string>
+
+#include "health/failure_board.h"
+
+namespace bagua {
+
+// Note [Diagnosis]
+// Whatever meets other ranks (a round, an eager call, a wrap, an average) can fail because of them.
+// A diagnosis begins with the verdict: the rank that failed first by itself, else one that exited,
+// else those that are silent, behind, ahead or still computing. One line per fact follows: other
+// ranks that failed too, what they said, and last what this rank saw, with the transport's own
+// reason. A rank that failed because another did is never the verdict. A failure that is this
+// rank's own needs no verdict and stays as it is.
+struct Position {
+  int64_t number;  // of the round or call that failed
+  std::string unit = "round";
+  bool everyone = false;    // say also where the ranks are that are where they should be
+  int64_t needed = number;  // a rank that exited after fewer rounds is a cause
+};
+
+// The text of a diagnosis. `seen`: what this rank saw, with its own place. `secondary`: another
+// rank may be the cause. Takes up to two seconds: heartbeats are looked at twice.
+std::string diagnose(const std::string& seen, bool secondary, const Position& position,
+                     FailureBoard& board);
+
+// The exception with that text, of the same type.
+std::exception_ptr diagnose(const std::exception_ptr& cause, const Position& position,
+                            FailureBoard& board);
+
+// The reason in a transport's message, without its source files, advice and ornaments.
+std::string reason_of_transport(const std::string& text);
+
+}  // namespace bagua
