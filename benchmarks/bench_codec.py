@@ -48,7 +48,8 @@ def plain_torch_encode(x, codes):
 def check(codec, x):
     """A benchmark of wrong results is worth nothing."""
     decoded = codec.decode(codec.encode(x), 1, x.dtype, x.numel())
-    bound = (x.max() - x.min()).item() / 255 if "uint8" in codec.name else x.abs().max() / 2**8
+    bits = codec.payload_bytes(x.dtype, x.numel()) * 8 // x.numel()
+    bound = (x.max() - x.min()) / (2**bits - 1) if bits <= 8 else x.abs().max() / 2**8
     if not (decoded - x).abs().max() <= bound:
         raise RuntimeError(f"{codec.name} is off by more than {bound}")
 

@@ -128,4 +128,13 @@ inline constexpr float kLargestFinite<Half> = 65504.0f;
 template <>
 inline constexpr float kLargestFinite<BFloat16> = 0x1.fep127f;
 
+// narrow, but a number too large for T stays the largest one of T. NaN stays NaN.
+template <typename T>
+BAGUA_HD T narrow_finite(float value) {
+  constexpr float kLargest = kLargestFinite<T>;
+  // Written so that NaN passes.
+  const float below = kLargest < value ? kLargest : value;
+  return narrow<T>(below < -kLargest ? -kLargest : below);
+}
+
 }  // namespace bagua

@@ -36,7 +36,7 @@ class ChunkCodecCpu final : public Codec {
   Processor processor() const override { return Processor::kCpu; }
 
   int64_t payload_bytes(DType dtype, int64_t numel) const override {
-    return format_payload_bytes<Format>(dtype_bytes(dtype), numel);
+    return format_payload_bytes<Format>(dtype, numel);
   }
 
   int64_t scratch_bytes(std::span<const Chunk>, DType) const override { return 0; }
@@ -68,7 +68,7 @@ class ChunkCodecCpu final : public Codec {
     });
   }
 
-  int64_t block_numel() const override { return format_block_numel<Format>(); }
+  int64_t block_numel() const override { return Format::kBlockNumel; }
 
   const std::string& name() const override { return name_; }
 

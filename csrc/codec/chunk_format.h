@@ -26,22 +26,29 @@ BAGUA_HD constexpr int64_t align_payload(int64_t bytes) {
   return (bytes + kPayloadAlignment - 1) / kPayloadAlignment * kPayloadAlignment;
 }
 
-// The payload of an 8-bit codec: a header of (minimum, maximum) pairs in the chunk's dtype, one
-// pair per range, then one code byte per element; each section padded with zeros.
+// The payload of a codec with ranges: one header per range, then the codes of all ranges; each
+// section padded with zeros. The codes of a range begin at a byte, those of the next range follow
+// them.
 struct RangedLayout {
   int64_t range_numel;
   int64_t ranges;
+  int64_t headers_bytes;
   int64_t codes_offset;
+  int64_t codes_bytes;
   int64_t payload_bytes;
 };
 
 // block_numel: elements per range; 0 makes the whole chunk one range, an empty chunk included.
-BAGUA_HD constexpr RangedLayout ranged_layout(int64_t block_numel, int64_t element_bytes,
-                                              int64_t chunk_numel) {
+// bits: of a code; 1, 2, 4 or 8.
+BAGUA_HD constexpr RangedLayout ranged_layout(int64_t block_numel, int64_t bits,
+                                              int64_t header_bytes, int64_t chunk_numel) {
   const int64_t range_numel = block_numel == 0 ? chunk_numel : block_numel;
   const int64_t ranges = block_numel == 0 ? 1 : (chunk_numel + block_numel - 1) / block_numel;
-  const int64_t codes_offset = align_payload(ranges * 2 * element_bytes);
-  return {range_numel, ranges, codes_offset, codes_offset + align_payload(chunk_numel)};
+  const int64_t headers_bytes = ranges * header_bytes;
+  const int64_t codes_offset = align_payload(headers_bytes);
+  const int64_t codes_bytes = (chunk_numel * bits + 7) / 8;
+  return {range_numel,  ranges,      headers_bytes,
+          codes_offset, codes_bytes, codes_offset + align_payload(codes_bytes)};
 }
 
 }  // namespace bagua

@@ -12,7 +12,6 @@
 #include "base/dtype.h"
 #include "codec/chunk_format.h"
 #include "codec/chunk_parts.h"
-#include "codec/codecs/minmax_uint8.h"
 
 namespace bagua {
 
@@ -26,114 +25,181 @@ constexpr int64_t kEncodeAhead = 8 * kTile;
 constexpr int64_t kSumAhead = 24 * kTile;
 constexpr int64_t kCodesAhead = 12 * kTile;
 
-// Asks for the tile that starts at x[begin], or the last of x[0, numel); numel >= kTile.
-template <typename T>
-BAGUA_HD void prefetch_tile(const T* x, int64_t begin, int64_t numel) {
-  const T* tile = x + std::min(begin, numel - kTile);
-  for (int64_t i = 0; i < kTile; i += kCacheLineBytes / sizeof(T)) __builtin_prefetch(tile + i);
+// Elements of a tile: a whole block where blocks are smaller than kTile.
+template <RangedFormat Format>
+inline constexpr int64_t kTileOf =
+    Format::kBlockNumel == 0 ? kTile : std::min(kTile, Format::kBlockNumel);
+
+// Asks for x[begin, begin + kCount), or the last kCount of x[0, numel); numel >= kCount.
+template <int64_t kCount, typename T>
+BAGUA_HD void prefetch(const T* x, int64_t begin, int64_t numel) {
+  const T* first = x + std::min(begin, numel - kCount);
+  for (int64_t i = 0; i < kCount; i += kCacheLineBytes / sizeof(T)) __builtin_prefetch(first + i);
 }
 
-// The sinks of decoded elements with what they ask for ahead.
+// The sinks of decoded elements with what they ask for ahead of element i of numel.
 template <typename T>
 struct StoreAhead : Store<T> {
-  BAGUA_HD void prefetch(const uint8_t*, int64_t, int64_t) const {}
+  template <RangedFormat Format>
+  BAGUA_HD void prefetch_tile(const uint8_t*, int64_t, int64_t) const {}
 };
 template <typename T>
 struct AddWeightedAhead : AddWeighted<T> {
-  BAGUA_HD void prefetch(const uint8_t* codes, int64_t i, int64_t numel) const {
-    prefetch_tile(this->x, i + kSumAhead, numel);
-    prefetch_tile(codes, i + kCodesAhead, numel);
+  template <RangedFormat Format>
+  BAGUA_HD void prefetch_tile(const uint8_t* codes, int64_t i, int64_t numel) const {
+    constexpr int64_t kPerByte = kCodesPerByte<Format>;
+    prefetch<kTileOf<Format>>(this->x, i + kSumAhead, numel);
+    prefetch<kTileOf<Format> / kPerByte>(codes, i / kPerByte + kCodesAhead, numel / kPerByte);
   }
 };
 
-// The range of x[0, numel). A reduction vectorises only as independent lanes, folded at the end.
-template <typename T>
-BAGUA_HD ValueRange find_range(const T* __restrict x, int64_t numel) {
-  constexpr int kLanes = 32;
-  float low[kLanes];
-  float high[kLanes];
-  uint32_t marks[kLanes];
-  for (int lane = 0; lane < kLanes; ++lane) {
-    low[lane] = kStartLow;
-    high[lane] = kStartHigh;
-    marks[lane] = 0;
-  }
-  const auto take = [&](int lane, float value) __attribute__((always_inline)) {
-    extend_range(value, low[lane], high[lane], marks[lane]);
-  };
+// The extent of x[0, numel). A reduction of floats vectorises only as independent lanes, folded at
+// the end.
+template <RangedFormat Format, typename T>
+BAGUA_HD auto find_extent(const T* __restrict x, int64_t numel) {
+  constexpr int kLanes = Format::kLanes;
+  typename Format::template Extent<kLanes> extent;
+  for (int lane = 0; lane < kLanes; ++lane) extent.start(lane);
   const int64_t whole = numel / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) take(lane, widen(x[i + lane]));
+    for (int lane = 0; lane < kLanes; ++lane) extent.take(lane, widen(x[i + lane]));
   }
-  for (int64_t i = whole; i < numel; ++i) take(static_cast<int>(i - whole), widen(x[i]));
+  for (int64_t i = whole; i < numel; ++i) extent.take(static_cast<int>(i - whole), widen(x[i]));
   for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) {
-      low[lane] = lesser(low[lane + width], low[lane]);
-      high[lane] = greater(high[lane + width], high[lane]);
-      marks[lane] |= marks[lane + width];
+    for (int lane = 0; lane < width; ++lane) extent.join(lane, extent, lane + width);
+  }
+  typename Format::template Extent<1> all;
+  all.start(0);
+  all.join(0, extent, 0);
+  return all;
+}
+
+// The codes of the range x[0, numel), of a chunk that has `left` elements from x on.
+template <RangedFormat Format, typename T>
+BAGUA_HD void write_codes(const T* __restrict x, int64_t numel, int64_t left,
+                          typename Format::Grid grid, uint8_t* __restrict codes) {
+  constexpr int kPerByte = kCodesPerByte<Format>;
+  constexpr int64_t kTileBytes = kTileOf<Format> / kPerByte;
+  const int64_t stride = code_bytes<Format>(numel);
+  const int64_t full = std::max<int64_t>(0, numel - (kPerByte - 1) * stride);
+  const auto write = [&](int64_t j) __attribute__((always_inline)) {
+    uint32_t byte = 0;
+    for (int k = 0; k < kPerByte; ++k) {
+      byte |= uint32_t{Format::quantise(widen(x[j + k * stride]), grid)} << (k * Format::kBits);
+    }
+    codes[j] = static_cast<uint8_t>(byte);
+  };
+  int64_t j = 0;
+  for (; j + kTileBytes <= full; j += kTileBytes) {
+    prefetch<kTileOf<Format>>(x, j * kPerByte + kEncodeAhead, left);
+    for (int64_t c = j; c < j + kTileBytes; ++c) write(c);
+  }
+  for (; j < full; ++j) write(j);
+  for (; j < stride; ++j) codes[j] = pack_codes<Format>(x, numel, stride, j, grid);
+}
+
+// The range of `numel` elements that begins at element `begin` of the chunk.
+template <RangedFormat Format, typename T>
+BAGUA_HD void encode_range(const T* __restrict x, int64_t begin, int64_t numel, int64_t chunk_numel,
+                           std::byte* __restrict header, uint8_t* __restrict codes) {
+  const auto found = Format::template header<T>(find_extent<Format>(x + begin, numel));
+  const typename Format::Grid grid = Format::grid(found);
+  write_header(found, header);
+  uint8_t* const own = codes + code_bytes<Format>(begin);
+  if (grid.constant) {
+    std::memset(own, 0, code_bytes<Format>(numel));
+  } else {
+    write_codes<Format>(x + begin, numel, chunk_numel - begin, grid, own);
+  }
+}
+
+// Likewise.
+template <RangedFormat Format, typename T, typename Sink>
+BAGUA_HD void decode_range(const std::byte* __restrict header, const uint8_t* __restrict codes,
+                           int64_t begin, int64_t numel, int64_t chunk_numel, Sink sink) {
+  constexpr int kPerByte = kCodesPerByte<Format>;
+  constexpr int64_t kTileBytes = kTileOf<Format> / kPerByte;
+  const int64_t stride = code_bytes<Format>(numel);
+  const int64_t full = std::max<int64_t>(0, numel - (kPerByte - 1) * stride);
+  const uint8_t* __restrict own = codes + code_bytes<Format>(begin);
+  const typename Format::Grid grid = Format::grid(read_header<HeaderOf<Format, T>>(header));
+  const auto take = [&](int64_t j, int k) __attribute__((always_inline)) {
+    sink(begin + k * stride + j,
+         Format::template dequantise<T>(unpack_code<Format>(own[j], k), grid));
+  };
+  int64_t j = 0;
+  for (; j + kTileBytes <= full; j += kTileBytes) {
+    sink.template prefetch_tile<Format>(codes, begin + j * kPerByte, chunk_numel);
+    for (int k = 0; k < kPerByte; ++k) {
+      for (int64_t c = j; c < j + kTileBytes; ++c) take(c, k);
     }
   }
-  return finished_range(low[0], high[0], !is_marked(marks[0]));
+  for (int k = 0; k < kPerByte; ++k) {
+    const int64_t end = std::min(stride, numel - k * stride);
+    for (int64_t c = j; c < end; ++c) take(c, k);
+  }
+}
+
+// Calls function(begin, numel, number) for each range. The number of elements is a constant for the
+// compiler in whole blocks that are too small for loops of any length to be fast.
+template <RangedFormat Format, typename Function>
+BAGUA_HD void for_each_range(int64_t chunk_numel, Function&& function) {
+  if constexpr (Format::kBlockNumel == 0) {
+    if (chunk_numel > 0) function(int64_t{0}, chunk_numel, int64_t{0});
+  } else {
+    constexpr bool kSmall = Format::kBlockNumel <= kTile;
+    int64_t number = 0, begin = 0;
+    if constexpr (kSmall) {
+      for (; begin + Format::kBlockNumel <= chunk_numel; begin += Format::kBlockNumel) {
+        function(begin, Format::kBlockNumel, number++);
+      }
+    }
+    for (; begin < chunk_numel; begin += Format::kBlockNumel) {
+      function(begin, std::min(Format::kBlockNumel, chunk_numel - begin), number++);
+    }
+  }
 }
 
 template <RangedFormat Format, typename T>
 BAGUA_HD void encode_chunk(const T* __restrict x, int64_t numel, std::byte* __restrict payload) {
-  const RangedLayout layout = ranged_layout(Format::kBlockNumel, sizeof(T), numel);
+  constexpr int64_t kHeaderBytes = sizeof(HeaderOf<Format, T>);
+  const RangedLayout layout = layout_of<Format, T>(numel);
   uint8_t* __restrict codes = reinterpret_cast<uint8_t*>(payload + layout.codes_offset);
-  std::byte* header = payload;
-  for (int64_t begin = 0; begin < numel; begin += layout.range_numel) {
-    const int64_t end = std::min(begin + layout.range_numel, numel);
-    const ValueRange range = find_range(x + begin, end - begin);
-    const QuantisationGrid grid = quantisation_grid(range);
-    write_header<T>(range, header);
-    header += 2 * sizeof(T);
-    if (grid.constant) {
-      std::memset(codes + begin, 0, end - begin);
-    } else {
-      int64_t i = begin;
-      for (; i + kTile <= end; i += kTile) {
-        prefetch_tile(x, i + kEncodeAhead, numel);
-        for (int64_t j = i; j < i + kTile; ++j) codes[j] = quantise(widen(x[j]), grid);
-      }
-      for (; i < end; ++i) codes[i] = quantise(widen(x[i]), grid);
-    }
-  }
-  std::memset(header, 0, payload + layout.codes_offset - header);
-  std::memset(codes + numel, 0, layout.payload_bytes - layout.codes_offset - numel);
+  for_each_range<Format>(
+      numel, [&](int64_t begin, int64_t of_range, int64_t number) __attribute__((always_inline)) {
+        encode_range<Format>(x, begin, of_range, numel, payload + number * kHeaderBytes, codes);
+      });
+  const int64_t headers_bytes = numel == 0 ? 0 : layout.headers_bytes;
+  std::memset(payload + headers_bytes, 0, layout.codes_offset - headers_bytes);
+  std::memset(codes + layout.codes_bytes, 0,
+              layout.payload_bytes - layout.codes_offset - layout.codes_bytes);
 }
 
 template <RangedFormat Format, typename T, typename Sink>
 BAGUA_HD void decode_chunk(const std::byte* __restrict payload, int64_t numel, Sink sink) {
-  const RangedLayout layout = ranged_layout(Format::kBlockNumel, sizeof(T), numel);
+  constexpr int64_t kHeaderBytes = sizeof(HeaderOf<Format, T>);
+  const RangedLayout layout = layout_of<Format, T>(numel);
   const uint8_t* __restrict codes = reinterpret_cast<const uint8_t*>(payload + layout.codes_offset);
-  const std::byte* header = payload;
-  for (int64_t begin = 0; begin < numel; begin += layout.range_numel) {
-    const int64_t end = std::min(begin + layout.range_numel, numel);
-    const QuantisationGrid grid = quantisation_grid(read_header<T>(header));
-    header += 2 * sizeof(T);
-    int64_t i = begin;
-    for (; i + kTile <= end; i += kTile) {
-      sink.prefetch(codes, i, numel);
-      for (int64_t j = i; j < i + kTile; ++j) sink(j, dequantise<T>(codes[j], grid));
-    }
-    for (; i < end; ++i) sink(i, dequantise<T>(codes[i], grid));
-  }
+  for_each_range<Format>(numel, [&](int64_t begin, int64_t of_range,
+                                    int64_t number) __attribute__((always_inline)) {
+    decode_range<Format, T>(payload + number * kHeaderBytes, codes, begin, of_range, numel, sink);
+  });
 }
 
 template <CastFormat Format, typename T>
 BAGUA_HD void encode_chunk(const T* __restrict x, int64_t numel, std::byte* __restrict payload) {
-  using Element = typename Format::Element;
-  Element* __restrict elements = reinterpret_cast<Element*>(payload);
-  for (int64_t i = 0; i < numel; ++i) elements[i] = narrow<Element>(widen(x[i]));
-  const int64_t bytes = numel * static_cast<int64_t>(sizeof(Element));
+  using Code = typename Format::Code;
+  Code* __restrict codes = reinterpret_cast<Code*>(payload);
+  for (int64_t i = 0; i < numel; ++i) codes[i] = Format::quantise(widen(x[i]));
+  const int64_t bytes = numel * static_cast<int64_t>(sizeof(Code));
   std::memset(payload + bytes, 0, align_payload(bytes) - bytes);
 }
 
 template <CastFormat Format, typename T, typename Sink>
 BAGUA_HD void decode_chunk(const std::byte* __restrict payload, int64_t numel, Sink sink) {
-  using Element = typename Format::Element;
-  const Element* __restrict elements = reinterpret_cast<const Element*>(payload);
-  for (int64_t i = 0; i < numel; ++i) sink(i, narrow<T>(widen(elements[i])));
+  using Code = typename Format::Code;
+  const Code* __restrict codes = reinterpret_cast<const Code*>(payload);
+  for (int64_t i = 0; i < numel; ++i) sink(i, Format::template dequantise<T>(codes[i]));
 }
 
 }  // namespace bagua

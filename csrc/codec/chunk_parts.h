@@ -5,69 +5,101 @@
 #include <cstdint>
 
 #include "base/dtype.h"
-#include "base/intrinsics.h"
 #include "codec/chunk_format.h"
-#include "codec/codecs/minmax_uint8.h"
 
 namespace bagua {
 
-// Formats with ranges (the 8-bit ones) and formats that convert each element by itself.
+// Note [Formats]
+// ~~~~~~~~~~~~~~
+// A codec is a Format, a struct of constants and of the maths of one element. The loops on CPU, the
+// kernels, the packing of codes and the sizes follow from it. Both kinds of formats have
+//   kBits        bits of a code: 16 (casts), 8, 4, 2 or 1 (formats with ranges)
+//   kBlockNumel  elements that share a range; 0: the whole chunk; 1 for casts
+// A cast has
+//   Code                     what an element becomes: Half, BFloat16
+//   quantise(value) -> Code  of a float
+//   dequantise<T>(Code) -> T
+// A format with ranges has
+//   Extent<kCount>        what is gathered of a range's values in `kCount` lanes: arrays of words
+//   of
+//                         32 bits, with start(lane), take(lane, value) and join(lane, other, from).
+//                         The order of values must make no difference in what header() returns.
+//   kLanes                lanes of the Extent for which the CPU's vectoriser does best
+//   Header<T>             what is stored per range: a trivial type, padding excluded
+//   header<T>(Extent<1>)  -> Header<T>
+//   Grid                  how a range is quantised. `constant`: all codes are zero.
+//   grid(Header<T>) -> Grid
+//   quantise(value, Grid) -> uint8_t below 2^kBits
+//   dequantise<T>(code, Grid) -> T, for any header and any code: finite where the header is finite
+// Blocks smaller than a kernel's tile are powers of two: see cuda/block_kernels.cuh. Larger ones
+// have the size of the tile, and 8 bits.
+//
+// Codes of less than 8 bits are split, not interleaved: in a range whose codes take `stride` bytes,
+// byte j holds the codes of the elements j, j + stride, j + 2 stride, ... from the lowest bits up,
+// and zeros where there is no such element. Packing is then one bitwise or of vectors.
 template <typename Format>
-concept RangedFormat = requires { Format::kBlockNumel; };
+concept RangedFormat = requires { typename Format::Grid; };
 template <typename Format>
-concept CastFormat = requires { typename Format::Element; };
+concept CastFormat = requires { typename Format::Code; };
+
+template <RangedFormat Format, typename T>
+using HeaderOf = typename Format::template Header<T>;
+
+template <RangedFormat Format>
+inline constexpr int kCodesPerByte = 8 / Format::kBits;
+
+template <RangedFormat Format, typename T>
+BAGUA_HD constexpr RangedLayout layout_of(int64_t chunk_numel) {
+  static_assert(8 % Format::kBits == 0 && Format::kBlockNumel % kCodesPerByte<Format> == 0);
+  return ranged_layout(Format::kBlockNumel, Format::kBits, sizeof(HeaderOf<Format, T>),
+                       chunk_numel);
+}
 
 template <typename Format>
-BAGUA_HD constexpr int64_t format_payload_bytes(int64_t element_bytes, int64_t chunk_numel) {
+BAGUA_HD constexpr int64_t format_payload_bytes(DType dtype, int64_t chunk_numel) {
   if constexpr (RangedFormat<Format>) {
-    return ranged_layout(Format::kBlockNumel, element_bytes, chunk_numel).payload_bytes;
+    return dtype == DType::kFloat32 ? layout_of<Format, float>(chunk_numel).payload_bytes
+                                    : layout_of<Format, Half>(chunk_numel).payload_bytes;
   } else {
-    return align_payload(chunk_numel * static_cast<int64_t>(sizeof(typename Format::Element)));
+    return align_payload(chunk_numel * static_cast<int64_t>(sizeof(typename Format::Code)));
   }
 }
 
-// Elements that share a range, as Codec::block_numel says it.
-template <typename Format>
-constexpr int64_t format_block_numel() {
-  if constexpr (RangedFormat<Format>) {
-    return Format::kBlockNumel;
-  } else {
-    return 1;
+// Bytes of the codes of `numel` elements of one range, and of the whole ranges before an element.
+template <RangedFormat Format>
+BAGUA_HD constexpr int64_t code_bytes(int64_t numel) {
+  return (numel + kCodesPerByte<Format> - 1) / kCodesPerByte<Format>;
+}
+
+// Byte j of the codes of the range x[0, numel), which take `stride` bytes.
+template <RangedFormat Format, typename T>
+BAGUA_HD uint8_t pack_codes(const T* x, int64_t numel, int64_t stride, int64_t j,
+                            typename Format::Grid grid) {
+  uint32_t byte = 0;
+  for (int k = 0; k < kCodesPerByte<Format>; ++k) {
+    const int64_t i = j + k * stride;
+    if (i < numel) byte |= uint32_t{Format::quantise(widen(x[i]), grid)} << (k * Format::kBits);
   }
+  return static_cast<uint8_t>(byte);
 }
 
-// A range while its values are met, in any order: starts from (kStartLow, kStartHigh, 0).
-// Comparisons skip NaN, hence the marks.
-constexpr float kStartLow = kLargestFinite<float>;
-constexpr float kStartHigh = -kLargestFinite<float>;
-
-BAGUA_HD void extend_range(float value, float& low, float& high, uint32_t& marks) {
-  low = lesser(value, low);
-  high = greater(value, high);
-  marks |= non_finite_mark(value);
+// The code of element j + k * stride, in byte j.
+template <RangedFormat Format>
+BAGUA_HD uint8_t unpack_code(uint32_t byte, int k) {
+  constexpr uint32_t kMask = (1u << Format::kBits) - 1;
+  return static_cast<uint8_t>(byte >> (k * Format::kBits) & kMask);
 }
 
-// The range of all values met: Note [Non-finite values]. Which of two zeros a reduction ends with
-// depends on its order; adding zero makes both +0.
-BAGUA_HD ValueRange finished_range(float low, float high, bool all_finite) {
-  if (!all_finite) {
-    const float nan = bits_to_float(kFloatQuietNanBits);
-    return {nan, nan};
-  }
-  return {low + 0.0f, high + 0.0f};
+template <typename Header>
+BAGUA_HD void write_header(Header header, std::byte* at) {
+  __builtin_memcpy(__builtin_assume_aligned(at, alignof(Header)), &header, sizeof(header));
 }
 
-template <typename T>
-BAGUA_HD void write_header(ValueRange range, std::byte* header) {
-  const T pair[2] = {narrow<T>(range.min), narrow<T>(range.max)};
-  __builtin_memcpy(__builtin_assume_aligned(header, sizeof(T)), pair, sizeof(pair));
-}
-
-template <typename T>
-BAGUA_HD ValueRange read_header(const std::byte* header) {
-  T pair[2];
-  __builtin_memcpy(pair, __builtin_assume_aligned(header, sizeof(T)), sizeof(pair));
-  return {widen(pair[0]), widen(pair[1])};
+template <typename Header>
+BAGUA_HD Header read_header(const std::byte* at) {
+  Header header;
+  __builtin_memcpy(&header, __builtin_assume_aligned(at, alignof(Header)), sizeof(header));
+  return header;
 }
 
 // Adds a decoded element to a sum, as decode_add does: two f32 operations, never one.

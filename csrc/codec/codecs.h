@@ -1,5 +1,5 @@
-// The table of codecs. A codec is one line here and one header of per-element maths; its loops,
-// its name in Python, tests and benchmark follow from the line.
+// The table of codecs. A codec is one line here and one header of per-element maths, a format (Note
+// [Formats] in chunk_parts.h); its loops, kernels, name in Python, tests and benchmark follow.
 #pragma once
 
 #include <tuple>

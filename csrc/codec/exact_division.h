@@ -4,6 +4,8 @@
 // decoder of 16-bit elements off the memory roofline; this is five multiply-adds.
 #pragma once
 
+#include <concepts>
+
 #include "base/dtype.h"
 #include "codec/codecs/minmax_uint8.h"
 
@@ -33,11 +35,22 @@ BAGUA_HD float divide(float dividend, Divisor divisor) {
   return __builtin_fmaf(remainder, divisor.reciprocal, neighbour);
 }
 
-// dequantise<T> for all codes of one grid. Where `plain` is false, call dequantise instead: all
-// values are equal, or nearly so for their distance from zero, or some lie near the largest number
-// of T, where that clamps.
-template <typename T>
+// Format::dequantise<T> for all codes of one grid. Where `plain` is false, call dequantise instead.
+template <typename Format, typename T>
 struct PlainDequantiser {
+  typename Format::Grid grid;
+  static constexpr bool plain = true;
+
+  BAGUA_HD explicit PlainDequantiser(typename Format::Grid of) : grid(of) {}
+  BAGUA_HD T operator()(uint8_t code) const { return Format::template dequantise<T>(code, grid); }
+};
+
+// Of the grid of 8 bits that divides. Not plain are grids all values of which are equal, or nearly
+// so for their distance from zero, and those with values near the largest number of T, where that
+// clamps.
+template <typename Format, typename T>
+  requires std::same_as<typename Format::Grid, QuantisationGrid>
+struct PlainDequantiser<Format, T> {
   Divisor scale;
   float offset;
   bool plain;

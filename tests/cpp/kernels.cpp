@@ -41,7 +41,8 @@ struct Pair {
 // Sizes around every unit of work, at every alignment.
 template <typename T>
 void compare_sizes(const Pair& pair, bool quick) {
-  std::vector<int64_t> sizes = {0, 1, 3, 31, 32, 2047, 2048, 2049, 4096 + 37, 16384 + 1};
+  std::vector<int64_t> sizes = {0,        1,    3,    31,   32,        127,      129,
+                                256 + 35, 2047, 2048, 2049, 4096 + 37, 16384 + 1};
   if (!quick) sizes.insert(sizes.end(), {8 * 2048, 5 * 2048 + 8, 131072 + 17});
   const int64_t one = sizeof(T);
   for (const int64_t size : sizes) {
@@ -116,10 +117,10 @@ void compare_divisions(int64_t ranges) {
     const float min = shift - scale * uniform(5 * i);
     const ValueRange range{min, min + scale * (uniform(7 * i) + 0.001f)};
     const QuantisationGrid grid = quantisation_grid(range);
-    const PlainDequantiser<float> plain(grid);
+    const PlainDequantiser<MinmaxUint8, float> plain(grid);
     if (!plain.plain) continue;
     for (int code = 0; code < 256; ++code) {
-      const float wanted = dequantise<float>(static_cast<uint8_t>(code), grid);
+      const float wanted = MinmaxUint8::dequantise<float>(static_cast<uint8_t>(code), grid);
       const float got = plain(static_cast<uint8_t>(code));
       if (float_to_bits(wanted) != float_to_bits(got)) {
         std::printf("range %a to %a, code %d: division gives %a, divide %a\n", range.min, range.max,

@@ -3,6 +3,7 @@
 import random
 from dataclasses import asdict, dataclass
 
+from bagua import _C
 from ranks import every_algorithm
 
 #: Seconds after which a rank gives up waiting for another.
@@ -47,10 +48,7 @@ THREAD_FAULTS = {
 #: What the buckets of thread ranks do.
 THREAD_OPERATIONS = [
     "all_reduce",
-    "minmax_uint8",
-    "block_uint8",
-    "fp16",
-    "bf16",
+    *_C.codec_names(),
     "average_weights",
     "gossip",
     "compressed_gossip",

@@ -1,14 +1,26 @@
 """What every codec must write and read: slow, in plain torch, one range at a time.
 
-Layouts: docs/wire-format.md. The steps of the 8-bit codecs are those of csrc/codec/codecs.
+Layouts: docs/wire-format.md. The steps of a codec are those of its header in csrc/codec/codecs.
+CODECS has the oracle of each codec by its name, in the order of csrc/codec/codecs.h. An oracle has
+
+- bits: of a code.
+- block: elements that share a range; 0: the whole chunk, 1: each element stands for itself.
+- error: the largest error of a round trip, as a share of the largest magnitude of a range.
+- idempotent: whether decoded values encode to the bytes that they come from.
+
+and either `dtype`, of a cast, or what holds for one range:
+
+- header_bytes(dtype)
+- encode_range(x): the header's bytes, and a uint8 tensor of codes.
+- decode_range(header, codes, dtype): the values.
+- step(x): the distance between neighbouring levels of a range of finite values.
+- bound(x): by element, the largest error in a range of ordinary values.
 """
 
 import torch
 
 ALIGNMENT = 32
-BLOCK_NUMEL = 2048
 LEVEL_LIMIT = 2.0**24 - 256
-CAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 QUIET_NAN_BITS = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
 
 
@@ -32,18 +44,25 @@ def bytes_to_elements(data, dtype):
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
 
 
-def payload_bytes(name, dtype, numel):
-    if name in CAST:
-        return align(2 * numel)
-    ranges = 1 if name == "minmax_uint8" else -(-numel // BLOCK_NUMEL)
-    return align(2 * ranges * dtype.itemsize) + align(numel)
+def finite_in(values, dtype):
+    """`values` rounded to dtype; what is too large stays the largest number."""
+    largest = torch.finfo(dtype).max
+    return values.clamp(-largest, largest).to(dtype)
 
 
-def split(name, x):
-    """The parts of a chunk that have a range each."""
-    if name == "minmax_uint8":
-        return [x]
-    return list(x.split(BLOCK_NUMEL)) if x.numel() else []
+def pack(codes, bits):
+    """The codes of one range as bytes: byte j has codes j, j + stride, ..., lowest bits first."""
+    stride = -(-codes.numel() * bits // 8)
+    padded = torch.zeros(stride * (8 // bits), dtype=torch.int32)
+    padded[: codes.numel()] = codes
+    shifts = torch.arange(0, 8, bits).view(-1, 1)
+    return (padded.view(-1, stride) << shifts).sum(0).to(torch.uint8).numpy().tobytes()
+
+
+def unpack(data, bits, numel):
+    packed = torch.tensor(list(data), dtype=torch.int32)
+    shifts = torch.arange(0, 8, bits).view(-1, 1)
+    return ((packed >> shifts) & (2**bits - 1)).reshape(-1)[:numel].to(torch.uint8)
 
 
 def grid(low, high):
@@ -60,28 +79,87 @@ def grid(low, high):
     return scale, top.round() - 255, False
 
 
-def encode_range(x):
-    """The header pair and the codes of one range, as bytes."""
-    if x.numel() == 0:
-        return bytes(2 * x.dtype.itemsize), b""
-    wide = x.float()
-    if not wide.isfinite().all():
-        pair = torch.full((2,), float("nan"), dtype=x.dtype)
-        return element_bytes(pair), bytes(x.numel())
-    pair = torch.stack([wide.min(), wide.max()]) + 0.0  # -0 becomes +0
-    scale, lower, constant = grid(pair[0], pair[1])
-    if constant:
-        return element_bytes(pair.to(x.dtype)), bytes(x.numel())
-    codes = ((wide * scale).clamp(min=lower.item()).round() - lower).to(torch.uint8)
-    return element_bytes(pair.to(x.dtype)), codes.numpy().tobytes()
+class Cast:
+    bits, block, idempotent = 16, 1, True
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+        self.error = torch.finfo(dtype).eps / 2
+
+
+class RangeUint8:
+    """Bagua's 8 bits, from the smallest to the largest value of a range."""
+
+    bits, error, idempotent = 8, 1 / 255, False
+
+    def __init__(self, block):
+        self.block = block
+
+    def header_bytes(self, dtype):
+        return 2 * dtype.itemsize
+
+    def encode_range(self, x):
+        wide, zeros = x.float(), torch.zeros(x.numel(), dtype=torch.uint8)
+        if not wide.isfinite().all():
+            return element_bytes(torch.full((2,), float("nan"), dtype=x.dtype)), zeros
+        pair = torch.stack([wide.min(), wide.max()]) + 0.0  # -0 becomes +0
+        scale, lower, constant = grid(pair[0], pair[1])
+        header = element_bytes(pair.to(x.dtype))
+        if constant:
+            return header, zeros
+        codes = (wide * scale).clamp(min=lower.item()).round() - lower
+        return header, codes.to(torch.uint8)
+
+    def decode_range(self, header, codes, dtype):
+        low, high = bytes_to_elements(header, dtype).float()
+        scale, lower, _ = grid(low, high)
+        return finite_in((codes.float() + lower) / scale, dtype)
+
+    def step(self, x):
+        wide = x.double()
+        return ((wide.max() - wide.min() + 1e-7) / 255).item()
+
+    def bound(self, x):
+        # The level itself is rounded to float: half a unit in its last place, twice.
+        rounding = 2 * x.abs().max().item() * 2**-23
+        return torch.full(x.shape, self.step(x) / 2 + rounding, dtype=torch.float64)
+
+
+CODECS = {
+    "minmax_uint8": RangeUint8(block=0),
+    "block_uint8": RangeUint8(block=2048),
+    "fp16": Cast(torch.float16),
+    "bf16": Cast(torch.bfloat16),
+}
+
+
+def ranges(name, numel):
+    """(first, numel) of the parts of a chunk that have a range each."""
+    block = CODECS[name].block
+    if block == 0:
+        return [(0, numel)]
+    return [(first, min(block, numel - first)) for first in range(0, numel, block)]
+
+
+def headers_bytes(name, dtype, numel):
+    return len(ranges(name, numel)) * CODECS[name].header_bytes(dtype)
+
+
+def payload_bytes(name, dtype, numel):
+    codec = CODECS[name]
+    codes = align(-(-numel * codec.bits // 8))
+    return codes if codec.block == 1 else align(headers_bytes(name, dtype, numel)) + codes
 
 
 def encode_chunk(name, x):
-    if name in CAST:
-        return pad(element_bytes(x.float().to(CAST[name])))
-    encoded = [encode_range(part) for part in split(name, x)]
+    codec = CODECS[name]
+    if codec.block == 1:
+        return pad(element_bytes(x.float().to(codec.dtype)))
+    if x.numel() == 0:
+        return bytes(payload_bytes(name, x.dtype, 0))
+    encoded = [codec.encode_range(x[i : i + n]) for i, n in ranges(name, x.numel())]
     headers = b"".join(header for header, _ in encoded)
-    return pad(headers) + pad(b"".join(codes for _, codes in encoded))
+    return pad(headers) + pad(b"".join(pack(codes, codec.bits) for _, codes in encoded))
 
 
 def encode(name, x, chunks=1):
@@ -90,32 +168,18 @@ def encode(name, x, chunks=1):
     return torch.tensor(list(b"".join(parts)), dtype=torch.uint8)
 
 
-def decode_range(header, codes, dtype):
-    low, high = bytes_to_elements(header, dtype).float()
-    scale, lower, _ = grid(low, high)
-    largest = torch.finfo(dtype).max
-    return ((codes.float() + lower) / scale).clamp(-largest, largest).to(dtype)
-
-
 def decode(name, payload, dtype, numel):
     """The values of one chunk's payload, of dtype `dtype`."""
-    data = payload.numpy().tobytes()
+    codec, data = CODECS[name], payload.numpy().tobytes()
     if numel == 0:
         return torch.empty(0, dtype=dtype)
-    if name in CAST:
-        return bytes_to_elements(data, CAST[name])[:numel].float().to(dtype)
-    size = numel if name == "minmax_uint8" else BLOCK_NUMEL
-    ranges = -(-numel // size)
-    pair = 2 * dtype.itemsize
-    codes = payload[align(ranges * pair) :][:numel]
-    parts = [
-        decode_range(data[i * pair : (i + 1) * pair], codes[i * size : (i + 1) * size], dtype)
-        for i in range(ranges)
-    ]
+    if codec.block == 1:
+        return bytes_to_elements(data, codec.dtype)[:numel].float().to(dtype)
+    size, at = codec.header_bytes(dtype), align(headers_bytes(name, dtype, numel))
+    parts = []
+    for i, (_, n) in enumerate(ranges(name, numel)):
+        stride = -(-n * codec.bits // 8)
+        codes = unpack(data[at : at + stride], codec.bits, n)
+        parts.append(codec.decode_range(data[i * size : (i + 1) * size], codes, dtype))
+        at += stride
     return torch.cat(parts)
-
-
-def step(x):
-    """The distance between neighbouring levels of a range of finite values."""
-    wide = x.double()
-    return ((wide.max() - wide.min() + 1e-7) / 255).item()

@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from bagua import _C
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from ranks import training
 from torch import nn
@@ -172,7 +173,7 @@ def scale_with_overflow_on_one_rank(name, bad):
     return scales, moved
 
 
-CODECS = ["exact", "minmax_uint8", "block_uint8", "fp16", "bf16"]
+CODECS = ["exact", *_C.codec_names()]
 
 
 @pytest.mark.parametrize("name", CODECS)

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from bagua import _C
+from oracle import codec as oracle
 from single.thread_ranks import run_thread_ranks
 
 RANKS = [1, 2, 3, 4, 7]
 SIZES = [1, 31, 1000, 4096, 14337]
 MORE_THAN_A_PIECE = 131072 + 2048 + 5  # of one rank's part
-CODECS = ["minmax_uint8", "block_uint8", "fp16", "bf16"]
+CODECS = _C.codec_names()
 DTYPES = {
     "f32": torch.float32,
     "f16": torch.float16,
@@ -28,6 +29,11 @@ def inputs(n, numel, dtype, salt=0):
     generator = torch.Generator().manual_seed(1000 * n + numel + salt)
     scales = 10.0 ** torch.linspace(-3, 1, max(1, numel))
     return [(torch.randn(numel, generator=generator) * scales[:numel]).to(dtype) for _ in range(n)]
+
+
+def step_of(codec):
+    """Twice the largest error of a round trip of values of magnitude 1."""
+    return 2 * oracle.CODECS[codec].error
 
 
 def compressed(comm, codec, op):

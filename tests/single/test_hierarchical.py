@@ -16,6 +16,7 @@ from single.op_ranks import (
     per_codec,
     per_dtype,
     per_op,
+    step_of,
 )
 from single.thread_ranks import run_thread_ranks
 
@@ -78,7 +79,7 @@ def test_hierarchical_compresses_between_nodes_only(nodes, codec):
     error = (results[0] - exact).abs().max()
     one_node = len(set(nodes)) == 1
     # A leader's value is its node's mean times node_size * nodes / ranks, here at most 9/7 in size.
-    step = {"fp16": 2**-10, "bf16": 2**-7}.get(codec, 2 / 255)
+    step = step_of(codec)
     assert error <= (1e-6 if one_node else 2 * step)
     assert one_node or error > 0
 

@@ -22,6 +22,7 @@ from single.op_ranks import (
     per_op,
     per_ranks,
     run_op,
+    step_of,
 )
 from single.thread_ranks import run_thread_ranks
 
@@ -85,7 +86,7 @@ def test_compression_errs_by_two_half_steps_at_most(codec, op):
     generator = torch.Generator().manual_seed(3)
     brought = [torch.rand(numel, generator=generator) * 2 - 1 for _ in range(n)]
     exact = torch.stack(brought).double().sum(0) / (n if op == "mean" else 1)
-    step = {"fp16": 2**-10, "bf16": 2**-7}.get(codec, 2 / 255)
+    step = step_of(codec)
     bound = 1.01 * step * (1 if op == "mean" else n)
     for result in run_op(n, lambda comm: compressed(comm, codec, op), brought):
         assert (result - exact).abs().max() <= bound

@@ -10,7 +10,7 @@
 
 namespace bagua {
 
-struct BlockUint8 {
+struct BlockUint8 : RangeUint8 {
   static constexpr int64_t kBlockNumel = 2048;
 };
 

@@ -21,10 +21,6 @@
 
 namespace bagua {
 
-struct MinmaxUint8 {
-  static constexpr int64_t kBlockNumel = 0;
-};
-
 // The smallest and the largest value of a range, as stored in the header; NaN and NaN if any
 // value of the range is not finite.
 struct ValueRange {
@@ -58,22 +54,84 @@ BAGUA_HD QuantisationGrid quantisation_grid(ValueRange range) {
   return {scale, __builtin_rintf(top) - 255.0f, false};
 }
 
-// `value` lies in the range, so that the code cannot exceed 255.
-BAGUA_HD uint8_t quantise(float value, QuantisationGrid grid) {
-  const float level = value * grid.scale;
-  const float bounded = greater(grid.lower, level);
-  const int32_t whole = nearest_int32(bounded);
-  return static_cast<uint8_t>(whole - static_cast<int32_t>(grid.lower));
+// The range of values while they are met, in any order. Comparisons skip NaN, hence the marks.
+template <int kLanes>
+struct ValueExtent {
+  float low[kLanes];
+  float high[kLanes];
+  uint32_t marks[kLanes];
+
+  BAGUA_HD void start(int lane) {
+    low[lane] = kLargestFinite<float>;
+    high[lane] = -kLargestFinite<float>;
+    marks[lane] = 0;
+  }
+  BAGUA_HD void take(int lane, float value) {
+    low[lane] = lesser(value, low[lane]);
+    high[lane] = greater(value, high[lane]);
+    marks[lane] |= non_finite_mark(value);
+  }
+  template <int kOthers>
+  BAGUA_HD void join(int lane, const ValueExtent<kOthers>& other, int from) {
+    low[lane] = lesser(other.low[from], low[lane]);
+    high[lane] = greater(other.high[from], high[lane]);
+    marks[lane] |= other.marks[from];
+  }
+};
+
+// The range of all values met: Note [Non-finite values]. Which of two zeros a reduction ends with
+// depends on its order; adding zero makes both +0.
+BAGUA_HD ValueRange finished_range(const ValueExtent<1>& extent) {
+  if (is_marked(extent.marks[0])) {
+    const float nan = bits_to_float(kFloatQuietNanBits);
+    return {nan, nan};
+  }
+  return {extent.low[0] + 0.0f, extent.high[0] + 0.0f};
 }
 
-// Rounds to T; stays finite in T if the range is finite.
-template <typename T>
-BAGUA_HD T dequantise(uint8_t code, QuantisationGrid grid) {
-  constexpr float kLargest = kLargestFinite<T>;
-  const float value = (static_cast<float>(static_cast<int32_t>(code)) + grid.lower) / grid.scale;
-  // Written so that NaN passes.
-  const float below = kLargest < value ? kLargest : value;
-  return narrow<T>(below < -kLargest ? -kLargest : below);
-}
+// The maths of 8 bits and one range, for ranges of any size.
+struct RangeUint8 {
+  static constexpr int kBits = 8;
+  static constexpr int kLanes = 32;
+
+  template <int kCount>
+  using Extent = ValueExtent<kCount>;
+  using Grid = QuantisationGrid;
+  template <typename T>
+  struct Header {
+    T min;
+    T max;
+  };
+
+  template <typename T>
+  BAGUA_HD static Header<T> header(const Extent<1>& extent) {
+    const ValueRange range = finished_range(extent);
+    return {narrow<T>(range.min), narrow<T>(range.max)};
+  }
+
+  template <typename T>
+  BAGUA_HD static Grid grid(Header<T> header) {
+    return quantisation_grid({widen(header.min), widen(header.max)});
+  }
+
+  // `value` lies in the range, so that the code cannot exceed 255.
+  BAGUA_HD static uint8_t quantise(float value, Grid grid) {
+    const float level = value * grid.scale;
+    const float bounded = greater(grid.lower, level);
+    const int32_t whole = nearest_int32(bounded);
+    return static_cast<uint8_t>(whole - static_cast<int32_t>(grid.lower));
+  }
+
+  // Rounds to T; stays finite in T if the range is finite.
+  template <typename T>
+  BAGUA_HD static T dequantise(uint8_t code, Grid grid) {
+    return narrow_finite<T>((static_cast<float>(static_cast<int32_t>(code)) + grid.lower) /
+                            grid.scale);
+  }
+};
+
+struct MinmaxUint8 : RangeUint8 {
+  static constexpr int64_t kBlockNumel = 0;
+};
 
 }  // namespace bagua

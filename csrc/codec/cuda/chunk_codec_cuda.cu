@@ -28,29 +28,31 @@ class ChunkCodecCuda final : public Codec {
   Processor processor() const override { return Processor::kCuda; }
 
   int64_t payload_bytes(DType dtype, int64_t numel) const override {
-    return format_payload_bytes<Format>(dtype_bytes(dtype), numel);
+    return format_payload_bytes<Format>(dtype, numel);
   }
 
-  // One range per slice of the largest batch; batches use the same scratch one after the other.
+  // One extent per slice of the largest batch; batches use the same scratch one after the other.
   int64_t scratch_bytes(std::span<const Chunk> chunks, DType) const override {
     int64_t most = 0;
+    int64_t bytes_per_slice = 0;
     if constexpr (ChunkRangedFormat<Format>) {
+      bytes_per_slice = sizeof(ExtentOf<Format>);
       for_each_batch(chunks, slices_of,
                      [&](const ChunkBatch& batch) { most = std::max(most, batch.units()); });
     }
-    return most * static_cast<int64_t>(sizeof(ValueRange));
+    return most * bytes_per_slice;
   }
 
   void encode(std::span<const Chunk> chunks, DType dtype, std::byte* scratch,
               StreamHandle stream) const override {
     visit_dtype(dtype, [&]<typename T>(T) {
       if constexpr (ChunkRangedFormat<Format>) {
-        ValueRange* const of_slice = reinterpret_cast<ValueRange*>(scratch);
+        ExtentOf<Format>* const of_slice = reinterpret_cast<ExtentOf<Format>*>(scratch);
         for_each_batch(chunks, slices_of, [&](const ChunkBatch& batch) {
-          launch("scan_slices", scan_slices<T>, batch.units(), kSliceThreads, stream, batch,
+          launch("scan_slices", scan_slices<Format, T>, batch.units(), kSliceThreads, stream, batch,
                  of_slice);
-          launch("encode_slices", encode_slices<T>, batch.units(), kSliceThreads, stream, batch,
-                 of_slice);
+          launch("encode_slices", encode_slices<Format, T>, batch.units(), kSliceThreads, stream,
+                 batch, of_slice);
         });
       } else {
         for_each_batch(chunks, tiles_of, [&](const ChunkBatch& batch) {
@@ -80,7 +82,7 @@ class ChunkCodecCuda final : public Codec {
     });
   }
 
-  int64_t block_numel() const override { return format_block_numel<Format>(); }
+  int64_t block_numel() const override { return Format::kBlockNumel; }
 
   const std::string& name() const override { return name_; }
 

@@ -5,37 +5,13 @@
 #include "base/launch.h"
 #include "codec/chunk_batch.h"
 #include "codec/chunk_parts.h"
+#include "codec/cuda/block_kernels.cuh"
 #include "codec/cuda/encode_kernels.cuh"
+#include "codec/cuda/sinks.cuh"
 #include "codec/cuda/tile.cuh"
 #include "codec/exact_division.h"
 
 namespace bagua {
-
-// The sinks of decoded elements, for vectors too.
-template <typename T>
-struct StoreVectors : Store<T> {
-  static constexpr int kPerVector = kVectorBytes / sizeof(T);
-  static constexpr bool kReads = false;
-  BAGUA_DEVICE void put(Words<4>& vector, int k, T value) const { put_element(vector, k, value); }
-};
-template <typename T>
-struct AddWeightedVectors : AddWeighted<T> {
-  static constexpr int kPerVector = kVectorBytes / sizeof(float);
-  static constexpr bool kReads = true;
-  BAGUA_DEVICE void put(Words<4>& vector, int k, T value) const {
-    put_element(vector, k, add_weighted(element_of<float>(vector, k), this->weight, value));
-  }
-};
-
-// A decoded NaN has the same bits on every device; an instruction would choose its own.
-template <typename T>
-BAGUA_DEVICE T with_quiet_nan(T value) {
-  if constexpr (sizeof(T) == sizeof(float)) {
-    return value == value ? value : bits_to_float(kFloatQuietNanBits);
-  } else {
-    return value;  // narrow has seen to it
-  }
-}
 
 // The codes of a tile as elements. all() takes any code; plain() only where is_plain says so.
 template <typename Format, typename T>
@@ -44,29 +20,34 @@ struct TileDecoder;
 template <RangedFormat Format, typename T>
 struct TileDecoder<Format, T> {
   using Code = uint8_t;
-  QuantisationGrid grid;
-  PlainDequantiser<T> dequantiser;
+  using Header = HeaderOf<Format, T>;
+  typename Format::Grid grid;
+  PlainDequantiser<Format, T> dequantiser;
 
   BAGUA_DEVICE static int64_t codes_offset(int64_t numel) {
-    return ranged_layout(Format::kBlockNumel, sizeof(T), numel).codes_offset;
+    return layout_of<Format, T>(numel).codes_offset;
   }
   BAGUA_DEVICE explicit TileDecoder(const Tile& tile)
-      : grid(quantisation_grid(read_header<T>(
-            tile.chunk.payload + (Format::kBlockNumel == 0 ? 0 : tile.index * 2 * sizeof(T))))),
+      : grid(Format::grid(read_header<Header>(
+            tile.chunk.payload + (Format::kBlockNumel == 0 ? 0 : tile.index * sizeof(Header))))),
         dequantiser(grid) {}
   BAGUA_DEVICE bool is_plain() const { return dequantiser.plain; }
   BAGUA_DEVICE T plain(Code code) const { return dequantiser(code); }
-  BAGUA_DEVICE T all(Code code) const { return with_quiet_nan(dequantise<T>(code, grid)); }
+  BAGUA_DEVICE T all(Code code) const {
+    return with_quiet_nan(Format::template dequantise<T>(code, grid));
+  }
 };
 
 template <CastFormat Format, typename T>
 struct TileDecoder<Format, T> {
-  using Code = typename Format::Element;
+  using Code = typename Format::Code;
 
   BAGUA_DEVICE static int64_t codes_offset(int64_t) { return 0; }
   BAGUA_DEVICE explicit TileDecoder(const Tile&) {}
   BAGUA_DEVICE bool is_plain() const { return true; }
-  BAGUA_DEVICE T plain(Code code) const { return with_quiet_nan(narrow<T>(widen(code))); }
+  BAGUA_DEVICE T plain(Code code) const {
+    return with_quiet_nan(Format::template dequantise<T>(code));
+  }
   BAGUA_DEVICE T all(Code code) const { return plain(code); }
 };
 
@@ -114,6 +95,15 @@ BAGUA_DEVICE void decode_tile(const Tile& tile, Sink sink) {
   }
 }
 
+template <typename Format, typename T, typename Sink>
+BAGUA_DEVICE void decode_tile_of(const Tile& tile, Sink sink) {
+  if constexpr (BlockedFormat<Format>) {
+    decode_blocks<Format, T>(tile, sink);
+  } else {
+    decode_tile<TileDecoder<Format, T>>(tile, sink);
+  }
+}
+
 // Units are tiles; a warp has one.
 template <typename Format, typename T>
 __global__ void __launch_bounds__(kTileThreads)
@@ -122,7 +112,7 @@ __global__ void __launch_bounds__(kTileThreads)
   if (unit >= batch.units()) return;
   const int index = batch.chunk_of(unit);
   const Tile tile(batch.chunks[index], unit - batch.first_unit[index]);
-  decode_tile<TileDecoder<Format, T>>(tile, StoreVectors<T>{{static_cast<T*>(tile.chunk.x)}});
+  decode_tile_of<Format, T>(tile, StoreVectors<T>{{static_cast<T*>(tile.chunk.x)}});
 }
 
 template <typename Format, typename T>
@@ -132,8 +122,8 @@ __global__ void __launch_bounds__(kTileThreads)
   if (unit >= batch.units()) return;
   const int index = batch.chunk_of(unit);
   const Tile tile(batch.chunks[index], unit - batch.first_unit[index]);
-  decode_tile<TileDecoder<Format, T>>(
-      tile, AddWeightedVectors<T>{{static_cast<float*>(tile.chunk.x), weight}});
+  decode_tile_of<Format, T>(tile,
+                            AddWeightedVectors<T>{{static_cast<float*>(tile.chunk.x), weight}});
 }
 
 }  // namespace bagua

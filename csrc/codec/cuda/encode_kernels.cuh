@@ -1,10 +1,11 @@
-// Encoding on the device: x is read once (minmax_uint8: twice, see range_kernels.cuh) and the
-// payload written once, in full.
+// Encoding on the device: x is read once (twice where a range is a whole chunk, see
+// range_kernels.cuh) and the payload written once, in full.
 #pragma once
 
 #include "base/device.h"
 #include "codec/chunk_batch.h"
 #include "codec/chunk_parts.h"
+#include "codec/cuda/block_kernels.cuh"
 #include "codec/cuda/range_kernels.cuh"
 #include "codec/cuda/tile.cuh"
 
@@ -12,11 +13,8 @@ namespace bagua {
 
 constexpr int kTileWarps = 4;
 constexpr int kTileThreads = kTileWarps * kWarpLanes;
-
-// The lanes of the warp write zeros.
-BAGUA_DEVICE void clear_bytes(std::byte* begin, std::byte* end) {
-  for (std::byte* byte = begin + lane_index(); byte < end; byte += kWarpLanes) *byte = std::byte{0};
-}
+// CTAs of encode_tiles per multiprocessor. Left alone the compiler aims at more, and spills.
+constexpr int kTileCtas = 4;
 
 // A tile's codes, encode(value) each. `values` holds the elements before `whole`.
 template <typename T, typename Code, typename Encoder>
@@ -37,23 +35,16 @@ BAGUA_DEVICE void encode_tile(const TileValues<T>& values, const T* x, int whole
 }
 
 // The codes of a tile whose range is known. Codes are zero where all values decode alike.
-template <typename T>
+template <RangedFormat Format, typename T>
 BAGUA_DEVICE void quantise_tile(const TileValues<T>& values, const T* x, int whole, int numel,
-                                uint8_t* codes, ValueRange range) {
-  const QuantisationGrid grid = quantisation_grid(range);
+                                uint8_t* codes, typename Format::Grid grid) {
+  static_assert(Format::kBits == 8);
   if (grid.constant) {
     encode_tile(values, x, whole, numel, codes, [](float) { return uint8_t{0}; });
   } else {
-    encode_tile(values, x, whole, numel, codes, [=](float value) { return quantise(value, grid); });
+    encode_tile(values, x, whole, numel, codes,
+                [=](float value) { return Format::quantise(value, grid); });
   }
-}
-
-// Zeros behind the headers and behind the codes; by the warp of a chunk's last tile.
-template <typename T>
-BAGUA_DEVICE void clear_padding(const Chunk& chunk, const RangedLayout& layout) {
-  clear_bytes(chunk.payload + layout.ranges * 2 * sizeof(T), chunk.payload + layout.codes_offset);
-  clear_bytes(chunk.payload + layout.codes_offset + chunk.numel,
-              chunk.payload + layout.payload_bytes);
 }
 
 // Units are tiles; a warp has one. A tile is a block with a range of its own.
@@ -65,38 +56,44 @@ BAGUA_DEVICE void encode_tile_of(const Tile& tile) {
   const int whole = tile.whole_vectors<kPerVector, kPerVector>();
   TileValues<T> values;
   values.load(x, whole);
-  RangeSoFar range_so_far;
-  values.extend(range_so_far, x, whole, tile.numel);
-  const ValueRange range = warp_range(range_so_far);
+  ExtentOf<Format> extent = empty_extent<Format>();
+  values.extend(extent, x, whole, tile.numel);
+  const auto header = Format::template header<T>(join_lanes(extent));
 
-  const RangedLayout layout = ranged_layout(kTileNumel, sizeof(T), tile.chunk.numel);
-  std::byte* header = tile.chunk.payload + tile.index * 2 * sizeof(T);
+  const RangedLayout layout = layout_of<Format, T>(tile.chunk.numel);
   std::byte* codes = tile.chunk.payload + layout.codes_offset + tile.first;
-  if (lane_index() == 0) write_header<T>(range, header);
-  quantise_tile(values, x, whole, tile.numel, reinterpret_cast<uint8_t*>(codes), range);
-  if (tile.is_last()) clear_padding<T>(tile.chunk, layout);
+  if (lane_index() == 0) write_header(header, tile.chunk.payload + tile.index * sizeof(header));
+  quantise_tile<Format>(values, x, whole, tile.numel, reinterpret_cast<uint8_t*>(codes),
+                        Format::grid(header));
+  if (tile.is_last()) clear_padding(tile.chunk, layout);
+}
+
+// Units are tiles; a warp has one. A tile is several blocks.
+template <BlockedFormat Format, typename T>
+BAGUA_DEVICE void encode_tile_of(const Tile& tile) {
+  encode_blocks<Format, T>(tile);
 }
 
 template <CastFormat Format, typename T>
 BAGUA_DEVICE void encode_tile_of(const Tile& tile) {
-  using Element = typename Format::Element;
+  using Code = typename Format::Code;
   constexpr int kPerVector = TileValues<T>::kPerVector;
   const T* x = static_cast<const T*>(tile.chunk.x) + tile.first;
-  const int whole = tile.whole_vectors<kPerVector, kPerVector * sizeof(Element)>();
+  const int whole = tile.whole_vectors<kPerVector, kPerVector * sizeof(Code)>();
   TileValues<T> values;
   values.load(x, whole);
-  Element* elements = reinterpret_cast<Element*>(tile.chunk.payload) + tile.first;
-  encode_tile(values, x, whole, tile.numel, elements,
-              [](float value) { return narrow<Element>(value); });
+  Code* codes = reinterpret_cast<Code*>(tile.chunk.payload) + tile.first;
+  encode_tile(values, x, whole, tile.numel, codes,
+              [](float value) { return Format::quantise(value); });
   if (tile.is_last()) {
-    std::byte* end = tile.chunk.payload + tile.chunk.numel * sizeof(Element);
-    clear_bytes(end,
-                tile.chunk.payload + format_payload_bytes<Format>(sizeof(T), tile.chunk.numel));
+    std::byte* end = tile.chunk.payload + tile.chunk.numel * sizeof(Code);
+    clear_bytes(
+        end, tile.chunk.payload + format_payload_bytes<Format>(DType::kFloat32, tile.chunk.numel));
   }
 }
 
 template <typename Format, typename T>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kTileThreads, kTileCtas)
     encode_tiles(const __grid_constant__ ChunkBatch batch) {
   const int64_t unit = int64_t{blockIdx.x} * kTileWarps + warp_index();
   if (unit >= batch.units()) return;
@@ -105,16 +102,17 @@ __global__ void __launch_bounds__(kTileThreads)
 }
 
 // Units are slices; a CTA has one. of_slice: what scan_slices wrote for the same batch.
-template <typename T>
+template <RangedFormat Format, typename T>
 __global__ void __launch_bounds__(kSliceThreads)
-    encode_slices(const __grid_constant__ ChunkBatch batch, const ValueRange* __restrict of_slice) {
+    encode_slices(const __grid_constant__ ChunkBatch batch,
+                  const ExtentOf<Format>* __restrict of_slice) {
   constexpr int kPerVector = TileValues<T>::kPerVector;
   // The slices that were scanned last come first: they are still in the second-level cache.
   const int64_t unit = int64_t{gridDim.x} - 1 - blockIdx.x;
   const int index = batch.chunk_of(unit);
   const Chunk chunk = batch.chunks[index];
   const T* const x = static_cast<const T*>(chunk.x);
-  const RangedLayout layout = ranged_layout(0, sizeof(T), chunk.numel);
+  const RangedLayout layout = layout_of<Format, T>(chunk.numel);
   const int64_t slice = unit - batch.first_unit[index];
   const int64_t begin = slice * slice_tiles(chunk.numel);
   const int64_t end = begin + slice_tiles(chunk.numel);
@@ -124,25 +122,26 @@ __global__ void __launch_bounds__(kSliceThreads)
   Tile tile(chunk, begin + warp_index());
   int whole = tile.whole_vectors<kPerVector, kPerVector>();
   if (tile.numel > 0) values.load(x + tile.first, whole);
-  RangeSoFar range_so_far;
+  ExtentOf<Format> extent = empty_extent<Format>();
   for (int64_t i = threadIdx.x; i < slices_of(chunk.numel); i += kSliceThreads) {
-    range_so_far.take(of_slice[batch.first_unit[index] + i]);
+    extent.join(0, of_slice[batch.first_unit[index] + i], 0);
   }
-  const ValueRange range = slice_range(range_so_far);
+  const auto header = Format::template header<T>(join_threads<Format>(extent));
 
   // 2. The chunk's first warp writes the header, and what surrounds the codes.
   if (slice == 0 && warp_index() == 0) {
-    if (lane_index() == 0 && chunk.numel > 0) write_header<T>(range, chunk.payload);
-    const int64_t header_bytes = chunk.numel > 0 ? 2 * sizeof(T) : 0;
+    if (lane_index() == 0 && chunk.numel > 0) write_header(header, chunk.payload);
+    const int64_t header_bytes = chunk.numel > 0 ? sizeof(header) : 0;
     clear_bytes(chunk.payload + header_bytes, chunk.payload + layout.codes_offset);
-    clear_bytes(chunk.payload + layout.codes_offset + chunk.numel,
+    clear_bytes(chunk.payload + layout.codes_offset + layout.codes_bytes,
                 chunk.payload + layout.payload_bytes);
   }
 
   // 3. The codes, tile by tile.
+  const typename Format::Grid grid = Format::grid(header);
   uint8_t* const codes = reinterpret_cast<uint8_t*>(chunk.payload + layout.codes_offset);
   while (tile.numel > 0) {
-    quantise_tile(values, x + tile.first, whole, tile.numel, codes + tile.first, range);
+    quantise_tile<Format>(values, x + tile.first, whole, tile.numel, codes + tile.first, grid);
     if (tile.index + kSliceWarps >= end) break;
     tile = Tile(chunk, tile.index + kSliceWarps);
     whole = tile.whole_vectors<kPerVector, kPerVector>();

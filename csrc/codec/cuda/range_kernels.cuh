@@ -1,9 +1,9 @@
-// The range of a tile, of a slice and of a chunk on the device: in a fixed order, without atomics,
+// The extent of a tile, of a slice and of a chunk on the device: in a fixed order, without atomics,
 // and without memory that someone would have to initialise.
 //
-// minmax_uint8 has one range per chunk, however large, so that finding it takes a launch of its
-// own: scan_slices leaves the range of each slice in scratch, and the encoder of each slice reduces
-// all slices of its chunk again (8 KiB from the second-level cache).
+// Where one range is a whole chunk, however large, finding it takes a launch of its own:
+// scan_slices leaves the extent of each slice in scratch, and the encoder of each slice reduces all
+// slices of its chunk again (12 KiB from the second-level cache for minmax_uint8).
 #pragma once
 
 #include "base/device.h"
@@ -30,41 +30,53 @@ BAGUA_HD constexpr int64_t slices_of(int64_t numel) {
   return slices > 1 ? slices : 1;
 }
 
-struct RangeSoFar {
-  float low = kStartLow;
-  float high = kStartHigh;
-  uint32_t marks = 0;
+// The Extent of Format of one lane or thread.
+template <RangedFormat Format>
+using ExtentOf = typename Format::template Extent<1>;
 
-  BAGUA_DEVICE void take(float value) { extend_range(value, low, high, marks); }
-  // The range of nothing, which is turned inside out, changes nothing.
-  BAGUA_DEVICE void take(ValueRange range) {
-    low = lesser(range.min, low);
-    high = greater(range.max, high);
-    marks |= non_finite_mark(range.min);
-  }
-};
-
-// The range of what all lanes of the warp have met, in every lane.
-BAGUA_DEVICE ValueRange warp_range(RangeSoFar range) {
-  BAGUA_UNROLL
-  for (int distance = kWarpLanes / 2; distance > 0; distance /= 2) {
-    range.low = lesser(__shfl_xor_sync(kAllLanes, range.low, distance), range.low);
-    range.high = greater(__shfl_xor_sync(kAllLanes, range.high, distance), range.high);
-  }
-  return finished_range(range.low, range.high, __all_sync(kAllLanes, !is_marked(range.marks)));
+template <RangedFormat Format>
+BAGUA_DEVICE ExtentOf<Format> empty_extent() {
+  ExtentOf<Format> extent;
+  extent.start(0);
+  return extent;
 }
 
-// The range of what all threads of the CTA have met, in every thread. Once per kernel: the shared
-// memory is not guarded for a second use.
-BAGUA_DEVICE ValueRange slice_range(RangeSoFar range) {
-  __shared__ ValueRange of_warp[kSliceWarps];
-  const ValueRange mine = warp_range(range);
+// What the lane at this distance has; all lanes of the warp call it.
+template <typename Extent>
+BAGUA_DEVICE Extent exchanged(const Extent& extent, int distance) {
+  constexpr int kWords = sizeof(Extent) / sizeof(uint32_t);
+  static_assert(sizeof(Extent) % sizeof(uint32_t) == 0);
+  uint32_t words[kWords];
+  __builtin_memcpy(words, &extent, sizeof(Extent));
+  BAGUA_UNROLL
+  for (int i = 0; i < kWords; ++i) words[i] = __shfl_xor_sync(kAllLanes, words[i], distance);
+  Extent other;
+  __builtin_memcpy(&other, words, sizeof(Extent));
+  return other;
+}
+
+// What all of kLanes neighbouring lanes have met, in each of them. All lanes of the warp call it.
+template <int kLanes = kWarpLanes, typename Extent>
+BAGUA_DEVICE Extent join_lanes(Extent extent) {
+  BAGUA_UNROLL
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    extent.join(0, exchanged(extent, distance), 0);
+  }
+  return extent;
+}
+
+// What all threads of the CTA have met, in every thread. Once per kernel: the shared memory is not
+// guarded for a second use.
+template <RangedFormat Format>
+BAGUA_DEVICE ExtentOf<Format> join_threads(ExtentOf<Format> extent) {
+  __shared__ ExtentOf<Format> of_warp[kSliceWarps];
+  const ExtentOf<Format> mine = join_lanes(extent);
   if (lane_index() == 0) of_warp[warp_index()] = mine;
   __syncthreads();
-  RangeSoFar all;
+  ExtentOf<Format> all = empty_extent<Format>();
   BAGUA_UNROLL
-  for (int warp = 0; warp < kSliceWarps; ++warp) all.take(of_warp[warp]);
-  return finished_range(all.low, all.high, !is_marked(all.marks));
+  for (int warp = 0; warp < kSliceWarps; ++warp) all.join(0, of_warp[warp], 0);
+  return all;
 }
 
 // The vectors of a tile, in registers.
@@ -96,26 +108,27 @@ struct TileValues {
 
   BAGUA_DEVICE float value(int j, int k) const { return widen(element_of<T>(vectors[j], k)); }
 
-  // Extends the range by the whole tile of `numel` elements.
-  BAGUA_DEVICE void extend(RangeSoFar& range, const T* x, int whole, int numel) const {
+  // Extends the extent by the whole tile of `numel` elements.
+  template <typename Extent>
+  BAGUA_DEVICE void extend(Extent& extent, const T* x, int whole, int numel) const {
     BAGUA_UNROLL
     for (int j = 0; j < Mine::kCount; ++j) {
       BAGUA_UNROLL
-      for (int k = 0; k < kPerVector; ++k) range.take(value(j, k));
+      for (int k = 0; k < kPerVector; ++k) extent.take(0, value(j, k));
     }
-    for (int i = whole + lane_index(); i < numel; i += kWarpLanes) range.take(widen(x[i]));
+    for (int i = whole + lane_index(); i < numel; i += kWarpLanes) extent.take(0, widen(x[i]));
   }
 };
 
-// Writes the range of each slice of the batch's chunks, whose units are slices, to of_slice.
-template <typename T>
+// Writes the extent of each slice of the batch's chunks, whose units are slices, to of_slice.
+template <RangedFormat Format, typename T>
 __global__ void __launch_bounds__(kSliceThreads)
-    scan_slices(const __grid_constant__ ChunkBatch batch, ValueRange* __restrict of_slice) {
+    scan_slices(const __grid_constant__ ChunkBatch batch, ExtentOf<Format>* __restrict of_slice) {
   const int64_t unit = blockIdx.x;
   const int index = batch.chunk_of(unit);
   const Chunk chunk = batch.chunks[index];
   const int64_t begin = (unit - batch.first_unit[index]) * slice_tiles(chunk.numel);
-  RangeSoFar range;
+  ExtentOf<Format> extent = empty_extent<Format>();
   for (int64_t t = begin + warp_index(); t < begin + slice_tiles(chunk.numel); t += kSliceWarps) {
     const Tile tile(chunk, t);
     if (tile.numel <= 0) break;
@@ -123,9 +136,9 @@ __global__ void __launch_bounds__(kSliceThreads)
     const int whole = tile.whole_vectors<TileValues<T>::kPerVector, 1>();
     TileValues<T> values;
     values.load(x, whole);
-    values.extend(range, x, whole, tile.numel);
+    values.extend(extent, x, whole, tile.numel);
   }
-  const ValueRange found = slice_range(range);
+  const ExtentOf<Format> found = join_threads<Format>(extent);
   if (threadIdx.x == 0) of_slice[unit] = found;
 }
 

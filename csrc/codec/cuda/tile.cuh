@@ -14,13 +14,13 @@
 #include "base/device.h"
 #include "base/dtype.h"
 #include "codec/chunk_batch.h"
-#include "codec/codecs/block_uint8.h"
+#include "codec/chunk_format.h"
 
 namespace bagua {
 
 constexpr int kWarpLanes = 32;
 constexpr unsigned kAllLanes = 0xffffffff;
-constexpr int kTileNumel = BlockUint8::kBlockNumel;
+constexpr int kTileNumel = 2048;
 constexpr int kVectorBytes = 16;
 
 BAGUA_HD constexpr int64_t tiles_of(int64_t numel) { return (numel + kTileNumel - 1) / kTileNumel; }
@@ -89,6 +89,18 @@ BAGUA_DEVICE void put_element(Words<kCount>& words, int i, Element element) {
   } else {
     words.word[i / kPerWord] |= uint32_t{element} << shift;
   }
+}
+
+// The lanes of the warp write zeros.
+BAGUA_DEVICE void clear_bytes(std::byte* begin, std::byte* end) {
+  for (std::byte* byte = begin + lane_index(); byte < end; byte += kWarpLanes) *byte = std::byte{0};
+}
+
+// Zeros behind the headers and behind the codes; by the warp of a chunk's last tile.
+BAGUA_DEVICE void clear_padding(const Chunk& chunk, const RangedLayout& layout) {
+  clear_bytes(chunk.payload + layout.headers_bytes, chunk.payload + layout.codes_offset);
+  clear_bytes(chunk.payload + layout.codes_offset + layout.codes_bytes,
+              chunk.payload + layout.payload_bytes);
 }
 
 // The lane's vectors of kPerVector elements in a tile: the first one starts at element `begin()`,
