@@ -7,6 +7,7 @@
 #include "codec/codecs/block_uint8.h"
 #include "codec/codecs/cast_bf16.h"
 #include "codec/codecs/cast_fp16.h"
+#include "codec/codecs/int4_block.h"
 #include "codec/codecs/minmax_uint8.h"
 
 namespace bagua {
@@ -25,6 +26,8 @@ inline constexpr std::tuple kCodecs{
                           "8 bits per element, one range per block: the default for 8 bit"},
     CodecLine<CastFp16>{"fp16", "16 bits per element: IEEE half precision"},
     CodecLine<CastBf16>{"bf16", "16 bits per element: bfloat16"},
+    CodecLine<Int4Block>{"int4_block",
+                         "4 bits per element, one scale per block: half the bytes of 8 bit"},
 };
 
 // Calls function(line) for every line, in the table's order.

@@ -125,11 +125,51 @@ class RangeUint8:
         return torch.full(x.shape, self.step(x) / 2 + rounding, dtype=torch.float64)
 
 
+class Int4Block:
+    """16 levels from -8 to 7 times a scale; the element of largest magnitude is level -8."""
+
+    bits, block, error, idempotent = 4, 128, (1 + 2**-7) / 8, True
+
+    def header_bytes(self, dtype):
+        return torch.bfloat16.itemsize
+
+    def encode_range(self, x):
+        wide = x.float()
+        if not wide.isfinite().all():
+            nan = torch.full((1,), float("nan"), dtype=torch.bfloat16)
+            return element_bytes(nan), torch.zeros(x.numel(), dtype=torch.uint8)
+        size = wide.abs().max() * 0.125
+        if size < 2.0**-100:
+            return bytes(2), torch.full((x.numel(),), 8, dtype=torch.uint8)
+        scale = size.to(torch.bfloat16)
+        if scale.float() < size:
+            scale = (scale.view(torch.int16) + 1).view(torch.bfloat16)
+        if wide.max() >= -wide.min():
+            scale = -scale
+        inverse = torch.tensor(1.0) / scale.float()
+        codes = (wide * inverse).clamp(max=7).round() + 8
+        return element_bytes(scale.view(1)), codes.to(torch.uint8)
+
+    def decode_range(self, header, codes, dtype):
+        scale = bytes_to_elements(header, torch.bfloat16).float()
+        return finite_in((codes.float() - 8) * scale, dtype)
+
+    def step(self, x):
+        return max(x.double().abs().max().item() * self.error, 2.0**-97)
+
+    def bound(self, x):
+        # Beyond level 7.5 there is none but 7.
+        wide, step = x.double(), self.step(x)
+        side = 1 if wide.max() >= -wide.min() else -1
+        return torch.where(wide * side < -7 * step, step, step / 2)
+
+
 CODECS = {
     "minmax_uint8": RangeUint8(block=0),
     "block_uint8": RangeUint8(block=2048),
     "fp16": Cast(torch.float16),
     "bf16": Cast(torch.bfloat16),
+    "int4_block": Int4Block(),
 }
 
 
