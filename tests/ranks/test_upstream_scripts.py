@@ -130,6 +130,80 @@ def test_a_script_written_for_bagua_runs(run_script, name):
         assert words[3] == "12"
 
 
+# After Bagua's example communication_primitives: each of Bagua's calls beside torch's.
+PRIMITIVES = """
+import torch
+import torch.distributed as dist
+import bagua.torch_api as bagua
+
+bagua.init_process_group()
+rank, size = bagua.get_rank(), bagua.get_world_size()
+comm = bagua.communication._get_default_group().get_global_communicator()
+torch.manual_seed(rank)
+if rank == 0:
+    sent = torch.rand(4)
+    dist.send(sent, 1)
+    bagua.send(sent, 1, comm=comm)
+elif rank == 1:
+    torchs, baguas = torch.zeros(4), torch.zeros(4)
+    dist.recv(torchs, 0)
+    bagua.recv(baguas, 0, comm=comm)
+    assert torch.equal(torchs, baguas)
+
+torchs = torch.rand(4)
+baguas = torchs.clone()
+dist.broadcast(torchs, 0)
+bagua.broadcast(baguas, 0, comm=comm)
+assert torch.equal(torchs, baguas)
+
+torchs = torch.rand(4)
+baguas, result = torchs.clone(), torch.zeros(4)
+dist.all_reduce(torchs)
+bagua.allreduce(baguas, result, comm=comm)
+bagua.allreduce_inplace(baguas, comm=comm)
+assert torch.allclose(torchs, result) and torch.equal(baguas, result)
+
+torchs = torch.rand(4)
+baguas, result = torchs.clone(), torch.zeros(4)
+dist.reduce(torchs, 1)
+bagua.reduce(baguas, result, dst=1, comm=comm)
+bagua.reduce_inplace(baguas, dst=1, comm=comm)
+if rank == 1:
+    assert torch.allclose(torchs, result) and torch.equal(baguas, result)
+
+sent, result = torch.rand(4), torch.zeros(4 * size)
+parts = [torch.zeros(4) for _ in range(size)]
+dist.all_gather(parts, sent)
+bagua.allgather(sent, result, comm=comm)
+assert torch.equal(torch.cat(parts), result)
+
+parts, torchs, result = torch.rand(size, 4), torch.zeros(4), torch.zeros(4)
+dist.reduce_scatter_tensor(torchs, parts.view(-1))
+bagua.reduce_scatter(parts, result, comm=comm)
+assert torch.allclose(torchs, result)
+
+torchs, result = torch.zeros(size, 4), torch.zeros(size, 4)
+dist.all_to_all_single(torchs, parts)
+bagua.alltoall(parts, result, comm=comm)
+assert torch.equal(torchs, result)
+
+counts = [rank + other for other in range(size)]  # as many from a rank as to it
+starts = torch.cumsum(torch.tensor([0, *counts]), 0)  # one more than ranks, not of type int
+sent = 100.0 * rank + torch.arange(sum(counts))
+torchs, result = torch.zeros(sum(counts)), torch.zeros(sum(counts))
+dist.all_to_all_single(torchs, sent, counts, counts)
+bagua.alltoall_v(sent, counts, starts, result, counts, starts, comm=comm)
+assert torch.equal(torchs, result)
+print("done")
+"""
+
+
+@pytest.mark.parametrize("size", [2, 3, 4], ids="n{}".format)
+def test_the_example_of_the_communication_primitives_runs(run_script, size):
+    for end in run_script(size, PRIMITIVES):
+        assert (end.returncode, end.stdout) == (0, "done\n"), end.stderr
+
+
 TORCH = """
 import os
 import torch

@@ -52,6 +52,9 @@ from bagua._core.group.process_group import (
     is_initialized,
 )
 
+# The name in scripts that were written for Bagua.
+_get_default_group = get_default_group
+
 __all__ = [
     "BaguaProcessGroup",
     "CommMember",

@@ -87,8 +87,8 @@ def check_divisible(name: str, tensor: torch.Tensor, size: int) -> None:
 
 
 def check_count(name: str, what: str, count: int) -> None:
-    """A number of elements."""
-    if not isinstance(count, int):
+    """A number of elements, which NumPy's and torch's integers may give."""
+    if not hasattr(count, "__index__"):
         raise TypeError(f"{name}: {what} must be an integer, not {count!r}")
     if count < 0:
         raise ValueError(f"{name}: {what} must not be negative, it is {count}")

@@ -63,8 +63,7 @@ def send(tensor: torch.Tensor, dst: int, comm: Communicator | CommMember | None 
     check_tensor("send", tensor)
     check_peer("send", "dst", dst, member)
 
-    data = as_bytes(tensor)
-    member.run("send", data.device, lambda backend: backend.send([data], dst, 0))
+    member.exchange("send", dst, sends=[as_bytes(tensor)], recvs=[])
 
 
 def recv(tensor: torch.Tensor, src: int, comm: Communicator | CommMember | None = None) -> None:
@@ -76,8 +75,7 @@ def recv(tensor: torch.Tensor, src: int, comm: Communicator | CommMember | None 
     check_tensor("recv", tensor)
     check_peer("recv", "src", src, member)
 
-    data = as_bytes(tensor)
-    member.run("recv", data.device, lambda backend: backend.recv([data], src, 0))
+    member.exchange("recv", src, sends=[], recvs=[as_bytes(tensor)])
 
 
 def broadcast(
