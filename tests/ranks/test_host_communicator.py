@@ -44,10 +44,14 @@ def test_host_memory_is_counted_as_what_it_carries(ranks):
 
 
 @training.with_group
-def connect_eagerly():
+def run_eagerly():
     communicator = bagua.communication.get_default_group().get_global_communicator()
-    return communicator._connect("test", "cuda").name()
+    connected = communicator._connect("cuda", None)
+    before = communicator.traffic()["bytes_sent"]
+    tensor = torch.ones(300)
+    connected.all_reduce(tensor, _C.ReduceOp.SUM)
+    return tensor[0].item(), communicator.traffic()["bytes_sent"] - before
 
 
 def test_eager_collectives_of_cuda_tensors_go_over_gloo_too(ranks):
-    assert ranks(2, connect_eagerly, env={"BAGUA_COMM": "gloo"}) == ["gloo"] * 2
+    assert ranks(2, run_eagerly, env={"BAGUA_COMM": "gloo"}) == [(2, 1200)] * 2

@@ -40,7 +40,7 @@ def alltoall(
     check_numel("alltoall", "recv_tensor", recv_tensor, send_tensor.numel(), "as send_tensor")
     check_divisible("alltoall", send_tensor, member.nranks())
 
-    _exchange("alltoall", as_bytes(send_tensor), as_bytes(recv_tensor), [], [], member)
+    _alltoall("alltoall", as_bytes(send_tensor), as_bytes(recv_tensor), member)
 
 
 def alltoall_inplace(tensor: torch.Tensor, comm: Communicator | CommMember | None = None) -> None:
@@ -53,7 +53,7 @@ def alltoall_inplace(tensor: torch.Tensor, comm: Communicator | CommMember | Non
     check_divisible("alltoall_inplace", tensor, member.nranks())
 
     data = as_bytes(tensor)
-    _exchange("alltoall_inplace", data.clone(), data, [], [], member)
+    _alltoall("alltoall_inplace", data.clone(), data, member)
 
 
 def alltoall_v(
@@ -107,50 +107,23 @@ def alltoall_v_inplace(
     check_tensor("alltoall_v_inplace", tensor)
     check_parts("alltoall_v_inplace", tensor, counts, displs, member.nranks())
 
-    parts = (tensor, counts, displs)
-    _exchange_parts("alltoall_v_inplace", parts, parts, member)
+    copied = (tensor.detach().clone(), counts, displs)
+    _exchange_parts("alltoall_v_inplace", copied, (tensor, counts, displs), member)
 
 
 Parts = tuple[torch.Tensor, Sequence[int], Sequence[int]]
 
 
 def _exchange_parts(name: str, send: Parts, recv: Parts, member: Communicator) -> None:
-    """1. Pack the parts to send. 2. Exchange. 3. Put the received parts in their places."""
-    size = member.nranks()
-    packed = torch.cat(_views(send, size))
-    places = _views(recv, size)
-    received = packed.new_empty(sum(place.numel() for place in places))
-    item = packed.element_size()
-    _exchange(
-        name,
-        as_bytes(packed),
-        as_bytes(received),
-        [count * item for count in send[1][:size]],
-        [count * item for count in recv[1][:size]],
-        member,
-    )
-    arrived = received.split([place.numel() for place in places])
-    for place, part in zip(places, arrived, strict=True):
-        place.copy_(part)
+    sends, recvs = _bytes_of_parts(send, member.nranks()), _bytes_of_parts(recv, member.nranks())
+    member.run(name, send[0].device, lambda connected: connected.exchange(sends, recvs))
 
 
-def _views(parts: Parts, size: int) -> list[torch.Tensor]:
+def _bytes_of_parts(parts: Parts, size: int) -> list[tuple[torch.Tensor, int]]:
     tensor, counts, displs = parts
     flat = tensor.detach().flatten()
-    return [flat[displs[rank] : displs[rank] + counts[rank]] for rank in range(size)]
+    return [(as_bytes(flat[displs[r] : displs[r] + counts[r]]), r) for r in range(size)]
 
 
-def _exchange(
-    name: str,
-    send: torch.Tensor,
-    recv: torch.Tensor,
-    send_bytes: list[int],
-    recv_bytes: list[int],
-    member: Communicator,
-) -> None:
-    """Empty lists: equal parts."""
-    member.run(
-        name,
-        send.device,
-        lambda backend: backend.alltoall_base(recv, send, recv_bytes, send_bytes),
-    )
+def _alltoall(name: str, send: torch.Tensor, recv: torch.Tensor, member: Communicator) -> None:
+    member.run(name, send.device, lambda connected: connected.all_to_all(send, recv))

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from bagua._core.eager.checks import (
     check_count,
@@ -147,7 +146,7 @@ def allgather_inplace(tensor: torch.Tensor, comm: Communicator | CommMember | No
     check_divisible("allgather_inplace", tensor, member.nranks())
 
     data = as_bytes(tensor)
-    own = _parts(data, member.nranks())[member.rank()].clone()
+    own = _parts(data, member.nranks())[member.rank()]
     _allgather("allgather_inplace", own, data, member)
 
 
@@ -192,11 +191,8 @@ def gather_inplace(
     _check_inplace("gather_inplace", "dst", tensor, count, dst, member)
 
     data = as_bytes(tensor)
-    if member.rank() == dst:
-        own = _parts(data, member.nranks())[dst].clone()
-        _gather("gather_inplace", own, data, dst, member)
-    else:
-        _gather("gather_inplace", data, data, dst, member)
+    own = _parts(data, member.nranks())[dst] if member.rank() == dst else data
+    _gather("gather_inplace", own, data, dst, member)
 
 
 def scatter(
@@ -239,11 +235,8 @@ def scatter_inplace(
     _check_inplace("scatter_inplace", "src", tensor, count, src, member)
 
     data = as_bytes(tensor)
-    if member.rank() == src:
-        own = torch.empty_like(_parts(data, member.nranks())[src])
-        _scatter("scatter_inplace", data, own, src, member)
-    else:
-        _scatter("scatter_inplace", data, data, src, member)
+    own = _parts(data, member.nranks())[src] if member.rank() == src else data
+    _scatter("scatter_inplace", data, own, src, member)
 
 
 def _check_inplace(
@@ -264,28 +257,24 @@ def _parts(data: torch.Tensor, size: int) -> list[torch.Tensor]:
 
 
 def _broadcast(name: str, data: torch.Tensor, src: int, member: Communicator) -> None:
-    options = dist.BroadcastOptions()
-    options.rootRank = src
-    member.run(name, data.device, lambda backend: backend.broadcast([data], options))
+    member.run(name, data.device, lambda connected: connected.broadcast(data, src))
 
 
 def _allgather(name: str, send: torch.Tensor, recv: torch.Tensor, member: Communicator) -> None:
-    member.run(name, send.device, lambda backend: backend._allgather_base(recv, send))
+    member.run(name, send.device, lambda connected: connected.all_gather(send, recv))
 
 
 def _gather(
     name: str, send: torch.Tensor, recv: torch.Tensor, dst: int, member: Communicator
 ) -> None:
-    options = dist.GatherOptions()
-    options.rootRank = dst
-    outputs = [_parts(recv, member.nranks())] if member.rank() == dst else []
-    member.run(name, send.device, lambda backend: backend.gather(outputs, [send], options))
+    parts = _parts(recv, member.nranks()) if member.rank() == dst else []
+    recvs = [(part, rank) for rank, part in enumerate(parts)]
+    member.run(name, send.device, lambda connected: connected.exchange([(send, dst)], recvs))
 
 
 def _scatter(
     name: str, send: torch.Tensor, recv: torch.Tensor, src: int, member: Communicator
 ) -> None:
-    options = dist.ScatterOptions()
-    options.rootRank = src
-    inputs = [_parts(send, member.nranks())] if member.rank() == src else []
-    member.run(name, recv.device, lambda backend: backend.scatter([recv], inputs, options))
+    parts = _parts(send, member.nranks()) if member.rank() == src else []
+    sends = [(part, rank) for rank, part in enumerate(parts)]
+    member.run(name, recv.device, lambda connected: connected.exchange(sends, [(recv, src)]))

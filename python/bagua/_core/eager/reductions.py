@@ -15,11 +15,12 @@ Sizes are checked on each rank by itself: that they agree between ranks is up to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
+from bagua import _C
 from bagua._core.eager.checks import (
     check_divisible,
     check_numel,
@@ -29,6 +30,7 @@ from bagua._core.eager.checks import (
     check_same_kind,
     check_tensor,
 )
+from bagua._core.eager.collectives import as_bytes
 from bagua._core.group.communicator import CommMember, Communicator, ReduceOp
 from bagua._core.group.process_group import member_of
 
@@ -42,7 +44,23 @@ __all__ = [
     "reduce_scatter_inplace",
 ]
 
-TORCH_OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp}
+# AVG is divided afterwards: the mean of small integers is exact.
+TRANSPORTS_OPS = {
+    ReduceOp.SUM: _C.ReduceOp.SUM,
+    ReduceOp.AVG: _C.ReduceOp.SUM,
+    ReduceOp.MIN: _C.ReduceOp.MIN,
+    ReduceOp.MAX: _C.ReduceOp.MAX,
+}
+FOLDS: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BXOR: torch.bitwise_xor,
+    ReduceOp.AVG: torch.add,
+}
 
 
 def allreduce(
@@ -194,15 +212,27 @@ def reduce_scatter_inplace(
     op = check_reducible("reduce_scatter_inplace", tensor, op)
 
     flat = tensor.detach().flatten()
-    result = torch.empty_like(flat[: flat.numel() // member.nranks()])
+    result = flat[: flat.numel() // member.nranks()]
     _reduce_scatter("reduce_scatter_inplace", flat, result, op, member)
-    flat[: result.numel()].copy_(result)
 
 
 def _allreduce(name: str, flat: torch.Tensor, op: ReduceOp, member: Communicator) -> None:
-    options = dist.AllreduceOptions()
-    options.reduceOp = TORCH_OPS[op]
-    member.run(name, flat.device, lambda backend: backend.allreduce([flat], options))
+    # The sum of complex numbers is that of their parts, which every transport can add.
+    reals = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+    def move(connected: _C.Communicator) -> None:
+        if op in TRANSPORTS_OPS:
+            connected.all_reduce(reals, TRANSPORTS_OPS[op])
+            if op is ReduceOp.AVG:
+                flat.div_(connected.size)
+            return
+        # 1. Reduce one part on each rank. 2. Gather the parts.
+        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % connected.size))
+        part = _reduced_part(connected, padded, op)
+        connected.all_gather(as_bytes(part), as_bytes(padded))
+        flat.copy_(padded[: flat.numel()])
+
+    member.run(name, flat.device, move)
 
 
 def _reduce(
@@ -213,25 +243,25 @@ def _reduce(
     op: ReduceOp,
     member: Communicator,
 ) -> None:
-    # A backend may use the buffers of all ranks for parts of the sum: only dst's may be the user's.
+    result = send.detach().flatten().clone()
+    _allreduce(name, result, op, member)
     if member.rank() == dst:
-        work = recv.detach().flatten()
-        work.copy_(send.detach().flatten())
-    else:
-        work = send.detach().flatten().clone()
-    options = dist.ReduceOptions()
-    options.reduceOp = TORCH_OPS[op]
-    options.rootRank = dst
-    member.run(name, work.device, lambda backend: backend.reduce([work], options))
+        recv.detach().flatten().copy_(result)
 
 
 def _reduce_scatter(
     name: str, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp, member: Communicator
 ) -> None:
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = TORCH_OPS[op]
-    member.run(
-        name,
-        send.device,
-        lambda backend: backend._reduce_scatter_base(recv, send, options),
-    )
+    def move(connected: _C.Communicator) -> None:
+        recv.copy_(_reduced_part(connected, send, op))
+
+    member.run(name, send.device, move)
+
+
+def _reduced_part(connected: _C.Communicator, flat: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """The reduction of all ranks' parts for this rank, in the order of ranks."""
+    parts = torch.empty_like(flat)
+    connected.all_to_all(as_bytes(flat), as_bytes(parts))
+    by_rank = parts.view(connected.size, flat.numel() // connected.size).unbind()
+    result = functools.reduce(FOLDS[op], by_rank)
+    return result / connected.size if op is ReduceOp.AVG else result

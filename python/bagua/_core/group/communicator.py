@@ -12,7 +12,10 @@ from bagua import _C
 from bagua._core.group import environment as env
 from bagua._core.group.connections import Connections, cuda_transport
 
-__all__ = ["CommMember", "Communicator", "ReduceOp", "comm"]
+__all__ = ["TRAFFIC", "CommMember", "Communicator", "ReduceOp", "comm"]
+
+# What CountingCommunicator.traffic() counts.
+TRAFFIC = ("bytes_sent", "bytes_received", "messages_sent", "messages_received", "wire_ns")
 
 
 class ReduceOp(enum.IntEnum):
@@ -67,8 +70,8 @@ class Communicator:
         self._name = name
         self._members = members
         self._rank = members.index(connections.rank)
-        self._backends: dict[str, Any] = {}
-        self._pairs: dict[tuple[str, int], _C.CountingCommunicator] = {}
+        # By device type and, where two members have connected for themselves, the other one.
+        self._connected: dict[tuple[str, int | None], _C.CountingCommunicator] = {}
         self._board: _C.FailureBoard | None = None
         self._calls = 0
         self._ended: str | None = None
@@ -89,15 +92,26 @@ class Communicator:
         """Block until every member is here and this process's device has nothing left to do."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        self.run("barrier", torch.device("cpu"), lambda backend: backend.barrier())
+        self.run("barrier", torch.device("cpu"), _meet)
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes and messages of this process so far, and the time that they took.
+
+        ``bytes_sent``, ``bytes_received``, ``messages_sent``, ``messages_received`` and ``wire_ns``
+        (nanoseconds in calls of the transport), summed over all connections. The few bytes of
+        barriers and of connecting over gloo count.
+        """
+        total = dict.fromkeys(TRAFFIC, 0)
+        for connected in list(self._connected.values()):
+            for name, value in connected.traffic().items():
+                total[name] += value
+        return total
 
     def abort(self) -> None:
         """Make later calls raise, and end calls in flight where the transport can."""
         self._ended = "the communicator was aborted"
-        for backend in list(self._backends.values()):
-            backend.abort()
-        for pair in list(self._pairs.values()):
-            pair.abort(self._ended)
+        for connected in list(self._connected.values()):
+            connected.abort(self._ended)
 
     def check_abort(self) -> bool:
         """Whether :meth:`abort` was called, or the process group was destroyed."""
@@ -107,27 +121,19 @@ class Communicator:
         """Drop the connections; later calls raise."""
         if self._ended is None:
             self._ended = "the process group was destroyed"
-        self._backends.clear()
-        self._pairs.clear()
+        self._connected.clear()
         self._board = None
 
-    def run(self, name: str, device: torch.device, start: Callable[[Any], Any]) -> None:
-        """Start one operation on the c10d backend for ``device`` and wait for its end.
+    def run(self, name: str, device: torch.device, move: Callable[[_C.Communicator], None]) -> None:
+        """Call ``move`` with the communicator of all members for ``device``; wait for its end.
 
         Raises:
             BaguaTimeoutError: a member did not answer in the group's time.
             BaguaError: the communicator was aborted, its group destroyed, or the transport failed.
         """
-        self._begin(name)
+        self._start(name)
         self._calls += 1
-        self._note(self._calls, name, waits=True)
-        if device.type not in self._backends:
-            self._backends[device.type] = self._connect(name, device.type)
-        backend = self._backends[device.type]
-        self._wait(name, lambda: start(backend))
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        self._note(self._calls, f"after its {name}", waits=False)
+        self._move(name, self._calls, device, None, move)
 
     def exchange(
         self, name: str, peer: int, sends: list[torch.Tensor], recvs: list[torch.Tensor]
@@ -141,67 +147,74 @@ class Communicator:
             BaguaTimeoutError: ``peer`` did not answer in the group's time.
             BaguaError: as :meth:`run`.
         """
-        self._begin(name)
-        device = (sends + recvs)[0].device
-        self._note(self._calls + 1, name, waits=True)
-        try:
-            pair = self._pair(device.type, peer)
-            other = 1 - pair.rank
-            pair.exchange([(data, other) for data in sends], [(data, other) for data in recvs])
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-                _raise_late_failure(pair)
-        except _C.BaguaError as error:
-            first, second = sorted((self._rank, peer))
-            text = f"between ranks {first} and {second}: {error}"
-            raise self._failure(name, self._calls + 1, text) from error
-        self._note(self._calls, f"after its {name}", waits=False)
 
-    def _begin(self, name: str) -> None:
+        def move(connected: _C.Communicator) -> None:
+            other = peer if connected.size == self.nranks() else 1 - connected.rank
+            connected.exchange([(data, other) for data in sends], [(data, other) for data in recvs])
+
+        self._start(name)
+        self._move(name, self._calls + 1, (sends + recvs)[0].device, peer, move)
+
+    def _start(self, name: str) -> None:
         if self._ended is not None:
             raise _C.BaguaError(f"{name}: {self._ended}")
         if self._board is None:
             self._board = self._connections.board(f"eager/{self._name}", self._members)
 
+    def _move(
+        self,
+        name: str,
+        call: int,
+        device: torch.device,
+        peer: int | None,
+        move: Callable[[_C.Communicator], None],
+    ) -> None:
+        self._note(call, name, waits=True)
+        try:
+            connected = self._connect(device.type, peer)
+            move(connected)
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+                # NCCL fails on the device after its call has returned; the next call says so.
+                connected.exchange([], [])
+        except _C.BaguaError as error:
+            raise self._failure(name, call, peer, error) from error
+        self._note(self._calls, f"after its {name}", waits=False)
+
     def _note(self, call: int, text: str, waits: bool) -> None:
         if self._board is not None:
             self._board.beat(call, text, waits)
 
-    def _pair(self, device_type: str, peer: int) -> _C.CountingCommunicator:
-        """The connection with one other member, made by both when they use it first."""
-        if (device_type, peer) not in self._pairs:
-            members = [self._members[rank] for rank in sorted((self._rank, peer))]
-            purpose = f"eager/{self._name}/pair/{device_type}"
-            pair = self._connections.connect(purpose, device_type, members)
-            if _goes_over_gloo(device_type):
-                _meet(pair)
-            self._pairs[device_type, peer] = pair
-        return self._pairs[device_type, peer]
+    def _connect(self, device_type: str, peer: int | None) -> _C.CountingCommunicator:
+        """Connections of all members, or of this one and ``peer`` if there are none of all yet.
 
-    def _connect(self, name: str, device_type: str) -> Any:
-        over_gloo = _goes_over_gloo(device_type)
-        purpose = f"eager/{self._name}/{device_type}"
-        try:
-            backend = self._connections.backend(
-                purpose, "cpu" if over_gloo else device_type, self._members
-            )
-        except _C.BaguaError as error:
-            raise self._failure(name, self._calls, str(error)) from error
-        if over_gloo:
+        Connecting all of them is collective, so the two members of a message know alike.
+        """
+        if self.nranks() == 2 or (device_type, None) in self._connected:
+            peer = None
+        if (device_type, peer) in self._connected:
+            return self._connected[device_type, peer]
+        purpose, members = f"eager/{self._name}/{device_type}", self._members
+        if peer is not None:
+            purpose += "/pair"
+            members = [self._members[rank] for rank in sorted((self._rank, peer))]
+        connected = self._connections.connect(purpose, device_type, members)
+        if device_type == "cpu" or (device_type == "cuda" and cuda_transport() == "gloo"):
             # A member that only sends could be through, and gone, before another has connected to
             # it, which then would fail.
-            self._wait(name, lambda: backend.barrier())
-        return backend
+            _meet(connected)
+        self._connected[device_type, peer] = connected
+        return connected
 
-    def _wait(self, name: str, start: Callable[[], Any]) -> None:
-        try:
-            start().wait()
-        except RuntimeError as error:
-            raise self._failure(name, self._calls, str(error)) from error
-
-    def _failure(self, name: str, call: int, text: str) -> _C.BaguaError:
+    def _failure(
+        self, name: str, call: int, peer: int | None, error: _C.BaguaError
+    ) -> _C.BaguaError:
         """The error of a call, with where the other members are."""
+        text = str(error)
         late = "timed out" in text.lower() or "timeout" in text.lower()
+        if peer is not None:
+            first, second = sorted((self._rank, peer))
+            text = f"between ranks {first} and {second}: {text}"
         others = ""
         if self._board is not None:
             self._board.publish(text, is_secondary=True)
@@ -215,22 +228,6 @@ class Communicator:
         return f"Communicator({self._name}, rank {self._rank} of {self.nranks()})"
 
 
-def _goes_over_gloo(device_type: str) -> bool:
-    return device_type == "cpu" or (device_type == "cuda" and cuda_transport() == "gloo")
-
-
 def _meet(connected: _C.Communicator) -> None:
-    """Returns when all members have connected to each other over gloo.
-
-    A member that only sends could be through, and gone, before another has connected to it, which
-    then would fail.
-    """
+    """Returns when all members are here."""
     connected.all_reduce(torch.zeros(1, device="cpu"), _C.ReduceOp.SUM)
-
-
-def _raise_late_failure(connected: _C.Communicator) -> None:
-    """Raises what went wrong on the device after NCCL's call had returned.
-
-    A call that moves nothing says so.
-    """
-    connected.exchange([], [])

@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from bagua import _C
+from bagua._core.group.communicator import TRAFFIC
 from bagua._core.group.connections import Connections
 
 __all__ = ["MainThreadTraffic", "statistics"]
 
-_TRAFFIC = ("bytes_sent", "bytes_received", "messages_sent", "messages_received", "wire_ns")
 _TIMES = ("encode_ns", "busy_ns", "waiting_ns", "hidden_ns")
 _NOTHING: dict[str, Any] = {
     "buckets": [],
-    "control": dict.fromkeys(_TRAFFIC, 0),
+    "control": dict.fromkeys(TRAFFIC, 0),
     "rounds": 0,
     **dict.fromkeys(("busy_ns", "hidden_ns", "exposed_ns", "longest_wait_ns"), 0),
 }
@@ -37,7 +37,7 @@ class MainThreadTraffic:
             yield
         finally:
             after = self._connections.main_traffic()
-            _add(self.by_purpose, purpose, {key: after[key] - before[key] for key in _TRAFFIC})
+            _add(self.by_purpose, purpose, {key: after[key] - before[key] for key in TRAFFIC})
 
 
 class Running(Protocol):
@@ -59,7 +59,7 @@ def statistics(running: Running | None, main: MainThreadTraffic) -> dict[str, An
     """See ``BaguaModule.bagua_stats``; ``running`` is None while there are no buckets."""
     stats = _NOTHING if running is None else running.stats()
     communicators = [] if running is None else running.communicators
-    numbers = ("bytes", *_TRAFFIC, *_TIMES)
+    numbers = ("bytes", *TRAFFIC, *_TIMES)
     total = {key: sum(bucket[key] for bucket in stats["buckets"]) for key in numbers}
     counts = []
     for bucket in stats["buckets"]:
@@ -76,6 +76,6 @@ def statistics(running: Running | None, main: MainThreadTraffic) -> dict[str, An
 
 
 def _add(table: dict[str, dict[str, int]], purpose: str, traffic: dict[str, int]) -> None:
-    entry = table.setdefault(purpose, dict.fromkeys(_TRAFFIC, 0))
-    for key in _TRAFFIC:
+    entry = table.setdefault(purpose, dict.fromkeys(TRAFFIC, 0))
+    for key in TRAFFIC:
         entry[key] += traffic[key]

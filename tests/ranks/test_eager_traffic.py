@@ -1,0 +1,110 @@
+"""Eager collectives go over bagua's own communicators: they are counted, and BAGUA_COMM holds."""
+
+import bagua.torch_api as bagua
+import torch
+from bagua import _C
+from bagua._core.group.connections import Connections
+from bagua.torch_api import ReduceOp, communication
+from ranks import training
+
+N = 3
+PART = 40  # elements of four bytes
+WHOLE = N * PART
+
+# Bytes that each rank sends: what the algorithms need, of 160 bytes a part.
+SENT = {
+    "allreduce": [640] * N,
+    "reduce": [640] * N,
+    "allreduce_product": [640] * N,
+    "reduce_scatter": [320] * N,
+    "allgather": [320] * N,
+    "alltoall": [320] * N,
+    "broadcast": [960, 0, 0],
+    "gather": [0, 160, 160],
+    "scatter": [320, 0, 0],
+    "message": [160, 0, 0],
+    "nothing": [0] * N,
+}
+
+
+def call(name):
+    part, whole = torch.ones(PART), torch.ones(WHOLE)
+    if name == "allreduce":
+        bagua.allreduce_inplace(whole, ReduceOp.AVG)
+    elif name == "reduce":
+        bagua.reduce_inplace(whole, 1)
+    elif name == "allreduce_product":
+        bagua.allreduce_inplace(whole, ReduceOp.PRODUCT)
+    elif name == "reduce_scatter":
+        bagua.reduce_scatter(whole, part, ReduceOp.MAX)
+    elif name == "allgather":
+        bagua.allgather(part, whole)
+    elif name == "alltoall":
+        bagua.alltoall_inplace(whole)
+    elif name == "broadcast":
+        bagua.broadcast(whole, 0)
+    elif name == "gather":
+        bagua.gather(part, whole, 0)
+    elif name == "scatter":
+        bagua.scatter(whole, part, 0)
+    elif name == "message" and bagua.get_rank() == 0:
+        bagua.send(part, 2)
+    elif name == "message" and bagua.get_rank() == 2:
+        bagua.recv(part, 0)
+
+
+@training.with_group
+def bytes_of_calls():
+    communicator = communication.get_default_group().get_global_communicator()
+    unused = communicator.traffic()
+    bagua.barrier()
+    sent, received = {}, {}
+    for name in SENT:
+        before = communicator.traffic()
+        call(name)
+        after = communicator.traffic()
+        sent[name] = after["bytes_sent"] - before["bytes_sent"]
+        received[name] = after["bytes_received"] - before["bytes_received"]
+    return unused, sent, received, communicator.traffic()
+
+
+def test_every_collective_and_every_message_is_counted(ranks):
+    results = ranks(N, bytes_of_calls)
+    for name, wanted in SENT.items():
+        assert [sent[name] for _, sent, _, _ in results] == wanted, name
+        assert sum(received[name] for _, _, received, _ in results) == sum(wanted), name
+    for unused, _, _, total in results:
+        assert set(unused.values()) == {0}
+        assert unused.keys() == total.keys()
+        assert total["wire_ns"] > 0
+        assert total["messages_sent"] > 0
+
+
+@training.with_group
+def connect_as_told():
+    """No NCCL here: gloo stands in for what would be connected."""
+    asked = []
+
+    def nccl(connections, name, members):
+        asked.append((name, members))
+        return _C.C10dCommunicator(connections.backend(name, "cpu", members))
+
+    real, Connections._nccl = Connections._nccl, nccl
+    try:
+        communicator = communication.get_default_group().get_global_communicator()
+        if bagua.get_rank() != 1:
+            communicator._connect("cuda", 2 - bagua.get_rank())
+        connected = communicator._connect("cuda", None)
+    finally:
+        Connections._nccl = real
+    tensor = torch.ones(2)
+    connected.all_reduce(tensor, _C.ReduceOp.SUM)
+    return asked, tensor.tolist()
+
+
+def test_eager_collectives_of_cuda_tensors_go_over_what_bagua_comm_says(ranks):
+    results = ranks(N, connect_as_told, env={"BAGUA_COMM": "nccl"})
+    for rank, (asked, total) in enumerate(results):
+        pair = [] if rank == 1 else [("eager/global/cuda/pair", [0, 2])]
+        assert asked == [*pair, ("eager/global/cuda", [0, 1, 2])]
+        assert total == [3.0, 3.0]
