@@ -135,13 +135,18 @@ void bind_failure_board(py::module_& m) {
       .def(
           "diagnose",
           [](FailureBoard& self, const std::string& seen, int64_t number, const std::string& unit,
-             bool everyone) {
-            const Position position{.number = number, .unit = unit, .everyone = everyone};
+             bool everyone, std::optional<int> peer) {
+            const Position position{.number = number,
+                                    .unit = unit,
+                                    .everyone = everyone,
+                                    .needed = number,
+                                    .peer = peer.value_or(-1)};
             return diagnose(seen, /*secondary=*/true, position, self);
           },
           py::arg("seen"), py::arg("number"), py::arg("unit") = "round",
-          py::arg("everyone") = false, ReleaseGil(),
-          "The explained text of a failure that another rank may have caused: Note [Diagnosis].");
+          py::arg("everyone") = false, py::arg("peer").none(true) = py::none(), ReleaseGil(),
+          "The explained text of a failure that another rank may have caused: Note [Diagnosis].\n"
+          "peer: the rank that was waited for, which comes first; default: all.");
 }
 
 void bind_topology(py::module_& m) {

@@ -1,5 +1,6 @@
 #include "health/diagnose.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -31,7 +32,10 @@ std::string diagnose(const std::string& seen, bool secondary, const Position& po
   if (left) lines.push_back(*left);
   std::string nobody;
   if (!known) {
-    OtherRanks others = board.others(position.number, position.unit, position.everyone);
+    OtherRanks others = board.others({.rank = -1,
+                                      .round = position.number,
+                                      .unit = position.unit,
+                                      .everyone = position.everyone});
     nobody = others.nobody;
     lines = std::move(others.causes);
     lines.insert(lines.end(), others.failed.begin(), others.failed.end());
@@ -39,6 +43,9 @@ std::string diagnose(const std::string& seen, bool secondary, const Position& po
     if (lines.empty() && failed) lines.push_back(failed->text);
   }
   if (lines.empty()) return concat(seen, " ", nobody);
+  const std::string peer = concat("rank ", position.peer, " ");
+  std::stable_partition(lines.begin(), lines.end(),
+                        [&](const std::string& line) { return line.starts_with(peer); });
   std::string here = seen;
   for (const std::string& line : lines) remove(here, line);
   std::string text = lines[0];

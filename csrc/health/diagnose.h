@@ -21,6 +21,7 @@ struct Position {
   std::string unit = "round";
   bool everyone = false;    // say also where the ranks are that are where they should be
   int64_t needed = number;  // a rank that exited after fewer rounds is a cause
+  int peer = -1;            // the rank that was waited for, which comes first; -1: all
 };
 
 // The text of a diagnosis. `seen`: what this rank saw, with its own place. `secondary`: another

@@ -145,10 +145,10 @@ std::shared_ptr<const Snapshot> FailureBoard::look() noexcept {
   return answered ? found : nullptr;
 }
 
-OtherRanks FailureBoard::others(int64_t round, const std::string& unit, bool everyone) noexcept {
+OtherRanks FailureBoard::others(Observer observer) noexcept {
   const auto before = look();
   if (before) std::this_thread::sleep_for(kBetweenLooks);
-  return found(before, before ? look() : nullptr, round, unit, everyone);
+  return found(before, before ? look() : nullptr, std::move(observer));
 }
 
 std::string FailureBoard::survey(int64_t round, const std::string& unit, bool everyone) noexcept {
@@ -158,8 +158,8 @@ std::string FailureBoard::survey(int64_t round, const std::string& unit, bool ev
 }
 
 OtherRanks FailureBoard::found(const std::shared_ptr<const Snapshot>& before,
-                               const std::shared_ptr<const Snapshot>& after, int64_t round,
-                               const std::string& unit, bool everyone) const {
+                               const std::shared_ptr<const Snapshot>& after,
+                               Observer observer) const {
   if (!before || !after) {
     return {.causes = {},
             .failed = {},
@@ -167,14 +167,15 @@ OtherRanks FailureBoard::found(const std::shared_ptr<const Snapshot>& before,
                 "The job's store does not answer: the process that has it (torchrun's agent, "
                 "or else rank 0, at MASTER_ADDR) was killed or stopped, or is cut off."};
   }
-  return where_others_are(*before, *after,
-                          {.rank = rank_, .round = round, .unit = unit, .everyone = everyone});
+  observer.rank = rank_;
+  return where_others_are(*before, *after, observer);
 }
 
 std::string FailureBoard::compare(const std::shared_ptr<const Snapshot>& before,
                                   const std::shared_ptr<const Snapshot>& after, int64_t round,
                                   const std::string& unit, bool everyone) const {
-  const OtherRanks others = found(before, after, round, unit, everyone);
+  const OtherRanks others =
+      found(before, after, {.rank = rank_, .round = round, .unit = unit, .everyone = everyone});
   std::string places;
   for (const auto& list : {others.causes, others.failed}) {
     for (const std::string& rank : list) places += (places.empty() ? "" : "; ") + rank;

@@ -71,8 +71,8 @@ class FailureBoard final {
   std::string survey(int64_t round, const std::string& unit = "round",
                      bool everyone = false) noexcept;
 
-  // The same, a sentence per rank.
-  OtherRanks others(int64_t round, const std::string& unit, bool everyone) noexcept;
+  // The same, a sentence per rank. `observer.rank` is not looked at.
+  OtherRanks others(Observer observer) noexcept;
 
   // Text of survey() for two looks.
   std::string compare(const std::shared_ptr<const Snapshot>& before,
@@ -82,8 +82,7 @@ class FailureBoard final {
  private:
   struct Noted;
   OtherRanks found(const std::shared_ptr<const Snapshot>& before,
-                   const std::shared_ptr<const Snapshot>& after, int64_t round,
-                   const std::string& unit, bool everyone) const;
+                   const std::shared_ptr<const Snapshot>& after, Observer observer) const;
 
   const int rank_;
   const int size_;

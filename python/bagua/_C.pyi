@@ -118,7 +118,12 @@ class FailureBoard:
     def beat(self, round: int, text: str, waits: bool = False) -> None: ...
     def survey(self, round: int, unit: str = "round", everyone: bool = False) -> str: ...
     def diagnose(
-        self, seen: str, number: int, unit: str = "round", everyone: bool = False
+        self,
+        seen: str,
+        number: int,
+        unit: str = "round",
+        everyone: bool = False,
+        peer: int | None = None,
     ) -> str: ...
 
 def ring_left(rank: int, size: int) -> int: ...

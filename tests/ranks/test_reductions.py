@@ -109,6 +109,30 @@ def test_every_rank_holds_the_fold_of_all(ranks, function, size):
 
 
 @training.with_group
+def reduce_counts(op, counts):
+    results = []
+    for count in counts:
+        tensor = torch.arange(1, count + 1) * (bagua.get_rank() + 1)
+        bagua.allreduce_inplace(tensor, op)
+        results.append(tensor)
+    scalar = torch.tensor(bagua.get_rank() + 2)
+    bagua.allreduce_inplace(scalar, op)
+    return [*results, scalar]
+
+
+@pytest.mark.parametrize("op", INTEGER_OPS, ids=lambda op: op.name)
+def test_the_ranks_need_not_divide_the_number_of_elements(ranks, op):
+    counts = [0, 1, 4, 31]
+    for tensors in ranks(3, reduce_counts, op, counts):
+        contributions = [[torch.arange(1, n + 1) * (r + 1) for r in range(3)] for n in counts]
+        contributions.append([torch.tensor(r + 2) for r in range(3)])
+        for held, mine in zip(tensors, contributions, strict=True):
+            wanted = functools.reduce(FOLDS[op], mine)
+            assert held.shape == wanted.shape
+            assert torch.equal(held, wanted)
+
+
+@training.with_group
 def reduce_dtypes(dtypes):
     rank = bagua.get_rank()
     results = []

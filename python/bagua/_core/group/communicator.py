@@ -209,20 +209,22 @@ class Communicator:
     def _failure(
         self, name: str, call: int, peer: int | None, error: _C.BaguaError
     ) -> _C.BaguaError:
-        """The error of a call, with where the other members are."""
+        """The error of a call, explained: Note [Diagnosis] in the C++ core."""
         text = str(error)
-        late = "timed out" in text.lower() or "timeout" in text.lower()
         if peer is not None:
             first, second = sorted((self._rank, peer))
             text = f"between ranks {first} and {second}: {text}"
-        others = ""
+        text = text.rstrip(".")
+        seen = (
+            f"{name}, call {call} on rank {self._rank} of {self.nranks()}, failed: {text}. "
+            "Every member must make the same call with the same sizes and dtypes."
+        )
         if self._board is not None:
             self._board.publish(text, is_secondary=True)
-            others = " " + self._board.survey(call, unit="call", everyone=True)
-        return (_C.BaguaTimeoutError if late else _C.BaguaError)(
-            f"{name}, call {call} on rank {self._rank} of {self.nranks()}, failed: {text}. "
-            f"Every member must make the same call with the same sizes and dtypes.{others}"
-        )
+            seen = self._board.diagnose(seen, call, "call", everyone=True, peer=peer)
+        # Connecting late is an error of the transport's own kind, which says so in words.
+        late = "timed out" in text.lower() or "timeout" in text.lower()
+        return (_C.BaguaTimeoutError if late else _C.BaguaError)(seen)
 
     def __repr__(self) -> str:
         return f"Communicator({self._name}, rank {self._rank} of {self.nranks()})"
