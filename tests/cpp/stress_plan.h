@@ -119,6 +119,8 @@ inline double tolerance(const BucketPlan& bucket, int ranks) {
   const double scale = bucket.op == ReduceOp::kAvg ? 1.0 : ranks;
   // Two half-steps of a range of at most 2 (4 ranks' sum: 8) in 255 steps.
   if (bucket.codec.ends_with("uint8")) return scale * 1.02 * 2.0 / 255;
+  // Two steps, as the far end of a block may be a whole one off: eighths of the largest magnitude.
+  if (bucket.codec == "int4_block") return scale * 1.02 * 2.0 / 8;
   if (bucket.codec == "bf16") return scale * 1.02 / 128;
   return scale * (bucket.codec == "fp16" ? 1.02 / 1024 : 1e-6);
 }
