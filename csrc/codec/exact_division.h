@@ -45,9 +45,9 @@ struct PlainDequantiser {
   BAGUA_HD T operator()(uint8_t code) const { return Format::template dequantise<T>(code, grid); }
 };
 
-// Of the grid of 8 bits that divides. Not plain are grids all values of which are equal, or nearly
-// so for their distance from zero, and those with values near the largest number of T, where that
-// clamps.
+// Specialisation for the grid of 8 bits that divides. Grids are not plain if all their values are
+// equal, or nearly so for their distance from zero, or if values lie near the largest number of T,
+// where that clamps.
 template <typename Format, typename T>
   requires std::same_as<typename Format::Grid, QuantisationGrid>
 struct PlainDequantiser<Format, T> {

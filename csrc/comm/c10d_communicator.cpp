@@ -8,8 +8,8 @@
 #include "base/check.h"
 #include "comm/flat_copy.h"
 #include "comm/tensor_checks.h"
-#include "health/diagnose.h"
 #include "health/error_text.h"
+#include "health/sanitize.h"
 
 namespace bagua {
 namespace {

@@ -11,12 +11,10 @@
 namespace bagua {
 namespace {
 
-// Removes the first `part` from `text`; false if it is not there.
-bool remove(std::string& text, const std::string& part) {
+// Removes the first `part` from `text`, if it is there.
+void remove(std::string& text, const std::string& part) {
   const size_t at = text.find(part);
-  if (at == std::string::npos) return false;
-  text.erase(at, part.size());
-  return true;
+  if (at != std::string::npos) text.erase(at, part.size());
 }
 
 }  // namespace
@@ -56,22 +54,6 @@ std::string diagnose(const std::string& seen, bool secondary, const Position& po
 std::exception_ptr diagnose(const std::exception_ptr& cause, const Position& position,
                             FailureBoard& board) {
   return with_message(cause, diagnose(message_of(cause), may_be_secondary(cause), position, board));
-}
-
-// 1. Source files of gloo: "[/path/pair.cc:547] ". 2. c10d's advice and what follows it.
-std::string reason_of_transport(const std::string& text) {
-  std::string reason = text;
-  for (size_t begin = reason.find("[/"); begin != std::string::npos; begin = reason.find("[/")) {
-    const size_t end = reason.find("] ", begin);
-    if (end == std::string::npos) break;
-    reason.erase(begin, end + 2 - begin);
-  }
-  for (const char* advice :
-       {"This is typically caused by", "Check the logs of the remote worker"}) {
-    reason = reason.substr(0, reason.find(advice));
-  }
-  while (!reason.empty() && (reason.back() == ' ' || reason.back() == '.')) reason.pop_back();
-  return reason.empty() ? text : reason;
 }
 
 }  // namespace bagua

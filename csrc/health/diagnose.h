@@ -33,7 +33,4 @@ std::string diagnose(const std::string& seen, bool secondary, const Position& po
 std::exception_ptr diagnose(const std::exception_ptr& cause, const Position& position,
                             FailureBoard& board);
 
-// The reason in a transport's message, without its source files, advice and ornaments.
-std::string reason_of_transport(const std::string& text);
-
 }  // namespace bagua

@@ -42,6 +42,14 @@ void append(c10d::Store& store, int size, const char* key, const std::string& en
   }
 }
 
+std::string in_words(const OtherRanks& others) {
+  std::string places;
+  for (const auto& list : {others.causes, others.failed}) {
+    for (const std::string& rank : list) places += (places.empty() ? "" : "; ") + rank;
+  }
+  return places.empty() ? others.nobody : concat("Where the others are: ", places, ".");
+}
+
 }  // namespace
 
 struct FailureBoard::Noted {
@@ -56,12 +64,12 @@ struct FailureBoard::Noted {
 };
 
 FailureBoard::FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)
-    : rank_(rank), size_(size), clerk_(store), noted_(std::make_shared<Noted>()) {
+    : rank_(rank), size_(size), worker_(store), noted_(std::make_shared<Noted>()) {
   BAGUA_CHECK_ARG(rank >= 0 && rank < size, "rank ", rank, " is outside a group of size ", size);
 }
 
 void FailureBoard::publish(const std::string& reason, bool is_secondary) noexcept {
-  clerk_.ask(
+  worker_.ask(
       [rank = rank_, size = size_, reason, is_secondary](c10d::Store& store) {
         const char kind = is_secondary ? kEcho : kCause;
         store.compareSet(kFailedKey, "", concat(kind, rank, ": ", reason));
@@ -73,7 +81,7 @@ void FailureBoard::publish(const std::string& reason, bool is_secondary) noexcep
 std::optional<FailureBoard::News> FailureBoard::poll() noexcept {
   auto text = std::make_shared<std::optional<std::string>>();
   const bool answered =
-      clerk_.ask([text](c10d::Store& store) { *text = read(store, kFailedKey); }, kPatience);
+      worker_.ask([text](c10d::Store& store) { *text = read(store, kFailedKey); }, kPatience);
   if (!answered || !*text || (*text)->empty()) return std::nullopt;
   const std::string entry = sanitize_untrusted(std::string_view(**text).substr(1));
   if (entry.starts_with(concat(rank_, ": "))) return std::nullopt;
@@ -81,7 +89,7 @@ std::optional<FailureBoard::News> FailureBoard::poll() noexcept {
 }
 
 void FailureBoard::leave(int64_t rounds) noexcept {
-  clerk_.ask(
+  worker_.ask(
       [rank = rank_, size = size_, rounds](c10d::Store& store) {
         std::istringstream entries(read(store, kLeftKey).value_or(""));
         int other;
@@ -97,7 +105,7 @@ void FailureBoard::leave(int64_t rounds) noexcept {
 std::optional<std::string> FailureBoard::poll_left(int64_t round) noexcept {
   auto text = std::make_shared<std::optional<std::string>>();
   const bool answered =
-      clerk_.ask([text](c10d::Store& store) { *text = read(store, kLeftKey); }, kPatience);
+      worker_.ask([text](c10d::Store& store) { *text = read(store, kLeftKey); }, kPatience);
   if (!answered) return std::nullopt;
   std::istringstream entries(text->value_or(""));
   int rank;
@@ -111,7 +119,7 @@ std::optional<std::string> FailureBoard::poll_left(int64_t round) noexcept {
 }
 
 void FailureBoard::beat(std::function<std::optional<Whereabouts>()> where) {
-  clerk_.repeat(
+  worker_.repeat(
       [key = beat_key(rank_), where = std::move(where),
        number = std::make_shared<int64_t>(0)](c10d::Store& store) {
         const std::optional<Whereabouts> here = where();
@@ -132,7 +140,7 @@ void FailureBoard::note(Whereabouts here) {
 
 std::shared_ptr<const Snapshot> FailureBoard::look() noexcept {
   auto found = std::make_shared<Snapshot>();
-  const bool answered = clerk_.ask(
+  const bool answered = worker_.ask(
       [found, size = size_](c10d::Store& store) {
         for (int rank = 0; rank < size; ++rank) {
           const auto written = read(store, beat_key(rank));
@@ -152,9 +160,7 @@ OtherRanks FailureBoard::others(Observer observer) noexcept {
 }
 
 std::string FailureBoard::survey(int64_t round, const std::string& unit, bool everyone) noexcept {
-  const auto before = look();
-  if (before) std::this_thread::sleep_for(kBetweenLooks);
-  return compare(before, before ? look() : nullptr, round, unit, everyone);
+  return in_words(others({.rank = rank_, .round = round, .unit = unit, .everyone = everyone}));
 }
 
 OtherRanks FailureBoard::found(const std::shared_ptr<const Snapshot>& before,
@@ -174,13 +180,8 @@ OtherRanks FailureBoard::found(const std::shared_ptr<const Snapshot>& before,
 std::string FailureBoard::compare(const std::shared_ptr<const Snapshot>& before,
                                   const std::shared_ptr<const Snapshot>& after, int64_t round,
                                   const std::string& unit, bool everyone) const {
-  const OtherRanks others =
-      found(before, after, {.rank = rank_, .round = round, .unit = unit, .everyone = everyone});
-  std::string places;
-  for (const auto& list : {others.causes, others.failed}) {
-    for (const std::string& rank : list) places += (places.empty() ? "" : "; ") + rank;
-  }
-  return places.empty() ? others.nobody : concat("Where the others are: ", places, ".");
+  return in_words(
+      found(before, after, {.rank = rank_, .round = round, .unit = unit, .everyone = everyone}));
 }
 
 }  // namespace bagua

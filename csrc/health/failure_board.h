@@ -22,7 +22,7 @@ namespace bagua {
 // Thread safety: all methods. Ownership: a clone of the store, so that a blocked user of the
 // original does not block the board. May fail: never, and no call takes more than a few seconds;
 // once the store does not answer, nothing is found any more and nothing is published.
-// Cost: one write per heartbeat, on the clerk's thread; one question to the store per poll.
+// Cost: one write per heartbeat, on the worker's thread; one question to the store per poll.
 class FailureBoard final {
  public:
   FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
@@ -46,7 +46,7 @@ class FailureBoard final {
   // A rank that left after fewer rounds than `round`: "rank 1 left after 7 rounds".
   std::optional<std::string> poll_left(int64_t round) noexcept;
 
-  // From now on heartbeats say what `where` returns; it is called by the clerk's thread, must not
+  // From now on heartbeats say what `where` returns; it is called by the worker's thread, must not
   // block, and returns nothing once there is no more to tell, which ends them.
   void beat(std::function<std::optional<Whereabouts>()> where);
 
@@ -86,7 +86,7 @@ class FailureBoard final {
 
   const int rank_;
   const int size_;
-  StoreWorker clerk_;
+  StoreWorker worker_;
   const std::shared_ptr<Noted> noted_;
 };
 

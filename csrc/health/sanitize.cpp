@@ -40,4 +40,20 @@ std::string sanitize_untrusted(std::string_view bytes) {
   return text;
 }
 
+// 1. Source files of gloo: "[/path/pair.cc:547] ". 2. c10d's advice and what follows it.
+std::string reason_of_transport(const std::string& text) {
+  std::string reason = text;
+  for (size_t begin = reason.find("[/"); begin != std::string::npos; begin = reason.find("[/")) {
+    const size_t end = reason.find("] ", begin);
+    if (end == std::string::npos) break;
+    reason.erase(begin, end + 2 - begin);
+  }
+  for (const char* advice :
+       {"This is typically caused by", "Check the logs of the remote worker"}) {
+    reason = reason.substr(0, reason.find(advice));
+  }
+  while (!reason.empty() && (reason.back() == ' ' || reason.back() == '.')) reason.pop_back();
+  return reason.empty() ? text : reason;
+}
+
 }  // namespace bagua

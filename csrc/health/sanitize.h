@@ -1,4 +1,4 @@
-// Text that another process has written, made fit for an error message.
+// Texts of other processes and of transports, made fit for an error message.
 #pragma once
 
 #include <string>
@@ -9,5 +9,8 @@ namespace bagua {
 // At most a few thousand bytes of `bytes`, as UTF-8 without control characters: "?" stands for
 // every byte that is not. (Python would raise UnicodeDecodeError in place of the error itself.)
 std::string sanitize_untrusted(std::string_view bytes);
+
+// The reason in a transport's message, without its source files, advice and ornaments.
+std::string reason_of_transport(const std::string& text);
 
 }  // namespace bagua

@@ -14,7 +14,7 @@ class Store;
 namespace bagua {
 
 // A store's host may be stopped or cut off, and its clients then wait without a limit. Here they
-// wait for the clerk, for as long as they like.
+// wait for the worker, for as long as they like.
 //
 // Thread safety: all methods. Ownership: a clone of the store (a connection of its own where the
 // store can make one); questions own what they refer to, since they may outlive who asked. The

@@ -41,7 +41,7 @@ BAGUA_DEVICE ExtentOf<Format> empty_extent() {
   return extent;
 }
 
-// What the lane at this distance has; all lanes of the warp call it.
+// The extent of the lane at this distance; all lanes of the warp call it.
 template <typename Extent>
 BAGUA_DEVICE Extent exchanged(const Extent& extent, int distance) {
   constexpr int kWords = sizeof(Extent) / sizeof(uint32_t);
@@ -55,7 +55,7 @@ BAGUA_DEVICE Extent exchanged(const Extent& extent, int distance) {
   return other;
 }
 
-// What all of kLanes neighbouring lanes have met, in each of them. All lanes of the warp call it.
+// Joins the extents of kLanes neighbouring lanes, in each of them. All lanes of the warp call it.
 template <int kLanes = kWarpLanes, typename Extent>
 BAGUA_DEVICE Extent join_lanes(Extent extent) {
   BAGUA_UNROLL
@@ -65,8 +65,8 @@ BAGUA_DEVICE Extent join_lanes(Extent extent) {
   return extent;
 }
 
-// What all threads of the CTA have met, in every thread. Once per kernel: the shared memory is not
-// guarded for a second use.
+// Joins the extents of all threads of the CTA, in every thread. Once per kernel: the shared memory
+// is not guarded for a second use.
 template <RangedFormat Format>
 BAGUA_DEVICE ExtentOf<Format> join_threads(ExtentOf<Format> extent) {
   __shared__ ExtentOf<Format> of_warp[kSliceWarps];

@@ -1,4 +1,4 @@
-// What becomes of decoded elements on the device.
+// Destinations of decoded elements on the device.
 #pragma once
 
 #include "base/device.h"

@@ -60,7 +60,6 @@ class AveragingSynchronizer:
         for op in operations:
             op.lane = self.lane
         self._owner = weakref.ref(ddp)
-        close_at_exit(self)
         names = {name for name, _ in ddp.bagua_floating_buffers()}
         self._buffers = {
             record_of(tensor).name: (bucket, index)
@@ -71,6 +70,7 @@ class AveragingSynchronizer:
         self._inside_forward = False
         self._ending = False
         self._handles = self._install_hooks(ddp)
+        close_at_exit(self)
 
     def _install_hooks(self, ddp: Wrapper) -> list[RemovableHandle]:
         this = weakref.ref(self)

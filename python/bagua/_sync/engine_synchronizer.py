@@ -51,7 +51,7 @@ class EngineSynchronizer:
                 record_of(tensor).marker = weakref.ref(self)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._path = self._make_path(ddp)
-        self._begun = 0  # the last round that begin_round() was called for
+        self._begun = 0  # the last round that step_begins() was called for
 
     def _make_path(self, ddp: Wrapper) -> _C.GradientPath:
         algorithm = ddp.bagua_algorithm

@@ -130,7 +130,7 @@ def sharpness_aware_with_a_local_first_pass(wrap, rank, size):
 
 
 def sharpness_aware_with_a_local_first_pass_unchecked(wrap, rank, size):
-    """What the error advises."""
+    """The remedy that the error names."""
     with unittest.mock.patch.dict(os.environ, BAGUA_CHECK_WEIGHTS_EVERY="0"):
         return _sharpness_aware_apart(wrap, rank)
 

@@ -8,7 +8,8 @@ and contiguous, of any shape. ValueError and TypeError mean that nothing was sen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -91,6 +92,16 @@ def broadcast(
     _broadcast("broadcast", as_bytes(tensor), src, member)
 
 
+@contextmanager
+def coalesced(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """One flat copy of all ``tensors``, copied back into them at the end."""
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    yield flat
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.detach().copy_(part.view(tensor.shape))
+
+
 def broadcast_coalesced(
     tensors: Sequence[torch.Tensor],
     src: int = 0,
@@ -109,11 +120,8 @@ def broadcast_coalesced(
     check_same_kind("broadcast_coalesced", tensors)
     check_rank("broadcast_coalesced", "src", src, member)
 
-    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    _broadcast("broadcast_coalesced", as_bytes(flat), src, member)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.detach().copy_(part.view(tensor.shape))
+    with coalesced(tensors) as flat:
+        _broadcast("broadcast_coalesced", as_bytes(flat), src, member)
 
 
 def allgather(

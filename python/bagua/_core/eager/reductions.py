@@ -30,7 +30,7 @@ from bagua._core.eager.checks import (
     check_same_kind,
     check_tensor,
 )
-from bagua._core.eager.collectives import as_bytes
+from bagua._core.eager.collectives import as_bytes, coalesced
 from bagua._core.group.communicator import CommMember, Communicator, ReduceOp
 from bagua._core.group.process_group import member_of
 
@@ -121,11 +121,8 @@ def allreduce_coalesced_inplace(
     check_same_kind(name, tensors)
     op = check_reducible(name, tensors[0], op)
 
-    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    _allreduce(name, flat, op, member)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.detach().copy_(part.view(tensor.shape))
+    with coalesced(tensors) as flat:
+        _allreduce(name, flat, op, member)
 
 
 def reduce(

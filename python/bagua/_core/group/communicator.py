@@ -10,12 +10,14 @@ import torch
 
 from bagua import _C
 from bagua._core.group import environment as env
-from bagua._core.group.connections import Connections, cuda_transport
+from bagua._core.group.connections import (
+    TRAFFIC,
+    Connections,
+    cuda_transport,
+    total_traffic,
+)
 
-__all__ = ["TRAFFIC", "CommMember", "Communicator", "ReduceOp", "comm"]
-
-# What CountingCommunicator.traffic() counts.
-TRAFFIC = ("bytes_sent", "bytes_received", "messages_sent", "messages_received", "wire_ns")
+__all__ = ["CommMember", "Communicator", "ReduceOp", "comm"]
 
 
 class ReduceOp(enum.IntEnum):
@@ -101,11 +103,7 @@ class Communicator:
         (nanoseconds in calls of the transport), summed over all connections. The few bytes of
         barriers and of connecting over gloo count.
         """
-        total = dict.fromkeys(TRAFFIC, 0)
-        for connected in list(self._connected.values()):
-            for name, value in connected.traffic().items():
-                total[name] += value
-        return total
+        return dict.fromkeys(TRAFFIC, 0) | total_traffic(list(self._connected.values()))
 
     def abort(self) -> None:
         """Make later calls raise, and end calls in flight where the transport can."""

@@ -8,7 +8,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,7 +22,17 @@ from bagua._core.group import environment as env
 from bagua._core.group.nccl_library import nccl_library
 from bagua._core.group.store_values import stored_lines, stored_number
 
-__all__ = ["Connections", "cuda_transport", "fingerprint", "first_difference"]
+__all__ = [
+    "TRAFFIC",
+    "Connections",
+    "cuda_transport",
+    "fingerprint",
+    "first_difference",
+    "total_traffic",
+]
+
+#: Names of the counters of a communicator.
+TRAFFIC = ("bytes_sent", "bytes_received", "messages_sent", "messages_received", "wire_ns")
 
 _log = logging.getLogger("bagua")
 
@@ -31,6 +41,16 @@ def fingerprint(lines: list[str]) -> int:
     """64 bits that tell two descriptions apart."""
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def total_traffic(
+    communicators: Iterable[_C.CountingCommunicator],
+) -> collections.Counter[str]:
+    """Sums of ``CountingCommunicator.traffic()``, by the names in ``TRAFFIC``."""
+    total = collections.Counter[str]()
+    for communicator in communicators:
+        total.update(communicator.traffic())
+    return total
 
 
 def cuda_transport() -> str:
@@ -114,11 +134,8 @@ class Connections:
         return self._main[device_type]
 
     def main_traffic(self) -> dict[str, int]:
-        """Sums over the communicators of the main thread (``CountingCommunicator.traffic()``)."""
-        total = collections.Counter[str]()
-        for communicator in self._main.values():
-            total.update(communicator.traffic())
-        return total
+        """Sums over the communicators of the main thread."""
+        return total_traffic(self._main.values())
 
     def whereabouts(self) -> str:
         """This member and, where nodes have been asked for, its node: for logging."""

@@ -11,7 +11,7 @@ from bagua import _C
 
 __all__ = ["stored_lines", "stored_number"]
 
-# What ranks describe themselves with: a line per parameter.
+# Limit of a description, which has a line per parameter.
 _MOST_BYTES = 256 * 1024**2
 
 

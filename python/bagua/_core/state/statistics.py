@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from bagua import _C
-from bagua._core.group.communicator import TRAFFIC
-from bagua._core.group.connections import Connections
+from bagua._core.group.connections import TRAFFIC, Connections
 
 __all__ = ["MainThreadTraffic", "statistics"]
 
