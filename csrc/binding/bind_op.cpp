@@ -18,7 +18,7 @@
 #include "op/neighbor_average.h"
 #include "op/tensors/low_rank_products.h"
 #include "op/update_momentum.h"
-#include "op/wire/message_frames.h"
+#include "op/wire/device_frames.h"
 
 namespace bagua {
 
@@ -41,7 +41,7 @@ void bind_op(py::module_& m) {
           "run",
           [](BucketOp& op, at::Tensor flat, int64_t step, float grad_scale,
              const std::string& bucket) {
-            op.run(flat, {.step = step, .grad_scale = grad_scale, .bucket = bucket});
+            op.run(flat, {.number = step, .grad_scale = grad_scale, .bucket = bucket});
           },
           py::arg("flat"), py::arg("step") = 1, py::arg("grad_scale") = 1.0f,
           py::arg("bucket") = "eager", py::call_guard<py::gil_scoped_release>());

@@ -14,11 +14,11 @@
 namespace bagua {
 namespace {
 
-// Note [gloo moves pieces]
+// Note [gloo moves fragments]
 // gloo's own all_to_all and all_gather are half-duplex for large messages (1.4 to 2.1 times the
-// time that the wire needs). Messages in pieces of at most 1 MiB, every receive posted before the
-// first send and the own part copied locally, take 1.05 times.
-constexpr int64_t kPieceBytes = 1 << 20;
+// time that the wire needs). Messages in fragments of at most 1 MiB, every receive posted before
+// the first send and the own part copied locally, take 1.05 times.
+constexpr int64_t kFragmentBytes = 1 << 20;
 
 // gloo refuses negative tags.
 int next_tag(uint32_t& count) { return static_cast<int>(count++ & 0x7fffffffu); }
@@ -157,8 +157,8 @@ void C10dCommunicator::transfer(CallSite& site, c10::ArrayRef<Send> sends,
   const auto post = [&](const at::Tensor& tensor, int peer, auto start) {
     if (peer == group().rank || tensor.numel() == 0) return;
     site = CallSite::of(site.call, tensor, peer);
-    for (at::Tensor& piece : pieces(tensor)) {
-      std::vector<at::Tensor> message{std::move(piece)};
+    for (at::Tensor& fragment : fragments(tensor)) {
+      std::vector<at::Tensor> message{std::move(fragment)};
       auto work = start(message, peer);
       if (!is_nccl_) posted.push_back({std::move(work), site});
     }
@@ -202,11 +202,11 @@ void C10dCommunicator::call_back(const OnReceived& on_received, size_t message) 
   }
 }
 
-std::vector<at::Tensor> C10dCommunicator::pieces(const at::Tensor& tensor) const {
+std::vector<at::Tensor> C10dCommunicator::fragments(const at::Tensor& tensor) const {
   const at::Tensor memory = flat(tensor);
   const int64_t bytes = static_cast<int64_t>(memory.nbytes());
-  if (!is_gloo_ || bytes <= kPieceBytes) return {memory};
-  const int64_t step = kPieceBytes / static_cast<int64_t>(memory.element_size());
+  if (!is_gloo_ || bytes <= kFragmentBytes) return {memory};
+  const int64_t step = kFragmentBytes / static_cast<int64_t>(memory.element_size());
   std::vector<at::Tensor> result;
   result.reserve(memory.numel() / step + 1);
   for (int64_t begin = 0; begin < memory.numel(); begin += step) {

@@ -18,7 +18,7 @@ namespace bagua {
 // A group of ranks over a c10d backend; rank, size and timeout are the backend's.
 //
 // Contracts of Communicator, and:
-// - gloo: all_gather, all_to_all and exchange are point to point (Note [gloo moves pieces]).
+// - gloo: all_gather, all_to_all and exchange are point to point (Note [gloo moves fragments]).
 //   kAvg divides first and adds then, as DDP does; only NCCL averages by itself.
 // - Group size 1 never touches the backend. Messages without elements are not sent.
 // - The backend gets aliases of the tensors without Python objects: gloo's thread may drop the last
@@ -57,7 +57,7 @@ class C10dCommunicator final : public Communicator {
   void transfer(CallSite& site, c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
                 const OnReceived& on_received = nullptr);
   void call_back(const OnReceived& on_received, size_t message);
-  std::vector<at::Tensor> pieces(const at::Tensor& tensor) const;
+  std::vector<at::Tensor> fragments(const at::Tensor& tensor) const;
   void refuse_if_failed(const CallSite& site);
   void refuse_from_now_on(const std::string& reason) noexcept;
   [[noreturn]] void fail(const CallSite& site, const std::string& what);

@@ -149,7 +149,7 @@ void Engine::State::run_bucket(size_t index) {
     if (stream) entry.ready.block(*stream);
     // A codec that met a NaN left it in the padding too, where nothing would ever overwrite it.
     if (at::Tensor padding = bucket.padding(); padding.numel() > 0) padding.zero_();
-    const Round context{.step = this_round, .grad_scale = scale, .bucket = bucket.name};
+    const Round context{.number = this_round, .grad_scale = scale, .bucket = bucket.name};
     for (const auto& op : bucket.ops) {
       running = op.get();
       RECORD_FUNCTION("bagua::" + bucket.name + "::" + op->describe(), {});

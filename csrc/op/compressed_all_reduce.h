@@ -2,24 +2,26 @@
 #pragma once
 
 #include <memory>
+#include <span>
+#include <string>
 
 #include "codec/codec.h"
 #include "comm/communicator.h"
 #include "op/contract/bucket_op.h"
 #include "op/memory/scratch.h"
-#include "op/wire/message_frames.h"
-#include "op/wire/part_layout.h"
+#include "op/wire/framed_exchange.h"
 
 namespace bagua {
 
 // Bagua's scatter-gather all-reduce. The bucket is cut into one part per rank:
 //   1. encode the other ranks' parts;
-//   2. send part p to rank p (all_to_all), and as each segment of my part arrives from all ranks:
-//      a. encode my own version, decode all versions and add them in f32, in rank order;
-//      b. divide by the number of ranks (mean), convert to the bucket's dtype;
-//      c. encode the result, and decode it into my part;
-//   3. send my part to every rank (all_gather), and decode each segment as it arrives.
-// All ranks decode the same bytes in the end, so they hold the same bits. Step 2 also encodes and
+//   2. exchange: part p goes to rank p, every rank sends me its version of my part;
+//   3. reduce my part, tile by tile, as each segment has arrived from all ranks: encode my own
+//      version, decode all versions and add them in f32, in rank order; divide by the world size
+//      (mean) and convert to the bucket's dtype;
+//   4. encode the result, and decode it into my part;
+//   5. exchange: my part goes to every rank; decode the others' parts as they arrive.
+// All ranks decode the same bytes in the end, so they hold the same bits. Step 3 also encodes and
 // decodes this rank's own version: all versions weigh alike, as in Bagua.
 //
 // Bytes sent per rank: 2 r S (P - 1) / P for S bytes, P ranks and payload ratio r, plus 32 bytes of
@@ -35,18 +37,14 @@ class CompressedAllReduce final : public BucketOp {
   std::string describe() const override;
 
  private:
-  struct Job;
-  void encode_others(Job& job);
-  void scatter(Job& job);
-  void reduce(Job& job, int64_t first_piece, int64_t end_piece) const;
-  void gather(Job& job);
+  struct Parts;
+  void encode(const Parts& parts, std::span<const Payload> payloads) const;
+  void reduce(const Parts& parts, int64_t first_tile, int64_t end_tile) const;
 
-  std::shared_ptr<Communicator> communicator_;
+  FramedExchange exchange_;
   std::shared_ptr<const Codec> codec_;
   std::shared_ptr<Scratch> scratch_;
   ReduceOp op_;
-  Checksum checksum_;
-  DeviceFrames device_frames_;  // unused on CPU
 };
 
 }  // namespace bagua

@@ -15,7 +15,6 @@
 
 #include "base/check.h"
 #include "op/wire/codec_calls.h"
-#include "op/wire/frame.h"
 #include "topology/topology.h"
 
 namespace bagua {
@@ -29,10 +28,6 @@ constexpr int64_t kProductNumel = 16384;
 bool is_replica(const at::Tensor& tensor, int64_t numel) {
   return tensor.defined() && tensor.scalar_type() == at::kFloat && tensor.dim() == 1 &&
          tensor.is_contiguous() && tensor.numel() == numel;
-}
-
-std::byte* bytes_of(const at::Tensor& buffer, int64_t offset) {
-  return static_cast<std::byte*>(buffer.data_ptr()) + offset;
 }
 
 // memory += difference, which becomes the sum; see Note [Replicas stay finite]. Where the sum is
@@ -52,69 +47,44 @@ at::Tensor add_where_finite(at::Tensor memory, at::Tensor difference) {
 
 }  // namespace
 
-// One run: the memory it uses and where the messages lie.
-struct CompressedGossip::Job {
-  const at::Tensor& flat;
+// One run: the memory it works in and where the payloads lie.
+struct CompressedGossip::Work {
+  at::Tensor flat;
   PartLayout layout;
-  int64_t range_numel;     // elements handled at a time: a piece on CPU, all on a device
-  int64_t product_numel;   // elements multiplied at a time
-  std::vector<int> peers;  // left, then right; one if they are the same
-  at::Tensor send;         // one message per segment
-  at::Tensor receive;      // as many for each peer
-  at::Tensor work;         // per thread: a range of differences, and products
-  const Round& round;
-  const Codec& codec;
-  Checksum checksum;
+  PayloadRows send;          // one row
+  PayloadRows receive;       // a row for each neighbour: left, right
+  int64_t rows;              // neighbours: one if both are the same rank
+  int64_t difference_numel;  // elements handled at a time
+  int64_t product_numel;     // elements multiplied at a time
+  at::Tensor memory;         // differences, then products, of each thread
   CodecCalls calls;
 
-  Frame frame(int64_t segment) const {
-    return {frame_fingerprint(codec.name(), static_cast<int>(kWire), flat.numel(), segment,
-                              round.bucket),
-            static_cast<uint64_t>(round.step), static_cast<uint64_t>(layout.payload_bytes(segment)),
-            checksum};
-  }
-  at::Tensor message(const at::Tensor& buffer, size_t peer, int64_t segment) const {
-    return buffer.narrow(0, peer * layout.bytes() + layout.message(segment),
-                         layout.message_bytes(segment));
-  }
-  const std::byte* received(size_t peer, int64_t offset) const {
-    return bytes_of(receive, peer * layout.bytes() + offset);
-  }
-  int64_t work_stride() const { return range_numel + product_numel; }
-  at::Tensor differences(int64_t numel) const {
-    return work.narrow(0, at::get_thread_num() * work_stride(), numel);
-  }
-  at::Tensor products(int64_t numel) const {
-    return work.narrow(0, at::get_thread_num() * work_stride() + range_numel, numel);
-  }
-  // Of pieces [first_piece, end_piece).
-  int64_t numel(int64_t first_piece, int64_t end_piece) const {
-    return layout.first(end_piece - 1) + layout.numel(end_piece - 1) - layout.first(first_piece);
-  }
-  // Their differences, and their payloads in a row of `buffer`.
-  std::vector<Chunk> chunks(int64_t first_piece, int64_t end_piece, const at::Tensor& difference,
-                            const at::Tensor& buffer, size_t row) const {
+  at::Tensor differences(int64_t numel) const { return of_thread(0, numel); }
+  at::Tensor products(int64_t numel) const { return of_thread(difference_numel, numel); }
+  // Tiles [first_tile, end_tile): their differences, and their payloads in a row.
+  std::vector<Chunk> chunks(int64_t first_tile, int64_t end_tile, const at::Tensor& difference,
+                            std::byte* row) const {
     std::vector<Chunk> result;
-    for (int64_t piece = first_piece; piece < end_piece; ++piece) {
-      float* x = difference.data_ptr<float>() + layout.first(piece) - layout.first(first_piece);
-      result.push_back(
-          {x, bytes_of(buffer, row * layout.bytes() + layout.payload(piece)), layout.numel(piece)});
-    }
+    append_chunks(result, layout, first_tile, end_tile, difference.data_ptr(), sizeof(float), row);
     return result;
   }
-  bool on_cpu() const { return flat.is_cpu(); }
+
+ private:
+  at::Tensor of_thread(int64_t offset, int64_t numel) const {
+    const int64_t stride = difference_numel + product_numel;
+    return memory.narrow(0, at::get_thread_num() * stride + offset, numel);
+  }
 };
 
 CompressedGossip::CompressedGossip(std::shared_ptr<Communicator> communicator,
                                    std::shared_ptr<const Codec> codec,
                                    std::shared_ptr<Scratch> scratch, Replicas replicas,
                                    MixingWeights mixing, Checksum checksum)
-    : communicator_(std::move(communicator)),
+    : exchange_(std::move(communicator), checksum),
       codec_(std::move(codec)),
       scratch_(std::move(scratch)),
       replicas_(std::move(replicas)),
-      mixing_(mixing),
-      checksum_(checksum) {
+      mixing_(mixing) {
   BAGUA_CHECK_ARG(replicas_.own.defined(), "CompressedGossip needs three replicas.");
   const int64_t numel = replicas_.own.numel();
   for (const at::Tensor& replica : {replicas_.own, replicas_.left, replicas_.right}) {
@@ -144,113 +114,91 @@ void CompressedGossip::check(const at::Tensor& flat, const Round& round) const {
 
 void CompressedGossip::run(at::Tensor& flat, const Round& round) {
   check(flat, round);
-  const auto [rank, size] = communicator_->group();
+  const auto [rank, size] = exchange_.group();
   if (size == 1 || flat.numel() == 0) return;
   const PartLayout layout(*codec_, kWire, flat.numel());
-  const at::Device device = flat.device();
-  const bool on_cpu = device.is_cpu();
-  const int64_t range_numel = on_cpu ? layout.numel(0) : flat.numel();
-  const int64_t product_numel = on_cpu ? kProductNumel : flat.numel();
-  const int64_t threads = on_cpu ? std::min<int64_t>(at::get_num_threads(), layout.pieces()) : 1;
   const int left = ring_left(rank, size), right = ring_right(rank, size);
-  std::vector<int> peers{left};
-  if (right != left) peers.push_back(right);
-  const int64_t receives = static_cast<int64_t>(peers.size()) * layout.bytes();
-  const Job job{.flat = flat,
-                .layout = layout,
-                .range_numel = range_numel,
-                .product_numel = product_numel,
-                .peers = std::move(peers),
-                .send = scratch_->get(Scratch::kSend, layout.bytes(), at::kByte, device),
-                .receive = scratch_->get(Scratch::kReceive, receives, at::kByte, device),
-                .work = scratch_->get(Scratch::kSum, threads * (range_numel + product_numel),
-                                      at::kFloat, device),
-                .round = round,
-                .codec = *codec_,
-                .checksum = checksum_,
-                .calls = CodecCalls(*codec_, kWire, device, *scratch_)};
-  device_frames_.check(round.bucket);
-  for_pieces(device, 0, layout.pieces(),
-             [&](int64_t first, int64_t end) { encode_pieces(job, first, end); });
-  exchange(job);
+  std::vector<Payload> sends{{0, left, layout}}, receives{{0, left, layout}};
+  if (right != left) {
+    sends.push_back({0, right, layout});
+    receives.push_back({1, right, layout});
+  }
+  const auto neighbours = static_cast<int64_t>(receives.size());
+  // A device takes all tiles in one call, a thread of the CPU one.
+  const at::Device device = flat.device();
+  const bool whole = !device.is_cpu();
+  const int64_t threads = whole ? 1 : std::min<int64_t>(at::get_num_threads(), layout.tiles());
+  const int64_t difference_numel = whole ? flat.numel() : layout.numel(0, 1);
+  const int64_t product_numel = whole ? flat.numel() : kProductNumel;
+  const auto rows = [&](Scratch::Use use, int64_t count) -> PayloadRows {
+    return {scratch_->get(use, count * layout.bytes(), at::kByte, device), layout.bytes()};
+  };
+  const Work work{
+      .flat = flat,
+      .layout = layout,
+      .send = rows(Scratch::kSend, 1),
+      .receive = rows(Scratch::kReceive, neighbours),
+      .rows = neighbours,
+      .difference_numel = difference_numel,
+      .product_numel = product_numel,
+      .memory = scratch_->get(Scratch::kSum, threads * (difference_numel + product_numel),
+                              at::kFloat, device),
+      .calls = CodecCalls(*codec_, kWire, device, *scratch_)};
+  exchange_.begin(round);
+  // 1.
+  for_tiles(device, 0, layout.tiles(),
+            [&](int64_t first, int64_t end) { encode(work, first, end); });
+  // 2.
+  exchange_.exchange(work.send, sends, work.receive, receives, Arrival::kSegment, round,
+                     [&](std::span<const ArrivedTiles> tiles) {
+                       for_tiles(device, tiles.front().first_tile, tiles.front().end_tile,
+                                 [&](int64_t first, int64_t end) { apply(work, first, end); });
+                     });
 }
 
 // Step 1, product by product: a fused multiply-add would not give the same bits on all devices.
-void CompressedGossip::encode_pieces(const Job& job, int64_t first_piece, int64_t end_piece) const {
-  const int64_t first = job.layout.first(first_piece), numel = job.numel(first_piece, end_piece);
-  at::Tensor difference = job.differences(numel);
-  for (int64_t at = 0; at < numel; at += job.product_numel) {
-    const int64_t count = std::min(job.product_numel, numel - at);
+void CompressedGossip::encode(const Work& work, int64_t first_tile, int64_t end_tile) const {
+  const int64_t first = work.layout.first_element(first_tile);
+  const int64_t numel = work.layout.numel(first_tile, end_tile);
+  at::Tensor difference = work.differences(numel);
+  for (int64_t at = 0; at < numel; at += work.product_numel) {
+    const int64_t count = std::min(work.product_numel, numel - at);
     at::Tensor d = difference.narrow(0, at, count);
-    at::Tensor product = job.products(count);
+    at::Tensor product = work.products(count);
     const auto times = [&](const at::Tensor& replica, double weight) -> const at::Tensor& {
       return at::mul_out(product, replica.narrow(0, first + at, count),
                          at::native::wrapped_scalar_tensor(weight));
     };
-    d.copy_(job.flat.narrow(0, first + at, count));
+    d.copy_(work.flat.narrow(0, first + at, count));
     d.add_(times(replicas_.left, mixing_.left));
     d.add_(times(replicas_.right, mixing_.right));
     d.sub_(times(replicas_.own, 1 + mixing_.left + mixing_.right));
   }
-  job.calls.encode(job.chunks(first_piece, end_piece, difference, job.send, 0));
+  work.calls.encode(work.chunks(first_tile, end_tile, difference, work.send.row(0)));
 }
 
-// Step 2. Receives are in order of segments, so that a segment is complete when its last peer's
-// message is there.
-void CompressedGossip::exchange(const Job& job) {
-  const PartLayout& layout = job.layout;
-  const size_t peers = job.peers.size();
-  std::vector<Send> sends;
-  std::vector<Recv> receives;
-  if (!job.on_cpu()) device_frames_.write(job.send, layout.bytes(), {job.frame(0)});
-  for (int64_t segment = 0; segment < layout.segments(); ++segment) {
-    if (job.on_cpu()) {
-      write_frame(job.frame(segment), bytes_of(job.send, layout.message(segment)));
-    }
-    for (size_t peer = 0; peer < peers; ++peer) {
-      sends.push_back({job.message(job.send, 0, segment), job.peers[peer]});
-      receives.push_back({job.message(job.receive, peer, segment), job.peers[peer]});
-    }
-  }
-  communicator_->exchange(sends, receives, [&](size_t message) {
-    const size_t peer = message % peers;
-    const auto segment = static_cast<int64_t>(message / peers);
-    if (job.on_cpu()) {
-      check_frame(job.received(peer, layout.message(segment)), job.frame(segment), job.peers[peer],
-                  job.round.bucket);
-    }
-    if (peer != peers - 1) return;
-    for_pieces(job.flat.device(), layout.first_piece(segment), layout.end_piece(segment),
-               [&](int64_t first, int64_t end) { apply_pieces(job, first, end); });
-  });
-  if (!job.on_cpu()) {
-    device_frames_.fetch(job.receive, layout.bytes(), std::vector<Frame>(peers, job.frame(0)),
-                         job.peers);
-  }
-}
-
-// Steps 2a and 2b.
-void CompressedGossip::apply_pieces(const Job& job, int64_t first_piece, int64_t end_piece) const {
-  const int64_t first = job.layout.first(first_piece), numel = job.numel(first_piece, end_piece);
-  at::Tensor sum = job.differences(numel);
-  at::Tensor weights = job.flat.narrow(0, first, numel);
-  // a.
-  job.calls.decode(job.chunks(first_piece, end_piece, sum, job.send, 0));
+void CompressedGossip::apply(const Work& work, int64_t first_tile, int64_t end_tile) const {
+  const int64_t first = work.layout.first_element(first_tile);
+  const int64_t numel = work.layout.numel(first_tile, end_tile);
+  at::Tensor sum = work.differences(numel);
+  at::Tensor weights = work.flat.narrow(0, first, numel);
+  // 3.
+  work.calls.decode(work.chunks(first_tile, end_tile, sum, work.send.row(0)));
   add_where_finite(replicas_.own.narrow(0, first, numel), sum);
   weights.copy_(sum);
-  // b.
+  // 4.
   const at::Tensor* theirs[2] = {&replicas_.left, &replicas_.right};
-  for (size_t side = 0; side < 2; ++side) {
-    const size_t peer = std::min(side, job.peers.size() - 1);
-    job.calls.decode(job.chunks(first_piece, end_piece, sum, job.receive, peer));
+  for (int64_t side = 0; side < 2; ++side) {
+    std::byte* row = work.receive.row(std::min(side, work.rows - 1));
+    work.calls.decode(work.chunks(first_tile, end_tile, sum, row));
     const at::Tensor bad = add_where_finite(theirs[side]->narrow(0, first, numel), sum);
     if (bad.defined()) weights.masked_fill_(bad, std::numeric_limits<double>::quiet_NaN());
   }
 }
 
 std::string CompressedGossip::describe() const {
-  return concat("CompressedGossip(", codec_->name(), ", ring of ", communicator_->group().size,
-                checksum_text(checksum_), ")");
+  return concat("CompressedGossip(", codec_->name(), ", ring of ", exchange_.group().size,
+                checksum_text(exchange_.checksum()), ")");
 }
 
 }  // namespace bagua

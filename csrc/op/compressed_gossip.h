@@ -2,13 +2,13 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "codec/codec.h"
 #include "comm/communicator.h"
 #include "op/contract/bucket_op.h"
 #include "op/memory/scratch.h"
-#include "op/wire/message_frames.h"
-#include "op/wire/part_layout.h"
+#include "op/wire/framed_exchange.h"
 
 namespace bagua {
 
@@ -29,9 +29,9 @@ struct MixingWeights {
 // VLDB 2022). x is the bucket after the local optimizer step:
 //   1. d = ((x + wl L) + wr R) - (1 + wl + wr) W in f32, each product and sum rounded: the mix of
 //      the three replicas and of what the optimizer did, as a difference from W; q = encode(d);
-//   2. send q to both neighbours, and as each segment has arrived from both:
-//      a. W += decode(own q); x = W;
-//      b. L += decode(q of the left), R += decode(q of the right).
+//   2. exchange q with both neighbours, and as each segment has arrived from both:
+//   3. W += decode(own q); x = W;
+//   4. L += decode(q of the left), R += decode(q of the right).
 // All of these are the same f32 addition of the same bytes, so bit for bit L of a rank is W of the
 // rank on its left, and R that of the one on its right, if they were so before.
 //
@@ -59,19 +59,16 @@ class CompressedGossip final : public BucketOp {
   std::string describe() const override;
 
  private:
-  struct Job;
+  struct Work;
   void check(const at::Tensor& flat, const Round& round) const;
-  void encode_pieces(const Job& job, int64_t first_piece, int64_t end_piece) const;
-  void exchange(const Job& job);
-  void apply_pieces(const Job& job, int64_t first_piece, int64_t end_piece) const;
+  void encode(const Work& work, int64_t first_tile, int64_t end_tile) const;
+  void apply(const Work& work, int64_t first_tile, int64_t end_tile) const;
 
-  std::shared_ptr<Communicator> communicator_;
+  FramedExchange exchange_;
   std::shared_ptr<const Codec> codec_;
   std::shared_ptr<Scratch> scratch_;
   Replicas replicas_;
   MixingWeights mixing_;
-  Checksum checksum_;
-  DeviceFrames device_frames_;  // unused on CPU
 };
 
 }  // namespace bagua

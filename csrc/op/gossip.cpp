@@ -33,10 +33,10 @@ void Gossip::run(at::Tensor& flat, const Round&) {
       scratch_->get(Scratch::kReceive, flat.numel(), flat.scalar_type(), flat.device());
   communicator_->exchange({Send{flat, peer}}, {Recv{received, peer}});
   // 3. Product by product: a fused multiply-add would round the two sides of a pair differently.
-  //    Piece by piece, so that memory is read once and the rest happens in cache.
+  //    Tile by tile, so that memory is read once and the rest happens in cache.
   const double total = static_cast<double>(weights_[rank]) + weights_[peer];
-  for (int64_t first = 0; first < flat.numel(); first += kPieceNumel) {
-    const int64_t numel = std::min(kPieceNumel, flat.numel() - first);
+  for (int64_t first = 0; first < flat.numel(); first += kTileNumel) {
+    const int64_t numel = std::min(kTileNumel, flat.numel() - first);
     at::Tensor own = flat.narrow(0, first, numel);
     at::Tensor theirs = received.narrow(0, first, numel);
     own.mul_(weights_[rank] / total).add_(theirs.mul_(weights_[peer] / total));

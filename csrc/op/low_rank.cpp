@@ -96,8 +96,8 @@ void LowRank::run(at::Tensor& flat, const Round& round) {
   check(flat, round);
   if (communicator_->group().size == 1) return pay_alone(flat, round);
   const at::ScalarType dtype = arithmetic_dtype(flat.scalar_type());
-  const auto scratch = [&](Scratch::Slot slot, int64_t numel) {
-    return scratch_->get(slot, numel, dtype, flat.device());
+  const auto scratch = [&](Scratch::Use use, int64_t numel) {
+    return scratch_->get(use, numel, dtype, flat.device());
   };
   const bool in_place = !options_.error_feedback && flat.scalar_type() == dtype;
   const Job job{.flat = flat,
@@ -122,7 +122,7 @@ void LowRank::run(at::Tensor& flat, const Round& round) {
   } else {
     flat.fill_(std::numeric_limits<double>::quiet_NaN());
   }
-  memory_->leave(round.step, finite);
+  memory_->leave(round.number, finite);
 }
 
 // A rank alone sends nothing, but may owe something since it was one of several.
@@ -134,7 +134,7 @@ void LowRank::pay_alone(at::Tensor& flat, const Round& round) {
   for (const Memory kept : {kQueries, kCommunications}) {
     memory_->next(kept).copy_(memory_->value(kept));
   }
-  memory_->leave(round.step, all_finite(flat));
+  memory_->leave(round.number, all_finite(flat));
 }
 
 // Queries of the round before, or fresh ones: N(0, 1), the same on all ranks.

@@ -12,7 +12,7 @@
 namespace bagua {
 namespace {
 
-constexpr int64_t kSegmentNumel = kSegmentPieces * kPieceNumel;
+constexpr int64_t kSegmentNumel = kSegmentTiles * kTileNumel;
 constexpr double kSumTolerance = 1e-6;
 
 void check_terms(const std::vector<MixingTerm>& terms, int size) {
@@ -72,13 +72,13 @@ void NeighborAverage::run(at::Tensor& flat, const Round& round) {
   }
 }
 
-// Piece by piece, so that the products stay in cache. Product by product: whether a fused
+// Tile by tile, so that the products stay in cache. Product by product: whether a fused
 // multiply-add is used depends on where a thread's share begins, which ranks need not have in
 // common.
 void NeighborAverage::mix(at::Tensor& segment, const at::Tensor& received) {
   const at::ScalarType dtype = arithmetic_dtype(segment.scalar_type());
-  for (int64_t first = 0; first < segment.numel(); first += kPieceNumel) {
-    const int64_t numel = std::min(kPieceNumel, segment.numel() - first);
+  for (int64_t first = 0; first < segment.numel(); first += kTileNumel) {
+    const int64_t numel = std::min(kTileNumel, segment.numel() - first);
     at::Tensor own = segment.narrow(0, first, numel);
     at::Tensor sum = scratch_->get(Scratch::kSum, numel, dtype, segment.device());
     at::Tensor product = scratch_->get(Scratch::kScaled, numel, dtype, segment.device());

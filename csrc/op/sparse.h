@@ -5,6 +5,7 @@
 
 #include "comm/communicator.h"
 #include "op/memory/error_feedback.h"
+#include "op/wire/framed_exchange.h"
 #include "op/wire/sparse_message.h"
 
 namespace bagua {
@@ -32,15 +33,11 @@ class Sparse final : public BucketOp {
 
  private:
   void exchange(at::Tensor& m, at::Tensor& sum, const Round& round);
-  void write_head(const Frame& frame, at::Tensor& message) const;
-  void check_heads(const Frame& frame, const at::Tensor& rows, const Round& round) const;
-  uint64_t checksum_of(const at::Tensor& message) const;
 
-  std::shared_ptr<Communicator> communicator_;
+  FramedExchange exchange_;
   std::shared_ptr<Scratch> scratch_;
   int64_t k_;
   ErrorFeedback feedback_;
-  Checksum checksum_;
 };
 
 }  // namespace bagua

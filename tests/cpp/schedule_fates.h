@@ -131,7 +131,7 @@ inline void ranks_meet_their_fates(Random& random, const Delays& delays) {
     RankEngine mine(world, rank, [&](int at, const Round& now) {
       world.point();
       const Fate& own_fate = fates[at];
-      if (own_fate.kind == Fate::kOpThrows && now.step == own_fate.round &&
+      if (own_fate.kind == Fate::kOpThrows && now.number == own_fate.round &&
           now.bucket == std::to_string(own_fate.bucket)) {
         throw std::runtime_error(concat("no memory on ", at));
       }

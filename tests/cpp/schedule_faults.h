@@ -68,7 +68,7 @@ inline void an_op_that_throws_is_told_everywhere(Random& random, const Delays& d
     Random own(seed + rank);
     RankEngine mine(world, rank, [&](int at, const Round& now) {
       world.point();
-      if (at != culprit || now.step != round || now.bucket != bucket) return;
+      if (at != culprit || now.number != round || now.bucket != bucket) return;
       if (is_exception) throw std::runtime_error("no memory");
       throw 42;
     });

@@ -76,7 +76,7 @@ void an_op_that_throws_is_told_to_every_rank(Random& random) {
   const auto endings = run_ranks(world, [&](int rank) {
     Random own(seed + rank);
     RankEngine mine(world, rank, [&](int at, const Round& now) {
-      if (at == culprit && now.step == round && now.bucket == bucket) {
+      if (at == culprit && now.number == round && now.bucket == bucket) {
         throw std::runtime_error("no memory");
       }
     });

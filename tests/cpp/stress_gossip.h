@@ -32,7 +32,7 @@ inline void replicas_are_the_neighbours_weights(Random& random) {
     for (int round = 1; round <= rounds; ++round) {
       float* values = weights.data_ptr<float>();
       for (int64_t i = 0; i < numel; ++i) values[i] += value_of(rank, round, 0, i);
-      op.run(weights, {.step = round, .grad_scale = 1.0f, .bucket = bucket});
+      op.run(weights, {.number = round, .grad_scale = 1.0f, .bucket = bucket});
       expect(world.ranks == 1 || same_bits(weights, replicas[rank].own),
              "the weights are not what the replica says");
     }

@@ -77,7 +77,7 @@ inline void low_rank_memories_change_together(Random& random) {
           for (int64_t k = 0; k < lane.flat.numel(); ++k) values[k] = value_of(rank, round, i, k);
           const bool bad = round == bad_round && i == bad_lane && rank == world.ranks - 1;
           if (bad && lane.flat.numel() > 0) values[0] = std::numeric_limits<float>::quiet_NaN();
-          lane.op->run(lane.flat, {.step = round, .grad_scale = 1.0f, .bucket = bucket});
+          lane.op->run(lane.flat, {.number = round, .grad_scale = 1.0f, .bucket = bucket});
         });
       }
       for (std::thread& thread : threads) thread.join();

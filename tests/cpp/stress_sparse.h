@@ -49,7 +49,7 @@ class SparseLane {
     if (round == plan_.bad_round && rank_ == plan_.bad_rank && lane_ == plan_.bad_lane) {
       values[plan_.numel / 2] = std::numeric_limits<float>::infinity();
     }
-    op_->run(flat_, {.step = round, .grad_scale = 1.0f, .bucket = bucket_});
+    op_->run(flat_, {.number = round, .grad_scale = 1.0f, .bucket = bucket_});
   } catch (...) {
     error_ = std::current_exception();
   }

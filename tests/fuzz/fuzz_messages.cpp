@@ -190,7 +190,7 @@ void run(BucketOp& op, int64_t numel, const HostileCommunicator& communicator, C
   at::Tensor flat = at::zeros({numel}, at::kFloat);
   for (int64_t i = 0; i < numel; ++i) flat.data_ptr<float>()[i] = static_cast<float>(i % 97) - 48;
   try {
-    op.run(flat, {.step = 1, .grad_scale = 1, .bucket = "fuzzed"});
+    op.run(flat, {.number = 1, .grad_scale = 1, .bucket = "fuzzed"});
   } catch (const MismatchError&) {
     return;
   }

@@ -29,7 +29,7 @@ inline void rows_op(Input input) {
   AllReduceRows op(communicator, std::make_shared<Scratch>(), gradient, sizes, ReduceOp::kSum);
   at::Tensor flat = at::zeros({1});
   try {
-    op.run(flat, {.step = 1, .grad_scale = 1, .bucket = "fuzzed"});
+    op.run(flat, {.number = 1, .grad_scale = 1, .bucket = "fuzzed"});
   } catch (const MismatchError&) {
     return;
   }

@@ -10,7 +10,7 @@ namespace bagua {
 
 // The round that an op runs in.
 struct Round {
-  int64_t step;               // number of the round, from 1
+  int64_t number;             // from 1
   float grad_scale;           // the factor the values carry (GradScaler); 1 without scaling
   const std::string& bucket;  // name, for error messages
 };

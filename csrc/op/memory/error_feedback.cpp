@@ -67,7 +67,7 @@ void ErrorFeedback::pay(at::Tensor& flat, const Round& round) {
 
 void ErrorFeedback::leave(const at::Tensor& flat, const Round& round) {
   memory_->next(kCommunications).fill_(communications() + 1);
-  memory_->leave(round.step, all_finite(flat));
+  memory_->leave(round.number, all_finite(flat));
 }
 
 }  // namespace bagua

@@ -13,18 +13,18 @@ void RoundOutcome::join() {
   ++members_;
 }
 
-void RoundOutcome::leave(int64_t step, bool finite) {
+void RoundOutcome::leave(int64_t round, bool finite) {
   const std::lock_guard lock(mutex_);
-  Entry& entry = entries_[step % 2];
-  if (entry.step != step) entry = {.step = step};
+  Entry& entry = entries_[round % 2];
+  if (entry.round != round) entry = {.round = round};
   ++entry.left;
   entry.finite = entry.finite && finite;
 }
 
-bool RoundOutcome::finite(int64_t step) const {
+bool RoundOutcome::finite(int64_t round) const {
   const std::lock_guard lock(mutex_);
-  const Entry& entry = entries_[step % 2];
-  return entry.step == step && entry.left == members_ && entry.finite;
+  const Entry& entry = entries_[round % 2];
+  return entry.round == round && entry.left == members_ && entry.finite;
 }
 
 RoundMemory::RoundMemory(std::vector<at::Tensor> initial, std::shared_ptr<RoundOutcome> outcome)
@@ -48,9 +48,9 @@ at::Tensor& RoundMemory::next(size_t i) {
   return next_.at(i);
 }
 
-void RoundMemory::leave(int64_t step, bool finite) {
-  pending_ = step;
-  outcome_->leave(step, finite);
+void RoundMemory::leave(int64_t round, bool finite) {
+  pending_ = round;
+  outcome_->leave(round, finite);
 }
 
 void RoundMemory::set(size_t i, const at::Tensor& value) {

@@ -20,13 +20,13 @@ class RoundOutcome {
  public:
   // One more memory takes part: at its construction, when no round is under way.
   void join();
-  void leave(int64_t step, bool finite);
-  // Whether everyone has left round `step`, and it was finite for all.
-  bool finite(int64_t step) const;
+  void leave(int64_t round, bool finite);
+  // Whether everyone has left round `round`, and it was finite for all.
+  bool finite(int64_t round) const;
 
  private:
   struct Entry {
-    int64_t step = 0;
+    int64_t round = 0;
     int64_t left = 0;
     bool finite = true;
   };
@@ -41,9 +41,9 @@ class RoundOutcome {
 // Under a GradScaler an overflow in one bucket makes the optimizer skip the step, and what the
 // other buckets sent is thrown away with it. So no op may take over what it remembers before all
 // buckets of the round are known. Every tensor is there twice: an op reads value(i), writes next(i)
-// and says with leave(step, finite) whether its bucket is finite on all ranks, which all ranks know
-// alike from what they have received. Who looks at the memory next (the op in its next round, or
-// the algorithm for a checkpoint) exchanges the two if the round was finite everywhere. A round
+// and says with leave(round, finite) whether its bucket is finite on all ranks, which all ranks
+// know alike from what they have received. Who looks at the memory next (the op in its next round,
+// or the algorithm for a checkpoint) exchanges the two if the round was finite everywhere. A round
 // that failed or stayed incomplete changes nothing.
 //
 // Thread safety: used by one lane in a round, by anyone between rounds. Ownership: the tensors
@@ -57,7 +57,7 @@ class RoundMemory {
   const at::Tensor& value(size_t i);
   // Where the new value is to be written, before leave(); what it holds before is undefined.
   at::Tensor& next(size_t i);
-  void leave(int64_t step, bool finite);
+  void leave(int64_t round, bool finite);
   // Between rounds: forget what is not committed, and take over a copy of `value`. Throws
   // std::invalid_argument where shape or dtype differ.
   void set(size_t i, const at::Tensor& value);

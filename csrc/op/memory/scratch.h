@@ -10,13 +10,13 @@ namespace bagua {
 
 // Fresh buffers cost more in page faults than any codec kernel, so a lane keeps its own and they
 // only grow. Thread safety: used by the one lane that owns it. A buffer is valid until the next
-// get() of the same slot.
+// get() for the same use.
 class Scratch {
  public:
-  enum Slot { kSend, kReceive, kSum, kCast, kScaled, kIndices, kCodec, kSlots };
+  enum Use { kSend, kReceive, kSum, kCast, kScaled, kIndices, kCodec, kUses };
 
-  at::Tensor get(Slot slot, int64_t numel, at::ScalarType dtype, at::Device device) {
-    at::Tensor& buffer = buffers_[slot];
+  at::Tensor get(Use use, int64_t numel, at::ScalarType dtype, at::Device device) {
+    at::Tensor& buffer = buffers_[use];
     if (!buffer.defined() || buffer.numel() < numel || buffer.scalar_type() != dtype ||
         buffer.device() != device) {
       buffer = at::empty({numel}, at::TensorOptions().dtype(dtype).device(device));
@@ -25,7 +25,7 @@ class Scratch {
   }
 
  private:
-  std::array<at::Tensor, kSlots> buffers_;
+  std::array<at::Tensor, kUses> buffers_;
 };
 
 }  // namespace bagua

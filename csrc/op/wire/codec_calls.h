@@ -15,25 +15,26 @@
 
 namespace bagua {
 
-// Calls function(first, last) for pieces [first, last) that together are [begin, end): one piece at
-// a time on CPU, several threads at once, so that a piece stays in cache; all of them in one call
-// on a device, which would rather have few large launches.
+// Calls function(first, end) for tiles [first, end) that together are [begin, end): one tile at a
+// time on CPU, several threads at once, so that a tile stays in cache; all of them in one call on a
+// device, which would rather have few large launches.
 template <typename Function>
-void for_pieces(at::Device device, int64_t begin, int64_t end, Function function) {
+void for_tiles(at::Device device, int64_t begin, int64_t end, Function function) {
   if (!device.is_cpu()) return function(begin, end);
   at::parallel_for(begin, end, 1, [&](int64_t first, int64_t last) {
-    for (int64_t piece = first; piece < last; ++piece) function(piece, piece + 1);
+    for (int64_t tile = first; tile < last; ++tile) function(tile, tile + 1);
   });
 }
 
-// Appends the pieces [first_piece, end_piece) of a part as chunks. x: where the first element of
-// the first of them is; message: where the part's first frame is.
-inline void append_chunks(std::vector<Chunk>& chunks, const PartLayout& layout, int64_t first_piece,
-                          int64_t end_piece, void* x, int64_t element_bytes, std::byte* message) {
+// Appends tiles [first_tile, end_tile) of a part as chunks. x: the first element of the first of
+// them; message: the part's first frame.
+inline void append_chunks(std::vector<Chunk>& chunks, const PartLayout& layout, int64_t first_tile,
+                          int64_t end_tile, void* x, int64_t element_bytes, std::byte* message) {
   auto* values = static_cast<std::byte*>(x);
-  for (int64_t piece = first_piece; piece < end_piece; ++piece) {
-    chunks.push_back({values, message + layout.payload(piece), layout.numel(piece)});
-    values += layout.numel(piece) * element_bytes;
+  for (int64_t tile = first_tile; tile < end_tile; ++tile) {
+    const int64_t numel = layout.numel(tile, tile + 1);
+    chunks.push_back({values, message + layout.payload_offset(tile), numel});
+    values += numel * element_bytes;
   }
 }
 
@@ -59,12 +60,12 @@ class CodecCalls {
   }
   // Chunk by chunk on CPU, all at once on a device.
   void encode_all(std::span<const Chunk> chunks) const {
-    for_pieces(device_, 0, static_cast<int64_t>(chunks.size()),
-               [&](int64_t first, int64_t last) { encode(chunks.subspan(first, last - first)); });
+    for_tiles(device_, 0, static_cast<int64_t>(chunks.size()),
+              [&](int64_t first, int64_t last) { encode(chunks.subspan(first, last - first)); });
   }
   void decode_all(std::span<const Chunk> chunks) const {
-    for_pieces(device_, 0, static_cast<int64_t>(chunks.size()),
-               [&](int64_t first, int64_t last) { decode(chunks.subspan(first, last - first)); });
+    for_tiles(device_, 0, static_cast<int64_t>(chunks.size()),
+              [&](int64_t first, int64_t last) { decode(chunks.subspan(first, last - first)); });
   }
 
  private:

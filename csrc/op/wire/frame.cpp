@@ -24,9 +24,9 @@ uint64_t mix(uint64_t hash, const void* data, size_t size) {
 
 Words words_of(const Frame& frame, uint64_t checksum) {
   if (frame.checksum == Checksum::kOn) {
-    return {kMagicWithChecksum, frame.fingerprint, frame.step, checksum};
+    return {kMagicWithChecksum, frame.fingerprint, frame.round, checksum};
   }
-  return {kMagic, frame.fingerprint, frame.step, frame.payload_bytes};
+  return {kMagic, frame.fingerprint, frame.round, frame.payload_bytes};
 }
 
 // Checksum of the payload behind the frame; 0 where none is compared.
@@ -87,7 +87,7 @@ void check_frame(const std::byte* in, const Frame& expected, uint64_t checksum, 
   check_words(seen, wanted, kWordsOfPlan, peer, bucket);
   if (seen.back() == checksum) return;
   throw MismatchError(
-      concat("bucket '", bucket, "', round ", expected.step, ": the payload from rank ", peer,
+      concat("bucket '", bucket, "', round ", expected.round, ": the payload from rank ", peer,
              " was corrupted on the way: the checksum of its ", expected.payload_bytes,
              " bytes is ", checksum, ", expected ", seen.back(),
              ". Restart from the last checkpoint; if it happens again, look for "

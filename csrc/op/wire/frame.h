@@ -14,9 +14,9 @@ enum class Checksum : uint8_t { kOff, kOn };
 
 // Values that sender and receiver must agree on before a payload is decoded.
 struct Frame {
-  uint64_t fingerprint;    // codec, dtype, sizes and bucket: see frame_fingerprint
-  uint64_t step;           // number of the round
-  uint64_t payload_bytes;  // bytes that follow
+  uint64_t fingerprint = 0;    // codec, dtype, sizes and bucket: see frame_fingerprint
+  uint64_t round = 0;          // its number
+  uint64_t payload_bytes = 0;  // bytes that follow
   Checksum checksum = Checksum::kOff;
 };
 

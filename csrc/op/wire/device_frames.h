@@ -1,4 +1,4 @@
-// The frames of an op's messages, in host or in device memory.
+// Frames of messages in device memory.
 #pragma once
 
 #include <optional>
@@ -26,10 +26,13 @@ at::Tensor checksum_on_device(const at::Tensor& payload);
 // Row r of a buffer is the r-th `stride` bytes; its message begins there. Thread safety: one lane.
 class DeviceFrames {
  public:
-  // Writes frames[r] to row r, whose payload, with Checksum::kOn, has been enqueued.
+  // Writes frames[r] to row r, whose payload, with Checksum::kOn, has been enqueued. A frame of no
+  // bytes stands for a row without a message.
   void write(const at::Tensor& buffer, int64_t stride, const std::vector<Frame>& frames) const;
 
-  // Fetches the frames of row r that peers[r] sent; -1: no message in this row.
+  static constexpr int kNobody = -1;
+
+  // Fetches the frames of row r that peers[r] sent; kNobody: there is no message in this row.
   void fetch(const at::Tensor& buffer, int64_t stride, std::vector<Frame> expected,
              std::vector<int> peers);
 

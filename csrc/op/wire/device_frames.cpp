@@ -1,4 +1,4 @@
-#include "op/wire/message_frames.h"
+#include "op/wire/device_frames.h"
 
 #include <algorithm>
 #include <utility>
@@ -97,7 +97,7 @@ void DeviceFrames::check(const std::string& bucket) {
   fetched_until_->synchronize();
   for (const Fetched& fetched : std::exchange(fetched_, {})) {
     for (size_t row = 0; row < fetched.peers.size(); ++row) {
-      if (fetched.peers[row] < 0) continue;
+      if (fetched.peers[row] == kNobody) continue;
       const uint64_t checksum =
           fetched.checksums.defined()
               ? static_cast<uint64_t>(fetched.checksums.const_data_ptr<int64_t>()[row])
