@@ -57,7 +57,7 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
     """Train ``module`` data-parallel, in place of torch's class of the same name.
 
     It is a subclass of torch's. Every rank of the group constructs it, with the same module and
-    arguments. Arguments up to ``forward_sync_buffers`` are torch's, in torch's order.
+    arguments. Arguments up to ``lazy_bucket_allocation`` are torch's, in torch's order.
     ``state_dict()`` has the prefix ``module.`` as torch's has. Copies and unpickled copies
     communicate from their first training forward on, which every rank makes: over the default
     group, without ``optimizers`` and without hooks.
@@ -87,6 +87,7 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
         device_mesh: of one dimension, instead of ``process_group``.
         batched_grad_copy: gradients are copied without Python anyway; no effect.
         forward_sync_buffers: as ``broadcast_buffers``, but never about the wrap.
+        lazy_bucket_allocation: of torch 2.15; no effect, buckets keep their memory.
         optimizers: those used for the module, a list; their state is given to all ranks.
         algorithm: what is communicated and when (``bagua.torch_api.algorithms``); default exact
             all-reduce of gradients.
@@ -125,6 +126,7 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
         bucket_cap_mb_list: Any = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         algorithm: Algorithm | None = None,
@@ -157,6 +159,7 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
         self.divide_by_initial_world_size = True
         self._wrap = _Wrap(algorithm, buffers, caps, groups.default)
         self._start(groups, optimizers, state)
