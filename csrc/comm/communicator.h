@@ -31,12 +31,12 @@ using OnReceived = std::function<void(size_t)>;
 
 // Moves tensors; knows no codec.
 //
-// Thread safety: one owner (a lane, or the main thread); only abort() may be called from another
-// thread. Ownership: tensors are the caller's and must stay alive until the call returns.
-// Ordering: all ranks make the same calls in the same order; on return the effect is ordered on
-// the current stream (CPU: complete). Sizes agree across ranks and are never read off the wire.
-// May fail: throws Error or TimeoutError that names the peer where the transport knows it; after a
-// failure the communicator refuses further calls.
+// Thread safety: one owner (a lane, or the main thread); only check() and abort() may be called
+// from another thread. Ownership: tensors are the caller's and must stay alive until the call
+// returns. Ordering: all ranks make the same calls in the same order; on return the effect is
+// ordered on the current stream (CPU: complete). Sizes agree across ranks and are never read off
+// the wire. May fail: throws Error or TimeoutError that names the peer where the transport knows
+// it; after a failure the communicator refuses further calls.
 class Communicator {
  public:
   explicit Communicator(Group group) : group_(group) {}
@@ -68,6 +68,10 @@ class Communicator {
   void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs) {
     exchange(sends, recvs, [](size_t) {});
   }
+
+  // Throws what a later call would throw, if a call that had been put on a stream has failed since.
+  // Thread-safe. Where calls are complete on return there is nothing to find.
+  virtual void check() {}
 
   // Thread-safe. Later calls throw, naming the reason; calls in flight end where the transport can
   // end them (see each implementation).

@@ -58,6 +58,7 @@ class CountingCommunicator final : public Communicator {
   using Communicator::exchange;
   void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
                 const OnReceived& on_received) override;
+  void check() override { inner_->check(); }
   void abort(const std::string& reason) noexcept override;
 
  private:

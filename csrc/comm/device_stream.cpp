@@ -50,6 +50,10 @@ void StreamPoints::block(const c10::Stream& stream) {
   for (size_t i = 0; i < streams_.size(); ++i) events_[i].block(stream);
 }
 
+void StreamPoints::block_current_stream() {
+  if (!streams_.empty()) block(runtime_of(device_).getStream(device_));
+}
+
 void StreamPoints::synchronize() {
   for (size_t i = 0; i < streams_.size(); ++i) events_[i].synchronize();
 }

@@ -38,6 +38,8 @@ class StreamPoints {
   void mark_current_stream();
   // Work given to `stream` from now on waits for it.
   void block(const c10::Stream& stream);
+  // Work given to the calling thread's current stream from now on waits for it.
+  void block_current_stream();
   // The calling thread waits for it.
   void synchronize();
 

@@ -135,12 +135,13 @@ void PeriodicLane::resume() {
     state_->wants_to_pause = false;
     if (std::exchange(state_->running, true)) return;
   }
+  state_->op->training_leaves();  // the thread does not run yet
   // Not under the caller's profiler, which may end before the rounds do.
   thread_->post([shared = state_] { shared->loop(); }, LaneThread::Inherit::kNothing);
 }
 
 void PeriodicLane::ask_to_pause() {
-  gate_->leave();
+  leave();
   {
     std::lock_guard lock(state_->mutex);
     state_->wants_to_pause = state_->running;
@@ -161,6 +162,7 @@ bool PeriodicLane::pause(std::optional<std::chrono::milliseconds> limit) {
     }
     if (state_->failure_known) return true;
   }
+  state_->op->training_enters();  // the thread does not run any more
   check();
   return true;
 }
@@ -178,6 +180,13 @@ void PeriodicLane::throw_not_paused(int64_t rounds) {
 void PeriodicLane::enter() {
   RECORD_FUNCTION("bagua::WeightGate::enter", {});
   gate_->enter();
+  state_->op->training_enters();
+}
+
+void PeriodicLane::leave() {
+  if (!gate_->training_inside()) return;
+  state_->op->training_leaves();
+  gate_->leave();
 }
 
 bool PeriodicLane::running() const {
@@ -195,7 +204,7 @@ void PeriodicLane::check() {
     state_->failure_known = true;
     rounds = state_->rounds;
   }
-  gate_->leave();
+  leave();
   if (state_->options.board) {
     failure = diagnose(failure, {.number = rounds, .needed = rounds + 1}, *state_->options.board);
   }

@@ -57,7 +57,7 @@ class PeriodicLane {
 
   // The gate, from training's side: Note [Gate].
   void enter();
-  void leave() { gate_->leave(); }
+  void leave();
   bool inside() const { return gate_->training_inside(); }
 
   // Ends this rank's part without asking the others, whose next round fails. Idempotent.

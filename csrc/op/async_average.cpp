@@ -15,8 +15,19 @@
 namespace bagua {
 namespace {
 
-// Elements that are updated together: small enough for the second-level cache.
-constexpr int64_t kPieceNumel = 65536;
+// Elements updated together on CPU: few enough for the second-level cache.
+constexpr int64_t kCachedNumel = 65536;
+
+at::Device device_of(const std::vector<at::Tensor>& weights) {
+  BAGUA_CHECK_ARG(!weights.empty(), "AsyncAverage needs a communicator, a gate and weights.");
+  return weights.front().device();
+}
+
+void wait_for_current_stream(at::Device device) {
+  StreamPoints given(device);
+  given.mark_current_stream();
+  given.synchronize();
+}
 
 }  // namespace
 
@@ -25,10 +36,14 @@ AsyncAverage::AsyncAverage(std::shared_ptr<Communicator> communicator,
                            std::shared_ptr<NonFiniteRounds> non_finite)
     : communicator_(std::move(communicator)),
       gate_(std::move(gate)),
-      non_finite_(std::move(non_finite)) {
-  BAGUA_CHECK_ARG(communicator_ && gate_ && !weights.empty(),
-                  "AsyncAverage needs a communicator, a gate and weights.");
+      non_finite_(std::move(non_finite)),
+      trained_(device_of(weights)),
+      averaged_(device_of(weights)) {
+  BAGUA_CHECK_ARG(communicator_ && gate_, "AsyncAverage needs a communicator, a gate and weights.");
   for (at::Tensor& flat : weights) {
+    BAGUA_CHECK_ARG(flat.device() == weights.front().device(),
+                    "AsyncAverage: weights must be on one device, not on ",
+                    weights.front().device().str(), " and ", flat.device().str(), ".");
     BAGUA_CHECK_ARG(flat.is_contiguous() && flat.is_floating_point(),
                     "AsyncAverage: weights must be contiguous and floating, not ", flat.toString(),
                     ".");
@@ -41,9 +56,9 @@ template <typename Body>
 void AsyncAverage::in_the_gate(Body body) {
   BAGUA_CHECK(gate_->lane_enter(), "asynchronous averaging was stopped on this rank.");
   try {
-    for (Part& part : parts_) synchronize(part.weights.device());
+    trained_.block_current_stream();
     for (Part& part : parts_) body(part);
-    for (Part& part : parts_) synchronize(part.weights.device());
+    averaged_.mark_current_stream();
   } catch (...) {
     gate_->lane_leave();
     throw;
@@ -67,6 +82,8 @@ bool AsyncAverage::run(bool wants_to_stop) {
     part.mean.copy_(part.snapshot);
     communicator_->all_reduce(part.mean, ReduceOp::kAvg);
   }
+  wait_for_current_stream(device());
+  communicator_->check();
   count_non_finite();
   // 4.
   RECORD_FUNCTION("bagua::AsyncAverage::apply", {});
@@ -74,10 +91,14 @@ bool AsyncAverage::run(bool wants_to_stop) {
   return true;
 }
 
+void AsyncAverage::training_enters() { averaged_.block_current_stream(); }
+
+// On CPU range by range, in cache; a device would rather have few large launches.
 void AsyncAverage::apply(Part& part) {
   const bool narrow = part.weights.scalar_type() != part.mean.scalar_type();
-  for (int64_t first = 0; first < part.weights.numel(); first += kPieceNumel) {
-    const int64_t numel = std::min(kPieceNumel, part.weights.numel() - first);
+  const int64_t most = part.weights.is_cpu() ? kCachedNumel : part.weights.numel();
+  for (int64_t first = 0; first < part.weights.numel(); first += most) {
+    const int64_t numel = std::min(most, part.weights.numel() - first);
     at::Tensor weights = part.weights.narrow(0, first, numel);
     at::Tensor snapshot = part.snapshot.narrow(0, first, numel);
     at::Tensor mean = part.mean.narrow(0, first, numel);

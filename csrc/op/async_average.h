@@ -8,6 +8,7 @@
 
 #include "base/weight_gate.h"
 #include "comm/communicator.h"
+#include "comm/device_stream.h"
 #include "op/contract/periodic_op.h"
 #include "op/count_non_finite.h"
 
@@ -17,17 +18,17 @@ namespace bagua {
 // while the bytes travelled):
 //   1. all_reduce(MIN) of one byte, "I want to stop": if all do, done;
 //   2. in the gate: snapshot = weights;
-//   3. mean = all_reduce(AVG) of the snapshot, outside the gate;
+//   3. mean = all_reduce(AVG) of the snapshot, outside the gate, until it is there;
 //   4. in the gate: weights = (weights - snapshot) + mean.
 // Where no rank trains between 2 and 4 all hold the same bits afterwards. f16 and bf16 weights
 // travel and are averaged in f32, and are rounded once, in step 4.
 //
-// Ownership: the weights' memory is shared with training, Note [Gate]. On CUDA the device is
-// synchronised inside the gate, since training's kernels may still be running.
-// Memory: two copies of the weights (f32 for f16 and bf16). Bytes sent per rank: 2 S (P - 1) / P of
-// those, and the byte of step 1. May fail: std::invalid_argument for weights that are not
-// contiguous and floating; what the communicator throws, after which the weights are as training
-// left them.
+// Ownership: the weights' memory is shared with training, Note [Gate]. On a device the two sides
+// order their streams by events as they pass the gate; inside it the host waits for nothing,
+// neither for the network nor for training's kernels. All weights are on one device. Memory: two
+// copies of the weights (f32 for f16 and bf16). Bytes sent per rank: 2 S (P - 1) / P of those, and
+// the byte of step 1. May fail: std::invalid_argument for weights that are not contiguous and
+// floating; what the communicator throws, after which the weights are as training left them.
 class AsyncAverage final : public PeriodicOp {
  public:
   // `non_finite` counts the averages that are not finite, of weights on the CPU; null: nobody does.
@@ -35,6 +36,8 @@ class AsyncAverage final : public PeriodicOp {
                std::shared_ptr<WeightGate> gate,
                std::shared_ptr<NonFiniteRounds> non_finite = nullptr);
   bool run(bool wants_to_stop) override;
+  void training_leaves() override { trained_.mark_current_stream(); }
+  void training_enters() override;
   void interrupt() noexcept override { gate_->close(); }
   at::Device device() const override;
   int64_t bytes() const override;
@@ -55,6 +58,9 @@ class AsyncAverage final : public PeriodicOp {
   std::shared_ptr<WeightGate> gate_;
   std::vector<Part> parts_;
   std::shared_ptr<NonFiniteRounds> non_finite_;
+  // Guarded by the gate.
+  StreamPoints trained_;   // end of training's work when it left last
+  StreamPoints averaged_;  // end of run()'s work when it left last
 };
 
 }  // namespace bagua

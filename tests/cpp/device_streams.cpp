@@ -1,5 +1,6 @@
 // Runs the engine and its ops on tensors of a fake device, finds work that no event orders, and
 // compares the results with the CPU's. A library that tests/single/test_device_streams.py runs.
+#include <atomic>
 #include <functional>
 #include <iostream>
 #include <memory>
@@ -248,12 +249,51 @@ void asynchronous_averaging_keeps_out_of_training() {
   auto gate = std::make_shared<WeightGate>();
   AsyncAverage op(loopback(), {weights}, gate);
   weights.add_(1);
+  op.training_leaves();
   {
     const OnStream guard(7);
     expect(op.run(false), "the round was not made");
   }
+  op.training_enters();
   weights.add_(1);
   expect_no_race("asynchronous averaging");
+}
+
+// Of a group in which another rank is late: what it reduces is not there before the test says so.
+class LateCommunicator final : public LoopbackCommunicator {
+ public:
+  using LoopbackCommunicator::LoopbackCommunicator;
+  void all_reduce(at::Tensor& tensor, ReduceOp op) override {
+    LoopbackCommunicator::all_reduce(tensor, op);
+    if (tensor.numel() > 1) Device::instance().begin_collective(current_stream());
+  }
+};
+
+void asynchronous_averaging_waits_for_ranks_outside_the_gate() {
+  at::Tensor weights = gradient(1).to(kFake);
+  auto gate = std::make_shared<WeightGate>();
+  AsyncAverage op(std::make_shared<LateCommunicator>(kRanks), {weights}, gate);
+  op.training_leaves();
+  std::thread lane([&] {
+    const OnStream guard(7);
+    op.run(false);
+  });
+  Device::instance().until_a_host_waits_for_collectives();
+  std::atomic<bool> inside = false;
+  std::thread training([&] {
+    gate->enter();
+    inside = true;
+    gate->leave();
+  });
+  for (int ms = 0; ms < 2000 && !inside; ++ms) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  const bool in_time = inside;
+  Device::instance().finish_collectives();
+  lane.join();
+  training.join();
+  op.training_enters();
+  expect(in_time, "training waited at the gate for another rank");
 }
 
 void host_memory_waits_for_the_device() {
@@ -285,6 +325,7 @@ extern "C" int device_streams() {
     ops_agree_with_the_cpu();
     memory_of_an_unfinished_round_is_not_freed_too_early();
     asynchronous_averaging_keeps_out_of_training();
+    asynchronous_averaging_waits_for_ranks_outside_the_gate();
     host_memory_waits_for_the_device();
     weights_are_compared_later(kFake);
   } catch (const std::exception& error) {

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <condition_variable>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -73,14 +74,47 @@ class Device {
     std::lock_guard lock(mutex_);
     join(clocks_[stream], event);
   }
-  // A host thread has seen that this is done: whatever is enqueued from now on comes later.
-  void completed(const Clock& event) {
-    std::lock_guard lock(mutex_);
+  // A host thread waits until this is done: whatever is enqueued from then on comes later.
+  void await(const Clock& event) {
+    std::unique_lock lock(mutex_);
+    ++host_waits_;
+    await_collectives(lock, [&] { return done(event); });
     join(completed_, event);
   }
-  void completed_all() {
-    std::lock_guard lock(mutex_);
+  void await_all() {
+    std::unique_lock lock(mutex_);
+    ++host_waits_;
+    await_collectives(lock, [&] { return collectives_.empty(); });
     for (const Clock& clock : clocks_) join(completed_, clock);
+  }
+  // A host thread asks whether this is done.
+  bool query(const Clock& event) {
+    std::lock_guard lock(mutex_);
+    if (!done(event)) return false;
+    join(completed_, event);
+    return true;
+  }
+
+  // Collectives of `stream` that wait for another rank, until finish_collectives(): all that the
+  // stream is given from now on comes after them.
+  void begin_collective(int stream) {
+    std::lock_guard lock(mutex_);
+    collectives_.push_back({stream, advance(stream)[stream]});
+  }
+  void finish_collectives() {
+    std::lock_guard lock(mutex_);
+    collectives_.clear();
+    changed_.notify_all();
+  }
+  void until_a_host_waits_for_collectives() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return waiting_ > 0; });
+  }
+
+  // How often host threads have waited for the device.
+  int64_t host_waits() {
+    std::lock_guard lock(mutex_);
+    return host_waits_;
   }
 
   // `stream` was given a copy from or to host memory.
@@ -109,6 +143,25 @@ class Device {
     std::string what;
   };
 
+  struct Collective {
+    int stream;
+    uint64_t time;
+  };
+
+  bool done(const Clock& event) const {
+    return std::none_of(collectives_.begin(), collectives_.end(), [&](const Collective& running) {
+      return event[running.stream] >= running.time;
+    });
+  }
+
+  template <typename Done>
+  void await_collectives(std::unique_lock<std::mutex>& lock, Done done_now) {
+    ++waiting_;
+    changed_.notify_all();
+    changed_.wait(lock, done_now);
+    --waiting_;
+  }
+
   Clock& advance(int stream) {
     Clock& clock = clocks_.at(stream);
     join(clock, completed_);
@@ -117,6 +170,10 @@ class Device {
   }
 
   std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Collective> collectives_;
+  int waiting_ = 0;  // host threads
+  int64_t host_waits_ = 0;
   std::array<Clock, kStreams> clocks_{};
   Clock completed_{};
   Clock host_copies_{};  // by stream, the last one's time

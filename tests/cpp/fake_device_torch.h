@@ -54,15 +54,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event) Device::instance().wait(static_cast<int>(s.id()), *static_cast<Clock*>(event));
   }
   bool queryEvent(void* event) const override {
-    synchronizeEvent(event);
-    return true;
+    return !event || Device::instance().query(*static_cast<Clock*>(event));
   }
   void synchronizeEvent(void* event) const override {
-    if (event) Device::instance().completed(*static_cast<Clock*>(event));
+    if (event) Device::instance().await(*static_cast<Clock*>(event));
   }
-  void synchronizeDevice(const c10::DeviceIndex) const override {
-    Device::instance().completed_all();
-  }
+  void synchronizeDevice(const c10::DeviceIndex) const override { Device::instance().await_all(); }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<Clock*>(event);
   }
@@ -121,7 +118,7 @@ class Call {
       Device::instance().copies_host_memory(current_stream());
     }
     if (name_ == "aten::_local_scalar_dense" || (host_written_ && host_waits_)) {
-      Device::instance().completed(Device::instance().recorded(current_stream()));
+      Device::instance().await(Device::instance().recorded(current_stream()));
     }
     for (const auto& [host, device] : pairs_) {
       if (host.storage().nbytes() <= device.storage().nbytes()) continue;

@@ -75,6 +75,7 @@ class TurbulentCommunicator final : public Communicator {
                 const OnReceived& on_received) override {
     between_points([&] { inner_->exchange(sends, recvs, on_received); });
   }
+  void check() override { inner_->check(); }
   void abort(const std::string& reason) noexcept override {
     between_points([&] { inner_->abort(reason); });
   }

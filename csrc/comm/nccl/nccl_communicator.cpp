@@ -124,6 +124,8 @@ class NcclRanks final : public NcclCommunicator {
     call_back(on_received, recvs.size());
   }
 
+  void check() override { handle_->refuse_if_failed({"a later call", 0, at::kByte, -1}); }
+
   void abort(const std::string& reason) noexcept override {
     handle_->fail({NcclFailure::Kind::kError, concat("aborted: ", reason)});
   }

@@ -18,6 +18,12 @@ class PeriodicOp {
   // having done nothing, once every rank wants to stop.
   virtual bool run(bool wants_to_stop) = 0;
 
+  // Order device work across the gate: called by the training thread before it leaves the gate,
+  // whose current stream run()'s work on the weights then waits for, and after it has entered,
+  // whose current stream then waits for run()'s.
+  virtual void training_leaves() {}
+  virtual void training_enters() {}
+
   // Makes a run() that waits for this rank's training end soon, by an error. From any thread.
   virtual void interrupt() noexcept = 0;
 
