@@ -11,7 +11,11 @@ extern "C" {
 void fake_cuda_hold(int yes) { holds = yes != 0; }
 void fake_cuda_break() { breaks = true; }
 void fake_cuda_set_stream(int64_t stream) { current_stream = stream; }
+void fake_cuda_set_device(int device) {
+  FakeGuard().setDevice({kDevice.type(), static_cast<c10::DeviceIndex>(device)});
+}
 int fake_cuda_events() { return events; }
+unsigned fake_cuda_contexts() { return contexts; }
 
 PyObject* fake_cuda_tensor(float* data, int64_t numel) {
   return THPVariable_Wrap(tensor_over(data, numel));

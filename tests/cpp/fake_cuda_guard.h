@@ -1,6 +1,10 @@
 // A device that says "cuda" over host memory, in a torch without CUDA: streams are numbers, and
 // events come true when a test lets them. Included once per program: a guard, once registered,
 // stays.
+//
+// Threads begin on device 0, as on CUDA, and the ranks' device is another one. What would make a
+// context on a device is noted: setting it, and each call of torch that sets it for a while, since
+// that sets the thread's own device again afterwards.
 #pragma once
 
 #include <atomic>
@@ -14,21 +18,30 @@
 
 namespace {
 
-const c10::Device kDevice(c10::DeviceType::CUDA, 0);
+const c10::Device kDevice(c10::DeviceType::CUDA, 1);
 
-std::atomic<bool> holds{false};   // events do not come true
-std::atomic<bool> breaks{false};  // asking for one is an error
-std::atomic<int> events{0};       // that exist
+std::atomic<bool> holds{false};     // events do not come true
+std::atomic<bool> breaks{false};    // asking for one is an error
+std::atomic<int> events{0};         // that exist
+std::atomic<unsigned> contexts{0};  // a bit for each device that has one
 thread_local c10::StreamId current_stream = 1;
+thread_local c10::DeviceIndex current_device = 0;
+
+void make_context(c10::DeviceIndex device) { contexts |= 1u << device; }
 
 class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
  public:
   c10::DeviceType type() const override { return kDevice.type(); }
-  c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
-  c10::Device getDevice() const override { return kDevice; }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    make_context(device.index());
+    return c10::Device(type(), std::exchange(current_device, device.index()));
+  }
+  c10::Device getDevice() const override { return c10::Device(type(), current_device); }
+  void setDevice(c10::Device device) const override { exchangeDevice(device); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    current_device = device.index();  // torch puts it off until the device is used
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return 2; }
 
   c10::Stream getStream(c10::Device) const override {
     return c10::Stream(c10::Stream::UNSAFE, kDevice, current_stream);
@@ -42,6 +55,7 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream&, const c10::DeviceIndex,
               const c10::EventFlag) const override {
+    set_for_a_while(kDevice.index());
     if (!*event) ++events;
     *event = &events;
   }
@@ -50,14 +64,22 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(!breaks, "an illegal memory access was encountered");
     return !holds;
   }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    if (event) --events;
+  void destroyEvent(void* event, const c10::DeviceIndex device) const noexcept override {
+    if (!event) return;
+    set_for_a_while(device);
+    --events;
+  }
+
+ private:
+  static void set_for_a_while(c10::DeviceIndex device) {
+    make_context(device);
+    make_context(current_device);
   }
 };
 
 C10_REGISTER_GUARD_IMPL(CUDA, FakeGuard)
 
-// A float32 tensor on "cuda:0" over `numel` floats of the caller's.
+// A float32 tensor on "cuda:1" over `numel` floats of the caller's.
 at::TensorBase tensor_over(float* data, int64_t numel) {
   c10::Storage storage(c10::Storage::use_byte_size_t(), numel * sizeof(float),
                        c10::DataPtr(data, kDevice));

@@ -53,6 +53,7 @@ void call_and_check(NcclCommunicator& comm, float expected) {
 void run_rank(const Library& library, const c10::intrusive_ptr<c10d::HashStore>& store,
               const Round& round, int rank) {
   const milliseconds timeout{round.fate == Fate::kHeld ? 60 : 20000};
+  FakeGuard().setDevice(kDevice);
   std::shared_ptr<NcclCommunicator> comm, half;
   std::thread other;
   try {

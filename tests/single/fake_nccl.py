@@ -42,7 +42,7 @@ def build_fake(name, includes, libraries=()):
 
 
 class FakeCuda:
-    """A device "cuda:0" over host memory, with switches for its events (fake_cuda_*)."""
+    """A device "cuda:1" over host memory, with switches for its events (fake_cuda_*)."""
 
     def __init__(self):
         # PyDLL keeps the GIL, which making a tensor needs.
@@ -61,7 +61,7 @@ class FakeCuda:
         return getattr(self._functions, f"fake_cuda_{name}")
 
     def on_device(self, host):
-        """A tensor on "cuda:0" with the memory of a float32 one, which must outlive it."""
+        """A tensor on "cuda:1" with the memory of a float32 one, which must outlive it."""
         return self.tensor(host.data_ptr(), host.numel())
 
 
@@ -77,6 +77,9 @@ class FakeNccl:
 
     def __getattr__(self, name):
         return getattr(self._functions, f"fake_nccl_{name}")
+
+    def begin_thread(self):
+        """Called first in the thread of each rank."""
 
     def calls_of(self, name):
         return self.count(name.encode())
@@ -94,6 +97,7 @@ class FakeNccl:
         outcomes = [(None, None)] * n
 
         def run(rank):
+            self.begin_thread()
             try:
                 communicator = self.connect(store, rank, n, timeout, device)
                 outcomes[rank] = (functions[rank](communicator), None)

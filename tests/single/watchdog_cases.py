@@ -18,12 +18,13 @@ from bagua import _C
 from bagua._core.group import connections as _transport
 from single.fake_nccl import FakeCuda, FakeNccl
 
-CUDA = torch.device("cuda", 0)
+CUDA = torch.device("cuda", 1)
 TIMEOUT = 0.4
 REMOTE_ERROR = 6
 
 cuda = FakeCuda()
 nccl = FakeNccl()
+nccl.begin_thread = lambda: cuda.set_device(CUDA.index)
 
 
 def all_reduce(comm, host):
@@ -137,11 +138,12 @@ def a_forked_child_leaves_the_communicator_to_its_parent():
 
 def a_transport_connects_cuda_tensors_through_nccl():
     store = dist.HashStore()
-    torch.cuda.current_device = lambda: 0
+    torch.cuda.current_device = lambda: CUDA.index
     _transport.nccl_library = lambda: nccl.library
     sums = [None, None]
 
     def run(rank):
+        nccl.begin_thread()
         connections = _transport.Connections(store, rank, [0, 1], timedelta(seconds=20))
         comm = connections.connect("lane0/all", "cuda")
         host = torch.full((4,), rank + 1.0)
@@ -174,3 +176,4 @@ if __name__ == "__main__":
     globals()[sys.argv[1]]()
     assert nccl.misuse().decode() == ""
     assert nccl.alive() == 0, "communicators are left over"
+    assert cuda.contexts() == 1 << CUDA.index, "a context on a device of another rank"

@@ -136,7 +136,7 @@ class NcclRanks final : public NcclCommunicator {
     const int position = static_cast<int>(mine - members.begin());
     const Group child_group{position, static_cast<int>(members.size())};
     const bool is_member = mine != members.end();
-    auto child = std::make_shared<NcclHandle>(library_, child_group, handle_->timeout());
+    auto child = std::make_shared<NcclHandle>(library_, child_group, device_, handle_->timeout());
     handle_->refuse_if_failed({"split", 0, at::kByte, -1});
     if (group().size > 1) {
       // A group of one has no communicator, but its rank must answer the others.
@@ -195,7 +195,6 @@ void connect(NcclHandle& handle, const NcclOptions& options) {
   NcclRendezvous rendezvous(options.store, options.group, deadline);
   const ncclUniqueId id = rendezvous.hand_over(*options.library);
   try {
-    const c10::DeviceGuard guard(options.device);
     handle.connect(
         id, deadline, [&] { return rendezvous.given_up(); }, [&] { return rendezvous.missing(); });
   } catch (const TimeoutError&) {
@@ -218,7 +217,8 @@ std::shared_ptr<NcclCommunicator> make_nccl_communicator(const NcclOptions& opti
   BAGUA_CHECK_ARG(options.device.is_cpu() || options.device.has_index(),
                   "NcclCommunicator: say which device, as in cuda:0");
 
-  auto handle = std::make_shared<NcclHandle>(options.library, options.group, options.timeout);
+  auto handle =
+      std::make_shared<NcclHandle>(options.library, options.group, options.device, options.timeout);
   if (size > 1) connect(*handle, options);
   return std::make_shared<NcclRanks>(std::move(handle), options.group, options.device,
                                      options.library);

@@ -4,6 +4,8 @@
 #include <thread>
 #include <utility>
 
+#include <c10/core/DeviceGuard.h>
+
 #include "base/check.h"
 
 namespace bagua {
@@ -50,15 +52,20 @@ std::string seconds_text(NcclHandle::Milliseconds time) {
 
 }  // namespace
 
-NcclHandle::NcclHandle(std::shared_ptr<const NcclLibrary> library, Group group,
+NcclHandle::NcclHandle(std::shared_ptr<const NcclLibrary> library, Group group, at::Device device,
                        Milliseconds timeout)
-    : library_(std::move(library)), nccl_(*library_->functions), group_(group), timeout_(timeout) {}
+    : library_(std::move(library)),
+      nccl_(*library_->functions),
+      group_(group),
+      device_(device),
+      timeout_(timeout) {}
 
 NcclHandle::~NcclHandle() { close(); }
 
 void NcclHandle::connect(const ncclUniqueId& id, Clock::time_point deadline,
                          const Hopeless& hopeless, const std::function<std::string()>& missing) {
   const std::string what = "connecting through NCCL";
+  const c10::DeviceGuard on_device(device_);
   // 1. Start.
   ncclConfig_t config = non_blocking();
   ncclResult_t result;
@@ -87,6 +94,7 @@ void NcclHandle::connect(const ncclUniqueId& id, Clock::time_point deadline,
 }
 
 void NcclHandle::call(const CallSite& site, const Body& body) {
+  const c10::DeviceGuard on_device(device_);
   const auto deadline = Clock::now() + timeout_;
   ncclResult_t result;
   {
@@ -102,6 +110,7 @@ void NcclHandle::call(const CallSite& site, const Body& body) {
 // connecting then.
 void NcclHandle::split(std::optional<int> color, int key, NcclHandle& child) {
   const std::string what = "split";
+  const c10::DeviceGuard on_device(device_);
   const auto deadline = Clock::now() + timeout_;
   // 1. All ranks of the parent ask; without a color a rank gets none.
   ncclConfig_t config = non_blocking();
@@ -154,7 +163,10 @@ void NcclHandle::fail(NcclFailure failure) noexcept {
     if (!comm) return until_aborted(lock);
     aborting_ = true;
   }
-  nccl_.comm_abort(comm);  // may take its time: not under the mutex
+  {
+    const c10::DeviceGuard on_device(device_);
+    nccl_.comm_abort(comm);  // may take its time: not under the mutex
+  }
   {
     std::lock_guard lock(mutex_);
     aborting_ = false;
@@ -221,6 +233,7 @@ void NcclHandle::throw_failed(const std::string& what, std::unique_lock<std::mut
 // it. Nobody else uses the handle any more, hence no lock.
 void NcclHandle::close() noexcept {
   if (!comm_) return;
+  const c10::DeviceGuard on_device(device_);
   const auto deadline = Clock::now() + std::min<Clock::duration>(timeout_, kLongestClose);
   ncclResult_t now = nccl_.comm_finalize(comm_);
   for (Pause pause; now == ncclInProgress && Clock::now() < deadline; pause()) {

@@ -33,9 +33,10 @@ struct NcclFailure {
 // A communicator of NCCL in non-blocking mode. In a group of one it owns nothing.
 //
 // Thread safety: call() and split() from the owner, everything else from any thread (see Note
-// [NCCL and threads]). Ownership: of the ncclComm_t; the destructor flushes and destroys it, or
-// aborts it if it has failed or does not get quiet in time. May fail: the first failure stays,
-// aborts the communicator, and every later call throws Error or TimeoutError with its reason.
+// [NCCL and threads]); whatever device a thread is on, NCCL is called on the handle's. Ownership:
+// of the ncclComm_t; the destructor flushes and destroys it, or aborts it if it has failed or does
+// not get quiet in time. May fail: the first failure stays, aborts the communicator, and every
+// later call throws Error or TimeoutError with its reason.
 class NcclHandle final {
  public:
   using Clock = std::chrono::steady_clock;
@@ -45,15 +46,17 @@ class NcclHandle final {
   using Hopeless = std::function<std::optional<std::string>()>;
 
   // Owns no communicator: a group of one, or what split() fills.
-  NcclHandle(std::shared_ptr<const NcclLibrary> library, Group group, Milliseconds timeout);
+  NcclHandle(std::shared_ptr<const NcclLibrary> library, Group group, at::Device device,
+             Milliseconds timeout);
   ~NcclHandle();
   NcclHandle(const NcclHandle&) = delete;
   NcclHandle& operator=(const NcclHandle&) = delete;
 
+  at::Device device() const { return device_; }
   Milliseconds timeout() const { return timeout_; }
 
-  // Connects all ranks that have the same id; the current device is the communicator's. Throws
-  // TimeoutError at the deadline, with what `missing` says by then.
+  // Connects all ranks that have the same id. Throws TimeoutError at the deadline, with what
+  // `missing` says by then.
   void connect(const ncclUniqueId& id, Clock::time_point deadline, const Hopeless& hopeless,
                const std::function<std::string()>& missing);
 
@@ -88,6 +91,7 @@ class NcclHandle final {
   const std::shared_ptr<const NcclLibrary> library_;
   const NcclFunctions& nccl_;
   const Group group_;
+  const at::Device device_;
   const Milliseconds timeout_;
   mutable std::mutex mutex_;
   ncclComm_t comm_ = nullptr;

@@ -4,6 +4,7 @@
 #include <exception>
 #include <utility>
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 #include <dlfcn.h>
 #include <pthread.h>
@@ -53,20 +54,29 @@ void NcclWatchdog::watch(const CallSite& site, c10::Event finished) {
   if (sleeps) changed_.notify_all();
 }
 
-// 1. Sleep until something is in flight. 2. Snapshot at intervals, until it has landed or failed.
+// 1. Sleep until something is in flight. 2. Look at intervals, until it has landed or failed.
+// On the handle's device: torch sets a thread's device again after each call, and would make a
+// context on the one that threads begin on.
 void NcclWatchdog::run() {
   pthread_setname_np(pthread_self(), "bagua-nccl");
+  const c10::DeviceGuard on_device(handle_->device());
   leave_captures_of_others_alone();
   const auto interval = std::clamp<std::chrono::milliseconds>(handle_->timeout() / 20, 1ms, 50ms);
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return stopped_ || !in_flight_.empty(); });
-    if (changed_.wait_for(lock, interval, [this] { return stopped_; })) return;
+    const bool over = changed_.wait_for(lock, interval, [this] { return stopped_; });
     lock.unlock();
-    const bool healthy = look();
+    if (over || !look()) forget_all();
+    if (over) return;
     lock.lock();
-    if (!healthy) in_flight_.clear();
   }
+}
+
+void NcclWatchdog::forget_all() {
+  std::deque<Flight> forgotten;  // destroyed without the mutex
+  const std::lock_guard lock(mutex_);
+  forgotten.swap(in_flight_);
 }
 
 bool NcclWatchdog::look() {
@@ -78,8 +88,8 @@ bool NcclWatchdog::look() {
   }
 }
 
-// Events are asked without the mutex: watch() must not wait for the driver. Only this thread takes
-// flights away, so the first one stays where it is.
+// Events are asked and destroyed without the mutex: watch() must not wait for the driver. Only this
+// thread takes flights away, so the first one stays where it is.
 bool NcclWatchdog::land_finished() {
   while (true) {
     Flight* first;
@@ -100,8 +110,12 @@ bool NcclWatchdog::land_finished() {
                   " s: another rank is late, stuck or gone"));
       return false;
     }
-    std::lock_guard lock(mutex_);
-    in_flight_.pop_front();
+    const auto landed = [this] {
+      const std::lock_guard lock(mutex_);
+      Flight flight = std::move(in_flight_.front());
+      in_flight_.pop_front();
+      return flight;
+    }();
   }
 }
 

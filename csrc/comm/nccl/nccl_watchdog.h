@@ -41,6 +41,7 @@ class NcclWatchdog final {
   void run();
   bool look();
   bool land_finished();
+  void forget_all();
   void fail(NcclFailure::Kind kind, const CallSite& site, const std::string& reason);
 
   const std::shared_ptr<NcclHandle> handle_;
