@@ -79,11 +79,7 @@ void Engine::stop() noexcept {
   bool idle = true;
   for (const auto& thread : threads_) idle = thread->stop() && idle;
   if (idle) return state.leave_lanes();
-  const std::string reason = "the engine of module '" + state.options.name + "' was stopped";
-  state.options.control->abort(reason);
-  for (const auto& lane : state.lanes) {
-    for (const auto& communicator : lane.communicators) communicator->abort(reason);
-  }
+  state.abort_communicators("the engine of module '" + state.options.name + "' was stopped");
   state.leave_lanes();
 }
 

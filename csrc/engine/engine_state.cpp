@@ -8,6 +8,7 @@
 #include <ATen/record_function.h>
 
 #include "base/check.h"
+#include "comm/abort_all.h"
 #include "engine/agreement.h"
 #include "health/diagnose.h"
 #include "health/failure.h"
@@ -93,10 +94,15 @@ void Engine::State::fail(std::exception_ptr cause) noexcept {
   changed.notify_all();
   const std::string reason = message_of(cause);
   if (options.board) options.board->publish(reason, may_be_secondary(cause));
-  options.control->abort(reason);
+  abort_communicators(reason);
+}
+
+void Engine::State::abort_communicators(const std::string& reason) const noexcept {
+  std::vector<std::shared_ptr<Communicator>> all{options.control};
   for (const LaneState& lane : lanes) {
-    for (const auto& communicator : lane.communicators) communicator->abort(reason);
+    all.insert(all.end(), lane.communicators.begin(), lane.communicators.end());
   }
+  abort_all(all, reason);
 }
 
 void Engine::State::run_agreement(int64_t for_round, uint64_t frozen,

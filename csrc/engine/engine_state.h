@@ -46,6 +46,7 @@ struct Engine::State {
 
   // Keeps the first failure, publishes it, and makes every communicator refuse further calls.
   void fail(std::exception_ptr failure) noexcept;
+  void abort_communicators(const std::string& reason) const noexcept;
 
   // Blocks until `done` holds under the lock; see Engine::wait for what it throws. The time counts
   // as exposed.

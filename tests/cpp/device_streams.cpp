@@ -61,6 +61,25 @@ at::Tensor zeros_on(at::Device device, int64_t numel, at::ScalarType dtype = at:
 
 std::shared_ptr<Communicator> loopback() { return std::make_shared<LoopbackCommunicator>(kRanks); }
 
+// Of a device where kernels of two communicators wait for each other: no abort ends alone.
+class EntangledCommunicator final : public LoopbackCommunicator {
+ public:
+  EntangledCommunicator(int size, std::shared_ptr<std::atomic<int>> aborts)
+      : LoopbackCommunicator(size), aborts_(std::move(aborts)) {}
+  void abort(const std::string&) noexcept override {
+    ++*aborts_;
+    for (int ms = 0; ms < 5000 && *aborts_ < 2; ++ms) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    ended_alone_ = *aborts_ < 2;
+  }
+  bool ended_alone() const { return ended_alone_; }
+
+ private:
+  const std::shared_ptr<std::atomic<int>> aborts_;
+  bool ended_alone_ = false;
+};
+
 std::shared_ptr<const Codec> codec_on(at::Device device, const std::string& name) {
   if (device.is_cpu()) return make_codec(name);
   return std::make_shared<NotingCodec>(name);
@@ -125,10 +144,13 @@ at::Tensor gradient(int64_t round) {
 }
 
 // Two buckets of two slots each, in two lanes.
-std::unique_ptr<Engine> make_engine(const Subject& subject, const std::vector<at::Tensor>& flats) {
+std::unique_ptr<Engine> make_engine(const Subject& subject, const std::vector<at::Tensor>& flats,
+                                    const std::vector<std::shared_ptr<Communicator>>& of_lanes = {
+                                        nullptr, nullptr}) {
   const auto alone = std::make_shared<ThreadHub>(1, std::chrono::seconds(20));
-  const auto counting = [&] {
-    return std::make_shared<CountingCommunicator>(std::make_shared<ThreadCommunicator>(alone, 0));
+  const auto counting = [&](std::shared_ptr<Communicator> inner = nullptr) {
+    if (!inner) inner = std::make_shared<ThreadCommunicator>(alone, 0);
+    return std::make_shared<CountingCommunicator>(std::move(inner));
   };
   std::vector<Lane> lanes(2);
   for (int i = 0; i < 2; ++i) {
@@ -139,7 +161,7 @@ std::unique_ptr<Engine> make_engine(const Subject& subject, const std::vector<at
     }
     bucket.ops.push_back(subject.make(flats[i].device()));
     lanes[i].buckets.push_back(std::move(bucket));
-    lanes[i].communicators.push_back(counting());
+    lanes[i].communicators.push_back(counting(of_lanes[i]));
   }
   return std::make_unique<Engine>(std::move(lanes),
                                   EngineOptions{.name = "m",
@@ -244,6 +266,17 @@ void memory_of_an_unfinished_round_is_not_freed_too_early() {
   expect_no_race("an engine dropped in a round");
 }
 
+void communicators_are_aborted_together() {
+  const auto aborts = std::make_shared<std::atomic<int>>(0);
+  const auto first = std::make_shared<EntangledCommunicator>(kRanks, aborts);
+  const auto second = std::make_shared<EntangledCommunicator>(kRanks, aborts);
+  const Subject subject = subjects().front();
+  const std::vector<at::Tensor> flats = make_flats(subject, kFake);
+  const std::unique_ptr<Engine> engine = make_engine(subject, flats, {first, second});
+  engine->abort("asked for");
+  expect(!first->ended_alone() && !second->ended_alone(), "an abort waited for another");
+}
+
 void asynchronous_averaging_keeps_out_of_training() {
   at::Tensor weights = gradient(1).to(kFake);
   auto gate = std::make_shared<WeightGate>();
@@ -324,6 +357,7 @@ extern "C" int device_streams() {
     detector_finds_what_is_missing();
     ops_agree_with_the_cpu();
     memory_of_an_unfinished_round_is_not_freed_too_early();
+    communicators_are_aborted_together();
     asynchronous_averaging_keeps_out_of_training();
     asynchronous_averaging_waits_for_ranks_outside_the_gate();
     host_memory_waits_for_the_device();
