@@ -69,7 +69,9 @@ using SlotId = int32_t;
 // streams. wait() returns once everything has been enqueued, and makes the caller's current stream
 // wait for the lanes' streams: no host thread waits for the device, save in ops that must look at a
 // value (LowRank and Sparse: whether a round was finite). A failure on the device is therefore
-// thrown by a later begin_round() or wait().
+// thrown by a later begin_round() or wait(). One event per bucket and stream covers all slots that
+// were marked on that stream before; an event per slot would cost a microsecond each and order
+// nothing more.
 // Memory: what a lane allocates belongs to its stream. Buckets and what ops remember were allocated
 // on the caller's stream, and are freed by a caller whose stream waits for the lanes by wait(),
 // and by stop() for a round that was left; so the caching allocator cannot hand them out too early

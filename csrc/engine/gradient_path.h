@@ -53,6 +53,9 @@ struct GradientPathOptions {
 // So is a backward that reaches every parameter after such a forward, though by another way: a loss
 // that the module keeps for itself, a call of a submodule. Until every parameter has been reached
 // by another way, their gradients wait for a backward through the output.
+// In train() the forward opens the round, which hides the agreement behind the forward. In eval()
+// the backward opens it, so that a rank that evaluates alone, with gradients enabled, does not wait
+// for the others.
 //
 // Note [End of backward]
 // Communication is complete when backward() returns. The completing callback is queued in the

@@ -1,4 +1,8 @@
-"""Which wrapped modules a parameter belongs to."""
+"""Records which wrapped modules a parameter belongs to.
+
+A parameter belongs to one wrapped module, or to several that all copy their gradients and all send
+them by an algorithm that allows sharing (``shares_parameters``). Other combinations are refused.
+"""
 
 from __future__ import annotations
 
