@@ -1,18 +1,19 @@
-"""The table of docs/migrating.md: what is as in torch, what is better, what is refused."""
+"""The list of docs/migrating.md: situations as in torch, better than torch, and refused."""
+
+import textwrap
 
 from ranks.situations import rows, themes
 from ranks.situations.houses import OURS
 
 AS_TORCH = (rows.SAME, rows.RAISES, rows.ABSENT)
-NAMES = {"class": "the class", "with_bagua": "`with_bagua`"}
-HEAD = """\
-| situations | as torch | better | refused, or after a warning |
-|---|---|---|---|"""
+NAMES = {"class": "the class", "with_bagua": "with_bagua"}
+COLUMNS = 120
+KINDS = {"Better here": {rows.BETTER}, "Refused or warned about": {rows.REFUSED, rows.WARNED}}
 
 
 def markdown():
-    """Markdown of what the rows expect, which the tests hold us to."""
-    lines, whole = [HEAD], []
+    """Markdown of the expectations in the rows, which the tests compare with the results."""
+    lines, whole = [], []
     for theme in themes.THEMES:
         table = themes.table(theme)
         apart = {row.name for row in table for h in OURS if row.of(h).kind not in AS_TORCH}
@@ -20,24 +21,37 @@ def markdown():
         if not apart:
             whole.append((about, len(table)))
             continue
-        better, others = _cell(table, {rows.BETTER}), _cell(table, {rows.REFUSED, rows.WARNED})
-        as_torch = f"{len(table) - len(apart)} of {len(table)}"
-        lines.append(f"| {about} | {as_torch} | {better} | {others} |")
+        lines += _item("- ", f"**{about}**: {len(table) - len(apart)} of {len(table)} as in torch.")
+        for title, kinds in KINDS.items():
+            for reason, names in _by_reason(table, kinds).items():
+                lines += _item("  - ", f"{title}: {reason}. In {', '.join(map(_named, names.items()))}.")
     count = sum(number for _, number in whole)
     abouts = "; ".join(about[0].lower() + about[1:] for about, _ in whole)
-    lines.append(f"| The rest: {abouts} | {count} of {count} | | |")
+    lines += _item("- ", f"**Everything else**: {count} of {count} as in torch. ({abouts})")
     return "\n".join(lines)
 
 
-def _cell(table, kinds):
-    """The situations of a theme in which a house does one of `kinds`, by reason."""
+def _item(bullet, text):
+    indent = " " * len(bullet)
+    return textwrap.wrap(
+        text,
+        COLUMNS,
+        initial_indent=bullet,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _by_reason(table, kinds):
+    """The situations of a theme in which an implementation does one of `kinds`, by reason."""
     found = {}
     for row in table:
         for house in OURS:
             expected = row.of(house)
             if expected.kind in kinds:
                 found.setdefault(_reason(expected), {}).setdefault(row.name, []).append(house)
-    return "<br>".join(f"{', '.join(map(_told, n.items()))}: {why}" for why, n in found.items())
+    return found
 
 
 def _reason(expected):
@@ -48,7 +62,7 @@ def _reason(expected):
     return expected.reason
 
 
-def _told(entry):
+def _named(entry):
     name, houses = entry
     only = "" if len(houses) == len(OURS) else f" ({NAMES[houses[0]]})"
-    return name.replace("_", " ") + only
+    return f"`{name}`{only}"
