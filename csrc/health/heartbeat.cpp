@@ -22,7 +22,7 @@ int64_t rounds_apart(int64_t more, int64_t less) {
 
 // Empty for a rank that is there, in the same round.
 std::string what_is_wrong(const Seen& before, const Seen& after, const Observer& observer) {
-  if (!after) return " has never been heard of";
+  if (!after) return " has sent no heartbeat";
   const int64_t round = after->where.round;
   const std::string place = concat(observer.unit, " ", round, ": ", after->where.text);
   if (before && before->number == after->number) {
@@ -37,7 +37,7 @@ std::string what_is_wrong(const Seen& before, const Seen& after, const Observer&
     const std::string apart = counted(rounds_apart(round, observer.round), observer.unit);
     return concat(" is ", apart, " ahead, in ", place);
   }
-  return observer.everyone ? concat(" is there too, in ", place) : "";
+  return observer.everyone ? concat(" is also in ", place) : "";
 }
 
 // In the same round, at both looks, and at work of its own.
@@ -47,7 +47,7 @@ std::string what_keeps(const Seen& before, const Seen& after, const Observer& ob
   if (then.waits || now.waits || then.round != observer.round || now.round != observer.round) {
     return "";
   }
-  return concat(" is not through yet, in ", observer.unit, " ", now.round, ": ", now.text);
+  return concat(" is still in ", observer.unit, " ", now.round, ": ", now.text);
 }
 
 }  // namespace

@@ -26,8 +26,8 @@ def test_ranks_that_wait_in_the_same_round_are_nobody_to_speak_of():
     time.sleep(0.2)
     assert [board.survey(7) for board in all_ranks] == [NOBODY] * 3
     assert all_ranks[0].survey(7, unit="call", everyone=True) == (
-        "Where the others are: rank 1 is there too, in call 7: communicating; "
-        "rank 2 is there too, in call 7: communicating."
+        "Where the others are: rank 1 is also in call 7: communicating; "
+        "rank 2 is also in call 7: communicating."
     )
 
 
@@ -37,7 +37,7 @@ def test_a_rank_that_still_computes_is_named_where_no_other_is_to_blame():
     two.beat(7, "computing, 3 of 8 tensors are ready")
     time.sleep(0.2)
     assert zero.survey(7) == (
-        "Where the others are: rank 2 is not through yet, in round 7: computing, 3 of 8 tensors "
+        "Where the others are: rank 2 is still in round 7: computing, 3 of 8 tensors "
         "are ready."
     )
     del one
@@ -62,7 +62,7 @@ def test_a_rank_that_beats_no_more_is_silent_and_one_that_never_did_is_unknown()
     del one
     assert zero.survey(7) == (
         "Where the others are: rank 1 was killed, stopped or cut off: silent for over a second, "
-        "last in round 7 (bucket 'a' is under way); rank 2 has never been heard of."
+        "last in round 7 (bucket 'a' is under way); rank 2 has sent no heartbeat."
     )
 
 

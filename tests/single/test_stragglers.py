@@ -52,7 +52,7 @@ def starts_late(engine):
 @pytest.mark.parametrize(
     ("be_slow", "place"),
     [
-        (computes_slowly, "is not through yet, in round 2: computing, 1 of 4 tensors are ready"),
+        (computes_slowly, "is still in round 2: computing, 1 of 4 tensors are ready"),
         (starts_late, "is 1 round behind, in round 1: between two rounds"),
     ],
 )

@@ -77,8 +77,8 @@ class Connections:
         self.timeout = timeout
         self._main: dict[str, _C.CountingCommunicator] = {}
         self._nodes: list[int] | None = None
-        self._meetings = 0
-        self._meets = False
+        self._phases = 0
+        self._in_phase = False
         self._wraps = 0
 
     @property
@@ -92,21 +92,22 @@ class Connections:
 
     @contextmanager
     def collective_phase(self, what: str) -> Iterator[None]:
-        """Inside, all members do ``what`` together; if it fails, the error says who is missing.
+        """Let all members do ``what`` together; if it fails, the error names the missing ranks.
 
-        A meeting inside another one is part of it; no member, no meeting. Main thread only.
+        A phase inside another one is part of it. Ranks outside the group do nothing. Main thread
+        only.
 
         Raises:
             BaguaError: the transport or the store failed inside.
         """
-        alone = self._meets or self.rank < 0
-        self._meetings += not alone
-        board = None if alone else self.board(f"meeting{self._meetings}")
+        alone = self._in_phase or self.rank < 0
+        self._phases += not alone
+        board = None if alone else self.board(f"phase{self._phases}")
         if board is None:
             yield
             return
-        board.beat(self._meetings, what, waits=True)
-        self._meets = True
+        board.beat(self._phases, what, waits=True)
+        self._in_phase = True
         try:
             yield
         except _C.BaguaMismatchError:
@@ -115,9 +116,9 @@ class Connections:
             board.publish(str(error), is_secondary=True)
             kind = type(error) if isinstance(error, _C.BaguaError) else _C.BaguaError
             seen = f"{what}, rank {self.rank} of {self.size}: {error}"
-            raise kind(board.diagnose(seen, self._meetings, "meeting", everyone=True)) from error
+            raise kind(board.diagnose(seen, self._phases, "phase", everyone=True)) from error
         finally:
-            self._meets = False
+            self._in_phase = False
 
     def reduce_numbers(self, what: str, op: _C.ReduceOp, *numbers: int) -> list[int]:
         """The minimum, maximum or sum over all members of each of ``numbers``."""
