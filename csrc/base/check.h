@@ -20,7 +20,8 @@ class TimeoutError final : public Error {
   using Error::Error;
 };
 
-// A call to other ranks failed: often the echo of what one of them did. Python's BaguaError.
+// A call to other ranks failed, often as the consequence of a failure of one of them. Python's
+// BaguaError.
 class TransportError final : public Error {
   using Error::Error;
 };

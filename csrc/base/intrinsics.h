@@ -37,7 +37,7 @@ BAGUA_HD int32_t nearest_int32(float value) {
 #endif
 }
 
-// Marks tell whether a NaN or an infinity was among many numbers: they are joined with |, and
+// Marks record whether a NaN or an infinity was among many numbers: they are joined with |, and
 // numbers that are finite leave no trace in what is_marked looks at.
 BAGUA_HD uint32_t non_finite_mark(float value) {
 #ifdef __CUDA_ARCH__

@@ -10,15 +10,15 @@ namespace bagua {
 
 // Note [Gate]
 // Asynchronous averaging reads and writes weights inside the gate. Training holds the gate from
-// its forward to the end of the optimizer's step, and a lane that waits goes first: training
-// leaves for microseconds only, so with a plain mutex the lane would hardly ever get in. What a
-// lane does inside is short and never waits for the network.
+// its forward to the end of the optimizer's step, and a waiting lane has priority: training
+// leaves for microseconds only, so with a plain mutex the lane would hardly ever enter. Work of a
+// lane inside is short and never waits for the network.
 //
 // Thread safety: enter() and leave() from training threads, which are one side and not exclusive
 // among themselves; lane_enter() and lane_leave() from one lane; close() from any.
 class WeightGate {
  public:
-  // Training side. Waits for a lane that is inside or wants to be. Idempotent: inside, it does
+  // Training side. Waits for a lane that is inside or waiting. Idempotent: inside, it does
   // nothing.
   void enter() {
     std::unique_lock lock(mutex_);

@@ -104,7 +104,7 @@ void bind_thread_ranks(py::module_& m) {
 void bind_failure_board(py::module_& m) {
   py::class_<FailureBoard, std::shared_ptr<FailureBoard>>(
       m, "FailureBoard",
-      "Where the ranks of a group tell each other, through a store, why they stopped.\n\n"
+      "Failures and positions of a group's ranks, published in a store.\n\n"
       "Never raises: once the store does not answer, nothing is found any more.")
       .def(py::init<c10::intrusive_ptr<c10d::Store>, int, int>(), py::arg("store"), py::arg("rank"),
            py::arg("size"), ReleaseGil())
@@ -121,14 +121,14 @@ void bind_failure_board(py::module_& m) {
       .def("leave", &FailureBoard::leave, py::arg("rounds"), ReleaseGil(),
            "This rank leaves without a failure after so many rounds.")
       .def("poll_left", &FailureBoard::poll_left, py::arg("round"), ReleaseGil(),
-           "Names a rank that left after fewer rounds than round, or None.")
+           "Names a rank that exited after fewer rounds than `round`, or None.")
       .def(
           "beat",
           [](FailureBoard& self, int64_t round, std::string text, bool waits) {
             self.note({round, waits, std::move(text)});
           },
           py::arg("round"), py::arg("text"), py::arg("waits") = false,
-          "Where this rank is; from the first call on the others are told, twice a second.")
+          "Set this rank's position; from the first call on it is published twice a second.")
       .def("survey", &FailureBoard::survey, py::arg("round"), py::arg("unit") = "round",
            py::arg("everyone") = false, ReleaseGil(),
            "Who is silent, behind or ahead of a rank in this round, in words; takes a second.")

@@ -1,4 +1,4 @@
-// Averaging while training goes on. Every call that can block releases the GIL.
+// Averaging during training. Every call that can block releases the GIL.
 #include <chrono>
 #include <memory>
 #include <optional>

@@ -12,7 +12,7 @@
 
 namespace bagua {
 
-// Where the bucket stands among all, and what is in it.
+// Position of the bucket among all, and its contents.
 struct HookedBucket {
   size_t index;  // in launch order
   size_t count;
@@ -23,7 +23,7 @@ struct HookedBucket {
 // Calls `hook(state, torch.distributed.GradBucket)` with the GIL, waits for the future that it
 // returns without, and copies the result into the bucket. The hook communicates as it likes, with
 // process groups of its own; so all hooked buckets belong in one lane, or ranks would issue their
-// operations in different orders. What the hook raises becomes the round's failure.
+// operations in different orders. An exception of the hook becomes the round's failure.
 class CommHookOp final : public BucketOp {
  public:
   CommHookOp(pybind11::function hook, pybind11::object state, HookedBucket bucket);

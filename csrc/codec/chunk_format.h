@@ -1,4 +1,4 @@
-// Where things lie in the payload of a chunk, for host and device alike.
+// Layout of a chunk's payload, for host and device alike.
 // docs/wire-format.md draws the same layouts and gives the reasons.
 //
 // Note [Non-finite values]

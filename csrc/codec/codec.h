@@ -16,7 +16,7 @@ using StreamHandle = void*;
 // Processor whose memory a codec reads and writes.
 enum class Processor : uint8_t { kCpu, kCuda };
 
-// Where the numbers and the bytes of a chunk are read and written.
+// Memory of a chunk: numbers and payload.
 struct Chunk {
   void* x;             // first element; aligned to its type
   std::byte* payload;  // payload_bytes(dtype, numel) bytes, at a multiple of 4

@@ -1,4 +1,4 @@
-// How the indices of a sparse message are written (docs/wire-format.md, "Sparse messages").
+// Encoding of the indices of a sparse message (docs/wire-format.md, "Sparse messages").
 #pragma once
 
 #include <cstddef>

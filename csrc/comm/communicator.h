@@ -61,8 +61,8 @@ class Communicator {
   // each send has its receive is free of deadlock. Several messages between the same two ranks
   // are matched in order. A peer may be this rank itself (copied locally).
   // `on_received` is called for each receive, in the order of `recvs`, when its message is there;
-  // where the transport can, while the later ones are still under way. What it throws ends the
-  // call.
+  // where the transport can, while the later ones are still under way. An exception from it ends
+  // the call.
   virtual void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
                         const OnReceived& on_received) = 0;
   void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs) {

@@ -75,8 +75,8 @@ class CountingCommunicator final : public Communicator {
   std::atomic<int64_t> wire_ns_{0};
 };
 
-// How many ranks `rank` sends to in a binomial tree rooted at `root`. With ranks counted from the
-// root, rank v gets its data from v without its highest bit, and passes it on to every v + 2^i
+// Number of ranks that `rank` sends to in a binomial tree rooted at `root`. With ranks counted from
+// the root, rank v gets its data from v without its highest bit, and passes it on to every v + 2^i
 // inside the group with 2^i > v.
 int broadcast_children(int rank, int size, int root);
 

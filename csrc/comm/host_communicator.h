@@ -46,7 +46,7 @@ class HostCommunicator final : public Communicator {
 
   const std::shared_ptr<Communicator> inner_;
   std::vector<at::Tensor> memory_;  // bytes, by the tensor's place in a call; they only grow
-  size_t taken_ = 0;                // how many of them the call at hand uses
+  size_t taken_ = 0;                // used by the current call
   std::optional<StreamPoints> copied_back_;
 };
 

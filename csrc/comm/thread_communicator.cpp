@@ -187,7 +187,8 @@ void ThreadHub::match(int from, int to) {
   changed_.notify_all();
 }
 
-// A peer that waits in a collective waits for this rank, and this rank for it: neither can go on.
+// A peer that waits in a collective waits for this rank, and this rank for it: neither can
+// continue.
 std::optional<int> ThreadHub::stuck_peer(const std::vector<Endpoint>& endpoints) const {
   for (const Endpoint& endpoint : endpoints) {
     if (!endpoint.done && calls_[endpoint.peer]) return endpoint.peer;
@@ -208,7 +209,7 @@ void ThreadHub::abort(int rank, const std::string& reason) noexcept {
   fail(Kind::kAborted, concat("rank ", rank, " of ", size_, " aborted: ", reason));
 }
 
-// The first failure stays. Nobody will touch the waiting ranks' tensors any more.
+// The first failure stays. No rank will access the waiting ranks' tensors any more.
 void ThreadHub::fail(Kind kind, std::string message) {
   if (!failure_) failure_ = Failure{kind, std::move(message)};
   for (auto& call : calls_) call.reset();

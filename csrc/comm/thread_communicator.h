@@ -14,7 +14,7 @@
 
 namespace bagua {
 
-// Where the ranks of one group meet.
+// Shared state of the ranks of one group.
 //
 // Thread safety: all methods. Ownership: shared by its communicators. A call that fails (timeout,
 // mismatch, abort) fails the hub: every rank that waits wakes up, and every later call throws the

@@ -57,7 +57,7 @@ void BucketAccount::close(OverlapClock& clock, int64_t ready_ns, BucketStats& st
   stats.hidden_ns += busy - (clock.exposed_ns(end) - exposed_before_);
 }
 
-// Exact, because nobody but this lane uses the communicators.
+// Exact, because only this lane uses the communicators.
 Traffic BucketAccount::traffic() const {
   Traffic total{};
   for (const auto& communicator : communicators_) total += communicator->traffic();

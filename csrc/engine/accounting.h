@@ -22,15 +22,15 @@ struct BucketStats {
   int64_t bytes;  // of the flat bucket
   int64_t rounds;
   Traffic traffic;     // wire_ns: inside communicator calls
-  int64_t busy_ns;     // running ops, wire included; what is not wire is encoding and the like
+  int64_t busy_ns;     // running ops, wire included; the rest is encoding and arithmetic
   int64_t waiting_ns;  // from its last slot's mark to its first op: for earlier buckets of the lane
                        // and for the ranks' agreement
   int64_t hidden_ns;   // busy while the caller was not blocked
 };
 
 // Not thread-safe: the engine's mutex guards it. Every `now` is of now_ns() and not before the last
-// one but for the time that a mutex is waited for. Times are wall-clock: what several lanes do at
-// the same time counts once.
+// one but for the time that a mutex is waited for. Times are wall-clock: concurrent lanes
+// count once.
 class OverlapClock {
  public:
   // The caller is blocked by communication; it is not again.
@@ -42,7 +42,7 @@ class OverlapClock {
   void lane_begins(int64_t now);
   void lane_ends(int64_t now);
 
-  // How long the caller has been blocked until `now`.
+  // Time for which the caller has been blocked until `now`.
   int64_t exposed_ns(int64_t now) const;
   int64_t exposed_ns() const { return exposed_ns_; }
   int64_t longest_wait_ns() const { return longest_wait_ns_; }  // of the caller, at a stretch

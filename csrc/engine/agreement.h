@@ -28,7 +28,7 @@ static_assert(sizeof(AgreementRecord) == 56);
 inline constexpr uint64_t kShowsWeights = 1;
 
 // Note [Agreement]
-// gloo mixes whatever it is given: all_reduce of different sizes aborts one rank and returns wrong
+// gloo does not compare sizes: an all_reduce of different sizes aborts one rank and returns wrong
 // sums on the other. So no bucket of a round starts before all ranks have shown the same plan and
 // the same round. The exchange runs on a communicator of its own, from the start of forward, hidden
 // behind the forward pass.

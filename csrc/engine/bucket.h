@@ -12,7 +12,7 @@
 
 namespace bagua {
 
-// How the values of a slot get into the bucket.
+// Source of a slot's values.
 enum class Adopt {
   kNone,      // the caller's tensor aliases the bucket already (weights, momentum)
   kGradView,  // the parameter's .grad is made a view of the bucket
@@ -20,7 +20,7 @@ enum class Adopt {
   kSparse,    // .grad is handed to the op as it is, and replaced at the end of backward
 };
 
-// Where one tensor lies in the flat bucket.
+// Place of one tensor in the flat bucket.
 struct Slot {
   std::string name;
   int64_t offset;  // elements from the start of the bucket

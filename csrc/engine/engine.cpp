@@ -74,7 +74,7 @@ void Engine::stop() noexcept {
     rounds = state.round.number() - (state.round.open() ? 1 : 0);
   }
   state.changed.notify_all();
-  // A rank that failed has said so already: leaving is its consequence, not the cause.
+  // A rank that failed has published that: its exit is the consequence, not the cause.
   if (state.options.board && !failed) state.options.board->leave(rounds);
   bool idle = true;
   for (const auto& thread : threads_) idle = thread->stop() && idle;

@@ -1,4 +1,4 @@
-// Order, lanes, rounds and errors: what turns ready slots into communication.
+// Turns ready slots into communication: order, lanes, rounds and errors.
 #pragma once
 
 #include <chrono>
@@ -37,7 +37,7 @@ struct EngineOptions {
   std::shared_ptr<WeightsSample> weights{};  // compared in each round; null: no weights are
 };
 
-// How a round begins on this rank.
+// Start of a round on this rank.
 struct RoundOpening {
   float grad_scale = 1.0f;    // the factor that its gradients carry
   uint64_t frozen = 0;        // AgreementRecord::frozen
@@ -58,8 +58,8 @@ struct EngineStats {
 using SlotId = int32_t;
 
 // Thread safety: mark_ready() from any thread (autograd's); begin_round(), wait() from one thread
-// at a time; abort(), stats() from any. Ownership: shares the communicators and ops with nobody
-// else; lane threads keep them alive while they run. Ordering: Note [Launch order], Note
+// at a time; abort(), stats() from any. Ownership: sole owner of the communicators
+// and ops; lane threads keep them alive while they run. Ordering: Note [Launch order], Note
 // [Agreement], Note [Rounds]. May fail: an error in a lane is stored, rethrown by wait() and
 // begin_round(), published to the other ranks, and the engine refuses further work.
 //
@@ -72,7 +72,7 @@ using SlotId = int32_t;
 // thrown by a later begin_round() or wait(). One event per bucket and stream covers all slots that
 // were marked on that stream before; an event per slot would cost a microsecond each and order
 // nothing more.
-// Memory: what a lane allocates belongs to its stream. Buckets and what ops remember were allocated
+// Memory that a lane allocates belongs to its stream. Buckets and the state of ops are allocated
 // on the caller's stream, and are freed by a caller whose stream waits for the lanes by wait(),
 // and by stop() for a round that was left; so the caching allocator cannot hand them out too early
 // and record_stream is not needed. A caller that changes streams between wait() and the end of the
@@ -107,7 +107,7 @@ class Engine {
   // Whether the slot has been marked in this round: its bucket may be running, hands off.
   bool marked(SlotId slot) const;
 
-  // Asks all ranks which slots anybody used: starts once every slot is marked; wait() covers it.
+  // Exchanges the slots that any rank used: starts once every slot is marked; wait() covers it.
   void exchange_used(std::vector<uint8_t> used);
 
   // The result of exchange_used, valid after wait(): 1 where any rank used the slot.
@@ -117,8 +117,8 @@ class Engine {
   // failure as soon as it is published, or TimeoutError at the deadline.
   void wait();
 
-  // The same for what has failed beside the lanes in this round, on a communicator of the main
-  // thread's: throws the error that says where the other ranks are.
+  // Throws the diagnosis of a failure outside the lanes in this round, on a communicator of the
+  // main thread.
   [[noreturn]] void fail(const std::string& reason, bool timed_out);
 
   // Ends everything: wait() and later calls throw `reason` on this and, published, on other ranks.

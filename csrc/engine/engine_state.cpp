@@ -17,7 +17,7 @@
 namespace bagua {
 namespace {
 
-// How long wait() stays off the store before it asks whether another rank failed, and how often it
+// Delay before wait() asks the store whether another rank failed, and how often it
 // asks then: a step that is merely slow must not load the store.
 constexpr auto kPollInterval = std::chrono::milliseconds(500);
 

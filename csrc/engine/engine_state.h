@@ -39,7 +39,7 @@ struct Engine::State {
   void run_bucket(size_t index);
   void run_exchange_used();
 
-  // Caller's side: what the caller's current stream is given from now on comes after what the
+  // Caller's side: work enqueued on the caller's current stream from now on follows what the
   // lanes' streams have been given; see Note [Streams].
   void order_after_lanes() const;
   void leave_lanes() const noexcept;  // the same at the end, when the device may be gone already

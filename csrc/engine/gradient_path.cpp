@@ -185,7 +185,8 @@ void GradientPath::queue_finish() {
 void GradientPath::on_backward() {
   const auto* nodes = autograd::get_current_graph_task_exec_info();
   if (nodes == nullptr || nodes->empty()) return activate(true);
-  // autograd.grad(), which accumulates nothing, or backward(inputs=...): a gradient tells.
+  // autograd.grad(), which accumulates nothing, or backward(inputs=...): a gradient distinguishes
+  // the two.
   partial_task_ = autograd::get_current_graph_task_id();
 }
 

@@ -29,7 +29,7 @@ struct GradientPathOptions {
   // calls it. Null: begin_round(1).
   std::function<void()> open_round;
   // Called when a backward over all leaves reaches the module's output in an open round, before it
-  // has made a gradient. What it throws ends that backward, and the round stays open. Null:
+  // has made a gradient. An exception from it ends that backward, and the round stays open. Null:
   // nothing.
   std::function<void()> before_backward;
   // Each is called at most once per backward, in the thread that called backward(), after every
@@ -88,8 +88,8 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
 
   void call_after_gradients(bool enabled) { calls_after_gradients_ = enabled; }
 
-  // Opens the engine's round, or goes on with an open one. What the buckets hold after
-  // communication is multiplied by `result_scale`: a mean over fewer ranks than there are, when
+  // Opens the engine's round, or continues an open one. The buckets' contents after
+  // communication are multiplied by `result_scale`: a mean over fewer ranks than there are, when
   // some have run out of inputs.
   void begin_round(float grad_scale, double result_scale = 1.0);
 

@@ -15,7 +15,7 @@ namespace autograd = torch::autograd;
 
 namespace {
 
-// Whether `grad`, which autograd has just accumulated, is nobody's but the parameter's. A gradient
+// Whether only the parameter holds `grad`, which autograd has just accumulated. A gradient
 // that was stolen from `incoming` shares its memory, and that of the tensor it is a view of.
 bool nobody_else_holds(const at::Tensor& grad, const at::Tensor& incoming) {
   if (grad.requires_grad() || grad.use_count() > 1) return false;

@@ -14,14 +14,14 @@
 
 namespace bagua {
 
-// How often the tensor's values were changed in place.
+// Number of in-place changes of the tensor's values.
 inline uint32_t version_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
 // Note [Adopt]
 // A slot's values are taken from whatever .grad is when autograd has accumulated into it.
-// kGradView makes .grad an alias of the bucket's memory where nobody else can hold the tensor that
+// kGradView makes .grad an alias of the bucket's memory if no other code can hold the tensor that
 // autograd made; another tensor (of the user's, or part of a graph) stays .grad and gets the result
 // by value. The alias has a storage of its own per slot (Loan), so nothing that a user does to
 // `.grad.data` moves the slot, and a holder of it other than .grad gets a private copy before the
@@ -40,9 +40,9 @@ struct GradientSlot {
 
   GradientSlot(SlotId number, const Slot& place, const Bucket& bucket);
 
-  // Brings .grad into the memory, scaled; false if there is none. `incoming`: what autograd has
-  // handed to the node that accumulates, with which a gradient may share memory. `lend`: .grad may
-  // become an alias of the memory. Throws Error if it does not fit.
+  // Brings .grad into the memory, scaled; false if there is none. `incoming`: the tensor
+  // that autograd passed to the accumulating node; a gradient may share its memory. `lend`: .grad
+  // may become an alias of the memory. Throws Error if it does not fit.
   bool adopt(const at::Tensor& incoming, bool lend);
 
   // Contributes zeros; .grad and its holders keep their values until the result comes.

@@ -21,7 +21,7 @@ class Loan {
   bool is_alias(const at::Tensor& tensor) const;
 
   // From now on the holders of aliases have memory of their own, with the same values; the slot's
-  // memory is nobody's but the bucket's. Nothing is copied where there is no holder.
+  // memory belongs to the bucket alone. Without a holder nothing is copied.
   void recall();
 
  private:

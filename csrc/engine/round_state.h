@@ -24,7 +24,7 @@ class RoundState {
   // numbered through, lane after lane.
   explicit RoundState(const std::vector<std::vector<size_t>>& lanes);
 
-  // The next round; `alone`: there is nobody to agree with.
+  // The next round; `alone`: there are no other ranks to agree with.
   void begin(bool alone);
   // Ends the open round if every slot is marked; else it stays open, for what is marked later.
   void end();
@@ -55,7 +55,7 @@ class RoundState {
   void bucket_done() { ++done_; }
   void exchange_begins() { ++exchanges_; }
   void exchange_done() { --exchanges_; }
-  // Whether what was launched is done.
+  // Whether all launched work is done.
   bool launched_done() const { return launched_ == done_ && exchanges_ == 0; }
   // Whether `bucket` was launched in this round.
   bool launched(size_t bucket) const;

@@ -13,7 +13,7 @@
 
 namespace bagua {
 
-// Hashes of what was sampled of the weights for `round`.
+// Hashes of the weights sampled for `round`.
 struct WeightsDigest {
   int64_t round;
   size_t first;  // index of the first weight of the sample
@@ -37,8 +37,8 @@ struct Weight {
 // of them; one window is hashed per round, so that every element is looked at once in `every`
 // rounds. A model with few elements has fewer windows: below kLeastElements a smaller one would
 // save nothing.
-// Which weights, and how many elements each, is fixed at construction and equal on all ranks (part
-// of the engine's fingerprint), so windows are too. A weight that no longer is what it was (another
+// The list of weights and their sizes is fixed at construction and equal on all ranks (part
+// of the engine's fingerprint), so windows are too. A weight that has changed (another
 // size, dtype or device, memory taken away) counts as a constant.
 // Weights may differ between ranks for the time of a forward: SAM (Foret et al., ICLR 2021) moves
 // them along a gradient of each rank's own, which it gets from a forward inside no_sync(). So they

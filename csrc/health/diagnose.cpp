@@ -37,7 +37,7 @@ std::string diagnose(const std::string& seen, bool secondary, const Position& po
     nobody = others.nobody;
     lines = std::move(others.causes);
     lines.insert(lines.end(), others.failed.begin(), others.failed.end());
-    // The report of a rank that failed because of another helps only where nobody is silent.
+    // The report of a rank that failed because of another helps only if no rank is silent.
     if (lines.empty() && failed) lines.push_back(failed->text);
   }
   if (lines.empty()) return concat(seen, " ", nobody);

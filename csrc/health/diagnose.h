@@ -19,13 +19,13 @@ namespace bagua {
 struct Position {
   int64_t number;  // of the round or call that failed
   std::string unit = "round";
-  bool everyone = false;    // say also where the ranks are that are where they should be
+  bool everyone = false;    // also describe ranks in the same round
   int64_t needed = number;  // a rank that exited after fewer rounds is a cause
   int peer = -1;            // the rank that was waited for, which comes first; -1: all
 };
 
-// The text of a diagnosis. `seen`: what this rank saw, with its own place. `secondary`: another
-// rank may be the cause. Takes up to two seconds: heartbeats are looked at twice.
+// The text of a diagnosis. `seen`: this rank's own error and position. `secondary`: another
+// rank may be the cause. Takes up to two seconds: heartbeats are read twice.
 std::string diagnose(const std::string& seen, bool secondary, const Position& position,
                      FailureBoard& board);
 

@@ -1,5 +1,4 @@
-// Where ranks tell each other why they stopped and where they are, beside the wire that may be
-// blocked.
+// Failures and positions of ranks, published in the store: the wire itself may be blocked.
 #pragma once
 
 #include <chrono>
@@ -16,8 +15,8 @@ namespace bagua {
 
 // A notice board in a c10d store; the caller gives each group a store prefix of its own.
 //
-// Each rank writes a heartbeat twice a second, by a thread of the board's (StoreWorker): that it is
-// there, and its whereabouts. Nobody reads them until something has gone wrong.
+// Each rank writes a heartbeat with its position twice a second, by a thread of the board
+// (StoreWorker). They are read only after a failure.
 //
 // Thread safety: all methods. Ownership: a clone of the store, so that a blocked user of the
 // original does not block the board. May fail: never, and no call takes more than a few seconds;
@@ -30,7 +29,7 @@ class FailureBoard final {
   FailureBoard& operator=(const FailureBoard&) = delete;
 
   // This rank failed. The first failure of the group stays; later ones change nothing.
-  // is_secondary: it may be the consequence of what another rank did.
+  // `is_secondary`: it may be the consequence of another rank's failure.
   void publish(const std::string& reason, bool is_secondary) noexcept;
 
   struct News {
@@ -40,17 +39,17 @@ class FailureBoard final {
   // The group's failure, unless it is this rank's own.
   std::optional<News> poll() noexcept;
 
-  // This rank leaves without a failure after so many rounds. Counts once.
+  // This rank exits without a failure after `rounds` rounds. Only the first call counts.
   void leave(int64_t rounds) noexcept;
 
-  // A rank that left after fewer rounds than `round`: "rank 1 left after 7 rounds".
+  // A rank that exited after fewer rounds than `round`: "rank 1 left after 7 rounds".
   std::optional<std::string> poll_left(int64_t round) noexcept;
 
-  // From now on heartbeats say what `where` returns; it is called by the worker's thread, must not
-  // block, and returns nothing once there is no more to tell, which ends them.
+  // Publishes what `where` returns as heartbeats from now on. The worker's thread calls it; it must
+  // not block. Heartbeats end when it returns nothing.
   void beat(std::function<std::optional<Whereabouts>()> where);
 
-  // The same with state->whereabouts(), as long as somebody else holds the state.
+  // Publishes state->whereabouts() as long as another owner holds the state.
   template <typename State>
   void beat_while_alive(const std::shared_ptr<State>& state) {
     beat([weak = std::weak_ptr<State>(state)] {
@@ -62,19 +61,20 @@ class FailureBoard final {
   // Publishes the position last passed to note(); the first call starts publishing.
   void note(Whereabouts here);
 
-  // All heartbeats as they are now; null if the store does not answer.
+  // The current heartbeats; null if the store does not answer.
   std::shared_ptr<const Snapshot> look() noexcept;
 
-  // Looks twice, more than a heartbeat apart, and says in words who is silent, behind or ahead of
-  // this rank, which is in `round`; also that nobody is, or that the store is silent. `unit`: what
-  // is counted. `everyone`: say also where the others are.
+  // Takes two snapshots, more than a heartbeat apart, and describes the ranks that are silent,
+  // behind or ahead of this rank, which is in `round`, or says that there are none or that the
+  // store is silent. `unit`: noun for what is counted. `everyone`: also describe ranks in the same
+  // round.
   std::string survey(int64_t round, const std::string& unit = "round",
                      bool everyone = false) noexcept;
 
-  // The same, a sentence per rank. `observer.rank` is not looked at.
+  // The description as a sentence per rank. `observer.rank` is ignored.
   OtherRanks others(Observer observer) noexcept;
 
-  // Text of survey() for two looks.
+  // Text of survey() for two snapshots.
   std::string compare(const std::shared_ptr<const Snapshot>& before,
                       const std::shared_ptr<const Snapshot>& after, int64_t round,
                       const std::string& unit = "round", bool everyone = false) const;
@@ -90,7 +90,7 @@ class FailureBoard final {
   const std::shared_ptr<Noted> noted_;
 };
 
-// Two looks must be further apart than this: two heartbeats, and what a busy machine takes.
+// Minimum time between two snapshots: two heartbeats and the delay of a busy machine.
 inline constexpr std::chrono::milliseconds kBetweenLooks(1300);
 
 }  // namespace bagua

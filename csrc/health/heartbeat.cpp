@@ -14,7 +14,7 @@ std::string counted(int64_t count, const std::string& unit) {
   return concat(count, " ", unit, count == 1 ? "" : "s");
 }
 
-// The difference of what may be any two numbers.
+// Difference of any two numbers, saturated.
 int64_t rounds_apart(int64_t more, int64_t less) {
   int64_t difference = 0;
   return __builtin_sub_overflow(more, less, &difference) ? INT64_MAX : difference;

@@ -1,4 +1,4 @@
-// Positions that ranks tell each other, and conclusions from two looks at them.
+// Positions that ranks publish, and conclusions from two snapshots of them.
 #pragma once
 
 #include <cstdint>
@@ -12,31 +12,31 @@ namespace bagua {
 // Position of a rank, for the others' messages.
 struct Whereabouts {
   int64_t round;     // in which it is, or was last
-  bool waits;        // for others: it has nothing left to do in that round itself
+  bool waits;        // for other ranks: its own part of that round is done
   std::string text;  // "computing, 3 of 8 tensors are ready"
 };
 
 struct Heartbeat {
-  int64_t number = 0;  // of the heartbeat: a rank that is there counts on
+  int64_t number = 0;  // of the heartbeat: a live rank increments it
   Whereabouts where{};
 };
 
-// As it stands in the store; parse_heartbeat returns nothing for what is not of that form.
+// Text in the store; parse_heartbeat returns nothing for text of another form.
 std::string heartbeat_text(const Heartbeat& beat);
 std::optional<Heartbeat> parse_heartbeat(const std::string& written);
 
-// Result of one look at the store.
+// All heartbeats at one moment.
 struct Snapshot {
   std::vector<std::optional<Heartbeat>> beats;  // by rank
-  std::set<int> failed;                         // ranks that have said so
+  std::set<int> failed;                         // ranks that published a failure
 };
 
-// From whose point of view two looks are compared.
+// Point of view from which two snapshots are compared.
 struct Observer {
   int rank;
   int64_t round;
   std::string unit = "round";  // what is counted
-  bool everyone = false;       // say also where those are that are where they should be
+  bool everyone = false;       // also describe ranks in the same round
 };
 
 // One sentence per rank, without a full stop.
@@ -45,7 +45,7 @@ struct OtherRanks {
   // still computing, and so are waited for.
   std::vector<std::string> causes;
   std::vector<std::string> failed;  // ranks that failed too
-  std::string nobody;               // a sentence that says that there are none, or why
+  std::string nobody;               // a sentence for the case that there are none
 };
 
 // Compares two snapshots that are more than a heartbeat apart.

@@ -1,4 +1,4 @@
-// A thread that talks to a store, so that nobody else waits for one that does not answer.
+// A thread that accesses a store, so that no other thread waits for one that does not answer.
 #pragma once
 
 #include <chrono>

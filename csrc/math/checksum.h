@@ -17,7 +17,7 @@ namespace bagua {
 //   - two flipped bits: it changes by 2^p f_i +- 2^q f_j, both below 2^63 and, the factors being
 //   odd
 //     and different, equal for one and the same bit only.
-// Of other changes it misses one in 2^32 or less, unless somebody makes them on purpose: it is no
+// It misses one in 2^32 or less of other changes, unless they are deliberate: it is no
 // signature. Factors far apart keep small changes of several words from cancelling. Additions may
 // come in any order, so that any vector width and any device give the same bits.
 inline constexpr uint32_t kChecksumStep = 0x3C6EF372;

@@ -58,8 +58,8 @@ BAGUA_PER_INSTRUCTION_SET void project_rows(const T* x, W unscale, const W* erro
       const T* gradient = x + at;
       W* sum = m + at;
       if (error != nullptr) {
-        const W* owed = error + at;
-        for (int64_t i = 0; i < n; ++i) sum[i] = owed[i] + unscale * widen(gradient[i]);
+        const W* residual = error + at;
+        for (int64_t i = 0; i < n; ++i) sum[i] = residual[i] + unscale * widen(gradient[i]);
       } else if (static_cast<const void*>(m) != static_cast<const void*>(x) || unscale != 1) {
         for (int64_t i = 0; i < n; ++i) sum[i] = unscale * widen(gradient[i]);
       }
@@ -103,8 +103,8 @@ BAGUA_PER_INSTRUCTION_SET void reconstruct_rows(const W* p, const W* q, W scale,
       T* result = x + row * columns + column;
       for (int64_t i = 0; i < n; ++i) result[i] = narrow_to<T>(scale * product[i]);
       if (m == nullptr) continue;
-      W* owed = m + row * columns + column;
-      for (int64_t i = 0; i < n; ++i) owed[i] -= unscale * widen(result[i]);
+      W* residual = m + row * columns + column;
+      for (int64_t i = 0; i < n; ++i) residual[i] -= unscale * widen(result[i]);
     }
   }
 }

@@ -35,7 +35,7 @@ void reconstruct_rows(const W* p, const W* q, W scale, T* x, W* m, ThinShape sha
 inline constexpr double kDependent = 1e-10;
 
 // Orthonormalises `count` vectors of n elements by modified Gram-Schmidt, each projected twice;
-// vanished[i] tells that vector i was zero, or depended on those before it: it becomes zero.
+// vanished[i]: vector i was zero, or depended on those before it: it becomes zero.
 void orthonormalise(double* vectors, int64_t count, int64_t n, bool* vanished);
 
 }  // namespace bagua

@@ -35,7 +35,7 @@ BAGUA_HD Key<T> key_of(T value) {
   return magnitude < kNan ? magnitude : kNan;
 }
 
-// The keys from `low` to `last`, told apart by their bits from `shift` on.
+// The keys from `low` to `last`, distinguished by their bits from `shift` on.
 template <typename T>
 struct Range {
   Key<T> low;
@@ -43,7 +43,7 @@ struct Range {
   int shift;
 };
 
-// How many keys of a range have each digit; right from digit `bound` on.
+// Number of keys of a range per digit; correct from digit `bound` on.
 struct Histogram {
   // Elements take turns between two counters, or a run of equal keys would have each count wait
   // for the one before.
@@ -81,7 +81,7 @@ BAGUA_HD void visit_block(const T* x, Key<T> first, Key<T> last, Visit visit) {
   }
 }
 
-// The same for n elements.
+// Counts n elements.
 template <typename T, typename Visit>
 BAGUA_HD void visit_all(const T* x, int64_t n, Key<T> first, Key<T> last, Visit visit) {
   int64_t begin = 0;
@@ -119,7 +119,7 @@ BAGUA_PER_INSTRUCTION_SET void count_keys(const T* x, int64_t n, const Range<T>&
   }
 }
 
-// The same range without what no key has at its ends.
+// The range without the ends that contain no key.
 template <typename T>
 BAGUA_PER_INSTRUCTION_SET Range<T> narrowed(const T* x, int64_t n, const Range<T>& range) {
   Key<T> low = range.last, last = range.low;
@@ -157,7 +157,7 @@ void top_k(const T* x, int64_t n, int64_t k, uint32_t* indices) {
   const Range<T> beginning = narrowed(x, std::min(n, kStretch), everything);
   Range<T> range = everything;
   if (beginning.low == beginning.last) range = narrowed(x, n, everything);
-  int64_t wanted = k;  // of the keys in range, which are not told apart from bit `shift` down
+  int64_t wanted = k;  // of the keys in range, which are equal above bit `shift`
   while (range.shift > 0 && range.low < range.last) {
     range.shift = std::max(0, range.shift - kDigitBits);
     Histogram histogram;
@@ -167,7 +167,7 @@ void top_k(const T* x, int64_t n, int64_t k, uint32_t* indices) {
     for (int64_t larger = digit + 1; larger < kDigits; ++larger) wanted -= histogram.count(larger);
     // 2.
     range.low += static_cast<Key<T>>(digit) << range.shift;
-    // A narrowed range need not end where a digit does: what lies above has been counted already.
+    // A narrowed range need not end where a digit does: keys above it are counted already.
     range.last = std::min(range.last, range.low + ((Key<T>{1} << range.shift) - 1));
     const int64_t count = histogram.count(digit);
     if (count == wanted) break;

@@ -20,12 +20,12 @@ namespace bagua {
 //   3. all_gather of indices and values, padded to the largest number;
 //   4. what all ranks sent, in order of ranks; rows of one index are added.
 // Every rank adds the same bytes in the same order and holds the same bits afterwards. A rank
-// without gradient has no rows. Dividing comes first, as in torch's DistributedDataParallel: the
-// result is its, and half precision overflows no earlier.
+// without gradient has no rows. Rows are divided first, as in torch's DistributedDataParallel: the
+// results are equal, and half precision overflows no earlier.
 //
-// The bucket's memory tells dtype and device and holds nothing else. On CPU it is NaN afterwards if
-// the result holds NaN or infinity, else zero, for whoever counts such rounds; elsewhere it stays.
-// The host waits for the device, which is told neither sizes nor indices otherwise.
+// The bucket's memory determines dtype and device and has no other use. On CPU it is NaN afterwards
+// if the result holds NaN or infinity, else zero, which CountNonFinite reads; on a device it stays.
+// The host waits for the device, since it needs sizes and indices.
 //
 // May fail: Error for a gradient of another kind, MismatchError, naming the peer, for numbers and
 // indices that cannot be. Bytes sent per rank: (P - 1)(8 + n (8 + R)), each term of the inner sum

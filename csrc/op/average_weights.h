@@ -11,7 +11,7 @@ namespace bagua {
 //   1. copy the bucket into `peer_weight`;
 //   2. run the inner op, which averages in place, on `peer_weight`;
 //   3. add one to `communications`.
-// Whoever waits for the bucket copies `peer_weight` back, before the optimizer's step.
+// The caller that waits for the bucket copies `peer_weight` back, before the optimizer's step.
 //
 // Ownership: both tensors are shared with the algorithm, which saves the counter; on other threads
 // they may be read between wait() and the next mark. `communications` is one int64 in CPU memory

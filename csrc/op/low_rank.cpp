@@ -125,7 +125,7 @@ void LowRank::run(at::Tensor& flat, const Round& round) {
   memory_->leave(round.number, finite);
 }
 
-// A rank alone sends nothing, but may owe something since it was one of several.
+// A single rank sends nothing, but may have a residual from a larger world.
 void LowRank::pay_alone(at::Tensor& flat, const Round& round) {
   if (options_.error_feedback) {
     flat.add_(memory_->value(kError), round.grad_scale);

@@ -19,28 +19,28 @@ struct LowRankOptions {
 };
 
 // PowerSGD (Vogels et al., NeurIPS 2019, Algorithms 1 and 2), for all matrices of a bucket at once.
-// With s the round's grad_scale, per matrix G of the bucket, its error E and query Q:
+// With s the round's grad_scale, per matrix G of the bucket, its residual E and query Q:
 //   1. M = G / s + E;  P = M Q;
-//   2. one all_reduce (sum) of all P, and of whatever in the bucket is no matrix, divided by s;
+//   2. one all_reduce (sum) of all P, and of the non-matrix elements, divided by s;
 //   3. the columns of P are made orthonormal (low_rank_products.h); Q' = M^T P;
 //   4. one all_reduce (sum) of all Q', divided by the number of ranks;
 //   5. G <- s P Q'^T in the bucket's dtype;  E <- M - G / s;  Q <- Q', except for columns where P
 //      vanished: they keep their old query, or a gradient that was zero once would make them zero
-//      for ever. What is no matrix becomes its mean.
+//      for ever. Non-matrix elements become their mean.
 // Arithmetic, messages and memory are f32 (f64 for f64 buckets).
 //
 // A bucket that is not finite on some rank, or whose result overflows its dtype, is seen by all
 // ranks alike: it becomes NaN, or is left with its infinities, and memory stays as it was
 // (Note [Memory commits with the round]).
 //
-// After a round all ranks hold the same bits of the bucket and of Q; errors are each rank's own.
-// The update depends on the errors only through their mean over the ranks, so any errors of equal
-// mean may replace them (a changed number of ranks). One rank alone adds its error and owes
-// nothing from then on.
+// After a round all ranks hold the same bits of the bucket and of Q; residuals E differ.
+// The update depends on the residuals only through their mean over the ranks, so any residuals of
+// equal mean may replace them (a changed number of ranks). With one rank the residual is added once
+// and cleared.
 //
 // Ownership: the memory is shared with the algorithm. Its tensors are: E, as long as the bucket
 // (empty without error feedback); all Q, one after the other, each rank x columns; and the number
-// of communications behind it, one int64 on the CPU, 0 where no Q is known yet.
+// of communications so far, one int64 on the CPU, 0 where no Q is known yet.
 // May fail: std::invalid_argument for what does not fit. Bytes sent per rank: as two all_reduces,
 // of sum(rank * rows) + the rest, and of sum(rank * columns).
 class LowRank final : public BucketOp {

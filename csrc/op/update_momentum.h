@@ -9,7 +9,7 @@
 
 namespace bagua {
 
-// The momentum of one slot, as the optimizer remembers it, and where the slot lies in the bucket.
+// The momentum of one slot in the optimizer's state, and the slot's place in the bucket.
 struct SlotMomentum {
   at::Tensor memory;             // the slot's sizes, any strides; the bucket's dtype and device
   int64_t offset;                // elements from the start of the bucket
@@ -19,10 +19,10 @@ struct SlotMomentum {
 // Steps, per slot, with its gradient g, its memory m, its beta and the round's grad_scale s, which
 // g carries:
 //   1. the bucket <- s m + (1 - beta) (g - s m), that is beta s m + (1 - beta) g.
-// Memory stays in unscaled units and is only read: whoever commits the averaged result does so
-// after he has seen that it is finite on all ranks. With s = 1 these are the bits of
+// Memory stays in unscaled units and is only read: the optimizer commits the averaged result
+// after a check that it is finite on all ranks. With s = 1 these are the bits of
 // torch.optim.Adam's first moment; another power of two scales them and nothing else. Padding stays
-// zero. A value that is not finite gives one that is not.
+// zero. Non-finite values give non-finite results.
 //
 // Ownership: memories and `betas` (one f64 per slot, CPU) are shared with the algorithm; on other
 // threads they may be written between wait() and the next mark.

@@ -1,4 +1,4 @@
-// fp16: every element rounded to IEEE binary16. What exceeds 65504 becomes infinite.
+// fp16: every element rounded to IEEE binary16. Values beyond 65504 become infinite.
 #pragma once
 
 #include <cstdint>

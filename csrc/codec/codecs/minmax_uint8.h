@@ -36,7 +36,7 @@ struct QuantisationGrid {
   bool constant;
 };
 
-// From here on neighbouring whole numbers cannot all be told apart in float, with 256 in reserve
+// From here on neighbouring whole numbers are not all distinct in float, with 256 in reserve
 // for `lower`.
 constexpr float kLevelLimit = 16777216.0f - 256.0f;
 

@@ -20,7 +20,7 @@ template <typename Format>
 concept BlockedFormat =
     RangedFormat<Format> && (Format::kBlockNumel > 0 && Format::kBlockNumel < kTileNumel);
 
-// Which bytes of which blocks a lane has: in round r those from byte() on of block r * kBlocks +
+// Bytes of blocks that belong to a lane: in round r those from byte() on of block r * kBlocks +
 // block().
 template <BlockedFormat Format, int kPerVector>
 struct BlockLanes {

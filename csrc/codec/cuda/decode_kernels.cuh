@@ -13,7 +13,8 @@
 
 namespace bagua {
 
-// The codes of a tile as elements. all() takes any code; plain() only where is_plain says so.
+// The codes of a tile as elements. all() takes any code; plain() only codes for which is_plain
+// holds.
 template <typename Format, typename T>
 struct TileDecoder;
 

@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileCtas)
   encode_tile_of<Format, T>(Tile(batch.chunks[index], unit - batch.first_unit[index]));
 }
 
-// Units are slices; a CTA has one. of_slice: what scan_slices wrote for the same batch.
+// Units are slices; a CTA has one. `of_slice`: output of scan_slices for the same batch.
 template <RangedFormat Format, typename T>
 __global__ void __launch_bounds__(kSliceThreads)
     encode_slices(const __grid_constant__ ChunkBatch batch,

@@ -127,7 +127,7 @@ struct Tile {
 
   BAGUA_DEVICE bool is_last() const { return first + numel == chunk.numel; }
 
-  // How many elements are handled as vectors of kPerVector, each with kCodeBytes of codes: none
+  // Number of elements handled as vectors of kPerVector, each with kCodeBytes of codes: none
   // where the chunk does not lie at multiples of both sizes.
   template <int kPerVector, int kCodeBytes>
   BAGUA_DEVICE int whole_vectors() const {

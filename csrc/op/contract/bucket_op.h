@@ -20,7 +20,7 @@ struct Round {
 // is written before the slot is marked and taken by the op; `result` is read after wait().
 struct SparseGradient {
   at::Tensor local;   // this rank's, left as it is; undefined: zeros
-  at::Tensor result;  // the sum or mean, coalesced; no other rank's and nobody else's memory
+  at::Tensor result;  // the sum or mean, coalesced; memory of its own
 };
 
 // Throws Error, naming the parameter, unless `gradient` is such a one for a parameter of `sizes`,

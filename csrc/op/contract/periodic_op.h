@@ -1,4 +1,4 @@
-// Operation that a periodic lane repeats while training goes on.
+// Operation that a periodic lane repeats during training.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@ class PeriodicOp {
   // Makes a run() that waits for this rank's training end soon, by an error. From any thread.
   virtual void interrupt() noexcept = 0;
 
-  virtual c10::Device device() const = 0;  // of what is averaged
-  virtual int64_t bytes() const = 0;       // of what is averaged
+  virtual c10::Device device() const = 0;  // of the averaged tensors
+  virtual int64_t bytes() const = 0;       // of the averaged tensors
   virtual std::string describe() const = 0;
 };
 

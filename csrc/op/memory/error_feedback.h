@@ -15,7 +15,7 @@ namespace bagua {
 //   1. corrected(): m = g / s + e;
 //   2. the op sends a part c of m, and sums what all ranks sent;
 //   3. finish(): g <- sum * s / P in the bucket's dtype;  e <- m - c.
-// Arithmetic and memory are f32, f64 for f64 buckets. What is sent is sent as it is in m, so that
+// Arithmetic and memory are f32, f64 for f64 buckets. Elements are sent as they are in m, so that
 // m = c + e holds bit by bit. A result that is not finite leaves the memory as it was: all ranks
 // hold the same result, and decide alike (Note [Memory commits with the round]).
 //
@@ -34,7 +34,7 @@ class ErrorFeedback {
 
   // Throws std::invalid_argument, naming the bucket, where it does not fit the memory.
   void check(const at::Tensor& flat, const Round& round) const;
-  // m. What it holds when finish() is called is the error to come: set to zero what was sent.
+  // m. Its contents at finish() become the residual: set sent elements to zero.
   at::Tensor corrected(const at::Tensor& flat, const Round& round);
   // Zeros to sum up in: the bucket itself where its dtype allows.
   at::Tensor zeroed_sum(at::Tensor& flat);

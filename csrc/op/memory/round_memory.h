@@ -39,11 +39,11 @@ class RoundOutcome {
 //
 // Note [Memory commits with the round]
 // Under a GradScaler an overflow in one bucket makes the optimizer skip the step, and what the
-// other buckets sent is thrown away with it. So no op may take over what it remembers before all
-// buckets of the round are known. Every tensor is there twice: an op reads value(i), writes next(i)
-// and says with leave(round, finite) whether its bucket is finite on all ranks, which all ranks
-// know alike from what they have received. Who looks at the memory next (the op in its next round,
-// or the algorithm for a checkpoint) exchanges the two if the round was finite everywhere. A round
+// other buckets sent is thrown away with it. So no op may commit its state before the results of
+// all buckets of the round are known. Every tensor exists twice: an op reads value(i), writes
+// next(i) and reports with leave(round, finite) whether its bucket is finite on all ranks, which
+// all ranks derive alike from the received data. The next access (the op in its next round, or the
+// algorithm for a checkpoint) exchanges the two if the round was finite everywhere. A round
 // that failed or stayed incomplete changes nothing.
 //
 // Thread safety: used by one lane in a round, by anyone between rounds. Ownership: the tensors
@@ -53,12 +53,12 @@ class RoundMemory {
   RoundMemory(std::vector<at::Tensor> initial, std::shared_ptr<RoundOutcome> outcome);
 
   size_t size() const { return values_.size(); }
-  // As of the last round that was finite in all buckets. Valid until the next round begins.
+  // Value after the last round that was finite in all buckets. Valid until the next round begins.
   const at::Tensor& value(size_t i);
-  // Where the new value is to be written, before leave(); what it holds before is undefined.
+  // Memory for the new value, to be written before leave(); undefined until then.
   at::Tensor& next(size_t i);
   void leave(int64_t round, bool finite);
-  // Between rounds: forget what is not committed, and take over a copy of `value`. Throws
+  // Between rounds: discards uncommitted values and copies `value`. Throws
   // std::invalid_argument where shape or dtype differ.
   void set(size_t i, const at::Tensor& value);
 

@@ -1,4 +1,4 @@
-// Where the matrices of a bucket, their factors and the rest of it lie in memory and in messages.
+// Layout of a bucket's matrices, their factors and its non-matrix elements in memory and messages.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace bagua {
 
-// Where a matrix lies in the bucket (row after row), and the rank of its approximation.
+// Place of a matrix in the bucket (row after row), and the rank of its approximation.
 struct LowRankMatrix {
   int64_t offset;  // elements from the start of the bucket
   int64_t rows;

@@ -17,7 +17,7 @@ class AllReduceRows(Operation):
     """Rows are gathered from all ranks and added.
 
     Attributes:
-        gradient: what the slot and the C++ op share.
+        gradient: shared by the slot and the C++ op.
         sizes: of the parameter, the number of rows first.
     """
 

@@ -14,7 +14,7 @@ from bagua._ops.operation import BetweenNodes, BucketView, Operation
 
 __all__ = ["AverageWeights", "check_peer_selection_mode"]
 
-#: How a rank chooses with whom it averages.
+#: Choice of a rank's peers.
 _PEER_SELECTION_MODES = ("all", "shift_one")
 
 

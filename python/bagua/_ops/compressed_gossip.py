@@ -19,7 +19,7 @@ def mixing_weights(sizes: list[int], member: int) -> tuple[float, float]:
     """The weights of the left and the right neighbour of ``member`` on a ring of ``sizes``.
 
     A third each among equals. Otherwise Metropolis-Hastings: a member takes less from a smaller
-    one, so that the mean in which every member weighs its size stays what it is.
+    one, so that the mean weighted by size is unchanged.
     """
     own = sizes[member]
     neighbours = (_C.ring_left(member, len(sizes)), _C.ring_right(member, len(sizes)))
@@ -32,8 +32,8 @@ class CompressedGossip(Operation):
     """Each rank sends the compressed difference between its weights and its replica.
 
     Attributes:
-        weight: what the others believe this rank to hold; f32, one dimension, as long as the
-            bucket. Equal to the neighbours' replicas of this rank, bit for bit; changed by the op.
+        weight: the neighbours' replica of this rank, bit for bit; f32, one dimension, as long as
+            the bucket; changed by the op.
         left_peer_weight: the replica of the left neighbour's ``weight``.
         right_peer_weight: of the right neighbour's.
     """

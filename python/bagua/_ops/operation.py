@@ -12,7 +12,7 @@ from bagua._ops.lane import Lane
 
 __all__ = ["BetweenNodes", "BucketView", "Operation"]
 
-#: How an operation with ``hierarchical=True`` communicates between nodes.
+#: Communication between nodes of an operation with ``hierarchical=True``.
 BetweenNodes = Literal["exact", "compressed", "gossiped"]
 
 
@@ -61,7 +61,7 @@ class Operation:
         raise NotImplementedError
 
     def of_divided(self, group: BaguaProcessGroup) -> tuple[Operation, float] | None:
-        """The same result from gradients that are multiplied on their way into the bucket.
+        """An operation with equal result for gradients scaled on their way into the bucket.
 
         Args:
             group: where the operation names none.

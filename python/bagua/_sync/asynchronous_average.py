@@ -1,4 +1,4 @@
-"""Averaging of a bucket's weights while training goes on, in place of operations."""
+"""Averaging of a bucket's weights during training, in place of operations."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ class AsynchronousAverage:
         self._made().check()
 
     def get_status(self) -> bool:
-        """Whether averaging goes on."""
+        """Whether averaging runs."""
         return self._made().running

@@ -1,4 +1,4 @@
-"""Buckets of weights that are averaged while training goes on: a periodic lane and its gate."""
+"""Buckets of weights that are averaged during training: a periodic lane and its gate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bagua._sync.wrapper import Bucket, Wrapper
 
 __all__ = ["AveragingSynchronizer"]
 
-#: How long a rank whose program ends without abort() goes on averaging with those that still train.
+#: Time for which a rank that ends without abort() continues averaging with ranks that train.
 _SECONDS_FOR_OTHERS_TO_END = 30.0
 
 
@@ -31,7 +31,7 @@ class AveragingSynchronizer:
     during a forward without gradients; averages are applied outside only.
     """
 
-    rounds = None  # ranks average when time has come, whatever step they are in
+    rounds = None  # ranks average at an interval of time, whatever step they are in
 
     def __init__(self, ddp: Wrapper) -> None:
         self._buckets = ddp.bagua_buckets
@@ -116,7 +116,7 @@ class AveragingSynchronizer:
             self.lane.leave()
 
     def _take_back(self) -> None:
-        """Tensors that somebody replaced or pointed elsewhere return to their bucket."""
+        """Return tensors whose memory was replaced to their bucket."""
         ddp = self._owner()
         if ddp is not None and self._buffers:
             for name, buffer in ddp.bagua_floating_buffers():

@@ -1,4 +1,4 @@
-"""Which tensors share a bucket."""
+"""Splits tensors into buckets."""
 
 from __future__ import annotations
 

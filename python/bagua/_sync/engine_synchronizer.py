@@ -20,7 +20,7 @@ from bagua._sync.wrapper import Wrapper
 __all__ = ["EngineSynchronizer"]
 
 
-#: How long a module that is closed waits for other ranks.
+#: Time for which a closed module waits for other ranks.
 _SECONDS_FOR_A_LAST_ROUND = 10.0
 
 
@@ -28,7 +28,7 @@ class EngineSynchronizer:
     """The engine of a module's buckets, from one (re)build of the buckets to the next.
 
     Attributes:
-        engine: what communicates.
+        engine: runs the buckets.
         communicators: (purpose, communicator) of the engine's lanes, for statistics.
     """
 
@@ -127,7 +127,7 @@ class EngineSynchronizer:
         return self
 
     def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
-        """Open a round, or go on with an open one; False if it was called for that one before.
+        """Open a round, or continue an open one; False if it was called for that one before.
 
         ``grad_scale``: the factor that the gradients of this forward will carry. What has been
         communicated is multiplied by ``result_scale`` at the end of backward.
@@ -166,7 +166,7 @@ class EngineSynchronizer:
         return self._path.in_backward
 
     def mark_tensor_ready(self, tensor: torch.Tensor) -> None:
-        """Mark a registered tensor: what ``bagua_mark_communication_ready`` calls.
+        """Mark a registered tensor, for ``bagua_mark_communication_ready``.
 
         Raises:
             BaguaError: it has been marked in the open round.
@@ -241,7 +241,7 @@ class EngineSynchronizer:
         return [handle.id for handle in self._handles]
 
     def end_together(self) -> None:
-        """Rounds end together by themselves, and nothing goes on between two."""
+        """Rounds end together by themselves, and none runs between two steps."""
 
     def stats(self) -> dict[str, Any]:
         """The engine's, for :func:`bagua._core.state.statistics.statistics`."""

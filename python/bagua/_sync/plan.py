@@ -181,7 +181,7 @@ def _build(
 def log_plan(
     name: str, algorithm: str, group: BaguaProcessGroup, buckets: Sequence[Bucket]
 ) -> None:
-    """Tell the log what has been built."""
+    """Log the plan that has been built."""
     _log.info(
         "module '%s': %s, %s: %d tensors of %d bytes in %d bucket(s)",
         name,

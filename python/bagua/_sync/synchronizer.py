@@ -1,4 +1,4 @@
-"""The protocol of what communicates for a wrapped module."""
+"""The protocol of a wrapped module's communication."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Synchronizer(Protocol):
 
         Args:
             grad_scale: the factor that the gradients of this forward will carry.
-            result_scale: what has been communicated is multiplied by it at the end of backward.
+            result_scale: factor for the communicated values, at the end of backward.
 
         Returns:
             Whether it has opened a round.
@@ -41,7 +41,7 @@ class Synchronizer(Protocol):
         """
 
     def wait(self) -> None:
-        """Block until what was launched is done; raises what failed."""
+        """Block until all launched work is done; raise a failure of it."""
 
     def exclusive(self) -> AbstractContextManager[None]:
         """Inside it no weights change but by the caller."""
@@ -53,7 +53,7 @@ class Synchronizer(Protocol):
         """Ids of the hooks, for copies that must not have them."""
 
     def end_together(self) -> None:
-        """End what goes on between steps, on all ranks, before another takes over."""
+        """End work between steps on all ranks, before another synchronizer replaces this one."""
 
     def close(self) -> None:
         """Remove the hooks and end the threads, without asking the other ranks. Idempotent."""

@@ -1,4 +1,4 @@
-"""The only place where torch is changed: what its classes gain, and one start that it refuses."""
+"""The only place that changes torch: methods of its classes, and a start that is refused."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def with_bagua(
 
     Args:
         optimizers: the optimizers used for the module (a list).
-        algorithm: what is communicated and when (``bagua.torch_api.algorithms``).
+        algorithm: decides the messages and their time (``bagua.torch_api.algorithms``).
         process_group: who communicates: None for all ranks, a torch process group, or a
             ``BaguaProcessGroup``.
         do_flatten: make gradients views of their buckets; False copies them in and out.

@@ -20,7 +20,7 @@ class SparseBucket(BaguaBucket):
     """One parameter, whose gradient is no part of a flat memory.
 
     It goes from autograd to the operation and back as it is. ``backend_tensor`` has one element,
-    which tells dtype and device. The only operation is the exact sum or mean.
+    which determines dtype and device. The only operation is the exact sum or mean.
     """
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:

@@ -44,7 +44,7 @@ class BaguaDistributedDataParallel:
     Args:
         static_graph: every backward reaches the same parameters, each equally often.
         bucket_bytes: after which a bucket is closed; None: ``BAGUA_DEFAULT_BUCKET_SIZE``.
-        initial_state: what the first rank gives to all.
+        initial_state: broadcast by the first rank.
         hook_module: False: the caller calls :meth:`before_forward` and :meth:`after_forward`.
     """
 
@@ -147,7 +147,7 @@ class BaguaDistributedDataParallel:
     # Setting up.
 
     def _initialise(self) -> None:
-        """Rank 0's state for everybody, then tensors, buckets, ops and an engine."""
+        """Broadcast rank 0's state, then build tensors, buckets, ops and an engine."""
         self._stop_engine()
         if self._initial_state != "nothing":
             self.give_state(0, buffers=self._initial_state == "all")
@@ -158,7 +158,7 @@ class BaguaDistributedDataParallel:
         self.bagua_buckets = algorithm.tensors_to_buckets(groups, self.gradient_as_bucket_view)
         for bucket in self.bagua_buckets:
             algorithm.init_operations(self, bucket)
-        # Building needs gradients and moves them; training goes on with what somebody may hold.
+        # Building replaces gradients; training continues with tensors that the user may hold.
         for parameter, gradient in gradients:
             parameter.grad = gradient
         if not self.bagua_buckets:
@@ -206,10 +206,10 @@ class BaguaDistributedDataParallel:
         """Prepare a forward: Note [Which backward communicates] in the C++ core.
 
         One in training mode opens its round here, one in ``eval()`` in its backward: a rank that
-        evaluates alone, with gradients enabled, waits for nobody.
+        evaluates alone, with gradients enabled, does not wait.
 
         Raises:
-            BaguaError: the module is not what was wrapped, its process group is gone, or another
+            BaguaError: the module has changed since the wrap, its process group is gone, or another
                 rank failed.
         """
         self._watching = False
@@ -249,7 +249,7 @@ class BaguaDistributedDataParallel:
             self.wait_pending_comm_ops()
 
     def _begin_round(self) -> bool:
-        """Open a round, or go on with the one that is open; whether it has just begun."""
+        """Open a round, or continue the open one; return whether it has just begun."""
         assert self._running is not None
         grad_scale = self._grad_scaler.get_scale() if self._grad_scaler is not None else 1.0
         return self._running.step_begins(grad_scale, self.uneven_inputs.result_scale)
@@ -374,7 +374,7 @@ class BaguaDistributedDataParallel:
         return statistics(self._running, self._shared.traffic)
 
     def pause(self) -> None:
-        """End what goes on between steps (asynchronous averaging). Every rank calls it."""
+        """End work between steps (asynchronous averaging). Every rank calls it."""
         if self._running is not None:
             self._running.end_together()
 
@@ -409,7 +409,7 @@ class BaguaDistributedDataParallel:
             return
         self._ended = True
         if (rounds := self._rounds) is not None:
-            with suppress(BaguaError):  # this rank or another has failed, and said so
+            with suppress(BaguaError):  # this rank or another has failed, and raised that
                 if self.bagua_algorithm.mark_pending(self):
                     rounds.finish_soon()
         self._stop_engine()

@@ -54,7 +54,7 @@ class BaguaBucket:
         tensors: without padding.
         backend_tensor: the flat memory, padding included.
         padding_tensor: the padding, or None.
-        ops: what happens when all tensors are ready, in this order.
+        ops: operations on the bucket when all tensors are ready, in this order.
         asynchronous: the averaging in a thread of its own, instead of operations.
         position: (index of this bucket, number of buckets) of the module.
 
@@ -126,7 +126,7 @@ class BaguaBucket:
             offset += value.numel()
 
     def view_of(self, index: int) -> torch.Tensor:
-        """Where tensor ``index`` lies in the flat memory."""
+        """Place of tensor ``index`` in the flat memory."""
         return self._views[index]
 
     def slots(self) -> list[_C.Slot]:
@@ -373,11 +373,11 @@ class BaguaBucket:
         """Mix the bucket, whose tensors are weights, with both neighbours' on a ring of the ranks.
 
         Args:
-            weight: what the others believe this rank to hold. Like the two others f32, of one
-                dimension, as long as ``backend_tensor`` and memory of its own. All three start as
-                copies of weights that are equal on all ranks.
+            weight: the neighbours' replica of this rank. Like the other two f32, of one dimension,
+                as long as ``backend_tensor``, with memory of its own. All three start as copies of
+                weights that are equal on all ranks.
             left_peer_weight: the replica of the left neighbour's ``weight``.
-            right_peer_weight: of the right neighbour's.
+            right_peer_weight: the replica of the right neighbour's ``weight``.
             hierarchical: exact mean inside a node, the ring between the nodes' leaders.
             compression: a codec (``_C.codec_names()``) or Bagua's name ``"MinMaxUInt8"``.
             group: default the group of the wrapped module.

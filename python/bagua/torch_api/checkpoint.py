@@ -35,7 +35,7 @@ def save_checkpoint(
     keep: int = 2,
     group: Any = None,
 ) -> Path:
-    """Write what training needs to go on. All ranks call it, between two steps::
+    """Write a checkpoint from which training can continue. All ranks call it, between two steps::
 
         state = {"model": model, "optimizer": optimizer, "algorithm": model.bagua_algorithm}
         save_checkpoint(folder, state, step)
@@ -124,9 +124,9 @@ def load_latest(
 ) -> int | None:
     """Load the newest checkpoint that all ranks have whole. All call it, after ``with_bagua``.
 
-    With the number of ranks that saved, every rank gets what it had. With another number every rank
-    gets what the ranks had alike (and rank 0's buffers, where the algorithm broadcasts them); what
-    they owed by error feedback is shared out so that its mean is kept.
+    With the number of ranks that saved, every rank gets its own state. With another number every
+    rank gets the values that were equal on all ranks (and rank 0's buffers, where the algorithm
+    broadcasts them), and residuals whose mean over the ranks is kept.
 
     Files that are missing, truncated or corrupted, on any rank, are refused with a warning that
     names them and what is loaded instead.

@@ -1,8 +1,8 @@
-"""``BaguaModule``: what a wrapped module gains, and nothing an unwrapped one has.
+"""``BaguaModule``: methods of a wrapped module.
 
 A wrapped module's class becomes a subclass of its own class and of :class:`BaguaModule`. Copies and
-pickles of it are of the original class, without communication: what ``copy.deepcopy`` or
-``torch.save`` gives is an ordinary module, which may be wrapped again, and which says so once if it
+pickles of it are of the original class, without communication: the copy of ``copy.deepcopy`` or
+``torch.save`` is an ordinary module, which may be wrapped again, and which says so once if it
 is trained without that.
 """
 
@@ -107,7 +107,7 @@ class BaguaModule:
               from the last of its tensors being ready to the start of its operations;
               ``hidden_ns``, the part of ``busy_ns`` in which the caller was not blocked;
               ``nonfinite_rounds``, after how many of them the result held NaN or infinity (None on
-              CUDA, where nobody looks).
+              CUDA, where they are not counted).
             - ``total``: sums over the buckets. Lanes run at the same time, so times in it may
               exceed the time that has passed.
             - ``busy_ns``, ``hidden_ns``: wall-clock time in which at least one lane was busy, and

@@ -26,9 +26,9 @@ def ranks_text(ranks: Sequence[int]) -> str:
 def new_memory(
     flat: torch.Tensor, outcome: _C.RoundOutcome, *others: torch.Tensor, error_feedback: bool
 ) -> _C.RoundMemory:
-    """A memory that owes nothing: the error for buckets like ``flat``, then ``others``.
+    """A memory with a zero residual for buckets like ``flat``, then ``others``.
 
-    Without error feedback the error is empty.
+    Without error feedback the residual is empty.
     """
     wide = torch.promote_types(flat.dtype, torch.float32)
     error = flat.new_zeros(flat.numel() if error_feedback else 0, dtype=wide)
@@ -43,12 +43,12 @@ def load_memory(
     rank: int,
     ranks: Sequence[int],
 ) -> None:
-    """Copy what an algorithm remembers from a state into its tensors.
+    """Copy a saved state into an algorithm's tensors.
 
-    ``equal``: (key, tensor) of what all ranks have alike. ``errors``: (name of parameter, tensor).
-    A state of the same ranks gives every rank its own errors. Of other ranks, the dicts of all of
-    them merged, every rank gets the mean: what is owed on average is what training depends on
-    (Vogels et al., NeurIPS 2019: the aggregation is linear).
+    ``equal``: (key, tensor) of values that are equal on all ranks. ``errors``: (name of parameter,
+    residual). A state of the same ranks gives every rank its own residuals. From the merged dicts
+    of other ranks every rank gets the mean, since training depends on the mean only (Vogels et al.,
+    NeurIPS 2019: the aggregation is linear).
 
     Raises:
         ValueError: something is missing, no tensor or of another shape; nothing has been copied
@@ -69,9 +69,9 @@ def load_memory(
     found = [(view, saved_tensor(state, key, view, here)) for key, view in equal]
     for name, view in errors:
         remedy = here if saved == list(ranks) else all_ranks
-        owed = [saved_tensor(state, error_key(source, name), view, remedy) for source in sources]
-        wide = torch.stack([error.to(view) for error in owed])
-        found.append((view, owed[0] if len(owed) == 1 else wide.sum(0) / len(owed)))
+        theirs = [saved_tensor(state, error_key(source, name), view, remedy) for source in sources]
+        wide = torch.stack([residual.to(view) for residual in theirs])
+        found.append((view, theirs[0] if len(theirs) == 1 else wide.sum(0) / len(theirs)))
     with torch.no_grad():
         for view, value in found:
             view.copy_(value)

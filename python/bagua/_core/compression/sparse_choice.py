@@ -1,4 +1,4 @@
-"""How many elements of a bucket are sent, and by which op."""
+"""Chooses the number of elements of a bucket that are sent, and the op that sends them."""
 
 from __future__ import annotations
 

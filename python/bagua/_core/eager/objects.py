@@ -1,4 +1,4 @@
-"""``broadcast_object``: plain data from one rank to all, without running what was received."""
+"""``broadcast_object``: plain data from one rank to all, without running received code."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def broadcast_object(obj: Any, src: int = 0, comm: Communicator | CommMember | N
     never run.
 
     Returns:
-        ``obj`` itself on ``src`` (and on a rank that is no member), what was received elsewhere.
+        ``obj`` itself on ``src`` (and on a rank that is no member), the received object elsewhere.
 
     Raises:
         ValueError: ``src`` is not a rank of the communicator.
         TypeError: on every rank, if the object of ``src`` cannot be sent this way.
-        BaguaError: what came cannot be read, or has a class that this rank does not allow.
+        BaguaError: the message cannot be read, or has a class that this rank does not allow.
     """
     member = member_of(comm)
     if member is None:

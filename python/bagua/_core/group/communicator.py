@@ -21,7 +21,7 @@ __all__ = ["CommMember", "Communicator", "ReduceOp", "comm"]
 
 
 class ReduceOp(enum.IntEnum):
-    """How elements of several ranks become one. AVG is SUM divided by the number of ranks.
+    """Reductions over ranks. AVG is SUM divided by the number of ranks.
 
     BOR, BAND and BXOR take integers and booleans, AVG floating-point and complex numbers.
     """
@@ -173,7 +173,7 @@ class Communicator:
             move(connected)
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
-                # NCCL fails on the device after its call has returned; the next call says so.
+                # NCCL fails on the device after its call has returned; the next call raises.
                 connected.exchange([], [])
         except _C.BaguaError as error:
             raise self._failure(name, call, peer, error) from error
@@ -220,7 +220,7 @@ class Communicator:
         if self._board is not None:
             self._board.publish(text, is_secondary=True)
             seen = self._board.diagnose(seen, call, "call", everyone=True, peer=peer)
-        # Connecting late is an error of the transport's own kind, which says so in words.
+        # A late connection is an error of the transport's own type, known by its text.
         late = "timed out" in text.lower() or "timeout" in text.lower()
         return (_C.BaguaTimeoutError if late else _C.BaguaError)(seen)
 

@@ -38,7 +38,7 @@ _log = logging.getLogger("bagua")
 
 
 def fingerprint(lines: list[str]) -> int:
-    """64 bits that tell two descriptions apart."""
+    """64 bits that differ for different descriptions."""
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -67,7 +67,7 @@ class Connections:
 
     Every communicator is a c10d backend of its own, or on CUDA an NCCL communicator of its own,
     constructed directly over a prefix of the store: ``dist.new_group`` would have to be called by
-    non-members too, and in the same history everywhere.
+    non-members too, in the same order on all ranks.
     """
 
     def __init__(self, store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta) -> None:
@@ -234,9 +234,9 @@ class Connections:
         return creator.creator_fn(store, rank, size, self.timeout)
 
     def board(self, name: str, members: list[int] | None = None) -> _C.FailureBoard | None:
-        """Where ``members`` (of this group; None: all) tell each other about failures.
+        """Board on which ``members`` (of this group; None: all) publish failures.
 
-        None for a rank alone.
+        None for a single rank.
         """
         members = list(range(self.size)) if members is None else members
         if len(members) == 1:
@@ -290,7 +290,7 @@ class Connections:
 
 
 def first_difference(first: list[str], second: list[str], other: int) -> str:
-    """Where the lines of rank 0 and of rank ``other`` differ first, in words."""
+    """Describe the first difference between the lines of rank 0 and of rank ``other``."""
     missing = "nothing"
     for i in range(max(len(first), len(second))):
         mine = first[i] if i < len(first) else missing

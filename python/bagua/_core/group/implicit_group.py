@@ -23,7 +23,7 @@ def ensure_initialised() -> None:
     """Make bagua's default group over torch.distributed's if there is none. All ranks call it.
 
     A group that was made here follows torch's: when the script has destroyed that one and
-    initialised another, it is made anew.
+    initialised another, it is made again.
 
     Raises:
         RuntimeError: neither bagua nor torch.distributed is initialised.

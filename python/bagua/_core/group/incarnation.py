@@ -1,4 +1,4 @@
-"""Which start of the job this is: a store outlives the processes that have written to it."""
+"""Names each start of a job: a store outlives the processes that have written to it."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from bagua._core.group import environment as env
 
 __all__ = ["OWN_RENDEZVOUS", "agree_on_incarnation", "count_visits", "refuse_stale_addresses"]
 
-#: How bagua asks torch for the store that torchrun's agent serves.
+#: URL with which bagua asks torch for the store that torchrun's agent serves.
 OWN_RENDEZVOUS = "env://?for=bagua"
 _LONGEST_PAUSE = 0.02  # seconds between two looks of rank 0 at the store
 _GRACE = timedelta(seconds=10)  # that ranks give rank 0, which may have come after them
 
 
 def agree_on_incarnation(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> str:
-    """A name that the processes which are alive and call this have in common, and no others.
+    """A name shared by exactly the live processes that call this.
 
     After a restart the store still holds what dead processes wrote under the same ranks. torchrun's
-    restart count does not tell them apart: the agent whose process died counts a restart, the
-    agents of other nodes see a change of membership and count nothing. So no key is taken for fresh
-    that a dead process may have written:
+    restart count does not distinguish them: the agent whose process died counts a restart, the
+    agents of other nodes see a change of membership and count nothing. So keys that a dead process
+    may have written are never taken for fresh:
 
     1. Every rank but 0 writes a random number of its own and waits for the answer to that number.
-    2. Rank 0 draws the name and answers every number it finds, until each rank has said, under that
-       name, that it came. A dead rank's number is answered too; nobody comes for it.
-    3. Rank 0 says that all came, or who did not.
+    2. Rank 0 draws the name and answers every number it finds, until each rank has confirmed, under
+       that name, that it is present. Numbers of dead ranks are answered too, without effect.
+    3. Rank 0 publishes that all are present, or which ranks are missing.
 
     Raises:
-        BaguaTimeoutError: rank 0 does not answer, or ranks do not come, which it names.
+        BaguaTimeoutError: rank 0 does not answer, or names missing ranks.
     """
     if size == 1:
         return secrets.token_hex(8)
@@ -85,8 +85,8 @@ def _receive(store: c10d.Store, size: int, timeout: timedelta) -> str:
 def count_visits(store: c10d.Store, rank: int) -> str:
     """A name for bagua's next start over a group of torch's, whose store is the group's alone.
 
-    Nobody is waited for, as only members of a subgroup may use bagua. Ranks that start equally
-    often, which is up to the script, have it in common.
+    Waits for no rank, since only members of a subgroup may use bagua. Ranks that start equally
+    often, which the script must ensure, get the same name.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"{restarts}.{store.add(f'bagua/{restarts}/visits/{rank}', 1)}"
@@ -104,9 +104,9 @@ def _raise_if_missing(missing: str, rank: int, size: int, timeout: timedelta) ->
 def refuse_stale_addresses(init_method: str | None) -> None:
     """Refuse a group that torch.distributed makes by ``init_method`` in a restarted job.
 
-    torchrun's store serves all restarts, and torch's keys in it do not tell them apart, so ranks
-    read where the dead ones listened. They are refused, connect to nobody until a timeout, or
-    make a group that breaks.
+    torchrun's store serves all restarts, and torch's keys in it are equal for all of them, so ranks
+    read the addresses of dead processes. They are refused, wait until a timeout, or make a group
+    that breaks.
 
     Raises:
         RuntimeError: names the remedy.

@@ -87,7 +87,7 @@ def init_process_group(
         RuntimeError: called twice, or torch.distributed was initialised and an argument differs, or
             was initialised by addresses that may be of processes before a restart.
         BaguaTimeoutError: ranks do not come; rank 0 names them.
-        BaguaError: a rank was lost meanwhile, or the job's store.
+        BaguaError: a rank or the job's store was lost in the process.
         ValueError: a rank or size is missing or out of range.
     """
     global _made_torch_group
@@ -215,8 +215,8 @@ def destroy_process_group() -> None:
 
 
 def _leave(process: int) -> None:
-    # A gloo group that is alive when the interpreter goes aborts the process now and then, whoever
-    # made it; a forked child has no threads to stop.
+    # A gloo group that outlives the interpreter may abort the process; a forked child has no
+    # threads to stop.
     if os.getpid() != process:
         return
     destroy_process_group()

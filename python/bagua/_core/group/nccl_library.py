@@ -17,7 +17,7 @@ _NAME = "libnccl.so.2"
 
 
 def nccl_paths() -> list[str]:
-    """Where to look for NCCL in a process that has not loaded it, the best place first.
+    """Paths of NCCL to try in a process that has not loaded it, the best one first.
 
     ``BAGUA_NCCL_LIBRARY`` alone where it is set. Else the wheel that torch's CUDA wheels depend on
     (``nvidia-nccl-cu12``, ``-cu13``), torch's own folder of libraries, and what the loader finds.
@@ -37,7 +37,7 @@ def nccl_library() -> _C.NcclLibrary:
     """The NCCL of this process: the one it has loaded already, else the first of ``nccl_paths()``.
 
     Raises:
-        BaguaError: none could be loaded (the message lists what was tried), it is too old, or this
+        BaguaError: none could be loaded (the message lists the paths), it is too old, or this
             build has no NCCL.
     """
     return _C.NcclLibrary.find(nccl_paths())

@@ -26,7 +26,7 @@ def rendezvous(
     local_world_size: int,
     timeout: timedelta | None,
 ) -> tuple[int, int, c10d.Store]:
-    """Where this process stands; see ``init_process_group`` for the arguments.
+    """Place of this process in the job; see ``init_process_group`` for the arguments.
 
     Raises:
         ValueError: a rank, a size or an environment variable is missing or out of range.
@@ -76,7 +76,7 @@ def rendezvous(
 def make_torch_group(
     backend: str, store: c10d.Store, rank: int, world_size: int, timeout: timedelta | None
 ) -> None:
-    """torch's default group, over keys that nobody else uses.
+    """torch's default group, over keys of its own.
 
     Raises:
         BaguaError: it could not be made; says where the other ranks are.

@@ -1,6 +1,6 @@
 """``BaguaTensor``: a tensor that an algorithm has registered for communication.
 
-The functions here become methods of ``torch.Tensor`` (see ``_patch``). What they remember lies in a
+The functions here become methods of ``torch.Tensor`` (see ``_patch``). Their state lies in a
 side table, not on the tensor, so that pickling and copying a parameter stay as they were.
 """
 
@@ -179,7 +179,7 @@ def bagua_backend_tensor(self: torch.Tensor) -> torch.Tensor:
 
 
 def bagua_mark_communication_ready(self: torch.Tensor) -> None:
-    """Tell the engine that this tensor may be sent.
+    """Mark this tensor as ready to be sent.
 
     Raises:
         RuntimeError: the tensor belongs to no wrapped module, or no round is open.

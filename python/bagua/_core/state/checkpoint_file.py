@@ -1,7 +1,7 @@
 """Files that are whole or not there, and that say when their bytes have changed.
 
 A file is what ``torch.save`` writes, readable by ``torch.load(weights_only=True)``, and a trailer
-of 56 bytes: the magic, the number of the saving (u64), the length of what is before (u64), and
+of 56 bytes: the magic, the number of the saving (u64), the length of the preceding bytes (u64), and
 blake2b of all of that and both numbers (32 bytes), little-endian. torch itself checks no bytes of
 tensors.
 """
@@ -27,11 +27,11 @@ _PIECE = 2**22  # bytes that are read at once
 
 
 class DamagedFile(Exception):
-    """A file is not what was written; the message says how."""
+    """A file differs from the one that was written; the message says how."""
 
 
 class _Hashing:
-    """A file opened for writing that remembers the digest and length of what went into it."""
+    """A file opened for writing that tracks the digest and length of its contents."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -130,7 +130,7 @@ def _pieces(file: IO[bytes], length: int) -> Iterator[bytes]:
 
 
 def read(path: Path) -> Any:
-    """What :func:`write` was given, tensors on the CPU. For files that :func:`check` has passed."""
+    """The state given to :func:`write`, on the CPU. For files that :func:`check` has passed."""
     return torch.load(path, map_location="cpu", weights_only=True)
 
 

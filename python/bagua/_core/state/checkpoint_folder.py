@@ -33,7 +33,7 @@ class Chosen(NamedTuple):
 
 
 def file_of(folder: Path, saved: Saved, rank: int) -> Path:
-    """Where one rank's part of a checkpoint is."""
+    """Location of one rank's part of a checkpoint."""
     return folder / f"step-{saved.step:09d}.rank-{rank}-of-{saved.size}.pt"
 
 
@@ -87,7 +87,7 @@ class _Candidates:
     def saving(self, saved: Saved) -> int | None:
         """The number of the saving that the files needed here have in common, if they are whole."""
         first: tuple[Path, int] | None = None
-        # Of another number of ranks all parts are joined.
+        # The parts of another number of ranks are all joined.
         needed = {0, self._rank} if saved.size == self._size else set(range(saved.size))
         for rank in sorted(needed):
             path = file_of(self._folder, saved, rank)
@@ -122,9 +122,9 @@ class _Candidates:
 def choose(folder: Path, connections: Connections) -> Chosen:
     """The newest checkpoint that all ranks can load. All ranks call it.
 
-    1. Every rank names its newest whole one; the oldest of these is looked at: what is newer, some
-       rank does not have.
-    2. If all ranks have that one, of the same saving, it is chosen. Else older ones are looked at.
+    1. Every rank names its newest complete one; the oldest of these is the candidate, since some
+       rank lacks the newer ones.
+    2. If all ranks have the candidate, of the same save, it is chosen. Else older ones are tried.
 
     Raises:
         BaguaError: there are checkpoints, and none can be loaded because of damaged files.
@@ -155,7 +155,7 @@ def choose(folder: Path, connections: Connections) -> Chosen:
 
 
 def refused_text(refused: dict[Path, str]) -> str:
-    """As messages list refused files."""
+    """The list of refused files for messages."""
     return "; ".join(f"{path}: {reason}" for path, reason in refused.items())
 
 

@@ -1,4 +1,4 @@
-"""States as trees of dicts: what all ranks have alike is kept once, and put together again."""
+"""States as trees of dicts: values that are equal on all ranks are stored once."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def tree(found: Leaves) -> Any:
 
 
 def path_text(path: Path) -> str:
-    """As messages show a path."""
+    """The text of a path for messages."""
     return "/".join(map(str, path))
 
 
 def table(found: Leaves) -> dict[Path, tuple[int, str]]:
-    """Hash that tells whether tensors are the same: 64 bits of bits, dtype, shape, strides."""
+    """Hash for equality of tensors: 64 bits over values, dtype, shape and strides."""
     return {
         path: (int(digest(value)), f"{value.dtype} {tuple(value.shape)} {value.stride()}")
         for path, value in found.items()

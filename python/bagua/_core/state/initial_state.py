@@ -21,7 +21,7 @@ from bagua._core.state.optimizer_format import (
 
 __all__ = ["InitialState", "broadcast_state", "broadcast_tensors"]
 
-#: What the first rank gives to all at the wrap: parameters, buffers and optimizer state; the same
+#: Broadcast by the first rank at the wrap: parameters, buffers and optimizer state; the same
 #: without buffers; or nothing, when the caller has seen to it that ranks are equal.
 InitialState = Literal["all", "without buffers", "nothing"]
 
@@ -89,12 +89,12 @@ def broadcast_optimizer(
     Raises:
         TypeError: on every rank, if a state or hyper-parameter of ``source`` is neither a tensor
             nor plain data.
-        BaguaMismatchError: what came does not describe an optimizer of these parameters; nothing
+        BaguaMismatchError: the message does not describe an optimizer of these parameters; nothing
             was changed.
     """
     if connections.size == 1:
         return
-    # 1. What there is, as text.
+    # 1. The description, as text.
     problem: TypeError | None = None
     text = ""
     try:

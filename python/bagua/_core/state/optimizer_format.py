@@ -36,7 +36,7 @@ _DTYPES = {
 }
 _KINDS = ({"tensor", "shape", "device"}, {"value"}, {"list"}, {"tuple"})
 
-# What no optimizer comes near to: LBFGS, which remembers most, has 203 times its parameters.
+# Beyond the state of any optimizer: LBFGS, which has most, keeps 203 times its parameters.
 _MOST_STATE_PER_PARAMETER_BYTE = 256
 _MOST_STATE_BESIDES = 16 * 1024**2
 _MOST_TEXT_PER_PARAMETER = 64 * 1024

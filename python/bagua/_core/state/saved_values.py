@@ -22,7 +22,7 @@ def check_state(state: Any, owner: str) -> None:
 
 
 def saved_count(state: Mapping[str, Any], key: str, owner: str) -> int:
-    """How often something was done: the whole number that is under ``key``.
+    """The count under ``key``: a whole number.
 
     Raises:
         ValueError: it is missing, or something else; names the entry.

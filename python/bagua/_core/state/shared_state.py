@@ -36,7 +36,7 @@ class UnevenInputs:
 
     Attributes:
         source: the rank whose buffers all ranks get: one that still has inputs.
-        result_scale: what the communicated gradients are multiplied by.
+        result_scale: factor for the communicated gradients.
         complete: whether all ranks still have inputs.
     """
 
@@ -49,7 +49,7 @@ class SharedState:
     """Gives the ranks the same state at the wrap, and keeps and checks it before rounds.
 
     Attributes:
-        traffic: what that sent since :meth:`restart_counting`.
+        traffic: counted since :meth:`restart_counting`.
     """
 
     def __init__(

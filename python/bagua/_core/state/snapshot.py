@@ -34,7 +34,7 @@ class ModuleSnapshot:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.ignored = ignored_names(module)
-        # What is ignored may change, a module of which everything is ignored too.
+        # Ignored tensors may change, and so may a module whose tensors are all ignored.
         free = set(self.ignored) | {
             name
             for name, child in module.named_modules()
@@ -77,7 +77,7 @@ class ModuleSnapshot:
     def equal_everywhere(
         self, module: torch.nn.Module, with_buffers: bool
     ) -> list[tuple[str, torch.Tensor]]:
-        """``(name, tensor)`` of what the ranks of a synchronous algorithm have in common."""
+        """``(name, tensor)`` of values that the ranks of a synchronous algorithm share."""
         named = [(name, p.data) for name, p in self.common_parameters(module)]
         if with_buffers:
             named += [(name, b) for name, b in module.named_buffers() if name not in self.ignored]

@@ -62,7 +62,7 @@ GlobalAlgorithmRegistry.register(
     "weights mixed with both neighbours on a ring, through 8-bit differences",
 )
 GlobalAlgorithmRegistry.register(
-    "async", AsyncModelAverageAlgorithm, "weights averaged while training goes on"
+    "async", AsyncModelAverageAlgorithm, "weights averaged during training"
 )
 GlobalAlgorithmRegistry.register(
     "qadam", QAdamAlgorithm, "Adam with 8-bit momentum after a warm-up of exact gradients"

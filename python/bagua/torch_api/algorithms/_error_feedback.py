@@ -25,10 +25,10 @@ def check_warmup(warmup_steps: int) -> None:
 
 
 class ErrorFeedbackImpl(AlgorithmImpl):
-    """Exact rounds first, then one compressing op per bucket, which remembers what it owes.
+    """Exact rounds first, then one compressing op per bucket, with a residual.
 
-    Subclasses say what the op is (:meth:`append_compression`) and what it remembers besides errors
-    (:meth:`equal_views`). The first tensor of its memory is the error, as long as the bucket, or
+    Subclasses define the op (:meth:`append_compression`) and its state besides residuals
+    (:meth:`equal_views`). The first tensor of its memory is the residual, as long as the bucket, or
     empty.
 
     Attributes:
@@ -57,7 +57,7 @@ class ErrorFeedbackImpl(AlgorithmImpl):
     def equal_views(
         self, bucket: BaguaBucket, memory: _C.RoundMemory
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(key, tensor) of what is remembered alike on all ranks. Writing into them counts."""
+        """(key, tensor) of the state that is equal on all ranks; writes into them take effect."""
         raise NotImplementedError
 
     def need_reset(self) -> bool:
@@ -86,16 +86,16 @@ class ErrorFeedbackImpl(AlgorithmImpl):
 
         return finish
 
-    # What a checkpoint keeps.
+    # State for checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, and what is owed: call it on every rank, between two steps.
+        """Counters and residuals: call it on every rank, between two steps.
 
         Returns:
-            ``rounds``, the communicated ones; ``ranks``, those that remember (with
+            ``rounds``, the communicated ones; ``ranks``, those with residuals (with
             ``hierarchical`` the nodes' leaders); from the end of the warm-up on, for every
-            parameter, of its shape and f32 (f64), ``rank<r>/error/<name>``; and what else the
-            algorithm remembers.
+            parameter, of its shape and f32 (f64), ``rank<r>/error/<name>``; and further
+            state of the algorithm.
         """
         state: dict[str, Any] = {"rounds": self._rounds, "ranks": ranks_text(self._members())}
         state |= {key: view.clone() for key, view in self._equal_views()}
@@ -103,10 +103,11 @@ class ErrorFeedbackImpl(AlgorithmImpl):
         return state | {error_key(rank, name): view.clone() for name, view in self._errors()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`: on every rank, after ``with_bagua``.
+        """Restore :meth:`state_dict`: on every rank, after ``with_bagua``.
 
         With another number of ranks than saved it, give every rank the dicts of all old ranks
-        merged into one (``a | b | ...``): each then owes the mean of what they owed.
+        merged into one (``a | b | ...``): each then starts from the mean of their
+        residuals.
 
         Raises:
             ValueError: the state is of another algorithm, model or number of ranks; names the
@@ -120,7 +121,7 @@ class ErrorFeedbackImpl(AlgorithmImpl):
             self._loaded = dict(state) if remembers else None  # the next forward makes the buckets
         elif remembers:
             self._load_memories(state)
-        else:  # saved before the first compressed round: nothing is owed
+        else:  # saved before the first compressed round: residuals are zero
             for _, view in (*self._equal_views(), *self._errors()):
                 view.zero_()
         self._rounds = rounds

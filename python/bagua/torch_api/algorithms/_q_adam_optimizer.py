@@ -1,4 +1,4 @@
-"""``QAdamOptimizer``: Adam that can go on from an averaged first moment instead of gradients."""
+"""``QAdamOptimizer``: Adam that can continue from an averaged first moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asynchronous model averaging: ranks train on their own, and weights are averaged meanwhile."""
+"""Asynchronous model averaging: ranks train independently, and a thread averages weights."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def _check(peer_selection_mode: str, sync_interval_ms: int, warmup_steps: int) -
 class AsyncModelAverageAlgorithm(Algorithm):
     """Weights are averaged by a thread of their own (Bagua, VLDB 2022, asynchronous centralized).
 
-    A step costs what it costs without communication. Every average adds to a rank's weights the
-    difference between all ranks' mean and its own snapshot, so what was learnt while the bytes
-    travelled is kept. Floating buffers are averaged with the weights. Ranks need not make equal
+    A step costs as much as without communication. Every average adds to a rank's weights the
+    difference between all ranks' mean and its own snapshot, so updates made during the transfer are
+    kept. Floating buffers are averaged with the weights. Ranks need not make equal
     numbers of steps. Call ``model.bagua_algorithm.abort(model)`` on every rank after training, and
     before evaluating or saving weights that all ranks should hold.
 
@@ -147,14 +147,14 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def abort(self, bagua_ddp: Any) -> None:
         """End averaging: returns once every rank has called it. Again, or in the warm-up, too.
 
-        Until the last rank calls it averages go on, also into this rank's weights. Ranks hold
+        Until the last rank calls it averages continue, also of this rank's weights. Ranks hold
         different weights afterwards: ``bagua.torch_api.average_weights(model)`` gives their mean.
 
         Args:
             bagua_ddp: the wrapped module.
 
         Raises:
-            BaguaError: another rank ended without ``abort``, and no forward has said so yet.
+            BaguaError: another rank ended without ``abort``, and no forward has raised that yet.
         """
         del bagua_ddp  # upstream's signature
         self._aborted = True
@@ -185,7 +185,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return {"warmed_up": self._warmed_up}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`, on every rank, before the first step after the wrap.
+        """Restore :meth:`state_dict`, on every rank, before the first step after the wrap.
 
         Raises:
             ValueError: the state is of another algorithm.

@@ -186,13 +186,13 @@ class AlgorithmImpl:
         return getattr(type(self), method) is not getattr(AlgorithmImpl, method)
 
     def close(self) -> None:
-        """Called when the module is wrapped anew or closed: undo what was done outside of it."""
+        """Called when the module is wrapped again or closed: undo changes outside of it."""
 
     def mark_pending(self, bagua_ddp: WrappedModule) -> bool:
-        """Mark what an earlier iteration has left to communicate; False if there is nothing.
+        """Mark tensors that an earlier iteration left to communicate; False if there are none.
 
         Called before a training forward begins anything, inside ``no_sync()`` too, before weights
-        are read for a checkpoint or an average, and when the module is closed; who called it waits
+        are read for a checkpoint or an average, and when the module is closed; the caller waits
         for the communication.
         """
         return False
@@ -207,7 +207,7 @@ class AlgorithmImpl:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`: on every rank, after ``with_bagua``.
+        """Restore :meth:`state_dict`: on every rank, after ``with_bagua``.
 
         Raises:
             ValueError: the state is of another algorithm; names what does not fit.

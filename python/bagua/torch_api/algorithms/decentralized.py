@@ -88,7 +88,7 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
         self.peer_selection_mode = peer_selection_mode
         self.communication_interval = communication_interval
         self._iterations = 0  # completed ones
-        # Of a plan before this one.
+        # A bucket of an earlier plan.
         self._communications = torch.zeros((), dtype=torch.int64, device="cpu")
         self._operations: list[tuple[BaguaBucket, AverageWeights]] = []
         self._between_forward_and_backward = False
@@ -115,7 +115,7 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
     def init_forward_pre_hook(self, bagua_ddp: WrappedModule) -> Callable[[Any], None]:
         def start(_: Any) -> None:
             self._between_forward_and_backward = True
-            if self._under_way:  # a second forward before the backward: what it started goes on
+            if self._under_way:  # a second forward before the backward: its communication continues
                 return
             if self._iterations % self.communication_interval != 0:
                 return
@@ -158,7 +158,7 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
         return {"iterations": self._iterations, "communications": int(communications)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`, on every rank, between two iterations.
+        """Restore :meth:`state_dict`, on every rank, between two iterations.
 
         Raises:
             ValueError: the state is of another algorithm; names the entry.

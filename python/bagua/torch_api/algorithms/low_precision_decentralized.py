@@ -172,7 +172,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(LocalWeightsImpl):
         if wrapper is not None and self.mark_pending(wrapper):
             wrapper.wait_pending_comm_ops()
 
-    # What a checkpoint keeps.
+    # State for checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, and this rank's replicas: call it on every rank, before the model's.
@@ -190,7 +190,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(LocalWeightsImpl):
         return state | {key: view.clone() for key, view in self._views()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`: on every rank, after ``with_bagua``, with its own weights.
+        """Restore :meth:`state_dict`: on every rank, after ``with_bagua``, with its own weights.
 
         Raises:
             ValueError: the state is of another model, rank or number of ranks; names the entry.

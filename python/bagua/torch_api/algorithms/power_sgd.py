@@ -27,13 +27,13 @@ class PowerSGDAlgorithm(Algorithm):
     """Low-rank gradients (T. Vogels et al., *PowerSGD*, NeurIPS 2019, Algorithms 1 and 2).
 
     Every gradient of two and more dimensions is approximated by ``P Q^T`` with ``rank`` columns
-    each, by one step of power iteration; what that loses is added to the next gradient. Vectors are
+    each, by one step of power iteration; the residual is added to the next gradient. Vectors are
     averaged exactly in the same messages: two per bucket. Every rank computes the same bits.
 
     The published algorithm applies momentum after decompression, which is what the optimizer does.
-    With a ``GradScaler`` pass it to ``with_bagua``: memory is in unscaled units, and a round that
-    overflows leaves it as it was. With ``find_unused_parameters`` a parameter that no rank used
-    keeps its ``.grad``, but what it still owed counts as sent.
+    Pass a ``GradScaler`` to ``with_bagua``: residuals are in unscaled units, and a round that
+    overflows leaves them unchanged. With ``find_unused_parameters`` a parameter that no rank used
+    keeps its ``.grad``, but its residual counts as sent.
 
     Args:
         rank: columns of the factors; at most the smaller side of each matrix.
@@ -42,8 +42,8 @@ class PowerSGDAlgorithm(Algorithm):
         min_compression_rate: matrices that the factors do not make smaller by this factor are
             averaged exactly.
         warm_start: start from the last round's ``Q``, as published; False: a random one each time.
-        error_feedback: False: what is lost stays lost.
-        seed: of the random ``Q``. Global random generators are not touched.
+        error_feedback: False: the compression error is dropped.
+        seed: of the random ``Q``. Global random generators are not used.
 
     Raises:
         ValueError: an argument out of range.

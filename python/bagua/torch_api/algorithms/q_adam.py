@@ -91,7 +91,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self.codec = codec
         self.gradients_hold_momentum = False
         self.compressing = False
-        # What the ops of the buckets read: exp_avg of every parameter, and beta1 of every tensor of
+        # Inputs of the buckets' ops: exp_avg of every parameter, and beta1 of every tensor of
         # a bucket with the numbers of the optimizer's groups that they come from.
         self._groups: dict[torch.Tensor, int] = {}
         self._memories: dict[torch.Tensor, torch.Tensor] = {}
@@ -168,7 +168,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             if not self.gradients_hold_momentum or accumulated:
                 return
             for bucket in bagua_ddp.bagua_buckets:
-                # The smallest gradient tells: where it is zeroed instead of None, this reads it.
+                # The smallest gradient decides: where it is zeroed instead of None, this reads it.
                 tensor = min(bucket.tensors, key=torch.Tensor.numel)
                 if tensor.grad is not None and bool(tensor.grad.any()):
                     raise BaguaError(
@@ -210,7 +210,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             self._on_load = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters that tell whether the optimizer's state is of the same step; equal on all ranks.
+        """Counters that identify the step of the optimizer's state; equal on all ranks.
 
         The memory is the optimizer's: moments and steps are in its ``state_dict()``.
 
@@ -220,7 +220,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         return {"steps": self.optimizer.completed_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`, on every rank, together with the optimizer's.
+        """Restore :meth:`state_dict`, on every rank, together with the optimizer's.
 
         Raises:
             ValueError: the state is of another algorithm; in the next training forward: the

@@ -17,25 +17,25 @@ __all__ = ["SparseAlgorithm", "SparseAlgorithmImpl"]
 
 
 class SparseAlgorithm(Algorithm):
-    """A part of the gradient, with error feedback (S. Stich et al., NeurIPS 2018, Algorithm 1).
+    """Sparse gradients with error feedback (S. Stich et al., NeurIPS 2018, Algorithm 1).
 
-    Of every bucket each rank sends the elements of largest magnitude, exactly selected; what it
-    does not send is added to its next gradient. Every rank sums the same messages in the same order
-    and holds the same bits. A bucket of which sparse messages would not be smaller than all of it,
-    as with many ranks, is averaged exactly.
+    Each rank sends the elements of largest magnitude of every bucket, exactly selected, and adds
+    the residual to its next gradient. Every rank sums the same messages in the same order
+    and holds the same bits. A bucket whose sparse messages would not be smaller, as with many
+    ranks, is averaged exactly.
 
-    With a ``GradScaler`` pass it to ``with_bagua``: memory is in unscaled units, and a round that
-    overflows leaves it as it was. With ``find_unused_parameters`` a parameter that no rank used
-    keeps its ``.grad``, but what it still owed counts as sent.
+    Pass a ``GradScaler`` to ``with_bagua``: residuals are in unscaled units, and a round that
+    overflows leaves them unchanged. With ``find_unused_parameters`` a parameter that no rank used
+    keeps its ``.grad``, but its residual counts as sent.
 
     Args:
         ratio: the part of each bucket's elements that is sent, at least one.
         hierarchical: exact inside a node, sparse between the nodes' leaders.
-        random_sparse: send elements drawn at random, the same on all ranks: each once before any
-            comes again. No index travels, and costs do not grow with the number of ranks.
-        error_feedback: False: what is not sent is lost.
+        random_sparse: send elements drawn at random, equal on all ranks, without replacement.
+            No indices are sent, and costs do not grow with the number of ranks.
+        error_feedback: False: elements that are not sent are lost.
         warmup_steps: rounds that average exactly before the first sparse one.
-        seed: of ``random_sparse``. Global random generators are not touched.
+        seed: of ``random_sparse``. Global random generators are not used.
 
     Raises:
         ValueError: an argument out of range.

@@ -51,7 +51,7 @@ def check_delayed(
     named: Sequence[tuple[str, torch.nn.Parameter]] | None,
     hooked: torch.nn.Parameter | None,
 ) -> None:
-    """Check the parameters whose reduction the user wants to be delayed until ``hooked`` is ready.
+    """Check the parameters whose reduction is to be delayed until ``hooked`` is ready.
 
     They are reduced in the buckets of all others: the result is the same.
 

@@ -27,7 +27,7 @@ __all__ = ["CommHook", "Hook", "rebuild", "register"]
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
-#: Hooks after which all ranks hold the same gradients. Of others nobody knows.
+#: Hooks after which all ranks are known to hold the same gradients.
 _AGREEING = (
     default_hooks.allreduce_hook,
     default_hooks.fp16_compress_hook,
@@ -92,7 +92,7 @@ def rebuild(ddp: BaguaDistributedDataParallel, algorithm: AlgorithmImpl, caller:
             f"{caller}: a forward waits for its backward; call it between two steps, after the "
             "backward"
         )
-    # What the wrap gave to all stays as training has made it.
+    # The state broadcast at the wrap stays as training has changed it.
     before, ddp._initial_state = ddp._initial_state, "nothing"
     try:
         ddp.replace_algorithm(algorithm)

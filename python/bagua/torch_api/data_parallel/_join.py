@@ -1,4 +1,4 @@
-"""Uneven inputs: what ranks that have run out of them do in torch's ``Join`` context."""
+"""Uneven inputs: the rounds of ranks without further inputs in torch's ``Join`` context."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Shadow(JoinHook):
         inner.give_state(source, buffers=inner.broadcast_buffers)
         for parameter, gradient in self._own_gradients or ():
             parameter.grad = gradient
-        ddp._join_config = ddp._join_config._replace(enable=False)  # from here on nobody answers
+        ddp._join_config = ddp._join_config._replace(enable=False)  # from here on no rank answers
 
 
 def check_algorithm(algorithm: AlgorithmImpl) -> None:

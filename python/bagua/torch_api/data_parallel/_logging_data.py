@@ -28,7 +28,7 @@ def logging_data(ddp: Any) -> dict[str, Any]:
     """The names and values of torch's ``_get_ddp_logging_data``.
 
     Times are means over the steps so far, in nanoseconds. Torch's times of forward and backward are
-    missing: nobody measures them here.
+    missing: they are not measured here.
     """
     inner = ddp.bagua_ddp
     parameters = [p for _, p in inner.bagua_build_params()]

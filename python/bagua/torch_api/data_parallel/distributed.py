@@ -89,7 +89,7 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
         forward_sync_buffers: as ``broadcast_buffers``, but never about the wrap.
         lazy_bucket_allocation: of torch 2.15; no effect, buckets keep their memory.
         optimizers: those used for the module, a list; their state is given to all ranks.
-        algorithm: what is communicated and when (``bagua.torch_api.algorithms``); default exact
+        algorithm: decides messages and their time (``bagua.torch_api.algorithms``); default exact
             all-reduce of gradients.
 
     Raises:

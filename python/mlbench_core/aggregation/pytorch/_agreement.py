@@ -12,7 +12,7 @@ from mlbench_core.aggregation.pytorch._tensors import Candidate
 
 __all__ = ["agree"]
 
-# States of one tensor on one rank. Of several ranks the highest counts.
+# States of one tensor on one rank. The highest of all ranks' states counts.
 _ABSENT, _PRESENT, _REFUSED = 0, 1, 2
 
 _FINGERPRINT_BYTES = 8

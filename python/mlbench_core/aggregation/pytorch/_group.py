@@ -20,7 +20,7 @@ def member_transport(
     """The connections of this process to the group's members. All members call it.
 
     Without a group it is bagua's default group, which is made over torch.distributed's where the
-    script has initialised that one only. A process without either is alone if it says so, by
+    script has initialised that one only. A process without either is alone if it declares that by
     ``world_size=1``, or if no launcher says otherwise.
 
     Raises:

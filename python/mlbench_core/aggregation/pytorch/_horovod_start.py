@@ -125,7 +125,7 @@ class _Place:
     cross_size: int
 
     def variables(self) -> dict[str, str]:
-        """As horovodrun sets them."""
+        """Return the variables that horovodrun sets."""
         return {f"HOROVOD_{name.upper()}": str(value) for name, value in vars(self).items()}
 
 

@@ -33,7 +33,7 @@ class HorovodCommunicator:
 
     Args:
         horovod: the module ``horovod.torch``, initialised.
-        name: tells its messages from others'; the same on all ranks.
+        name: distinguishes its messages; equal on all ranks.
     """
 
     def __init__(self, horovod: ModuleType, name: str) -> None:
@@ -87,7 +87,7 @@ class HorovodCommunicator:
         }
 
     def _called(self, tensors: Sequence[torch.Tensor]) -> str:
-        """A name that has one shape, so that Horovod need not negotiate it anew every step."""
+        """A name that has one shape, so that Horovod need not negotiate it in every step."""
         return "/".join([self._name, *(f"{t.dtype}x{t.numel()}" for t in tensors)])
 
     def _count(self, tensors: Sequence[torch.Tensor]) -> None:

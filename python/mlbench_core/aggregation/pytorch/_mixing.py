@@ -1,4 +1,4 @@
-"""How much each neighbour counts, and that neighbours list each other."""
+"""Weights of the neighbours, and a check that neighbours list each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def metropolis_weights(
     """
     uniform = 1 / (1 + len(graph[rank]))
     weights = [(j, 1 / (1 + max(len(graph[rank]), len(graph[j])))) for j in graph[rank]]
-    # As a sum of differences: on a regular graph each is zero, and equal weights are equal bits.
+    # A sum of differences: on a regular graph each is zero, and equal weights are equal bits.
     return uniform + sum(uniform - weight for _, weight in weights), weights
 
 
@@ -30,7 +30,7 @@ def exchange_neighbors(connections: Connections, own: list[int], mistake: str) -
     """Every rank's neighbours, exchanged once through the store. All ranks call it.
 
     Args:
-        mistake: what is wrong with this rank's arguments, or empty.
+        mistake: the error in this rank's arguments, or empty.
 
     Raises:
         ValueError: on every rank, if one of them made a mistake or a list is not mutual.

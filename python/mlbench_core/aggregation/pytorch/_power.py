@@ -44,7 +44,7 @@ class PowerAggregation(ErrorFeedbackAggregation):
         rank: columns of the factors; at most the smaller side of each matrix.
         min_compression_rate: matrices that the factors do not make smaller by more than this factor
             are averaged exactly.
-        error_feedback: False: what is lost stays lost.
+        error_feedback: False: the compression error is dropped.
         seed: of the random ``Q``. Global random generators are not touched.
         process_group: default: all ranks.
 

@@ -30,8 +30,8 @@ class Part:
 
     Attributes:
         places: by name of the parameter: its offset and shape in the flat tensor.
-        op: what aggregates it.
-        memory: of the op; its first tensor is the error, as long as the flat one, or empty.
+        op: aggregates it.
+        memory: of the op; its first tensor is the residual, as long as the flat one, or empty.
     """
 
     places: dict[str, tuple[int, torch.Size]]
@@ -46,10 +46,10 @@ class Part:
 
 
 class ErrorFeedbackAggregation(Aggregation):
-    """The common part: memory by name of the parameter, whatever is aggregated with what.
+    """Base class with residuals by name of the parameter, for any grouping of the tensors.
 
-    A call in which a gradient is not finite on some rank passes on what is not finite and leaves
-    all memory as it was.
+    A call in which a gradient is not finite on some rank passes non-finite values on and leaves all
+    residuals unchanged.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class ErrorFeedbackAggregation(Aggregation):
         self._calls = 0
         self._key: tuple[Any, ...] = ()
         self._parts: list[Part] = []
-        # What is remembered of parameters that are in no part, in the form of a state dict.
+        # State of parameters that are in no part, in the form of a state dict.
         self._kept: dict[str, torch.Tensor] = {}
 
-    # What subclasses say.
+    # For subclasses.
 
     @abstractmethod
     def _make_part(
@@ -83,15 +83,15 @@ class ErrorFeedbackAggregation(Aggregation):
         """The op and the empty memory for tensors that lie in a flat tensor like ``flat``."""
 
     def _equal_memory(self, part: Part) -> Iterator[tuple[str, torch.Tensor]]:
-        """(key, tensor) of what a part remembers alike on all ranks. Writing into them counts."""
+        """(key, tensor) of a part's state that is equal on all ranks; writes take effect."""
         raise NotImplementedError
 
-    # What users call.
+    # For users.
 
     def agg_model(
         self, by_layer: bool = False, *, include_buffers: bool = False
     ) -> Callable[..., None]:
-        """Refused: what is not sent of weights would be missing, and nothing makes up for it.
+        """Refused: parts of the weights that are not sent would be lost.
 
         Raises:
             NotImplementedError: always.
@@ -99,12 +99,12 @@ class ErrorFeedbackAggregation(Aggregation):
         self._refuse_weights()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that is kept; call it on every rank.
+        """Residuals and counters; call it on every rank.
 
         Returns:
-            ``ranks``, those that remember; ``calls``, their number; ``rank<r>/error/<name>`` of
-            every parameter that has been aggregated, of its shape and f32 (f64); and what else the
-            class remembers.
+            ``ranks``, those with residuals; ``calls``, their number; ``rank<r>/error/<name>`` of
+            every parameter that has been aggregated, of its shape and f32 (f64); and further
+            state of the class.
         """
         connections = self._connections()
         state: dict[str, Any] = {"ranks": ranks_text(range(connections.size)), "calls": self._calls}
@@ -114,10 +114,11 @@ class ErrorFeedbackAggregation(Aggregation):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`, on every rank.
+        """Restore :meth:`state_dict`, on every rank.
 
         With another number of ranks than saved it, give every rank the dicts of all old ranks
-        merged into one (``a | b | ...``): each then owes the mean of what they owed.
+        merged into one (``a | b | ...``): each then starts from the mean of their
+        residuals.
 
         Raises:
             ValueError: the state is of another class, model or number of ranks; names the entry.
@@ -153,7 +154,7 @@ class ErrorFeedbackAggregation(Aggregation):
         self._key, self._parts = (), []
         self._calls = calls
 
-    # How a call runs.
+    # Steps of a call.
 
     def _check(self, op: str, denom: Denominator) -> None:
         if canonical_op(op) != "avg_world":

@@ -31,7 +31,7 @@ class SparsifiedAggregation(ErrorFeedbackAggregation):
         k: the number of elements that is sent, instead of a part; of fewer elements, all.
         random_sparse: send elements drawn at random, the same on all ranks: each once before any
             comes again. No index travels, and costs do not grow with the number of ranks.
-        error_feedback: False: what is not sent is lost.
+        error_feedback: False: elements that are not sent are lost.
         seed: of ``random_sparse``. Global random generators are not touched.
         process_group: default: all ranks.
 

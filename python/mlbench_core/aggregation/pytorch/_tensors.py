@@ -1,4 +1,4 @@
-"""Which tensors of a module are aggregated, and which cannot be."""
+"""Selects the tensors of a module that are aggregated, and refuses others."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Aggregation(ABC):
         self._communicators: dict[tuple[str, str], _C.CountingCommunicator] = {}
         self._staging = Staging()
 
-    # What subclasses say.
+    # For subclasses.
 
     @abstractmethod
     def _agg(self, data: torch.Tensor, op: str, denom: Denominator = None) -> torch.Tensor:
@@ -87,7 +87,7 @@ class Aggregation(ABC):
         """The number of ranks that the caller spoke of, if any."""
         return None
 
-    # What users call.
+    # For users.
 
     def agg_grad(self, by_layer: bool = False) -> Callable[..., None]:
         """The function ``(model, op, denom=None)`` that aggregates gradients in place."""
@@ -144,7 +144,7 @@ class Aggregation(ABC):
         total = total_traffic(self._communicators.values())
         return {name: total[name] for name in names}
 
-    # How a call runs.
+    # Steps of a call.
 
     @torch.no_grad()
     def _run(
@@ -202,7 +202,7 @@ class Aggregation(ABC):
     ) -> None:
         """Replace the tensors, in place. ``named`` has the same names and shapes on all ranks.
 
-        ``kind`` is what they are, ``"gradient"`` or ``"weight"``.
+        ``kind``: ``"gradient"`` or ``"weight"``.
         """
 
         def aggregate(data: torch.Tensor) -> None:
@@ -219,7 +219,7 @@ class Aggregation(ABC):
         self._staging.run(tensors, by_layer, self._device_for, aggregate)
 
     def _device_for(self, tensor: torch.Tensor) -> torch.device:
-        """Where a tensor is communicated."""
+        """The device on which a tensor is communicated."""
         through_host = tensor.is_cuda and not self.use_cuda
         return torch.device("cpu") if through_host else tensor.device
 

@@ -36,7 +36,7 @@ def complete(size: int) -> Neighbors:
 
 
 def star(size: int, hub: int = 0) -> Neighbors:
-    """The hub with all others, and they with nobody else."""
+    """The hub is a neighbour of all other ranks, and their only one."""
     _check("size", size)
     if not 0 <= hub < size:
         raise ValueError(f"hub={hub} is not a rank of {size}")

@@ -15,8 +15,8 @@ from mlbench_core.optim.pytorch._memory import memory_of, restore_memory
 __all__ = ["AggregatingOptimizer", "Tracker"]
 
 Closure = Callable[[], Any] | None
-# What is made anew, or given by the aggregation, when an optimizer is copied or pickled. A learning
-# rate scheduler's `step` in the instance would call the original's.
+# Attributes that are made again, or given by the aggregation, when an optimizer is copied or
+# pickled. A learning rate scheduler's `step` in the instance would call the original's.
 _NOT_COPIED = ("aggregation", "step")
 
 
@@ -49,7 +49,7 @@ class AggregatingOptimizer(torch.optim.Optimizer):
         by_layer: one aggregation per parameter.
 
     Attributes:
-        aggregation: what aggregates.
+        aggregation: of gradients or weights.
         optimizer: the optimizer that steps. Assigning it completes the construction.
 
     Raises:
@@ -113,7 +113,7 @@ class AggregatingOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """That of :attr:`optimizer`."""
+        """The state of :attr:`optimizer`."""
         return self.optimizer.state
 
     @state.setter
@@ -125,13 +125,13 @@ class AggregatingOptimizer(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
-        """As mlbench-core's: what is not found here is looked for in :attr:`optimizer`."""
+        """Look up other attributes in :attr:`optimizer`, as mlbench-core does."""
         inner = self.__dict__.get("_inner")
         if inner is None or name.startswith("_"):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         return getattr(inner, name)
 
-    # What it does.
+    # Steps.
 
     def step(self, closure: Closure = None, tracker: Tracker | None = None) -> Any:
         """Aggregate and update, or, for weights, update and aggregate.
@@ -139,7 +139,7 @@ class AggregatingOptimizer(torch.optim.Optimizer):
         Args:
             closure: computes the loss and the gradients. It is called before the aggregation; in
                 mlbench-core it was called after it, so that ranks used their own gradients.
-            tracker: told of the end of both.
+            tracker: notified of the end of both.
 
         Returns:
             What the closure returned, this rank's loss.
@@ -174,10 +174,10 @@ class AggregatingOptimizer(torch.optim.Optimizer):
     def _before_update(self) -> None:
         """Called when the gradients are those that the update takes."""
 
-    # What it remembers.
+    # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """That of :attr:`optimizer`, and under ``"aggregation"`` its memory if it has one."""
+        """The state of :attr:`optimizer`, and under ``"aggregation"`` its residuals, if any."""
         state = self.optimizer.state_dict()
         memory = memory_of(self.aggregation)
         return state if memory is None else state | {"aggregation": memory}

@@ -1,4 +1,4 @@
-"""How the ranks of an optimizer begin: as many as was said, with the same weights."""
+"""Start of a distributed optimizer: checks the number of ranks and broadcasts the weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def begin_together(
     """Overwrite the tensors with those of rank 0. All ranks call it.
 
     Args:
-        world_size: what the user said that the number of ranks is, if anything.
+        world_size: the user's number of ranks, or None.
         owner: the optimizer's name, for messages.
 
     Raises:

@@ -86,7 +86,7 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         return torch.nn.ParameterList(torch.nn.Parameter(p.detach()) for p in parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, and what was not sent yet under ``"aggregation"``."""
+        """The state as of torch, and the residuals under ``"aggregation"``."""
         return super().state_dict() | {"aggregation": memory_of(self.aggregation)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -217,8 +217,8 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
 
         Args:
             closure: computes the loss and the gradients.
-            tracker: told of the end of the aggregation and of the update.
-            denom: with ``average_custom``: what sums are divided by, the same on all ranks.
+            tracker: notified of the end of the aggregation and of the update.
+            denom: with ``average_custom``: divisor of the sums, equal on all ranks.
 
         Returns:
             True.

@@ -27,7 +27,7 @@ class DynamicLossScaler:
 
     Args:
         init_scale: the first scale.
-        scale_factor: what it is divided by after an overflow, and multiplied by after
+        scale_factor: divisor of the scale after an overflow, and factor after
             ``scale_window`` updates without one.
         scale_window: see above.
         max_scale: it does not grow beyond, if given.
@@ -104,7 +104,7 @@ class FP16Optimizer:
 
     Attributes:
         fp32_params: all trained weights, flat.
-        optimizer: what ``set_optimizer`` was given.
+        optimizer: the argument of ``set_optimizer``.
 
     Raises:
         NotImplementedError: neither average is chosen.
@@ -164,7 +164,7 @@ class FP16Optimizer:
         Args:
             closure: computes the gradients, by :meth:`backward_loss`; called first.
             multiplier: gradients are divided by this as well.
-            denom: with ``average_custom``: what sums are divided by, the same on all ranks.
+            denom: with ``average_custom``: divisor of the sums, equal on all ranks.
 
         Returns:
             Whether the weights were updated: not after an overflow.

@@ -123,7 +123,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
         return update
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but the memory keeps its precision when the weights have half of it."""
+        """Load a state as torch does, and the memory in its own precision."""
         super().load_state_dict(state_dict)
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, saved in state_dict["state"].items():
