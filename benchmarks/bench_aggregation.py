@@ -50,7 +50,7 @@ def aggregations(model, with_horovod):
 
 
 def run_rank(arguments):
-    """What each rank does; its place in the group is in its environment."""
+    """Program of each rank; its place in the group is in its environment."""
     import torch
     import torch.distributed as dist
     from step_arms import make_model

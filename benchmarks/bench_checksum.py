@@ -1,4 +1,4 @@
-"""What `BAGUA_CHECKSUM=1` costs: the sum alone, and an 8-bit all-reduce with and without it.
+"""Cost of `BAGUA_CHECKSUM=1`: the sum alone, and an 8-bit all-reduce with and without it.
 
     python benchmarks/bench_checksum.py [--quick]
 
@@ -35,7 +35,7 @@ def gigabytes_per_second(mib, repeats):
 
 
 def all_reduce_seconds(repeats):
-    """Of both arms in turns, on rank 0; rank 1 makes the same calls."""
+    """Seconds of both arms in turns, on rank 0; rank 1 makes the same calls."""
     hub = _C.ThreadHub(2, 60.0)
     seconds = {}
 

@@ -1,4 +1,4 @@
-"""How fast the codecs are: GB/s, and speed relative to a memcpy of the same bytes.
+"""Speed of the codecs: GB/s, and speed relative to a memcpy of the same bytes.
 
     python benchmarks/bench_codec.py [--device cpu] [--mib 64] [--repeats 41] [--json]
     python benchmarks/bench_codec.py --device cuda [--mib 32 128] [--repeats 41] [--json]

@@ -1,4 +1,4 @@
-"""What data parallelism costs per step where there is next to nothing to compute or send.
+"""Cost of data parallelism per step with next to nothing to compute or send.
 
     python benchmarks/bench_overhead.py [--quick]
 

@@ -1,4 +1,4 @@
-"""What statistics cost per bucket and step, measured alone.
+"""Cost of statistics per bucket and step, measured alone.
 
     python benchmarks/bench_stats.py [--quick]
 
@@ -70,7 +70,7 @@ def added_by_counting(messages, repeats, rounds):
 
 
 def looking_ns(mib, repeats):
-    """What a look at all of a bucket of `mib` MiB adds to an operation that does nothing."""
+    """Cost of reading a bucket of `mib` MiB, added to an operation that does nothing."""
     flat = torch.ones(mib * 2**18)
     plain = _C.PythonOp(lambda _: None)
     counting = _C.CountNonFinite(plain, _C.NonFiniteRounds())

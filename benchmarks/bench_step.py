@@ -21,7 +21,7 @@ RANKS = 2
 
 
 def run_rank(arguments):
-    """What each rank does; its place in the group is in its environment."""
+    """Program of each rank; its place in the group is in its environment."""
     import torch
     import torch.distributed as dist
 

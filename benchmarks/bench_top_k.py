@@ -1,4 +1,4 @@
-"""How fast the exact selection of the k largest magnitudes is, beside torch.topk.
+"""Speed of the exact selection of the k largest magnitudes, relative to torch.topk.
 
     python benchmarks/bench_top_k.py [--repeats 11] [--json]
 

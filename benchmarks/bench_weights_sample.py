@@ -1,4 +1,4 @@
-"""What comparing a part of the weights in each round costs, beside a training step.
+"""Cost of comparing a sample of the weights in each round, relative to a training step.
 
     python benchmarks/bench_weights_sample.py [--quick]
 

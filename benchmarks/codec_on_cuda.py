@@ -1,4 +1,4 @@
-"""How near to the memory's speed the codecs are on a GPU: what bench_codec --device cuda measures.
+"""Speed of the codecs on a GPU relative to its memory, for bench_codec --device cuda.
 
 The roofline of a call that reads r bytes and writes w is a device-to-device copy of (r + w) / 2
 bytes, which moves as many, in the same run. Calls go round over sets of buffers that together are
@@ -219,7 +219,7 @@ def targets(rows):
 
 
 def hardware():
-    """What a result on a GPU belongs to."""
+    """Identity of a result on a GPU."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine's description, timing and the results folder."""
+"""Shared by all benchmarks: the machine's description, timing and the results folder."""
 
 import json
 import os

@@ -119,7 +119,7 @@ class Network:
         return f"{self._prefix}r{rank}"
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What torchrun would set for this rank, and the device for gloo."""
+        """Variables that torchrun sets for this rank, and the device for gloo."""
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.ranks),

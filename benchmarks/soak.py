@@ -71,7 +71,7 @@ def chosen(args):
 
 
 class Tally:
-    """What has come of all cases so far, by form and fault."""
+    """Outcomes of all cases so far, by form and fault."""
 
     def __init__(self, total):
         self.total, self.begun = total, time.monotonic()

@@ -1,4 +1,4 @@
-"""What bench_step.py compares: one model, trained in several ways.
+"""Arms of bench_step.py: one model, trained in several ways.
 
 The model is VGG-like: convolutions 32-64-128 and fully connected layers 2048-2048-2048-100, images
 of 3x32x32, batch 16: 8.7 million parameters. Only public interfaces are used.

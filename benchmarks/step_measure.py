@@ -1,4 +1,4 @@
-"""How bench_step.py times the arms of step_arms.py, and what it makes of the figures."""
+"""Times the arms of step_arms.py for bench_step.py, and evaluates the figures."""
 
 import statistics
 import time

@@ -44,7 +44,7 @@ ALLOWED_BYTES = {
 
 
 def train_all(arguments):
-    """What each rank does under torchrun; rank 0 writes the results."""
+    """Program of each rank under torchrun; rank 0 writes the results."""
     bagua.init_process_group()
     results = [
         train(algorithm, arguments.epochs, seed, show_progress=True)

@@ -64,7 +64,7 @@ def aggregate(name, by_layer, use_cuda):
 @pytest.mark.parametrize(
     "name", ["all_reduce", "decentralized", "power", "sparsified", "random_sparse"]
 )
-def test_aggregations_give_what_they_give_on_cpu(ranks, name, by_layer, use_cuda, device):
+def test_aggregations_give_the_results_of_the_cpu(ranks, name, by_layer, use_cuda, device):
     env = training.on_device(device)
     results = ranks(3, aggregate, name, by_layer, use_cuda, env=env)
     expected = ranks(3, aggregate, name, by_layer, False)

@@ -30,7 +30,7 @@ def captured(device, call):
 @STEPS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_replay_works_on_what_the_buffers_hold_then(name, dtype, step, device):
+def test_a_replay_uses_the_current_contents_of_the_buffers(name, dtype, step, device):
     codec, reference = _C.make_codec(name, device), _C.make_codec(name)
     chunks = 1 if step == "decode_add" else 3
     x = randn(NUMEL, dtype=dtype).to(device)

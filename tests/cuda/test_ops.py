@@ -145,7 +145,7 @@ def test_exact_ops_are_near_those_of_the_cpu(name, dtype, device):
 @each_device
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @per_kind
-def test_sparse_means_choose_what_the_cpu_chooses(kind, dtype, device):
+def test_sparse_means_choose_the_elements_of_the_cpu(kind, dtype, device):
     rounds = [inputs(3, 5003, dtype, salt=17 * step) for step in range(ROUNDS)]
 
     def run(comm, where):

@@ -1,4 +1,4 @@
-"""What goes wrong, where and when, drawn from a seed; and what must come of it."""
+"""Faults, their place and time, drawn from a seed; and the required outcome."""
 
 import random
 from dataclasses import asdict, dataclass

@@ -14,7 +14,7 @@ SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 
 def soak(*arguments):
-    """What a run of the program printed, if it ended well."""
+    """Output of a successful run of the program."""
     command = [sys.executable, str(SOAK), "--dry", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
@@ -74,7 +74,7 @@ def test_other_bits_than_those_of_the_other_ranks_or_of_the_undisturbed_run_are_
     assert kinds(case_of("kill"), all_wrong, reference=None) == []
 
 
-def test_what_must_go_on_may_not_end_with_an_error():
+def test_training_that_must_continue_may_not_end_with_an_error():
     done = [RankOutcome(steps=dict(STEPS), done=True) for _ in range(3)]
     assert kinds(case_of("slow"), done) == []
     assert kinds(case_of("slow"), [*done[:2], told()]) == [verdict.UNEXPECTED]
@@ -88,7 +88,7 @@ def test_a_bad_value_must_reach_all_ranks():
     assert kinds(case_of("nan"), spoilt) == [verdict.DIVERGENCE] * 2
 
 
-def test_a_mismatch_must_be_told_to_all_ranks_as_one():
+def test_a_mismatch_must_reach_all_ranks():
     differ = "ranks differ in the model. First difference: rank 0 has [a], rank 1 has [b]"
     told_so = [told(differ, "BaguaMismatchError") for _ in range(3)]
     assert kinds(case_of("other shape"), told_so) == []

@@ -19,7 +19,7 @@ STORE_IS_GONE = "The job's store does not answer"
 
 @dataclass
 class RankOutcome:
-    """What one rank did. steps: {number: (bits, finite)} of those that it ended."""
+    """Outcome of one rank. steps: {number: (bits, finite)} of those that it ended."""
 
     steps: dict = field(default_factory=dict)
     error: str | None = None  # the class of the BaguaError that it raised
@@ -61,7 +61,7 @@ def _unnamed(case, rank, outcome):
     store_died = case.store == "rank 0" and STORE_IS_GONE in outcome.text
     if named or store_died:
         return []
-    return [f"rank {rank} was told {outcome.error}: {outcome.text}"]
+    return [f"rank {rank} raised {outcome.error}: {outcome.text}"]
 
 
 def _unexpected(case, rank, outcome):
@@ -70,13 +70,13 @@ def _unexpected(case, rank, outcome):
         return [] if outcome.done else [f"rank {rank} did not go on to the end: {said}"]
     if case.outcome == MISMATCH:
         good = outcome.error == "BaguaMismatchError"
-        return [] if good else [f"rank {rank} was not told of a mismatch: {said}"]
+        return [] if good else [f"rank {rank} raised no mismatch: {said}"]
     if not _is_left_alone(case, rank):
         return []
-    # Asynchronous averaging waits for nobody: ranks may be through before they hear of it. So may
+    # Asynchronous averaging does not wait: ranks may end before they hear of it. So may
     # those whose training was over when the fault came.
     excused = outcome.done and (case.algorithm == "async" or case.place == "any")
-    return [] if outcome.error or excused else [f"rank {rank} was told of nothing: {said}"]
+    return [] if outcome.error or excused else [f"rank {rank} raised nothing: {said}"]
 
 
 def _divergences(case, outcomes, reference):

@@ -1,4 +1,4 @@
-"""What every codec must write and read: slow, in plain torch, one range at a time.
+"""Payloads and decoded values of every codec: slow, in plain torch, one range at a time.
 
 Layouts: docs/wire-format.md. The steps of a codec are those of its header in csrc/codec/codecs.
 CODECS has the oracle of each codec by its name, in the order of csrc/codec/codecs.h. An oracle has

@@ -1,4 +1,4 @@
-"""What a compressed all-reduce must give, step by step in plain torch, one rank's part at a time.
+"""The result of a compressed all-reduce, step by step in plain torch, one rank's part at a time.
 
 Every step is an IEEE f32 operation, so results are compared bit for bit.
 """

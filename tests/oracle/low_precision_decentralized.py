@@ -11,13 +11,13 @@ from oracle import codec as oracle_codec
 
 
 def round_trip(codec, values):
-    """What the receiver of f32 `values` decodes."""
+    """Decoded values of the receiver of f32 `values`."""
     payload = oracle_codec.encode(codec, values)
     return oracle_codec.decode(codec, payload, values.dtype, values.numel())
 
 
 def mixing_weights(sizes, member):
-    """What the left and the right neighbour count: Metropolis-Hastings on the ring."""
+    """Weights of the left and the right neighbour: Metropolis-Hastings on the ring."""
     neighbours = (sizes[member - 1], sizes[(member + 1) % len(sizes)])
     return [min(1.0, size / sizes[member]) / 3 for size in neighbours]
 

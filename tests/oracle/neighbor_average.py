@@ -41,7 +41,7 @@ def average(matrix, values):
 
 
 def spread(values):
-    """How far the ranks are from their mean: the Frobenius norm."""
+    """Distance of the ranks from their mean: the Frobenius norm."""
     stacked = torch.stack([value.double() for value in values])
     return (stacked - stacked.mean(0)).norm().item()
 

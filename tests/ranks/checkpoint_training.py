@@ -51,7 +51,7 @@ def train_and_save(name, folder, upto, seed=0):
 
 @training.with_group
 def refusal(name, folder):
-    """What loading from the folder raises."""
+    """The exception of loading from the folder."""
     _, _, state = wrapped(name, seed=3)
     return training.error_of(lambda: load_latest(folder, state))
 

@@ -1,4 +1,4 @@
-"""What the tests of algorithms with error feedback share."""
+"""Helpers for tests of algorithms with error feedback."""
 
 import copy
 import io
@@ -65,7 +65,7 @@ def train_step(model, optimizer, step, scaler=None, overflow=False):
 
 
 def gathered_gradients(model, step):
-    """What every rank's own gradients in `step` are, by name."""
+    """Every rank's own gradients in `step`, by name."""
     twin = wide_network(dtype=next(model.parameters()).dtype)
     twin.load_state_dict(model.state_dict())
     loss_of(twin, step, dist.get_rank()).backward()

@@ -1,4 +1,4 @@
-"""What the tests of QAdam share: a model, its optimizer, and every step beside the oracle."""
+"""Helpers for tests of QAdam: a model, its optimizer, and every step beside the oracle."""
 
 import warnings
 

@@ -169,7 +169,7 @@ def weights_during_a_step():
     return changed, count
 
 
-def test_weights_stay_what_they_are_from_forward_to_step(ranks):
+def test_weights_do_not_change_from_forward_to_step(ranks):
     for changed, count in ranks(2, weights_during_a_step):
         assert changed == 0
         assert count >= 10

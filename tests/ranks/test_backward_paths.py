@@ -1,4 +1,4 @@
-"""Which backward ends a step: one through what the wrapped module's forward returned."""
+"""A backward through the output of the wrapped module's forward ends a step."""
 
 import copy
 

@@ -83,7 +83,7 @@ def test_weights_of_each_ranks_own_are_not_given_to_another_number_of_ranks(rank
         assert "there are 2 now" in error
 
 
-def test_what_is_the_same_on_all_ranks_is_written_once(ranks, tmp_path):
+def test_equal_tensors_of_all_ranks_are_written_once(ranks, tmp_path):
     for name in ("gradient_allreduce", "decentralized-all"):
         ranks(2, train_and_save, name, str(tmp_path / name), 2)
     mine = torch.load(file(tmp_path / "gradient_allreduce", 2, 1), weights_only=True)

@@ -44,7 +44,7 @@ def error_of_a_wrap(name):
 
 
 @pytest.mark.parametrize("name", ["bytegrad", "gradient_allreduce"])
-def test_one_rank_without_a_checksum_is_told_so_on_all(ranks, name):
+def test_one_rank_without_a_checksum_is_an_error_on_all(ranks, name):
     for message in ranks(3, error_of_a_wrap, name, env=[WITH, WITH, {}]):
         assert message.startswith("BaguaMismatchError: ")
         assert "rank 0 has [BAGUA_CHECKSUM=1], rank 2 has [BAGUA_CHECKSUM=0]" in message

@@ -1,4 +1,4 @@
-"""What no collective may be asked to do: it is refused at once, and the group goes on working."""
+"""Invalid arguments of collectives are refused at once, and the group stays usable."""
 
 import datetime
 import time
@@ -90,7 +90,7 @@ def test_wrong_sizes_and_ranks_are_value_errors_and_nothing_is_sent(ranks):
     assert "src=1 is this process itself" in second["recv_itself"]
 
 
-def test_what_is_no_tensor_rank_or_communicator_is_a_type_error(ranks):
+def test_arguments_of_a_wrong_type_are_a_type_error(ranks):
     for errors in ranks(2, make_mistakes, list(WRONG_TYPES)):
         assert [name for name in errors if not errors[name].startswith("TypeError: ")] == []
         assert "comm must be None or what get_global_communicator()" in errors["a_group"]

@@ -21,7 +21,7 @@ DTYPES = [
 
 
 def numbers(rank, count, dtype=torch.float32):
-    """What `rank` contributes: no element occurs twice on any rank."""
+    """Input of `rank`: no element occurs twice on any rank."""
     return (torch.arange(count) + 50 * rank).to(dtype)
 
 
@@ -121,7 +121,7 @@ def assert_everything_arrived(results, function, cases):
 
 @FUNCTIONS
 @SIZES
-def test_every_rank_holds_what_the_collective_promises(ranks, function, size):
+def test_every_rank_holds_the_collectives_result(ranks, function, size):
     cases = [(count, torch.float32) for count in COUNTS]
     assert_everything_arrived(ranks(size, move_all, function, size, cases), function, cases)
 
@@ -146,7 +146,7 @@ def send_around(size):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4], ids="n{}".format)
-def test_what_is_sent_to_a_rank_is_received_there(ranks, size):
+def test_a_message_is_received_by_its_peer(ranks, size):
     for rank, received in enumerate(ranks(size, send_around, size)):
         left = float((rank - 1) % size)
         assert received == [[left, left], [left, left]]
@@ -248,7 +248,7 @@ def meet():
     return count, store.add("came", 0)
 
 
-def test_nobody_leaves_a_barrier_before_the_last_has_come(ranks):
+def test_no_rank_passes_a_barrier_before_the_last_has_come(ranks):
     results = ranks(3, meet)
     assert sorted(count for count, _ in results) == [1, 2, 3]
     assert [total for _, total in results] == [3, 3, 3]

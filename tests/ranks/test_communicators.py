@@ -1,4 +1,4 @@
-"""Which ranks a communicator joins: sub-groups, nodes, and what those outside are given."""
+"""Members of communicators: sub-groups, nodes, and ranks outside of them."""
 
 import bagua.torch_api as bagua
 import pytest

@@ -143,7 +143,7 @@ def whole_graph_of_a_wrapped_module():
     return "nothing"
 
 
-def test_what_cannot_be_one_graph_says_what_to_do(ranks):
+def test_code_that_cannot_be_one_graph_raises_with_the_remedy(ranks):
     for message in ranks(2, whole_graph_of_a_wrapped_module):
         assert "torch.compile(model, fullgraph=True).with_bagua(...)" in message
 

@@ -159,7 +159,7 @@ def mismatch():
     return training.error_of(lambda: wrapped(Spectral(dtype), "with_bagua"))
 
 
-def test_ranks_of_different_types_are_told_which(ranks):
+def test_ranks_of_different_types_are_named(ranks):
     for error in ranks(2, mismatch):
         assert "rank 0 has [parameter phase: (3, 7) torch.complex64 cpu]" in error
         assert "rank 1 has [parameter phase: (3, 7) torch.complex128 cpu]" in error

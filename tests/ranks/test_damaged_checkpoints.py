@@ -72,7 +72,7 @@ def test_a_file_that_is_damaged_is_refused_and_all_ranks_load_the_one_before(
     assert "Loaded instead: step 4" in warning
 
 
-def test_with_nothing_but_damaged_files_training_does_not_start_anew_unasked(ranks, tmp_path):
+def test_with_damaged_files_only_loading_raises(ranks, tmp_path):
     ranks(2, train_and_save, "sparse", str(tmp_path), 2)
     cut(file(tmp_path, 2, 1))
     first, second = ranks(2, refusal, "sparse", str(tmp_path))
@@ -108,7 +108,7 @@ def save_with_a_full_disk(folder):
     return error, again, load_latest(folder, wrapped("sparse", seed=1)[2])
 
 
-def test_a_disk_that_is_full_loses_nothing_and_is_told_to_all(ranks, tmp_path):
+def test_a_full_disk_loses_nothing_and_raises_on_all(ranks, tmp_path):
     (other, *others), (own, *own_others) = ranks(2, save_with_a_full_disk, str(tmp_path))
     assert f"OSError: [Errno {errno.EFBIG}]" in own
     assert other.startswith("BaguaError: save_checkpoint: rank(s) [1] could not write step 2")
@@ -146,7 +146,7 @@ def save_what_cannot_be_saved(folder):
     ]
 
 
-def test_what_loading_would_refuse_is_refused_by_saving(ranks, tmp_path):
+def test_saving_refuses_values_that_loading_would_refuse(ranks, tmp_path):
     (other, at_first, *_), (code, step, plain, negative) = ranks(
         2, save_what_cannot_be_saved, str(tmp_path)
     )
@@ -168,7 +168,7 @@ def load_under_another_name(folder):
     return error, empty.value
 
 
-def test_names_that_were_not_saved_are_told(ranks, tmp_path):
+def test_names_that_were_not_saved_are_listed(ranks, tmp_path):
     error, value = ranks(1, load_under_another_name, str(tmp_path))[0]
     assert "has nothing under ['other'], only under ['kept']" in error
     assert value == [1, (2.0, "three"), {"four": None}]

@@ -108,7 +108,7 @@ def two_worlds():
     assert dist.is_initialized(), "torch's own group is the script's"
 
 
-def test_bagua_follows_a_torch_group_that_is_made_anew(ranks):
+def test_bagua_follows_a_torch_group_that_is_made_again(ranks):
     ranks(2, two_worlds)
 
 
@@ -225,7 +225,7 @@ def starting_state(arguments):
     ],
     ids=str,
 )
-def test_what_is_given_to_all_at_the_wrap(ranks, arguments, expected):
+def test_state_broadcast_at_the_wrap(ranks, arguments, expected):
     apart = {"BAGUA_CHECK_WEIGHTS_EVERY": "0"}  # else a step with different weights is an error
     assert ranks(2, starting_state, arguments, env=apart) == [expected] * 2
 
@@ -261,7 +261,7 @@ def called_directly():
     return ddp.bagua_stats()["rounds"] - before
 
 
-def test_what_needs_no_gradients_communicates_nothing(ranks):
+def test_a_module_without_gradients_communicates_nothing(ranks):
     assert ranks(2, called_directly) == [0, 0]
 
 

@@ -262,7 +262,7 @@ def annotated(state, bucket: int):
     return bucket
 
 
-def test_what_is_no_hook_or_comes_too_late_is_refused(ranks):
+def test_invalid_and_late_hooks_are_refused(ranks):
     ranks(2, refused)
 
 

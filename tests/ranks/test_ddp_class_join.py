@@ -238,7 +238,7 @@ def lossy(name, inputs):
 
 @pytest.mark.parametrize("inputs", [(1, 4), (3, 1, 2)], ids=str)
 @pytest.mark.parametrize("name", LOSSY)
-def test_ranks_without_inputs_send_zeros_and_what_earlier_rounds_left(ranks, name, inputs):
+def test_ranks_without_inputs_send_zeros_and_accumulated_gradients(ranks, name, inputs):
     ranks(len(inputs), lossy, name, inputs)
 
 

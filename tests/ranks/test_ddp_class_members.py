@@ -1,4 +1,4 @@
-"""What libraries do to torch's DistributedDataParallel, done to ours."""
+"""Accesses of libraries to torch's DistributedDataParallel, made to ours."""
 
 import warnings
 

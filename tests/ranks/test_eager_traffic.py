@@ -102,7 +102,7 @@ def connect_as_told():
     return asked, tensor.tolist()
 
 
-def test_eager_collectives_of_cuda_tensors_go_over_what_bagua_comm_says(ranks):
+def test_eager_collectives_of_cuda_tensors_use_the_transport_of_bagua_comm(ranks):
     results = ranks(N, connect_as_told, env={"BAGUA_COMM": "nccl"})
     for rank, (asked, total) in enumerate(results):
         pair = [] if rank == 1 else [("eager/global/cuda/pair", [0, 2])]

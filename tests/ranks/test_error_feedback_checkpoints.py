@@ -95,7 +95,7 @@ def test_another_number_of_ranks_starts_from_the_mean(ranks, name, before, after
 
 
 @ALGORITHMS
-def test_what_is_missing_is_named(ranks, name):
+def test_missing_entries_are_named(ranks, name):
     states = ranks(3, train_and_save, name, 2)
     expected = "rank1/error/.*saved by ranks 0 1 2 and is loaded by 0 1: merge"
     with pytest.raises(Exception, match=expected):

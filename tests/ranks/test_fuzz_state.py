@@ -102,6 +102,6 @@ def load_into_per_rank():
     return [training.error_of(lambda s=state: keeper.load_state_dict(s)) for state in wrong]
 
 
-def test_per_rank_refuses_what_is_no_state(ranks):
+def test_per_rank_refuses_objects_without_state(ranks):
     for messages in ranks(2, load_into_per_rank):
         assert all(message.startswith("ValueError: ") for message in messages)

@@ -1,4 +1,4 @@
-"""Who communicates: sub-groups, and nodes that are emulated with the launcher's variables."""
+"""Sub-groups, and nodes that are emulated with the launcher's variables."""
 
 import bagua.torch_api as bagua
 import pytest
@@ -11,7 +11,7 @@ NODES = pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 1, 1), (2, 1)], id
 
 
 def environment_of_nodes(sizes):
-    """What torchrun would set on machines with `sizes` ranks each, by rank."""
+    """Variables that torchrun sets on machines with `sizes` ranks each, by rank."""
     return [
         {"GROUP_RANK": str(node), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(size)}
         for node, size in enumerate(sizes)
@@ -112,7 +112,7 @@ def train_in_a_bagua_group():
     return training.model_bits(model)
 
 
-def test_a_bagua_sub_group_trains_and_others_are_told_that_they_are_no_members(ranks):
+def test_a_bagua_sub_group_trains_and_non_members_get_an_error(ranks):
     outsider, first, second = ranks(3, train_in_a_bagua_group)
     assert "not a member of the group with ranks [1, 2]" in outsider
     assert first == second
@@ -126,5 +126,5 @@ def pass_what_is_no_group():
     )
 
 
-def test_what_is_no_group_is_refused_by_type(ranks):
+def test_objects_that_are_no_group_are_refused_by_type(ranks):
     assert "TypeError: process_group must be None" in ranks(1, pass_what_is_no_group)[0]

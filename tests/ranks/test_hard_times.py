@@ -82,7 +82,7 @@ def test_a_rank_needs_less_than_64_files(run_script):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_rank_that_is_told_to_end_does_and_the_others_say_so(run_script, name):
+def test_a_rank_that_gets_a_signal_ends_and_the_others_name_it(run_script, name):
     # A shell that starts the tests in the background has them ignore SIGINT.
     ends_itself = f"""if step == 20 and bagua.get_rank() == 1:
             signal.signal(signal.SIGINT, signal.default_int_handler)

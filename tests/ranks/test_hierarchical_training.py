@@ -79,7 +79,7 @@ def expected(kind, sizes, brought):
 
 @NODES
 @pytest.mark.parametrize("kind", ["exact", "block_uint8", "minmax_uint8"])
-def test_what_is_communicated_over_nodes_is_the_formula_bit_for_bit(ranks, sizes, kind):
+def test_hierarchical_results_are_the_formula_bit_for_bit(ranks, sizes, kind):
     results = ranks(sum(sizes), communicated, kind, env=environment_of_nodes(sizes))
     brought = [own for own, _ in results]
     right = expected(kind, sizes, brought)

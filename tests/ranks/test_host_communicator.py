@@ -38,7 +38,7 @@ def count_bytes(device_type):
     return comm.traffic()["bytes_sent"], tensor[0].item()
 
 
-def test_host_memory_is_counted_as_what_it_carries(ranks):
+def test_host_memory_is_counted_as_the_tensor_it_carries(ranks):
     env = {"BAGUA_COMM": "gloo"}
     assert ranks(2, count_bytes, "cuda", env=env) == ranks(2, count_bytes, "cpu") == [(2400, 2)] * 2
 

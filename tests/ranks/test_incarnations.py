@@ -60,7 +60,7 @@ def start_over_a_dead_job():
     return result, name
 
 
-def test_what_dead_ranks_have_written_is_not_read(ranks):
+def test_keys_of_dead_ranks_are_not_read(ranks):
     first, *others = ranks(3, start_over_a_dead_job, init=False, env=RESTARTED)
     assert first[0] == 2
     assert first[1] != "stale"

@@ -94,7 +94,7 @@ def test_after_an_exception_within_backward_on_all_ranks_the_next_step_raises_ev
             assert part in second
 
 
-def test_after_an_exception_within_backward_on_one_rank_the_others_are_told(ranks):
+def test_an_exception_within_backward_on_one_rank_reaches_the_others(ranks):
     results = ranks(3, interrupt_backward, False)
     assert results[1][0] == "ZeroDivisionError: in the middle of backward"
     for part in UNFINISHED:

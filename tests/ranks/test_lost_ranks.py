@@ -104,7 +104,7 @@ def _raise(gradient):
     raise ZeroDivisionError("of the user")
 
 
-def test_a_user_s_exception_in_backward_keeps_its_type_and_is_told_to_the_others(ranks):
+def test_a_user_s_exception_in_backward_keeps_its_type_and_reaches_the_others(ranks):
     *others, (first, second) = ranks(3, fail_in_backward)
     assert first == "ZeroDivisionError: of the user"
     assert "round 2: the round was left unfinished" in second
@@ -138,7 +138,7 @@ def fail_on_the_last_rank(bucket):
         raise ZeroDivisionError("of the op")
 
 
-def test_a_failing_op_of_a_user_is_told_to_every_rank(ranks):
+def test_a_failing_op_of_a_user_raises_on_every_rank(ranks):
     for error, _ in ranks(3, fail_in_an_op):
         assert error.startswith("BaguaError")
         assert "rank 2 of 3, round 1, bucket '0'" in error

@@ -166,7 +166,7 @@ def load_what_does_not_fit():
     return messages
 
 
-def test_a_state_that_does_not_fit_is_refused_with_what_to_do(ranks):
+def test_a_state_that_does_not_fit_is_refused_with_the_remedy(ranks):
     for rank, messages in enumerate(ranks(2, load_what_does_not_fit)):
         no_counter, no_replica, other_ring, other_shape = messages
         assert "the state has no 'iterations': load what this rank saved" in no_counter

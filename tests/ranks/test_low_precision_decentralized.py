@@ -71,7 +71,7 @@ def wrapped(model, interval=1, **arguments):
 
 @training.with_group
 def train_against_the_oracle(codec="block_uint8", interval=1, do_flatten=True, steps=STEPS):
-    """How many different weights there were after each step, and what the engine says it did."""
+    """Number of different weights after each step, and the engine's counters."""
     model = training.network()
     expected = oracle_of(model, codec=codec, interval=interval)
     optimizers = optimizers_of(model)
@@ -146,7 +146,7 @@ def test_one_model_may_hold_several_dtypes(ranks):
 
 @training.with_group
 def train_on_nodes(nodes, codec):
-    """How far the weights were from the oracle's, and what is the same inside a node."""
+    """Distance of the weights from the oracle's, and values that are equal inside a node."""
     model = training.network()
     expected = oracle_of(model, nodes=nodes, codec=codec)
     optimizers = optimizers_of(model)

@@ -200,7 +200,7 @@ class Rebucketed(LowPrecisionDecentralizedAlgorithmImpl):
 
 @training.with_group
 def rebucket():
-    """New buckets come with rank 0's weights on all ranks: there the replicas start anew."""
+    """New buckets come with rank 0's weights on all ranks: the replicas restart from these."""
     model = training.network()
     optimizers = optimizers_of(model)
     model.with_bagua(optimizers, training.Own(Rebucketed, False))

@@ -153,7 +153,7 @@ def load(kind, weights, state):
 
 
 @pytest.mark.parametrize("kind", ["power_warm", "largest"])
-def test_other_numbers_of_ranks_go_on_from_the_mean_of_what_was_held_back(ranks, kind):
+def test_another_number_of_ranks_continues_from_the_mean_residual(ranks, kind):
     (weights, state, held), (_, other, _) = ranks(2, save, kind)
     state["aggregation"] |= other["aggregation"]
     for found in ranks(3, load, kind, weights, state):

@@ -219,7 +219,7 @@ def train_with_gossip(steps):
     return losses, oracle.spread(vectors)
 
 
-def test_training_with_neighbours_learns_and_ranks_stay_near(ranks):
+def test_training_with_neighbours_converges_and_ranks_stay_near(ranks):
     results = ranks(3, train_with_gossip, 30)
     first, last = (sum(losses[step] for losses, _ in results) for step in (0, -1))
     assert last < 0.7 * first

@@ -206,7 +206,7 @@ def refused():
     return gather(messages)[rank]
 
 
-def test_what_does_not_fit_is_refused_on_every_rank(ranks):
+def test_invalid_arguments_are_refused_on_every_rank(ranks):
     for models, sizes, graph in ranks(2, refused):
         assert (
             "BaguaMismatchError: ranks differ in the parameters and buffers of CentralizedSGD"

@@ -1,4 +1,4 @@
-"""What a user sees of the work: statistics by purpose, profiles, logging."""
+"""Statistics by purpose, profiles, logging."""
 
 import json
 import logging
@@ -45,7 +45,7 @@ def stats_after_training(kind):
 @LANES
 @pytest.mark.parametrize("kind", ["exact", "minmax_uint8"])
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1)], ids=str)
-def test_bytes_inside_a_node_and_between_nodes_are_told_apart(ranks, sizes, kind, lanes):
+def test_bytes_inside_a_node_and_between_nodes_are_counted_apart(ranks, sizes, kind, lanes):
     env = [
         {**node, **training.SMALL_BUCKETS, "BAGUA_LANES": str(lanes)}
         for node in environment_of_nodes(sizes)

@@ -1,4 +1,4 @@
-"""A rank that runs out of memory in a lane: told to all ranks, and none hangs."""
+"""A rank that runs out of memory in a lane: all ranks raise, and none hangs."""
 
 RUNS_OUT = """
 import datetime, resource, sys, time

@@ -53,7 +53,7 @@ def assert_same_ends(expected, folder):
 
 @pytest.fixture(scope="module")
 def uninterrupted(ranks, tmp_path_factory):
-    """What every rank of three ends with when nobody dies."""
+    """Final state of each of three ranks without a fault."""
     return ranks(
         3, restarting.uninterrupted, str(tmp_path_factory.mktemp("uninterrupted")), timeout=100.0
     )

@@ -1,4 +1,4 @@
-"""What users do around a step, under every algorithm.
+"""Situations around a step, under every algorithm.
 
 The result is that of the same algorithm in the plain way, to the bit, or an error names the cause.
 """
@@ -138,7 +138,7 @@ def compare(name):
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 @pytest.mark.parametrize("size", [2, 3], ids=lambda size: f"{size}_ranks")
-def test_no_situation_changes_what_is_learnt(ranks, name, size):
+def test_no_situation_changes_the_trained_weights(ranks, name, size):
     assert ranks(size, compare, name) == [[]] * size
 
 

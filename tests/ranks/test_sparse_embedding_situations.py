@@ -49,7 +49,7 @@ def leave_out_without_find_unused():
     return [text for text in caught if "bag.weight" in text], mine.bag.weight.grad._nnz()
 
 
-def test_an_embedding_that_nobody_uses_gets_no_rows_and_a_warning(ranks):
+def test_an_unused_embedding_gets_no_rows_and_a_warning(ranks):
     for caught, rows in ranks(2, leave_out_without_find_unused):
         assert len(caught) == 1
         assert rows == 0
@@ -229,7 +229,7 @@ def differ():
     return training.error_of(lambda: wrapped(Differs(dist.get_rank() == 0), "with_bagua"))
 
 
-def test_ranks_that_differ_in_it_are_told(ranks):
+def test_ranks_with_another_setting_get_an_error(ranks):
     for error in ranks(2, differ):
         assert "rank 0 has [parameter word.weight: (3, 2) torch.float32 cpu sparse]" in error
 

@@ -47,7 +47,7 @@ def expected(kind, brought, errors, communications):
 
 @training.with_group
 def train_and_compare(kind, dtype):
-    """Every round against the oracle, bucket by bucket, from what was owed before it."""
+    """Every round against the oracle, bucket by bucket, from the residual before it."""
     model, optimizer = wrapped(sparse(kind), dtype=dtype)
     size = dist.get_world_size()
     for step in range(STEPS):

@@ -145,7 +145,7 @@ class Awkward(nn.Module):
 
 @training.with_group
 def aggregate_awkward(kind, by_layer):
-    """All that ranks brought has arrived or is owed, wherever it came from."""
+    """All inputs of the ranks have arrived or are in a residual."""
     model = Awkward()
     state = torch.get_rng_state()
     aggregation = make(model, kind)

@@ -1,4 +1,4 @@
-"""What SparsifiedAggregation owes: after bad values, frozen parameters, checkpoints."""
+"""Residuals of SparsifiedAggregation: after bad values, frozen parameters, checkpoints."""
 
 import copy
 
@@ -13,7 +13,7 @@ from ranks.test_sparsified_aggregation import BY_LAYER, KINDS, make
 
 @training.with_group
 def change_what_is_trained(kind):
-    """A parameter that is frozen for a while keeps what it is owed."""
+    """A parameter that is frozen for a while keeps its residual."""
     model = wide_network()
     aggregation = make(model, kind)
     rank = dist.get_rank()
@@ -32,7 +32,7 @@ def change_what_is_trained(kind):
 
 
 @KINDS
-def test_what_is_frozen_for_a_while_is_still_owed(ranks, kind):
+def test_a_residual_survives_freezing(ranks, kind):
     assert ranks(2, change_what_is_trained, kind) == [(True, True, True)] * 2
 
 

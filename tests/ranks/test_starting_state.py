@@ -1,4 +1,4 @@
-"""Rank 0's parameters, buffers and optimizer state are everybody's, but for what is ignored."""
+"""All ranks start with rank 0's parameters, buffers and optimizer state, except ignored ones."""
 
 import pytest
 import torch

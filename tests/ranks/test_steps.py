@@ -76,7 +76,7 @@ def use_part_of_the_model_in_the_last_micro_step():
     return caught, torch.allclose(expected, model["a"].weight.grad)
 
 
-def test_what_was_accumulated_earlier_is_sent_though_the_last_micro_step_did_not_use_it(ranks):
+def test_accumulated_gradients_are_sent_though_the_last_micro_step_did_not_use_them(ranks):
     assert ranks(3, use_part_of_the_model_in_the_last_micro_step) == [([], True)] * 3
 
 

@@ -1,4 +1,4 @@
-"""Who listens in a training process, and that strangers who call there change nothing."""
+"""Listening sockets of a training process; strangers who connect to them change nothing."""
 
 import json
 import os

@@ -76,7 +76,7 @@ def test_algorithms_keep_their_promise(results, name):
 
 
 @pytest.mark.parametrize("name", two_nodes.ALGORITHMS)
-def test_bytes_between_nodes_are_what_the_counters_say(results, name):
+def test_bytes_between_nodes_equal_the_counters(results, name):
     for result in results:
         seen = result["algorithms"][name]
         leads = result["local_rank"] == 0

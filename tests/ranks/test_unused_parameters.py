@@ -1,4 +1,4 @@
-"""Every parameter answers: zeros where backward did not reach, nothing where nobody used it."""
+"""Every parameter answers: zeros where backward did not reach, nothing if no rank used it."""
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ def test_a_parameter_that_one_rank_used_gets_the_mean(ranks, do_flatten, env):
 
 @BUCKETS
 @LAYOUT
-def test_with_find_unused_what_nobody_used_keeps_no_gradient_and_nothing_is_warned(
+def test_with_find_unused_an_unused_parameter_has_no_gradient_and_no_warning(
     ranks, do_flatten, env
 ):
     for caught, without in ranks(3, one_rank_takes_another_branch, True, do_flatten, env=env):

@@ -141,7 +141,7 @@ def test_a_bad_value_is_refused(ranks, value, words):
         assert words in message
 
 
-def test_ranks_with_different_values_are_told_so(ranks):
+def test_ranks_with_different_values_get_an_error(ranks):
     envs = [{"BAGUA_CHECK_WEIGHTS_EVERY": str(every)} for every in (2, 3)]
     for message in ranks(2, wrap, env=envs):
         assert message.startswith("BaguaMismatchError: ")

@@ -1,4 +1,4 @@
-"""By default each round compares a part of the weights: only ranks that drift apart are told."""
+"""By default each round compares a sample of the weights: only ranks that drift apart raise."""
 
 import pytest
 import torch
@@ -84,7 +84,7 @@ def drift():
     return first_error(model, optimizer, 5, lambda number: None)
 
 
-def test_ranks_whose_optimizers_differ_are_told_after_the_first_step(ranks):
+def test_ranks_whose_optimizers_differ_raise_after_the_first_step(ranks):
     for step, message in ranks(3, drift):
         assert step == 2
         assert "(ranks 0, 2 against rank 1)" in message
@@ -96,7 +96,7 @@ def test_zero_turns_it_off_and_a_number_waits_for_its_step(ranks):
     assert [step for step, _ in ranks(2, change, *plan, env=EVERY)] == [6, 6]
 
 
-def test_ranks_of_which_one_has_the_default_are_told_so(ranks):
+def test_a_single_rank_with_the_default_is_an_error(ranks):
     for message in ranks(2, wrap, env=[{}, EVERY]):
         assert "[BAGUA_CHECK_WEIGHTS_EVERY=unset], rank 1 has [BAGUA_CHECK_WEIGHTS_EVERY=3]" in (
             message
@@ -199,7 +199,7 @@ def start_apart():
     return first_error(model, training.sgd(model), 2, lambda number: None)
 
 
-def test_different_weights_at_the_wrap_are_told_at_the_first_step(ranks):
+def test_different_weights_at_the_wrap_raise_at_the_first_step(ranks):
     for step, message in ranks(2, start_apart):
         assert step == 1
         assert "They differed at the wrap already (init_sync=False), or since then" in message
@@ -241,7 +241,7 @@ def test_trained_and_frozen_parameters_are_compared(ranks, name):
 
 
 @pytest.mark.parametrize("name", ["ignored", "other_name", "expert", "mean"])
-def test_what_ranks_may_have_of_their_own_is_not(ranks, name):
+def test_values_that_may_differ_between_ranks_are_not_compared(ranks, name):
     assert ranks(2, change_a_tensor, name) == [None] * 2
 
 
@@ -269,7 +269,7 @@ def test_rounds_of_ranks_without_inputs_compare_nothing(ranks, inputs):
         assert "First difference: '0.bias'" in message
 
 
-def test_momentum_that_ranks_without_inputs_have_not_is_told(ranks):
+def test_momentum_missing_on_ranks_without_inputs_is_an_error(ranks):
     for step, message in ranks(2, join_unevenly, (1, 4), False, False):
         assert step == 2
         assert "DistributedDataParallel(optimizers=...)" in message

@@ -90,7 +90,7 @@ def batch(step, rank, rows=ROWS):
 
 
 def whole_batch(step, size, rows=ROWS):
-    """What all ranks together see in `step`."""
+    """The batches of all ranks in `step`."""
     parts = [batch(step, rank, rows) for rank in range(size)]
     return tuple(torch.cat(side) for side in zip(*parts, strict=True))
 

@@ -1,4 +1,4 @@
-"""What the processes of `test_two_nodes.py` run: `two_nodes.py <folder> <algorithm> ...`.
+"""Program of the processes of `test_two_nodes.py`: `two_nodes.py <folder> <algorithm> ...`.
 
 Started by torchrun. Trains with the algorithms in turn and leaves `<rank>.json` in the folder: what
 was seen, and the bytes that left the node's device next to those that were counted.
@@ -31,7 +31,7 @@ SEGMENT_BYTES = 1448  # of payload, at an MTU of 1500
 
 
 class Expected(NamedTuple):
-    """What holds of an algorithm on two nodes.
+    """Properties of an algorithm on two nodes.
 
     ranks_agree: all ranks hold the same weights after a step; agree_after_rest: after a step with
     learning rate 0. astray: the mean of all ranks' weights moves by the mean of what the optimizers

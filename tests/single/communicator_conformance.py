@@ -1,4 +1,4 @@
-"""What every communicator must do: checks that a rank runs on its communicator.
+"""The contract of every communicator: checks that a rank runs on its communicator.
 
 Every rank of the group calls the same check with the same arguments. Values are small integers, so
 that sums are exact in every dtype and can be compared without a tolerance. Tensors are on torch's

@@ -11,7 +11,7 @@ SECONDS = 10.0  # until a test gives up waiting for something that should come a
 
 
 class Meeting:
-    """Where the engines of one test meet: a hub per lane, one for agreements, and a store."""
+    """Shared state of the engines of one test: a hub per lane, one for agreements, and a store."""
 
     def __init__(self, n, lanes=1, hub_timeout=20.0):
         self.size = n

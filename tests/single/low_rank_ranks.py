@@ -1,4 +1,4 @@
-"""What the tests of low-rank means share: a rank with its op and memory, and gradients."""
+"""Helpers for tests of low-rank means: a rank with its op and memory, and gradients."""
 
 import torch
 from bagua import _C

@@ -1,4 +1,4 @@
-"""What the tests of ops share: ranks, sizes, inputs, and one run on thread ranks."""
+"""Helpers for tests of ops: ranks, sizes, inputs, and one run on thread ranks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the tests of sparse ops share: ops with memories, rounds of them, and the oracle's."""
+"""Helpers for tests of sparse ops: ops with memories, rounds of them, and the oracle's."""
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ per_type = pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
 
 
 def gradient(rows, dtype=torch.float32, shape=(ROWS, WIDTH), seed=0):
-    """What `nn.Embedding(sparse=True)` makes of the indices `rows`: not coalesced."""
+    """The gradient of `nn.Embedding(sparse=True)` for the indices `rows`: not coalesced."""
     generator = torch.Generator().manual_seed(seed)
     wide = torch.complex128 if dtype.is_complex else torch.float64
     values = torch.randn(len(rows), *shape[1:], generator=generator, dtype=wide).to(dtype)
@@ -205,7 +205,7 @@ def message(rows, width=WIDTH):
         (2, [3, ROWS], "payload from rank 1 was corrupted"),
     ],
 )
-def test_what_another_rank_sends_is_checked(count, rows, words):
+def test_messages_of_other_ranks_are_checked(count, rows, words):
     def run(comm):
         if comm.rank == 1:
             comm.all_gather(torch.tensor([count]), torch.zeros(2, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Asynchronous averaging on thread ranks: the mean, and what was learnt meanwhile."""
+"""Asynchronous averaging on thread ranks: the mean, and updates made during the transfer."""
 
 import threading
 import time
@@ -73,7 +73,7 @@ class Windows:
 
 
 @RANKS
-def test_what_was_learnt_meanwhile_is_kept_as_the_oracle_has_it(n):
+def test_updates_during_an_average_are_kept_as_in_the_oracle(n):
     rounds = 3
     turn = threading.Barrier(n)
     start = [torch.arange(6, dtype=torch.float64) * (r + 1) for r in range(n)]
@@ -109,7 +109,7 @@ def test_what_was_learnt_meanwhile_is_kept_as_the_oracle_has_it(n):
 
 
 @RANKS
-def test_the_sum_over_ranks_is_what_training_made_it_whatever_the_timing(n):
+def test_averages_do_not_change_the_sum_over_ranks_whatever_the_timing(n):
     """Averaging keeps the sum over ranks: a lost update, or one counted twice, would show."""
     steps = 300
 

@@ -1,4 +1,4 @@
-"""Which tensors share a bucket: order is kept, one dtype a bucket, sizes bounded."""
+"""Tensors are split into buckets: order is kept, one dtype per bucket, sizes bounded."""
 
 import pytest
 import torch

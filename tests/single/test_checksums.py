@@ -86,7 +86,7 @@ def every_bit(message, step=1):
 
 
 def other_changes(message):
-    """Of the payload: words swapped, content moved, cut off, and left out."""
+    """Changed payloads: words swapped, content moved, cut off, and left out."""
     head, payload = message[:32], message[32:]
     words = payload.view(torch.int32)
     differ = [i for i in range(words.numel()) if words[i] != words[0]]
@@ -101,7 +101,7 @@ def other_changes(message):
 
 
 def refused(count, run):
-    """How often `run` says that a payload is not what was sent: all of `count` times."""
+    """`run` reports a corrupted payload in each of `count` calls."""
     for number in range(count):
         with pytest.raises(_C.BaguaMismatchError) as caught:
             run()

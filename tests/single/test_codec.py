@@ -238,7 +238,7 @@ def test_decoded_values_encode_to_the_bytes_that_they_come_from(name, exponent, 
 
 @pytest.mark.parametrize("exponent", [-20, 0, 4])
 @each_codec
-def test_what_is_sent_and_what_is_left_add_up_exactly(name, exponent):
+def test_payload_and_compression_error_add_up_exactly(name, exponent):
     x = randn(10007, seed=exponent + 20) * 10.0**exponent
     sent = round_trip(name, x)
     assert torch.equal(sent + (x - sent), x)
@@ -264,7 +264,7 @@ def test_random_shapes_scales_and_dtypes_equal_the_oracle(name, seed):
 @each_dtype
 @pytest.mark.parametrize("numel", [0, 1, 33, 128, 2048, 6001])
 @each_codec
-def test_decode_add_adds_what_decode_writes(name, numel, dtype):
+def test_decode_add_adds_the_output_of_decode(name, numel, dtype):
     codec = _C.make_codec(name)
     payload = codec.encode(randn(numel, dtype=dtype))
     total = randn(numel, seed=1)

@@ -38,7 +38,7 @@ def make_op(comm, codec, start, mixing=THIRD):
 
 
 def updates(n, numel, dtype, round):
-    """What the ranks' optimizers add: smaller than the weights."""
+    """Updates of the ranks' optimizers: smaller than the weights."""
     return [0.1 * update for update in inputs(n, numel, dtype, salt=round)]
 
 
@@ -200,7 +200,7 @@ def zeros(*numels, dtype=torch.float32):
     return [torch.zeros(numel, dtype=dtype) for numel in numels]
 
 
-def test_what_does_not_fit_is_refused_and_named():
+def test_invalid_arguments_are_refused_and_named():
     one = torch.zeros(3)
     for replicas in (zeros(3, 3, 4), zeros(3, 3, 3, dtype=torch.float16), [torch.zeros(2, 2)] * 3):
         with pytest.raises(

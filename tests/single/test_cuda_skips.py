@@ -1,4 +1,4 @@
-"""What becomes of tests that need CUDA where there is none: skipped, or failed if asked for."""
+"""Tests that need CUDA are skipped without it, or fail on request."""
 
 import os
 import re

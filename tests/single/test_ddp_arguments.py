@@ -20,7 +20,7 @@ def test_positions_are_torchs():
     assert [p.name for p in mine if p.kind is p.KEYWORD_ONLY] == ["optimizers", "algorithm"]
 
 
-def test_what_cannot_be_honoured_is_refused_with_the_alternative():
+def test_unsupported_arguments_are_refused_with_the_alternative():
     with pytest.raises(NotImplementedError, match=r"mixed_precision=...\) .*; use torch.autocast"):
         DistributedDataParallel(nn.Linear(2, 2), mixed_precision=1)
 
@@ -41,7 +41,7 @@ def test_delayed_parameters_are_checked():
         )
 
 
-def test_what_has_no_effect_warns():
+def test_arguments_without_effect_warn():
     frozen = nn.Linear(2, 2).requires_grad_(False)  # refused afterwards: nothing is sent
     with (
         pytest.warns(FutureWarning, match="check_reduction is deprecated and does nothing"),

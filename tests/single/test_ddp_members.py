@@ -75,7 +75,7 @@ def test_no_inherited_member_asks_for_the_reducer():
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_needs_the_reducer_says_what_to_do_instead(name):
+def test_members_of_the_reducer_raise_with_the_alternative(name):
     with pytest.raises(NotImplementedError, match=f"{name} needs the reducer .*; .+"):
         getattr(DistributedDataParallel, name)(object())
 

@@ -149,7 +149,7 @@ def test_nodes_of_different_sizes_weigh_as_many_ranks_as_they_have(mode, nodes):
 
 @per_nodes
 @per_mode
-def test_the_mean_over_all_ranks_stays_what_it_was(mode, nodes):
+def test_the_mean_over_all_ranks_is_unchanged(mode, nodes):
     brought = inputs(len(nodes), 1000, torch.float64)
     results = run_between_nodes(nodes, mode, brought)
     mean = torch.stack(brought).mean(0)
@@ -190,7 +190,7 @@ def test_a_communication_that_failed_is_not_counted():
     assert int(communications) == 5
 
 
-def test_what_does_not_fit_is_refused_and_named():
+def test_invalid_arguments_are_refused_and_named():
     exact = _C.AllReduce(alone(), _C.ReduceOp.AVG)
     with pytest.raises(ValueError, match="communications must be one int64"):
         _C.AverageWeights(torch.zeros(3), torch.zeros(1), exact)

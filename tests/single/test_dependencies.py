@@ -1,4 +1,4 @@
-"""What continuous integration installs is pinned, and docs/security.md gives a reason for each."""
+"""Packages of continuous integration are pinned, and docs/security.md has a reason for each."""
 
 import re
 from pathlib import Path

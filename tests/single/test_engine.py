@@ -232,7 +232,7 @@ def test_a_wrong_record_is_found_before_forward_ends():
         assert isinstance(error, _C.BaguaMismatchError)
 
 
-def test_a_rank_that_leaves_without_saying_what_it_used_is_named_soon():
+def test_a_rank_that_exits_before_it_sends_its_used_slots_is_named_soon():
     meeting = Meeting(2)
 
     def run(rank):

@@ -1,4 +1,4 @@
-"""What becomes of an engine when something fails: here, on the other ranks, and when it goes."""
+"""Failures of an engine: on this rank, on the other ranks, and at its destruction."""
 
 import gc
 import os
@@ -67,7 +67,7 @@ def test_an_engine_that_failed_refuses_further_work_with_the_same_words():
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2], ids=lambda rank: f"rank-{rank}")
-def test_a_failing_op_is_told_to_ranks_whose_transport_cannot_be_interrupted(culprit):
+def test_a_failing_op_reaches_ranks_whose_transport_cannot_be_interrupted(culprit):
     meeting = Meeting(3)
     blocked = _C.ThreadHub(3, 5.0)
     engines = []  # destroyed after the clocks have stopped
@@ -133,7 +133,7 @@ def timed_out(n, buckets, marked, silent):
     return endings(n, run)
 
 
-def test_a_wait_that_takes_too_long_names_rank_bucket_and_what_is_outstanding():
+def test_a_wait_that_takes_too_long_names_rank_and_unfinished_buckets():
     def buckets():
         return [
             plan("done", ones(), 2, calls(lambda _: None)),
@@ -199,7 +199,7 @@ def test_a_rank_that_leaves_is_named_soon(state):
         assert seconds < SECONDS_UNTIL_TOLD
 
 
-def test_a_rank_that_leaves_after_the_last_round_disturbs_nobody():
+def test_a_rank_that_exits_after_the_last_round_disturbs_no_other():
     meeting = Meeting(3)
 
     def run(rank):

@@ -1,4 +1,4 @@
-"""What an engine refuses to be built from, and the statistics that it keeps."""
+"""Plans that an engine refuses, and the statistics that it keeps."""
 
 import itertools
 import threading
@@ -52,7 +52,7 @@ def test_statistics_add_up(n):
         assert stats["exposed_ns"] > 0
 
 
-def test_hidden_and_exposed_time_are_told_apart():
+def test_hidden_and_exposed_time_are_distinguished():
     gate = threading.Event()
     engine = alone(plan("b", ones(), 1, calls(lambda _: gate.wait(SECONDS))))
     timer = threading.Timer(0.3, gate.set)

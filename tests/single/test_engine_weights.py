@@ -1,4 +1,4 @@
-"""The sample of the weights in the agreement of each round: thread ranks that differ are told."""
+"""The sample of the weights in the agreement of each round: thread ranks that differ raise."""
 
 import pytest
 import torch
@@ -152,7 +152,7 @@ def test_ranks_that_froze_different_parameters_start_no_round():
         assert done == 1
 
 
-def test_another_plan_is_told_before_other_weights():
+def test_another_plan_is_reported_before_other_weights():
     meeting = Meeting(2)
 
     def run(rank):

@@ -19,7 +19,7 @@ def boards(n):
     return [_C.FailureBoard(store, rank, n) for rank in range(n)]
 
 
-def test_ranks_that_wait_in_the_same_round_are_nobody_to_speak_of():
+def test_ranks_that_wait_in_the_same_round_are_not_mentioned():
     all_ranks = boards(3)
     for board in all_ranks:
         board.beat(7, "communicating", waits=True)
@@ -37,8 +37,7 @@ def test_a_rank_that_still_computes_is_named_where_no_other_is_to_blame():
     two.beat(7, "computing, 3 of 8 tensors are ready")
     time.sleep(0.2)
     assert zero.survey(7) == (
-        "Where the others are: rank 2 is still in round 7: computing, 3 of 8 tensors "
-        "are ready."
+        "Where the others are: rank 2 is still in round 7: computing, 3 of 8 tensors are ready."
     )
     del one
     assert zero.survey(7).startswith("Where the others are: rank 1 was killed")
@@ -93,7 +92,7 @@ def server():
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_store_whose_host_is_gone_blocks_nobody(server, how):
+def test_a_store_whose_host_is_gone_blocks_no_rank(server, how):
     process, port = server
     store = dist.TCPStore("127.0.0.1", port, 1, timeout=timedelta(seconds=30))
     board = _C.FailureBoard(store, 0, 2)

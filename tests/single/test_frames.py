@@ -1,4 +1,4 @@
-"""What compressed all-reduces put on the wire, and what they make of foreign payloads."""
+"""Messages of compressed all-reduces, and their reaction to foreign payloads."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_compressed_all_reduce_sends_payloads_and_frames_and_nothing_else(n, cod
 
 
 def garbage(comm, numel, first_word):
-    """What a rank with another library version might send: the right sizes, other bytes."""
+    """A message of another library version: the right sizes, other bytes."""
     message = torch.zeros(FRAME_BYTES + payload_bytes("block_uint8", torch.float32, numel // 2))
     message = message.to(torch.uint8)
     message[:8] = torch.frombuffer(bytearray(first_word), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What other ranks send or leave in the store as text: anything is refused by name, or harmless."""
+"""Any text that other ranks send or put in the store is refused by name, or harmless."""
 
 import io
 import json

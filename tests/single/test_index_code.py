@@ -60,7 +60,7 @@ def test_the_bytes_are_those_of_the_specification():
 
 
 @pytest.mark.parametrize("n", [2**24 + 3, 2**32 - 1, 2**32])
-def test_indices_beyond_what_f32_can_count_survive(n):
+def test_indices_beyond_the_integers_of_f32_survive(n):
     indices = torch.tensor([2**24 + 1, n - 1], dtype=torch.int64).to(torch.uint32)
     packed = _C.pack_indices(indices, n)
     assert packed.numel() == 32
@@ -126,7 +126,7 @@ def test_random_bytes_give_valid_indices_or_an_error():
     assert 0 < accepted < 3000
 
 
-def test_what_is_no_list_of_indices_is_refused():
+def test_invalid_lists_of_indices_are_refused():
     with pytest.raises(ValueError, match="uint32, they are Long"):
         _C.pack_indices(torch.arange(3), 5)
     with pytest.raises(ValueError, match="number 1 is 2"):

@@ -153,7 +153,7 @@ def test_the_emulation_runs_a_correct_kernel(programs, variant):
         ("deadlock", "deadlock, barrier or warp divergence: thread 0 .*, thread 16 waits for its"),
     ],
 )
-def test_what_a_gpu_leaves_undefined_ends_the_program(programs, fault, message):
+def test_undefined_behaviour_of_a_gpu_ends_the_program(programs, fault, message):
     result = run(programs, "plain", "emulation_faults", fault)
     assert result.returncode == 3, result.stdout + result.stderr
     assert re.search(message, result.stderr), result.stderr

@@ -89,7 +89,7 @@ def test_a_file_is_what_torch_reads_and_says_when_any_of_its_bytes_is_changed(tm
             _checkpoint_file.check(path)
 
 
-def test_what_a_killed_process_has_left_goes_with_the_next_writing(tmp_path):
+def test_files_of_a_killed_process_are_removed_by_the_next_save(tmp_path):
     path = tmp_path / "file.pt"
     (tmp_path / f".{path.name}.123.part").write_bytes(b"half")
     _checkpoint_file.write(path, {}, 1)

@@ -83,7 +83,7 @@ def test_ranks_hold_the_same_bits(n, dtype):
 
 
 @per_dtype
-def test_nothing_is_lost_but_what_the_error_holds(dtype):
+def test_nothing_is_lost_except_the_residual(dtype):
     n, steps = 3, 30
     brought = gradients(n, steps, dtype=dtype)
     histories = train(n, brought)

@@ -95,7 +95,7 @@ def test_a_subclass_sees_every_tensor_once_and_its_results_are_written_in_place(
     assert {seen[2:] for seen in doubled.seen} == {("mine", 5)}
 
 
-def test_by_model_the_flat_tensor_holds_what_the_call_brought_and_nothing_older():
+def test_by_model_the_flat_tensor_holds_the_values_of_this_call_only():
     class Remembering(Doubled):
         def _agg(self, data, op, denom=None):
             self.seen.append(data.clone())
@@ -138,7 +138,7 @@ def test_a_result_may_be_a_view_in_another_order_or_of_another_dtype(by_layer):
     assert torch.equal(model.weight.detach(), before.view(-1).flip(0).view(2, 3))
 
 
-def test_what_is_no_result_is_refused_and_nothing_changes():
+def test_an_invalid_result_is_refused_and_nothing_changes():
     class Nothing(Doubled):
         def _agg(self, data, op, denom=None):
             return None

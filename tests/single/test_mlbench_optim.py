@@ -152,7 +152,7 @@ class Events:
 
 
 @pytest.mark.parametrize("agg_grad", [True, False])
-def test_a_tracker_is_told_in_order(agg_grad):
+def test_a_tracker_is_notified_in_order(agg_grad):
     model, tracker = network(), Events()
     squared_error(model, batch(0, 0)).backward()
     CentralizedSGD(1, model, lr=0.1, agg_grad=agg_grad).step(tracker=tracker)

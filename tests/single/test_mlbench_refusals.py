@@ -1,4 +1,4 @@
-"""What the eager door refuses, without other ranks: by name, and with nothing changed."""
+"""Refusals of mlbench_core without other ranks: by name, and with nothing changed."""
 
 import pytest
 import torch

@@ -24,7 +24,7 @@ def sparse_gradients(model, step):
 
 
 @pytest.mark.parametrize("random_sparse", [False, True])
-def test_what_is_not_subtracted_is_remembered(random_sparse):
+def test_elements_that_are_not_subtracted_stay_in_the_memory(random_sparse):
     model = sparse_model()
     begin = [p.detach().clone() for p in model.parameters()]
     optimizer = SparsifiedSGD(

@@ -108,7 +108,7 @@ def test_bad_values_stay_visible():
 
 
 @pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64)], ids=str)
-def test_what_is_no_matrix_of_numbers_is_refused(bad):
+def test_arguments_that_are_no_matrix_are_refused(bad):
     with pytest.raises(ValueError, match="orthogonalize needs a matrix of floating-point"):
         orthogonalize(bad)
 
@@ -139,14 +139,14 @@ def test_the_flat_tensor_is_a_copy_and_the_unpacked_ones_are_views_of_it():
     assert flat[0] == 9
 
 
-def test_packing_refuses_what_it_would_have_to_cast_or_guess():
+def test_packing_refuses_mixed_dtypes_and_empty_lists():
     with pytest.raises(ValueError, match="at least one tensor"):
         pack_tensors([])
     with pytest.raises(ValueError, match=r"one dtype, not \[torch.float32, torch.float16\]"):
         pack_tensors([torch.ones(1), torch.ones(1, dtype=torch.float16)])
 
 
-def test_unpacking_refuses_what_does_not_belong_together():
+def test_unpacking_refuses_arguments_that_do_not_match():
     flat, sizes = torch.ones(6), [torch.Size([2]), torch.Size([2, 2])]
     with pytest.raises(ValueError, match="2 sizes need 3 indices, not 2"):
         unpack_tensors(flat, [0, 6], sizes)

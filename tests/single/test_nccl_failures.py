@@ -26,7 +26,7 @@ def errors_of(outcomes):
 
 
 def error_of(call):
-    """What a call raises, as (type, message, seconds)."""
+    """The exception of a call, as (type, message, seconds)."""
     start = time.monotonic()
     with pytest.raises(_C.BaguaError) as raised:
         call()
@@ -134,7 +134,7 @@ def test_an_error_between_two_calls_is_thrown_by_the_next(nccl):
     nccl.run(2, run)
 
 
-def test_ranks_that_disagree_are_told_what_nccl_said(nccl):
+def test_ranks_that_disagree_get_the_error_of_nccl(nccl):
     def run(comm):
         return error_of(lambda: comm.all_reduce(torch.ones(3 + comm.rank), SUM))[1]
 

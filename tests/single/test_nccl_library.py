@@ -1,4 +1,4 @@
-"""Which NCCL is used, and the real one of the wheel as far as it goes without a GPU."""
+"""Choice of the NCCL library, and the real one of the wheel as far as it works without a GPU."""
 
 import importlib.metadata
 import json
@@ -69,7 +69,7 @@ except _C.BaguaError as error:
 
 
 @needs_no_cuda
-def test_no_library_is_an_error_that_lists_what_was_tried_and_what_to_do():
+def test_no_library_is_an_error_with_the_paths_and_the_remedy():
     message = run_script(NOWHERE)
     assert "the process has no libnccl.so.2 and tried:\n  /nowhere/a.so: " in message
     assert "\n  /nowhere/b.so: " in message
@@ -132,7 +132,7 @@ def test_the_library_of_the_wheel_comes_before_those_of_torch_and_the_loader(mon
     ],
     ids=["unset", "empty", "nccl", "c10d", "gloo"],
 )
-def test_bagua_comm_says_what_moves_cuda_tensors(monkeypatch, value, choice, through):
+def test_bagua_comm_chooses_the_transport_of_cuda_tensors(monkeypatch, value, choice, through):
     if value is None:
         monkeypatch.delenv("BAGUA_COMM", raising=False)
     else:

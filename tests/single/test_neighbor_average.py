@@ -160,7 +160,7 @@ def alone(size=1, rank=0):
     return _C.ThreadCommunicator(_C.ThreadHub(size, 1.0), rank)
 
 
-def test_what_does_not_fit_is_refused_and_named():
+def test_invalid_arguments_are_refused_and_named():
     def make(own, neighbors, comm=None):
         return _C.NeighborAverage(comm or alone(3), own, neighbors, _C.Scratch())
 

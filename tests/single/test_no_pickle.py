@@ -71,10 +71,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("source", BAD.values(), ids=BAD.keys())
-def test_what_unpickles_is_found(source):
+def test_code_that_unpickles_is_found(source):
     assert len(find_unpickling(source)) >= 1
 
 
 @pytest.mark.parametrize("source", ["json.loads(text)", "torch.load(file, weights_only=True)"])
-def test_what_does_not_is_left_alone(source):
+def test_code_that_does_not_unpickle_passes(source):
     assert find_unpickling(source) == []

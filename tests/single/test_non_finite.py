@@ -42,7 +42,7 @@ def test_no_finite_number_is_taken_for_a_bad_one(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
-def test_every_pattern_of_sixteen_bits_is_told_rightly(dtype):
+def test_every_pattern_of_sixteen_bits_is_classified_correctly(dtype):
     everything = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     finite = everything[everything.isfinite()]
     assert counted(finite) == 0

@@ -144,7 +144,7 @@ def test_a_rank_that_stops_alone_is_an_error_for_the_others_from_then_on():
         assert "Every rank must call abort(model) before it ends; wrap the module again" in error
 
 
-def test_a_failure_nobody_has_seen_is_raised_by_pause():
+def test_an_unseen_failure_is_raised_by_pause():
     def run(comm):
         lane = make_lane(comm, torch.zeros(4))
         lane.resume()
@@ -219,7 +219,7 @@ def test_stats_count_averages_bytes_and_waiting():
     ],
     ids=["not-contiguous", "integers", "nothing", "negative-interval"],
 )
-def test_what_cannot_be_averaged_is_refused(weights, interval_s, words):
+def test_weights_that_cannot_be_averaged_are_refused(weights, interval_s, words):
     with pytest.raises(ValueError, match=words):
         make_lane(_C.ThreadCommunicator(_C.ThreadHub(1, 5.0), 0), weights, interval_s)
 

@@ -135,7 +135,7 @@ def test_a_tensor_of_functional_call_is_no_difference():
     assert seen == [""]
 
 
-def test_what_training_does_is_no_difference():
+def test_effects_of_training_are_no_difference():
     model = network()
     difference = guard(model)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)

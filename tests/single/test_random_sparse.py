@@ -1,4 +1,4 @@
-"""Random rounds: every element once per epoch, orders without a pattern, nobody's generator."""
+"""Random rounds: every element once per epoch, orders without a pattern, own generator."""
 
 import math
 
@@ -35,7 +35,7 @@ def test_random_orders_are_permutations_that_seed_and_number_decide():
 
 
 def test_random_orders_have_no_pattern():
-    """How often a value is in the first tenth of an order spreads as chance would have it."""
+    """The frequency of a value in the first tenth of an order is distributed as by chance."""
     n, orders = 500, 400
     counts = torch.zeros(n)
     for number in range(orders):

@@ -1,4 +1,4 @@
-"""What ops remember counts once the whole round was finite, in every bucket."""
+"""State of ops is committed once the whole round was finite, in every bucket."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_one_lane_may_be_a_round_ahead():
     assert read(first) == read(second) == [2, -2]
 
 
-def test_set_replaces_what_was_not_committed():
+def test_set_replaces_uncommitted_values():
     first, second = two_memories()
     write(first, 1, 1.0)
     first.set(0, torch.full((3,), 7.0))
@@ -66,7 +66,7 @@ def test_set_replaces_what_was_not_committed():
 
 
 @pytest.mark.parametrize("other", [torch.zeros(2), torch.zeros(3, dtype=torch.float64)])
-def test_set_refuses_what_does_not_fit(other):
+def test_set_refuses_tensors_that_do_not_fit(other):
     memory, _ = two_memories()
     with pytest.raises(ValueError, match="tensor 0"):
         memory.set(0, other)

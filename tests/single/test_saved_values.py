@@ -17,7 +17,7 @@ def test_a_count_is_a_whole_number(value):
     [-1, 0.5, float("nan"), float("inf"), True, None, "7", 2**63, [7], torch.ones(2)],
     ids=str,
 )
-def test_what_is_no_count_is_refused_by_name(value):
+def test_invalid_counts_are_refused_by_name(value):
     with pytest.raises(ValueError, match=r"A: 'steps' is .* in the state, which is no number"):
         _saved_values.saved_count({"steps": value}, "steps", "A")
 
@@ -39,7 +39,7 @@ BAD_TENSORS = {
 
 
 @pytest.mark.parametrize("value", BAD_TENSORS.values(), ids=BAD_TENSORS.keys())
-def test_what_cannot_be_copied_is_refused(value):
+def test_values_that_cannot_be_copied_are_refused(value):
     with pytest.raises(ValueError, match=r"'error' is .* in the state.*: load another"):
         _saved_values.saved_tensor({"error": value}, "error", torch.zeros(3), REMEDY)
 
@@ -52,7 +52,7 @@ def test_a_counter_that_cannot_be_is_refused(value):
         _saved_values.saved_tensor({"communications": value}, "communications", counter, REMEDY)
 
 
-def test_what_fits_is_returned():
+def test_valid_values_are_returned():
     value = torch.ones(3, dtype=torch.float64)
     assert _saved_values.saved_tensor({"e": value}, "e", torch.zeros(3), REMEDY) is value
     found = _saved_values.saved_tensor({"e": 2.0}, "e", torch.zeros(()), REMEDY)
@@ -60,6 +60,6 @@ def test_what_fits_is_returned():
 
 
 @pytest.mark.parametrize("state", [None, [], 3, {1: 2}, {"a": 1, None: 2}], ids=str)
-def test_what_is_no_state_is_refused(state):
+def test_invalid_states_are_refused(state):
     with pytest.raises(ValueError, match="A: a state is a dict with names as keys"):
         _saved_values.check_state(state, "A")

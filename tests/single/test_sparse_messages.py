@@ -1,4 +1,4 @@
-"""What sparse messages cost, and messages that are damaged or of another round."""
+"""Bytes of sparse messages, and messages that are damaged or of another round."""
 
 import contextlib
 
@@ -41,7 +41,7 @@ def message_of(numel=NUMEL, k=K, **of_round):
 
 
 def error_for(message, numel=NUMEL, k=K):
-    """What the op says to a peer's message; None if it takes it."""
+    """The op's error for a peer's message; None if it accepts it."""
 
     def run(comm):
         if comm.rank == 1:

@@ -1,4 +1,4 @@
-"""Sparse means on thread ranks: the oracle's bits, what is owed, bad values."""
+"""Sparse means on thread ranks: the oracle's bits, residuals, bad values."""
 
 import math
 
@@ -52,7 +52,7 @@ def test_memory_is_in_unscaled_units(kind, scale):
 
 
 @per_kind
-def test_without_error_feedback_nothing_is_owed(kind):
+def test_without_error_feedback_there_is_no_residual(kind):
     rounds = bring(3, 1000, torch.float32)
     results = run_rounds(3, kind, 20, rounds, remembers=False)
     for step, (result, _) in enumerate(expected_rounds(kind, 20, rounds, remembers=False)):
@@ -62,7 +62,7 @@ def test_without_error_feedback_nothing_is_owed(kind):
 
 @per_kind
 @per_ranks
-def test_all_that_was_brought_was_sent_or_is_owed(kind, n):
+def test_inputs_are_sent_or_in_the_residual(kind, n):
     """sum over t of the mean of g = sum over t of the result + the mean of the errors."""
     rounds = bring(n, 997, torch.float64, rounds=30)
     results = run_rounds(n, kind, 13, rounds)
@@ -74,7 +74,7 @@ def test_all_that_was_brought_was_sent_or_is_owed(kind, n):
 
 
 @per_kind
-def test_what_is_sent_and_what_is_owed_are_the_corrected_gradient_to_the_bit(kind):
+def test_sent_elements_and_residual_are_the_corrected_gradient_to_the_bit(kind):
     rounds = bring(1, 1000, torch.float32)
     [seen] = run_rounds(1, kind, 20, rounds)
     error = torch.zeros(1000)
@@ -186,7 +186,7 @@ def test_one_bad_bucket_leaves_the_memory_of_the_others():
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**8])
 @per_dtype
-def test_an_exact_bucket_pays_what_was_owed_once(dtype, scale):
+def test_an_exact_bucket_adds_the_residual_once(dtype, scale):
     def run(comm):
         memory = memory_of(8, dtype)
         memory.set(0, torch.full((8,), 2.0 * comm.rank, dtype=oracle.wide(dtype)))
@@ -202,7 +202,7 @@ def test_an_exact_bucket_pays_what_was_owed_once(dtype, scale):
         assert not owed.any()
 
 
-def test_an_index_beyond_what_f32_can_count_survives():
+def test_an_index_beyond_the_integers_of_f32_survives():
     def run(comm):
         flat = torch.zeros(2**24 + 3)
         flat[2**24 + comm.rank] = 1.0
@@ -212,7 +212,7 @@ def test_an_index_beyond_what_f32_can_count_survives():
     assert run_thread_ranks(2, run) == [[2**24, 2**24 + 1]] * 2
 
 
-def test_what_does_not_fit_is_refused_and_named():
+def test_invalid_arguments_are_refused_and_named():
     with pytest.raises(ValueError, match="k = 0 must be between 1 and the 5 elements"):
         make(alone(), "top-k", 5, 0, memory_of(5, torch.float32))
     with pytest.raises(ValueError, match="k = 6 must be between 1 and the 5 elements"):

@@ -1,11 +1,11 @@
-"""SparsifiedAggregation in a process that has no group: nothing is sent, nothing is owed."""
+"""SparsifiedAggregation in a process without a group: no messages, no residual."""
 
 import torch
 from mlbench_core.aggregation.pytorch.centralized import SparsifiedAggregation
 from torch import nn
 
 
-def test_alone_gradients_stay_what_they_are():
+def test_alone_gradients_are_unchanged():
     model = nn.Linear(30, 20)
     aggregation = SparsifiedAggregation(model, ratio=0.01)
     for call in range(3):
@@ -20,8 +20,8 @@ def test_alone_gradients_stay_what_they_are():
     assert not state["rank0/error/weight"].any()
 
 
-def test_alone_what_was_owed_by_others_is_paid_once():
-    """Two ranks owed 1 and 3 when the third process goes on alone: it pays their mean."""
+def test_alone_the_mean_residual_is_added_once():
+    """Two ranks had residuals 1 and 3 when a single process continues: it adds their mean."""
     model = nn.Linear(3, 2, bias=False)
     aggregation = SparsifiedAggregation(model)
     owed = {f"rank{r}/error/weight": torch.full((2, 3), 1.0 + 2 * r) for r in range(2)}

@@ -38,7 +38,7 @@ def wait_for_bucket(engine, index=0):
         time.sleep(0.001)
 
 
-def test_what_an_op_computes_is_encoding_and_not_wire():
+def test_computation_of_an_op_is_encoding_and_not_wire():
     engine = alone(plan("b", ones(), 1, calls(pause)))
     run_round(engine)
     run_round(engine)
@@ -129,7 +129,7 @@ def test_a_bucket_waits_for_an_earlier_one_and_for_the_agreement():
     assert waited[1] < SHORT_NS < waited[0]
 
 
-def test_hidden_is_what_ran_while_the_caller_went_on():
+def test_hidden_is_time_in_which_the_caller_was_not_blocked():
     started = threading.Event()
 
     def twice(_):

@@ -12,7 +12,7 @@ SLOW = 3.2  # until then a wait is looked at twice, a second and more apart
 
 
 def reports_of(n, late, be_slow):
-    """What each rank is told in its second round, in which rank `late` takes its time."""
+    """Warnings of each rank in its second round, in which rank `late` is slow."""
     meeting = Meeting(n)
     reports = [[] for _ in range(n)]
     stats = [None] * n
@@ -56,7 +56,7 @@ def starts_late(engine):
         (starts_late, "is 1 round behind, in round 1: between two rounds"),
     ],
 )
-def test_the_ranks_that_wait_are_told_who_is_slow_and_for_how_long(be_slow, place):
+def test_waiting_ranks_are_warned_of_the_straggler_and_its_delay(be_slow, place):
     reports, stats = reports_of(3, 1, be_slow)
     assert reports[1] == []
     for rank in (0, 2):
@@ -72,7 +72,7 @@ def test_the_ranks_that_wait_are_told_who_is_slow_and_for_how_long(be_slow, plac
     assert stats[1]["longest_wait_ns"] < 3.0e9
 
 
-def test_a_wait_that_is_short_is_not_told():
+def test_a_short_wait_does_not_warn():
     reports, _ = reports_of(2, 1, lambda engine: (time.sleep(0.2), run_round(engine)))
     assert reports == [[], []]
 

@@ -140,7 +140,7 @@ def test_a_timeout_names_the_missing_ranks_and_later_calls_are_refused(call, nam
     [all_reduce(3), lambda comm: comm.exchange([(torch.zeros(1), 2)], [])],
     ids=["collective", "exchange"],
 )
-def test_abort_wakes_everybody_at_once(call):
+def test_abort_wakes_all_ranks_at_once(call):
     def abort(comm):
         time.sleep(0.1)  # lets the others block; they end by abort in either order
         comm.abort("no more data")
@@ -189,7 +189,7 @@ def count(comm):
     return traffic
 
 
-def test_the_counter_counts_what_each_call_moves():
+def test_the_counter_counts_the_bytes_of_each_call():
     results = run_thread_ranks(4, count)
     for rank, traffic in enumerate(results):
         assert traffic["all_reduce"] == [180, 180, 6, 6]
@@ -236,7 +236,7 @@ def store(request, tmp_path):
     return tcp if request.param == "tcp" else dist.PrefixStore("some/prefix", tcp)
 
 
-def test_the_first_failure_stays_on_the_board_and_is_not_told_to_its_own_rank(store):
+def test_the_first_failure_stays_on_the_board_and_is_hidden_from_its_own_rank(store):
     boards = [_C.FailureBoard(store, rank, 3) for rank in range(3)]
     assert [board.poll() for board in boards] == [None, None, None]
     boards[1].publish("bucket 3: no memory")

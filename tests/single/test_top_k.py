@@ -54,7 +54,7 @@ HARD = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [0, *SIZES, BLOCK, BLOCK + 1, STRETCH, 3 * STRETCH + 77])
-def test_it_selects_what_a_stable_sort_selects(n, dtype):
+def test_it_selects_the_elements_of_a_stable_sort(n, dtype):
     for k in some_k(n):
         check(random(n, dtype, seed=n + k), k)
 
@@ -87,7 +87,7 @@ def test_crowds_anywhere_are_no_exception(seed, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_not_finite_comes_first_and_nan_before_infinity(dtype):
+def test_non_finite_values_come_first_and_nan_before_infinity(dtype):
     x = random(4096, dtype) * (torch.finfo(dtype).max / 10)
     x[[5, 4000]] = math.inf
     x[77] = -math.inf
@@ -119,7 +119,7 @@ def test_a_permutation_of_distinct_values_permutes_the_choice(k):
 
 
 @pytest.mark.parametrize("k", [1, 40, 400])
-def test_what_is_left_out_is_within_the_contraction_bound(k):
+def test_the_compression_error_is_within_the_contraction_bound(k):
     """||x - C(x)||^2 <= (1 - k/n) ||x||^2, with equality where all magnitudes are equal."""
     for x in (random(4000, torch.float64), torch.ones(4000, dtype=torch.float64)):
         rest = x.clone()
@@ -128,13 +128,13 @@ def test_what_is_left_out_is_within_the_contraction_bound(k):
         assert rest.square().sum() <= bound * (1 + 1e-12)
 
 
-def test_an_index_beyond_what_f32_can_count_survives():
+def test_an_index_beyond_the_integers_of_f32_survives():
     x = torch.zeros(2**24 + 3)
     x[2**24 + 1] = 1e-30
     assert _C.top_k(x, 1).tolist() == [2**24 + 1]
 
 
-def test_what_cannot_be_selected_from_is_refused():
+def test_inputs_without_a_selection_are_refused():
     with pytest.raises(ValueError, match="k = 4 of n = 3"):
         _C.top_k(torch.zeros(3), 4)
     with pytest.raises(ValueError, match="k = -1"):

@@ -139,7 +139,7 @@ def test_the_mean_of_momenta_is_the_oracles_on_every_rank(n):
     assert torch.equal(results[0], compressed_all_reduce("block_uint8", momenta, average=True))
 
 
-def test_what_does_not_fit_is_refused_and_named():
+def test_invalid_arguments_are_refused_and_named():
     one = torch.ones(1, dtype=torch.float64)
     with pytest.raises(ValueError, match="betas must be 1 contiguous float64"):
         _C.UpdateMomentum([torch.zeros(3)], [0], [[1]], torch.ones(1), _C.Scratch())

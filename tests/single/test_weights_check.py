@@ -50,7 +50,7 @@ def test_order_counts():
     assert len({int(digest(order)) for order in [*orders, swapped]}) == 5
 
 
-def test_chunks_are_told_apart(monkeypatch):
+def test_chunks_are_distinguished(monkeypatch):
     monkeypatch.setattr(_weights_check, "_CHUNK", 8)
     _weights_check._factors.cache_clear()
     try:

@@ -111,7 +111,7 @@ def test_a_parameter_that_points_elsewhere_is_followed():
     assert sample.take(1)[2] != before
 
 
-def test_what_a_weight_has_become_is_no_reason_to_fail():
+def test_a_changed_weight_is_no_failure():
     changes = [
         lambda p: setattr(p, "data", torch.ones(2)),
         lambda p: setattr(p, "data", torch.ones(9, dtype=torch.float64)),
@@ -134,7 +134,7 @@ def test_what_a_weight_has_become_is_no_reason_to_fail():
         ([("a", torch.ones(2)), ("b", torch.ones(2, device="meta"))], 1, "'b' is on meta"),
     ],
 )
-def test_what_cannot_be_sampled_is_refused(named, every, words):
+def test_weights_that_cannot_be_sampled_are_refused(named, every, words):
     with pytest.raises(ValueError, match=words):
         _C.WeightsSample(named, every)
 

@@ -1,7 +1,7 @@
 """Runs situations on ranks that are forked from this process, which has imported all they need.
 
-Ranks are told one situation and house at a time and answer with values. A rank that raises ends, as
-a script would; then, and when ranks hang, all are replaced by new ones.
+Ranks receive one situation and implementation at a time and answer with values. A rank that raises
+ends, as a script would; then, and when ranks hang, all are replaced by new ones.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class RankOutcome:
 
 @dataclass
 class Outcome:
-    """What all ranks did with one situation under one house."""
+    """Outcome of one situation on all ranks under one implementation."""
 
     ranks: list
     seconds: float = 0.0

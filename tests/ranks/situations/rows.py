@@ -18,7 +18,7 @@ SAME, BETTER, REFUSED, RAISES, WARNED, ABSENT = (
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a house does in a situation.
+    """Behaviour of an implementation in a situation.
 
     kind:
     - `same`: torch's values; after a warning that matches `text`, if there is one.

@@ -16,7 +16,7 @@ from torch import nn
 
 
 def copying(wrap):
-    """The house, told to copy gradients in and out, which is torch's default."""
+    """The implementation with copied gradients, which is torch's default."""
 
     def wrapped(module, optimizer=None, **arguments):
         return wrap(module, optimizer, gradient_as_bucket_view=False, **arguments)

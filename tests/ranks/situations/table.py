@@ -24,7 +24,8 @@ def markdown():
         lines += _item("- ", f"**{about}**: {len(table) - len(apart)} of {len(table)} as in torch.")
         for title, kinds in KINDS.items():
             for reason, names in _by_reason(table, kinds).items():
-                lines += _item("  - ", f"{title}: {reason}. In {', '.join(map(_named, names.items()))}.")
+                where = ", ".join(map(_named, names.items()))
+                lines += _item("  - ", f"{title}: {reason}. In {where}.")
     count = sum(number for _, number in whole)
     abouts = "; ".join(about[0].lower() + about[1:] for about, _ in whole)
     lines += _item("- ", f"**Everything else**: {count} of {count} as in torch. ({abouts})")

@@ -1,4 +1,4 @@
-"""What users of torch's DistributedDataParallel do, under torch's class and under ours.
+"""Situations of users of torch's DistributedDataParallel, under torch's class and under ours.
 
 The table is in the files that `themes.py` names. All situations that were selected run once, in a
 process of their own that forks the ranks; each is then a test of its own.
@@ -68,7 +68,7 @@ def test_the_table_is_large_and_its_names_are_unique():
     assert len(names) == len(set(names)) >= 200
 
 
-def test_what_is_refused_or_not_as_in_torch_has_a_reason():
+def test_every_refusal_and_difference_from_torch_has_a_reason():
     for _, row in themes.all_rows().values():
         for house, expected in row.expected.items():
             if expected.kind in (rows.REFUSED, rows.BETTER, rows.WARNED, rows.ABSENT):

@@ -30,7 +30,7 @@ def frozen_after_the_wrap_without_find_unused(wrap, rank, size):
 
 
 class Branching(nn.Module):
-    """Uses one of its branches, as it is told."""
+    """Uses one of its branches, chosen by an argument."""
 
     def __init__(self):
         super().__init__()

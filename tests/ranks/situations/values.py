@@ -1,4 +1,4 @@
-"""What situations record: copies of gradients, weights and buffers, and small data and models."""
+"""Records of situations: copies of gradients, weights and buffers; small data and models."""
 
 import torch
 from torch import nn
