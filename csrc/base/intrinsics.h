@@ -1,4 +1,4 @@
-// The few operations that host and device spell differently, with equal results.
+// Operations with different names on host and device, and equal results.
 //
 // The compilers of both sides take __builtin_rintf and __builtin_fmaf as they are; what is here
 // is either missing on one side or several instructions there instead of one.

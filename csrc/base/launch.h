@@ -1,4 +1,4 @@
-// The one way to start a kernel, on a GPU or, in tests, emulated on the CPU.
+// Starts a kernel, on a GPU or, in tests, emulated on the CPU.
 #pragma once
 
 #include <climits>

@@ -1,4 +1,4 @@
-// Does the module still have the parameters that it was wrapped with?
+// Compares a module with its parameters at the wrap.
 #pragma once
 
 #include <string>
@@ -13,7 +13,7 @@ namespace bagua {
 // Note [Plan guard]
 // Hooks sit on the parameters that existed at the wrap. A parameter that is replaced
 // (load_state_dict(assign=True)), unfrozen, added, moved or cast afterwards would train
-// unsynchronised without a word, so every forward with gradients compares the module with the
+// unsynchronised without an error, so every forward with gradients compares the module with the
 // snapshot. Freezing is no difference: a frozen parameter receives no gradient, which is noticed.
 //
 // Holds no reference to the module: the caller passes the same dictionaries to every call, in the

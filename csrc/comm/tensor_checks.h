@@ -1,5 +1,5 @@
-// Checks that every communicator makes at its border, so that all of them refuse the same calls
-// with the same words. All throw Error; nothing has been sent when they do.
+// Argument checks of all communicators, so that all refuse the same calls with the same errors. All
+// throw Error; nothing has been sent when they do.
 #pragma once
 
 #include <algorithm>

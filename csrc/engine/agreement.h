@@ -1,4 +1,4 @@
-// The 56 bytes that every rank shows every other at the start of a round.
+// The 56 bytes that every rank sends to every other at the start of a round.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +29,8 @@ inline constexpr uint64_t kShowsWeights = 1;
 
 // Note [Agreement]
 // gloo does not compare sizes: an all_reduce of different sizes aborts one rank and returns wrong
-// sums on the other. So no bucket of a round starts before all ranks have shown the same plan and
-// the same round. The exchange runs on a communicator of its own, from the start of forward, hidden
+// sums on the other. So no bucket of a round starts before all ranks have compared plan and
+// round. The exchange runs on a communicator of its own, from the start of forward, hidden
 // behind the forward pass.
 //
 // Throws MismatchError naming the first field that differs and every rank's value. False, on all

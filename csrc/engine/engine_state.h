@@ -17,7 +17,7 @@
 namespace bagua {
 
 // Lives as long as the engine or the last lane thread that is still blocked in a transport.
-// One mutex; it is never held while an op runs or the store is asked.
+// One mutex; it is never held while an op runs or the store is queried.
 struct Engine::State {
   struct Progress {
     size_t lane;
@@ -28,7 +28,7 @@ struct Engine::State {
   struct LaneState {
     std::optional<size_t> running;
     CountingCommunicators communicators;
-    std::optional<c10::Stream> stream;  // what its ops run on; none on CPU
+    std::optional<c10::Stream> stream;  // of its ops; none on CPU
   };
 
   State(std::vector<Lane> lanes, EngineOptions engine_options);
@@ -42,7 +42,7 @@ struct Engine::State {
   // Caller's side: work enqueued on the caller's current stream from now on follows what the
   // lanes' streams have been given; see Note [Streams].
   void order_after_lanes() const;
-  void leave_lanes() const noexcept;  // the same at the end, when the device may be gone already
+  void leave_lanes() const noexcept;  // the order at shutdown, when the device may be gone already
 
   // Keeps the first failure, publishes it, and makes every communicator refuse further calls.
   void fail(std::exception_ptr failure) noexcept;

@@ -105,7 +105,7 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   // For a user's own backward hook: Note [Adopt] for one slot.
   void adopt(SlotId slot);
 
-  // A round of a rank without inputs: every slot is zero and marked; no .grad changes.
+  // Runs the round of a rank without inputs: every slot is zero and marked; no .grad changes.
   void answer_with_zeros();
 
   void remove_hooks();

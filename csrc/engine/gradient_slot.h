@@ -65,7 +65,7 @@ struct GradientSlot {
   decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>())) node;
   uintptr_t hook = 0;
 
-  // Of the round.
+  // State of the round.
   Result result = Result::kInPlace;
   bool if_used = false;  // the result counts only if some rank used the parameter
   uint32_t version = 0;  // of the parameter, when the backward began

@@ -8,10 +8,10 @@
 namespace bagua {
 
 // Thread safety: post() and stop() from any one thread at a time. Tasks must not throw. The thread
-// runs without the GIL, without autograd, and with the at::ThreadLocalState of whoever posted a
-// task. gloo cannot be interrupted: a task that is blocked in it ends only at the group's own
-// timeout, so stop() waits one second for the running task, then detaches the thread, which owns
-// everything the tasks refer to.
+// runs without the GIL, without autograd, and with the at::ThreadLocalState of the thread that
+// posted the task. gloo cannot be interrupted: a task that is blocked in it ends only at the
+// group's own timeout, so stop() waits one second for the running task, then detaches the thread,
+// which owns everything the tasks refer to.
 class LaneThread {
  public:
   explicit LaneThread(const std::string& name);

@@ -1,4 +1,4 @@
-// A hash of a part of the weights, another part every round, which ranks compare as they agree.
+// A hash of a sample of the weights, another sample every round, compared in the agreement.
 #pragma once
 
 #include <cstdint>

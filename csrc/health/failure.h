@@ -1,4 +1,4 @@
-// Exceptions that ended a round, with other messages.
+// Rebuilds exceptions with other messages.
 #pragma once
 
 #include <exception>

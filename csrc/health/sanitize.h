@@ -1,4 +1,4 @@
-// Texts of other processes and of transports, made fit for an error message.
+// Sanitizes texts of other processes and of transports for error messages.
 #pragma once
 
 #include <string>

@@ -13,14 +13,14 @@ class Store;
 
 namespace bagua {
 
-// A store's host may be stopped or cut off, and its clients then wait without a limit. Here they
-// wait for the worker, for as long as they like.
+// A store's host may be stopped or cut off, and its clients then wait without a limit. Clients of
+// the worker wait for a time of their choice.
 //
 // Thread safety: all methods. Ownership: a clone of the store (a connection of its own where the
-// store can make one); questions own what they refer to, since they may outlive who asked. The
+// store can make one); a question owns its data, since it may outlive its caller. The
 // destructor waits a second for a question under way, then leaves the thread to itself. After fork
 // it does nothing. May fail: never; after the first question that failed or came too late the store
-// is taken for dead, and no more questions are put to it.
+// counts as dead, and is not queried again.
 class StoreWorker final {
  public:
   using Question = std::function<void(c10d::Store&)>;
@@ -34,7 +34,7 @@ class StoreWorker final {
   // Puts a question and waits for its end, at most `patience`. False if it has not ended well.
   bool ask(Question question, Milliseconds patience) noexcept;
 
-  // Puts this question whenever `interval` has passed, from now on; replaces the one before.
+  // Puts this question at every `interval` from now on; replaces the one before.
   void repeat(Question question, Milliseconds interval);
 
  private:

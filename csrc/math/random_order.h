@@ -1,4 +1,4 @@
-// A random order of many things, of which any place can be asked for by itself.
+// A pseudo-random permutation whose elements can be computed one by one.
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// The exact sum or mean of gradients that hold some rows only, as embeddings with sparse=True make.
+// The exact sum or mean of sparse gradients of embeddings.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The mean of the ranks' weights, next to the weights.
+// Averages the ranks' weights in memory beside them.
 #pragma once
 
 #include <memory>
@@ -7,7 +7,7 @@
 
 namespace bagua {
 
-// Weights are read by forward and backward while they travel, so the bucket is left alone:
+// Forward and backward read the weights during the communication, so the bucket is not changed:
 //   1. copy the bucket into `peer_weight`;
 //   2. run the inner op, which averages in place, on `peer_weight`;
 //   3. add one to `communications`.
@@ -15,9 +15,9 @@ namespace bagua {
 //
 // Ownership: both tensors are shared with the algorithm, which saves the counter; on other threads
 // they may be read between wait() and the next mark. `communications` is one int64 in CPU memory
-// and counts on every rank, also where a node's leader alone runs what is inside Hierarchical.
-// May fail: std::invalid_argument for tensors that do not fit; what the inner op throws, and then
-// nothing is counted. Bytes sent: the inner op's.
+// and counts on every rank, also where only a node's leader runs the inner op of Hierarchical.
+// May fail: std::invalid_argument for tensors that do not fit; exceptions of the inner op, which
+// are not counted. Bytes sent: the inner op's.
 class AverageWeights final : public BucketOp {
  public:
   AverageWeights(at::Tensor peer_weight, at::Tensor communications,

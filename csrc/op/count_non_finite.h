@@ -22,9 +22,8 @@ class NonFiniteRounds {
   std::atomic<int64_t> count_ = 0;
 };
 
-// Another op, of which it looks at the result: one pass over memory that has just been written, far
-// faster than anything that sent it. For the last op of a bucket in host memory: on a device a look
-// would mean to wait.
+// Wraps another op and checks its result: one pass over memory that has just been written. For the
+// last op of a bucket in host memory; on a device the check would wait for the device.
 class CountNonFinite final : public BucketOp {
  public:
   // `result`: where `inner` leaves what it did; undefined: in the bucket.

@@ -8,9 +8,10 @@
 
 namespace bagua {
 
-// For buckets in which a sparse message would not be smaller than all of it, with the memory that
-// the sparse ops have: a checkpoint of another number of ranks may bring errors along, and the
-// rounds of all buckets succeed or fail together. Steps, with e as in op/memory/error_feedback.h:
+// For buckets whose sparse message would not be smaller, with the memory of the sparse ops: a
+// checkpoint of another number of ranks may contain residuals, and the rounds of all buckets
+// succeed or fail together.
+// Steps, with e as in op/memory/error_feedback.h:
 //   1. g <- g + s e, where the residual is not zero;
 //   2. all_reduce: the mean over all ranks, in the bucket's dtype;
 //   3. e <- 0.

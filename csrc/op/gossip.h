@@ -1,4 +1,4 @@
-// The mean of a bucket with that of one other rank, another one each time.
+// Averages a bucket with one peer, another one in each round.
 #pragma once
 
 #include <memory>
@@ -12,14 +12,14 @@ namespace bagua {
 
 // Pairwise averaging (Bagua, VLDB 2022, decentralized training with "shift_one" peers):
 //   1. the peer is shift_one_peer(rank, size, communications); with an odd size one rank is its own
-//      peer, keeps its values and is done;
+//      peer, and keeps its values;
 //   2. exchange the bucket with the peer;
 //   3. bucket = (own + received) / 2, or, where a member stands for weights[member] ranks,
 //      (weights[own] * own + weights[peer] * received) / (weights[own] + weights[peer]).
 // Both peers end bit-identical; the global mean is unchanged.
 //
-// Reads `communications` (one int64 in CPU memory, equal on all ranks) and leaves it to the op
-// around it (AverageWeights) to count. May fail: std::invalid_argument for weights that do not fit.
+// Reads `communications` (one int64 in CPU memory, equal on all ranks) and leaves the
+// counting to AverageWeights. May fail: std::invalid_argument for weights that do not fit.
 // Bytes sent per rank: S for a bucket of S bytes.
 class Gossip final : public BucketOp {
  public:

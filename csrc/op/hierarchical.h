@@ -1,4 +1,4 @@
-// Exact inside a node, another op between nodes.
+// Exact mean inside a node, another op between nodes.
 #pragma once
 
 #include <memory>
@@ -8,7 +8,7 @@
 
 namespace bagua {
 
-// The part of a rank in its node and of the node among all ranks.
+// Role of a rank in its node and of the node among all ranks.
 struct NodeShare {
   int ranks;    // in all nodes together
   int nodes;    // number of nodes
@@ -22,7 +22,7 @@ struct NodeShare {
 //   3. the leader (rank 0 of the node) broadcasts the result inside the node.
 // Nothing is compressed or gossiped when all ranks share one node.
 //
-// `inner` is null on ranks that do not lead. Bytes sent: the inner op's between nodes, plus
+// `inner` is null on ranks other than leaders. Bytes sent: the inner op's between nodes, plus
 // 2 S (n - 1) / n and the broadcast inside a node of n ranks.
 class Hierarchical final : public BucketOp {
  public:

@@ -1,4 +1,4 @@
-// The mean of matrices, approximated by power iteration, with error feedback.
+// Approximates the mean of matrices by power iteration, with error feedback.
 #pragma once
 
 #include <memory>

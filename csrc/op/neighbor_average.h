@@ -23,10 +23,10 @@ struct MixingTerm {
 //   2. segment = sum of w_j x_j over the rank itself and its neighbours, in rank order, in f32 (f64
 //      for f64), rounded once to the bucket's dtype.
 // Ranks whose sums have the same terms, as all of a complete graph, hold the same bits. Where W is
-// symmetric, the mean over all ranks is what it was.
+// symmetric, the mean over all ranks is unchanged.
 //
 // All ranks run it with buckets of the same size, and neighbours list each other. May fail:
-// std::invalid_argument for neighbours that are no other ranks of the group or come twice, weights
+// std::invalid_argument for neighbours outside the group, repeated neighbours, weights
 // that are not finite or do not add up to 1, and a bucket that is not floating point. A failure of
 // the transport may leave earlier segments averaged. Bytes sent per rank: S for each neighbour.
 class NeighborAverage final : public BucketOp {

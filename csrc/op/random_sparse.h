@@ -1,4 +1,4 @@
-// The mean of some elements of a bucket, drawn at random, with error feedback.
+// Averages random elements of a bucket, with error feedback.
 #pragma once
 
 #include <memory>
@@ -8,18 +8,17 @@
 
 namespace bagua {
 
-// Random-k sparsification (Stich et al., NeurIPS 2018), without replacement: an epoch is as many
-// rounds as it takes to send k elements at a time, and sends each of the n once, the last round
-// what is left. The order of an epoch is a RandomOrder of `seed` and its number; the number of
-// communications in the memory says which round it is. So all ranks know the elements, and no
-// index travels.
+// Random-k sparsification (Stich et al., NeurIPS 2018), without replacement: an epoch is
+// ceil(n / k) rounds, each of which sends k of the n elements; the last one sends the remainder.
+// The order of an epoch is a RandomOrder of `seed` and its number; the number of communications in
+// the memory identifies the round. So all ranks know the elements, and no indices are sent.
 // Steps, with m and e as in op/memory/error_feedback.h:
 //   1. m = g / s + e;
 //   2. c = the elements of this round; e <- m - c;
 //   3. one all_reduce (sum) of their values and of one more, NaN where m is not finite anywhere;
 //   4. g <- sum * s / P, zeros elsewhere; NaN instead of all values if the last one is NaN.
 // All ranks hold the same bits afterwards. As the operation is linear, training depends on the
-// errors only through their mean over the ranks.
+// residuals only through their mean over the ranks.
 //
 // Bytes sent per rank: as an all_reduce of k + 1 elements of f32 (f64 for f64 buckets).
 class RandomSparse final : public BucketOp {

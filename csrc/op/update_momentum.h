@@ -1,4 +1,4 @@
-// From gradients to momenta, in place, before another op averages them.
+// Turns gradients into momenta in place, before another op averages them.
 #pragma once
 
 #include <memory>

@@ -1,5 +1,5 @@
 // The extent of a tile, of a slice and of a chunk on the device: in a fixed order, without atomics,
-// and without memory that someone would have to initialise.
+// and without memory that must be initialised.
 //
 // A codec with one range per chunk finds it in a launch of its own:
 // scan_slices leaves the extent of each slice in scratch, and the encoder of each slice reduces all

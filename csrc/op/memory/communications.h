@@ -1,4 +1,4 @@
-// The number of communications that an op has behind it: one int64 in CPU memory.
+// The number of communications of an op: one int64 in CPU memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>

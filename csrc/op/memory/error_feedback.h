@@ -1,4 +1,4 @@
-// Residual of the ops that send a part of a bucket: it is added in the next round.
+// Residual of sparse ops, added in the next round.
 #pragma once
 
 #include <memory>

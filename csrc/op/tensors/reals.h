@@ -1,4 +1,4 @@
-// Complex numbers, as the pairs of reals that transports and sums know.
+// Views complex numbers as pairs of reals, for transports and sums.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-"""Hooks that run Python, only for algorithms that override them; and what forwards return."""
+"""Hooks that run Python, for algorithms that override them; and the tensors of an output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From buckets to an engine: lanes, communicators, ops, and the plan's description."""
+"""Builds an engine from buckets: lanes, communicators, ops, and the plan's description."""
 
 from __future__ import annotations
 

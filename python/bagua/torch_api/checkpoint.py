@@ -1,4 +1,4 @@
-"""Checkpoints: files that a crash cannot spoil, and ranks that hold different weights."""
+"""Checkpoints: files that survive a crash, also of ranks that hold different weights."""
 
 from __future__ import annotations
 

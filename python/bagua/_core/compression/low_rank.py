@@ -1,4 +1,4 @@
-"""Tensors as low-rank matrices: which are, how they lie in memory, and what is remembered."""
+"""Tensors as low-rank matrices: selection, layout in memory, and state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eager collectives in which every rank sends every rank something else.
+"""Eager collectives in which every rank sends different data to every rank.
 
 The common contract is that of ``_collectives``.
 """

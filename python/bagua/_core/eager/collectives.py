@@ -1,4 +1,4 @@
-"""Eager collectives that move data, and the barrier. Everything moves as bytes, so any dtype does.
+"""Eager collectives that move data, and the barrier. Data moves as bytes, so any dtype works.
 
 The common contract is that of ``_reductions``: ``comm`` is a communicator, None or
 ``CommMember.WORLD`` for all ranks, or ``CommMember.NON_COMM_MEMBER``, with which a call does

@@ -1,4 +1,4 @@
-"""``Communicator``: the ranks that eager collectives run on, and what is known of a failure."""
+"""``Communicator``: the ranks of eager collectives, and the diagnosis of their failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bagua in a script that initialises torch.distributed and nothing else."""
+"""Bagua's group in a script that initialises torch.distributed only."""
 
 from __future__ import annotations
 

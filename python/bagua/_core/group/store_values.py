@@ -1,4 +1,4 @@
-"""Values that another rank has left in the store, checked before they are used."""
+"""Values that another rank has put in the store, checked before use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and that say when their bytes have changed.
+"""Files that are complete or absent, and whose changed bytes are detected.
 
 A file is what ``torch.save`` writes, readable by ``torch.load(weights_only=True)``, and a trailer
 of 56 bytes: the magic, the number of the saving (u64), the length of the preceding bytes (u64), and

@@ -1,4 +1,4 @@
-"""The checkpoints in a folder: their names, which are whole, and which one all ranks have."""
+"""The checkpoints in a folder: names, completeness, and the newest that all ranks have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's parameters, buffers and optimizer state, given to every rank.
+"""Broadcasts one rank's parameters, buffers and optimizer state.
 
 Optimizer state travels as tensors and JSON: nothing that comes from the network is unpickled.
 """

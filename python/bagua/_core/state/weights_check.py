@@ -1,4 +1,4 @@
-"""Whether ranks that should hold the same weights do: ``BAGUA_CHECK_WEIGHTS_EVERY``.
+"""Compares the weights of ranks that should be equal: ``BAGUA_CHECK_WEIGHTS_EVERY``.
 
 Ranks that drift apart train on without an error. The check finds the step and the parameter. By
 default the core compares a sample in the agreement of each round (:func:`sample`). A number of

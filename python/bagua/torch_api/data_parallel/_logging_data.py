@@ -1,4 +1,4 @@
-"""The logging data of torch's class, as far as it is known here."""
+"""The fields of torch's logging data that exist here."""
 
 from __future__ import annotations
 

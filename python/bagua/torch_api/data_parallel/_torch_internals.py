@@ -1,4 +1,4 @@
-"""Members of torch's class that begin with an underscore: those that mean something here.
+"""Private members of torch's class that are supported here.
 
 Torch's class keeps a ``reducer`` and a ``logger``, which do not exist here. Each of its methods
 that would use them is overridden; ``tests/single/test_ddp_members.py`` compares the lists.

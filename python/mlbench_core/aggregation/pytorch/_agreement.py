@@ -1,4 +1,4 @@
-"""Agreement of the ranks before an aggregation: that it is the same one, of the same tensors."""
+"""Compares an aggregation and its tensors between ranks before it runs."""
 
 from __future__ import annotations
 

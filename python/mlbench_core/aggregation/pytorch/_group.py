@@ -1,4 +1,4 @@
-"""The ranks that an aggregation is among, and its own connections to them."""
+"""The ranks of an aggregation, and its own connections to them."""
 
 from __future__ import annotations
 

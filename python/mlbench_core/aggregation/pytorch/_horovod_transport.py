@@ -1,4 +1,4 @@
-"""Horovod in the place of bagua's own connections."""
+"""Horovod as the transport of aggregations."""
 
 from __future__ import annotations
 

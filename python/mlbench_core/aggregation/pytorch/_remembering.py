@@ -1,4 +1,4 @@
-"""Aggregations of gradients that remember, by parameter, what they have not sent yet."""
+"""Aggregations of gradients with residuals by parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat memory in which tensors are aggregated while they stay as they are."""
+"""Flat memory for aggregation; the tensors themselves keep their memory."""
 
 from __future__ import annotations
 

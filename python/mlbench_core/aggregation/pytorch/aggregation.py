@@ -1,4 +1,4 @@
-"""The base of all aggregations: from modules to tensors, and back."""
+"""Base class of all aggregations: copies modules into flat tensors and back."""
 
 from __future__ import annotations
 

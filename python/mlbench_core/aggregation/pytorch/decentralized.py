@@ -1,4 +1,4 @@
-"""Aggregation in which each rank talks to its neighbours in a graph only."""
+"""Aggregation with the neighbours of a rank in a graph."""
 
 from __future__ import annotations
 

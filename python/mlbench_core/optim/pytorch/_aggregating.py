@@ -1,4 +1,4 @@
-"""An optimizer of torch between an aggregation and its user."""
+"""Wraps an optimizer of torch with an aggregation."""
 
 from __future__ import annotations
 

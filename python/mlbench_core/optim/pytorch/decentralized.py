@@ -1,4 +1,4 @@
-"""Optimizers whose ranks talk to their neighbours only: mlbench-core's documented address."""
+"""Optimizers whose ranks communicate with neighbours only: mlbench-core's documented address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training in half precision with weights of single precision behind it."""
+"""Training in half precision with master weights in single precision."""
 
 from __future__ import annotations
 
