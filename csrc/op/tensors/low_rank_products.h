@@ -8,8 +8,8 @@ namespace bagua {
 // x and m: [rows, columns]; p: [rank, rows]; q: [rank, columns]; all contiguous. x is of the
 // bucket's dtype, the others of the one that is computed in. On the CPU equal values give equal
 // bits, on any processor and with any number of threads. (The results of MKL depend on alignment
-// and threads, and it takes 150 ms for the rank-2 products of 8.7 million gradients on one core, where
-// these take 17 ms.)
+// and threads, and it takes 150 ms for the rank-2 products of 8.7 million gradients on one core,
+// where these take 17 ms.)
 
 // m = error + x / scale; p = q m^T. `error` may be undefined, for none; m may be x.
 void project_rows(const at::Tensor& x, double scale, const at::Tensor& error, at::Tensor m,
