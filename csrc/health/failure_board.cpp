@@ -19,8 +19,8 @@ using std::chrono::milliseconds;
 
 constexpr const char* kFailedKey = "failed";      // kind, "3: reason" of the first rank that failed
 constexpr const char* kFailuresKey = "failures";  // "3 0 ": all that failed, in order
-constexpr const char* kLeftKey = "left";  // "rank rounds" of each rank that left, "0 12 3 7 "
-constexpr char kCause = '!', kEcho = '?';
+constexpr const char* kLeftKey = "left";  // "rank rounds" of each rank that exited, "0 12 3 7 "
+constexpr char kCause = '!', kSecondary = '?';
 constexpr milliseconds kBeat(500);
 constexpr milliseconds kPatience(2000);  // with a store that does not answer
 
@@ -71,7 +71,7 @@ FailureBoard::FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int ran
 void FailureBoard::publish(const std::string& reason, bool is_secondary) noexcept {
   worker_.ask(
       [rank = rank_, size = size_, reason, is_secondary](c10d::Store& store) {
-        const char kind = is_secondary ? kEcho : kCause;
+        const char kind = is_secondary ? kSecondary : kCause;
         store.compareSet(kFailedKey, "", concat(kind, rank, ": ", reason));
         append(store, size, kFailuresKey, concat(rank, " "));
       },
@@ -85,7 +85,7 @@ std::optional<FailureBoard::News> FailureBoard::poll() noexcept {
   if (!answered || !*text || (*text)->empty()) return std::nullopt;
   const std::string entry = sanitize_untrusted(std::string_view(**text).substr(1));
   if (entry.starts_with(concat(rank_, ": "))) return std::nullopt;
-  return News{.text = "rank " + entry, .is_secondary = (*text)->front() == kEcho};
+  return News{.text = "rank " + entry, .is_secondary = (*text)->front() == kSecondary};
 }
 
 void FailureBoard::leave(int64_t rounds) noexcept {
