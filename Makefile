@@ -104,7 +104,7 @@ cuda-check: venv ## Compile and link all CUDA code without a GPU; registers, spi
 ifeq ($(NVCC),)
 	@echo "There is no nvcc on this machine: the CUDA code was not compiled. Install the CUDA toolkit (12 or 13)."
 else
-	CUDACXX=$(NVCC) cmake -S . -B build/cuda -G Ninja -DBAGUA_CUDA=ON -DBAGUA_NCCL=ON -DPython_EXECUTABLE=$(PY) \
+	CUDACXX=$(NVCC) cmake -S . -B build/cuda -G Ninja -DBAGUA_CUDA=ON -DBAGUA_NCCL=ON -DBAGUA_STRICT=ON -DPython_EXECUTABLE=$(PY) \
 	  -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/build/cuda/python/bagua
 	cmake --build build/cuda
 	tools/cuda_report $$(find build/cuda -name '*.cu.o')

@@ -4,6 +4,7 @@ Start with ``import bagua.torch_api as bagua``.
 """
 
 import logging
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -32,7 +33,28 @@ def _check_torch(running: str, built: str) -> None:
 
 _check_torch(torch.__version__, TORCH_VERSION)
 
-from bagua._C import BaguaError, BaguaMismatchError, BaguaTimeoutError  # noqa: E402
+from bagua._C import (  # noqa: E402
+    BaguaError,
+    BaguaMismatchError,
+    BaguaTimeoutError,
+    has_cuda_codecs,
+)
+
+
+def _warn_without_kernels() -> None:
+    """The build takes no CUDA kernels where it finds no nvcc, and pip hides what it says."""
+    if torch.version.cuda and not has_cuda_codecs() and torch.cuda.device_count() > 0:
+        warnings.warn(
+            f"bagua was built without CUDA kernels, and torch {torch.__version__} sees a GPU: "
+            "algorithms that compress will refuse CUDA tensors. Install the CUDA toolkit "
+            f"{torch.version.cuda.split('.')[0]}.x (nvcc), then: pip install --force-reinstall "
+            "--no-deps --no-build-isolation -C cmake.define.BAGUA_CUDA=ON bagua",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+_warn_without_kernels()
 
 # Silent unless the application configures logging.
 logging.getLogger("bagua").addHandler(logging.NullHandler())
