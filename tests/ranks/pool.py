@@ -1,8 +1,8 @@
 """Real ranks for tests: processes that are started once and used by every test.
 
-A start costs seconds (importing torch), a call milliseconds. Each call has a store and a gloo group
-of its own, so tests do not see each other's keys; what a test leaves in its own module's globals
-stays in the processes.
+A start costs tenths of a second (see fork_server.py), a call milliseconds. Each call has a store
+and a gloo group of its own, so tests do not see each other's keys; what a test leaves in its own
+module's globals stays in the processes.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
+from ranks.fork_server import Interpreter
 
 MAX_RANKS = 4
 WORKER = Path(__file__).with_name("worker.py")
@@ -59,16 +60,15 @@ class Worker:
         self.stacks = Path(folder) / f"stacks-{number}"
         self.log = Path(folder) / f"log-{number}"
         self.connection, theirs = multiprocessing.Pipe()
-        with open(self.log, "w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(WORKER), str(theirs.fileno()), str(self.stacks)],
-                pass_fds=[theirs.fileno()],
+        with theirs, open(self.log, "w") as log:
+            self.process = Interpreter(
+                *(WORKER, [self.stacks]),
+                number=number,
+                stdin=theirs,
                 stdout=log,
                 stderr=log,
-                stdin=subprocess.DEVNULL,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
-        theirs.close()
 
     def log_tail(self):
         text = self.log.read_text(errors="replace").strip()
@@ -189,38 +189,65 @@ def _answer(worker):
     return (kind, content) if kind == "returned" else (kind, f"raised\n{content}")
 
 
-def run_script(n, script, args=(), env=None, timeout=60.0):
+def run_script(n, script, args=(), env=None, timeout=60.0, anew=False):
     """Run a script in n processes with torchrun's environment and wait for their end.
 
     script: a Path, or source text. env: variables for all ranks. timeout: seconds until processes
     that have not ended are made to write their Python stacks and AssertionError is raised.
+    anew=True: by the `python` of the command line, for what fork_server.py says it does not do.
     Returns a subprocess.CompletedProcess with returncode, stdout and stderr per rank.
     """
     store = new_store()
+    of_ranks = [torchrun_environment(rank, n, store.port) | (env or {}) for rank in range(n)]
     with tempfile.TemporaryDirectory(prefix="bagua-script-") as folder:
-        path = script
-        if not isinstance(script, Path):
-            path = Path(folder) / "script.py"
-            path.write_text(script)
-        command = [sys.executable, str(path), *map(str, args)]
-        processes = []
-        for rank in range(n):
-            variables = torchrun_environment(rank, n, store.port) | {"PYTHONFAULTHANDLER": "1"}
-            with _file(folder, rank, "out", "w") as out, _file(folder, rank, "err", "w") as err:
-                process = subprocess.Popen(
-                    command,
-                    stdout=out,
-                    stderr=err,
-                    stdin=subprocess.DEVNULL,
-                    env=os.environ | variables | (env or {}),
-                )
-            processes.append(process)
-        late = _wait_for_end(processes, timeout)
-        done = []
-        for rank, process in enumerate(processes):
-            with _file(folder, rank, "out") as out, _file(folder, rank, "err") as err:
-                code = process.returncode
-                done.append(subprocess.CompletedProcess(command, code, out.read(), err.read()))
+        return _run(Path(folder), script, args, of_ranks, timeout, Popen if anew else Interpreter)
+
+
+def run_on_network(link, script, args=(), env=None, timeout=60.0, meanwhile=None):
+    """As `run_script`, one process in each namespace of a `Network`, whose rank 0 has the store.
+
+    meanwhile: is called once they are started, with what reads the output so far of a rank.
+    """
+    of_ranks = [link.environment(rank) | (env or {}) for rank in range(link.ranks)]
+
+    def start(script, args, *, number, **options):
+        namespace = link.namespace(number)
+        return Interpreter(script, args, number=number, namespace=namespace, **options)
+
+    with tempfile.TemporaryDirectory(prefix="bagua-script-") as folder:
+        return _run(Path(folder), script, args, of_ranks, timeout, start, meanwhile)
+
+
+class Popen(subprocess.Popen):
+    """A process of the `python` of the command line."""
+
+    def __init__(self, script, args, *, number, **options):
+        super().__init__([sys.executable, str(script), *map(str, args)], **options)
+
+
+def _run(folder, script, args, env, timeout, start, meanwhile=None):
+    path = script
+    if not isinstance(script, Path):
+        path = folder / "script.py"
+        path.write_text(script)
+    processes = []
+    for rank, own_env in enumerate(env):
+        variables = os.environ | {"PYTHONFAULTHANDLER": "1"} | own_env
+        with (
+            open(os.devnull) as nothing,
+            _file(folder, rank, "out", "w") as out,
+            _file(folder, rank, "err", "w") as err,
+        ):
+            files = {"stdin": nothing, "stdout": out, "stderr": err}
+            processes.append(start(path, args, number=rank, env=variables, **files))
+    if meanwhile is not None:
+        meanwhile(lambda rank: (folder / f"out-{rank}").read_text())
+    late = _wait_for_end(processes, timeout)
+    done = []
+    for rank, process in enumerate(processes):
+        with _file(folder, rank, "out") as out, _file(folder, rank, "err") as err:
+            code = process.returncode
+            done.append(subprocess.CompletedProcess([path, *args], code, out.read(), err.read()))
     if late:
         reports = [f"--- rank {r}:\n{end.stdout}{end.stderr}" for r, end in enumerate(done)]
         raise AssertionError("\n".join([f"ranks {late} did not end in {timeout:g} s", *reports]))

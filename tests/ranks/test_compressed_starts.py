@@ -1,10 +1,10 @@
 """PowerSGD and top-k with many buckets start, train and end on a slow link, every time."""
 
 import os
-import sys
 
 import pytest
 from benchmark_programs import load
+from ranks.pool import run_on_network
 
 network = load("network")
 
@@ -48,12 +48,13 @@ print("weights", digest.hexdigest(), "buckets", len(stats["buckets"]), "rounds",
 )
 @pytest.mark.timeout(20 * STARTS)
 def test_every_start_on_a_slow_link_trains_and_ends():
-    commands = [[sys.executable, "-c", SCRIPT]] * 2
     printed = {"power_sgd": [], "sparse": []}
     with network.Network(2, rate_mbit=MBIT) as link:
         for i in range(STARTS):
             algorithm = list(printed)[i % 2]
-            ends = link.run(commands, ENVIRONMENT | {"ALGORITHM": algorithm}, timeout=90)
+            env = ENVIRONMENT | {"ALGORITHM": algorithm}
+            ends = run_on_network(link, SCRIPT, env=env, timeout=90)
+            assert [end.returncode for end in ends] == [0, 0], [end.stderr for end in ends]
             printed[algorithm] += [end.stdout for end in ends]
     assert sum(map(len, printed.values())) == 2 * STARTS
     for algorithm, lines in printed.items():

@@ -1,13 +1,14 @@
 """Jobs side by side, signals, few files, forks, a network that goes away: equal bits, or a name."""
 
+import math
 import signal
 import subprocess
-import sys
 import threading
 import time
 
 import pytest
 from benchmark_programs import load
+from ranks.pool import run_on_network
 
 network = load("network")
 unavailable = network.why_unavailable()
@@ -107,21 +108,25 @@ needs_namespaces = pytest.mark.skipif(
 
 
 def train_over_a_link(timeout, seconds_without=None):
-    """The ranks' ends; the link goes away once training is under way, for so long."""
-    argv = [sys.executable, "-c", source(timeout=timeout, in_step=PAUSE)]
+    """The ranks' ends; the link goes away once training is under way, for so long or for good."""
+
+    def set_link(state):
+        command = ["ip", "-n", link.namespace(1), "link", "set", network.DEVICE, state]
+        subprocess.run(command, check=True)
+
+    def cut(output_of):
+        deadline = time.monotonic() + 60.0
+        while "under way\n" not in output_of(0):
+            assert time.monotonic() < deadline, "training does not get under way"
+            time.sleep(0.01)
+        set_link("down")
+        if seconds_without != math.inf:
+            time.sleep(seconds_without)
+            set_link("up")
+
     with network.Network(2) as link:
-        processes = [link.popen(rank, argv) for rank in range(2)]
-        if seconds_without is not None:
-            assert processes[0].stdout.readline() == "under way\n"
-            for state, pause in (("down", seconds_without), ("up", 0)):
-                command = ["ip", "-n", link.namespace(1), "link", "set", network.DEVICE, state]
-                subprocess.run(command, check=True)
-                time.sleep(pause)
-        ends = []
-        for process in processes:
-            out, err = process.communicate(timeout=60)
-            ends.append(subprocess.CompletedProcess(argv, process.returncode, out, err))
-        return ends
+        script = source(timeout=timeout, in_step=PAUSE)
+        return run_on_network(link, script, meanwhile=cut if seconds_without else None)
 
 
 @needs_namespaces
@@ -132,7 +137,7 @@ def test_a_network_that_comes_back_within_the_timeout_costs_no_bit():
 @needs_namespaces
 def test_a_network_that_does_not_come_back_ends_both_sides_at_the_timeout():
     begun = time.monotonic()
-    host, cut_off = train_over_a_link(timeout=4, seconds_without=20.0)
+    host, cut_off = train_over_a_link(timeout=4, seconds_without=math.inf)
     assert time.monotonic() - begun < 60.0
     assert (host.returncode, cut_off.returncode) == (7, 7), host.stderr + cut_off.stderr
     assert "rank 1 was killed, stopped or cut off" in host.stdout

@@ -47,7 +47,7 @@ NOTHING_IS_KEPT = {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_ARENA_MAX": "1"}
 
 
 def test_a_lane_without_memory_is_an_error_on_every_rank_that_says_which(run_script):
-    ends = run_script(3, RUNS_OUT, env=NOTHING_IS_KEPT, timeout=60.0)
+    ends = run_script(3, RUNS_OUT, env=NOTHING_IS_KEPT, timeout=60.0, anew=True)
     for rank, end in enumerate(ends):
         assert end.returncode == 7, f"rank {rank}: {end.stdout}{end.stderr}"
         seconds, kind, text = end.stdout.split(" ", 2)

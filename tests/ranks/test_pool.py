@@ -77,3 +77,53 @@ def test_a_script_that_hangs_shows_its_stack():
     source = "import time\ndef slow():\n    time.sleep(60)\nslow()"
     with pytest.raises(AssertionError, match=r"(?s)ranks \[0\] did not end in 1 s.*in slow"):
         pool.run_script(1, source, timeout=1.0)
+
+
+ENDS = """
+import atexit, os, signal, sys
+sys.path[0] == os.path.dirname(os.path.abspath(__file__)) or sys.exit("another folder")
+atexit.register(print, "at exit of", __name__)
+class Held:
+    def __del__(self, getpid=os.getpid, write=os.write):
+        write(1, b"held to the end\\n")
+held = Held()
+{last}
+"""
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["forked", "anew"])
+@pytest.mark.parametrize(
+    ("last", "code", "words"),
+    [
+        ("", 0, ""),
+        ("sys.exit('wrong')", 1, "wrong\n"),
+        ("raise KeyError('a key')", 1, "in <module>\n    raise KeyError('a key')\nKeyError"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", -15, ""),
+        ("os.kill(os.getpid(), signal.SIGINT)", -2, "KeyboardInterrupt"),
+        ("os.abort()", -6, "Fatal Python error: Aborted"),
+    ],
+    ids=["end", "exit", "exception", "SIGTERM", "SIGINT", "abort"],
+)
+def test_a_forked_script_ends_as_one_started_anew(run_script, last, code, words, anew):
+    source = ENDS.format(last=f"signal.signal(signal.SIGINT, signal.default_int_handler)\n{last}")
+    (done,) = run_script(1, source, anew=anew)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    said = "at exit of __main__\nheld to the end\n"
+    assert done.stdout == (said if code in (0, 1, -2) else ""), done.stdout
+
+
+def test_neighbours_hash_differently_and_draw_different_numbers(run_script):
+    source = "import numpy, random; print(hash('a'), numpy.random.rand(), random.random())"
+    first, second = (done.stdout.split() for done in run_script(2, source))
+    assert all(one != other for one, other in zip(first, second, strict=True))
+
+
+def test_a_forked_script_has_torch_and_nothing_of_ours(run_script):
+    source = """
+import sys
+names = {name.split(".")[0] for name in sys.modules}
+assert "torch" in names, names
+assert not names & {"bagua", "mlbench_core", "ranks", "fork_server", "pytest"}, names
+"""
+    assert [done.returncode for done in run_script(2, source)] == [0, 0]

@@ -1,8 +1,9 @@
 """One process of the pool: waits for calls, runs them, sends back what they returned.
 
-Started by pool.py as `python worker.py <connection> <file for stacks>`. A call is a dict: the file,
-module name and qualified name of a function, its pickled arguments, the environment and whether to
-make the default process group. SIGUSR1 writes the stacks of all threads into the file.
+Started by pool.py as `worker.py <file for stacks>`, its connection in place of stdin. A call is a
+dict: the file, module name and qualified name of a function, its pickled arguments, the environment
+and whether to make the default process group. SIGUSR1 writes the stacks of all threads into the
+file.
 """
 
 import ctypes
@@ -78,7 +79,10 @@ def run(call):
 
 def main():
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    with Connection(int(sys.argv[1])) as calls, open(sys.argv[2], "w") as stacks:
+    connection = os.dup(0)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    with Connection(connection) as calls, open(sys.argv[1], "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         while True:
             try:

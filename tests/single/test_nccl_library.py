@@ -3,8 +3,6 @@
 import importlib.metadata
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from bagua import _C
 from bagua._core.group import connections as _transport
 from bagua._core.group import nccl_library as _nccl_library
 from bagua.torch_api import env
+from ranks.pool import run_script
 
 if not _C.has_nccl:
     pytest.skip("this build has no nccl.h", allow_module_level=True)
@@ -22,16 +21,10 @@ LIBRARY = str(nccl_wheel() / "lib" / "libnccl.so.2")
 needs_no_cuda = pytest.mark.skipif(torch.version.cuda is not None, reason="torch has loaded NCCL")
 
 
-def run_script(script, **variables):
+def json_of(script, **variables):
     """What a script of its own process prints as JSON: NCCL stays out of this one."""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"NCCL_SOCKET_IFNAME": "lo", "LIBRARY": LIBRARY, **variables},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    env = {"NCCL_SOCKET_IFNAME": "lo", "LIBRARY": LIBRARY, **variables}
+    (done,) = run_script(1, script, env=env, timeout=100)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -52,7 +45,7 @@ print(json.dumps([first.path, first.version, second.path]))
 
 @needs_no_cuda
 def test_the_first_library_that_loads_is_taken_and_stays_the_only_one():
-    path, version, second = run_script(FIND)
+    path, version, second = json_of(FIND)
     assert os.path.samefile(path, LIBRARY)
     assert second == path
     assert version in versions_installed()
@@ -70,7 +63,7 @@ except _C.BaguaError as error:
 
 @needs_no_cuda
 def test_no_library_is_an_error_with_the_paths_and_the_remedy():
-    message = run_script(NOWHERE)
+    message = json_of(NOWHERE)
     assert "the process has no libnccl.so.2 and tried:\n  /nowhere/a.so: " in message
     assert "\n  /nowhere/b.so: " in message
     for remedy in ("nvidia-nccl", "BAGUA_NCCL_LIBRARY", "BAGUA_COMM=c10d"):
@@ -103,7 +96,7 @@ print(json.dumps([len(store.get("id")), outcomes]))
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nccl_makes_an_id_and_fails_to_connect_with_a_typed_error():
-    id_bytes, outcomes = run_script(CONNECT.format(path=LIBRARY))
+    id_bytes, outcomes = json_of(CONNECT.format(path=LIBRARY))
     assert id_bytes == 128
     for rank, (name, message, seconds) in enumerate(outcomes):
         assert name == "BaguaError"

@@ -1,13 +1,11 @@
 """The watchdog of NcclCommunicator on a fake CUDA: each case in a process of its own."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from bagua import _C
+from ranks.pool import run_script
 
 PROGRAM = Path(__file__).with_name("watchdog_cases.py")
 
@@ -18,14 +16,7 @@ pytestmark = [
 
 
 def exit_code_of(case):
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), case],
-        env=os.environ | {"PYTHONFAULTHANDLER": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    (done,) = run_script(1, PROGRAM, [case], timeout=110)
     return done.returncode, done.stderr
 
 

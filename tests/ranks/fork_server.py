@@ -1,0 +1,209 @@
+"""Python processes that have torch imported when they start: forked from a server that has.
+
+Importing torch and making the first optimizer cost four seconds of a processor. `Interpreter` runs
+a script as `python script arguments` would, in a process forked from one that has paid them:
+`__main__`, arguments, variables, files 0 to 2, the end of the interpreter and the exit status are
+the script's own. The server imports nothing of bagua. There are two, and ranks take them in turn:
+each has its own hash seed and addresses, so neighbours order their sets differently, as ranks do.
+
+What a process reads only when it begins is the server's: PYTHON* variables (but
+PYTHONFAULTHANDLER), malloc's, and those that torch reads at its import. Tests about these start
+Python anew.
+"""
+
+import array
+import builtins
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+SERVERS = 2
+CLONE_NEWNET = 0x40000000
+SERVE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nimport fork_server"
+SERVE += "\nfork_server.serve()"
+
+
+class Interpreter:
+    """A process that runs a script, in the words of subprocess.Popen. Thread-safe.
+
+    number: which server forks it, modulo their number; a rank. env: all its variables. stdin,
+    stdout, stderr: open files or their numbers, which stay the caller's. namespace: the name of a
+    network namespace for it (root only), without the /sys that `ip netns exec` would mount.
+    """
+
+    def __init__(self, script, args=(), *, env, number=0, stdin, stdout, stderr, namespace=None):
+        ours, theirs = os.pipe()
+        self._status = open(ours)  # noqa: SIM115 - closed when the process has ended
+        files = [f if isinstance(f, int) else f.fileno() for f in (stdin, stdout, stderr)]
+        request = {
+            "argv": [str(script), *map(str, args)],
+            "env": dict(env),
+            "cwd": os.getcwd(),
+            "namespace": namespace,
+        }
+        try:
+            _server(number % SERVERS).send(request, [*files, theirs])
+        finally:
+            os.close(theirs)
+        self._reading = threading.Lock()
+        self.pid = int(self._line())
+        self.returncode = None
+
+    def poll(self):
+        with self._reading:
+            if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+                self.returncode = int(self._line())
+                self._status.close()
+            return self.returncode
+
+    def wait(self, timeout=None):
+        """Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if left == 0.0:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            select.select([self._status], [], [], 0.1 if left is None else min(left, 0.1))
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+    def _line(self):
+        line = self._status.readline()
+        assert line, "the server of forked interpreters has died"
+        return line
+
+
+class _Server:
+    """The server's process and the socket to it; it ends when the socket closes."""
+
+    def __init__(self):
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        theirs.close()
+
+    def send(self, request, files):
+        """One packet, so that threads may send at the same time."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
+        self._socket.sendmsg([json.dumps(request).encode()], rights)
+
+
+@functools.cache
+def _server(number):
+    return _Server()
+
+
+def _import_torch():
+    """Everything of torch that ranks would import for seconds; starts no threads."""
+    import torch
+    import torch.distributed
+    import torch.distributed.algorithms.ddp_comm_hooks
+    import torch.distributed.optim
+    import torch.func
+    import torch.utils.checkpoint
+
+    weight = torch.zeros(1, requires_grad=True)
+    weight.grad = torch.zeros(1)
+    for kind in (torch.optim.SGD, torch.optim.Adam):
+        kind([weight], lr=0.1).step()
+    assert len(os.listdir("/proc/self/task")) == 1, "only a process of one thread may be forked"
+    gc.collect()
+    gc.freeze()  # or every child would copy this process's memory to collect it
+
+
+def serve():
+    """The body of a server; in a child it returns when the script has ended."""
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    ended, wakes = os.pipe()
+    for end in (ended, wakes):
+        os.set_blocking(end, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes)
+    _import_torch()
+    reports = {}
+    while True:
+        ready, _, _ = select.select([requests, ended], [], [])
+        if ended in ready:
+            os.read(ended, 4096)
+            _report_ends(reports)
+        if requests not in ready:
+            continue
+        request, files, _, _ = socket.recv_fds(requests, 1 << 20, 4)
+        if not request:
+            os._exit(0)
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            requests.close()
+            for own in (ended, wakes, files.pop(), *reports.values()):
+                os.close(own)
+            return _become(files, **json.loads(request))
+        reports[pid] = files.pop()
+        os.write(reports[pid], b"%d\n" % pid)
+        for theirs in files:
+            os.close(theirs)
+
+
+def _report_ends(reports):
+    """Writes the exit status of every child that has ended to the one who asked for it."""
+    while reports:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        report = reports.pop(pid)
+        with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+            os.write(report, b"%d\n" % os.waitstatus_to_exitcode(status))
+        os.close(report)
+
+
+def _enter_network(namespace):
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+
+
+def _become(files, argv, env, cwd, namespace):
+    """Run the script in `__main__` of this process, the frames of the server below it."""
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    if namespace is not None:
+        _enter_network(namespace)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    if env.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    sys.modules["numpy"].random.seed()
+    del sys.modules["fork_server"]
+    sys.argv[:] = argv
+    sys.path[:2] = [str(Path(argv[0]).resolve().parent)]  # for this folder, and that of -c
+    # A new module: the collection at the end does not see what the old one, frozen, refers to.
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    vars(main).update(__file__=argv[0], __builtins__=builtins)
+    code = compile(Path(argv[0]).read_bytes(), argv[0], "exec")
+    exec(code, vars(main))
