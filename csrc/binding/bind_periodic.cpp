@@ -14,6 +14,13 @@ namespace bagua {
 namespace py = pybind11;
 
 void bind_periodic(py::module_& m) {
+  py::class_<ManualClock, std::shared_ptr<ManualClock>>(
+      m, "ManualClock", "A clock for tests: its time passes when it is turned.")
+      .def(py::init<>())
+      .def(
+          "turn", [](ManualClock& clock, double seconds) { clock.turn(to_milliseconds(seconds)); },
+          py::arg("seconds"))
+      .def_property_readonly("waiting", &ManualClock::waiting);
   py::class_<PeriodicLane, std::shared_ptr<PeriodicLane>>(
       m, "PeriodicLane",
       "Averages flat weights (contiguous, floating) over the ranks of a communicator every\n"
@@ -21,7 +28,8 @@ void bind_periodic(py::module_& m) {
       .def(py::init([](std::shared_ptr<CountingCommunicator> communicator,
                        std::vector<at::Tensor> weights, std::string name, double interval_s,
                        double timeout_s, std::shared_ptr<FailureBoard> board,
-                       std::shared_ptr<NonFiniteRounds> non_finite) {
+                       std::shared_ptr<NonFiniteRounds> non_finite,
+                       std::shared_ptr<ManualClock> clock) {
              auto gate = std::make_shared<WeightGate>();
              auto op = std::make_shared<AsyncAverage>(communicator, std::move(weights), gate,
                                                       std::move(non_finite));
@@ -30,13 +38,14 @@ void bind_periodic(py::module_& m) {
                                          .timeout = to_milliseconds(timeout_s),
                                          .communicator = std::move(communicator),
                                          .board = std::move(board)};
+             if (clock) options.clock = std::move(clock);
              return std::shared_ptr<PeriodicLane>(
                  new PeriodicLane(std::move(op), std::move(gate), std::move(options)),
                  delete_without_gil<PeriodicLane>);
            }),
            py::arg("communicator"), py::arg("weights"), py::kw_only(), py::arg("name"),
            py::arg("interval_s"), py::arg("timeout_s"), py::arg("board").none(true) = py::none(),
-           py::arg("non_finite").none(true) = py::none())
+           py::arg("non_finite").none(true) = py::none(), py::arg("clock").none(true) = py::none())
       .def("resume", &PeriodicLane::resume, ReleaseGil(),
            "Start the rounds. Every rank calls it; nothing happens while they run.")
       .def("ask_to_pause", &PeriodicLane::ask_to_pause, ReleaseGil(),
@@ -57,6 +66,7 @@ void bind_periodic(py::module_& m) {
       .def("stop", &PeriodicLane::stop, ReleaseGil(),
            "End this rank's part without asking the others, whose next round fails.")
       .def_property_readonly("inside", &PeriodicLane::inside)
+      .def_property_readonly("at_gate", &PeriodicLane::at_gate)
       .def_property_readonly("running", &PeriodicLane::running)
       .def("stats", [](const PeriodicLane& lane) { return stats_dict(lane.stats()); });
 }

@@ -75,7 +75,8 @@ void PeriodicLane::State::loop() {
     while (run_round()) {
       std::unique_lock lock(mutex);
       // A rank that wants to pause takes part in the others' rounds until they want to as well.
-      changed.wait_for(lock, options.interval, [&] { return stopped || wants_to_pause; });
+      options.clock->wait_for(lock, changed, options.interval,
+                              [this] { return stopped || wants_to_pause; });
       if (stopped) break;
     }
   } catch (const std::exception& error) {
@@ -104,8 +105,8 @@ void PeriodicLane::State::fail(const std::string& reason) noexcept {
 PeriodicLane::PeriodicLane(std::shared_ptr<PeriodicOp> op, std::shared_ptr<WeightGate> gate,
                            PeriodicLaneOptions options)
     : process_(getpid()), gate_(std::move(gate)), state_(std::make_shared<State>()) {
-  BAGUA_CHECK_ARG(op && gate_ && options.communicator,
-                  "a periodic lane needs an op, a gate and a communicator.");
+  BAGUA_CHECK_ARG(op && gate_ && options.communicator && options.clock,
+                  "a periodic lane needs an op, a gate, a communicator and a clock.");
   BAGUA_CHECK_ARG(options.interval.count() >= 0, "the interval of a periodic lane is ",
                   options.interval.count(), " ms; it must be 0 or more.");
   state_->op = std::move(op);

@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "base/clock.h"
 #include "base/weight_gate.h"
 #include "comm/counting_communicator.h"
 #include "engine/engine.h"
@@ -20,7 +21,8 @@ struct PeriodicLaneOptions {
   std::chrono::milliseconds interval;  // from the end of a round to the begin of the next
   std::chrono::milliseconds timeout;   // of a pause, until the others have asked for it too
   std::shared_ptr<CountingCommunicator> communicator;  // the op's
-  std::shared_ptr<FailureBoard> board;                 // null: failures are not published
+  std::shared_ptr<FailureBoard> board{};               // null: failures are not published
+  std::shared_ptr<Clock> clock = std::make_shared<SteadyClock>();  // of the interval
 };
 
 // Between resume() and pause() a thread runs the op, waits for the interval, and so on. A round is
@@ -59,6 +61,9 @@ class PeriodicLane {
   void enter();
   void leave();
   bool inside() const { return gate_->training_inside(); }
+
+  // Whether training keeps the lane outside the gate.
+  bool at_gate() const { return gate_->lane_waits(); }
 
   // Ends this rank's part without asking the others, whose next round fails. Idempotent.
   void stop() noexcept;

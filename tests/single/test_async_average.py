@@ -5,8 +5,9 @@ import time
 
 import pytest
 import torch
+from bagua import _C
 from oracle import async_model_average as oracle
-from single.average_lane import averages, make_lane, wait_until
+from single.average_lane import averages, let_through, make_lane, wait_until
 from single.op_ranks import DTYPES, assert_same_bits
 from single.thread_ranks import run_thread_ranks
 
@@ -58,51 +59,66 @@ def test_several_buckets_of_several_dtypes_are_averaged_together():
 # What training does between snapshot and apply is kept.
 
 
-class Windows:
-    """Lets the lane do one thing at a time: snapshot, or apply."""
-
-    def __init__(self, lane):
-        self.lane = lane
-        lane.enter()
-
-    def open(self, after):
-        """The lane is at the gate after so many seconds, and gets in once."""
-        time.sleep(after)
-        self.lane.leave()
-        self.lane.enter()
-
-
 @RANKS
 def test_updates_during_an_average_are_kept_as_in_the_oracle(n):
+    """Gates and clocks let the lanes of n ranks do one thing at a time: snapshot, or apply.
+
+    One rank more, which does not train, takes its snapshot last: until then there is no mean, which
+    a quick lane would apply at once.
+    """
     rounds = 3
-    turn = threading.Barrier(n)
-    start = [torch.arange(6, dtype=torch.float64) * (r + 1) for r in range(n)]
+    turn = threading.Barrier(n + 1, timeout=30.0)
+    start = [torch.arange(6, dtype=torch.float64) * (r + 1) for r in range(n + 1)]
 
     def update(rank, moment):
         return torch.full((6,), float(100 * moment + rank), dtype=torch.float64)
 
+    def begin_round(number, lane, clock):
+        if number == 0:
+            lane.resume()
+        else:
+            clock.turn(1.0)
+
+    def train(rank, lane, clock, weights):
+        lane.enter()
+        for number in range(rounds):
+            begin_round(number, lane, clock)
+            let_through(lane)  # snapshot
+            weights += update(rank, 2 * number)
+            turn.wait()
+            let_through(lane)  # apply
+            weights += update(rank, 2 * number + 1)
+            wait_until(lambda: clock.waiting, "the interval")
+            turn.wait()
+
+    def go_last(lane, clock):
+        for number in range(rounds):
+            lane.enter()
+            begin_round(number, lane, clock)
+            turn.wait()
+            lane.leave()
+            wait_until(lambda number=number: averages(lane) > number, "the average")
+            wait_until(lambda: clock.waiting, "the interval")
+            turn.wait()
+
     def run(comm):
-        weights = start[comm.rank].clone()
-        # Long enough that a rank which is held up in a window does not begin another round.
-        lane = make_lane(comm, weights, interval_s=0.3)
-        windows = Windows(lane)
-        lane.resume()
-        for moment in range(2 * rounds):  # even: snapshot, odd: apply
-            windows.open(0.36 if moment % 2 == 0 else 0.03)
-            turn.wait()
-            weights += update(comm.rank, moment)
-            turn.wait()
+        weights, clock = start[comm.rank].clone(), _C.ManualClock()
+        lane = make_lane(comm, weights, interval_s=1.0, clock=clock)
+        if comm.rank == n:
+            go_last(lane, clock)
+        else:
+            train(comm.rank, lane, clock, weights)
         count = averages(lane)
-        lane.stop()  # inside the gate: nothing more is applied
+        lane.stop()
         return weights, count
 
     expected = oracle.Ranks(start)
     for moment in range(2 * rounds):
-        for rank in range(n):
+        for rank in range(n + 1):
             expected.snapshot(rank) if moment % 2 == 0 else expected.apply(rank)
         for rank in range(n):
             expected.train(rank, update(rank, moment))
-    results = run_thread_ranks(n, run)
+    results = run_thread_ranks(n + 1, run)
     for (weights, count), wanted in zip(results, expected.weights, strict=True):
         assert count == rounds
         torch.testing.assert_close(weights, wanted, rtol=1e-12, atol=0)
