@@ -59,7 +59,8 @@ def uninterrupted(ranks, tmp_path_factory):
     )
 
 
-@pytest.mark.timeout(120 + 30 * RESTARTS)
+# Ten processes import torch: on a busy machine that alone takes a minute and more.
+@pytest.mark.timeout(300 + 30 * RESTARTS)
 def test_ranks_killed_at_any_moment_cost_no_bit_of_any_algorithms_weights(uninterrupted, tmp_path):
     seed = int(os.environ.get("BAGUA_TEST_SEED", random.randrange(2**31)))
     print("seed", seed)
@@ -71,7 +72,7 @@ def test_ranks_killed_at_any_moment_cost_no_bit_of_any_algorithms_weights(uninte
         {"rank": moments.randrange(3), "step": 20, "where": "any", "seconds": moments.uniform(0, 4)}
         for _ in range(RESTARTS)
     ]
-    seconds = 100 + 30 * RESTARTS
+    seconds = 200 + 30 * RESTARTS
     torchrun(3, len(plan), HERE / "restarting.py", tmp_path, json.dumps(plan), timeout=seconds)
     for of_rank in assert_same_ends(uninterrupted, tmp_path):
         # Whatever is first in turn had been saved at 10 when its ranks died in the saving of 15.
