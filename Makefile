@@ -23,7 +23,8 @@ SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc python -not -name '*.
 CPP_FILES = $(shell find csrc tests/cpp tests/fuzz -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 ARGS ?=
-# Tests wait for each other as often as they compute: two files at a time. 0: one after the other.
+# Ranks wait for each other as often as they compute: two files at a time. 0: one
+# after the other.
 TEST_JOBS ?= 2
 
 .PHONY: help venv build horovod demo test lint format cuda-check sanitize fuzz soak soak-schedules bench clean ci
@@ -57,7 +58,7 @@ demo: build ## Train on handwritten digits with 2 ranks; print the table, write 
 	OMP_NUM_THREADS=1 $(PY) docs/examples/digits_table.py $(ARGS)
 
 test: build horovod ## Run all tests
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: venv ## Check layout, style and types
 	ruff check .

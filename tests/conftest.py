@@ -11,6 +11,38 @@ if TESTS not in sys.path:
     sys.path.insert(0, TESTS)
 
 
+#: Files of a minute and more, the longest first: begun last, they would keep one worker busy alone.
+LONG = [
+    "ranks/situations/test_situations.py",
+    "faults/test_faults.py",
+    "ranks/test_restarts.py",
+    "single/test_model.py",
+    "ranks/test_exit.py",
+    "ranks/test_situations_of_algorithms.py",
+    "ranks/test_lost_ranks.py",
+    "single/test_ops.py",
+    "single/test_fuzz.py",
+    "single/test_kernel_emulation.py",
+    "ranks/test_torch_ddp_suite.py",
+    "ranks/test_two_nodes.py",
+    "ranks/test_compile.py",
+    "ranks/test_weights_sample.py",
+    "ranks/test_compressed_training.py",
+    "ranks/test_network.py",
+    "single/test_device_streams.py",
+    "ranks/test_hard_times.py",
+    "ranks/test_horovod_launchers.py",
+]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Orders files for `-n`, which deals them out as they come with --no-loadscope-reorder."""
+    places = {str(Path(TESTS, name)): place for place, name in enumerate(LONG)}
+    assert all(map(os.path.exists, places)), "LONG names a file that is gone"
+    items.sort(key=lambda item: places.get(str(item.path), len(LONG)))
+
+
 def pytest_runtest_setup(item):
     """Without CUDA a test marked needs_cuda is skipped; with FAIL_WITHOUT_CUDA=1 it fails."""
     if item.get_closest_marker("needs_cuda") is None:
