@@ -111,8 +111,17 @@ class _Server:
         self._socket.sendmsg([json.dumps(request).encode()], rights)
 
 
-@functools.cache
+_starting = threading.Lock()
+
+
 def _server(number):
+    """The one server of that number: a second one would end with its socket, and tell no status."""
+    with _starting:
+        return _started(number)
+
+
+@functools.cache
+def _started(number):
     return _Server()
 
 

@@ -1,13 +1,15 @@
 """The harness itself: results by rank, independent calls, failures that say what happened."""
 
+import functools
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import pool
+from ranks import fork_server, pool
 
 
 def sum_of_ranks(offset):
@@ -127,3 +129,19 @@ assert "torch" in names, names
 assert not names & {"bagua", "mlbench_core", "ranks", "fork_server", "pytest"}, names
 """
     assert [done.returncode for done in run_script(2, source)] == [0, 0]
+
+
+def test_threads_that_start_the_first_scripts_share_the_servers(monkeypatch):
+    started = []
+
+    @functools.cache
+    def start(number):
+        time.sleep(0.05)
+        started.append(number)
+        return object()
+
+    monkeypatch.setattr(fork_server, "_started", start)
+    with ThreadPoolExecutor(8) as threads:
+        servers = set(threads.map(fork_server._server, [0, 1] * 4))
+    assert sorted(started) == [0, 1]
+    assert len(servers) == 2
