@@ -16,7 +16,7 @@ def missing_for_cuda():
     if not torch.cuda.is_available():
         return f"no CUDA device (torch {torch.__version__})"
     if not _C.has_cuda_codecs():
-        return "bagua was built without CUDA kernels: pip install -C cmake.define.BAGUA_CUDA=ON says why"
+        return "no CUDA kernels in this build: -C cmake.define.BAGUA_CUDA=ON says why"
     return ""
 
 
