@@ -12,7 +12,8 @@ VENV := $(abspath .venv)
 PY := $(VENV)/bin/python
 # cmake and ninja of the environment go before those of the machine.
 export PATH := $(VENV)/bin:$(PATH)
-JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# nproc heeds OMP_NUM_THREADS, which is about threads of a rank.
+JOBS ?= $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 # One compiler for all builds, or pip's would take another name of it and share nothing in ccache.
 export CC CXX
