@@ -24,8 +24,7 @@ SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc python -not -name '*.
 CPP_FILES = $(shell find csrc tests/cpp tests/fuzz -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 ARGS ?=
-# Ranks wait for each other as often as they compute: two files at a time. 0: one
-# after the other.
+# Tests wait for each other as often as they compute: two files at a time. 0: one after the other.
 TEST_JOBS ?= 2
 
 .PHONY: help venv build horovod demo test lint format cuda-check sanitize fuzz soak soak-schedules bench clean ci

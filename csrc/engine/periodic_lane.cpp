@@ -152,6 +152,7 @@ void PeriodicLane::ask_to_pause() {
 
 bool PeriodicLane::pause(std::optional<std::chrono::milliseconds> limit) {
   ask_to_pause();
+  bool known = false;
   {
     std::unique_lock lock(state_->mutex);
     const auto over = [&] { return !state_->running; };
@@ -161,10 +162,10 @@ bool PeriodicLane::pause(std::optional<std::chrono::milliseconds> limit) {
       lock.unlock();
       throw_not_paused(rounds);
     }
-    if (state_->failure_known) return true;
+    known = state_->failure_known;
   }
   state_->op->training_enters();  // the thread does not run any more
-  check();
+  if (!known) check();
   return true;
 }
 

@@ -61,7 +61,7 @@ at::Tensor zeros_on(at::Device device, int64_t numel, at::ScalarType dtype = at:
 
 std::shared_ptr<Communicator> loopback() { return std::make_shared<LoopbackCommunicator>(kRanks); }
 
-// Of a device where kernels of two communicators wait for each other: no abort ends alone.
+// Kernels of two of these wait for each other on their device: no abort ends alone.
 class EntangledCommunicator final : public LoopbackCommunicator {
  public:
   EntangledCommunicator(int size, std::shared_ptr<std::atomic<int>> aborts)
@@ -253,6 +253,48 @@ void ops_agree_with_the_cpu() {
   }
 }
 
+// Means of so few elements that the last ranks have empty parts, on ranks that are threads. Two
+// rounds: on a device the frames of a round are compared in the next one.
+std::vector<at::Tensor> means_with_empty_parts(at::Device device, int64_t numel) {
+  const auto hub = std::make_shared<ThreadHub>(kRanks, std::chrono::seconds(20));
+  std::vector<at::Tensor> results(kRanks);
+  std::vector<std::string> errors(kRanks);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] {
+      const at::NoGradGuard no_grad;
+      const OnStream guard(20 + rank);
+      const auto comm = std::make_shared<ThreadCommunicator>(hub, rank);
+      try {
+        CompressedAllReduce op(comm, codec_on(device, "block_uint8"), std::make_shared<Scratch>(),
+                               ReduceOp::kAvg, Checksum::kOn);
+        at::Tensor flat = gradient(rank + 1).narrow(0, 0, numel).clone().to(device);
+        for (int64_t round = 1; round <= 2; ++round) {
+          op.run(flat, {.number = round, .grad_scale = 1, .bucket = "small"});
+        }
+        results[rank] = flat.cpu();
+      } catch (const Error& error) {
+        errors[rank] = error.what();
+        comm->abort(errors[rank]);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const std::string& error : errors) expect(error.empty(), error);
+  return results;
+}
+
+void empty_parts_send_no_frames() {
+  for (const int64_t numel : {1, 32}) {
+    const std::vector<at::Tensor> expected = means_with_empty_parts(at::kCPU, numel);
+    const std::vector<at::Tensor> found = means_with_empty_parts(kFake, numel);
+    for (int rank = 0; rank < kRanks; ++rank) {
+      expect(found[rank].equal(expected[0]), "rank ", rank, ": another mean than on the CPU");
+    }
+    expect_no_race("empty parts");
+  }
+}
+
 // An engine that is dropped in a round has given its lanes work that nobody waits for.
 void memory_of_an_unfinished_round_is_not_freed_too_early() {
   const Subject subject = subjects().front();
@@ -292,7 +334,7 @@ void asynchronous_averaging_keeps_out_of_training() {
   expect_no_race("asynchronous averaging");
 }
 
-// Of a group in which another rank is late: what it reduces is not there before the test says so.
+// Has a peer that is late: a reduced tensor is not there before the test says so.
 class LateCommunicator final : public LoopbackCommunicator {
  public:
   using LoopbackCommunicator::LoopbackCommunicator;
@@ -356,6 +398,7 @@ extern "C" int device_streams() {
   try {
     detector_finds_what_is_missing();
     ops_agree_with_the_cpu();
+    empty_parts_send_no_frames();
     memory_of_an_unfinished_round_is_not_freed_too_early();
     communicators_are_aborted_together();
     asynchronous_averaging_keeps_out_of_training();

@@ -77,13 +77,11 @@ class Device {
   // A host thread waits until this is done: whatever is enqueued from then on comes later.
   void await(const Clock& event) {
     std::unique_lock lock(mutex_);
-    ++host_waits_;
     await_collectives(lock, [&] { return done(event); });
     join(completed_, event);
   }
   void await_all() {
     std::unique_lock lock(mutex_);
-    ++host_waits_;
     await_collectives(lock, [&] { return collectives_.empty(); });
     for (const Clock& clock : clocks_) join(completed_, clock);
   }
@@ -109,12 +107,6 @@ class Device {
   void until_a_host_waits_for_collectives() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return waiting_ > 0; });
-  }
-
-  // How often host threads have waited for the device.
-  int64_t host_waits() {
-    std::lock_guard lock(mutex_);
-    return host_waits_;
   }
 
   // `stream` was given a copy from or to host memory.
@@ -173,7 +165,6 @@ class Device {
   std::condition_variable changed_;
   std::vector<Collective> collectives_;
   int waiting_ = 0;  // host threads
-  int64_t host_waits_ = 0;
   std::array<Clock, kStreams> clocks_{};
   Clock completed_{};
   Clock host_copies_{};  // by stream, the last one's time

@@ -6,7 +6,7 @@ a script as `python script arguments` would, in a process forked from one that h
 the script's own. The server imports nothing of bagua. There are two, and ranks take them in turn:
 each has its own hash seed and addresses, so neighbours order their sets differently, as ranks do.
 
-What a process reads only when it begins is the server's: PYTHON* variables (but
+Variables that are read only when a process begins are the server's: PYTHON* (but
 PYTHONFAULTHANDLER), malloc's, and those that torch reads at its import. Tests about these start
 Python anew.
 """
@@ -16,7 +16,6 @@ import builtins
 import contextlib
 import ctypes
 import faulthandler
-import functools
 import gc
 import json
 import os
@@ -112,17 +111,15 @@ class _Server:
 
 
 _starting = threading.Lock()
+_servers = {}
 
 
 def _server(number):
     """The one server of that number: a second one would end with its socket, and tell no status."""
     with _starting:
-        return _started(number)
-
-
-@functools.cache
-def _started(number):
-    return _Server()
+        if number not in _servers:
+            _servers[number] = _Server()
+        return _servers[number]
 
 
 def _import_torch():

@@ -62,7 +62,8 @@ class Worker:
         self.connection, theirs = multiprocessing.Pipe()
         with theirs, open(self.log, "w") as log:
             self.process = Interpreter(
-                *(WORKER, [self.stacks]),
+                WORKER,
+                [self.stacks],
                 number=number,
                 stdin=theirs,
                 stdout=log,

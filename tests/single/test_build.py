@@ -1,4 +1,4 @@
-"""What the build and the import say where CUDA's parts do not fit together."""
+"""Messages of the build and of the import where CUDA's parts do not fit together."""
 
 import shutil
 import subprocess
@@ -23,7 +23,7 @@ class version:
 
 
 def configure(folder, cuda):
-    """What CMake says with a torch of this CUDA version: (exit status, text)."""
+    """Configure with a torch of this CUDA version: (exit status, text of the errors)."""
     (folder / "torch").mkdir()
     (folder / "torch/__init__.py").write_text(TORCH.format(cuda=cuda))
     python = folder / "python"

@@ -20,6 +20,7 @@ namespace bagua {
 // device, which would rather have few large launches.
 template <typename Function>
 void for_tiles(at::Device device, int64_t begin, int64_t end, Function function) {
+  if (begin == end) return;
   if (!device.is_cpu()) return function(begin, end);
   at::parallel_for(begin, end, 1, [&](int64_t first, int64_t last) {
     for (int64_t tile = first; tile < last; ++tile) function(tile, tile + 1);

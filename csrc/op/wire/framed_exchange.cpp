@@ -36,11 +36,19 @@ std::byte* frame_at(const PayloadRows& rows, const Message& message) {
   return rows.row(message.payload->row) + message.payload->layout.message_offset(message.segment);
 }
 
-// Number of rows up to the last one of a payload.
-size_t row_count(std::span<const Payload> payloads) {
-  int64_t end = 0;
-  for (const Payload& payload : payloads) end = std::max(end, payload.row + 1);
-  return static_cast<size_t>(end);
+// Frames of the rows up to the last one of a payload, which on a device is one message, or none if
+// it is empty.
+std::vector<Frame> device_frames(std::span<const Payload> payloads, const Round& round,
+                                 Checksum checksum) {
+  std::vector<Frame> frames;
+  for (const auto& [row, peer, layout] : payloads) {
+    if (layout.segments() == 0) continue;
+    if (std::cmp_greater_equal(row, frames.size())) {
+      frames.resize(row + 1, Frame{.checksum = checksum});
+    }
+    frames[row] = layout.frame(0, round.number, round.bucket, checksum);
+  }
+  return frames;
 }
 
 }  // namespace
@@ -111,11 +119,7 @@ void FramedExchange::all_gather(uint64_t fingerprint, at::Tensor& message, at::T
 void FramedExchange::write_frames(const PayloadRows& rows, std::span<const Payload> payloads,
                                   const Round& round) {
   if (!rows.bytes.is_cpu()) {
-    std::vector<Frame> frames(row_count(payloads), Frame{.checksum = checksum_});
-    for (const auto& [row, peer, layout] : payloads) {
-      frames[row] = layout.frame(0, round.number, round.bucket, checksum_);
-    }
-    return device_frames_.write(rows.bytes, rows.stride, frames);
+    return device_frames_.write(rows.bytes, rows.stride, device_frames(payloads, round, checksum_));
   }
   int64_t written = -1;  // a row that goes to several peers has one frame
   for (const Payload& payload : payloads) {
@@ -129,11 +133,10 @@ void FramedExchange::write_frames(const PayloadRows& rows, std::span<const Paylo
 
 void FramedExchange::fetch_frames(const PayloadRows& rows, std::span<const Payload> payloads,
                                   const Round& round) {
-  std::vector<Frame> expected(row_count(payloads), Frame{.checksum = checksum_});
+  std::vector<Frame> expected = device_frames(payloads, round, checksum_);
   std::vector<int> peers(expected.size(), DeviceFrames::kNobody);
   for (const auto& [row, peer, layout] : payloads) {
-    expected[row] = layout.frame(0, round.number, round.bucket, checksum_);
-    peers[row] = peer;
+    if (layout.segments() > 0) peers[row] = peer;
   }
   device_frames_.fetch(rows.bytes, rows.stride, std::move(expected), std::move(peers));
 }

@@ -41,8 +41,8 @@ struct ArrivedTiles {
   int64_t end_tile;
 };
 
-// What `arrived` is called for on the CPU: each message by itself, or a segment of all payloads
-// (which then are cut alike). On a device: once, with everything.
+// Extent of one call of `arrived` on the CPU: a message, or a segment of all payloads (which then
+// are cut alike). On a device there is one call, with everything.
 enum class Arrival : uint8_t { kMessage, kSegment };
 
 // Sends payloads and receives others, each message behind a frame that says what it holds

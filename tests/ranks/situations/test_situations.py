@@ -48,9 +48,10 @@ def verdicts(request, tmp_path_factory):
                 stderr=output,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
-    found = {}
-    for size, program in programs.items():
+    for program in programs.values():
         program.wait()
+    found = {}
+    for size in programs:
         saved = folder / f"verdicts-{size}"
         assert saved.exists(), (folder / f"output-{size}").read_text(errors="replace")[-4000:]
         found |= pickle.loads(saved.read_bytes())
