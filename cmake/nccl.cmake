@@ -15,6 +15,8 @@ target_include_directories(bagua_nccl PUBLIC csrc)
 if(BAGUA_NCCL AND BAGUA_NCCL_INCLUDE)
   message(STATUS "nccl.h in ${BAGUA_NCCL_INCLUDE}")
   target_sources(bagua_nccl PRIVATE
+    $<$<NOT:$<BOOL:${BAGUA_WITH_CUDA}>>:csrc/comm/nccl/no_fill_if_set.cpp>
+    csrc/comm/nccl/abort_flag.cpp
     csrc/comm/nccl/nccl_calls.cpp
     csrc/comm/nccl/nccl_communicator.cpp
     csrc/comm/nccl/nccl_handle.cpp

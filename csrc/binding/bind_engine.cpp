@@ -254,6 +254,9 @@ void bind_engine(py::module_& m) {
       .def("marked", &Engine::marked, py::arg("slot"), ReleaseGil())
       .def("exchange_used", &Engine::exchange_used, py::arg("used"), ReleaseGil())
       .def("wait", &Engine::wait, ReleaseGil())
+      .def(
+          "settle", &Engine::settle, ReleaseGil(),
+          "Wait for the device and raise a failure of what it was given, if no call has raised it.")
       .def("fail", &Engine::fail, py::arg("reason"), py::arg("timed_out"), ReleaseGil())
       .def("abort", &Engine::abort, py::arg("reason"), ReleaseGil())
       .def("stop", &Engine::stop, ReleaseGil())

@@ -75,6 +75,11 @@ void bind_nccl(py::module_& m) {
           py::arg("members"), ReleaseGil(),
           "Called by all ranks: a communicator of members (ranks of this one, in the new order),\n"
           "None on the others. Groups that do not overlap may be split off in one call.")
+      .def(
+          "invalidate_if_aborted",
+          [](NcclCommunicator& self, at::Tensor result) { self.invalidate_if_aborted(result); },
+          py::arg("result"), ReleaseGil(),
+          "On the current stream: set all bits of result if the communicator was aborted by then.")
       .def("failure", &NcclCommunicator::failure, ReleaseGil(),
            "Why later calls will be refused, or None; from any thread.");
 }

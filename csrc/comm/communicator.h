@@ -73,6 +73,11 @@ class Communicator {
   // Thread-safe. Where calls are complete on return there is nothing to find.
   virtual void check() {}
 
+  // Puts work on the current stream that sets all bits of `result`, NaN in every float dtype, if a
+  // call before it was ended by an abort and not by itself. Nothing where calls are complete on
+  // return. Note [Aborted collectives]
+  virtual void invalidate_if_aborted(at::Tensor& /*result*/) {}
+
   // Thread-safe. Later calls throw, naming the reason; calls in flight end where the transport can
   // end them (see each implementation).
   virtual void abort(const std::string& reason) noexcept = 0;

@@ -88,6 +88,7 @@ void Engine::begin_round(const RoundOpening& opening) {
   std::unique_lock lock(state.mutex);
   if (state.failure) state.rethrow(lock);
   BAGUA_CHECK(!state.stopped, state.whoami(), ": the engine has been stopped; wrap again.");
+  state.check_communicators(lock);
   if (state.round.open() && state.round.untouched()) {
     state.grad_scale = opening.grad_scale;
     return;
@@ -207,7 +208,25 @@ void Engine::wait() {
   if (!state.round.open()) return;
   state.block(lock, [&] { return state.round.launched_done(); }, "its buckets");
   state.order_after_lanes();
+  state.check_communicators(lock);
   state.round.end();
+}
+
+void Engine::settle() {
+  State& state = *state_;
+  {
+    const std::lock_guard lock(state.mutex);
+    if (state.failure || state.stopped) return;  // thrown, or nothing that could fail
+  }
+  for (const State::LaneState& lane : state.lanes) {
+    if (!lane.stream) continue;
+    StreamPoints given(lane.stream->device());
+    const c10::StreamGuard on_lane_stream(*lane.stream);
+    given.mark_current_stream();
+    given.synchronize();
+  }
+  std::unique_lock lock(state.mutex);
+  state.check_communicators(lock);
 }
 
 void Engine::fail(const std::string& reason, bool timed_out) {

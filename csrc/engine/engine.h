@@ -69,7 +69,8 @@ using SlotId = int32_t;
 // streams. wait() returns once everything has been enqueued, and makes the caller's current stream
 // wait for the lanes' streams: no host thread waits for the device, save in ops that must look at a
 // value (LowRank and Sparse: whether a round was finite). A failure on the device is therefore
-// thrown by a later begin_round() or wait(). One event per bucket and stream covers all slots that
+// thrown by a later begin_round(), wait() or settle(); what a failed round leaves in its buckets is
+// NaN, see Note [Aborted collectives]. One event per bucket and stream covers all slots that
 // were marked on that stream before; an event per slot would cost a microsecond each and order
 // nothing more.
 // Memory that a lane allocates belongs to its stream. Buckets and the state of ops are allocated
@@ -116,6 +117,10 @@ class Engine {
   // Blocks until every bucket of the round is done. Throws the stored failure, another rank's
   // failure as soon as it is published, or TimeoutError at the deadline.
   void wait();
+
+  // Blocks until the device is done with what the lanes were given, and throws a failure of it that
+  // no call has thrown: the end of Note [Streams]. On CPU there is nothing to wait for.
+  void settle();
 
   // Throws the diagnosis of a failure outside the lanes in this round, on a communicator of the
   // main thread.

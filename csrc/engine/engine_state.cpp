@@ -85,6 +85,23 @@ void Engine::State::leave_lanes() const noexcept {
   }
 }
 
+void Engine::State::check_communicators(std::unique_lock<std::mutex>& lock) {
+  const auto on_device = [](const LaneState& lane) { return lane.stream.has_value(); };
+  if (std::none_of(lanes.begin(), lanes.end(), on_device)) return;  // lanes have caught it
+  const std::string me = whoami();
+  lock.unlock();
+  try {
+    for (const LaneState& lane : lanes) {
+      for (const auto& communicator : lane.communicators) communicator->check();
+    }
+  } catch (...) {
+    fail(with_context(me + ", after its buckets were put on the device: ",
+                      std::current_exception()));
+  }
+  lock.lock();
+  if (failure) rethrow(lock);
+}
+
 void Engine::State::fail(std::exception_ptr cause) noexcept {
   {
     std::lock_guard lock(mutex);
@@ -160,6 +177,9 @@ void Engine::State::run_bucket(size_t index) {
       running = op.get();
       RECORD_FUNCTION("bagua::" + bucket.name + "::" + op->describe(), {});
       op->run(bucket.flat, context);
+    }
+    for (const auto& communicator : lanes[entry.lane].communicators) {
+      communicator->invalidate_if_aborted(bucket.flat);
     }
   } catch (...) {
     fail(

@@ -44,6 +44,9 @@ struct Engine::State {
   void order_after_lanes() const;
   void leave_lanes() const noexcept;  // the order at shutdown, when the device may be gone already
 
+  // Throws a failure of work that the lanes have put on a device.
+  void check_communicators(std::unique_lock<std::mutex>& lock);
+
   // Keeps the first failure, publishes it, and makes every communicator refuse further calls.
   void fail(std::exception_ptr failure) noexcept;
   void abort_communicators(const std::string& reason) const noexcept;

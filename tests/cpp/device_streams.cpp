@@ -3,6 +3,7 @@
 #include <atomic>
 #include <functional>
 #include <iostream>
+#include <limits>
 #include <memory>
 #include <thread>
 
@@ -273,7 +274,7 @@ std::vector<at::Tensor> means_with_empty_parts(at::Device device, int64_t numel)
           op.run(flat, {.number = round, .grad_scale = 1, .bucket = "small"});
         }
         results[rank] = flat.cpu();
-      } catch (const Error& error) {
+      } catch (const std::exception& error) {
         errors[rank] = error.what();
         comm->abort(errors[rank]);
       }
@@ -317,6 +318,65 @@ void communicators_are_aborted_together() {
   const std::unique_ptr<Engine> engine = make_engine(subject, flats, {first, second});
   engine->abort("asked for");
   expect(!first->ended_alone() && !second->ended_alone(), "an abort waited for another");
+}
+
+// Can be aborted while its work is on a stream: from then on tensors hold partial sums.
+class AbortableCommunicator final : public LoopbackCommunicator {
+ public:
+  using LoopbackCommunicator::LoopbackCommunicator;
+  void all_reduce(at::Tensor& tensor, ReduceOp op) override {
+    LoopbackCommunicator::all_reduce(tensor, op);
+    if (breaks_) aborted_ = true;
+  }
+  void check() override {
+    if (aborted_) throw TransportError("an earlier call failed");
+  }
+  void invalidate_if_aborted(at::Tensor& result) override {
+    if (aborted_) result.fill_(std::numeric_limits<float>::quiet_NaN());
+  }
+  void break_next() { breaks_ = true; }
+  void break_now() { aborted_ = true; }
+
+ private:
+  bool breaks_ = false;
+  std::atomic<bool> aborted_ = false;
+};
+
+std::string message_of_call(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+void results_of_an_aborted_collective_are_not_used() {
+  for (const std::string call : {"wait", "begin_round", "settle"}) {
+    const auto comm = std::make_shared<AbortableCommunicator>(kRanks);
+    Subject subject = subjects().front();
+    subject.make = [&](at::Device) { return std::make_shared<AllReduce>(comm, ReduceOp::kAvg); };
+    const std::vector<at::Tensor> flats = make_flats(subject, kFake);
+    const std::unique_ptr<Engine> engine = make_engine(subject, flats, {comm, nullptr});
+    const auto round = [&] {
+      engine->begin_round();
+      engine->mark_all();
+      engine->wait();
+    };
+    round();
+    if (call == "wait") {
+      comm->break_next();
+    } else {
+      comm->break_now();
+    }
+    const auto called = [&] { call == "settle" ? engine->settle() : round(); };
+    const std::string message = message_of_call(called);
+    expect(message.find("an earlier call failed") != std::string::npos, call, " said '", message,
+           "'");
+    const bool is_nan = flats[0].isnan().all().item<bool>();
+    expect(is_nan == (call == "wait"), call, ": partial sums stay in the bucket");
+    engine->settle();  // says nothing twice
+  }
 }
 
 void asynchronous_averaging_keeps_out_of_training() {
@@ -401,6 +461,7 @@ extern "C" int device_streams() {
     empty_parts_send_no_frames();
     memory_of_an_unfinished_round_is_not_freed_too_early();
     communicators_are_aborted_together();
+    results_of_an_aborted_collective_are_not_used();
     asynchronous_averaging_keeps_out_of_training();
     asynchronous_averaging_waits_for_ranks_outside_the_gate();
     host_memory_waits_for_the_device();

@@ -11,10 +11,12 @@
 #include <string>
 #include <vector>
 
+#include "base/launch.h"
 #include "codec/chunk_codec_cpu.h"
 #include "codec/codecs.h"
 #include "codec/cuda/chunk_codec_cuda.h"
 #include "codec/exact_division.h"
+#include "comm/nccl/fill_if_set.cuh"
 #include "cuda_emulation.h"
 #include "kernel_comparison.h"
 #include "kernel_data.h"
@@ -109,6 +111,24 @@ void compare_large_chunk(const Pair& pair) {
   pair.compare("a large chunk", batch, kNoOffsets);
 }
 
+// A raised flag sets every byte of the data and no other; a flag that is not raised sets none.
+void fill_data_if_the_flag_is_set() {
+  for (const int64_t bytes : {0, 1, 511, 512, 513, 32 * 512, 70 * 512 + 3}) {
+    for (const uint32_t flag : {0u, 1u}) {
+      const int64_t margin = 3;
+      std::vector<std::byte> memory(bytes + 2 * margin, std::byte{0x5a});
+      launch("fill_bytes_if_set", fill_bytes_if_set, fill_grid(bytes), kFillThreads, nullptr, &flag,
+             memory.data() + margin, bytes);
+      for (int64_t i = 0; i < static_cast<int64_t>(memory.size()); ++i) {
+        const bool inside = i >= margin && i < margin + bytes;
+        if (memory[i] == std::byte{inside && flag ? uint8_t{0xff} : uint8_t{0x5a}}) continue;
+        std::printf("fill_bytes_if_set, %ld bytes, flag %u: byte %ld is wrong\n", bytes, flag, i);
+        std::exit(1);
+      }
+    }
+  }
+}
+
 // codec/exact_division.h against division itself.
 void compare_divisions(int64_t ranges) {
   for (int64_t i = 0; i < ranges; ++i) {
@@ -175,6 +195,7 @@ int main(int argc, char** argv) {
     bagua::compare_all<bagua::BFloat16>(line.name, quick);
   });
   bagua::compare_divisions(quick ? 500 : 20000);
+  bagua::fill_data_if_the_flag_is_set();
   std::printf("all equal\n");
   return 0;
 }

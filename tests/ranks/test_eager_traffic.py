@@ -93,8 +93,8 @@ def connect_as_told():
     try:
         communicator = communication.get_default_group().get_global_communicator()
         if bagua.get_rank() != 1:
-            communicator._connect("cuda", 2 - bagua.get_rank())
-        connected = communicator._connect("cuda", None)
+            communicator._connect(torch.device("cuda"), 2 - bagua.get_rank())
+        connected = communicator._connect(torch.device("cuda"), None)
     finally:
         Connections._nccl = real
     tensor = torch.ones(2)

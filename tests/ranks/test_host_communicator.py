@@ -46,7 +46,7 @@ def test_host_memory_is_counted_as_the_tensor_it_carries(ranks):
 @training.with_group
 def run_eagerly():
     communicator = bagua.communication.get_default_group().get_global_communicator()
-    connected = communicator._connect("cuda", None)
+    connected = communicator._connect(torch.device("cuda"), None)
     before = communicator.traffic()["bytes_sent"]
     tensor = torch.ones(300)
     connected.all_reduce(tensor, _C.ReduceOp.SUM)

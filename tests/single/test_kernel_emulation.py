@@ -49,7 +49,7 @@ pytestmark = [
 
 
 def sources():
-    folders = ("csrc/base", "csrc/codec", "tests/cpp")
+    folders = ("csrc/base", "csrc/codec", "csrc/comm/nccl", "tests/cpp")
     suffixes = {".h", ".cpp", ".cu", ".cuh"}
     files = [file for folder in folders for file in sorted((REPOSITORY / folder).rglob("*"))]
     return [file for file in files if file.suffix in suffixes]

@@ -78,6 +78,19 @@ def test_abort_from_another_thread_ends_a_call_in_flight(nccl):
     assert failure == "aborted: the user pressed a key"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_results_of_an_aborted_communicator_become_nan_and_others_stay(nccl, dtype):
+    def run(comm):
+        result = torch.ones(1025, dtype=dtype)
+        comm.invalidate_if_aborted(result)
+        assert result.eq(1).all()
+        comm.abort("a peer is gone")
+        comm.invalidate_if_aborted(result)
+        return result.isnan().all().item()
+
+    assert nccl.run(2, run) == [True, True]
+
+
 def test_aborts_from_many_threads_during_calls_leave_one_reason(nccl):
     def run(comm):
         start = threading.Barrier(5)

@@ -19,7 +19,7 @@ def transports(nccl, nodes):
     """A transport per rank, over the fake NCCL, with the ranks on these nodes."""
 
     class OverFake(Connections):
-        def _nccl(self, name, members):
+        def _nccl(self, name, device, members):
             store = self._store_of(name, members)
             return nccl.connect(store, members.index(self.rank), len(members))
 
@@ -56,7 +56,7 @@ def test_a_hierarchical_operation_runs_on_groups_split_off_one(nccl, monkeypatch
     def rank_of(connections):
         def run():
             group = SimpleNamespace(connections=connections)
-            lane = Lane("lane", "cuda", group)
+            lane = Lane("lane", torch.device("cuda"), group)
             op = AllReduce(hierarchical=True, average=reduce is AVG, group=None).build(lane, None)
             flat = values[connections.rank].clone()
             op.run(flat, 1, 1.0, "bucket")

@@ -30,6 +30,8 @@ def exit_code_of(case):
         "abort_with_work_on_the_device_is_quick_and_so_is_dropping",
         "a_forked_child_leaves_the_communicator_to_its_parent",
         "a_transport_connects_cuda_tensors_through_nccl",
+        "a_rank_may_have_several_devices",
+        "ranks_that_share_a_gpu_are_told_to_set_their_device",
     ],
 )
 def test_on_a_fake_device(case):

@@ -21,7 +21,9 @@ from single.fake_nccl import FakeCuda, FakeNccl
 CUDA = torch.device("cuda", 1)
 TIMEOUT = 0.4
 REMOTE_ERROR = 6
+INVALID_USAGE = 5
 
+devices_used = {CUDA.index}
 cuda = FakeCuda()
 nccl = FakeNccl()
 nccl.begin_thread = lambda: cuda.set_device(CUDA.index)
@@ -136,27 +138,66 @@ def a_forked_child_leaves_the_communicator_to_its_parent():
     assert nccl.run(2, run, 20, CUDA) == [4.0, 4.0]
 
 
-def a_transport_connects_cuda_tensors_through_nccl():
+def on_ranks(function):
+    """function(connections) on two ranks that are threads, each with a GPU of its own."""
     store = dist.HashStore()
-    torch.cuda.current_device = lambda: CUDA.index
     _transport.nccl_library = lambda: nccl.library
-    sums = [None, None]
+    results = [None, None]
 
     def run(rank):
         nccl.begin_thread()
         connections = _transport.Connections(store, rank, [0, 1], timedelta(seconds=20))
-        comm = connections.connect("lane0/all", "cuda")
-        host = torch.full((4,), rank + 1.0)
-        all_reduce(comm, host)
-        sums[rank] = host.tolist(), comm.traffic()["bytes_sent"]
+        try:
+            results[rank] = function(connections)
+        except Exception as error:  # noqa: BLE001 - the cases look at it
+            results[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sums == [([3.0] * 4, 16)] * 2
+    return results
+
+
+def a_transport_connects_cuda_tensors_through_nccl():
+    _transport.gpu_identity = lambda device: str(threading.get_ident())
+
+    def run(connections):
+        comm = connections.connect("lane0/all", CUDA)
+        host = torch.full((4,), connections.rank + 1.0)
+        all_reduce(comm, host)
+        return host.tolist(), comm.traffic()["bytes_sent"]
+
+    assert on_ranks(run) == [([3.0] * 4, 16)] * 2
     assert nccl.calls_of("ncclAllReduce") == 2
+
+
+def a_rank_may_have_several_devices():
+    _transport.gpu_identity = lambda device: str(threading.get_ident())
+
+    def run(connections):
+        here = [torch.device("cuda", 2 + 2 * connections.rank + i) for i in range(2)]
+        comms = [connections.main_communicator(device) for device in here]
+        assert connections.main_communicator(here[0]) is comms[0] is not comms[1]
+        labels = [connections.label(device) for device in here]
+        with pytest.raises(_C.BaguaError, match="this communicator moves tensors of"):
+            comms[1].all_reduce(cuda.on_device(torch.ones(3)), _C.ReduceOp.SUM)
+        return labels
+
+    devices_used.update(range(2, 6))
+    found = on_ranks(run)
+    assert found == [["cuda", "cuda.1"]] * 2, found
+
+
+def ranks_that_share_a_gpu_are_told_to_set_their_device():
+    _transport.gpu_identity = lambda device: "GPU-7"
+    nccl.fail(1, -1, INVALID_USAGE)  # its duplicate check
+    for rank, error in enumerate(on_ranks(lambda connections: connections.connect("all", CUDA))):
+        assert isinstance(error, _C.BaguaError), error
+        assert "ranks 0, 1 use one GPU" in str(error), error
+        assert f"rank {rank}'s tensors are on cuda:1" in str(error)
+        assert 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))' in str(error)
 
 
 def a_process_may_end_with_communicators_and_work_in_flight():
@@ -176,4 +217,5 @@ if __name__ == "__main__":
     globals()[sys.argv[1]]()
     assert nccl.misuse().decode() == ""
     assert nccl.alive() == 0, "communicators are left over"
-    assert cuda.contexts() == 1 << CUDA.index, "a context on a device of another rank"
+    expected = sum(1 << index for index in devices_used)
+    assert cuda.contexts() == expected, "a context on a device of another rank"

@@ -126,6 +126,10 @@ class NcclRanks final : public NcclCommunicator {
 
   void check() override { handle_->refuse_if_failed({"a later call", 0, at::kByte, -1}); }
 
+  void invalidate_if_aborted(at::Tensor& result) override {
+    if (group().size > 1) handle_->abort_flag().guard(result);
+  }
+
   void abort(const std::string& reason) noexcept override {
     handle_->fail({NcclFailure::Kind::kError, concat("aborted: ", reason)});
   }

@@ -58,7 +58,8 @@ NcclHandle::NcclHandle(std::shared_ptr<const NcclLibrary> library, Group group, 
       nccl_(*library_->functions),
       group_(group),
       device_(device),
-      timeout_(timeout) {}
+      timeout_(timeout),
+      abort_flag_(device) {}
 
 NcclHandle::~NcclHandle() { close(); }
 
@@ -165,6 +166,7 @@ void NcclHandle::fail(NcclFailure failure) noexcept {
   }
   {
     const c10::DeviceGuard on_device(device_);
+    abort_flag_.raise();
     nccl_.comm_abort(comm);  // may take its time: not under the mutex
   }
   {
@@ -240,7 +242,12 @@ void NcclHandle::close() noexcept {
     now = state(comm_).value_or(ncclInternalError);
   }
   const ncclComm_t comm = std::exchange(comm_, nullptr);
-  now == ncclSuccess ? nccl_.comm_destroy(comm) : nccl_.comm_abort(comm);
+  if (now == ncclSuccess) {
+    nccl_.comm_destroy(comm);
+    return;
+  }
+  abort_flag_.raise();
+  nccl_.comm_abort(comm);
 }
 
 }  // namespace bagua

@@ -11,6 +11,7 @@
 
 #include "comm/call_site.h"
 #include "comm/communicator.h"
+#include "comm/nccl/abort_flag.h"
 #include "comm/nccl/nccl_functions.h"
 #include "comm/nccl/nccl_library.h"
 
@@ -78,6 +79,9 @@ class NcclHandle final {
   void fail(NcclFailure failure) noexcept;
   std::optional<NcclFailure> failure() const;
 
+  // Raised before work on the stream is aborted.
+  const AbortFlag& abort_flag() const { return abort_flag_; }
+
  private:
   std::string said(ncclResult_t result) const;
   std::optional<ncclResult_t> state(ncclComm_t comm) const;
@@ -93,6 +97,7 @@ class NcclHandle final {
   const Group group_;
   const at::Device device_;
   const Milliseconds timeout_;
+  AbortFlag abort_flag_;
   mutable std::mutex mutex_;
   ncclComm_t comm_ = nullptr;
   std::optional<NcclFailure> failure_;

@@ -47,7 +47,7 @@ at::Tensor checksums_of(const at::Tensor& buffer, int64_t stride,
 }
 
 bool with_checksum(const std::vector<Frame>& frames) {
-  return !frames.empty() && frames.front().checksum == Checksum::kOn;
+  return frames.front().checksum == Checksum::kOn;
 }
 
 }  // namespace
@@ -68,6 +68,7 @@ at::Tensor checksum_on_device(const at::Tensor& payload) {
 
 void DeviceFrames::write(const at::Tensor& buffer, int64_t stride,
                          const std::vector<Frame>& frames) const {
+  if (frames.empty()) return;
   const at::Tensor words = host_words(frames.size(), buffer.device());
   for (size_t row = 0; row < frames.size(); ++row) write_frame(frames[row], row_of(words, row));
   frames_of(buffer, stride, frames.size()).copy_(words.to(buffer.device(), /*non_blocking=*/true));
@@ -79,6 +80,7 @@ void DeviceFrames::write(const at::Tensor& buffer, int64_t stride,
 
 void DeviceFrames::fetch(const at::Tensor& buffer, int64_t stride, std::vector<Frame> expected,
                          std::vector<int> peers) {
+  if (peers.empty()) return;
   at::Tensor words = host_words(peers.size(), buffer.device());
   words.copy_(frames_of(buffer, stride, peers.size()).contiguous(), /*non_blocking=*/true);
   at::Tensor checksums;

@@ -52,7 +52,7 @@ class CompressedAllReduce(Operation):
         reduce = _C.ReduceOp.AVG if self.average else _C.ReduceOp.SUM
 
         def compressed(members: _C.CountingCommunicator) -> _C.BucketOp:
-            codec = _C.make_codec(self.codec, lane.device_type)
+            codec = _C.make_codec(self.codec, lane.device.type)
             checksum = environment.get_checksum()
             return _C.CompressedAllReduce(members, codec, lane.scratch, reduce, checksum=checksum)
 

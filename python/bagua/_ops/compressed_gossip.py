@@ -55,7 +55,7 @@ class CompressedGossip(Operation):
     def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
         def on_ring(members: _C.CountingCommunicator, sizes: list[int]) -> _C.BucketOp:
             left, right = mixing_weights(sizes, members.rank)
-            codec = _C.make_codec(self.codec, lane.device_type)
+            codec = _C.make_codec(self.codec, lane.device.type)
             replicas = (self.weight, self.left_peer_weight, self.right_peer_weight)
             checksum = environment.get_checksum()
             return _C.CompressedGossip(

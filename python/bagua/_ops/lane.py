@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from bagua import _C
 from bagua._core.group.connections import Connections
 from bagua._core.group.process_group import BaguaProcessGroup
@@ -20,13 +22,13 @@ class Lane:
 
     Attributes:
         name: unique within the job.
-        device_type: of the buckets.
+        device: of the buckets.
         group: for operations that name none.
         communicators: by (ranks, purpose); purposes are "all", "node" and "leaders".
     """
 
     name: str
-    device_type: str
+    device: torch.device
     group: BaguaProcessGroup
     scratch: _C.Scratch = field(default_factory=_C.Scratch)
     communicators: dict[tuple[str, str], Members] = field(default_factory=dict)
@@ -40,7 +42,7 @@ class Lane:
         connections = self.connections(group)
         key = (repr(connections.ranks), "all")
         if key not in self.communicators:
-            self.communicators[key] = connections.connect(f"{self.name}/all", self.device_type)
+            self.communicators[key] = connections.connect(f"{self.name}/all", self.device)
         return self.communicators[key]
 
     def nodes(self, group: BaguaProcessGroup | None) -> tuple[Members, Members | None]:
@@ -48,7 +50,7 @@ class Lane:
         connections = self.connections(group)
         ranks = repr(connections.ranks)
         if (ranks, "node") not in self.communicators:
-            node, leaders = connections.connect_nodes(self.name, self.device_type)
+            node, leaders = connections.connect_nodes(self.name, self.device)
             self.communicators[ranks, "node"] = node
             if leaders is not None:
                 self.communicators[ranks, "leaders"] = leaders

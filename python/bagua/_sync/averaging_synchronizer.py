@@ -39,10 +39,10 @@ class AveragingSynchronizer:
         operations = [_only_operation(bucket) for bucket in self._buckets]
         connections = ddp.process_group.connections
         wrap = connections.next_wrap()
-        device_type = self._buckets[0].backend_tensor.device.type
+        device = self._buckets[0].backend_tensor.device
         with connections.collective_phase(f"connecting module '{self._name}'"):
             connections.agree("their buckets", _plan.describe(self._buckets))
-            communicator = connections.connect(f"{wrap}/average", device_type)
+            communicator = connections.connect(f"{wrap}/average", device)
         self.communicators = [("average", communicator)]
         rounds = _C.NonFiniteRounds()
         self.lane = _C.PeriodicLane(
@@ -55,7 +55,7 @@ class AveragingSynchronizer:
             non_finite=rounds,
         )
         (bucket,) = self.lane.stats()["buckets"]
-        self.non_finite = {bucket["name"]: rounds} if device_type == "cpu" else {}
+        self.non_finite = {bucket["name"]: rounds} if device.type == "cpu" else {}
         self._operations = operations
         for op in operations:
             op.lane = self.lane

@@ -231,7 +231,12 @@ class EngineSynchronizer:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Inside it no weights change: between steps nothing here touches them."""
+        """Inside it no weights change: between steps nothing here touches them.
+
+        Raises:
+            BaguaError: the device has failed at what earlier steps gave it.
+        """
+        self.engine.settle()
         yield
 
     # Control.

@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from bagua import _C
 from bagua._core.group import environment as env
 from bagua._core.group.connections import fingerprint
@@ -136,10 +138,8 @@ def _build(
     connections.agree("their buckets", description)
     _warn_one_node(group, buckets)
     count = _number_of_lanes(buckets)
-    builders = [
-        Lane(f"{wrap}/lane{i}", buckets[0].backend_tensor.device.type if buckets else "cpu", group)
-        for i in range(count)
-    ]
+    device = buckets[0].backend_tensor.device if buckets else torch.device("cpu")
+    builders = [Lane(f"{wrap}/lane{i}", device, group) for i in range(count)]
     native: list[list[_C.Bucket]] = [[] for _ in range(count)]
     order: list[list[str]] = [[] for _ in range(count)]
     non_finite: dict[str, _C.NonFiniteRounds] = {}

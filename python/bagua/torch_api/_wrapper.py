@@ -182,8 +182,9 @@ class BaguaDistributedDataParallel:
         self._shared.give(self.module, source, buffers)
 
     def _install_hooks(self, hook_module: bool) -> None:
+        self._handles = [self.module.register_state_dict_pre_hook(self._before_state_dict)]
         if hook_module:
-            self._handles = [
+            self._handles += [
                 self.module.register_forward_pre_hook(outside_graphs(self.before_forward)),
                 self.module.register_forward_hook(outside_graphs(self.after_forward)),
             ]
@@ -388,27 +389,43 @@ class BaguaDistributedDataParallel:
         with self._running.exclusive():
             yield
 
+    def _before_state_dict(self, *_: Any) -> None:
+        if (rounds := self._rounds) is not None:
+            rounds.engine.settle()
+
     def _stop_engine(self) -> None:
         if self._running is not None:
             self._running.close()
         self._running = None
 
     def close(self) -> None:
-        """Remove all hooks and stop the threads. The module keeps its weights. Idempotent."""
-        self.end_with_group()
+        """Remove all hooks and stop the threads. The module keeps its weights. Idempotent.
+
+        Raises:
+            BaguaError: see :meth:`end_with_group`.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self.end_with_group()
 
     def end_with_group(self) -> None:
         """Stop the threads because the process group ends.
 
         From then on a forward that would communicate raises. Idempotent.
+
+        Raises:
+            BaguaError: the device has failed at the last steps, and no step has raised that.
         """
         if self._ended:
             return
         self._ended = True
+        late_failure: BaguaError | None = None
         if (rounds := self._rounds) is not None:
+            try:
+                rounds.engine.settle()
+            except BaguaError as error:
+                late_failure = error
             with suppress(BaguaError):  # this rank or another has failed, and raised that
                 if self.bagua_algorithm.mark_pending(self):
                     rounds.finish_soon()
@@ -416,6 +433,8 @@ class BaguaDistributedDataParallel:
         self.bagua_algorithm.close()
         self._steps_in_backward.close()
         owners.release(self)
+        if late_failure is not None:
+            raise late_failure
 
     def _refuse_to_train_alone(self, communicates: bool) -> None:
         if communicates:

@@ -50,6 +50,6 @@ def average_weights(model: torch.nn.Module) -> torch.nn.Module:
                 continue
             wide = torch.float64 if values.dtype == torch.float64 else torch.float32
             mean = values.to(wide, copy=True).contiguous()
-            connections.main_communicator(tensor.device.type).all_reduce(mean, _C.ReduceOp.AVG)
+            connections.main_communicator(tensor.device).all_reduce(mean, _C.ReduceOp.AVG)
             tensor.copy_(torch.view_as_complex(mean) if tensor.is_complex() else mean)
     return result

@@ -39,6 +39,7 @@ _HOOK_TABLES = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
+    "_state_dict_pre_hooks",
     "_forward_hooks_always_called",
 )
 

@@ -169,7 +169,7 @@ class Communicator:
     ) -> None:
         self._note(call, name, waits=True)
         try:
-            connected = self._connect(device.type, peer)
+            connected = self._connect(device, peer)
             move(connected)
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
@@ -183,25 +183,26 @@ class Communicator:
         if self._board is not None:
             self._board.beat(call, text, waits)
 
-    def _connect(self, device_type: str, peer: int | None) -> _C.CountingCommunicator:
+    def _connect(self, device: torch.device, peer: int | None) -> _C.CountingCommunicator:
         """Connections of all members, or of this one and ``peer`` if there are none of all yet.
 
         Connecting all of them is collective, so the two members of a message know alike.
         """
-        if self.nranks() == 2 or (device_type, None) in self._connected:
+        label = self._connections.label(device)
+        if self.nranks() == 2 or (label, None) in self._connected:
             peer = None
-        if (device_type, peer) in self._connected:
-            return self._connected[device_type, peer]
-        purpose, members = f"eager/{self._name}/{device_type}", self._members
+        if (label, peer) in self._connected:
+            return self._connected[label, peer]
+        purpose, members = f"eager/{self._name}/{label}", self._members
         if peer is not None:
             purpose += "/pair"
             members = [self._members[rank] for rank in sorted((self._rank, peer))]
-        connected = self._connections.connect(purpose, device_type, members)
-        if device_type == "cpu" or (device_type == "cuda" and cuda_transport() == "gloo"):
+        connected = self._connections.connect(purpose, device, members)
+        if device.type == "cpu" or (device.type == "cuda" and cuda_transport() == "gloo"):
             # A member that only sends could be through, and gone, before another has connected to
             # it, which then would fail.
             _meet(connected)
-        self._connected[device_type, peer] = connected
+        self._connected[label, peer] = connected
         return connected
 
     def _failure(

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
 from bagua._core.group import environment as env
-from bagua._core.group.nccl_library import nccl_library
+from bagua._core.group.nccl_library import gpu_identity, nccl_library
 from bagua._core.group.store_values import stored_lines, stored_number
 
 __all__ = [
@@ -76,6 +76,7 @@ class Connections:
         self.ranks = ranks
         self.timeout = timeout
         self._main: dict[str, _C.CountingCommunicator] = {}
+        self._devices: list[torch.device] = []
         self._nodes: list[int] | None = None
         self._phases = 0
         self._in_phase = False
@@ -128,11 +129,22 @@ class Connections:
                 self.main_communicator("cpu").all_reduce(values, op)
         return [int(value) for value in values]
 
-    def main_communicator(self, device_type: str) -> _C.CountingCommunicator:
-        """The communicator that belongs to the main thread."""
-        if device_type not in self._main:
-            self._main[device_type] = self.connect(f"main/{device_type}", device_type)
-        return self._main[device_type]
+    def main_communicator(self, device: torch.device | str) -> _C.CountingCommunicator:
+        """The communicator that belongs to the main thread, for tensors of ``device``."""
+        label = self.label(device)
+        if label not in self._main:
+            self._main[label] = self.connect(f"main/{label}", device)
+        return self._main[label]
+
+    def label(self, device: torch.device | str) -> str:
+        """Name that a device has on all members: its type, and from the second of that type on a
+        number. Devices of members have different indices, and are first used in the same order."""
+        device = torch.device(device)
+        if device not in self._devices:
+            self._devices.append(device)
+        alike = [known for known in self._devices if known.type == device.type]
+        number = alike.index(device)
+        return f"{device.type}.{number}" if number else device.type
 
     def main_traffic(self) -> dict[str, int]:
         """Sums over the communicators of the main thread."""
@@ -144,9 +156,16 @@ class Connections:
         return f"rank {self.rank} of {self.size}{nodes}"
 
     def connect(
-        self, name: str, device_type: str, members: list[int] | None = None
+        self, name: str, device: torch.device | str, members: list[int] | None = None
     ) -> _C.CountingCommunicator:
-        """A new communicator over ``members`` (ranks in this group; default: all)."""
+        """A new communicator over ``members`` (ranks in this group; default: all).
+
+        ``device``: of the tensors; only NCCL asks for more than its type.
+
+        Raises:
+            BaguaError: a member does not come, or two use one GPU through NCCL.
+        """
+        device = torch.device(device)
         if self.rank < 0:
             raise RuntimeError(f"this process is not a member of the group with ranks {self.ranks}")
         members = list(range(self.size)) if members is None else members
@@ -155,37 +174,39 @@ class Connections:
             return _C.CountingCommunicator(_C.ThreadCommunicator(alone, 0))
         start = time.monotonic()
         connected: _C.Communicator
-        through = cuda_transport() if device_type == "cuda" else "c10d"
+        through = cuda_transport() if device.type == "cuda" else "c10d"
         if through == "nccl":
-            connected = self._nccl(name, members)
+            connected = self._nccl(name, device, members)
         elif through == "gloo":
             gloo = _C.C10dCommunicator(self.backend(name, "cpu", members))
             connected = _C.HostCommunicator(gloo)
         else:
-            connected = _C.C10dCommunicator(self.backend(name, device_type, members))
+            connected = _C.C10dCommunicator(self.backend(name, device.type, members))
         _log.debug(
             "%s: connected '%s' (%s) to ranks %s of the group in %.0f ms",
             self.whereabouts(),
             name,
-            device_type,
+            device,
             members,
             1000 * (time.monotonic() - start),
         )
         return _C.CountingCommunicator(connected)
 
     def connect_nodes(
-        self, name: str, device_type: str
+        self, name: str, device: torch.device | str
     ) -> tuple[_C.CountingCommunicator, _C.CountingCommunicator | None]:
         """New communicators over this member's node and, on its leader, over the leaders of all
         nodes where there are several. Called by all members."""
         nodes = self.node_of_ranks()
         leaders, mine = _C.leaders(nodes), _C.node_members(nodes, self.rank)
-        if device_type == "cuda" and cuda_transport() == "nccl" and self.size > 1:
-            return self._split(self._nccl(f"{name}/nodes", list(range(self.size))), mine, leaders)
-        node = self.connect(f"{name}/node{mine[0]}", device_type, mine)
+        device = torch.device(device)
+        if device.type == "cuda" and cuda_transport() == "nccl" and self.size > 1:
+            everyone = self._nccl(f"{name}/nodes", device, list(range(self.size)))
+            return self._split(everyone, mine, leaders)
+        node = self.connect(f"{name}/node{mine[0]}", device, mine)
         if self.rank not in leaders or len(leaders) == 1:
             return node, None
-        return node, self.connect(f"{name}/leaders", device_type, leaders)
+        return node, self.connect(f"{name}/leaders", device, leaders)
 
     def _split(
         self, everyone: _C.NcclCommunicator, mine: list[int], leaders: list[int]
@@ -197,12 +218,27 @@ class Connections:
         counted = _C.CountingCommunicator
         return counted(node), None if between is None else counted(between)
 
-    def _nccl(self, name: str, members: list[int]) -> _C.NcclCommunicator:
-        """A new communicator on NCCL for tensors of the current CUDA device."""
+    def _nccl(self, name: str, device: torch.device, members: list[int]) -> _C.NcclCommunicator:
+        """A new communicator on NCCL for tensors of a CUDA device."""
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         store = self._store_of(name, members)
-        device = torch.device("cuda", torch.cuda.current_device())
         rank, timeout = members.index(self.rank), self.timeout.total_seconds()
-        return _C.NcclCommunicator(nccl_library(), store, rank, len(members), device, timeout)
+        store.set(f"gpu/{rank}", gpu_identity(device))
+        try:
+            return _C.NcclCommunicator(nccl_library(), store, rank, len(members), device, timeout)
+        except _C.BaguaTimeoutError:
+            raise
+        except _C.BaguaError as error:
+            sharing = _ranks_with_one_gpu(store, len(members))
+            if not sharing:
+                raise
+            raise _C.BaguaError(
+                f"ranks {', '.join(str(members[other]) for other in sharing)} use one GPU, and "
+                f"NCCL takes one rank for each; rank {self.rank}'s tensors are on {device}. Call "
+                'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before the model is moved to '
+                '"cuda", on every rank; where ranks are to share a GPU, set BAGUA_COMM=gloo'
+            ) from error
 
     def _store_of(self, name: str, members: list[int]) -> c10d.Store:
         return c10d.PrefixStore(f"{name}/{'-'.join(map(str, members))}", self.store)
@@ -287,6 +323,17 @@ class Connections:
             f"ranks differ in {what}. First difference: {first_difference(first, second, other)}. "
             "Build the same model with the same arguments on every rank."
         )
+
+
+def _ranks_with_one_gpu(store: c10d.Store, size: int) -> list[int]:
+    """Ranks of the first GPU that several ranks have named so far; none: []."""
+    keys = [f"gpu/{rank}" for rank in range(size)]
+    known = {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])}
+    for gpu in known.values():
+        ranks = [rank for rank, other in known.items() if other == gpu]
+        if len(ranks) > 1:
+            return ranks
+    return []
 
 
 def first_difference(first: list[str], second: list[str], other: int) -> str:

@@ -205,13 +205,19 @@ def destroy_process_group() -> None:
 
     Called automatically at exit. torch.distributed's own default group is destroyed too if
     :func:`init_process_group` made it.
+
+    Raises:
+        BaguaError: a device has failed at the last steps, and no step has raised that. All is
+            destroyed nevertheless.
     """
     global _made_torch_group
-    close_all()
-    _torch_groups.clear()
-    if _made_torch_group and dist.is_initialized():
-        dist.destroy_process_group()
-    _made_torch_group = False
+    try:
+        close_all()
+    finally:
+        _torch_groups.clear()
+        if _made_torch_group and dist.is_initialized():
+            dist.destroy_process_group()
+        _made_torch_group = False
 
 
 def _leave(process: int) -> None:
@@ -219,9 +225,11 @@ def _leave(process: int) -> None:
     # threads to stop.
     if os.getpid() != process:
         return
-    destroy_process_group()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    try:
+        destroy_process_group()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 atexit.register(_leave, os.getpid())

@@ -11,9 +11,14 @@ import torch
 from bagua import _C
 from bagua._core.group import environment as env
 
-__all__ = ["nccl_library", "nccl_paths"]
+__all__ = ["gpu_identity", "nccl_library", "nccl_paths"]
 
 _NAME = "libnccl.so.2"
+
+
+def gpu_identity(device: torch.device) -> str:
+    """Identity of the GPU behind a CUDA device, in whatever process and order it is visible."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def nccl_paths() -> list[str]:

@@ -58,20 +58,30 @@ def close_at_exit(resource: Closable) -> None:
 
 
 def close_all() -> None:
-    """Close everything that was given to :func:`close_at_exit`, and forget all groups."""
+    """Close everything that was given to :func:`close_at_exit`, and forget all groups.
+
+    Raises:
+        BaguaError: of a resource; the others are closed too.
+    """
     resources = list(_live)
     # An uncaught exception is on its way out: the other ranks are not to be waited for.
     if getattr(sys, "last_value", None) is None:
         for resource in resources:
             if isinstance(resource, BackgroundTask):
                 resource.announce_end()
+    failures: list[_C.BaguaError] = []
     for resource in resources:
-        if isinstance(resource, EndsWithGroup):
-            resource.end_with_group()
-        else:
-            resource.close()
+        try:
+            if isinstance(resource, EndsWithGroup):
+                resource.end_with_group()
+            else:
+                resource.close()
+        except _C.BaguaError as error:
+            failures.append(error)
     _groups.clear()
     set_default_group(None)
+    if failures:
+        raise failures[0]
 
 
 class BaguaProcessGroup:

@@ -37,7 +37,7 @@ def broadcast_tensors(
         return
     with torch.no_grad():
         for group in _messages(tensors):
-            communicator = connections.main_communicator(group[0].device.type)
+            communicator = connections.main_communicator(group[0].device)
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
             # Transports know no complex numbers, only the pairs of reals that they are.
             communicator.broadcast(torch.view_as_real(flat) if flat.is_complex() else flat, source)

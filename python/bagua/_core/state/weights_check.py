@@ -82,7 +82,7 @@ class WeightsCheck:
         device = named[0][1].device
         mine = torch.stack([digest(tensor).to(device) for _, tensor in named])
         everyone = mine.new_empty(self._connections.size * len(named))
-        self._connections.main_communicator(device.type).all_gather(mine, everyone)
+        self._connections.main_communicator(device).all_gather(mine, everyone)
         table = everyone.view(self._connections.size, len(named))
         differs = (table != table[0]).any(dim=0)
         if not differs.any():

@@ -124,7 +124,7 @@ class AllReduceAggregation(Aggregation):
 
     def _reduce(self, data: torch.Tensor, op: _C.ReduceOp) -> torch.Tensor:
         """Reduce one tensor over all ranks, in place."""
-        self._communicator("data", data.device.type).all_reduce(data, op)
+        self._communicator("data", data.device).all_reduce(data, op)
         return data
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import torch
 import torch.distributed as dist
 from bagua import _C
 from bagua._core.group.connections import Connections
@@ -49,8 +50,8 @@ def member_transport(
 
 
 def communicator(
-    connections: Connections, purpose: str, device_type: str
+    connections: Connections, purpose: str, device: torch.device | str
 ) -> _C.CountingCommunicator:
     """A new communicator of its own. All members make theirs in the same order."""
-    name = f"aggregation/{connections.next_wrap()}/{purpose}/{device_type}"
-    return connections.connect(name, device_type)
+    name = f"aggregation/{connections.next_wrap()}/{purpose}/{connections.label(device)}"
+    return connections.connect(name, device)

@@ -80,10 +80,10 @@ class AllReduceAggregationHVD(AllReduceAggregation):
         )
 
     def _reduce_together(self, batch: Sequence[torch.Tensor], op: _C.ReduceOp) -> None:
-        for device_type in sorted({data.device.type for data in batch}):
-            here = [data for data in batch if data.device.type == device_type]
+        for device in sorted({data.device for data in batch}, key=str):
+            here = [data for data in batch if data.device == device]
             if len(here) == 1:
                 self._reduce(here[0], op)
             else:
-                communicator = self._communicator("data", device_type)
+                communicator = self._communicator("data", device)
                 cast("HorovodCommunicator", communicator).all_reduce_together(here, op)

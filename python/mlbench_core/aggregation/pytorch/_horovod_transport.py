@@ -114,7 +114,7 @@ class HorovodTransport(Connections):
         self._number = next(self._objects)
 
     def connect(
-        self, name: str, device_type: str, members: list[int] | None = None
+        self, name: str, device: torch.device | str, members: list[int] | None = None
     ) -> _C.CountingCommunicator:
         """A communicator over all ranks.
 

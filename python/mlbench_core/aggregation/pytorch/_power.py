@@ -115,7 +115,7 @@ class PowerAggregation(ErrorFeedbackAggregation):
             communications=self._calls,
         )
         op = _C.LowRank(
-            self._communicator("data", flat.device.type),
+            self._communicator("data", flat.device),
             self._scratch,
             flat.numel(),
             list(matrices.values()),

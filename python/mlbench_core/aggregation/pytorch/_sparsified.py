@@ -82,7 +82,7 @@ class SparsifiedAggregation(ErrorFeedbackAggregation):
         count = torch.zeros(1, dtype=torch.int64, device="cpu")
         memory = new_memory(flat, outcome, count, error_feedback=self.error_feedback)
         op = sparse_mean(
-            self._communicator("data", flat.device.type),
+            self._communicator("data", flat.device),
             self._scratch,
             flat,
             number_sent(numel, self.ratio) if self.k is None else min(self.k, numel),

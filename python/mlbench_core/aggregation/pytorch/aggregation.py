@@ -232,11 +232,12 @@ class Aggregation(ABC):
             self._joined = connections
         return self._joined
 
-    def _communicator(self, purpose: str, device_type: str) -> _C.CountingCommunicator:
+    def _communicator(self, purpose: str, device: torch.device | str) -> _C.CountingCommunicator:
         """This object's own communicator for a purpose, connected when it is first asked for."""
-        key = (purpose, device_type)
+        connections = self._connections()
+        key = (purpose, connections.label(device))
         if key not in self._communicators:
-            self._communicators[key] = _group.communicator(self._connections(), *key)
+            self._communicators[key] = _group.communicator(connections, purpose, device)
         return self._communicators[key]
 
 

@@ -90,7 +90,7 @@ class DecentralizedAggregation(Aggregation):
         # Checks
         self._check(op, denom)
 
-        communicator = self._communicator("data", data.device.type)
+        communicator = self._communicator("data", data.device)
         own_weight, neighbors = metropolis_weights(self.rank, self._graph)
         average = _C.NeighborAverage(communicator, own_weight, neighbors, self._scratch)
         average.run(data.view(-1), bucket=type(self).__name__)
