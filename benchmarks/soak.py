@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import bagua.torch_api  # noqa: F401 - imported once, before ranks are forked
 from faults import cases, processes, threads, verdict
-from ranks import every_algorithm
+from support import every_algorithm
 
 RUNNERS = {"processes": processes.run, "threads": threads.run}
 KINDS = [

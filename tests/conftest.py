@@ -47,7 +47,7 @@ def pytest_runtest_setup(item):
     """Without CUDA a test marked needs_cuda is skipped; with FAIL_WITHOUT_CUDA=1 it fails."""
     if item.get_closest_marker("needs_cuda") is None:
         return
-    from single.devices import missing_for_cuda
+    from support.devices import missing_for_cuda
 
     reason = missing_for_cuda()
     if reason and os.environ.get("FAIL_WITHOUT_CUDA") == "1":

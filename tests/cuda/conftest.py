@@ -8,7 +8,7 @@ import os
 
 import pytest
 from ranks.conftest import ranks  # noqa: F401 - pytest finds fixtures by name
-from ranks.pool import torchrun_environment
+from support.processes.pool import torchrun_environment
 
 RANK = int(os.environ.get("RANK", 0))
 # What torchrun said about its own group is not about those that the tests start.

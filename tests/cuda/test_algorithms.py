@@ -7,11 +7,11 @@ tests/cuda/test_communicators.py's. With several GPUs the ranks are dealt out to
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import training
-from ranks.async_training import train_until
-from ranks.error_feedback import wide_network
-from ranks.every_algorithm import OWN_WEIGHTS, SYNCHRONOUS, WARM_UP, wrapped
-from single.devices import each_device
+from support import training
+from support.async_training import train_until
+from support.devices import each_device
+from support.error_feedback import wide_network
+from support.every_algorithm import OWN_WEIGHTS, SYNCHRONOUS, WARM_UP, wrapped
 
 STEPS = 20
 BUCKETS = pytest.mark.parametrize(

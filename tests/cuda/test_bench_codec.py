@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from bagua import _C
-from single.devices import each_device
+from support.devices import each_device
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

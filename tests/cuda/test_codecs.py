@@ -3,7 +3,6 @@
 import pytest
 import torch
 from bagua import _C
-from single.devices import NEEDS_CUDA, each_device, gpus
 from single.test_codec import (
     CONSTANTS,
     EXTREMES,
@@ -16,6 +15,7 @@ from single.test_codec import (
     each_dtype,
     randn,
 )
+from support.devices import NEEDS_CUDA, each_device, gpus
 
 # More than one block of threads, more than one launch's worth of ranges, and no multiple of either.
 LARGE_SIZES = [65537, 1_000_003, 4 * 1024 * 1024 + 5]

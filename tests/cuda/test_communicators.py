@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from bagua import _C
 from bagua._core.group.connections import Connections
-from ranks import training
-from ranks.pool import MAX_RANKS
-from single import communicator_conformance as conformance
-from single.devices import each_device, gpus
-from single.thread_ranks import run_thread_ranks
+from support import training
+from support.devices import each_device, gpus
+from support.processes.pool import MAX_RANKS
+from support.threads import communicator_conformance as conformance
+from support.threads.thread_ranks import run_thread_ranks
 
 PER_RANKS = pytest.mark.parametrize("n", [1, 2, 3], ids=lambda n: f"{n}-ranks")
 

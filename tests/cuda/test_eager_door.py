@@ -11,10 +11,10 @@ from mlbench_core.aggregation.pytorch.centralized import (
 )
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
 from mlbench_core.optim.pytorch.centralized import CentralizedSGD
-from ranks import training
-from ranks.error_feedback import all_bits, wide_network
 from ranks.test_power_aggregation import give_gradients, gradients
-from single.devices import each_device
+from support import training
+from support.devices import each_device
+from support.error_feedback import all_bits, wide_network
 
 STEPS = 20
 BY = pytest.mark.parametrize("by_layer", [False, True], ids=["by-model", "by-layer"])

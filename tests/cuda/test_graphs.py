@@ -3,8 +3,8 @@
 import pytest
 import torch
 from bagua import _C
-from single.devices import each_device
 from single.test_codec import DTYPES, NAMES, assert_same, randn
+from support.devices import each_device
 
 NUMEL = 3 * 6001
 STEPS = pytest.mark.parametrize("step", ["encode", "decode", "decode_add"])

@@ -5,9 +5,9 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import training
-from ranks.every_algorithm import ALGORITHMS, wrapped
-from single.devices import each_device
+from support import training
+from support.devices import each_device
+from support.every_algorithm import ALGORITHMS, wrapped
 
 WARM_UP, STEPS = 10, 50
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm
-from ranks import training
-from ranks.error_feedback import wide_network
-from single.devices import each_device
+from support import training
+from support.devices import each_device
+from support.error_feedback import wide_network
 
 STEPS, OVERFLOW = 6, 3
 ALGORITHMS = {

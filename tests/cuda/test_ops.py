@@ -3,9 +3,9 @@
 import pytest
 import torch
 from bagua import _C
-from single.devices import each_device
-from single.low_rank_ranks import NUMEL, Rank, gradients
-from single.op_ranks import (
+from support.devices import each_device
+from support.threads.low_rank_ranks import NUMEL, Rank, gradients
+from support.threads.op_ranks import (
     DTYPES,
     OPS,
     assert_same_bits,
@@ -14,8 +14,8 @@ from single.op_ranks import (
     per_dtype,
     step_of,
 )
-from single.sparse_ranks import k_of, make, memory_of, per_kind
-from single.thread_ranks import run_thread_ranks
+from support.threads.sparse_ranks import k_of, make, memory_of, per_kind
+from support.threads.thread_ranks import run_thread_ranks
 
 SIZES = pytest.mark.parametrize("numel", [1, 31, 14337, 1_200_007])
 # Powers of two: on a GPU torch divides by multiplying with 1 / n, which is exact for them alone.

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import _C
-from ranks import training
-from ranks.every_algorithm import SYNCHRONOUS, wrapped
-from single.devices import delay, each_device, side_stream
-from single.engine_ranks import alone, plan
+from support import training
+from support.devices import delay, each_device, side_stream
+from support.every_algorithm import SYNCHRONOUS, wrapped
+from support.threads.engine_ranks import alone, plan
 from torch import nn
 
 STEPS = 4

@@ -4,7 +4,7 @@ import random
 from dataclasses import asdict, dataclass
 
 from bagua import _C
-from ranks import every_algorithm
+from support import every_algorithm
 
 #: Seconds after which a rank gives up waiting for another.
 TIMEOUT = 6.0

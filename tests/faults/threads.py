@@ -10,8 +10,8 @@ import torch.distributed as dist
 from bagua import _C
 from faults.cases import STEPS
 from faults.verdict import RankOutcome
-from ranks import training
-from single.engine_ranks import Meeting, plan
+from support import training
+from support.threads.engine_ranks import Meeting, plan
 
 TIMEOUT = 1.5  # seconds of an engine
 PATIENCE = TIMEOUT + 15.0  # until a rank that has not ended counts as hanging

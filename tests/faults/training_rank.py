@@ -18,7 +18,7 @@ import bagua.torch_api as bagua
 import torch
 from bagua.torch_api.algorithms import Algorithm
 from faults.cases import STEPS, TIMEOUT
-from ranks import every_algorithm, training
+from support import every_algorithm, training
 from torch import nn
 
 EXIT_OF_AN_ERROR = 7  # as a script that ends by itself when training cannot go on

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 
 from faults.cases import GOES_ON, MISMATCH, SPREADS
-from ranks import every_algorithm
+from support import every_algorithm
 
 HANG, DIVERGENCE, UNNAMED, CRASH = "hang", "silent divergence", "unnamed error", "crash"
 UNEXPECTED = "other than expected"

@@ -1,7 +1,7 @@
 """The fixtures of tests that need real ranks: processes over gloo."""
 
 import pytest
-from ranks import pool
+from support.processes import pool
 
 
 @pytest.fixture(scope="session")

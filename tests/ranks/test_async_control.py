@@ -12,8 +12,8 @@ from bagua.torch_api.algorithms.async_model_average import (
     AsyncModelAverageAlgorithm,
     AsyncModelAverageAlgorithmImpl,
 )
-from ranks import faults, training
-from ranks.async_training import averages, step, train_until, weights_of, wrapped
+from support import faults, training
+from support.async_training import averages, step, train_until, weights_of, wrapped
 from torch import nn
 
 

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import training
-from ranks.async_training import averages, step, train_until, weights_of, wrapped
+from support import training
+from support.async_training import averages, step, train_until, weights_of, wrapped
 from torch import nn
 
 RANKS = pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")

@@ -11,7 +11,7 @@ from bagua.torch_api.algorithms import (
     GlobalAlgorithmRegistry,
     GradientAllReduceAlgorithm,
 )
-from ranks import faults
+from support import faults
 from torch import nn
 
 

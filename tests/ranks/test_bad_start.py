@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
-from ranks import faults
+from support import faults
 
 
 @faults.with_bagua_group

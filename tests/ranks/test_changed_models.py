@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from ranks import faults, training
+from support import faults, training
 from torch import nn
 
 

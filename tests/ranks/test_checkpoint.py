@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from bagua.torch_api.algorithms import Algorithm, QAdamOptimizer
 from bagua.torch_api.checkpoint import PerRank
-from ranks import training
+from support import training
 from torch import nn
 
 BEFORE, AFTER = 5, 20

@@ -4,8 +4,8 @@ import bagua.torch_api as bagua
 import pytest
 import torch
 from bagua.torch_api.checkpoint import load_latest, save_checkpoint
-from ranks import every_algorithm, training
-from ranks.checkpoint_training import file, refusal, state_bits, steps, train_and_save, wrapped
+from support import every_algorithm, training
+from support.checkpoint_training import file, refusal, state_bits, steps, train_and_save, wrapped
 
 BEFORE, AFTER = 5, 20
 RESUMED_TO_THE_BIT = [*every_algorithm.SYNCHRONOUS, "async"]

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from mlbench_core.aggregation.pytorch.centralized import SparsifiedAggregation
-from ranks import training
-from ranks.every_algorithm import wrapped
+from support import training
+from support.every_algorithm import wrapped
 
 WITH = {"BAGUA_CHECKSUM": "1"}
 COMPRESSED = [

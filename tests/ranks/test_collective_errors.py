@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api import communication
 from bagua.torch_api.communication import CommMember, ReduceOp
-from ranks import faults, training
+from support import faults, training
 
 TWO, THREE, FOUR = torch.zeros(2), torch.zeros(3), torch.zeros(4)
 INTEGERS = torch.zeros(4, dtype=torch.int64)

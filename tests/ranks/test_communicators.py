@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api import communication
 from bagua.torch_api.communication import CommMember, ReduceOp
-from ranks import training
 from ranks.test_groups_and_nodes import environment_of_nodes
+from support import training
 
 
 @training.with_group

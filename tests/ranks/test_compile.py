@@ -11,7 +11,7 @@ from bagua.torch_api.algorithms import (
     GradientAllReduceAlgorithm,
 )
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from ranks import training
+from support import training
 
 ALGORITHMS = {
     "exact": lambda: GradientAllReduceAlgorithm(),

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from ranks import every_algorithm, training
 from ranks.test_groups_and_nodes import environment_of_nodes
+from support import every_algorithm, training
 from torch import nn
 
 DTYPES = {"c64": torch.complex64, "c128": torch.complex128}

@@ -3,8 +3,8 @@
 import os
 
 import pytest
-from benchmark_programs import load
-from ranks.pool import run_on_network
+from support.processes.pool import run_on_network
+from support.programs.benchmark_programs import load
 
 network = load("network")
 

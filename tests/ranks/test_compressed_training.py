@@ -9,7 +9,7 @@ from bagua import _C
 from bagua.torch_api.algorithms import ByteGradAlgorithm
 from oracle import codec as oracle
 from oracle.compressed_all_reduce import compressed_all_reduce
-from ranks import training
+from support import training
 
 CODECS = _C.codec_names()
 BUCKETS = pytest.mark.parametrize(

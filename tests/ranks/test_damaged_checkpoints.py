@@ -7,8 +7,8 @@ import resource
 import pytest
 import torch.distributed as dist
 from bagua.torch_api.checkpoint import load_latest, save_checkpoint
-from ranks import training
-from ranks.checkpoint_training import file, refusal, steps, train_and_save, wrapped
+from support import training
+from support.checkpoint_training import file, refusal, steps, train_and_save, wrapped
 
 
 def cut(path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from ranks import training
+from support import training
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation as Location

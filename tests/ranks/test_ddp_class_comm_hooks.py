@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import ByteGradAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from ranks import training
+from support import training
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import AsyncModelAverageAlgorithm, ByteGradAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from ranks import training
+from support import training
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 

@@ -14,7 +14,7 @@ from bagua.torch_api.algorithms import (
     SparseAlgorithm,
 )
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from ranks import training
+from support import training
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer

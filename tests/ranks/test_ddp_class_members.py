@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from ranks import training
+from support import training
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.func import functional_call

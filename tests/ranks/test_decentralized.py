@@ -12,8 +12,8 @@ from bagua.torch_api.algorithms.decentralized import (
 )
 from bagua.torch_api.bucket import BaguaBucket
 from oracle import decentralized as oracle
-from ranks import training
 from ranks.test_groups_and_nodes import environment_of_nodes
+from support import training
 
 STEPS = 5
 LAYOUT = pytest.mark.parametrize("do_flatten", [True, False], ids=["flattened", "copied"])

@@ -10,8 +10,8 @@ from bagua.torch_api.algorithms.decentralized import (
     DecentralizedAlgorithm,
     DecentralizedAlgorithmImpl,
 )
-from ranks import training
 from ranks.test_decentralized import MODE, STEPS, oracle_of, oracle_step, train_step
+from support import training
 from torch.utils.checkpoint import checkpoint
 
 

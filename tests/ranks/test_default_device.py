@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from mlbench_core.aggregation.pytorch import centralized, decentralized
-from ranks import training
-from ranks.error_feedback import wide_network
-from ranks.every_algorithm import ALGORITHMS, wrapped
 from ranks.test_power_aggregation import give_gradients
+from support import training
+from support.error_feedback import wide_network
+from support.every_algorithm import ALGORITHMS, wrapped
 
 
 @training.with_group

@@ -5,7 +5,7 @@ import torch
 from bagua import _C
 from bagua._core.group.connections import Connections
 from bagua.torch_api import ReduceOp, communication
-from ranks import training
+from support import training
 
 N = 3
 PART = 40  # elements of four bytes

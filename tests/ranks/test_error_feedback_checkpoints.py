@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import training
-from ranks.error_feedback import (
+from support import training
+from support.error_feedback import (
     ALGORITHMS,
     all_bits,
     error_of,

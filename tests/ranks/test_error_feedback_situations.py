@@ -4,9 +4,9 @@ import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import training
-from ranks.error_feedback import ALGORITHMS, all_bits, make, train_step, wide_network, wrapped
 from ranks.test_groups_and_nodes import environment_of_nodes
+from support import training
+from support.error_feedback import ALGORITHMS, all_bits, make, train_step, wide_network, wrapped
 
 STEPS = 8
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
-from ranks import training
+from support import training
 from torch import nn
 
 RANKS = pytest.mark.parametrize("size", [2, 3, 4], ids=lambda n: f"{n}_ranks")

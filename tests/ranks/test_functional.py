@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.communication import ReduceOp, new_group
 from bagua.torch_api.data_parallel import functional
-from ranks import training
+from support import training
 
 RANKS = pytest.mark.parametrize("n", [2, 3], ids="{}_ranks".format)
 ORACLE = {

@@ -10,9 +10,9 @@ from mlbench_core.aggregation.pytorch.centralized import (
     PowerAggregation,
     SparsifiedAggregation,
 )
-from ranks import training
-from ranks.every_algorithm import ALGORITHMS, WARM_UP, wrapped
-from single.mutations import attempt, chances, changed_value
+from support import training
+from support.every_algorithm import ALGORITHMS, WARM_UP, wrapped
+from support.mutations import attempt, chances, changed_value
 
 MEMORYLESS = [name for name in ALGORITHMS if name.startswith(("gradient", "bytegrad"))]
 STATES = 250

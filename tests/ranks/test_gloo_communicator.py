@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import _C
-from single import communicator_conformance as conformance
+from support.threads import communicator_conformance as conformance
 
 LATE_SECONDS = 1.0
 

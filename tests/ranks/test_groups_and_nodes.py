@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
-from ranks import training
+from support import training
 
 NODES = pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 1, 1), (2, 1)], ids=str)
 

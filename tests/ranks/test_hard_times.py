@@ -7,8 +7,8 @@ import threading
 import time
 
 import pytest
-from benchmark_programs import load
-from ranks.pool import run_on_network
+from support.processes.pool import run_on_network
+from support.programs.benchmark_programs import load
 
 network = load("network")
 unavailable = network.why_unavailable()

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
 from oracle.compressed_all_reduce import compressed_all_reduce
-from ranks import training
 from ranks.test_groups_and_nodes import environment_of_nodes
+from support import training
 from torch import nn
 
 NODES = pytest.mark.parametrize("sizes", [(2, 2), (3, 1)], ids=str)

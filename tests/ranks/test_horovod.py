@@ -11,8 +11,8 @@ from mlbench_core.aggregation.pytorch.centralized import (
     AllReduceAggregationHVD,
 )
 from mlbench_core.optim.pytorch.fp_optimizers import FP16Optimizer
-from ranks import pool
-from ranks.training import batch, bits, error_of, network, squared_error, with_group
+from support.processes import pool
+from support.training import batch, bits, error_of, network, squared_error, with_group
 from torch import nn
 
 hvd = import_horovod()  # these tests are not skipped: the error says how to get it

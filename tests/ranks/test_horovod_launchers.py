@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregationHVD
-from ranks.training import error_of
+from support.training import error_of
 
 SIZE = 2
 BIN = Path(sys.executable).parent

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from bagua import _C
 from bagua._core.group.connections import Connections
-from ranks import training
-from single import communicator_conformance as conformance
+from support import training
+from support.threads import communicator_conformance as conformance
 
 
 def connect(device_type):

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from bagua._core.group import job
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from ranks import faults
+from support import faults
 from torch import nn
 
 RESTARTED = {"TORCHELASTIC_RESTART_COUNT": "1"}

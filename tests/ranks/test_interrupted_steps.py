@@ -5,7 +5,7 @@ import copy
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
-from ranks import training
+from support import training
 
 
 def wrapped():

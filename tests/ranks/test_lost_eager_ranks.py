@@ -7,7 +7,7 @@ import warnings
 
 import bagua.torch_api as bagua
 import torch
-from ranks import faults
+from support import faults
 
 SHORT = 3.0
 

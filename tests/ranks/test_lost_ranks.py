@@ -6,7 +6,7 @@ import signal
 import bagua.torch_api as bagua
 import pytest
 from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
-from ranks import faults
+from support import faults
 
 ALGORITHMS = {
     "exact": GradientAllReduceAlgorithm(),

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms.decentralized import LowPrecisionDecentralizedAlgorithm
 from bagua.torch_api.checkpoint import PerRank
-from ranks import training
 from ranks.test_groups_and_nodes import environment_of_nodes
 from ranks.test_low_precision_decentralized import Mixed, assert_ring, train_step, weight_bits
+from support import training
 from torch.distributed import checkpoint
 
 SAVED_AFTER, GOES_ON = 3, 20

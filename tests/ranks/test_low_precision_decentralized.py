@@ -12,8 +12,8 @@ from bagua.torch_api.algorithms.decentralized import (
 )
 from bagua.torch_api.bucket import BaguaBucket
 from oracle import low_precision_decentralized as oracle
-from ranks import training
 from ranks.test_groups_and_nodes import environment_of_nodes
+from support import training
 from torch import nn
 
 STEPS = 5

@@ -8,7 +8,6 @@ from bagua.torch_api.algorithms.decentralized import (
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
 )
-from ranks import training
 from ranks.test_decentralized_situations import NoisyBuffer, OddPaths
 from ranks.test_low_precision_decentralized import (
     STEPS,
@@ -20,6 +19,7 @@ from ranks.test_low_precision_decentralized import (
     weight_bits,
     wrapped,
 )
+from support import training
 
 
 def two_optimizers(model):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import training
 from ranks.test_low_precision_decentralized import (
     STEPS,
     assert_ring,
@@ -12,6 +11,7 @@ from ranks.test_low_precision_decentralized import (
     weight_bits,
     wrapped,
 )
+from support import training
 
 SKIPPING = {1: (1,), 2: (0, 1, 2), 3: (0, 2)}  # the ranks whose step is skipped, by step
 

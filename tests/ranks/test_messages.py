@@ -7,7 +7,7 @@ import bagua.torch_api as bagua
 import pytest
 import torch
 from bagua.torch_api import communication
-from ranks import faults, training
+from support import faults, training
 
 SHORT = 4.0
 SIZES = [1, 7, 300_000]  # the last one is more than a piece of gloo's, see c10d_communicator.cpp

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
 from mlbench_core.aggregation.pytorch.topology import ring
-from ranks import faults, training
-from single.eager_models import assert_unchanged, snapshot
+from support import faults, training
+from support.eager_models import assert_unchanged, snapshot
 from torch import nn
 
 BY = pytest.mark.parametrize("by_layer", [False, True], ids=["by-model", "by-layer"])

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from bagua import _C
 from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregation
-from ranks import faults, training
-from single.eager_models import Mixed, assert_unchanged, by_layer_and_by_model, snapshot
+from support import faults, training
+from support.eager_models import Mixed, assert_unchanged, by_layer_and_by_model, snapshot
 from torch import nn
 
 RANKS = pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")

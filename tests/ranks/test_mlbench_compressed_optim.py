@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mlbench_core.optim.pytorch import CentralizedSparsifiedSGD, PowerSGD
-from ranks.training import (
+from support.training import (
     FEATURES,
     OUTPUTS,
     assert_close,

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from mlbench_core.aggregation.pytorch import topology
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
 from oracle import neighbor_average as oracle
-from ranks import training
-from single.eager_models import Mixed, assert_unchanged, snapshot
+from support import training
+from support.eager_models import Mixed, assert_unchanged, snapshot
 from torch import nn
 
 BY = pytest.mark.parametrize("by_layer", [False, True], ids=["by-model", "by-layer"])

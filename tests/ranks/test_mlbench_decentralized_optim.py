@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mlbench_core.optim.pytorch import DecentralizedSGD
-from ranks.training import (
+from support.training import (
     assert_ranks_agree,
     batch,
     bits,

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from mlbench_core.optim.pytorch.fp_optimizers import FP16Optimizer
-from ranks.training import (
+from support.training import (
     assert_ranks_agree,
     batch,
     network,

@@ -11,7 +11,7 @@ from mlbench_core.optim.pytorch import (
     CustomCentralizedOptimizer,
     DecentralizedSGD,
 )
-from ranks.training import (
+from support.training import (
     assert_close,
     assert_ranks_agree,
     batch,

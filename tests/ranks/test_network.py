@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from benchmark_programs import BENCHMARKS, load
+from support.programs.benchmark_programs import BENCHMARKS, load
 
 network = load("network")
 check_counters = load("check_counters")

@@ -7,8 +7,8 @@ import time
 
 import pytest
 import torch.distributed as dist
-from ranks import training
-from ranks.every_algorithm import ALGORITHMS, OWN_WEIGHTS, SYNCHRONOUS, WARM_UP, wrapped
+from support import training
+from support.every_algorithm import ALGORITHMS, OWN_WEIGHTS, SYNCHRONOUS, WARM_UP, wrapped
 
 PLACE = (2, 3)
 VALUES = {"nan": math.nan, "plus-inf": math.inf, "minus-inf": -math.inf}

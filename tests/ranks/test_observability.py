@@ -7,8 +7,8 @@ import bagua.torch_api as bagua
 import pytest
 import torch.distributed as dist
 from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
-from ranks import training
 from ranks.test_groups_and_nodes import environment_of_nodes
+from support import training
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
-from ranks import training
+from support import training
 from torch import nn
 
 LAYOUT = pytest.mark.parametrize("do_flatten", [True, False], ids=["flattened", "copied"])

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import fork_server, pool
+from support.processes import fork_server, pool
 
 
 def sum_of_ranks(offset):
@@ -126,7 +126,7 @@ def test_a_forked_script_has_torch_and_nothing_of_ours(run_script):
 import sys
 names = {name.split(".")[0] for name in sys.modules}
 assert "torch" in names, names
-assert not names & {"bagua", "mlbench_core", "ranks", "fork_server", "pytest"}, names
+assert not names & {"bagua", "mlbench_core", "ranks", "support", "fork_server", "pytest"}, names
 """
     assert [done.returncode for done in run_script(2, source)] == [0, 0]
 

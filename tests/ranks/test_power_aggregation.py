@@ -8,8 +8,8 @@ import torch.distributed as dist
 from bagua import BaguaError
 from mlbench_core.aggregation.pytorch.centralized import PowerAggregation
 from oracle import low_rank as oracle
-from ranks import training
-from ranks.error_feedback import all_bits, error_of, wide_network
+from support import training
+from support.error_feedback import all_bits, error_of, wide_network
 from torch import nn
 
 BY_LAYER = pytest.mark.parametrize("by_layer", [False, True], ids=["by-model", "by-layer"])

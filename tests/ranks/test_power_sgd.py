@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithm
 from oracle import low_rank as oracle
-from ranks import training
-from ranks.error_feedback import (
+from support import training
+from support.error_feedback import (
     error_of,
     gathered_gradients,
     train_step,

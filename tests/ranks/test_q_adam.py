@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
 from oracle import q_adam as oracle
-from ranks import q_adam_training as q_adam
-from ranks import training
-from ranks.q_adam_training import STEPS, WARM_UP
 from ranks.test_groups_and_nodes import environment_of_nodes
+from support import q_adam_training as q_adam
+from support import training
+from support.q_adam_training import STEPS, WARM_UP
 
 RANKS = pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
 LAYOUT = pytest.mark.parametrize("do_flatten", [True, False], ids=["flattened", "copied"])

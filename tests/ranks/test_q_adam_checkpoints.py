@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm
-from ranks import q_adam_training as q_adam
-from ranks import training
-from ranks.q_adam_training import WARM_UP
+from support import q_adam_training as q_adam
+from support import training
+from support.q_adam_training import WARM_UP
 
 FURTHER = 22
 SAVED_AFTER = pytest.mark.parametrize(

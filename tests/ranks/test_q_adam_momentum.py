@@ -4,8 +4,8 @@ import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import q_adam_training as q_adam
-from ranks import training
+from support import q_adam_training as q_adam
+from support import training
 
 
 @training.with_group

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm, GradientAllReduceAlgorithm
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamAlgorithmImpl, QAdamOptimizer
-from ranks import q_adam_training as q_adam
-from ranks import training
-from ranks.q_adam_training import STEPS, WARM_UP
+from support import q_adam_training as q_adam
+from support import training
+from support.q_adam_training import STEPS, WARM_UP
 
 
 @training.with_group

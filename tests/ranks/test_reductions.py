@@ -7,7 +7,7 @@ import bagua.torch_api as bagua
 import pytest
 import torch
 from bagua.torch_api import ReduceOp, communication
-from ranks import training
+from support import training
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4], ids="n{}".format)
 FOLDS = {

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import restarting, training
-from ranks.checkpoint_training import file
+from support import training
+from support.checkpoint_training import file
+from support.processes import restarting
 
-HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[1]
+REPOSITORY = Path(__file__).parents[2]
 # At random moments, after those that are chosen; `make soak` asks for 20.
 RESTARTS = int(os.environ.get("BAGUA_TEST_RESTARTS", "0"))
 
@@ -73,7 +73,7 @@ def test_ranks_killed_at_any_moment_cost_no_bit_of_any_algorithms_weights(uninte
         for _ in range(RESTARTS)
     ]
     seconds = 200 + 30 * RESTARTS
-    torchrun(3, len(plan), HERE / "restarting.py", tmp_path, json.dumps(plan), timeout=seconds)
+    torchrun(3, len(plan), restarting.__file__, tmp_path, json.dumps(plan), timeout=seconds)
     for of_rank in assert_same_ends(uninterrupted, tmp_path):
         # Whatever is first in turn had been saved at 10 when its ranks died in the saving of 15.
         begins = [first for first, _ in of_rank.values()]

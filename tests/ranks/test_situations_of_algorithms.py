@@ -6,8 +6,8 @@ The result is that of the same algorithm in the plain way, to the bit, or an err
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import training
-from ranks.every_algorithm import ALGORITHMS, OWN_WEIGHTS, SYNCHRONOUS, wrapped
+from support import training
+from support.every_algorithm import ALGORITHMS, OWN_WEIGHTS, SYNCHRONOUS, wrapped
 from torch import nn
 
 STEPS = 6

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import every_algorithm, training
-from ranks.sparse_embeddings import WIDTH, WORDS, Both, Words, agree, loss, same, words, wrapped
+from support import every_algorithm, training
+from support.sparse_embeddings import WIDTH, WORDS, Both, Words, agree, loss, same, words, wrapped
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
-from ranks import training
-from ranks.sparse_embeddings import Both, Words, agree, loss, same, words, wrapped
 from ranks.test_groups_and_nodes import environment_of_nodes
+from support import training
+from support.sparse_embeddings import Both, Words, agree, loss, same, words, wrapped
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 STEPS = 4

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from bagua import _C
 from bagua.torch_api.algorithms.sparse import SparseAlgorithm
 from oracle import sparse as oracle
-from ranks import training
-from ranks.error_feedback import (
+from support import training
+from support.error_feedback import (
     gathered_gradients,
     train_step,
     wide_network,

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from bagua import _C, BaguaError
 from mlbench_core.aggregation.pytorch.centralized import SparsifiedAggregation
 from oracle import sparse as oracle
-from ranks import training
-from ranks.error_feedback import error_of, wide_network
 from ranks.test_power_aggregation import give_gradients, gradients
+from support import training
+from support.error_feedback import error_of, wide_network
 from torch import nn
 
 BY_LAYER = pytest.mark.parametrize("by_layer", [False, True], ids=["by-model", "by-layer"])

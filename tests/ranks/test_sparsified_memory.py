@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import training
-from ranks.error_feedback import all_bits, error_of, wide_network
 from ranks.test_power_aggregation import give_gradients, gradients
 from ranks.test_sparsified_aggregation import BY_LAYER, KINDS, make
+from support import training
+from support.error_feedback import all_bits, error_of, wide_network
 
 
 @training.with_group

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from bagua import _C
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
-from ranks import training
+from support import training
 from torch import nn
 
 MICRO_STEPS = 3

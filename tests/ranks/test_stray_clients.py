@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from bagua.torch_api.env import find_free_network_port as free_port
-from ranks import training
-from ranks.every_algorithm import wrapped
-from ranks.sockets import listening
+from support import training
+from support.every_algorithm import wrapped
+from support.processes import stray_clients
+from support.processes.sockets import listening
 
 STEPS = 150
 
@@ -45,7 +46,7 @@ def train_among_strangers(name):
             strangers = subprocess.Popen(
                 [
                     sys.executable,
-                    str(Path(__file__).with_name("stray_clients.py")),
+                    stray_clients.__file__,
                     *map(str, everyone),
                 ],
                 stdin=subprocess.PIPE,
@@ -81,7 +82,8 @@ def test_strangers_at_every_port_leave_training_bit_identical(ranks, name):
 LISTENERS = """
 import json, sys
 sys.path[:0] = {paths!r}
-from ranks.sockets import listening
+from support.processes import stray_clients
+from support.processes.sockets import listening
 
 seen = {{}}  # inode: who has made it
 
@@ -106,8 +108,8 @@ where = sys.modules["torch.distributed.rendezvous"]
 where.TCPStore = noting("TCPStore", where.TCPStore)
 for name in ("init_process_group", "ProcessGroupGloo"):  # of the script's group, and of ours
     setattr(dist, name, noting("gloo", getattr(dist, name)))
-from ranks import training
-from ranks.every_algorithm import ALGORITHMS, wrapped
+from support import training
+from support.every_algorithm import ALGORITHMS, wrapped
 
 bagua.init_process_group()
 rank = dist.get_rank()

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmark_programs import load
-from ranks import two_nodes
+from support.processes import two_nodes
+from support.programs.benchmark_programs import load
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = Path(two_nodes.__file__)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import DecentralizedAlgorithm, GradientAllReduceAlgorithm
-from ranks import training
+from support import training
 from torch import nn
 
 EVERY = {"BAGUA_CHECK_WEIGHTS_EVERY": "3"}

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import DecentralizedAlgorithm, GradientAllReduceAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from ranks import every_algorithm, training
 from ranks.test_weights_check import EVERY, next_up, one_step, wrap, wrapped
+from support import every_algorithm, training
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 

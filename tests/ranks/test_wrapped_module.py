@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api import BaguaModule
 from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
-from ranks import training
+from support import training
 from torch import nn
 
 

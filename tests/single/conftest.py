@@ -8,7 +8,7 @@ from bagua import _C
 def _fake_nccl():
     if not _C.has_nccl:
         pytest.skip("this build has no nccl.h")
-    from single.fake_nccl import FakeNccl
+    from support.programs.fake_nccl import FakeNccl
 
     return FakeNccl()
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from bagua import _C
 from oracle import all_reduce_rows as oracle
-from single.op_ranks import BAD_VALUES, DTYPES, OPS, assert_same_bits, per_op, per_ranks
-from single.thread_ranks import run_thread_ranks
+from support.threads.op_ranks import BAD_VALUES, DTYPES, OPS, assert_same_bits, per_op, per_ranks
+from support.threads.thread_ranks import run_thread_ranks
 
 ROWS, WIDTH = 23, 5
 TYPES = DTYPES | {"c64": torch.complex64, "c128": torch.complex128}

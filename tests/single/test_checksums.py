@@ -5,9 +5,9 @@ import torch
 from bagua import _C
 from oracle import frame
 from oracle.codec import pad
-from single.op_ranks import CODECS, compressed, inputs, per_codec, per_ranks, run_op
-from single.sparse_ranks import make, memory_of
-from single.thread_ranks import run_thread_ranks
+from support.threads.op_ranks import CODECS, compressed, inputs, per_codec, per_ranks, run_op
+from support.threads.sparse_ranks import make, memory_of
+from support.threads.thread_ranks import run_thread_ranks
 
 NUMEL = 16  # of each of two parts
 BUCKET = "the bucket"

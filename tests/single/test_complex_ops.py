@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from bagua import _C
-from single.op_ranks import (
+from single.test_hierarchical import NODES, run_hierarchical
+from support.threads.op_ranks import (
     BAD_VALUES,
     OPS,
     SIZES,
@@ -15,7 +16,6 @@ from single.op_ranks import (
     per_ranks,
     run_op,
 )
-from single.test_hierarchical import NODES, run_hierarchical
 
 REALS = {"c64": torch.float32, "c128": torch.float64}
 per_real = pytest.mark.parametrize("real", REALS.values(), ids=REALS)

@@ -6,7 +6,7 @@ from bagua import _C
 from bagua._ops.compressed_gossip import mixing_weights as weights_of_library
 from oracle.codec import payload_bytes
 from oracle.low_precision_decentralized import Ring, mixing_weights
-from single.op_ranks import (
+from support.threads.op_ranks import (
     BAD_VALUES,
     MORE_THAN_A_PIECE,
     RANKS,
@@ -17,7 +17,7 @@ from single.op_ranks import (
     per_dtype,
     per_ranks,
 )
-from single.thread_ranks import run_thread_ranks
+from support.threads.thread_ranks import run_thread_ranks
 
 ROUNDS = 4
 FRAME_BYTES = 32

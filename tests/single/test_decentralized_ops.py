@@ -4,7 +4,8 @@ import pytest
 import torch
 from bagua import _C
 from oracle import decentralized as oracle
-from single.op_ranks import (
+from single.test_hierarchical import NODES
+from support.threads.op_ranks import (
     BAD_VALUES,
     MORE_THAN_A_PIECE,
     SIZES,
@@ -14,8 +15,7 @@ from single.op_ranks import (
     per_dtype,
     per_ranks,
 )
-from single.test_hierarchical import NODES
-from single.thread_ranks import run_thread_ranks
+from support.threads.thread_ranks import run_thread_ranks
 
 ROUNDS = 4
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.float64: 1e-12}

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from bagua import _C
-from single.engine_ranks import (
+from support.threads.engine_ranks import (
     SECONDS,
     Meeting,
     alone,
@@ -19,7 +19,7 @@ from single.engine_ranks import (
     plan,
     run_round,
 )
-from single.thread_ranks import run_thread_ranks
+from support.threads.thread_ranks import run_thread_ranks
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3], ids=lambda lanes: f"{lanes}-lanes")

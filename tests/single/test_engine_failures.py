@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from bagua import _C
-from single.engine_ranks import (
+from support.threads.engine_ranks import (
     SECONDS,
     Meeting,
     alone,

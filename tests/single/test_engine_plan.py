@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from bagua import _C
-from single.engine_ranks import (
+from support.threads.engine_ranks import (
     SECONDS,
     Meeting,
     alone,
@@ -16,7 +16,7 @@ from single.engine_ranks import (
     run_round,
     slots_of,
 )
-from single.thread_ranks import run_thread_ranks
+from support.threads.thread_ranks import run_thread_ranks
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4], ids=lambda n: f"{n}-ranks")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from bagua import _C
-from single.engine_ranks import Meeting, calls, endings, mark_all, ones, plan, run_round
+from support.threads.engine_ranks import Meeting, calls, endings, mark_all, ones, plan, run_round
 
 
 def weights_of(sizes):

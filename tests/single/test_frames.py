@@ -5,12 +5,12 @@ import torch
 from bagua import _C
 from oracle.codec import payload_bytes
 from oracle.compressed_all_reduce import parts
-from single.op_ranks import (
+from support.threads.op_ranks import (
     compressed,
     per_codec,
     per_ranks,
 )
-from single.thread_ranks import run_thread_ranks
+from support.threads.thread_ranks import run_thread_ranks
 
 FRAME_BYTES = 32
 

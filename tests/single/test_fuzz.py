@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from single.cpp_programs import ROOT, build
+from support.programs.cpp_programs import ROOT, build
 
 SECONDS = 1.5
 SOURCES = [

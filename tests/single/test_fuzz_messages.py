@@ -10,7 +10,7 @@ from bagua import BaguaError, BaguaMismatchError
 from bagua._core.eager import objects as _objects
 from bagua._core.group import store_values as _store_values
 from bagua._core.state import optimizer_format as _optimizer_format
-from single.mutations import attempt, chances, changed_bytes, json_of
+from support.mutations import attempt, chances, changed_bytes, json_of
 
 INPUTS = 4000
 SEED = 20

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from bagua import _C
-from single.op_ranks import (
+from support.threads.op_ranks import (
     BAD_NUMEL,
     BAD_PLACES,
     BAD_VALUES,
@@ -18,7 +18,7 @@ from single.op_ranks import (
     per_op,
     step_of,
 )
-from single.thread_ranks import run_thread_ranks
+from support.threads.thread_ranks import run_thread_ranks
 
 NODES = {
     "one-rank": [0],

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from bagua import _C
-from single import communicator_conformance as conformance
-from single.thread_ranks import run_thread_ranks
+from support.threads import communicator_conformance as conformance
+from support.threads.thread_ranks import run_thread_ranks
 
 PER_RANKS = pytest.mark.parametrize("n", [1, 2, 3, 4], ids=lambda n: f"{n}-ranks")
 

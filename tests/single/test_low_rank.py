@@ -4,9 +4,9 @@ import pytest
 import torch
 from bagua import _C
 from oracle import low_rank as oracle
-from single.low_rank_ranks import MATRICES, NUMEL, Rank, gradients
-from single.op_ranks import BAD_VALUES, assert_same_bits, bits, per_dtype, per_ranks
-from single.thread_ranks import run_thread_ranks
+from support.threads.low_rank_ranks import MATRICES, NUMEL, Rank, gradients
+from support.threads.op_ranks import BAD_VALUES, assert_same_bits, bits, per_dtype, per_ranks
+from support.threads.thread_ranks import run_thread_ranks
 
 
 def part(flat, matrix):

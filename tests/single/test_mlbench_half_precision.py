@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from mlbench_core.optim.pytorch.fp_optimizers import DynamicLossScaler, FP16Optimizer
-from ranks.training import batch, bits, network, squared_error
+from support.training import batch, bits, network, squared_error
 
 
 def test_half_precision_trains_weights_of_single_precision():

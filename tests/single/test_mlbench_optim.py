@@ -18,7 +18,7 @@ from mlbench_core.optim.pytorch import (
     optimizers,
 )
 from mlbench_core.optim.pytorch.fp_optimizers import FP16Optimizer
-from ranks.training import batch, model_bits, network, squared_error, train
+from support.training import batch, model_bits, network, squared_error, train
 from torch import nn
 
 STEPS = 4

@@ -4,7 +4,7 @@ import pytest
 import torch
 from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
-from single.eager_models import (
+from support.eager_models import (
     Doubled,
     Mixed,
     assert_unchanged,

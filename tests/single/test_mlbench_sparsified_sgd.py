@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from mlbench_core.optim.pytorch import SignSGD, SparsifiedSGD
-from ranks.training import batch, bits, network, train
+from support.training import batch, bits, network, train
 from torch import nn
 
 DATA = [batch(step, 0) for step in range(4)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import _C
-from single import communicator_conformance as conformance
+from support.threads import communicator_conformance as conformance
 
 RANKS = [1, 2, 3, 4, 7]
 SUM = _C.ReduceOp.SUM

@@ -10,12 +10,12 @@ from bagua import _C
 from bagua._core.group import connections as _transport
 from bagua._core.group import nccl_library as _nccl_library
 from bagua.torch_api import env
-from ranks.pool import run_script
+from support.processes.pool import run_script
 
 if not _C.has_nccl:
     pytest.skip("this build has no nccl.h", allow_module_level=True)
 
-from single.fake_nccl import nccl_wheel
+from support.programs.fake_nccl import nccl_wheel
 
 LIBRARY = str(nccl_wheel() / "lib" / "libnccl.so.2")
 needs_no_cuda = pytest.mark.skipif(torch.version.cuda is not None, reason="torch has loaded NCCL")

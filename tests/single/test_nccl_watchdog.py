@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from bagua import _C
-from ranks.pool import run_script
+from support.processes.pool import run_script
 
-PROGRAM = Path(__file__).with_name("watchdog_cases.py")
+PROGRAM = Path(__file__).parents[1] / "support/programs/watchdog_cases.py"
 
 pytestmark = [
     pytest.mark.skipif(not _C.has_nccl, reason="this build has no nccl.h"),

@@ -8,7 +8,7 @@ from bagua import _C
 from mlbench_core.aggregation.pytorch import topology
 from mlbench_core.aggregation.pytorch._mixing import metropolis_weights
 from oracle import neighbor_average as oracle
-from single.op_ranks import (
+from support.threads.op_ranks import (
     BAD_VALUES,
     SIZES,
     assert_same_bits,
@@ -17,7 +17,7 @@ from single.op_ranks import (
     per_dtype,
     run_op,
 )
-from single.thread_ranks import run_thread_ranks
+from support.threads.thread_ranks import run_thread_ranks
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float64: 1e-13}
 MORE_THAN_A_SEGMENT = 8 * 131072 + 2048 + 5

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from bagua import _C
-from single.op_ranks import BAD_VALUES, per_dtype
+from support.threads.op_ranks import BAD_VALUES, per_dtype
 
 STRETCH = 16384  # elements that are looked at before the answer is
 per_bad_value = pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from bagua import _C
 from oracle.compressed_all_reduce import compressed_all_reduce
-from single.op_ranks import (
+from support.threads.op_ranks import (
     BAD_NUMEL,
     BAD_PLACES,
     BAD_VALUES,
@@ -24,7 +24,7 @@ from single.op_ranks import (
     run_op,
     step_of,
 )
-from single.thread_ranks import run_thread_ranks
+from support.threads.thread_ranks import run_thread_ranks
 
 
 @per_dtype

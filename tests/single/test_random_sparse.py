@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from bagua import _C
-from single.sparse_ranks import bring, run_rounds
+from support.threads.sparse_ranks import bring, run_rounds
 
 
 @pytest.mark.parametrize(("numel", "k"), [(100, 7), (31, 1), (64, 64), (5003, 150)])

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 from bagua import _C
-from single.sparse_ranks import make, memory_of
-from single.thread_ranks import run_thread_ranks
+from support.threads.sparse_ranks import make, memory_of
+from support.threads.thread_ranks import run_thread_ranks
 
 
 def test_the_bytes_on_the_wire_are_as_computed():

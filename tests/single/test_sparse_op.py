@@ -6,8 +6,8 @@ import pytest
 import torch
 from bagua import _C
 from oracle import sparse as oracle
-from single.op_ranks import BAD_VALUES, assert_same_bits, per_dtype, per_ranks
-from single.sparse_ranks import (
+from support.threads.op_ranks import BAD_VALUES, assert_same_bits, per_dtype, per_ranks
+from support.threads.sparse_ranks import (
     alone,
     bring,
     expected_rounds,
@@ -18,7 +18,7 @@ from single.sparse_ranks import (
     per_size,
     run_rounds,
 )
-from single.thread_ranks import run_thread_ranks
+from support.threads.thread_ranks import run_thread_ranks
 
 
 @per_ranks

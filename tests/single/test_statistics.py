@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from bagua import _C
-from single.engine_ranks import (
+from support.threads.engine_ranks import (
     SECONDS,
     Meeting,
     alone,
@@ -17,7 +17,7 @@ from single.engine_ranks import (
     plan,
     run_round,
 )
-from single.thread_ranks import run_thread_ranks
+from support.threads.thread_ranks import run_thread_ranks
 from torch.profiler import ProfilerActivity, profile
 
 PAUSE = 0.2

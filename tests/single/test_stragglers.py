@@ -5,7 +5,7 @@ import time
 
 import pytest
 from bagua.torch_api import env
-from single.engine_ranks import Meeting, endings, mark_all, ones, plan, run_round
+from support.threads.engine_ranks import Meeting, endings, mark_all, ones, plan, run_round
 
 AFTER = 0.4
 SLOW = 3.2  # until then a wait is looked at twice, a second and more apart

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import _C
-from single import communicator_conformance as conformance
-from single.thread_ranks import run_thread_ranks
+from support.threads import communicator_conformance as conformance
+from support.threads.thread_ranks import run_thread_ranks
 
 RANKS = [1, 2, 3, 4, 7]
 

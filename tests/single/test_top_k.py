@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from bagua import _C
-from single.op_ranks import SIZES
+from support.threads.op_ranks import SIZES
 
 DTYPES = [torch.float32, torch.float64]
 BLOCK, STRETCH = 64, 16384  # of top_k.cpp: what is tested at once, and where the bound moves

@@ -5,8 +5,8 @@ import torch
 from bagua import _C
 from oracle import q_adam as oracle
 from oracle.compressed_all_reduce import compressed_all_reduce
-from single.op_ranks import BAD_VALUES, assert_same_bits, compressed, per_dtype, per_ranks
-from single.thread_ranks import run_thread_ranks
+from support.threads.op_ranks import BAD_VALUES, assert_same_bits, compressed, per_dtype, per_ranks
+from support.threads.thread_ranks import run_thread_ranks
 
 SHAPES = [(), (3,), (5, 7), (2, 3, 4, 5), (0,), (1031,)]
 BETAS = [0.9, 0.0, 0.5, 0.99, 0.9, 0.3]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from bagua import _C
 from oracle import codec as oracle
-from single.thread_ranks import run_thread_ranks
+from support.threads.thread_ranks import run_thread_ranks
 
 RANKS = [1, 2, 3, 4, 7]
 SIZES = [1, 31, 1000, 4096, 14337]

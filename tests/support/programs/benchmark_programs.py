@@ -6,7 +6,7 @@ from pathlib import Path
 
 __all__ = ["BENCHMARKS", "load"]
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 def load(name):

@@ -5,7 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import AsyncModelAverageAlgorithm
-from ranks import training
+from support import training
 
 
 def wrapped(model=None, interval_ms=1, warmup_steps=0, lr=0.05, **options):

@@ -8,15 +8,16 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pytest
 import torch
 import torch.distributed as dist
 from bagua import _C
 from bagua._core.group import connections as _transport
-from single.fake_nccl import FakeCuda, FakeNccl
+from support.programs.fake_nccl import FakeCuda, FakeNccl
 
 CUDA = torch.device("cuda", 1)
 TIMEOUT = 0.4

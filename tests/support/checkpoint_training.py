@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from bagua.torch_api.checkpoint import load_latest, save_checkpoint
-from ranks import every_algorithm, training
+from support import every_algorithm, training
 from torch import nn
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithm
 from bagua.torch_api.algorithms.sparse import SparseAlgorithm
-from ranks import training
+from support import training
 from torch import nn
 
 

@@ -12,7 +12,7 @@ from bagua import _C
 
 __all__ = ["ROOT", "build", "build_library"]
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def sources_digest(*more):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from bagua import _C
 from oracle import sparse as oracle
-from single.op_ranks import inputs
-from single.thread_ranks import run_thread_ranks
+from support.threads.op_ranks import inputs
+from support.threads.thread_ranks import run_thread_ranks
 
 SIZES = [0, 1, 31, 4096, 5003]
 ROUNDS = 4

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bagua import _C
-from single.cpp_programs import build
+from support.programs.cpp_programs import build
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
 from oracle import q_adam as oracle
-from ranks import training
+from support import training
 
 WARM_UP = 3
 STEPS = 8

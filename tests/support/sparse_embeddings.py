@@ -3,7 +3,7 @@
 import torch
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from ranks import training
+from support import training
 from torch import nn
 
 WORDS, WIDTH = 37, 5

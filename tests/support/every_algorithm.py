@@ -1,7 +1,7 @@
 """Every algorithm by a name of its own, for tests that hold for all of them."""
 
 from bagua.torch_api.algorithms import Algorithm, QAdamAlgorithm, QAdamOptimizer
-from ranks import training
+from support import training
 
 WARM_UP = 2
 #: Names of the registered algorithms and their arguments. All of them work between single ranks.

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-from ranks.fork_server import Interpreter
+from support.processes.fork_server import Interpreter
 
 MAX_RANKS = 4
 WORKER = Path(__file__).with_name("worker.py")

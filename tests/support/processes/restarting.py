@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import bagua.torch_api as bagua
 from bagua._core.state import checkpoint_file as _checkpoint_file
 from bagua.torch_api.checkpoint import load_latest, save_checkpoint
-from ranks import every_algorithm, training
-from ranks.checkpoint_training import network
+from support import every_algorithm, training
+from support.checkpoint_training import network
 
 STEPS, SAVE_EVERY = 20, 5
 #: The last one is in its middle when a rank dies at a step.
