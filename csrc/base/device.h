@@ -7,7 +7,7 @@
 
 #ifdef BAGUA_EMULATE_CUDA
 
-#include "cuda_emulation.h"
+#include "emulation/cuda_emulation.h"
 #define BAGUA_UNROLL
 
 #else

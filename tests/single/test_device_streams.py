@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from single.cpp_programs import build_library
+from support.programs.cpp_programs import build_library
 
 RUN = """
 import ctypes, sys
@@ -19,7 +19,7 @@ sys.exit(ctypes.CDLL(sys.argv[1]).device_streams())
 
 @pytest.mark.timeout(400)
 def test_every_op_is_ordered_by_events_and_agrees_with_the_cpu():
-    library = build_library("device_streams", ["tests/cpp/device_streams.cpp"])
+    library = build_library("device_streams", ["tests/cpp/device_streams/device_streams.cpp"])
     ended = subprocess.run(
         [sys.executable, "-c", RUN, library], capture_output=True, text=True, timeout=100
     )

@@ -1,4 +1,4 @@
-"""The CUDA kernels, run on the CPU: see tests/cpp/kernels.cpp and cuda_emulation.h.
+"""The CUDA kernels, run on the CPU: see kernels/ and emulation/ in tests/cpp.
 
 The programs need g++ alone, no torch and no CUDA. They are kept in build/kernel_emulation and made
 anew only when their sources change.
@@ -29,14 +29,14 @@ VARIANTS = {
     "address": (f"-O1 {SANITIZE_ADDRESS}", f"-O1 {SANITIZE_ADDRESS}"),
     "thread": ("-O1 -fsanitize=thread", "-O1 -DBAGUA_TSAN"),
 }
-EMULATION = ("tests/cpp/cuda_emulation.cpp", "tests/cpp/fiber.cpp")
+EMULATION = ("tests/cpp/emulation/cuda_emulation.cpp", "tests/cpp/emulation/fiber.cpp")
 PROGRAMS = {
     "kernels": (
-        "tests/cpp/kernels.cpp",
+        "tests/cpp/kernels/kernels.cpp",
         "csrc/codec/chunk_codec_cpu.cpp",
         "csrc/codec/cuda/chunk_codec_cuda.cu",
     ),
-    "emulation_faults": ("tests/cpp/emulation_faults.cpp",),
+    "emulation_faults": ("tests/cpp/emulation/emulation_faults.cpp",),
 }
 
 pytestmark = [

@@ -1,4 +1,4 @@
-"""NCCL over host memory (tests/cpp/fake_nccl.cpp), ranks that are threads, and a fake CUDA."""
+"""NCCL over host memory (tests/cpp/fake_nccl), ranks that are threads, and a fake CUDA."""
 
 import ctypes
 import importlib.util
@@ -23,8 +23,8 @@ def nccl_wheel():
     return Path(importlib.util.find_spec("nvidia.nccl").submodule_search_locations[0])
 
 
-def build_fake(name, includes, libraries=()):
-    """The path of a library made of tests/cpp/<name>.cpp."""
+def build_fake(folder, name, includes, libraries=()):
+    """The path of a library made of tests/cpp/<folder>/<name>.cpp."""
     torch_root = Path(torch.__file__).parent
     system = [*includes, torch_root / "include", torch_root / "include/torch/csrc/api/include"]
     return build(
@@ -32,9 +32,9 @@ def build_fake(name, includes, libraries=()):
         [
             *["-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wl,-Bsymbolic"],
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-            *["-I", "csrc/comm/nccl/needs"],
+            *["-I", "csrc/comm/nccl/needs", "-I", "tests/cpp"],
             *[argument for folder in system for argument in ("-isystem", str(folder))],
-            f"tests/cpp/{name}.cpp",
+            f"tests/cpp/{folder}/{name}.cpp",
             f"-L{torch_root}/lib",
             *libraries,
         ],
@@ -48,6 +48,7 @@ class FakeCuda:
         # PyDLL keeps the GIL, which making a tensor needs.
         self._functions = ctypes.PyDLL(
             build_fake(
+                "fake_device",
                 "fake_cuda",
                 [sysconfig.get_paths()["include"]],
                 ["-ltorch_python", "-ltorch_cpu", "-lc10"],
@@ -69,7 +70,7 @@ class FakeNccl:
     """The loaded library, with its switches for faults (fake_nccl_*) as attributes."""
 
     def __init__(self):
-        path = build_fake("fake_nccl", [nccl_wheel() / "include"])
+        path = build_fake("fake_nccl", "fake_nccl", [nccl_wheel() / "include"])
         self.library = _C.NcclLibrary.open(path)
         self._functions = ctypes.CDLL(path)
         self._functions.fake_nccl_misuse.restype = ctypes.c_char_p

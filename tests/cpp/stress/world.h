@@ -15,7 +15,7 @@
 #include "engine/engine.h"
 #include "op/all_reduce.h"
 #include "op/compressed_all_reduce.h"
-#include "stress_plan.h"
+#include "stress/plan.h"
 
 namespace bagua::stress {
 

@@ -17,9 +17,9 @@
 #include "codec/cuda/chunk_codec_cuda.h"
 #include "codec/exact_division.h"
 #include "comm/nccl/fill_if_set.cuh"
-#include "cuda_emulation.h"
-#include "kernel_comparison.h"
-#include "kernel_data.h"
+#include "emulation/cuda_emulation.h"
+#include "kernels/comparison.h"
+#include "kernels/data.h"
 
 namespace bagua {
 

@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "op/low_rank.h"
-#include "stress_world.h"
+#include "stress/world.h"
 
 namespace bagua::stress {
 

@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "stress_world.h"
+#include "stress/world.h"
 
 namespace bagua::stress {
 

@@ -3,9 +3,9 @@
 
 #include <ATen/ops/arange.h>
 
+#include "device_streams/noting_codec.h"
 #include "engine/weights_sample.h"
-#include "fake_device_torch.h"
-#include "noting_codec.h"
+#include "fake_device/fake_device_torch.h"
 
 namespace bagua::fake {
 

@@ -1,6 +1,6 @@
 // Compiled without ThreadSanitizer's instrumentation, like cuda_emulation.cpp: switching is no
 // access to data. BAGUA_TSAN says that it is linked.
-#include "fiber.h"
+#include "emulation/fiber.h"
 
 #include <cstdint>
 #include <cstdlib>

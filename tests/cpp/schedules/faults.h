@@ -9,7 +9,7 @@
 #include <thread>
 #include <utility>
 
-#include "schedule_rounds.h"
+#include "schedules/rounds.h"
 
 namespace bagua::stress {
 

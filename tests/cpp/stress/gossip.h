@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "op/compressed_gossip.h"
-#include "stress_world.h"
+#include "stress/world.h"
 
 namespace bagua::stress {
 

@@ -12,7 +12,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
-#include "fake_device.h"
+#include "fake_device/fake_device.h"
 
 namespace bagua::fake {
 

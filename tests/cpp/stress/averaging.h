@@ -3,7 +3,7 @@
 
 #include "engine/periodic_lane.h"
 #include "op/async_average.h"
-#include "stress_world.h"
+#include "stress/world.h"
 
 namespace bagua::stress {
 

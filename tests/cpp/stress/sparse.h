@@ -5,7 +5,7 @@
 
 #include "op/random_sparse.h"
 #include "op/sparse.h"
-#include "stress_gossip.h"
+#include "stress/gossip.h"
 
 namespace bagua::stress {
 

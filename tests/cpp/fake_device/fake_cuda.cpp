@@ -4,7 +4,7 @@
 #include <Python.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include "fake_cuda_guard.h"
+#include "fake_device/fake_cuda_guard.h"
 
 extern "C" {
 

@@ -16,7 +16,7 @@
 #include "base/check.h"
 #include "comm/nccl/nccl_communicator.h"
 #include "comm/nccl/nccl_library.h"
-#include "fake_cuda_guard.h"
+#include "fake_device/fake_cuda_guard.h"
 
 namespace bagua {
 namespace {

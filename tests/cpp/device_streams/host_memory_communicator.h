@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "fake_device.h"
-#include "loopback_communicator.h"
+#include "device_streams/loopback_communicator.h"
+#include "fake_device/fake_device.h"
 
 namespace bagua::fake {
 

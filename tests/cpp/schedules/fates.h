@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "schedule_faults.h"
+#include "schedules/faults.h"
 
 namespace bagua::stress {
 

@@ -1,4 +1,4 @@
-#include "cuda_emulation.h"
+#include "emulation/cuda_emulation.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "fiber.h"
+#include "emulation/fiber.h"
 
 dim3 threadIdx;
 dim3 blockIdx;

@@ -5,8 +5,8 @@
 #include <optional>
 #include <vector>
 
-#include "schedule_faults.h"
-#include "stress_averaging.h"
+#include "schedules/faults.h"
+#include "stress/averaging.h"
 
 namespace bagua::stress {
 

@@ -7,12 +7,12 @@
 
 #include <unistd.h>
 
-#include "stress_averaging.h"
-#include "stress_checks.h"
-#include "stress_gossip.h"
-#include "stress_low_rank.h"
-#include "stress_sparse.h"
-#include "stress_world.h"
+#include "stress/averaging.h"
+#include "stress/checks.h"
+#include "stress/gossip.h"
+#include "stress/low_rank.h"
+#include "stress/sparse.h"
+#include "stress/world.h"
 
 namespace bagua::stress {
 namespace {

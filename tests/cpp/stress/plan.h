@@ -13,7 +13,7 @@
 #include "codec/factory.h"
 #include "comm/counting_communicator.h"
 #include "comm/thread_communicator.h"
-#include "turbulence.h"
+#include "stress/turbulence.h"
 
 namespace bagua::stress {
 

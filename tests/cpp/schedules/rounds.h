@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "stress_checks.h"
+#include "stress/checks.h"
 
 namespace bagua::stress {
 

@@ -16,7 +16,7 @@
 #include <nccl.h>
 #include <pthread.h>
 
-#include "fake_nccl_reduce.h"
+#include "fake_nccl/reduce.h"
 
 namespace fake_nccl {
 

@@ -21,7 +21,7 @@
 
 #include <nccl.h>
 
-#include "fake_nccl_world.h"
+#include "fake_nccl/world.h"
 
 using namespace fake_nccl;  // NOLINT: this file is the door of that namespace
 

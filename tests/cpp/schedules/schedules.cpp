@@ -16,10 +16,10 @@
 #include <ATen/Parallel.h>
 #include <unistd.h>
 
-#include "schedule_averages.h"
-#include "schedule_fates.h"
-#include "schedule_faults.h"
-#include "schedule_rounds.h"
+#include "schedules/averages.h"
+#include "schedules/fates.h"
+#include "schedules/faults.h"
+#include "schedules/rounds.h"
 
 namespace bagua::stress {
 namespace {

@@ -6,7 +6,7 @@
 
 #include "base/check.h"
 #include "codec/factory.h"
-#include "fake_device.h"
+#include "fake_device/fake_device.h"
 
 namespace bagua::fake {
 
