@@ -59,9 +59,7 @@ class CountingCommunicator final : public Communicator {
   void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
                 const OnReceived& on_received) override;
   void check() override { inner_->check(); }
-  void invalidate_if_aborted(at::Tensor& result) override {
-    inner_->invalidate_if_aborted(result);
-  }
+  void invalidate_if_aborted(at::Tensor& result) override { inner_->invalidate_if_aborted(result); }
   void abort(const std::string& reason) noexcept override;
 
  private:

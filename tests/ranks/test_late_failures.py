@@ -9,7 +9,7 @@ import threading
 import bagua.torch_api as bagua
 import pytest
 from bagua.torch_api.checkpoint import PerRank, save_checkpoint
-from ranks import training
+from support import training
 
 
 class FailsLate:
