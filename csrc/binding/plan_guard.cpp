@@ -4,6 +4,7 @@
 
 #include "base/check.h"
 #include "binding/bindings.h"
+#include "engine/torch_reducer.h"
 
 namespace bagua {
 
@@ -31,6 +32,7 @@ PlanGuard::PlanGuard(std::vector<std::string> names, const py::list& dicts,
                   .object = value,
                   .tensor = {},
                   .requires_grad = false,
+                  .expert = false,
                   .dtype = at::kFloat,
                   .device = at::kCPU,
                   .sizes = {}};
@@ -39,6 +41,7 @@ PlanGuard::PlanGuard(std::vector<std::string> names, const py::list& dicts,
       } else if (THPVariable_Check(value)) {
         entry.tensor = THPVariable_Unpack(value);
         entry.requires_grad = entry.tensor.requires_grad();
+        entry.expert = py::bool_(py::getattr(value, "expert", py::bool_(false)));
         entry.dtype = entry.tensor.scalar_type();
         entry.device = entry.tensor.device();
         entry.sizes = entry.tensor.sizes().vec();
@@ -97,6 +100,17 @@ std::string PlanGuard::difference(const py::list& dicts) const {
   return "";
 }
 
+std::string PlanGuard::reduced_by_torch() const {
+  for (const auto& entries : expected_) {
+    for (const Entry& entry : entries) {
+      if (entry.requires_grad && !entry.expert && has_torch_reducer(entry.tensor)) {
+        return entry.name;
+      }
+    }
+  }
+  return "";
+}
+
 bool PlanGuard::reaches(const Entry& entry, PyObject* object) {
   if (object == entry.object) return true;
   return !THPVariable_Check(object) || !THPVariable_Unpack(object).is_leaf();
@@ -125,6 +139,7 @@ void bind_plan_guard(py::module_& m) {
            py::arg("names"), py::arg("dicts"),
            py::arg("ignored") = std::unordered_set<std::string>())
       .def("difference", &PlanGuard::difference, py::arg("dicts"))
+      .def("reduced_by_torch", &PlanGuard::reduced_by_torch)
       .def("trains", &PlanGuard::trains, py::arg("dicts"));
 }
 

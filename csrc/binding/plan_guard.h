@@ -28,6 +28,10 @@ class PlanGuard {
   // The first difference in words, or an empty string.
   std::string difference(const pybind11::list& dicts) const;
 
+  // The first parameter that was trainable at the wrap, is no expert, and whose gradient torch
+  // communicates too, or an empty string: Note [Torch's reducer].
+  std::string reduced_by_torch() const;
+
   // Whether a backward through the module as it is now can reach a parameter that was trainable at
   // the wrap. Not where all are frozen, nor where functional_call() has put leaves in place of all;
   // other tensors may have been computed from the parameters. True if none was trainable.
@@ -39,6 +43,7 @@ class PlanGuard {
     PyObject* object;   // compared by identity only; null if anything may be there
     at::Tensor tensor;  // undefined for a module or None
     bool requires_grad;
+    bool expert;  // each rank has its own, which bagua leaves alone
     at::ScalarType dtype;
     at::Device device;
     std::vector<int64_t> sizes;

@@ -12,6 +12,7 @@
 
 #include "base/check.h"
 #include "engine/gradient_slot.h"
+#include "engine/torch_reducer.h"
 
 namespace bagua {
 
@@ -89,16 +90,14 @@ void GradientPath::begin_forward(bool communicates) {
     return;
   }
   if (by_other_ways_ > 0) {
-    const std::string reason = concat(
+    refuse(concat(
         "round ", engine_->round() + (engine_->round_open() ? 0 : 1),
         ": parameters received gradients, but backward did not go through what the module's "
         "forward had returned and reached only ",
         by_other_ways_.load(), " of ", needed_,
         " parameters, so nothing was communicated. Compute the loss from the module's output, or "
         "run such a backward after a forward inside no_sync(); then wrap again with with_bagua on "
-        "every rank.");
-    engine_->abort(reason);
-    throw Error(reason);
+        "every rank."));
   }
   // A backward that an exception cut off: the engine raises if it had begun to send.
   if (phase_ == kActive) {
@@ -145,6 +144,7 @@ bool GradientPath::in_backward() const {
 void GradientPath::activate(bool rooted) {
   const std::lock_guard lock(opening_);
   if (phase_ == kIdle) {
+    refuse_torch_reducer();
     if (!opened_ && options_.open_round) {
       options_.open_round();
     } else if (!engine_->round_open()) {
@@ -290,16 +290,28 @@ void GradientPath::check_versions() const {
   }
 }
 
-void GradientPath::refuse_step(const std::string& parameter) const {
-  const std::string reason =
-      concat("parameter '", parameter,
-             "' was changed while backward ran: a hook on it (register_post_accumulate_grad_hook, "
-             "or on its accumulation node) makes optimizer steps, with this rank's own gradient "
-             "instead of the communicated one. Step after backward(); or use "
-             "torch.distributed.optim._apply_optimizer_in_backward, whose steps are made when "
-             "communication is over.");
+void GradientPath::refuse(const std::string& reason) const {
   engine_->abort(reason);
   throw Error(reason);
+}
+
+void GradientPath::refuse_torch_reducer() const {
+  for (const auto& slot : slots_) {
+    if (!has_torch_reducer(slot->parameter)) continue;
+    refuse(
+        concat("the gradient of parameter '", slot->slot->name,
+               "' is averaged by torch's DistributedDataParallel or replicate() too, so it would "
+               "be wrong. Wrap the module once, by bagua or by torch."));
+  }
+}
+
+void GradientPath::refuse_step(const std::string& parameter) const {
+  refuse(concat("parameter '", parameter,
+                "' was changed while backward ran: a hook on it "
+                "(register_post_accumulate_grad_hook, or on its accumulation node) makes optimizer "
+                "steps, with this rank's own gradient instead of the communicated one. Step after "
+                "backward(); or use torch.distributed.optim._apply_optimizer_in_backward, whose "
+                "steps are made when communication is over."));
 }
 
 void GradientPath::scale_results() {

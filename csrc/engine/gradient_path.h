@@ -128,6 +128,8 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   bool count_hit(GradientSlot& slot);
   void on_other_way(GradientSlot& slot);
   void on_past_wrapper(GradientSlot& slot);
+  [[noreturn]] void refuse(const std::string& reason) const;
+  void refuse_torch_reducer() const;
   void finish();
   void check_versions() const;
   [[noreturn]] void refuse_step(const std::string& parameter) const;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any, Protocol
 
@@ -103,6 +104,23 @@ class ModuleSnapshot:
                 f"module '{module_name}': {difference} since with_bagua, so it would train "
                 "unsynchronised. Call with_bagua again, on every rank, after such a change."
             )
+        second = self.second_wrapper()
+        if second:
+            raise _C.BaguaError(f"module '{module_name}': {second}")
+
+    def second_wrapper(self) -> str:
+        """An error if torch averages gradients too, else an empty string.
+
+        Note [Torch's reducer] in the C++ core.
+        """
+        name = self._guard.reduced_by_torch()
+        if not name:
+            return ""
+        return (
+            f"the gradient of parameter '{name}' is averaged by torch's DistributedDataParallel or "
+            "replicate() too, so it would be wrong. Wrap the module once, by bagua or by torch; "
+            "accelerator.prepare() and fabric.setup() wrap by torch."
+        )
 
     def trains(self) -> bool:
         """Whether a backward through the module as it is now can reach its trained parameters.
@@ -135,10 +153,20 @@ class ModuleSnapshot:
 
         Raises:
             TypeError, NotImplementedError: it cannot; names the parameter and what can be done.
+            RuntimeError: torch communicates one too.
         """
+        if second := self.second_wrapper():
+            raise RuntimeError(f"module '{type(module).__name__}': {second}")
         chosen = type(algorithm).__name__.removesuffix("Impl")
         sparse = sparse_parameters(module)
         for name, parameter in self.trained(module):
+            if _is_dtensor(parameter):
+                raise TypeError(
+                    f"parameter '{name}' is a DTensor, of a module that torch shards or "
+                    "parallelises (fully_shard, replicate with a mesh, parallelize_module), which "
+                    f"{chosen} cannot communicate: wrap a module of plain parameters, or put its "
+                    f"name into {_IGNORE}"
+                )
             if id(parameter) in sparse and not algorithm.sparse_gradients:
                 raise NotImplementedError(
                     f"'{name}' has sparse gradients, which {chosen} cannot communicate: pass "
@@ -158,6 +186,11 @@ class ModuleSnapshot:
                     "float64, complex64 and complex128 can be communicated. Put its name into "
                     f"{_IGNORE}."
                 )
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    torchs: Any = sys.modules.get("torch.distributed.tensor")  # whose import is slow
+    return torchs is not None and isinstance(tensor, torchs.DTensor)
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:
