@@ -5,6 +5,7 @@
 #include <ATen/ScalarOps.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/mul.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -86,7 +87,7 @@ void GradientPath::begin_forward(bool communicates) {
   if (!communicates) {
     engine_->note_forward();
     local_forwards_ = true;
-    expecting_ = false;
+    expecting_ = in_forward_ = false;
     return;
   }
   if (by_other_ways_ > 0) {
@@ -105,7 +106,7 @@ void GradientPath::begin_forward(bool communicates) {
     opened_ = false;
   }
   phase_ = kIdle;
-  expecting_ = true;
+  expecting_ = in_forward_ = true;
   watched_ = false;
   needed_ = 0;
   for (const auto& slot : slots_) needed_ += slot->frozen() ? 0 : 1;
@@ -126,6 +127,7 @@ uint64_t GradientPath::frozen_slots() const {
 }
 
 void GradientPath::watch(const std::vector<at::Tensor>& outputs) {
+  in_forward_ = false;
   for (const at::Tensor& output : outputs) {
     // A hook on a leaf (a parameter, an input) would stay there and see every later backward.
     if (!output.requires_grad() || output.is_leaf()) continue;
@@ -169,6 +171,14 @@ void GradientPath::activate(bool rooted) {
   if (rooted && !rooted_.exchange(true)) queue_finish();
 }
 
+void GradientPath::activate_inside_forward(GradientSlot& first) {
+  // before_backward looks at gradients as they were; that of `first` has been made since.
+  at::Tensor& grad = first.parameter.mutable_grad();
+  at::Tensor made = std::exchange(grad, {});
+  const auto restore = c10::make_scope_exit([&] { grad = std::move(made); });
+  activate(true);
+}
+
 void GradientPath::forget_other_ways() {
   by_other_ways_ = 0;
   for (auto& slot : slots_) slot->by_other_way = false;
@@ -176,7 +186,12 @@ void GradientPath::forget_other_ways() {
 
 void GradientPath::queue_finish() {
   autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
-    if (auto path = weak.lock()) path->under_autograd([&] { path->finish(); });
+    if (auto path = weak.lock()) {
+      path->under_autograd([&] {
+        path->refuse_unfinished();
+        path->finish();
+      });
+    }
   });
 }
 
@@ -196,7 +211,9 @@ void GradientPath::on_gradient(GradientSlot& slot, const at::Tensor& incoming) {
   const bool defined = slot.parameter.grad().defined();
   slot.touched = slot.touched || defined;
   if (phase_ == kIdle) {
-    if (partial_task_ == autograd::get_current_graph_task_id()) {
+    if (in_forward_) {
+      activate_inside_forward(slot);
+    } else if (partial_task_ == autograd::get_current_graph_task_id()) {
       activate(true);
     } else if (expecting_ && watched_) {
       return on_other_way(slot);
@@ -303,6 +320,15 @@ void GradientPath::refuse_torch_reducer() const {
                "' is averaged by torch's DistributedDataParallel or replicate() too, so it would "
                "be wrong. Wrap the module once, by bagua or by torch."));
   }
+}
+
+// A callback that an inner backward calls: the node that runs it is still being evaluated.
+void GradientPath::refuse_unfinished() const {
+  if (phase_ != kActive || !in_forward_ || !autograd::get_current_node()) return;
+  refuse(
+      "a backward inside the module's forward ran a backward of its own, as "
+      "checkpoint(use_reentrant=True) does, and its end cannot be known. Use "
+      "checkpoint(use_reentrant=False), or call backward() after the forward has returned.");
 }
 
 void GradientPath::refuse_step(const std::string& parameter) const {

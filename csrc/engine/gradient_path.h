@@ -53,6 +53,8 @@ struct GradientPathOptions {
 // So is a backward that reaches every parameter after such a forward, though by another way: a loss
 // that the module keeps for itself, a call of a submodule. Until every parameter has been reached
 // by another way, their gradients wait for a backward through the output.
+// So is every backward that runs inside such a forward, before it has returned: a training step
+// that makes its own optimizer steps. It ends with the graph task that it began in.
 // In train() the forward opens the round, which hides the agreement behind the forward. In eval()
 // the backward opens it, so that a rank that evaluates alone, with gradients enabled, does not wait
 // for the others.
@@ -119,6 +121,7 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   template <typename Body>
   void under_autograd(Body body);
   void activate(bool rooted);
+  void activate_inside_forward(GradientSlot& first);
   uint64_t frozen_slots() const;  // RoundOpening::frozen
   void forget_other_ways();
   void queue_finish();
@@ -130,6 +133,7 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   void on_past_wrapper(GradientSlot& slot);
   [[noreturn]] void refuse(const std::string& reason) const;
   void refuse_torch_reducer() const;
+  void refuse_unfinished() const;
   void finish();
   void check_versions() const;
   [[noreturn]] void refuse_step(const std::string& parameter) const;
@@ -152,6 +156,7 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   std::atomic<size_t> by_other_ways_{0};  // slots reached since the forward, not by its output
   size_t needed_ = 0;                     // slots whose parameters are not frozen
   bool local_forwards_ = false;           // some forward was inside no_sync()
+  bool in_forward_ = false;               // a communicating forward has not returned
   bool watched_ = false;                  // the forward's output has a graph
   bool counted_ = false;                  // Note [Static graph]: the first round is over
   double result_scale_ = 1.0;

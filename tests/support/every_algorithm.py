@@ -29,6 +29,12 @@ SYNCHRONOUS = [name for name in ALGORITHMS if name != "async"]
 OWN_WEIGHTS = ["decentralized-all", "decentralized-shift-one", "low_precision_decentralized"]
 
 
+def made(name):
+    """The algorithm of that name, which is not qadam."""
+    registered, arguments = ALGORITHMS[name]
+    return Algorithm.init(registered, **arguments)
+
+
 def wrapped(name, model, lr=0.05):
     """`model` with the algorithm, and its optimizer."""
     registered, arguments = ALGORITHMS[name]
@@ -37,5 +43,5 @@ def wrapped(name, model, lr=0.05):
         chosen = QAdamAlgorithm(optimizer, **arguments)
     else:
         optimizer = training.sgd(model, lr=lr)
-        chosen = Algorithm.init(registered, **arguments)
+        chosen = made(name)
     return model.with_bagua([optimizer], chosen), optimizer

@@ -284,10 +284,10 @@ class BaguaDistributedDataParallel:
                 one backward.
         """
         if self.eager or self.bagua_algorithm.opens_at_forward:
-            where = "inside join()" if self.eager else f"with {type(self.bagua_algorithm).__name__}"
+            where = "Inside join()" if self.eager else f"With {type(self.bagua_algorithm).__name__}"
             raise BaguaError(
                 f"module '{self.bagua_module_name}': a second backward through one forward, or "
-                f"through a forward of an earlier step. {where.capitalize()} every forward has one "
+                f"through a forward of an earlier step. {where} every forward has one "
                 "backward: add the losses, or run the forward again."
             )
         self.bagua_train_step_counter += 1

@@ -15,6 +15,7 @@ THEMES = (
     "buffers",
     "batch_norm",
     "freezing",
+    "inside_forward",
     "unused",
     "outputs",
     "parameters",

@@ -169,8 +169,9 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
                 return
             for bucket in bagua_ddp.bagua_buckets:
                 # The smallest gradient decides: where it is zeroed instead of None, this reads it.
-                tensor = min(bucket.tensors, key=torch.Tensor.numel)
-                if tensor.grad is not None and bool(tensor.grad.any()):
+                held = [t for t in bucket.tensors if t.requires_grad and t.grad is not None]
+                tensor = min(held, key=torch.Tensor.numel, default=None)
+                if tensor is not None and bool(tensor.grad.any()):  # type: ignore[union-attr]
                     raise BaguaError(
                         f"module '{bagua_ddp.bagua_module_name}': a backward began while .grad of "
                         f"'{tensor.bagua_tensor_name}' still holds the averaged momentum of the "  # type: ignore[attr-defined]
