@@ -15,7 +15,7 @@ from bagua._core.group.job import as_bagua_group, known_bagua_group
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import METHODS, PROPERTIES
 from bagua.torch_api._wrapper import BaguaDistributedDataParallel
-from bagua.torch_api.algorithms.base import Algorithm, check_optimizers_and_algorithm
+from bagua.torch_api.algorithms.base import Algorithm, check_arguments
 from bagua.torch_api.distributed import BaguaModule, watch_copy, wrap_class
 
 __all__ = ["install", "with_bagua"]
@@ -60,8 +60,8 @@ def with_bagua(
     Args:
         optimizers: the optimizers used for the module (a list).
         algorithm: decides the messages and their time (``bagua.torch_api.algorithms``).
-        process_group: who communicates: None for all ranks, a torch process group, or a
-            ``BaguaProcessGroup``.
+        process_group: who communicates: None for all ranks, a torch process group, a ``DeviceMesh``
+            of one dimension, or a ``BaguaProcessGroup``.
         do_flatten: make gradients views of their buckets; False copies them in and out.
         find_unused_parameters: ranks exchange which parameters were used, and one that no rank
             used keeps its ``.grad``. Unused parameters never hang, with or without it.
@@ -84,7 +84,7 @@ def with_bagua(
         To ignore parameters or buffers, assign the list of their names (as in ``state_dict()``) to
         ``module._bagua_params_and_buffers_to_ignore`` before the call.
     """
-    check_optimizers_and_algorithm("with_bagua", optimizers, algorithm)
+    check_arguments("with_bagua", optimizers, algorithm, grad_scaler)
     group = as_bagua_group(process_group)
     if isinstance(self, BaguaModule):
         self.bagua_ddp.pause()

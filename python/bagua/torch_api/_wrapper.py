@@ -105,7 +105,7 @@ class BaguaDistributedDataParallel:
             "find_unused_parameters=": find_unused_parameters,
             "static_graph=": static_graph,
             "broadcast_buffers=": self.broadcast_buffers,
-            "grad_scaler=": grad_scaler is not None and grad_scaler.is_enabled(),
+            "grad_scaler=": self.scales_gradients,
             "bucket size ": self._bucket_bytes,
             "initial state ": initial_state,
         }
@@ -127,6 +127,11 @@ class BaguaDistributedDataParallel:
         if module is None:
             raise RuntimeError(f"module '{self.bagua_module_name}' has been deleted")
         return module
+
+    @property
+    def scales_gradients(self) -> bool:
+        """Whether the wrap was given a scaler that multiplies the loss."""
+        return self._grad_scaler is not None and self._grad_scaler.is_enabled()
 
     @property
     def parameters_to_ignore(self) -> list[str]:

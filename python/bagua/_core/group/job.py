@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from bagua._core.group.incarnation import (
     agree_on_incarnation,
@@ -33,6 +34,7 @@ __all__ = [
     "destroy_process_group",
     "from_torch_group",
     "get_backend",
+    "group_of_mesh",
     "init_process_group",
     "known_bagua_group",
     "new_group",
@@ -169,11 +171,35 @@ def from_torch_group(group: dist.ProcessGroup, stream: Any = None) -> BaguaProce
     return BaguaProcessGroup(ranks, name, _store_of(name), _timeout_of(group), stream)
 
 
+def group_of_mesh(group: Any) -> Any:
+    """The torch group of a ``DeviceMesh`` of one dimension; anything else as it is.
+
+    Raises:
+        ValueError: the mesh has more dimensions; names them.
+    """
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        names = group.mesh_dim_names
+        slices = [f'mesh["{name}"]' for name in names or ()]
+        remedy = " or ".join(slices) or "mesh.get_group(dimension)"
+        raise ValueError(
+            f"process_group is a DeviceMesh of {group.ndim} dimensions, and one group "
+            f"communicates: pass {remedy}, the dimension over which ranks have different data"
+        )
+    return group.get_group()
+
+
 def as_bagua_group(group: Any, stream: Any = None) -> BaguaProcessGroup:
-    """Whatever a user passes as ``process_group=``: None, a torch group or one of ours.
+    """Whatever a user passes as ``process_group=``: None, a torch group, a mesh or one of ours.
 
     ``stream`` is for a torch group that has no bagua group yet.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: a mesh of more than one dimension.
     """
+    group = group_of_mesh(group)
     if group is None:
         return get_default_group()
     if isinstance(group, BaguaProcessGroup):
@@ -184,8 +210,8 @@ def as_bagua_group(group: Any, stream: Any = None) -> BaguaProcessGroup:
             _torch_groups[group] = from_torch_group(group, stream)
         return _torch_groups[group]
     raise TypeError(
-        "process_group must be None, a torch.distributed.ProcessGroup or a BaguaProcessGroup, "
-        f"not {type(group).__name__}"
+        "process_group must be None, a torch.distributed.ProcessGroup, a DeviceMesh of one "
+        f"dimension or a BaguaProcessGroup, not {type(group).__name__}"
     )
 
 

@@ -25,7 +25,7 @@ __all__ = [
     "GlobalAlgorithmRegistry",
     "LocalWeightsImpl",
     "WrappedModule",
-    "check_optimizers_and_algorithm",
+    "check_arguments",
 ]
 
 
@@ -91,6 +91,8 @@ class AlgorithmImpl:
             backward.
         marks_in_backward: whether tensors that are no gradients are marked ready at the end of
             backward; False: the algorithm marks them itself.
+        remembers_gradients: whether it keeps values made of gradients for later rounds, which are
+            right under a loss scale only if the wrap was given the scaler.
         shares_parameters: whether a parameter may belong to a second wrapped module.
         steps_in_backward: whether optimizers may step inside backward
             (``_apply_optimizer_in_backward``), when communication is over.
@@ -103,6 +105,7 @@ class AlgorithmImpl:
     ranks_agree: bool | None = None
     opens_at_forward = False
     marks_in_backward = True
+    remembers_gradients = False
     shares_parameters = False
     steps_in_backward = True
     complex_parameters = False
@@ -255,8 +258,11 @@ class LocalWeightsImpl(AlgorithmImpl):
             )
 
 
-def check_optimizers_and_algorithm(caller: str, optimizers: Any, algorithm: Any) -> None:
-    """Raise TypeError, naming ``caller``, unless they are a list of optimizers and an algorithm."""
+def check_arguments(caller: str, optimizers: Any, algorithm: Any, grad_scaler: Any) -> None:
+    """Raise TypeError, naming ``caller``, unless each is what its name says.
+
+    ``optimizers``: a list. ``grad_scaler``: None, or what has a scaler's methods.
+    """
     if isinstance(optimizers, torch.optim.Optimizer):
         raise TypeError(f"{caller} takes a list of optimizers: [optimizer]")
     for optimizer in optimizers:
@@ -266,6 +272,11 @@ def check_optimizers_and_algorithm(caller: str, optimizers: Any, algorithm: Any)
         raise TypeError(
             f"{caller}: algorithm must be an instance of bagua.torch_api.algorithms.Algorithm, "
             f"such as GradientAllReduceAlgorithm(), not {algorithm!r}"
+        )
+    if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+        raise TypeError(
+            f"{caller}: grad_scaler must be None or a torch.amp.GradScaler, not "
+            f"{type(grad_scaler).__name__}"
         )
 
 

@@ -75,6 +75,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     """
 
     ranks_agree = True
+    remembers_gradients = True
     steps_in_backward = False
 
     def __init__(

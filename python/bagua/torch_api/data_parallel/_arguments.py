@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from bagua._core.group.implicit_group import ensure_initialised
-from bagua._core.group.job import as_bagua_group
+from bagua._core.group.job import as_bagua_group, group_of_mesh
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.initial_state import InitialState
 from bagua._core.state.snapshot import ignored_names
@@ -172,9 +172,12 @@ def groups(process_group: Any, device_mesh: Any) -> Groups:
     """The groups of ``process_group``: None, torch's or bagua's; or of a mesh of one dimension.
 
     Raises:
-        RuntimeError: both are given, a mesh of more dimensions, or no process group exists.
+        RuntimeError: both are given, ``device_mesh`` has more dimensions, or no process group
+            exists.
+        ValueError: ``process_group`` is a mesh of more dimensions.
         TypeError: ``process_group`` is none of these.
     """
+    process_group = group_of_mesh(process_group)
     if device_mesh is not None:
         if process_group is not None:
             raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")

@@ -12,7 +12,6 @@ from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.shared_state import UnevenInputs
 from bagua._sync.outside_graphs import outside_graphs_lazily
 from bagua.torch_api._wrapper import BaguaDistributedDataParallel
-from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithmImpl
@@ -79,7 +78,7 @@ class Shadow(JoinHook):
     def main_hook(self) -> None:
         """Answer one round of the others."""
         ddp = self._ddp
-        check_algorithm(ddp.bagua_ddp.bagua_algorithm)
+        check_algorithm(ddp.bagua_ddp)
         self._keep_gradients()
         meet(ddp, has_inputs=False)
         ddp.forwards.answer_hook()
@@ -121,13 +120,21 @@ class Shadow(JoinHook):
         ddp._join_config = ddp._join_config._replace(enable=False)  # from here on no rank answers
 
 
-def check_algorithm(algorithm: AlgorithmImpl) -> None:
+def check_algorithm(ddp: BaguaDistributedDataParallel) -> None:
     """Raise NotImplementedError unless a rank can take part without inputs."""
+    algorithm = ddp.bagua_algorithm
     if isinstance(algorithm, QAdamAlgorithmImpl):
         raise NotImplementedError(
             "join() with QAdamAlgorithm: a rank without inputs makes no optimizer step, and would "
             "send momentum that is out of date. Give every rank the same number of inputs, or use "
             "gradient_allreduce, bytegrad, power_sgd or sparse."
+        )
+    if algorithm.remembers_gradients and ddp.scales_gradients:
+        raise NotImplementedError(
+            f"join() with {type(algorithm).__name__} and grad_scaler=: a rank without inputs does "
+            "not know the loss scale, and would send its residual in the wrong unit. Give every "
+            "rank the same number of inputs, use bfloat16 without a scaler, or gradient_allreduce "
+            "or bytegrad."
         )
     if not isinstance(algorithm, _ALGORITHMS):
         raise NotImplementedError(
@@ -161,7 +168,7 @@ def announce(ddp: Joining) -> None:
     ddp.bagua_ddp.eager = True
     if not ddp.forwards.opens_round():
         return
-    check_algorithm(ddp.bagua_ddp.bagua_algorithm)
+    check_algorithm(ddp.bagua_ddp)
     work = Join.notify_join_context(ddp)  # type: ignore[arg-type]
     if work is not None:
         work.wait()

@@ -127,7 +127,7 @@ class TorchMembers(TorchInternals, Joinable):
             NotImplementedError: the algorithm communicates more than gradients.
         """
         if enable:
-            _join.check_algorithm(self.bagua_ddp.bagua_algorithm)
+            _join.check_algorithm(self.bagua_ddp)
         return Join(
             [self],
             enable,

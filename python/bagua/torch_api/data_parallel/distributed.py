@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from bagua.torch_api.algorithms import (
     AsyncModelAverageAlgorithm,
     GradientAllReduceAlgorithm,
 )
-from bagua.torch_api.algorithms.base import check_optimizers_and_algorithm
+from bagua.torch_api.algorithms.base import check_arguments
 from bagua.torch_api.data_parallel import _arguments, _join
 from bagua.torch_api.data_parallel._forwards import Forwards, refuse_backward
 from bagua.torch_api.data_parallel._inputs import to_device
@@ -45,6 +45,7 @@ class _Wrap:
     broadcast_buffers: bool | None
     bucket_bytes: Any  # as _arguments.bucket_bytes returns it
     default_group: bool
+    needs_scaler: bool = False  # its algorithm remembers gradients, which are scaled
 
 
 # Note [Torch's class]
@@ -60,7 +61,7 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
     arguments. Arguments up to ``lazy_bucket_allocation`` are torch's, in torch's order.
     ``state_dict()`` has the prefix ``module.`` as torch's has. Copies and unpickled copies
     communicate from their first training forward on, which every rank makes: over the default
-    group, without ``optimizers`` and without hooks.
+    group, without ``optimizers``, ``grad_scaler`` and hooks.
 
     Args:
         module: stays as it is, ``ddp.module``. Calling it directly communicates nothing.
@@ -71,8 +72,9 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
             before was communicated. None: as the algorithm has it. False: not at the wrap, either.
         init_sync: give every rank the first rank's state at the wrap. False: you have seen to it
             that they are equal.
-        process_group: None for all ranks, a torch process group or a ``BaguaProcessGroup``.
-            ``bagua.init_process_group()`` need not have been called if torch's was.
+        process_group: None for all ranks, a torch process group, a ``DeviceMesh`` of one dimension
+            or a ``BaguaProcessGroup``. ``bagua.init_process_group()`` need not have been called if
+            torch's was.
         bucket_cap_mb: MiB after which a bucket is closed; None: ``BAGUA_DEFAULT_BUCKET_SIZE``.
         find_unused_parameters: leave ``.grad`` of a parameter alone that no rank used.
         check_reduction: deprecated, does nothing.
@@ -91,6 +93,8 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
         optimizers: those used for the module, a list; their state is given to all ranks.
         algorithm: decides messages and their time (``bagua.torch_api.algorithms``); default exact
             all-reduce of gradients.
+        grad_scaler: the scaler that the loss is multiplied with, for an algorithm that remembers
+            something of the gradients (QAdam, PowerSGD, Sparse): its memory is unscaled.
 
     Raises:
         NotImplementedError: mixed_precision; names the alternative.
@@ -130,12 +134,13 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
         *,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         algorithm: Algorithm | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         # Checks
         _arguments.refuse_mixed_precision(mixed_precision)
         _arguments.warn_of_check_reduction(check_reduction)
         algorithm = GradientAllReduceAlgorithm() if algorithm is None else algorithm
-        check_optimizers_and_algorithm("DistributedDataParallel", optimizers, algorithm)
+        check_arguments("DistributedDataParallel", optimizers, algorithm, grad_scaler)
         parameters = _arguments.check_parameters(module)
         _arguments.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         ids, output = _arguments.devices(parameters, device_ids, output_device)
@@ -162,10 +167,17 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
         self.lazy_bucket_allocation = lazy_bucket_allocation
         self.divide_by_initial_world_size = True
         self._wrap = _Wrap(algorithm, buffers, caps, groups.default)
-        self._start(groups, optimizers, state)
+        self._start(groups, optimizers, state, grad_scaler)
+        inner = self.bagua_ddp
+        needs_scaler = inner.bagua_algorithm.remembers_gradients and inner.scales_gradients
+        self._wrap = replace(self._wrap, needs_scaler=needs_scaler)
 
     def _start(
-        self, groups: _arguments.Groups, optimizers: Sequence[torch.optim.Optimizer], state: Any
+        self,
+        groups: _arguments.Groups,
+        optimizers: Sequence[torch.optim.Optimizer],
+        state: Any,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         """Begin to communicate. Every rank calls it."""
         # Asynchronous averaging has no buckets of gradients, but of weights, which it works on.
@@ -184,6 +196,7 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
             bucket_bytes=self._wrap.bucket_bytes,
             initial_state=state,
             hook_module=False,
+            grad_scaler=grad_scaler,
         )
         forwards = Forwards(ddp)
         # Past nn.Module's __setattr__, and left out of copies: see __getstate__.
@@ -200,13 +213,20 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
         """Begin to communicate, as this is a copy of a wrapper that did. Every rank calls it.
 
         Raises:
-            RuntimeError: the wrapper had another group than the default one.
+            RuntimeError: the wrapper had another group than the default one, or its algorithm
+                needs a scaler.
         """
         if not self._wrap.default_group:
             raise RuntimeError(
                 "this DistributedDataParallel is a copy or was unpickled, and its process group "
                 "was not the default one: train DistributedDataParallel(copy.module, "
                 "process_group=...), made on every rank"
+            )
+        if self._wrap.needs_scaler:
+            raise RuntimeError(
+                "this DistributedDataParallel is a copy or was unpickled, and its algorithm needs "
+                "the scaler that the original had: train DistributedDataParallel(copy.module, "
+                "grad_scaler=...), made on every rank"
             )
         self.device = _arguments.check_parameters(self.module)[0].device
         self.device_type = self.device.type
