@@ -1,0 +1,153 @@
+"""Parameters in channels_last and channels_last_3d, for every algorithm but the asynchronous one."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms import QAdamAlgorithm, QAdamOptimizer
+from ranks import every_algorithm, training
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+STEPS = 5
+#: Algorithms whose arithmetic does not depend on the order of elements in memory.
+ELEMENTWISE = [
+    "gradient_allreduce",
+    "bytegrad-fp16",
+    "bytegrad-bf16",
+    "decentralized-all",
+    "decentralized-shift-one",
+    "qadam",
+]
+#: Blocks of 8-bit codes: their ranges depend on it.
+BLOCKWISE = ["bytegrad", "bytegrad-minmax", "low_precision_decentralized"]
+WITH_RESIDUALS = ["power_sgd", "sparse", "random_sparse"]
+
+
+class Convolutions(nn.Module):
+    """Weights whose sizes differ in every dimension, with and without channels_last."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.flat = nn.Conv2d(3, 4, (2, 5)).to(memory_format=torch.channels_last)
+        self.deep = nn.Conv3d(4, 5, (1, 2, 3)).to(memory_format=torch.channels_last_3d)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, images):
+        hidden = torch.relu(self.flat(images))
+        hidden = torch.tanh(self.deep(hidden.unsqueeze(2)))
+        return self.head(hidden.mean((2, 3, 4)))
+
+
+def contiguous(model):
+    """A copy whose parameters are in the order of their dimensions."""
+    twin = copy.deepcopy(model)
+    for p in twin.parameters():
+        p.data = p.data.contiguous()
+    return twin
+
+
+def images(step):
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    data = torch.randn(2, 3, 4, 9, generator=generator)
+    return data.to(memory_format=torch.channels_last)
+
+
+def backward(model, step):
+    model.zero_grad()
+    (model(images(step)) - 1).square().mean().backward()
+
+
+def wrapped(name, model):
+    if name != "qadam":
+        return every_algorithm.wrapped(name, model)
+    optimizer = QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=2)
+    algorithm = QAdamAlgorithm(optimizer, hierarchical=False, codec="bf16")
+    return model.with_bagua([optimizer], algorithm), optimizer
+
+
+def trained(name, model):
+    model, optimizer = wrapped(name, model)
+    for step in range(STEPS):
+        backward(model, step)
+        optimizer.step()
+        if name not in every_algorithm.OWN_WEIGHTS:
+            training.assert_ranks_agree(model)
+    return model
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@training.with_group
+def train_in_both_orders(name):
+    """The distance between the results, relative to the way that training has gone."""
+    start = Convolutions()
+    strides = [p.stride() for p in start.parameters()]
+    mine = trained(name, copy.deepcopy(start))
+    assert [p.stride() for p in mine.parameters()] == strides
+    assert [p.grad.stride() for p in mine.parameters()] == strides
+    theirs = trained(name, contiguous(start))
+    return ((flat(mine) - flat(theirs)).norm() / (flat(theirs) - flat(start)).norm()).item()
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_the_order_in_memory_changes_nothing(ranks, name):
+    assert max(ranks(3, train_in_both_orders, name)) < 1e-4
+
+
+@pytest.mark.parametrize("name", BLOCKWISE)
+def test_the_order_in_memory_changes_rounding_only(ranks, name):
+    assert max(ranks(3, train_in_both_orders, name)) < 0.05
+
+
+@training.with_group
+def train_beside_torch():
+    start = Convolutions()
+    theirs = TorchDDP(copy.deepcopy(start))
+    optimizer = training.sgd(theirs, lr=0.05)
+    for step in range(STEPS):
+        backward(theirs, step)
+        optimizer.step()
+    training.assert_close(trained("gradient_allreduce", start), theirs)
+
+
+def test_weights_are_those_of_torch(ranks):
+    ranks(3, train_beside_torch)
+
+
+@training.with_group
+def send_the_same_gradient(name):
+    """Without steps, all that was sent and all residuals are the mean times the rounds."""
+    model, _ = wrapped(name, Convolutions())
+    local = training.local_gradients(model, lambda m, d: (m(d) - 1).square().mean(), images(0))
+    sent = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for _ in range(STEPS):
+        backward(model, 0)
+        for key, p in model.named_parameters():
+            sent[key] += p.grad
+    rank = dist.get_rank()
+    residuals = model.bagua_algorithm.state_dict()
+    for key, total in sent.items():
+        mine = residuals[f"rank{rank}/error/{key}"]
+        owed = training.mean_over_ranks(mine)
+        wanted = STEPS * training.mean_over_ranks(local[key])
+        torch.testing.assert_close(
+            total + owed, wanted, rtol=1e-4, atol=1e-5, msg=lambda m, k=key: k + m
+        )
+    return [
+        bool(residuals[f"rank{rank}/error/{key}"].any()) for key in ("flat.weight", "deep.weight")
+    ]
+
+
+@pytest.mark.parametrize("name", WITH_RESIDUALS)
+def test_what_was_sent_and_the_residual_are_the_gradient(ranks, name):
+    assert ranks(3, send_the_same_gradient, name) == [[True, True]] * 3
+
+
+def test_all_algorithms_are_here():
+    here = [*ELEMENTWISE, *BLOCKWISE, *WITH_RESIDUALS]
+    assert sorted(here) == sorted(every_algorithm.SYNCHRONOUS)
