@@ -2,12 +2,10 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <ios>
 
-#include <ATen/ops/empty.h>
-
 #include "base/check.h"
+#include "engine/all_records.h"
 
 namespace bagua {
 namespace {
@@ -35,13 +33,7 @@ constexpr std::array<Field, 4> kFields{{
 bool agree(Communicator& communicator, const AgreementRecord& mine) {
   const int size = communicator.group().size;
   if (size == 1) return true;
-  const auto bytes = static_cast<int64_t>(sizeof mine);
-  at::Tensor input = at::empty({bytes}, at::kByte);
-  at::Tensor output = at::empty({size * bytes}, at::kByte);
-  std::memcpy(input.data_ptr(), &mine, sizeof mine);
-  communicator.all_gather(input, output);
-  std::vector<AgreementRecord> all(size);
-  std::memcpy(all.data(), output.data_ptr(), size * sizeof mine);
+  const std::vector<AgreementRecord> all = all_records(communicator, mine);
   for (const Field& field : kFields) {
     bool equal = true;
     std::string values;

@@ -42,6 +42,28 @@ void append(c10d::Store& store, int size, const char* key, const std::string& en
   }
 }
 
+// What the entry of the first rank that failed says to `rank`.
+std::optional<FailureBoard::News> news_of(const std::optional<std::string>& text, int rank) {
+  if (!text || text->empty()) return std::nullopt;
+  const std::string entry = sanitize_untrusted(std::string_view(*text).substr(1));
+  if (entry.starts_with(concat(rank, ": "))) return std::nullopt;
+  return FailureBoard::News{.text = "rank " + entry, .is_secondary = text->front() == kSecondary};
+}
+
+// The first rank among `size`, but the observer, that exited before the observer's round was done.
+std::optional<std::string> left_before(const std::optional<std::string>& text,
+                                       const Observer& observer, int size) {
+  std::istringstream entries(text.value_or(""));
+  int rank;
+  int64_t rounds;
+  while (entries >> rank >> rounds) {
+    if (rank >= 0 && rank < size && rank != observer.rank && rounds < observer.round) {
+      return concat("rank ", rank, " left after ", rounds, " rounds");
+    }
+  }
+  return std::nullopt;
+}
+
 std::string in_words(const OtherRanks& others) {
   std::string places;
   for (const auto& list : {others.causes, others.failed}) {
@@ -82,10 +104,7 @@ std::optional<FailureBoard::News> FailureBoard::poll() noexcept {
   auto text = std::make_shared<std::optional<std::string>>();
   const bool answered =
       worker_.ask([text](c10d::Store& store) { *text = read(store, kFailedKey); }, kPatience);
-  if (!answered || !*text || (*text)->empty()) return std::nullopt;
-  const std::string entry = sanitize_untrusted(std::string_view(**text).substr(1));
-  if (entry.starts_with(concat(rank_, ": "))) return std::nullopt;
-  return News{.text = "rank " + entry, .is_secondary = (*text)->front() == kSecondary};
+  return answered ? news_of(*text, rank_) : std::nullopt;
 }
 
 void FailureBoard::leave(int64_t rounds) noexcept {
@@ -106,24 +125,23 @@ std::optional<std::string> FailureBoard::poll_left(int64_t round) noexcept {
   auto text = std::make_shared<std::optional<std::string>>();
   const bool answered =
       worker_.ask([text](c10d::Store& store) { *text = read(store, kLeftKey); }, kPatience);
-  if (!answered) return std::nullopt;
-  std::istringstream entries(text->value_or(""));
-  int rank;
-  int64_t rounds;
-  while (entries >> rank >> rounds) {
-    if (rank >= 0 && rank < size_ && rank != rank_ && rounds < round) {
-      return concat("rank ", rank, " left after ", rounds, " rounds");
-    }
-  }
-  return std::nullopt;
+  return answered ? left_before(*text, {.rank = rank_, .round = round}, size_) : std::nullopt;
 }
 
-void FailureBoard::beat(std::function<std::optional<Whereabouts>()> where) {
+void FailureBoard::beat(std::function<std::optional<Whereabouts>()> where, OnNews on_news) {
   worker_.repeat(
-      [key = beat_key(rank_), where = std::move(where),
+      [rank = rank_, size = size_, where = std::move(where), on_news = std::move(on_news),
        number = std::make_shared<int64_t>(0)](c10d::Store& store) {
         const std::optional<Whereabouts> here = where();
-        if (here) store.set(key, heartbeat_text({.number = ++*number, .where = *here}));
+        if (!here) return;
+        store.set(beat_key(rank), heartbeat_text({.number = ++*number, .where = *here}));
+        if (!on_news || !here->waits) return;
+        std::optional<News> news = news_of(read(store, kFailedKey), rank);
+        if (!news) {
+          const Observer me{.rank = rank, .round = here->round};
+          if (const auto left = left_before(read(store, kLeftKey), me, size)) news = {*left, false};
+        }
+        if (news) on_news(*news);
       },
       kBeat);
 }

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "health/heartbeat.h"
 #include "health/store_worker.h"
@@ -46,16 +47,21 @@ class FailureBoard final {
   std::optional<std::string> poll_left(int64_t round) noexcept;
 
   // Publishes what `where` returns as heartbeats from now on. The worker's thread calls it; it must
-  // not block. Heartbeats end when it returns nothing.
-  void beat(std::function<std::optional<Whereabouts>()> where);
+  // not block. Heartbeats end when it returns nothing. `on_news`, if there is one, is called on the
+  // same thread after a heartbeat of a rank that waits for others, if poll() or poll_left() would
+  // find something; it must not ask the board.
+  using OnNews = std::function<void(const News&)>;
+  void beat(std::function<std::optional<Whereabouts>()> where, OnNews on_news = nullptr);
 
   // Publishes state->whereabouts() as long as another owner holds the state.
   template <typename State>
-  void beat_while_alive(const std::shared_ptr<State>& state) {
-    beat([weak = std::weak_ptr<State>(state)] {
-      const auto alive = weak.lock();
-      return alive ? std::optional(alive->whereabouts()) : std::nullopt;
-    });
+  void beat_while_alive(const std::shared_ptr<State>& state, OnNews on_news = nullptr) {
+    beat(
+        [weak = std::weak_ptr<State>(state)] {
+          const auto alive = weak.lock();
+          return alive ? std::optional(alive->whereabouts()) : std::nullopt;
+        },
+        std::move(on_news));
   }
 
   // Publishes the position last passed to note(); the first call starts publishing.

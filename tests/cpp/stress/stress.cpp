@@ -9,6 +9,7 @@
 
 #include "stress/averaging.h"
 #include "stress/checks.h"
+#include "stress/dynamic.h"
 #include "stress/gossip.h"
 #include "stress/low_rank.h"
 #include "stress/sparse.h"
@@ -194,6 +195,9 @@ constexpr Scenario kScenarios[] = {
     {"replicas are the neighbours' weights", replicas_are_the_neighbours_weights},
     {"low-rank memories change together", low_rank_memories_change_together},
     {"sparse memories change together", sparse_memories_change_together},
+    {"jobs of dynamic lanes give equal bits", jobs_of_dynamic_lanes_give_equal_bits},
+    {"a dynamic lane that ends is told to every rank",
+     a_dynamic_lane_that_ends_is_told_to_every_rank},
     {"averages keep the sum", averages_keep_the_sum},
     {"a lane stops while others average", a_lane_stops_while_others_average},
 };

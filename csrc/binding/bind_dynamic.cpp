@@ -1,0 +1,201 @@
+// Dynamic lanes, and the communication hook of torch's DistributedDataParallel that feeds one.
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "base/check.h"
+#include "binding/bindings.h"
+#include "binding/ddp_hook.h"
+#include "engine/dynamic_lane.h"
+
+namespace bagua {
+
+namespace py = pybind11;
+
+namespace {
+
+// An error of the core as autograd's engine and torch's bindings hand it to Python; needs no GIL.
+class CoreError final : public torch::PyTorchError {
+ public:
+  CoreError(const char* message, PyObject* type) : PyTorchError(message), type_(type) {}
+  PyObject* python_type() override { return type_; }
+
+ private:
+  PyObject* type_;  // of the module, which is never unloaded
+};
+
+std::function<void(const std::exception_ptr&)> as_core_error() {
+  const py::module_ module = py::module_::import("bagua._C");
+  PyObject* const plain = module.attr("BaguaError").ptr();
+  PyObject* const timeout = module.attr("BaguaTimeoutError").ptr();
+  PyObject* const mismatch = module.attr("BaguaMismatchError").ptr();
+  return [=](const std::exception_ptr& cause) {
+    try {
+      std::rethrow_exception(cause);
+    } catch (const TimeoutError& error) {
+      throw CoreError(error.what(), timeout);
+    } catch (const MismatchError& error) {
+      throw CoreError(error.what(), mismatch);
+    } catch (const Error& error) {
+      throw CoreError(error.what(), plain);
+    }
+  };
+}
+
+// A Python callable that C++ may call and drop on any thread.
+template <typename Result, typename... Args>
+std::function<Result(Args...)> called_with_gil(const std::optional<py::function>& function) {
+  if (!function) return nullptr;
+  std::shared_ptr<py::function> owned(new py::function(*function), [](py::function* p) {
+    if (!Py_IsInitialized()) {
+      p->release();
+      delete p;
+      return;
+    }
+    const py::gil_scoped_acquire gil;
+    delete p;
+  });
+  return [owned](Args... args) {
+    const py::gil_scoped_acquire gil;
+    try {
+      return (*owned)(args...).template cast<Result>();
+    } catch (py::error_already_set& error) {
+      error.restore();
+      python_error as_torchs;  // autograd hands its own type to the caller of backward()
+      as_torchs.persist();
+      throw as_torchs;
+    }
+  };
+}
+
+// The future of a job.
+class Posted {
+ public:
+  explicit Posted(DynamicLane::Future future) : future_(std::move(future)) {}
+  void wait() const { future_->waitAndThrow(); }
+  bool done() const { return future_->completed(); }
+
+ private:
+  DynamicLane::Future future_;
+};
+
+void bind_lane(py::module_& m) {
+  py::class_<Posted>(m, "Posted", "A job of a DynamicLane.")
+      .def("wait", &Posted::wait, ReleaseGil(), "Block until it is done; raise its failure.")
+      .def_property_readonly("done", &Posted::done);
+
+  py::class_<DynamicLane, std::shared_ptr<DynamicLane>>(
+      m, "DynamicLane",
+      "A communication thread that learns of its jobs one by one. All ranks post the same jobs in\n"
+      "the same order, which they compare.")
+      .def(py::init([](std::string name, uint64_t incarnation, CountingCommunicators ops,
+                       std::shared_ptr<CountingCommunicator> control,
+                       std::shared_ptr<FailureBoard> board) {
+             return std::shared_ptr<DynamicLane>(new DynamicLane({.name = std::move(name),
+                                                                  .incarnation = incarnation,
+                                                                  .ops = std::move(ops),
+                                                                  .control = std::move(control),
+                                                                  .board = std::move(board),
+                                                                  .on_error = as_core_error()}),
+                                                 delete_without_gil<DynamicLane>);
+           }),
+           py::kw_only(), py::arg("name"), py::arg("incarnation"), py::arg("ops"),
+           py::arg("control"), py::arg("board").none(true) = py::none())
+      .def(
+          "post",
+          [](DynamicLane& lane, const BucketOperations& operations, at::Tensor flat, int64_t round,
+             float grad_scale) {
+            return Posted(lane.post({.plan = std::make_shared<JobPlan>(operations.plan),
+                                     .flat = std::move(flat),
+                                     .round = round,
+                                     .grad_scale = grad_scale}));
+          },
+          py::arg("operations"), py::arg("flat"), py::kw_only(), py::arg("round"),
+          py::arg("grad_scale") = 1.0f, ReleaseGil(),
+          "Run operations on flat, contiguous and of one dimension, in place, in call order.")
+      .def("check", &DynamicLane::check, ReleaseGil(), "Raise the failure, if there is one.")
+      .def("abort", &DynamicLane::abort, py::arg("reason"), ReleaseGil(),
+           "End everything: pending and later jobs fail, here and on the other ranks.")
+      .def("stop", &DynamicLane::stop, ReleaseGil(), "End the thread; pending jobs fail.")
+      .def("stats", [](const DynamicLane& lane) { return stats_dict(lane.stats()); });
+}
+
+void bind_hook(py::module_& m) {
+  py::class_<GradientBucket>(m, "GradientBucket",
+                             "A bucket as torch's DistributedDataParallel hands it over.")
+      .def(py::init([](size_t index, at::Tensor buffer, std::vector<at::Tensor> parameters,
+                       std::vector<int64_t> offsets) {
+             return GradientBucket{index, std::move(buffer), std::move(parameters),
+                                   std::move(offsets)};
+           }),
+           py::arg("index"), py::arg("buffer"), py::arg("parameters"), py::arg("offsets"))
+      .def_readonly("index", &GradientBucket::index)
+      .def_readonly("buffer", &GradientBucket::buffer)
+      .def_readonly("parameters", &GradientBucket::parameters)
+      .def_readonly("offsets", &GradientBucket::offsets);
+
+  py::class_<DdpHook, std::shared_ptr<DdpHook>>(
+      m, "DdpHook", "Hands the buckets of torch's DistributedDataParallel to a lane.")
+      .def(
+          py::init([](std::shared_ptr<DynamicLane> lane, const py::function& operations,
+                      const std::optional<py::function>& grad_scale,
+                      std::shared_ptr<RoundOutcome> outcome) {
+            return std::make_shared<DdpHook>(
+                std::move(lane),
+                DdpHookOptions{
+                    .operations = called_with_gil<BucketOperations, const GradientBucket&, int64_t>(
+                        operations),
+                    .grad_scale = called_with_gil<float>(grad_scale),
+                    .outcome = std::move(outcome)});
+          }),
+          py::arg("lane"), py::arg("operations"), py::kw_only(),
+          py::arg("grad_scale").none(true) = py::none(), py::arg("outcome").none(true) = py::none(),
+          "operations(GradientBucket, round) -> BucketOperations, for each bucket that is new.")
+      .def(
+          "register",
+          [](std::shared_ptr<DdpHook> hook, const std::shared_ptr<c10d::Reducer>& reducer) {
+            register_hook(*reducer, std::move(hook));
+          },
+          py::arg("reducer"), "Once for each reducer: ddp.reducer.")
+      .def("settle", &DdpHook::settle, ReleaseGil(),
+           "Between rounds: memories hold what they are to hold in the next one.")
+      .def("renew", &DdpHook::renew, py::arg("round"),
+           "From this round on the operations of all buckets are made again.")
+      .def_property_readonly("round", &DdpHook::round);
+}
+
+}  // namespace
+
+void bind_dynamic(py::module_& m) {
+  py::register_exception_translator([](std::exception_ptr cause) {
+    try {
+      if (cause) std::rethrow_exception(cause);
+    } catch (CoreError& error) {
+      py::set_error(error.python_type(), error.what());
+    }
+  });
+
+  py::class_<BucketOperations>(m, "BucketOperations", "Operations of a bucket of a dynamic lane.")
+      .def(py::init([](std::string name, std::string description,
+                       std::vector<std::shared_ptr<BucketOp>> ops, double scale,
+                       std::shared_ptr<RoundMemory> memory) {
+             return BucketOperations{.plan = {.name = std::move(name),
+                                              .description = std::move(description),
+                                              .ops = std::move(ops),
+                                              .scale = scale},
+                                     .memory = std::move(memory)};
+           }),
+           py::arg("name"), py::arg("description"), py::arg("ops"), py::arg("scale") = 1.0,
+           py::arg("memory").none(true) = py::none());
+  bind_lane(m);
+  bind_hook(m);
+}
+
+}  // namespace bagua

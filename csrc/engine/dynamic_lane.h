@@ -1,0 +1,94 @@
+// A communication thread that learns of its jobs one by one, in call order.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include "comm/counting_communicator.h"
+#include "engine/accounting.h"
+#include "engine/engine.h"
+#include "engine/lane_thread.h"
+#include "health/failure_board.h"
+#include "op/contract/bucket_op.h"
+
+namespace bagua {
+
+struct DynamicLaneOptions {
+  std::string name;                               // of the module, for error messages
+  uint64_t incarnation;                           // equal on all ranks, and of no other lane
+  CountingCommunicators ops;                      // communicators of the jobs' ops
+  std::shared_ptr<CountingCommunicator> control;  // CPU; for agreements only
+  std::shared_ptr<FailureBoard> board{};          // null: failures of other ranks are not seen
+  // Called with each failure before a caller gets it: may throw it as another that the caller's
+  // surroundings recognise. Null: thrown as it is.
+  std::function<void(const std::exception_ptr&)> on_error{};
+};
+
+// Work on a tensor; shared by all jobs that do it.
+struct JobPlan {
+  std::string name;         // of the bucket, for statistics and error messages
+  std::string description;  // equal on all ranks: the ranks' agreement compares it
+  std::vector<std::shared_ptr<BucketOp>> ops;
+  double scale = 1.0;  // the tensor is multiplied by it before the first op
+};
+
+struct Job {
+  std::shared_ptr<const JobPlan> plan;
+  at::Tensor flat;  // contiguous, one-dimensional; changed in place
+  int64_t round;    // from 1, never falling
+  float grad_scale = 1.0f;
+};
+
+// Where an Engine has all buckets up front, here any tensor may come, with any op. All ranks post
+// the same jobs in the same order, which they compare: Note [Agreement on jobs].
+//
+// Thread safety: post() from one thread at a time; abort(), stop(), check(), stats() from any.
+// Ownership: sole owner of the communicators; the thread keeps them, ops and tensors alive
+// while a job runs. Ordering: jobs run in the order of post(). On a device they run on a stream of
+// the lane's own, after the work that the posting thread's current stream had been given, and a
+// future is completed with that stream's event: its wait() orders the waiter's current stream.
+// May fail: the first failure of a job, of the agreement, or of another rank (its board is read
+// twice a second while jobs are pending) is published and explained (Note [Diagnosis]); all pending
+// futures and later calls of post() and check() have it as their error.
+class DynamicLane {
+ public:
+  using Future = c10::intrusive_ptr<c10::ivalue::Future>;
+
+  explicit DynamicLane(DynamicLaneOptions options);
+  ~DynamicLane();
+  DynamicLane(const DynamicLane&) = delete;
+  DynamicLane& operator=(const DynamicLane&) = delete;
+
+  // The future's value is the job's tensor.
+  Future post(Job job);
+
+  // Throws the failure, if there is one.
+  void check() const;
+
+  // Ends everything: pending futures and later calls have `reason` as their error, here and,
+  // published, on the other ranks.
+  void abort(const std::string& reason) noexcept;
+
+  // Stops the thread; pending futures fail. Called by the destructor; idempotent.
+  void stop() noexcept;
+
+  // By name of the plans, in the order in which they first ran. The lane does not know when its
+  // caller waits: hidden_ns, exposed_ns and longest_wait_ns are 0.
+  EngineStats stats() const;
+
+ private:
+  struct State;
+
+  int process_;  // pid: after fork nothing is joined or closed
+  std::shared_ptr<State> state_;
+  std::unique_ptr<LaneThread> thread_;
+};
+
+}  // namespace bagua
