@@ -23,6 +23,7 @@ CPP_FLOORS = (
 PYTHON_FLOORS = (
     *("bagua", "bagua/_core/group", "bagua/_core/eager", "bagua/_core/state"),
     *("bagua/_core/compression", "bagua/_ops", "bagua/_sync", "bagua/torch_api"),
+    "bagua/comm_hooks",
 )
 
 # Floors that know nothing of each other, whichever is higher.
@@ -301,13 +302,19 @@ SYNTHETIC = {
         f"{SURFACE}/tensor.py",
         "from torch import nn\nnn.Module.a = 1",
     ),
+    "surface_imports_hooks": (
+        find_upward_imports,
+        f"{SURFACE}/tensor.py",
+        "import bagua.comm_hooks",
+    ),
     "long_file": (find_long_files, "csrc/op/a.h", "\n" * (MAX_LINES + 1)),
 }
 
 
 @pytest.mark.parametrize(("find", "path", "text"), SYNTHETIC.values(), ids=SYNTHETIC.keys())
 def test_a_violation_is_found(tmp_path, find, path, text):
-    for name in ("bagua/__init__.py", "bagua/torch_api/__init__.py", "bagua/torch_api/_patch.py"):
+    packages = ("bagua", "bagua/torch_api", "bagua/comm_hooks")
+    for name in (*(f"{package}/__init__.py" for package in packages), "bagua/torch_api/_patch.py"):
         (tmp_path / "python" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "python" / name).touch()
     (tmp_path / "python/bagua/torch_api/__init__.py").write_text("import bagua.torch_api._patch")

@@ -7,6 +7,7 @@ import sys
 import bagua.torch_api
 import pytest
 import torch
+from bagua.comm_hooks import Handle
 from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import BaguaProcessGroup
@@ -19,6 +20,7 @@ COLLECTIVES = """
 """
 MODULES = {
     "bagua": "__version__",
+    "bagua.comm_hooks": "Handle register",
     "bagua.torch_api": COLLECTIVES
     + """
     get_backend init_process_group ReduceOp BaguaModule BaguaTensor get_local_rank get_local_size
@@ -89,6 +91,7 @@ CLASSES = {
     init_backward_hook init_post_backward_hook init_post_optimizer_step_hook
     """,
     bagua.torch_api.algorithms.Algorithm: "reify init",
+    Handle: "stats state_dict load_state_dict close",
     type(bagua.torch_api.algorithms.GlobalAlgorithmRegistry): "register get available_algorithms",
 }
 REGISTERED = "gradient_allreduce bytegrad decentralized low_precision_decentralized async qadam"
@@ -128,7 +131,7 @@ def test_reduce_operations_have_upstreams_numbers(module):
 
 def test_importing_takes_nothing_along_that_is_slow_to_import():
     """torch.distributed.checkpoint alone takes a second, which every process would pay."""
-    source = "import sys, bagua.torch_api; print([m for m in sys.modules if m.startswith({!r})])"
+    source = "import sys, bagua.comm_hooks; print([m for m in sys.modules if m.startswith({!r})])"
     for slow in ("torch.distributed.checkpoint", "torch._dynamo", "torch._inductor", "sympy"):
         command = [sys.executable, "-c", source.format(slow)]
         assert subprocess.run(command, capture_output=True, text=True).stdout == "[]\n", slow

@@ -16,10 +16,10 @@ from bagua._core.group import environment as env
 from bagua._core.group.connections import fingerprint
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.lane import Lane
-from bagua._ops.operation import Operation
+from bagua._ops.operation import BetweenNodes, BucketView, Operation
 from bagua._sync.wrapper import Bucket
 
-__all__ = ["Plan", "build", "describe", "log_plan"]
+__all__ = ["Plan", "build", "counted", "describe", "divided_first", "log_plan", "warn_one_node"]
 
 _log = logging.getLogger("bagua")
 
@@ -50,7 +50,7 @@ def describe(buckets: Sequence[Bucket]) -> list[str]:
     return lines
 
 
-def _operations(bucket: Bucket, group: BaguaProcessGroup) -> tuple[Sequence[Operation], float]:
+def divided_first(bucket: Bucket, group: BaguaProcessGroup) -> tuple[Sequence[Operation], float]:
     """The operations of a bucket, and the factor for gradients as they are put into it.
 
     gloo has no mean: dividing takes a pass over memory, which is free where the gradient is copied
@@ -63,8 +63,8 @@ def _operations(bucket: Bucket, group: BaguaProcessGroup) -> tuple[Sequence[Oper
     return bucket.ops, 1.0
 
 
-def _warn_one_node(group: BaguaProcessGroup, buckets: Sequence[Bucket]) -> None:
-    kinds = [op.between_nodes for bucket in buckets for op in bucket.ops]
+def warn_one_node(group: BaguaProcessGroup, kinds: Sequence[BetweenNodes]) -> None:
+    """Warn of hierarchical operations that change nothing, because all ranks share a node."""
     missing = [kind for kind in kinds if kind != "exact"]
     if missing and group.size > 1 and len(set(group.connections.node_of_ranks())) == 1:
         verb = {"compressed": "compress", "gossiped": "gossip"}[missing[0]]
@@ -89,14 +89,17 @@ def _number_of_lanes(buckets: Sequence[Bucket]) -> int:
     return 1 if one_order else min(lanes, max(1, len(buckets)))
 
 
-def _counted(
-    bucket: Bucket, specs: Sequence[Operation], ops: list[_C.BucketOp]
+def counted(
+    bucket: BucketView,
+    specs: Sequence[Operation],
+    ops: list[_C.BucketOp],
+    rounds: _C.NonFiniteRounds | None = None,
 ) -> tuple[list[_C.BucketOp], _C.NonFiniteRounds | None]:
     """``ops``, the last of which is watched, and the counter; None on devices, where a look would
-    mean to wait."""
+    mean to wait. ``rounds``: a counter to go on with."""
     if bucket.backend_tensor.device.type != "cpu":
         return ops, None
-    rounds = _C.NonFiniteRounds()
+    rounds = rounds or _C.NonFiniteRounds()
     if not ops:
         return ops, rounds
     return [*ops[:-1], _C.CountNonFinite(ops[-1], rounds, specs[-1].result)], rounds
@@ -136,7 +139,7 @@ def _build(
     description = describe(buckets)
     description += [] if weights is None else weights.describe()
     connections.agree("their buckets", description)
-    _warn_one_node(group, buckets)
+    warn_one_node(group, [op.between_nodes for bucket in buckets for op in bucket.ops])
     count = _number_of_lanes(buckets)
     device = buckets[0].backend_tensor.device if buckets else torch.device("cpu")
     builders = [Lane(f"{wrap}/lane{i}", device, group) for i in range(count)]
@@ -147,8 +150,8 @@ def _build(
         builder = builders[i % count]
         slots = bucket.slots()
         bucket.position = (i, len(buckets))
-        specs, adopt_scale = _operations(bucket, group)
-        ops, rounds = _counted(bucket, specs, [spec.build(builder, bucket) for spec in specs])
+        specs, adopt_scale = divided_first(bucket, group)
+        ops, rounds = counted(bucket, specs, [spec.build(builder, bucket) for spec in specs])
         if rounds is not None:
             non_finite[bucket.name] = rounds
         native[i % count].append(

@@ -75,7 +75,7 @@ class BaguaBucket:
         self.asynchronous: AsynchronousAverage | None = None
         self.position = (0, 1)
         self._check()
-        self.gradients = all(carries_gradient(tensor) for tensor in self.tensors)
+        self.gradients = self._carries_gradients()
         self._allocate()
 
     @property
@@ -103,6 +103,9 @@ class BaguaBucket:
                     "one bucket holds one dtype on one device"
                 )
 
+    def _carries_gradients(self) -> bool:
+        return all(carries_gradient(tensor) for tensor in self.tensors)
+
     def _allocate(self) -> None:
         effective = [bagua_getter_closure(tensor) for tensor in self.tensors]
         numel = sum(tensor.numel() for tensor in effective)
@@ -128,6 +131,13 @@ class BaguaBucket:
     def view_of(self, index: int) -> torch.Tensor:
         """Place of tensor ``index`` in the flat memory."""
         return self._views[index]
+
+    def named_views(self) -> list[tuple[str, torch.Tensor]]:
+        """(name, place in the flat memory) of each tensor."""
+        return [
+            (record_of(tensor).name, view)
+            for tensor, view in zip(self.tensors, self._views, strict=True)
+        ]
 
     def slots(self) -> list[_C.Slot]:
         """The engine's description of the tensors."""
@@ -271,7 +281,7 @@ class BaguaBucket:
         Raises:
             ValueError: the memories do not fit the tensors; names the first.
         """
-        self.append_operation(UpdateMomentum.of(self._named_views(), memories, betas, self.name))
+        self.append_operation(UpdateMomentum.of(self.named_views(), memories, betas, self.name))
         return self
 
     def append_low_rank_op(
@@ -302,7 +312,7 @@ class BaguaBucket:
             The op, which holds the memory.
         """
         flat = self.backend_tensor
-        matrices = low_rank_matrices(self._named_views(), rank, min_compression_rate)
+        matrices = low_rank_matrices(self.named_views(), rank, min_compression_rate)
         memory = low_rank_memory(flat, matrices, outcome, error_feedback=error_feedback)
         return self.append_operation(
             LowRank(matrices, memory, hierarchical, warm_start, error_feedback, seed, group)
@@ -411,12 +421,6 @@ class BaguaBucket:
 
         self.append_operation(PythonFunction(python_function if self.flatten else on_copies))
         return self
-
-    def _named_views(self) -> list[tuple[str, torch.Tensor]]:
-        return [
-            (record_of(tensor).name, view)
-            for tensor, view in zip(self.tensors, self._views, strict=True)
-        ]
 
 
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:

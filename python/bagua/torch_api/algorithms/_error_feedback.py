@@ -10,18 +10,24 @@ import torch
 from bagua import _C
 from bagua._core.compression.error_state import error_key, load_memory, ranks_text
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.saved_values import check_state, saved_count
 from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket
 
-__all__ = ["ErrorFeedbackImpl", "check_warmup"]
+__all__ = ["ErrorFeedbackImpl", "check_warmup", "errors_of"]
 
 
 def check_warmup(warmup_steps: int) -> None:
     """Raise ValueError for a negative number."""
     if warmup_steps < 0:
         raise ValueError(f"warmup_steps={warmup_steps} must not be negative")
+
+
+def errors_of(bucket: BaguaBucket, memory: _C.RoundMemory) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, residual) of every tensor of ``bucket``; none without error feedback."""
+    error = memory.value(0)
+    for name, view in bucket.named_views() if error.numel() else []:
+        yield name, error.as_strided(view.size(), view.stride(), view.storage_offset())
 
 
 class ErrorFeedbackImpl(AlgorithmImpl):
@@ -98,7 +104,7 @@ class ErrorFeedbackImpl(AlgorithmImpl):
             parameter, of its shape and f32 (f64), ``rank<r>/error/<name>``; and further
             state of the algorithm.
         """
-        state: dict[str, Any] = {"rounds": self._rounds, "ranks": ranks_text(self._members())}
+        state: dict[str, Any] = {"rounds": self._rounds, "ranks": ranks_text(self.members())}
         state |= {key: view.clone() for key, view in self._equal_views()}
         rank = self.process_group.connections.rank
         return state | {error_key(rank, name): view.clone() for name, view in self._errors()}
@@ -133,7 +139,7 @@ class ErrorFeedbackImpl(AlgorithmImpl):
             equal=self._equal_views(),
             errors=self._errors(),
             rank=self.process_group.connections.rank,
-            ranks=self._members(),
+            ranks=self.members(),
         )
 
     def _equal_views(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -142,16 +148,13 @@ class ErrorFeedbackImpl(AlgorithmImpl):
 
     def _errors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, error) of every parameter, where this rank remembers."""
-        if self.process_group.connections.rank not in self._members():
+        if self.process_group.connections.rank not in self.members():
             return
         for bucket, memory in self._memories:
-            error = memory.value(0)
-            for index, tensor in enumerate(bucket.tensors if error.numel() else []):
-                view = bucket.view_of(index)
-                place = (view.size(), view.stride(), view.storage_offset())
-                yield record_of(tensor).name, error.as_strided(*place)
+            yield from errors_of(bucket, memory)
 
-    def _members(self) -> list[int]:
+    def members(self) -> list[int]:
+        """The ranks that remember."""
         connections = self.process_group.connections
         if not self.hierarchical:
             return list(range(connections.size))

@@ -1,0 +1,206 @@
+"""The user's handle of a registered communication hook."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from bagua import _C
+from bagua._core.group.connections import Connections
+from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
+from bagua._core.state.saved_values import check_state
+from bagua._core.state.statistics import MainThreadTraffic, statistics
+from bagua._ops.lane import Lane
+from bagua._sync.plan import counted, divided_first
+from bagua.comm_hooks._bucket import HookedBucket
+from bagua.comm_hooks._memories import Memories
+from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
+from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
+
+__all__ = ["Handle"]
+
+# torch waits for the hook's futures by itself, so the time for which it was blocked is not known.
+_NOT_MEASURED = ("hidden_ns", "exposed_ns", "longest_wait_ns")
+
+
+class Handle:
+    """A communication hook at work; made by :func:`register`.
+
+    The hook works as long as its ``DistributedDataParallel``, whether the handle is kept or not.
+    """
+
+    def __init__(
+        self,
+        module_name: str,
+        algorithm: AlgorithmImpl,
+        lane: Lane,
+        named: Sequence[tuple[str, torch.Tensor]],
+        grad_scaler: torch.amp.GradScaler | None,
+        wrap: str,
+    ) -> None:
+        self._algorithm = algorithm
+        self._lane = lane
+        self._named = {name: (p.size(), p.stride(), p.dtype) for name, p in named}
+        self._names = {id(parameter): name for name, parameter in named}
+        self._memories = Memories(algorithm) if isinstance(algorithm, ErrorFeedbackImpl) else None
+        self._rounds_before = 0  # of the training that a loaded state is of
+        self._traffic = MainThreadTraffic(self._connections)
+        self.non_finite: dict[str, _C.NonFiniteRounds] = {}
+        self._running = _C.DynamicLane(
+            name=module_name,
+            incarnation=self._connections.incarnation(wrap),
+            ops=list(lane.communicators.values()),
+            control=self._connections.connect(f"{wrap}/control", "cpu"),
+            board=self._connections.board(wrap),
+        )
+        scaled = grad_scaler is not None and grad_scaler.is_enabled()
+        owner = weakref.ref(self)
+
+        def operations(bucket: _C.GradientBucket, round: int) -> _C.BucketOperations:
+            handle = owner()
+            if handle is None:
+                raise _C.BaguaError(f"module '{module_name}': its DistributedDataParallel is gone")
+            return handle._operations(bucket, round)
+
+        self._hook = _C.DdpHook(
+            self._running,
+            operations,
+            grad_scale=grad_scaler.get_scale if scaled and grad_scaler else None,
+            outcome=algorithm.outcome if isinstance(algorithm, ErrorFeedbackImpl) else None,
+        )
+        close_at_exit(self)
+
+    @property
+    def _group(self) -> BaguaProcessGroup:
+        return self._lane.group
+
+    @property
+    def _connections(self) -> Connections:
+        return self._group.connections
+
+    def attach(self, reducer: Any) -> None:
+        """Make this the hook of torch's ``Reducer``.
+
+        Raises:
+            RuntimeError: it has one.
+        """
+        self._hook.register(reducer)
+
+    def _operations(self, torchs: _C.GradientBucket, round: int) -> _C.BucketOperations:
+        """Called by autograd's thread for a bucket that is new."""
+        bucket = HookedBucket(torchs, self._names)
+        memory = self._append_operations(bucket, round)
+        specs, scale = divided_first(bucket, self._group)
+        ops = [spec.build(self._lane, bucket) for spec in specs]
+        ops, rounds = counted(bucket, specs, ops, self.non_finite.get(bucket.name))
+        if rounds is not None:
+            self.non_finite[bucket.name] = rounds
+        return _C.BucketOperations(bucket.name, bucket.describe(), ops, scale, memory)
+
+    def _append_operations(self, bucket: HookedBucket, round: int) -> _C.RoundMemory | None:
+        if self._memories is None:
+            # Algorithms without memory do not look at the wrapped module.
+            self._algorithm.init_operations(cast(WrappedModule, None), bucket)
+            return None
+        assert isinstance(self._algorithm, ErrorFeedbackImpl)
+        warm_up = self._algorithm.warmup_steps - self._rounds_before  # its last round
+        if round > warm_up:
+            return self._memories.add(bucket)
+        bucket.append_centralized_synchronous_op(average=True, group=self._group)
+        self._hook.renew(warm_up + 1)
+        return None
+
+    # For statistics().
+
+    @property
+    def communicators(self) -> list[tuple[str, _C.CountingCommunicator]]:
+        """(purpose, communicator) of the lane."""
+        return [
+            (purpose, communicator)
+            for (_, purpose), communicator in self._lane.communicators.items()
+        ]
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes that this rank sent and times it took, since the hook was registered.
+
+        Returns:
+            As ``bagua_stats()`` of a wrapped module, without ``hidden_ns``, ``exposed_ns`` and
+            ``longest_wait_ns``: torch waits for the buckets, and does not say how long. Buckets are
+            named by their index; torch makes them anew after the first step.
+        """
+        stats = statistics(_Running(self), self._traffic)
+        for table in (stats, stats["total"], *stats["buckets"]):
+            for key in _NOT_MEASURED:
+                table.pop(key, None)
+        return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the algorithm: call it on every rank, between two steps.
+
+        Returns:
+            The same entries as ``module.bagua_algorithm.state_dict()`` after ``with_bagua``, by
+            names of ``ddp.module``'s parameters. Empty for algorithms that remember nothing.
+        """
+        if self._memories is None:
+            return {}
+        self._hook.settle()
+        return self._memories.state_dict(self._rounds_before + self._hook.round)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`: on every rank, between two steps.
+
+        A state that ``with_bagua``'s algorithm has saved fits too. With another number of ranks
+        than saved it, give every rank the dicts of all old ranks merged into one (``a | b | ...``).
+
+        Raises:
+            ValueError: the state is of another algorithm, model or number of ranks; names the
+                entry. Nothing has changed then.
+        """
+        name = type(self._algorithm).__name__
+        if self._memories is None:
+            check_state(state, name)
+            if state:
+                raise ValueError(
+                    f"{name} remembers nothing, but its state has {sorted(state)}; the checkpoint "
+                    "is of another algorithm"
+                )
+            return
+        rounds = self._memories.load_state_dict(state, self._all_parameters())
+        self._rounds_before = rounds - self._hook.round
+        self._hook.renew(self._hook.round + 1)
+
+    def _all_parameters(self) -> HookedBucket:
+        """A bucket of all parameters, without memory."""
+        tensors, offsets, numel = [], [], 0
+        for size, stride, dtype in self._named.values():
+            tensors.append(torch.empty_strided(size, stride, dtype=dtype, device="meta"))
+            offsets.append(numel)
+            numel += size.numel()
+        buffer = torch.empty(numel, dtype=self._widest(), device="meta")
+        names = {id(tensor): name for tensor, name in zip(tensors, self._named, strict=True)}
+        return HookedBucket(_C.GradientBucket(0, buffer, tensors, offsets), names, "every")
+
+    def _widest(self) -> torch.dtype:
+        widest = torch.float16
+        for _, _, dtype in self._named.values():
+            widest = torch.promote_types(widest, dtype)
+        return widest
+
+    def close(self) -> None:
+        """End the thread and the connections. A backward after it raises. Idempotent.
+
+        torch cannot take a hook back: construct ``DistributedDataParallel`` again to go on.
+        """
+        self._running.stop()
+
+
+class _Running:
+    """A handle as ``statistics()`` sees it."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.communicators = handle.communicators
+        self.non_finite = handle.non_finite
+        self.stats = handle._running.stats

@@ -1,0 +1,203 @@
+"""``register``: gives torch's ``DistributedDataParallel`` a communication hook."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bagua import _C
+from bagua._core.group.implicit_group import ensure_initialised
+from bagua._core.group.job import as_bagua_group
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.snapshot import sparse_parameters
+from bagua._ops.lane import Lane
+from bagua._sync import owners
+from bagua._sync.plan import warn_one_node
+from bagua.comm_hooks._handle import Handle
+from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
+from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithmImpl
+from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
+
+__all__ = ["register"]
+
+_MARK = "_bagua_comm_hook"
+_REDUCE_GRADIENTS = (GradientAllReduceAlgorithmImpl, ByteGradAlgorithmImpl, ErrorFeedbackImpl)
+
+
+class _Mark:
+    """In the ``__dict__`` of a ``DistributedDataParallel`` that has a hook."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        warnings.warn(
+            "a copy of a DistributedDataParallel has no communication hook: its gradients are not "
+            "compressed. Call bagua.comm_hooks.register on the copy, on every rank, if it is to "
+            "be trained.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # files load where this package is not installed
+
+
+def register(
+    ddp: torch.nn.parallel.DistributedDataParallel,
+    algorithm: str | Algorithm,
+    *,
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> Handle:
+    """Have ``algorithm`` reduce the gradients of torch's own ``DistributedDataParallel``.
+
+    Every rank of ``ddp``'s process group calls it, once, before or between steps. Initialises bagua
+    over ``torch.distributed`` if that has not been done.
+
+    Args:
+        ddp: with parameters on one device, without another hook.
+        algorithm: one that reduces gradients: ``"bytegrad"``, ``"gradient_allreduce"``,
+            ``"power_sgd"``, ``"sparse"``, or an object such as ``PowerSGDAlgorithm(rank=4)``.
+        grad_scaler: the scaler that the loss is multiplied with, if there is one. Algorithms with
+            error feedback need it.
+
+    Returns:
+        Statistics and state of the hook. It need not be kept.
+
+    Raises:
+        TypeError: ``ddp`` or ``algorithm`` is something else.
+        ValueError: parameters on several devices, or an unknown name of an algorithm.
+        NotImplementedError: the algorithm does not reduce gradients, or cannot reduce these.
+        RuntimeError: ``ddp`` has a hook, or its module is wrapped by ``with_bagua``.
+        BaguaMismatchError: the ranks' models or arguments differ.
+        BaguaError: a rank did not come, or was lost.
+    """
+    _check_ddp(ddp)
+    algorithm = _algorithm_named(algorithm)
+    ensure_initialised()
+    # Of bagua's own groups the default one has the timeout that the user has asked for.
+    everyone = ddp.process_group is dist.group.WORLD
+    group = as_bagua_group(None if everyone else ddp.process_group)
+    impl = _reified(algorithm, group)
+    ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
+    named = [
+        (name, parameter)
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    ]
+    device = _check_parameters(ddp, named, impl)
+    module_name = type(ddp.module).__name__
+    scaled = grad_scaler is not None and grad_scaler.is_enabled()
+    description = [f"{algorithm.describe()} grad_scaler={scaled}"]
+    description += [f"{name}: {tuple(p.shape)} {p.dtype}" for name, p in named]
+    connections = group.connections
+    with connections.collective_phase(f"registering a communication hook of '{module_name}'"):
+        connections.agree("the model or the arguments of comm_hooks.register", description)
+        wrap = connections.next_wrap()
+        lane = _connected(Lane(f"{wrap}/lane0", device.type, group), impl)
+        handle = Handle(module_name, impl, lane, named, grad_scaler, wrap)
+        # A rank must not go on while another is still connecting to it.
+        connections.reduce_numbers("registering a communication hook", _C.ReduceOp.SUM, 0)
+    handle.attach(ddp.reducer)
+    setattr(ddp, _MARK, _Mark(handle))
+    logger: Any = getattr(ddp, "logger", None)
+    with contextlib.suppress(AttributeError, TypeError):  # torch's own, for its logging only
+        logger._set_comm_hook_name(f"bagua.{type(algorithm).__name__}")
+    return handle
+
+
+def _check_ddp(ddp: Any) -> None:
+    if not isinstance(ddp, torch.nn.parallel.DistributedDataParallel) or not hasattr(
+        ddp, "reducer"
+    ):
+        raise TypeError(
+            "comm_hooks.register takes a torch.nn.parallel.DistributedDataParallel of torch's own, "
+            f"not {type(ddp).__module__}.{type(ddp).__qualname__}; bagua's wrappers take "
+            "algorithm= themselves"
+        )
+    if getattr(ddp, "_use_python_reducer", False):
+        raise RuntimeError(
+            "comm_hooks.register: this DistributedDataParallel was made with "
+            "torch._dynamo.config.optimize_ddp = 'python_reducer', which never calls the hook; set "
+            "it to True before DistributedDataParallel is constructed"
+        )
+    if getattr(ddp, _MARK, None) is not None or getattr(ddp, "_comm_hooks", None):
+        raise RuntimeError(
+            "comm_hooks.register: this DistributedDataParallel has a communication hook already "
+            "(register_comm_hook, mixed_precision= and fused optimizers make one), and torch "
+            "allows one only; construct it again"
+        )
+
+
+def _algorithm_named(algorithm: Any) -> Algorithm:
+    if isinstance(algorithm, str):
+        try:
+            return Algorithm.init(algorithm)
+        except KeyError as error:
+            raise ValueError(f"comm_hooks.register: {error.args[0]}") from None
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(
+            "comm_hooks.register: algorithm must be a name or an instance of "
+            f"bagua.torch_api.algorithms.Algorithm, such as ByteGradAlgorithm(), not {algorithm!r}"
+        )
+    return algorithm
+
+
+def _reified(algorithm: Algorithm, group: BaguaProcessGroup) -> AlgorithmImpl:
+    impl = algorithm.reify(group)
+    if not isinstance(impl, _REDUCE_GRADIENTS):
+        raise NotImplementedError(
+            f"comm_hooks.register: {type(algorithm).__name__} does not reduce gradients only, "
+            "which is all that a communication hook can do; wrap the module with "
+            "module.with_bagua(optimizers, algorithm) instead of DistributedDataParallel"
+        )
+    return impl
+
+
+def _check_parameters(
+    ddp: torch.nn.parallel.DistributedDataParallel,
+    named: list[tuple[str, torch.nn.Parameter]],
+    impl: AlgorithmImpl,
+) -> torch.device:
+    """The device of all parameters."""
+    sparse = sparse_parameters(ddp.module)
+    for name, parameter in named:
+        if owners.is_owned(parameter):
+            raise RuntimeError(
+                f"comm_hooks.register: parameter '{name}' belongs to a module that with_bagua has "
+                "wrapped, which communicates already; use one of the two"
+            )
+        if id(parameter) in sparse:
+            raise NotImplementedError(
+                f"comm_hooks.register: parameter '{name}' has sparse gradients, which a "
+                "communication hook cannot take; pass sparse=False to the embedding, or use "
+                "with_bagua"
+            )
+        if parameter.is_complex() and not impl.complex_parameters:
+            raise NotImplementedError(
+                f"comm_hooks.register: parameter '{name}' is complex, which "
+                f"{type(impl).__name__} cannot communicate; use gradient_allreduce"
+            )
+        if parameter.device != named[0][1].device:
+            raise ValueError(
+                f"comm_hooks.register: parameter '{name}' is on {parameter.device}, "
+                f"'{named[0][0]}' on {named[0][1].device}; all must be on one device"
+            )
+    return named[0][1].device
+
+
+def _connected(lane: Lane, impl: AlgorithmImpl) -> Lane:
+    """``lane`` with all communicators that the operations will need: no backward connects."""
+    hierarchical = getattr(impl, "hierarchical", False)
+    if not hierarchical or isinstance(impl, ErrorFeedbackImpl):
+        lane.communicator(None)
+    if hierarchical:
+        lane.nodes(None)
+        if not isinstance(impl, GradientAllReduceAlgorithmImpl):
+            warn_one_node(lane.group, ["compressed"])
+    return lane
