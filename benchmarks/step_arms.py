@@ -91,6 +91,21 @@ def bagua_with(name, **arguments):
     return wrap
 
 
+def hooked(name, **arguments):
+    """torch's DistributedDataParallel with one of bagua's communication hooks."""
+
+    def wrap(model, optimizer):
+        from bagua import comm_hooks
+        from bagua.torch_api.algorithms import Algorithm
+
+        wrapped = DistributedDataParallel(model)
+        handle = comm_hooks.register(wrapped, Algorithm.init(name, **arguments))
+        wrapped.bytes_sent = lambda steps: handle.stats()["total"]["bytes_sent"]
+        return wrapped
+
+    return wrap
+
+
 #: Steps of every arm before anything is timed; QAdam compresses after them.
 WARM_UP = 2
 
@@ -117,6 +132,9 @@ ARMS = {
     "ddp_fp16": Way(ddp_fp16),
     "gradient_allreduce": Way(bagua_with("gradient_allreduce", **FLAT)),
     "bytegrad": Way(bagua_with("bytegrad", **FLAT)),
+    "hook_exact": Way(hooked("gradient_allreduce", **FLAT)),
+    "hook_bytegrad": Way(hooked("bytegrad", **FLAT)),
+    "hook_power_sgd": Way(hooked("power_sgd", rank=1), **COMPRESSED),
     "decentralized": Way(
         bagua_with("decentralized", peer_selection_mode="shift_one", **FLAT), **OWN_WEIGHTS
     ),
