@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import QAdamAlgorithm, QAdamOptimizer
-from ranks import every_algorithm, training
 from ranks.situations.inside_forward import Gan, toggled, untoggled
 from ranks.situations.values import batch
+from support import every_algorithm, training
 
 STEPS = 5
 #: Those that may have several backwards in one forward, and that take any optimizer.

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import QAdamAlgorithm, QAdamOptimizer
-from ranks import every_algorithm, training
+from support import every_algorithm, training
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 

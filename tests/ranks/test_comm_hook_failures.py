@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from bagua import _C, comm_hooks
 from bagua.torch_api.algorithms import ByteGradAlgorithm
-from ranks import faults, hooked, training
+from support import faults, hooked, training
 from torch.nn.parallel import DistributedDataParallel
 
 SHORT = 4.0  # seconds of timeout where a test waits for it

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from bagua.torch_api.algorithms import ByteGradAlgorithm, PowerSGDAlgorithm, SparseAlgorithm
 from oracle import compressed_all_reduce as compressed
 from oracle import low_rank, sparse
-from ranks import hooked, training
+from support import hooked, training
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 5

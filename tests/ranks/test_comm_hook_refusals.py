@@ -5,8 +5,8 @@ import torch.distributed as dist
 from bagua import comm_hooks
 from bagua.torch_api.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel as Own
-from ranks import training
-from ranks.hooked import network
+from support import training
+from support.hooked import network
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import PowerSGDAlgorithm, SparseAlgorithm
-from ranks import hooked, training
+from support import hooked, training
 
 STEPS = 3
 REMEMBERING = {

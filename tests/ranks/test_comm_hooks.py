@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from bagua import comm_hooks
 from bagua.torch_api.algorithms import ByteGradAlgorithm, SparseAlgorithm
-from ranks import hooked, training
+from support import hooked, training
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

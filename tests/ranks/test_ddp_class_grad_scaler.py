@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import QAdamAlgorithm, QAdamOptimizer
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from ranks import every_algorithm, training
+from support import every_algorithm, training
 
 STEPS = 5
 REMEMBERING = pytest.mark.parametrize("name", ["power_sgd", "sparse", "random_sparse", "qadam"])

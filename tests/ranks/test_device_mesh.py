@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from ranks import training
+from support import training
 
 HOUSES = pytest.mark.parametrize("how", ["with_bagua", "class"])
 

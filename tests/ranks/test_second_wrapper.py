@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from ranks import every_algorithm, training
+from support import every_algorithm, training
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import fully_shard

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from bagua import _C, BaguaError, BaguaMismatchError
-from single.engine_ranks import SECONDS, Meeting, endings
+from support.threads.engine_ranks import SECONDS, Meeting, endings
 
 MEAN, SUM = _C.ReduceOp.AVG, _C.ReduceOp.SUM
 

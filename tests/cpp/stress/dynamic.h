@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "engine/dynamic_lane.h"
-#include "stress_checks.h"
-#include "stress_world.h"
+#include "stress/checks.h"
+#include "stress/world.h"
 
 namespace bagua::stress {
 

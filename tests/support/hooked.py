@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from bagua import comm_hooks
 from bagua.torch_api.algorithms import ByteGradAlgorithm, PowerSGDAlgorithm, SparseAlgorithm
-from ranks import training
+from support import training
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
