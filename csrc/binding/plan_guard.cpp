@@ -52,7 +52,7 @@ PlanGuard::PlanGuard(std::vector<std::string> names, const py::list& dicts,
   }
 }
 
-std::string PlanGuard::compare(const Entry& entry, PyObject* object) const {
+std::string PlanGuard::compare(const Entry& entry, PyObject* object, bool unfreezing) const {
   if (entry.object == nullptr) return "";
   if (object != entry.object) {
     // A tensor that is no parameter: torch.func.functional_call() has put it there for one forward.
@@ -63,7 +63,7 @@ std::string PlanGuard::compare(const Entry& entry, PyObject* object) const {
   }
   if (!entry.tensor.defined()) return "";
   const at::Tensor& now = THPVariable_Unpack(object);
-  if (now.requires_grad() && !entry.requires_grad) {
+  if (now.requires_grad() && !entry.requires_grad && !unfreezing) {
     return concat("'", entry.name, "' was unfrozen (requires_grad changed)");
   }
   if (now.scalar_type() != entry.dtype) {
@@ -79,7 +79,7 @@ std::string PlanGuard::compare(const Entry& entry, PyObject* object) const {
   return "";
 }
 
-std::string PlanGuard::difference(const py::list& dicts) const {
+std::string PlanGuard::difference(const py::list& dicts, bool unfreezing) const {
   for (size_t i = 0; i < expected_.size(); ++i) {
     PyObject* dict = PyList_GET_ITEM(dicts.ptr(), static_cast<Py_ssize_t>(i));
     PyObject *key = nullptr, *value = nullptr;
@@ -90,7 +90,7 @@ std::string PlanGuard::difference(const py::list& dicts) const {
         return concat("'", names_[i / 2], names_[i / 2].empty() ? "" : ".", PyUnicode_AsUTF8(key),
                       "' is new");
       }
-      std::string found = compare(expected_[i][count++], value);
+      std::string found = compare(expected_[i][count++], value, unfreezing);
       if (!found.empty()) return found;
     }
     if (count < expected_[i].size()) {
@@ -98,6 +98,14 @@ std::string PlanGuard::difference(const py::list& dicts) const {
     }
   }
   return "";
+}
+
+void PlanGuard::accept_unfrozen() {
+  for (auto& entries : expected_) {
+    for (Entry& entry : entries) {
+      if (entry.tensor.defined()) entry.requires_grad |= entry.tensor.requires_grad();
+    }
+  }
 }
 
 std::string PlanGuard::reduced_by_torch() const {
@@ -124,9 +132,10 @@ bool PlanGuard::trains(const py::list& dicts) const {
     Py_ssize_t position = 0;
     for (const Entry& entry : expected_[i]) {
       if (!PyDict_Next(dict, &position, &key, &value)) return true;  // difference() says it
-      if (!entry.requires_grad) continue;
-      if (entry.tensor.requires_grad() && reaches(entry, value)) return true;
-      some = true;
+      const bool trainable = entry.tensor.defined() && entry.tensor.requires_grad();
+      const bool ours = entry.requires_grad || !entry.expert;
+      if (trainable && ours && reaches(entry, value)) return true;
+      some |= entry.requires_grad;
     }
   }
   return !some;
@@ -138,7 +147,8 @@ void bind_plan_guard(py::module_& m) {
                     const std::unordered_set<std::string>&>(),
            py::arg("names"), py::arg("dicts"),
            py::arg("ignored") = std::unordered_set<std::string>())
-      .def("difference", &PlanGuard::difference, py::arg("dicts"))
+      .def("difference", &PlanGuard::difference, py::arg("dicts"), py::arg("unfreezing") = false)
+      .def("accept_unfrozen", &PlanGuard::accept_unfrozen)
       .def("reduced_by_torch", &PlanGuard::reduced_by_torch)
       .def("trains", &PlanGuard::trains, py::arg("dicts"));
 }

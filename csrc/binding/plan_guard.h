@@ -15,6 +15,7 @@ namespace bagua {
 // (load_state_dict(assign=True)), unfrozen, added, moved or cast afterwards would train
 // unsynchronised without an error, so every forward with gradients compares the module with the
 // snapshot. Freezing is no difference: a frozen parameter receives no gradient, which is noticed.
+// Unfreezing is one that some algorithms follow: accept_unfrozen().
 //
 // Holds no reference to the module: the caller passes the same dictionaries to every call, in the
 // same order. Needs the GIL.
@@ -25,15 +26,19 @@ class PlanGuard {
   PlanGuard(std::vector<std::string> names, const pybind11::list& dicts,
             const std::unordered_set<std::string>& ignored);
 
-  // The first difference in words, or an empty string.
-  std::string difference(const pybind11::list& dicts) const;
+  // The first difference in words, or an empty string. `unfreezing`: a parameter that was frozen at
+  // the wrap and is trainable now is none.
+  std::string difference(const pybind11::list& dicts, bool unfreezing = false) const;
+
+  // Trainable parameters count as if they had been so at the wrap. The caller communicates them.
+  void accept_unfrozen();
 
   // The first parameter that was trainable at the wrap, is no expert, and whose gradient torch
   // communicates too, or an empty string: Note [Torch's reducer].
   std::string reduced_by_torch() const;
 
-  // Whether a backward through the module as it is now can reach a parameter that was trainable at
-  // the wrap. Not where all are frozen, nor where functional_call() has put leaves in place of all;
+  // Whether a backward through the module as it is now can reach a parameter that is trainable. Not
+  // where all are frozen, nor where functional_call() has put leaves in place of all;
   // other tensors may have been computed from the parameters. True if none was trainable.
   bool trains(const pybind11::list& dicts) const;
 
@@ -48,7 +53,7 @@ class PlanGuard {
     at::Device device;
     std::vector<int64_t> sizes;
   };
-  std::string compare(const Entry& entry, PyObject* object) const;
+  std::string compare(const Entry& entry, PyObject* object, bool unfreezing) const;
   static bool reaches(const Entry& entry, PyObject* object);
 
   std::vector<std::string> names_;

@@ -24,7 +24,8 @@ constexpr std::array<Field, 4> kFields{{
     {&AgreementRecord::round, "number of synchronising steps",
      "a rank skipped or repeated a backward; every rank must make the same number of them"},
     {&AgreementRecord::frozen, "parameters that were frozen since the wrap",
-     "ranks froze different parameters: requires_grad must change on all ranks between the same "
+     "ranks froze or unfroze different parameters: requires_grad must change on all ranks between "
+     "the same "
      "two steps"},
 }};
 

@@ -26,6 +26,15 @@ bool nobody_else_holds(const at::Tensor& grad, const at::Tensor& incoming) {
   return grad.storage().use_count() <= known;
 }
 
+// The node that accumulates into `parameter`, which may be frozen: it is thawed later.
+auto accumulator_of(at::Tensor parameter) {
+  const bool frozen = !parameter.requires_grad();
+  if (frozen) parameter.set_requires_grad(true);
+  auto node = autograd::impl::grad_accumulator(parameter);
+  if (frozen) parameter.set_requires_grad(false);
+  return node;
+}
+
 }  // namespace
 
 GradientSlot::GradientSlot(SlotId number, const Slot& place, const Bucket& bucket)
@@ -35,7 +44,7 @@ GradientSlot::GradientSlot(SlotId number, const Slot& place, const Bucket& bucke
       parameter(place.parameter),
       view(place.view(bucket.flat)),
       loan(view),
-      node(autograd::impl::grad_accumulator(place.parameter)) {
+      node(accumulator_of(place.parameter)) {
   // A gradient that the builder of the bucket has put there becomes an alias like any other.
   at::Tensor& grad = parameter.mutable_grad();
   if (lends() && grad.defined() && grad.data_ptr() == view.data_ptr()) grad = loan.alias();

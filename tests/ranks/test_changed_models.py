@@ -22,7 +22,6 @@ CHANGES = {
         lambda model: setattr(model[2], "bias", nn.Parameter(torch.zeros(3))),
         "'2.bias' was replaced by another tensor",
     ),
-    "unfrozen": (lambda model: model[2].bias.requires_grad_(), "'2.bias' was unfrozen"),
     "new-layer": (_extra_layer, "'extra' is new"),
     "new-parameter": (
         lambda model: model[0].register_parameter("scale", nn.Parameter(torch.ones(1))),
@@ -45,8 +44,6 @@ CHANGES = {
 @faults.with_bagua_group
 def change_after_the_wrap(kind):
     model = faults.network()
-    if kind == "unfrozen":
-        model[2].bias.requires_grad_(False)
     model, optimizer = faults.wrapped(model)
     faults.step(model, optimizer)
     CHANGES[kind][0](model)

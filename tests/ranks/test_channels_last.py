@@ -1,4 +1,4 @@
-"""Parameters in channels_last and channels_last_3d, for every algorithm but the asynchronous one."""
+"""Parameters in channels_last and channels_last_3d, for every synchronous algorithm."""
 
 import copy
 

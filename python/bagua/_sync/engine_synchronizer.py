@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import weakref
 from collections.abc import Iterator
@@ -140,6 +141,16 @@ class EngineSynchronizer:
         """Block until the ranks agree on the open round, which is opened if none is."""
         if not self.engine.round_open:
             self.engine.begin_round()
+        self.engine.await_agreement()
+
+    def agree_on_unfreezing(self, names: list[str]) -> None:
+        """Block until all ranks are about to unfreeze ``names``; this synchronizer ends then.
+
+        Raises:
+            BaguaMismatchError: a rank has begun a round instead, or unfreezes others.
+        """
+        digest = hashlib.blake2b("\n".join(names).encode(), digest_size=8).digest()
+        self.engine.begin_round(frozen=int.from_bytes(digest, "little"))
         self.engine.await_agreement()
 
     @contextmanager

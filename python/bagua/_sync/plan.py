@@ -19,7 +19,16 @@ from bagua._ops.lane import Lane
 from bagua._ops.operation import BetweenNodes, BucketView, Operation
 from bagua._sync.wrapper import Bucket
 
-__all__ = ["Plan", "build", "counted", "describe", "divided_first", "log_plan", "warn_one_node"]
+__all__ = [
+    "Plan",
+    "build",
+    "counted",
+    "describe",
+    "divided_first",
+    "log_plan",
+    "log_unfrozen",
+    "warn_one_node",
+]
 
 _log = logging.getLogger("bagua")
 
@@ -179,6 +188,11 @@ def _build(
     ]
     slot_numbers = {slot: i for i, slot in enumerate(names)}
     return Plan(engine, slot_numbers, communicators, non_finite)
+
+
+def log_unfrozen(name: str, unfrozen: Sequence[str]) -> None:
+    """Log that the plan is built anew."""
+    _log.info("module '%s': new buckets, as unfrozen: %s", name, ", ".join(unfrozen))
 
 
 def log_plan(

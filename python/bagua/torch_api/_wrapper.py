@@ -22,7 +22,7 @@ from bagua._sync.bucketing import split_by_bucket_size
 from bagua._sync.engine_synchronizer import EngineSynchronizer
 from bagua._sync.hooks import optimizer_hooks, tensors_in
 from bagua._sync.outside_graphs import outside_graphs
-from bagua._sync.plan import log_plan
+from bagua._sync.plan import log_plan, log_unfrozen
 from bagua._sync.steps_in_backward import StepsInBackward
 from bagua._sync.synchronizer import Synchronizer
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
@@ -199,7 +199,46 @@ class BaguaDistributedDataParallel:
         """Communicate by ``algorithm`` from now on: new buckets. Every rank calls it."""
         self._snapshot.refuse_unsupported(self.module, algorithm)
         self.bagua_algorithm = algorithm
-        self._initialise()
+        self.rebuild()
+
+    def _takes_unfrozen(self) -> bool:
+        takes = self.bagua_algorithm.takes_unfrozen and self._rounds is not None
+        return takes and not self.synchronising
+
+    def _take_unfrozen(self) -> None:
+        """Build new buckets, with the parameters that were frozen at the wrap and no longer are.
+
+        Raises:
+            BaguaMismatchError: another rank has not unfrozen the same.
+        """
+        module, algorithm = self.module, self.bagua_algorithm
+        names = self._snapshot.unfrozen(module)
+        self._snapshot.accept_unfrozen(module)
+        if not names:
+            return
+        self._snapshot.refuse_unsupported(module, algorithm)
+        rounds = self._rounds
+        assert rounds is not None
+        rounds.agree_on_unfreezing(names)
+        owners.release(self)
+        owners.claim(self)
+        self._steps_in_backward.close()
+        self._steps_in_backward = StepsInBackward(
+            self.bagua_module_name, self.bagua_build_params(), algorithm
+        )
+        log_unfrozen(self.bagua_module_name, names)
+        state = algorithm.state_dict()
+        self.rebuild()
+        fresh = algorithm.state_dict()
+        algorithm.load_state_dict(algorithm.carry_over(state, fresh))
+
+    def rebuild(self) -> None:
+        """Build new buckets; weights and optimizer state stay as training has changed them."""
+        before, self._initial_state = self._initial_state, "nothing"
+        try:
+            self._initialise()
+        finally:
+            self._initial_state = before
 
     def hook_ids(self) -> list[int]:
         """Ids of the hooks on the module, for copies that must not have them."""
@@ -229,7 +268,9 @@ class BaguaDistributedDataParallel:
         if self._ended:
             return self._refuse_to_train_alone(communicates)
         if with_gradients and now:
-            self._snapshot.check(self.bagua_module_name)
+            if self._snapshot.check(self.bagua_module_name, unfreezing=self._takes_unfrozen()):
+                self._take_unfrozen()
+                rounds = self._rounds
             self._run_pending()
         if communicates and self.bagua_algorithm.need_reset():
             self._initialise()

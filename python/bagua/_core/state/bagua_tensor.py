@@ -167,7 +167,8 @@ def point_at(tensor: torch.Tensor, record: Record, view: torch.Tensor) -> None:
 def bagua_ensure_grad(self: torch.Tensor) -> torch.Tensor:
     """Give the parameter a zero ``.grad`` if it has none."""
     if self.grad is None:
-        if not self.requires_grad or not self.is_leaf:
+        parameter = isinstance(self, torch.nn.Parameter)  # a frozen one is thawed later
+        if not parameter and not (self.requires_grad and self.is_leaf):
             raise NotImplementedError("only parameters can be given a gradient")
         self.grad = torch.zeros_like(self)
     return self

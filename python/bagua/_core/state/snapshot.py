@@ -48,14 +48,28 @@ class ModuleSnapshot:
                 names.append(name)
                 self._dicts += [child._parameters, child._modules]
         self._guard = _C.PlanGuard(names, self._dicts, free)
+        self._trained = {name for name, p in self.common_parameters(module) if p.requires_grad}
 
     def _all_ignored(self, prefix: str, child: torch.nn.Module) -> bool:
         names = [f"{prefix}.{name}" for name, _ in child.named_parameters()]
         return bool(names) and all(name in self.ignored for name in names)
 
     def trained(self, module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-        """``(name, parameter)``: trainable, not ignored, no expert; shared ones once."""
-        return [(name, p) for name, p in self.common_parameters(module) if p.requires_grad]
+        """``(name, parameter)``: not ignored, no expert, shared ones once.
+
+        Trainable at the wrap or accepted since, also where they are frozen now.
+        """
+        return [(name, p) for name, p in self.common_parameters(module) if name in self._trained]
+
+    def unfrozen(self, module: torch.nn.Module) -> list[str]:
+        """Names of the parameters that are trainable and not among the trained ones."""
+        named = self.common_parameters(module)
+        return [name for name, p in named if p.requires_grad and name not in self._trained]
+
+    def accept_unfrozen(self, module: torch.nn.Module) -> None:
+        """Count the unfrozen parameters among the trained ones."""
+        self._trained.update(self.unfrozen(module))
+        self._guard.accept_unfrozen()
 
     def common_parameters(self, module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
         """``(name, parameter)``: not ignored, no expert; frozen ones too, shared ones once."""
@@ -92,13 +106,19 @@ class ModuleSnapshot:
             if b.is_floating_point() and name not in self.ignored
         ]
 
-    def check(self, module_name: str) -> None:
+    def check(self, module_name: str, *, unfreezing: bool = False) -> bool:
         """Compare with the module as it is now: Note [Plan guard] in the C++ core.
+
+        Returns:
+            Whether parameters were unfrozen and nothing else differs, if ``unfreezing``.
 
         Raises:
             BaguaError: names the first difference.
         """
         difference = self._guard.difference(self._dicts)
+        unfrozen = bool(difference) and unfreezing
+        if unfrozen:
+            difference = self._guard.difference(self._dicts, unfreezing=True)
         if difference:
             raise _C.BaguaError(
                 f"module '{module_name}': {difference} since with_bagua, so it would train "
@@ -107,6 +127,7 @@ class ModuleSnapshot:
         second = self.second_wrapper()
         if second:
             raise _C.BaguaError(f"module '{module_name}': {second}")
+        return unfrozen
 
     def second_wrapper(self) -> str:
         """An error if torch averages gradients too, else an empty string.

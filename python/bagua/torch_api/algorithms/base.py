@@ -93,6 +93,8 @@ class AlgorithmImpl:
             backward; False: the algorithm marks them itself.
         remembers_gradients: whether it keeps values made of gradients for later rounds, which are
             right under a loss scale only if the wrap was given the scaler.
+        takes_unfrozen: whether parameters that were frozen at the wrap may be unfrozen: buckets are
+            rebuilt without a broadcast, and :meth:`carry_over` decides on the state.
         shares_parameters: whether a parameter may belong to a second wrapped module.
         steps_in_backward: whether optimizers may step inside backward
             (``_apply_optimizer_in_backward``), when communication is over.
@@ -106,6 +108,7 @@ class AlgorithmImpl:
     opens_at_forward = False
     marks_in_backward = True
     remembers_gradients = False
+    takes_unfrozen = False
     shares_parameters = False
     steps_in_backward = True
     complex_parameters = False
@@ -221,6 +224,14 @@ class AlgorithmImpl:
                 f"{type(self).__name__} remembers nothing, but its state has {sorted(state)}; the "
                 "checkpoint is of another algorithm"
             )
+
+    def carry_over(self, state: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
+        """The :meth:`state_dict` for buckets with more parameters than those of ``state``.
+
+        ``fresh``: that of the new buckets as they were made. By default their keys with the values
+        of ``state``, where it has them.
+        """
+        return fresh | {key: state[key] for key in fresh if key in state}
 
 
 class LocalWeightsImpl(AlgorithmImpl):

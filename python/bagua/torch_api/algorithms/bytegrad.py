@@ -62,6 +62,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
 
     ranks_agree = True
     shares_parameters = True
+    takes_unfrozen = True
 
     def __init__(
         self,

@@ -75,6 +75,8 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
     An iteration is a forward and a backward outside ``no_sync()``.
     """
 
+    takes_unfrozen = True
+
     def __init__(
         self,
         process_group: BaguaProcessGroup,

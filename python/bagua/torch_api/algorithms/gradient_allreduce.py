@@ -30,6 +30,7 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
 
     ranks_agree = True
     shares_parameters = True
+    takes_unfrozen = True
     complex_parameters = True
     sparse_gradients = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -99,6 +100,11 @@ class PowerSGDAlgorithmImpl(ErrorFeedbackImpl):
         )
         self._matrices[bucket.name] = operation.matrices
         return operation.memory
+
+    def carry_over(self, state: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
+        # The first communication draws the queries: all of them anew, as some are not drawn yet.
+        drawn = [key for key in fresh if key == "communications" or key.startswith("query/")]
+        return super().carry_over(state, fresh) | {key: fresh[key] for key in drawn}
 
     def equal_views(
         self, bucket: BaguaBucket, memory: _C.RoundMemory

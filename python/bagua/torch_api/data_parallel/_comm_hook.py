@@ -50,6 +50,7 @@ class CommHook(GradientAllReduceAlgorithmImpl):
     """
 
     sparse_gradients = False
+    takes_unfrozen = False  # its state may be of the buckets
 
     def __init__(
         self, process_group: BaguaProcessGroup, state: Any, hook: Hook, name: str | None = None
@@ -92,12 +93,7 @@ def rebuild(ddp: BaguaDistributedDataParallel, algorithm: AlgorithmImpl, caller:
             f"{caller}: a forward waits for its backward; call it between two steps, after the "
             "backward"
         )
-    # The state broadcast at the wrap stays as training has changed it.
-    before, ddp._initial_state = ddp._initial_state, "nothing"
-    try:
-        ddp.replace_algorithm(algorithm)
-    finally:
-        ddp._initial_state = before
+    ddp.replace_algorithm(algorithm)
 
 
 def _check_algorithm(algorithm: AlgorithmImpl) -> None:
