@@ -9,6 +9,12 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.distributed_c10d import Backend, Store
 
+from bagua._C_dynamic import BucketOperations as BucketOperations
+from bagua._C_dynamic import DdpHook as DdpHook
+from bagua._C_dynamic import DynamicLane as DynamicLane
+from bagua._C_dynamic import GradientBucket as GradientBucket
+from bagua._C_dynamic import Posted as Posted
+
 class BaguaError(RuntimeError): ...
 class BaguaTimeoutError(BaguaError): ...
 class BaguaMismatchError(BaguaError): ...
@@ -454,76 +460,6 @@ class PeriodicLane:
     @property
     def running(self) -> bool: ...
     def stats(self) -> dict[str, Any]: ...
-
-class GradientBucket:
-    def __init__(
-        self,
-        index: int,
-        buffer: torch.Tensor,
-        parameters: list[torch.Tensor],
-        offsets: list[int],
-    ) -> None: ...
-    @property
-    def index(self) -> int: ...
-    @property
-    def buffer(self) -> torch.Tensor: ...
-    @property
-    def parameters(self) -> list[torch.Tensor]: ...
-    @property
-    def offsets(self) -> list[int]: ...
-
-class BucketOperations:
-    def __init__(
-        self,
-        name: str,
-        description: str,
-        ops: list[BucketOp],
-        scale: float = 1.0,
-        memory: RoundMemory | None = None,
-    ) -> None: ...
-
-class Posted:
-    def wait(self) -> None: ...
-    @property
-    def done(self) -> bool: ...
-
-class DynamicLane:
-    def __init__(
-        self,
-        *,
-        name: str,
-        incarnation: int,
-        ops: list[CountingCommunicator],
-        control: CountingCommunicator,
-        board: FailureBoard | None = None,
-    ) -> None: ...
-    def post(
-        self,
-        operations: BucketOperations,
-        flat: torch.Tensor,
-        *,
-        round: int,
-        grad_scale: float = 1.0,
-    ) -> Posted: ...
-    def check(self) -> None: ...
-    def abort(self, reason: str) -> None: ...
-    def stop(self) -> None: ...
-    def stats(self) -> dict[str, Any]: ...
-
-class DdpHook:
-    def __init__(
-        self,
-        lane: DynamicLane,
-        operations: Callable[[GradientBucket, int], BucketOperations],
-        *,
-        grad_scale: Callable[[], float] | None = None,
-        outcome: RoundOutcome | None = None,
-    ) -> None: ...
-    @property
-    def round(self) -> int: ...
-    def register(self, reducer: Any) -> None: ...
-    def settle(self) -> None: ...
-    def renew(self, round: int) -> None: ...
 
 class GradientPath:
     def __init__(

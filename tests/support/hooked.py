@@ -48,6 +48,19 @@ class Mixed(nn.Module):
         return self.third(self.second(self.first(inputs).tanh().bfloat16()).tanh().double())
 
 
+class Complex(nn.Module):
+    """A complex layer between real ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 40)
+        self.second = nn.Linear(40, 24, dtype=torch.complex64)
+        self.third = nn.Linear(24, 3)
+
+    def forward(self, inputs):
+        return self.third(self.second(self.first(inputs).to(torch.complex64)).abs().tanh())
+
+
 class Images(nn.Module):
     """A convolution in channels_last, whose gradients lie in that order in the bucket."""
 
@@ -110,6 +123,7 @@ SITUATIONS = {
     "accumulation": (network, SMALL, accumulate),
     "mixed_dtypes": (Mixed, SMALL, plain_step),
     "channels_last": (Images, SMALL, plain_step),
+    "complex": (Complex, SMALL, plain_step),  # exact only
 }
 
 
