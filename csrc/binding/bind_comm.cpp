@@ -118,9 +118,9 @@ void bind_failure_board(py::module_& m) {
             return news ? std::optional(news->text) : std::nullopt;
           },
           ReleaseGil(), "The failure of another rank, 'rank 3: reason', or None.")
-      .def("leave", &FailureBoard::leave, py::arg("rounds"), ReleaseGil(),
-           "This rank leaves without a failure after so many rounds.")
-      .def("poll_left", &FailureBoard::poll_left, py::arg("round"), ReleaseGil(),
+      .def("publish_exit", &FailureBoard::publish_exit, py::arg("rounds"), ReleaseGil(),
+           "This rank exits without a failure after so many rounds.")
+      .def("poll_exit", &FailureBoard::poll_exit, py::arg("round"), ReleaseGil(),
            "Names a rank that exited after fewer rounds than `round`, or None.")
       .def(
           "beat",

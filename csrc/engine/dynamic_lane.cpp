@@ -333,7 +333,7 @@ void DynamicLane::stop() noexcept {
     explainer = std::move(state.explainer);
   }
   // A rank that failed has published that: its exit is the consequence, not the cause.
-  if (state.options.board && !failed) state.options.board->leave(rounds);
+  if (state.options.board && !failed) state.options.board->publish_exit(rounds);
   if (!thread_->stop()) {
     state.abort_communicators("the communication of module '" + state.options.name +
                               "' was stopped");

@@ -75,7 +75,7 @@ void Engine::stop() noexcept {
   }
   state.changed.notify_all();
   // A rank that failed has published that: its exit is the consequence, not the cause.
-  if (state.options.board && !failed) state.options.board->leave(rounds);
+  if (state.options.board && !failed) state.options.board->publish_exit(rounds);
   bool idle = true;
   for (const auto& thread : threads_) idle = thread->stop() && idle;
   if (idle) return state.leave_lanes();

@@ -246,7 +246,7 @@ void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::functio
     std::optional<FailureBoard::News> news;
     if (options.board) news = options.board->poll();
     if (!news && options.board) {
-      if (const auto left = options.board->poll_left(my_round)) news = {*left, false};
+      if (const auto exited = options.board->poll_exit(my_round)) news = {*exited, false};
     }
     if (news) {
       const std::string message = concat(me, ": ", news->text);

@@ -228,7 +228,7 @@ void PeriodicLane::stop() noexcept {
   }
   state_->changed.notify_all();
   // A rank that exits after a failure is not its cause.
-  if (state_->options.board && !failed) state_->options.board->leave(rounds);
+  if (state_->options.board && !failed) state_->options.board->publish_exit(rounds);
   state_->op->interrupt();
   thread_->stop();
   if (was_running) {

@@ -22,12 +22,12 @@ void remove(std::string& text, const std::string& part) {
 std::string diagnose(const std::string& seen, bool secondary, const Position& position,
                      FailureBoard& board) {
   const std::optional<FailureBoard::News> failed = board.poll();
-  const std::optional<std::string> left = board.poll_left(position.needed);
-  const bool known = left || (failed && !failed->is_secondary);
+  const std::optional<std::string> exited = board.poll_exit(position.needed);
+  const bool known = exited || (failed && !failed->is_secondary);
   if (!known && !secondary) return seen;
   std::vector<std::string> lines;
   if (failed && !failed->is_secondary) lines.push_back(failed->text);
-  if (left) lines.push_back(*left);
+  if (exited) lines.push_back(*exited);
   std::string nobody;
   if (!known) {
     OtherRanks others = board.others({.rank = -1,

@@ -19,7 +19,7 @@ using std::chrono::milliseconds;
 
 constexpr const char* kFailedKey = "failed";      // kind, "3: reason" of the first rank that failed
 constexpr const char* kFailuresKey = "failures";  // "3 0 ": all that failed, in order
-constexpr const char* kLeftKey = "left";  // "rank rounds" of each rank that exited, "0 12 3 7 "
+constexpr const char* kExitsKey = "exits";  // "rank rounds" of each rank that exited, "0 12 3 7 "
 constexpr char kCause = '!', kSecondary = '?';
 constexpr milliseconds kBeat(500);
 constexpr milliseconds kPatience(2000);  // with a store that does not answer
@@ -51,14 +51,14 @@ std::optional<FailureBoard::News> news_of(const std::optional<std::string>& text
 }
 
 // The first rank among `size`, but the observer, that exited before the observer's round was done.
-std::optional<std::string> left_before(const std::optional<std::string>& text,
+std::optional<std::string> exited_before(const std::optional<std::string>& text,
                                        const Observer& observer, int size) {
   std::istringstream entries(text.value_or(""));
   int rank;
   int64_t rounds;
   while (entries >> rank >> rounds) {
     if (rank >= 0 && rank < size && rank != observer.rank && rounds < observer.round) {
-      return concat("rank ", rank, " left after ", rounds, " rounds");
+      return concat("rank ", rank, " exited after ", rounds, " rounds");
     }
   }
   return std::nullopt;
@@ -107,25 +107,25 @@ std::optional<FailureBoard::News> FailureBoard::poll() noexcept {
   return answered ? news_of(*text, rank_) : std::nullopt;
 }
 
-void FailureBoard::leave(int64_t rounds) noexcept {
+void FailureBoard::publish_exit(int64_t rounds) noexcept {
   worker_.ask(
       [rank = rank_, size = size_, rounds](c10d::Store& store) {
-        std::istringstream entries(read(store, kLeftKey).value_or(""));
+        std::istringstream entries(read(store, kExitsKey).value_or(""));
         int other;
         int64_t others_rounds;
         while (entries >> other >> others_rounds) {
           if (other == rank) return;
         }
-        append(store, size, kLeftKey, concat(rank, " ", rounds, " "));
+        append(store, size, kExitsKey, concat(rank, " ", rounds, " "));
       },
       kPatience);
 }
 
-std::optional<std::string> FailureBoard::poll_left(int64_t round) noexcept {
+std::optional<std::string> FailureBoard::poll_exit(int64_t round) noexcept {
   auto text = std::make_shared<std::optional<std::string>>();
   const bool answered =
-      worker_.ask([text](c10d::Store& store) { *text = read(store, kLeftKey); }, kPatience);
-  return answered ? left_before(*text, {.rank = rank_, .round = round}, size_) : std::nullopt;
+      worker_.ask([text](c10d::Store& store) { *text = read(store, kExitsKey); }, kPatience);
+  return answered ? exited_before(*text, {.rank = rank_, .round = round}, size_) : std::nullopt;
 }
 
 void FailureBoard::beat(std::function<std::optional<Whereabouts>()> where, OnNews on_news) {
@@ -139,7 +139,7 @@ void FailureBoard::beat(std::function<std::optional<Whereabouts>()> where, OnNew
         std::optional<News> news = news_of(read(store, kFailedKey), rank);
         if (!news) {
           const Observer me{.rank = rank, .round = here->round};
-          if (const auto left = left_before(read(store, kLeftKey), me, size)) news = {*left, false};
+          if (const auto exited = exited_before(read(store, kExitsKey), me, size)) news = {*exited, false};
         }
         if (news) on_news(*news);
       },

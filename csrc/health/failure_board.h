@@ -41,14 +41,14 @@ class FailureBoard final {
   std::optional<News> poll() noexcept;
 
   // This rank exits without a failure after `rounds` rounds. Only the first call counts.
-  void leave(int64_t rounds) noexcept;
+  void publish_exit(int64_t rounds) noexcept;
 
-  // A rank that exited after fewer rounds than `round`: "rank 1 left after 7 rounds".
-  std::optional<std::string> poll_left(int64_t round) noexcept;
+  // A rank that exited after fewer rounds than `round`: "rank 1 exited after 7 rounds".
+  std::optional<std::string> poll_exit(int64_t round) noexcept;
 
   // Publishes what `where` returns as heartbeats from now on. The worker's thread calls it; it must
   // not block. Heartbeats end when it returns nothing. `on_news`, if there is one, is called on the
-  // same thread after a heartbeat of a rank that waits for others, if poll() or poll_left() would
+  // same thread after a heartbeat of a rank that waits for others, if poll() or poll_exit() would
   // find something; it must not ask the board.
   using OnNews = std::function<void(const News&)>;
   void beat(std::function<std::optional<Whereabouts>()> where, OnNews on_news = nullptr);

@@ -119,12 +119,12 @@ void board(Input input) {
   FailureBoard board(c10::make_intrusive<HostileStore>(input), rank, 3);
   const auto failure = board.poll();
   FUZZ_REQUIRE(!failure || is_text(failure->text));
-  const auto left = board.poll_left(round);
-  FUZZ_REQUIRE(!left || is_text(*left));
-  FUZZ_REQUIRE(!left || left->starts_with("rank 0 ") || left->starts_with("rank 1 ") ||
-               left->starts_with("rank 2 "));
+  const auto exited = board.poll_exit(round);
+  FUZZ_REQUIRE(!exited || is_text(*exited));
+  FUZZ_REQUIRE(!exited || exited->starts_with("rank 0 ") || exited->starts_with("rank 1 ") ||
+               exited->starts_with("rank 2 "));
   board.publish("this rank failed", false);
-  board.leave(round);
+  board.publish_exit(round);
 }
 
 // Where other ranks are, from what two looks at the store showed: text, whatever was written.

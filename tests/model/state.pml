@@ -30,7 +30,7 @@ byte left[RANKS]; /* rounds + 1 */
 #else
 #define ANYBODY_LEFT(r) (LEFT_BEFORE(r, 0) || LEFT_BEFORE(r, 1) || LEFT_BEFORE(r, 2))
 #endif
-/* FailureBoard::poll and poll_left. */
+/* FailureBoard::poll and poll_exit. */
 #define NEWS(r) (BOARD && ((first_failed != NOTHING && first_failed != r) || ANYBODY_LEFT(r)))
 
 /* changed.notify_all() */

@@ -145,7 +145,7 @@ def test_a_rank_that_goes_without_abort_warns_and_the_others_say_who(ranks):
     assert "asynchronous averaging was still running" in caught[0]
     assert "Call model.bagua_algorithm.abort(model) on every rank" in caught[0]
     for error in errors:
-        assert error.startswith("BaguaError: rank 1 left after ")
+        assert error.startswith("BaguaError: rank 1 exited after ")
         assert "Every rank must call abort(model) before it ends" in error
 
 

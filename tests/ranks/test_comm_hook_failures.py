@@ -100,7 +100,7 @@ def test_the_survivors_of_a_rank_that_exits_name_it(run_script):
         assert end.returncode == 7, f"rank {rank}: {end.stdout}{end.stderr}"
         seconds, text = end.stdout.split(" ", 1)
         assert float(seconds) < SECONDS_UNTIL_TOLD, end.stdout
-        assert text.startswith("BaguaError rank 2 left after 5 rounds"), text
+        assert text.startswith("BaguaError rank 2 exited after 5 rounds"), text
 
 
 def test_a_stopped_rank_is_named_at_the_timeout_and_raises_when_it_goes_on(run_script):
@@ -173,7 +173,7 @@ def leave_early():
 
 def test_a_rank_that_closes_its_handle_is_named(ranks):
     other, closed = ranks(2, leave_early)
-    assert other[0].startswith("BaguaError: rank 1 left after 3 rounds"), other
+    assert other[0].startswith("BaguaError: rank 1 exited after 3 rounds"), other
     assert other[1] < SECONDS_UNTIL_TOLD
     assert "was stopped" in closed[0]
 
@@ -302,4 +302,4 @@ def test_the_interpreter_ends_cleanly(ending):
         assert "trained" in out, err
         assert process.returncode == expected, err
         if failed:
-            assert "BaguaError: rank 1 left after 3 rounds" in err
+            assert "BaguaError: rank 1 exited after 3 rounds" in err

@@ -141,7 +141,7 @@ except bagua.BaguaError as error:
 def test_a_rank_that_exits_early_keeps_its_status_and_so_do_those_it_leaves(run_script):
     first, second = run_script(2, script(after=ONE_RANK_ENDS), timeout=60.0)
     assert (first.returncode, second.returncode) == (5, 4), first.stderr + second.stderr
-    assert "rank 1 left after 5 rounds" in first.stdout
+    assert "rank 1 exited after 5 rounds" in first.stdout
 
 
 BLOCKED = """

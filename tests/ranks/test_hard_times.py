@@ -98,7 +98,7 @@ def test_a_rank_that_gets_a_signal_ends_and_the_others_name_it(run_script, name)
         assert end.returncode == 7, end.stdout + end.stderr
         assert (
             "rank 1 was killed, stopped or cut off" in end.stdout
-            or "rank 1 left after" in end.stdout
+            or "rank 1 exited after" in end.stdout
         )
 
 

@@ -90,7 +90,7 @@ def test_a_rank_with_fewer_steps_is_named_soon(ranks, name, how):
     *others, _ = ranks(3, leave_early, name, how)
     for error, seconds in others:
         assert error.startswith("BaguaError")
-        assert "rank 2 left after 3 rounds" in error
+        assert "rank 2 exited after 3 rounds" in error
         assert seconds < SECONDS_UNTIL_TOLD
 
 

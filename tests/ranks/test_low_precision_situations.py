@@ -183,11 +183,11 @@ def leave_early():
     return training.error_of(lambda: train_step(model, optimizers, 1), bagua.BaguaError)
 
 
-def test_a_rank_that_leaves_early_is_an_error_on_the_others(ranks):
+def test_a_rank_that_exits_early_is_an_error_on_the_others(ranks):
     first, left, third = ranks(3, leave_early)
     assert left == "left"
-    assert "rank 1 left after 1 rounds" in first
-    assert "rank 1 left after 1 rounds" in third
+    assert "rank 1 exited after 1 rounds" in first
+    assert "rank 1 exited after 1 rounds" in third
 
 
 class Rebucketed(LowPrecisionDecentralizedAlgorithmImpl):

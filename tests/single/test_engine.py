@@ -248,5 +248,5 @@ def test_a_rank_that_exits_before_it_sends_its_used_slots_is_named_soon():
 
     (error, seconds), (other, _) = endings(2, run)
     assert other is None
-    assert "rank 1 left after 0 rounds" in str(error)
+    assert "rank 1 exited after 0 rounds" in str(error)
     assert seconds < 1.5  # the others ask every half second

@@ -195,7 +195,7 @@ def test_a_rank_that_leaves_is_named_soon(state):
     assert results[1][0] is None
     for error, seconds in (results[0], results[2]):
         assert isinstance(error, _C.BaguaError)
-        assert f"rank 1 left after {rounds} rounds" in str(error)
+        assert f"rank 1 exited after {rounds} rounds" in str(error)
         assert seconds < SECONDS_UNTIL_TOLD
 
 

@@ -101,8 +101,8 @@ def test_a_store_whose_host_is_gone_blocks_no_rank(server, how):
     start = time.monotonic()
     assert "The job's store does not answer" in board.survey(1)
     assert board.poll() is None
-    assert board.poll_left(3) is None
+    assert board.poll_exit(3) is None
     board.publish("nobody hears this")
-    board.leave(1)
+    board.publish_exit(1)
     del board
     assert time.monotonic() - start < 8.0

@@ -261,6 +261,6 @@ def test_who_leaves_because_it_failed_is_not_the_one_that_left():
             comm.abort("cut off")
         wait_until(lambda: not lane.running, "the failure")
         lane.stop()
-        return board.poll_left(10**6)
+        return board.poll_exit(10**6)
 
     assert run_thread_ranks(2, run) == [None, None]

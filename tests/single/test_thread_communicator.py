@@ -247,27 +247,27 @@ def test_the_first_failure_stays_on_the_board_and_is_hidden_from_its_own_rank(st
 
 def test_a_rank_that_left_early_is_named(store):
     boards = [_C.FailureBoard(store, rank, 3) for rank in range(3)]
-    assert boards[0].poll_left(1) is None
-    boards[2].leave(7)
-    boards[2].leave(9)
-    assert boards[0].poll_left(7) is None
-    assert boards[0].poll_left(8) == "rank 2 left after 7 rounds"
-    assert boards[2].poll_left(8) is None
-    boards[1].leave(12)
-    boards[0].leave(12)
-    assert boards[1].poll_left(12) == "rank 2 left after 7 rounds"
-    assert boards[2].poll_left(13) == "rank 1 left after 12 rounds"
+    assert boards[0].poll_exit(1) is None
+    boards[2].publish_exit(7)
+    boards[2].publish_exit(9)
+    assert boards[0].poll_exit(7) is None
+    assert boards[0].poll_exit(8) == "rank 2 exited after 7 rounds"
+    assert boards[2].poll_exit(8) is None
+    boards[1].publish_exit(12)
+    boards[0].publish_exit(12)
+    assert boards[1].poll_exit(12) == "rank 2 exited after 7 rounds"
+    assert boards[2].poll_exit(13) == "rank 1 exited after 12 rounds"
     assert boards[0].poll() is None
 
 
-def test_all_ranks_can_leave_and_publish_at_the_same_time():
+def test_all_ranks_can_exit_and_publish_at_the_same_time():
     shared = dist.HashStore()
     boards = [_C.FailureBoard(shared, rank, 8) for rank in range(8)]
     start = threading.Barrier(8)
 
     def run(rank):
         start.wait()
-        boards[rank].leave(rank)
+        boards[rank].publish_exit(rank)
         boards[rank].publish("late")
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(8)]
@@ -275,7 +275,7 @@ def test_all_ranks_can_leave_and_publish_at_the_same_time():
         thread.start()
     for thread in threads:
         thread.join()
-    entries = shared.get("left").decode().split()
+    entries = shared.get("exits").decode().split()
     assert sorted(map(int, entries[::2])) == list(range(8))
     assert entries[::2] == entries[1::2]
     assert len({told for board in boards if (told := board.poll())}) == 1
@@ -287,5 +287,5 @@ def test_a_board_without_its_server_finds_nothing_and_does_not_raise():
     board = _C.FailureBoard(client, 0, 2)
     del server
     board.publish("nobody hears this")
-    board.leave(1)
-    assert (board.poll(), board.poll_left(9)) == (None, None)
+    board.publish_exit(1)
+    assert (board.poll(), board.poll_exit(9)) == (None, None)

@@ -76,7 +76,7 @@ inline void averages_keep_the_sum_in_any_order(Random& random, const Delays& del
 
 inline void a_lane_ends_at_any_moment(Random& random, const Delays& delays) {
   const World world(random, 2, kPatient, kSmall, delays);
-  const int leaver = between(random, 0, world.ranks - 1);
+  const int early = between(random, 0, world.ranks - 1);
   const bool inside = between(random, 0, 1), is_destroyed = between(random, 0, 1);
   const int64_t point = between(random, 0, 60);
   const uint64_t seed = random();
@@ -85,7 +85,7 @@ inline void a_lane_ends_at_any_moment(Random& random, const Delays& delays) {
     const at::Tensor weights = at::empty({5}, at::kDouble).zero_();
     auto lane = make_lane(world, rank, weights);
     lane->resume();
-    if (rank != leaver) {
+    if (rank != early) {
       while (true) {
         lane->check();
         train(world, *lane, weights, 1);
@@ -100,7 +100,7 @@ inline void a_lane_ends_at_any_moment(Random& random, const Delays& delays) {
     stopper.reset();
     lane.reset();
   });
-  expect_everywhere(endings, concat("rank ", leaver, " left after"), leaver);
+  expect_everywhere(endings, concat("rank ", early, " exited after"), early);
 }
 
 }  // namespace bagua::stress

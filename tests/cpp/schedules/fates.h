@@ -13,21 +13,21 @@ namespace bagua::stress {
 
 // What becomes of one rank.
 struct Fate {
-  enum Kind { kNone, kAborts, kOpThrows, kLeaves, kIsDestroyed, kLeavesARoundUnfinished };
+  enum Kind { kNone, kAborts, kOpThrows, kExits, kIsDestroyed, kLeavesARoundUnfinished };
   Kind kind;
-  int round;      // in which it happens; kLeaves: after which
+  int round;      // in which it happens; kExits: after which
   int64_t point;  // kAborts: when
   size_t bucket;  // kOpThrows: whose
 
   // Whether the rank never takes part in a round after its own, so that no other can either.
   bool ends_rounds_before(int rounds) const {
     if (kind == kOpThrows || kind == kIsDestroyed) return round < rounds;
-    if (kind == kLeaves) return round < rounds;
+    if (kind == kExits) return round < rounds;
     return kind == kLeavesARoundUnfinished;
   }
 
   std::vector<std::string> words(int rank) const {
-    const std::string left = concat("rank ", rank, " left after");
+    const std::string exited = concat("rank ", rank, " exited after");
     switch (kind) {
       case kNone:
         return {};
@@ -35,10 +35,10 @@ struct Fate {
         return {concat("the reason of ", rank)};
       case kOpThrows:
         return {concat("no memory on ", rank)};
-      case kLeaves:
-        return {left};
+      case kExits:
+        return {exited};
       case kIsDestroyed:
-        return {left, "was stopped"};
+        return {exited, "was stopped"};
       case kLeavesARoundUnfinished:
         return {"left unfinished"};
     }
@@ -50,7 +50,7 @@ inline std::vector<Fate> draw_fates(Random& random, const World& world, int roun
   std::vector<Fate> fates;
   for (int rank = 0; rank < world.ranks; ++rank) {
     const auto kind = static_cast<Fate::Kind>(between(random, 0, 5));
-    const int first = kind == Fate::kLeaves ? 0 : 1;
+    const int first = kind == Fate::kExits ? 0 : 1;
     fates.push_back({.kind = kind,
                      .round = between(random, first, rounds),
                      .point = between(random, 0, 150),
@@ -64,7 +64,7 @@ inline std::vector<Fate> draw_fates(Random& random, const World& world, int roun
 inline void live(const World& world, RankEngine& mine, int rank, const Fate& fate, int rounds,
                  Random& own, uint64_t seed, std::vector<std::vector<at::Tensor>>& results) {
   for (int round = 1; round <= rounds; ++round) {
-    if (fate.kind == Fate::kLeaves && round > fate.round) return;
+    if (fate.kind == Fate::kExits && round > fate.round) return;
     if (fate.kind == Fate::kIsDestroyed && round == fate.round) {
       mine.begin();
       return mine.mark(own, between(own, 0, 4));

@@ -79,20 +79,20 @@ inline void an_op_that_throws_is_told_everywhere(Random& random, const Delays& d
                                     ", bucket '", bucket, "'"));
 }
 
-inline void a_rank_that_leaves_is_named(Random& random, const Delays& delays) {
+inline void a_rank_that_exits_is_named(Random& random, const Delays& delays) {
   const World world(random, 2, kPatient, kSmall, delays);
-  const int leaver = between(random, 0, world.ranks - 1), rounds = between(random, 0, 3);
+  const int early = between(random, 0, world.ranks - 1), rounds = between(random, 0, 3);
   const bool begins_another = between(random, 0, 1);
   const uint64_t seed = random();
   const auto endings = run_ranks(world, [&](int rank) {
     Random own(seed + rank);
     RankEngine mine(world, rank);
-    for (int i = 0; rank != leaver || i < rounds; ++i) {
+    for (int i = 0; rank != early || i < rounds; ++i) {
       run_turbulent_round(world, mine, rank, own, seed);
     }
     if (begins_another) mine.begin();
   });
-  expect_everywhere(endings, concat("rank ", leaver, " left after ", rounds, " rounds"), leaver);
+  expect_everywhere(endings, concat("rank ", early, " exited after ", rounds, " rounds"), early);
 }
 
 inline void engines_are_destroyed_at_any_moment(Random& random, const Delays& delays) {
@@ -111,7 +111,7 @@ inline void engines_are_destroyed_at_any_moment(Random& random, const Delays& de
   });
   for (const Ending& ending : endings) {
     const bool told = ending.error.find("was stopped") != std::string::npos ||
-                      ending.error.find(" left after ") != std::string::npos;
+                      ending.error.find(" exited after ") != std::string::npos;
     expect(ending.error.empty() || told, "a rank was told: ", ending.error);
   }
 }

@@ -37,7 +37,7 @@ constexpr std::array kScenarios{
     Scenario{"ranks meet their fates", ranks_meet_their_fates, 5},
     Scenario{"an abort at any moment ends all waits", an_abort_at_any_moment_ends_all_waits, 4},
     Scenario{"an op that throws is told everywhere", an_op_that_throws_is_told_everywhere, 2},
-    Scenario{"a rank that leaves is named", a_rank_that_leaves_is_named, 1},
+    Scenario{"a rank that exits is named", a_rank_that_exits_is_named, 1},
     Scenario{"engines are destroyed at any moment", engines_are_destroyed_at_any_moment, 2},
     Scenario{"a wait ends at the deadline", a_wait_ends_at_the_deadline, 1},
     Scenario{"a round left unfinished is told everywhere",

@@ -60,13 +60,13 @@ inline void averages_keep_the_sum(Random& random) {
 
 inline void a_lane_stops_while_others_average(Random& random) {
   const World world(random, 2, milliseconds(20000));
-  const int leaver = between(random, 0, world.ranks - 1);
+  const int early = between(random, 0, world.ranks - 1);
   std::vector<at::Tensor> weights(world.ranks);
   const auto endings = run_ranks(world, [&](int rank) {
     weights[rank] = at::empty({100}).zero_();
     const auto lane = make_lane(world, rank, weights[rank]);
     lane->resume();
-    if (rank == leaver) {
+    if (rank == early) {
       while (lane->stats().rounds == 0) std::this_thread::yield();
       lane->stop();
       return;
@@ -74,7 +74,7 @@ inline void a_lane_stops_while_others_average(Random& random) {
     lane->pause();
   });
   for (int rank = 0; rank < world.ranks; ++rank) {
-    expect((rank == leaver) == endings[rank].error.empty(), "rank ", rank,
+    expect((rank == early) == endings[rank].error.empty(), "rank ", rank,
            " ended with: ", endings[rank].error);
   }
 }

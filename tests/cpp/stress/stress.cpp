@@ -90,19 +90,19 @@ void an_op_that_throws_is_told_to_every_rank(Random& random) {
   expect_everywhere(endings, "DisturbingOp");
 }
 
-void a_rank_that_leaves_early_is_named(Random& random) {
+void a_rank_that_exits_early_is_named(Random& random) {
   const World world(random, 2, kPatient);
-  const int leaver = between(random, 0, world.ranks - 1);
+  const int early = between(random, 0, world.ranks - 1);
   const int rounds = between(random, 0, 3);
   const bool begins_another = between(random, 0, 1);
   const uint64_t seed = random();
   const auto endings = run_ranks(world, [&](int rank) {
     Random own(seed + rank);
     RankEngine mine(world, rank);
-    for (int i = 0; rank != leaver || i < rounds; ++i) mine.run_round(own);
+    for (int i = 0; rank != early || i < rounds; ++i) mine.run_round(own);
     if (begins_another) mine.begin();
   });
-  expect_everywhere(endings, concat("rank ", leaver, " left after ", rounds, " rounds"), leaver);
+  expect_everywhere(endings, concat("rank ", early, " exited after ", rounds, " rounds"), early);
 }
 
 void an_engine_with_work_in_flight_is_destroyed_soon(Random& random) {
@@ -186,7 +186,7 @@ constexpr Scenario kScenarios[] = {
     {"rounds give equal bits", rounds_give_equal_bits},
     {"an abort reaches every rank", an_abort_reaches_every_rank},
     {"an op that throws is told to every rank", an_op_that_throws_is_told_to_every_rank},
-    {"a rank that leaves early is named", a_rank_that_leaves_early_is_named},
+    {"a rank that exits early is named", a_rank_that_exits_early_is_named},
     {"an engine with work in flight is destroyed soon",
      an_engine_with_work_in_flight_is_destroyed_soon},
     {"a wait ends at its deadline", a_wait_ends_at_its_deadline},
