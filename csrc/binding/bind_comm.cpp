@@ -19,6 +19,7 @@
 #include "comm/thread_communicator.h"
 #include "health/diagnose.h"
 #include "health/failure_board.h"
+#include "health/sanitize.h"
 #include "topology/topology.h"
 
 namespace py = pybind11;
@@ -102,6 +103,8 @@ void bind_thread_ranks(py::module_& m) {
 }
 
 void bind_failure_board(py::module_& m) {
+  m.def("is_timeout_of_transport", &is_timeout_of_transport, py::arg("text"),
+        "Whether the message of an error of torch's says that a deadline passed.");
   py::class_<FailureBoard, std::shared_ptr<FailureBoard>>(
       m, "FailureBoard",
       "Failures and positions of a group's ranks, published in a store.\n\n"

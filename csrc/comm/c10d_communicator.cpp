@@ -1,7 +1,6 @@
 #include "comm/c10d_communicator.h"
 
 #include <algorithm>
-#include <cctype>
 #include <exception>
 #include <utility>
 
@@ -35,13 +34,6 @@ c10d::ReduceOp to_c10d(ReduceOp op) {
       return c10d::ReduceOp::MAX;
   }
   throw Error("unknown reduce op");
-}
-
-// Transports have no common type for "too late"; all of them say so.
-bool is_timeout(std::string text) {
-  std::transform(text.begin(), text.end(), text.begin(),
-                 [](unsigned char letter) { return std::tolower(letter); });
-  return text.find("timed out") != std::string::npos || text.find("timeout") != std::string::npos;
 }
 
 // Only once per work: a second wait on a gloo receive hangs.
@@ -243,7 +235,7 @@ void C10dCommunicator::fail(const CallSite& site, const std::string& what) {
   const std::string message = concat("rank ", group().rank, " of ", group().size, ": ", site.text(),
                                      " failed: ", reason_of_transport(what));
   refuse_from_now_on(concat("an earlier call failed (", message, ")"));
-  if (is_timeout(what)) throw TimeoutError(message);
+  if (is_timeout_of_transport(what)) throw TimeoutError(message);
   throw TransportError(message);
 }
 

@@ -1,6 +1,7 @@
 #include "health/sanitize.h"
 
 #include <algorithm>
+#include <cctype>
 #include <cstddef>
 #include <cstdint>
 
@@ -54,6 +55,12 @@ std::string reason_of_transport(const std::string& text) {
   }
   while (!reason.empty() && (reason.back() == ' ' || reason.back() == '.')) reason.pop_back();
   return reason.empty() ? text : reason;
+}
+
+bool is_timeout_of_transport(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(),
+                 [](unsigned char letter) { return std::tolower(letter); });
+  return text.find("timed out") != std::string::npos || text.find("timeout") != std::string::npos;
 }
 
 }  // namespace bagua

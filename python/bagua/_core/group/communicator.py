@@ -221,8 +221,7 @@ class Communicator:
         if self._board is not None:
             self._board.publish(text, is_secondary=True)
             seen = self._board.diagnose(seen, call, "call", everyone=True, peer=peer)
-        # A late connection is an error of the transport's own type, known by its text.
-        late = "timed out" in text.lower() or "timeout" in text.lower()
+        late = isinstance(error, _C.BaguaTimeoutError)
         return (_C.BaguaTimeoutError if late else _C.BaguaError)(seen)
 
     def __repr__(self) -> str:

@@ -255,7 +255,8 @@ class Connections:
                 options._timeout = self.timeout
                 return dist.ProcessGroupNCCL(store, rank, size, options)
         except RuntimeError as error:
-            raise _C.BaguaError(
+            late = _C.is_timeout_of_transport(str(error))
+            raise (_C.BaguaTimeoutError if late else _C.BaguaError)(
                 f"rank {rank} of {size} could not connect to the others within "
                 f"{self.timeout.total_seconds():g} s: {error}. Check that every rank reached this "
                 "call, and that GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME name the interface that "
