@@ -220,7 +220,7 @@ void bind_engine(py::module_& m) {
                        std::shared_ptr<CountingCommunicator> control,
                        std::shared_ptr<FailureBoard> board, double straggler_after_s,
                        std::optional<py::function> on_straggler,
-                       std::shared_ptr<WeightsSample> weights) {
+                       std::shared_ptr<WeightsSample> weights, std::shared_ptr<ManualClock> clock) {
              EngineOptions options{
                  .name = std::move(name),
                  .fingerprint = fingerprint,
@@ -231,6 +231,7 @@ void bind_engine(py::module_& m) {
                  .stragglers = {.after = to_milliseconds(straggler_after_s),
                                 .report = with_gil<const std::string&>(on_straggler)},
                  .weights = std::move(weights)};
+             if (clock) options.stragglers.clock = std::move(clock);
              return std::shared_ptr<Engine>(new Engine(std::move(lanes), std::move(options)),
                                             delete_without_gil<Engine>);
            }),
@@ -238,7 +239,7 @@ void bind_engine(py::module_& m) {
            py::arg("incarnation"), py::arg("timeout_s"), py::arg("control"),
            py::arg("board").none(true) = py::none(), py::arg("straggler_after_s") = 0.0,
            py::arg("on_straggler").none(true) = py::none(),
-           py::arg("weights").none(true) = py::none())
+           py::arg("weights").none(true) = py::none(), py::arg("clock").none(true) = py::none())
       .def(
           "begin_round",
           [](Engine& engine, float grad_scale, uint64_t frozen, bool check_weights) {

@@ -20,6 +20,7 @@ void bind_periodic(py::module_& m) {
       .def(
           "turn", [](ManualClock& clock, double seconds) { clock.turn(to_milliseconds(seconds)); },
           py::arg("seconds"))
+      .def_property_readonly("readings", &ManualClock::readings)
       .def_property_readonly("waiting", &ManualClock::waiting);
   py::class_<PeriodicLane, std::shared_ptr<PeriodicLane>>(
       m, "PeriodicLane",

@@ -13,11 +13,12 @@ StragglerWatch::StragglerWatch(const StragglerReports& reports, std::shared_ptr<
       board_(std::move(board)),
       timeout_(timeout),
       what_(what),
+      start_(reports.clock->now()),
       next_(reports.after) {}
 
 std::string StragglerWatch::seconds() const {
   char text[32];
-  const std::chrono::duration<double> waited = Clock::now() - start_;
+  const std::chrono::duration<double> waited = reports_.clock->now() - start_;
   std::snprintf(text, sizeof text, "%.1f s", waited.count());
   return text;
 }
@@ -26,7 +27,7 @@ std::string StragglerWatch::seconds() const {
 // 3. The same when twice the time is up.
 void StragglerWatch::look(const std::string& me, int64_t round) {
   if (next_.count() == 0 || !board_ || !reports_.report) return;
-  const Clock::time_point now = Clock::now();
+  const std::chrono::milliseconds now = reports_.clock->now();
   if (now - start_ < next_) return;
   if (!before_) {
     before_ = board_->look();

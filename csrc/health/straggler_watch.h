@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 
+#include "base/clock.h"
 #include "health/failure_board.h"
 
 namespace bagua {
@@ -18,6 +19,7 @@ struct StragglerReports {
   std::chrono::milliseconds after{0};
   // Called on the waiting thread, without locks; must not throw.
   std::function<void(const std::string&)> report{};
+  std::shared_ptr<Clock> clock = std::make_shared<SteadyClock>();  // of the lengths of waits
 };
 
 // One wait of one thread. It never delays that wait by more than what the store takes to answer:
@@ -39,17 +41,16 @@ class StragglerWatch {
   void over(const std::string& me) const;
 
  private:
-  using Clock = std::chrono::steady_clock;
   std::string seconds() const;
 
   const StragglerReports reports_;
   const std::shared_ptr<FailureBoard> board_;
   const std::chrono::milliseconds timeout_;
   const char* const what_;
-  const Clock::time_point start_ = Clock::now();
-  std::chrono::milliseconds next_;  // how long the wait has lasted when it is told next
+  const std::chrono::milliseconds start_;  // on the clock
+  std::chrono::milliseconds next_;         // how long the wait has lasted when it is told next
   std::shared_ptr<const Snapshot> before_;
-  Clock::time_point looked_{};
+  std::chrono::milliseconds looked_{0};  // on the clock
   bool reported_ = false;
 };
 

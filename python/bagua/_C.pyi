@@ -403,6 +403,7 @@ class Engine:
         straggler_after_s: float = 0.0,
         on_straggler: Callable[[str], None] | None = None,
         weights: WeightsSample | None = None,
+        clock: ManualClock | None = None,
     ) -> None: ...
     def begin_round(
         self, grad_scale: float = 1.0, *, frozen: int = 0, check_weights: bool = True
@@ -431,6 +432,8 @@ def accounting_ns(communicators: list[CountingCommunicator], repeats: int) -> fl
 class ManualClock:
     def __init__(self) -> None: ...
     def turn(self, seconds: float) -> None: ...
+    @property
+    def readings(self) -> int: ...
     @property
     def waiting(self) -> int: ...
 
