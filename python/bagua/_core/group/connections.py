@@ -23,6 +23,7 @@ from bagua._core.group.nccl_library import gpu_identity, nccl_library
 from bagua._core.group.store_values import stored_lines, stored_number
 
 __all__ = [
+    "MOVED",
     "TRAFFIC",
     "Connections",
     "cuda_transport",
@@ -31,8 +32,10 @@ __all__ = [
     "total_traffic",
 ]
 
-#: Names of the counters of a communicator.
-TRAFFIC = ("bytes_sent", "bytes_received", "messages_sent", "messages_received", "wire_ns")
+#: Names of what a communicator has moved.
+MOVED = ("bytes_sent", "bytes_received", "messages_sent", "messages_received")
+#: Names of all counters of a communicator.
+TRAFFIC = (*MOVED, "wire_ns")
 
 _log = logging.getLogger("bagua")
 

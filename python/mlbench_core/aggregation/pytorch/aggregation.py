@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 from bagua import _C
-from bagua._core.group.connections import Connections, total_traffic
+from bagua._core.group.connections import MOVED, Connections, total_traffic
 from bagua._core.group.process_group import BaguaProcessGroup
 
 from mlbench_core.aggregation.pytorch import _group
@@ -140,9 +140,8 @@ class Aggregation(ABC):
 
     def traffic(self) -> dict[str, int]:
         """Traffic of this object until now, in bytes and messages."""
-        names = ("bytes_sent", "bytes_received", "messages_sent", "messages_received")
         total = total_traffic(self._communicators.values())
-        return {name: total[name] for name in names}
+        return {name: total[name] for name in MOVED}
 
     # Steps of a call.
 
