@@ -10,7 +10,7 @@ import torch.distributed as dist
 from bagua import _C
 from bagua._core.group.connections import Connections
 from bagua._ops.all_reduce import AllReduce
-from bagua._ops.lane import Lane
+from bagua._ops.contract.lane import Lane
 
 SUM, AVG = _C.ReduceOp.SUM, _C.ReduceOp.AVG
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._ops.lane import Lane, among
-from bagua._ops.operation import BucketView, Operation
+from bagua._ops.contract.lane import Lane, among
+from bagua._ops.contract.operation import BucketView, Operation
 
 __all__ = ["AllReduce"]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._ops.lane import Lane
-from bagua._ops.operation import BucketView, Operation
+from bagua._ops.contract.lane import Lane
+from bagua._ops.contract.operation import BucketView, Operation
 
 __all__ = ["AllReduceRows"]
 

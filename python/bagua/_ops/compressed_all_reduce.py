@@ -9,8 +9,8 @@ import torch
 from bagua import _C
 from bagua._core.group import environment
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._ops.lane import Lane, among
-from bagua._ops.operation import BetweenNodes, BucketView, Operation
+from bagua._ops.contract.lane import Lane, among
+from bagua._ops.contract.operation import BetweenNodes, BucketView, Operation
 
 __all__ = ["CompressedAllReduce", "codec_named", "codec_of_scatter_gather"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from bagua import _C
 from bagua._core.compression.sparse_choice import sparse_mean
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._ops.lane import Lane, among
-from bagua._ops.operation import BetweenNodes, BucketView, Operation
+from bagua._ops.contract.lane import Lane, among
+from bagua._ops.contract.operation import BetweenNodes, BucketView, Operation
 
 __all__ = ["Sparse"]
 

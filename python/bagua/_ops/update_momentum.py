@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from bagua import _C
-from bagua._ops.lane import Lane
-from bagua._ops.operation import BucketView, Operation
+from bagua._ops.contract.lane import Lane
+from bagua._ops.contract.operation import BucketView, Operation
 
 __all__ = ["UpdateMomentum"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bagua import _C
-from bagua._ops.lane import Lane
-from bagua._ops.operation import BucketView, Operation
+from bagua._ops.contract.lane import Lane
+from bagua._ops.contract.operation import BucketView, Operation
 
 __all__ = ["CommHookFunction", "PythonFunction"]
 

@@ -15,8 +15,8 @@ from bagua import _C
 from bagua._core.group import environment as env
 from bagua._core.group.connections import fingerprint
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._ops.lane import Lane
-from bagua._ops.operation import BetweenNodes, BucketView, Operation
+from bagua._ops.contract.lane import Lane
+from bagua._ops.contract.operation import BetweenNodes, BucketView, Operation
 from bagua._sync.wrapper import Bucket
 
 __all__ = [

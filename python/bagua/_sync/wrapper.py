@@ -9,7 +9,7 @@ import torch
 
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._ops.operation import BucketView, Operation
+from bagua._ops.contract.operation import BucketView, Operation
 from bagua._sync.asynchronous_average import AsynchronousAverage
 
 __all__ = ["Algorithm", "Bucket", "Wrapper"]

@@ -13,7 +13,7 @@ from bagua._core.group.connections import Connections
 from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
 from bagua._core.state.saved_values import check_state
 from bagua._core.state.statistics import MainThreadTraffic, statistics
-from bagua._ops.lane import Lane
+from bagua._ops.contract.lane import Lane
 from bagua._sync.plan import counted, divided_first
 from bagua.comm_hooks._bucket import HookedBucket
 from bagua.comm_hooks._memories import Memories

@@ -27,8 +27,8 @@ from bagua._ops.compressed_all_reduce import (
     codec_of_scatter_gather,
 )
 from bagua._ops.compressed_gossip import CompressedGossip
+from bagua._ops.contract.operation import Operation
 from bagua._ops.low_rank import LowRank
-from bagua._ops.operation import Operation
 from bagua._ops.sparse import Sparse
 from bagua._ops.update_momentum import UpdateMomentum
 from bagua._ops.user_functions import PythonFunction

@@ -8,7 +8,7 @@ import torch
 
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._ops.lane import Lane
+from bagua._ops.contract.lane import Lane
 
 __all__ = ["BetweenNodes", "BucketView", "Operation"]
 

@@ -1,0 +1,1 @@
+"""The interface of bucket operations, and the lane that they are built for."""
