@@ -13,7 +13,7 @@
 #include "base/check.h"
 #include "binding/bindings.h"
 #include "binding/ddp_hook.h"
-#include "engine/dynamic_lane.h"
+#include "engine/dynamic/dynamic_lane.h"
 
 namespace bagua {
 

@@ -11,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
-#include "engine/dynamic_lane.h"
+#include "engine/dynamic/dynamic_lane.h"
 #include "op/memory/round_memory.h"
 
 namespace bagua {

@@ -52,7 +52,7 @@ std::optional<FailureBoard::News> news_of(const std::optional<std::string>& text
 
 // The first rank among `size`, but the observer, that exited before the observer's round was done.
 std::optional<std::string> exited_before(const std::optional<std::string>& text,
-                                       const Observer& observer, int size) {
+                                         const Observer& observer, int size) {
   std::istringstream entries(text.value_or(""));
   int rank;
   int64_t rounds;
@@ -139,7 +139,8 @@ void FailureBoard::beat(std::function<std::optional<Whereabouts>()> where, OnNew
         std::optional<News> news = news_of(read(store, kFailedKey), rank);
         if (!news) {
           const Observer me{.rank = rank, .round = here->round};
-          if (const auto exited = exited_before(read(store, kExitsKey), me, size)) news = {*exited, false};
+          if (const auto exited = exited_before(read(store, kExitsKey), me, size))
+            news = {*exited, false};
         }
         if (news) on_news(*news);
       },

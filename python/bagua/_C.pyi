@@ -14,6 +14,8 @@ from bagua._C_dynamic import DdpHook as DdpHook
 from bagua._C_dynamic import DynamicLane as DynamicLane
 from bagua._C_dynamic import GradientBucket as GradientBucket
 from bagua._C_dynamic import Posted as Posted
+from bagua._C_nccl import NcclCommunicator as NcclCommunicator
+from bagua._C_nccl import NcclLibrary as NcclLibrary
 
 class BaguaError(RuntimeError): ...
 class BaguaTimeoutError(BaguaError): ...
@@ -87,30 +89,6 @@ class HostCommunicator(Communicator):
     def __init__(self, inner: Communicator) -> None: ...
 
 has_nccl: bool
-
-class NcclLibrary:
-    @staticmethod
-    def find(paths: list[str]) -> NcclLibrary: ...
-    @staticmethod
-    def open(path: str) -> NcclLibrary: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def version(self) -> str: ...
-
-class NcclCommunicator(Communicator):
-    def __init__(
-        self,
-        library: NcclLibrary,
-        store: Store,
-        rank: int,
-        size: int,
-        device: torch.device,
-        timeout: float,
-    ) -> None: ...
-    def split(self, members: list[int]) -> NcclCommunicator | None: ...
-    def invalidate_if_aborted(self, result: torch.Tensor) -> None: ...
-    def failure(self) -> str | None: ...
 
 class CountingCommunicator(Communicator):
     def __init__(self, inner: Communicator) -> None: ...

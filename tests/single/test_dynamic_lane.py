@@ -178,7 +178,7 @@ def test_a_rank_that_stops_is_named():
 
     errors = on_ranks(2, run, hub_timeout=2.0)
     assert errors[1] is None
-    assert str(errors[0]).startswith("rank 1 left after 1 rounds")
+    assert str(errors[0]).startswith("rank 1 exited after 1 rounds")
 
 
 def test_a_rank_that_posts_less_is_named_at_the_timeout():

@@ -99,7 +99,7 @@ def register(
     with connections.collective_phase(f"registering a communication hook of '{module_name}'"):
         connections.agree("the model or the arguments of comm_hooks.register", description)
         wrap = connections.next_wrap()
-        lane = _connected(Lane(f"{wrap}/lane0", device.type, group), impl)
+        lane = _connected(Lane(f"{wrap}/lane0", device, group), impl)
         handle = Handle(module_name, impl, lane, named, grad_scaler, wrap)
         # A rank must not go on while another is still connecting to it.
         connections.reduce_numbers("registering a communication hook", _C.ReduceOp.SUM, 0)

@@ -1,4 +1,4 @@
-#include "engine/dynamic_lane.h"
+#include "engine/dynamic/dynamic_lane.h"
 
 #include <algorithm>
 #include <atomic>
@@ -16,7 +16,7 @@
 #include "comm/abort_all.h"
 #include "comm/device_stream.h"
 #include "comm/tensor_checks.h"
-#include "engine/job_agreement.h"
+#include "engine/dynamic/job_agreement.h"
 #include "health/diagnose.h"
 #include "health/failure.h"
 
