@@ -65,7 +65,12 @@ void bind_op(py::module_& m) {
            py::arg("outcome"))
       .def("value", [](RoundMemory& memory, size_t i) { return memory.value(i).detach(); })
       .def("next", [](RoundMemory& memory, size_t i) { return memory.next(i).detach(); })
-      .def("leave", &RoundMemory::leave, py::arg("step"), py::arg("finite"))
+      .def(
+          "leave",
+          [](RoundMemory& memory, int64_t round, bool finite) {
+            memory.leave(round, {.here = finite, .there = {}});
+          },
+          py::arg("step"), py::arg("finite"))
       .def("set", &RoundMemory::set, py::arg("i"), py::arg("value"));
 
   py::class_<AllReduce, BucketOp, std::shared_ptr<AllReduce>>(m, "AllReduce")

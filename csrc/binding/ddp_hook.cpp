@@ -65,7 +65,7 @@ void DdpHook::renew(int64_t round) {
 void DdpHook::settle() {
   for (const DynamicLane::Future& future : std::exchange(futures_, {})) future->wait();
   if (!options_.outcome || round() == 0) return;
-  for (; left_ < members_; ++left_) options_.outcome->leave(round(), /*finite=*/true);
+  for (; left_ < members_; ++left_) options_.outcome->leave(round(), {});
   for (const auto& bucket : known_) {
     if (bucket && bucket->memory) bucket->memory->value(0);
   }

@@ -67,8 +67,8 @@ using SlotId = int32_t;
 // On a device every lane has a stream of its own. A slot that is marked ready is written by work of
 // the marking thread's current stream; when a bucket is full, its lane's stream waits for all such
 // streams. wait() returns once everything has been enqueued, and makes the caller's current stream
-// wait for the lanes' streams: no host thread waits for the device, save in ops that must look at a
-// value (LowRank and Sparse: whether a round was finite). A failure on the device is therefore
+// wait for the lanes' streams: no host thread waits for what the device was given in this round; an
+// op that must look at a value reads it in its next round. A failure on the device is therefore
 // thrown by a later begin_round(), wait() or settle(); what a failed round leaves in its buckets is
 // NaN, see Note [Aborted collectives]. One event per bucket and stream covers all slots that
 // were marked on that stream before; an event per slot would cost a microsecond each and order

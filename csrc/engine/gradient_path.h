@@ -32,8 +32,9 @@ struct GradientPathOptions {
   // has made a gradient. An exception from it ends that backward, and the round stays open. Null:
   // nothing.
   std::function<void()> before_backward;
-  // Each is called at most once per backward, in the thread that called backward(), after every
-  // gradient slot has been marked. Null: wait for the engine.
+  // Called at most once per backward, after every gradient slot has been marked, in the thread that
+  // ends the backward: the one that called backward(), or on a GPU autograd's thread of the device,
+  // on the caller's current streams. Null: wait for the engine.
   std::function<void()> after_backward;
   // Called at the end of a communicated backward, when .grad holds the result, while
   // call_after_gradients() asks for it.

@@ -6,11 +6,11 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Dispatch.h>
-#include <ATen/ops/randn.h>
 #include <ATen/ops/where.h>
 
 #include "base/check.h"
 #include "base/mixed_bits.h"
+#include "comm/host_memory.h"
 #include "op/memory/communications.h"
 #include "op/tensors/all_finite.h"
 #include "op/tensors/arithmetic_dtype.h"
@@ -109,16 +109,17 @@ void LowRank::run(at::Tensor& flat, const Round& round) {
                 .queries = queries(flat, round),
                 .left = scratch(Scratch::kSend, layout_.left_numel + layout_.rest_numel),
                 .right = scratch(Scratch::kReceive, layout_.right_numel)};
-  bool finite = reduce_left(job);
+  // On a device it is not known yet what is finite: NaN and infinity pass through to the result.
+  Finite finite = reduce_left(job);
   std::vector<at::Tensor> vanished;
-  if (finite) {
+  if (finite.here) {
     vanished = orthonormalise_left(job);
-    finite = reduce_right(job);
+    finite &= reduce_right(job);
   }
-  if (finite) {
+  if (finite.here) {
     write_result(job);
     keep_queries(job, vanished);
-    finite = result_is_finite(job);
+    finite &= finite_result(job);
   } else {
     flat.fill_(std::numeric_limits<double>::quiet_NaN());
   }
@@ -134,7 +135,7 @@ void LowRank::pay_alone(at::Tensor& flat, const Round& round) {
   for (const Memory kept : {kQueries, kCommunications}) {
     memory_->next(kept).copy_(memory_->value(kept));
   }
-  memory_->leave(round.number, all_finite(flat));
+  memory_->leave(round.number, finite_of(flat));
 }
 
 // Queries of the round before, or fresh ones: N(0, 1), the same on all ranks.
@@ -147,12 +148,13 @@ at::Tensor LowRank::queries(const at::Tensor& flat, const Round& round) {
   at::Generator generator = at::detail::createCPUGenerator(seed);
   at::Tensor drawn =
       scratch_->get(Scratch::kScaled, layout_.right_numel, known.scalar_type(), flat.device());
-  drawn.copy_(at::randn({layout_.right_numel}, generator, at::TensorOptions(known.scalar_type())));
+  at::Tensor numbers = host_memory({layout_.right_numel}, known.scalar_type(), flat.device());
+  drawn.copy_(numbers.normal_(0, 1, generator), /*non_blocking=*/true);
   return drawn;
 }
 
-// Steps 1 and 2. False if what arrived is not finite.
-bool LowRank::reduce_left(const Job& job) {
+// Steps 1 and 2: whether what arrived is finite.
+Finite LowRank::reduce_left(const Job& job) {
   const at::Tensor error = options_.error_feedback ? memory_->value(kError) : at::Tensor();
   for (const LowRankLayout::Placed& placed : layout_.placed) {
     const LowRankMatrix& m = placed.matrix;
@@ -168,7 +170,7 @@ bool LowRank::reduce_left(const Job& job) {
   }
   at::Tensor left = job.left;
   communicator_->all_reduce(left, ReduceOp::kSum);
-  return all_finite(left);
+  return finite_of(left);
 }
 
 // Step 3, for P.
@@ -184,14 +186,14 @@ std::vector<at::Tensor> LowRank::orthonormalise_left(const Job& job) const {
 }
 
 // Steps 3, for Q', and 4.
-bool LowRank::reduce_right(const Job& job) {
+Finite LowRank::reduce_right(const Job& job) {
   for (const LowRankLayout::Placed& placed : layout_.placed) {
     project_columns(job.in(job.work, placed.matrix), job.p(placed), job.q(job.right, placed));
   }
   at::Tensor right = job.right;
   if (layout_.right_numel > 0) communicator_->all_reduce(right, ReduceOp::kSum);
   right.div_(communicator_->group().size);
-  return all_finite(right);
+  return finite_of(right);
 }
 
 // Step 5, but for Q.
@@ -213,13 +215,15 @@ void LowRank::write_result(const Job& job) const {
 }
 
 // Columns of P have length 1, so no element of P Q'^T is larger than the sum of a row of |Q'|.
-bool LowRank::result_is_finite(const Job& job) const {
+Finite LowRank::finite_result(const Job& job) const {
+  if (!job.flat.is_cpu()) return finite_of(job.flat);
   int64_t rank = 1;
   for (const LowRankLayout::Batch& batch : layout_.batches) rank = std::max(rank, batch.rank);
   const double bound =
       std::max(job.scale * static_cast<double>(rank) * largest_magnitude(job.right),
                largest_magnitude(job.left.narrow(0, layout_.left_numel, layout_.rest_numel)));
-  return bound < largest(job.flat.scalar_type()) / 2 || all_finite(job.flat);
+  if (bound < largest(job.flat.scalar_type()) / 2) return {};
+  return finite_of(job.flat);
 }
 
 // Step 5, for Q.

@@ -59,11 +59,11 @@ class LowRank final : public BucketOp {
   void pay_alone(at::Tensor& flat, const Round& round);
   void check(const at::Tensor& flat, const Round& round);
   at::Tensor queries(const at::Tensor& flat, const Round& round);
-  bool reduce_left(const Job& job);
+  Finite reduce_left(const Job& job);
   std::vector<at::Tensor> orthonormalise_left(const Job& job) const;
-  bool reduce_right(const Job& job);
+  Finite reduce_right(const Job& job);
   void write_result(const Job& job) const;
-  bool result_is_finite(const Job& job) const;
+  Finite finite_result(const Job& job) const;
   void keep_queries(const Job& job, const std::vector<at::Tensor>& vanished);
 
   std::shared_ptr<Communicator> communicator_;

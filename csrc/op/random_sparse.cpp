@@ -7,6 +7,7 @@
 #include <ATen/ops/index_select.h>
 
 #include "base/check.h"
+#include "comm/host_memory.h"
 #include "math/random_order.h"
 #include "op/tensors/all_finite.h"
 
@@ -29,11 +30,13 @@ at::Tensor RandomSparse::elements_of_round(at::Device device) const {
   const int64_t done = feedback_.communications();
   const RandomOrder order(n, seed_, done / rounds);
   const int64_t first = done % rounds * k_, count = std::min(k_, n - first);
-  at::Tensor elements = scratch_->get(Scratch::kIndices, count, at::kLong, at::kCPU);
+  // Memory of its own on a device, which may read it while the next round is begun.
+  at::Tensor elements = device.is_cpu() ? scratch_->get(Scratch::kIndices, count, at::kLong, device)
+                                        : host_memory({count}, at::kLong, device);
   auto* out = elements.mutable_data_ptr<int64_t>();
   for (int64_t i = 0; i < count; ++i) out[i] = order.at(first + i);
   std::sort(out, out + count);  // memory is read and written in order
-  return elements.to(device);
+  return elements.to(device, /*non_blocking=*/true);
 }
 
 void RandomSparse::run(at::Tensor& flat, const Round& round) {
@@ -47,7 +50,10 @@ void RandomSparse::run(at::Tensor& flat, const Round& round) {
     const int64_t count = elements.numel();
     at::Tensor message = scratch_->get(Scratch::kSend, count + 1, m.scalar_type(), m.device());
     at::Tensor values = message.narrow(0, 0, count), flag = message.narrow(0, count, 1);
-    flag.fill_(all_finite(m) ? 0.0 : std::numeric_limits<double>::quiet_NaN());
+    const double nan = std::numeric_limits<double>::quiet_NaN();
+    const Finite finite = finite_of(m);
+    flag.fill_(finite.here ? 0.0 : nan);
+    if (finite.there.defined()) flag.masked_fill_(finite.there.logical_not(), nan);
     at::index_select_out(values, m, 0, elements);
     m.index_fill_(0, elements, 0);
     // 3.

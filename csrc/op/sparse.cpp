@@ -1,10 +1,21 @@
 #include "op/sparse.h"
 
 #include <utility>
+#include <vector>
+
+#include <ATen/ops/stack.h>
 
 #include "base/check.h"
 
 namespace bagua {
+namespace {
+
+[[noreturn]] void throw_corrupted(int64_t rank, const std::string& reason, const Round& round) {
+  throw MismatchError(concat("bucket '", round.bucket, "': the payload from rank ", rank,
+                             " was corrupted on the wire: ", reason));
+}
+
+}  // namespace
 
 Sparse::Sparse(std::shared_ptr<Communicator> communicator, std::shared_ptr<Scratch> scratch,
                int64_t numel, int64_t k, std::shared_ptr<RoundMemory> memory, Checksum checksum)
@@ -33,6 +44,8 @@ void Sparse::exchange(at::Tensor& m, at::Tensor& sum, const Round& round) {
   const SparseMessage layout(numel, k_, m.scalar_type(), m.device());
   const uint64_t fingerprint = frame_fingerprint(
       "sparse " + layout.coding(), static_cast<int>(m.scalar_type()), numel, k_, round.bucket);
+  exchange_.begin(round);
+  check_earlier(layout, round);
   at::Tensor message = scratch_->get(Scratch::kSend, layout.bytes(), at::kByte, m.device());
   at::Tensor messages =
       scratch_->get(Scratch::kReceive, ranks * layout.bytes(), at::kByte, m.device());
@@ -43,12 +56,21 @@ void Sparse::exchange(at::Tensor& m, at::Tensor& sum, const Round& round) {
   exchange_.all_gather(fingerprint, message, messages, round);
   // 4.
   const at::Tensor rows = messages.view({ranks, layout.bytes()});
+  std::vector<at::Tensor> well;
   for (int64_t rank = 0; rank < ranks; ++rank) {
     try {
-      layout.add(rows.select(0, rank), sum, indices);
+      well.push_back(layout.add(rows.select(0, rank), sum, indices));
     } catch (const Error& error) {
-      throw MismatchError(concat("bucket '", round.bucket, "': the payload from rank ", rank,
-                                 " was corrupted on the wire: ", error.what()));
+      throw_corrupted(rank, error.what(), round);
+    }
+  }
+  if (!m.is_cpu()) well_.fetch(at::stack(well));
+}
+
+void Sparse::check_earlier(const SparseMessage& layout, const Round& round) {
+  for (const at::Tensor& well : well_.take()) {
+    for (int64_t rank = 0; rank < well.numel(); ++rank) {
+      if (!well[rank].item<bool>()) throw_corrupted(rank, layout.bad_indices(), round);
     }
   }
 }

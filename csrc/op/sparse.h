@@ -5,6 +5,7 @@
 
 #include "comm/communicator.h"
 #include "op/memory/error_feedback.h"
+#include "op/memory/late_values.h"
 #include "op/wire/framed_exchange.h"
 #include "op/wire/sparse_message.h"
 
@@ -21,7 +22,8 @@ namespace bagua {
 // is not finite is larger than all others, so it is sent, seen by all ranks, and no memory changes.
 //
 // May fail: MismatchError, naming the peer, for a message of another plan or round and for one that
-// is damaged. Bytes sent per rank: P - 1 times SparseMessage::bytes().
+// is damaged (on a device: in the round after). Bytes sent per rank: P - 1 times
+// SparseMessage::bytes().
 class Sparse final : public BucketOp {
  public:
   // `numel`: elements of the bucket; 1 <= k <= numel (0 if it is empty).
@@ -33,11 +35,13 @@ class Sparse final : public BucketOp {
 
  private:
   void exchange(at::Tensor& m, at::Tensor& sum, const Round& round);
+  void check_earlier(const SparseMessage& layout, const Round& round);
 
   FramedExchange exchange_;
   std::shared_ptr<Scratch> scratch_;
   int64_t k_;
   ErrorFeedback feedback_;
+  LateValues well_;  // on a device: of the round before, by rank
 };
 
 }  // namespace bagua

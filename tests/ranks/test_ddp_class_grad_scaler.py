@@ -54,6 +54,31 @@ def test_a_scale_changes_no_bit_of_the_weights(ranks, name):
     assert ranks(2, train_scaled, "with_bagua", name, True) == unscaled
 
 
+class CountingScaler(torch.amp.GradScaler):
+    """Counts how often the scale is asked for, which waits for the device on CUDA."""
+
+    asked = 0
+
+    def get_scale(self):
+        self.asked += 1
+        return super().get_scale()
+
+
+@training.with_group
+def count_questions(name):
+    scaler = CountingScaler("cpu", init_scale=2.0**10)
+    network = training.network()
+    algorithm, optimizer = made(name, network)
+    train(wrap("with_bagua", network, algorithm, optimizer, grad_scaler=scaler), optimizer, scaler)
+    return scaler.asked
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "qadam", "power_sgd"])
+def test_the_scale_is_asked_for_once_a_step_where_it_is_read(ranks, name):
+    expected = STEPS if name in ("qadam", "power_sgd") else 0
+    assert ranks(2, count_questions, name) == [expected] * 2
+
+
 @training.with_group
 def copy_and_train(name):
     network = training.network()

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include <ATen/ops/where.h>
+
 #include "base/check.h"
 #include "op/memory/communications.h"
 #include "op/tensors/all_finite.h"
@@ -61,13 +63,18 @@ void ErrorFeedback::finish(at::Tensor& flat, at::Tensor& sum, int ranks, const R
 void ErrorFeedback::pay(at::Tensor& flat, const Round& round) {
   if (!remembers_) return;
   const at::Tensor& error = memory_->value(kError);
-  if (error.any().item<bool>()) flat.add_(error, round.grad_scale);
+  // Nothing owed leaves the bucket its bits: -0 as well.
+  if (!error.is_cpu()) {
+    flat.add_(at::where(error.eq(0), -0.0, error.mul(round.grad_scale)));
+  } else if (error.any().item<bool>()) {
+    flat.add_(error, round.grad_scale);
+  }
   memory_->next(kError).zero_();
 }
 
 void ErrorFeedback::leave(const at::Tensor& flat, const Round& round) {
   memory_->next(kCommunications).fill_(communications() + 1);
-  memory_->leave(round.number, all_finite(flat));
+  memory_->leave(round.number, finite_of(flat));
 }
 
 }  // namespace bagua

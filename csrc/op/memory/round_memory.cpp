@@ -13,18 +13,23 @@ void RoundOutcome::join() {
   ++members_;
 }
 
-void RoundOutcome::leave(int64_t round, bool finite) {
+void RoundOutcome::leave(int64_t round, const Finite& finite) {
   const std::lock_guard lock(mutex_);
   Entry& entry = entries_[round % 2];
-  if (entry.round != round) entry = {.round = round};
+  if (entry.round != round) entry = Entry{.round = round, .flags = {}};
   ++entry.left;
-  entry.finite = entry.finite && finite;
+  entry.finite = entry.finite && finite.here;
+  if (finite.there.defined()) entry.flags.fetch(finite.there);
 }
 
-bool RoundOutcome::finite(int64_t round) const {
+bool RoundOutcome::finite(int64_t round) {
   const std::lock_guard lock(mutex_);
-  const Entry& entry = entries_[round % 2];
-  return entry.round == round && entry.left == members_ && entry.finite;
+  Entry& entry = entries_[round % 2];
+  if (entry.round != round || entry.left != members_) return false;
+  for (const at::Tensor& flag : entry.flags.take()) {
+    entry.finite = entry.finite && flag.item<bool>();
+  }
+  return entry.finite;
 }
 
 RoundMemory::RoundMemory(std::vector<at::Tensor> initial, std::shared_ptr<RoundOutcome> outcome)
@@ -48,7 +53,7 @@ at::Tensor& RoundMemory::next(size_t i) {
   return next_.at(i);
 }
 
-void RoundMemory::leave(int64_t round, bool finite) {
+void RoundMemory::leave(int64_t round, const Finite& finite) {
   pending_ = round;
   outcome_->leave(round, finite);
 }

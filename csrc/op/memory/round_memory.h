@@ -9,6 +9,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "op/memory/late_values.h"
+#include "op/tensors/all_finite.h"
+
 namespace bagua {
 
 // Whether the rounds of a plan were finite, in all of its buckets. Shared by the RoundMemory of all
@@ -20,17 +23,19 @@ class RoundOutcome {
  public:
   // One more memory takes part: at its construction, when no round is under way.
   void join();
-  void leave(int64_t round, bool finite);
-  // Whether everyone has left round `round`, and it was finite for all.
-  bool finite(int64_t round) const;
+  void leave(int64_t round, const Finite& finite);
+  // Whether everyone has left round `round`, and it was finite for all. Waits for a device that
+  // has not come to the end of that round.
+  bool finite(int64_t round);
 
  private:
   struct Entry {
     int64_t round = 0;
     int64_t left = 0;
     bool finite = true;
+    LateValues flags;  // of tensors on a device
   };
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   int64_t members_ = 0;
   std::array<Entry, 2> entries_;
 };
@@ -44,7 +49,8 @@ class RoundOutcome {
 // next(i) and reports with leave(round, finite) whether its bucket is finite on all ranks, which
 // all ranks derive alike from the received data. The next access (the op in its next round, or the
 // algorithm for a checkpoint) exchanges the two if the round was finite everywhere. A round
-// that failed or stayed incomplete changes nothing.
+// that failed or stayed incomplete changes nothing. On a device nobody waits to learn whether a
+// round is finite: the flag is read at the next access, when it has long been there.
 //
 // Thread safety: used by one lane in a round, by anyone between rounds. Ownership: the tensors
 // given are the memory's; set() copies into them.
@@ -57,7 +63,7 @@ class RoundMemory {
   const at::Tensor& value(size_t i);
   // Memory for the new value, to be written before leave(); undefined until then.
   at::Tensor& next(size_t i);
-  void leave(int64_t round, bool finite);
+  void leave(int64_t round, const Finite& finite);
   // Between rounds: discards uncommitted values and copies `value`. Throws
   // std::invalid_argument where shape or dtype differ.
   void set(size_t i, const at::Tensor& value);

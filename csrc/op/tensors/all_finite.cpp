@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include <ATen/ops/aminmax.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/view_as_real.h>
@@ -32,6 +33,21 @@ bool all_finite(const at::Tensor& tensor) {
   // A sum is one kernel, and finite unless an element is not or the sum overflows.
   const double sum = at::sum(tensor, arithmetic_dtype(tensor.scalar_type())).item<double>();
   return std::isfinite(sum) || at::isfinite(tensor).all().item<bool>();
+}
+
+Finite& Finite::operator&=(const Finite& other) {
+  here = here && other.here;
+  if (other.there.defined()) there = there.defined() ? there.logical_and(other.there) : other.there;
+  return *this;
+}
+
+Finite finite_of(const at::Tensor& tensor) {
+  if (tensor.is_cpu()) return {.here = all_finite(tensor), .there = {}};
+  if (tensor.is_complex()) return finite_of(at::view_as_real(tensor));
+  if (!at::isFloatingType(tensor.scalar_type()) || tensor.numel() == 0) return {};
+  // One kernel that reads the tensor once; NaN is both its minimum and its maximum.
+  const auto [least, most] = at::aminmax(tensor);
+  return {.here = true, .there = at::isfinite(least).logical_and(at::isfinite(most))};
 }
 
 }  // namespace bagua

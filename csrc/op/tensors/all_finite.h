@@ -8,4 +8,13 @@ namespace bagua {
 // `tensor`: of any dtype, on any device; on a device other than the CPU the call waits for it.
 bool all_finite(const at::Tensor& tensor);
 
+// The same without waiting.
+struct Finite {
+  bool here = true;  // false: a tensor in host memory is not finite
+  at::Tensor there;  // one bool on a device, for tensors there; undefined: none
+
+  Finite& operator&=(const Finite& other);
+};
+Finite finite_of(const at::Tensor& tensor);
+
 }  // namespace bagua

@@ -113,7 +113,6 @@ void FramedExchange::all_gather(uint64_t fingerprint, at::Tensor& message, at::T
   std::vector<int> ranks(size);
   for (int rank = 0; rank < size; ++rank) ranks[rank] = rank;
   device_frames_.fetch(messages, bytes, std::vector<Frame>(size, frame), std::move(ranks));
-  device_frames_.check(round.bucket);
 }
 
 void FramedExchange::write_frames(const PayloadRows& rows, std::span<const Payload> payloads,

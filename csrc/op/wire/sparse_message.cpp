@@ -1,5 +1,6 @@
 #include "op/wire/sparse_message.h"
 
+#include <limits>
 #include <tuple>
 #include <utility>
 
@@ -55,7 +56,8 @@ void SparseMessage::take(at::Tensor& m, at::Tensor message, at::Tensor& indices)
   pack_indices(chosen, k_, numel_, static_cast<std::byte*>(indices_of(message).data_ptr()));
 }
 
-void SparseMessage::add(const at::Tensor& message, at::Tensor& sum, at::Tensor& indices) const {
+at::Tensor SparseMessage::add(const at::Tensor& message, at::Tensor& sum,
+                              at::Tensor& indices) const {
   if (!on_cpu_) return add_on_device(message, sum);
   uint32_t* chosen = data_of(indices);
   unpack_indices(static_cast<const std::byte*>(indices_of(message).const_data_ptr()), k_, numel_,
@@ -66,6 +68,12 @@ void SparseMessage::add(const at::Tensor& message, at::Tensor& sum, at::Tensor& 
     auto* to = sum.mutable_data_ptr<scalar_t>();
     for (int64_t i = 0; i < k_; ++i) to[chosen[i]] += from[i];
   });
+  return {};
+}
+
+std::string SparseMessage::bad_indices() const {
+  return concat("the indices of a sparse message (words, ", k_, " of ", numel_,
+                " elements) must ascend below ", numel_);
 }
 
 void SparseMessage::take_on_device(at::Tensor& m, at::Tensor& message) const {
@@ -78,7 +86,7 @@ void SparseMessage::take_on_device(at::Tensor& m, at::Tensor& message) const {
   words.narrow(0, k_, words.numel() - k_).zero_();
 }
 
-void SparseMessage::add_on_device(const at::Tensor& message, at::Tensor& sum) const {
+at::Tensor SparseMessage::add_on_device(const at::Tensor& message, at::Tensor& sum) const {
   const at::Tensor words = indices_of(message).view(at::kInt).narrow(0, 0, k_);
   const at::Tensor chosen = words.to(at::kLong).bitwise_and(kIndexMask);
   at::Tensor valid = chosen.narrow(0, k_ - 1, 1).lt(numel_).all();
@@ -86,9 +94,10 @@ void SparseMessage::add_on_device(const at::Tensor& message, at::Tensor& sum) co
     const at::Tensor ascend = chosen.narrow(0, 1, k_ - 1).gt(chosen.narrow(0, 0, k_ - 1)).all();
     valid = valid.logical_and(ascend);
   }
-  BAGUA_CHECK(valid.item<bool>(), "the indices of a sparse message (words, ", k_, " of ", numel_,
-              " elements) must ascend below ", numel_);
-  sum.index_add_(0, chosen, values_of(message));
+  const at::Tensor safe = chosen.clamp_max(numel_ - 1);
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  sum.index_add_(0, safe, values_of(message).masked_fill(valid.logical_not(), nan));
+  return valid;
 }
 
 }  // namespace bagua

@@ -25,15 +25,17 @@ class SparseMessage {
   // `indices`: k elements of kInt, to work in.
   void take(at::Tensor& m, at::Tensor message, at::Tensor& indices) const;
 
-  // sum += what is in `message`, element by element in order of indices. Throws Error for bytes
-  // that take() cannot have written, without writing outside of `sum`.
-  void add(const at::Tensor& message, at::Tensor& sum, at::Tensor& indices) const;
+  // sum += what is in `message`, element by element in order of indices. Bytes that take() cannot
+  // have written write nothing outside of `sum`. On the CPU they throw Error; on a device the sum
+  // becomes NaN, and one bool that is returned says whether all is well: see bad_indices().
+  at::Tensor add(const at::Tensor& message, at::Tensor& sum, at::Tensor& indices) const;
+  std::string bad_indices() const;
 
  private:
   at::Tensor values_of(const at::Tensor& message) const;
   at::Tensor indices_of(const at::Tensor& message) const;
   void take_on_device(at::Tensor& m, at::Tensor& message) const;
-  void add_on_device(const at::Tensor& message, at::Tensor& sum) const;
+  at::Tensor add_on_device(const at::Tensor& message, at::Tensor& sum) const;
 
   int64_t numel_;
   int64_t k_;

@@ -298,8 +298,10 @@ class BaguaDistributedDataParallel:
     def _begin_round(self) -> bool:
         """Open a round, or continue the open one; return whether it has just begun."""
         assert self._running is not None
-        grad_scale = self._grad_scaler.get_scale() if self._grad_scaler is not None else 1.0
-        return self._running.step_begins(grad_scale, self.uneven_inputs.result_scale)
+        scale = 1.0
+        if self._grad_scaler is not None and self.bagua_algorithm.reads_grad_scale:
+            scale = self._grad_scaler.get_scale()
+        return self._running.step_begins(scale, self.uneven_inputs.result_scale)
 
     def _share_buffers(self, syncs: bool, opens: bool) -> bool:
         """Give every rank the first rank's buffers at the moments of torch's DDP, or return False.

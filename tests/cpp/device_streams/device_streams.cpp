@@ -9,58 +9,15 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/allclose.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/zeros.h>
 
-#include "codec/factory.h"
-#include "comm/counting_communicator.h"
 #include "comm/host_communicator.h"
-#include "comm/thread_communicator.h"
 #include "device_streams/device_weights.h"
 #include "device_streams/host_memory_communicator.h"
-#include "device_streams/loopback_communicator.h"
-#include "device_streams/noting_codec.h"
-#include "engine/engine.h"
-#include "fake_device/fake_device_torch.h"
-#include "op/all_reduce.h"
+#include "device_streams/subjects.h"
 #include "op/async_average.h"
-#include "op/average_weights.h"
-#include "op/compressed_all_reduce.h"
-#include "op/compressed_gossip.h"
-#include "op/gossip.h"
-#include "op/low_rank.h"
-#include "op/sparse.h"
-#include "op/update_momentum.h"
 
 namespace bagua::fake {
 namespace {
-
-constexpr int kRanks = 3;
-constexpr int64_t kNumel = 3 * 140000;  // equal parts, each of two pieces
-const at::Device kFake(at::kCUDA, 0);
-
-// Everything enqueued inside belongs to stream `id`.
-class OnStream {
- public:
-  explicit OnStream(int64_t id) : guard_(Guard::stream(id)) {}
-
- private:
-  c10::StreamGuard guard_;
-};
-
-// One op on one device, and its bucket of two slots.
-struct Subject {
-  std::string name;
-  at::ScalarType dtype;
-  double tolerance;  // 0: the same bits as on CPU
-  std::function<std::shared_ptr<BucketOp>(at::Device)> make;
-};
-
-at::Tensor zeros_on(at::Device device, int64_t numel, at::ScalarType dtype = at::kFloat) {
-  return at::zeros({numel}, at::TensorOptions().dtype(dtype).device(device));
-}
-
-std::shared_ptr<Communicator> loopback() { return std::make_shared<LoopbackCommunicator>(kRanks); }
 
 // Kernels of two of these wait for each other on their device: no abort ends alone.
 class EntangledCommunicator final : public LoopbackCommunicator {
@@ -80,102 +37,6 @@ class EntangledCommunicator final : public LoopbackCommunicator {
   const std::shared_ptr<std::atomic<int>> aborts_;
   bool ended_alone_ = false;
 };
-
-std::shared_ptr<const Codec> codec_on(at::Device device, const std::string& name) {
-  if (device.is_cpu()) return make_codec(name);
-  return std::make_shared<NotingCodec>(name);
-}
-
-std::shared_ptr<RoundMemory> memory(std::vector<at::Tensor> tensors) {
-  return std::make_shared<RoundMemory>(std::move(tensors), std::make_shared<RoundOutcome>());
-}
-
-std::vector<Subject> subjects() {
-  std::vector<Subject> all;
-  const auto add = [&](const std::string& name, at::ScalarType dtype, double tolerance, auto make) {
-    all.push_back({name, dtype, tolerance, make});
-  };
-  const auto counter = [] { return at::zeros({1}, at::kLong); };
-  add("all_reduce", at::kFloat, 0,
-      [](at::Device) { return std::make_shared<AllReduce>(loopback(), ReduceOp::kAvg); });
-  for (const std::string& name : codec_names()) {
-    for (const at::ScalarType dtype : {at::kFloat, at::kHalf, at::kDouble}) {
-      add(name + " " + c10::toString(dtype), dtype, 0, [name, dtype](at::Device device) {
-        return std::make_shared<CompressedAllReduce>(loopback(), codec_on(device, name),
-                                                     std::make_shared<Scratch>(), ReduceOp::kAvg,
-                                                     static_cast<Checksum>(dtype == at::kHalf));
-      });
-    }
-    add("gossip of " + name, at::kFloat, 0, [name](at::Device device) {
-      const Replicas replicas{zeros_on(device, kNumel), zeros_on(device, kNumel),
-                              zeros_on(device, kNumel)};
-      return std::make_shared<CompressedGossip>(loopback(), codec_on(device, name),
-                                                std::make_shared<Scratch>(), replicas,
-                                                MixingWeights{1.0 / 3, 1.0 / 3}, Checksum::kOn);
-    });
-  }
-  add("average weights", at::kFloat, 0, [=](at::Device device) {
-    auto inner = std::make_shared<AllReduce>(loopback(), ReduceOp::kAvg);
-    return std::make_shared<AverageWeights>(zeros_on(device, kNumel), counter(), inner);
-  });
-  add("low rank", at::kFloat, 1e-4, [=](at::Device device) {
-    const std::vector<LowRankMatrix> matrices{{0, 400, 500, 2}};
-    at::Tensor queries = at::arange(1000, at::kFloat).mul_(0.01).sin_().to(device);
-    return std::make_shared<LowRank>(
-        loopback(), std::make_shared<Scratch>(), kNumel, matrices,
-        LowRankOptions{.warm_start = true, .error_feedback = true, .seed = 7},
-        memory({zeros_on(device, kNumel), queries, counter()}));
-  });
-  add("sparse", at::kFloat, 0, [=](at::Device device) {
-    return std::make_shared<Sparse>(loopback(), std::make_shared<Scratch>(), kNumel, 500,
-                                    memory({zeros_on(device, kNumel), counter()}), Checksum::kOn);
-  });
-  return all;
-}
-
-// What training brings in round `round`: no two magnitudes are equal, so that there is one top k.
-at::Tensor gradient(int64_t round) {
-  at::Tensor result = at::zeros({kNumel});
-  float* values = result.data_ptr<float>();
-  for (int64_t i = 0; i < kNumel; ++i) {
-    const int64_t place = (i * 7919 + round * 31) % kNumel + 1;
-    values[i] = static_cast<float>(i % 2 ? place : -place) / kNumel;
-  }
-  return result;
-}
-
-// Two buckets of two slots each, in two lanes.
-std::unique_ptr<Engine> make_engine(const Subject& subject, const std::vector<at::Tensor>& flats,
-                                    const std::vector<std::shared_ptr<Communicator>>& of_lanes = {
-                                        nullptr, nullptr}) {
-  const auto alone = std::make_shared<ThreadHub>(1, std::chrono::seconds(20));
-  const auto counting = [&](std::shared_ptr<Communicator> inner = nullptr) {
-    if (!inner) inner = std::make_shared<ThreadCommunicator>(alone, 0);
-    return std::make_shared<CountingCommunicator>(std::move(inner));
-  };
-  std::vector<Lane> lanes(2);
-  for (int i = 0; i < 2; ++i) {
-    Bucket bucket{.name = concat("bucket", i), .flat = flats[i], .slots = {}, .ops = {}};
-    for (int64_t slot = 0; slot < 2; ++slot) {
-      bucket.slots.push_back(
-          {concat("slot", i, "/", slot), slot * kNumel / 2, {kNumel / 2}, {1}, Adopt::kNone, {}});
-    }
-    bucket.ops.push_back(subject.make(flats[i].device()));
-    lanes[i].buckets.push_back(std::move(bucket));
-    lanes[i].communicators.push_back(counting(of_lanes[i]));
-  }
-  return std::make_unique<Engine>(std::move(lanes),
-                                  EngineOptions{.name = "m",
-                                                .fingerprint = 1,
-                                                .incarnation = 1,
-                                                .timeout = std::chrono::seconds(20),
-                                                .control = counting(),
-                                                .board = nullptr});
-}
-
-std::vector<at::Tensor> make_flats(const Subject& subject, at::Device device) {
-  return {zeros_on(device, kNumel, subject.dtype), zeros_on(device, kNumel, subject.dtype)};
-}
 
 // Three rounds, slots filled under two streams; the last result.
 at::Tensor train(const Subject& subject, at::Device device) {
@@ -251,6 +112,70 @@ void ops_agree_with_the_cpu() {
                           : at::allclose(found, expected, subject.tolerance, subject.tolerance);
     expect(same, subject.name, ": the device's result is not the CPU's");
     std::cout << subject.name << std::endl;
+  }
+}
+
+// A device may be a whole step behind its host: nothing in a step waits for what the step gave it.
+void hosts_do_not_wait_for_their_step() {
+  for (const Subject& subject : subjects()) {
+    const std::vector<at::Tensor> flats = make_flats(subject, kFake);
+    const std::unique_ptr<Engine> engine = make_engine(subject, flats);
+    for (int round = 1; round <= 3; ++round) {
+      if (round == 3) Device::instance().fall_behind();
+      for (const at::Tensor& flat : flats) flat.add_(round);
+      engine->begin_round();
+      engine->mark_all();
+      engine->wait();
+    }
+    const int64_t waits = Device::instance().host_waits();
+    expect(waits == 0, subject.name, ": ", waits, " waits for the device in a step");
+  }
+}
+
+// Of a rank's message, the indices arrive damaged.
+class DamagingCommunicator final : public LoopbackCommunicator {
+ public:
+  using LoopbackCommunicator::LoopbackCommunicator;
+  void all_gather(const at::Tensor& input, at::Tensor& output) override {
+    LoopbackCommunicator::all_gather(input, output);
+    if (output.numel() > 1000) output.view({group().size, -1})[1].narrow(0, -500, 500).fill_(255);
+  }
+};
+
+void damaged_indices_are_found_a_round_later() {
+  Sparse op(std::make_shared<DamagingCommunicator>(kRanks), std::make_shared<Scratch>(), kNumel,
+            500, memory({zeros_on(kFake, kNumel), at::zeros({1}, at::kLong)}), Checksum::kOff);
+  at::Tensor flat = gradient(1).to(kFake);
+  op.run(flat, {.number = 1, .grad_scale = 1, .bucket = "b"});
+  expect(!flat.cpu().isfinite().all().item<bool>(), "damaged indices were summed");
+  const std::string message =
+      message_of_call([&] { op.run(flat, {.number = 2, .grad_scale = 1, .bucket = "b"}); });
+  expect(message.find("bucket 'b': the payload from rank 1 was corrupted") != std::string::npos,
+         "damaged indices: '", message, "'");
+}
+
+// Infinity passes through every op to the result, and no memory changes.
+void what_is_not_finite_is_seen_without_waiting() {
+  for (const std::string name : {"low rank", "sparse", "random sparse", "error feedback"}) {
+    for (const Subject& subject : subjects()) {
+      if (subject.name != name) continue;
+      const std::vector<at::Tensor> flats = make_flats(subject, kFake);
+      const std::unique_ptr<Engine> engine = make_engine(subject, flats);
+      const std::vector<at::Tensor> plain = make_flats(subject, kFake);
+      const std::unique_ptr<Engine> never = make_engine(subject, plain);
+      const auto round = [](Engine& running, const std::vector<at::Tensor>& buckets, float bad) {
+        for (const at::Tensor& flat : buckets) flat.copy_(gradient(3).to(kFake));
+        buckets[1].narrow(0, 5, 1).mul_(bad);
+        running.begin_round();
+        running.mark_all();
+        running.wait();
+      };
+      round(*engine, flats, std::numeric_limits<float>::infinity());
+      expect(!flats[1].cpu().isfinite().all().item<bool>(), name, ": infinity was lost");
+      round(*engine, flats, 1);
+      round(*never, plain, 1);
+      expect(flats[1].cpu().equal(plain[1].cpu()), name, ": a round that was not finite counts");
+    }
   }
 }
 
@@ -341,15 +266,6 @@ class AbortableCommunicator final : public LoopbackCommunicator {
   bool breaks_ = false;
   std::atomic<bool> aborted_ = false;
 };
-
-std::string message_of_call(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
 
 void results_of_an_aborted_collective_are_not_used() {
   for (const std::string call : {"wait", "begin_round", "settle"}) {
@@ -459,6 +375,9 @@ extern "C" int device_streams() {
     detector_finds_what_is_missing();
     ops_agree_with_the_cpu();
     empty_parts_send_no_frames();
+    hosts_do_not_wait_for_their_step();
+    damaged_indices_are_found_a_round_later();
+    what_is_not_finite_is_seen_without_waiting();
     memory_of_an_unfinished_round_is_not_freed_too_early();
     communicators_are_aborted_together();
     results_of_an_aborted_collective_are_not_used();

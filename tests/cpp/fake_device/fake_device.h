@@ -77,11 +77,13 @@ class Device {
   // A host thread waits until this is done: whatever is enqueued from then on comes later.
   void await(const Clock& event) {
     std::unique_lock lock(mutex_);
+    if (behind(event)) ++host_waits_;
     await_collectives(lock, [&] { return done(event); });
     join(completed_, event);
   }
   void await_all() {
     std::unique_lock lock(mutex_);
+    ++host_waits_;
     await_collectives(lock, [&] { return collectives_.empty(); });
     for (const Clock& clock : clocks_) join(completed_, clock);
   }
@@ -107,6 +109,19 @@ class Device {
   void until_a_host_waits_for_collectives() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return waiting_ > 0; });
+  }
+
+  // From now on the device is as far as it is: what it is given later is not done when a host
+  // thread asks or waits for it.
+  void fall_behind() {
+    std::lock_guard lock(mutex_);
+    for (int stream = 0; stream < kStreams; ++stream) done_until_[stream] = clocks_[stream][stream];
+    host_waits_ = 0;
+  }
+  // How often host threads have waited for what came after fall_behind(), or for all.
+  int64_t host_waits() {
+    std::lock_guard lock(mutex_);
+    return host_waits_;
   }
 
   // `stream` was given a copy from or to host memory.
@@ -146,6 +161,13 @@ class Device {
     });
   }
 
+  bool behind(const Clock& event) const {
+    for (int stream = 0; stream < kStreams; ++stream) {
+      if (event[stream] > done_until_[stream]) return true;
+    }
+    return false;
+  }
+
   template <typename Done>
   void await_collectives(std::unique_lock<std::mutex>& lock, Done done_now) {
     ++waiting_;
@@ -165,6 +187,8 @@ class Device {
   std::condition_variable changed_;
   std::vector<Collective> collectives_;
   int waiting_ = 0;  // host threads
+  int64_t host_waits_ = 0;
+  Clock done_until_{};
   std::array<Clock, kStreams> clocks_{};
   Clock completed_{};
   Clock host_copies_{};  // by stream, the last one's time

@@ -93,6 +93,8 @@ class AlgorithmImpl:
             backward; False: the algorithm marks them itself.
         remembers_gradients: whether it keeps values made of gradients for later rounds, which are
             right under a loss scale only if the wrap was given the scaler.
+        reads_grad_scale: whether its operations ask for the loss scale (``grad_scaler=`` of the
+            wrap), which costs a wait for the device in every step.
         takes_unfrozen: whether parameters that were frozen at the wrap may be unfrozen: buckets are
             rebuilt without a broadcast, and :meth:`carry_over` decides on the state.
         shares_parameters: whether a parameter may belong to a second wrapped module.
@@ -108,6 +110,7 @@ class AlgorithmImpl:
     opens_at_forward = False
     marks_in_backward = True
     remembers_gradients = False
+    reads_grad_scale = True
     takes_unfrozen = False
     shares_parameters = False
     steps_in_backward = True
@@ -242,6 +245,7 @@ class LocalWeightsImpl(AlgorithmImpl):
 
     broadcast_buffers = False
     ranks_agree = False
+    reads_grad_scale = False
     opens_at_forward = True
     marks_in_backward = False
     steps_in_backward = False

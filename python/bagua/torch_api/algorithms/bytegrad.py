@@ -61,6 +61,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
     """Implementation of :class:`ByteGradAlgorithm`."""
 
     ranks_agree = True
+    reads_grad_scale = False
     shares_parameters = True
     takes_unfrozen = True
 

@@ -29,6 +29,7 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     """Implementation of :class:`GradientAllReduceAlgorithm`."""
 
     ranks_agree = True
+    reads_grad_scale = False
     shares_parameters = True
     takes_unfrozen = True
     complex_parameters = True
