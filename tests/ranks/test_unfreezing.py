@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import PowerSGDAlgorithm, QAdamAlgorithm, QAdamOptimizer
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from ranks import every_algorithm, training
+from support import every_algorithm, training
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 FOLLOWING = [
