@@ -85,7 +85,7 @@ def connect_as_told():
     """No NCCL here: gloo stands in for what would be connected."""
     asked = []
 
-    def nccl(connections, name, members):
+    def nccl(connections, name, device, members):
         asked.append((name, members))
         return _C.C10dCommunicator(connections.backend(name, "cpu", members))
 

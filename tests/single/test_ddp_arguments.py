@@ -17,7 +17,8 @@ def test_positions_are_torchs():
     positional = [p.name for p in mine if p.kind is p.POSITIONAL_OR_KEYWORD]
     theirs = list(inspect.signature(TorchDDP).parameters)
     assert positional[: len(theirs)] == theirs, "of the installed torch, which may know fewer"
-    assert [p.name for p in mine if p.kind is p.KEYWORD_ONLY] == ["optimizers", "algorithm"]
+    ours = ["optimizers", "algorithm", "grad_scaler"]
+    assert [p.name for p in mine if p.kind is p.KEYWORD_ONLY] == ours
 
 
 def test_unsupported_arguments_are_refused_with_the_alternative():

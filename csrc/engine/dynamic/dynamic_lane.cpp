@@ -75,6 +75,7 @@ struct DynamicLane::State : std::enable_shared_from_this<DynamicLane::State> {
   BucketStats& stats_of(const Job& job);
   void fail(std::exception_ptr cause, bool alike = false) noexcept;
   std::exception_ptr explain(const std::exception_ptr& cause, bool alike) const noexcept;
+  void check_communicators() noexcept;
   void on_news(const FailureBoard::News& news);
   void end_pending(const std::exception_ptr& error) noexcept;
   void abort_communicators(const std::string& reason) const noexcept;
@@ -125,6 +126,7 @@ void DynamicLane::State::run(Pending& entry, std::optional<BucketAccount>& accou
       RECORD_FUNCTION("bagua::" + plan.name + "::" + op->describe(), {});
       op->run(flat, context);
     }
+    for (const auto& communicator : options.ops) communicator->invalidate_if_aborted(flat);
   } catch (...) {
     std::rethrow_exception(
         with_context(concat("bucket '", plan.name, "' (", flat.nbytes(), " bytes), ",
@@ -203,6 +205,16 @@ void DynamicLane::State::fail(std::exception_ptr cause, bool alike) noexcept {
   }
   changed.notify_all();
   end_pending(error);
+}
+
+// Of work on a device, what failed after its job was done.
+void DynamicLane::State::check_communicators() noexcept {
+  try {
+    for (const auto& communicator : options.ops) communicator->check();
+  } catch (...) {
+    fail(with_context(whoami() + ", after its buckets were put on the device: ",
+                      std::current_exception()));
+  }
 }
 
 std::exception_ptr DynamicLane::State::explain(const std::exception_ptr& cause,
@@ -307,6 +319,7 @@ DynamicLane::Future DynamicLane::post(Job job) {
 
 void DynamicLane::check() const {
   State& state = *state_;
+  state.check_communicators();
   std::unique_lock lock(state.mutex);
   if (state.failure) {
     state.changed.wait(lock, [&] { return state.explained != nullptr; });

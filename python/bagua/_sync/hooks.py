@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +14,32 @@ from torch.utils.hooks import RemovableHandle
 
 from bagua._sync.wrapper import Wrapper
 
-__all__ = ["backward_hooks", "optimizer_hooks", "tensors_in"]
+__all__ = ["LeftBehind", "WeakHook", "backward_hooks", "optimizer_hooks", "tensors_in"]
+
+
+class LeftBehind:
+    """A hook that copies and files of its module do not have.
+
+    They have a function of the standard library that does nothing, so that files load where this
+    package is not installed.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return functools.partial(sys.audit, "bagua.copy")
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (sys.audit, "bagua.copy")
+
+
+class WeakHook(LeftBehind):
+    """Calls a method, without arguments, as long as its object lives."""
+
+    def __init__(self, method: Callable[[], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, *_: Any) -> None:
+        if (method := self._method()) is not None:
+            method()
 
 
 def backward_hooks(ddp: Wrapper) -> list[RemovableHandle]:

@@ -20,7 +20,7 @@ from bagua._core.state.statistics import statistics
 from bagua._sync import owners
 from bagua._sync.bucketing import split_by_bucket_size
 from bagua._sync.engine_synchronizer import EngineSynchronizer
-from bagua._sync.hooks import optimizer_hooks, tensors_in
+from bagua._sync.hooks import WeakHook, optimizer_hooks, tensors_in
 from bagua._sync.outside_graphs import outside_graphs
 from bagua._sync.plan import log_plan, log_unfrozen
 from bagua._sync.steps_in_backward import StepsInBackward
@@ -187,7 +187,7 @@ class BaguaDistributedDataParallel:
         self._shared.give(self.module, source, buffers)
 
     def _install_hooks(self, hook_module: bool) -> None:
-        self._handles = [self.module.register_state_dict_pre_hook(self._before_state_dict)]
+        self._handles = [self.module.register_state_dict_pre_hook(WeakHook(self._settle))]
         if hook_module:
             self._handles += [
                 self.module.register_forward_pre_hook(outside_graphs(self.before_forward)),
@@ -437,7 +437,7 @@ class BaguaDistributedDataParallel:
         with self._running.exclusive():
             yield
 
-    def _before_state_dict(self, *_: Any) -> None:
+    def _settle(self) -> None:
         if (rounds := self._rounds) is not None:
             rounds.engine.settle()
 

@@ -9,8 +9,6 @@ is trained without that.
 from __future__ import annotations
 
 import copy
-import functools
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ import torch.distributed as dist
 
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._sync import owners
+from bagua._sync.hooks import LeftBehind
 from bagua.torch_api._wrapper import BaguaDistributedDataParallel
 from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
@@ -163,12 +162,8 @@ def plain_twin(module: Any, original: type[torch.nn.Module], hooks: list[int]) -
 _COPY_OF = "_bagua_copy_of"
 
 
-class _TrainsAlone:
-    """A forward pre-hook of a copy, which warns once when the copy is trained on its own.
-
-    It is pickled as a function of the standard library that does nothing, so that files load where
-    this package is not installed.
-    """
+class _TrainsAlone(LeftBehind):
+    """A forward pre-hook of a copy, which warns once when the copy is trained on its own."""
 
     def __init__(self) -> None:
         self.handle: torch.utils.hooks.RemovableHandle | None = None
@@ -189,12 +184,6 @@ class _TrainsAlone:
             "is to be trained with them.",
             stacklevel=2,
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return functools.partial(sys.audit, "bagua.copy")
-
-    def __reduce__(self) -> Any:
-        return functools.partial, (sys.audit, "bagua.copy")
 
 
 def watch_copy(module: torch.nn.Module) -> None:

@@ -14,6 +14,7 @@
 #include "device_streams/device_weights.h"
 #include "device_streams/host_memory_communicator.h"
 #include "device_streams/subjects.h"
+#include "engine/dynamic/dynamic_lane.h"
 #include "op/async_average.h"
 
 namespace bagua::fake {
@@ -295,6 +296,29 @@ void results_of_an_aborted_collective_are_not_used() {
   }
 }
 
+void jobs_of_an_aborted_communicator_are_not_used() {
+  const auto inner = std::make_shared<AbortableCommunicator>(kRanks);
+  const auto comm = std::make_shared<CountingCommunicator>(inner);
+  const auto alone = std::make_shared<ThreadHub>(1, std::chrono::seconds(20));
+  const auto control =
+      std::make_shared<CountingCommunicator>(std::make_shared<ThreadCommunicator>(alone, 0));
+  DynamicLane lane({.name = "m", .incarnation = 1, .ops = {comm}, .control = control});
+  const auto plan = std::make_shared<JobPlan>(
+      JobPlan{.name = "b",
+              .description = "mean",
+              .ops = {std::make_shared<AllReduce>(comm, ReduceOp::kAvg)}});
+  at::Tensor flat = gradient(1).to(kFake);
+  lane.post({.plan = plan, .flat = flat, .round = 1})->wait();
+  expect(flat.isfinite().all().item<bool>(), "a healthy job is not finite");
+  inner->break_next();
+  lane.post({.plan = plan, .flat = flat, .round = 2})->wait();
+  expect(flat.isnan().all().item<bool>(), "partial sums stay in the tensor of a job");
+  const std::string message = message_of_call([&] { lane.check(); });
+  expect(message.find("an earlier call failed") != std::string::npos, "check() said '", message,
+         "'");
+  expect_no_race("jobs of a dynamic lane");
+}
+
 void asynchronous_averaging_keeps_out_of_training() {
   at::Tensor weights = gradient(1).to(kFake);
   auto gate = std::make_shared<WeightGate>();
@@ -381,6 +405,7 @@ extern "C" int device_streams() {
     memory_of_an_unfinished_round_is_not_freed_too_early();
     communicators_are_aborted_together();
     results_of_an_aborted_collective_are_not_used();
+    jobs_of_an_aborted_communicator_are_not_used();
     asynchronous_averaging_keeps_out_of_training();
     asynchronous_averaging_waits_for_ranks_outside_the_gate();
     host_memory_waits_for_the_device();
