@@ -29,7 +29,7 @@ std::vector<const void*> identities(const std::vector<at::Tensor>& parameters) {
   return found;
 }
 
-// What torch owns: the hook is shared with the user's handle.
+// Owned by torch; the hook is shared with the user's handle.
 class Registered final : public c10d::CommHookInterface {
  public:
   explicit Registered(std::shared_ptr<DdpHook> hook) : hook_(std::move(hook)) {}

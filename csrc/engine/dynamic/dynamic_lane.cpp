@@ -207,7 +207,7 @@ void DynamicLane::State::fail(std::exception_ptr cause, bool alike) noexcept {
   end_pending(error);
 }
 
-// Of work on a device, what failed after its job was done.
+// Finds failures of work on a device whose job is done.
 void DynamicLane::State::check_communicators() noexcept {
   try {
     for (const auto& communicator : options.ops) communicator->check();

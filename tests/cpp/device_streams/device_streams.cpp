@@ -133,7 +133,7 @@ void hosts_do_not_wait_for_their_step() {
   }
 }
 
-// Of a rank's message, the indices arrive damaged.
+// Damages the indices of one rank's message.
 class DamagingCommunicator final : public LoopbackCommunicator {
  public:
   using LoopbackCommunicator::LoopbackCommunicator;

@@ -73,7 +73,7 @@ std::shared_ptr<RoundMemory> memory(std::vector<at::Tensor> tensors) {
   return std::make_shared<RoundMemory>(std::move(tensors), std::make_shared<RoundOutcome>());
 }
 
-// What training brings in round `round`: no two magnitudes are equal, so that there is one top k.
+// Gradient of round `round`: no two magnitudes are equal, so that there is one top k.
 at::Tensor gradient(int64_t round) {
   at::Tensor result = at::zeros({kNumel});
   float* values = result.data_ptr<float>();
