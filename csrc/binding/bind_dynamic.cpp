@@ -53,16 +53,7 @@ std::function<void(const std::exception_ptr&)> as_core_error() {
 template <typename Result, typename... Args>
 std::function<Result(Args...)> called_with_gil(const std::optional<py::function>& function) {
   if (!function) return nullptr;
-  std::shared_ptr<py::function> owned(new py::function(*function), [](py::function* p) {
-    if (!Py_IsInitialized()) {
-      p->release();
-      delete p;
-      return;
-    }
-    const py::gil_scoped_acquire gil;
-    delete p;
-  });
-  return [owned](Args... args) {
+  return [owned = shared_function(*function)](Args... args) {
     const py::gil_scoped_acquire gil;
     try {
       return (*owned)(args...).template cast<Result>();

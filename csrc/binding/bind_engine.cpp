@@ -24,16 +24,7 @@ namespace {
 template <typename... Args>
 std::function<void(Args...)> with_gil(const std::optional<py::function>& function) {
   if (!function) return nullptr;
-  std::shared_ptr<py::function> owned(new py::function(*function), [](py::function* p) {
-    if (!Py_IsInitialized()) {
-      p->release();
-      delete p;
-      return;
-    }
-    py::gil_scoped_acquire gil;
-    delete p;
-  });
-  return [owned](Args... args) {
+  return [owned = shared_function(*function)](Args... args) {
     py::gil_scoped_acquire gil;
     (*owned)(args...);
   };
@@ -65,6 +56,18 @@ void throw_as_python(const std::exception_ptr& cause) {
 }
 
 }  // namespace
+
+std::shared_ptr<py::function> shared_function(const py::function& function) {
+  return {new py::function(function), [](py::function* p) {
+            if (!Py_IsInitialized()) {
+              p->release();
+              delete p;
+              return;
+            }
+            const py::gil_scoped_acquire gil;
+            delete p;
+          }};
+}
 
 py::dict traffic_dict(const Traffic& traffic) {
   py::dict dict;

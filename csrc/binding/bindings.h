@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -31,6 +32,9 @@ void delete_without_gil(T* object) {
     delete object;
   }
 }
+
+// A Python callable that C++ may drop on any thread. Calls need the GIL.
+std::shared_ptr<pybind11::function> shared_function(const pybind11::function& function);
 
 // For bindings that may block.
 using ReleaseGil = pybind11::call_guard<pybind11::gil_scoped_release>;

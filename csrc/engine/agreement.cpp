@@ -25,8 +25,7 @@ constexpr std::array<Field, 4> kFields{{
      "a rank skipped or repeated a backward; every rank must make the same number of them"},
     {&AgreementRecord::frozen, "parameters that were frozen since the wrap",
      "ranks froze or unfroze different parameters: requires_grad must change on all ranks between "
-     "the same "
-     "two steps"},
+     "the same two steps"},
 }};
 
 }  // namespace

@@ -42,7 +42,7 @@ void append(c10d::Store& store, int size, const char* key, const std::string& en
   }
 }
 
-// What the entry of the first rank that failed says to `rank`.
+// News for `rank` in the entry of the first rank that failed.
 std::optional<FailureBoard::News> news_of(const std::optional<std::string>& text, int rank) {
   if (!text || text->empty()) return std::nullopt;
   const std::string entry = sanitize_untrusted(std::string_view(*text).substr(1));

@@ -12,7 +12,7 @@ import runpy, sys
 sys.argv = ["comm_hook.py", "--algorithm", {algorithm!r}, "--steps", "60"]
 runpy.run_path({path!r}, run_name="__main__")
 """
-# Of the bytes that the exact algorithm sends.
+# Share of the bytes that the exact algorithm sends.
 AT_MOST = {"exact": 1.0, "bytegrad": 0.26, "power_sgd": 0.1, "sparse": 0.1}
 
 

@@ -190,7 +190,7 @@ def one_parameter_more():
     )
     handle = comm_hooks.register(ddp, ByteGradAlgorithm(hierarchical=False))
     hooked.plain_step(ddp, 0)
-    # What a rank with another number of buckets would post.
+    # Stands for a rank with another number of buckets.
     if faults.is_last():
         other = _C.BucketOperations("17", "something else", [])
         try:

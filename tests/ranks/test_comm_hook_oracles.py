@@ -204,7 +204,7 @@ def test_sparse_gives_the_bits_of_the_oracle_over_the_rebuild(ranks, n, situatio
 
 @training.with_group
 def sent_and_remembered(situation, name):
-    """What was sent and the mean residual, against the mean gradients of all steps."""
+    """Sent values and the mean residual, against the mean gradients of all steps."""
     ddp, handle, optimizer = hooked.made(situation, hooked.ALGORITHMS[name]())
     parameters = dict(ddp.module.named_parameters())
     total = {}

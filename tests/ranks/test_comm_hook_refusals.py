@@ -17,7 +17,7 @@ def nothing(state, bucket):
 
 @training.with_group
 def refused():
-    """What each wrong call raises."""
+    """Errors of wrong calls."""
 
     def fresh(model=None, **arguments):
         return DistributedDataParallel(network() if model is None else model, **arguments)

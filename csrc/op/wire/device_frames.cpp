@@ -81,31 +81,22 @@ void DeviceFrames::write(const at::Tensor& buffer, int64_t stride,
 void DeviceFrames::fetch(const at::Tensor& buffer, int64_t stride, std::vector<Frame> expected,
                          std::vector<int> peers) {
   if (peers.empty()) return;
-  at::Tensor words = host_words(peers.size(), buffer.device());
-  words.copy_(frames_of(buffer, stride, peers.size()).contiguous(), /*non_blocking=*/true);
-  at::Tensor checksums;
-  if (with_checksum(expected)) {
-    checksums = host_memory({static_cast<int64_t>(peers.size())}, at::kLong, buffer.device());
-    checksums.copy_(checksums_of(buffer, stride, expected), /*non_blocking=*/true);
-  }
-  fetched_.push_back(
-      {std::move(words), std::move(checksums), std::move(expected), std::move(peers)});
-  if (!fetched_until_) fetched_until_.emplace(buffer.device());
-  fetched_until_->mark_current_stream();
+  fetched_.fetch(frames_of(buffer, stride, peers.size()).contiguous());
+  if (with_checksum(expected)) fetched_.fetch(checksums_of(buffer, stride, expected));
+  expected_.push_back({std::move(expected), std::move(peers)});
 }
 
 void DeviceFrames::check(const std::string& bucket) {
-  if (fetched_.empty()) return;
-  fetched_until_->synchronize();
-  for (const Fetched& fetched : std::exchange(fetched_, {})) {
-    for (size_t row = 0; row < fetched.peers.size(); ++row) {
-      if (fetched.peers[row] == kNobody) continue;
-      const uint64_t checksum =
-          fetched.checksums.defined()
-              ? static_cast<uint64_t>(fetched.checksums.const_data_ptr<int64_t>()[row])
-              : 0;
-      check_frame(row_of(fetched.words, row), fetched.expected[row], checksum, fetched.peers[row],
-                  bucket);
+  const std::vector<at::Tensor> fetched = fetched_.take();
+  auto next = fetched.begin();
+  for (const auto& [frames, peers] : std::exchange(expected_, {})) {
+    const at::Tensor& words = *next++;
+    const int64_t* checksums =
+        with_checksum(frames) ? (next++)->const_data_ptr<int64_t>() : nullptr;
+    for (size_t row = 0; row < peers.size(); ++row) {
+      if (peers[row] == kNobody) continue;
+      const uint64_t checksum = checksums ? static_cast<uint64_t>(checksums[row]) : 0;
+      check_frame(row_of(words, row), frames[row], checksum, peers[row], bucket);
     }
   }
 }

@@ -1,13 +1,12 @@
 // Frames of messages in device memory.
 #pragma once
 
-#include <optional>
 #include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
-#include "comm/device_stream.h"
+#include "op/memory/late_values.h"
 #include "op/wire/frame.h"
 
 namespace bagua {
@@ -40,14 +39,12 @@ class DeviceFrames {
   void check(const std::string& bucket);
 
  private:
-  struct Fetched {
-    at::Tensor words;      // in host memory
-    at::Tensor checksums;  // the same, of the rows' payloads; undefined with Checksum::kOff
-    std::vector<Frame> expected;
+  struct Expected {
+    std::vector<Frame> frames;
     std::vector<int> peers;
   };
-  std::vector<Fetched> fetched_;
-  std::optional<StreamPoints> fetched_until_;
+  std::vector<Expected> expected_;
+  LateValues fetched_;  // for each: the frames, and with Checksum::kOn the payloads' checksums
 };
 
 }  // namespace bagua

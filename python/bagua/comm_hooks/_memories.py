@@ -20,7 +20,7 @@ _COMMUNICATIONS = "communications"
 
 
 class Memories:
-    """What an algorithm with error feedback remembers.
+    """Memory of an algorithm with error feedback.
 
     Torch makes its buckets anew after the first step. A new bucket takes over what the old ones
     remember of its parameters.
@@ -32,8 +32,8 @@ class Memories:
     def __init__(self, algorithm: ErrorFeedbackImpl) -> None:
         self._algorithm = algorithm
         self._live: list[tuple[HookedBucket, _C.RoundMemory]] = []
-        # Of parameters whose old bucket is gone and whose new one has not come, by key; and how
-        # often each of them was communicated, by name.
+        # Entries of parameters whose old bucket is gone and whose new one has not come, by key; and
+        # how often each of them was communicated, by name.
         self._values: dict[str, torch.Tensor] = {}
         self._counts: dict[str, int] = {}
         self._loaded: Mapping[str, Any] = {}

@@ -80,7 +80,7 @@ def register(
     _check_ddp(ddp)
     algorithm = _algorithm_named(algorithm)
     ensure_initialised()
-    # Of bagua's own groups the default one has the timeout that the user has asked for.
+    # Among bagua's own groups the default one has the timeout that the user has asked for.
     everyone = ddp.process_group is dist.group.WORLD
     group = as_bagua_group(None if everyone else ddp.process_group)
     impl = _reified(algorithm, group)
