@@ -7,6 +7,7 @@ count like any other.
 
 import ast
 import collections
+import functools
 import re
 import warnings
 from pathlib import Path
@@ -52,6 +53,7 @@ SOURCE_FOLDERS = ("csrc", "python", "tests", "benchmarks", "docs")
 MAX_LINES = 500
 WARNED_LINES = 300
 MAX_CUDA_CONDITIONALS = 2
+MAX_IMPORT_CHAIN = 8  # modules of torch_api that import one another in a row
 
 
 def cpp_files(root):
@@ -159,6 +161,21 @@ def find_circles(root):
     return sorted(module for module in graph if module in reached[module])
 
 
+def find_long_import_chains(root, most=MAX_IMPORT_CHAIN):
+    """The longest chain among the modules of torch_api, without those of packages."""
+    files = [path for path in python_files(root) if path.name != "__init__.py"]
+    graph = {module_name(root, path): set(imports_of(root, path)) for path in files}
+    surface = {module for module in graph if module.startswith("bagua.torch_api.")}
+
+    @functools.cache
+    def chain(module):
+        below = [chain(imported) for imported in graph[module] & surface - {module}]
+        return (module, *max(below, key=len, default=()))
+
+    longest = max(map(chain, surface), key=len, default=())
+    return [" -> ".join(longest)] if len(longest) > most else []
+
+
 def find_crowded_folders(root):
     """Folders with more files than one looks through."""
     kinds = collections.Counter(
@@ -253,6 +270,10 @@ def test_imports_point_downwards():
 
 def test_no_modules_import_each_other():
     assert find_circles(REPOSITORY) == []
+
+
+def test_no_chain_of_imports_is_long():
+    assert find_long_import_chains(REPOSITORY) == []
 
 
 def test_no_folder_is_crowded():

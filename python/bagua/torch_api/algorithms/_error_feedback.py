@@ -44,6 +44,7 @@ class ErrorFeedbackImpl(AlgorithmImpl):
     ranks_agree = True
     remembers_gradients = True
     takes_unfrozen = True
+    takes_uneven_inputs = True
 
     def __init__(
         self, process_group: BaguaProcessGroup, hierarchical: bool, warmup_steps: int

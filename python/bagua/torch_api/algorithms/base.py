@@ -93,6 +93,9 @@ class AlgorithmImpl:
             backward; False: the algorithm marks them itself.
         remembers_gradients: whether it keeps values made of gradients for later rounds, which are
             right under a loss scale only if the wrap was given the scaler.
+        takes_uneven_inputs: whether a rank without further inputs can take part in rounds by
+            sending zeros (``join()``).
+        sends_own_steps: whether messages are made of what the rank's own optimizer steps left.
         reads_grad_scale: whether its operations ask for the loss scale (``grad_scaler=`` of the
             wrap), which costs a wait for the device in every step.
         takes_unfrozen: whether parameters that were frozen at the wrap may be unfrozen: buckets are
@@ -110,6 +113,8 @@ class AlgorithmImpl:
     opens_at_forward = False
     marks_in_backward = True
     remembers_gradients = False
+    takes_uneven_inputs = False
+    sends_own_steps = False
     reads_grad_scale = True
     takes_unfrozen = False
     shares_parameters = False

@@ -64,6 +64,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
     reads_grad_scale = False
     shares_parameters = True
     takes_unfrozen = True
+    takes_uneven_inputs = True
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     reads_grad_scale = False
     shares_parameters = True
     takes_unfrozen = True
+    takes_uneven_inputs = True
     complex_parameters = True
     sparse_gradients = True
 

@@ -76,6 +76,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     ranks_agree = True
     remembers_gradients = True
+    sends_own_steps = True
     steps_in_backward = False
 
     def __init__(

@@ -55,7 +55,7 @@ class CommHook(GradientAllReduceAlgorithmImpl):
     def __init__(
         self, process_group: BaguaProcessGroup, state: Any, hook: Hook, name: str | None = None
     ) -> None:
-        super().__init__(process_group)
+        super().__init__(process_group, average=False)  # the hook divides
         self.hook = hook
         self.state = state
         self.name = name or getattr(hook, "__qualname__", repr(hook))

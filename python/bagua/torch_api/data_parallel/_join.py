@@ -12,15 +12,16 @@ from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.shared_state import UnevenInputs
 from bagua._sync.outside_graphs import outside_graphs_lazily
 from bagua.torch_api._wrapper import BaguaDistributedDataParallel
-from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithmImpl
-from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
-from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithmImpl
-from bagua.torch_api.algorithms.q_adam import QAdamAlgorithmImpl
-from bagua.torch_api.algorithms.sparse import SparseAlgorithmImpl
-from bagua.torch_api.data_parallel._comm_hook import CommHook
-from bagua.torch_api.data_parallel._forwards import Forwards
 
 __all__ = ["Shadow", "announce", "check_algorithm", "torch_group"]
+
+
+class JoiningForwards(Protocol):
+    """The class's forwards, as ``join()`` sees them."""
+
+    def answer_hook(self) -> None: ...
+
+    def opens_round(self) -> bool: ...
 
 
 class Joining(Protocol):
@@ -32,7 +33,7 @@ class Joining(Protocol):
     _join_config: Any
 
     @property
-    def forwards(self) -> Forwards: ...
+    def forwards(self) -> JoiningForwards: ...
 
     @property
     def bagua_ddp(self) -> BaguaDistributedDataParallel: ...
@@ -42,14 +43,6 @@ class Joining(Protocol):
 
     @property
     def join_device(self) -> torch.device: ...
-
-
-_ALGORITHMS = (
-    GradientAllReduceAlgorithmImpl,
-    ByteGradAlgorithmImpl,
-    PowerSGDAlgorithmImpl,
-    SparseAlgorithmImpl,
-)
 
 
 # Note [Uneven inputs]
@@ -123,11 +116,11 @@ class Shadow(JoinHook):
 def check_algorithm(ddp: BaguaDistributedDataParallel) -> None:
     """Raise NotImplementedError unless a rank can take part without inputs."""
     algorithm = ddp.bagua_algorithm
-    if isinstance(algorithm, QAdamAlgorithmImpl):
+    if algorithm.sends_own_steps:
         raise NotImplementedError(
-            "join() with QAdamAlgorithm: a rank without inputs makes no optimizer step, and would "
-            "send momentum that is out of date. Give every rank the same number of inputs, or use "
-            "gradient_allreduce, bytegrad, power_sgd or sparse."
+            f"join() with {type(algorithm).__name__}: a rank without inputs makes no optimizer "
+            "step, and would send momentum that is out of date. Give every rank the same number "
+            "of inputs, or use gradient_allreduce, bytegrad, power_sgd or sparse."
         )
     if algorithm.remembers_gradients and ddp.scales_gradients:
         raise NotImplementedError(
@@ -136,7 +129,7 @@ def check_algorithm(ddp: BaguaDistributedDataParallel) -> None:
             "rank the same number of inputs, use bfloat16 without a scaler, or gradient_allreduce "
             "or bytegrad."
         )
-    if not isinstance(algorithm, _ALGORITHMS):
+    if not algorithm.takes_uneven_inputs:
         raise NotImplementedError(
             "join() is for algorithms that communicate gradients: gradient_allreduce, bytegrad, "
             f"power_sgd and sparse; with {type(algorithm).__name__} give every rank the same "
@@ -148,10 +141,8 @@ def meet(ddp: Joining, has_inputs: bool) -> None:
     """Find out who takes part in the next round: step 2 of Note [Uneven inputs]."""
     active = _who(ddp, has_inputs)
     inner = ddp.bagua_ddp
-    means = getattr(inner.bagua_algorithm, "average", True)
-    # A hook divides by itself, a sum is divided by nothing.
+    means = getattr(inner.bagua_algorithm, "average", True)  # a sum is divided by nothing
     keep = ddp.divide_by_initial_world_size or not means
-    keep = keep or isinstance(inner.bagua_algorithm, CommHook)
     scale = 1.0 if keep else inner.process_group.size / len(active)
     inner.uneven_inputs = UnevenInputs(
         max(active), scale, complete=len(active) == inner.process_group.size

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bagua.torch_api.data_parallel._comm_hook import CommHook
-
 __all__ = ["logging_data"]
 
 _DTYPES = {torch.float32: "float", torch.float64: "double"}
@@ -28,7 +26,7 @@ def logging_data(ddp: Any) -> dict[str, Any]:
     """The names and values of torch's ``_get_ddp_logging_data``.
 
     Times are means over the steps so far, in nanoseconds. Torch's times of forward and backward are
-    missing: they are not measured here.
+    missing: they are not measured here. The hook's name is not among them.
     """
     inner = ddp.bagua_ddp
     parameters = [p for _, p in inner.bagua_build_params()]
@@ -57,8 +55,6 @@ def logging_data(ddp: Any) -> dict[str, Any]:
         "iteration": max(0, inner.bagua_train_step_counter - 1),
         **(rebuilt if ddp._has_rebuilt_buckets else {}),
     }
-    if isinstance(inner.bagua_algorithm, CommHook):
-        data["comm_hook"] = inner.bagua_algorithm.name
     if ddp.last_error is not None:
         data |= {"has_error": 1, "error": ddp.last_error}
     if ddp.joined_uneven_inputs:

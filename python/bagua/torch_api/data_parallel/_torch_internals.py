@@ -155,6 +155,9 @@ class TorchInternals:
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """A part of the keys that torch's class has; ``bagua_stats()`` says more."""
+        algorithm = self.bagua_ddp.bagua_algorithm
+        if isinstance(algorithm, _comm_hook.CommHook):
+            return logging_data(self) | {"comm_hook": algorithm.name}
         return logging_data(self)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
