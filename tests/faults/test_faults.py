@@ -1,22 +1,30 @@
 """Faults drawn at random, and the harness that judges what comes of them: `make soak` has more."""
 
 import json
+import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from faults import cases, verdict
 from faults.verdict import RankOutcome
+from support.processes import fork_server
+from support.processes.fork_server import FORKED_PYTHON
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 
 def soak(*arguments):
     """Output of a successful run of the program."""
-    command = [sys.executable, str(SOAK), "--dry", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [FORKED_PYTHON, str(SOAK), "--dry", *map(str, arguments)]
+    done = subprocess.run(
+        command,
+        env=os.environ | fork_server.variables(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     return done.stdout
 

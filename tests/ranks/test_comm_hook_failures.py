@@ -4,15 +4,12 @@ import functools
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from bagua import _C, comm_hooks
 from bagua.torch_api.algorithms import ByteGradAlgorithm
 from support import faults, hooked, training
@@ -264,14 +261,11 @@ ENDINGS = {
     "in_backward": "ddp(torch.randn(4, 5)).sum().backward() if dist.get_rank() == 0 else None",
 }
 SCRIPT = """
-import sys, os
 import torch, torch.distributed as dist
 import bagua.torch_api as bagua
 from bagua import comm_hooks
 from datetime import timedelta
-rank, port = int(sys.argv[1]), sys.argv[2]
-store = dist.TCPStore("127.0.0.1", int(port), 2, is_master=False)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+dist.init_process_group("gloo", timeout=timedelta(seconds=20))
 ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(5, 3))
 keep = comm_hooks.register(ddp, "gradient_allreduce")
 for _ in range(3):
@@ -282,24 +276,11 @@ print("trained", flush=True)
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_the_interpreter_ends_cleanly(ending):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    source = SCRIPT.format(ending=ENDINGS[ending])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", source, str(rank), str(store.port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    for rank, process in enumerate(processes):
-        out, err = process.communicate(timeout=90)
+def test_the_interpreter_ends_cleanly(run_script, ending):
+    for rank, end in enumerate(run_script(2, SCRIPT.format(ending=ENDINGS[ending]))):
         failed = ending == "in_backward" and rank == 0
         expected = 7 if ending == "exception" else int(failed)
-        assert "trained" in out, err
-        assert process.returncode == expected, err
+        assert "trained" in end.stdout, end.stderr
+        assert end.returncode == expected, end.stderr
         if failed:
-            assert "BaguaError: rank 1 exited after 3 rounds" in err
+            assert "BaguaError: rank 1 exited after 3 rounds" in end.stderr

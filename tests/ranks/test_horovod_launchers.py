@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregationHVD
+from support.processes import fork_server
+from support.processes.fork_server import FORKED_PYTHON
 from support.training import error_of
 
 SIZE = 2
@@ -38,7 +40,8 @@ def launch(tmp_path, command, source):
     """Run a script under a launcher; what it printed."""
     path = tmp_path / "script.py"
     path.write_text(source)
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
+    env = os.environ | fork_server.variables() | {"OMP_NUM_THREADS": "1"}
+    env["PATH"] = f"{BIN}:{env['PATH']}"
     end = subprocess.run(
         [*command, str(path)], env=env, capture_output=True, text=True, timeout=100
     )
@@ -48,8 +51,8 @@ def launch(tmp_path, command, source):
     return end.stdout
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-HOROVODRUN = [str(BIN / "horovodrun"), "-np", "2", "--gloo", "-H", "localhost:2", sys.executable]
+TORCHRUN = [FORKED_PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+HOROVODRUN = [str(BIN / "horovodrun"), "-np", "2", "--gloo", "-H", "localhost:2", FORKED_PYTHON]
 TORCH_GROUP = "torch.distributed.init_process_group('gloo')"
 
 

@@ -1,14 +1,18 @@
 """The harness itself: results by rank, independent calls, failures that say what happened."""
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.processes import fork_server, pool
+from support.processes.fork_server import FORKED_PYTHON
 
 
 def sum_of_ranks(offset):
@@ -112,6 +116,58 @@ def test_a_forked_script_ends_as_one_started_anew(run_script, last, code, words,
     assert words in done.stderr
     said = "at exit of __main__\nheld to the end\n"
     assert done.stdout == (said if code in (0, 1, -2) else ""), done.stdout
+
+
+def forked_python(*arguments, **options):
+    """A `python` that a launcher would start."""
+    return subprocess.Popen(
+        [FORKED_PYTHON, *map(str, arguments)],
+        env=os.environ | fork_server.variables(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("last", "code"),
+    [
+        ("", 0),
+        ("sys.exit('wrong')", 1),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9),
+        ("os.kill(os.getppid(), 0) or os.abort()", -6),
+    ],
+    ids=["end", "exit", "SIGKILL", "abort"],
+)
+def test_the_python_of_launchers_ends_as_its_script(tmp_path, last, code):
+    path = tmp_path / "script.py"
+    path.write_text(f"import os, signal, sys\nprint(sys.argv[1], os.getcwd())\n{last}\n")
+    process = forked_python("-u", path, "word", cwd=tmp_path)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert out == f"word {tmp_path}\n"
+    assert ("wrong" in err) == (code == 1)
+
+
+def test_the_python_of_launchers_runs_modules():
+    out, err = forked_python("-m", "platform").communicate(timeout=60)
+    assert out.startswith("Linux"), err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_script_ends_with_the_python_that_stands_for_it(tmp_path, number):
+    path = tmp_path / "script.py"
+    path.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
+    process = forked_python(path)
+    script = int(process.stdout.readline())
+    process.send_signal(number)
+    assert process.wait(timeout=20) == -number
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{script}").exists():
+        assert time.monotonic() < deadline, "the script runs on"
+        time.sleep(0.01)
+    process.communicate()
 
 
 def test_neighbours_hash_differently_and_draw_different_numbers(run_script):

@@ -4,14 +4,14 @@ import json
 import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support import training
 from support.checkpoint_training import file
-from support.processes import restarting
+from support.processes import fork_server, restarting
+from support.processes.fork_server import FORKED_PYTHON
 
 REPOSITORY = Path(__file__).parents[2]
 # At random moments, after those that are chosen; `make soak` asks for 20.
@@ -21,14 +21,14 @@ RESTARTS = int(os.environ.get("BAGUA_TEST_RESTARTS", "0"))
 def torchrun(size, restarts, script, *args, timeout=100.0):
     """Run the script to its end, which must be a good one; what was printed."""
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *(FORKED_PYTHON, "-m", "torch.distributed.run", "--standalone"),
         *(f"--nproc_per_node={size}", f"--max-restarts={restarts}", "--monitor_interval=0.05"),
         *(str(script), *map(str, args)),
     ]
     variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         command,
-        env=os.environ | variables,
+        env=os.environ | fork_server.variables() | variables,
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -59,7 +59,6 @@ def uninterrupted(ranks, tmp_path_factory):
     )
 
 
-# Ten processes import torch: on a busy machine that alone takes a minute and more.
 @pytest.mark.timeout(300 + 30 * RESTARTS)
 def test_ranks_killed_at_any_moment_cost_no_bit_of_any_algorithms_weights(uninterrupted, tmp_path):
     seed = int(os.environ.get("BAGUA_TEST_SEED", random.randrange(2**31)))

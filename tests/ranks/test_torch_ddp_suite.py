@@ -5,12 +5,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from ranks.torch_suite.expectations import FAILURES, NOT_HERE, TESTS
+from support.processes import fork_server
+from support.processes.fork_server import FORKED_PYTHON
 
 TESTS_FOLDER = Path(__file__).parents[1]
 PROGRAM = "ranks.torch_suite.run"
@@ -21,9 +22,9 @@ class Outcomes:
     """What becomes of the tests, which one program runs in their order."""
 
     def __init__(self, names):
-        environment = dict(os.environ, OMP_NUM_THREADS="1")
+        environment = os.environ | fork_server.variables() | {"OMP_NUM_THREADS": "1"}
         self._program = subprocess.Popen(
-            [sys.executable, "-m", PROGRAM, *names],
+            [FORKED_PYTHON, "-m", PROGRAM, *names],
             cwd=TESTS_FOLDER,
             stdout=subprocess.PIPE,
             text=True,

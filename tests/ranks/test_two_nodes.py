@@ -2,11 +2,11 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from support.processes import two_nodes
+from support.processes import fork_server, two_nodes
+from support.processes.fork_server import FORKED_PYTHON
 from support.programs.benchmark_programs import load
 
 REPOSITORY = Path(__file__).parents[2]
@@ -36,9 +36,10 @@ def run_documented(flag, folder, algorithms):
         for line in documented_commands(flag):
             for address, node in ADDRESSES.items():
                 line = line.replace(address, link.address(node))
-            torchrun = [sys.executable, "-m", "torch.distributed.run", *line.split()]
+            torchrun = [FORKED_PYTHON, "-m", "torch.distributed.run", *line.split()]
             commands.append([*torchrun, str(SCRIPT), str(folder), *algorithms])
-        link.run(commands, env={"RES_OPTIONS": "timeout:1 attempts:1"}, timeout=100)
+        env = fork_server.variables() | {"RES_OPTIONS": "timeout:1 attempts:1"}
+        link.run(commands, env=env, timeout=100)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
 
 

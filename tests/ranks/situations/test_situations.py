@@ -7,13 +7,14 @@ process of their own that forks the ranks; each is then a test of its own.
 import os
 import pickle
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from ranks.situations import judging, rows, themes
 from ranks.situations.houses import HOUSES
 from ranks.situations.table import markdown
+from support.processes import fork_server
+from support.processes.fork_server import FORKED_PYTHON
 
 PROGRAM = Path(__file__).with_name("report.py")
 SIZES = (2, 3)
@@ -37,7 +38,7 @@ def verdicts(request, tmp_path_factory):
     cases = [item.callspec.params for item in selected if "house" in item.callspec.params]
     folder = tmp_path_factory.mktemp("situations")
     (folder / "names").write_text("\n".join({case["row"].name for case in cases}))
-    command = [sys.executable, str(PROGRAM), "--brief", "--select", str(folder / "names")]
+    command = [FORKED_PYTHON, str(PROGRAM), "--brief", "--select", str(folder / "names")]
     # Ranks wait more than they work, so the sizes run side by side.
     programs = {}
     for size in sorted({case["size"] for case in cases}):
@@ -46,7 +47,7 @@ def verdicts(request, tmp_path_factory):
                 [*command, "--size", str(size), "--save", str(folder / f"verdicts-{size}")],
                 stdout=output,
                 stderr=output,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | fork_server.variables() | {"OMP_NUM_THREADS": "1"},
             )
     for program in programs.values():
         program.wait()

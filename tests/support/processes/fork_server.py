@@ -5,6 +5,8 @@ a script as `python script arguments` would, in a process forked from one that h
 `__main__`, arguments, variables, files 0 to 2, the end of the interpreter and the exit status are
 the script's own. The server imports nothing of bagua. There are two, and ranks take them in turn:
 each has its own hash seed and addresses, so neighbours order their sets differently, as ranks do.
+Programs that start `python` themselves are given `FORKED_PYTHON`, and `variables()` for their
+environment.
 
 Variables that are read only when a process begins are the server's: PYTHON* (but
 PYTHONFAULTHANDLER), malloc's, and those that torch reads at its import. Tests about these start
@@ -12,6 +14,7 @@ Python anew.
 """
 
 import array
+import atexit
 import builtins
 import contextlib
 import ctypes
@@ -19,11 +22,14 @@ import faulthandler
 import gc
 import json
 import os
+import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -31,6 +37,8 @@ from pathlib import Path
 
 SERVERS = 2
 CLONE_NEWNET = 0x40000000
+CLONE_NEWNS = 0x00020000
+FORKED_PYTHON = str(Path(__file__).with_name("forked_python"))
 SERVE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nimport fork_server"
 SERVE += "\nfork_server.serve()"
 
@@ -51,7 +59,7 @@ class Interpreter:
             "argv": [str(script), *map(str, args)],
             "env": dict(env),
             "cwd": os.getcwd(),
-            "namespace": namespace,
+            "network": namespace,
         }
         try:
             _server(number % SERVERS).send(request, [*files, theirs])
@@ -91,23 +99,45 @@ class Interpreter:
         return line
 
 
+def variables():
+    """What `FORKED_PYTHON` needs in its environment, and torchrun to start its ranks with it."""
+    names = ":".join(_server(number).path for number in range(SERVERS))
+    return {"PYTHON_EXEC": FORKED_PYTHON, "BAGUA_FORK_SERVERS": names}
+
+
 class _Server:
-    """The server's process and the socket to it; it ends when the socket closes."""
+    """The server's process and the socket to it; it ends when the socket closes.
+
+    Attributes:
+        path: of the socket where `FORKED_PYTHON` finds it.
+    """
 
     def __init__(self):
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        folder = tempfile.mkdtemp(prefix="bagua-fork-")
+        atexit.register(_remove, folder, os.getpid())
+        self.path = f"{folder}/server"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(self.path)
+        listener.listen(64)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-c", SERVE, str(theirs.fileno()), str(listener.fileno())],
+            pass_fds=[theirs.fileno(), listener.fileno()],
             stdin=subprocess.DEVNULL,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         theirs.close()
+        listener.close()
 
     def send(self, request, files):
         """One packet, so that threads may send at the same time."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
         self._socket.sendmsg([json.dumps(request).encode()], rights)
+
+
+def _remove(folder, owner):
+    if os.getpid() == owner:  # and no process forked from it
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 _starting = threading.Lock()
@@ -143,6 +173,7 @@ def _import_torch():
 def serve():
     """The body of a server; in a child it returns when the script has ended."""
     requests = socket.socket(fileno=int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[2]))
     ended, wakes = os.pipe()
     for end in (ended, wakes):
         os.set_blocking(end, False)
@@ -150,28 +181,48 @@ def serve():
     signal.set_wakeup_fd(wakes)
     _import_torch()
     reports = {}
+    clients = {}  # connections of FORKED_PYTHON: pids; None before there is one
     while True:
-        ready, _, _ = select.select([requests, ended], [], [])
+        ready, _, _ = select.select([requests, ended, listener, *clients], [], [])
         if ended in ready:
             os.read(ended, 4096)
             _report_ends(reports)
-        if requests not in ready:
-            continue
-        request, files, _, _ = socket.recv_fds(requests, 1 << 20, 4)
-        if not request:
-            os._exit(0)
-        pid = os.fork()
-        if pid == 0:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            requests.close()
-            for own in (ended, wakes, files.pop(), *reports.values()):
-                os.close(own)
-            return _become(files, **json.loads(request))
-        reports[pid] = files.pop()
-        os.write(reports[pid], b"%d\n" % pid)
-        for theirs in files:
-            os.close(theirs)
+        if listener in ready:
+            clients[listener.accept()[0]] = None
+        for asks in ready:
+            if asks is not requests and asks not in clients:
+                continue
+            request, files, _, _ = socket.recv_fds(asks, 1 << 20, 4)
+            if not request:
+                _hang_up(asks, clients, reports)
+                continue
+            if asks is not requests:
+                files.append(os.dup(asks.fileno()))
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for own in (requests, listener, *clients):
+                    own.close()
+                for own in (ended, wakes, files.pop(), *reports.values()):
+                    os.close(own)
+                return _become(files, **json.loads(request))
+            if asks is not requests:
+                clients[asks] = pid
+            reports[pid] = files.pop()
+            os.write(reports[pid], b"%d\n" % pid)
+            for theirs in files:
+                os.close(theirs)
+
+
+def _hang_up(asks, clients, reports):
+    """A script ends with the FORKED_PYTHON that stands for it, the server with its owner."""
+    if asks not in clients:
+        os._exit(0)
+    pid = clients.pop(asks)
+    asks.close()
+    if pid in reports:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _report_ends(reports):
@@ -186,19 +237,29 @@ def _report_ends(reports):
         os.close(report)
 
 
-def _enter_network(namespace):
-    with open(f"/run/netns/{namespace}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+def _enter(path, kind):
+    with open(path) as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), kind) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {path}")
 
 
-def _become(files, argv, env, cwd, namespace):
+def _enter_namespaces(pid):
+    """Those of another process for networks and mounts, where they are not ours."""
+    for name, kind in (("net", CLONE_NEWNET), ("mnt", CLONE_NEWNS)):
+        path = f"/proc/{pid}/ns/{name}"
+        if os.stat(path).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino:
+            _enter(path, kind)
+
+
+def _become(files, argv, env, cwd, network=None, namespaces=None):
     """Run the script in `__main__` of this process, the frames of the server below it."""
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
-    if namespace is not None:
-        _enter_network(namespace)
+    if network is not None:
+        _enter(f"/run/netns/{network}", CLONE_NEWNET)
+    if namespaces is not None:
+        _enter_namespaces(namespaces)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
@@ -206,8 +267,17 @@ def _become(files, argv, env, cwd, namespace):
         faulthandler.enable()
     sys.modules["numpy"].random.seed()
     del sys.modules["fork_server"]
+    if argv[0] == "-u":
+        del argv[0]
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True, write_through=True)
+    if argv[0] == "-m":
+        sys.argv[:] = argv[1:]
+        sys.path[:2] = [cwd]  # for this folder, and that of -c
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
     sys.argv[:] = argv
-    sys.path[:2] = [str(Path(argv[0]).resolve().parent)]  # for this folder, and that of -c
+    sys.path[:2] = [str(Path(argv[0]).resolve().parent)]
     # A new module: the collection at the end does not see what the old one, frozen, refers to.
     sys.modules["__main__"] = main = types.ModuleType("__main__")
     vars(main).update(__file__=argv[0], __builtins__=builtins)
