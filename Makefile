@@ -24,8 +24,8 @@ SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc python -not -name '*.
 CPP_FILES = $(shell find csrc tests/cpp tests/fuzz -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 ARGS ?=
-# Tests wait for each other as often as they compute: two files at a time. 0: one after the other.
-TEST_JOBS ?= 2
+# Files of tests at a time, 0: one after the other. Ranks wait for each other as often as they compute.
+TEST_JOBS ?= $(shell echo $$(( $(JOBS) < 4 ? 2 * $(JOBS) : 8 )))
 
 .PHONY: help venv build horovod demo test lint format cuda-check sanitize fuzz soak soak-schedules bench clean ci
 
@@ -101,8 +101,10 @@ fuzz: venv ## Give every decoder random and changed valid bytes, 10 million in a
 
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 
-cuda-check: venv ## Compile and link all CUDA code without a GPU; registers, spills and widths of every kernel
-ifeq ($(NVCC),)
+cuda-check: venv ## Compile and link all CUDA code without a GPU (TORCH=2.15.0: with that torch, 5 GB of it)
+ifneq ($(TORCH),)
+	CUDACXX=$(NVCC) tools/check_torch $(TORCH)
+else ifeq ($(NVCC),)
 	@echo "There is no nvcc on this machine: the CUDA code was not compiled. Install the CUDA toolkit (12 or 13)."
 else
 	CUDACXX=$(NVCC) cmake -S . -B build/cuda -G Ninja -DBAGUA_CUDA=ON -DBAGUA_NCCL=ON -DBAGUA_STRICT=ON -DPython_EXECUTABLE=$(PY) \

@@ -30,7 +30,7 @@ def soak(*arguments):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("form", "count"), [("processes", 36), ("threads", 120)])
+@pytest.mark.parametrize(("form", "count"), [("processes", 24), ("threads", 80)])
 def test_random_faults_leave_no_hang_no_divergence_and_no_unnamed_error(form, count):
     printed = soak("--form", form, "--faults", count, "--seed", 5000)
     assert f"{count} cases: hang 0, silent divergence 0, unnamed error 0, crash 0" in printed

@@ -111,10 +111,10 @@ def train_long(name, seed):
     model, optimizer = every_algorithm.wrapped(name, model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=5)
     skipped = 0
-    for number in range(200):
+    for number in range(100):
         inputs, targets = training.batch(number, dist.get_rank())
         if number % 11 == 3:  # one rank's gradients overflow: all ranks skip the step
-            inputs = inputs * (torch.inf if dist.get_rank() == 0 and number < 150 else 1)
+            inputs = inputs * (torch.inf if dist.get_rank() == 0 and number < 75 else 1)
         optimizer.zero_grad(set_to_none=number % 2 == 0)
         if number % 4 == 1:
             with model.no_sync():
