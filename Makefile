@@ -27,7 +27,7 @@ ARGS ?=
 # Files of tests at a time, 0: one after the other. Ranks wait for each other as often as they compute.
 TEST_JOBS ?= $(shell echo $$(( $(JOBS) < 4 ? 2 * $(JOBS) : 8 )))
 
-.PHONY: help venv build horovod demo test lint format cuda-check sanitize fuzz soak soak-schedules bench clean ci
+.PHONY: help venv build horovod demo test lint format cuda-check wheel sanitize fuzz soak soak-schedules bench clean ci
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -113,6 +113,9 @@ else
 	tools/cuda_report $$(find build/cuda -name '*.cu.o')
 	$(PY) tools/cuda_import_check build/cuda/python/bagua
 endif
+
+wheel: venv ## Build wheel and source distribution into dist/, install the wheel in a new environment, train
+	tools/check_wheel $(PY)
 
 soak: build horovod ## What counts on luck, many times: 1200 faults, 50 ends and slow starts, 20 restarts, 2000 killed writers
 	OMP_NUM_THREADS=1 $(PY) benchmarks/soak.py --faults 1200
