@@ -182,9 +182,31 @@ class Network:
         sent = json.loads(shown)[0]["stats64"]["tx"]
         return sent["bytes"] - HEADER_BYTES * sent["packets"]
 
+    def shape(self, rank: int, rate_mbit: float) -> None:
+        """Give the unshaped link of a rank a rate, in megabits per second each way."""
+        burst = max(MIN_BURST_BYTES, int(rate_mbit * 1e6 / 8 * BURST_SECONDS))
+        rate = ["rate", f"{rate_mbit}mbit", "burst", str(burst), "latency", QUEUE_SECONDS]
+        for namespace, device in ((self.namespace(rank), DEVICE), (self._hub, f"port{rank}")):
+            _command("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *rate)
+
+    def set_link(self, rank: int, state: str) -> None:
+        """Take the link of a rank ``"down"``, or ``"up"`` again."""
+        _command("ip", "-n", self.namespace(rank), "link", "set", DEVICE, state)
+
+    def cut(self, rank: int, other: int) -> None:
+        """Lose all packets between two ranks, without a word to either; other links stay."""
+        for one, peer in ((rank, other), (other, rank)):
+            nobody = ["lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", DEVICE]
+            neighbor = ["neighbor", "replace", self.address(peer), *nobody]
+            _command("ip", "-n", self.namespace(one), *neighbor)
+
+    @property
+    def _hub(self) -> str:
+        return f"{self._prefix}hub"
+
     def _build(self) -> None:
         # The bridge has a namespace too, so that the machine's own packet filters see nothing.
-        hub = f"{self._prefix}hub"
+        hub = self._hub
         self._add_namespace(hub)
         _command("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
         _command("ip", "-n", hub, "link", "set", "bridge", "up")
@@ -199,19 +221,12 @@ class Network:
             _command("ip", "-n", name, "address", "add", f"{self.address(rank)}/24", "dev", DEVICE)
             _command("ip", "-n", name, "link", "set", DEVICE, "up")
             if self.rate_mbit is not None:
-                self._shape(name, DEVICE)
-                self._shape(hub, port)
+                self.shape(rank, self.rate_mbit)
 
     def _add_namespace(self, name: str) -> None:
         _command("ip", "netns", "add", name)
         self._namespaces.append(name)
         _command("ip", "-n", name, "link", "set", "lo", "up")
-
-    def _shape(self, namespace: str, device: str) -> None:
-        assert self.rate_mbit is not None
-        burst = max(MIN_BURST_BYTES, int(self.rate_mbit * 1e6 / 8 * BURST_SECONDS))
-        rate = ["rate", f"{self.rate_mbit}mbit", "burst", str(burst), "latency", QUEUE_SECONDS]
-        _command("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *rate)
 
 
 def _exit_cleanly(signal_number: int, _: object) -> None:

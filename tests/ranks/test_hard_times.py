@@ -2,7 +2,6 @@
 
 import math
 import signal
-import subprocess
 import threading
 import time
 
@@ -110,19 +109,15 @@ needs_namespaces = pytest.mark.skipif(
 def train_over_a_link(timeout, seconds_without=None):
     """The ranks' ends; the link goes away once training is under way, for so long or for good."""
 
-    def set_link(state):
-        command = ["ip", "-n", link.namespace(1), "link", "set", network.DEVICE, state]
-        subprocess.run(command, check=True)
-
     def cut(output_of):
         deadline = time.monotonic() + 60.0
         while "under way\n" not in output_of(0):
             assert time.monotonic() < deadline, "training does not get under way"
             time.sleep(0.01)
-        set_link("down")
+        link.set_link(1, "down")
         if seconds_without != math.inf:
             time.sleep(seconds_without)
-            set_link("up")
+            link.set_link(1, "up")
 
     with network.Network(2) as link:
         script = source(timeout=timeout, in_step=PAUSE)
