@@ -9,6 +9,19 @@
     !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 #define BAGUA_PER_INSTRUCTION_SET \
   __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+
+namespace bagua {
+// Name of the instruction set that the loader has picked.
+inline const char* instruction_set() {
+  if (__builtin_cpu_supports("x86-64-v4")) return "x86-64-v4";
+  return __builtin_cpu_supports("x86-64-v3") ? "x86-64-v3" : "x86-64";
+}
+}  // namespace bagua
 #else
 #define BAGUA_PER_INSTRUCTION_SET
+
+namespace bagua {
+// Functions exist once.
+inline const char* instruction_set() { return "baseline"; }
+}  // namespace bagua
 #endif

@@ -10,6 +10,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "base/check.h"
+#include "base/per_instruction_set.h"
 #include "binding/bindings.h"
 #include "codec/cuda/chunk_codec_cuda.h"
 #include "codec/factory.h"
@@ -212,6 +213,9 @@ void bind_codec(py::module_& m) {
         "The 64 bits that stand in front of `payload` (uint8, on CPU) with BAGUA_CHECKSUM=1:\n"
         "docs/wire-format.md.");
   m.def("has_cuda_codecs", &has_cuda_codecs, "Whether this build has CUDA kernels.");
+  m.def("instruction_set", &instruction_set,
+        "Name of the instruction set of the CPU loops: that of the processor, as far as there are\n"
+        "loops for it ('x86-64-v4', 'x86-64-v3', 'x86-64'), or 'baseline' in builds of one set.");
   m.def("codec_names", &codec_names, "The names of all codecs.");
   m.def("describe_codec", &describe_codec, py::arg("name"),
         "One line about the codec called `name`; ValueError if there is none.");

@@ -24,8 +24,10 @@ CPP_FLOORS = (
 PYTHON_FLOORS = (
     *("bagua", "bagua/_core/group", "bagua/_core/eager", "bagua/_core/state"),
     *("bagua/_core/compression", "bagua/_ops", "bagua/_sync", "bagua/torch_api"),
-    "bagua/comm_hooks",
+    *("bagua/comm_hooks", "bagua/_tools"),
 )
+# Started, never imported: on the top floor, whatever the folder.
+PYTHON_PROGRAM = "__main__.py"
 
 # Floors that know nothing of each other, whichever is higher.
 CPP_STRANGERS = {("op", "engine"), ("comm", "codec"), ("comm", "math"), ("math", "topology")}
@@ -71,6 +73,8 @@ def includes_of(path):
 
 def floor_of(path, floors):
     """The number of the floor of a file, by its path; None if it is on none."""
+    if path.endswith(f"/{PYTHON_PROGRAM}"):
+        return len(floors) - 1
     folders = [path.rsplit("/", n)[0] for n in range(1, path.count("/") + 1)]
     return next((floors.index(folder) for folder in folders if folder in floors), None)
 
@@ -328,14 +332,21 @@ SYNTHETIC = {
         f"{SURFACE}/tensor.py",
         "import bagua.comm_hooks",
     ),
+    "surface_imports_tools": (find_upward_imports, f"{SURFACE}/tensor.py", "import bagua._tools"),
+    "surface_imports_a_program": (
+        find_upward_imports,
+        f"{SURFACE}/tensor.py",
+        "import bagua.__main__",
+    ),
     "long_file": (find_long_files, "csrc/op/a.h", "\n" * (MAX_LINES + 1)),
 }
 
 
 @pytest.mark.parametrize(("find", "path", "text"), SYNTHETIC.values(), ids=SYNTHETIC.keys())
 def test_a_violation_is_found(tmp_path, find, path, text):
-    packages = ("bagua", "bagua/torch_api", "bagua/comm_hooks")
-    for name in (*(f"{package}/__init__.py" for package in packages), "bagua/torch_api/_patch.py"):
+    packages = ("bagua", "bagua/torch_api", "bagua/comm_hooks", "bagua/_tools")
+    files = ("bagua/torch_api/_patch.py", "bagua/__main__.py")
+    for name in (*(f"{package}/__init__.py" for package in packages), *files):
         (tmp_path / "python" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "python" / name).touch()
     (tmp_path / "python/bagua/torch_api/__init__.py").write_text("import bagua.torch_api._patch")

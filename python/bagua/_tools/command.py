@@ -1,0 +1,24 @@
+"""Arguments of the command ``bagua``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from bagua._tools.report import report_text
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with ``arguments`` (None: those of the process); returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="bagua",
+        description="Without a command: print versions, processors, network and settings.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    commands.add_parser("report", help="print versions, processors, network and settings")
+    parser.parse_args(arguments)
+    sys.stdout.write(report_text())
+    return 0
