@@ -84,7 +84,7 @@ def test_architectures_are_told_as_nvidia_names_them(listed):
     assert report.architectures(listed) == ARCHITECTURES[listed]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["report", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--help"], ["report", "--help"]])
 def test_every_command_has_help_of_80_columns(arguments, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as end:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from bagua._tools.doctor import examine
 from bagua._tools.report import report_text
 
 __all__ = ["main"]
@@ -19,6 +20,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", metavar="command")
     commands.add_parser("report", help="print versions, processors, network and settings")
-    parser.parse_args(arguments)
+    doctor = commands.add_parser(
+        "doctor",
+        help="check the links between the ranks of a job; started by torchrun",
+        description=examine.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    examine.add_arguments(doctor)
+    chosen = parser.parse_args(arguments)
+    if chosen.command == "doctor":
+        return examine.main(chosen)
     sys.stdout.write(report_text())
     return 0

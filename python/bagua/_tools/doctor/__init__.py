@@ -1,0 +1,1 @@
+"""``bagua doctor``: finds the broken link, version or setting of a cluster."""

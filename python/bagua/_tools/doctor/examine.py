@@ -1,0 +1,401 @@
+"""The course of an examination, and its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from bagua import BaguaError
+from bagua._core.group import environment as env
+from bagua._core.group.incarnation import agree_on_incarnation
+from bagua._tools.doctor.cards import Card, card_from, own_card
+from bagua._tools.doctor.links import Measured, Place, Post, measure
+from bagua._tools.doctor.page import page
+from bagua._tools.doctor.rounds import all_pairs, rounds_of_pairs
+from bagua._tools.doctor.sums import findings_of_sums, reduce_everywhere
+from bagua._tools.doctor.verdict import (
+    Finding,
+    Pair,
+    findings_of_cards,
+    findings_of_links,
+    ranks_text,
+)
+from bagua._tools.meeting import Meeting, MissingWordError, SilentStoreError
+
+__all__ = ["DESCRIPTION", "add_arguments", "main"]
+
+DESCRIPTION = """\
+Start it as you start the training, on every machine:
+
+  torchrun --nproc-per-node 2 -m bagua doctor
+
+Rank 0 prints the ranks, the latency and the bandwidth of every link, the check
+of an exact and of an 8-bit all-reduce, and what is broken.
+
+exit code: 0 no fault found, 1 something is broken, 2 wrong use
+"""
+
+_GRACE = 5.0  # seconds beyond the timeout that a rank is given for its answer
+_FAREWELL = 1.0  # seconds that rank 0 leaves its store to ranks that still read
+_MANY_LINKS = 66
+_MOST_BYTES = 64 * 1024**2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``bagua doctor``."""
+    parser.add_argument(
+        "--timeout",
+        type=_positive,
+        default=10.0,
+        metavar="S",
+        help="seconds after which a link or a rank counts as dead (10)",
+    )
+    parser.add_argument(
+        "--start",
+        type=_positive,
+        default=60.0,
+        metavar="S",
+        help="seconds within which all ranks must have started (60)",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=_positive,
+        default=4.0,
+        metavar="T",
+        help="a link between nodes T times slower than the fastest one is broken (4)",
+    )
+    parser.add_argument(
+        "--at-least",
+        type=_positive,
+        default=0.0,
+        metavar="MB/S",
+        help="a link slower than that is broken, also inside a node",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="of the all-reduces (cuda where there is a GPU)",
+    )
+    parser.add_argument("--all", action="store_true", help="print every link of a large job")
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} must be a positive number")
+    return value
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Examine the job of which this process is a rank; returns the exit code."""
+    if "RANK" not in os.environ:
+        sys.stderr.write(
+            "bagua doctor examines the ranks of a job. Start it with\n"
+            "  torchrun --nproc-per-node 2 -m bagua doctor\n"
+        )
+        return 2
+    patience = timedelta(seconds=arguments.start)
+    try:
+        rank, size = env.get_rank(), env.get_world_size()
+        store = _store(rank, size, patience)
+        name = agree_on_incarnation(store, rank, size, patience)
+    except (BaguaError, ValueError) as error:
+        code = _say(f"BROKEN: {error}")
+        if env.get_rank() == 0:
+            time.sleep(_FAREWELL)
+        return code
+    except dist.DistError as error:
+        return _say(f"BROKEN: rank {rank}: the job's store, at rank 0, has gone: {error}")
+    keys = c10d.PrefixStore(f"bagua/doctor/{name}", store)
+    code = _Examination(rank, size, keys, arguments).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The end of the interpreter would wait for threads that wait for a dead link.
+    os._exit(code)
+
+
+def _store(rank: int, size: int, patience: timedelta) -> c10d.Store:
+    """The job's store: the agent's, or else one that rank 0 makes, which waits for no rank.
+
+    Raises:
+        BaguaError: it could not be made or reached.
+        ValueError: an environment variable is missing or no number.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(f"environment variable(s) {', '.join(missing)} not set; use torchrun")
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    makes = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store: c10d.Store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, size, makes, patience, wait_for_workers=False
+        )
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise BaguaError(
+            f"rank {rank} of {size} ({socket.gethostname()}) cannot reach the job's store at "
+            f"{host}:{port}, which is on the host of rank 0: {reason}. Check MASTER_ADDR and "
+            "MASTER_PORT, and the routes and the firewall between the two"
+        ) from error
+    return store
+
+
+class _Examination:
+    """One rank's part: every method that is a step is called by all ranks."""
+
+    def __init__(
+        self, rank: int, size: int, store: c10d.Store, arguments: argparse.Namespace
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._store = store
+        self._arguments = arguments
+        self._meeting = Meeting(store)
+        self._post: Post | None = None
+        self._cards: dict[int, Card] = {}
+        self._lost: set[int] = set()
+        self._unreachable: dict[Pair, str] = {}
+        self._links: dict[Pair, Measured | str] = {}
+        self._broke: dict[Pair, str] = {}
+        self._sums: dict[int, Any] = {}
+        self._findings: list[Finding] = []
+
+    def run(self) -> int:
+        """The examination; returns the exit code of this rank.
+
+        1. Every rank writes its card and its listening socket to the store.
+        2. Every rank connects to every other, both ways.
+        3. Rank 0 calls up pairs, a round at a time, which measure their links.
+        4. Where all that went well, all ranks run the all-reduces.
+        5. Rank 0 prints the page and tells the exit code.
+        """
+        try:
+            self._exchange_cards()
+            self._connect()
+            self._measure()
+            self._reduce()
+            return self._conclude()
+        except SilentStoreError as error:
+            place = f"{env.get_master_addr()}:{os.environ.get('MASTER_PORT')}"
+            return _say(
+                f"BROKEN: rank {self._rank}: the job's store at {place} has stopped answering "
+                f"({error}): the link between rank {self._rank} and the host of rank 0 is cut, or "
+                "the processes there have ended"
+            )
+        except MissingWordError as error:
+            return _say(f"BROKEN: rank {self._rank}: rank 0 has stopped answering ({error})")
+        finally:
+            if self._post is not None:
+                self._post.close()
+
+    def _exchange_cards(self) -> None:
+        secret = secrets.token_hex(16)
+        if self._rank == 0:
+            self._meeting.write("secret", secret)
+        secret = str(self._meeting.read("secret", self._limit()))
+        card = own_card(self._device().type)
+        if card.address:
+            key = secret.encode()[:32].ljust(32)
+            try:
+                self._post = Post(card.address, self._rank, key, self._arguments.timeout)
+                card = card._replace(port=self._post.place.port)
+            except OSError as error:
+                card = card._replace(address="", reason=f"{card.reason} ({error})")
+        self._meeting.write(f"card/{self._rank}", card._asdict())
+        for rank, word in self._words("card", "its description").items():
+            described = card_from(word)
+            if described is None:
+                self._lose(rank, "its description makes no sense")
+            else:
+                self._cards[rank] = described
+        if self._rank == 0:
+            self._findings += findings_of_cards(self._cards)
+
+    def _connect(self) -> None:
+        places = {
+            rank: Place(card.address, card.port)
+            for rank, card in self._cards.items()
+            if card.address and rank != self._rank
+        }
+        failures = {} if self._post is None else self._post.open_all(places)
+        self._meeting.write(f"connected/{self._rank}", {str(r): t for r, t in failures.items()})
+        if self._rank != 0:
+            return
+        # Connecting takes up to two timeouts.
+        words = self._words("connected", "whom it has reached", self._arguments.timeout)
+        for rank, word in words.items():
+            for other, reason in word.items() if isinstance(word, dict) else ():
+                self._unreachable[rank, int(other)] = str(reason)
+
+    def _measure(self) -> None:
+        if self._rank != 0:
+            for number in range(1 << 30):
+                pairs = self._meeting.read(f"round/{number}", self._longest())
+                if pairs is None:
+                    return
+                self._measure_in(number, pairs)
+        usable = []
+        for a, b in all_pairs(self._size):
+            if (a, b) in self._unreachable or (b, a) in self._unreachable:
+                one_way = not {(a, b), (b, a)} <= self._unreachable.keys()
+                self._links[a, b] = "cut one way" if one_way else "cut"
+            elif {a, b} <= self._cards.keys() and self._cards[a].port and self._cards[b].port:
+                usable.append((a, b))
+        nodes = [self._cards[r].node if r in self._cards else -1 for r in range(self._size)]
+        number = 0
+        for number, pairs in enumerate(rounds_of_pairs(nodes, usable), 1):
+            self._meeting.write(f"round/{number - 1}", pairs)
+            # An end waits for the other one, then makes four transfers.
+            deadline = time.monotonic() + 5 * self._arguments.timeout + _GRACE
+            self._measure_in(number - 1, pairs)
+            for pair in pairs:
+                self._note_link(number - 1, pair, deadline)
+        self._meeting.write(f"round/{number}", None)
+
+    def _measure_in(self, number: int, pairs: Iterable[Iterable[int]]) -> None:
+        for a, b in pairs:
+            if self._rank not in (a, b) or self._post is None:
+                continue
+            other = b if self._rank == a else a
+            try:
+                connection = self._post.connection(other)
+                word: Any = measure(connection, self._rank == a, _MOST_BYTES)._asdict()
+            except OSError as error:
+                word = f"rank {self._rank}: {error}"
+            self._meeting.write(f"measured/{number}/{self._rank}", word)
+
+    def _note_link(self, number: int, pair: Pair, deadline: float) -> None:
+        """Rank 0 reads what both ends of a link have measured, until ``deadline``."""
+        words: dict[int, Any] = {}
+        for rank in set(pair) - self._lost:
+            try:
+                left = max(0.0, deadline - time.monotonic())
+                words[rank] = self._meeting.read(f"measured/{number}/{rank}", left)
+            except MissingWordError:
+                self._lose(rank, "it has not told how fast its link is")
+        failures = [word for word in words.values() if not isinstance(word, dict)]
+        if len(words) < 2:
+            self._links[pair] = "no answer"
+        elif failures:
+            self._links[pair] = "fails under load"
+            self._broke[pair] = "; ".join(map(str, failures))
+        else:
+            self._links[pair] = Measured(**words[pair[0]])
+
+    def _reduce(self) -> None:
+        links = self._links
+        if self._rank == 0:
+            self._findings += findings_of_links(
+                self._cards,
+                self._unreachable,
+                {pair: link for pair, link in links.items() if isinstance(link, Measured)},
+                self._broke,
+                self._arguments.tolerance,
+                self._arguments.at_least * 1e6,
+            )
+            good = [pair for pair, link in links.items() if isinstance(link, Measured)]
+            whole = sorted(good) == all_pairs(self._size)
+            self._meeting.write("reduce", whole and not self._lost)
+        if not self._meeting.read("reduce", self._longest()):
+            return
+        # Two connections of gloo, and four all-reduces.
+        limit = timedelta(seconds=2 * self._arguments.timeout)
+        device = self._device()
+
+        def reduce() -> Any:
+            try:
+                return reduce_everywhere(self._store, self._rank, self._size, device, limit)
+            except RuntimeError as error:  # BaguaError is one
+                return str(error)
+
+        word = _within(reduce, 2 * limit.total_seconds(), "it hangs")
+        self._meeting.write(f"sums/{self._rank}", word)
+        if self._rank == 0:
+            self._sums = self._words("sums", "its result", 2 * limit.total_seconds())
+            self._findings += findings_of_sums(self._sums)
+
+    def _conclude(self) -> int:
+        if self._rank == 0:
+            links = {pair: self._links[pair] for pair in sorted(self._links)}
+            most = len(links) if self._arguments.all else _MANY_LINKS
+            sys.stdout.write(page(self._cards, links, self._sums, self._findings, most))
+            sys.stdout.flush()
+            code = int(any(finding.broken for finding in self._findings))
+            self._meeting.write("code", code)
+            self._wait_for_readers()
+            return code
+        code = int(self._meeting.read("code", self._longest()))
+        self._meeting.write(f"left/{self._rank}", True)
+        return code
+
+    def _wait_for_readers(self) -> None:
+        """Rank 0 may have the store, and its end would end the store."""
+        deadline = time.monotonic() + _GRACE
+        for rank in set(range(1, self._size)) - self._lost:
+            while not self._meeting.has(f"left/{rank}") and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+    def _words(self, key: str, what: str, more_seconds: float = 0.0) -> dict[int, Any]:
+        """What every rank that is left has written under ``key``; a rank without is lost."""
+        found = {}
+        deadline = time.monotonic() + self._limit() + more_seconds
+        for rank in sorted(set(range(self._size)) - self._lost):
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                found[rank] = self._meeting.read(f"{key}/{rank}", left)
+            except MissingWordError:
+                self._lose(rank, f"it has not told {what}")
+        return found
+
+    def _lose(self, rank: int, reason: str) -> None:
+        host = self._cards[rank].host if rank in self._cards else "host unknown"
+        self._lost.add(rank)
+        self._findings.append(
+            Finding(
+                True,
+                f"{ranks_text([rank])} ({host}) has stopped answering rank 0 through the job's "
+                f"store: {reason}. Its process has ended or hangs, or the link between ranks 0 and "
+                f"{rank} is cut",
+            )
+        )
+
+    def _limit(self) -> float:
+        """Seconds within which another rank's word is expected."""
+        return float(self._arguments.timeout) + _GRACE
+
+    def _longest(self) -> float:
+        """Seconds within which rank 0 goes on, whatever is broken."""
+        return 6.0 * float(self._arguments.timeout) + 3 * _GRACE
+
+    def _device(self) -> torch.device:
+        chosen = self._arguments.device
+        usable = torch.cuda.device_count() > env.get_local_rank()
+        if chosen == "cpu" or not (chosen or usable):
+            return torch.device("cpu")
+        return torch.device("cuda", env.get_local_rank())
+
+
+def _within(work: Callable[[], Any], seconds: float, otherwise: str) -> Any:
+    """What ``work`` returns within ``seconds``, or ``otherwise``."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else otherwise
+
+
+def _say(text: str) -> int:
+    sys.stderr.write(text + "\n")
+    return 1

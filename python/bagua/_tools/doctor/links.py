@@ -1,0 +1,228 @@
+"""TCP connections between ranks, as gloo makes them: opened, timed and filled."""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+__all__ = ["Measured", "Place", "Post", "measure"]
+
+_GREETING = struct.Struct("!32sII")  # secret of the job, rank that connects, rank that is meant
+_CLOCK = struct.Struct("!d")
+_TRIPS = 32  # round trips from which the latency and the clocks are taken
+_FIRST_BYTES = 128 * 1024  # of the transfer from which the size of the next one follows
+_SECONDS = 0.25  # that a transfer is to take
+_BLOCK = 1 << 20
+_DONE = b"d"
+
+
+class Place(NamedTuple):
+    """Where a rank listens."""
+
+    address: str
+    port: int
+
+
+class Measured(NamedTuple):
+    """A link as one of its ends saw it.
+
+    Attributes:
+        latency: half a round trip, in seconds, the median.
+        ahead: seconds by which the other end's clock is ahead.
+        sent: bytes a second towards the other end; received: from it.
+    """
+
+    latency: float
+    ahead: float
+    sent: float
+    received: float
+
+
+class Post:
+    """This rank's listening socket, and its connections to other ranks.
+
+    Connections are taken by threads of its own, for as long as the object is open; those without
+    the job's secret are closed. ``timeout``, in seconds, holds for each step.
+    """
+
+    def __init__(self, address: str, rank: int, secret: bytes, timeout: float) -> None:
+        self._rank = rank
+        self._secret = secret
+        self._timeout = timeout
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listening = socket.create_server((address, 0), family=family, backlog=512)
+        self.place = Place(address, self._listening.getsockname()[1])
+        self._taken: dict[int, socket.socket] = {}
+        self._opened: dict[int, socket.socket] = {}
+        self._arrival = threading.Condition()
+        threading.Thread(target=self._take_all, name="bagua-doctor-post", daemon=True).start()
+
+    def close(self) -> None:
+        """Close all sockets."""
+        self._listening.close()
+        for connection in [*self._taken.values(), *self._opened.values()]:
+            connection.close()
+
+    def open_all(self, places: dict[int, Place]) -> dict[int, str]:
+        """Connect to every rank of ``places``, all at once; returns why not, for those that failed.
+
+        Takes about twice the timeout at most.
+        """
+        failures: dict[int, str] = {}
+
+        def connect(other: int, place: Place) -> None:
+            try:
+                self._opened[other] = self._connect(other, place)
+            except OSError as error:
+                failures[other] = _reason(error, self._timeout)
+
+        threads = [
+            threading.Thread(target=connect, args=item, daemon=True) for item in places.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * self._timeout + 1.0)
+        for other in places:
+            if other not in self._opened:
+                failures.setdefault(other, f"no answer within {2 * self._timeout:g} s")
+        return failures
+
+    def connection(self, other: int) -> socket.socket:
+        """The connection that the lower rank has opened.
+
+        Raises:
+            OSError: the other rank has not opened it in time.
+        """
+        if self._rank < other:
+            return self._opened[other]
+        with self._arrival:
+            if not self._arrival.wait_for(lambda: other in self._taken, self._timeout):
+                raise TimeoutError("timed out")
+            return self._taken[other]
+
+    def _connect(self, other: int, place: Place) -> socket.socket:
+        connection = socket.create_connection(place, self._timeout)
+        try:
+            connection.settimeout(self._timeout)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(_GREETING.pack(self._secret, self._rank, other))
+            if _receive(connection, 1) != _DONE:
+                raise OSError("something else listens there")
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def _take_all(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._take, args=(connection,), daemon=True).start()
+
+    def _take(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(self._timeout)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            secret, other, meant = _GREETING.unpack(_receive(connection, _GREETING.size))
+            if not hmac.compare_digest(secret, self._secret) or meant != self._rank:
+                raise OSError("a stranger")
+            connection.sendall(_DONE)
+        except OSError:
+            connection.close()
+            return
+        with self._arrival:
+            self._taken[other] = connection
+            self._arrival.notify_all()
+
+
+def measure(connection: socket.socket, first: bool, most_bytes: int) -> Measured:
+    """Measure a link from this end; the other end calls it with the opposite ``first``.
+
+    1. Round trips, each answered by the other end's clock, in both directions.
+    2. A small transfer each way, then one that takes a quarter of a second, of at most
+       ``most_bytes`` bytes. The receiver confirms the last byte.
+
+    Raises:
+        OSError: the connection broke, or a step took longer than its timeout.
+    """
+    if first:
+        latency, ahead = _ask_clock(connection)
+        _tell_clock(connection)
+        sent, received = _send(connection, most_bytes), _take_in(connection)
+    else:
+        _tell_clock(connection)
+        latency, ahead = _ask_clock(connection)
+        received, sent = _take_in(connection), _send(connection, most_bytes)
+    return Measured(latency, ahead, sent, received)
+
+
+def _ask_clock(connection: socket.socket) -> tuple[float, float]:
+    trips: list[tuple[float, float]] = []
+    for _ in range(_TRIPS):
+        wall, begun = time.time(), time.perf_counter()
+        connection.sendall(_DONE)
+        (theirs,) = _CLOCK.unpack(_receive(connection, _CLOCK.size))
+        trip = time.perf_counter() - begun
+        trips.append((trip, theirs - (wall + trip / 2)))
+    trips.sort()
+    return trips[_TRIPS // 2][0] / 2, trips[0][1]  # the fastest trip bounds the clocks best
+
+
+def _tell_clock(connection: socket.socket) -> None:
+    for _ in range(_TRIPS):
+        _receive(connection, 1)
+        connection.sendall(_CLOCK.pack(time.time()))
+
+
+def _send(connection: socket.socket, most_bytes: int) -> float:
+    rate = _send_bytes(connection, min(_FIRST_BYTES, most_bytes))
+    size = min(max(int(rate * _SECONDS), _FIRST_BYTES), most_bytes)
+    return _send_bytes(connection, size)
+
+
+def _send_bytes(connection: socket.socket, size: int) -> float:
+    block = memoryview(bytes(min(size, _BLOCK)))
+    begun = time.perf_counter()
+    connection.sendall(size.to_bytes(8, "big"))
+    for start in range(0, size, _BLOCK):
+        connection.sendall(block[: size - start])
+    _receive(connection, 1)
+    return size / (time.perf_counter() - begun)
+
+
+def _take_in(connection: socket.socket) -> float:
+    rate = 0.0
+    for _ in range(2):
+        size = int.from_bytes(_receive(connection, 8), "big")
+        begun = time.perf_counter()
+        for _ in _received(connection, size):
+            pass
+        connection.sendall(_DONE)
+        rate = size / (time.perf_counter() - begun)
+    return rate
+
+
+def _received(connection: socket.socket, size: int) -> Iterable[bytes]:
+    while size:
+        piece = connection.recv(min(size, _BLOCK))
+        if not piece:
+            raise ConnectionResetError("the other end has closed the connection")
+        size -= len(piece)
+        yield piece
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    return b"".join(_received(connection, size))
+
+
+def _reason(error: OSError, timeout: float) -> str:
+    late = isinstance(error, TimeoutError)
+    return f"no answer within {timeout:g} s" if late else error.strerror or str(error)

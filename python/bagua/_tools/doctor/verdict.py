@@ -1,0 +1,194 @@
+"""What the measurements say: broken things first, then remarks."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from bagua._tools.doctor.cards import Card
+from bagua._tools.doctor.links import Measured
+
+__all__ = ["Finding", "findings_of_cards", "findings_of_links", "slowest_direction"]
+
+Pair = tuple[int, int]
+
+_CLOCK_SECONDS = 1.0  # by which clocks may differ without a remark
+
+
+class Finding(NamedTuple):
+    """One sentence about the cluster; ``broken``: training would fail or suffer."""
+
+    broken: bool
+    text: str
+
+
+def findings_of_cards(cards: Mapping[int, Card]) -> list[Finding]:
+    """Settings and versions that do not fit together."""
+    found = [
+        Finding(True, f"rank {rank} ({card.host}): {card.reason} is no interface with an address")
+        for rank, card in cards.items()
+        if not card.address
+    ]
+    for field, what, broken in (
+        ("bagua", "version of bagua", True),
+        ("torch", "version of torch", True),
+        ("built_for", "torch that bagua was built for", True),
+        ("device", "device", True),
+        ("python", "version of Python", False),
+        ("kernels", "CUDA kernels", False),
+        ("mtu", "MTU of the interface", False),
+    ):
+        by_value: dict[str, list[int]] = {}
+        for rank, card in cards.items():
+            if card.address or field != "mtu":
+                by_value.setdefault(str(getattr(card, field)), []).append(rank)
+        if len(by_value) > 1:
+            parts = (f"{value} on {ranks_text(ranks)}" for value, ranks in by_value.items())
+            found.append(Finding(broken, f"ranks differ in the {what}: {', '.join(parts)}"))
+    return found
+
+
+def findings_of_links(
+    cards: Mapping[int, Card],
+    unreachable: Mapping[Pair, str],
+    measured: Mapping[Pair, Measured],
+    broke: Mapping[Pair, str],
+    tolerance: float,
+    least: float,
+) -> list[Finding]:
+    """Links that are cut, break under load or are slow.
+
+    Args:
+        unreachable: by (rank that connects, rank that it did not reach), the reason.
+        measured: by pair, as the lower rank saw it.
+        broke: by pair, the reason why it could not be measured.
+        tolerance: how many times slower than the fastest link between nodes a link may be.
+        least: bytes a second that every link must have.
+    """
+    found = _cut(cards, unreachable)
+    found += [
+        Finding(
+            True,
+            f"the link between ranks {a} and {b} ({hosts(cards, (a, b))}) is up, but fails under "
+            f"load: {reason}. Compare the MTU of the interfaces and of what is between them",
+        )
+        for (a, b), reason in broke.items()
+    ]
+    found += _slow(cards, measured, tolerance, least)
+    clocks = {b: link.ahead for (a, b), link in measured.items() if a == 0}
+    found += [
+        Finding(
+            False,
+            f"the clock of rank {rank} ({cards[rank].host}) is {abs(ahead):.1f} s "
+            f"{'ahead of' if ahead > 0 else 'behind'} that of rank 0: times in logs do not compare",
+        )
+        for rank, ahead in clocks.items()
+        if abs(ahead) > _CLOCK_SECONDS
+    ]
+    return found
+
+
+def slowest_direction(link: Measured) -> float:
+    """Bytes a second in the slower direction."""
+    return min(link.sent, link.received)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """The ranks in words: "rank 3", "ranks 0, 1"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def hosts(cards: Mapping[int, Card], pair: Pair) -> str:
+    """The hosts of two ranks and the addresses at which they listen."""
+    return " and ".join(f"{cards[rank].host} at {cards[rank].address}" for rank in pair)
+
+
+def _cut(cards: Mapping[int, Card], unreachable: Mapping[Pair, str]) -> list[Finding]:
+    both = sorted({(a, b) for a, b in unreachable if a < b and (b, a) in unreachable})
+    lost_links = Counter(rank for pair in both for rank in pair)
+    alone = [rank for rank, count in lost_links.items() if count == len(cards) - 1 > 1]
+    if len(alone) == len(cards):  # nobody reaches anybody: each link is named
+        alone = []
+    found = [
+        Finding(
+            True,
+            f"rank {rank} ({cards[rank].host}) is cut off: no connection between it and "
+            f"{ranks_text([other for other in cards if other != rank])}, in either direction "
+            f"({_one_reason(unreachable, rank)}){_advice(cards[rank])}",
+        )
+        for rank in alone
+    ]
+    found += [
+        Finding(
+            True,
+            f"the link between ranks {a} and {b} ({hosts(cards, (a, b))}) is cut: no connection "
+            f"in either direction ({unreachable[a, b]}){_advice(cards[a], cards[b])}",
+        )
+        for a, b in both
+        if a not in alone and b not in alone
+    ]
+    found += [
+        Finding(
+            True,
+            f"rank {a} cannot open a connection to rank {b} ({hosts(cards, (a, b))}): {reason}. "
+            f"The other direction works: look for a firewall before rank {b}",
+        )
+        for (a, b), reason in unreachable.items()
+        if (b, a) not in unreachable
+    ]
+    return found
+
+
+def _one_reason(unreachable: Mapping[Pair, str], rank: int) -> str:
+    return next(reason for pair, reason in unreachable.items() if rank in pair)
+
+
+def _advice(*cards: Card) -> str:
+    for card in cards:
+        if card.address and ipaddress.ip_address(card.address).is_loopback:
+            return (
+                f". {card.host} listens at {card.address} ({card.reason}), which no other machine "
+                "reaches: set GLOO_SOCKET_IFNAME to the interface that the machines share"
+            )
+    return ". Check the interfaces, the cable, the routes and the firewall between them"
+
+
+def _slow(
+    cards: Mapping[int, Card], measured: Mapping[Pair, Measured], tolerance: float, least: float
+) -> list[Finding]:
+    speeds = {pair: slowest_direction(link) for pair, link in measured.items()}
+    between = {
+        pair: speed for pair, speed in speeds.items() if cards[pair[0]].node != cards[pair[1]].node
+    }
+    fastest = max(between.values(), default=0.0)
+    slow = {pair: speed for pair, speed in between.items() if speed * tolerance < fastest}
+    slow |= {pair: speed for pair, speed in speeds.items() if speed < least}
+    links = Counter(rank for pair in between for rank in pair)
+    slow_links = Counter(rank for pair in slow if pair in between for rank in pair)
+    alike = f"the fastest link between nodes has {fastest / 1e6:.1f} MB/s"
+    ranks = [rank for rank, count in sorted(slow_links.items()) if count == links[rank] > 1]
+    if len(ranks) == len(links):  # no rank is the reason
+        ranks = []
+    found = []
+    if ranks:
+        own = [speed for pair, speed in slow.items() if set(pair) & set(ranks)]
+        names = ", ".join(sorted({cards[rank].host for rank in ranks}))
+        found.append(
+            Finding(
+                True,
+                f"all links between {ranks_text(ranks)} ({names}) and other nodes are slow: "
+                f"{min(own) / 1e6:.1f} to {max(own) / 1e6:.1f} MB/s; {alike}",
+            )
+        )
+    found += [
+        Finding(
+            True,
+            f"the link between ranks {a} and {b} ({hosts(cards, (a, b))}) is slow: "
+            f"{speed / 1e6:.1f} MB/s{f'; {alike}' if between else ''}",
+        )
+        for (a, b), speed in slow.items()
+        if a not in ranks and b not in ranks
+    ]
+    return found
