@@ -23,7 +23,8 @@ CPP_FLOORS = (
 )
 PYTHON_FLOORS = (
     *("bagua", "bagua/_core/group", "bagua/_core/eager", "bagua/_core/state"),
-    *("bagua/_core/compression", "bagua/_ops", "bagua/_sync", "bagua/torch_api"),
+    *("bagua/_core/compression", "bagua/_ops", "bagua/_sync", "bagua/_watch"),
+    "bagua/torch_api",
     *("bagua/comm_hooks", "bagua/_tools"),
 )
 # Started, never imported: on the top floor, whatever the folder.

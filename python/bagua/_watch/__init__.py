@@ -1,0 +1,1 @@
+"""Statistics of running modules: per step, for Prometheus, and published for ``bagua top``."""

@@ -1,0 +1,92 @@
+"""Statistics as numbers per round, for a ``SummaryWriter``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from bagua._watch.source import Source, moved, source_of
+
+__all__ = ["Writer", "per_round", "write_stats"]
+
+_TIMES = ("wire_ns", "encode_ns", "waiting_ns")  # of the buckets, in `total`
+_CLOCKED = (
+    "busy_ns",
+    "hidden_ns",
+    "exposed_ns",
+)  # by the clock; a communication hook has the first only
+
+
+class Writer(Protocol):
+    """``torch.utils.tensorboard.SummaryWriter``, or anything else with this method."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
+
+
+# By source: the statistics at the last call, by id of the writer.
+_last: weakref.WeakKeyDictionary[Source, dict[int, dict[str, Any]]] = weakref.WeakKeyDictionary()
+
+
+def write_stats(
+    model: Any, writer: Writer, step: int | None = None, *, prefix: str = "bagua"
+) -> dict[str, float]:
+    """Write what communication has cost per round since the last call with this writer.
+
+    Call it every so many steps, on the ranks that have a writer; it does not communicate. Before
+    the first round, and where no round has ended since the last call, nothing is written.
+
+    Args:
+        model: a module after ``with_bagua``, bagua's ``DistributedDataParallel``, or the handle of
+            ``bagua.comm_hooks.register``.
+        writer: an object with ``add_scalar(tag, value, step)``, as TensorBoard's ``SummaryWriter``.
+        step: the step to write; None: the number of rounds since the buckets were built.
+        prefix: of the tags.
+
+    Returns:
+        The values by tag, without the prefix; ``docs/observability.md`` has their units.
+
+    Raises:
+        TypeError: the model has no statistics, or the writer no ``add_scalar``.
+    """
+    if not callable(getattr(writer, "add_scalar", None)):
+        raise TypeError(f"a writer has add_scalar(tag, value, step), {type(writer).__name__} not")
+    source = source_of(model)
+    stats = source.stats()
+    last = _last.setdefault(source, {})
+    values = per_round(stats, last.get(id(writer)))
+    if values:
+        last[id(writer)] = stats
+    for tag, value in values.items():
+        writer.add_scalar(f"{prefix}/{tag}", value, stats["rounds"] if step is None else step)
+    return values
+
+
+def per_round(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, float]:
+    """Values by tag, over the rounds from ``before`` to ``now``; {} where there were none.
+
+    None, or statistics of buckets that have been built anew since: from the start.
+    """
+    earlier = before if before is not None and before["rounds"] <= now["rounds"] else None
+    begin = {} if earlier is None else _counters(earlier)
+    rounds = now["rounds"] - (0 if earlier is None else earlier["rounds"])
+    if rounds == 0:
+        return {}
+    values: dict[str, float] = {}
+    for key, count in _counters(now).items():
+        each = (count - begin.get(key, 0)) / rounds
+        if key.endswith("_ns"):
+            values[f"{key.removesuffix('_ns')}_ms_per_round"] = each / 1e6
+        else:
+            values[f"{key}_per_round"] = each
+    if values["busy_ms_per_round"] and "hidden_ms_per_round" in values:
+        values["hidden_share"] = values["hidden_ms_per_round"] / values["busy_ms_per_round"]
+    if now["total"]["nonfinite_rounds"] is not None:
+        values["nonfinite_rounds"] = float(now["total"]["nonfinite_rounds"])
+    return values
+
+
+def _counters(stats: Mapping[str, Any]) -> dict[str, int]:
+    of_buckets = {key: stats["total"][key] for key in _TIMES}
+    by_the_clock = {key: stats[key] for key in _CLOCKED if key in stats}
+    return {**moved(stats), **of_buckets, **by_the_clock}

@@ -1,0 +1,129 @@
+"""Statistics at an endpoint that Prometheus reads."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from bagua._core.group import environment as env
+from bagua._core.group.process_group import close_at_exit
+from bagua._watch.source import Source, source_of
+
+__all__ = ["MetricsServer", "serve_metrics"]
+
+_NANO = 1e-9
+# Name of the metric -> its text, the key of the statistics and the factor to the metric's unit.
+_OF_COMMUNICATORS = {
+    "bagua_sent_bytes": ("Payload sent, without packet headers.", "bytes_sent", 1.0),
+    "bagua_received_bytes": ("Payload received.", "bytes_received", 1.0),
+    "bagua_sent_messages": ("Messages sent.", "messages_sent", 1.0),
+    "bagua_received_messages": ("Messages received.", "messages_received", 1.0),
+    "bagua_wire_seconds": ("Time inside communicators, waiting included.", "wire_ns", _NANO),
+}
+_OF_BUCKETS = {
+    "bagua_encode_seconds": ("Time in operations, but not on the wire.", "encode_ns", _NANO),
+    "bagua_waiting_seconds": ("Time of ready buckets before they began.", "waiting_ns", _NANO),
+    "bagua_nonfinite_rounds": ("Buckets' rounds with NaN or infinity.", "nonfinite_rounds", 1.0),
+}
+_BY_THE_CLOCK = {
+    "bagua_rounds": ("Steps that communicated.", "rounds", 1.0),
+    "bagua_busy_seconds": ("Time in which a lane was busy.", "busy_ns", _NANO),
+    "bagua_hidden_seconds": ("Busy time in which training went on.", "hidden_ns", _NANO),
+    "bagua_exposed_seconds": ("Time in which training was blocked.", "exposed_ns", _NANO),
+}
+
+
+class MetricsServer:
+    """An endpoint at work; made by :func:`serve_metrics`.
+
+    Attributes:
+        address, port: where it listens.
+    """
+
+    def __init__(self, address: str, port: int, server: Any, thread: Any) -> None:
+        self.address = address
+        self.port = port
+        self._server = server
+        self._thread = thread
+
+    def close(self) -> None:
+        """Stop listening. Idempotent; the end of the process group does it too."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+            self._server = None
+
+
+def serve_metrics(model: Any, port: int, address: str = "127.0.0.1") -> MetricsServer:
+    """Serve this rank's statistics to Prometheus, at ``http://address:port/metrics``.
+
+    Nothing is served without this call. Each rank that calls it has an endpoint of its own, so
+    ranks of one machine need different ports: ``port=9400 + bagua.get_local_rank()``.
+
+    Args:
+        model: a module after ``with_bagua``, bagua's ``DistributedDataParallel``, or the handle of
+            ``bagua.comm_hooks.register``. It is not kept alive.
+        port: 0: any free one, see ``port`` of the result.
+        address: at which to listen. Other machines reach the endpoint only if it is told here, for
+            example ``"0.0.0.0"``; who reaches it can read the statistics.
+
+    Raises:
+        ImportError: the package ``prometheus_client`` is not installed.
+        TypeError: the model has no statistics.
+        OSError: the port is taken.
+    """
+    try:
+        import prometheus_client
+    except ImportError as error:
+        raise ImportError(
+            "serve_metrics needs the package prometheus_client: pip install prometheus_client"
+        ) from error
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(_Collector(source_of(model), type(model).__name__))
+    server, thread = prometheus_client.start_http_server(port, addr=address, registry=registry)
+    result = MetricsServer(address, int(server.server_port), server, thread)
+    close_at_exit(result)
+    _open.append(result)
+    return result
+
+
+# Kept, since the list of what is closed at the end is weak.
+_open: list[MetricsServer] = []
+
+
+class _Collector:
+    """Reads the statistics when Prometheus asks for them."""
+
+    def __init__(self, source: Source, module: str) -> None:
+        self._source = weakref.ref(source)
+        name = getattr(source, "bagua_module_name", module)
+        self._labels = {"rank": str(env.get_rank()), "module": str(name)}
+
+    def collect(self) -> Iterator[Any]:
+        """The metrics, as prometheus_client asks for them."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        source = self._source()
+        if source is None:
+            return
+        stats = source.stats()
+        traffic = {**stats["communicators"], "control": stats["control"]}
+        labels, values = list(self._labels), list(self._labels.values())
+        for name, (text, key, factor) in _OF_COMMUNICATORS.items():
+            family = CounterMetricFamily(name, text, labels=[*labels, "purpose"])
+            for purpose, table in traffic.items():
+                family.add_metric([*values, purpose], table[key] * factor)
+            yield family
+        for metrics, table in ((_OF_BUCKETS, stats["total"]), (_BY_THE_CLOCK, stats)):
+            for name, (text, key, factor) in metrics.items():
+                if table.get(key) is not None:
+                    family = CounterMetricFamily(name, text, labels=labels)
+                    family.add_metric(values, table[key] * factor)
+                    yield family
+        if "longest_wait_ns" in stats:
+            text = "Longest time for which training was blocked."
+            gauge = GaugeMetricFamily("bagua_longest_wait_seconds", text, labels=labels)
+            gauge.add_metric(values, stats["longest_wait_ns"] * _NANO)
+            yield gauge
