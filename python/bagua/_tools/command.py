@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from bagua._tools.doctor import examine
 from bagua._tools.report import report_text
+from bagua._tools.top import screen
 
 __all__ = ["main"]
 
@@ -27,8 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     examine.add_arguments(doctor)
+    top = commands.add_parser(
+        "top",
+        help="show a running job, rank by rank",
+        description=screen.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    screen.add_arguments(top)
     chosen = parser.parse_args(arguments)
     if chosen.command == "doctor":
         return examine.main(chosen)
+    if chosen.command == "top":
+        return screen.main(chosen)
     sys.stdout.write(report_text())
     return 0

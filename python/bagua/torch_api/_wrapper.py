@@ -25,6 +25,7 @@ from bagua._sync.outside_graphs import outside_graphs
 from bagua._sync.plan import log_plan, log_unfrozen
 from bagua._sync.steps_in_backward import StepsInBackward
 from bagua._sync.synchronizer import Synchronizer
+from bagua._watch.publisher import publish
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 
@@ -119,6 +120,7 @@ class BaguaDistributedDataParallel:
         self._initialise()
         self._install_hooks(hook_module)
         close_at_exit(self)
+        publish(self)
 
     @property
     def module(self) -> torch.nn.Module:

@@ -13,6 +13,7 @@ from bagua._core.group.environment import (
     get_node_rank,
     get_rank,
     get_straggler_seconds,
+    get_top_seconds,
     get_world_size,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "get_node_rank",
     "get_rank",
     "get_straggler_seconds",
+    "get_top_seconds",
     "get_world_size",
 ]

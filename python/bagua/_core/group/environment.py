@@ -17,6 +17,7 @@ __all__ = [
     "get_node_rank",
     "get_rank",
     "get_straggler_seconds",
+    "get_top_seconds",
     "get_world_size",
 ]
 
@@ -118,15 +119,28 @@ def get_straggler_seconds() -> float:
     Raises:
         ValueError: the variable is not a number of seconds.
     """
-    text = os.environ.get("BAGUA_STRAGGLER_SECONDS", "10")
+    return _seconds("BAGUA_STRAGGLER_SECONDS", "10", "no warnings")
+
+
+def get_top_seconds() -> float:
+    """Seconds from one publication of statistics for ``bagua top`` to the next; 0: none.
+
+    ``BAGUA_TOP``, default 0.
+
+    Raises:
+        ValueError: the variable is not a number of seconds.
+    """
+    return _seconds("BAGUA_TOP", "0", "no publication")
+
+
+def _seconds(name: str, default: str, zero: str) -> float:
+    text = os.environ.get(name, default)
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < 1e6:
-        raise ValueError(
-            f"BAGUA_STRAGGLER_SECONDS={text!r} must be a number of seconds, or 0 for no warnings"
-        )
+        raise ValueError(f"{name}={text!r} must be a number of seconds, or 0 for {zero}")
     return seconds
 
 

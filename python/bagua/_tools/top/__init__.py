@@ -1,0 +1,1 @@
+"""``bagua top``: a live table of a running job."""

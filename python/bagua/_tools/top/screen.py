@@ -1,0 +1,174 @@
+"""Reads a job's publications and shows them, until the user or the job ends it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import shutil
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from bagua._tools.meeting import Meeting, MissingWordError, SilentStoreError
+from bagua._tools.top.jobs import stores_here
+from bagua._tools.top.table import Publication, publication_from, rows_of, table
+from bagua._watch.publisher import KEY
+
+__all__ = ["DESCRIPTION", "add_arguments", "main"]
+
+DESCRIPTION = """\
+Shows a running job that was started with BAGUA_TOP=1 in the environment of its
+ranks (the seconds from one publication of their statistics to the next).
+
+  step, steps/s  steps that communicated
+  sent           payload that the rank has sent, between and inside nodes
+  wire           share of the time in communicators, waiting for others included
+  enc            share of the time encoding, decoding and adding
+  wait           share of the time that full buckets waited for their turn
+  blocked        share of the time that training was blocked
+  slowest        the rank for which the others wait
+
+Keys: q ends it; it also ends with the job.
+"""
+
+_CLEAR = "\x1b[H\x1b[J"
+_PATIENCE = timedelta(seconds=5)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``bagua top``."""
+    parser.add_argument(
+        "store",
+        nargs="?",
+        metavar="HOST:PORT",
+        help="MASTER_ADDR and MASTER_PORT of the job (found, if it has ranks on this machine)",
+    )
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (1)"
+    )
+    parser.add_argument("--once", action="store_true", help="print one table and end")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Show the job; returns the exit code: 1 if there is none, or its store has gone."""
+    stores = [arguments.store] if arguments.store else stores_here()
+    if len(stores) != 1:
+        which = f"several jobs publish here, name one: {' '.join(stores)}" if stores else ""
+        return _fail(
+            which
+            or "no job on this machine publishes; start it with BAGUA_TOP=1, or give HOST:PORT"
+        )
+    host, _, port = stores[0].rpartition(":")
+    if not host or not port.isdigit():
+        return _fail(f"{stores[0]} is no HOST:PORT")
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, int(port), is_master=False, wait_for_workers=False, timeout=_PATIENCE
+        )
+    except dist.DistError:
+        return _fail(f"there is no job's store at {stores[0]}")
+    job = _Job(Meeting(store), stores[0])
+    try:
+        with _keys() as keys:
+            _show(job, keys, arguments)
+    except SilentStoreError:
+        return _fail(f"the job's store at {stores[0]} has gone")
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+class _Job:
+    """Publications of a job's ranks, the last two of each."""
+
+    def __init__(self, meeting: Meeting, name: str) -> None:
+        self._meeting = meeting
+        self._name = name
+        self._now: dict[int, Publication] = {}
+        self._before: dict[int, Publication] = {}
+        self._seen: dict[int, float] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank has published twice."""
+        return len(self._before) == self._world > 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether every rank has left the job's group."""
+        ranks = list(self._now.values())
+        return len(ranks) == self._world > 0 and all(word.get("ended") is True for word in ranks)
+
+    @property
+    def _world(self) -> int:
+        return max((word["world"] for word in self._now.values()), default=0)
+
+    def look(self) -> None:
+        """Read what the ranks have published.
+
+        Raises:
+            SilentStoreError: the store does not answer.
+        """
+        for rank in range(max(1, self._world)):
+            try:
+                word = publication_from(self._meeting.read(KEY.format(rank=rank), 0.0))
+            except MissingWordError:
+                continue
+            known = self._now.get(rank)
+            if word is None or (known and known["number"] == word["number"]):
+                continue
+            if known:
+                self._before[rank] = known
+            self._now[rank] = word
+            self._seen[rank] = time.monotonic()
+
+    def lines(self) -> list[str]:
+        """The table."""
+        title = f"bagua top: {self._name}"
+        if not self._now:
+            return [title, "", "waiting for the ranks' first publication (BAGUA_TOP=1)"]
+        ages = {rank: time.monotonic() - seen for rank, seen in self._seen.items()}
+        return table(rows_of(self._now, self._before, ages), self._world, title)
+
+
+def _show(job: _Job, keys: int | None, arguments: argparse.Namespace) -> None:
+    live = sys.stdout.isatty() and not arguments.once
+    while True:
+        job.look()
+        if live or job.complete or not arguments.once:
+            lines = job.lines()[: shutil.get_terminal_size().lines - 1 if live else None]
+            sys.stdout.write((_CLEAR if live else "") + "\n".join(lines) + "\n")
+            sys.stdout.flush()
+        if job.ended or (arguments.once and job.complete):
+            return
+        if keys is None:
+            time.sleep(arguments.interval)
+        elif select.select([keys], [], [], arguments.interval)[0] and os.read(keys, 1) in b"q":
+            return
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[int | None]:
+    """The descriptor of a terminal that gives single keys inside; None without a terminal."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        yield None
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        yield descriptor
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _fail(text: str) -> int:
+    sys.stderr.write(f"bagua top: {text}\n")
+    return 1

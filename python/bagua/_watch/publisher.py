@@ -1,0 +1,124 @@
+"""Publishes this rank's statistics in the job's store, for ``bagua top``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from bagua._core.group import environment as env
+from bagua._core.group.process_group import close_at_exit
+from bagua._watch.source import Source, moved
+
+__all__ = ["KEY", "TIMES", "Publisher", "publish"]
+
+#: Key of a rank's statistics in the job's store.
+KEY = "bagua/top/{rank}"
+#: Times in a publication, in nanoseconds, summed over the modules of the process.
+TIMES = ("wire_ns", "encode_ns", "waiting_ns", "exposed_ns")
+
+_PATIENCE = timedelta(seconds=10)  # until the store, which serves the job already, must answer
+_END_SECONDS = 1.0  # for which the end of the group waits for the last publication
+_log = logging.getLogger("bagua")
+
+
+def publish(source: Source) -> None:
+    """Publish the statistics of ``source`` from now on, if ``BAGUA_TOP`` asks for it.
+
+    One thread of the process does it, over a connection of its own: the training never waits for
+    it. Without ``MASTER_ADDR`` and ``MASTER_PORT`` there is no store to be found by others, and a
+    line of the log says so.
+    """
+    global _publisher
+    every = env.get_top_seconds()
+    if every == 0:
+        return
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        _log.warning("BAGUA_TOP is set, but MASTER_ADDR and MASTER_PORT are not: nothing to see")
+        return
+    if _publisher is None or _publisher.ended:
+        _publisher = Publisher(every)
+        close_at_exit(_publisher)
+    _publisher.add(source)
+
+
+class Publisher:
+    """A thread that publishes the sums over some sources, every so many seconds.
+
+    It ends with the process group, or when the store no longer answers.
+    """
+
+    def __init__(self, every: float) -> None:
+        self._every = every
+        self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
+        self._end = threading.Event()
+        self._number = 0
+        self._thread = threading.Thread(target=self._run, name="bagua-top", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it publishes no longer."""
+        return self._end.is_set() or not self._thread.is_alive()
+
+    def add(self, source: Source) -> None:
+        """Publish the statistics of ``source`` too, as long as it lives."""
+        self._sources.add(source)
+
+    def close(self) -> None:
+        """Publish a last time, and end. Idempotent."""
+        self._end.set()
+        self._thread.join(_END_SECONDS)
+
+    def _run(self) -> None:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                host, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE
+            )
+            ended = False
+            while not ended:
+                ended = self._end.wait(self._every)
+                store.set(KEY.format(rank=env.get_rank()), json.dumps(self.publication(ended)))
+        except RuntimeError as error:  # of the store: torch's DistError is one
+            _log.info("statistics are no longer published: %s", error)
+
+    def publication(self, ended: bool) -> dict[str, Any]:
+        """What is published: counters since the buckets were built, as plain numbers.
+
+        ``number`` counts publications, ``at`` is seconds of a clock of this rank.
+        """
+        self._number += 1
+        sums: dict[str, int] = dict.fromkeys((*TIMES, "bytes_sent", "bytes_received"), 0)
+        rounds = 0
+        for source in list(self._sources):
+            stats = source.stats()
+            rounds = max(rounds, stats["rounds"])
+            traffic = moved(stats)
+            found = {**stats["total"], **stats, **traffic}
+            for key in sums:
+                sums[key] += found.get(key, 0)
+        return {
+            "world": env.get_world_size(),
+            "rank": env.get_rank(),
+            "node": env.get_node_rank(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "number": self._number,
+            "at": time.monotonic(),
+            "every": self._every,
+            "ended": ended,
+            "rounds": rounds,
+            **sums,
+        }
+
+
+_publisher: Publisher | None = None
