@@ -2,13 +2,13 @@
 #pragma once
 
 #include <memory>
-#include <span>
 #include <string>
 
 #include "codec/codec.h"
 #include "comm/communicator.h"
 #include "op/contract/bucket_op.h"
 #include "op/memory/scratch.h"
+#include "op/wire/bucket_parts.h"
 #include "op/wire/framed_exchange.h"
 
 namespace bagua {
@@ -37,9 +37,8 @@ class CompressedAllReduce final : public BucketOp {
   std::string describe() const override;
 
  private:
-  struct Parts;
-  void encode(const Parts& parts, std::span<const Payload> payloads) const;
-  void reduce(const Parts& parts, int64_t first_tile, int64_t end_tile) const;
+  void reduce(const BucketParts& parts, const at::Tensor& sum, int64_t first_tile,
+              int64_t end_tile) const;
 
   FramedExchange exchange_;
   std::shared_ptr<const Codec> codec_;
