@@ -16,6 +16,8 @@
 #include "op/low_rank.h"
 #include "op/memory/round_memory.h"
 #include "op/neighbor_average.h"
+#include "op/sharded/compressed_all_gather.h"
+#include "op/sharded/compressed_reduce_scatter.h"
 #include "op/tensors/low_rank_products.h"
 #include "op/update_momentum.h"
 #include "op/wire/device_frames.h"
@@ -28,6 +30,32 @@ namespace {
 
 std::optional<at::Tensor> or_none(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional(tensor) : std::nullopt;
+}
+
+void bind_sharded(py::module_& m) {
+  py::class_<CompressedReduceScatter, BucketOp, std::shared_ptr<CompressedReduceScatter>>(
+      m, "CompressedReduceScatter", "Afterwards part `rank` of the bucket has the result.")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,
+                       std::shared_ptr<Scratch> scratch, double divisor,
+                       std::shared_ptr<RoundMemory> memory, bool checksum) {
+             return std::make_shared<CompressedReduceScatter>(
+                 std::move(communicator), std::move(codec), std::move(scratch), divisor,
+                 std::move(memory), checksum_if(checksum));
+           }),
+           py::arg("communicator"), py::arg("codec"), py::arg("scratch"), py::kw_only(),
+           py::arg("divisor"), py::arg("memory").none(true) = py::none(),
+           py::arg("checksum") = false);
+
+  py::class_<CompressedAllGather, BucketOp, std::shared_ptr<CompressedAllGather>>(
+      m, "CompressedAllGather", "Before it part `rank` of the bucket is what this rank brings.")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,
+                       std::shared_ptr<Scratch> scratch, bool checksum) {
+             return std::make_shared<CompressedAllGather>(std::move(communicator), std::move(codec),
+                                                          std::move(scratch),
+                                                          checksum_if(checksum));
+           }),
+           py::arg("communicator"), py::arg("codec"), py::arg("scratch"), py::kw_only(),
+           py::arg("checksum") = false);
 }
 
 }  // namespace
@@ -103,6 +131,8 @@ void bind_op(py::module_& m) {
            }),
            py::arg("communicator"), py::arg("codec"), py::arg("scratch"), py::arg("op"),
            py::kw_only(), py::arg("checksum") = false);
+
+  bind_sharded(m);
 
   py::class_<Hierarchical, BucketOp, std::shared_ptr<Hierarchical>>(m, "Hierarchical")
       .def(py::init([](std::shared_ptr<Communicator> node, std::shared_ptr<BucketOp> inner,

@@ -16,6 +16,8 @@ from bagua._C_dynamic import GradientBucket as GradientBucket
 from bagua._C_dynamic import Posted as Posted
 from bagua._C_nccl import NcclCommunicator as NcclCommunicator
 from bagua._C_nccl import NcclLibrary as NcclLibrary
+from bagua._C_sharded import CompressedAllGather as CompressedAllGather
+from bagua._C_sharded import CompressedReduceScatter as CompressedReduceScatter
 
 class BaguaError(RuntimeError): ...
 class BaguaTimeoutError(BaguaError): ...

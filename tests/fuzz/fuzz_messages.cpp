@@ -13,6 +13,8 @@
 #include "hostile.h"
 #include "op/compressed_all_reduce.h"
 #include "op/compressed_gossip.h"
+#include "op/sharded/compressed_all_gather.h"
+#include "op/sharded/compressed_reduce_scatter.h"
 #include "op/sparse.h"
 #include "rows_op.h"
 
@@ -199,21 +201,31 @@ void run(BucketOp& op, int64_t numel, const HostileCommunicator& communicator, C
 
 void compressed_op(Input input) {
   static const std::vector<std::string> names = codec_names();
-  const bool gossip = input.take<uint8_t>() % 2;
+  const int kind = input.take<uint8_t>() % 4;
   const int size = 2 + input.take<uint8_t>() % 3;
   const auto checksum = static_cast<Checksum>(input.take<uint8_t>() % 2);
-  const int64_t numel = input.up_to(kMostNumel);
+  const int64_t drawn = input.up_to(kMostNumel);
   const auto codec = make_codec(names[input.take<uint8_t>() % names.size()]);
   const auto communicator = std::make_shared<HostileCommunicator>(Group{1, size}, input);
   const auto scratch = std::make_shared<Scratch>();
-  if (!gossip) {
+  const auto replica = [&] { return at::zeros({drawn}, at::kFloat); };
+  const auto run_with = [&](BucketOp& op, int64_t numel) {
+    run(op, numel, *communicator, checksum);
+  };
+  if (kind == 0) {
     CompressedAllReduce op(communicator, codec, scratch, ReduceOp::kAvg, checksum);
-    return run(op, numel, *communicator, checksum);
+    run_with(op, drawn);
+  } else if (kind == 1) {
+    CompressedGossip op(communicator, codec, scratch, {replica(), replica(), replica()}, {0.3, 0.3},
+                        checksum);
+    run_with(op, drawn);
+  } else if (kind == 2) {
+    CompressedReduceScatter op(communicator, codec, scratch, size, nullptr, checksum);
+    run_with(op, drawn / size * size);
+  } else {
+    CompressedAllGather op(communicator, codec, scratch, checksum);
+    run_with(op, drawn / size * size);
   }
-  const auto replica = [&] { return at::zeros({numel}, at::kFloat); };
-  CompressedGossip op(communicator, codec, scratch, {replica(), replica(), replica()}, {0.3, 0.3},
-                      checksum);
-  run(op, numel, *communicator, checksum);
 }
 
 void sparse_op(Input input) {
@@ -229,12 +241,12 @@ void sparse_op(Input input) {
 
 std::vector<Bytes> compressed_ops() {
   std::vector<Bytes> result;
-  for (const uint8_t gossip : {0, 1}) {
+  for (const uint8_t kind : {0, 1, 2, 3}) {
     for (const uint8_t codec : {0, 1, 2, 3}) {
       for (const int64_t numel : {2, 96, 1500, 3000}) {
         for (const uint8_t checksum : {0, 1}) {
           Example example;
-          example.put(gossip).put(uint8_t{0}).put(checksum).up_to(numel).put(codec);
+          example.put(kind).put(uint8_t{0}).put(checksum).up_to(numel).put(codec);
           for (int message = 0; message < 2; ++message) {
             example.put(uint8_t{1}).up_to(40).put(uint8_t{0xff});
           }

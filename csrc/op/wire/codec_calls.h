@@ -56,8 +56,9 @@ class CodecCalls {
     codec_.encode(chunks, dtype_, scratch, stream());
   }
   void decode(std::span<const Chunk> chunks) const { codec_.decode(chunks, dtype_, stream()); }
-  void decode_add(std::span<const Chunk> chunks) const {
-    codec_.decode_add(chunks, dtype_, 1.0f, stream());
+  // x += weight * decoded, where x is f32.
+  void decode_add(std::span<const Chunk> chunks, float weight = 1.0f) const {
+    codec_.decode_add(chunks, dtype_, weight, stream());
   }
   // Chunk by chunk on CPU, all at once on a device.
   void encode_all(std::span<const Chunk> chunks) const {
@@ -67,6 +68,11 @@ class CodecCalls {
   void decode_all(std::span<const Chunk> chunks) const {
     for_tiles(device_, 0, static_cast<int64_t>(chunks.size()),
               [&](int64_t first, int64_t last) { decode(chunks.subspan(first, last - first)); });
+  }
+  void decode_add_all(std::span<const Chunk> chunks, float weight) const {
+    for_tiles(device_, 0, static_cast<int64_t>(chunks.size()), [&](int64_t first, int64_t last) {
+      decode_add(chunks.subspan(first, last - first), weight);
+    });
   }
 
  private:

@@ -23,6 +23,8 @@
 #include "op/error_feedback_all_reduce.h"
 #include "op/low_rank.h"
 #include "op/random_sparse.h"
+#include "op/sharded/compressed_all_gather.h"
+#include "op/sharded/compressed_reduce_scatter.h"
 #include "op/sparse.h"
 
 namespace bagua::fake {
@@ -106,6 +108,22 @@ std::vector<Subject> subjects() {
       return std::make_shared<CompressedGossip>(loopback(), codec_on(device, name),
                                                 std::make_shared<Scratch>(), replicas,
                                                 MixingWeights{1.0 / 3, 1.0 / 3}, Checksum::kOn);
+    });
+  }
+  for (const std::string& name : codec_names()) {
+    add("reduce-scatter of " + name, at::kFloat, 0, [=](at::Device device) {
+      return std::make_shared<CompressedReduceScatter>(loopback(), codec_on(device, name),
+                                                       std::make_shared<Scratch>(), 3.0, nullptr,
+                                                       Checksum::kOn);
+    });
+    add("reduce-scatter with error feedback of " + name, at::kHalf, 0, [=](at::Device device) {
+      return std::make_shared<CompressedReduceScatter>(
+          loopback(), codec_on(device, name), std::make_shared<Scratch>(), 3.0,
+          memory({zeros_on(device, kNumel), counter()}));
+    });
+    add("all-gather of " + name, at::kFloat, 0, [=](at::Device device) {
+      return std::make_shared<CompressedAllGather>(loopback(), codec_on(device, name),
+                                                   std::make_shared<Scratch>(), Checksum::kOn);
     });
   }
   add("average weights", at::kFloat, 0, [=](at::Device device) {
