@@ -114,6 +114,8 @@ void bind_lane(py::module_& m) {
       .def("check", &DynamicLane::check, ReleaseGil(), "Raise the failure, if there is one.")
       .def("abort", &DynamicLane::abort, py::arg("reason"), ReleaseGil(),
            "End everything: pending and later jobs fail, here and on the other ranks.")
+      .def("transport_failed", &DynamicLane::transport_failed, py::arg("reason"), ReleaseGil(),
+           "As abort(), where another rank may be the cause: check() then raises what was found.")
       .def("stop", &DynamicLane::stop, ReleaseGil(), "End the thread; pending jobs fail.")
       .def("stats", [](const DynamicLane& lane) { return stats_dict(lane.stats()); });
 }

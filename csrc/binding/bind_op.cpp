@@ -86,7 +86,11 @@ void bind_op(py::module_& m) {
            }),
            py::arg("inner"), py::arg("rounds"), py::arg("result") = py::none());
 
-  py::class_<RoundOutcome, std::shared_ptr<RoundOutcome>>(m, "RoundOutcome").def(py::init<>());
+  py::class_<RoundOutcome, std::shared_ptr<RoundOutcome>>(m, "RoundOutcome")
+      .def(py::init<>())
+      .def(
+          "leave", [](RoundOutcome& outcome, int64_t round) { outcome.leave(round, {}); },
+          py::arg("round"), "For a memory that takes no part in the round.");
 
   py::class_<RoundMemory, std::shared_ptr<RoundMemory>>(m, "RoundMemory")
       .def(py::init<std::vector<at::Tensor>, std::shared_ptr<RoundOutcome>>(), py::arg("initial"),

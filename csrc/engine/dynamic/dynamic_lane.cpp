@@ -32,6 +32,13 @@ struct Pending {
   int64_t posted_ns;
 };
 
+// Where a failure was met, which decides how it is explained.
+enum class Met : uint8_t {
+  kByAll,    // by all ranks alike: it needs no explanation
+  kInRound,  // in the round under way
+  kBetween,  // maybe after the last job of a round, before the first one of the next
+};
+
 void check_job(const Job& job) {
   BAGUA_CHECK_ARG(job.plan && job.flat.defined() && job.flat.layout() == at::kStrided &&
                       job.flat.dim() == 1 && job.flat.is_contiguous(),
@@ -73,8 +80,8 @@ struct DynamicLane::State : std::enable_shared_from_this<DynamicLane::State> {
   void await_agreement();
   void run(Pending& entry, std::optional<BucketAccount>& account);
   BucketStats& stats_of(const Job& job);
-  void fail(std::exception_ptr cause, bool alike = false) noexcept;
-  std::exception_ptr explain(const std::exception_ptr& cause, bool alike) const noexcept;
+  void fail(std::exception_ptr cause, Met met = Met::kInRound) noexcept;
+  std::exception_ptr explain(const std::exception_ptr& cause, Met met) const noexcept;
   void check_communicators() noexcept;
   void on_news(const FailureBoard::News& news);
   void end_pending(const std::exception_ptr& error) noexcept;
@@ -154,7 +161,7 @@ void DynamicLane::State::run_next() {
   try {
     await_agreement();
   } catch (const MismatchError&) {
-    return fail(with_context(whoami() + ": ", std::current_exception()), /*alike=*/true);
+    return fail(with_context(whoami() + ": ", std::current_exception()), Met::kByAll);
   } catch (...) {
     return fail(with_context(whoami() + ": ", std::current_exception()));
   }
@@ -189,7 +196,7 @@ BucketStats& DynamicLane::State::stats_of(const Job& job) {
   return *found;
 }
 
-void DynamicLane::State::fail(std::exception_ptr cause, bool alike) noexcept {
+void DynamicLane::State::fail(std::exception_ptr cause, Met met) noexcept {
   {
     const std::lock_guard lock(mutex);
     if (failure || stopped) return;
@@ -198,7 +205,7 @@ void DynamicLane::State::fail(std::exception_ptr cause, bool alike) noexcept {
   const std::string reason = message_of(cause);
   if (options.board) options.board->publish(reason, may_be_secondary(cause));
   abort_communicators(reason);
-  const std::exception_ptr error = explain(cause, alike);
+  const std::exception_ptr error = explain(cause, met);
   {
     const std::lock_guard lock(mutex);
     explained = error;
@@ -218,10 +225,13 @@ void DynamicLane::State::check_communicators() noexcept {
 }
 
 std::exception_ptr DynamicLane::State::explain(const std::exception_ptr& cause,
-                                               bool alike) const noexcept {
+                                               Met met) const noexcept {
   std::exception_ptr error = cause;
   try {
-    if (options.board && !alike) error = diagnose(cause, {.number = round}, *options.board);
+    if (options.board && met != Met::kByAll) {
+      const Position position{.number = round, .needed = round + (met == Met::kBetween ? 1 : 0)};
+      error = diagnose(cause, position, *options.board);
+    }
     if (options.on_error) options.on_error(error);
   } catch (...) {
     return std::current_exception();
@@ -330,6 +340,11 @@ void DynamicLane::check() const {
 
 void DynamicLane::abort(const std::string& reason) noexcept {
   state_->fail(std::make_exception_ptr(Error(reason)));
+}
+
+void DynamicLane::transport_failed(const std::string& reason) noexcept {
+  state_->fail(std::make_exception_ptr(TransportError(concat(state_->whoami(), ": ", reason))),
+               Met::kBetween);
 }
 
 void DynamicLane::stop() noexcept {
