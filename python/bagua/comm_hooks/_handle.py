@@ -12,7 +12,7 @@ from bagua import _C
 from bagua._core.group.connections import Connections
 from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
 from bagua._core.state.saved_values import check_state
-from bagua._core.state.statistics import MainThreadTraffic, statistics
+from bagua._core.state.statistics import MainThreadTraffic, lane_statistics
 from bagua._ops.contract.lane import Lane
 from bagua._sync.plan import counted, divided_first
 from bagua.comm_hooks._bucket import HookedBucket
@@ -21,9 +21,6 @@ from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
 from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
 
 __all__ = ["Handle"]
-
-# torch waits for the hook's futures by itself, so the time for which it was blocked is not known.
-_NOT_MEASURED = ("hidden_ns", "exposed_ns", "longest_wait_ns")
 
 
 class Handle:
@@ -113,8 +110,6 @@ class Handle:
         self._hook.renew(warm_up + 1)
         return None
 
-    # For statistics().
-
     @property
     def communicators(self) -> list[tuple[str, _C.CountingCommunicator]]:
         """(purpose, communicator) of the lane."""
@@ -131,11 +126,7 @@ class Handle:
             ``longest_wait_ns``: torch waits for the buckets, and does not say how long. Buckets are
             named by their index; torch makes them anew after the first step.
         """
-        stats = statistics(_Running(self), self._traffic)
-        for table in (stats, stats["total"], *stats["buckets"]):
-            for key in _NOT_MEASURED:
-                table.pop(key, None)
-        return stats
+        return lane_statistics(self._running, self.communicators, self.non_finite, self._traffic)
 
     def state_dict(self) -> dict[str, Any]:
         """State of the algorithm: call it on every rank, between two steps.
@@ -195,12 +186,3 @@ class Handle:
         torch cannot take a hook back: construct ``DistributedDataParallel`` again to go on.
         """
         self._running.stop()
-
-
-class _Running:
-    """A handle as ``statistics()`` sees it."""
-
-    def __init__(self, handle: Handle) -> None:
-        self.communicators = handle.communicators
-        self.non_finite = handle.non_finite
-        self.stats = handle._running.stats

@@ -10,9 +10,11 @@ from typing import Any, Protocol
 from bagua import _C
 from bagua._core.group.connections import TRAFFIC, Connections
 
-__all__ = ["MainThreadTraffic", "statistics"]
+__all__ = ["MainThreadTraffic", "lane_statistics", "statistics"]
 
 _TIMES = ("encode_ns", "busy_ns", "waiting_ns", "hidden_ns")
+# torch waits for the results of a dynamic lane, which does not learn for how long.
+_NOT_MEASURED = ("hidden_ns", "exposed_ns", "longest_wait_ns")
 _NOTHING: dict[str, Any] = {
     "buckets": [],
     "control": dict.fromkeys(TRAFFIC, 0),
@@ -72,6 +74,34 @@ def statistics(running: Running | None, main: MainThreadTraffic) -> dict[str, An
     for purpose, traffic in main.by_purpose.copy().items():  # the main thread may be adding
         _add(by_purpose, purpose, traffic)
     return {**stats, "total": total, "communicators": by_purpose}
+
+
+class _RunningLane:
+    """A dynamic lane as ``statistics()`` sees it."""
+
+    def __init__(
+        self,
+        lane: _C.DynamicLane,
+        communicators: list[tuple[str, _C.CountingCommunicator]],
+        non_finite: dict[str, _C.NonFiniteRounds],
+    ) -> None:
+        self.communicators = communicators
+        self.non_finite = non_finite
+        self.stats = lane.stats
+
+
+def lane_statistics(
+    lane: _C.DynamicLane,
+    communicators: list[tuple[str, _C.CountingCommunicator]],
+    non_finite: dict[str, _C.NonFiniteRounds],
+    main: MainThreadTraffic,
+) -> dict[str, Any]:
+    """``statistics()`` of a dynamic lane, without what it does not know: how long others wait."""
+    stats = statistics(_RunningLane(lane, communicators, non_finite), main)
+    for table in (stats, stats["total"], *stats["buckets"]):
+        for key in _NOT_MEASURED:
+            table.pop(key, None)
+    return stats
 
 
 def _add(table: dict[str, dict[str, int]], purpose: str, traffic: dict[str, int]) -> None:
