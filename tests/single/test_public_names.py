@@ -4,6 +4,7 @@ import importlib
 import subprocess
 import sys
 
+import bagua.fsdp
 import bagua.torch_api
 import pytest
 import torch
@@ -21,6 +22,7 @@ COLLECTIVES = """
 MODULES = {
     "bagua": "__version__",
     "bagua.comm_hooks": "Handle register",
+    "bagua.fsdp": "Handle compress",
     "bagua.torch_api": COLLECTIVES
     + """
     get_backend init_process_group ReduceOp BaguaModule BaguaTensor get_local_rank get_local_size
@@ -92,6 +94,7 @@ CLASSES = {
     """,
     bagua.torch_api.algorithms.Algorithm: "reify init",
     Handle: "stats state_dict load_state_dict close",
+    bagua.fsdp.Handle: "stats state_dict load_state_dict close",
     type(bagua.torch_api.algorithms.GlobalAlgorithmRegistry): "register get available_algorithms",
 }
 REGISTERED = "gradient_allreduce bytegrad decentralized low_precision_decentralized async qadam"

@@ -1,0 +1,113 @@
+"""What torch's FSDP2 calls in place of its own collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from bagua.fsdp._handle import Handle
+
+__all__ = ["AllGather", "ReduceScatter", "divisor_of"]
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class _Collective:
+    """Of one module. It keeps the handle alive, as torch keeps this."""
+
+    def __init__(self, handle: Handle, module: str) -> None:
+        self._handle = handle
+        self._module = module
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for the input or the output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class ReduceScatter(_Collective):
+    """Sums or averages the gradients of a module; every rank gets its shard."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """``output_tensor``: 1-D [n]; ``input_tensor``: 1-D [ranks * n], which is overwritten.
+
+        Raises:
+            BaguaError: as a round of a wrapped module.
+        """
+        divisor = divisor_of(op, group.size())
+        self._handle.reduce_scatter(self._module, input_tensor, divisor, group)
+        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+
+
+class AllGather(_Collective):
+    """Gathers the weights of a module from the shards of all ranks.
+
+    Args:
+        compressed: whether through the codec; otherwise, and for dtypes that a codec does not take,
+            by torch.
+    """
+
+    def __init__(self, handle: Handle, module: str, compressed: bool) -> None:
+        super().__init__(handle, module)
+        self._compressed = compressed
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """``output_tensor``: 1-D [ranks * n]; ``input_tensor``: 1-D [n], perhaps a part of it.
+
+        Raises:
+            BaguaError: as a round of a wrapped module.
+        """
+        # torch joins parameters of several dtypes as bytes.
+        if not self._compressed or output_tensor.dtype not in _FLOATING:
+            with self._handle.outside_the_lane("gathering the weights", self._module):
+                work: dist.Work | None = _all_gather(
+                    output_tensor, input_tensor, group=group, async_op=async_op
+                )
+                return work
+        own = output_tensor.chunk(group.size())[group.rank()]
+        if own.data_ptr() != input_tensor.data_ptr():
+            own.copy_(input_tensor)
+        self._handle.all_gather(self._module, output_tensor, group)
+        return None
+
+
+# torch 2.13's name for what it deprecates.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def divisor_of(op: Any, ranks: int) -> float:
+    """The number by which ``op``, a reduction of torch's, divides the sum over ``ranks`` ranks.
+
+    Raises:
+        NotImplementedError: it is no sum or mean.
+    """
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.AVG:
+        return float(ranks)
+    if op == dist.ReduceOp.PREMUL_SUM:
+        factor = op.__getstate__()[1]  # also where it has no attribute `factor` yet
+        if isinstance(factor, (int, float)) and factor > 0:
+            return 1.0 / factor
+    raise NotImplementedError(
+        f"bagua.fsdp: the reduction {op} of gradients is neither a sum nor a mean, nor a sum times "
+        "a positive number; call model.set_force_sum_reduction_for_comms(True)"
+    )

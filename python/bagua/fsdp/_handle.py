@@ -1,0 +1,238 @@
+"""The communication of a sharded model, and the user's handle of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bagua import _C
+from bagua._core.compression.error_state import error_key, new_memory, ranks_text
+from bagua._core.group import environment
+from bagua._core.group.process_group import close_at_exit
+from bagua._core.state.saved_values import check_state, saved_tensor
+from bagua._core.state.statistics import MainThreadTraffic, lane_statistics
+from bagua._ops.contract.lane import Lane
+from bagua.fsdp._rounds import Rounds
+
+__all__ = ["Handle", "Options"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of ``compress``.
+
+    Attributes:
+        read_scale: the factor that gradients carry.
+    """
+
+    codec: str
+    weights: bool
+    error_feedback: bool
+    read_scale: Callable[[], float]
+
+
+class Handle:
+    """Compressed communication at work; made by :func:`compress`.
+
+    It works as long as the model, whether the handle is kept or not.
+    """
+
+    def __init__(
+        self, model_name: str, options: Options, lane: Lane, wrap: str, numels: Mapping[str, int]
+    ) -> None:
+        self._name = model_name
+        self._options = options
+        self._lane = lane
+        connections = lane.group.connections
+        self._traffic = MainThreadTraffic(connections)
+        self._members = lane.communicator(None)
+        self._codec = _C.make_codec(options.codec, lane.device.type)
+        self._operations: dict[tuple[Any, ...], _C.BucketOperations] = {}
+        self._non_finite: dict[str, _C.NonFiniteRounds] = {}
+        outcome = _C.RoundOutcome()
+        self._memories = {
+            module: new_memory(
+                torch.empty(numel, device=lane.device),
+                outcome,
+                torch.zeros(1, dtype=torch.int64, device="cpu"),
+                error_feedback=True,
+            )
+            for module, numel in (numels if options.error_feedback else {}).items()
+        }
+        self._rounds = Rounds(self._memories, outcome, options.read_scale)
+        self._running = _C.DynamicLane(
+            name=model_name,
+            incarnation=connections.incarnation(wrap),
+            ops=[self._members],
+            control=connections.connect(f"{wrap}/control", "cpu"),
+            board=connections.board(wrap),
+        )
+        close_at_exit(self)
+
+    # What the collectives call, on autograd's threads and the main thread, one at a time.
+
+    def reduce_scatter(
+        self, module: str, flat: torch.Tensor, divisor: float, group: dist.ProcessGroup
+    ) -> None:
+        """Sum ``flat``, 1-D, over all ranks; its part of this rank has the result / ``divisor``."""
+        self._rounds.reduce(module)
+        memory = self._memories.get(module)
+
+        def make() -> _C.BucketOp:
+            return _C.CompressedReduceScatter(
+                self._members,
+                self._codec,
+                self._lane.scratch,
+                divisor=divisor,
+                memory=memory,
+                checksum=environment.get_checksum(),
+            )
+
+        if memory is not None:
+            self._check_numel(module, flat, memory)
+        self._run(f"{module}.gradients", flat, (divisor,), make, group)
+
+    def all_gather(self, module: str, flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Fill ``flat``, 1-D, of which this rank's part is there, with the parts of all ranks."""
+
+        def make() -> _C.BucketOp:
+            return _C.CompressedAllGather(
+                self._members,
+                self._codec,
+                self._lane.scratch,
+                checksum=environment.get_checksum(),
+            )
+
+        self._run(f"{module}.weights", flat, (), make, group)
+
+    @contextmanager
+    def outside_the_lane(self, what: str, module: str) -> Iterator[None]:
+        """Have failures of torch's own collectives inside explained as those of the lane."""
+        self._running.check()
+        try:
+            yield
+        except RuntimeError as error:
+            self._running.transport_failed(f"{what} of '{module}': {error}")
+            self._running.check()
+            raise
+
+    def _run(
+        self,
+        bucket: str,
+        flat: torch.Tensor,
+        arguments: tuple[Any, ...],
+        make: Callable[[], _C.BucketOp],
+        group: dist.ProcessGroup,
+    ) -> None:
+        key = (bucket, flat.dtype, flat.device, *arguments)
+        if key not in self._operations:
+            self._check_group(group)
+            self._operations[key] = self._watched(bucket, flat, make())
+        self._running.post(
+            self._operations[key],
+            flat,
+            round=max(1, self._rounds.number),
+            grad_scale=self._rounds.grad_scale,
+        ).wait()
+
+    def _watched(self, bucket: str, flat: torch.Tensor, op: _C.BucketOp) -> _C.BucketOperations:
+        """The operations of a bucket; on CPU they count the rounds that were not finite."""
+        description = op.describe()
+        if flat.device.type == "cpu":
+            rounds = self._non_finite.setdefault(bucket, _C.NonFiniteRounds())
+            op = _C.CountNonFinite(op, rounds)
+        return _C.BucketOperations(bucket, description, [op])
+
+    def _check_group(self, group: dist.ProcessGroup) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        if ranks != self._lane.group.ranks:
+            raise NotImplementedError(
+                f"bagua.fsdp: model '{self._name}' communicates over ranks {ranks}, but was "
+                f"sharded over {self._lane.group.ranks} when compress() was called; call it after "
+                "the last fully_shard, on a mesh of one dimension with ascending ranks"
+            )
+
+    def _check_numel(self, module: str, flat: torch.Tensor, memory: _C.RoundMemory) -> None:
+        expected = memory.value(0).numel()
+        if flat.numel() != expected:
+            raise RuntimeError(
+                f"bagua.fsdp: the gradients of '{module}' have {flat.numel()} elements, but its "
+                f"residual has {expected}: parameters were frozen, unfrozen or left without a "
+                "gradient, which error_feedback=True does not allow. Call "
+                "set_reduce_scatter_unused_params(True), where torch has it, and freeze before "
+                "compress()"
+            )
+
+    # For the user.
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes that this rank sent and times it took, since ``compress``.
+
+        Returns:
+            As ``bagua_stats()`` of a wrapped module, without ``hidden_ns``, ``exposed_ns`` and
+            ``longest_wait_ns``. Buckets are ``<module>.gradients`` and, with ``weights=True``,
+            ``<module>.weights``. What torch gathers itself does not count.
+        """
+        communicators = [
+            (purpose, communicator)
+            for (_, purpose), communicator in self._lane.communicators.items()
+        ]
+        return lane_statistics(self._running, communicators, self._non_finite, self._traffic)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals of this rank: call it on every rank, between two steps.
+
+        Returns:
+            One float32 tensor per module, under a key of this rank's own, and the ranks. Empty
+            without error feedback.
+        """
+        if not self._memories:
+            return {}
+        self._rounds.settle()
+        state: dict[str, Any] = {"ranks": ranks_text(self._lane.group.ranks)}
+        for module, memory in self._memories.items():
+            state[self._key(module)] = memory.value(0).clone()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`: on every rank, between two steps, with the ranks that saved.
+
+        Raises:
+            ValueError: the state is of another model, of other arguments or ranks; names the
+                entry. Nothing has changed then.
+        """
+        check_state(state, "bagua.fsdp")
+        if not self._memories:
+            if state:
+                raise ValueError(
+                    f"bagua.fsdp: the state has {sorted(state)[:3]}, but compress() was called "
+                    "without error_feedback=True"
+                )
+            return
+        ranks = ranks_text(self._lane.group.ranks)
+        if state.get("ranks") != ranks:
+            raise ValueError(
+                f"bagua.fsdp: 'ranks' is {str(state.get('ranks'))[:80]!r} in the state, {ranks!r} "
+                "here: residuals are of shards, so load them with the number of ranks that saved "
+                "them, or leave them out"
+            )
+        remedy = "load it with the same model and the same arguments of compress()"
+        self._rounds.settle()
+        found = {
+            module: saved_tensor(state, self._key(module), memory.value(0), remedy)
+            for module, memory in self._memories.items()
+        }
+        for module, value in found.items():
+            self._memories[module].set(0, value.to(self._memories[module].value(0)))
+
+    def _key(self, module: str) -> str:
+        return error_key(self._lane.group.connections.rank, module)
+
+    def close(self) -> None:
+        """End the thread and the connections. A backward after it raises. Idempotent."""
+        self._running.stop()

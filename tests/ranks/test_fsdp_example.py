@@ -1,0 +1,52 @@
+"""The script of docs/integrations/fsdp.md trains, saves, resumes, and sends what the page says."""
+
+import json
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLE = REPOSITORY / "docs/examples/integrations/fsdp.py"
+EPOCHS = 8
+RUN = """
+import runpy, sys
+sys.argv = ["fsdp.py", *{arguments!r}]
+runpy.run_path({path!r}, run_name="__main__")
+"""
+
+
+def run_example(run_script, *arguments):
+    """What rank 0 prints."""
+    text = RUN.format(arguments=[str(a) for a in arguments], path=str(EXAMPLE))
+    ends = run_script(2, text, timeout=100.0)
+    for end in ends:
+        assert end.returncode == 0, end.stderr
+    return json.loads(ends[0].stdout)
+
+
+def test_the_example_reaches_its_exact_counterpart_with_a_quarter_of_the_bytes(
+    run_script, tmp_path
+):
+    exact = run_example(run_script, "--codec", "none", "--epochs", EPOCHS)
+    # In two parts, of which the second goes on where the first has ended.
+    run_example(run_script, "--epochs", EPOCHS // 2, "--checkpoint", tmp_path)
+    resumed = run_example(run_script, "--epochs", EPOCHS, "--checkpoint", tmp_path)
+    whole = run_example(run_script, "--epochs", EPOCHS)
+    assert exact["accuracy"] > 0.9
+    assert abs(whole["accuracy"] - exact["accuracy"]) <= 0.01
+    exact_bytes = 4 * whole["parameters"] / 2
+    assert 0.25 * exact_bytes < whole["gradient_bytes_per_step"] <= 0.27 * exact_bytes
+    assert resumed["steps"] == whole["steps"] / 2
+    assert resumed["weights"] == whole["weights"]
+    assert resumed["weights"] != exact["weights"]
+
+
+def test_8_bit_weights_reach_the_accuracy_too(run_script):
+    exact = run_example(run_script, "--codec", "none", "--epochs", EPOCHS)
+    compressed = run_example(run_script, "--weights", "--epochs", EPOCHS)
+    assert abs(compressed["accuracy"] - exact["accuracy"]) <= 0.015
+
+
+def test_the_page_shows_the_script_and_its_arguments():
+    page = (REPOSITORY / "docs/integrations/fsdp.md").read_text()
+    assert "examples/integrations/fsdp.py" in page
+    for argument in ("weights=True", "error_feedback=True", "block_uint8"):
+        assert argument in page

@@ -1,0 +1,172 @@
+"""Ranks that die, stop, exit or differ in a sharded training, and how it ends."""
+
+import gc
+import os
+import signal
+import time
+import weakref
+
+import pytest
+import torch
+from support import faults, sharded
+
+SECONDS_UNTIL_TOLD = 5.0
+DIES = """
+import os, signal, sys, time, datetime
+import torch, torch.distributed as dist
+import bagua.fsdp
+from torch.distributed.fsdp import fully_shard
+
+torch.manual_seed(0)
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds={timeout}))
+model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
+fully_shard(model[0])
+fully_shard(model)
+bagua.fsdp.compress(model, **{options})
+
+def end():
+    {fate}
+
+for step in range(1000):
+    start = time.monotonic()
+    last = step == 5 and dist.get_rank() == {victim}
+    try:
+        if last and {where!r} == "forward":
+            end()
+        loss = model(torch.randn(4, 300)).sum()
+        if last and {where!r} == "backward":
+            end()
+        loss.backward()
+    except bagua.BaguaError as error:
+        print(round(time.monotonic() - start, 1), type(error).__name__, error)
+        os._exit(7)  # torch's group waits for the dead one
+"""
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("options", ["{}", "{'weights': True}"], ids=["gradients", "weights"])
+def test_the_survivors_of_a_killed_rank_name_it(run_script, options, where):
+    script = DIES.format(
+        victim=2,
+        fate="os.kill(os.getpid(), signal.SIGKILL)",
+        timeout=60,
+        options=options,
+        where=where,
+    )
+    *survivors, killed = run_script(3, script, timeout=40.0)
+    assert killed.returncode == -signal.SIGKILL
+    for rank, end in enumerate(survivors):
+        assert end.returncode == 7, f"rank {rank}: {end.stdout}{end.stderr}"
+        seconds, text = end.stdout.split(" ", 1)
+        assert float(seconds) < SECONDS_UNTIL_TOLD, end.stdout
+        assert text.startswith("BaguaError rank 2 was killed, stopped or cut off"), text
+        assert f"module 'FSDPSequential', rank {rank} of 3" in text
+
+
+def test_a_rank_that_exits_is_named(run_script):
+    script = DIES.format(victim=1, fate="sys.exit(0)", timeout=60, options="{}", where="backward")
+    ends = run_script(3, script, timeout=40.0)
+    for rank in (0, 2):
+        assert ends[rank].returncode == 7, f"rank {rank}: {ends[rank].stdout}{ends[rank].stderr}"
+        assert "rank 1 exited after 5 rounds" in ends[rank].stdout
+
+
+@sharded.with_torch_group
+def fail_on_one_rank():
+    """The last rank's communication fails; the others wait in gloo, which does not notice."""
+    model, handle = sharded.compressed()
+    sharded.backward(model, 0)
+    faults.barrier_of_store("ready")
+    if faults.is_last():
+        time.sleep(1)  # the others are in gloo
+        handle._running.abort("out of paper")
+        error = faults.error_of(handle._running.check), 0.0
+    else:
+        start = time.monotonic()
+        error = faults.error_of(steps, model), time.monotonic() - start
+    faults.barrier_of_store("over")
+    return error
+
+
+def steps(model):
+    """Without gathering: torch's own collectives would wait for its time-out."""
+    flat = torch.ones(3 * 41)
+    handle = model._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm._handle
+    for _ in range(100):
+        handle.reduce_scatter("2", flat, 1.0, torch.distributed.group.WORLD)
+
+
+def test_a_failure_of_one_rank_ends_the_wait_of_the_others_soon(ranks):
+    for error, seconds in ranks(3, fail_on_one_rank):
+        assert error.startswith("BaguaError"), error
+        assert "out of paper" in error
+        assert seconds < 1 + SECONDS_UNTIL_TOLD
+
+
+@sharded.with_torch_group
+def other_module():
+    """The last rank reduces the gradients of another module."""
+    model, handle = sharded.compressed()
+    sharded.backward(model, 0)
+    module = "0" if faults.is_last() else "2"
+    return faults.error_of(
+        handle.reduce_scatter, module, torch.ones(4), 1.0, torch.distributed.group.WORLD
+    )
+
+
+def test_ranks_that_reduce_different_modules_are_told_both_sides(ranks):
+    for error in ranks(2, other_module):
+        assert error.startswith("BaguaMismatchError"), error
+        assert "Rank 0: bucket '2.gradients' of round 2: 4 x float32" in error
+        assert "rank 1: bucket '0.gradients' of round 2: 4 x float32" in error
+
+
+@sharded.with_torch_group
+def closed():
+    model, handle = sharded.compressed()
+    sharded.backward(model, 0)
+    handle.close()
+    handle.close()
+    return faults.error_of(sharded.backward, model, 1)
+
+
+def test_a_backward_after_close_raises(ranks):
+    for error in ranks(2, closed):
+        assert error.startswith("BaguaError"), error
+        assert "was stopped" in error
+
+
+@sharded.with_torch_group
+def freed():
+    """A model that goes takes its thread along."""
+    model, handle = sharded.compressed()
+    sharded.backward(model, 0)
+    handle = weakref.ref(handle)
+    kept = handle() is not None
+    before = len(os.listdir("/proc/self/task"))
+    del model
+    gc.collect()
+    return kept, handle() is None, before - len(os.listdir("/proc/self/task"))
+
+
+def test_a_model_keeps_its_handle_and_takes_its_threads_along(ranks):
+    for kept, gone, threads in ranks(2, freed):
+        assert kept
+        assert gone
+        assert threads >= 2  # the lane and the board
+
+
+def test_the_interpreter_ends_cleanly(run_script):
+    script = """
+import torch, torch.distributed as dist, bagua.fsdp
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+model = fully_shard(torch.nn.Linear(5, 3))
+bagua.fsdp.compress(model, weights=True)
+model(torch.ones(2, 5)).sum().backward()
+print("trained", flush=True)
+"""
+    for ending in ("", "dist.destroy_process_group()", "raise SystemExit(7)"):
+        for end in run_script(2, script + ending):
+            assert "trained" in end.stdout, end.stderr
+            assert end.returncode == (7 if "Exit" in ending else 0), end.stderr

@@ -1,0 +1,72 @@
+"""Models and arguments that bagua.fsdp.compress refuses, and groups of some ranks, which work."""
+
+import contextlib
+
+import bagua.fsdp
+import pytest
+import torch
+import torch.distributed as dist
+from support import faults, sharded
+from torch.distributed.fsdp import FSDPModule
+
+
+@sharded.with_torch_group
+def refusals():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    errors = {}
+    compress = bagua.fsdp.compress
+    errors["plain"] = faults.error_of(compress, sharded.plain())
+    errors["none"] = faults.error_of(compress, None)
+    errors["codec"] = faults.error_of(compress, sharded.sharded(), "uint9")
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "shard"))
+    errors["hybrid"] = faults.error_of(compress, sharded.sharded(mesh=mesh))
+    with contextlib.suppress(ImportError):
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+
+        errors["replicate"] = faults.error_of(compress, replicate(sharded.plain()))
+    model, _ = sharded.compressed()
+    errors["twice"] = faults.error_of(compress, model)
+    model = sharded.sharded()
+    errors["different"] = faults.error_of(compress, model, weights=dist.get_rank() == 1)
+    return errors
+
+
+def test_what_cannot_be_compressed_is_refused_with_the_reason(ranks):
+    for errors in ranks(2, refusals):
+        assert "ValueError: bagua.fsdp.compress: no module of 'Sequential' is" in errors["plain"]
+        assert "TypeError" in errors["none"]
+        assert "uint9" in errors["codec"]
+        assert "block_uint8" in errors["codec"]
+        for way in {"hybrid", "replicate"} & errors.keys():
+            assert errors[way].startswith("NotImplementedError: bagua.fsdp.compress: parameter")
+            assert "hybrid sharding (HSDP)" in errors[way]
+        assert "compressed already" in errors["twice"]
+        assert errors["different"].startswith("BaguaMismatchError"), errors["different"]
+        assert "weights=True" in errors["different"]
+
+
+def test_a_torch_without_the_interface_is_named(monkeypatch):
+    monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter")
+    with pytest.raises(NotImplementedError, match=r"set_custom_reduce_scatter.*torch 2\.11 to"):
+        bagua.fsdp.compress(sharded.plain())
+
+
+@sharded.with_torch_group
+def on_a_part_of_a_mesh():
+    """Two ranks of three shard; the third has a model of its own."""
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return None
+    from torch.distributed.device_mesh import DeviceMesh
+
+    model = sharded.sharded(mesh=DeviceMesh.from_group(group, "cpu"))
+    handle = bagua.fsdp.compress(model)
+    sharded.train(model, sharded.adam(model), 3)
+    return sharded.full_weights(model), handle.stats()["rounds"]
+
+
+def test_a_group_of_some_ranks_trains(ranks):
+    first, _, second = ranks(3, on_a_part_of_a_mesh)
+    assert torch.equal(first[0], second[0])
+    assert first[1] == second[1] == 3
