@@ -27,7 +27,7 @@ ARGS ?=
 # Files of tests at a time, 0: one after the other. Ranks wait for each other as often as they compute.
 TEST_JOBS ?= $(shell echo $$(( $(JOBS) < 4 ? 2 * $(JOBS) : 8 )))
 
-.PHONY: help venv build horovod demo test lint format cuda-check wheel sanitize fuzz soak soak-schedules bench clean ci
+.PHONY: help venv build horovod demo test lint format cuda-check wheel docs sanitize fuzz soak soak-schedules bench clean ci
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -117,6 +117,16 @@ endif
 wheel: venv ## Build wheel and source distribution into dist/, install the wheel in a new environment, train
 	tools/check_wheel $(PY)
 
+DOCS := $(abspath build)/docs
+
+docs: $(DOCS)/.requirements ## Build the documentation site, build/site/index.html; dead links are errors
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
+
+$(DOCS)/.requirements: requirements-docs.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --progress-bar off --quiet -r requirements-docs.txt
+	touch $@
+
 soak: build horovod ## What counts on luck, many times: 1200 faults, 50 ends and slow starts, 20 restarts, 2000 killed writers
 	OMP_NUM_THREADS=1 $(PY) benchmarks/soak.py --faults 1200
 	BAGUA_TEST_EXITS=50 BAGUA_TEST_STARTS=50 OMP_NUM_THREADS=1 \
@@ -138,9 +148,9 @@ clean: ## Remove what was built; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache demo.png demo.json $(VENV)/.installed
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-CI_STAGES := venv build lint cuda-check horovod test sanitize demo
+CI_STAGES := venv build lint docs cuda-check horovod test sanitize demo
 
-ci: ## All of it, as the continuous integration does: install, lint, CUDA, Horovod, test, sanitize, demo
+ci: ## All of it, as the continuous integration does: install, lint, docs, CUDA, Horovod, test, sanitize, demo
 	@begin=$$SECONDS; \
 	for stage in $(CI_STAGES); do \
 	  echo; echo "==== $$stage ===="; start=$$SECONDS; \

@@ -132,8 +132,9 @@ def load_latest(
     names them and what is loaded instead.
 
     Args:
-        folder, group: as given to :func:`save_checkpoint`.
+        folder: as given to :func:`save_checkpoint`.
         state: the objects to load into, in this order, under the names that they were saved by.
+        group: as given to :func:`save_checkpoint`.
 
     Returns:
         The ``step`` of the checkpoint, the same on all ranks; None where there is none yet.

@@ -81,8 +81,9 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
         gradient_as_bucket_view: gradients are views of their buckets; False copies in and out.
         static_graph: every step uses the same parameters, in the same way: ``.grad`` of those that
             none uses is left alone.
-        delay_all_reduce_named_params, param_to_hook_all_reduce: these parameters are reduced with
-            all others, which gives the same gradients.
+        delay_all_reduce_named_params: these parameters are reduced with all others, which gives
+            the same gradients.
+        param_to_hook_all_reduce: no effect, for the same reason.
         skip_all_reduce_unused_params: leave ``.grad`` of a parameter alone that no rank used.
         bucket_cap_mb_list: a limit for each bucket, in the order in which they are sent; the last
             holds for all that follow.
