@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import faults, sharded
 
+SHORT = 4.0  # seconds of timeout where a test waits for it
 SECONDS_UNTIL_TOLD = 5.0
 DIES = """
 import os, signal, sys, time, datetime
@@ -23,6 +24,8 @@ model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300)
 fully_shard(model[0])
 fully_shard(model)
 bagua.fsdp.compress(model, **{options})
+store = dist.distributed_c10d._get_default_store()
+store.set(f"pid{{dist.get_rank()}}", str(os.getpid()))
 
 def end():
     {fate}
@@ -39,6 +42,10 @@ for step in range(1000):
         loss.backward()
     except bagua.BaguaError as error:
         print(round(time.monotonic() - start, 1), type(error).__name__, error)
+        sys.stdout.flush()
+        if "SIGSTOP" in "{fate}" and dist.get_rank() == 0:
+            time.sleep(2.0)  # or the other survivor would take this one for silent
+            os.kill(int(store.get("pid{victim}")), signal.SIGCONT)
         os._exit(7)  # torch's group waits for the dead one
 """
 
@@ -61,6 +68,19 @@ def test_the_survivors_of_a_killed_rank_name_it(run_script, options, where):
         assert float(seconds) < SECONDS_UNTIL_TOLD, end.stdout
         assert text.startswith("BaguaError rank 2 was killed, stopped or cut off"), text
         assert f"module 'FSDPSequential', rank {rank} of 3" in text
+
+
+@pytest.mark.parametrize("options", ["{}", "{'weights': True}"], ids=["gradients", "weights"])
+def test_a_stopped_rank_is_named_at_the_timeout(run_script, options):
+    fate = "os.kill(os.getpid(), signal.SIGSTOP)"
+    script = DIES.format(victim=2, fate=fate, timeout=SHORT, options=options, where="forward")
+    *survivors, stopped = run_script(3, script, timeout=60.0)
+    assert stopped.returncode == 7, stopped.stdout + stopped.stderr
+    for rank, end in enumerate(survivors):
+        assert end.returncode == 7, f"rank {rank}: {end.stdout}{end.stderr}"
+        seconds, text = end.stdout.split(" ", 1)
+        assert SHORT - 1 < float(seconds) < SHORT + SECONDS_UNTIL_TOLD, end.stdout
+        assert "rank 2 was killed, stopped or cut off: silent for over a second" in text
 
 
 def test_a_rank_that_exits_is_named(run_script):
