@@ -32,6 +32,7 @@ LONG = [
     "single/test_device_streams.py",
     "ranks/test_hard_times.py",
     "ranks/test_horovod_launchers.py",
+    "ranks/test_fsdp.py",
 ]
 
 

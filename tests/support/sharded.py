@@ -1,4 +1,4 @@
-"""Models sharded by torch's FSDP2, and what plain copies of them compute."""
+"""Models sharded by torch's FSDP2, and gradients of plain copies."""
 
 import functools
 
