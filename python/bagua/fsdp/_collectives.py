@@ -1,4 +1,4 @@
-"""What torch's FSDP2 calls in place of its own collectives."""
+"""Collectives that torch's FSDP2 calls in place of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class _Collective:
-    """Of one module. It keeps the handle alive, as torch keeps this."""
+    """Collective of one module; keeps the handle alive, as torch keeps it."""
 
     def __init__(self, handle: Handle, module: str) -> None:
         self._handle = handle

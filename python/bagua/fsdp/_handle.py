@@ -74,7 +74,7 @@ class Handle:
         )
         close_at_exit(self)
 
-    # What the collectives call, on autograd's threads and the main thread, one at a time.
+    # Calls of the collectives, on autograd's threads and the main thread, one at a time.
 
     def reduce_scatter(
         self, module: str, flat: torch.Tensor, divisor: float, group: dist.ProcessGroup
@@ -168,7 +168,7 @@ class Handle:
                 "compress()"
             )
 
-    # For the user.
+    # Interface of the user.
 
     def stats(self) -> dict[str, Any]:
         """Bytes that this rank sent and times it took, since ``compress``.
