@@ -1,0 +1,1 @@
+"""Bagua's launchers by their names: ``run`` and ``launch``, both torchrun."""

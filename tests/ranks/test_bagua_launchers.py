@@ -1,0 +1,86 @@
+"""Bagua's launchers are torchrun; its helpers average over ranks."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api import utils
+from support import training
+
+PRINTS = """
+import os, sys
+import bagua.torch_api as bagua
+bagua.init_process_group()
+text = [os.environ[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+print("ranks", *text, os.environ.get("BAGUA_DEFAULT_BUCKET_SIZE"), *sys.argv[1:], flush=True)
+"""
+
+
+def launch(folder, launcher, *arguments):
+    script = Path(folder) / "prints.py"
+    script.write_text(PRINTS)
+    command = [sys.executable, "-m", f"bagua.distributed.{launcher}", "--nproc_per_node", "2"]
+    command += ["--standalone", *arguments, str(script), "--own", "7"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize("launcher", ["run", "launch"])
+def test_a_launcher_starts_the_ranks(tmp_path, launcher):
+    end = launch(tmp_path, launcher)
+    assert end.returncode == 0, end.stderr
+    expected = [f"ranks {rank} 2 {rank} 2 None --own 7" for rank in range(2)]
+    assert sorted(end.stdout.splitlines()) == expected
+
+
+def test_arguments_of_baguas_launcher_are_taken(tmp_path):
+    end = launch(
+        tmp_path,
+        "launch",
+        *["--bagua_service_port", "29501", "--autotune_level", "1", "--enable_bagua_net"],
+        *["--default_bucket_size", "4096", "--logdir", str(tmp_path / "logs")],
+    )
+    assert end.returncode == 0, end.stderr
+    assert "--bagua_service_port, --autotune_level, --enable_bagua_net: no effect" in end.stderr
+    written = [path.read_text() for path in (tmp_path / "logs").rglob("stdout.log")]
+    assert sorted(written) == [f"ranks {rank} 2 {rank} 2 4096 --own 7\n" for rank in range(2)]
+
+
+def test_the_exit_code_is_that_of_torchrun(tmp_path):
+    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
+    command = [
+        sys.executable,
+        "-m",
+        "bagua.distributed.run",
+        "--standalone",
+        str(tmp_path / "fails.py"),
+    ]
+    end = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert end.returncode == 1
+    assert "exitcode" in end.stderr
+
+
+@training.with_group
+def average_flattened():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    floats = [torch.full((2, 3), float(rank)), torch.full((5,), 10.0 * rank)]
+    utils.apply_flattened_call(floats, dist.all_reduce)
+    largest = [torch.full((2,), float(rank))]
+    utils.apply_flattened_call(largest, dist.all_reduce, [dist.ReduceOp.MAX])
+    pairs = dist.new_group([0, 1])
+    own = [torch.full((1,), float(rank))]
+    if rank < 2:
+        utils.apply_flattened_call(own, dist.all_reduce, [dist.ReduceOp.SUM, pairs])
+    given = [torch.full((3,), rank), torch.full((3,), float(rank))]
+    utils.apply_flattened_call_all(given, lambda flat: dist.broadcast(flat, size - 1))
+    return [[part.flatten().tolist() for part in parts] for parts in (floats, largest, own, given)]
+
+
+def test_flattened_calls_average_over_the_ranks_of_the_group(ranks):
+    for rank, (floats, largest, own, given) in enumerate(ranks(3, average_flattened)):
+        assert floats == [[1.0] * 6, [10.0] * 5]
+        assert largest == [[2.0] * 2], "a maximum is not divided"
+        assert own == [[0.5 if rank < 2 else 2.0]]
+        assert given == [[2] * 3, [2.0] * 3]
