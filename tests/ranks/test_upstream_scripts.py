@@ -101,6 +101,16 @@ from bagua.torch_api.algorithms import Algorithm
 model = model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"), process_group=group)
 assert model.parameters_to_ignore == ["norm.running_mean"]
 """,
+    "fused_optimizer": """
+from bagua.torch_api.algorithms import gradient_allreduce
+optimizer = bagua.contrib.fuse_optimizer(optimizer)
+model = model.with_bagua(
+    [optimizer], gradient_allreduce.GradientAllReduceAlgorithm(), do_flatten=False)
+F.nll_loss(F.log_softmax(model(torch.ones(4, 6)), 1), torch.ones(4).long()).backward()
+optimizer.fuse_step()
+model = model.with_bagua(
+    [optimizer], gradient_allreduce.GradientAllReduceAlgorithm(), do_flatten=False)
+""",
     "switching": """
 from bagua.torch_api.algorithms import Algorithm
 model = model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))

@@ -26,7 +26,7 @@ MODULES = {
     "bagua.torch_api": COLLECTIVES
     + """
     get_backend init_process_group ReduceOp BaguaModule BaguaTensor get_local_rank get_local_size
-    get_rank get_world_size communication algorithms data_parallel
+    get_rank get_world_size communication algorithms data_parallel contrib write_stats serve_metrics
     """,
     "bagua.torch_api.communication": COLLECTIVES
     + """
@@ -44,6 +44,23 @@ MODULES = {
     "bagua.torch_api.distributed": "BaguaModule BaguaDistributedDataParallel",
     "bagua.torch_api.tensor": "BaguaTensor",
     "bagua.torch_api.bucket": "BaguaBucket",
+    "bagua.torch_api.contrib": """
+    fuse_optimizer LoadBalancingDistributedSampler LoadBalancingDistributedBatchSampler CacheLoader
+    CachedDataset
+    """,
+    "bagua.torch_api.contrib.cache_loader": "CacheLoader",
+    "bagua.torch_api.contrib.cached_dataset": "CachedDataset",
+    "bagua.torch_api.contrib.fuse.optimizer": "fuse_optimizer is_fused_optimizer",
+    "bagua.torch_api.contrib.load_balancing_data_loader": """
+    LoadBalancingDistributedSampler LoadBalancingDistributedBatchSampler
+    """,
+    "bagua.torch_api.contrib.sync_batchnorm": "SyncBatchNorm",
+    "bagua.torch_api.utils": """
+    flatten unflatten apply_flattened_call apply_flattened_call_all check_contiguous
+    get_flattened_tensor to_bagua_datatype average_by_removing_extreme_values
+    """,
+    "bagua.distributed.run": "main",
+    "bagua.distributed.launch": "main",
     "bagua.torch_api.algorithms": "Algorithm AlgorithmImpl GlobalAlgorithmRegistry",
     "bagua.torch_api.algorithms.gradient_allreduce": """
     GradientAllReduceAlgorithm GradientAllReduceAlgorithmImpl

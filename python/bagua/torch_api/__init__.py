@@ -29,7 +29,7 @@ from bagua._core.group.job import destroy_process_group, get_backend, init_proce
 from bagua._core.state.bagua_tensor import BaguaTensor
 from bagua._watch.per_round import write_stats
 from bagua._watch.prometheus import serve_metrics
-from bagua.torch_api import _patch, algorithms, checkpoint, communication, data_parallel
+from bagua.torch_api import _patch, algorithms, checkpoint, communication, contrib, data_parallel
 from bagua.torch_api.algorithms import GradientAllReduce
 from bagua.torch_api.averaging import average_weights
 from bagua.torch_api.distributed import BaguaModule
@@ -56,6 +56,7 @@ __all__ = [
     "broadcast",
     "checkpoint",
     "communication",
+    "contrib",
     "data_parallel",
     "destroy_process_group",
     "env",

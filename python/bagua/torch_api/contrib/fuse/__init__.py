@@ -1,0 +1,1 @@
+"""Optimizers that update all parameters at once."""
