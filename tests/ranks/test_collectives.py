@@ -3,6 +3,7 @@
 import bagua.torch_api as bagua
 import pytest
 import torch
+from bagua._core.eager.objects import gather_plain_objects
 from bagua.torch_api import communication
 from support import training
 
@@ -224,6 +225,25 @@ def test_an_object_reaches_every_rank_and_code_does_not(ranks):
         assert results["inside"] == ("of rank 0" if rank == 0 else "of rank 2")
         assert refused.startswith("TypeError: broadcast_object: rank 0's object cannot be sent")
         assert results["after"] == 1
+
+
+@training.with_group
+def gather_objects():
+    rank = bagua.get_rank()
+    nothing = gather_plain_objects({"tensor": torch.full((rank,), 1.5)}, 1)
+    refused = training.error_of(lambda: gather_plain_objects(NotPlain() if rank == 2 else rank, 0))
+    return nothing, refused, gather_plain_objects(f"of rank {rank}", 0)
+
+
+def test_the_objects_of_all_ranks_reach_one_and_code_does_not(ranks):
+    results = ranks(3, gather_objects)
+    assert [gathered["tensor"].tolist() for gathered in results[1][0]] == [[], [1.5], [1.5] * 2]
+    assert [results[rank][0] for rank in (0, 2)] == [None, None]
+    for _, refused, _ in results:
+        assert refused.startswith(
+            "TypeError: gather_plain_objects: the objects of ranks [2] cannot"
+        )
+    assert [after for *_, after in results] == [["of rank 0", "of rank 1", "of rank 2"], None, None]
 
 
 @training.with_group

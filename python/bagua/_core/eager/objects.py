@@ -1,19 +1,21 @@
-"""``broadcast_object``: plain data from one rank to all, without running received code."""
+"""Plain data between ranks, without running received code."""
 
 from __future__ import annotations
 
+import functools
 import io
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from bagua import _C
 from bagua._core.eager.checks import check_rank
-from bagua._core.eager.collectives import broadcast
+from bagua._core.eager.collectives import allgather, broadcast, recv, send
 from bagua._core.group.communicator import CommMember, Communicator
 from bagua._core.group.process_group import member_of
 
-__all__ = ["broadcast_object"]
+__all__ = ["broadcast_object", "gather_plain_objects"]
 
 # Memory for what comes is made as it comes: a wrong length costs no more than this.
 _PIECE_BYTES = 64 * 1024**2
@@ -58,13 +60,63 @@ def broadcast_object(obj: Any, src: int = 0, comm: Communicator | CommMember | N
         for piece in torch.frombuffer(payload, dtype=torch.uint8).split(_PIECE_BYTES):
             broadcast(piece, src, member)
         return obj
-    left = int(length.item())
+    receive = functools.partial(broadcast, src=src, comm=member)
+    return _read(_received(int(length.item()), receive), src)
+
+
+def gather_plain_objects(
+    obj: Any, dst: int = 0, comm: Communicator | CommMember | None = None
+) -> list[Any] | None:
+    """Give rank ``dst`` the objects of all ranks, by rank; None on the others.
+
+    Each travels as that of :func:`broadcast_object` does.
+
+    Raises:
+        ValueError: ``dst`` is not a rank of the communicator.
+        TypeError: on every rank, if the object of one cannot be sent this way; names the ranks.
+        BaguaError: a message cannot be read, or has a class that ``dst`` does not allow.
+    """
+    member = member_of(comm)
+    if member is None:
+        return None
+    # Checks
+    check_rank("gather_plain_objects", "dst", dst, member)
+
+    # 1. All lengths to all, -1 where there is nothing to send; 2. the bytes, rank after rank.
+    rank, payload, problem = member.rank(), bytearray(), None
+    if rank != dst:
+        payload, problem = _encode(obj)
+    lengths = torch.empty(member.nranks(), dtype=torch.int64, device="cpu")
+    allgather(torch.tensor([-1 if problem else len(payload)], device="cpu"), lengths, member)
+    failed = [r for r, length in enumerate(lengths.tolist()) if length < 0]
+    if failed:
+        raise TypeError(
+            f"gather_plain_objects: the objects of ranks {failed} cannot be sent as plain data; "
+            "send tensors, numbers, strings, lists, tuples and dicts "
+            f"({problem or 'they say why'})"
+        ) from problem
+    if rank != dst:
+        for piece in torch.frombuffer(payload, dtype=torch.uint8).split(_PIECE_BYTES):
+            send(piece, dst, member)
+        return None
+    objects = []
+    for src, length in enumerate(lengths.tolist()):
+        if src == dst:
+            objects.append(obj)
+            continue
+        receive = functools.partial(recv, src=src, comm=member)
+        objects.append(_read(_received(length, receive), src))
+    return objects
+
+
+def _received(length: int, receive: Callable[[torch.Tensor], None]) -> bytearray:
+    payload, left = bytearray(), length
     while left > 0:
         part = bytearray(min(left, _PIECE_BYTES))
-        broadcast(torch.frombuffer(part, dtype=torch.uint8), src, member)
+        receive(torch.frombuffer(part, dtype=torch.uint8))
         payload += part
         left -= len(part)
-    return _read(payload, src)
+    return payload
 
 
 def _read(payload: bytearray, src: int) -> Any:
@@ -73,7 +125,7 @@ def _read(payload: bytearray, src: int) -> Any:
         return _decode(payload)
     except Exception as error:
         raise _C.BaguaError(
-            f"broadcast_object: the {len(payload)} bytes that came from rank {src} cannot be read "
+            f"the {len(payload)} bytes that came from rank {src} cannot be read "
             f"as plain data: {error}. Run the same torch on every rank, and allow the same classes "
             "on every rank with torch.serialization.add_safe_globals."
         ) from error
