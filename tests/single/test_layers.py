@@ -25,7 +25,7 @@ PYTHON_FLOORS = (
     *("bagua", "bagua/_core/group", "bagua/_core/eager", "bagua/_core/state"),
     *("bagua/_core/compression", "bagua/_ops", "bagua/_sync", "bagua/_watch"),
     "bagua/torch_api",
-    *("bagua/comm_hooks", "bagua/fsdp", "bagua/_tools"),
+    *("bagua/comm_hooks", "bagua/fsdp", "bagua/lightning", "bagua/integrations", "bagua/_tools"),
 )
 # Started, never imported: on the top floor, whatever the folder.
 PYTHON_PROGRAM = "__main__.py"

@@ -98,6 +98,27 @@ class Forwards:
             self._run_hook(self.buffer_hook, Location.POST_FORWARD)
         self._ddp.after_forward(module, inputs, output)
 
+    def before_inner_backward(self, loss: torch.Tensor) -> None:
+        """Have a backward from ``loss`` inside the module's forward communicate, or not.
+
+        :meth:`no_sync` around this call decides. Without the call the outer forward decides, and
+        algorithms that average weights do not notice such a backward. They begin another round here
+        if an earlier backward has ended the forward's.
+        """
+        ddp = self._ddp
+        if (rounds := ddp._rounds) is None:
+            return
+        communicates = ddp.require_backward_grad_sync and ddp._snapshot.trains()
+        if not ddp.bagua_algorithm.opens_at_forward:
+            rounds.begin_forward(communicates)
+            return
+        if ddp.synchronising:
+            rounds.begin_forward(communicates)
+        else:
+            ddp.before_forward(ddp.module, ())
+        if communicates:
+            rounds.watch(tensors_in(loss))
+
     def _synchronises(self) -> bool:
         """Whether this forward does. Inside ``join()`` only one that opens a round is answered."""
         if not self._broadcast_buffers:

@@ -1,0 +1,143 @@
+"""The state of an algorithm in the checkpoints of a Trainer, which rank 0 alone writes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bagua._core.eager.objects import gather_plain_objects
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state import checkpoint_tree
+from bagua.torch_api.data_parallel import DistributedDataParallel
+
+__all__ = ["KEY", "RankState", "add", "copied", "of_this_rank", "restore"]
+
+#: Of a checkpoint: ``{"algorithm": ..., "ranks": [...]}``.
+KEY = "bagua"
+
+
+@dataclass(frozen=True)
+class RankState:
+    """State of one rank, between two steps.
+
+    Attributes:
+        algorithm: its ``state_dict()``.
+        training: this rank's weights and optimizers, where ranks hold different ones.
+    """
+
+    group: BaguaProcessGroup
+    algorithm: dict[str, Any]
+    training: dict[str, Any]
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` with copies of its tensors."""
+    result: dict[str, Any] = checkpoint_tree.copied(state)
+    return result
+
+
+def of_this_rank(
+    wrapper: DistributedDataParallel, optimizers: Sequence[torch.optim.Optimizer]
+) -> RankState:
+    """Copy the state of the algorithm; of one whose ranks disagree, weights and optimizers too."""
+    ddp = wrapper.bagua_ddp
+    algorithm = ddp.bagua_algorithm
+    training: dict[str, Any] = {}
+    with ddp.exclusive():
+        if algorithm.ranks_agree is False:
+            training = {
+                "model": wrapper.module.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            }
+        return RankState(ddp.process_group, copied(algorithm.state_dict()), copied(training))
+
+
+def add(checkpoint: dict[str, Any], own: RankState | None, *, alone: bool) -> None:
+    """Put the states of all ranks into rank 0's ``checkpoint``. Every rank calls it.
+
+    Args:
+        own: None: there was no training to remember.
+        alone: the others may be gone; the checkpoint stays without these states, and a warning
+            says so.
+
+    Raises:
+        BaguaError: another rank failed.
+    """
+    if own is None or not (own.algorithm or own.training):
+        return
+    if alone:
+        warnings.warn(
+            "training was interrupted, so the checkpoint has no state of bagua's algorithm: other "
+            "ranks, which hold a part of it, may be gone",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+    rank = own.group.rank
+    # Entries without a rank are equal on all.
+    part = own.algorithm if rank == 0 else _of_rank(own.algorithm, rank)
+    parts = gather_plain_objects(
+        {"algorithm": part, "training": own.training}, 0, own.group.get_global_communicator()
+    )
+    if parts is None:
+        return
+    merged: dict[str, Any] = {}
+    for other in parts:
+        merged |= other["algorithm"]
+    checkpoint[KEY] = {"algorithm": merged, "ranks": [other["training"] for other in parts]}
+
+
+def _of_rank(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key.startswith(f"rank{rank}/")}
+
+
+def restore(
+    checkpoint: Mapping[str, Any],
+    wrapper: DistributedDataParallel,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> None:
+    """Restore what :func:`add` has put there. Every rank calls it, after the wrap.
+
+    Raises:
+        ValueError: it is of another algorithm or, where ranks hold different weights, of another
+            number of ranks.
+    """
+    ddp = wrapper.bagua_ddp
+    algorithm, name = ddp.bagua_algorithm, type(ddp.bagua_algorithm).__name__
+    if KEY not in checkpoint:
+        if algorithm.state_dict():
+            warnings.warn(
+                f"the checkpoint has no state of {name}: it begins anew, with the weights of the "
+                "checkpoint",
+                stacklevel=2,
+            )
+        return
+    saved = checkpoint[KEY]
+    if algorithm.ranks_agree is False:
+        _load_training(saved["ranks"], wrapper, optimizers)
+    algorithm.load_state_dict(saved["algorithm"])
+
+
+def _load_training(
+    saved: Sequence[Mapping[str, Any]],
+    wrapper: DistributedDataParallel,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> None:
+    ddp = wrapper.bagua_ddp
+    group = ddp.process_group
+    if len(saved) != group.size or not all(saved):
+        raise ValueError(
+            f"the checkpoint has the weights of {sum(map(bool, saved))} ranks, and "
+            f"{type(ddp.bagua_algorithm).__name__} trains {group.size} here, each with its own: "
+            "resume with the number of ranks that saved it, or start from its weights alone, with "
+            "load_from_checkpoint()"
+        )
+    own = saved[group.rank]
+    with ddp.exclusive():
+        wrapper.module.load_state_dict(own["model"])
+        for optimizer, state in zip(optimizers, own["optimizers"], strict=True):
+            optimizer.load_state_dict(state)

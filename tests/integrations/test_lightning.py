@@ -1,0 +1,282 @@
+"""BaguaStrategy: exact training is that of Lightning's DDP to the bit, and checkpoints resume."""
+
+import os
+import warnings
+from types import SimpleNamespace
+
+import pytest
+from support import training
+
+OPTIONS = {
+    "plain": {},
+    "accumulated": {"accumulate_grad_batches": 3},
+    "clipped": {"gradient_clip_val": 0.1},
+    "bf16": {"precision": "bf16-mixed"},
+}
+# Share of the bytes that the exact algorithm sends.
+AT_MOST = {
+    "gradient_allreduce": 1.0,
+    "bytegrad": 0.29,
+    "power_sgd": 0.25,
+    "sparse": 0.1,
+    "decentralized": 1.0,
+    "low_precision_decentralized": 0.29,
+    "qadam": 0.3,
+    "async": 100.0,
+}
+DIFFERENT_WEIGHTS = {"decentralized", "low_precision_decentralized", "async"}
+
+
+def trained(name, package="lightning", module=None, **options):
+    """(digest, trainer) of a classifier trained by an algorithm."""
+    from integrations import lightning_training as lt
+
+    own = lt.classifier(package, q_adam=name == "qadam") if module is None else module
+    trainer = lt.fit(own, lt.strategy(name, package), package, **options)
+    return lt.digest(own), trainer
+
+
+def as_ddp(package, options):
+    return [trained(name, package, **options)[0] for name in ("ddp", "gradient_allreduce")]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_exact_training_is_that_of_ddp_to_the_bit(ranks, options):
+    for ddp, ours in ranks(2, as_ddp, "lightning", options):
+        assert ours == ddp
+
+
+def test_the_other_package_has_the_strategy_too(ranks):
+    for ddp, ours in ranks(2, as_ddp, "pytorch_lightning", {}):
+        assert ours == ddp
+
+
+def compiled():
+    import torch
+    from integrations import lightning_training as lt
+
+    modules = [torch.compile(lt.classifier(), backend="eager") for _ in range(2)]
+    for module, name in zip(modules, ("ddp", "gradient_allreduce"), strict=True):
+        lt.fit(module, lt.strategy(name), max_epochs=1)
+    return [lt.digest(module) for module in modules]
+
+
+def test_a_compiled_module_trains_as_with_ddp(ranks):
+    for ddp, ours in ranks(2, compiled):
+        assert ours == ddp
+
+
+def averaged_at_the_end():
+    from bagua.torch_api import average_weights
+    from integrations import lightning_training as lt
+
+    module, mean = lt.classifier(), {}
+
+    def average():
+        mean.update(average_weights(module.trainer.strategy.model).state_dict())
+
+    module.on_train_end = average
+    lt.fit(module, lt.strategy("decentralized", peer_selection_mode="shift_one"))
+    return lt.digest(module), [value.tolist() for value in mean.values()]
+
+
+def test_weights_that_differ_have_a_mean_in_the_last_hook(ranks):
+    (own, mean), (other, same) = ranks(2, averaged_at_the_end)
+    assert own != other
+    assert len(mean) > 0
+    assert mean[:2] == same[:2]
+
+
+def node():
+    from integrations import lightning_training as lt
+
+    lt.fit(lt.classifier(), "bagua", max_epochs=1)
+    return os.environ.get("NODE_RANK")
+
+
+def test_the_cluster_says_which_node_this_is(ranks):
+    assert ranks(2, node) == ["0", "0"]
+
+
+def by_name_and_twice():
+    """Trainer(strategy="bagua"), fit() twice, against ddp."""
+    from integrations import lightning_training as lt
+
+    digests = []
+    for name in ("ddp", "bagua"):
+        module = lt.classifier()
+        for _ in range(2):
+            lt.fit(module, name, max_epochs=1)
+        digests.append(lt.digest(module))
+    return digests
+
+
+def test_the_strategy_has_a_name_and_fits_again(ranks):
+    for ddp, ours in ranks(2, by_name_and_twice):
+        assert ours == ddp
+
+
+def learns(name):
+    from integrations import lightning_training as lt
+
+    module = lt.classifier(q_adam=name == "qadam")
+    lt.fit(module, lt.strategy(name), max_epochs=4)
+    parameters = [parameter.detach().tolist() for parameter in module.parameters()]
+    return module.losses, module.stats["total"]["bytes_sent"], parameters
+
+
+@pytest.mark.parametrize("name", AT_MOST)
+def test_every_algorithm_learns_with_its_bytes(ranks, name):
+    results = ranks(2, learns, name)
+    exact = 4 * (20 * 64 + 3 * 64 + 64 * 5 + 5)
+    for losses, sent, parameters in results:
+        assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
+        assert 0 < sent <= AT_MOST[name] * exact * len(losses)
+        if name not in DIFFERENT_WEIGHTS:
+            assert parameters == results[0][2]
+
+
+def resumed(name, folder):
+    whole, _ = trained(name, max_epochs=3)
+    _, trainer = trained(name, max_epochs=1)
+    trainer.save_checkpoint(f"{folder}/last.ckpt")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*the checkpoint has no state of.*")
+        return whole, trained(name, max_epochs=3, ckpt_path=f"{folder}/last.ckpt")[0]
+
+
+@pytest.mark.parametrize("name", [name for name in AT_MOST if name != "async"])
+def test_a_resumed_training_is_the_uninterrupted_one_to_the_bit(ranks, tmp_path, name):
+    for whole, parts in ranks(2, resumed, name, str(tmp_path)):
+        assert parts == whole
+
+
+def saved_by_a_callback(folder):
+    """A checkpoint of ModelCheckpoint, in the middle of fit()."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    callback = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    whole, _ = trained("sparse", max_epochs=3, callbacks=[callback], enable_checkpointing=True)
+    path = f"{folder}/epoch=0.ckpt"
+    return whole, trained("sparse", max_epochs=3, ckpt_path=path)[0]
+
+
+def test_checkpoints_of_callbacks_have_the_state_too(ranks, tmp_path):
+    for whole, parts in ranks(2, saved_by_a_callback, str(tmp_path)):
+        assert parts == whole
+
+
+def saved(name, path):
+    trained(name, max_epochs=1)[1].save_checkpoint(path)
+
+
+def resume(name, path):
+    from integrations import lightning_training as lt
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        error = lt.error_of_fit(lt.classifier(), lt.strategy(name), ckpt_path=path)
+    return error, [str(w.message) for w in caught]
+
+
+def test_another_number_of_ranks_resumes_what_has_one_meaning(ranks, tmp_path):
+    paths = {name: str(tmp_path / name) for name in ("sparse", "decentralized")}
+    for name, path in paths.items():
+        ranks(2, saved, name, path)
+    ((error, _),) = ranks(1, resume, "sparse", paths["sparse"])
+    assert error is None
+    ((error, _),) = ranks(1, resume, "decentralized", paths["decentralized"])
+    assert "resume with the number of ranks that saved it" in error
+
+
+def test_a_checkpoint_of_another_algorithm_is_refused(ranks, tmp_path):
+    path = str(tmp_path / "sparse.ckpt")
+    ranks(2, saved, "sparse", path)
+    for error, _ in ranks(2, resume, "gradient_allreduce", path):
+        assert "the checkpoint is of another algorithm" in error
+
+
+def test_a_checkpoint_without_state_warns(ranks, tmp_path):
+    path = str(tmp_path / "ddp.ckpt")
+    ranks(2, saved, "ddp", path)
+    for error, messages in ranks(2, resume, "sparse", path):
+        assert error is None
+        assert any("the checkpoint has no state of SparseAlgorithmImpl" in m for m in messages)
+
+
+def interrupted(folder):
+    """Every rank fails in its third step, and a callback saves then."""
+    from integrations import lightning_training as lt
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+    module = lt.classifier(fails_at=2)
+    callbacks = [OnExceptionCheckpoint(folder, filename="failed")]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        error = lt.error_of_fit(
+            module, lt.strategy("sparse"), callbacks=callbacks, enable_checkpointing=True
+        )
+    return error, [str(w.message) for w in caught]
+
+
+def test_an_interrupted_training_saves_without_the_other_ranks(ranks, tmp_path):
+    for error, messages in ranks(2, interrupted, str(tmp_path)):
+        assert error == "ArithmeticError: of the test"
+        assert any("no state of bagua's algorithm" in m for m in messages)
+    assert (tmp_path / "failed.ckpt").exists()
+
+
+def scaled():
+    import torch
+    from integrations import lightning_training as lt
+    from lightning.pytorch.plugins import MixedPrecision
+
+    module = lt.classifier()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    lt.fit(module, lt.strategy("sparse"), plugins=[plugin], max_epochs=1)
+    return module.scales, module.losses
+
+
+def test_the_scaler_of_the_precision_plugin_reaches_the_algorithm(ranks):
+    for scales, losses in ranks(2, scaled):
+        assert scales
+        assert losses[-1] < losses[0]
+
+
+def refusals():
+    from bagua.lightning import BaguaStrategy, _register
+    from bagua.lightning._fabric import FabricMethods
+    from bagua.torch_api.algorithms import ByteGradAlgorithm
+    from integrations import lightning_training as lt
+
+    lacking = SimpleNamespace(__name__="lightning.old", DDPStrategy=object)
+
+    return {
+        "release": training.error_of(
+            lambda: _register._registered(lacking, "", FabricMethods, "Strategy", "bagua")
+        ),
+        "name": training.error_of(lambda: BaguaStrategy("bytegard")),
+        "type": training.error_of(lambda: BaguaStrategy(3)),
+        "argument": training.error_of(lambda: BaguaStrategy("bytegrad", rank=3)),
+        "value": training.error_of(lambda: BaguaStrategy("sparse", ratio=3.0)),
+        "both": training.error_of(lambda: BaguaStrategy(ByteGradAlgorithm(), hierarchical=True)),
+        "qadam": training.error_of(lambda: lt.fit(lt.classifier(), BaguaStrategy("qadam"))),
+    }
+
+
+REFUSED = {
+    "release": "ImportError: bagua.lightning: DDPStrategy of lightning.old has no setup_module_and",
+    "name": "ValueError: BaguaStrategy: ",
+    "type": "TypeError: BaguaStrategy: algorithm must be a name or an instance",
+    "argument": "TypeError: BaguaStrategy(algorithm='bytegrad'): ",
+    "value": "ValueError: ",
+    "both": "TypeError: BaguaStrategy: ['hierarchical'] are no arguments of the strategy",
+    "qadam": "ValueError: BaguaStrategy(algorithm='qadam') needs exactly one optimizer",
+}
+
+
+def test_wrong_arguments_are_refused(ranks):
+    (errors,) = ranks(1, refusals)
+    for key, beginning in REFUSED.items():
+        assert (errors[key] or "").startswith(beginning), key
