@@ -1,0 +1,181 @@
+"""Compressed gradients under Hugging Face Accelerate: ``use(accelerator, algorithm)``.
+
+Accelerate constructs torch's ``DistributedDataParallel`` in ``prepare``, and asks its handler of
+``DistributedDataParallelKwargs`` to register a communication hook. :func:`use` replaces that
+handler by one that registers a hook of :mod:`bagua.comm_hooks`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+from bagua import comm_hooks
+from bagua.integrations._state_files import load_hooks, save_hooks
+from bagua.torch_api.algorithms import Algorithm
+
+__all__ = ["TESTED", "Hooks", "use"]
+
+#: The release of Accelerate that the tests of this module run with.
+TESTED = "1.15.0"
+
+#: Ways of training in which Accelerate averages gradients by torch's DistributedDataParallel.
+_BY_TORCH = {"NO", "MULTI_CPU", "MULTI_GPU"}
+
+
+class Hooks:
+    """The communication hooks of the models that an ``Accelerator`` has prepared.
+
+    Attributes:
+        handles: one per model, in the order of preparation; empty where there is one process.
+    """
+
+    def __init__(self) -> None:
+        self.handles: list[comm_hooks.Handle] = []
+        self._modules: list[weakref.ref[torch.nn.Module]] = []
+
+    def add(
+        self, ddp: torch.nn.parallel.DistributedDataParallel, handle: comm_hooks.Handle
+    ) -> None:
+        """Remember the hook of ``ddp``."""
+        self.handles.append(handle)
+        self._modules.append(weakref.ref(ddp.module))
+
+    def of(self, models: Iterable[torch.nn.Module]) -> list[comm_hooks.Handle]:
+        """The hooks of ``models``, given as they were before or after ``prepare``, in order."""
+        known = {
+            id(module()): handle
+            for module, handle in zip(self._modules, self.handles, strict=True)
+            if module() is not None
+        }
+        inner = [id(module) for model in models for module in model.modules()]
+        return [known[key] for key in inner if key in known]
+
+    def stats(self) -> dict[str, Any]:
+        """Statistics of the last prepared model's hook: see ``bagua.comm_hooks.Handle.stats``.
+
+        Raises:
+            RuntimeError: no model has been prepared, or this is the only process.
+        """
+        if not self.handles:
+            raise RuntimeError(
+                "no hook is registered: prepare a model after use(), with at least two processes"
+            )
+        return self.handles[-1].stats()
+
+
+def use(accelerator: accelerate.Accelerator, algorithm: str | Algorithm) -> Hooks:
+    """Have ``accelerator`` reduce gradients by ``algorithm``. Call it on every rank::
+
+        accelerator = Accelerator()
+        hooks = use(accelerator, ByteGradAlgorithm(hierarchical=False))
+        model, optimizer, data = accelerator.prepare(model, optimizer, data)
+
+    It comes before ``prepare``, once. Models that are prepared afterwards get a hook.
+    ``accelerator.save_state`` and ``load_state`` include what the algorithm remembers.
+
+    Args:
+        algorithm: one that reduces gradients, as ``bagua.comm_hooks.register`` takes it.
+
+    Returns:
+        The hooks, for their statistics.
+
+    Raises:
+        TypeError: ``accelerator`` or ``algorithm`` is something else.
+        RuntimeError: a model has been prepared before, or ``use`` was called before; this release
+            of Accelerate has no handler of ``DistributedDataParallel``.
+        NotImplementedError: the accelerator shards models (FSDP, DeepSpeed, ...) or compiles with
+            XLA.
+        ValueError: the accelerator's handler has a communication hook of its own.
+    """
+    # Checks
+    if not isinstance(accelerator, accelerate.Accelerator):
+        raise TypeError(
+            f"use takes an accelerate.Accelerator, not a {type(accelerator).__qualname__}"
+        )
+    if not isinstance(algorithm, (str, Algorithm)):
+        raise TypeError(
+            "use: algorithm must be a name or an instance of "
+            f"bagua.torch_api.algorithms.Algorithm, not {algorithm!r}"
+        )
+    _check_accelerator(accelerator)
+    before = accelerator.ddp_handler or DistributedDataParallelKwargs()
+    _check_handler(before)
+
+    hooks = Hooks()
+    accelerator.ddp_handler = _Handler(before, accelerator, algorithm, hooks)
+    accelerator.register_save_state_pre_hook(
+        lambda models, weights, folder: save_hooks(hooks.of(models), folder)
+    )
+    accelerator.register_load_state_pre_hook(
+        lambda models, folder: load_hooks(hooks.of(models), folder)
+    )
+    return hooks
+
+
+def _check_accelerator(accelerator: accelerate.Accelerator) -> None:
+    kind = accelerator.distributed_type
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    sharded = parallelism is not None and parallelism.total_size > parallelism.dp_replicate_size
+    if kind.name not in _BY_TORCH or sharded:
+        raise NotImplementedError(
+            f"use: this Accelerator trains by {'a parallelism_config' if sharded else kind.name}, "
+            "not by torch's DistributedDataParallel; communication hooks are for MULTI_CPU and "
+            "MULTI_GPU"
+        )
+    if not hasattr(accelerator, "ddp_handler") or not hasattr(accelerator, "_models"):
+        raise RuntimeError(
+            f"use: accelerate {accelerate.__version__} has no Accelerator.ddp_handler; accelerate "
+            f"{TESTED} is known to work. Or register the hook on the result of prepare: "
+            "bagua.comm_hooks.register(model, algorithm)."
+        )
+    if any(isinstance(model, torch.nn.Module) for model in accelerator._models):
+        raise RuntimeError(
+            "use: a model is prepared already, and would keep its exact gradients; call use() "
+            "before accelerator.prepare()"
+        )
+
+
+def _check_handler(handler: DistributedDataParallelKwargs) -> None:
+    if isinstance(handler, _Handler):
+        raise RuntimeError("use was called for this accelerator already; call it once")
+    if type(handler).register_comm_hook is not DistributedDataParallelKwargs.register_comm_hook:
+        raise ValueError(
+            f"use: the accelerator's handler, a {type(handler).__qualname__}, registers a "
+            "communication hook of its own; torch allows one"
+        )
+    if handler.comm_hook != DDPCommunicationHookType.NO:
+        raise ValueError(
+            f"use: the accelerator's handler has comm_hook={handler.comm_hook}; torch allows one "
+            "communication hook, so leave it out"
+        )
+
+
+class _Handler(DistributedDataParallelKwargs):  # type: ignore[misc]
+    """Arguments of another handler, and a hook of bagua's."""
+
+    def __init__(
+        self,
+        arguments: DistributedDataParallelKwargs,
+        accelerator: accelerate.Accelerator,
+        algorithm: str | Algorithm,
+        hooks: Hooks,
+    ) -> None:
+        super().__init__(**vars(arguments))
+        self._bagua = (arguments, accelerator, algorithm, hooks)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Arguments of ``DistributedDataParallel`` that differ from their defaults."""
+        arguments: dict[str, Any] = self._bagua[0].to_kwargs()
+        return arguments
+
+    def register_comm_hook(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
+        """Called by ``prepare`` with what it has wrapped."""
+        _, accelerator, algorithm, hooks = self._bagua
+        handle = comm_hooks.register(model, algorithm, grad_scaler=accelerator.scaler)
+        hooks.add(model, handle)

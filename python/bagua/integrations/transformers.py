@@ -1,0 +1,77 @@
+"""Compressed gradients under ``transformers.Trainer``: ``use(trainer, algorithm)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from bagua.integrations import accelerate as _accelerate
+from bagua.integrations._state_files import load_hooks, save_hooks
+from bagua.integrations.accelerate import Hooks
+from bagua.torch_api.algorithms import Algorithm
+
+__all__ = ["TESTED", "use"]
+
+#: The release of transformers that the tests of this module run with.
+TESTED = "5.23.0"
+
+#: Methods of ``Trainer`` that are extended, each with the folder of a checkpoint as its argument.
+_SAVE = "_save_optimizer_and_scheduler"
+_LOAD = "_load_optimizer_and_scheduler"
+
+
+def use(trainer: transformers.Trainer, algorithm: str | Algorithm) -> Hooks:
+    """Have ``trainer`` reduce gradients by ``algorithm``. Call it on every rank::
+
+        trainer = Trainer(model, arguments, train_dataset=data)
+        hooks = use(trainer, ByteGradAlgorithm(hierarchical=False))
+        trainer.train()
+
+    Checkpoints of the trainer include what the algorithm remembers, one file per rank.
+
+    Args:
+        algorithm: one that reduces gradients, as ``bagua.comm_hooks.register`` takes it.
+
+    Returns:
+        The hooks, for their statistics.
+
+    Raises:
+        TypeError: ``trainer`` or ``algorithm`` is something else.
+        RuntimeError: training has begun, or ``use`` was called before; this release of transformers
+            or Accelerate lacks a method that is needed.
+        NotImplementedError: the trainer shards the model (FSDP, DeepSpeed, ...), or trains on
+            several GPUs in one process.
+        ValueError: the accelerator's handler has a communication hook of its own.
+    """
+    # Checks
+    if not isinstance(trainer, transformers.Trainer):
+        raise TypeError(f"use takes a transformers.Trainer, not a {type(trainer).__qualname__}")
+    missing = [name for name in ("accelerator", _SAVE, _LOAD) if not hasattr(trainer, name)]
+    if missing:
+        raise RuntimeError(
+            f"use: the Trainer of transformers {transformers.__version__} has no "
+            f"{' and no '.join(missing)}; transformers {TESTED} is known to work"
+        )
+    if trainer.args.n_gpu > 1:
+        raise NotImplementedError(
+            f"use: this trainer uses {trainer.args.n_gpu} GPUs in one process (DataParallel), "
+            "where nothing is communicated; start a process per GPU with torchrun"
+        )
+
+    hooks = _accelerate.use(trainer.accelerator, algorithm)
+    _extend(trainer, _SAVE, lambda folder: save_hooks(hooks.handles[-1:], folder))
+    _extend(trainer, _LOAD, lambda folder: load_hooks(hooks.handles[-1:], folder))
+    return hooks
+
+
+def _extend(trainer: Any, name: str, after: Any) -> None:
+    """Have ``trainer``'s method call ``after`` with the folder of the checkpoint."""
+    method = getattr(trainer, name)
+
+    def extended(folder: str | None) -> None:
+        method(folder)
+        if folder is not None:
+            after(folder)
+
+    setattr(trainer, name, extended)
