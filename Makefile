@@ -27,7 +27,7 @@ ARGS ?=
 # Files of tests at a time, 0: one after the other. Ranks wait for each other as often as they compute.
 TEST_JOBS ?= $(shell echo $$(( $(JOBS) < 4 ? 2 * $(JOBS) : 8 )))
 
-.PHONY: help venv build horovod demo test lint format cuda-check wheel docs sanitize fuzz soak soak-schedules bench clean ci
+.PHONY: help venv build horovod integrations demo test lint format cuda-check wheel docs sanitize fuzz soak soak-schedules bench clean ci
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,10 +54,18 @@ $(VENV)/.horovod: $(VENV)/.requirements tools/build_horovod tools/horovod-requir
 	tools/build_horovod $(PY)
 	touch $@
 
+integrations: $(VENV)/.integrations ## Install Lightning, Accelerate and transformers into .venv, for their tests
+
+# Both files at once, or pip might replace torch.
+$(VENV)/.integrations: $(VENV)/.requirements requirements-integrations.txt
+	$(PY) -m pip install --progress-bar off --quiet -r requirements-dev.txt -r requirements-integrations.txt
+	touch $@
+
 demo: build ## Train on handwritten digits with 2 ranks; print the table, write demo.png
 	OMP_NUM_THREADS=1 $(PY) docs/examples/digits_table.py $(ARGS)
 
-test: build horovod ## Run all tests
+# BAGUA_TEST_INTEGRATIONS=0 skips their tests by name.
+test: build horovod $(if $(filter 0,$(BAGUA_TEST_INTEGRATIONS)),,integrations) ## Run all tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: venv ## Check layout, style and types
@@ -148,7 +156,7 @@ clean: ## Remove what was built; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache demo.png demo.json $(VENV)/.installed
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-CI_STAGES := venv build lint docs cuda-check horovod test sanitize demo
+CI_STAGES := venv build lint docs cuda-check horovod integrations test sanitize demo
 
 ci: ## All of it, as the continuous integration does: install, lint, docs, CUDA, Horovod, test, sanitize, demo
 	@begin=$$SECONDS; \

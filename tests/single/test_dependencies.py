@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ["requirements-dev.txt", "tools/horovod-requirements.txt"]
+FILES = [
+    "requirements-dev.txt",
+    "requirements-integrations.txt",
+    "tools/horovod-requirements.txt",
+]
 
 
 def requirements(file):
@@ -32,3 +36,19 @@ def test_every_package_is_pinned_to_one_version(file):
 def test_every_package_has_a_reason(file):
     names = {requirement.split("==")[0] for requirement in requirements(file)}
     assert names - packages_with_reasons() == set()
+
+
+#: Package -> the module that says which release of it is known to work.
+ADAPTERS = {
+    "lightning": "lightning/_register.py",
+    "pytorch-lightning": "lightning/_register.py",
+    "accelerate": "integrations/accelerate.py",
+    "transformers": "integrations/transformers.py",
+}
+
+
+@pytest.mark.parametrize("package", ADAPTERS)
+def test_the_release_that_an_error_names_is_the_tested_one(package):
+    pins = dict(line.split("==") for line in requirements("requirements-integrations.txt"))
+    source = (ROOT / "python/bagua" / ADAPTERS[package]).read_text()
+    assert f'TESTED = "{pins[package]}"' in source
