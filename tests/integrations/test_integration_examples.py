@@ -1,0 +1,74 @@
+"""The scripts of docs/examples/integrations learn as their exact counterparts, with fewer bytes."""
+
+import contextlib
+import io
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.processes.pool import torchrun_environment
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLES = REPOSITORY / "docs/examples/integrations"
+SCRIPTS = [path.name for path in sorted(EXAMPLES.glob("*.py"))]
+PAGES = REPOSITORY / "docs/integrations"
+
+
+def run(script, algorithm):
+    """The line that a rank prints, from the script as a whole."""
+    from integrations import accelerate_state
+
+    accelerate_state.forget()
+    before, sys.argv = sys.argv, [script, "--algorithm", algorithm]
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output):
+            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    finally:
+        sys.argv = before
+    return result_in(output.getvalue())
+
+
+def result_in(output):
+    return json.loads(next(line for line in output.splitlines() if line.startswith('{"rank"')))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_example_is_as_good_as_exact_with_a_quarter_of_the_bytes(ranks, script):
+    exact, compressed = (ranks(2, run, script, name) for name in ("exact", "bytegrad"))
+    for results in (exact, compressed):
+        assert [result["rank"] for result in results] == [0, 1]
+        assert results[0]["weights"] == results[1]["weights"]
+    assert exact[0]["accuracy"] > 0.95
+    assert compressed[0]["accuracy"] > exact[0]["accuracy"] - 0.01
+    assert compressed[0]["bytes_sent"] <= 0.27 * exact[0]["bytes_sent"]
+
+
+def test_lightning_starts_the_processes_by_itself():
+    """As `python lightning_digits.py`, without torchrun."""
+    launcher = torchrun_environment(0, 1, 0)
+    environment = {name: value for name, value in os.environ.items() if name not in launcher}
+    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    end = subprocess.run(
+        [sys.executable, EXAMPLES / "lightning_digits.py", "--epochs", "3"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert end.returncode == 0, end.stderr
+    results = [line for line in end.stdout.replace("}{", "}\n{").splitlines() if '"rank"' in line]
+    weights = {json.loads(line)["weights"] for line in results}
+    assert len(results) == 2
+    assert len(weights) == 1
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_page_names_the_script(script):
+    pages = "".join(path.read_text() for path in PAGES.glob("*.md"))
+    assert f"examples/integrations/{script}" in pages
