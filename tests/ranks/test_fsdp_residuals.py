@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import faults, sharded
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
 @sharded.with_torch_group
@@ -73,12 +73,16 @@ class Branches(torch.nn.Module):
 
 
 @sharded.with_torch_group
-def unused_parameters(own_modules):
+def unused_parameters(own_modules, older_torch):
     model = Branches()
     if own_modules:
         for branch in (model.first, model.second):
             fully_shard(branch)
-    handle = bagua.fsdp.compress(fully_shard(model), "int4_block", error_feedback=True)
+    fully_shard(model)
+    with pytest.MonkeyPatch.context() as patch:
+        if older_torch:
+            patch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+        handle = bagua.fsdp.compress(model, "int4_block", error_feedback=True)
     seen = []
     for branch in ("first", "second", "first", "first"):
         model(torch.ones(4, 5), branch).square().sum().backward()
@@ -86,16 +90,34 @@ def unused_parameters(own_modules):
     return seen
 
 
+def assert_residuals_change(states):
+    """Finite in all states; in each step that of some module has changed."""
+    for state in states:
+        assert all(v.isfinite().all() for k, v in state.items() if k != "ranks")
+    for before, after in itertools.pairwise(states):
+        assert any(not torch.equal(v, before[k]) for k, v in after.items() if k != "ranks")
+
+
 @pytest.mark.parametrize("own_modules", [False, True], ids=["one_module", "own_modules"])
 def test_residuals_survive_steps_that_leave_out_parameters(ranks, own_modules):
-    for states in ranks(2, unused_parameters, own_modules):
-        for state in states:
-            assert all(v.isfinite().all() for k, v in state.items() if k != "ranks")
-        changed = [
-            {k for k, v in after.items() if k != "ranks" and not torch.equal(v, before[k])}
-            for before, after in itertools.pairwise(states)
-        ]
-        assert all(changed)
+    for states in ranks(2, unused_parameters, own_modules, False):
+        assert_residuals_change(states)
+
+
+def test_a_torch_that_leaves_out_whole_modules_is_no_harm(ranks):
+    for states in ranks(2, unused_parameters, True, True):
+        assert_residuals_change(states)
+
+
+def test_a_torch_that_leaves_out_parameters_is_an_error(ranks):
+    errors = ranks(2, error_of_unused_parameters)
+    for error in errors:
+        assert error.startswith("RuntimeError: bagua.fsdp: the gradients of 'FSDPBranches'"), error
+        assert "set_reduce_scatter_unused_params(True), where torch has it" in error
+
+
+def error_of_unused_parameters():
+    return faults.error_of(unused_parameters, False, True)
 
 
 @sharded.with_torch_group
