@@ -5,6 +5,7 @@
 #include <string>
 
 #include "base/check.h"
+#include "codec/chunk_batch.h"
 #include "codec/factory.h"
 #include "fake_device/fake_device.h"
 
@@ -29,14 +30,19 @@ class NotingCodec final : public Codec {
   void encode(std::span<const Chunk> chunks, DType dtype, std::byte* scratch,
               StreamHandle stream) const override {
     expect(scratch != nullptr, "encode needs its scratch");
+    const int64_t passes = block_numel() == 0 ? 2 : 1;  // a range of a whole chunk is found first
+    count_launches(chunks, passes);
     note("encode's scratch", stream, scratch, scratch_bytes(chunks, dtype), true);
     for (const Chunk& chunk : chunks) {
-      note("encode", stream, chunk.x, chunk.numel * dtype_bytes(dtype), false);
+      for (int64_t pass = 0; pass < passes; ++pass) {
+        note("encode", stream, chunk.x, chunk.numel * dtype_bytes(dtype), false);
+      }
       note("encode", stream, chunk.payload, payload_bytes(dtype, chunk.numel), true);
     }
     codec_->encode(chunks, dtype, nullptr, nullptr);
   }
   void decode(std::span<const Chunk> chunks, DType dtype, StreamHandle stream) const override {
+    count_launches(chunks);
     for (const Chunk& chunk : chunks) {
       note("decode", stream, chunk.payload, payload_bytes(dtype, chunk.numel), false);
       note("decode", stream, chunk.x, chunk.numel * dtype_bytes(dtype), true);
@@ -45,8 +51,10 @@ class NotingCodec final : public Codec {
   }
   void decode_add(std::span<const Chunk> chunks, DType dtype, float weight,
                   StreamHandle stream) const override {
+    count_launches(chunks);
     for (const Chunk& chunk : chunks) {
       note("decode_add", stream, chunk.payload, payload_bytes(dtype, chunk.numel), false);
+      note("decode_add", stream, chunk.x, chunk.numel * 4, false);
       note("decode_add", stream, chunk.x, chunk.numel * 4, true);
     }
     codec_->decode_add(chunks, dtype, weight, nullptr);
@@ -55,10 +63,16 @@ class NotingCodec final : public Codec {
   const std::string& name() const override { return codec_->name(); }
 
  private:
+  static void count_launches(std::span<const Chunk> chunks, int64_t each = 1) {
+    for_each_batch(
+        chunks, [](int64_t numel) { return numel; },
+        [&](const ChunkBatch&) { count({.launches = each}); });
+  }
   static void note(const char* what, StreamHandle stream, const void* begin, int64_t bytes,
                    bool write) {
     const auto handle = reinterpret_cast<intptr_t>(stream);
     expect(handle > 0, what, " was called without a stream");
+    count({.bytes_read = write ? 0 : bytes, .bytes_written = write ? bytes : 0});
     Device::instance().access(static_cast<int>(handle - 1), what, begin, bytes, write);
   }
   std::shared_ptr<const Codec> codec_;

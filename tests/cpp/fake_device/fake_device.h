@@ -24,6 +24,35 @@ namespace bagua::fake {
 constexpr int kStreams = 64;
 using Clock = std::array<uint64_t, kStreams>;
 
+// Work that a thread gives to the device, as counted on a real one.
+struct Work {
+  int64_t launches = 0;    // kernels, fills and copies
+  int64_t transfers = 0;   // calls of a communicator
+  int64_t host_waits = 0;  // for work given after Device::fall_behind()
+  int64_t bytes_read = 0;
+  int64_t bytes_written = 0;
+
+  Work& operator+=(const Work& other) {
+    launches += other.launches;
+    transfers += other.transfers;
+    host_waits += other.host_waits;
+    bytes_read += other.bytes_read;
+    bytes_written += other.bytes_written;
+    return *this;
+  }
+  Work operator-(const Work& other) const {
+    return {launches - other.launches, transfers - other.transfers, host_waits - other.host_waits,
+            bytes_read - other.bytes_read, bytes_written - other.bytes_written};
+  }
+};
+
+// The calling thread's work is added to this, or counted nowhere.
+inline thread_local Work* counted = nullptr;
+
+inline void count(const Work& work) {
+  if (counted) *counted += work;
+}
+
 inline void join(Clock& into, const Clock& other) {
   for (int i = 0; i < kStreams; ++i) into[i] = std::max(into[i], other[i]);
 }
@@ -77,13 +106,17 @@ class Device {
   // A host thread waits until this is done: whatever is enqueued from then on comes later.
   void await(const Clock& event) {
     std::unique_lock lock(mutex_);
-    if (behind(event)) ++host_waits_;
+    if (behind(event)) {
+      ++host_waits_;
+      count({.host_waits = 1});
+    }
     await_collectives(lock, [&] { return done(event); });
     join(completed_, event);
   }
   void await_all() {
     std::unique_lock lock(mutex_);
     ++host_waits_;
+    count({.host_waits = 1});
     await_collectives(lock, [&] { return collectives_.empty(); });
     for (const Clock& clock : clocks_) join(completed_, clock);
   }
@@ -133,6 +166,12 @@ class Device {
   bool has_copied_host_memory(int stream) {
     std::lock_guard lock(mutex_);
     return completed_[stream] >= host_copies_.at(stream);
+  }
+
+  // Accesses so far are ordered before all to come.
+  void forget() {
+    std::lock_guard lock(mutex_);
+    accesses_.clear();
   }
 
   std::vector<std::string> take_races() {

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstring>
+#include <string>
+#include <string_view>
 #include <utility>
 
 #include <ATen/core/Tensor.h>
@@ -95,6 +97,10 @@ inline at::Tensor allocate(const at::Tensor& like) {
 }
 
 // One operation: its device tensors stand on host memory meanwhile.
+//
+// It counts as one launch, unless it is a view or has no elements. Its bytes are those of its
+// tensor arguments and results, each once: what an operation keeps to itself (sorting, choosing the
+// largest) is not in them, and on a GPU such an operation is several kernels.
 class Call {
  public:
   explicit Call(const c10::OperatorHandle& op) : name_(op.schema().name()), schema_(op.schema()) {
@@ -129,6 +135,7 @@ class Call {
       each_tensor((*stack)[stack->size() - returns + i],
                   [&](const at::Tensor& tensor) { return to_device(tensor); });
     }
+    count(work_);
   }
 
  private:
@@ -149,6 +156,22 @@ class Call {
     }
   }
 
+  // An operation in place reads what it writes, unless it replaces it.
+  bool is_in_place() const {
+    const std::string_view name = name_;
+    return name.ends_with('_') && name != "aten::copy_" && name != "aten::zero_" &&
+           name != "aten::fill_";
+  }
+
+  void note_access(const at::Tensor& tensor, const void* begin, size_t bytes, bool write) {
+    if (tensor.numel() == 0 || is_view_ || name_ == "aten::resize_") return;
+    const auto own = static_cast<int64_t>(tensor.nbytes());
+    work_.launches = 1;
+    work_.bytes_read += !write || is_in_place() ? own : 0;
+    work_.bytes_written += write ? own : 0;
+    Device::instance().access(current_stream(), name_, begin, bytes, write);
+  }
+
   at::Tensor to_host(const at::Tensor& tensor, bool write) {
     if (tensor.is_cpu()) {
       host_memory_ = true;
@@ -159,12 +182,9 @@ class Call {
       pairs_.emplace_back(at::empty({0}, at::TensorOptions(tensor.scalar_type())), tensor);
       return pairs_.back().first;
     }
-    if (tensor.numel() > 0 && !is_view_) {
-      int64_t last = 0;
-      for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
-      Device::instance().access(current_stream(), name_, tensor.data_ptr(),
-                                (last + 1) * tensor.element_size(), write);
-    }
+    int64_t last = 0;
+    for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+    note_access(tensor, tensor.const_data_ptr(), (last + 1) * tensor.element_size(), write);
     c10::DataPtr pointer(tensor.storage().mutable_data(), c10::Device(c10::kCPU));
     c10::Storage storage(c10::Storage::use_byte_size_t(), tensor.storage().nbytes(),
                          std::move(pointer));
@@ -173,7 +193,7 @@ class Call {
   }
 
   // An argument itself, a view of one, or new memory.
-  at::Tensor to_device(const at::Tensor& result) const {
+  at::Tensor to_device(const at::Tensor& result) {
     for (const auto& [host, device] : pairs_) {
       if (result.is_same(host)) return device;
     }
@@ -184,18 +204,18 @@ class Call {
     return copied(result);
   }
 
-  at::Tensor copied(const at::Tensor& result) const {
+  at::Tensor copied(const at::Tensor& result) {
     at::Tensor copy = allocate(result);
     std::memcpy(copy.storage().mutable_data(), result.storage().data(), result.storage().nbytes());
-    Device::instance().access(current_stream(), name_, copy.storage().data(),
-                              copy.storage().nbytes(), true);
+    note_access(result, copy.storage().data(), copy.storage().nbytes(), true);
     return copy;
   }
 
   const std::string name_;
   const c10::FunctionSchema& schema_;
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;  // on the host, on the device
-  bool is_view_ = false;                                  // touches no element
+  Work work_;
+  bool is_view_ = false;  // touches no element
   bool host_memory_ = false;
   bool host_written_ = false;
   bool host_waits_ = true;

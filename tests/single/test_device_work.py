@@ -1,0 +1,65 @@
+"""Budgets of the work that each op gives to a device in a round, counted on the fake device."""
+
+import math
+
+import pytest
+from support.programs.device_work import device_work
+
+RANKS = (2, 4, 8)
+
+# Most launches, transfers and waits in a round of a 10 MiB bucket with any number of RANKS, and
+# most bytes read and written per element. "own part": per element of the rank's own part.
+BUDGETS = {
+    "all_reduce": (0, 1, 0, 0),
+    "compressed_all_reduce minmax_uint8": (27, 2, 0, 38),
+    "compressed_all_reduce minmax_uint8, own part": (16, 0, 0, 115),
+    "compressed_all_reduce block_uint8": (24, 2, 0, 32),
+    "compressed_all_reduce block_uint8, own part": (14, 0, 0, 107),
+    "compressed_all_reduce fp16": (24, 2, 0, 35),
+    "compressed_all_reduce fp16, own part": (14, 0, 0, 118),
+    "compressed_all_reduce bf16": (24, 2, 0, 35),
+    "compressed_all_reduce bf16, own part": (14, 0, 0, 118),
+    "compressed_all_reduce int4_block": (24, 2, 0, 30),
+    "compressed_all_reduce int4_block, own part": (14, 0, 0, 102),
+    "compressed_gossip minmax_uint8": (43, 1, 0, 298),
+    "compressed_gossip block_uint8": (42, 1, 0, 294),
+    "compressed_gossip fp16": (42, 1, 0, 298),
+    "compressed_gossip bf16": (42, 1, 0, 298),
+    "compressed_gossip int4_block": (42, 1, 0, 293),
+    "gossip": (60, 1, 0, 28),
+    "neighbor_average": (480, 3, 0, 220),
+    # The waits are for the ranks, outside the gate.
+    "async_average": (6, 2, 2, 40),
+    "update_momentum": (50, 0, 0, 12),
+    "sparse": (126, 1, 0, 132),
+    "random_sparse": (33, 1, 0, 61),
+}
+
+
+@pytest.fixture(scope="module")
+def most():
+    """The largest counts over all numbers of ranks: op -> (launches, transfers, waits, bytes)."""
+    largest = {}
+    for row in device_work(RANKS):
+        counts = tuple(row[key] for key in ("launches", "transfers", "waits"))
+        counts = (*counts, math.ceil(round(row["read"] + row["written"], 1)))
+        largest[row["op"]] = tuple(map(max, counts, largest.get(row["op"], counts)))
+    return largest
+
+
+@pytest.mark.timeout(400)  # the first one builds the program
+def test_every_op_has_a_budget(most):
+    assert set(most) == set(BUDGETS)
+
+
+@pytest.mark.parametrize("op", BUDGETS)
+def test_an_op_keeps_to_its_budget_of_launches_transfers_waits_and_bytes(most, op):
+    for count, budget in zip(most[op], BUDGETS[op], strict=True):
+        assert count <= budget, f"{most[op]} exceeds {BUDGETS[op]}"
+
+
+@pytest.mark.parametrize("op", BUDGETS)
+def test_a_budget_is_no_larger_than_what_is_counted(most, op):
+    """Fails where an op has become cheaper: its budget shall follow."""
+    for count, budget in zip(most[op], BUDGETS[op], strict=True):
+        assert count >= budget, f"{most[op]} is less than {BUDGETS[op]}"
