@@ -11,6 +11,7 @@
 #include "comm/device_stream.h"
 #include "op/tensors/all_finite.h"
 #include "op/tensors/arithmetic_dtype.h"
+#include "op/tensors/numel_at_once.h"
 
 namespace bagua {
 namespace {
@@ -93,10 +94,9 @@ bool AsyncAverage::run(bool wants_to_stop) {
 
 void AsyncAverage::training_enters() { averaged_.block_current_stream(); }
 
-// On CPU range by range, in cache; a device would rather have few large launches.
 void AsyncAverage::apply(Part& part) {
   const bool narrow = part.weights.scalar_type() != part.mean.scalar_type();
-  const int64_t most = part.weights.is_cpu() ? kCachedNumel : part.weights.numel();
+  const int64_t most = numel_at_once(part.weights, kCachedNumel);
   for (int64_t first = 0; first < part.weights.numel(); first += most) {
     const int64_t numel = std::min(most, part.weights.numel() - first);
     at::Tensor weights = part.weights.narrow(0, first, numel);

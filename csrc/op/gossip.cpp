@@ -5,6 +5,7 @@
 
 #include "base/check.h"
 #include "op/memory/communications.h"
+#include "op/tensors/numel_at_once.h"
 #include "op/wire/part_layout.h"
 #include "topology/topology.h"
 
@@ -33,10 +34,11 @@ void Gossip::run(at::Tensor& flat, const Round&) {
       scratch_->get(Scratch::kReceive, flat.numel(), flat.scalar_type(), flat.device());
   communicator_->exchange({Send{flat, peer}}, {Recv{received, peer}});
   // 3. Product by product: a fused multiply-add would round the two sides of a pair differently.
-  //    Tile by tile, so that memory is read once and the rest happens in cache.
+  //    Tile by tile on CPU, so that memory is read once and the rest happens in cache.
   const double total = static_cast<double>(weights_[rank]) + weights_[peer];
-  for (int64_t first = 0; first < flat.numel(); first += kTileNumel) {
-    const int64_t numel = std::min(kTileNumel, flat.numel() - first);
+  const int64_t most = numel_at_once(flat, kTileNumel);
+  for (int64_t first = 0; first < flat.numel(); first += most) {
+    const int64_t numel = std::min(most, flat.numel() - first);
     at::Tensor own = flat.narrow(0, first, numel);
     at::Tensor theirs = received.narrow(0, first, numel);
     own.mul_(weights_[rank] / total).add_(theirs.mul_(weights_[peer] / total));

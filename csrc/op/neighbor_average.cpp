@@ -7,6 +7,7 @@
 #include "base/check.h"
 #include "comm/tensor_checks.h"
 #include "op/tensors/arithmetic_dtype.h"
+#include "op/tensors/numel_at_once.h"
 #include "op/wire/part_layout.h"
 
 namespace bagua {
@@ -51,8 +52,9 @@ void NeighborAverage::run(at::Tensor& flat, const Round& round) {
                   "': NeighborAverage needs floating-point numbers, not ",
                   dtype_text(flat.scalar_type()), ".");
   if (terms_.size() == 1) return;
-  for (int64_t first = 0; first < flat.numel(); first += kSegmentNumel) {
-    at::Tensor segment = flat.narrow(0, first, std::min(kSegmentNumel, flat.numel() - first));
+  const int64_t most = numel_at_once(flat, kSegmentNumel);
+  for (int64_t first = 0; first < flat.numel(); first += most) {
+    at::Tensor segment = flat.narrow(0, first, std::min(most, flat.numel() - first));
     const int64_t neighbors = static_cast<int64_t>(terms_.size()) - 1;
     at::Tensor received =
         scratch_
@@ -72,13 +74,14 @@ void NeighborAverage::run(at::Tensor& flat, const Round& round) {
   }
 }
 
-// Tile by tile, so that the products stay in cache. Product by product: whether a fused
+// Tile by tile on CPU, so that the products stay in cache. Product by product: whether a fused
 // multiply-add is used depends on where a thread's share begins, which ranks need not have in
 // common.
 void NeighborAverage::mix(at::Tensor& segment, const at::Tensor& received) {
   const at::ScalarType dtype = arithmetic_dtype(segment.scalar_type());
-  for (int64_t first = 0; first < segment.numel(); first += kTileNumel) {
-    const int64_t numel = std::min(kTileNumel, segment.numel() - first);
+  const int64_t most = numel_at_once(segment, kTileNumel);
+  for (int64_t first = 0; first < segment.numel(); first += most) {
+    const int64_t numel = std::min(most, segment.numel() - first);
     at::Tensor own = segment.narrow(0, first, numel);
     at::Tensor sum = scratch_->get(Scratch::kSum, numel, dtype, segment.device());
     at::Tensor product = scratch_->get(Scratch::kScaled, numel, dtype, segment.device());

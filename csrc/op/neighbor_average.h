@@ -17,7 +17,8 @@ struct MixingTerm {
 };
 
 // Mixing with a matrix W whose row is `own_weight` and the neighbours' weights (D-PSGD: X. Lian et
-// al., NeurIPS 2017, with the graph as given). Segment by segment, so that little memory is needed:
+// al., NeurIPS 2017, with the graph as given). On CPU segment by segment, so that little memory is
+// needed; on a device the bucket is one segment:
 //   1. post the receives from all neighbours, then the sends to them: no graph in which neighbours
 //      are mutual can deadlock;
 //   2. segment = sum of w_j x_j over the rank itself and its neighbours, in rank order, in f32 (f64

@@ -26,8 +26,8 @@ BUDGETS = {
     "compressed_gossip fp16": (42, 1, 0, 298),
     "compressed_gossip bf16": (42, 1, 0, 298),
     "compressed_gossip int4_block": (42, 1, 0, 293),
-    "gossip": (60, 1, 0, 28),
-    "neighbor_average": (480, 3, 0, 220),
+    "gossip": (3, 1, 0, 28),
+    "neighbor_average": (24, 1, 0, 220),
     # The waits are for the ranks, outside the gate.
     "async_average": (6, 2, 2, 40),
     "update_momentum": (50, 0, 0, 12),

@@ -21,7 +21,9 @@
 #include "op/compressed_all_reduce.h"
 #include "op/compressed_gossip.h"
 #include "op/error_feedback_all_reduce.h"
+#include "op/gossip.h"
 #include "op/low_rank.h"
+#include "op/neighbor_average.h"
 #include "op/random_sparse.h"
 #include "op/sharded/compressed_all_gather.h"
 #include "op/sharded/compressed_reduce_scatter.h"
@@ -130,6 +132,18 @@ std::vector<Subject> subjects() {
     auto inner = std::make_shared<AllReduce>(loopback(), ReduceOp::kAvg);
     return std::make_shared<AverageWeights>(zeros_on(device, kNumel), counter(), inner);
   });
+  for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
+    const std::string suffix = std::string(" ") + c10::toString(dtype);
+    add("gossip" + suffix, dtype, 0, [=](at::Device) {
+      return std::make_shared<Gossip>(loopback(), counter(), std::vector<int>{3, 2, 1},
+                                      std::make_shared<Scratch>());
+    });
+    add("neighbor average" + suffix, dtype, 0, [](at::Device) {
+      return std::make_shared<NeighborAverage>(loopback(), 0.5,
+                                               std::vector<MixingTerm>{{1, 0.2}, {2, 0.3}},
+                                               std::make_shared<Scratch>());
+    });
+  }
   add("low rank", at::kFloat, 1e-4, [=](at::Device device) {
     const std::vector<LowRankMatrix> matrices{{0, 400, 500, 2}};
     at::Tensor queries = at::arange(1000, at::kFloat).mul_(0.01).sin_().to(device);
