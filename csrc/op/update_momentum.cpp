@@ -3,6 +3,9 @@
 #include <utility>
 
 #include <ATen/ScalarOps.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_lerp.h>
+#include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/lerp.h>
 #include <ATen/ops/mul.h>
@@ -29,7 +32,7 @@ UpdateMomentum::UpdateMomentum(std::vector<SlotMomentum> slots, at::Tensor betas
 }
 
 void UpdateMomentum::run(at::Tensor& flat, const Round& round) {
-  const double* betas = betas_.const_data_ptr<double>();
+  std::vector<at::Tensor> gradients;
   for (size_t i = 0; i < slots_.size(); ++i) {
     const auto& [memory, offset, strides] = slots_[i];
     BAGUA_CHECK_ARG(
@@ -38,18 +41,45 @@ void UpdateMomentum::run(at::Tensor& flat, const Round& round) {
         "bucket '", round.bucket, "': the momentum of its slot ", i, " (", memory.toString(),
         memory.sizes(), " at ", offset, ") must be memory of its own, like the bucket's (",
         flat.toString(), ", ", flat.numel(), " elements).");
-    at::Tensor gradient =
-        at::as_strided(flat, memory.sizes(), strides, flat.storage_offset() + offset);
+    gradients.push_back(
+        at::as_strided(flat, memory.sizes(), strides, flat.storage_offset() + offset));
+  }
+  if (flat.is_cpu()) {
+    update_in_turn(gradients, round);
+  } else {
+    update_together(gradients, round);
+  }
+}
+
+// Slot by slot, so that a slot stays in cache.
+void UpdateMomentum::update_in_turn(std::vector<at::Tensor>& gradients, const Round& round) const {
+  const double* betas = betas_.const_data_ptr<double>();
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const auto& [memory, offset, strides] = slots_[i];
     at::Tensor scaled = memory;
     if (round.grad_scale != 1.0f) {
       scaled = at::as_strided(
-          scratch_->get(Scratch::kScaled, memory.numel(), flat.scalar_type(), flat.device()),
+          scratch_->get(Scratch::kScaled, memory.numel(), memory.scalar_type(), memory.device()),
           memory.sizes(), strides, 0);
       at::mul_out(scaled, memory, at::native::wrapped_scalar_tensor(round.grad_scale));
     }
     // 1.
-    at::lerp_out(gradient, scaled, gradient, 1.0 - betas[i]);
+    at::lerp_out(gradients[i], scaled, gradients[i], 1.0 - betas[i]);
   }
+}
+
+// All slots in each launch.
+void UpdateMomentum::update_together(std::vector<at::Tensor>& gradients, const Round& round) const {
+  const double* betas = betas_.const_data_ptr<double>();
+  std::vector<at::Tensor> scaled;
+  std::vector<at::Scalar> weights;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    scaled.push_back(slots_[i].memory);
+    weights.emplace_back(1.0 - betas[i]);
+  }
+  if (round.grad_scale != 1.0f) scaled = at::_foreach_mul(scaled, at::Scalar(round.grad_scale));
+  // 1.
+  at::_foreach_copy_(gradients, at::_foreach_lerp(scaled, gradients, weights));
 }
 
 std::string UpdateMomentum::describe() const {

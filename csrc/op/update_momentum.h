@@ -22,7 +22,8 @@ struct SlotMomentum {
 // Memory stays in unscaled units and is only read: the optimizer commits the averaged result
 // after a check that it is finite on all ranks. With s = 1 these are the bits of
 // torch.optim.Adam's first moment; another power of two scales them and nothing else. Padding stays
-// zero. Non-finite values give non-finite results.
+// zero. Non-finite values give non-finite results. On a device each of the two
+// launches takes all slots.
 //
 // Ownership: memories and `betas` (one f64 per slot, CPU) are shared with the algorithm; on other
 // threads they may be written between wait() and the next mark.
@@ -35,6 +36,9 @@ class UpdateMomentum final : public BucketOp {
   std::string describe() const override;
 
  private:
+  void update_in_turn(std::vector<at::Tensor>& gradients, const Round& round) const;
+  void update_together(std::vector<at::Tensor>& gradients, const Round& round) const;
+
   std::vector<SlotMomentum> slots_;
   at::Tensor betas_;
   std::shared_ptr<Scratch> scratch_;

@@ -30,7 +30,7 @@ BUDGETS = {
     "neighbor_average": (24, 1, 0, 220),
     # The waits are for the ranks, outside the gate.
     "async_average": (6, 2, 2, 40),
-    "update_momentum": (50, 0, 0, 12),
+    "update_momentum": (2, 0, 0, 20),
     "sparse": (126, 1, 0, 132),
     "random_sparse": (33, 1, 0, 61),
 }

@@ -191,3 +191,54 @@ def test_groups_share_one_warm_up():
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": params[2:]})
     assert optimizer.warmup_steps == 5
+
+
+def step_operation_by_operation(optimizer, group, p, averaged):
+    """A step after the warm-up in plain operations on one parameter."""
+    state, (beta1, beta2) = optimizer.state[p], group["betas"]
+    if averaged:
+        state["exp_avg"].copy_(p.grad)
+    else:
+        state["exp_avg"].lerp_(p.grad, 1 - beta1)
+    if group["weight_decay"] != 0:
+        state["exp_avg"].add_(p, alpha=(1 - beta1) * group["weight_decay"])
+    state["step"] += 1
+    step = state["step"].item()
+    denominator = state["exp_avg_sq"].sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+    p.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - beta1**step))
+
+
+@pytest.mark.parametrize("averaged", [False, True], ids=["alone", "averaged"])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+def test_steps_of_lists_have_the_bits_of_single_operations(dtype, averaged):
+    """As on a device, where a group's parameters are stepped together, and as on CPU."""
+
+    def one_by_one(optimizer, group, stepped):
+        for p in stepped:
+            step_operation_by_operation(optimizer, group, p, averaged)
+
+    def alone(optimizer, group, stepped):
+        for p in stepped:
+            optimizer._step_later(group, [p], averaged)
+
+    def together(optimizer, group, stepped):
+        optimizer._step_later(group, stepped, averaged)
+
+    def train(steps_of):
+        params = parameters(dtype)
+        optimizer = optimizer_of(params)
+        run(params, optimizer, range(3))
+        for step in range(3, 6):
+            give_gradients(params, step)
+            if step == 4:
+                params[1].grad = None  # the counts of its group differ from here on
+            for group in optimizer.param_groups:
+                with torch.no_grad():
+                    steps_of(optimizer, group, [p for p in group["params"] if p.grad is not None])
+        return params, [optimizer.state[p] for p in params]
+
+    params, states = train(one_by_one)
+    for found, found_states in (train(alone), train(together)):
+        for p, q, state, other in zip(params, found, states, found_states, strict=True):
+            assert torch.equal(p, q)
+            assert all(torch.equal(state[key], other[key]) for key in state)

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <ATen/ops/arange.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
 #include "codec/factory.h"
@@ -28,6 +29,7 @@
 #include "op/sharded/compressed_all_gather.h"
 #include "op/sharded/compressed_reduce_scatter.h"
 #include "op/sparse.h"
+#include "op/update_momentum.h"
 
 namespace bagua::fake {
 namespace {
@@ -104,13 +106,15 @@ std::vector<Subject> subjects() {
                                                      static_cast<Checksum>(dtype == at::kHalf));
       });
     }
-    add("gossip of " + name, at::kFloat, 0, [name](at::Device device) {
-      const Replicas replicas{zeros_on(device, kNumel), zeros_on(device, kNumel),
-                              zeros_on(device, kNumel)};
-      return std::make_shared<CompressedGossip>(loopback(), codec_on(device, name),
-                                                std::make_shared<Scratch>(), replicas,
-                                                MixingWeights{1.0 / 3, 1.0 / 3}, Checksum::kOn);
-    });
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
+      add("gossip of " + name + " " + c10::toString(dtype), dtype, 0, [name](at::Device device) {
+        const Replicas replicas{zeros_on(device, kNumel), zeros_on(device, kNumel),
+                                zeros_on(device, kNumel)};
+        return std::make_shared<CompressedGossip>(loopback(), codec_on(device, name),
+                                                  std::make_shared<Scratch>(), replicas,
+                                                  MixingWeights{1.0 / 3, 1.0 / 3}, Checksum::kOn);
+      });
+    }
   }
   for (const std::string& name : codec_names()) {
     add("reduce-scatter of " + name, at::kFloat, 0, [=](at::Device device) {
@@ -144,6 +148,13 @@ std::vector<Subject> subjects() {
                                                std::make_shared<Scratch>());
     });
   }
+  add("momentum", at::kFloat, 0, [](at::Device device) {
+    const at::Tensor memory = gradient(5).to(device);
+    std::vector<SlotMomentum> slots{{memory.narrow(0, 0, 1000), 0, {1}},
+                                    {memory.narrow(0, 1000, 600).view({20, 30}), 1000, {1, 20}}};
+    return std::make_shared<UpdateMomentum>(std::move(slots), at::tensor({0.9, 0.3}, at::kDouble),
+                                            std::make_shared<Scratch>());
+  });
   add("low rank", at::kFloat, 1e-4, [=](at::Device device) {
     const std::vector<LowRankMatrix> matrices{{0, 400, 500, 2}};
     at::Tensor queries = at::arange(1000, at::kFloat).mul_(0.01).sin_().to(device);

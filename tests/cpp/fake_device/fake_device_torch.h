@@ -100,7 +100,8 @@ inline at::Tensor allocate(const at::Tensor& like) {
 //
 // It counts as one launch, unless it is a view or has no elements. Its bytes are those of its
 // tensor arguments and results, each once: what an operation keeps to itself (sorting, choosing the
-// largest) is not in them, and on a GPU such an operation is several kernels.
+// largest) is not in them, and on a GPU such an operation is several kernels. So is one of a list
+// of many or large tensors (_foreach_*).
 class Call {
  public:
   explicit Call(const c10::OperatorHandle& op) : name_(op.schema().name()), schema_(op.schema()) {
@@ -159,7 +160,7 @@ class Call {
   // An operation in place reads what it writes, unless it replaces it.
   bool is_in_place() const {
     const std::string_view name = name_;
-    return name.ends_with('_') && name != "aten::copy_" && name != "aten::zero_" &&
+    return name.ends_with('_') && !name.ends_with("copy_") && name != "aten::zero_" &&
            name != "aten::fill_";
   }
 
@@ -245,7 +246,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
   // These would not reach the fallback: torch has one implementation for all devices.
-  for (const char* name : {"copy_"}) {
+  for (const char* name :
+       {"copy_", "_foreach_copy_", "_foreach_lerp.ScalarList", "_foreach_mul.Scalar"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   }
 }

@@ -2,7 +2,8 @@
 
 A launch is a kernel, a fill or a copy. An operation of ATen counts as one launch, and reads and
 writes its tensor arguments and results once; operations that are several kernels on a GPU (topk,
-sort, index_add) cost more than is counted. A call of a communicator is a transfer: its own work is
+sort, index_add) cost more than is counted, and one over a list of tensors is a launch for some 50
+of them. A call of a communicator is a transfer: its own work is
 not counted. Waits are those of the host for work of the same round.
 """
 

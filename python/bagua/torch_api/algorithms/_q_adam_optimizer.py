@@ -138,9 +138,11 @@ class QAdamOptimizer(torch.optim.Optimizer):
             parameters = [p for p in group["params"] if p.grad is not None]
             if warming_up:
                 self._warm_up(group, parameters)
-            for parameter in parameters if not warming_up else ():
-                self._take_momentum(group, parameter, averaged)
-                self._move(group, parameter)
+            elif all(parameter.is_cpu for parameter in parameters):
+                for parameter in parameters:  # one by one, so that it stays in cache
+                    self._step_later(group, [parameter], averaged)
+            else:
+                self._step_later(group, parameters, averaged)
         return loss
 
     def _has_gradients(self) -> bool:
@@ -165,26 +167,28 @@ class QAdamOptimizer(torch.optim.Optimizer):
             maximize=False,
         )
 
-    def _take_momentum(
-        self, group: dict[str, Any], parameter: torch.Tensor, averaged: bool
+    def _step_later(
+        self, group: dict[str, Any], parameters: list[torch.Tensor], averaged: bool
     ) -> None:
-        gradient, momentum = parameter.grad, self.state_of(parameter)["exp_avg"]
-        assert gradient is not None
-        if averaged:
-            momentum.copy_(gradient)
-        else:
-            momentum.lerp_(gradient, 1 - group["betas"][0])
-        if group["weight_decay"] != 0:
-            momentum.add_(parameter, alpha=(1 - group["betas"][0]) * group["weight_decay"])
-
-    def _move(self, group: dict[str, Any], parameter: torch.Tensor) -> None:
-        state = self.state_of(parameter)
-        state["step"] += 1
-        step = state["step"].item()
+        """A step after the warm-up of parameters of one group, which have gradients."""
+        states = [self.state_of(parameter) for parameter in parameters]
+        momenta = [state["exp_avg"] for state in states]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         beta1, beta2 = group["betas"]
-        denominator = state["exp_avg_sq"].sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
-        rate = float(group["lr"]) / (1 - beta1**step)
-        parameter.addcdiv_(state["exp_avg"], denominator, value=-rate)
+        if averaged:
+            torch._foreach_copy_(momenta, gradients)
+        else:
+            torch._foreach_lerp_(momenta, gradients, 1 - beta1)
+        if group["weight_decay"] != 0:
+            torch._foreach_add_(momenta, parameters, alpha=(1 - beta1) * group["weight_decay"])
+        for state in states:
+            state["step"] += 1
+        steps = [state["step"].item() for state in states]
+        denominators = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
+        torch._foreach_div_(denominators, [(1 - beta2**step) ** 0.5 for step in steps])
+        torch._foreach_add_(denominators, group["eps"])
+        rates = [-float(group["lr"]) / (1 - beta1**step) for step in steps]
+        torch._foreach_addcdiv_(parameters, momenta, denominators, rates)
 
 
 def _check(group: dict[str, Any]) -> None:
