@@ -71,9 +71,10 @@ BAGUA_HD constexpr int64_t code_bytes(int64_t numel) {
   return (numel + kCodesPerByte<Format> - 1) / kCodesPerByte<Format>;
 }
 
-// Byte j of the codes of the range x[0, numel), which take `stride` bytes.
-template <RangedFormat Format, typename T>
-BAGUA_HD uint8_t pack_codes(const T* x, int64_t numel, int64_t stride, int64_t j,
+// Byte j of the codes of the range x[0, numel), which take `stride` bytes. x: a pointer, or what
+// gives an element like one.
+template <RangedFormat Format, typename Values>
+BAGUA_HD uint8_t pack_codes(const Values& x, int64_t numel, int64_t stride, int64_t j,
                             typename Format::Grid grid) {
   uint32_t byte = 0;
   for (int k = 0; k < kCodesPerByte<Format>; ++k) {

@@ -23,6 +23,8 @@ struct Chunk {
   int64_t numel;
 };
 
+class FusedCodec;
+
 // Turns chunks of numbers into payloads of fewer bytes and back.
 //
 // Thread safety: const and stateless; callers may split chunks over threads. Ownership: none, all
@@ -60,6 +62,10 @@ class Codec {
   // Elements that share a range: a chunk may be cut at multiples of it without changing what is
   // decoded. 0: the whole chunk is one unit (minmax_uint8). 1: element by element (casts).
   virtual int64_t block_numel() const = 0;
+
+  // The kernels that join this codec with the arithmetic around it; null where there are none, as
+  // on CPU. The codec's own.
+  virtual const FusedCodec* fused() const { return nullptr; }
 
   // The name in the table of codecs.h.
   virtual const std::string& name() const = 0;

@@ -49,14 +49,14 @@ at::Tensor add_where_finite(at::Tensor memory, at::Tensor difference) {
 
 // One run: the memory it works in and where the payloads lie.
 struct CompressedGossip::Work {
-  at::Tensor flat;
+  at::Tensor flat;  // the bucket; a copy in f32 of a bucket of f64 where kernels are fused
   PartLayout layout;
   PayloadRows send;          // one row
   PayloadRows receive;       // a row for each neighbour: left, right
   int64_t rows;              // neighbours: one if both are the same rank
   int64_t difference_numel;  // elements handled at a time
   int64_t product_numel;     // elements multiplied at a time
-  at::Tensor memory;         // differences, then products, of each thread
+  at::Tensor memory;         // differences, then products, of each thread; undefined if fused
   CodecCalls calls;
 
   at::Tensor differences(int64_t numel) const { return of_thread(0, numel); }
@@ -67,6 +67,21 @@ struct CompressedGossip::Work {
     std::vector<Chunk> result;
     append_chunks(result, layout, first_tile, end_tile, difference.data_ptr(), sizeof(float), row);
     return result;
+  }
+  // Tiles [first_tile, end_tile): their weights, and their payloads to be sent.
+  std::vector<Chunk> weights(int64_t first_tile, int64_t end_tile) const {
+    std::vector<Chunk> result;
+    const int64_t offset = layout.first_element(first_tile) * flat.element_size();
+    append_chunks(result, layout, first_tile, end_tile,
+                  static_cast<std::byte*>(flat.data_ptr()) + offset, flat.element_size(),
+                  send.row(0));
+    return result;
+  }
+  ThreeArrays arrays(const Replicas& replicas) const {
+    return {.x = flat.data_ptr(),
+            .own = replicas.own.data_ptr<float>(),
+            .left = replicas.left.data_ptr<float>(),
+            .right = replicas.right.data_ptr<float>()};
   }
 
  private:
@@ -130,19 +145,24 @@ void CompressedGossip::run(at::Tensor& flat, const Round& round) {
   const int64_t threads = whole ? 1 : std::min<int64_t>(at::get_num_threads(), layout.tiles());
   const int64_t difference_numel = whole ? flat.numel() : layout.numel(0, 1);
   const int64_t product_numel = whole ? flat.numel() : kProductNumel;
+  const bool fused = codec_->fused() != nullptr;
+  const bool casts = fused && flat.scalar_type() == at::kDouble;
+  at::Tensor values =
+      casts ? scratch_->get(Scratch::kCast, flat.numel(), at::kFloat, device).copy_(flat) : flat;
   const auto rows = [&](Scratch::Use use, int64_t count) -> PayloadRows {
     return {scratch_->get(use, count * layout.bytes(), at::kByte, device), layout.bytes()};
   };
   const Work work{
-      .flat = flat,
+      .flat = values,
       .layout = layout,
       .send = rows(Scratch::kSend, 1),
       .receive = rows(Scratch::kReceive, neighbours),
       .rows = neighbours,
       .difference_numel = difference_numel,
       .product_numel = product_numel,
-      .memory = scratch_->get(Scratch::kSum, threads * (difference_numel + product_numel),
-                              at::kFloat, device),
+      .memory = fused ? at::Tensor()
+                      : scratch_->get(Scratch::kSum, threads * (difference_numel + product_numel),
+                                      at::kFloat, device),
       .calls = CodecCalls(*codec_, kWire, device, *scratch_)};
   exchange_.begin(round);
   // 1.
@@ -154,10 +174,19 @@ void CompressedGossip::run(at::Tensor& flat, const Round& round) {
                        for_tiles(device, tiles.front().first_tile, tiles.front().end_tile,
                                  [&](int64_t first, int64_t end) { apply(work, first, end); });
                      });
+  if (casts) flat.copy_(values);
 }
 
 // Step 1, product by product: a fused multiply-add would not give the same bits on all devices.
 void CompressedGossip::encode(const Work& work, int64_t first_tile, int64_t end_tile) const {
+  if (const FusedCodec* fused = work.calls.fused()) {
+    const ThreeWeights weights{.own = static_cast<float>(1 + mixing_.left + mixing_.right),
+                               .left = static_cast<float>(mixing_.left),
+                               .right = static_cast<float>(mixing_.right)};
+    return fused->encode_combined(work.weights(first_tile, end_tile), work.arrays(replicas_),
+                                  weights, codec_dtype(work.flat.scalar_type()),
+                                  work.calls.stream());
+  }
   const int64_t first = work.layout.first_element(first_tile);
   const int64_t numel = work.layout.numel(first_tile, end_tile);
   at::Tensor difference = work.differences(numel);
@@ -178,6 +207,13 @@ void CompressedGossip::encode(const Work& work, int64_t first_tile, int64_t end_
 }
 
 void CompressedGossip::apply(const Work& work, int64_t first_tile, int64_t end_tile) const {
+  if (const FusedCodec* fused = work.calls.fused()) {
+    const ThreeRows rows{.own = work.send.row(0),
+                         .left = work.receive.row(0),
+                         .right = work.receive.row(work.rows - 1)};
+    return fused->decode_add_three(work.weights(first_tile, end_tile), work.arrays(replicas_), rows,
+                                   codec_dtype(work.flat.scalar_type()), work.calls.stream());
+  }
   const int64_t first = work.layout.first_element(first_tile);
   const int64_t numel = work.layout.numel(first_tile, end_tile);
   at::Tensor sum = work.differences(numel);

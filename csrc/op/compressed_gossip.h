@@ -36,7 +36,8 @@ struct MixingWeights {
 // rank on its left, and R that of the one on its right, if they were so before.
 //
 // With two ranks both neighbours are one: it is sent one message, which counts for L and R. With
-// one rank nothing is done. Buckets of any floating dtype; the wire and the replicas are f32.
+// one rank nothing is done. Buckets of any floating dtype; the wire and the replicas are f32. On a
+// device step 1 is one launch, and steps 3 and 4 are one, if the codec can.
 //
 // Note [Replicas stay finite]
 // Where a replica's sum would not be finite, the replica keeps its value, by the same rule on all

@@ -35,6 +35,7 @@ PROGRAMS = {
         "tests/cpp/kernels/kernels.cpp",
         "csrc/codec/chunk_codec_cpu.cpp",
         "csrc/codec/cuda/chunk_codec_cuda.cu",
+        "csrc/codec/cuda/fused_codec_cuda.cu",
     ),
     "emulation_faults": ("tests/cpp/emulation/emulation_faults.cpp",),
 }

@@ -58,9 +58,9 @@ struct BlockSections {
   static constexpr int kHeaderBytes = sizeof(HeaderOf<Format, T>);
 };
 
-// A block of any size or alignment, by all lanes of the warp.
-template <BlockedFormat Format, typename T>
-BAGUA_DEVICE void encode_block(const T* x, int numel, std::byte* header_at, uint8_t* codes) {
+// A block x[0, numel) of any size or alignment, encoded as elements of T by all lanes of the warp.
+template <RangedFormat Format, typename T, typename Values>
+BAGUA_DEVICE void encode_block(const Values& x, int numel, std::byte* header_at, uint8_t* codes) {
   ExtentOf<Format> extent = empty_extent<Format>();
   for (int i = lane_index(); i < numel; i += kWarpLanes) extent.take(0, widen(x[i]));
   const auto header = Format::template header<T>(join_lanes(extent));
@@ -129,8 +129,8 @@ BAGUA_DEVICE void encode_blocks(const Tile& tile) {
   for (int block = whole; block * Mine::kNumel < tile.numel; ++block) {
     const int first = block * Mine::kNumel;
     const int left = tile.numel - first;
-    encode_block<Format>(x + first, left < Mine::kNumel ? left : Mine::kNumel,
-                         sections.header(block), sections.codes_of(block));
+    encode_block<Format, T>(x + first, left < Mine::kNumel ? left : Mine::kNumel,
+                            sections.header(block), sections.codes_of(block));
   }
   if (tile.is_last()) clear_padding(tile.chunk, layout);
 }

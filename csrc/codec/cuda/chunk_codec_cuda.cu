@@ -7,6 +7,7 @@
 #include "codec/cuda/chunk_codec_cuda.h"
 #include "codec/cuda/decode_kernels.cuh"
 #include "codec/cuda/encode_kernels.cuh"
+#include "codec/cuda/fused_codec_cuda.h"
 #include "codec/cuda/range_kernels.cuh"
 
 namespace bagua {
@@ -23,7 +24,8 @@ int64_t tile_grid(const ChunkBatch& batch) { return (batch.units() + kTileWarps 
 template <typename Format>
 class ChunkCodecCuda final : public Codec {
  public:
-  explicit ChunkCodecCuda(std::string name) : name_(std::move(name)) {}
+  explicit ChunkCodecCuda(std::string name)
+      : name_(std::move(name)), fused_(make_fused_cuda_codec(name_)) {}
 
   Processor processor() const override { return Processor::kCuda; }
 
@@ -84,10 +86,13 @@ class ChunkCodecCuda final : public Codec {
 
   int64_t block_numel() const override { return Format::kBlockNumel; }
 
+  const FusedCodec* fused() const override { return fused_.get(); }
+
   const std::string& name() const override { return name_; }
 
  private:
   const std::string name_;
+  const std::unique_ptr<const FusedCodec> fused_;
 };
 
 }  // namespace

@@ -7,21 +7,6 @@
 namespace bagua {
 namespace {
 
-DType codec_dtype(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-      return DType::kFloat32;
-    case at::kHalf:
-      return DType::kFloat16;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    default:
-      throw Error(concat("a codec takes float32, float16, bfloat16 or float64 buckets, not ",
-                         c10::toString(type),
-                         ". Exclude the parameter through _bagua_params_and_buffers_to_ignore."));
-  }
-}
-
 int64_t part_stride(int64_t numel, int parts) {
   if (numel % parts == 0) return numel / parts;
   const int64_t even = (numel + parts - 1) / parts;

@@ -8,7 +8,9 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
+#include "base/check.h"
 #include "codec/codec.h"
+#include "codec/fused_codec.h"
 #include "comm/device_stream.h"
 #include "op/memory/scratch.h"
 #include "op/wire/part_layout.h"
@@ -36,6 +38,22 @@ inline void append_chunks(std::vector<Chunk>& chunks, const PartLayout& layout, 
     const int64_t numel = layout.numel(tile, tile + 1);
     chunks.push_back({values, message + layout.payload_offset(tile), numel});
     values += numel * element_bytes;
+  }
+}
+
+// The dtype in which a codec takes a bucket of `type`; f64 is cast to f32 before. Throws Error.
+inline DType codec_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    default:
+      throw Error(concat("a codec takes float32, float16, bfloat16 or float64 buckets, not ",
+                         c10::toString(type),
+                         ". Exclude the parameter through _bagua_params_and_buffers_to_ignore."));
   }
 }
 
@@ -75,9 +93,11 @@ class CodecCalls {
     });
   }
 
- private:
+  // The codec's fused kernels, null where it has none, and the stream to call them with.
+  const FusedCodec* fused() const { return codec_.fused(); }
   StreamHandle stream() const { return current_stream_handle(device_); }
 
+ private:
   const Codec& codec_;
   const DType dtype_;
   const at::Device device_;

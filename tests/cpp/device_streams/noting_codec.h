@@ -4,22 +4,16 @@
 #include <memory>
 #include <string>
 
-#include "base/check.h"
-#include "codec/chunk_batch.h"
 #include "codec/factory.h"
-#include "fake_device/fake_device.h"
+#include "device_streams/noting.h"
+#include "device_streams/noting_fused_codec.h"
 
 namespace bagua::fake {
-
-template <typename... Args>
-void expect(bool condition, const Args&... what) {
-  if (!condition) throw Error(concat(what...));
-}
 
 // The codecs of a real device run here on its "memory"; what they touch is noted.
 class NotingCodec final : public Codec {
  public:
-  explicit NotingCodec(const std::string& name) : codec_(make_codec(name)) {}
+  explicit NotingCodec(const std::string& name) : codec_(make_codec(name)), fused_(codec_) {}
   Processor processor() const override { return Processor::kCuda; }
   int64_t payload_bytes(DType dtype, int64_t numel) const override {
     return codec_->payload_bytes(dtype, numel);
@@ -60,22 +54,12 @@ class NotingCodec final : public Codec {
     codec_->decode_add(chunks, dtype, weight, nullptr);
   }
   int64_t block_numel() const override { return codec_->block_numel(); }
+  const FusedCodec* fused() const override { return block_numel() == 0 ? nullptr : &fused_; }
   const std::string& name() const override { return codec_->name(); }
 
  private:
-  static void count_launches(std::span<const Chunk> chunks, int64_t each = 1) {
-    for_each_batch(
-        chunks, [](int64_t numel) { return numel; },
-        [&](const ChunkBatch&) { count({.launches = each}); });
-  }
-  static void note(const char* what, StreamHandle stream, const void* begin, int64_t bytes,
-                   bool write) {
-    const auto handle = reinterpret_cast<intptr_t>(stream);
-    expect(handle > 0, what, " was called without a stream");
-    count({.bytes_read = write ? 0 : bytes, .bytes_written = write ? bytes : 0});
-    Device::instance().access(static_cast<int>(handle - 1), what, begin, bytes, write);
-  }
   std::shared_ptr<const Codec> codec_;
+  const NotingFusedCodec fused_;
 };
 
 }  // namespace bagua::fake

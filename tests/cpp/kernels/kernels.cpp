@@ -20,6 +20,7 @@
 #include "emulation/cuda_emulation.h"
 #include "kernels/comparison.h"
 #include "kernels/data.h"
+#include "kernels/fused.h"
 
 namespace bagua {
 
@@ -173,8 +174,9 @@ void compare_all(const std::string& codec, bool quick) {
   if constexpr (std::is_same_v<T, Half>) {
     if (!quick && pair.cuda->block_numel() == 0) compare_large_chunk(pair);
   }
-  std::printf("%s: %lld batches\n", pair.name.c_str(),
-              static_cast<long long>(batches_compared - before));
+  std::printf("%s: %lld batches, %lld of fused steps\n", pair.name.c_str(),
+              static_cast<long long>(batches_compared - before),
+              static_cast<long long>(compare_fused<T>(codec, quick)));
 }
 
 }  // namespace

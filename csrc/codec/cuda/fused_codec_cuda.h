@@ -1,0 +1,14 @@
+// The fused kernels of the codecs of the table.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "codec/fused_codec.h"
+
+namespace bagua {
+
+// Null if the table has no such name, or the codec's range is a whole chunk.
+std::unique_ptr<const FusedCodec> make_fused_cuda_codec(const std::string& name);
+
+}  // namespace bagua

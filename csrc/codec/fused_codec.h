@@ -1,0 +1,72 @@
+// Steps around a codec that a device does in one launch instead of a dozen.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "base/dtype.h"
+#include "codec/codec.h"
+
+namespace bagua {
+
+// Rows of payloads, `stride` bytes apart: each has a payload for every chunk, as far from the row's
+// beginning as the chunk's own payload is from `results`.
+struct PayloadVersions {
+  const std::byte* results;
+  const std::byte* first;  // row 0
+  int64_t stride;
+  int32_t rows;
+  int32_t own;  // the row that is not read: its payload is encode(x) of the chunk
+};
+
+// Three f32 arrays beside the array `x` that chunks are pieces of: element i of each belongs to
+// element i of x.
+struct ThreeArrays {
+  const void* x;
+  float* own;
+  float* left;
+  float* right;
+};
+
+// Weights of ThreeArrays.
+struct ThreeWeights {
+  float own;
+  float left;
+  float right;
+};
+
+// Rows of payloads of the chunks, for ThreeArrays. A chunk's own payload is in row `own`; in the
+// others its payload lies as far from the row's beginning.
+struct ThreeRows {
+  const std::byte* own;
+  const std::byte* left;
+  const std::byte* right;
+};
+
+// A codec's arithmetic joined with what ops do before and after it. The bits are those of the steps
+// one by one, each rounded, with a Codec in between: only the bits of a NaN depend on the device.
+//
+// Contracts of Codec. A codec whose range is a whole chunk has no such kernels (Codec::fused).
+class FusedCodec {
+ public:
+  virtual ~FusedCodec() = default;
+
+  // payload <- encode(y), x <- decode(payload), where y is the sum of the decoded payloads of all
+  // rows, in the order of rows and in f32, divided by `divisor` and rounded to `dtype`.
+  virtual void encode_sum(std::span<const Chunk> chunks, const PayloadVersions& versions,
+                          float divisor, DType dtype, StreamHandle stream) const = 0;
+
+  // payload <- encode(d) as f32, where d = ((x + left L) + right R) - own W in f32. `dtype` is that
+  // of x.
+  virtual void encode_combined(std::span<const Chunk> chunks, const ThreeArrays& arrays,
+                               const ThreeWeights& weights, DType dtype,
+                               StreamHandle stream) const = 0;
+
+  // For each of the arrays: s = array + decode(its payload, of f32); array <- s where s is finite.
+  // x <- s of the own array in `dtype`; NaN where one of the others' is not finite.
+  virtual void decode_add_three(std::span<const Chunk> chunks, const ThreeArrays& arrays,
+                                const ThreeRows& rows, DType dtype, StreamHandle stream) const = 0;
+};
+
+}  // namespace bagua

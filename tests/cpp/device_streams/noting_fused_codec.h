@@ -1,0 +1,84 @@
+// Fused kernels of the fake device.
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "codec/chunk_batch.h"
+#include "device_streams/noting.h"
+#include "kernels/fused_reference.h"
+
+namespace bagua::fake {
+
+// Does the steps one by one, and notes what one kernel would touch.
+class NotingFusedCodec final : public FusedCodec {
+ public:
+  explicit NotingFusedCodec(std::shared_ptr<const Codec> codec)
+      : codec_(codec), reference_(std::move(codec)) {}
+
+  void encode_sum(std::span<const Chunk> chunks, const PayloadVersions& versions, float divisor,
+                  DType dtype, StreamHandle stream) const override {
+    count_launches(chunks);
+    for (const Chunk& chunk : chunks) {
+      const int64_t bytes = codec_->payload_bytes(dtype, chunk.numel);
+      for (int row = 0; row < versions.rows; ++row) {
+        if (row == versions.own) continue;
+        const std::byte* const payload =
+            versions.first + row * versions.stride + (chunk.payload - versions.results);
+        note("encode_sum", stream, payload, bytes, false);
+      }
+      for (const bool write : {false, true}) {
+        note("encode_sum", stream, chunk.x, chunk.numel * dtype_bytes(dtype), write);
+      }
+      note("encode_sum", stream, chunk.payload, bytes, true);
+    }
+    reference_.encode_sum(chunks, versions, divisor, dtype, nullptr);
+  }
+
+  void encode_combined(std::span<const Chunk> chunks, const ThreeArrays& arrays,
+                       const ThreeWeights& weights, DType dtype,
+                       StreamHandle stream) const override {
+    count_launches(chunks);
+    for (const Chunk& chunk : chunks) {
+      note("encode_combined", stream, chunk.x, chunk.numel * dtype_bytes(dtype), false);
+      note_arrays("encode_combined", stream, chunk, arrays, dtype, false);
+      note("encode_combined", stream, chunk.payload, payload_bytes(chunk), true);
+    }
+    reference_.encode_combined(chunks, arrays, weights, dtype, nullptr);
+  }
+
+  void decode_add_three(std::span<const Chunk> chunks, const ThreeArrays& arrays,
+                        const ThreeRows& rows, DType dtype, StreamHandle stream) const override {
+    count_launches(chunks);
+    for (const Chunk& chunk : chunks) {
+      for (const std::byte* const row : {rows.own, rows.left, rows.right}) {
+        note("decode_add_three", stream, row + (chunk.payload - rows.own), payload_bytes(chunk),
+             false);
+      }
+      for (const bool write : {false, true}) {
+        note_arrays("decode_add_three", stream, chunk, arrays, dtype, write);
+      }
+      note("decode_add_three", stream, chunk.x, chunk.numel * dtype_bytes(dtype), true);
+    }
+    reference_.decode_add_three(chunks, arrays, rows, dtype, nullptr);
+  }
+
+ private:
+  int64_t payload_bytes(const Chunk& chunk) const {
+    return codec_->payload_bytes(DType::kFloat32, chunk.numel);
+  }
+  static void note_arrays(const char* what, StreamHandle stream, const Chunk& chunk,
+                          const ThreeArrays& arrays, DType dtype, bool write) {
+    const int64_t offset =
+        (static_cast<const char*>(chunk.x) - static_cast<const char*>(arrays.x)) /
+        dtype_bytes(dtype);
+    for (const float* const array : {arrays.own, arrays.left, arrays.right}) {
+      note(what, stream, array + offset, chunk.numel * int64_t{sizeof(float)}, write);
+    }
+  }
+
+  const std::shared_ptr<const Codec> codec_;
+  const FusedReference reference_;
+};
+
+}  // namespace bagua::fake
