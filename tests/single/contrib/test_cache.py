@@ -108,6 +108,21 @@ def test_processes_and_threads_write_to_one_file(tmp_path):
     assert all(store[str(n)] == bytes([n % 256]) * 1000 for n in range(250))
 
 
+def test_a_forked_process_and_a_thread_open_the_file_for_themselves():
+    store = SqliteStore()
+    connection = store._connection()
+    assert store._connection() is connection
+    found = multiprocessing.SimpleQueue()
+    fork = multiprocessing.get_context("fork").Process(
+        target=lambda: found.put(store._connection() is connection)
+    )
+    thread = threading.Thread(target=lambda: found.put(store._connection() is connection))
+    for worker in (fork, thread):
+        worker.start()
+        worker.join(60)
+    assert [found.get(), found.get()] == [False, False]
+
+
 def test_the_store_is_a_mapping():
     store = SqliteStore()
     store["a"], store["b"] = b"1", b"2"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
@@ -14,10 +15,14 @@ _SECONDS_LOCKED = 30.0  # that a process waits for others' writes
 _TABLE = "CREATE TABLE IF NOT EXISTS cache (key TEXT PRIMARY KEY, value BLOB NOT NULL)"
 
 
+# Connections of a process before its fork, which SQLite forbids the child to close.
+_inherited: list[sqlite3.Connection] = []
+
+
 class SqliteStore(MutableMapping[str, bytes]):
     """A mapping in an SQLite file; any number of processes and threads of one machine may use it.
 
-    Forked processes, such as a ``DataLoader``'s workers, open the file for themselves.
+    Each thread, and each forked process, such as a ``DataLoader``'s worker, opens the file itself.
 
     Args:
         path: of the file, on a local disk: SQLite's locks do not work on many network file systems.
@@ -33,20 +38,22 @@ class SqliteStore(MutableMapping[str, bytes]):
             self._folder = tempfile.TemporaryDirectory(prefix="bagua-cache-")
             path = Path(self._folder.name) / "cache.sqlite3"
         self.path = Path(path)
-        self._open: tuple[int, sqlite3.Connection] | None = None
+        self._own = threading.local()
         with self._connection() as connection:
             connection.execute(_TABLE)
 
     def _connection(self) -> sqlite3.Connection:
-        if self._open is None or self._open[0] != os.getpid():
-            connection = sqlite3.connect(
-                self.path, timeout=_SECONDS_LOCKED, check_same_thread=False
-            )
+        process, connection = getattr(self._own, "opened", (0, None))
+        if connection is not None and process != os.getpid():
+            _inherited.append(connection)
+            connection = None
+        if connection is None:
+            connection = sqlite3.connect(self.path, timeout=_SECONDS_LOCKED)
             # Readers go on beside a writer; a crash of the machine may lose the last writes only.
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=NORMAL")
-            self._open = (os.getpid(), connection)
-        return self._open[1]
+            self._own.opened = (os.getpid(), connection)
+        return connection
 
     def __getitem__(self, key: str) -> bytes:
         query = "SELECT value FROM cache WHERE key = ?"
