@@ -24,6 +24,7 @@ LONG = [
     "single/test_fuzz.py",
     "single/test_kernel_emulation.py",
     "ranks/test_torch_ddp_suite.py",
+    "ranks/test_doctor.py",
     "ranks/test_two_nodes.py",
     "ranks/test_compile.py",
     "ranks/test_weights_sample.py",
