@@ -1,5 +1,6 @@
 """`bagua doctor` names the broken link, version or setting, within a bounded time."""
 
+import os
 import re
 import subprocess
 import sys
@@ -52,11 +53,26 @@ def measured(page):
     return {(int(a), int(b)): (float(there), float(back)) for a, b, there, back in rows}
 
 
+def torchrun(**variables):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "bagua", "doctor"]
+    env = os.environ | variables
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+
+
+def test_torchrun_fails_where_something_is_broken():
+    end = torchrun(GLOO_SOCKET_IFNAME="none0")
+    assert end.returncode == 1
+    page = words(end.stdout)
+    for rank in range(2):
+        assert re.search(rf"BROKEN: rank {rank} \(\S+\): GLOO_SOCKET_IFNAME=none0 is no", page), (
+            page
+        )
+    assert "No fault found" not in page
+
+
 def test_torchrun_starts_it_and_a_good_job_has_no_fault():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    end = subprocess.run(
-        [*command, "-m", "bagua", "doctor"], capture_output=True, text=True, timeout=100
-    )
+    end = torchrun()
     assert end.returncode == 0, end.stdout + end.stderr
     assert end.stdout.endswith("No fault found.\n")
     assert list(measured(end.stdout)) == [(0, 1)]
@@ -156,6 +172,14 @@ def test_a_limit_of_the_users_holds_for_every_link():
     assert [end.returncode for end in bad] == [1, 1]
     assert "the link between ranks 0 and 1 (" in words(bad[0].stdout)
     assert "is slow: 4." in words(bad[0].stdout)
+
+
+def test_a_store_that_falls_silent_at_the_start_is_told(run_script):
+    before = "if rank == 1: examine.agree_on_incarnation = lambda *_: time.sleep(999)"
+    first, second = run_script(2, script(before, ["--start", "2"]), timeout=SECONDS)
+    assert (first.returncode, second.returncode) == (1, 1)
+    assert "BROKEN: rank 0 of 2: rank 1 did not come within 2 s" in first.stderr
+    assert "BROKEN: rank 1: the job's store has stopped answering" in second.stderr
 
 
 FAULTS = {

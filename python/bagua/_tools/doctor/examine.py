@@ -106,24 +106,36 @@ def main(arguments: argparse.Namespace) -> int:
             "  torchrun --nproc-per-node 2 -m bagua doctor\n"
         )
         return 2
-    patience = timedelta(seconds=arguments.start)
+    silent = (
+        f"rank {os.environ['RANK']}: the job's store has stopped answering: the link to the host "
+        "of rank 0 is cut"
+    )
+    # To reach the store, and then to meet the other ranks in it.
+    limit = 2 * arguments.start + 4 * _GRACE
+    met = _within(lambda: _meet(timedelta(seconds=arguments.start)), limit, silent)
+    if isinstance(met, str):
+        code = _say(f"BROKEN: {met}")
+        time.sleep(_FAREWELL if os.environ["RANK"] == "0" else 0.0)
+    else:
+        rank, size, store = met
+        code = _Examination(rank, size, store, arguments).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The end of the interpreter would wait for threads that wait for a dead link.
+    os._exit(code)
+
+
+def _meet(patience: timedelta) -> tuple[int, int, c10d.Store] | str:
+    """Rank, number of ranks and a store of this examination alone, or why there is none."""
     try:
         rank, size = env.get_rank(), env.get_world_size()
         store = _store(rank, size, patience)
         name = agree_on_incarnation(store, rank, size, patience)
     except (BaguaError, ValueError) as error:
-        code = _say(f"BROKEN: {error}")
-        if env.get_rank() == 0:
-            time.sleep(_FAREWELL)
-        return code
+        return str(error)
     except dist.DistError as error:
-        return _say(f"BROKEN: rank {rank}: the job's store, at rank 0, has gone: {error}")
-    keys = c10d.PrefixStore(f"bagua/doctor/{name}", store)
-    code = _Examination(rank, size, keys, arguments).run()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # The end of the interpreter would wait for threads that wait for a dead link.
-    os._exit(code)
+        return f"rank {rank}: the job's store, at rank 0, has gone: {error}"
+    return rank, size, c10d.PrefixStore(f"bagua/doctor/{name}", store)
 
 
 def _store(rank: int, size: int, patience: timedelta) -> c10d.Store:
@@ -257,7 +269,7 @@ class _Examination:
         number = 0
         for number, pairs in enumerate(rounds_of_pairs(nodes, usable), 1):
             self._meeting.write(f"round/{number - 1}", pairs)
-            # An end waits for the other one, then makes four transfers.
+            # An end waits for the other one; of the steps that follow, only the last may be late.
             deadline = time.monotonic() + 5 * self._arguments.timeout + _GRACE
             self._measure_in(number - 1, pairs)
             for pair in pairs:
