@@ -102,8 +102,23 @@ class FabricMethods:
         return wrapper, [self.setup_optimizer(o) for o in optimizers], *others  # type: ignore[attr-defined]
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
-        """Wrap a module whose optimizers come later; algorithms that need them refuse."""
-        return self._wrap(module, ())
+        """Wrap a module whose optimizers come later.
+
+        Raises:
+            RuntimeError, ValueError: the algorithm needs the optimizers, as all do that average
+                weights.
+        """
+        wrapper = self._wrap(module, ())
+        algorithm = wrapper.bagua_ddp.bagua_algorithm
+        if algorithm.ranks_agree is False:
+            wrapper.bagua_ddp.pause()
+            wrapper.bagua_ddp.close()
+            raise RuntimeError(
+                f"fabric: {type(algorithm).__name__} averages weights between the optimizers' "
+                "steps; set the module and its optimizers up in one call: "
+                "fabric.setup(module, optimizer)"
+            )
+        return wrapper
 
     def _wrap(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]

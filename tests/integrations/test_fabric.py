@@ -1,0 +1,101 @@
+"""BaguaFabricStrategy: exact training is that of Fabric's DDP to the bit, in both packages."""
+
+import importlib
+
+import pytest
+import torch
+from support import training
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+FABRICS = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
+
+def trained(strategy, package="lightning", together=True, every=2, **options):
+    """Parameters and bytes sent, after training that steps once in `every` batches."""
+    fabric = importlib.import_module(FABRICS[package]).Fabric(
+        accelerator="cpu", devices=2, strategy=strategy, **options
+    )
+    fabric.launch()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    if together:
+        model, optimizer = fabric.setup(net, optimizer)
+    else:
+        model, optimizer = fabric.setup_module(net), fabric.setup_optimizers(optimizer)
+    inputs = torch.randn(256, 20, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(inputs, inputs[:, :5].argmax(1))
+    for index, (batch, labels) in enumerate(fabric.setup_dataloaders(DataLoader(data, 16))):
+        last = index % every == every - 1
+        with fabric.no_backward_sync(model, enabled=not last):
+            fabric.backward(cross_entropy(model(batch), labels))
+        if last:
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    parameters = [p.detach().tolist() for p in net.parameters()]
+    if strategy == "ddp":
+        return parameters, None
+    wrapper = model._forward_module.bagua_ddp
+    wrapper.pause()
+    return parameters, wrapper.stats()["total"]["bytes_sent"]
+
+
+def as_ddp(package, options):
+    import bagua.lightning  # noqa: F401 - registers the strategy
+
+    return [trained(strategy, package, **options)[0] for strategy in ("ddp", "bagua")]
+
+
+@pytest.mark.parametrize(
+    ("package", "options"),
+    [
+        ("lightning", {}),
+        ("lightning", {"together": False}),
+        ("lightning", {"precision": "bf16-mixed"}),
+        ("pytorch_lightning", {}),
+    ],
+    ids=["plain", "apart", "bf16", "other_package"],
+)
+def test_exact_training_is_that_of_ddp_to_the_bit(ranks, package, options):
+    for ddp, ours in ranks(2, as_ddp, package, options):
+        assert ours == ddp
+
+
+def by(name):
+    from bagua.lightning import BaguaFabricStrategy
+
+    arguments = {} if name == "async" else {"hierarchical": False}
+    return trained(BaguaFabricStrategy(name, **arguments), every=1)
+
+
+@pytest.mark.parametrize("name", ["bytegrad", "decentralized", "low_precision_decentralized"])
+def test_algorithms_train_with_their_bytes(ranks, name):
+    results = ranks(2, by, name)
+    exact = 8 * 4 * (20 * 64 + 64 + 64 * 5 + 5)
+    for _, sent in results:
+        assert 0 < sent <= (1.0 if name == "decentralized" else 0.29) * exact
+    if name == "bytegrad":
+        assert results[0][0] == results[1][0]
+
+
+def apart(name):
+    from bagua.lightning import BaguaFabricStrategy
+
+    return training.error_of(lambda: trained(BaguaFabricStrategy(name), together=False))
+
+
+REFUSED = {
+    "async": "AsyncModelAverageAlgorithmImpl averages weights",
+    "decentralized": "DecentralizedAlgorithmImpl averages weights",
+    "low_precision_decentralized": "are in none of the optimizers",
+    "qadam": "needs exactly one optimizer",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_module_without_its_optimizers_is_refused_where_they_matter(ranks, name):
+    for error in ranks(2, apart, name):
+        assert REFUSED[name] in error
