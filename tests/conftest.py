@@ -32,6 +32,7 @@ LONG = [
     "ranks/test_network.py",
     "single/test_device_streams.py",
     "ranks/test_hard_times.py",
+    "integrations/test_lightning.py",
     "ranks/test_horovod_launchers.py",
     "ranks/test_fsdp.py",
 ]

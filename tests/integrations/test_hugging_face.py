@@ -148,7 +148,7 @@ class Classifier(nn.Module):
         return {"loss": cross_entropy(self.net(inputs), labels)}
 
 
-def by_trainer(algorithm, folder, epochs=2, resume=None, **options):
+def by_trainer(algorithm, folder, epochs=2, resume=None, anew=False, **options):
     """(digest, bytes sent) after training by transformers.Trainer."""
     import transformers
     from bagua.integrations.transformers import use
@@ -172,6 +172,8 @@ def by_trainer(algorithm, folder, epochs=2, resume=None, **options):
     model = Classifier()
     trainer = transformers.Trainer(model, arguments, train_dataset=examples)
     hooks = None if algorithm is None else use(trainer, algorithm)
+    if anew:  # as a search for hyperparameters does
+        trainer.create_accelerator_and_postprocess()
     trainer.train(resume_from_checkpoint=resume)
     return digest(model), None if hooks is None else hooks.stats()["total"]["bytes_sent"]
 
@@ -204,6 +206,18 @@ def test_trainer_sends_less_and_resumes_to_the_bit(ranks, tmp_path, name):
     for whole, sent, resumed in results:
         assert whole == resumed == results[0][0]
         assert 0 < sent <= AT_MOST[name] * 4 * (20 * 64 + 64 + 64 * 5 + 5) * 16
+
+
+def test_a_new_accelerator_of_the_trainer_compresses_too(ranks, tmp_path):
+    results = ranks(2, again_anew, str(tmp_path))
+    for first, second in results:
+        assert first == second
+        assert first[1] > 0
+
+
+def again_anew(folder):
+    algorithm = ALGORITHMS["bytegrad"]
+    return [by_trainer(algorithm, folder, epochs=1, anew=anew) for anew in (False, True)]
 
 
 def resumed_without_state(folder):

@@ -19,7 +19,7 @@ from bagua import comm_hooks
 from bagua.integrations._state_files import load_hooks, save_hooks
 from bagua.torch_api.algorithms import Algorithm
 
-__all__ = ["TESTED", "Hooks", "use"]
+__all__ = ["TESTED", "Hooks", "install", "use"]
 
 #: The release of Accelerate that the tests of this module run with.
 TESTED = "1.15.0"
@@ -103,12 +103,8 @@ def use(accelerator: accelerate.Accelerator, algorithm: str | Algorithm) -> Hook
             "use: algorithm must be a name or an instance of "
             f"bagua.torch_api.algorithms.Algorithm, not {algorithm!r}"
         )
-    _check_accelerator(accelerator)
-    before = accelerator.ddp_handler or DistributedDataParallelKwargs()
-    _check_handler(before)
-
     hooks = Hooks()
-    accelerator.ddp_handler = _Handler(before, accelerator, algorithm, hooks)
+    install(accelerator, algorithm, hooks)
     accelerator.register_save_state_pre_hook(
         lambda models, weights, folder: save_hooks(hooks.of(models), folder)
     )
@@ -116,6 +112,20 @@ def use(accelerator: accelerate.Accelerator, algorithm: str | Algorithm) -> Hook
         lambda models, folder: load_hooks(hooks.of(models), folder)
     )
     return hooks
+
+
+def install(accelerator: accelerate.Accelerator, algorithm: str | Algorithm, hooks: Hooks) -> None:
+    """Have ``accelerator`` add a hook of ``algorithm`` to ``hooks`` for each model it prepares.
+
+    Raises:
+        See :func:`use`.
+    """
+    # Checks
+    _check_accelerator(accelerator)
+    before = accelerator.ddp_handler or DistributedDataParallelKwargs()
+    _check_handler(before)
+
+    accelerator.ddp_handler = _Handler(before, accelerator, algorithm, hooks)
 
 
 def _check_accelerator(accelerator: accelerate.Accelerator) -> None:

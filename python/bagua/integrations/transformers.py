@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import transformers
@@ -16,9 +17,12 @@ __all__ = ["TESTED", "use"]
 #: The release of transformers that the tests of this module run with.
 TESTED = "5.23.0"
 
-#: Methods of ``Trainer`` that are extended, each with the folder of a checkpoint as its argument.
+#: Methods of ``Trainer`` that are extended: two with the folder of a checkpoint as their argument,
+#: and one that searches for hyperparameters call, for a new ``Accelerator``.
 _SAVE = "_save_optimizer_and_scheduler"
 _LOAD = "_load_optimizer_and_scheduler"
+_NEW_ACCELERATOR = "create_accelerator_and_postprocess"
+_METHODS = (_SAVE, _LOAD, _NEW_ACCELERATOR)
 
 
 def use(trainer: transformers.Trainer, algorithm: str | Algorithm) -> Hooks:
@@ -47,7 +51,7 @@ def use(trainer: transformers.Trainer, algorithm: str | Algorithm) -> Hooks:
     # Checks
     if not isinstance(trainer, transformers.Trainer):
         raise TypeError(f"use takes a transformers.Trainer, not a {type(trainer).__qualname__}")
-    missing = [name for name in ("accelerator", _SAVE, _LOAD) if not hasattr(trainer, name)]
+    missing = [name for name in ("accelerator", *_METHODS) if not hasattr(trainer, name)]
     if missing:
         raise RuntimeError(
             f"use: the Trainer of transformers {transformers.__version__} has no "
@@ -60,18 +64,27 @@ def use(trainer: transformers.Trainer, algorithm: str | Algorithm) -> Hooks:
         )
 
     hooks = _accelerate.use(trainer.accelerator, algorithm)
+
+    def load(folder: str | None) -> None:
+        if folder is not None:
+            load_hooks(hooks.handles[-1:], folder)
+
     _extend(trainer, _SAVE, lambda folder: save_hooks(hooks.handles[-1:], folder))
-    _extend(trainer, _LOAD, lambda folder: load_hooks(hooks.handles[-1:], folder))
+    _extend(trainer, _LOAD, load)
+    _extend(
+        trainer,
+        _NEW_ACCELERATOR,
+        lambda: _accelerate.install(trainer.accelerator, algorithm, hooks),
+    )
     return hooks
 
 
-def _extend(trainer: Any, name: str, after: Any) -> None:
-    """Have ``trainer``'s method call ``after`` with the folder of the checkpoint."""
+def _extend(trainer: Any, name: str, after: Callable[..., None]) -> None:
+    """Have ``trainer``'s method call ``after`` with the same arguments."""
     method = getattr(trainer, name)
 
-    def extended(folder: str | None) -> None:
-        method(folder)
-        if folder is not None:
-            after(folder)
+    def extended(*arguments: Any) -> None:
+        method(*arguments)
+        after(*arguments)
 
     setattr(trainer, name, extended)
