@@ -99,8 +99,15 @@ class Terminal:
         os.write(self._ours, key)
 
     def end(self):
-        """The exit code, and whether the terminal is as it was."""
-        code = self.process.wait(SECONDS)
+        """The exit code, and whether the terminal is as it was.
+
+        Reads on: a program does not end while its output has no place in the terminal.
+        """
+        deadline = time.monotonic() + SECONDS
+        while (code := self.process.poll()) is None:
+            assert time.monotonic() < deadline, self.text[-3000:]
+            if select.select([self._ours], [], [], 0.05)[0]:
+                self.text += os.read(self._ours, 1 << 16).decode()
         same = termios.tcgetattr(self._theirs) == self.before
         os.close(self._ours)
         os.close(self._theirs)

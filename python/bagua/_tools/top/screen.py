@@ -7,6 +7,7 @@ import contextlib
 import os
 import select
 import shutil
+import signal
 import sys
 import termios
 import time
@@ -76,12 +77,10 @@ def main(arguments: argparse.Namespace) -> int:
         return _fail(f"there is no job's store at {stores[0]}")
     job = _Job(Meeting(store), stores[0])
     try:
-        with _keys() as keys:
-            _show(job, keys, arguments)
+        with _keys() as keys, _interruption() as interrupted:
+            _show(job, keys, interrupted, arguments)
     except SilentStoreError:
         return _fail(f"the job's store at {stores[0]} has gone")
-    except KeyboardInterrupt:
-        pass
     return 0
 
 
@@ -138,8 +137,9 @@ class _Job:
         return table(rows_of(self._now, self._before, ages), self._world, title)
 
 
-def _show(job: _Job, keys: int | None, arguments: argparse.Namespace) -> None:
+def _show(job: _Job, keys: int | None, interrupted: int, arguments: argparse.Namespace) -> None:
     live = sys.stdout.isatty() and not arguments.once
+    ends = [interrupted] if keys is None else [interrupted, keys]
     while True:
         job.look()
         if live or job.complete or not arguments.once:
@@ -148,10 +148,28 @@ def _show(job: _Job, keys: int | None, arguments: argparse.Namespace) -> None:
             sys.stdout.flush()
         if job.ended or (arguments.once and job.complete):
             return
-        if keys is None:
-            time.sleep(arguments.interval)
-        elif select.select([keys], [], [], arguments.interval)[0] and os.read(keys, 1) in b"q":
+        ready, _, _ = select.select(ends, [], [], arguments.interval)
+        if interrupted in ready or (keys in ready and os.read(keys, 1) in b"q"):
             return
+
+
+@contextlib.contextmanager
+def _interruption() -> Iterator[int]:
+    """A descriptor that can be read from after Ctrl-C, which raises nothing inside.
+
+    An exception could come in the midst of anything, and be lost in what Python calls by itself.
+    """
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    other = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+    try:
+        yield ours
+    finally:
+        signal.set_wakeup_fd(other)
+        signal.signal(signal.SIGINT, before)
+        os.close(ours)
+        os.close(theirs)
 
 
 @contextlib.contextmanager
@@ -166,7 +184,7 @@ def _keys() -> Iterator[int | None]:
         tty.setcbreak(descriptor)
         yield descriptor
     finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
 def _fail(text: str) -> int:
