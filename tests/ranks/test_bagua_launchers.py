@@ -1,7 +1,7 @@
 """Bagua's launchers are torchrun; its helpers average over ranks."""
 
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,22 +9,34 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api import utils
 from support import training
+from support.processes import fork_server
+from support.processes.fork_server import FORKED_PYTHON
 
 PRINTS = """
 import os, sys
 import bagua.torch_api as bagua
 bagua.init_process_group()
 text = [os.environ[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-print("ranks", *text, os.environ.get("BAGUA_DEFAULT_BUCKET_SIZE"), *sys.argv[1:], flush=True)
+words = ["ranks", *text, str(os.environ.get("BAGUA_DEFAULT_BUCKET_SIZE")), *sys.argv[1:]]
+os.write(1, (" ".join(words) + "\\n").encode())  # in one piece: both ranks write to one pipe
 """
 
 
 def launch(folder, launcher, *arguments):
     script = Path(folder) / "prints.py"
     script.write_text(PRINTS)
-    command = [sys.executable, "-m", f"bagua.distributed.{launcher}", "--nproc_per_node", "2"]
-    command += ["--standalone", *arguments, str(script), "--own", "7"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    command = [f"bagua.distributed.{launcher}", "--nproc_per_node", "2", "--standalone"]
+    return run_module(*command, *arguments, str(script), "--own", "7")
+
+
+def run_module(*arguments):
+    return subprocess.run(
+        [FORKED_PYTHON, "-m", *arguments],
+        env=os.environ | fork_server.variables(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
 
 
 @pytest.mark.parametrize("launcher", ["run", "launch"])
@@ -50,14 +62,7 @@ def test_arguments_of_baguas_launcher_are_taken(tmp_path):
 
 def test_the_exit_code_is_that_of_torchrun(tmp_path):
     (tmp_path / "fails.py").write_text("raise SystemExit(3)")
-    command = [
-        sys.executable,
-        "-m",
-        "bagua.distributed.run",
-        "--standalone",
-        str(tmp_path / "fails.py"),
-    ]
-    end = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    end = run_module("bagua.distributed.run", "--standalone", str(tmp_path / "fails.py"))
     assert end.returncode == 1
     assert "exitcode" in end.stderr
 

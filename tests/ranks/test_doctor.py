@@ -7,6 +7,8 @@ import sys
 import time
 
 import pytest
+from support.processes import fork_server
+from support.processes.fork_server import FORKED_PYTHON
 from support.processes.pool import run_on_network
 from support.programs.benchmark_programs import load
 
@@ -54,9 +56,9 @@ def measured(page):
 
 
 def torchrun(**variables):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [FORKED_PYTHON, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "bagua", "doctor"]
-    env = os.environ | variables
+    env = os.environ | fork_server.variables() | variables
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
 
 

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE = REPOSITORY / "docs/examples/integrations/fsdp.py"
 EPOCHS = 8
@@ -22,10 +24,14 @@ def run_example(run_script, *arguments):
     return json.loads(ends[0].stdout)
 
 
+@pytest.fixture(scope="module")
+def exact(run_script):
+    return run_example(run_script, "--codec", "none", "--epochs", EPOCHS)
+
+
 def test_the_example_reaches_its_exact_counterpart_with_a_quarter_of_the_bytes(
-    run_script, tmp_path
+    run_script, exact, tmp_path
 ):
-    exact = run_example(run_script, "--codec", "none", "--epochs", EPOCHS)
     # In two parts, of which the second goes on where the first has ended.
     run_example(run_script, "--epochs", EPOCHS // 2, "--checkpoint", tmp_path)
     resumed = run_example(run_script, "--epochs", EPOCHS, "--checkpoint", tmp_path)
@@ -39,8 +45,7 @@ def test_the_example_reaches_its_exact_counterpart_with_a_quarter_of_the_bytes(
     assert resumed["weights"] != exact["weights"]
 
 
-def test_8_bit_weights_reach_the_accuracy_too(run_script):
-    exact = run_example(run_script, "--codec", "none", "--epochs", EPOCHS)
+def test_8_bit_weights_reach_the_accuracy_too(run_script, exact):
     compressed = run_example(run_script, "--weights", "--epochs", EPOCHS)
     assert abs(compressed["accuracy"] - exact["accuracy"]) <= 0.015
 
