@@ -24,8 +24,8 @@ SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc python -not -name '*.
 CPP_FILES = $(shell find csrc tests/cpp tests/fuzz -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 ARGS ?=
-# Files of tests at a time, 0: one after the other. Ranks wait for each other as often as they compute.
-TEST_JOBS ?= $(shell echo $$(( $(JOBS) < 4 ? 2 * $(JOBS) : 8 )))
+# Files of tests at a time, 0: one after the other. Some wait for time to pass, so one more than cores.
+TEST_JOBS ?= $(shell echo $$(( $(JOBS) < 8 ? $(JOBS) + 1 : 8 )))
 
 .PHONY: help venv build horovod integrations demo test lint format cuda-check wheel docs sanitize fuzz soak soak-schedules bench clean ci
 

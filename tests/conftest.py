@@ -14,6 +14,7 @@ if TESTS not in sys.path:
 #: Files of a minute and more, the longest first: begun last, they would keep one worker busy alone.
 LONG = [
     "ranks/situations/test_situations.py",
+    "single/test_kernel_emulation.py",
     "faults/test_faults.py",
     "ranks/test_restarts.py",
     "single/test_model.py",
@@ -22,7 +23,9 @@ LONG = [
     "ranks/test_lost_ranks.py",
     "single/test_ops.py",
     "single/test_fuzz.py",
-    "single/test_kernel_emulation.py",
+    "ranks/test_fsdp_example.py",
+    "ranks/watching/test_top.py",
+    "integrations/test_integration_examples.py",
     "ranks/test_torch_ddp_suite.py",
     "ranks/test_doctor.py",
     "ranks/test_two_nodes.py",

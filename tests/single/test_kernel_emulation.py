@@ -44,7 +44,7 @@ PROGRAMS = {
 }
 
 pytestmark = [
-    pytest.mark.timeout(400),  # the first run compiles
+    pytest.mark.timeout(900),  # the first run compiles
     pytest.mark.skipif(
         shutil.which("g++") is None or platform.machine() != "x86_64",
         reason="the emulation of CUDA needs g++ on x86-64",
