@@ -44,6 +44,13 @@ def bytes_to_elements(data, dtype):
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
 
 
+def bytes_of(data):
+    """The bytes as a uint8 tensor."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 def finite_in(values, dtype):
     """`values` rounded to dtype; what is too large stays the largest number."""
     largest = torch.finfo(dtype).max
@@ -60,7 +67,7 @@ def pack(codes, bits):
 
 
 def unpack(data, bits, numel):
-    packed = torch.tensor(list(data), dtype=torch.int32)
+    packed = bytes_of(data).int()
     shifts = torch.arange(0, 8, bits).view(-1, 1)
     return ((packed >> shifts) & (2**bits - 1)).reshape(-1)[:numel].to(torch.uint8)
 
@@ -205,7 +212,7 @@ def encode_chunk(name, x):
 def encode(name, x, chunks=1):
     """uint8 tensor of the payloads of `chunks` equal parts of x, side by side."""
     parts = [encode_chunk(name, part) for part in x.reshape(chunks, -1)]
-    return torch.tensor(list(b"".join(parts)), dtype=torch.uint8)
+    return bytes_of(b"".join(parts))
 
 
 def decode(name, payload, dtype, numel):
