@@ -25,18 +25,27 @@ moments = random.Random(seed)
 path = folder / "step-000000001.rank-0-of-1.pt"
 reader, writer = os.pipe()
 
+def write(version):
+    content = {"version": version, "tensor": torch.full((50_000,), float(version))}
+    _checkpoint_file.write(path, content, version)
+
 def write_for_ever(first):
     for version in itertools.count(first):
-        content = {"version": version, "tensor": torch.full((50_000,), float(version))}
-        _checkpoint_file.write(path, content, version)
+        write(version)
         os.write(writer, version.to_bytes(8, "little"))
 
-finished, between, in_the_middle = 0, 0, 0
+# A busy machine takes longer for each, so kills come within some times of what one takes.
+begin = time.monotonic()
+for version in range(1, 6):
+    write(version)
+longest = 4 * (time.monotonic() - begin) / 5 + 0.01
+first = finished = version
+in_the_middle = 0
 for kill in range(kills):
     child = os.fork()
     if child == 0:
         write_for_ever(finished + 1)
-    time.sleep(moments.uniform(0.0, 0.03))
+    time.sleep(moments.uniform(0.0, longest))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     os.set_blocking(reader, False)
@@ -46,8 +55,6 @@ for kill in range(kills):
         except BlockingIOError:
             break
     in_the_middle += any(folder.glob(".*.part"))
-    if finished == 0:
-        continue
     version = _checkpoint_file.check(path)
     # What was told to be finished is there, or the one that was about to be told.
     assert version in (finished, finished + 1), (kill, version, finished)
@@ -55,7 +62,7 @@ for kill in range(kills):
     assert content["version"] == version
     assert torch.equal(content["tensor"], torch.full((50_000,), float(version)))
     finished = version
-print(finished, in_the_middle)
+print(finished - first, in_the_middle)
 """
 
 
