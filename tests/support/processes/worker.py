@@ -52,6 +52,7 @@ def call_function(call):
     args = pickle.loads(call["args"])
     if call["init"]:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=call["timeout"]))
+        dist.barrier()  # or a rank that returns at once closes what another is connecting to
     return pickle.dumps(function(*args))
 
 
