@@ -142,10 +142,11 @@ def test_any_bytes_of_an_object_are_an_object_or_an_error():
     refused = 0
     for number, chance in chances(600, SEED):
         data = bytearray(changed_bytes(chance, buffer.getvalue()))
-        _, message = attempt(BaguaError, _objects._read, data, 3)
+        _, message = attempt(BaguaError, _objects._read, data, 3, "a call")
         if message:
             refused += 1
             assert "that came from rank 3 cannot be read" in message, number
+            assert "a call: the " in message
     assert refused > 300
 
 
@@ -153,7 +154,7 @@ def test_older_formats_of_torch_are_not_read():
     buffer = io.BytesIO()
     torch.save([1], buffer, _use_new_zipfile_serialization=False)
     with pytest.raises(BaguaError, match="no archive of torch"):
-        _objects._read(bytearray(buffer.getvalue()), 0)
+        _objects._read(bytearray(buffer.getvalue()), 0, "a call")
 
 
 def stored(value):

@@ -61,7 +61,7 @@ def broadcast_object(obj: Any, src: int = 0, comm: Communicator | CommMember | N
             broadcast(piece, src, member)
         return obj
     receive = functools.partial(broadcast, src=src, comm=member)
-    return _read(_received(int(length.item()), receive), src)
+    return _read(_received(int(length.item()), receive), src, "broadcast_object")
 
 
 def gather_plain_objects(
@@ -105,7 +105,7 @@ def gather_plain_objects(
             objects.append(obj)
             continue
         receive = functools.partial(recv, src=src, comm=member)
-        objects.append(_read(_received(length, receive), src))
+        objects.append(_read(_received(length, receive), src, "gather_plain_objects"))
     return objects
 
 
@@ -119,13 +119,13 @@ def _received(length: int, receive: Callable[[torch.Tensor], None]) -> bytearray
     return payload
 
 
-def _read(payload: bytearray, src: int) -> Any:
-    """The object of rank ``src`` in what came from it."""
+def _read(payload: bytearray, src: int, call: str) -> Any:
+    """The object of rank ``src`` in what came from it; ``call`` is named in the error."""
     try:
         return _decode(payload)
     except Exception as error:
         raise _C.BaguaError(
-            f"the {len(payload)} bytes that came from rank {src} cannot be read "
+            f"{call}: the {len(payload)} bytes that came from rank {src} cannot be read "
             f"as plain data: {error}. Run the same torch on every rank, and allow the same classes "
             "on every rank with torch.serialization.add_safe_globals."
         ) from error
