@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import sqlite3
 
 __all__ = ["SqliteStore"]
 
 _SECONDS_LOCKED = 30.0  # that a process waits for others' writes
 _TABLE = "CREATE TABLE IF NOT EXISTS cache (key TEXT PRIMARY KEY, value BLOB NOT NULL)"
-
 
 # Connections of a process before its fork, which SQLite forbids the child to close.
 _inherited: list[sqlite3.Connection] = []
@@ -48,6 +50,8 @@ class SqliteStore(MutableMapping[str, bytes]):
             _inherited.append(connection)
             connection = None
         if connection is None:
+            import sqlite3  # some builds of Python have none, and others do not use it
+
             connection = sqlite3.connect(self.path, timeout=_SECONDS_LOCKED)
             # Readers go on beside a writer; a crash of the machine may lose the last writes only.
             connection.execute("PRAGMA journal_mode=WAL")
