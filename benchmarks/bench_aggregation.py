@@ -14,12 +14,11 @@ import importlib.util
 import json
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 from common import machine, write_results
-from rank_processes import run_on
+from rank_processes import figures_of
 
 RANKS = 2
 
@@ -112,12 +111,8 @@ def main():
     rates = {}
     for rate in arguments.rates:
         print(f"rate {rate}", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            output = Path(folder) / "figures.json"
-            argv = [sys.executable, __file__, "--rank-output", str(output)]
-            argv += ["--repeats", str(repeats)]
-            run_on(rate, argv if rate == "none" else [*argv, "--without-horovod"], RANKS)
-            rates[rate] = json.loads(output.read_text())
+        options = ["--repeats", repeats, *([] if rate == "none" else ["--without-horovod"])]
+        rates[rate] = figures_of(rate, __file__, options, RANKS)
     payload = {"machine": machine(), "ranks": RANKS, "repeats": repeats, "rates_mbit": rates}
     print(json.dumps(payload, indent=2))
     if not arguments.quick:

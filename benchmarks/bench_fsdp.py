@@ -13,13 +13,12 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 from common import machine, write_results
 from network import DEVICE
-from rank_processes import run_on
+from rank_processes import figures_of
 
 RANKS = 2
 WARM_UP = 2
@@ -148,13 +147,9 @@ def summarise(name, arm, arms, seconds):
 def run_rate(arguments, rate):
     """Starts the ranks on a network of that many Mbit/s ("none": loopback); returns the figures."""
     steps = 1 if arguments.quick else 10 if rate == "none" else 2
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "figures.json"
-        argv = [sys.executable, __file__, "--rank-output", str(output), "--arms", *arguments.arms]
-        argv += ["--pairs", str(arguments.pairs), "--steps", str(steps)]
-        before = os.getloadavg()[0]
-        run_on(rate, argv, RANKS)
-        return {"load_before": before, **json.loads(output.read_text())}
+    options = ["--arms", *arguments.arms, "--pairs", arguments.pairs, "--steps", steps]
+    before = os.getloadavg()[0]
+    return {"load_before": before, **figures_of(rate, __file__, options, RANKS)}
 
 
 def main():

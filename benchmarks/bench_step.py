@@ -9,11 +9,10 @@ All arms run in the same two processes in turn. Prints JSON and keeps it under b
 import argparse
 import json
 import sys
-import tempfile
 from pathlib import Path
 
 from common import machine, write_results
-from rank_processes import run_on
+from rank_processes import figures_of
 from step_arms import ARMS
 from step_measure import measure
 
@@ -37,12 +36,8 @@ def run_rate(arguments, rate):
     """Starts the ranks on a network of that many Mbit/s ("none": loopback); returns the figures."""
     # The slower the network, the longer a step, and the fewer make a good measurement.
     steps = 2 if arguments.quick else 10 if rate == "none" else max(2, int(rate) // 200)
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "figures.json"
-        argv = [sys.executable, __file__, "--rank-output", str(output), "--arms", *arguments.arms]
-        argv += ["--pairs", str(arguments.pairs), "--steps", str(steps)]
-        run_on(rate, argv, RANKS, arguments.mtu)
-        return json.loads(output.read_text())
+    options = ["--arms", *arguments.arms, "--pairs", arguments.pairs, "--steps", steps]
+    return figures_of(rate, __file__, options, RANKS, arguments.mtu)
 
 
 def main():

@@ -1,10 +1,24 @@
 """Starts the ranks of a benchmark, on loopback or on a shaped network."""
 
+import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+
+def figures_of(rate, program, options, ranks, mtu=1500):
+    """The figures that rank 0 of a program writes when it runs on all ranks with `--rank-output`.
+
+    rate, mtu: as for `run_on`. options: of the program.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "figures.json"
+        argv = [sys.executable, program, "--rank-output", str(output), *map(str, options)]
+        run_on(rate, argv, ranks, mtu)
+        return json.loads(output.read_text())
 
 
 def run_on(rate, argv, ranks, mtu=1500):

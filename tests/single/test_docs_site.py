@@ -1,22 +1,18 @@
 """The documentation site: `make docs` finds dead links, these tests what it cannot."""
 
-import importlib.util
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.programs.benchmark_programs import load_file
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def hooks():
-    path = REPOSITORY / "tools/docs/links.py"
-    spec = importlib.util.spec_from_file_location("links", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file(REPOSITORY / "tools/docs/links.py")
 
 
 def rewritten(hooks, markdown, page="integrations/fsdp.md"):

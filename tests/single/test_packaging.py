@@ -1,22 +1,18 @@
 """Metadata that the build makes: the torch that a wheel needs, the README on package indexes."""
 
-import importlib.util
 import re
 from importlib import metadata
 from pathlib import Path
 
 import mlbench_core
 import pytest
+from support.programs.benchmark_programs import load_file
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def provider():
-    path = REPOSITORY / "tools/metadata/bagua_metadata.py"
-    spec = importlib.util.spec_from_file_location("bagua_metadata", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file(REPOSITORY / "tools/metadata/bagua_metadata.py")
 
 
 @pytest.mark.parametrize("installed", ["2.13.0", "2.13.1+cu130", "2.13.0a0+git1234"])

@@ -181,11 +181,7 @@ def _build(
         weights=weights,
     )
     names = [slot for lane in order for slot in lane]
-    communicators = [
-        (purpose, communicator)
-        for builder in builders
-        for (_, purpose), communicator in builder.communicators.items()
-    ]
+    communicators = [pair for builder in builders for pair in builder.by_purpose]
     slot_numbers = {slot: i for i, slot in enumerate(names)}
     return Plan(engine, slot_numbers, communicators, non_finite)
 

@@ -110,14 +110,6 @@ class Handle:
         self._hook.renew(warm_up + 1)
         return None
 
-    @property
-    def communicators(self) -> list[tuple[str, _C.CountingCommunicator]]:
-        """(purpose, communicator) of the lane."""
-        return [
-            (purpose, communicator)
-            for (_, purpose), communicator in self._lane.communicators.items()
-        ]
-
     def stats(self) -> dict[str, Any]:
         """Bytes that this rank sent and times it took, since the hook was registered.
 
@@ -126,7 +118,7 @@ class Handle:
             ``longest_wait_ns``: torch waits for the buckets, and does not say how long. Buckets are
             named by their index; torch makes them anew after the first step.
         """
-        return lane_statistics(self._running, self.communicators, self.non_finite, self._traffic)
+        return lane_statistics(self._running, self._lane.by_purpose, self.non_finite, self._traffic)
 
     def state_dict(self) -> dict[str, Any]:
         """State of the algorithm: call it on every rank, between two steps.

@@ -178,11 +178,9 @@ class Handle:
             ``longest_wait_ns``. Buckets are ``<module>.gradients`` and, with ``weights=True``,
             ``<module>.weights``. What torch gathers itself does not count.
         """
-        communicators = [
-            (purpose, communicator)
-            for (_, purpose), communicator in self._lane.communicators.items()
-        ]
-        return lane_statistics(self._running, communicators, self._non_finite, self._traffic)
+        return lane_statistics(
+            self._running, self._lane.by_purpose, self._non_finite, self._traffic
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals of this rank: call it on every rank, between two steps.

@@ -33,6 +33,11 @@ class Lane:
     scratch: _C.Scratch = field(default_factory=_C.Scratch)
     communicators: dict[tuple[str, str], Members] = field(default_factory=dict)
 
+    @property
+    def by_purpose(self) -> list[tuple[str, Members]]:
+        """(purpose, communicator) of each, as statistics count them."""
+        return [(purpose, members) for (_, purpose), members in self.communicators.items()]
+
     def connections(self, group: BaguaProcessGroup | None) -> Connections:
         """Connections of ``group``, or of the lane's own group."""
         return (group or self.group).connections
