@@ -23,7 +23,7 @@ def data():
 
 
 def digest(module):
-    """Of parameters and buffers."""
+    """A digest of parameters and buffers."""
     state = b"".join(v.detach().float().numpy().tobytes() for v in module.state_dict().values())
     return hashlib.sha256(state).hexdigest()
 

@@ -16,7 +16,7 @@ runpy.run_path({path!r}, run_name="__main__")
 
 
 def run_example(run_script, *arguments):
-    """What rank 0 prints."""
+    """The figures that rank 0 prints."""
     text = RUN.format(arguments=[str(a) for a in arguments], path=str(EXAMPLE))
     ends = run_script(2, text, timeout=100.0)
     for end in ends:

@@ -92,7 +92,7 @@ def chunks(tensor, ranks):
 
 
 def flat_gradients(modules, ranks):
-    """What FSDP reduces: for each rank's shard in turn the shards of all parameters."""
+    """Input of an FSDP reduction: for each rank's shard in turn the shards of all parameters."""
     parameters = [p for module in modules for p in module.parameters()]
     shards = [chunks(p.grad, ranks) for p in parameters]
     return torch.cat([shard[rank].flatten() for rank in range(ranks) for shard in shards])

@@ -21,7 +21,7 @@ template <typename Format>
 concept TiledFormat = CastFormat<Format> || BlockedFormat<Format> ||
                       (RangedFormat<Format> && Format::kBlockNumel == kTileNumel);
 
-// What decodes the codes of a range. plain() takes any code where is_plain() holds, all() always.
+// Decoder of the codes of a range. plain() takes any code where is_plain() holds, all() always.
 template <typename Format, typename T>
 struct CodeBook;
 

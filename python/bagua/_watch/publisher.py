@@ -92,7 +92,7 @@ class Publisher:
             _log.info("statistics are no longer published: %s", error)
 
     def publication(self, ended: bool) -> dict[str, Any]:
-        """What is published: counters since the buckets were built, as plain numbers.
+        """A publication: counters since the buckets were built, as plain numbers.
 
         ``number`` counts publications, ``at`` is seconds of a clock of this rank.
         """

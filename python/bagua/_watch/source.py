@@ -19,7 +19,7 @@ class Source(Protocol):
 
 
 def source_of(model: Any) -> Source:
-    """What counts for ``model``: a wrapped module, ``DistributedDataParallel``, or a handle.
+    """The statistics of ``model``: a wrapped module, ``DistributedDataParallel``, or a handle.
 
     Raises:
         TypeError: it is none of these.

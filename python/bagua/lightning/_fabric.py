@@ -43,7 +43,7 @@ class FabricMethods:
         *("_setup_distributed", "_determine_ddp_device_ids"),
     )
 
-    # Of Fabric's classes.
+    # Attributes of Fabric's classes.
     precision: Any
     cluster_environment: Any
 

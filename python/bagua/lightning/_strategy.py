@@ -48,7 +48,7 @@ class StrategyMethods:
         *("save_checkpoint", "load_optimizer_state_dict"),
     )
 
-    # Of Lightning's classes.
+    # Attributes of Lightning's classes.
     model: Any
     lightning_module: Any
     optimizers: list[torch.optim.Optimizer]

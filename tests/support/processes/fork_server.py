@@ -100,7 +100,7 @@ class Interpreter:
 
 
 def variables():
-    """What `FORKED_PYTHON` needs in its environment, and torchrun to start its ranks with it."""
+    """The variables that `FORKED_PYTHON` needs, and torchrun to start its ranks with it."""
     names = ":".join(_server(number).path for number in range(SERVERS))
     return {"PYTHON_EXEC": FORKED_PYTHON, "BAGUA_FORK_SERVERS": names}
 

@@ -360,7 +360,7 @@ class _Examination:
                 time.sleep(0.01)
 
     def _words(self, key: str, what: str, more_seconds: float = 0.0) -> dict[int, Any]:
-        """What every rank that is left has written under ``key``; a rank without is lost."""
+        """The word under ``key`` of every rank that is left; a rank without one is lost."""
         found = {}
         deadline = time.monotonic() + self._limit() + more_seconds
         for rank in sorted(set(range(self._size)) - self._lost):
@@ -400,7 +400,7 @@ class _Examination:
 
 
 def _within(work: Callable[[], Any], seconds: float, otherwise: str) -> Any:
-    """What ``work`` returns within ``seconds``, or ``otherwise``."""
+    """The result of ``work``, or ``otherwise`` if it takes longer than ``seconds``."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()

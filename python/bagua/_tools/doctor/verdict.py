@@ -1,4 +1,4 @@
-"""What the measurements say: broken things first, then remarks."""
+"""Findings from the measurements: broken things first, then remarks."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 def publication_from(word: Any) -> Publication | None:
-    """What a rank has published, as JSON; None if it is none."""
+    """The publication of a rank, which is JSON; None if it is none."""
     if not isinstance(word, dict) or type(word.get("host")) is not str:
         return None
     integers = (word.get(key) for key in (*_NUMBERS, *TIMES))
