@@ -11,33 +11,36 @@ if TESTS not in sys.path:
     sys.path.insert(0, TESTS)
 
 
-#: Files of a minute and more, the longest first: begun last, they would keep one worker busy alone.
+#: Files of half a minute and more, the longest first: begun last, they would keep one worker busy
+#: alone.
 LONG = [
-    "ranks/situations/test_situations.py",
     "single/test_kernel_emulation.py",
-    "faults/test_faults.py",
-    "ranks/test_restarts.py",
-    "single/test_model.py",
-    "ranks/test_exit.py",
-    "ranks/test_situations_of_algorithms.py",
-    "ranks/test_lost_ranks.py",
-    "single/test_ops.py",
-    "single/test_fuzz.py",
-    "ranks/test_fsdp_example.py",
-    "ranks/watching/test_top.py",
-    "integrations/test_integration_examples.py",
-    "ranks/test_torch_ddp_suite.py",
+    "ranks/situations/test_situations.py",
     "ranks/test_doctor.py",
-    "ranks/test_two_nodes.py",
-    "ranks/test_compile.py",
-    "ranks/test_weights_sample.py",
-    "ranks/test_compressed_training.py",
-    "ranks/test_network.py",
+    "single/test_model.py",
+    "integrations/test_integration_examples.py",
+    "ranks/test_fsdp_example.py",
+    "faults/test_faults.py",
+    "single/test_fuzz.py",
+    "ranks/test_lost_ranks.py",
+    "ranks/test_torch_ddp_suite.py",
+    "ranks/watching/test_top.py",
     "single/test_device_streams.py",
-    "ranks/test_hard_times.py",
-    "integrations/test_lightning.py",
-    "ranks/test_horovod_launchers.py",
+    "ranks/test_compile.py",
+    "ranks/test_exit.py",
+    "single/test_device_work.py",
+    "single/test_ops.py",
+    "ranks/test_compressed_training.py",
+    "ranks/test_error_feedback_checkpoints.py",
+    "ranks/test_restarts.py",
+    "ranks/test_curves.py",
+    "ranks/test_fsdp_failures.py",
+    "ranks/test_bytegrad_feedback.py",
+    "ranks/test_situations_of_algorithms.py",
     "ranks/test_fsdp.py",
+    "ranks/test_comm_hooks.py",
+    "ranks/test_hard_times.py",
+    "ranks/test_comm_hook_failures.py",
 ]
 
 

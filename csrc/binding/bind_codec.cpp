@@ -85,8 +85,10 @@ std::vector<Chunk> chunks_of(const Codec& codec, const at::Tensor& x, DType dtyp
   return result;
 }
 
-void encode_into(const Codec& codec, const at::Tensor& x, int64_t chunks,
-                 const at::Tensor& payload) {
+// Calls encode(chunks, dtype, scratch, stream) for equal parts of x.
+template <typename Encode>
+void encode_with(const Codec& codec, const at::Tensor& x, int64_t chunks, const at::Tensor& payload,
+                 Encode encode) {
   // Checks
   check_dense(codec, x, "x");
   const DType dtype = codec_dtype(x.scalar_type());
@@ -97,8 +99,24 @@ void encode_into(const Codec& codec, const at::Tensor& x, int64_t chunks,
   const std::vector<Chunk> all = chunks_of(codec, x, dtype, payload, chunks);
   // Freed at the end, for later work of the same stream.
   const at::Tensor scratch = at::empty({codec.scratch_bytes(all, dtype)}, payload.options());
-  codec.encode(all, dtype, static_cast<std::byte*>(scratch.data_ptr()),
-               current_stream_handle(x.device()));
+  encode(all, dtype, static_cast<std::byte*>(scratch.data_ptr()),
+         current_stream_handle(x.device()));
+}
+
+void encode_into(const Codec& codec, const at::Tensor& x, int64_t chunks,
+                 const at::Tensor& payload) {
+  encode_with(codec, x, chunks, payload,
+              [&](const auto&... arguments) { codec.encode(arguments...); });
+}
+
+void encode_residual(const Codec& codec, const at::Tensor& x, int64_t chunks,
+                     const at::Tensor& payload) {
+  BAGUA_CHECK_ARG(x.scalar_type() == at::kFloat, "x must be float32, it is ",
+                  at::toString(x.scalar_type()));
+  encode_with(codec, x, chunks, payload,
+              [&](const auto& all, DType, std::byte* scratch, StreamHandle stream) {
+                codec.encode_residual(all, scratch, stream);
+              });
 }
 
 void decode_into(const Codec& codec, const at::Tensor& payload, int64_t chunks,
@@ -182,6 +200,9 @@ void define_methods(py::class_<Codec, std::shared_ptr<Codec>>& codec) {
            "elements that was encoded from `dtype`. sum: contiguous float32.")
       .def("encode_into", &encode_into, py::arg("x"), py::arg("chunks"), py::arg("payload"),
            "encode into an existing uint8 tensor.")
+      .def("encode_residual", &encode_residual, py::arg("x"), py::arg("chunks"), py::arg("payload"),
+           "encode_into, after which x, contiguous float32, is what the payload has lost:\n"
+           "x - decoded.")
       .def("decode_into", &decode_into, py::arg("payload"), py::arg("chunks"), py::arg("x"),
            "decode into an existing tensor, which gives dtype and size.")
       .def("__repr__", [](const Codec& self) { return "Codec('" + self.name() + "')"; });

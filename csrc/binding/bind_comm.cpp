@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include "comm/communicator.h"
 #include "comm/counting_communicator.h"
 #include "comm/host_communicator.h"
+#include "comm/shm/shared_memory_communicator.h"
 #include "comm/thread_communicator.h"
 #include "health/diagnose.h"
 #include "health/failure_board.h"
@@ -52,6 +54,8 @@ void bind_communicator(py::module_& m) {
       "Raise BaguaError or BaguaTimeoutError, and refuse further calls after such a failure.")
       .def_property_readonly("rank", [](const Communicator& self) { return self.group().rank; })
       .def_property_readonly("size", [](const Communicator& self) { return self.group().size; })
+      .def_property_readonly("shares_memory", &Communicator::shares_memory,
+                             "Whether its ranks, all on one host, move bytes through memory.")
       .def("all_reduce", &Communicator::all_reduce, py::arg("tensor"), py::arg("op"), ReleaseGil(),
            "In place; the same bits on every rank. AVG (floating dtypes) divides by the size.")
       .def("all_gather", &Communicator::all_gather, py::arg("input"), py::arg("output"),
@@ -79,13 +83,41 @@ void bind_communicator(py::module_& m) {
       .def(py::init<std::shared_ptr<Communicator>>(), py::arg("inner"))
       .def(
           "traffic", [](const CountingCommunicator& self) { return traffic_dict(self.traffic()); },
-          "bytes_sent, bytes_received, messages_sent, messages_received, wire_ns (nanoseconds\n"
-          "inside the inner communicator); from any thread.");
+          "bytes_sent, bytes_received, messages_sent, messages_received, shm_bytes (of "
+          "bytes_sent:\n"
+          "through shared memory), wire_ns (nanoseconds inside the inner communicator); from any\n"
+          "thread.");
 
   py::class_<HostCommunicator, Communicator, std::shared_ptr<HostCommunicator>>(
       m, "HostCommunicator",
       "Moves tensors of a device through host memory, over a communicator of CPU tensors.")
       .def(py::init<std::shared_ptr<Communicator>>(), py::arg("inner"));
+}
+
+using SharedRank = std::shared_ptr<SharedMemoryCommunicator>;
+
+void bind_shared_memory(py::module_& m) {
+  py::class_<SharedMemoryCommunicator, Communicator, SharedRank>(
+      m, "SharedMemoryCommunicator",
+      "A rank over memory that the ranks of one host share; CPU tensors. Made by share_memory.");
+  m.def(
+      "share_memory",
+      [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, int64_t node,
+         double timeout, const std::string& refusal) -> std::tuple<SharedRank, std::string, bool> {
+        const Group group{rank, size};
+        const auto limit = to_milliseconds(timeout);
+        SharingOutcome outcome = share_memory(store, group, {node, refusal}, limit);
+        if (!outcome.shared) return {nullptr, std::move(outcome.reason), outcome.on_one_node};
+        return {
+            std::make_shared<SharedMemoryCommunicator>(group, std::move(*outcome.shared), limit),
+            "", true};
+      },
+      py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("node"), py::arg("timeout"),
+      py::arg("refusal") = "", ReleaseGil(),
+      "A communicator and '', or None and the reason why the ranks share no memory, and whether\n"
+      "the launcher has put them on one node; alike on all ranks, which all call it. node: number "
+      "of the launcher; refusal: why this rank does not\n"
+      "want to. Raises BaguaError or BaguaTimeoutError if a rank does not come.");
 }
 
 void bind_thread_ranks(py::module_& m) {
@@ -169,6 +201,7 @@ void bind_topology(py::module_& m) {
 
 void bind_comm(py::module_& m) {
   bind_communicator(m);
+  bind_shared_memory(m);
   bind_thread_ranks(m);
   bind_failure_board(m);
   bind_topology(m);

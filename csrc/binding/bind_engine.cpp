@@ -75,6 +75,7 @@ py::dict traffic_dict(const Traffic& traffic) {
   dict["bytes_received"] = traffic.bytes_received;
   dict["messages_sent"] = traffic.messages_sent;
   dict["messages_received"] = traffic.messages_received;
+  dict["shm_bytes"] = traffic.shm_bytes;
   dict["wire_ns"] = traffic.wire_ns;
   return dict;
 }
@@ -130,14 +131,15 @@ void bind_plan(py::module_& m) {
 
   py::class_<Bucket>(m, "Bucket")
       .def(py::init([](std::string name, at::Tensor flat, std::vector<Slot> slots,
-                       std::vector<std::shared_ptr<BucketOp>> ops, double adopt_scale) {
-             Bucket bucket{std::move(name), std::move(flat), std::move(slots), std::move(ops),
-                           adopt_scale};
+                       std::vector<std::shared_ptr<BucketOp>> ops, double adopt_scale,
+                       int32_t part) {
+             Bucket bucket{std::move(name), std::move(flat), std::move(slots),
+                           std::move(ops),  adopt_scale,     part};
              bucket.check();
              return bucket;
            }),
            py::arg("name"), py::arg("flat"), py::arg("slots"), py::arg("ops"),
-           py::arg("adopt_scale") = 1.0);
+           py::arg("adopt_scale") = 1.0, py::arg("part") = 0);
 
   py::class_<Lane>(m, "Lane").def(
       py::init([](std::vector<Bucket> buckets,
@@ -179,8 +181,9 @@ void bind_weights_sample(py::module_& m) {
 
 void bind_round_state(py::module_& m) {
   py::class_<RoundState>(m, "RoundState", "Progress of a round, without threads; for tests.")
-      .def(py::init<const std::vector<std::vector<size_t>>&>(), py::arg("lanes"))
-      .def("begin", &RoundState::begin, py::arg("alone"))
+      .def(py::init<const std::vector<std::vector<size_t>>&, const std::vector<int32_t>&>(),
+           py::arg("lanes"), py::arg("parts") = std::vector<int32_t>())
+      .def("begin", &RoundState::begin, py::arg("alone"), py::arg("part") = py::none())
       .def("end", &RoundState::end)
       .def("agree", &RoundState::agree, py::arg("round"))
       .def(
@@ -245,12 +248,15 @@ void bind_engine(py::module_& m) {
            py::arg("weights").none(true) = py::none(), py::arg("clock").none(true) = py::none())
       .def(
           "begin_round",
-          [](Engine& engine, float grad_scale, uint64_t frozen, bool check_weights) {
-            engine.begin_round(
-                {.grad_scale = grad_scale, .frozen = frozen, .check_weights = check_weights});
+          [](Engine& engine, float grad_scale, uint64_t frozen, bool check_weights,
+             std::optional<int32_t> part) {
+            engine.begin_round({.grad_scale = grad_scale,
+                                .frozen = frozen,
+                                .check_weights = check_weights,
+                                .part = part});
           },
           py::arg("grad_scale") = 1.0f, py::kw_only(), py::arg("frozen") = 0,
-          py::arg("check_weights") = true, ReleaseGil())
+          py::arg("check_weights") = true, py::arg("part") = py::none(), ReleaseGil())
       .def("note_forward", &Engine::note_forward, ReleaseGil())
       .def("await_agreement", &Engine::await_agreement, ReleaseGil())
       .def("mark_ready", &Engine::mark_ready, py::arg("slot"), ReleaseGil())
@@ -267,6 +273,7 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("round", &Engine::round)
       .def_property_readonly("round_open", &Engine::round_open)
       .def_property_readonly("slots", &Engine::slots)
+      .def_property_readonly("used", [](const Engine& engine) { return engine.used(); })
       .def("stats", [](const Engine& engine) { return stats_dict(engine.stats()); });
 
   m.def("accounting_ns", &accounting_ns, py::arg("communicators"), py::arg("repeats"), ReleaseGil(),

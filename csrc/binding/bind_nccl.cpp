@@ -25,11 +25,11 @@ std::shared_ptr<NcclCommunicator> released_without_gil(std::shared_ptr<NcclCommu
 
 std::shared_ptr<NcclCommunicator> connect(std::shared_ptr<const NcclLibrary> library,
                                           c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                                          at::Device device, double timeout) {
+                                          at::Device device, double timeout, bool alone_too) {
   const py::gil_scoped_release no_gil;
   const std::chrono::milliseconds milliseconds{static_cast<int64_t>(timeout * 1000)};
   return released_without_gil(make_nccl_communicator(
-      {std::move(library), std::move(store), {rank, size}, device, milliseconds}));
+      {std::move(library), std::move(store), {rank, size}, device, milliseconds, alone_too}));
 }
 
 }  // namespace
@@ -60,13 +60,16 @@ void bind_nccl(py::module_& m) {
       m, "NcclCommunicator",
       "Ranks with a CUDA device each, over a communicator of NCCL of their own.\n\n"
       "Constructed by all ranks at once, over a prefix of a store that is theirs alone; timeout:\n"
-      "seconds, of the connecting and of each call. Calls do not wait for the device.")
+      "seconds, of the connecting and of each call. Calls do not wait for the device. alone_too: "
+      "a\n"
+      "group of one goes through NCCL as well, for tests with one GPU.")
       .def(py::init([](std::shared_ptr<NcclLibrary> library, c10::intrusive_ptr<c10d::Store> store,
-                       int rank, int size, at::Device device, double timeout) {
-             return connect(std::move(library), std::move(store), rank, size, device, timeout);
+                       int rank, int size, at::Device device, double timeout, bool alone_too) {
+             return connect(std::move(library), std::move(store), rank, size, device, timeout,
+                            alone_too);
            }),
            py::arg("library"), py::arg("store"), py::arg("rank"), py::arg("size"),
-           py::arg("device"), py::arg("timeout"))
+           py::arg("device"), py::arg("timeout"), py::kw_only(), py::arg("alone_too") = false)
       .def(
           "split",
           [](NcclCommunicator& self, const std::vector<int>& members) {

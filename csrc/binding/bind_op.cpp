@@ -18,8 +18,10 @@
 #include "op/neighbor_average.h"
 #include "op/sharded/compressed_all_gather.h"
 #include "op/sharded/compressed_reduce_scatter.h"
+#include "op/sharded/sharded_hierarchical.h"
 #include "op/tensors/low_rank_products.h"
 #include "op/update_momentum.h"
+#include "op/wire/bucket_parts.h"
 #include "op/wire/device_frames.h"
 
 namespace bagua {
@@ -33,6 +35,18 @@ std::optional<at::Tensor> or_none(const at::Tensor& tensor) {
 }
 
 void bind_sharded(py::module_& m) {
+  py::class_<ShardedHierarchical, BucketOp, std::shared_ptr<ShardedHierarchical>>(
+      m, "ShardedHierarchical", "inner: by share; None for those of other ranks of the node.")
+      .def(py::init([](std::shared_ptr<Communicator> node,
+                       std::vector<std::shared_ptr<BucketOp>> inner,
+                       std::shared_ptr<Scratch> scratch, int ranks, int nodes, ReduceOp op) {
+             return std::make_shared<ShardedHierarchical>(
+                 std::move(node), std::move(inner), std::move(scratch),
+                 NodeShare{.ranks = ranks, .nodes = nodes, .op = op});
+           }),
+           py::arg("node"), py::arg("inner"), py::arg("scratch"), py::arg("ranks"),
+           py::arg("nodes"), py::arg("op"));
+
   py::class_<CompressedReduceScatter, BucketOp, std::shared_ptr<CompressedReduceScatter>>(
       m, "CompressedReduceScatter", "Afterwards part `rank` of the bucket has the result.")
       .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,
@@ -90,7 +104,8 @@ void bind_op(py::module_& m) {
       .def(py::init<>())
       .def(
           "leave", [](RoundOutcome& outcome, int64_t round) { outcome.leave(round, {}); },
-          py::arg("round"), "For a memory that takes no part in the round.");
+          py::arg("round"), "For a memory that takes no part in the round.")
+      .def_property_readonly("newest", &RoundOutcome::newest);
 
   py::class_<RoundMemory, std::shared_ptr<RoundMemory>>(m, "RoundMemory")
       .def(py::init<std::vector<at::Tensor>, std::shared_ptr<RoundOutcome>>(), py::arg("initial"),
@@ -107,7 +122,11 @@ void bind_op(py::module_& m) {
 
   py::class_<AllReduce, BucketOp, std::shared_ptr<AllReduce>>(m, "AllReduce")
       .def(py::init<std::shared_ptr<Communicator>, ReduceOp>(), py::arg("communicator"),
-           py::arg("op"));
+           py::arg("op"))
+      .def(py::init<std::shared_ptr<Communicator>, ReduceOp, const at::Tensor&>(),
+           py::arg("communicator"), py::arg("op"), py::arg("flat"), ReleaseGil(),
+           "For this bucket only, whose memory ranks of one host then share. All ranks construct "
+           "it.");
 
   py::class_<SparseGradient, std::shared_ptr<SparseGradient>>(m, "SparseGradient")
       .def(py::init<>())
@@ -128,13 +147,20 @@ void bind_op(py::module_& m) {
   py::class_<CompressedAllReduce, BucketOp, std::shared_ptr<CompressedAllReduce>>(
       m, "CompressedAllReduce")
       .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,
-                       std::shared_ptr<Scratch> scratch, ReduceOp op, bool checksum) {
+                       std::shared_ptr<Scratch> scratch, ReduceOp op, bool checksum,
+                       std::shared_ptr<RoundMemory> memory, int64_t padding) {
+             std::optional<TwoResiduals> residuals;
+             if (memory) residuals = {.memory = std::move(memory), .padding = padding};
              return std::make_shared<CompressedAllReduce>(std::move(communicator), std::move(codec),
                                                           std::move(scratch), op,
-                                                          checksum_if(checksum));
+                                                          checksum_if(checksum), residuals);
            }),
            py::arg("communicator"), py::arg("codec"), py::arg("scratch"), py::arg("op"),
-           py::kw_only(), py::arg("checksum") = false);
+           py::kw_only(), py::arg("checksum") = false, py::arg("memory").none(true) = py::none(),
+           py::arg("padding") = 0);
+
+  m.def("part_stride", &part_stride, py::arg("numel"), py::arg("parts"),
+        "Elements between the parts into which ranks cut a bucket.");
 
   bind_sharded(m);
 

@@ -137,11 +137,11 @@ void bind_sparse(py::module_& m) {
            py::arg("scratch"), py::arg("numel"), py::arg("memory"));
   m.def(
       "sparse_message_bytes",
-      [](int64_t numel, int64_t k, at::ScalarType values, const at::Device& device) {
+      [](int64_t numel, int64_t k, at::ScalarType values) {
         check_counts(k, numel);
-        return SparseMessage(numel, k, values, device).bytes();
+        return SparseMessage(numel, k, values).bytes();
       },
-      py::arg("numel"), py::arg("k"), py::arg("values"), py::arg("device"),
+      py::arg("numel"), py::arg("k"), py::arg("values"),
       "Bytes of the message that Sparse sends to every other rank.");
 }
 

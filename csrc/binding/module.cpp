@@ -25,6 +25,7 @@ PYBIND11_MODULE(_C, module) {
   bagua::bind_op(module);
   bagua::bind_engine(module);
   bagua::bind_dynamic(module);
+  bagua::bind_outer(module);
   bagua::bind_periodic(module);
   bagua::bind_plan_guard(module);
   bagua::bind_sparse(module);

@@ -29,6 +29,16 @@ BAGUA_PER_INSTRUCTION_SET void decode_add_on_cpu(const std::byte* payload, float
 }
 
 template <typename Format>
+BAGUA_PER_INSTRUCTION_SET void encode_residual_on_cpu(float* x, int64_t numel, std::byte* payload) {
+  encode_chunk<Format>(x, numel, payload,
+                       [&](const std::byte* header, const uint8_t* codes, int64_t begin,
+                           int64_t of_range) __attribute__((always_inline)) {
+                         decode_range<Format, float>(header, codes, begin, of_range, numel,
+                                                     Subtract{{x, -1.0f}});
+                       });
+}
+
+template <typename Format>
 class ChunkCodecCpu final : public Codec {
  public:
   explicit ChunkCodecCpu(std::string name) : name_(std::move(name)) {}
@@ -66,6 +76,19 @@ class ChunkCodecCpu final : public Codec {
                                      weight);
       }
     });
+  }
+
+  // Block by block, which is in cache when it is decoded.
+  void encode_residual(std::span<const Chunk> chunks, std::byte* scratch,
+                       StreamHandle stream) const override {
+    if constexpr (BlockFormat<Format>) {
+      for (const Chunk& chunk : chunks) {
+        if (chunk.numel == 0) continue;  // payload may be null
+        encode_residual_on_cpu<Format>(static_cast<float*>(chunk.x), chunk.numel, chunk.payload);
+      }
+    } else {
+      Codec::encode_residual(chunks, scratch, stream);
+    }
   }
 
   int64_t block_numel() const override { return Format::kBlockNumel; }

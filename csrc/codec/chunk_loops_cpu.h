@@ -1,7 +1,8 @@
 // The loops over the elements of one chunk, for any element type and format.
 //
 // They are written for the compiler's vectoriser: no branches inside, no calls that are not
-// inlined. Included by chunk_codec_cpu.cpp only, which compiles them once per instruction set.
+// inlined. Included by chunk_codec_cpu.cpp and value_blocks.cpp only, which compile them once per
+// instruction set.
 #pragma once
 
 #include <algorithm>
@@ -53,31 +54,56 @@ struct AddWeightedAhead : AddWeighted<T> {
   }
 };
 
-// The extent of x[0, numel). A reduction of floats vectorises only as independent lanes, folded at
-// the end.
+// decode_add of what has just been encoded, and is in cache.
+struct Subtract : AddWeighted<float> {
+  template <RangedFormat Format>
+  BAGUA_HD void prefetch_tile(const uint8_t*, int64_t, int64_t) const {}
+};
+
+// The values x[0, numel) of a range. A reduction of floats vectorises only as independent lanes,
+// folded at the end.
 template <RangedFormat Format, typename T>
-BAGUA_HD auto find_extent(const T* __restrict x, int64_t numel) {
-  constexpr int kLanes = Format::kLanes;
-  typename Format::template Extent<kLanes> extent;
-  for (int lane = 0; lane < kLanes; ++lane) extent.start(lane);
-  const int64_t whole = numel / kLanes * kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) extent.take(lane, widen(x[i + lane]));
+struct ContiguousValues {
+  const T* __restrict x;
+  int64_t count;
+
+  BAGUA_HD int64_t numel() const { return count; }
+
+  template <template <int> typename Statistics, typename... Arguments>
+  BAGUA_HD Statistics<1> collect(Arguments... arguments) const {
+    constexpr int kLanes = lanes();
+    Statistics<kLanes> gathered;
+    for (int lane = 0; lane < kLanes; ++lane) gathered.start(lane);
+    const int64_t whole = count / kLanes * kLanes;
+    for (int64_t i = 0; i < whole; i += kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) {
+        gathered.take(lane, widen(x[i + lane]), arguments...);
+      }
+    }
+    for (int64_t i = whole; i < count; ++i) {
+      gathered.take(static_cast<int>(i - whole), widen(x[i]), arguments...);
+    }
+    fold_lanes<kLanes>(gathered);
+    Statistics<1> all;
+    all.start(0);
+    all.join(0, gathered, 0);
+    return all;
   }
-  for (int64_t i = whole; i < numel; ++i) extent.take(static_cast<int>(i - whole), widen(x[i]));
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) extent.join(lane, extent, lane + width);
+
+ private:
+  static constexpr int lanes() {
+    if constexpr (ExtentFormat<Format>) {
+      return Format::kLanes;
+    } else {
+      return kSumLanes<Format>;
+    }
   }
-  typename Format::template Extent<1> all;
-  all.start(0);
-  all.join(0, extent, 0);
-  return all;
-}
+};
 
 // The codes of the range x[0, numel), of a chunk that has `left` elements from x on.
 template <RangedFormat Format, typename T>
 BAGUA_HD void write_codes(const T* __restrict x, int64_t numel, int64_t left,
-                          typename Format::Grid grid, uint8_t* __restrict codes) {
+                          QuantiserOf<Format> quantiser, uint8_t* __restrict codes) {
   constexpr int kPerByte = kCodesPerByte<Format>;
   constexpr int64_t kTileBytes = kTileOf<Format> / kPerByte;
   const int64_t stride = code_bytes<Format>(numel);
@@ -85,7 +111,8 @@ BAGUA_HD void write_codes(const T* __restrict x, int64_t numel, int64_t left,
   const auto write = [&](int64_t j) __attribute__((always_inline)) {
     uint32_t byte = 0;
     for (int k = 0; k < kPerByte; ++k) {
-      byte |= uint32_t{Format::quantise(widen(x[j + k * stride]), grid)} << (k * Format::kBits);
+      byte |= uint32_t{Format::quantise(widen(x[j + k * stride]), quantiser)}
+              << (k * Format::kBits);
     }
     codes[j] = static_cast<uint8_t>(byte);
   };
@@ -95,21 +122,21 @@ BAGUA_HD void write_codes(const T* __restrict x, int64_t numel, int64_t left,
     for (int64_t c = j; c < j + kTileBytes; ++c) write(c);
   }
   for (; j < full; ++j) write(j);
-  for (; j < stride; ++j) codes[j] = pack_codes<Format>(x, numel, stride, j, grid);
+  for (; j < stride; ++j) codes[j] = pack_codes<Format>(x, numel, stride, j, quantiser);
 }
 
 // The range of `numel` elements that begins at element `begin` of the chunk.
 template <RangedFormat Format, typename T>
 BAGUA_HD void encode_range(const T* __restrict x, int64_t begin, int64_t numel, int64_t chunk_numel,
                            std::byte* __restrict header, uint8_t* __restrict codes) {
-  const auto found = Format::template header<T>(find_extent<Format>(x + begin, numel));
-  const typename Format::Grid grid = Format::grid(found);
-  write_header(found, header);
+  const EncodingOf<Format, T> found =
+      encoding_of<Format, T>(ContiguousValues<Format, T>{x + begin, numel});
+  write_header(found.header, header);
   uint8_t* const own = codes + code_bytes<Format>(begin);
-  if (grid.constant) {
+  if (found.quantiser.constant) {
     std::memset(own, 0, code_bytes<Format>(numel));
   } else {
-    write_codes<Format>(x + begin, numel, chunk_numel - begin, grid, own);
+    write_codes<Format>(x + begin, numel, chunk_numel - begin, found.quantiser, own);
   }
 }
 
@@ -160,14 +187,23 @@ BAGUA_HD void for_each_range(int64_t chunk_numel, Function&& function) {
   }
 }
 
-template <RangedFormat Format, typename T>
-BAGUA_HD void encode_chunk(const T* __restrict x, int64_t numel, std::byte* __restrict payload) {
+// Does nothing with a range that has been encoded.
+struct IgnoreRange {
+  BAGUA_HD void operator()(const std::byte*, const uint8_t*, int64_t, int64_t) const {}
+};
+
+// Calls encoded(header, codes, begin, numel) after each range, with the codes of the chunk.
+template <RangedFormat Format, typename T, typename Encoded = IgnoreRange>
+BAGUA_HD void encode_chunk(const T* x, int64_t numel, std::byte* __restrict payload,
+                           Encoded encoded = {}) {
   constexpr int64_t kHeaderBytes = sizeof(HeaderOf<Format, T>);
   const RangedLayout layout = layout_of<Format, T>(numel);
   uint8_t* __restrict codes = reinterpret_cast<uint8_t*>(payload + layout.codes_offset);
   for_each_range<Format>(
       numel, [&](int64_t begin, int64_t of_range, int64_t number) __attribute__((always_inline)) {
-        encode_range<Format>(x, begin, of_range, numel, payload + number * kHeaderBytes, codes);
+        std::byte* const header = payload + number * kHeaderBytes;
+        encode_range<Format>(x, begin, of_range, numel, header, codes);
+        encoded(header, codes, begin, of_range);
       });
   const int64_t headers_bytes = numel == 0 ? 0 : layout.headers_bytes;
   std::memset(payload + headers_bytes, 0, layout.codes_offset - headers_bytes);

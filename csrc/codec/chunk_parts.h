@@ -20,17 +20,26 @@ namespace bagua {
 //   quantise(value) -> Code  of a float
 //   dequantise<T>(Code) -> T
 // A format with ranges has
+//   Header<T>             what is stored per range: a trivial type, padding excluded
+//   Grid                  what a header says of the range
+//   grid(Header<T>) -> Grid
+//   dequantise<T>(code, Grid) -> T, for any header and any code: finite where the header is finite
+//   quantise(value, Quantiser) -> uint8_t below 2^kBits. Quantiser is Grid, unless the format names
+//                         its own. `constant` in it: all codes are zero.
+// and one of two ways from values to header and quantiser. Where the order of values makes no
+// difference:
 //   Extent<kCount>        what is gathered of a range's values in `kCount` lanes: arrays of words
 //   of
-//                         32 bits, with start(lane), take(lane, value) and join(lane, other, from).
-//                         The order of values must make no difference in what header() returns.
+//                         32 bits, with start(lane), take(lane, value) and join(lane, other, from)
 //   kLanes                lanes of the Extent for which the CPU's vectoriser does best
-//   Header<T>             what is stored per range: a trivial type, padding excluded
 //   header<T>(Extent<1>)  -> Header<T>
-//   Grid                  how a range is quantised. `constant`: all codes are zero.
-//   grid(Header<T>) -> Grid
-//   quantise(value, Grid) -> uint8_t below 2^kBits
-//   dequantise<T>(code, Grid) -> T, for any header and any code: finite where the header is finite
+// Where it makes one, because floats are added, or where values are looked at twice:
+//   encoding<T>(values)   -> Encoding<Header<T>, Quantiser>. values.numel() is the number of
+//   values,
+//                         and values.collect<Statistics>(arguments...) what a template like Extent
+//                         gathers, whose take() has those arguments too. In all loops and kernels
+//                         element i is taken in lane i mod kSumLanes, in ascending order, and then
+//                         the upper half of the lanes is joined to the lower one until one is left.
 // Blocks smaller than a kernel's tile are powers of two: see cuda/block_kernels.cuh. Larger ones
 // have the size of the tile, and 8 bits.
 //
@@ -40,6 +49,10 @@ namespace bagua {
 template <typename Format>
 concept RangedFormat = requires { typename Format::Grid; };
 template <typename Format>
+concept ExtentFormat = RangedFormat<Format> && requires { typename Format::template Extent<1>; };
+template <typename Format>
+concept BlockFormat = RangedFormat<Format> && (Format::kBlockNumel > 0);
+template <typename Format>
 concept CastFormat = requires { typename Format::Code; };
 
 template <RangedFormat Format, typename T>
@@ -47,6 +60,53 @@ using HeaderOf = typename Format::template Header<T>;
 
 template <RangedFormat Format>
 inline constexpr int kCodesPerByte = 8 / Format::kBits;
+
+// Lanes of sums: as many as a whole block has bytes of codes, so that a thread that has some of
+// these bytes has all elements of their lanes.
+template <RangedFormat Format>
+  requires(!ExtentFormat<Format>)
+inline constexpr int kSumLanes = static_cast<int>(Format::kBlockNumel) / kCodesPerByte<Format>;
+
+template <typename Header, typename Quantiser>
+struct Encoding {
+  Header header;
+  Quantiser quantiser;
+};
+
+template <RangedFormat Format>
+struct QuantiserTrait {
+  using Type = typename Format::Grid;
+};
+template <RangedFormat Format>
+  requires requires { typename Format::Quantiser; }
+struct QuantiserTrait<Format> {
+  using Type = typename Format::Quantiser;
+};
+template <RangedFormat Format>
+using QuantiserOf = typename QuantiserTrait<Format>::Type;
+
+template <RangedFormat Format, typename T>
+using EncodingOf = Encoding<HeaderOf<Format, T>, QuantiserOf<Format>>;
+
+// Header and quantiser of a range, from `values` as Note [Formats] has them.
+template <RangedFormat Format, typename T, typename Values>
+BAGUA_HD EncodingOf<Format, T> encoding_of(const Values& values) {
+  if constexpr (ExtentFormat<Format>) {
+    const auto header =
+        Format::template header<T>(values.template collect<Format::template Extent>());
+    return {header, Format::grid(header)};
+  } else {
+    return Format::template encoding<T>(values);
+  }
+}
+
+// Joins the upper half of the lanes to the lower one until one is left: element 0.
+template <int kCount, typename Statistics>
+BAGUA_HD void fold_lanes(Statistics& lanes) {
+  for (int width = kCount / 2; width > 0; width /= 2) {
+    for (int lane = 0; lane < width; ++lane) lanes.join(lane, lanes, lane + width);
+  }
+}
 
 template <RangedFormat Format, typename T>
 BAGUA_HD constexpr RangedLayout layout_of(int64_t chunk_numel) {
@@ -75,11 +135,12 @@ BAGUA_HD constexpr int64_t code_bytes(int64_t numel) {
 // gives an element like one.
 template <RangedFormat Format, typename Values>
 BAGUA_HD uint8_t pack_codes(const Values& x, int64_t numel, int64_t stride, int64_t j,
-                            typename Format::Grid grid) {
+                            QuantiserOf<Format> quantiser) {
   uint32_t byte = 0;
   for (int k = 0; k < kCodesPerByte<Format>; ++k) {
     const int64_t i = j + k * stride;
-    if (i < numel) byte |= uint32_t{Format::quantise(widen(x[i]), grid)} << (k * Format::kBits);
+    if (i < numel)
+      byte |= uint32_t{Format::quantise(widen(x[i]), quantiser)} << (k * Format::kBits);
   }
   return static_cast<uint8_t>(byte);
 }

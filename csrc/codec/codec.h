@@ -59,6 +59,14 @@ class Codec {
   virtual void decode_add(std::span<const Chunk> chunks, DType dtype, float weight,
                           StreamHandle stream) const = 0;
 
+  // encode of float elements, after which x[i] is what its payload has lost: x[i] - decoded[i], one
+  // f32 operation, with the bits of decode_add with weight -1.
+  virtual void encode_residual(std::span<const Chunk> chunks, std::byte* scratch,
+                               StreamHandle stream) const {
+    encode(chunks, DType::kFloat32, scratch, stream);
+    decode_add(chunks, DType::kFloat32, -1.0f, stream);
+  }
+
   // Elements that share a range: a chunk may be cut at multiples of it without changing what is
   // decoded. 0: the whole chunk is one unit (minmax_uint8). 1: element by element (casts).
   virtual int64_t block_numel() const = 0;

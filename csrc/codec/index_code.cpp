@@ -11,10 +11,6 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little);
 
-int64_t bits_per_index(int64_t n) {
-  return std::bit_width(static_cast<uint64_t>(n > 0 ? n - 1 : 0));
-}
-
 int64_t bytes_of_bits(int64_t bits) { return (bits + 7) / 8; }
 
 int64_t coded_bytes(IndexCoding coding, int64_t n, int64_t k) {
@@ -83,6 +79,10 @@ int64_t read_bitmap(const std::byte* in, int64_t k, int64_t bytes, uint32_t* ind
 }
 
 }  // namespace
+
+int64_t bits_per_index(int64_t n) {
+  return std::bit_width(static_cast<uint64_t>(n > 0 ? n - 1 : 0));
+}
 
 const char* index_coding_name(IndexCoding coding) {
   switch (coding) {

@@ -14,6 +14,9 @@ enum class IndexCoding : uint8_t {
 
 const char* index_coding_name(IndexCoding coding);
 
+// Bits of an index below n where they are packed.
+int64_t bits_per_index(int64_t n);
+
 // The coding of fewest bytes, of equals the first: it follows from n and k alone, so that sizes
 // agree on all ranks. 0 <= k <= n <= 2^32.
 IndexCoding choose_index_coding(int64_t n, int64_t k);

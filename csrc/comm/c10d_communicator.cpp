@@ -49,7 +49,8 @@ C10dCommunicator::C10dCommunicator(c10::intrusive_ptr<c10d::Backend> backend)
       is_gloo_(backend_->getBackendName() == "gloo"),
       is_nccl_(backend_->getBackendName() == "nccl"),
       send_tags_(group().size, 0),
-      recv_tags_(group().size, 0) {}
+      recv_tags_(group().size, 0),
+      refusal_(group()) {}
 
 void C10dCommunicator::all_reduce(at::Tensor& tensor, ReduceOp op) {
   check_all_reduce(tensor, op);
@@ -189,7 +190,7 @@ void C10dCommunicator::call_back(const OnReceived& on_received, size_t message) 
   try {
     on_received(message);
   } catch (const std::exception& error) {
-    refuse_from_now_on(concat("the caller failed during an exchange: ", error.what()));
+    refusal_.refuse(concat("the caller failed during an exchange: ", error.what()));
     throw CallbackFailed{std::current_exception()};
   }
 }
@@ -210,7 +211,7 @@ std::vector<at::Tensor> C10dCommunicator::fragments(const at::Tensor& tensor) co
 // gloo::IoException is no c10::Error, hence std::exception.
 template <typename Body>
 void C10dCommunicator::guarded(CallSite site, Body body) {
-  refuse_if_failed(site);
+  refusal_.check(site.call);
   try {
     body(site);
   } catch (const std::exception& error) {
@@ -218,29 +219,15 @@ void C10dCommunicator::guarded(CallSite site, Body body) {
   }
 }
 
-void C10dCommunicator::refuse_if_failed(const CallSite& site) {
-  if (!refuses_.load(std::memory_order_acquire)) return;
-  std::lock_guard lock(mutex_);
-  throw Error(
-      concat("rank ", group().rank, " of ", group().size, ": ", site.call, " refused: ", refusal_));
-}
-
-void C10dCommunicator::refuse_from_now_on(const std::string& reason) noexcept {
-  std::lock_guard lock(mutex_);
-  if (!refuses_.load(std::memory_order_relaxed)) refusal_ = reason;
-  refuses_.store(true, std::memory_order_release);
-}
-
 void C10dCommunicator::fail(const CallSite& site, const std::string& what) {
-  const std::string message = concat("rank ", group().rank, " of ", group().size, ": ", site.text(),
-                                     " failed: ", reason_of_transport(what));
-  refuse_from_now_on(concat("an earlier call failed (", message, ")"));
+  const std::string message = refusal_.failure_text(site, reason_of_transport(what));
+  refusal_.refuse_after(message);
   if (is_timeout_of_transport(what)) throw TimeoutError(message);
   throw TransportError(message);
 }
 
 void C10dCommunicator::abort(const std::string& reason) noexcept {
-  refuse_from_now_on(concat("aborted: ", reason));
+  refusal_.refuse(concat("aborted: ", reason));
   if (group().size == 1) return;
   try {
     backend_->abort();

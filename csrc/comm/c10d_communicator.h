@@ -1,10 +1,8 @@
 // Any backend of torch.distributed: gloo on CPU, NCCL on CUDA.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <exception>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -12,6 +10,7 @@
 
 #include "comm/call_site.h"
 #include "comm/communicator.h"
+#include "comm/refusal.h"
 
 namespace bagua {
 
@@ -58,8 +57,6 @@ class C10dCommunicator final : public Communicator {
                 const OnReceived& on_received = nullptr);
   void call_back(const OnReceived& on_received, size_t message);
   std::vector<at::Tensor> fragments(const at::Tensor& tensor) const;
-  void refuse_if_failed(const CallSite& site);
-  void refuse_from_now_on(const std::string& reason) noexcept;
   [[noreturn]] void fail(const CallSite& site, const std::string& what);
 
   const c10::intrusive_ptr<c10d::Backend> backend_;
@@ -67,9 +64,7 @@ class C10dCommunicator final : public Communicator {
   const bool is_nccl_;
   std::vector<uint32_t> send_tags_;  // by peer: messages so far, counted alike on both sides
   std::vector<uint32_t> recv_tags_;
-  std::atomic<bool> refuses_{false};
-  std::mutex mutex_;     // of refusal_: abort() comes from another thread
-  std::string refusal_;  // why later calls are refused
+  Refusal refusal_;
 };
 
 }  // namespace bagua

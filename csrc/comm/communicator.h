@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <string>
 
 #include <ATen/core/Tensor.h>
@@ -28,6 +29,18 @@ struct Recv {
 
 // Takes the position of a message in the list of receives.
 using OnReceived = std::function<void(size_t)>;
+
+// A tensor that the ranks of a communicator reduce where it lies.
+class SharedBucket {
+ public:
+  SharedBucket() = default;
+  virtual ~SharedBucket() = default;
+  SharedBucket(const SharedBucket&) = delete;
+  SharedBucket& operator=(const SharedBucket&) = delete;
+
+  // Communicator::all_reduce() of the tensor, with its contract.
+  virtual void all_reduce(ReduceOp op) = 0;
+};
 
 // Moves tensors; knows no codec.
 //
@@ -69,6 +82,9 @@ class Communicator {
     exchange(sends, recvs, [](size_t) {});
   }
 
+  // Whether all of its ranks are on one host and move bytes through memory that they share.
+  virtual bool shares_memory() const { return false; }
+
   // Throws what a later call would throw, if a call that had been put on a stream has failed since.
   // Thread-safe. Where calls are complete on return there is nothing to find.
   virtual void check() {}
@@ -81,6 +97,12 @@ class Communicator {
   // Thread-safe. Later calls throw, naming the reason; calls in flight end where the transport can
   // end them (see each implementation).
   virtual void abort(const std::string& reason) noexcept = 0;
+
+  // Lets the ranks read each other's `tensor`, which is all of its storage, where it lies. All
+  // ranks call it. Null, on all of them, where the transport or a rank cannot, or their sizes
+  // differ. The memory may move: nothing but tensors may point into it. The communicator outlives
+  // the result.
+  virtual std::shared_ptr<SharedBucket> share(const at::Tensor& /*tensor*/) { return nullptr; }
 
  private:
   Group group_;

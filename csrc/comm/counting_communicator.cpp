@@ -48,15 +48,44 @@ CountingCommunicator::CountingCommunicator(std::shared_ptr<Communicator> inner)
     : Communicator(not_null(inner)->group()), inner_(std::move(inner)) {}
 
 Traffic CountingCommunicator::traffic() const {
-  return {bytes_sent_, bytes_received_, messages_sent_, messages_received_, wire_ns_};
+  const int64_t sent = bytes_sent_;
+  return {sent,    bytes_received_, messages_sent_, messages_received_, shares_memory() ? sent : 0,
+          wire_ns_};
 }
 
 void CountingCommunicator::all_reduce(at::Tensor& tensor, ReduceOp op) {
   timed("bagua::all_reduce", [&] { inner_->all_reduce(tensor, op); });
+  count_all_reduce(tensor);
+}
+
+void CountingCommunicator::count_all_reduce(const at::Tensor& tensor) {
   const int64_t others = group().size - 1;
   const int64_t bytes = 2 * bytes_of(tensor) * others / group().size;
   count_sent(2 * others, bytes);
   count_received(2 * others, bytes);
+}
+
+class CountingCommunicator::CountedBucket final : public SharedBucket {
+ public:
+  CountedBucket(CountingCommunicator& communicator, std::shared_ptr<SharedBucket> inner,
+                at::Tensor tensor)
+      : communicator_(communicator), inner_(std::move(inner)), tensor_(std::move(tensor)) {}
+
+  void all_reduce(ReduceOp op) override {
+    communicator_.timed("bagua::all_reduce", [&] { inner_->all_reduce(op); });
+    communicator_.count_all_reduce(tensor_);
+  }
+
+ private:
+  CountingCommunicator& communicator_;
+  const std::shared_ptr<SharedBucket> inner_;
+  const at::Tensor tensor_;
+};
+
+std::shared_ptr<SharedBucket> CountingCommunicator::share(const at::Tensor& tensor) {
+  std::shared_ptr<SharedBucket> inner = inner_->share(tensor);
+  if (!inner) return nullptr;
+  return std::make_shared<CountedBucket>(*this, std::move(inner), tensor);
 }
 
 void CountingCommunicator::all_gather(const at::Tensor& input, at::Tensor& output) {

@@ -10,26 +10,29 @@
 
 namespace bagua {
 
-// Payload that crossed the network, without packet headers, and the time spent in the calls.
+// Payload that went to and came from other ranks, without packet headers, and the time spent in the
+// calls.
 struct Traffic {
   int64_t bytes_sent = 0;
   int64_t bytes_received = 0;
   int64_t messages_sent = 0;
   int64_t messages_received = 0;
-  int64_t wire_ns = 0;  // nanoseconds inside the inner communicator, failed calls included
+  int64_t shm_bytes = 0;  // of bytes_sent: through memory of one host, not over a network
+  int64_t wire_ns = 0;    // nanoseconds inside the inner communicator, failed calls included
 
   Traffic& operator+=(const Traffic& other) {
     bytes_sent += other.bytes_sent;
     bytes_received += other.bytes_received;
     messages_sent += other.messages_sent;
     messages_received += other.messages_received;
+    shm_bytes += other.shm_bytes;
     wire_ns += other.wire_ns;
     return *this;
   }
   Traffic operator-(const Traffic& other) const {
-    return {bytes_sent - other.bytes_sent, bytes_received - other.bytes_received,
+    return {bytes_sent - other.bytes_sent,       bytes_received - other.bytes_received,
             messages_sent - other.messages_sent, messages_received - other.messages_received,
-            wire_ns - other.wire_ns};
+            shm_bytes - other.shm_bytes,         wire_ns - other.wire_ns};
   }
 };
 
@@ -42,6 +45,7 @@ struct Traffic {
 //   algorithm of gloo, exact but for the rounding of S / P.
 // - broadcast of S bytes: one message of S received by all but the root; sent to the children in
 //   gloo's binomial tree (see broadcast_children); exact on gloo, the same total elsewhere.
+// Memory that ranks share is counted by the same rules, and in shm_bytes too.
 //
 // Thread safety: as Communicator; traffic() from any thread, each number is current, several
 // numbers may be of different calls. Ownership: shares the inner communicator.
@@ -58,13 +62,19 @@ class CountingCommunicator final : public Communicator {
   using Communicator::exchange;
   void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
                 const OnReceived& on_received) override;
+  bool shares_memory() const override { return inner_->shares_memory(); }
+  // Its calls are counted as all_reduce.
+  std::shared_ptr<SharedBucket> share(const at::Tensor& tensor) override;
   void check() override { inner_->check(); }
   void invalidate_if_aborted(at::Tensor& result) override { inner_->invalidate_if_aborted(result); }
   void abort(const std::string& reason) noexcept override;
 
  private:
+  class CountedBucket;
+
   template <typename Call>
   void timed(const char* name, Call call);
+  void count_all_reduce(const at::Tensor& tensor);
   void count_sent(int64_t messages, int64_t bytes);
   void count_received(int64_t messages, int64_t bytes);
 

@@ -11,19 +11,22 @@ namespace bagua {
 namespace {
 
 struct Field {
-  uint64_t AgreementRecord::* value;
+  uint64_t (*value)(const AgreementRecord& record);
   const char* what;
   const char* remedy;
 };
 
-constexpr std::array<Field, 4> kFields{{
-    {&AgreementRecord::incarnation, "incarnation of the run",
+constexpr std::array<Field, 5> kFields{{
+    {[](const AgreementRecord& r) { return r.incarnation; }, "incarnation of the run",
      "a rank of an earlier run or of an earlier with_bagua takes part; restart all ranks"},
-    {&AgreementRecord::fingerprint, "bucket plan",
+    {[](const AgreementRecord& r) { return r.fingerprint; }, "bucket plan",
      "ranks run another model, algorithm, codec or bucket size; make them equal and restart"},
-    {&AgreementRecord::round, "number of synchronising steps",
+    {[](const AgreementRecord& r) { return r.round; }, "number of synchronising steps",
      "a rank skipped or repeated a backward; every rank must make the same number of them"},
-    {&AgreementRecord::frozen, "parameters that were frozen since the wrap",
+    {[](const AgreementRecord& r) { return uint64_t{r.part}; }, "fragment that they average",
+     "a rank made more or fewer optimizer steps than the others, or calls sync() alone"},
+    {[](const AgreementRecord& r) { return r.frozen; },
+     "parameters that were frozen since the wrap",
      "ranks froze or unfroze different parameters: requires_grad must change on all ranks between "
      "the same two steps"},
 }};
@@ -38,8 +41,9 @@ bool agree(Communicator& communicator, const AgreementRecord& mine) {
     bool equal = true;
     std::string values;
     for (int rank = 0; rank < size; ++rank) {
-      equal = equal && all[rank].*field.value == all[0].*field.value;
-      values += concat(rank ? ", rank " : "rank ", rank, ": ", std::hex, all[rank].*field.value);
+      const uint64_t value = field.value(all[rank]);
+      equal = equal && value == field.value(all[0]);
+      values += concat(rank ? ", rank " : "rank ", rank, ": ", std::hex, value);
     }
     if (equal) continue;
     throw MismatchError(concat("round ", mine.round, " was not started: ranks differ in the ",

@@ -15,7 +15,8 @@ struct AgreementRecord {
   uint64_t fingerprint;  // of the plan: buckets, slots, ops
   uint64_t round;        // number of the round, from 1
   uint64_t incarnation;  // of the run: restarts and re-wraps differ
-  uint64_t flags;        // kShowsWeights or 0
+  uint32_t flags;        // kShowsWeights or 0
+  uint32_t part;         // of the plan that the round is of, from 1; 0: of all
   uint64_t frozen;       // hash of the parameters that were frozen after the wrap; 0: none
   // Hashes of a sample of the weights, or 0; see Note [Sample of the weights].
   uint64_t weights;         // at the start of the round
@@ -25,7 +26,7 @@ static_assert(sizeof(AgreementRecord) == 56);
 
 // Weights are compared if all ranks set this flag: one that answers a round without inputs, or has
 // no hash yet, does not.
-inline constexpr uint64_t kShowsWeights = 1;
+inline constexpr uint32_t kShowsWeights = 1;
 
 // Note [Agreement]
 // gloo does not compare sizes: an all_reduce of different sizes aborts one rank and returns wrong

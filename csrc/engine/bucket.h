@@ -43,6 +43,7 @@ struct Bucket {
   // Gradients are multiplied by it on their way into the bucket, when they are about to be sent:
   // dividing there costs nothing, dividing in an op costs another pass over memory.
   double adopt_scale = 1.0;
+  int32_t part = 0;  // of the plan: a round may be of one part only
 
   // Throws std::invalid_argument naming the slot that lies outside, overlaps or has a wrong dtype.
   void check() const;

@@ -115,13 +115,14 @@ void Engine::begin_round(const RoundOpening& opening) {
     weights = state.options.weights->take(state.round.number() + 1);
     lock.lock();
   }
-  state.round.begin(alone);
+  state.round.begin(alone, opening.part);
   state.grad_scale = opening.grad_scale;
   for (State::Progress& bucket : state.progress) bucket.ready.clear();
   if (alone) return;
   threads_[0]->post(
-      [shared = state_, round = state.round.number(), frozen = opening.frozen,
-       weights = std::move(weights)] { shared->run_agreement(round, frozen, weights); });
+      [shared = state_, round = state.round.number(), opening, weights = std::move(weights)] {
+        shared->run_agreement(round, opening, weights);
+      });
 }
 
 void Engine::note_forward() {
@@ -180,6 +181,7 @@ void Engine::mark(size_t slot) {
   bucket.ready_ns = now_ns();
   const RoundState::Launch launch = state.round.launch_from(index);
   for (size_t next = launch.first; next < launch.first + launch.count; ++next) {
+    if (!state.round.takes_part(next)) continue;
     threads_[launch.lane]->post([shared = state_, next] { shared->run_bucket(next); });
   }
 }

@@ -39,9 +39,10 @@ struct EngineOptions {
 
 // Start of a round on this rank.
 struct RoundOpening {
-  float grad_scale = 1.0f;    // the factor that its gradients carry
-  uint64_t frozen = 0;        // AgreementRecord::frozen
-  bool check_weights = true;  // false: this rank's weights need not be the others' now
+  float grad_scale = 1.0f;        // the factor that its gradients carry
+  uint64_t frozen = 0;            // AgreementRecord::frozen
+  bool check_weights = true;      // false: this rank's weights need not be the others' now
+  std::optional<int32_t> part{};  // only buckets of it take part; equal on all ranks
 };
 
 // Sums over all rounds since construction. Times in nanoseconds of the wall clock: OverlapClock.

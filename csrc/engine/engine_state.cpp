@@ -30,10 +30,18 @@ std::vector<std::vector<size_t>> slots_of(const std::vector<Lane>& lanes) {
   return counts;
 }
 
+std::vector<int32_t> parts_of(const std::vector<Lane>& lanes) {
+  std::vector<int32_t> parts;
+  for (const Lane& lane : lanes) {
+    for (const Bucket& bucket : lane.buckets) parts.push_back(bucket.part);
+  }
+  return parts;
+}
+
 }  // namespace
 
 Engine::State::State(std::vector<Lane> lane_list, EngineOptions engine_options)
-    : options(std::move(engine_options)), round(slots_of(lane_list)) {
+    : options(std::move(engine_options)), round(slots_of(lane_list), parts_of(lane_list)) {
   for (Lane& lane : lane_list) {
     LaneState state;
     for (Bucket& bucket : lane.buckets) {
@@ -122,7 +130,7 @@ void Engine::State::abort_communicators(const std::string& reason) const noexcep
   abort_all(all, reason);
 }
 
-void Engine::State::run_agreement(int64_t for_round, uint64_t frozen,
+void Engine::State::run_agreement(int64_t for_round, const RoundOpening& opening,
                                   const std::optional<WeightsDigest>& weights) {
   try {
     RECORD_FUNCTION("bagua::agreement", {});
@@ -130,7 +138,8 @@ void Engine::State::run_agreement(int64_t for_round, uint64_t frozen,
                                .round = static_cast<uint64_t>(for_round),
                                .incarnation = options.incarnation,
                                .flags = weights ? kShowsWeights : 0,
-                               .frozen = frozen,
+                               .part = opening.part ? static_cast<uint32_t>(*opening.part) + 1 : 0,
+                               .frozen = opening.frozen,
                                .weights = weights ? combined(weights->parts) : 0,
                                .weights_before = weights ? combined(weights->before()) : 0};
     if (!agree(*options.control, mine)) {
@@ -191,6 +200,7 @@ void Engine::State::run_bucket(size_t index) {
   {
     std::lock_guard lock(mutex);
     account->close(clock, entry.ready_ns, entry.stats);
+    entry.done_in = this_round;
     lanes[entry.lane].running.reset();
     round.bucket_done();
   }
@@ -223,7 +233,7 @@ void Engine::State::check_open(std::unique_lock<std::mutex>& lock) {
 std::string Engine::State::outstanding() const {
   std::string names;
   for (size_t i = 0; i < progress.size(); ++i) {
-    if (round.launched(i) && progress[i].stats.rounds < round.number()) {
+    if (round.launched(i) && progress[i].done_in < round.number()) {
       names += concat(names.empty() ? "" : ", ", "'", progress[i].stats.name, "'");
     }
   }

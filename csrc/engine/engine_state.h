@@ -24,6 +24,7 @@ struct Engine::State {
     int64_t ready_ns;
     StreamPoints ready;  // the work that fills its slots
     BucketStats stats;
+    int64_t done_in = 0;  // the last round that it was done in
   };
   struct LaneState {
     std::optional<size_t> running;
@@ -34,7 +35,7 @@ struct Engine::State {
   State(std::vector<Lane> lanes, EngineOptions engine_options);
 
   // Lane side.
-  void run_agreement(int64_t for_round, uint64_t frozen,
+  void run_agreement(int64_t for_round, const RoundOpening& opening,
                      const std::optional<WeightsDigest>& weights);
   void run_bucket(size_t index);
   void run_exchange_used();

@@ -12,7 +12,6 @@
 #include "comm/device_stream.h"
 #include "engine/accounting.h"
 #include "health/diagnose.h"
-#include "health/error_text.h"
 #include "health/failure.h"
 
 namespace bagua {
@@ -40,7 +39,7 @@ struct PeriodicLane::State {
   Whereabouts whereabouts() const;
   void loop();
   bool run_round();
-  void fail(const std::string& reason) noexcept;
+  void fail(const std::exception_ptr& cause) noexcept;
 };
 
 Whereabouts PeriodicLane::State::whereabouts() const {
@@ -79,8 +78,8 @@ void PeriodicLane::State::loop() {
                               [this] { return stopped || wants_to_pause; });
       if (stopped) break;
     }
-  } catch (const std::exception& error) {
-    fail(short_text(error));
+  } catch (...) {
+    fail(std::current_exception());
   }
   {
     std::lock_guard lock(mutex);
@@ -89,16 +88,16 @@ void PeriodicLane::State::loop() {
   changed.notify_all();
 }
 
-void PeriodicLane::State::fail(const std::string& reason) noexcept {
+void PeriodicLane::State::fail(const std::exception_ptr& cause) noexcept {
   const Group group = options.communicator->group();
   const std::string message = concat("module '", options.name, "', rank ", group.rank, " of ",
-                                     group.size, ", asynchronous averaging: ", reason);
+                                     group.size, ", asynchronous averaging: ", message_of(cause));
   {
     std::lock_guard lock(mutex);
     if (stopped) return;  // the consequence of stop(), not a failure
-    failure = std::make_exception_ptr(Error(message));
+    failure = with_message(cause, message);
   }
-  if (options.board) options.board->publish(message, true);
+  if (options.board) options.board->publish(message, may_be_secondary(cause));
   options.communicator->abort(message);
 }
 
@@ -210,9 +209,11 @@ void PeriodicLane::check() {
   if (state_->options.board) {
     failure = diagnose(failure, {.number = rounds, .needed = rounds + 1}, *state_->options.board);
   }
-  throw Error(concat(message_of(failure),
-                     "\n  Weights are this rank's own. Every rank must call abort(model) before it "
-                     "ends; wrap the module again to go on."));
+  std::rethrow_exception(with_message(
+      failure,
+      concat(message_of(failure),
+             "\n  Weights are this rank's own. Every rank must call abort(model) before it "
+             "ends; wrap the module again to go on.")));
 }
 
 void PeriodicLane::stop() noexcept {

@@ -4,26 +4,38 @@
 
 namespace bagua {
 
-RoundState::RoundState(const std::vector<std::vector<size_t>>& lanes) {
+RoundState::RoundState(const std::vector<std::vector<size_t>>& lanes,
+                       const std::vector<int32_t>& parts) {
   for (const std::vector<size_t>& lane : lanes) {
     const size_t begin = buckets_.size();
     for (const size_t slots : lane) {
       slots_.insert(slots_.end(), slots, {.bucket = buckets_.size(), .marked = false});
-      buckets_.push_back({.lane = lanes_.size(), .slots = slots, .pending = slots});
+      const int32_t part = parts.empty() ? 0 : parts.at(buckets_.size());
+      buckets_.push_back({.lane = lanes_.size(),
+                          .slots = slots,
+                          .pending = slots,
+                          .part = part,
+                          .takes_part = true});
     }
     lanes_.push_back({.begin = begin, .end = buckets_.size(), .next = begin});
   }
 }
 
-void RoundState::begin(bool alone) {
+void RoundState::begin(bool alone, std::optional<int32_t> part) {
   open_ = true;
   ++number_;
   if (alone) agreed_ = number_;
-  marked_ = launched_ = done_ = 0;
+  absent_ = taking_ = launched_ = done_ = 0;
   exchanges_ = 0;
-  for (Slot& slot : slots_) slot.marked = false;
+  for (Bucket& bucket : buckets_) {
+    bucket.takes_part = !part || bucket.part == *part;
+    bucket.pending = bucket.takes_part ? bucket.slots : 0;
+    taking_ += bucket.takes_part ? 1 : 0;
+    absent_ += bucket.takes_part ? 0 : bucket.slots;
+  }
+  for (Slot& slot : slots_) slot.marked = !buckets_[slot.bucket].takes_part;
   for (LaneOrder& lane : lanes_) lane.next = lane.begin;
-  for (Bucket& bucket : buckets_) bucket.pending = bucket.slots;
+  marked_ = absent_;
 }
 
 void RoundState::end() {
@@ -39,21 +51,22 @@ bool RoundState::mark(size_t slot) {
 RoundState::Launch RoundState::launch_from(size_t bucket) {
   LaneOrder& lane = lanes_[buckets_[bucket].lane];
   const size_t first = lane.next;
-  while (lane.next < lane.end && buckets_[lane.next].pending == 0) ++lane.next;
-  launched_ += lane.next - first;
+  for (; lane.next < lane.end && buckets_[lane.next].pending == 0; ++lane.next) {
+    launched_ += buckets_[lane.next].takes_part ? 1 : 0;
+  }
   return {.lane = buckets_[bucket].lane, .first = first, .count = lane.next - first};
 }
 
 bool RoundState::launched(size_t bucket) const {
-  return bucket < lanes_[buckets_.at(bucket).lane].next;
+  return takes_part(bucket) && bucket < lanes_[buckets_.at(bucket).lane].next;
 }
 
 std::string RoundState::text() const {
   if (!open_) return "between two rounds";
-  const std::string what =
-      complete() ? "communicating"
-                 : concat("computing, ", marked_, " of ", slots_.size(), " tensors are ready");
-  return concat(what, ", ", done_, " of ", buckets_.size(), " buckets are done");
+  const std::string what = complete() ? "communicating"
+                                      : concat("computing, ", marked_ - absent_, " of ",
+                                               slots_.size() - absent_, " tensors are ready");
+  return concat(what, ", ", done_, " of ", taking_, " buckets are done");
 }
 
 }  // namespace bagua

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,22 +17,25 @@ namespace bagua {
 // A round is one synchronising backward (or one communicating step). begin() opens it. While
 // nothing has been marked it may be begun again (a forward without backward). A round in which some
 // slots were marked but not all when the next one begins was left unfinished.
+// A round may be of one part of the plan: the slots of other buckets count as marked, and those
+// buckets are not launched.
 //
 // Thread safety: none; the engine's mutex guards it. Counts and decides, and starts nothing.
 class RoundState {
  public:
   // `lanes`: per lane, per bucket in launch order, the number of slots. Slots and buckets are
-  // numbered through, lane after lane.
-  explicit RoundState(const std::vector<std::vector<size_t>>& lanes);
+  // numbered through, lane after lane. `parts`: of each bucket; empty: all are of part 0.
+  explicit RoundState(const std::vector<std::vector<size_t>>& lanes,
+                      const std::vector<int32_t>& parts = {});
 
-  // The next round; `alone`: there are no other ranks to agree with.
-  void begin(bool alone);
+  // The next round; `alone`: there are no other ranks to agree with. `part`: without it, all.
+  void begin(bool alone, std::optional<int32_t> part = {});
   // Ends the open round if every slot is marked; else it stays open, for what is marked later.
   void end();
 
   bool open() const { return open_; }
   int64_t number() const { return number_; }  // of the open round or the last one
-  bool untouched() const { return marked_ == 0; }
+  bool untouched() const { return marked_ == absent_; }
   bool complete() const { return marked_ == slots_.size(); }
   size_t unmarked() const { return slots_.size() - marked_; }
   size_t slots() const { return slots_.size(); }
@@ -40,7 +44,7 @@ class RoundState {
   void agree(int64_t round) { agreed_ = round; }
   bool agreed() const { return agreed_ == number_; }
 
-  // Buckets first, first + 1, ... of a lane, `count` of them.
+  // Buckets first, first + 1, ... of a lane, `count` of them; without those that take no part.
   struct Launch {
     size_t lane;
     size_t first;
@@ -57,6 +61,8 @@ class RoundState {
   void exchange_done() { --exchanges_; }
   // Whether all launched work is done.
   bool launched_done() const { return launched_ == done_ && exchanges_ == 0; }
+  // Whether `bucket` is of the part that the round is of.
+  bool takes_part(size_t bucket) const { return buckets_.at(bucket).takes_part; }
   // Whether `bucket` was launched in this round.
   bool launched(size_t bucket) const;
 
@@ -72,6 +78,8 @@ class RoundState {
     size_t lane;
     size_t slots;
     size_t pending;  // slots that are not marked
+    int32_t part;
+    bool takes_part;
   };
   struct LaneOrder {
     size_t begin, end;  // its buckets
@@ -84,6 +92,8 @@ class RoundState {
   bool open_ = false;
   int64_t number_ = 0;
   int64_t agreed_ = 0;
+  size_t absent_ = 0;  // slots of buckets that take no part
+  size_t taking_ = 0;  // buckets that take part
   size_t marked_ = 0;
   size_t launched_ = 0;
   size_t done_ = 0;

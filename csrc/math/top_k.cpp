@@ -4,12 +4,11 @@
 #include <array>
 #include <bit>
 #include <cstring>
-#include <limits>
 #include <numeric>
-#include <type_traits>
 
 #include "base/host_device.h"
 #include "base/per_instruction_set.h"
+#include "math/magnitude_key.h"
 
 namespace bagua {
 namespace {
@@ -19,21 +18,6 @@ constexpr int64_t kDigits = int64_t{1} << kDigitBits;
 constexpr int64_t kBlock = 64;  // elements that are tested at once
 constexpr int64_t kCrowd = 8;   // a bin with more than this part of all is looked at for one value
 constexpr int64_t kStretch = 16384;  // elements after which the bound is looked at again
-
-// Signed: vector instructions before AVX-512 compare no others.
-template <typename T>
-using Key = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
-
-template <typename T>
-constexpr Key<T> kLargestKey = std::numeric_limits<Key<T>>::max();
-
-template <typename T>
-BAGUA_HD Key<T> key_of(T value) {
-  constexpr Key<T> kNan =
-      __builtin_bit_cast(Key<T>, std::numeric_limits<T>::infinity()) + Key<T>{1};
-  const Key<T> magnitude = __builtin_bit_cast(Key<T>, value) & kLargestKey<T>;
-  return magnitude < kNan ? magnitude : kNan;
-}
 
 // The keys from `low` to `last`, distinguished by their bits from `shift` on.
 template <typename T>

@@ -14,6 +14,7 @@
 #include "op/memory/communications.h"
 #include "op/tensors/all_finite.h"
 #include "op/tensors/arithmetic_dtype.h"
+#include "op/tensors/low_rank_groups.h"
 #include "op/tensors/low_rank_products.h"
 
 namespace bagua {
@@ -36,15 +37,8 @@ uint64_t mix(uint64_t hash, uint64_t value) {
 }  // namespace
 
 // One run: the memory it uses.
-struct LowRank::Job {
-  at::Tensor& flat;
-  const Round& round;
-  double scale;
-  at::Tensor work;     // all M, where their matrices are in the bucket
-  at::Tensor queries;  // all Q of this round
-  at::Tensor left;     // message: all P, then what is no matrix
-  at::Tensor right;    // message: all Q'
-
+struct LowRank::Job : LowRankValues {
+  bool on_cpu() const { return flat.is_cpu(); }
   at::Tensor in(const at::Tensor& memory, const LowRankMatrix& m) const {
     return memory.narrow(0, m.offset, m.rows * m.columns).view({m.rows, m.columns});
   }
@@ -100,15 +94,15 @@ void LowRank::run(at::Tensor& flat, const Round& round) {
     return scratch_->get(use, numel, dtype, flat.device());
   };
   const bool in_place = !options_.error_feedback && flat.scalar_type() == dtype;
-  const Job job{.flat = flat,
-                .round = round,
-                .scale = round.grad_scale,
-                .work = options_.error_feedback ? memory_->next(kError)
-                        : in_place              ? flat
-                                                : scratch(Scratch::kSum, layout_.numel),
-                .queries = queries(flat, round),
-                .left = scratch(Scratch::kSend, layout_.left_numel + layout_.rest_numel),
-                .right = scratch(Scratch::kReceive, layout_.right_numel)};
+  const Job job{{.flat = flat,
+                 .error = options_.error_feedback ? memory_->value(kError) : at::Tensor(),
+                 .work = options_.error_feedback ? memory_->next(kError)
+                         : in_place              ? flat
+                                                 : scratch(Scratch::kSum, layout_.numel),
+                 .queries = queries(flat, round),
+                 .left = scratch(Scratch::kSend, layout_.left_numel + layout_.rest_numel),
+                 .right = scratch(Scratch::kReceive, layout_.right_numel),
+                 .scale = round.grad_scale}};
   // On a device it is not known yet what is finite: NaN and infinity pass through to the result.
   Finite finite = reduce_left(job);
   std::vector<at::Tensor> vanished;
@@ -155,11 +149,23 @@ at::Tensor LowRank::queries(const at::Tensor& flat, const Round& round) {
 
 // Steps 1 and 2: whether what arrived is finite.
 Finite LowRank::reduce_left(const Job& job) {
-  const at::Tensor error = options_.error_feedback ? memory_->value(kError) : at::Tensor();
+  if (job.on_cpu()) {
+    project_rows_here(job);
+  } else {
+    project_rows(layout_, job);
+  }
+  at::Tensor left = job.left;
+  communicator_->all_reduce(left, ReduceOp::kSum);
+  return finite_of(left);
+}
+
+// Step 1 on the CPU, matrix by matrix while it is in cache.
+void LowRank::project_rows_here(const Job& job) const {
   for (const LowRankLayout::Placed& placed : layout_.placed) {
     const LowRankMatrix& m = placed.matrix;
-    project_rows(job.in(job.flat, m), job.scale, error.defined() ? job.in(error, m) : error,
-                 job.in(job.work, m), job.q(job.queries, placed), job.p(placed));
+    project_rows(job.in(job.flat, m), job.scale,
+                 job.error.defined() ? job.in(job.error, m) : job.error, job.in(job.work, m),
+                 job.q(job.queries, placed), job.p(placed));
   }
   int64_t at = layout_.left_numel;
   for (const LowRankLayout::Range& range : layout_.rest) {
@@ -168,9 +174,6 @@ Finite LowRank::reduce_left(const Job& job) {
     if (job.scale != 1.0) part.mul_(1.0 / job.scale);
     at += range.numel;
   }
-  at::Tensor left = job.left;
-  communicator_->all_reduce(left, ReduceOp::kSum);
-  return finite_of(left);
 }
 
 // Step 3, for P.
@@ -187,8 +190,12 @@ std::vector<at::Tensor> LowRank::orthonormalise_left(const Job& job) const {
 
 // Steps 3, for Q', and 4.
 Finite LowRank::reduce_right(const Job& job) {
-  for (const LowRankLayout::Placed& placed : layout_.placed) {
-    project_columns(job.in(job.work, placed.matrix), job.p(placed), job.q(job.right, placed));
+  if (job.on_cpu()) {
+    for (const LowRankLayout::Placed& placed : layout_.placed) {
+      project_columns(job.in(job.work, placed.matrix), job.p(placed), job.q(job.right, placed));
+    }
+  } else {
+    project_columns(layout_, job);
   }
   at::Tensor right = job.right;
   if (layout_.right_numel > 0) communicator_->all_reduce(right, ReduceOp::kSum);
@@ -198,6 +205,7 @@ Finite LowRank::reduce_right(const Job& job) {
 
 // Step 5, but for Q.
 void LowRank::write_result(const Job& job) const {
+  if (!job.on_cpu()) return reconstruct(layout_, job, communicator_->group().size);
   for (const LowRankLayout::Placed& placed : layout_.placed) {
     const LowRankMatrix& m = placed.matrix;
     reconstruct(job.p(placed), job.q(job.right, placed), job.scale, job.in(job.flat, m),
@@ -229,6 +237,9 @@ Finite LowRank::finite_result(const Job& job) const {
 // Step 5, for Q.
 void LowRank::keep_queries(const Job& job, const std::vector<at::Tensor>& vanished) {
   at::Tensor& next = memory_->next(kQueries);
+  at::Tensor& communications = memory_->next(kCommunications);
+  communications.copy_(memory_->value(kCommunications)).add_(1);
+  if (!job.on_cpu()) return bagua::keep_queries(layout_, job, vanished, next);
   for (size_t i = 0; i < layout_.batches.size(); ++i) {
     for (size_t k = 0; k < layout_.batches[i].members.size(); ++k) {
       const LowRankLayout::Placed& placed = layout_.placed[layout_.batches[i].members[k]];
@@ -237,8 +248,6 @@ void LowRank::keep_queries(const Job& job, const std::vector<at::Tensor>& vanish
                     job.q(job.right, placed));
     }
   }
-  at::Tensor& communications = memory_->next(kCommunications);
-  communications.copy_(memory_->value(kCommunications)).add_(1);
 }
 
 std::string LowRank::describe() const {

@@ -60,6 +60,7 @@ class LowRank final : public BucketOp {
   void check(const at::Tensor& flat, const Round& round);
   at::Tensor queries(const at::Tensor& flat, const Round& round);
   Finite reduce_left(const Job& job);
+  void project_rows_here(const Job& job) const;
   std::vector<at::Tensor> orthonormalise_left(const Job& job) const;
   Finite reduce_right(const Job& job);
   void write_result(const Job& job) const;

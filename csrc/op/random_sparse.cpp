@@ -35,33 +35,35 @@ at::Tensor RandomSparse::elements_of_round(at::Device device) const {
                                         : host_memory({count}, at::kLong, device);
   auto* out = elements.mutable_data_ptr<int64_t>();
   for (int64_t i = 0; i < count; ++i) out[i] = order.at(first + i);
-  std::sort(out, out + count);  // memory is read and written in order
   return elements.to(device, /*non_blocking=*/true);
 }
 
 void RandomSparse::run(at::Tensor& flat, const Round& round) {
   feedback_.check(flat, round);
+  if (feedback_.numel() == 0) return feedback_.leave(flat, round);
   // 1.
   at::Tensor m = feedback_.corrected(flat, round);
-  at::Tensor sum = feedback_.zeroed_sum(flat);
-  if (feedback_.numel() > 0) {
-    // 2.
-    const at::Tensor elements = elements_of_round(m.device());
-    const int64_t count = elements.numel();
-    at::Tensor message = scratch_->get(Scratch::kSend, count + 1, m.scalar_type(), m.device());
-    at::Tensor values = message.narrow(0, 0, count), flag = message.narrow(0, count, 1);
-    const double nan = std::numeric_limits<double>::quiet_NaN();
-    const Finite finite = finite_of(m);
-    flag.fill_(finite.here ? 0.0 : nan);
-    if (finite.there.defined()) flag.masked_fill_(finite.there.logical_not(), nan);
-    at::index_select_out(values, m, 0, elements);
-    m.index_fill_(0, elements, 0);
-    // 3.
-    if (communicator_->group().size > 1) communicator_->all_reduce(message, ReduceOp::kSum);
-    // 4.
-    sum.index_copy_(0, elements, values.add_(flag));
-  }
-  feedback_.finish(flat, sum, communicator_->group().size, round);
+  // 2.
+  const at::Tensor elements = elements_of_round(m.device());
+  const int64_t count = elements.numel();
+  at::Tensor message = scratch_->get(Scratch::kSend, count + 1, m.scalar_type(), m.device());
+  at::Tensor values = message.narrow(0, 0, count), flag = message.narrow(0, count, 1);
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const Finite finite = finite_of(m);
+  flag.fill_(finite.here ? 0.0 : nan);
+  if (finite.there.defined()) flag.masked_fill_(finite.there.logical_not(), nan);
+  at::index_select_out(values, m, 0, elements);
+  m.index_fill_(0, elements, 0);
+  // 3.
+  const int ranks = communicator_->group().size;
+  if (ranks > 1) communicator_->all_reduce(message, ReduceOp::kSum);
+  // 4. Arithmetic takes what was sent, not the bucket: all other elements are zeros.
+  const double divisor = static_cast<double>(ranks) / round.grad_scale;
+  values.add_(flag);
+  if (divisor != 1.0) values.div_(divisor);
+  const at::Tensor mean = values.to(flat.scalar_type());
+  flat.zero_().index_copy_(0, elements, mean);
+  feedback_.leave(mean, round);
 }
 
 std::string RandomSparse::describe() const {

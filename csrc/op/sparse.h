@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "codec/sparse_codec.h"
 #include "comm/communicator.h"
 #include "op/memory/error_feedback.h"
 #include "op/memory/late_values.h"
@@ -26,22 +27,26 @@ namespace bagua {
 // SparseMessage::bytes().
 class Sparse final : public BucketOp {
  public:
-  // `numel`: elements of the bucket; 1 <= k <= numel (0 if it is empty).
+  // `numel`: elements of the bucket; 1 <= k <= numel (0 if it is empty). `codec`: of the bucket's
+  // device; null: the CUDA kernels of this build.
   Sparse(std::shared_ptr<Communicator> communicator, std::shared_ptr<Scratch> scratch,
          int64_t numel, int64_t k, std::shared_ptr<RoundMemory> memory,
-         Checksum checksum = Checksum::kOff);
+         Checksum checksum = Checksum::kOff, std::shared_ptr<const SparseCodec> codec = nullptr);
   void run(at::Tensor& flat, const Round& round) override;
   std::string describe() const override;
 
  private:
   void exchange(at::Tensor& m, at::Tensor& sum, const Round& round);
+  void exchange_on_device(at::Tensor& m, at::Tensor& sum, const Round& round);
+  uint64_t fingerprint(const SparseMessage& layout, const at::Tensor& m, const Round& round) const;
   void check_earlier(const SparseMessage& layout, const Round& round);
 
   FramedExchange exchange_;
   std::shared_ptr<Scratch> scratch_;
   int64_t k_;
   ErrorFeedback feedback_;
-  LateValues well_;  // on a device: of the round before, by rank
+  std::shared_ptr<const SparseCodec> codec_;
+  LateValues faults_;  // on a device: of the round before, by rank
 };
 
 }  // namespace bagua

@@ -3,9 +3,12 @@
 Start with ``import bagua.torch_api as bagua``.
 """
 
+import itertools
 import logging
+import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -31,14 +34,33 @@ def _check_torch(running: str, built: str) -> None:
         )
 
 
-_check_torch(torch.__version__, TORCH_VERSION)
+def _runs_the_command() -> bool:
+    """Whether this import is that of ``python -m bagua`` or of the script ``bagua``.
 
-from bagua._C import (  # noqa: E402
-    BaguaError,
-    BaguaMismatchError,
-    BaguaTimeoutError,
-    has_cuda_codecs,
-)
+    Python names "-m" as the running script as long as it looks for the module.
+    """
+    if sys.argv[:1] == ["-m"]:
+        options = itertools.pairwise(sys.orig_argv)
+        modules = [module for option, module in options if option[:1] == "-" and option[-1] == "m"]
+        return modules[:1] == ["bagua"]
+    return [Path(script).name for script in sys.argv[:1]] == ["bagua"]
+
+
+#: The reason for which the command reports only: nothing else of the package can be imported then.
+_import_error: ImportError | None = None
+
+try:
+    _check_torch(torch.__version__, TORCH_VERSION)
+    from bagua._C import (
+        BaguaError,
+        BaguaMismatchError,
+        BaguaTimeoutError,
+        has_cuda_codecs,
+    )
+except ImportError as error:
+    if not _runs_the_command():
+        raise
+    _import_error = error
 
 
 def _warn_without_kernels() -> None:
@@ -54,7 +76,8 @@ def _warn_without_kernels() -> None:
         )
 
 
-_warn_without_kernels()
+if _import_error is None:
+    _warn_without_kernels()
 
 # Silent unless the application configures logging.
 logging.getLogger("bagua").addHandler(logging.NullHandler())

@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "base/check.h"
+#include "chunked_message.h"
 #include "codec/factory.h"
 #include "engine/agreement.h"
 #include "health/failure_board.h"
@@ -17,6 +18,7 @@
 #include "op/sharded/compressed_reduce_scatter.h"
 #include "op/sparse.h"
 #include "rows_op.h"
+#include "shared_ring.h"
 
 namespace bagua::fuzz {
 namespace {
@@ -28,13 +30,11 @@ at::Tensor tensor_of(void* data, int64_t numel, at::ScalarType type) {
   return at::from_blob(data, {numel}, at::TensorOptions(type));
 }
 
-// Whatever a message holds, it is refused and changes nothing, or adds values at k places. On a
-// device the same is done by tensor operations, which run on the CPU too.
+// Whatever a message holds, it is refused and changes nothing, or adds values at k places.
 void sparse_message(Input input) {
   const int64_t numel = 1 + input.up_to(kMostNumel), k = 1 + input.up_to(numel - 1);
   const at::ScalarType type = kValues[input.take<uint8_t>() % 2];
-  const bool as_on_device = input.take<uint8_t>() % 2;
-  const SparseMessage layout(numel, k, type, as_on_device ? at::kCUDA : at::kCPU);
+  const SparseMessage layout(numel, k, type);
   const auto bytes = exactly<std::byte>(layout.bytes());
   input.take_into(bytes.get(), layout.bytes());
   const auto element = static_cast<int64_t>(c10::elementSize(type));
@@ -65,16 +65,12 @@ std::vector<Bytes> sparse_messages() {
       for (const uint8_t type : {0, 1}) {
         at::Tensor m = at::zeros({numel}, kValues[type]);
         for (int64_t i = 0; i < numel; ++i) m[i] = static_cast<double>(i * 7919 % 101) - 50;
-        const SparseMessage layout(numel, k, kValues[type], at::kCPU);
+        const SparseMessage layout(numel, k, kValues[type]);
         at::Tensor message = at::zeros({layout.bytes()}, at::kByte);
         at::Tensor indices = at::zeros({k}, at::kInt);
         layout.take(m, message, indices);
-        result.push_back(Example()
-                             .up_to(numel - 1)
-                             .up_to(k - 1)
-                             .put(type)
-                             .put(uint8_t{0})
-                             .put_from(message.const_data_ptr(), message.numel()));
+        result.push_back(Example().up_to(numel - 1).up_to(k - 1).put(type).put_from(
+            message.const_data_ptr(), message.numel()));
       }
     }
   }
@@ -95,7 +91,7 @@ void agreement(Input input) {
     equal = equal && records[rank].fingerprint == records[0].fingerprint &&
             records[rank].round == records[0].round &&
             records[rank].incarnation == records[0].incarnation &&
-            records[rank].frozen == records[0].frozen;
+            records[rank].part == records[0].part && records[rank].frozen == records[0].frozen;
     same_weights = same_weights && records[rank].weights == records[0].weights;
     same_before = same_before && records[rank].weights_before == records[0].weights_before;
     all_show = all_show && records[rank].flags % 2 == 1;
@@ -109,7 +105,8 @@ void agreement(Input input) {
 }
 
 std::vector<Bytes> agreements() {
-  const AgreementRecord record{0x1234567890abcdef, 7, 99, kShowsWeights, 0, 0xfedcba9876543210, 5};
+  const AgreementRecord record{0x1234567890abcdef, 7, 99, kShowsWeights, 0, 0,
+                               0xfedcba9876543210, 5};
   return {Example().put(uint8_t{1}).put(record).put(uint8_t{0}),
           Example().put(uint8_t{1}).put(record).put(uint8_t{0xff}).put(record).put(record)};
 }
@@ -184,19 +181,6 @@ std::vector<Bytes> boards() {
     result.push_back(example);
   }
   return result;
-}
-
-// Runs an op on messages that arrive changed: it ends, which with a checksum it may not, or says
-// that a payload does not match.
-void run(BucketOp& op, int64_t numel, const HostileCommunicator& communicator, Checksum checksum) {
-  at::Tensor flat = at::zeros({numel}, at::kFloat);
-  for (int64_t i = 0; i < numel; ++i) flat.data_ptr<float>()[i] = static_cast<float>(i % 97) - 48;
-  try {
-    op.run(flat, {.number = 1, .grad_scale = 1, .bucket = "fuzzed"});
-  } catch (const MismatchError&) {
-    return;
-  }
-  FUZZ_REQUIRE(checksum == Checksum::kOff || !communicator.changed());
 }
 
 void compressed_op(Input input) {
@@ -283,6 +267,9 @@ constexpr Target kTargets[] = {
     {"compressed_op", compressed_op, compressed_ops},
     {"sparse_op", sparse_op, sparse_ops},
     {"rows_op", rows_op, rows_ops},
+    {"chunked_message", chunked_message, chunked_messages},
+    {"chunked_op", chunked_op, chunked_ops},
+    {"shared_ring", shared_ring, shared_rings},
 };
 
 }  // namespace

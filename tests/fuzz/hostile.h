@@ -4,9 +4,12 @@
 #include <string>
 #include <vector>
 
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "base/check.h"
 #include "comm/communicator.h"
+#include "op/contract/bucket_op.h"
 #include "target.h"
 
 namespace bagua::fuzz {
@@ -114,5 +117,19 @@ class HostileCommunicator final : public Communicator {
   Input input_;
   bool changed_ = false;
 };
+
+// Runs an op on messages that arrive changed: it ends, which with a checksum it may not, or says
+// that a payload does not match.
+inline void run(BucketOp& op, int64_t numel, const HostileCommunicator& communicator,
+                Checksum checksum) {
+  at::Tensor flat = at::zeros({numel}, at::kFloat);
+  for (int64_t i = 0; i < numel; ++i) flat.data_ptr<float>()[i] = static_cast<float>(i % 97) - 48;
+  try {
+    op.run(flat, {.number = 1, .grad_scale = 1, .bucket = "fuzzed"});
+  } catch (const MismatchError&) {
+    return;
+  }
+  FUZZ_REQUIRE(checksum == Checksum::kOff || !communicator.changed());
+}
 
 }  // namespace bagua::fuzz

@@ -7,6 +7,8 @@ CODECS has the oracle of each codec by its name, in the order of csrc/codec/code
 - block: elements that share a range; 0: the whole chunk, 1: each element stands for itself.
 - error: the largest error of a round trip, as a share of the largest magnitude of a range.
 - idempotent: whether decoded values encode to the bytes that they come from.
+- has_zero: whether zero is a level.
+- exact_residual: whether x - decoded is exact in float32.
 
 and either `dtype`, of a cast, or what holds for one range:
 
@@ -88,6 +90,7 @@ def grid(low, high):
 
 class Cast:
     bits, block, idempotent = 16, 1, True
+    has_zero, exact_residual = True, True
 
     def __init__(self, dtype):
         self.dtype = dtype
@@ -98,6 +101,7 @@ class RangeUint8:
     """Bagua's 8 bits, from the smallest to the largest value of a range."""
 
     bits, error, idempotent = 8, 1 / 255, False
+    has_zero, exact_residual = True, True
 
     def __init__(self, block):
         self.block = block
@@ -136,6 +140,7 @@ class Int4Block:
     """16 levels from -8 to 7 times a scale; the element of largest magnitude is level -8."""
 
     bits, block, error, idempotent = 4, 128, (1 + 2**-7) / 8, True
+    has_zero, exact_residual = True, True
 
     def header_bytes(self, dtype):
         return torch.bfloat16.itemsize
@@ -171,12 +176,158 @@ class Int4Block:
         return torch.where(wide * side < -7 * step, step, step / 2)
 
 
+def lane_sum(values, lanes):
+    """The sum in float32, element i in lane i mod lanes, of which halves are added at last."""
+    padded = torch.cat([values, values.new_zeros(-values.numel() % lanes)])
+    total = torch.zeros(lanes)
+    for row in padded.view(-1, lanes):
+        total = total + row
+    while total.numel() > 1:
+        total = total[: total.numel() // 2] + total[total.numel() // 2 :]
+    return total[0]
+
+
+def mean_magnitude(shares, count):
+    """As bfloat16, of the sum of magnitudes / 2^8 and their number."""
+    mean = shares / torch.tensor(float(count)) * 256.0
+    return finite_in(mean, torch.bfloat16)
+
+
+def signs(x):
+    """0 and 1 of the values' sign bits."""
+    return x.float().signbit().to(torch.uint8)
+
+
+def with_signs(magnitudes, sign_bits, dtype):
+    return finite_in(torch.where(sign_bits == 1, -magnitudes, magnitudes), dtype)
+
+
+class Bit2Block:
+    """Two magnitudes: the means above and below the root mean square."""
+
+    bits, block, error, idempotent = 2, 256, 1.0, True
+    has_zero, exact_residual = False, False
+
+    def header_bytes(self, dtype):
+        return 2 * torch.bfloat16.itemsize
+
+    def encode_range(self, x):
+        wide = x.float()
+        if not wide.isfinite().all():
+            nan = torch.full((2,), float("nan"), dtype=torch.bfloat16)
+            return element_bytes(nan), torch.zeros(x.numel(), dtype=torch.uint8)
+        mean = lane_sum(wide * wide, self.block // 4) / torch.tensor(float(x.numel()))
+        above = wide.abs() > mean.sqrt()
+        shares = wide.abs() / 256.0
+        levels = []
+        for side in (~above, above):
+            share = torch.where(side, shares, torch.zeros(()))
+            levels.append(mean_magnitude(lane_sum(share, self.block // 4), side.sum().item()))
+        low, high = levels
+        low = high if above.all() else low
+        high = high if above.any() else low
+        if low == high:
+            above = torch.zeros_like(above)
+        return element_bytes(torch.stack([low, high])), signs(x) * 2 + above.to(torch.uint8)
+
+    def decode_range(self, header, codes, dtype):
+        low, high = bytes_to_elements(header, torch.bfloat16).float()
+        return with_signs(torch.where(codes % 2 == 1, high, low), codes // 2, dtype)
+
+    def step(self, x):
+        return x.double().abs().max().item()
+
+    def bound(self, x):
+        size = x.double().abs()
+        above = size > size.square().mean().sqrt()
+        # bfloat16 of a mean of which few elements may be on the other side.
+        levels = torch.stack([size[side].mean() for side in (~above, above)])
+        rounding = 2.0**-8 * levels[1]
+        return (size - torch.where(above, levels[1], levels[0])).abs() + rounding
+
+
+class Bit1Block:
+    """The mean magnitude, with the values' signs."""
+
+    bits, block, error, idempotent = 1, 256, 1.0, True
+    has_zero, exact_residual = False, False
+
+    def header_bytes(self, dtype):
+        return torch.bfloat16.itemsize
+
+    def encode_range(self, x):
+        wide = x.float()
+        if not wide.isfinite().all():
+            nan = torch.full((1,), float("nan"), dtype=torch.bfloat16)
+            return element_bytes(nan), torch.zeros(x.numel(), dtype=torch.uint8)
+        magnitude = mean_magnitude(lane_sum(wide.abs() / 256.0, self.block // 8), x.numel())
+        return element_bytes(magnitude.view(1)), signs(x)
+
+    def decode_range(self, header, codes, dtype):
+        magnitude = bytes_to_elements(header, torch.bfloat16).float()
+        return with_signs(magnitude.expand(codes.numel()), codes, dtype)
+
+    def step(self, x):
+        return x.double().abs().max().item()
+
+    def bound(self, x):
+        size = x.double().abs()
+        return (size - size.mean()).abs() + 2.0**-8 * size.mean()
+
+
+class E3m0Block:
+    """Powers of two: seven of them below the block's largest, and zero."""
+
+    bits, block, error, idempotent = 4, 256, 1 / 3, True
+    has_zero, exact_residual = True, True
+
+    def header_bytes(self, dtype):
+        return 2
+
+    def exponents(self, x):
+        """Biased, of the powers of two nearest in value: from 1.5 times one on the next."""
+        mantissa, exponent = x.float().abs().double().frexp()  # in [0.5, 1)
+        nearest = exponent + 126 + (mantissa >= 0.75).int()
+        return torch.where((nearest < 1) | (x == 0), torch.zeros_like(nearest), nearest)
+
+    def encode_range(self, x):
+        zeros = torch.zeros(x.numel(), dtype=torch.uint8)
+        if not x.isfinite().all():
+            return b"\xff\xff", zeros
+        exponents = self.exponents(x)
+        largest = min(254, exponents.max().item())
+        if largest < 8:
+            return bytes(2), zeros
+        levels = (exponents - (largest - 7)).clamp(0, 7).to(torch.uint8)
+        return largest.to_bytes(2, "little"), signs(x) * 8 + levels
+
+    def decode_range(self, header, codes, dtype):
+        largest = int.from_bytes(header, "little")
+        if largest > 254:
+            return torch.full((codes.numel(),), float("nan"), dtype=dtype)
+        levels = codes.double() % 8
+        powers = torch.exp2(levels + (largest - 7 - 127)) * (levels > 0) * (largest > 0)
+        return with_signs(powers.float(), codes // 8, dtype)
+
+    def step(self, x):
+        # Half of what is next to the largest number; all of what is too small.
+        return max(x.double().abs().max().item() / 2, 1.5 * 2.0**-120)
+
+    def bound(self, x):
+        size = x.double().abs()
+        largest = min(254, self.exponents(x).max().item())
+        return (size / 3).clamp(min=1.5 * 2.0 ** (largest - 7 - 127))
+
+
 CODECS = {
     "minmax_uint8": RangeUint8(block=0),
     "block_uint8": RangeUint8(block=2048),
     "fp16": Cast(torch.float16),
     "bf16": Cast(torch.bfloat16),
     "int4_block": Int4Block(),
+    "bit2_block": Bit2Block(),
+    "bit1_block": Bit1Block(),
+    "e3m0_block": E3m0Block(),
 }
 
 

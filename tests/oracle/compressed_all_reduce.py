@@ -35,3 +35,32 @@ def compressed_all_reduce(codec, inputs, average):
             total /= len(inputs)
         result[first : first + numel] = round_trip(codec, total.to(wire))
     return result.to(inputs[0].dtype)
+
+
+def with_residuals(codec, inputs, errors, servers, scale=1.0, average=True, padding=0):
+    """The same with error feedback: (bucket of every rank, residuals, residuals of the parts).
+
+    errors: f32 or f64, one per rank, as long as the bucket. servers: likewise, as long as its part.
+    scale: that the inputs carry. padding: elements at the end that are always zero.
+    """
+    ranks, numel, wide = len(inputs), inputs[0].numel(), errors[0].dtype
+    scale = torch.tensor(scale)
+    corrected = [v.to(wide) / scale + e for v, e in zip(inputs, errors, strict=True)]
+    kept = [torch.empty(numel, dtype=wide) for _ in range(ranks)]
+    parts_kept, result = [], torch.empty(numel, dtype=wide)
+    for (first, size), server in zip(parts(numel, ranks), servers, strict=True):
+        total = torch.zeros(size, dtype=wide)
+        for own, p in zip(kept, corrected, strict=True):
+            sent = round_trip(codec, p[first : first + size].float()).to(wide)
+            own[first : first + size] = p[first : first + size] - sent
+            total += sent
+        q = total / ranks + server
+        sent = round_trip(codec, q.float()).to(wide)
+        result[first : first + size] = sent
+        left = q - sent
+        left[max(0, numel - padding - first) :] = 0
+        parts_kept.append(left)
+    for own in kept:
+        own[numel - padding :] = 0
+    factor = scale if average else scale * ranks
+    return (result * factor).to(inputs[0].dtype), kept, parts_kept

@@ -12,6 +12,7 @@ from bagua.torch_api.algorithms.async_model_average import (
     AsyncModelAverageAlgorithm,
     AsyncModelAverageAlgorithmImpl,
 )
+from bagua.torch_api.data_parallel import DistributedDataParallel
 from support import faults, training
 from support.async_training import averages, step, train_until, weights_of, wrapped
 from torch import nn
@@ -192,3 +193,43 @@ def one_rank_alone():
 
 def test_one_rank_trains_as_without_bagua(ranks):
     assert ranks(1, one_rank_alone) == [(True, 0)]
+
+
+@training.with_group
+def without_optimizers(by_class):
+    """Averages until 5 of them, with a gate that no step's end opens."""
+    model = training.network()
+    algorithm = AsyncModelAverageAlgorithm(sync_interval_ms=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with torch.no_grad():
+        next(model.parameters()).add_(dist.get_rank())
+    if by_class:
+        model = DistributedDataParallel(model, algorithm=algorithm)
+    else:
+        model = model.with_bagua([], algorithm)
+    train_until(model, optimizer, 5)
+    changed = 0
+    for number in range(30):  # two forwards, and weights that stay until both backwards are through
+        losses = [
+            training.squared_error(model, training.batch(number, dist.get_rank())) for _ in range(2)
+        ]
+        held = weights_of(model)
+        time.sleep(0.003)
+        sum(losses).backward()
+        changed += not torch.equal(held, weights_of(model))
+    algorithm.abort(model)
+    quiet = averages(model)
+    step(model, optimizer)
+    time.sleep(0.02)
+    assert averages(model) == quiet
+    algorithm.resume(model)
+    train_until(model, optimizer, quiet + 2)
+    algorithm.abort(model)
+    return changed, weights_of(model).tolist()
+
+
+@pytest.mark.parametrize("by_class", [False, True], ids=["with_bagua", "class"])
+def test_without_optimizers_averages_are_applied_between_steps(ranks, by_class):
+    (changed, weights), (also_changed, others) = ranks(2, without_optimizers, by_class)
+    assert changed == also_changed == 0
+    assert weights == others

@@ -102,3 +102,31 @@ print("trained and freed")
     for rank, end in enumerate(ends):
         assert end.returncode == 0, shown(rank, end)
         assert "trained and freed" in end.stdout
+
+
+KILLS = """
+import os, signal, sys, time
+if bagua.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    for _ in range(1000):
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        time.sleep(0.02)
+except bagua.BaguaError as error:
+    print(type(error).__name__, error, flush=True)
+    sys.exit(7)
+"""
+
+
+def test_the_survivors_of_a_killed_rank_name_it(run_script):
+    ends = run_script(3, script(after=KILLS), timeout=60.0)
+    assert ends[1].returncode == -9
+    for rank in (0, 2):
+        assert ends[rank].returncode == 7, shown(rank, ends[rank])
+        text = ends[rank].stdout.split("\n", 1)[1]
+        assert text.startswith(
+            "BaguaError rank 1 was killed, stopped or cut off: silent for over a second, last in"
+        )
+        assert f"Seen here: module 'Linear', rank {rank} of 3, asynchronous averaging: " in text
+        assert "Weights are this rank's own." in text

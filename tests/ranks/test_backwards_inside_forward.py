@@ -47,7 +47,7 @@ def train_with_own_weights(name):
     return training.error_of(lambda: train(gan))
 
 
-@pytest.mark.parametrize("name", every_algorithm.OWN_WEIGHTS)
+@pytest.mark.parametrize("name", every_algorithm.PEERS)
 def test_a_step_inside_a_forward_is_refused_where_weights_are_averaged(ranks, name):
     for message in ranks(2, train_with_own_weights, name):
         assert "optimizer.step() came between a training forward and the end of its" in message

@@ -101,6 +101,16 @@ def initialise_with_a_store():
     return initialise_with({"store": dist.HashStore()})
 
 
+def initialise_with_a_backend_first():
+    return initialise_with({"store": "gloo"})
+
+
+def test_a_backend_in_the_place_of_the_store_is_told_its_name(ranks):
+    (error,) = ranks(1, initialise_with_a_backend_first, init=False)
+    assert error.startswith("TypeError: init_process_group(store='gloo')")
+    assert "init_process_group(backend=...)" in error
+
+
 @faults.with_bagua_group
 def wrap_with_bucket_size(value):
     os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = value

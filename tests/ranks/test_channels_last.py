@@ -18,10 +18,17 @@ ELEMENTWISE = [
     "bytegrad-bf16",
     "decentralized-all",
     "decentralized-shift-one",
+    *(name for name in every_algorithm.LOCAL if name != "sparse_loco"),
     "qadam",
 ]
-#: Blocks of 8-bit codes: their ranges depend on it.
-BLOCKWISE = ["bytegrad", "bytegrad-minmax", "low_precision_decentralized"]
+#: Blocks of codes: their ranges depend on it.
+BLOCKWISE = [
+    "bytegrad",
+    "bytegrad-minmax",
+    "bytegrad-feedback",
+    "low_precision_decentralized",
+    "sparse_loco",
+]
 WITH_RESIDUALS = ["power_sgd", "sparse", "random_sparse"]
 
 

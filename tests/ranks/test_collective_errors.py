@@ -4,6 +4,7 @@ import datetime
 import time
 
 import bagua.torch_api as bagua
+import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api import communication
@@ -62,6 +63,51 @@ WRONG_TYPES = {
     "no_communicator": lambda: bagua.allreduce_inplace(FOUR, ReduceOp.SUM, dist.group.WORLD),
     "a_group": lambda: bagua.barrier(communication.get_default_group()),
 }
+
+
+@training.with_group
+def with_other_counts(size, inplace):
+    """The error, and whether all is as before, where rank 1 sends and expects one element more."""
+    rank = bagua.get_rank()
+    counts = [2 + (rank == 1)] * size
+    places = [4 * other for other in range(size)]
+    sent, received = torch.arange(4.0 * size), torch.full((4 * size,), -1.0)
+    if inplace:
+        error = training.error_of(lambda: bagua.alltoall_v_inplace(received, counts, places))
+    else:
+        error = training.error_of(
+            lambda: bagua.alltoall_v(sent, counts, places, received, counts, places)
+        )
+    counts = [2] * size
+    works = received.clone()
+    bagua.alltoall_v(sent, counts, places, works, counts, places)
+    return error, bool((received == -1).all()), works.tolist()
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["two_tensors", "inplace"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_counts_that_differ_between_ranks_are_named_on_all_of_them(ranks, size, inplace):
+    name = "alltoall_v_inplace" if inplace else "alltoall_v"
+    for error, untouched, works in ranks(size, with_other_counts, size, inplace):
+        assert error.startswith(f"BaguaMismatchError: {name}: the ranks' counts differ")
+        assert "rank 1 sends 3 elements of 4 bytes to rank 0, which expects 2 of 4 bytes" in error
+        assert "rank 0 sends 2 elements of 4 bytes to rank 1, which expects 3 of 4 bytes" in error
+        assert untouched
+        assert [value >= 0 for value in works] == [True, True, False, False] * size
+
+
+@training.with_group
+def with_other_dtypes():
+    dtype = torch.float64 if bagua.get_rank() == 1 else torch.float32
+    tensor, counts, places = torch.zeros(4, dtype=dtype), [2, 2], [0, 2]
+    return training.error_of(
+        lambda: bagua.alltoall_v(tensor, counts, places, tensor.clone(), counts, places)
+    )
+
+
+def test_parts_of_other_dtypes_are_named(ranks):
+    for error in ranks(2, with_other_dtypes):
+        assert "rank 1 sends 2 elements of 8 bytes to rank 0, which expects 2 of 4 bytes" in error
 
 
 @training.with_group

@@ -15,10 +15,10 @@ runpy.run_path({path!r}, run_name="__main__")
 """
 
 
-def run_example(run_script, *arguments):
+def run_example(run_script, *arguments, ranks=2):
     """The figures that rank 0 prints."""
     text = RUN.format(arguments=[str(a) for a in arguments], path=str(EXAMPLE))
-    ends = run_script(2, text, timeout=100.0)
+    ends = run_script(ranks, text, timeout=100.0)
     for end in ends:
         assert end.returncode == 0, end.stderr
     return json.loads(ends[0].stdout)
@@ -50,8 +50,18 @@ def test_8_bit_weights_reach_the_accuracy_too(run_script, exact):
     assert abs(compressed["accuracy"] - exact["accuracy"]) <= 0.015
 
 
+def test_replicas_reach_the_accuracy_of_exact_ones(run_script):
+    arguments = ("--replicas", 2, "--epochs", 2)
+    exact = run_example(run_script, *arguments, "--codec", "none", ranks=4)
+    compressed = run_example(run_script, *arguments, ranks=4)
+    assert abs(compressed["accuracy"] - exact["accuracy"]) <= 0.02
+    of_a_shard = 4 * compressed["parameters"] / 2  # as many as an exact all-reduce of two sends
+    assert 0.25 * of_a_shard < compressed["gradient_bytes_per_step"] <= 0.27 * of_a_shard
+    assert compressed["weights"] != exact["weights"]
+
+
 def test_the_page_shows_the_script_and_its_arguments():
     page = (REPOSITORY / "docs/integrations/fsdp.md").read_text()
     assert "examples/integrations/fsdp.py" in page
-    for argument in ("weights=True", "error_feedback=True", "block_uint8"):
+    for argument in ("weights=True", "error_feedback=True", "reduce_scatter", "block_uint8"):
         assert argument in page

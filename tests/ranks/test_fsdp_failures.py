@@ -16,13 +16,15 @@ DIES = """
 import os, signal, sys, time, datetime
 import torch, torch.distributed as dist
 import bagua.fsdp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 torch.manual_seed(0)
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds={timeout}))
 model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
-fully_shard(model[0])
-fully_shard(model)
+mesh = init_device_mesh("cpu", {shape}, mesh_dim_names=("replicate", "shard")[-len({shape}):])
+fully_shard(model[0], mesh=mesh)
+fully_shard(model, mesh=mesh)
 bagua.fsdp.compress(model, **{options})
 store = dist.distributed_c10d._get_default_store()
 store.set(f"pid{{dist.get_rank()}}", str(os.getpid()))
@@ -59,6 +61,7 @@ def test_the_survivors_of_a_killed_rank_name_it(run_script, options, where):
         timeout=60,
         options=options,
         where=where,
+        shape=(3,),
     )
     *survivors, killed = run_script(3, script, timeout=40.0)
     assert killed.returncode == -signal.SIGKILL
@@ -70,10 +73,32 @@ def test_the_survivors_of_a_killed_rank_name_it(run_script, options, where):
         assert f"module 'FSDPSequential', rank {rank} of 3" in text
 
 
+@pytest.mark.parametrize("options", ["{}", "{'reduce_scatter': True}"], ids=["exact", "8_bit"])
+def test_the_survivors_in_all_replicas_name_a_killed_rank(run_script, options):
+    script = DIES.format(
+        victim=3,
+        fate="os.kill(os.getpid(), signal.SIGKILL)",
+        timeout=60,
+        options=options,
+        where="backward",
+        shape=(2, 2),
+    )
+    *survivors, killed = run_script(4, script, timeout=60.0)
+    assert killed.returncode == -signal.SIGKILL
+    for rank, end in enumerate(survivors):
+        assert end.returncode == 7, f"rank {rank}: {end.stdout}{end.stderr}"
+        seconds, text = end.stdout.split(" ", 1)
+        assert float(seconds) < SECONDS_UNTIL_TOLD, end.stdout
+        assert text.startswith("BaguaError rank 3 was killed, stopped or cut off"), text
+        assert f"module 'FSDPSequential', rank {rank} of 4" in text
+
+
 @pytest.mark.parametrize("options", ["{}", "{'weights': True}"], ids=["gradients", "weights"])
 def test_a_stopped_rank_is_named_at_the_timeout(run_script, options):
     fate = "os.kill(os.getpid(), signal.SIGSTOP)"
-    script = DIES.format(victim=2, fate=fate, timeout=SHORT, options=options, where="forward")
+    script = DIES.format(
+        victim=2, fate=fate, timeout=SHORT, options=options, where="forward", shape=(3,)
+    )
     *survivors, stopped = run_script(3, script, timeout=60.0)
     assert stopped.returncode == 7, stopped.stdout + stopped.stderr
     for rank, end in enumerate(survivors):
@@ -84,7 +109,9 @@ def test_a_stopped_rank_is_named_at_the_timeout(run_script, options):
 
 
 def test_a_rank_that_exits_is_named(run_script):
-    script = DIES.format(victim=1, fate="sys.exit(0)", timeout=60, options="{}", where="backward")
+    script = DIES.format(
+        victim=1, fate="sys.exit(0)", timeout=60, options="{}", where="backward", shape=(3,)
+    )
     ends = run_script(3, script, timeout=40.0)
     for rank in (0, 2):
         assert ends[rank].returncode == 7, f"rank {rank}: {ends[rank].stdout}{ends[rank].stderr}"

@@ -3,27 +3,28 @@
 import pytest
 import torch
 import torch.distributed as dist
-from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
+from bagua.torch_api.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
 from oracle.compressed_all_reduce import compressed_all_reduce
 from ranks.test_groups_and_nodes import environment_of_nodes
 from support import training
 from torch import nn
 
 NODES = pytest.mark.parametrize("sizes", [(2, 2), (3, 1)], ids=str)
+WAYS = pytest.mark.parametrize("way", [True, "sharded"], ids=["leaders", "sharded"])
 NUMELS = (1001, 37)
 
 
-def algorithm(kind):
+def algorithm(kind, way):
     if kind == "exact":
-        return GradientAllReduceAlgorithm(hierarchical=True)
-    return ByteGradAlgorithm(hierarchical=True, codec=kind)
+        return GradientAllReduceAlgorithm(hierarchical=way)
+    return ByteGradAlgorithm(hierarchical=way, codec=kind)
 
 
 @training.with_group
-def train_over_nodes():
+def train_over_nodes(way):
     model = training.network(seed=dist.get_rank())
     optimizer = training.sgd(model)
-    model.with_bagua([optimizer], algorithm("exact"))
+    model.with_bagua([optimizer], algorithm("exact", way))
     training.train_on_ranks(model, optimizer, steps=8)
     alone = training.network(seed=0)
     training.train_alone(alone, training.sgd(alone), steps=8)
@@ -31,9 +32,11 @@ def train_over_nodes():
     return training.model_bits(model)
 
 
+@WAYS
 @NODES
-def test_training_over_nodes_is_training_on_all_data(ranks, sizes):
-    assert len(set(ranks(sum(sizes), train_over_nodes, env=environment_of_nodes(sizes)))) == 1
+def test_training_over_nodes_is_training_on_all_data(ranks, sizes, way):
+    bits = ranks(sum(sizes), train_over_nodes, way, env=environment_of_nodes(sizes))
+    assert len(set(bits)) == 1
 
 
 class Weighted(nn.Module):
@@ -54,18 +57,19 @@ def gradients_of(rank):
 
 
 @training.with_group
-def communicated(kind):
-    """The bucket, padding included, before and after: one pair per parameter."""
+def communicated(kind, way):
+    """The bucket, padding included, before and after, and bytes sent between the nodes."""
     model = Weighted()
-    model.with_bagua([], algorithm(kind))
+    model.with_bagua([], algorithm(kind, way))
     (bucket,) = model.bagua_buckets
     model(gradients_of(dist.get_rank())).backward()
     own = torch.cat(gradients_of(dist.get_rank())[::-1])  # the last parameter comes first
     own = torch.cat([own, torch.zeros(bucket.backend_tensor.numel() - own.numel())])
-    return own, bucket.backend_tensor
+    between = model.bagua_stats()["communicators"].get("leaders", {"bytes_sent": 0})
+    return own, bucket.backend_tensor, between["bytes_sent"]
 
 
-def expected(kind, sizes, brought):
+def expected(kind, sizes, brought, way):
     """1. The mean of each node, times its share. 2. Their mean, through the codec."""
     leaders, first = [], 0
     for size in sizes:
@@ -74,16 +78,61 @@ def expected(kind, sizes, brought):
         first += size
     if kind == "exact":
         return torch.stack(leaders).mean(0)
-    return compressed_all_reduce(kind, leaders, average=True)
+    stride = len(leaders[0])
+    if way == "sharded":
+        stride = (-(-stride // max(sizes)) + 15) // 16 * 16
+    shares = zip(*(leader.split(stride) for leader in leaders), strict=True)
+    return torch.cat([compressed_all_reduce(kind, list(share), average=True) for share in shares])
 
 
+@WAYS
 @NODES
 @pytest.mark.parametrize("kind", ["exact", "block_uint8", "minmax_uint8"])
-def test_hierarchical_results_are_the_formula_bit_for_bit(ranks, sizes, kind):
-    results = ranks(sum(sizes), communicated, kind, env=environment_of_nodes(sizes))
-    brought = [own for own, _ in results]
-    right = expected(kind, sizes, brought)
-    for _, flat in results:
+def test_hierarchical_results_are_the_formula_bit_for_bit(ranks, sizes, kind, way):
+    results = ranks(sum(sizes), communicated, kind, way, env=environment_of_nodes(sizes))
+    brought = [own for own, _, _ in results]
+    right = expected(kind, sizes, brought, way)
+    for _, flat, _ in results:
         assert training.bits([flat]) == training.bits([right])
     exact = torch.stack(brought).mean(0)
     assert torch.equal(right, exact) == (kind == "exact")
+
+
+@pytest.mark.parametrize("kind", ["exact", "block_uint8"])
+def test_shares_divide_the_bytes_between_nodes_among_the_ranks_of_a_node(ranks, kind):
+    sent = {}
+    for way in (True, "sharded"):
+        results = ranks(4, communicated, kind, way, env=environment_of_nodes((2, 2)))
+        sent[way] = [between for _, _, between in results]
+    leader = sent[True][0]
+    assert sent[True] == [leader, 0, leader, 0]
+    frames = 0 if kind == "exact" else 200  # of 32 bytes per message, and parts of blocks
+    for node in (sent["sharded"][:2], sent["sharded"][2:]):
+        assert leader <= sum(node) <= leader + frames
+        assert max(node) <= leader / 2 + 64 + frames / 2  # shares are multiples of 64 bytes
+
+
+@training.with_group
+def refused(name, hierarchical):
+    model = training.network()
+    optimizer = training.sgd(model)
+    chosen = Algorithm.init(name, hierarchical=hierarchical)
+    return training.error_of(lambda: model.with_bagua([optimizer], chosen))
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    {
+        "gradient_allreduce": "True, False or 'sharded'",
+        "bytegrad": "True, False or 'sharded'",
+        "decentralized": "True or False",
+        "low_precision_decentralized": "True or False",
+        "power_sgd": "True or False",
+        "sparse": "True or False",
+    }.items(),
+)
+def test_other_values_are_refused_by_name(ranks, name, known):
+    value = "sharded" if known == "True or False" else "shared"
+    for error in ranks(2, refused, name, value):
+        assert error.startswith("ValueError: bucket '0': ")
+        assert f"hierarchical='{value}' must be {known} for" in error

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 from support import training
-from support.every_algorithm import ALGORITHMS, OWN_WEIGHTS, SYNCHRONOUS, WARM_UP, wrapped
+from support.every_algorithm import ALGORITHMS, OWN_WEIGHTS, PEERS, SYNCHRONOUS, WARM_UP, wrapped
 
 PLACE = (2, 3)
 VALUES = {"nan": math.nan, "plus-inf": math.inf, "minus-inf": -math.inf}
@@ -104,7 +104,7 @@ def bad_weights(name):
 
 
 @pytest.mark.parametrize("n", [2, 3], ids=lambda n: f"{n}-ranks")
-@pytest.mark.parametrize("name", OWN_WEIGHTS)
+@pytest.mark.parametrize("name", PEERS)
 def test_bad_weights_of_one_rank_reach_its_peers_and_are_counted_while_they_last(ranks, name, n):
     for seen in ranks(n, bad_weights, name, env=SMALL):
         for history in seen.values():

@@ -136,10 +136,10 @@ def forked_python(*arguments, **options):
         ("", 0),
         ("sys.exit('wrong')", 1),
         ("os.kill(os.getpid(), signal.SIGKILL)", -9),
-        ("os.kill(os.getpid(), signal.SIGHUP)", -1),
+        ("os.kill(os.getpid(), signal.SIGUSR1)", -10),
         ("os.kill(os.getppid(), 0) or os.abort()", -6),
     ],
-    ids=["end", "exit", "SIGKILL", "SIGHUP", "abort"],
+    ids=["end", "exit", "SIGKILL", "SIGUSR1", "abort"],
 )
 def test_the_python_of_launchers_ends_as_its_script(tmp_path, last, code):
     path = tmp_path / "script.py"

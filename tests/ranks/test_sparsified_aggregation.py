@@ -39,7 +39,7 @@ def expected(kind, brought, errors, communications):
     wide = oracle.wide(brought[0].dtype)
     k = max(1, round(RATIO[kind] * numel))
     dense = numel * brought[0].element_size()
-    message = _C.sparse_message_bytes(numel, k, wide, torch.device("cpu"))
+    message = _C.sparse_message_bytes(numel, k, wide)
     if ranks * message >= 2 * dense if kind == "largest" else (k + 1) * wide.itemsize >= dense:
         return None
     if kind == "largest":

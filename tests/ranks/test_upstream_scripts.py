@@ -79,6 +79,11 @@ assert all(name.startswith("module.") for name in model.state_dict())
 from bagua.torch_api.data_parallel import DistributedDataParallel as DDP
 model = DDP(model, device_ids=[bagua.get_local_rank()] if device == "cuda" else None)
 """,
+    "ddp_compatible": """
+from bagua.torch_api.algorithms import bytegrad
+from bagua.torch_api.ddp_compatible import DistributedDataParallel as DDP
+model = DDP(model, algorithm=bytegrad.ByteGradAlgorithm())
+""",
     "own_algorithm": """
 from bagua.torch_api.algorithms import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
 

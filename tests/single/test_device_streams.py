@@ -3,25 +3,33 @@
 What it proves and what it cannot: docs/cuda.md, "Kernels on a CPU".
 """
 
+import os
 import subprocess
 import sys
 
 import pytest
 from support.programs.cpp_programs import build_library
+from support.programs.fake_nccl import build_fake_nccl
 
 RUN = """
 import ctypes, sys
 import torch  # the libraries that the program is linked with
 from bagua import _C
-sys.exit(ctypes.CDLL(sys.argv[1]).device_streams())
+fake_nccl = sys.argv[2].encode() if len(sys.argv) > 2 else None
+sys.exit(ctypes.CDLL(sys.argv[1]).device_streams(fake_nccl))
 """
 
 
 @pytest.mark.timeout(400)
 def test_every_op_is_ordered_by_events_and_agrees_with_the_cpu():
     library = build_library("device_streams", ["tests/cpp/device_streams/device_streams.cpp"])
+    nccl = build_fake_nccl()
     ended = subprocess.run(
-        [sys.executable, "-c", RUN, library], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", RUN, library, *([nccl] if nccl else [])],
+        env=os.environ | ({"LD_PRELOAD": nccl} if nccl else {}),
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert ended.returncode == 0, ended.stderr
     ran = ended.stdout.split("\n")

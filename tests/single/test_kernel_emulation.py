@@ -22,7 +22,12 @@ BUILD = REPOSITORY / "build" / "kernel_emulation"
 COMMON_FLAGS = ["-std=c++20", "-Icsrc", "-Itests/cpp", "-DBAGUA_EMULATE_CUDA", "-g1"]
 COMMON_FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 COMMON_FLAGS += ["-Wall", "-Wextra", "-Werror"]
-SANITIZE_ADDRESS = "-fsanitize=address,undefined -fno-sanitize-recover=all"
+# Accesses behind null, objects and pointers that overflow are AddressSanitizer's: another check of
+# each pointer would double the time to compile.
+SANITIZE_ADDRESS = (
+    "-fsanitize=address,undefined -fno-sanitize=null,object-size,pointer-overflow,vptr"
+    " -fno-sanitize-recover=all"
+)
 # Name -> flags, and where they differ those of the emulation itself, which is no code under test.
 VARIANTS = {
     "plain": ("-O2", "-O2"),
@@ -30,15 +35,20 @@ VARIANTS = {
     "thread": ("-O1 -fsanitize=thread", "-O1 -DBAGUA_TSAN"),
 }
 EMULATION = ("tests/cpp/emulation/cuda_emulation.cpp", "tests/cpp/emulation/fiber.cpp")
+# What kernels are compared with, in every variant: test_fuzz.py has it under sanitizers.
+REFERENCE = "csrc/codec/chunk_codec_cpu.cpp"
 # Lines of this file would cost those of all others: with its debug information g++ 12's
 # ThreadSanitizer names functions without file and line.
 WITHOUT_LINES = {("thread", "csrc/codec/cuda/fused_codec_cuda.cu"): "-g0"}
 PROGRAMS = {
     "kernels": (
         "tests/cpp/kernels/kernels.cpp",
-        "csrc/codec/chunk_codec_cpu.cpp",
         "csrc/codec/cuda/chunk_codec_cuda.cu",
         "csrc/codec/cuda/fused_codec_cuda.cu",
+        "csrc/codec/cuda/sparse_codec_cuda.cu",
+        "csrc/codec/index_code.cpp",
+        "csrc/math/top_k.cpp",
+        REFERENCE,  # the last: of inline functions that several have, the first is linked
     ),
     "emulation_faults": ("tests/cpp/emulation/emulation_faults.cpp",),
 }
@@ -53,7 +63,7 @@ pytestmark = [
 
 
 def sources():
-    folders = ("csrc/base", "csrc/codec", "csrc/comm/nccl", "tests/cpp")
+    folders = ("csrc/base", "csrc/codec", "csrc/comm/nccl", "csrc/math", "tests/cpp")
     suffixes = {".h", ".cpp", ".cu", ".cuh"}
     files = [file for folder in folders for file in sorted((REPOSITORY / folder).rglob("*"))]
     return [file for file in files if file.suffix in suffixes]
@@ -79,6 +89,8 @@ def build(folder):
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for variant, (flags, emulation_flags) in VARIANTS.items():
             for source in {*EMULATION, *sum(PROGRAMS.values(), ())}:
+                if source == REFERENCE and variant != "plain":
+                    continue
                 of_source = emulation_flags if source in EMULATION else flags
                 of_source += " " + WITHOUT_LINES.get((variant, source), "")
                 target = folder / f"{variant}-{Path(source).name}.o"
@@ -90,7 +102,10 @@ def build(folder):
         assert job.result().returncode == 0, f"{variant}, {source}:\n{job.result().stderr}"
     for variant, (flags, _) in VARIANTS.items():
         for program, own in PROGRAMS.items():
-            objects = [jobs[variant, source][0] for source in (*own, *EMULATION)]
+            objects = [
+                jobs["plain" if source == REFERENCE else variant, source][0]
+                for source in (*own, *EMULATION)
+            ]
             command = ["g++", *flags.split(), *objects, "-o", folder / f"{variant}-{program}"]
             subprocess.run(command, check=True)
     for object_file in folder.glob("*.o"):
@@ -121,18 +136,20 @@ def run(programs, variant, program, *arguments):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_kernels_give_the_bytes_of_the_cpu_codecs(programs, variant):
-    arguments = [] if variant == "plain" else ["--quick"]
+    arguments = {"plain": [], "address": ["--quick"], "thread": ["--races"]}[variant]
+    # Addresses and barriers depend on the width of the elements, and bfloat16's is float16's.
+    dtypes = ["float32", "float16"] + ["bfloat16"] * (variant == "plain")
     result = run(programs, variant, "kernels", *arguments)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[:4000]
     lines = result.stdout.splitlines()
     assert lines[-1] == "all equal"
     for codec in _C.codec_names():
-        for dtype in ("float32", "float16", "bfloat16"):
+        for dtype in dtypes:
             assert any(line.startswith(f"{codec}, {dtype}: ") for line in lines)
 
 
 def test_a_missing_barrier_in_the_kernels_is_found_as_a_race(programs):
-    result = run(programs, "thread", "kernels", "--quick", "--skip-barrier", "1")
+    result = run(programs, "thread", "kernels", "--races", "--skip-barrier", "1")
     assert result.returncode != 0
     assert "data race" in result.stderr
     assert "range_kernels.cuh:" in result.stderr

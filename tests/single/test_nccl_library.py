@@ -122,8 +122,10 @@ def test_the_library_of_the_wheel_comes_before_those_of_torch_and_the_loader(mon
         ("nccl", "nccl", "nccl"),
         ("c10d", "c10d", "c10d"),
         ("gloo", "gloo", "gloo"),
+        ("shm", "shm", "nccl"),
+        ("auto", "auto", "nccl"),
     ],
-    ids=["unset", "empty", "nccl", "c10d", "gloo"],
+    ids=["unset", "empty", "nccl", "c10d", "gloo", "shm", "auto"],
 )
 def test_bagua_comm_chooses_the_transport_of_cuda_tensors(monkeypatch, value, choice, through):
     if value is None:
@@ -136,5 +138,5 @@ def test_bagua_comm_chooses_the_transport_of_cuda_tensors(monkeypatch, value, ch
 
 def test_any_other_bagua_comm_is_refused(monkeypatch):
     monkeypatch.setenv("BAGUA_COMM", "mpi")
-    with pytest.raises(ValueError, match="BAGUA_COMM='mpi' must be nccl, c10d or gloo"):
+    with pytest.raises(ValueError, match="BAGUA_COMM='mpi' must be nccl, c10d, gloo, shm or auto"):
         _transport.cuda_transport()

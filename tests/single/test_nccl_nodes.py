@@ -47,9 +47,10 @@ def on_threads(functions):
     return results
 
 
+@pytest.mark.parametrize("way", [True, "sharded"], ids=["leaders", "sharded"])
 @pytest.mark.parametrize("reduce", [SUM, AVG], ids=["sum", "mean"])
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 1], [0, 0, 1], [0, 1, 1, 2], [1, 0, 1, 0]], ids=str)
-def test_a_hierarchical_operation_runs_on_groups_split_off_one(nccl, monkeypatch, nodes, reduce):
+def test_a_hierarchical_operation_splits_one_group(nccl, monkeypatch, nodes, reduce, way):
     monkeypatch.delenv("BAGUA_COMM", raising=False)
     values = [torch.randn(37, dtype=torch.float64).float() for _ in nodes]
 
@@ -57,7 +58,7 @@ def test_a_hierarchical_operation_runs_on_groups_split_off_one(nccl, monkeypatch
         def run():
             group = SimpleNamespace(connections=connections)
             lane = Lane("lane", torch.device("cuda"), group)
-            op = AllReduce(hierarchical=True, average=reduce is AVG, group=None).build(lane, None)
+            op = AllReduce(hierarchical=way, average=reduce is AVG, group=None).build(lane, None)
             flat = values[connections.rank].clone()
             op.run(flat, 1, 1.0, "bucket")
             return flat, sorted(purpose for _, purpose in lane.communicators)
@@ -72,5 +73,8 @@ def test_a_hierarchical_operation_runs_on_groups_split_off_one(nccl, monkeypatch
     for rank, (flat, purposes) in enumerate(results):
         assert torch.equal(flat, results[0][0])
         torch.testing.assert_close(flat.double(), wanted, rtol=1e-5, atol=1e-5)
+        members = _C.node_members(nodes, rank)
+        most = max(map(nodes.count, nodes)) if len(leaders) > 1 else 0
+        of_shares = [f"leaders{share}" for share in range(members.index(rank), most, len(members))]
         of_leaders = ["leaders"] if rank in leaders and len(leaders) > 1 else []
-        assert purposes == [*of_leaders, "node"]
+        assert purposes == [*(of_leaders if way is True else of_shares), "node"]

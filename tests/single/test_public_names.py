@@ -38,6 +38,7 @@ MODULES = {
     get_world_size get_rank get_local_rank get_local_size get_node_rank get_default_bucket_size
     get_master_addr find_free_network_port
     """,
+    "bagua.torch_api.ddp_compatible": "DistributedDataParallel",
     "bagua.torch_api.data_parallel": "DistributedDataParallel functional",
     "bagua.torch_api.data_parallel.distributed": "DistributedDataParallel",
     "bagua.torch_api.data_parallel.functional": "all_reduce ReduceOp",

@@ -39,6 +39,48 @@ def test_the_module_prints_it_in_80_columns():
     assert all(len(line) <= 80 or " " not in line[17:] for line in end.stdout.splitlines())
 
 
+OTHER_TORCH = """
+import torch
+torch.__version__ = "2.99.0+cpu"
+"""
+SCRIPT = "#!{python}\nimport sys\nfrom bagua.__main__ import main\nsys.exit(main())\n"
+WAYS = {
+    "module": ["-m", "bagua"],
+    "doctor": ["-u", "-m", "bagua", "doctor"],
+    "script": ["{folder}/bagua", "top"],
+}
+
+
+def under_another_torch(folder, *command):
+    """The end of a Python that runs `command` with a torch that bagua was not built for."""
+    (folder / "sitecustomize.py").write_text(OTHER_TORCH)
+    (folder / "bagua").write_text(SCRIPT.format(python=sys.executable))
+    env = os.environ | {"PYTHONPATH": f"{folder}:{PACKAGE.parent}"}
+    command = [sys.executable, *(word.format(folder=folder) for word in command)]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_under_another_torch_it_tells_what_it_can_and_fails(tmp_path, way):
+    end = under_another_torch(tmp_path, *WAYS[way])
+    assert (end.returncode, end.stderr) == (1, "")
+    text = " ".join(end.stdout.split())
+    assert f"built for torch {_build.TORCH_VERSION}" in text
+    assert "torch 2.99.0+cpu, CUDA" in text
+    assert "lo: 127.0.0.1" in text
+    assert f"does not work bagua was built for torch {_build.TORCH_VERSION}, but torch 2.99" in text
+    assert "pip install --force-reinstall" in text
+    assert "CPU loops" not in text
+
+
+@pytest.mark.parametrize("command", [["-c", "import bagua"], ["-m", "bagua._tools.command"]])
+def test_under_another_torch_every_other_import_raises(tmp_path, command):
+    end = under_another_torch(tmp_path, *command)
+    assert end.returncode == 1
+    assert "ImportError: bagua was built for torch" in end.stderr
+    assert "BaguaError" not in end.stderr
+
+
 def test_it_tells_what_is_there():
     told = fields()
     assert told["bagua"] == (
@@ -95,10 +137,11 @@ def test_every_command_has_help_of_80_columns(arguments, capsys, monkeypatch):
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_the_installed_command_is_the_module():
+def test_the_installed_command_is_the_module(capsys):
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     module, _, function = project["scripts"]["bagua"].partition(":")
-    assert getattr(importlib.import_module(module), function) is main
+    assert getattr(importlib.import_module(module), function)(["report"]) == 0
+    assert capsys.readouterr().out == report.report_text()
 
 
 def test_another_torch_than_the_builds_is_told_with_both_versions():

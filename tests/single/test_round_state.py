@@ -107,6 +107,27 @@ def test_the_text_counts_tensors_and_buckets():
     assert state.text() == "communicating, 1 of 3 buckets are done"
 
 
+def test_a_round_of_a_part_is_over_when_its_buckets_are():
+    state = _C.RoundState([[2, 1, 1], [2]], [0, 1, 0, 1])
+    state.begin(alone=True, part=1)
+    assert (state.untouched, state.complete, state.unmarked) == (True, False, 3)
+    assert [state.marked(slot) for slot in range(6)] == [True, True, False, True, False, False]
+    assert state.text() == "computing, 0 of 3 tensors are ready, 0 of 2 buckets are done"
+    state.mark(2)
+    assert [state.launched(bucket) for bucket in range(4)] == [False, True, False, False]
+    state.bucket_done()
+    assert state.launched_done
+    state.mark(4)
+    state.mark(5)
+    assert (state.untouched, state.complete) == (False, True)
+    state.bucket_done()
+    assert state.launched_done
+    state.end()
+    assert not state.open
+    state.begin(alone=True)
+    assert state.unmarked == 6, "a round without a part is of all"
+
+
 def test_a_slot_that_does_not_exist_is_refused():
     with pytest.raises(IndexError):
         opened().marked(5)

@@ -8,21 +8,23 @@ from oracle.codec import payload_bytes
 from oracle.sharded import all_gather, reduce_scatter
 from support.threads.op_ranks import (
     BAD_VALUES,
+    DTYPES,
     MORE_THAN_A_PIECE,
     assert_same_bits,
     bits,
     inputs,
     per_codec,
-    per_dtype,
+    per_ranks_and_dtype,
 )
 from support.threads.thread_ranks import run_thread_ranks
 
 PARTS = [1, 31, 1000, 4099]  # elements
+RANKS = [1, 2, 3, 4]
 MORE_THAN_A_SEGMENT = 9 * 131072 + 5  # of one part
 FRAME_BYTES = 32
 BUCKET = "the bucket"
 
-per_ranks = pytest.mark.parametrize("n", [1, 2, 3, 4], ids=lambda n: f"{n}-ranks")
+per_ranks = pytest.mark.parametrize("n", RANKS, ids=lambda n: f"{n}-ranks")
 
 
 def scattering(comm, codec, divisor=1.0, **options):
@@ -62,22 +64,19 @@ def gather_on_ranks(n, codec, shares):
     return run_thread_ranks(n, run)
 
 
-@per_dtype
 @per_codec
-@per_ranks
+@per_ranks_and_dtype(RANKS)
 def test_reduce_scatter_gives_the_bits_of_its_oracle(n, codec, dtype):
-    for part in PARTS:
-        for divisor in (1.0, float(n), 0.25):
-            brought = inputs(n, n * part, dtype)
-            results = reduce_on_ranks(n, codec, brought, divisor)
-            expected, _ = reduce_scatter(codec, brought, divisor)
-            for rank in range(n):
-                assert torch.equal(results[rank], expected[rank]), f"{part}, rank {rank}"
+    for part, divisor in zip(PARTS, (float(n), 1.0, 0.25, float(n)), strict=True):
+        brought = inputs(n, n * part, dtype)
+        results = reduce_on_ranks(n, codec, brought, divisor)
+        expected, _ = reduce_scatter(codec, brought, divisor)
+        for rank in range(n):
+            assert torch.equal(results[rank], expected[rank]), f"{part}, rank {rank}"
 
 
-@per_dtype
 @per_codec
-@per_ranks
+@per_ranks_and_dtype(RANKS)
 def test_all_gather_gives_the_bits_of_its_oracle_on_every_rank(n, codec, dtype):
     for part in PARTS:
         shares = inputs(n, part, dtype)
@@ -194,9 +193,8 @@ def remembering_rounds(comm, codec, rounds, divisor, grad_scale):
     return parts, residuals
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @per_codec
-@per_ranks
+@per_ranks_and_dtype(RANKS, {name: DTYPES[name] for name in ("f32", "f16", "bf16")})
 def test_error_feedback_gives_the_bits_of_its_oracle(n, codec, dtype):
     scale = 4.0
     rounds = [inputs(n, n * 3001, dtype, salt=salt) for salt in range(3)]

@@ -15,7 +15,7 @@ def test_the_bytes_on_the_wire_are_as_computed():
         make(counting, "top-k", 10000, 100, memory_of(10000, torch.float32)).run(torch.ones(10000))
         return counting.traffic()["bytes_sent"]
 
-    size = _C.sparse_message_bytes(10000, 100, torch.float32, torch.device("cpu"))
+    size = _C.sparse_message_bytes(10000, 100, torch.float32)
     assert size == 32 + 416 + 192  # a frame, 100 values, 100 indices of 14 bits
     assert run_thread_ranks(3, run) == [2 * size] * 3
 
@@ -32,7 +32,7 @@ def message_of(numel=NUMEL, k=K, **of_round):
                 flat = torch.arange(float(numel))
                 make(comm, "top-k", numel, k, memory_of(numel, flat.dtype)).run(flat, **of_round)
             return None
-        size = _C.sparse_message_bytes(numel, k, torch.float32, torch.device("cpu"))
+        size = _C.sparse_message_bytes(numel, k, torch.float32)
         both = torch.empty(2 * size, dtype=torch.uint8)
         comm.all_gather(torch.zeros(size, dtype=torch.uint8), both)
         return both[:size].clone()

@@ -7,6 +7,7 @@ import bagua.torch_api as bagua  # noqa: F401 - gives modules with_bagua
 import pytest
 import torch
 import torch.distributed as dist
+from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
 from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithm
 from bagua.torch_api.algorithms.sparse import SparseAlgorithm
 from support import training
@@ -14,14 +15,20 @@ from torch import nn
 
 
 def make(name, **arguments):
+    def bytegrad():
+        hierarchical = arguments.get("hierarchical", False)  # without a warm-up
+        return ByteGradAlgorithm(hierarchical, codec="bit2_block", error_feedback=True)
+
     return {
+        "bytegrad": bytegrad,
         "power_sgd": lambda: PowerSGDAlgorithm(2, min_compression_rate=1.0, **arguments),
         "sparse": lambda: SparseAlgorithm(0.05, **arguments),
         "random_sparse": lambda: SparseAlgorithm(0.1, random_sparse=True, **arguments),
     }[name]()
 
 
-ALGORITHMS = pytest.mark.parametrize("name", ["power_sgd", "sparse", "random_sparse"])
+WITH_WARM_UP = ["power_sgd", "sparse", "random_sparse"]
+ALGORITHMS = pytest.mark.parametrize("name", ["bytegrad", *WITH_WARM_UP])
 
 
 def wide_network(seed=0, dtype=torch.float32):

@@ -11,12 +11,17 @@ ALGORITHMS = {
     "bytegrad-minmax": ("bytegrad", {"hierarchical": False, "codec": "minmax_uint8"}),
     "bytegrad-fp16": ("bytegrad", {"hierarchical": False, "codec": "fp16"}),
     "bytegrad-bf16": ("bytegrad", {"hierarchical": False, "codec": "bf16"}),
+    "bytegrad-feedback": ("bytegrad", {"hierarchical": False, "error_feedback": True}),
     "decentralized-all": ("decentralized", {"hierarchical": False}),
     "decentralized-shift-one": (
         "decentralized",
         {"hierarchical": False, "peer_selection_mode": "shift_one"},
     ),
     "low_precision_decentralized": ("low_precision_decentralized", {"hierarchical": False}),
+    "diloco": ("diloco", {"interval": 3}),
+    "diloco-streaming": ("diloco", {"interval": 4, "overlap_steps": 2}),
+    "sparse_loco": ("sparse_loco", {"interval": 3}),
+    "no_loco": ("no_loco", {"interval": 3}),
     "qadam": ("qadam", {"hierarchical": False}),
     "power_sgd": ("power_sgd", {"rank": 2, "min_compression_rate": 1.0}),
     "sparse": ("sparse", {"ratio": 0.1}),
@@ -25,8 +30,14 @@ ALGORITHMS = {
 }
 #: Those whose results do not depend on time.
 SYNCHRONOUS = [name for name in ALGORITHMS if name != "async"]
+#: Those that train models on a device.
+ON_DEVICES = [name for name in ALGORITHMS if name != "sparse_loco"]
+#: Those that average weights with peers while forward and backward run.
+PEERS = ["decentralized-all", "decentralized-shift-one", "low_precision_decentralized"]
+#: Those whose ranks train by themselves between rounds.
+LOCAL = ["diloco", "diloco-streaming", "sparse_loco", "no_loco"]
 #: Those whose ranks hold weights of their own.
-OWN_WEIGHTS = ["decentralized-all", "decentralized-shift-one", "low_precision_decentralized"]
+OWN_WEIGHTS = [*PEERS, *LOCAL]
 
 
 def made(name):

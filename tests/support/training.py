@@ -69,11 +69,11 @@ class Own(Algorithm):
         return self.implementation(process_group, *self.arguments)
 
 
-def algorithm(name):
+def algorithm(name, average=True):
     """`exact`, or a codec's name: ByteGrad with it, also inside a node."""
     if name == "exact":
         return GradientAllReduceAlgorithm()
-    return ByteGradAlgorithm(hierarchical=False, codec=name)
+    return ByteGradAlgorithm(hierarchical=False, average=average, codec=name, one_bit=True)
 
 
 def network(seed=0, outputs=OUTPUTS):

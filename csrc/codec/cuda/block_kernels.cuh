@@ -61,16 +61,30 @@ struct BlockSections {
 // A block x[0, numel) of any size or alignment, encoded as elements of T by all lanes of the warp.
 template <RangedFormat Format, typename T, typename Values>
 BAGUA_DEVICE void encode_block(const Values& x, int numel, std::byte* header_at, uint8_t* codes) {
-  ExtentOf<Format> extent = empty_extent<Format>();
-  for (int i = lane_index(); i < numel; i += kWarpLanes) extent.take(0, widen(x[i]));
-  const auto header = Format::template header<T>(join_lanes(extent));
-  const typename Format::Grid grid = Format::grid(header);
-  if (lane_index() == 0) write_header(header, header_at);
+  const auto found = encoding_of<Format, T>(ElementValues<Format, Values>{x, numel});
+  if (lane_index() == 0) write_header(found.header, header_at);
   const int stride = static_cast<int>(code_bytes<Format>(numel));
   for (int j = lane_index(); j < stride; j += kWarpLanes) {
-    codes[j] = grid.constant ? uint8_t{0} : pack_codes<Format>(x, numel, stride, j, grid);
+    codes[j] = found.quantiser.constant ? uint8_t{0}
+                                        : pack_codes<Format>(x, numel, stride, j, found.quantiser);
   }
 }
+
+// A lane's share of a block, vectors[v] of kPerVector elements each, as values of the block.
+template <BlockedFormat Format, typename T>
+struct VectorValues {
+  static constexpr int kPerVector = kVectorBytes / sizeof(T);
+  using Mine = BlockLanes<Format, kPerVector>;
+  const Words<4> (&vectors)[Mine::kPerByte];
+
+  BAGUA_DEVICE int64_t numel() const { return Mine::kNumel; }
+
+  template <template <int> typename Statistics, typename... Arguments>
+  BAGUA_DEVICE Statistics<1> collect(Arguments... arguments) const {
+    return collect_neighbours<Format, Statistics, Mine::kPerByte, kPerVector, Mine::kLanes>(
+        [&](int v, int k) { return widen(element_of<T>(vectors[v], k)); }, arguments...);
+  }
+};
 
 template <BlockedFormat Format, typename T>
 BAGUA_DEVICE void encode_blocks(const Tile& tile) {
@@ -96,32 +110,23 @@ BAGUA_DEVICE void encode_blocks(const Tile& tile) {
   // 2. Whole blocks. Lanes beyond them have zeros, and write nothing.
   BAGUA_UNROLL
   for (int r = 0; r < Mine::kRounds; ++r) {
-    ExtentOf<Format> extent = empty_extent<Format>();
-    BAGUA_UNROLL
-    for (int k = 0; k < Mine::kPerByte; ++k) {
-      BAGUA_UNROLL
-      for (int i = 0; i < kPerVector; ++i) {
-        extent.take(0, widen(element_of<T>(vectors[r][k], i)));
-      }
-    }
-    const auto header = Format::template header<T>(join_lanes<Mine::kLanes>(extent));
-    const typename Format::Grid grid = Format::grid(header);
+    const auto found = encoding_of<Format, T>(VectorValues<Format, T>{vectors[r]});
     Words<kPerVector / 4> packed{};
-    if (!grid.constant) {
+    if (!found.quantiser.constant) {
       BAGUA_UNROLL
       for (int i = 0; i < kPerVector; ++i) {
         uint32_t byte = 0;
         BAGUA_UNROLL
         for (int k = 0; k < Mine::kPerByte; ++k) {
           const float value = widen(element_of<T>(vectors[r][k], i));
-          byte |= uint32_t{Format::quantise(value, grid)} << (k * Format::kBits);
+          byte |= uint32_t{Format::quantise(value, found.quantiser)} << (k * Format::kBits);
         }
         put_element(packed, i, static_cast<uint8_t>(byte));
       }
     }
     const int block = Mine::block(r);
     if (block >= whole) continue;
-    if (Mine::is_first()) write_header(header, sections.header(block));
+    if (Mine::is_first()) write_header(found.header, sections.header(block));
     store_words(sections.codes_of(block) + Mine::byte(), packed);
   }
 

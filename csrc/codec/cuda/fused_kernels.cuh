@@ -12,8 +12,8 @@ namespace bagua {
 
 // CTAs per multiprocessor that leave a lane the registers for its share of a tile and for what is
 // added to it: one row of payloads, or as many vectors of four arrays as the compiler loads ahead.
-constexpr int kSumCtas = 3;
-constexpr int kCombinedCtas = 2;
+// With 3 some formats spill.
+constexpr int kTileCtasOfSums = 2;
 
 // Elements of x and f32 elements in one vector of a lane.
 template <typename T>
@@ -95,25 +95,20 @@ BAGUA_DEVICE void encode_range_of(const Values& x, int numel,
 
 // ---- encode_sum ----
 
-// The decoded version of x itself, element by element; `header` is that of encode(x).
+// The decoded version of x itself, element by element.
 template <typename Format, typename T>
 struct OwnVersion {
   const T* x;
+  RangeCoder<Format, T> coder;
   CodeBook<Format, T> book;
-  BAGUA_DEVICE T operator[](int i) const { return book.all(book.code(widen(x[i]))); }
-};
 
-template <TiledFormat Format, typename T>
-BAGUA_DEVICE OwnVersion<Format, T> own_version(const T* x, int numel) {
-  using Book = CodeBook<Format, T>;
-  if constexpr (RangedFormat<Format>) {
-    ExtentOf<Format> extent = empty_extent<Format>();
-    for (int i = lane_index(); i < numel; i += kWarpLanes) extent.take(0, widen(x[i]));
-    return {x, Book(Format::template header<T>(join_lanes(extent)))};
-  } else {
-    return {x, Book({})};
-  }
-}
+  // By all lanes of the warp.
+  BAGUA_DEVICE OwnVersion(const T* of, int numel)
+      : x(of),
+        coder(coder_of<Format, T>(ElementValues<Format, const T*>{x, numel})),
+        book(coder.header) {}
+  BAGUA_DEVICE T operator[](int i) const { return book.all(coder.code(widen(x[i]))); }
+};
 
 template <TiledFormat Format, typename T>
 BAGUA_DEVICE void encode_sum_by_elements(const Tile& tile, const PayloadVersions& versions,
@@ -121,7 +116,7 @@ BAGUA_DEVICE void encode_sum_by_elements(const Tile& tile, const PayloadVersions
   const TileSections<Format, T> sections(tile);
   const auto sum_range = [&](int first, int numel, int range) {
     T* const x = static_cast<T*>(tile.chunk.x) + tile.first + first;
-    const OwnVersion<Format, T> own = own_version<Format>(x, numel);
+    const OwnVersion<Format, T> own(x, numel);
     for (int i = lane_index(); i < numel; i += kWarpLanes) {
       float sum = 0;
       for (int row = 0; row < versions.rows; ++row) {
@@ -163,9 +158,10 @@ BAGUA_DEVICE void encode_sum_in_registers(const Tile& tile, const PayloadVersion
     BAGUA_UNROLL
     for (int r = 0; r < Map::kRanges; ++r) {
       if (row == versions.own) {
-        headers[r] = RangeValues<Map>::load(x, r).template header<Format, T>();
+        const auto coder = RangeValues<Map>::load(x, r).template coder<Format, T>();
         __syncwarp();  // or the values would be held, not loaded again, and fill the registers
-        packed[r] = RangeValues<Map>::load(x, r).quantised(Book(headers[r]));
+        packed[r] = RangeValues<Map>::load(x, r).quantised(coder);
+        headers[r] = coder.header;
       } else {
         packed[r] = PackedRange<Map>::load(payload + sections.codes, r);
         headers[r] = sections.header(payload, Map::range(r));
@@ -189,10 +185,10 @@ BAGUA_DEVICE void encode_sum_in_registers(const Tile& tile, const PayloadVersion
         sums[r].of[v][k] = widen(narrow<T>(sums[r].of[v][k] / divisor));
       }
     }
-    const auto header = sums[r].template header<Format, T>();
-    const Book book(header);
-    const PackedRange<Map> packed = sums[r].quantised(book);
-    store_header<Map>(header, tile.chunk.payload + sections.headers, r);
+    const auto coder = sums[r].template coder<Format, T>();
+    const Book book(coder.header);
+    const PackedRange<Map> packed = sums[r].quantised(coder);
+    store_header<Map>(coder.header, tile.chunk.payload + sections.headers, r);
     packed.store(tile.chunk.payload + sections.codes, r);
     Words<4> vectors[Map::kVectors]{};
     packed.decode(book, [&](int v, int k, T value) { put_element(vectors[v], k, value); });
@@ -203,7 +199,7 @@ BAGUA_DEVICE void encode_sum_in_registers(const Tile& tile, const PayloadVersion
 
 // Units are tiles; a warp has one.
 template <TiledFormat Format, typename T>
-__global__ void __launch_bounds__(kTileThreads, kSumCtas)
+__global__ void __launch_bounds__(kTileThreads, kTileCtasOfSums)
     encode_sum_tiles(const __grid_constant__ ChunkBatch batch,
                      const __grid_constant__ PayloadVersions versions, float divisor) {
   const int64_t unit = int64_t{blockIdx.x} * kTileWarps + warp_index();
@@ -277,9 +273,9 @@ BAGUA_DEVICE void encode_combined_in_registers(const Tile& tile, const CombinedV
                      element_of<float>(left, k), element_of<float>(right, k), arrays.weights);
       }
     }
-    const auto header = values.template header<Format, float>();
-    store_header<Map>(header, tile.chunk.payload + sections.headers, r);
-    values.quantised(CodeBook<Format, float>(header)).store(tile.chunk.payload + sections.codes, r);
+    const auto coder = values.template coder<Format, float>();
+    store_header<Map>(coder.header, tile.chunk.payload + sections.headers, r);
+    values.quantised(coder).store(tile.chunk.payload + sections.codes, r);
   }
 }
 
@@ -295,7 +291,7 @@ BAGUA_DEVICE void encode_combined_by_elements(const Tile& tile, CombinedValues<T
 
 // Units are tiles; a warp has one.
 template <TiledFormat Format, typename T>
-__global__ void __launch_bounds__(kTileThreads, kCombinedCtas)
+__global__ void __launch_bounds__(kTileThreads, kTileCtasOfSums)
     encode_combined_tiles(const __grid_constant__ ChunkBatch batch,
                           const __grid_constant__ ThreeArrays arrays, ThreeWeights weights) {
   const int64_t unit = int64_t{blockIdx.x} * kTileWarps + warp_index();

@@ -21,6 +21,34 @@ template <typename Format>
 concept TiledFormat = CastFormat<Format> || BlockedFormat<Format> ||
                       (RangedFormat<Format> && Format::kBlockNumel == kTileNumel);
 
+// Header of a range and encoder of its values.
+template <typename Format, typename T>
+struct RangeCoder;
+
+template <RangedFormat Format, typename T>
+struct RangeCoder<Format, T> : EncodingOf<Format, T> {
+  BAGUA_DEVICE uint8_t code(float value) const {
+    return this->quantiser.constant ? uint8_t{0} : Format::quantise(value, this->quantiser);
+  }
+};
+
+template <CastFormat Format, typename T>
+struct RangeCoder<Format, T> {
+  struct Header {
+  } header;
+  BAGUA_DEVICE typename Format::Code code(float value) const { return Format::quantise(value); }
+};
+
+// The coder of a range, from `values` as Note [Formats] has them.
+template <typename Format, typename T, typename Values>
+BAGUA_DEVICE RangeCoder<Format, T> coder_of(const Values& values) {
+  if constexpr (RangedFormat<Format>) {
+    return {encoding_of<Format, T>(values)};
+  } else {
+    return {};
+  }
+}
+
 // Decoder of the codes of a range. plain() takes any code where is_plain() holds, all() always.
 template <typename Format, typename T>
 struct CodeBook;
@@ -33,9 +61,6 @@ struct CodeBook<Format, T> {
   PlainDequantiser<Format, T> dequantiser;
 
   BAGUA_DEVICE explicit CodeBook(Header header) : grid(Format::grid(header)), dequantiser(grid) {}
-  BAGUA_DEVICE Code code(float value) const {
-    return grid.constant ? uint8_t{0} : Format::quantise(value, grid);
-  }
   BAGUA_DEVICE bool is_plain() const { return dequantiser.plain; }
   BAGUA_DEVICE T plain(Code code) const { return with_quiet_nan(dequantiser(code)); }
   BAGUA_DEVICE T all(Code code) const {
@@ -46,10 +71,9 @@ struct CodeBook<Format, T> {
 template <CastFormat Format, typename T>
 struct CodeBook<Format, T> {
   using Code = typename Format::Code;
-  struct Header {};
+  using Header = typename RangeCoder<Format, T>::Header;
 
   BAGUA_DEVICE explicit CodeBook(Header) {}
-  BAGUA_DEVICE Code code(float value) const { return Format::quantise(value); }
   BAGUA_DEVICE bool is_plain() const { return true; }
   BAGUA_DEVICE T plain(Code code) const {
     return with_quiet_nan(Format::template dequantise<T>(code));
@@ -198,35 +222,39 @@ struct RangeValues {
     return values;
   }
 
-  // Header of the range, the same in all of its lanes, as stored for elements of T. All lanes of
-  // the warp call it.
+  // The coder of the range, the same in all of its lanes, for elements of T. All lanes of the warp
+  // call it.
   template <typename Format, typename T>
-  BAGUA_DEVICE typename CodeBook<Format, T>::Header header() const {
-    if constexpr (RangedFormat<Format>) {
-      ExtentOf<Format> extent = empty_extent<Format>();
-      BAGUA_UNROLL
-      for (int v = 0; v < Map::kVectors; ++v) {
-        BAGUA_UNROLL
-        for (int k = 0; k < Map::kNumel; ++k) extent.take(0, of[v][k]);
-      }
-      return Format::template header<T>(join_lanes<Map::kLanesOfRange>(extent));
-    } else {
-      return {};
-    }
+  BAGUA_DEVICE RangeCoder<Format, T> coder() const {
+    return coder_of<Format, T>(InRegisters<Format>{*this});
   }
 
-  template <typename Book>
-  BAGUA_DEVICE PackedRange<Map> quantised(const Book& book) const {
+  template <typename Coder>
+  BAGUA_DEVICE PackedRange<Map> quantised(const Coder& coder) const {
     PackedRange<Map> packed{};
     BAGUA_UNROLL
     for (int v = 0; v < Map::kVectors; ++v) {
       BAGUA_UNROLL
       for (int k = 0; k < Map::kNumel; ++k) {
-        Map::put(packed.groups[Map::group_of(v)], v, k, book.code(of[v][k]));
+        Map::put(packed.groups[Map::group_of(v)], v, k, coder.code(of[v][k]));
       }
     }
     return packed;
   }
+
+ private:
+  template <typename Format>
+  struct InRegisters {
+    const RangeValues& values;
+
+    BAGUA_DEVICE int64_t numel() const { return Format::kBlockNumel; }
+
+    template <template <int> typename Statistics, typename... Arguments>
+    BAGUA_DEVICE Statistics<1> collect(Arguments... arguments) const {
+      return collect_neighbours<Format, Statistics, Map::kVectors, Map::kNumel, Map::kLanesOfRange>(
+          [&](int v, int k) { return values.of[v][k]; }, arguments...);
+    }
+  };
 };
 
 // Whether an address is a multiple of 16 bytes, as vectors ask.

@@ -31,10 +31,10 @@ BAGUA_HD constexpr int64_t slices_of(int64_t numel) {
 }
 
 // The Extent of Format of one lane or thread.
-template <RangedFormat Format>
+template <ExtentFormat Format>
 using ExtentOf = typename Format::template Extent<1>;
 
-template <RangedFormat Format>
+template <ExtentFormat Format>
 BAGUA_DEVICE ExtentOf<Format> empty_extent() {
   ExtentOf<Format> extent;
   extent.start(0);
@@ -55,19 +55,79 @@ BAGUA_DEVICE Extent exchanged(const Extent& extent, int distance) {
   return other;
 }
 
+// The first of a thread's lanes, all joined to it.
+template <int kCount, template <int> typename Statistics>
+BAGUA_DEVICE Statistics<1> folded(Statistics<kCount> lanes) {
+  fold_lanes<kCount>(lanes);
+  Statistics<1> all;
+  all.start(0);
+  all.join(0, lanes, 0);
+  return all;
+}
+
 // Joins the extents of kLanes neighbouring lanes, in each of them. All lanes of the warp call it.
-template <int kLanes = kWarpLanes, typename Extent>
-BAGUA_DEVICE Extent join_lanes(Extent extent) {
+template <int kLanes = kWarpLanes, int kCount, template <int> typename Extent>
+BAGUA_DEVICE Extent<kCount> join_lanes(Extent<kCount> extent) {
   BAGUA_UNROLL
   for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-    extent.join(0, exchanged(extent, distance), 0);
+    const Extent<kCount> other = exchanged(extent, distance);
+    BAGUA_UNROLL
+    for (int lane = 0; lane < kCount; ++lane) extent.join(lane, other, lane);
   }
   return extent;
 }
 
+// Statistics of a block's values (Note [Formats]), in each of the kLanes lanes that have them:
+// of(v, k) of lane l is element (v * kLanes + l) * kNumel + k. All lanes of the warp call it.
+template <RangedFormat Format, template <int> typename Statistics, int kVectors, int kNumel,
+          int kLanes, typename Values, typename... Arguments>
+BAGUA_DEVICE Statistics<1> collect_neighbours(const Values& of, Arguments... arguments) {
+  constexpr int kOwn = ExtentFormat<Format> ? 1 : kNumel;
+  Statistics<kOwn> gathered;
+  BAGUA_UNROLL
+  for (int lane = 0; lane < kOwn; ++lane) gathered.start(lane);
+  BAGUA_UNROLL
+  for (int v = 0; v < kVectors; ++v) {
+    BAGUA_UNROLL
+    for (int k = 0; k < kNumel; ++k) gathered.take(k % kOwn, of(v, k), arguments...);
+  }
+  return folded<kOwn>(join_lanes<kLanes>(gathered));
+}
+
+// Values x[0, numel) that the lanes of the warp take one by one, as values of a range.
+template <typename Format, typename Values>
+struct ElementValues {
+  const Values& x;
+  int count;
+
+  BAGUA_DEVICE int64_t numel() const { return count; }
+
+  template <template <int> typename Statistics, typename... Arguments>
+  BAGUA_DEVICE Statistics<1> collect(Arguments... arguments) const {
+    constexpr int kOwn = own();
+    Statistics<kOwn> gathered;
+    BAGUA_UNROLL
+    for (int lane = 0; lane < kOwn; ++lane) gathered.start(lane);
+    for (int i = lane_index(); i < count; i += kWarpLanes) {
+      gathered.take(i / kWarpLanes % kOwn, widen(x[i]), arguments...);
+    }
+    return join_lanes(folded<kOwn>(gathered));
+  }
+
+ private:
+  BAGUA_HD static constexpr int own() {
+    if constexpr (ExtentFormat<Format>) {
+      return 1;
+    } else {
+      static_assert(kSumLanes<Format> % kWarpLanes == 0);
+      return kSumLanes<Format> / kWarpLanes;
+    }
+  }
+};
+
 // Joins the extents of all threads of the CTA, in every thread. Once per kernel: the shared memory
 // is not guarded for a second use.
-template <RangedFormat Format>
+template <ExtentFormat Format>
 BAGUA_DEVICE ExtentOf<Format> join_threads(ExtentOf<Format> extent) {
   __shared__ ExtentOf<Format> of_warp[kSliceWarps];
   const ExtentOf<Format> mine = join_lanes(extent);
@@ -121,7 +181,7 @@ struct TileValues {
 };
 
 // Writes the extent of each slice of the batch's chunks, whose units are slices, to of_slice.
-template <RangedFormat Format, typename T>
+template <ExtentFormat Format, typename T>
 __global__ void __launch_bounds__(kSliceThreads)
     scan_slices(const __grid_constant__ ChunkBatch batch, ExtentOf<Format>* __restrict of_slice) {
   const int64_t unit = blockIdx.x;

@@ -25,14 +25,16 @@ namespace {
 
 class NcclRanks final : public NcclCommunicator {
  public:
+  // is_local: a group of one that does without NCCL.
   NcclRanks(std::shared_ptr<NcclHandle> handle, Group group, at::Device device,
-            std::shared_ptr<const NcclLibrary> library)
+            std::shared_ptr<const NcclLibrary> library, bool is_local)
       : NcclCommunicator(group),
+        is_local_(is_local),
         handle_(std::move(handle)),
         device_(device),
         library_(std::move(library)),
         process_(getpid()) {
-    if (!device_.is_cpu() && group.size > 1) {
+    if (!device_.is_cpu() && !is_local_) {
       watchdog_ = std::make_unique<NcclWatchdog>(handle_, group);
     }
   }
@@ -51,7 +53,7 @@ class NcclRanks final : public NcclCommunicator {
     const ncclDataType_t type = to_nccl(tensor.scalar_type());
     const CallSite site = CallSite::of("all_reduce", tensor);
     handle_->refuse_if_failed(site);
-    if (group().size == 1 || tensor.numel() == 0) return;
+    if (is_local_ || tensor.numel() == 0) return;
     start(site, [&](const NcclFunctions& nccl, ncclComm_t comm, cudaStream_t stream) {
       return nccl.all_reduce(tensor.data_ptr(), tensor.data_ptr(), tensor.numel(), type,
                              to_nccl(op), comm, stream);
@@ -64,7 +66,7 @@ class NcclRanks final : public NcclCommunicator {
     const CallSite site = CallSite::of("all_gather", input);
     handle_->refuse_if_failed(site);
     if (input.numel() == 0) return;
-    if (group().size == 1) return copy_unless_same(flat(output), flat(input));
+    if (is_local_) return copy_unless_same(flat(output), flat(input));
     start(site, [&](const NcclFunctions& nccl, ncclComm_t comm, cudaStream_t stream) {
       return nccl.all_gather(input.data_ptr(), output.data_ptr(), input.nbytes(), ncclInt8, comm,
                              stream);
@@ -77,7 +79,7 @@ class NcclRanks final : public NcclCommunicator {
     const CallSite site = CallSite::of("all_to_all", input);
     handle_->refuse_if_failed(site);
     if (input.numel() == 0) return;
-    if (group().size == 1) return copy_unless_same(flat(output), flat(input));
+    if (is_local_) return copy_unless_same(flat(output), flat(input));
     const size_t chunk = input.nbytes() / group().size;
     std::vector<Message> recvs, sends;
     for (int peer = 0; peer < group().size; ++peer) {
@@ -94,7 +96,7 @@ class NcclRanks final : public NcclCommunicator {
     check_device("broadcast", tensor);
     const CallSite site = CallSite::of("broadcast", tensor, root == group().rank ? -1 : root);
     handle_->refuse_if_failed(site);
-    if (group().size == 1 || tensor.numel() == 0) return;
+    if (is_local_ || tensor.numel() == 0) return;
     start(site, [&](const NcclFunctions& nccl, ncclComm_t comm, cudaStream_t stream) {
       return nccl.broadcast(tensor.data_ptr(), tensor.data_ptr(), tensor.nbytes(), ncclInt8, root,
                             comm, stream);
@@ -109,7 +111,7 @@ class NcclRanks final : public NcclCommunicator {
     for (const Recv& recv : recvs) check_device("exchange", recv.tensor);
     const CallSite site = exchange_site(sends, recvs);
     handle_->refuse_if_failed(site);
-    if (group().size == 1) {
+    if (is_local_) {
       for (const auto& [source, target] : own_messages(sends, recvs, 0)) {
         copy_unless_same(flat(target), flat(source));
       }
@@ -127,7 +129,7 @@ class NcclRanks final : public NcclCommunicator {
   void check() override { handle_->refuse_if_failed({"a later call", 0, at::kByte, -1}); }
 
   void invalidate_if_aborted(at::Tensor& result) override {
-    if (group().size > 1) handle_->abort_flag().guard(result);
+    if (!is_local_) handle_->abort_flag().guard(result);
   }
 
   void abort(const std::string& reason) noexcept override {
@@ -142,15 +144,16 @@ class NcclRanks final : public NcclCommunicator {
     const bool is_member = mine != members.end();
     auto child = std::make_shared<NcclHandle>(library_, child_group, device_, handle_->timeout());
     handle_->refuse_if_failed({"split", 0, at::kByte, -1});
-    if (group().size > 1) {
+    const bool stays_local = members.size() == 1 && (is_local_ || group().size > 1);
+    if (!is_local_) {
       // A group of one has no communicator, but its rank must answer the others.
       std::optional<int> color;
-      if (is_member && members.size() > 1)
-        color = *std::min_element(members.begin(), members.end());
+      if (is_member && !stays_local) color = *std::min_element(members.begin(), members.end());
       handle_->split(color, position, *child);
     }
     if (!is_member) return nullptr;
-    return std::make_shared<NcclRanks>(std::move(child), child_group, device_, library_);
+    return std::make_shared<NcclRanks>(std::move(child), child_group, device_, library_,
+                                       stays_local);
   }
 
   std::optional<std::string> failure() const override {
@@ -187,6 +190,7 @@ class NcclRanks final : public NcclCommunicator {
     }
   }
 
+  const bool is_local_;
   std::shared_ptr<NcclHandle> handle_;
   const at::Device device_;
   const std::shared_ptr<const NcclLibrary> library_;
@@ -217,15 +221,16 @@ std::shared_ptr<NcclCommunicator> make_nccl_communicator(const NcclOptions& opti
   BAGUA_CHECK_ARG(rank >= 0 && rank < size, "rank ", rank, " is outside a group of size ", size);
   BAGUA_CHECK_ARG(options.timeout.count() > 0, "the timeout must be positive");
   BAGUA_CHECK_ARG(options.library, "NcclCommunicator: there is no library");
-  BAGUA_CHECK_ARG(options.store || size == 1, "NcclCommunicator: there is no store");
+  const bool is_local = size == 1 && !options.alone_too;
+  BAGUA_CHECK_ARG(options.store || is_local, "NcclCommunicator: there is no store");
   BAGUA_CHECK_ARG(options.device.is_cpu() || options.device.has_index(),
                   "NcclCommunicator: say which device, as in cuda:0");
 
   auto handle =
       std::make_shared<NcclHandle>(options.library, options.group, options.device, options.timeout);
-  if (size > 1) connect(*handle, options);
+  if (!is_local) connect(*handle, options);
   return std::make_shared<NcclRanks>(std::move(handle), options.group, options.device,
-                                     options.library);
+                                     options.library, is_local);
 }
 
 }  // namespace bagua

@@ -24,7 +24,8 @@ namespace bagua {
 //   takes bool and those that NCCL can add (u8, i8, i32, i64, f16, bf16, f32, f64).
 // - all_to_all and exchange are one group of sends and receives; on_received is called for all
 //   receives after it: each effect is ordered on the stream.
-// - Group size 1 never touches NCCL. Messages without elements are not sent.
+// - Group size 1 never touches NCCL, unless it was asked to. Messages without elements are not
+// sent.
 // - A call that cannot be put on the stream within `timeout` throws TimeoutError. One that is there
 //   is watched (NcclWatchdog): an error that NCCL reports, or no end within `timeout`, aborts the
 //   communicator, which frees the stream; failure() says so at once and the next call throws it.
@@ -54,6 +55,7 @@ struct NcclOptions {
   Group group;
   at::Device device;
   std::chrono::milliseconds timeout;  // of the connecting, and of each call
+  bool alone_too = false;  // a group of one has an ncclComm_t as well: for tests with one GPU
 };
 
 // Connects the ranks: all of them call this. Throws Error, or TimeoutError naming who is missing.

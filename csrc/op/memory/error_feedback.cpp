@@ -2,8 +2,6 @@
 
 #include <utility>
 
-#include <ATen/ops/where.h>
-
 #include "base/check.h"
 #include "op/memory/communications.h"
 #include "op/tensors/all_finite.h"
@@ -12,7 +10,10 @@ namespace bagua {
 
 ErrorFeedback::ErrorFeedback(const char* op, int64_t numel, std::shared_ptr<RoundMemory> memory,
                              std::shared_ptr<Scratch> scratch)
-    : numel_(numel), memory_(std::move(memory)), scratch_(std::move(scratch)) {
+    : numel_(numel),
+      memory_(std::move(memory)),
+      feedback_(memory_, kError),
+      scratch_(std::move(scratch)) {
   BAGUA_CHECK_ARG(memory_ && memory_->size() == 2, op,
                   " remembers two tensors: the error and the number of communications.");
   const at::Tensor& error = memory_->value(kError);
@@ -40,17 +41,16 @@ void ErrorFeedback::check(const at::Tensor& flat, const Round& round) const {
 }
 
 at::Tensor ErrorFeedback::corrected(const at::Tensor& flat, const Round& round) {
-  at::Tensor m = remembers_ ? memory_->next(kError)
-                            : scratch_->get(Scratch::kScaled, numel_, dtype_, flat.device());
+  if (remembers_) return feedback_.corrected(flat, round.grad_scale);
+  at::Tensor m = scratch_->get(Scratch::kScaled, numel_, dtype_, flat.device());
   m.copy_(flat);
   if (round.grad_scale != 1.0f) m.div_(round.grad_scale);
-  if (remembers_) m.add_(memory_->value(kError));
   return m;
 }
 
-at::Tensor ErrorFeedback::zeroed_sum(at::Tensor& flat) {
-  if (flat.scalar_type() == dtype_) return flat.zero_();
-  return scratch_->get(Scratch::kSum, numel_, dtype_, flat.device()).zero_();
+at::Tensor ErrorFeedback::sum(at::Tensor& flat) {
+  if (flat.scalar_type() == dtype_) return flat;
+  return scratch_->get(Scratch::kSum, numel_, dtype_, flat.device());
 }
 
 void ErrorFeedback::finish(at::Tensor& flat, at::Tensor& sum, int ranks, const Round& round) {
@@ -62,19 +62,12 @@ void ErrorFeedback::finish(at::Tensor& flat, at::Tensor& sum, int ranks, const R
 
 void ErrorFeedback::pay(at::Tensor& flat, const Round& round) {
   if (!remembers_) return;
-  const at::Tensor& error = memory_->value(kError);
-  // Nothing owed leaves the bucket its bits: -0 as well.
-  if (!error.is_cpu()) {
-    flat.add_(at::where(error.eq(0), -0.0, error.mul(round.grad_scale)));
-  } else if (error.any().item<bool>()) {
-    flat.add_(error, round.grad_scale);
-  }
+  add_owed(flat, memory_->value(kError), round.grad_scale);
   memory_->next(kError).zero_();
 }
 
 void ErrorFeedback::leave(const at::Tensor& flat, const Round& round) {
-  memory_->next(kCommunications).fill_(communications() + 1);
-  memory_->leave(round.number, finite_of(flat));
+  feedback_.leave(round.number, finite_of(flat));
 }
 
 }  // namespace bagua

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "op/contract/bucket_op.h"
+#include "op/memory/feedback.h"
 #include "op/memory/round_memory.h"
 #include "op/memory/scratch.h"
 #include "op/tensors/arithmetic_dtype.h"
@@ -36,8 +37,9 @@ class ErrorFeedback {
   void check(const at::Tensor& flat, const Round& round) const;
   // m. Its contents at finish() become the residual: set sent elements to zero.
   at::Tensor corrected(const at::Tensor& flat, const Round& round);
-  // Zeros to sum up in: the bucket itself where its dtype allows.
-  at::Tensor zeroed_sum(at::Tensor& flat);
+  // Memory for the sum: the bucket itself where its dtype allows. zeroed_sum: with zeros.
+  at::Tensor sum(at::Tensor& flat);
+  at::Tensor zeroed_sum(at::Tensor& flat) { return sum(flat).zero_(); }
   void finish(at::Tensor& flat, at::Tensor& sum, int ranks, const Round& round);
 
   // For an op that sends everything, instead of corrected() and finish(): g <- g + s e, and e <- 0.
@@ -52,6 +54,7 @@ class ErrorFeedback {
   bool remembers_;
   at::ScalarType dtype_;
   std::shared_ptr<RoundMemory> memory_;
+  Feedback feedback_;
   std::shared_ptr<Scratch> scratch_;
 };
 

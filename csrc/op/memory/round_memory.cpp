@@ -1,5 +1,6 @@
 #include "op/memory/round_memory.h"
 
+#include <algorithm>
 #include <utility>
 
 #include <ATen/ops/empty_like.h>
@@ -20,6 +21,11 @@ void RoundOutcome::leave(int64_t round, const Finite& finite) {
   ++entry.left;
   entry.finite = entry.finite && finite.here;
   if (finite.there.defined()) entry.flags.fetch(finite.there);
+}
+
+int64_t RoundOutcome::newest() {
+  const std::lock_guard lock(mutex_);
+  return std::max(entries_[0].round, entries_[1].round);
 }
 
 bool RoundOutcome::finite(int64_t round) {

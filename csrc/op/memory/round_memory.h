@@ -24,6 +24,8 @@ class RoundOutcome {
   // One more memory takes part: at its construction, when no round is under way.
   void join();
   void leave(int64_t round, const Finite& finite);
+  // The last round that anyone has left; 0: none.
+  int64_t newest();
   // Whether everyone has left round `round`, and it was finite for all. Waits for a device that
   // has not come to the end of that round.
   bool finite(int64_t round);

@@ -45,9 +45,10 @@ Finite finite_of(const at::Tensor& tensor) {
   if (tensor.is_cpu()) return {.here = all_finite(tensor), .there = {}};
   if (tensor.is_complex()) return finite_of(at::view_as_real(tensor));
   if (!at::isFloatingType(tensor.scalar_type()) || tensor.numel() == 0) return {};
-  // One kernel that reads the tensor once; NaN is both its minimum and its maximum.
+  // One kernel that reads the tensor once; NaN is both its minimum and its maximum. A number that
+  // is not finite gives NaN times zero, in fewer launches than isfinite().
   const auto [least, most] = at::aminmax(tensor);
-  return {.here = true, .there = at::isfinite(least).logical_and(at::isfinite(most))};
+  return {.here = true, .there = least.mul(0).add_(most.mul(0)).eq(0)};
 }
 
 }  // namespace bagua

@@ -4,11 +4,9 @@
 #include <utility>
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/matmul.h>
-#include <ATen/ops/mm.h>
 
 #include "base/check.h"
 #include "base/dtype.h"
@@ -77,15 +75,6 @@ at::Tensor orthonormalise_anywhere(at::Tensor& vectors) {
 
 void project_rows(const at::Tensor& x, double scale, const at::Tensor& error, at::Tensor m,
                   const at::Tensor& q, at::Tensor p) {
-  if (!x.is_cpu()) {
-    if (error.defined()) {
-      at::add_out(m, error, x, 1.0 / scale);
-    } else if (scale != 1.0 || m.data_ptr() != x.data_ptr()) {
-      m.copy_(x).mul_(1.0 / scale);
-    }
-    at::mm_out(p, q, m.t());
-    return;
-  }
   visit(x.scalar_type(), [&]<typename W, typename T>(W, T) {
     const ThinShape shape = shape_of(x, p);
     at::parallel_for(0, shape.rows, grain(shape.columns), [&](int64_t begin, int64_t end) {
@@ -96,10 +85,6 @@ void project_rows(const at::Tensor& x, double scale, const at::Tensor& error, at
 }
 
 void project_columns(const at::Tensor& m, const at::Tensor& p, at::Tensor q) {
-  if (!m.is_cpu()) {
-    at::mm_out(q, p, m);
-    return;
-  }
   visit(m.scalar_type(), [&]<typename W, typename T>(W, T) {
     const ThinShape shape = shape_of(m, p);
     at::parallel_for(0, shape.columns, grain(shape.rows), [&](int64_t begin, int64_t end) {
@@ -110,11 +95,6 @@ void project_columns(const at::Tensor& m, const at::Tensor& p, at::Tensor q) {
 
 void reconstruct(const at::Tensor& p, const at::Tensor& q, double scale, at::Tensor x,
                  at::Tensor m) {
-  if (!x.is_cpu()) {
-    x.copy_(at::mm(p.t(), q).mul_(scale));
-    if (m.defined()) m.sub_(x, 1.0 / scale);
-    return;
-  }
   visit(x.scalar_type(), [&]<typename W, typename T>(W, T) {
     const ThinShape shape = shape_of(x, p);
     at::parallel_for(0, shape.rows, grain(shape.columns), [&](int64_t begin, int64_t end) {

@@ -1,4 +1,4 @@
-// The products of LowRank on tensors: our own loops on the CPU, ATen's elsewhere.
+// The products of LowRank on the CPU, by our own loops, and orthonormal vectors on any device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,10 +6,10 @@
 namespace bagua {
 
 // x and m: [rows, columns]; p: [rank, rows]; q: [rank, columns]; all contiguous. x is of the
-// bucket's dtype, the others of the one that is computed in. On the CPU equal values give equal
-// bits, on any processor and with any number of threads. (The results of MKL depend on alignment
-// and threads, and it takes 150 ms for the rank-2 products of 8.7 million gradients on one core,
-// where these take 17 ms.)
+// bucket's dtype, the others of the one that is computed in. Equal values give equal bits, on any
+// processor and with any number of threads. (The results of MKL depend on alignment and threads,
+// and it takes 150 ms for the rank-2 products of 8.7 million gradients on one core, where these
+// take 17 ms.) On other devices low_rank_groups.h has these steps.
 
 // m = error + x / scale; p = q m^T. `error` may be undefined, for none; m may be x.
 void project_rows(const at::Tensor& x, double scale, const at::Tensor& error, at::Tensor m,

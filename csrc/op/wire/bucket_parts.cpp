@@ -7,19 +7,22 @@
 namespace bagua {
 namespace {
 
-int64_t part_stride(int64_t numel, int parts) {
-  if (numel % parts == 0) return numel / parts;
-  const int64_t even = (numel + parts - 1) / parts;
-  return (even + 15) / 16 * 16;
+// Part p, and its payload in row p of those to send.
+void append_part(std::vector<Chunk>& chunks, const BucketParts& parts, int part) {
+  const Payload payload{part, part, parts.layout(part)};
+  parts.append(chunks, part, {payload, 0, payload.layout.tiles()}, parts.send);
 }
 
-void encode(const BucketParts& parts, std::span<const Payload> payloads) {
+void encode(const BucketParts& parts, Encoded encoded) {
+  if (encoded == Encoded::kBefore) return;
   RECORD_FUNCTION("bagua::encode", {});
   std::vector<Chunk> chunks;
-  for (const Payload& payload : payloads) {
-    parts.append(chunks, payload.peer, {payload, 0, payload.layout.tiles()}, parts.send);
+  for (int part = 0; part < parts.group.size; ++part) {
+    if (part != parts.group.rank) append_part(chunks, parts, part);
   }
-  parts.calls.encode_all(chunks);
+  if (encoded == Encoded::kUnchanged) return parts.calls.encode_all(chunks);
+  append_part(chunks, parts, parts.group.rank);
+  parts.calls.encode_residual_all(chunks);
 }
 
 }  // namespace
@@ -31,6 +34,12 @@ void BucketParts::append(std::vector<Chunk>& chunks, int part, const ArrivedTile
   append_chunks(chunks, payload.layout, first_tile, end_tile,
                 static_cast<char*>(flat.data_ptr()) + element * dtype_bytes(dtype),
                 dtype_bytes(dtype), rows.row(payload.row));
+}
+
+int64_t part_stride(int64_t numel, int parts) {
+  if (numel % parts == 0) return numel / parts;
+  const int64_t even = (numel + parts - 1) / parts;
+  return (even + 15) / 16 * 16;
 }
 
 at::Tensor codec_values(const at::Tensor& flat, Scratch& scratch) {
@@ -64,12 +73,20 @@ void check_divides(const at::Tensor& flat, Group group, const Round& round) {
                   " equal parts, one for each rank; pad the bucket.");
 }
 
+void round_trip(const BucketParts& parts) {
+  RECORD_FUNCTION("bagua::encode", {});
+  std::vector<Chunk> chunks;
+  for (int part = 0; part < parts.group.size; ++part) append_part(chunks, parts, part);
+  parts.calls.encode_all(chunks);
+  parts.calls.decode_all(chunks);
+}
+
 void scatter(FramedExchange& exchange, const BucketParts& parts, const Round& round,
-             const OnTiles& arrived) {
+             const OnTiles& arrived, Encoded encoded) {
   const auto mine = [&](int) { return parts.group.rank; };
   const auto theirs = [](int peer) { return peer; };
   const std::vector<Payload> of_others = parts.with_others(theirs, theirs);
-  encode(parts, of_others);
+  encode(parts, encoded);
   exchange.exchange(parts.send, of_others, parts.receive, parts.with_others(theirs, mine),
                     Arrival::kSegment, round, [&](std::span<const ArrivedTiles> tiles) {
                       RECORD_FUNCTION("bagua::reduce", {});

@@ -52,6 +52,9 @@ struct BucketParts {
 // `flat` as codecs take it: itself, or a copy in f32 of f64. Throws Error for another dtype.
 at::Tensor codec_values(const at::Tensor& flat, Scratch& scratch);
 
+// Elements between the parts of a bucket: the first one's.
+int64_t part_stride(int64_t numel, int parts);
+
 // Parts of `values` with memory for their payloads. Where the ranks divide the bucket (builders pad
 // buckets so that they do), parts are equal; otherwise multiples of 16 elements with shorter,
 // perhaps empty, parts at the end.
@@ -63,11 +66,21 @@ void check_divides(const at::Tensor& flat, Group group, const Round& round);
 // Tiles [first, end) of this rank's part, whose versions of all other ranks have arrived.
 using OnTiles = std::function<void(int64_t first, int64_t end)>;
 
+// Values of a bucket after they have been encoded.
+enum class Encoded {
+  kUnchanged,  // encodes the other ranks' parts
+  kResidual,   // encodes this rank's part, too; values, of f32, become what is lost of them
+  kBefore,     // nothing: the payloads are in their rows
+};
+
+// Encodes all parts, this rank's too, and makes of the values what they decode to.
+void round_trip(const BucketParts& parts);
+
 // Encodes the other ranks' parts and exchanges them: part p goes to rank p, and every rank's
 // version of this rank's part arrives in its row. `arrived` is called for each segment that is
 // there from all ranks: tile by tile, several threads at once, on the CPU.
 void scatter(FramedExchange& exchange, const BucketParts& parts, const Round& round,
-             const OnTiles& arrived);
+             const OnTiles& arrived, Encoded encoded = Encoded::kUnchanged);
 
 // Sends this rank's row of `send`, its encoded part, to all ranks, and decodes theirs into the
 // bucket as they arrive.

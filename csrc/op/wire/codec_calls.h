@@ -66,12 +66,11 @@ class CodecCalls {
       : codec_(codec), dtype_(dtype), device_(device), scratch_(scratch) {}
 
   void encode(std::span<const Chunk> chunks) const {
-    std::byte* scratch = nullptr;
-    if (const int64_t bytes = codec_.scratch_bytes(chunks, dtype_); bytes > 0) {
-      const at::Tensor buffer = scratch_.get(Scratch::kCodec, bytes, at::kByte, device_);
-      scratch = static_cast<std::byte*>(buffer.data_ptr());
-    }
-    codec_.encode(chunks, dtype_, scratch, stream());
+    codec_.encode(chunks, dtype_, scratch_for(chunks), stream());
+  }
+  // The chunks are f32, and hold x - decoded afterwards.
+  void encode_residual(std::span<const Chunk> chunks) const {
+    codec_.encode_residual(chunks, scratch_for(chunks), stream());
   }
   void decode(std::span<const Chunk> chunks) const { codec_.decode(chunks, dtype_, stream()); }
   // x += weight * decoded, where x is f32.
@@ -82,6 +81,11 @@ class CodecCalls {
   void encode_all(std::span<const Chunk> chunks) const {
     for_tiles(device_, 0, static_cast<int64_t>(chunks.size()),
               [&](int64_t first, int64_t last) { encode(chunks.subspan(first, last - first)); });
+  }
+  void encode_residual_all(std::span<const Chunk> chunks) const {
+    for_tiles(device_, 0, static_cast<int64_t>(chunks.size()), [&](int64_t first, int64_t last) {
+      encode_residual(chunks.subspan(first, last - first));
+    });
   }
   void decode_all(std::span<const Chunk> chunks) const {
     for_tiles(device_, 0, static_cast<int64_t>(chunks.size()),
@@ -98,6 +102,13 @@ class CodecCalls {
   StreamHandle stream() const { return current_stream_handle(device_); }
 
  private:
+  std::byte* scratch_for(std::span<const Chunk> chunks) const {
+    const int64_t bytes = codec_.scratch_bytes(chunks, dtype_);
+    if (bytes == 0) return nullptr;
+    return static_cast<std::byte*>(
+        scratch_.get(Scratch::kCodec, bytes, at::kByte, device_).data_ptr());
+  }
+
   const Codec& codec_;
   const DType dtype_;
   const at::Device device_;

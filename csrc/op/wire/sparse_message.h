@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "codec/sparse_codec.h"
 #include "op/wire/frame.h"
 
 namespace bagua {
@@ -13,36 +14,31 @@ namespace bagua {
 // messages"): a frame, the values, their indices. Sizes follow from the arguments alone.
 class SparseMessage {
  public:
-  // `values` is f32 or f64. On devices other than the CPU indices are always words: packing them
-  // there would cost more than it saves.
-  SparseMessage(int64_t numel, int64_t k, at::ScalarType values, at::Device device);
+  // `values` is f32 or f64.
+  SparseMessage(int64_t numel, int64_t k, at::ScalarType values);
 
-  int64_t bytes() const { return kFrameBytes + values_bytes_ + indices_bytes_; }
-  std::string coding() const;
+  int64_t bytes() const { return kFrameBytes + shape_.values_bytes + shape_.indices_bytes; }
+  std::string coding() const { return index_coding_name(shape_.coding); }
+  // For a device's codec: the part that follows the frame.
+  const SparseShape& shape() const { return shape_; }
 
-  // Puts the k elements of `m` that are largest into `message`, and zeros in their place. On the
-  // CPU of equals the first (math/top_k.h); elsewhere any, as at::topk has it.
-  // `indices`: k elements of kInt, to work in.
+  // On the CPU: puts the k elements of `m` that are largest, of equals the first (math/top_k.h),
+  // into `message`, and zeros in their place. `indices`: k elements of kInt, to work in.
   void take(at::Tensor& m, at::Tensor message, at::Tensor& indices) const;
 
-  // sum += what is in `message`, element by element in order of indices. Bytes that take() cannot
-  // have written write nothing outside of `sum`. On the CPU they throw Error; on a device the sum
-  // becomes NaN, and one bool that is returned says whether all is well: see bad_indices().
-  at::Tensor add(const at::Tensor& message, at::Tensor& sum, at::Tensor& indices) const;
+  // On the CPU: sum += what is in `message`, element by element in order of indices. Bytes that
+  // take() cannot have written write nothing outside of `sum`, and throw Error.
+  void add(const at::Tensor& message, at::Tensor& sum, at::Tensor& indices) const;
+
+  // The text of such an Error, where a device finds the bytes.
   std::string bad_indices() const;
 
  private:
   at::Tensor values_of(const at::Tensor& message) const;
   at::Tensor indices_of(const at::Tensor& message) const;
-  void take_on_device(at::Tensor& m, at::Tensor& message) const;
-  at::Tensor add_on_device(const at::Tensor& message, at::Tensor& sum) const;
 
-  int64_t numel_;
-  int64_t k_;
   at::ScalarType dtype_;
-  bool on_cpu_;
-  int64_t values_bytes_;
-  int64_t indices_bytes_;
+  SparseShape shape_;
 };
 
 }  // namespace bagua

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._ops.contract.lane import Lane, among
+from bagua._ops.contract.lane import Hierarchy, Lane, among
 from bagua._ops.contract.operation import BucketView, Operation
 
 __all__ = ["AllReduce"]
@@ -16,15 +16,19 @@ __all__ = ["AllReduce"]
 class AllReduce(Operation):
     """Sum or mean of the bucket, in its own dtype."""
 
-    hierarchical: bool
+    hierarchical: Hierarchy
     average: bool
     group: BaguaProcessGroup | None
+
+    takes_shares = True
 
     def describe(self) -> str:
         return f"hierarchical={self.hierarchical} average={self.average} codec=None"
 
     def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
         reduce = _C.ReduceOp.AVG if self.average else _C.ReduceOp.SUM
+        if not self.hierarchical and bucket.gradients and bucket.owns_memory:
+            return _C.AllReduce(lane.communicator(self.group), reduce, bucket.backend_tensor)
         return among(
             lane,
             self.group,

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from bagua import _C
+from bagua._core.compression.two_residuals import TwoResiduals
 from bagua._core.group import environment
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._ops.contract.lane import Lane, among
+from bagua._ops.contract.lane import Hierarchy, Lane, among
 from bagua._ops.contract.operation import BetweenNodes, BucketView, Operation
 
 __all__ = ["CompressedAllReduce", "codec_named", "codec_of_scatter_gather"]
@@ -30,12 +31,45 @@ def codec_of_scatter_gather(dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True)
 class CompressedAllReduce(Operation):
-    """Sum or mean of the bucket in f32: compressed parts are exchanged twice."""
+    """Sum or mean of the bucket in f32: compressed parts are exchanged twice.
 
-    hierarchical: bool
+    Attributes:
+        residuals: of the ranks that compress, all of them or the nodes' leaders; None: no error
+            feedback. They are of whole buckets: not for ``hierarchical="sharded"``.
+    """
+
+    hierarchical: Hierarchy
     average: bool
     codec: str
     group: BaguaProcessGroup | None
+    residuals: TwoResiduals | None = None
+
+    @classmethod
+    def with_error_feedback(
+        cls,
+        bucket: BucketView,
+        codec: str,
+        outcome: _C.RoundOutcome,
+        group: BaguaProcessGroup,
+        *,
+        hierarchical: bool = False,
+        average: bool = True,
+    ) -> CompressedAllReduce:
+        """The operation for ``bucket``, of any floating dtype, with residuals of zero.
+
+        ``outcome``: one for all buckets whose residuals change together.
+        """
+        connections = group.connections
+        members = list(range(connections.size))
+        if hierarchical:
+            members = _C.leaders(connections.node_of_ranks())
+        padding = 0 if bucket.padding_tensor is None else bucket.padding_tensor.numel()
+        residuals = TwoResiduals.zero(
+            bucket.backend_tensor, padding, outcome, members, connections.rank
+        )
+        return cls(hierarchical, average, codec, group, residuals)
+
+    takes_shares = True
 
     @property
     def between_nodes(self) -> BetweenNodes:  # type: ignore[override]
@@ -46,7 +80,9 @@ class CompressedAllReduce(Operation):
         _C.make_codec(self.codec)
 
     def describe(self) -> str:
-        return f"hierarchical={self.hierarchical} average={self.average} codec={self.codec}"
+        feedback = "" if self.residuals is None else " error_feedback=True"
+        arguments = f"hierarchical={self.hierarchical} average={self.average} codec={self.codec}"
+        return arguments + feedback
 
     def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
         reduce = _C.ReduceOp.AVG if self.average else _C.ReduceOp.SUM
@@ -54,6 +90,15 @@ class CompressedAllReduce(Operation):
         def compressed(members: _C.CountingCommunicator) -> _C.BucketOp:
             codec = _C.make_codec(self.codec, lane.device.type)
             checksum = environment.get_checksum()
-            return _C.CompressedAllReduce(members, codec, lane.scratch, reduce, checksum=checksum)
+            own = self.residuals
+            return _C.CompressedAllReduce(
+                members,
+                codec,
+                lane.scratch,
+                reduce,
+                checksum=checksum,
+                memory=None if own is None else own.memory,
+                padding=0 if own is None else own.padding,
+            )
 
         return among(lane, self.group, self.hierarchical, compressed, reduce)

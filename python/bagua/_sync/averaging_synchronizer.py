@@ -16,6 +16,7 @@ from bagua._core.group.process_group import close_at_exit
 from bagua._core.state.bagua_tensor import record_of
 from bagua._sync import plan as _plan
 from bagua._sync.asynchronous_average import AsynchronousAverage
+from bagua._sync.hooks import tensors_in
 from bagua._sync.wrapper import Bucket, Wrapper
 
 __all__ = ["AveragingSynchronizer"]
@@ -28,7 +29,8 @@ class AveragingSynchronizer:
     """The periodic lane of a wrapped module.
 
     Training is inside the gate from a training forward to the end of the optimizer's step, and
-    during a forward without gradients; averages are applied outside only.
+    during a forward without gradients; averages are applied outside only. Where no optimizer was
+    given, nobody tells the end of a step: it has ended when the forward after a backward begins.
     """
 
     rounds = None  # ranks average at an interval of time, whatever step they are in
@@ -68,6 +70,8 @@ class AveragingSynchronizer:
             if record_of(tensor).name in names
         }
         self._inside_forward = False
+        self._steps_are_seen = bool(ddp.bagua_optimizers)
+        self._backward_ran = False
         self._ending = False
         self._handles = self._install_hooks(ddp)
         close_at_exit(self)
@@ -79,9 +83,9 @@ class AveragingSynchronizer:
             if (plan := this()) is not None:
                 plan._before_forward(torch.is_grad_enabled())
 
-        def after_forward(*_: Any) -> None:
+        def after_forward(_: torch.nn.Module, __: Any, output: Any) -> None:
             if (plan := this()) is not None:
-                plan._after_forward()
+                plan._after_forward(output)
 
         def before_step(*_: Any) -> None:
             if (plan := this()) is not None:
@@ -101,6 +105,9 @@ class AveragingSynchronizer:
         return handles
 
     def _before_forward(self, training: bool) -> None:
+        if self._backward_ran:
+            self._backward_ran = False
+            self.lane.leave()
         if not training:
             if not self.lane.inside:
                 self.lane.enter()
@@ -110,10 +117,20 @@ class AveragingSynchronizer:
         self.lane.enter()
         self._take_back()
 
-    def _after_forward(self) -> None:
+    def _after_forward(self, output: Any) -> None:
         if self._inside_forward:
             self._inside_forward = False
             self.lane.leave()
+        elif not self._steps_are_seen:
+            this = weakref.ref(self)
+
+            def note_backward(_: torch.Tensor) -> None:
+                if (plan := this()) is not None:
+                    plan._backward_ran = True
+
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(note_backward)
 
     def _take_back(self) -> None:
         """Return tensors whose memory was replaced to their bucket."""

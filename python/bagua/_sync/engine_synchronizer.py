@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,14 +14,10 @@ from bagua import _C
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.snapshot import warn_past_wrapper, warn_unused
 from bagua._sync.hooks import backward_hooks
-from bagua._sync.plan import build
+from bagua._sync.plan import build, finish_soon, part_of_the_round
 from bagua._sync.wrapper import Wrapper
 
 __all__ = ["EngineSynchronizer"]
-
-
-#: Time for which a closed module waits for other ranks.
-_SECONDS_FOR_A_LAST_ROUND = 10.0
 
 
 class EngineSynchronizer:
@@ -153,19 +148,9 @@ class EngineSynchronizer:
         self.engine.begin_round(frozen=int.from_bytes(digest, "little"))
         self.engine.await_agreement()
 
-    @contextmanager
-    def part_of_the_round(self) -> Iterator[None]:
-        """Messages of the main thread inside belong to the open round, and fail with it.
-
-        Raises:
-            BaguaError: says where the other ranks are.
-        """
-        try:
-            yield
-        except _C.BaguaMismatchError:
-            raise
-        except _C.BaguaError as error:
-            self.engine.fail(str(error), isinstance(error, _C.BaguaTimeoutError))
+    def part_of_the_round(self) -> AbstractContextManager[None]:
+        """Messages of the main thread inside belong to the open round, and fail with it."""
+        return part_of_the_round(self.engine)
 
     def watch(self, outputs: list[torch.Tensor]) -> None:
         """After a forward that communicates: so does every backward through ``outputs``."""
@@ -223,12 +208,8 @@ class EngineSynchronizer:
         Raises:
             BaguaError: something failed on this rank.
         """
-        deadline = time.monotonic() + _SECONDS_FOR_A_LAST_ROUND
-        while time.monotonic() < deadline:
-            self.engine.mark_ready(0)  # again, which does nothing but raise a failure
-            if all(b["rounds"] == self.engine.round for b in self.engine.stats()["buckets"]):
-                return self.wait()
-            time.sleep(0.005)
+        if finish_soon(self.engine, self.engine.round * len(self._buckets)):
+            self.wait()
 
     @property
     def synchronising(self) -> bool:

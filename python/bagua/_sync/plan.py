@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +26,17 @@ __all__ = [
     "counted",
     "describe",
     "divided_first",
+    "finish_soon",
     "log_plan",
     "log_unfrozen",
+    "part_of_the_round",
     "warn_one_node",
 ]
 
 _log = logging.getLogger("bagua")
+
+#: Time for which a closed module waits for other ranks.
+_SECONDS_FOR_A_LAST_ROUND = 10.0
 
 
 @dataclass
@@ -164,7 +170,7 @@ def _build(
         if rounds is not None:
             non_finite[bucket.name] = rounds
         native[i % count].append(
-            _C.Bucket(bucket.name, bucket.backend_tensor, slots, ops, adopt_scale)
+            _C.Bucket(bucket.name, bucket.backend_tensor, slots, ops, adopt_scale, bucket.part)
         )
         order[i % count] += [slot.name for slot in slots]
     lanes = [_C.Lane(native[i], list(builders[i].communicators.values())) for i in range(count)]
@@ -184,6 +190,43 @@ def _build(
     communicators = [pair for builder in builders for pair in builder.by_purpose]
     slot_numbers = {slot: i for i, slot in enumerate(names)}
     return Plan(engine, slot_numbers, communicators, non_finite)
+
+
+@contextlib.contextmanager
+def part_of_the_round(engine: _C.Engine) -> Iterator[None]:
+    """Messages of the main thread inside belong to the round of ``engine``, and fail with it.
+
+    Raises:
+        BaguaError: says where the other ranks are.
+    """
+    try:
+        yield
+    except _C.BaguaMismatchError:
+        raise
+    except _C.BaguaError as error:
+        engine.fail(str(error), isinstance(error, _C.BaguaTimeoutError))
+
+
+def finish_soon(engine: _C.Engine, bucket_rounds: int) -> bool:
+    """Give the round of ``engine``, all of whose slots are marked, some seconds to end.
+
+    Args:
+        engine: with an open round.
+        bucket_rounds: the rounds that its buckets have made at the end, added up.
+
+    Returns:
+        Whether it has ended; then :meth:`Engine.wait` returns at once.
+
+    Raises:
+        BaguaError: something failed on this rank.
+    """
+    deadline = time.monotonic() + _SECONDS_FOR_A_LAST_ROUND
+    while time.monotonic() < deadline:
+        engine.mark_ready(0)  # again, which does nothing but raise a failure
+        if sum(bucket["rounds"] for bucket in engine.stats()["buckets"]) == bucket_rounds:
+            return True
+        time.sleep(0.005)
+    return False
 
 
 def log_unfrozen(name: str, unfrozen: Sequence[str]) -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 import bagua
-from bagua import _C, _build
-from bagua._core.group.nccl_library import nccl_library
+from bagua import _build
 from bagua._tools.interfaces import gloo_address, interfaces
 
 __all__ = ["VARIABLES", "architectures", "printable", "report_text"]
@@ -39,22 +38,25 @@ _COLUMNS = 80
 _LABEL = 16
 
 
-def report_text() -> str:
-    """The report, in lines of at most 80 columns."""
+def report_text(error: ImportError | None = None) -> str:
+    """The report, in lines of at most 80 columns.
+
+    ``error``: the reason for which the extension cannot be imported; without its entries then.
+    """
     parts: list[tuple[str, Callable[[], list[str]]]] = [
         ("bagua", _package),
         ("torch", _torch),
         ("Python", lambda: [f"{platform.python_version()}, {platform.platform()}"]),
         ("packages", _packages),
         ("processor", _processor),
-        ("CPU loops", lambda: [f"instruction set {_C.instruction_set()}"]),
-        ("codecs", lambda: [", ".join(_C.codec_names())]),
+        *(_of_the_extension() if error is None else []),
         ("CUDA kernels", lambda: [architectures(_build.CUDA_ARCHITECTURES)]),
         ("GPUs", _gpus),
-        ("NCCL", _nccl),
+        *([("NCCL", _nccl)] if error is None else []),
         ("network", _network),
         ("gloo listens at", _gloo),
         ("variables", _variables),
+        *([("does not work", lambda: [str(error)])] if error is not None else []),
     ]
     lines: list[str] = []
     for label, values in parts:
@@ -89,10 +91,19 @@ def architectures(listed: str) -> str:
     return ", ".join(words)
 
 
+def _of_the_extension() -> list[tuple[str, Callable[[], list[str]]]]:
+    from bagua import _C
+
+    return [
+        ("CPU loops", lambda: [f"instruction set {_C.instruction_set()}"]),
+        ("codecs", lambda: [", ".join(_C.codec_names())]),
+    ]
+
+
 def _package() -> list[str]:
     return [
         f"{bagua.__version__}, built for torch {_build.TORCH_VERSION}",
-        str(Path(_C.__file__).parent),
+        str(Path(_build.__file__).parent),
     ]
 
 
@@ -128,6 +139,9 @@ def _gpus() -> list[str]:
 
 
 def _nccl() -> list[str]:
+    from bagua import _C
+    from bagua._core.group.nccl_library import nccl_library
+
     if not _C.has_nccl:
         return ["not in this build"]
     try:

@@ -22,6 +22,8 @@ class HookedBucket(BaguaBucket):
         name: of the bucket; by default its index.
     """
 
+    owns_memory = False
+
     def __init__(
         self, bucket: _C.GradientBucket, names: Mapping[int, str], name: str | None = None
     ) -> None:

@@ -99,7 +99,9 @@ def register(
     with connections.collective_phase(f"registering a communication hook of '{module_name}'"):
         connections.agree("the model or the arguments of comm_hooks.register", description)
         wrap = connections.next_wrap()
-        lane = _connected(Lane(f"{wrap}/lane0", device, group), impl)
+        exact = isinstance(impl, GradientAllReduceAlgorithmImpl)
+        lane = Lane(f"{wrap}/lane0", device, group, sums_of_torch=exact)
+        lane = _connected(lane, impl)
         handle = Handle(module_name, impl, lane, named, grad_scaler, wrap)
         # A rank must not go on while another is still connecting to it.
         connections.reduce_numbers("registering a communication hook", _C.ReduceOp.SUM, 0)
@@ -196,8 +198,10 @@ def _connected(lane: Lane, impl: AlgorithmImpl) -> Lane:
     hierarchical = getattr(impl, "hierarchical", False)
     if not hierarchical or isinstance(impl, ErrorFeedbackImpl):
         lane.communicator(None)
-    if hierarchical:
+    if hierarchical == "sharded":
+        lane.shares(None)
+    elif hierarchical:
         lane.nodes(None)
-        if not isinstance(impl, GradientAllReduceAlgorithmImpl):
-            warn_one_node(lane.group, ["compressed"])
+    if hierarchical and not isinstance(impl, GradientAllReduceAlgorithmImpl):
+        warn_one_node(lane.group, ["compressed"])
     return lane

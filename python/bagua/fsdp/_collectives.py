@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from bagua.fsdp._replicas import ReducedGradients
+
 if TYPE_CHECKING:
     from bagua.fsdp._handle import Handle
 
@@ -31,7 +33,40 @@ class _Collective:
 
 
 class ReduceScatter(_Collective):
-    """Sums or averages the gradients of a module; every rank gets its shard."""
+    """Sums or averages the gradients of a module; every rank gets its shard.
+
+    With hybrid sharding the shards are then reduced over the replicas, in the memory that
+    ``allocate`` has returned.
+
+    Args:
+        compressed: whether through the codec; otherwise by torch.
+    """
+
+    def __init__(self, handle: Handle, module: str, compressed: bool) -> None:
+        super().__init__(handle, module)
+        self._compressed = compressed
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        memory = super().allocate(size, dtype=dtype, device=device)
+        if not self._handle.has_replicas:
+            return memory
+        reduced = memory.as_subclass(ReducedGradients)
+        reduced.over_replicas = self._over_replicas
+        return reduced
+
+    def _over_replicas(self, flat: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> bool:
+        if not self._handle.is_of_replicas(group):
+            return False  # of a hook that the user has set
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise NotImplementedError(
+                f"bagua.fsdp: the reduction {op} of gradients over replicas is neither a sum nor a "
+                "mean"
+            )
+        mean = op == dist.ReduceOp.AVG
+        self._handle.all_reduce(self._module, flat, mean)
+        return True
 
     def __call__(
         self,
@@ -46,6 +81,10 @@ class ReduceScatter(_Collective):
         Raises:
             BaguaError: as a round of a wrapped module.
         """
+        if not self._compressed:
+            with self._handle.outside_the_lane("reducing the gradients", self._module):
+                _reduce_scatter(output_tensor, input_tensor, group=group, op=op)
+            return
         divisor = divisor_of(op, group.size())
         self._handle.reduce_scatter(self._module, input_tensor, divisor, group)
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
@@ -89,8 +128,9 @@ class AllGather(_Collective):
         return None
 
 
-# torch 2.13's name for what it deprecates.
+# torch 2.13's names for what it deprecates.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def divisor_of(op: Any, ranks: int) -> float:

@@ -6,18 +6,17 @@ import weakref
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from bagua import _C
 from bagua._core.group.implicit_group import ensure_initialised
-from bagua._core.group.job import as_bagua_group
-from bagua._core.group.process_group import get_default_group
 from bagua._ops.compressed_all_reduce import codec_named
 from bagua._ops.contract.lane import Lane
 from bagua.fsdp._collectives import AllGather, ReduceScatter
 from bagua.fsdp._handle import Handle, Options
+from bagua.fsdp._mesh import Groups, bagua_groups, mesh_of
+from bagua.fsdp._replicas import all_reduce_can_be_replaced
 
 __all__ = ["compress"]
 
@@ -30,6 +29,7 @@ def compress(
     codec: str = "block_uint8",
     *,
     weights: bool = False,
+    reduce_scatter: bool | None = None,
     error_feedback: bool = False,
     grad_scaler: torch.amp.GradScaler | None = None,
 ) -> Handle:
@@ -39,12 +39,18 @@ def compress(
     Initialises bagua over ``torch.distributed`` if that has not been done.
 
     Args:
-        model: after ``fully_shard``, on a mesh of one dimension.
-        codec: ``"block_uint8"`` or another one of docs/wire-format.md.
+        model: after ``fully_shard`` on a mesh of one dimension, or of two with hybrid sharding
+            (HSDP), or after ``replicate()``.
+        codec: ``"block_uint8"`` or another one of docs/wire-format.md. The all-reduce over replicas
+            always goes through it.
         weights: whether weights are gathered through the codec, too. Shards and checkpoints stay
             exact; forward and backward see rounded weights, equal on all ranks.
+        reduce_scatter: whether the reduce-scatter of gradients over the shards goes through the
+            codec. Default: with a mesh of one dimension yes; with hybrid sharding no, as shards are
+            near each other then.
         error_feedback: whether each rank adds to its gradients what compression has taken from
             those of the last step. Takes 8 bytes per parameter of the whole model on every rank.
+            Not with replicas.
         grad_scaler: the scaler that the loss is multiplied with, if there is one; needed for
             ``error_feedback`` only.
 
@@ -53,9 +59,10 @@ def compress(
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: no module of it is sharded, or the codec is unknown.
-        NotImplementedError: hybrid sharding, tensor parallelism, several meshes, or a torch without
-            the interface.
+        ValueError: no module of it is sharded, the codec is unknown, or an argument asks for
+            nothing.
+        NotImplementedError: tensor parallelism, several meshes, error feedback with replicas, or a
+            torch without the interface.
         RuntimeError: the model is compressed already.
         BaguaMismatchError: the ranks' models or arguments differ.
         BaguaError: a rank did not come, or was lost.
@@ -63,33 +70,86 @@ def compress(
     modules = _sharded_modules(model)
     codec = codec_named(codec)
     _C.make_codec(codec)
-    mesh = _mesh_of(model)
+    mesh, fields = mesh_of(model)
+    if reduce_scatter is None:
+        reduce_scatter = fields == ["shards"]
+    _check_arguments(fields, weights, reduce_scatter, error_feedback)
     ensure_initialised()
-    of_mesh = mesh.get_group()
-    everyone = mesh.mesh.flatten().tolist() == get_default_group().ranks
-    group = as_bagua_group(None if everyone else of_mesh)
+    groups = bagua_groups(mesh, fields)
     scaled = error_feedback and grad_scaler is not None and grad_scaler.is_enabled()
     options = Options(
         codec=codec,
         weights=weights,
+        reduce_scatter=reduce_scatter,
         error_feedback=error_feedback,
         read_scale=grad_scaler.get_scale if scaled and grad_scaler is not None else _one,
     )
+    names = _names_of_groups(modules, type(model).__name__)
+    handle = _connect(model, names, mesh.device_type, groups, options, scaled)
+    for module, name in names.items():
+        _install(module, name, handle, options)
+    return handle
+
+
+def _check_arguments(
+    fields: list[str], weights: bool, reduce_scatter: bool, error_feedback: bool
+) -> None:
+    sharded, replicated = "shards" in fields, "replicas" in fields
+    if not sharded and (weights or reduce_scatter):
+        name = "weights" if weights else "reduce_scatter"
+        raise ValueError(
+            f"bagua.fsdp.compress: {name}=True, but no parameter is sharded: after replicate() "
+            "ranks exchange nothing but the all-reduce of gradients; leave it out"
+        )
+    if not (replicated or weights or reduce_scatter):
+        raise ValueError(
+            "bagua.fsdp.compress: reduce_scatter=False without weights=True compresses nothing: "
+            "the mesh has no replicas. Leave reduce_scatter out"
+        )
+    if replicated and error_feedback:
+        raise NotImplementedError(
+            "bagua.fsdp.compress: error_feedback=True is not supported with replicas (hybrid "
+            "sharding, replicate()); use codec='block_uint8' without it"
+        )
+    if replicated and not all_reduce_can_be_replaced():
+        raise NotImplementedError(
+            "bagua.fsdp.compress: torch.distributed.all_reduce of torch "
+            f"{torch.__version__} does not honour __torch_function__, by which the all-reduce over "
+            "replicas is compressed; shard over a mesh of one dimension"
+        )
+
+
+def _connect(
+    model: torch.nn.Module,
+    names: dict[FSDPModule, str],
+    device_type: str,
+    groups: Groups,
+    options: Options,
+    scaled: bool,
+) -> Handle:
+    """The communication of ``model``, once the ranks agree on it."""
     model_name = type(model).__name__
-    names = _names_of_groups(modules, model_name)
-    description = [f"{codec} weights={weights} error_feedback={error_feedback} scaled={scaled}"]
-    description += [f"module {name}" for name in modules]
+    description = [
+        f"{options.codec} weights={options.weights} reduce_scatter={options.reduce_scatter} "
+        f"error_feedback={options.error_feedback} scaled={scaled}"
+    ]
+    description += [
+        f"module {name}" for name, m in model.named_modules() if isinstance(m, FSDPModule)
+    ]
     description += [f"{name}: {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
-    connections = group.connections
+    connections = groups.everyone.connections
     with connections.collective_phase(f"compressing the communication of '{model_name}'"):
         connections.agree("the model or the arguments of bagua.fsdp.compress", description)
         wrap = connections.next_wrap()
-        lane = Lane(f"{wrap}/lane0", torch.device(mesh.device_type), group)
-        handle = Handle(model_name, options, lane, wrap, _reduced_numels(model, names, group.size))
+        # Groups of shards and replicas have names of their own for what is wrapped.
+        lane_name = f"{groups.everyone.group_name}/{wrap}/lane0"
+        lane = Lane(lane_name, torch.device(device_type), groups.everyone)
+        numels = {}
+        if options.error_feedback:
+            numels = _reduced_numels(model, names, groups.everyone.size)
+        handle = Handle(model_name, options, groups, lane, wrap, numels)
         # A rank must not go on while another is still connecting to it.
         connections.reduce_numbers("compressing the communication", _C.ReduceOp.SUM, 0)
-    for module, name in names.items():
-        _install(module, name, handle, options)
     return handle
 
 
@@ -132,30 +192,6 @@ def _names_of_groups(modules: dict[str, FSDPModule], model_name: str) -> dict[FS
     return names
 
 
-def _mesh_of(model: torch.nn.Module) -> DeviceMesh:
-    """The mesh of one dimension that all parameters are sharded over."""
-    mesh = None
-    for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor):
-            continue  # ignored by fully_shard
-        placements = parameter.placements
-        if parameter.device_mesh.ndim != 1 or not placements[0].is_shard():
-            raise NotImplementedError(
-                f"bagua.fsdp.compress: parameter '{name}' has the placements {placements}: hybrid "
-                "sharding (HSDP), replicate() and tensor parallelism are not supported. Shard over "
-                "a mesh of one dimension: fully_shard(module, mesh=mesh['shard'])"
-            )
-        if mesh is not None and parameter.device_mesh != mesh:
-            raise NotImplementedError(
-                f"bagua.fsdp.compress: parameter '{name}' is sharded over {parameter.device_mesh}, "
-                f"others over {mesh}; all must be sharded over one mesh"
-            )
-        mesh = parameter.device_mesh
-    if mesh is None:
-        raise ValueError("bagua.fsdp.compress: the model has no sharded parameters")
-    return mesh
-
-
 def _reduced_numels(
     model: torch.nn.Module, names: dict[FSDPModule, str], ranks: int
 ) -> dict[str, int]:
@@ -182,7 +218,7 @@ def _reduced_numels(
 
 
 def _install(module: FSDPModule, name: str, handle: Handle, options: Options) -> None:
-    reduce_scatter: Any = ReduceScatter(handle, name)
+    reduce_scatter: Any = ReduceScatter(handle, name, options.reduce_scatter)
     all_gather: Any = AllGather(handle, name, options.weights)
     module.set_custom_reduce_scatter(reduce_scatter)
     module.set_custom_all_gather(all_gather)

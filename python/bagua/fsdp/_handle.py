@@ -13,10 +13,11 @@ import torch.distributed as dist
 from bagua import _C
 from bagua._core.compression.error_state import error_key, new_memory, ranks_text
 from bagua._core.group import environment
-from bagua._core.group.process_group import close_at_exit
+from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
 from bagua._core.state.saved_values import check_state, saved_tensor
 from bagua._core.state.statistics import MainThreadTraffic, lane_statistics
 from bagua._ops.contract.lane import Lane
+from bagua.fsdp._mesh import Groups
 from bagua.fsdp._rounds import Rounds
 
 __all__ = ["Handle", "Options"]
@@ -27,11 +28,13 @@ class Options:
     """Arguments of ``compress``.
 
     Attributes:
+        reduce_scatter: whether gradients are reduced over shards through the codec.
         read_scale: the factor that gradients carry.
     """
 
     codec: str
     weights: bool
+    reduce_scatter: bool
     error_feedback: bool
     read_scale: Callable[[], float]
 
@@ -43,14 +46,24 @@ class Handle:
     """
 
     def __init__(
-        self, model_name: str, options: Options, lane: Lane, wrap: str, numels: Mapping[str, int]
+        self,
+        model_name: str,
+        options: Options,
+        groups: Groups,
+        lane: Lane,
+        wrap: str,
+        numels: Mapping[str, int],
     ) -> None:
         self._name = model_name
         self._options = options
+        self._groups = groups
         self._lane = lane
         connections = lane.group.connections
         self._traffic = MainThreadTraffic(connections)
-        self._members = lane.communicator(None)
+        # In this order on every rank, or two would wait for each other.
+        both = [groups.shards, groups.replicas]
+        members = {group: lane.communicator(group) for group in both if group is not None}
+        self._members = members
         self._codec = _C.make_codec(options.codec, lane.device.type)
         self._operations: dict[tuple[Any, ...], _C.BucketOperations] = {}
         self._non_finite: dict[str, _C.NonFiniteRounds] = {}
@@ -62,17 +75,27 @@ class Handle:
                 torch.zeros(1, dtype=torch.int64, device="cpu"),
                 error_feedback=True,
             )
-            for module, numel in (numels if options.error_feedback else {}).items()
+            for module, numel in numels.items()
         }
         self._rounds = Rounds(self._memories, outcome, options.read_scale)
         self._running = _C.DynamicLane(
             name=model_name,
             incarnation=connections.incarnation(wrap),
-            ops=[self._members],
+            ops=list(members.values()),
             control=connections.connect(f"{wrap}/control", "cpu"),
             board=connections.board(wrap),
         )
         close_at_exit(self)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether gradients are reduced over replicas, too."""
+        return self._groups.replicas is not None
+
+    def is_of_replicas(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether ``group`` has the ranks that hold the same shards."""
+        replicas = self._groups.replicas
+        return replicas is not None and dist.get_process_group_ranks(group) == replicas.ranks
 
     # Calls of the collectives, on autograd's threads and the main thread, one at a time.
 
@@ -80,12 +103,13 @@ class Handle:
         self, module: str, flat: torch.Tensor, divisor: float, group: dist.ProcessGroup
     ) -> None:
         """Sum ``flat``, 1-D, over all ranks; its part of this rank has the result / ``divisor``."""
-        self._rounds.reduce(module)
+        self._rounds.reduce(module, "shards")
         memory = self._memories.get(module)
+        members = self._of(module, group, self._groups.shards)
 
         def make() -> _C.BucketOp:
             return _C.CompressedReduceScatter(
-                self._members,
+                members,
                 self._codec,
                 self._lane.scratch,
                 divisor=divisor,
@@ -95,20 +119,39 @@ class Handle:
 
         if memory is not None:
             self._check_numel(module, flat, memory)
-        self._run(f"{module}.gradients", flat, (divisor,), make, group)
+        self._run(f"{module}.gradients", flat, (divisor,), make)
+
+    def all_reduce(self, module: str, flat: torch.Tensor, mean: bool) -> None:
+        """Replace ``flat``, 1-D, by its mean or sum over all replicas."""
+        assert self._groups.replicas is not None
+        self._rounds.reduce(module, "replicas")
+        members = self._members[self._groups.replicas]
+        op = _C.ReduceOp.AVG if mean else _C.ReduceOp.SUM
+
+        def make() -> _C.BucketOp:
+            return _C.CompressedAllReduce(
+                members,
+                self._codec,
+                self._lane.scratch,
+                op,
+                checksum=environment.get_checksum(),
+            )
+
+        self._run(f"{module}.replicas", flat, (mean,), make)
 
     def all_gather(self, module: str, flat: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Fill ``flat``, 1-D, of which this rank's part is there, with the parts of all ranks."""
+        members = self._of(module, group, self._groups.shards)
 
         def make() -> _C.BucketOp:
             return _C.CompressedAllGather(
-                self._members,
+                members,
                 self._codec,
                 self._lane.scratch,
                 checksum=environment.get_checksum(),
             )
 
-        self._run(f"{module}.weights", flat, (), make, group)
+        self._run(f"{module}.weights", flat, (), make)
 
     @contextmanager
     def outside_the_lane(self, what: str, module: str) -> Iterator[None]:
@@ -127,11 +170,9 @@ class Handle:
         flat: torch.Tensor,
         arguments: tuple[Any, ...],
         make: Callable[[], _C.BucketOp],
-        group: dist.ProcessGroup,
     ) -> None:
         key = (bucket, flat.dtype, flat.device, *arguments)
         if key not in self._operations:
-            self._check_group(group)
             self._operations[key] = self._watched(bucket, flat, make())
         self._running.post(
             self._operations[key],
@@ -148,14 +189,18 @@ class Handle:
             op = _C.CountNonFinite(op, rounds)
         return _C.BucketOperations(bucket, description, [op])
 
-    def _check_group(self, group: dist.ProcessGroup) -> None:
+    def _of(
+        self, module: str, group: dist.ProcessGroup, expected: BaguaProcessGroup | None
+    ) -> _C.CountingCommunicator:
+        """The communicator of ``expected``, which must be the ranks of ``group``."""
         ranks = dist.get_process_group_ranks(group)
-        if ranks != self._lane.group.ranks:
+        if expected is None or ranks != expected.ranks:
             raise NotImplementedError(
-                f"bagua.fsdp: model '{self._name}' communicates over ranks {ranks}, but was "
-                f"sharded over {self._lane.group.ranks} when compress() was called; call it after "
-                "the last fully_shard, on a mesh of one dimension with ascending ranks"
+                f"bagua.fsdp: module '{module}' of '{self._name}' communicates over ranks {ranks}, "
+                f"but over {expected.ranks if expected else 'none'} when compress() was called; "
+                "call it after the last fully_shard"
             )
+        return self._members[expected]
 
     def _check_numel(self, module: str, flat: torch.Tensor, memory: _C.RoundMemory) -> None:
         expected = memory.value(0).numel()
@@ -175,8 +220,9 @@ class Handle:
 
         Returns:
             As ``bagua_stats()`` of a wrapped module, without ``hidden_ns``, ``exposed_ns`` and
-            ``longest_wait_ns``. Buckets are ``<module>.gradients`` and, with ``weights=True``,
-            ``<module>.weights``. What torch gathers itself does not count.
+            ``longest_wait_ns``. Buckets are ``<module>.gradients``, between shards,
+            ``<module>.replicas``, between replicas, and ``<module>.weights``, of those that go
+            through the codec. What torch sends itself does not count.
         """
         return lane_statistics(
             self._running, self._lane.by_purpose, self._non_finite, self._traffic

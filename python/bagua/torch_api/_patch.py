@@ -14,6 +14,7 @@ from bagua._core.group.incarnation import OWN_RENDEZVOUS, refuse_stale_addresses
 from bagua._core.group.job import as_bagua_group, known_bagua_group
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import METHODS, PROPERTIES
+from bagua._sync.outer.step_attempts import attempt_of
 from bagua.torch_api._wrapper import BaguaDistributedDataParallel
 from bagua.torch_api.algorithms.base import Algorithm, check_arguments
 from bagua.torch_api.distributed import BaguaModule, watch_copy, wrap_class
@@ -25,8 +26,8 @@ def install() -> None:
     """Give ``torch.nn.Module``, ``torch.Tensor`` and ``ProcessGroup`` what is documented of them.
 
     That is ``with_bagua``, the methods of BaguaTensor, and ``bagua_patch`` with what it makes. And
-    have torch.distributed refuse to start with the addresses of dead processes, and copies of
-    wrapped modules say so when they are trained alone.
+    have torch.distributed refuse to start with the addresses of dead processes, copies of wrapped
+    modules say so when they are trained alone, and scalers say which steps they skip.
     """
     torch.nn.Module.with_bagua = with_bagua  # type: ignore[attr-defined]
     if torch.nn.Module.__setstate__ is not _set_state:
@@ -35,6 +36,8 @@ def install() -> None:
         setattr(torch.Tensor, name, attribute)
     for name, group_attribute in GROUP_ATTRIBUTES.items():
         setattr(dist.ProcessGroup, name, group_attribute)
+    if torch.amp.GradScaler.step is not _step_of_scaler:
+        torch.amp.GradScaler.step = _step_of_scaler  # type: ignore[method-assign]
     if rendezvous_handlers["env"] is not _rendezvous_from_environment:
         _torch_rendezvous["env"] = rendezvous_handlers["env"]
         rendezvous_handlers["env"] = _rendezvous_from_environment
@@ -154,6 +157,17 @@ def _set_state(self: torch.nn.Module, state: dict[str, Any]) -> None:
     """torch's own; copies and unpickled copies of wrapped modules are watched."""
     _module_set_state(self, state)
     watch_copy(self)
+
+
+_scaler_step = torch.amp.GradScaler.step
+
+
+def _step_of_scaler(
+    self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+) -> float | None:
+    """torch's own; algorithms that count attempted steps count those that it skips."""
+    with attempt_of(optimizer):
+        return _scaler_step(self, optimizer, *args, **kwargs)
 
 
 _torch_rendezvous: dict[str, Callable[..., Iterator[Any]]] = {}

@@ -11,6 +11,7 @@ from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import is_sparse, record_of
 from bagua._ops.all_reduce_rows import AllReduceRows
+from bagua._ops.contract.lane import Hierarchy
 from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["SparseBucket", "bucket_of"]
@@ -58,7 +59,7 @@ class SparseBucket(BaguaBucket):
 
     def append_centralized_synchronous_op(
         self,
-        hierarchical: bool = False,
+        hierarchical: Hierarchy = False,
         average: bool = True,
         scattergather: bool = False,
         compression: str | None = None,

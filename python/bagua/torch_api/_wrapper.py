@@ -79,12 +79,12 @@ class BaguaDistributedDataParallel:
         self.bagua_train_step_counter = 0
         self.bagua_buckets: list[BaguaBucket] = []
         self.bagua_algorithm: AlgorithmImpl = algorithm.reify(process_group)
+        process_group.refuse_before_joining()
         self._snapshot.refuse_unsupported(module, self.bagua_algorithm)
         own = self.bagua_algorithm.broadcast_buffers
         self.broadcast_buffers = own if broadcast_buffers is None else broadcast_buffers
         self.uneven_inputs = UnevenInputs()
         self._bucket_bytes = bucket_bytes or env.get_default_bucket_size()
-        self._initial_state = initial_state
         self._grad_scaler = grad_scaler
         self._require_sync = True
         self._watching = False
@@ -92,10 +92,11 @@ class BaguaDistributedDataParallel:
         self._shared = SharedState(
             self._snapshot,
             self.bagua_optimizers,
-            process_group.connections,
+            process_group,
             self.bagua_module_name,
             with_buffers=self.broadcast_buffers,
             ranks_agree=self.bagua_algorithm.ranks_agree,
+            initial_state=initial_state,
         )
         self._running: Synchronizer | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -108,11 +109,8 @@ class BaguaDistributedDataParallel:
             "broadcast_buffers=": self.broadcast_buffers,
             "grad_scaler=": self.scales_gradients,
             "bucket size ": self._bucket_bytes,
-            "initial state ": initial_state,
         }
-        process_group.connections.agree(
-            "the model or the arguments of with_bagua", self._shared.describe(module, arguments)
-        )
+        self._shared.describe(module, arguments).agree()
         owners.claim(self)
         self._steps_in_backward = StepsInBackward(
             self.bagua_module_name, self.bagua_build_params(), self.bagua_algorithm
@@ -151,13 +149,17 @@ class BaguaDistributedDataParallel:
         """``(name, buffer)`` of all floating buffers that are not ignored."""
         return self._snapshot.floating_buffers(self.module)
 
+    def bagua_whole_buffers(self) -> list[torch.Tensor]:
+        """All buffers that are neither floating nor ignored."""
+        return [b for b in self._snapshot.buffers(self.module) if not b.is_floating_point()]
+
     # Setting up.
 
-    def _initialise(self) -> None:
+    def _initialise(self, *, gives_state: bool = True) -> None:
         """Broadcast rank 0's state, then build tensors, buckets, ops and an engine."""
         self._stop_engine()
-        if self._initial_state != "nothing":
-            self.give_state(0, buffers=self._initial_state == "all")
+        if gives_state:
+            self._shared.give_initial(self.module)
         algorithm = self.bagua_algorithm
         gradients = [(p, p.grad) for _, p in self.bagua_build_params()]
         tensors = algorithm.init_tensors(self)
@@ -183,6 +185,10 @@ class BaguaDistributedDataParallel:
     @property
     def _rounds(self) -> EngineSynchronizer | None:
         return None if self._running is None else self._running.rounds
+
+    def welcome(self) -> None:
+        """Take part in the wraps of ranks that join, before :meth:`rebuild`."""
+        self._shared.welcome(self.module)
 
     def give_state(self, source: int, buffers: bool) -> None:
         """Give every rank the parameters, optimizer state and perhaps buffers of ``source``."""
@@ -236,11 +242,7 @@ class BaguaDistributedDataParallel:
 
     def rebuild(self) -> None:
         """Build new buckets; weights and optimizer state stay as training has changed them."""
-        before, self._initial_state = self._initial_state, "nothing"
-        try:
-            self._initialise()
-        finally:
-            self._initial_state = before
+        self._initialise(gives_state=False)
 
     def hook_ids(self) -> list[int]:
         """Ids of the hooks on the module, for copies that must not have them."""

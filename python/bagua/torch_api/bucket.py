@@ -27,6 +27,7 @@ from bagua._ops.compressed_all_reduce import (
     codec_of_scatter_gather,
 )
 from bagua._ops.compressed_gossip import CompressedGossip
+from bagua._ops.contract.lane import Hierarchy
 from bagua._ops.contract.operation import Operation
 from bagua._ops.low_rank import LowRank
 from bagua._ops.sparse import Sparse
@@ -57,10 +58,15 @@ class BaguaBucket:
         ops: operations on the bucket when all tensors are ready, in this order.
         asynchronous: the averaging in a thread of its own, instead of operations.
         position: (index of this bucket, number of buckets) of the module.
+        part: the number of the part of the module that it belongs to, where rounds are of one part.
+        owns_memory: whether nothing but its tensors points into the flat memory, which may then
+            move where ranks of one host share it.
 
     Raises:
         ValueError: no tensors, a duplicate name, or mixed module names, dtypes or devices.
     """
+
+    owns_memory: bool = True
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], name: str, flatten: bool, alignment: int = 1
@@ -74,6 +80,7 @@ class BaguaBucket:
         self.ops: list[Operation] = []
         self.asynchronous: AsynchronousAverage | None = None
         self.position = (0, 1)
+        self.part = 0
         self._check()
         self.gradients = self._carries_gradients()
         self._allocate()
@@ -209,15 +216,24 @@ class BaguaBucket:
         """Append an :class:`Operation`.
 
         Raises:
-            ValueError: it does not fit this bucket.
+            ValueError: it does not fit this bucket, or has another value of ``hierarchical``.
         """
+        hierarchical = getattr(operation, "hierarchical", False)
+        if isinstance(hierarchical, str) and (
+            hierarchical != "sharded" or not operation.takes_shares
+        ):
+            known = "True, False or 'sharded'" if operation.takes_shares else "True or False"
+            raise ValueError(
+                f"bucket '{self.name}': hierarchical={hierarchical!r} must be {known} for "
+                f"{type(operation).__name__}"
+            )
         operation.check(self)
         self.ops.append(operation)
         return operation
 
     def append_centralized_synchronous_op(
         self,
-        hierarchical: bool = False,
+        hierarchical: Hierarchy = False,
         average: bool = True,
         scattergather: bool = False,
         compression: str | None = None,
@@ -226,14 +242,15 @@ class BaguaBucket:
         """Sum or mean of the bucket over all ranks.
 
         Args:
-            hierarchical: exact inside a node, compressed between the nodes' leaders.
+            hierarchical: exact inside a node, compressed between the nodes' leaders; with
+                ``"sharded"`` between all ranks of the nodes, each with a share of the bucket.
             average: mean instead of sum.
             scattergather: accumulate in f32 whatever the bucket's dtype.
             compression: a codec (``_C.codec_names()``) or Bagua's name ``"MinMaxUInt8"``.
             group: default the group of the wrapped module.
 
         Raises:
-            ValueError: unknown codec.
+            ValueError: unknown codec, or another value of ``hierarchical``.
         """
         codec = codec_named(compression) if compression else None
         if codec is None and scattergather:

@@ -102,6 +102,7 @@ class BaguaModule:
             - ``rounds``: how many synchronising steps.
             - ``buckets``: per bucket ``name``, ``ops``, ``bytes`` (its size), ``rounds``;
               ``bytes_sent``, ``bytes_received``, ``messages_sent``, ``messages_received``;
+              ``shm_bytes``, the part of ``bytes_sent`` that went through memory of one host;
               ``wire_ns`` inside communicators, ``encode_ns`` in operations but not on the wire
               (encoding, decoding, adding, copying), ``busy_ns`` the sum of the two; ``waiting_ns``
               from the last of its tensors being ready to the start of its operations;

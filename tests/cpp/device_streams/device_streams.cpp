@@ -10,34 +10,17 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/allclose.h>
 
+#include "codec/cuda/chunk_codec_cuda.h"
 #include "comm/host_communicator.h"
 #include "device_streams/device_weights.h"
 #include "device_streams/host_memory_communicator.h"
+#include "device_streams/nccl_on_streams.h"
 #include "device_streams/subjects.h"
 #include "engine/dynamic/dynamic_lane.h"
 #include "op/async_average.h"
 
 namespace bagua::fake {
 namespace {
-
-// Kernels of two of these wait for each other on their device: no abort ends alone.
-class EntangledCommunicator final : public LoopbackCommunicator {
- public:
-  EntangledCommunicator(int size, std::shared_ptr<std::atomic<int>> aborts)
-      : LoopbackCommunicator(size), aborts_(std::move(aborts)) {}
-  void abort(const std::string&) noexcept override {
-    ++*aborts_;
-    for (int ms = 0; ms < 5000 && *aborts_ < 2; ++ms) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    ended_alone_ = *aborts_ < 2;
-  }
-  bool ended_alone() const { return ended_alone_; }
-
- private:
-  const std::shared_ptr<std::atomic<int>> aborts_;
-  bool ended_alone_ = false;
-};
 
 // Three rounds, slots filled under two streams; the last result.
 at::Tensor train(const Subject& subject, at::Device device) {
@@ -145,7 +128,8 @@ class DamagingCommunicator final : public LoopbackCommunicator {
 
 void damaged_indices_are_found_a_round_later() {
   Sparse op(std::make_shared<DamagingCommunicator>(kRanks), std::make_shared<Scratch>(), kNumel,
-            500, memory({zeros_on(kFake, kNumel), at::zeros({1}, at::kLong)}), Checksum::kOff);
+            500, memory({zeros_on(kFake, kNumel), at::zeros({1}, at::kLong)}), Checksum::kOff,
+            std::make_shared<NotingSparseCodec>());
   at::Tensor flat = gradient(1).to(kFake);
   op.run(flat, {.number = 1, .grad_scale = 1, .bucket = "b"});
   expect(!flat.cpu().isfinite().all().item<bool>(), "damaged indices were summed");
@@ -153,6 +137,17 @@ void damaged_indices_are_found_a_round_later() {
       message_of_call([&] { op.run(flat, {.number = 2, .grad_scale = 1, .bucket = "b"}); });
   expect(message.find("bucket 'b': the payload from rank 1 was corrupted") != std::string::npos,
          "damaged indices: '", message, "'");
+}
+
+void sparse_messages_need_kernels() {
+  if (has_cuda_codecs()) return;
+  Sparse op(loopback(), std::make_shared<Scratch>(), kNumel, 500,
+            memory({zeros_on(kFake, kNumel), at::zeros({1}, at::kLong)}));
+  at::Tensor flat = gradient(1).to(kFake);
+  const std::string message =
+      message_of_call([&] { op.run(flat, {.number = 1, .grad_scale = 1, .bucket = "b"}); });
+  expect(message.find("the codec of sparse messages has no CUDA kernels") != std::string::npos,
+         "without kernels: '", message, "'");
 }
 
 // Infinity passes through every op to the result, and no memory changes.
@@ -233,17 +228,6 @@ void memory_of_an_unfinished_round_is_not_freed_too_early() {
   engine.reset();
   flats.clear();
   expect_no_race("an engine dropped in a round");
-}
-
-void communicators_are_aborted_together() {
-  const auto aborts = std::make_shared<std::atomic<int>>(0);
-  const auto first = std::make_shared<EntangledCommunicator>(kRanks, aborts);
-  const auto second = std::make_shared<EntangledCommunicator>(kRanks, aborts);
-  const Subject subject = subjects().front();
-  const std::vector<at::Tensor> flats = make_flats(subject, kFake);
-  const std::unique_ptr<Engine> engine = make_engine(subject, flats, {first, second});
-  engine->abort("asked for");
-  expect(!first->ended_alone() && !second->ended_alone(), "an abort waited for another");
 }
 
 // Can be aborted while its work is on a stream: from then on tensors hold partial sums.
@@ -334,43 +318,6 @@ void asynchronous_averaging_keeps_out_of_training() {
   expect_no_race("asynchronous averaging");
 }
 
-// Has a peer that is late: a reduced tensor is not there before the test says so.
-class LateCommunicator final : public LoopbackCommunicator {
- public:
-  using LoopbackCommunicator::LoopbackCommunicator;
-  void all_reduce(at::Tensor& tensor, ReduceOp op) override {
-    LoopbackCommunicator::all_reduce(tensor, op);
-    if (tensor.numel() > 1) Device::instance().begin_collective(current_stream());
-  }
-};
-
-void asynchronous_averaging_waits_for_ranks_outside_the_gate() {
-  at::Tensor weights = gradient(1).to(kFake);
-  auto gate = std::make_shared<WeightGate>();
-  AsyncAverage op(std::make_shared<LateCommunicator>(kRanks), {weights}, gate);
-  op.training_leaves();
-  std::thread lane([&] {
-    const OnStream guard(7);
-    op.run(false);
-  });
-  Device::instance().until_a_host_waits_for_collectives();
-  std::atomic<bool> inside = false;
-  std::thread training([&] {
-    gate->enter();
-    inside = true;
-    gate->leave();
-  });
-  for (int ms = 0; ms < 2000 && !inside; ++ms) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  const bool in_time = inside;
-  Device::instance().finish_collectives();
-  lane.join();
-  training.join();
-  op.training_enters();
-  expect(in_time, "training waited at the gate for another rank");
-}
-
 void host_memory_waits_for_the_device() {
   HostCommunicator comm(std::make_shared<HostMemoryCommunicator>(kRanks, std::vector{10, 11}));
   const at::Tensor brought = gradient(1);
@@ -391,8 +338,9 @@ void host_memory_waits_for_the_device() {
 }  // namespace
 }  // namespace bagua::fake
 
-// 0: all is well; otherwise a message is on standard error.
-extern "C" int device_streams() {
+// nccl_library: the path of the fake NCCL, which is preloaded; null: there is none. 0: all is well;
+// otherwise a message is on standard error.
+extern "C" int device_streams(const char* nccl_library) {
   using namespace bagua::fake;
   const at::NoGradGuard no_grad;
   try {
@@ -401,13 +349,18 @@ extern "C" int device_streams() {
     empty_parts_send_no_frames();
     hosts_do_not_wait_for_their_step();
     damaged_indices_are_found_a_round_later();
+    sparse_messages_need_kernels();
     what_is_not_finite_is_seen_without_waiting();
     memory_of_an_unfinished_round_is_not_freed_too_early();
-    communicators_are_aborted_together();
     results_of_an_aborted_collective_are_not_used();
     jobs_of_an_aborted_communicator_are_not_used();
     asynchronous_averaging_keeps_out_of_training();
-    asynchronous_averaging_waits_for_ranks_outside_the_gate();
+    if (nccl_library) {
+      asynchronous_averaging_waits_for_ranks_outside_the_gate(nccl_library);
+      partial_sums_do_not_reach_the_weights(nccl_library);
+      communicators_are_aborted_together(nccl_library);
+      expect_no_misuse_of_nccl();
+    }
     host_memory_waits_for_the_device();
     weights_are_compared_later(kFake);
   } catch (const std::exception& error) {

@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <ATen/ops/arange.h>
@@ -15,6 +16,7 @@
 #include "comm/thread_communicator.h"
 #include "device_streams/loopback_communicator.h"
 #include "device_streams/noting_codec.h"
+#include "device_streams/noting_sparse_codec.h"
 #include "engine/engine.h"
 #include "fake_device/fake_device_torch.h"
 #include "op/all_reduce.h"
@@ -28,6 +30,7 @@
 #include "op/random_sparse.h"
 #include "op/sharded/compressed_all_gather.h"
 #include "op/sharded/compressed_reduce_scatter.h"
+#include "op/sharded/sharded_hierarchical.h"
 #include "op/sparse.h"
 #include "op/update_momentum.h"
 
@@ -132,6 +135,14 @@ std::vector<Subject> subjects() {
                                                    std::make_shared<Scratch>(), Checksum::kOn);
     });
   }
+  for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
+    add(std::string("sharded hierarchical ") + c10::toString(dtype), dtype, 0, [](at::Device) {
+      const auto between = std::make_shared<AllReduce>(loopback(), ReduceOp::kAvg);
+      return std::make_shared<ShardedHierarchical>(
+          loopback(), std::vector<std::shared_ptr<BucketOp>>{between, nullptr, nullptr},
+          std::make_shared<Scratch>(), NodeShare{.ranks = 7, .nodes = 2, .op = ReduceOp::kAvg});
+    });
+  }
   add("average weights", at::kFloat, 0, [=](at::Device device) {
     auto inner = std::make_shared<AllReduce>(loopback(), ReduceOp::kAvg);
     return std::make_shared<AverageWeights>(zeros_on(device, kNumel), counter(), inner);
@@ -155,17 +166,37 @@ std::vector<Subject> subjects() {
     return std::make_shared<UpdateMomentum>(std::move(slots), at::tensor({0.9, 0.3}, at::kDouble),
                                             std::make_shared<Scratch>());
   });
-  add("low rank", at::kFloat, 1e-4, [=](at::Device device) {
-    const std::vector<LowRankMatrix> matrices{{0, 400, 500, 2}};
-    at::Tensor queries = at::arange(1000, at::kFloat).mul_(0.01).sin_().to(device);
-    return std::make_shared<LowRank>(
-        loopback(), std::make_shared<Scratch>(), kNumel, matrices,
-        LowRankOptions{.warm_start = true, .error_feedback = true, .seed = 7},
-        memory({zeros_on(device, kNumel), queries, counter()}));
-  });
+  // Three matrices of equal shape at equal distances, two closer, and others in between.
+  const std::vector<LowRankMatrix> several{
+      {0, 100, 50, 2},     {5000, 30, 20, 1},   {10000, 100, 50, 2}, {20000, 100, 50, 2},
+      {26000, 100, 50, 2}, {32000, 100, 60, 2}, {38100, 30, 20, 1},  {kNumel - 5100, 100, 50, 2}};
+  for (const auto& [name, matrices, tolerance] :
+       {std::tuple{std::string("low rank"), std::vector<LowRankMatrix>{{0, 400, 500, 2}}, 1e-4},
+        std::tuple{std::string("low rank of several"), several, 1e-4},
+        std::tuple{std::string("low rank of none"), std::vector<LowRankMatrix>{}, 0.0}}) {
+    for (const bool error_feedback : {true, false}) {
+      for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
+        const std::string suffix =
+            concat(error_feedback ? " " : " without error feedback ", c10::toString(dtype));
+        const bool known = dtype == at::kFloat && error_feedback;
+        const double off = dtype == at::kHalf && tolerance > 0 ? 1e-3 : tolerance;
+        add(known ? name : name + suffix, dtype, off, [=](at::Device device) {
+          int64_t queries = 0;
+          for (const LowRankMatrix& m : matrices) queries += m.columns * m.rank;
+          at::Tensor first = at::arange(queries, at::kFloat).mul_(0.01).sin_().to(device);
+          const int64_t errors = error_feedback ? kNumel : 0;
+          return std::make_shared<LowRank>(
+              loopback(), std::make_shared<Scratch>(), kNumel, matrices,
+              LowRankOptions{.warm_start = true, .error_feedback = error_feedback, .seed = 7},
+              memory({zeros_on(device, errors), first, counter()}));
+        });
+      }
+    }
+  }
   add("sparse", at::kFloat, 0, [=](at::Device device) {
     return std::make_shared<Sparse>(loopback(), std::make_shared<Scratch>(), kNumel, 500,
-                                    memory({zeros_on(device, kNumel), counter()}), Checksum::kOn);
+                                    memory({zeros_on(device, kNumel), counter()}), Checksum::kOn,
+                                    std::make_shared<NotingSparseCodec>());
   });
   add("random sparse", at::kFloat, 0, [=](at::Device device) {
     return std::make_shared<RandomSparse>(loopback(), std::make_shared<Scratch>(), kNumel, 500, 7,

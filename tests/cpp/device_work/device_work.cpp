@@ -18,6 +18,7 @@
 #include "codec/factory.h"
 #include "comm/thread_communicator.h"
 #include "device_streams/noting_codec.h"
+#include "device_streams/noting_sparse_codec.h"
 #include "device_work/uncounted_communicator.h"
 #include "fake_device/fake_device_torch.h"
 #include "op/all_reduce.h"
@@ -25,6 +26,7 @@
 #include "op/compressed_all_reduce.h"
 #include "op/compressed_gossip.h"
 #include "op/gossip.h"
+#include "op/low_rank.h"
 #include "op/neighbor_average.h"
 #include "op/random_sparse.h"
 #include "op/sparse.h"
@@ -92,6 +94,26 @@ std::shared_ptr<UpdateMomentum> momentum_of_slots(const Rank& rank) {
                                           std::make_shared<Scratch>());
 }
 
+// Blocks of two matrices and two vectors, as of a transformer: matrices of one shape are at equal
+// distances.
+std::shared_ptr<LowRank> low_rank_of_blocks(const Rank& rank) {
+  constexpr int64_t kMatrix = 40000, kFirstVector = 200, kSecondVector = 100, kRank = 2;
+  std::vector<LowRankMatrix> matrices;
+  int64_t at = 0, queries = 0;
+  while (at + 2 * kMatrix + kFirstVector + kSecondVector <= rank.flat.numel()) {
+    matrices.push_back({at, 200, 200, kRank});
+    matrices.push_back({at + kMatrix + kFirstVector, 100, 400, kRank});
+    queries += kRank * (200 + 400);
+    at += 2 * kMatrix + kFirstVector + kSecondVector;
+  }
+  auto memory = std::make_shared<RoundMemory>(
+      std::vector{zeros(rank.flat.numel()), zeros(queries), counter()},
+      std::make_shared<RoundOutcome>());
+  return std::make_shared<LowRank>(
+      rank.communicator, std::make_shared<Scratch>(), rank.flat.numel(), matrices,
+      LowRankOptions{.warm_start = true, .error_feedback = true, .seed = 7}, std::move(memory));
+}
+
 RunRound asynchronous_average(const Rank& rank) {
   auto op = std::make_shared<AsyncAverage>(rank.communicator, std::vector{rank.flat},
                                            std::make_shared<WeightGate>());
@@ -127,10 +149,12 @@ std::vector<Case> cases() {
   all.push_back(op_case("neighbor_average", complete_graph));
   all.push_back({"async_average", asynchronous_average});
   all.push_back(op_case("update_momentum", momentum_of_slots));
+  all.push_back(op_case("low_rank", low_rank_of_blocks));
   all.push_back(op_case("sparse", [](const Rank& rank) {
     const int64_t numel = rank.flat.numel();
     return std::make_shared<Sparse>(rank.communicator, std::make_shared<Scratch>(), numel,
-                                    numel / kSparseShare, error_memory(numel), Checksum::kOff);
+                                    numel / kSparseShare, error_memory(numel), Checksum::kOff,
+                                    std::make_shared<NotingSparseCodec>());
   }));
   all.push_back(op_case("random_sparse", [](const Rank& rank) {
     const int64_t numel = rank.flat.numel();

@@ -174,6 +174,8 @@ inline unsigned __ballot_sync(
       warp_operation(bagua::emulation::WarpOperation::kBallot, mask, predicate != 0, 0, location));
 }
 
+inline int __popc(unsigned word) { return __builtin_popcount(word); }
+
 // All fibers share one thread: any read-modify-write is atomic. The builtins tell ThreadSanitizer.
 template <typename T>
 T atomicAdd(T* address, T value) {

@@ -1,6 +1,6 @@
 // A device that says "cuda" over host memory, in a torch without CUDA: streams are numbers, and
-// events come true when a test lets them. Included once per program: a guard, once registered,
-// stays.
+// events come true when the stream's kernels have ended, which the fake NCCL knows if it is
+// followed, and a test lets them. Included once per program: a guard, once registered, stays.
 //
 // Threads begin on device 0, as on CUDA, and the ranks' device is another one. What would make a
 // context on a device is noted: setting it, and each call of torch that sets it for a while, since
@@ -24,6 +24,19 @@ std::atomic<bool> holds{false};     // events do not come true
 std::atomic<bool> breaks{false};    // asking for one is an error
 std::atomic<int> events{0};         // that exist
 std::atomic<unsigned> contexts{0};  // a bit for each device that has one
+
+// Functions of the fake NCCL: how many kernels a stream has been given, whether so many have ended.
+struct Followed {
+  uint64_t (*given)(void* stream) = nullptr;
+  int (*have_ended)(void* stream, uint64_t kernels) = nullptr;
+};
+Followed followed;
+
+struct Event {
+  void* stream;
+  uint64_t kernels;
+};
+
 thread_local c10::StreamId current_stream = 1;
 thread_local c10::DeviceIndex current_device = 0;
 
@@ -53,20 +66,26 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
     return reinterpret_cast<void*>(stream.id());
   }
 
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex,
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
     set_for_a_while(kDevice.index());
-    if (!*event) ++events;
-    *event = &events;
+    if (!*event) {
+      ++events;
+      *event = new Event;
+    }
+    void* const handle = getStreamNativeHandle(stream);
+    *static_cast<Event*>(*event) = {handle, followed.given ? followed.given(handle) : 0};
   }
   void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override {
+  bool queryEvent(void* event) const override {
     TORCH_CHECK(!breaks, "an illegal memory access was encountered");
-    return !holds;
+    const auto [stream, kernels] = *static_cast<Event*>(event);
+    return !holds && (!followed.have_ended || followed.have_ended(stream, kernels));
   }
   void destroyEvent(void* event, const c10::DeviceIndex device) const noexcept override {
     if (!event) return;
     set_for_a_while(device);
+    delete static_cast<Event*>(event);
     --events;
   }
 

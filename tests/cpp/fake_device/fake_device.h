@@ -10,8 +10,10 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
@@ -110,15 +112,17 @@ class Device {
       ++host_waits_;
       count({.host_waits = 1});
     }
-    await_collectives(lock, [&] { return done(event); });
+    await_collectives(lock, event);
     join(completed_, event);
   }
   void await_all() {
     std::unique_lock lock(mutex_);
     ++host_waits_;
     count({.host_waits = 1});
-    await_collectives(lock, [&] { return collectives_.empty(); });
-    for (const Clock& clock : clocks_) join(completed_, clock);
+    Clock all{};
+    for (const Clock& clock : clocks_) join(all, clock);
+    await_collectives(lock, all);
+    join(completed_, all);
   }
   // A host thread asks whether this is done.
   bool query(const Clock& event) {
@@ -128,16 +132,17 @@ class Device {
     return true;
   }
 
-  // Collectives of `stream` that wait for another rank, until finish_collectives(): all that the
-  // stream is given from now on comes after them.
-  void begin_collective(int stream) {
+  // A collective of `stream` that is under way until `ended`: all that the stream is given from now
+  // on comes after it.
+  void begin_collective(int stream, std::function<bool()> ended) {
     std::lock_guard lock(mutex_);
-    collectives_.push_back({stream, advance(stream)[stream]});
+    collectives_.push_back({stream, advance(stream)[stream], std::move(ended)});
   }
-  void finish_collectives() {
-    std::lock_guard lock(mutex_);
-    collectives_.clear();
-    changed_.notify_all();
+  // Work of `stream` is done at once, so the thread that gives it stands still where the stream
+  // would, and nobody counts that as a wait.
+  void stand_behind_collectives(int stream) {
+    std::unique_lock lock(mutex_);
+    if (!collectives_.empty()) await_collectives(lock, clocks_.at(stream));
   }
   void until_a_host_waits_for_collectives() {
     std::unique_lock lock(mutex_);
@@ -192,9 +197,11 @@ class Device {
   struct Collective {
     int stream;
     uint64_t time;
+    std::function<bool()> ended;
   };
 
-  bool done(const Clock& event) const {
+  bool done(const Clock& event) {
+    std::erase_if(collectives_, [](const Collective& collective) { return collective.ended(); });
     return std::none_of(collectives_.begin(), collectives_.end(), [&](const Collective& running) {
       return event[running.stream] >= running.time;
     });
@@ -207,11 +214,10 @@ class Device {
     return false;
   }
 
-  template <typename Done>
-  void await_collectives(std::unique_lock<std::mutex>& lock, Done done_now) {
+  void await_collectives(std::unique_lock<std::mutex>& lock, const Clock& event) {
     ++waiting_;
     changed_.notify_all();
-    changed_.wait(lock, done_now);
+    while (!done(event)) changed_.wait_for(lock, std::chrono::milliseconds(1));
     --waiting_;
   }
 

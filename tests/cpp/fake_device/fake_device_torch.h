@@ -111,6 +111,7 @@ class Call {
   }
 
   void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    if (!is_view_) Device::instance().stand_behind_collectives(current_stream());
     const size_t arguments = schema_.arguments().size();
     for (size_t i = 0; i < arguments; ++i) {
       c10::IValue& value = (*stack)[stack->size() - arguments + i];

@@ -6,7 +6,12 @@
 // (fake_nccl_misuse): two threads in one communicator, calls after its end, a second end, work
 // while earlier work is in progress. Ranks that do not agree fail. fake_nccl_* sets up faults.
 //
-// There is no thread here: the last rank to arrive does the work of all.
+// A call with a stream returns when its kernel has been given to the stream. The kernel runs when
+// those before it on the stream have ended and no other communicator's occupies the device, and
+// ends when those of all ranks run. A call without a stream, as on the CPU, is in progress until
+// its work is done. An abort waits for its communicator's kernels to run, and end, on every stream.
+//
+// There is no thread here: whoever calls lets the devices run as far as they come.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -21,6 +26,8 @@
 
 #include <nccl.h>
 
+#include "fake_nccl/matching.h"
+#include "fake_nccl/streams.h"
 #include "fake_nccl/world.h"
 
 using namespace fake_nccl;  // NOLINT: this file is the door of that namespace
@@ -31,8 +38,8 @@ ncclResult_t add(const char* name, ncclComm_t comm, Operation operation, cudaStr
   const Visit visit(name, comm);
   std::lock_guard lock(mutex);
   last_stream = stream;
-  if (group_depth == 0) return issue(comm, {operation});
-  collected.push_back({comm, operation});
+  if (group_depth == 0) return issue(comm, {operation}, stream);
+  collected.push_back({comm, operation, stream});
   return ncclSuccess;
 }
 
@@ -96,13 +103,14 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* chil
   operation.peer = color;
   operation.key = key;
   operation.child = child;
-  return issue(comm, {operation});
+  return issue(comm, {operation}, nullptr);
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* state) {
   const Visit visit("ncclCommGetAsyncError", comm);
   std::lock_guard lock(mutex);
-  progress(*comm->clique);
+  progress(*comm->clique, Place::kHost);
+  run_devices();
   *state = state_of(comm);
   return ncclSuccess;
 }
@@ -128,9 +136,8 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
 
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
   const Visit visit("ncclCommAbort", comm);
-  std::lock_guard lock(mutex);
-  comm->life = ncclComm::kAborted;
-  comm->issued.clear();
+  std::unique_lock lock(mutex);
+  abort(comm, lock);
   --alive;
   return ncclSuccess;
 }
@@ -144,15 +151,18 @@ ncclResult_t ncclGroupEnd() {
   if (--group_depth > 0) return ncclSuccess;
   const auto calls = std::exchange(collected, {});
   if (calls.empty()) return ncclSuccess;
-  ncclComm_t comm = calls[0].first;
+  ncclComm_t const comm = calls[0].comm;
+  const cudaStream_t stream = calls[0].stream;
   const Visit visit("ncclGroupEnd", comm);
   std::lock_guard lock(mutex);
   Group group;
-  for (const auto& [other, operation] : calls) {
-    if (other != comm || !operation.is_message()) misuse.push_back("a group of mixed calls");
-    group.push_back(operation);
+  for (const Call& call : calls) {
+    if (call.comm != comm || call.stream != stream || !call.operation.is_message()) {
+      misuse.push_back("a group of mixed calls");
+    }
+    group.push_back(call.operation);
   }
-  return issue(comm, std::move(group));
+  return issue(comm, std::move(group), stream);
 }
 
 ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type,
@@ -233,9 +243,49 @@ const char* fake_nccl_misuse() {
   for (const std::string& what : misuse) text += what + "\n";
   return text.c_str();
 }
+// How many kernels a stream has been given, and whether that many have ended.
+uint64_t fake_nccl_given(void* stream) {
+  std::lock_guard lock(mutex);
+  return streams[static_cast<cudaStream_t>(stream)].given;
+}
+int fake_nccl_have_ended(void* handle, uint64_t kernels) {
+  std::lock_guard lock(mutex);
+  run_devices();
+  const Stream& stream = streams[static_cast<cudaStream_t>(handle)];
+  return stream.given - stream.kernels.size() >= kernels;
+}
+// Gives a stream a kernel that is asked until it answers that it has ended.
+void fake_nccl_launch(void* stream, int (*has_ended)(void*), void* argument) {
+  std::lock_guard lock(mutex);
+  give(static_cast<cudaStream_t>(stream), {nullptr, has_ended, argument});
+  run_devices();
+}
 void* fake_nccl_last_stream() {
   std::lock_guard lock(mutex);
   return last_stream;
 }
 
 }  // extern "C"
+
+// The kernel that an extension without CUDA lacks: it finds this one if the library is preloaded.
+namespace bagua {
+
+uint32_t* make_device_flag() { return new uint32_t(0); }
+
+void fill_if_set(const uint32_t* flag, std::byte* data, int64_t bytes, void* stream) {
+  struct Fill {
+    const uint32_t* flag;
+    std::byte* data;
+    int64_t bytes;
+  };
+  const auto fill = [](void* argument) {
+    const std::unique_ptr<Fill> it(static_cast<Fill*>(argument));
+    if (std::atomic_ref(*const_cast<uint32_t*>(it->flag)).load() != 0) {
+      std::memset(it->data, 0xff, it->bytes);
+    }
+    return 1;
+  };
+  fake_nccl_launch(stream, fill, new Fill{flag, data, bytes});
+}
+
+}  // namespace bagua

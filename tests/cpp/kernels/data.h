@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -31,13 +32,17 @@ inline float layers(int64_t i, int64_t, float) {
 
 inline constexpr Pattern kPatterns[] = {
     {"layers", layers},
+    {"far from zero", [](int64_t i, int64_t, float) { return 60000.0f + uniform(i) * 0.5f; }},
+    {"one NaN at the end",
+     [](int64_t i, int64_t numel, float) {
+       return i == numel - 1 ? std::numeric_limits<float>::quiet_NaN() : uniform(i);
+     }},
     {"zeros of both signs", [](int64_t i, int64_t, float) { return i % 3 == 0 ? -0.0f : 0.0f; }},
     {"only negative zeros", [](int64_t, int64_t, float) { return -0.0f; }},
     {"negative zero smallest",
      [](int64_t i, int64_t, float) { return i % 2 == 0 ? -0.0f : uniform(i); }},
     {"a constant", [](int64_t, int64_t, float) { return 3.25f; }},
     {"a large constant", [](int64_t, int64_t, float largest) { return -largest; }},
-    {"far from zero", [](int64_t i, int64_t, float) { return 60000.0f + uniform(i) * 0.5f; }},
     {"farther from zero", [](int64_t i, int64_t, float) { return 1e6f + uniform(i) * 8.0f; }},
     {"rather far from zero",
      [](int64_t i, int64_t, float) { return 100.0f + uniform(i) * 0.002f; }},
@@ -51,10 +56,6 @@ inline constexpr Pattern kPatterns[] = {
      [](int64_t i, int64_t, float largest) { return largest * (1.0f - uniform(i) * 0.4f); }},
     {"subnormal", [](int64_t i, int64_t, float) { return (uniform(i) - 0.5f) * 1e-38f; }},
     {"half's subnormals", [](int64_t i, int64_t, float) { return (uniform(i) - 0.5f) * 1e-4f; }},
-    {"one NaN at the end",
-     [](int64_t i, int64_t numel, float) {
-       return i == numel - 1 ? std::numeric_limits<float>::quiet_NaN() : uniform(i);
-     }},
     {"one NaN at the start",
      [](int64_t i, int64_t, float) {
        return i == 0 ? -std::numeric_limits<float>::quiet_NaN() : uniform(i);
@@ -66,6 +67,14 @@ inline constexpr Pattern kPatterns[] = {
     {"negative infinity only",
      [](int64_t, int64_t, float) { return -std::numeric_limits<float>::infinity(); }},
 };
+
+// Amount of input: all, what sanitizers need, what ThreadSanitizer needs.
+enum class Inputs { kAll, kQuick, kRaces };
+
+// The first three take the paths that numbers choose: plain, divided exactly, not finite.
+inline std::span<const Pattern> patterns_of(Inputs inputs) {
+  return std::span(kPatterns).first(inputs == Inputs::kRaces ? 3 : std::size(kPatterns));
+}
 
 template <typename T>
 std::vector<T> filled(const Pattern& pattern, int64_t numel) {

@@ -154,7 +154,7 @@ inline std::vector<std::vector<float>> fused_values(const Pattern& pattern, int6
 
 // Compares all steps; the number of comparisons.
 template <typename T>
-int64_t compare_fused(const std::string& codec, bool quick) {
+int64_t compare_fused(const std::string& codec, Inputs inputs) {
   const auto cpu = make_cpu_codec(codec);
   const auto cuda = make_cuda_codec(codec);
   if (cuda->fused() == nullptr) return 0;
@@ -168,14 +168,16 @@ int64_t compare_fused(const std::string& codec, bool quick) {
     ++compared;
   };
   const int64_t one = sizeof(T);
+  std::vector<int64_t> sizes = {1, 129, 2047};
+  if (inputs == Inputs::kAll) sizes = {1, 3, 31, 127, 129, 2047, 2048, 2049};
   for (const Offsets offsets : {Offsets{0, 0}, {one, 0}, {0, 4}}) {
-    for (const int64_t size : {1, 3, 31, 127, 129, 2047, 2048, 2049}) {
-      compare_sizes(kPatterns[0], {size}, offsets);
-    }
+    for (const int64_t size : sizes) compare_sizes(kPatterns[0], {size}, offsets);
     compare_sizes(kPatterns[0], {4096, 2048, 4096 + 37}, offsets);
   }
-  if (!quick) compare_sizes(kPatterns[0], {131072, 3}, {0, 0});
-  for (const Pattern& pattern : kPatterns) compare_sizes(pattern, {4096, 2048 + 31}, {0, 0});
+  if (inputs == Inputs::kAll) compare_sizes(kPatterns[0], {131072, 3}, {0, 0});
+  for (const Pattern& pattern : patterns_of(inputs)) {
+    compare_sizes(pattern, {4096, 2048 + 31}, {0, 0});
+  }
   compare_sizes(kPatterns[0], std::vector<int64_t>(130, 17), {0, 0});
   return compared;
 }

@@ -12,6 +12,7 @@
 #include "stress/dynamic.h"
 #include "stress/gossip.h"
 #include "stress/low_rank.h"
+#include "stress/shared_memory.h"
 #include "stress/sparse.h"
 #include "stress/world.h"
 
@@ -198,6 +199,7 @@ constexpr Scenario kScenarios[] = {
     {"jobs of dynamic lanes give equal bits", jobs_of_dynamic_lanes_give_equal_bits},
     {"a dynamic lane that ends is told to every rank",
      a_dynamic_lane_that_ends_is_told_to_every_rank},
+    {"shared memory carries every call", shared_memory_carries_every_call},
     {"averages keep the sum", averages_keep_the_sum},
     {"a lane stops while others average", a_lane_stops_while_others_average},
 };

@@ -1,5 +1,5 @@
 // NcclCommunicator under the sanitizers: thread ranks over the fake NCCL and a fake device, whose
-// watchdogs, aborts from other threads and ends meet at random moments.
+// kernels, watchdogs, aborts from other threads and ends meet at random moments.
 //
 //   stress_nccl [seed] [seconds]
 #include <chrono>
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <dlfcn.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <unistd.h>
 
@@ -45,7 +46,10 @@ void call_and_check(NcclCommunicator& comm, float expected) {
   comm.all_reduce(tensor, ReduceOp::kSum);
   const auto [rank, size] = comm.group();
   comm.exchange({Send{tensor, (rank + 1) % size}}, {Recv{target, (rank + size - 1) % size}});
-  // The fake has done the work when a call returns, whatever its events say.
+  void* const stream = FakeGuard().getStreamNativeHandle(FakeGuard().getStream(kDevice));
+  const uint64_t given = followed.given(stream);
+  while (!followed.have_ended(stream, given)) std::this_thread::yield();
+  comm.check();  // or the kernels have ended by an abort
   BAGUA_CHECK(received[256] == expected, "got ", received[256], " instead of ", expected);
 }
 
@@ -54,6 +58,7 @@ void run_rank(const Library& library, const c10::intrusive_ptr<c10d::HashStore>&
               const Round& round, int rank) {
   const milliseconds timeout{round.fate == Fate::kHeld ? 60 : 20000};
   FakeGuard().setDevice(kDevice);
+  current_stream = 8 * (rank + 1);  // of a GPU of its own
   std::shared_ptr<NcclCommunicator> comm, half;
   std::thread other;
   try {
@@ -96,6 +101,10 @@ void run_round(const Library& library, Random& random) {
 int run_all(uint64_t seed, int seconds) {
   Random random(seed);
   const Library library = open_nccl_library(FAKE_NCCL);
+  void* const fake = dlopen(FAKE_NCCL, RTLD_NOW | RTLD_NOLOAD);
+  followed = {
+      reinterpret_cast<decltype(Followed::given)>(dlsym(fake, "fake_nccl_given")),
+      reinterpret_cast<decltype(Followed::have_ended)>(dlsym(fake, "fake_nccl_have_ended"))};
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
   int rounds = 0;
   for (; std::chrono::steady_clock::now() < end; ++rounds) run_round(library, random);

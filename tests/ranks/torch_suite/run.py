@@ -25,7 +25,7 @@ from pathlib import Path
 import bagua.torch_api.data_parallel
 import torch
 import torch.distributed as dist
-from ranks.torch_suite.expectations import TESTS
+from ranks.torch_suite.expectations import OVER_GLOO, TESTS
 from ranks.torch_suite.without_cuda import RANKS, cuda_calls_are_nothing, put_in_place, suite
 from torch.testing._internal import common_utils
 
@@ -81,6 +81,8 @@ def run_rank(name, rank, folder, ddp):
 
 
 def _run_test(name, rank, folder):
+    if name in OVER_GLOO:
+        os.environ["BAGUA_COMM"] = "gloo"
     test = Tests(name)
     test.rank, test.file_name = rank, str(folder / "group")
     dist.init_process_group(

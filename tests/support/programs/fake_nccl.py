@@ -15,7 +15,10 @@ from support.programs.cpp_programs import build
 
 CPU = torch.device("cpu")
 
+STREAMS_PER_GPU = 8  # kStreamsPerDevice of tests/cpp/fake_nccl
+
 _groups = itertools.count()
+_gpus = itertools.count(1)
 
 
 def nccl_wheel():
@@ -41,6 +44,13 @@ def build_fake(folder, name, includes, libraries=()):
     )
 
 
+def build_fake_nccl():
+    """The path of the library, or None without nccl.h."""
+    if not _C.has_nccl:
+        return None
+    return build_fake("fake_nccl", "fake_nccl", [nccl_wheel() / "include"])
+
+
 class FakeCuda:
     """A device "cuda:1" over host memory, with switches for its events (fake_cuda_*)."""
 
@@ -57,6 +67,8 @@ class FakeCuda:
         self._functions.fake_cuda_tensor.restype = ctypes.py_object
         self._functions.fake_cuda_tensor.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         self._functions.fake_cuda_set_stream.argtypes = [ctypes.c_int64]
+        self._functions.fake_cuda_stream.restype = ctypes.c_int64
+        self._functions.fake_cuda_follow.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 
     def __getattr__(self, name):
         return getattr(self._functions, f"fake_cuda_{name}")
@@ -65,19 +77,34 @@ class FakeCuda:
         """A tensor on "cuda:1" with the memory of a float32 one, which must outlive it."""
         return self.tensor(host.data_ptr(), host.numel())
 
+    def begin_rank(self, device):
+        """``device`` becomes the calling thread's, with a stream on a GPU of its own."""
+        self.set_device(device.index)
+        self.set_stream(next(_gpus) * STREAMS_PER_GPU)
+
 
 class FakeNccl:
     """The loaded library, with its switches for faults (fake_nccl_*) as attributes."""
 
     def __init__(self):
-        path = build_fake("fake_nccl", "fake_nccl", [nccl_wheel() / "include"])
+        path = build_fake_nccl()
         self.library = _C.NcclLibrary.open(path)
         self._functions = ctypes.CDLL(path)
         self._functions.fake_nccl_misuse.restype = ctypes.c_char_p
         self._functions.fake_nccl_last_stream.restype = ctypes.c_void_p
+        self._functions.fake_nccl_given.argtypes = [ctypes.c_void_p]
+        self._functions.fake_nccl_given.restype = ctypes.c_uint64
+        self._functions.fake_nccl_have_ended.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
 
     def __getattr__(self, name):
         return getattr(self._functions, f"fake_nccl_{name}")
+
+    def lead(self, cuda):
+        """Events of the fake CUDA come true when kernels of this library have ended."""
+        cuda.follow(self._address("given"), self._address("have_ended"))
+
+    def _address(self, name):
+        return ctypes.cast(self.__getattr__(name), ctypes.c_void_p)
 
     def begin_thread(self):
         """Called first in the thread of each rank."""

@@ -27,11 +27,20 @@ INVALID_USAGE = 5
 devices_used = {CUDA.index}
 cuda = FakeCuda()
 nccl = FakeNccl()
-nccl.begin_thread = lambda: cuda.set_device(CUDA.index)
+nccl.lead(cuda)
+nccl.begin_thread = lambda: cuda.begin_rank(CUDA)
 
 
 def all_reduce(comm, host):
     comm.all_reduce(cuda.on_device(host), _C.ReduceOp.SUM)
+
+
+def until_done():
+    """Waits for all work of the calling thread's stream."""
+    start = time.monotonic()
+    while not nccl.have_ended(cuda.stream(), nccl.given(cuda.stream())):
+        assert time.monotonic() - start < 20
+        time.sleep(0.001)
 
 
 def failure_of(comm):
@@ -45,11 +54,11 @@ def failure_of(comm):
 
 def calls_run_on_the_current_stream_and_their_events_are_freed():
     def run(comm):
-        cuda.set_stream(comm.rank + 7)
+        cuda.set_stream(8 * comm.rank + 7)
         hosts = [torch.ones(3) for _ in range(50)]
         for host in hosts:
             all_reduce(comm, host)
-        assert nccl.last_stream() in (7, 8)
+        assert nccl.last_stream() in (7, 15)
         while cuda.events():
             time.sleep(0.005)
         assert comm.failure() is None
@@ -134,6 +143,7 @@ def a_forked_child_leaves_the_communicator_to_its_parent():
                 os._exit(nccl.calls_of("ncclCommFinalize") - calls)
             assert os.waitpid(child, 0)[1] == 0
         all_reduce(comm, host)
+        until_done()
         return host[0].item()
 
     assert nccl.run(2, run, 20, CUDA) == [4.0, 4.0]
@@ -168,6 +178,7 @@ def a_transport_connects_cuda_tensors_through_nccl():
         comm = connections.connect("lane0/all", CUDA)
         host = torch.full((4,), connections.rank + 1.0)
         all_reduce(comm, host)
+        until_done()
         return host.tolist(), comm.traffic()["bytes_sent"]
 
     assert on_ranks(run) == [([3.0] * 4, 16)] * 2

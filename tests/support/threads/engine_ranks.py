@@ -56,7 +56,7 @@ def slots_of(name, sizes):
     ]
 
 
-def plan(name, flat, slots=2, ops=None, mean=True):
+def plan(name, flat, slots=2, ops=None, mean=True, part=0):
     """A bucket to be: a function that makes it on a lane's communicator.
 
     slots: how many equal slots. ops: given the communicator, the list of ops; None: an all-reduce.
@@ -65,7 +65,8 @@ def plan(name, flat, slots=2, ops=None, mean=True):
     def make(comm):
         op = _C.ReduceOp.AVG if mean else _C.ReduceOp.SUM
         made = [_C.AllReduce(comm, op)] if ops is None else ops(comm)
-        return _C.Bucket(name, flat, slots_of(name, [flat.numel() // slots] * slots), made)
+        own = slots_of(name, [flat.numel() // slots] * slots)
+        return _C.Bucket(name, flat, own, made, part=part)
 
     return make
 

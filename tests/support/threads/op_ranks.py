@@ -21,6 +21,21 @@ OPS = {"sum": _C.ReduceOp.SUM, "mean": _C.ReduceOp.AVG}
 per_ranks = pytest.mark.parametrize("n", RANKS, ids=lambda n: f"{n}-ranks")
 per_codec = pytest.mark.parametrize("codec", CODECS)
 per_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+
+def per_ranks_and_dtype(ranks, dtypes=DTYPES):
+    """Every number of ranks with float32, and every other dtype on 3 ranks.
+
+    An op cuts its parts by rank and converts their elements by dtype: one does not see the other.
+    """
+    cases = [(n, "f32") for n in ranks] + [(3, name) for name in dtypes if name != "f32"]
+    return pytest.mark.parametrize(
+        ("n", "dtype"),
+        [(n, dtypes[name]) for n, name in cases],
+        ids=[f"{n}-ranks-{name}" for n, name in cases],
+    )
+
+
 per_op = pytest.mark.parametrize("op", OPS)
 
 

@@ -6,23 +6,15 @@ import traceback
 from bagua import _C
 
 
-def run_thread_ranks(n, function, *args, timeout=20.0):
-    """Call `function(communicator, *args)` on n thread ranks; returns the n results by rank.
-
-    timeout: seconds that one call of a communicator waits for the others. Raises AssertionError
-    with the traceback of every rank that raised.
-    """
-    hub = _C.ThreadHub(n, timeout)
-    results = [None] * n
+def run_threads(n, function):
+    """Runs `function(rank)` on n threads; AssertionError with the tracebacks of those that fail."""
     failures = {}
 
     def run(rank):
-        communicator = _C.ThreadCommunicator(hub, rank)
         try:
-            results[rank] = function(communicator, *args)
-        except BaseException as error:  # noqa: BLE001 - reported below
+            function(rank)
+        except BaseException:  # noqa: BLE001 - reported below
             failures[rank] = traceback.format_exc()
-            communicator.abort(f"{type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(n)]
     for thread in threads:
@@ -31,4 +23,24 @@ def run_thread_ranks(n, function, *args, timeout=20.0):
         thread.join()
     if failures:
         raise AssertionError("\n".join(f"--- rank {r}\n{failures[r]}" for r in sorted(failures)))
+
+
+def run_thread_ranks(n, function, *args, timeout=20.0):
+    """Call `function(communicator, *args)` on n thread ranks; returns the n results by rank.
+
+    timeout: seconds that one call of a communicator waits for the others. Raises AssertionError
+    with the traceback of every rank that raised.
+    """
+    hub = _C.ThreadHub(n, timeout)
+    results = [None] * n
+
+    def run(rank):
+        communicator = _C.ThreadCommunicator(hub, rank)
+        try:
+            results[rank] = function(communicator, *args)
+        except BaseException as error:
+            communicator.abort(f"{type(error).__name__}: {error}")
+            raise
+
+    run_threads(n, run)
     return results

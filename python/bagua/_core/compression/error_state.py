@@ -42,13 +42,15 @@ def load_memory(
     errors: Iterable[tuple[str, torch.Tensor]],
     rank: int,
     ranks: Sequence[int],
+    others: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> None:
     """Copy a saved state into an algorithm's tensors.
 
     ``equal``: (key, tensor) of values that are equal on all ranks. ``errors``: (name of parameter,
-    residual). A state of the same ranks gives every rank its own residuals. From the merged dicts
-    of other ranks every rank gets the mean, since training depends on the mean only (Vogels et al.,
-    NeurIPS 2019: the aggregation is linear).
+    residual). ``others``: (tensor, its value in the state), which may raise when they are asked
+    for, after the checks of the rest. A state of the same ranks gives every rank its own residuals.
+    From the merged dicts of other ranks every rank gets the mean, since training depends on the
+    mean only (Vogels et al., NeurIPS 2019: the aggregation is linear).
 
     Raises:
         ValueError: something is missing, no tensor or of another shape; nothing has been copied
@@ -72,6 +74,7 @@ def load_memory(
         theirs = [saved_tensor(state, error_key(source, name), view, remedy) for source in sources]
         wide = torch.stack([residual.to(view) for residual in theirs])
         found.append((view, theirs[0] if len(theirs) == 1 else wide.sum(0) / len(theirs)))
+    found.extend(others)
     with torch.no_grad():
         for view, value in found:
             view.copy_(value)

@@ -42,7 +42,7 @@ def sparse_mean(
     if random_sparse:
         pays = (k + 1) * values.itemsize < dense
     else:
-        message = _C.sparse_message_bytes(numel, k, values, flat.device)
+        message = _C.sparse_message_bytes(numel, k, values)
         pays = ranks * message < 2 * dense
     if ranks == 1 or not pays:
         return _C.ErrorFeedbackAllReduce(members, scratch, numel, memory)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from bagua import _C
 from bagua._core.eager.checks import (
     check_divisible,
     check_numel,
@@ -68,8 +69,12 @@ def alltoall_v(
     """Send rank j ``send_counts[j]`` elements from ``send_displs[j]`` on, for every j.
 
     What rank i sends goes to ``recv_displs[i]``; its number of elements must be
-    ``recv_counts[i]``. Lists may be longer than n: the first n entries count. Elements of
-    ``recv_tensor`` outside of all parts stay as they are.
+    ``recv_counts[i]``, which the ranks compare first. Lists may be longer than n: the first n
+    entries count. Elements of ``recv_tensor`` outside of all parts stay as they are.
+
+    Raises:
+        BaguaMismatchError: on every rank, if a part is not as long as its receiver expects; names
+            the ranks and the counts. Nothing was exchanged then.
     """
     member = member_of(comm)
     if member is None:
@@ -99,7 +104,11 @@ def alltoall_v_inplace(
     displs: Sequence[int],
     comm: Communicator | CommMember | None = None,
 ) -> None:
-    """:func:`alltoall_v` from a copy of ``tensor`` into it, with the same parts both ways."""
+    """:func:`alltoall_v` from a copy of ``tensor`` into it, with the same parts both ways.
+
+    Raises:
+        BaguaMismatchError: as :func:`alltoall_v`.
+    """
     member = member_of(comm)
     if member is None:
         return
@@ -116,7 +125,51 @@ Parts = tuple[torch.Tensor, Sequence[int], Sequence[int]]
 
 def _exchange_parts(name: str, send: Parts, recv: Parts, member: Communicator) -> None:
     sends, recvs = _bytes_of_parts(send, member.nranks()), _bytes_of_parts(recv, member.nranks())
-    member.run(name, send[0].device, lambda connected: connected.exchange(sends, recvs))
+    differences: list[str] = []
+
+    def move(connected: _C.Communicator) -> None:
+        differences.extend(_differences(send, recv, connected))
+        if not differences:
+            connected.exchange(sends, recvs)
+
+    member.run(name, send[0].device, move)
+    if differences:
+        raise _C.BaguaMismatchError(
+            f"{name}: the ranks' counts differ, and nothing was exchanged: "
+            f"{'; '.join(differences)}. What rank i sends to rank j must be what rank j expects "
+            "from rank i."
+        )
+
+
+def _differences(send: Parts, recv: Parts, connected: _C.Communicator) -> list[str]:
+    """Parts, at most one per receiver, that are not as long as their receiver expects.
+
+    The ranks exchange their counts, or gloo would end the process: every rank tells every other
+    how much it sends, and then all what has not fitted. All ranks get the same result.
+    """
+    size = connected.size
+    if size == 1:
+        return []
+    device = send[0].device
+    width, expected_width = send[0].element_size(), recv[0].element_size()
+    told = torch.tensor([[count, width] for count in send[1][:size]], device=device).flatten()
+    arriving = torch.empty_like(told)
+    connected.all_to_all(told, arriving)
+    mine = [-1, 0, 0, 0, 0]  # source, elements and bytes of each, sent and expected
+    for source, (count, of_bytes) in enumerate(arriving.view(size, 2).tolist()):
+        if count * of_bytes != recv[1][source] * expected_width:
+            mine = [source, count, of_bytes, recv[1][source], expected_width]
+            break
+    everyone = torch.empty(len(mine) * size, dtype=torch.int64, device=device)
+    connected.all_gather(torch.tensor(mine, device=device), everyone)
+    return [
+        f"rank {source} sends {sent} elements of {of_bytes} bytes to rank {receiver}, which "
+        f"expects {expected} of {of_expected} bytes"
+        for receiver, (source, sent, of_bytes, expected, of_expected) in enumerate(
+            everyone.view(size, len(mine)).tolist()
+        )
+        if source >= 0
+    ]
 
 
 def _bytes_of_parts(parts: Parts, size: int) -> list[tuple[torch.Tensor, int]]:

@@ -35,7 +35,7 @@ __all__ = [
 #: Names of what a communicator has moved.
 MOVED = ("bytes_sent", "bytes_received", "messages_sent", "messages_received")
 #: Names of all counters of a communicator.
-TRAFFIC = (*MOVED, "wire_ns")
+TRAFFIC = (*MOVED, "shm_bytes", "wire_ns")
 
 _log = logging.getLogger("bagua")
 
@@ -62,15 +62,17 @@ def cuda_transport() -> str:
     "nccl" (communicators of our own), "c10d" (torch's NCCL backend), or "gloo" (through host
     memory: its ranks may share a GPU, NCCL's may not).
     """
-    return env.get_comm() or ("nccl" if _C.has_nccl else "c10d")
+    comm = env.get_comm()
+    return comm if comm in ("nccl", "c10d", "gloo") else "nccl" if _C.has_nccl else "c10d"
 
 
 class Connections:
     """Connections between the members of a group.
 
-    Every communicator is a c10d backend of its own, or on CUDA an NCCL communicator of its own,
-    constructed directly over a prefix of the store: ``dist.new_group`` would have to be called by
-    non-members too, in the same order on all ranks.
+    Every communicator has memory of its own that the ranks of one host share, or is a c10d backend
+    of its own, or on CUDA an NCCL communicator of its own, constructed directly over a prefix of
+    the store: ``dist.new_group`` would have to be called by non-members too, in the same order on
+    all ranks.
     """
 
     def __init__(self, store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta) -> None:
@@ -81,6 +83,7 @@ class Connections:
         self._main: dict[str, _C.CountingCommunicator] = {}
         self._devices: list[torch.device] = []
         self._nodes: list[int] | None = None
+        self._told_why_unshared = False
         self._phases = 0
         self._in_phase = False
         self._wraps = 0
@@ -132,6 +135,11 @@ class Connections:
                 self.main_communicator("cpu").all_reduce(values, op)
         return [int(value) for value in values]
 
+    def gather_numbers(self, what: str, own: int) -> list[int]:
+        """``own`` of each member."""
+        alone = (own if rank == self.rank else 0 for rank in range(self.size))
+        return self.reduce_numbers(what, _C.ReduceOp.SUM, *alone)
+
     def main_communicator(self, device: torch.device | str) -> _C.CountingCommunicator:
         """The communicator that belongs to the main thread, for tensors of ``device``."""
         label = self.label(device)
@@ -149,6 +157,10 @@ class Connections:
         number = alike.index(device)
         return f"{device.type}.{number}" if number else device.type
 
+    def close(self) -> None:
+        """Drop the main thread's communicators: other connections replace these."""
+        self._main.clear()
+
     def main_traffic(self) -> dict[str, int]:
         """Sums over the communicators of the main thread."""
         return total_traffic(self._main.values())
@@ -159,14 +171,22 @@ class Connections:
         return f"rank {self.rank} of {self.size}{nodes}"
 
     def connect(
-        self, name: str, device: torch.device | str, members: list[int] | None = None
+        self,
+        name: str,
+        device: torch.device | str,
+        members: list[int] | None = None,
+        *,
+        sums_of_torch: bool = False,
     ) -> _C.CountingCommunicator:
         """A new communicator over ``members`` (ranks in this group; default: all).
 
-        ``device``: of the tensors; only NCCL asks for more than its type.
+        ``device``: of the tensors; only NCCL asks for more than its type. ``sums_of_torch``:
+        reductions of CPU tensors have the bits of torch's, which gloo makes, unless BAGUA_COMM
+        names shared memory.
 
         Raises:
-            BaguaError: a member does not come, or two use one GPU through NCCL.
+            BaguaError: a member does not come, two use one GPU through NCCL, or BAGUA_COMM=shm and
+                they cannot share memory.
         """
         device = torch.device(device)
         if self.rank < 0:
@@ -183,6 +203,8 @@ class Connections:
         elif through == "gloo":
             gloo = _C.C10dCommunicator(self.backend(name, "cpu", members))
             connected = _C.HostCommunicator(gloo)
+        elif device.type == "cpu":
+            connected = self._on_cpu(name, members, sums_of_torch)
         else:
             connected = _C.C10dCommunicator(self.backend(name, device.type, members))
         _log.debug(
@@ -210,6 +232,34 @@ class Connections:
         if self.rank not in leaders or len(leaders) == 1:
             return node, None
         return node, self.connect(f"{name}/leaders", device, leaders)
+
+    def connect_shares(
+        self, name: str, device: torch.device | str
+    ) -> tuple[_C.CountingCommunicator, list[_C.CountingCommunicator | None]]:
+        """New communicators over this member's node and, for each share of a bucket, over the
+        members that have it: in a node of n members share s is of member s mod n. There is one
+        share for each member of the largest node, and none where there is one node. None for shares
+        that this member has not. Called by all members."""
+        nodes = self.node_of_ranks()
+        mine = _C.node_members(nodes, self.rank)
+        members = [_C.node_members(nodes, leader) for leader in _C.leaders(nodes)]
+        most = max(map(len, members)) if len(members) > 1 else 0
+        shares = [[node[share % len(node)] for node in members] for share in range(most)]
+        device = torch.device(device)
+        if device.type == "cuda" and cuda_transport() == "nccl" and self.size > 1:
+            everyone = self._nccl(f"{name}/shares", device, list(range(self.size)))
+            split = [everyone.split(ranks) for ranks in (mine, *shares)]
+            node, *between = [
+                None if one is None else _C.CountingCommunicator(one) for one in split
+            ]
+            assert node is not None  # this member is of its node
+            return node, between
+        # In ascending order, or members with several shares would wait for each other.
+        name = f"{name}/shares"
+        return self.connect(f"{name}/node{mine[0]}", device, mine), [
+            self.connect(f"{name}/{share}", device, ranks) if self.rank in ranks else None
+            for share, ranks in enumerate(shares)
+        ]
 
     def _split(
         self, everyone: _C.NcclCommunicator, mine: list[int], leaders: list[int]
@@ -243,6 +293,52 @@ class Connections:
                 '"cuda", on every rank; where ranks are to share a GPU, set BAGUA_COMM=gloo'
             ) from error
 
+    def _on_cpu(self, name: str, members: list[int], sums_of_torch: bool) -> _C.Communicator:
+        """Memory that the members share where all of them want it and can, or gloo."""
+        comm = env.get_comm()
+        refusal = ""
+        if comm == "gloo":
+            refusal = "BAGUA_COMM is gloo"
+        elif sums_of_torch and comm not in ("shm", "auto"):
+            refusal = "sums as torch's"
+        shared, reason, on_one_node = self._share_memory(name, members, refusal)
+        if shared is not None:
+            return shared
+        if comm == "shm":
+            raise _C.BaguaError(
+                f"BAGUA_COMM=shm: ranks {members} of the group cannot share memory: {reason}. "
+                "Unset BAGUA_COMM, and gloo connects ranks that share none."
+            )
+        told = bool(refusal) or not on_one_node or self._told_why_unshared
+        if not told and self.rank == members[0]:
+            self._told_why_unshared = True
+            _log.info("ranks %s use gloo instead of shared memory: %s", members, reason)
+        return _C.C10dCommunicator(self.backend(name, "cpu", members))
+
+    def _share_memory(
+        self, name: str, members: list[int], refusal: str
+    ) -> tuple[_C.SharedMemoryCommunicator | None, str, bool]:
+        """A communicator, or why there is none, and whether the launcher has all on one node.
+
+        The same on all members. ``refusal``: why this member does not want one.
+        """
+        rank, size = members.index(self.rank), len(members)
+        timeout = self.timeout.total_seconds()
+        store = self._store_of(f"{name}/shm", members)
+        try:
+            return _C.share_memory(store, rank, size, env.get_node_rank(), timeout, refusal)
+        except _C.BaguaError as error:
+            raise self._not_connected(rank, size, error) from error
+
+    def _not_connected(self, rank: int, size: int, error: RuntimeError) -> _C.BaguaError:
+        late = _C.is_timeout_of_transport(str(error)) or isinstance(error, _C.BaguaTimeoutError)
+        return (_C.BaguaTimeoutError if late else _C.BaguaError)(
+            f"rank {rank} of {size} could not connect to the others within "
+            f"{self.timeout.total_seconds():g} s: {error}. Check that every rank reached this "
+            "call, and that GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME name the interface that "
+            "the ranks share."
+        )
+
     def _store_of(self, name: str, members: list[int]) -> c10d.Store:
         return c10d.PrefixStore(f"{name}/{'-'.join(map(str, members))}", self.store)
 
@@ -258,13 +354,7 @@ class Connections:
                 options._timeout = self.timeout
                 return dist.ProcessGroupNCCL(store, rank, size, options)
         except RuntimeError as error:
-            late = _C.is_timeout_of_transport(str(error))
-            raise (_C.BaguaTimeoutError if late else _C.BaguaError)(
-                f"rank {rank} of {size} could not connect to the others within "
-                f"{self.timeout.total_seconds():g} s: {error}. Check that every rank reached this "
-                "call, and that GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME name the interface that "
-                "the ranks share."
-            ) from error
+            raise self._not_connected(rank, size, error) from error
         creator = dist.Backend._plugins.get(dist.get_backend().upper())
         if creator is None:
             raise NotImplementedError(

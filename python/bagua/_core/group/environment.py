@@ -145,18 +145,22 @@ def _seconds(name: str, default: str, zero: str) -> float:
 
 
 def get_comm() -> str | None:
-    """Transport of CUDA tensors (``BAGUA_COMM``): "nccl", "c10d", "gloo", or None if unset.
+    """Transport (``BAGUA_COMM``): "nccl", "c10d", "gloo", "shm", "auto", or None.
 
-    nccl: communicators of bagua's own on NCCL, the default where the build has them. c10d: NCCL
-    through torch.distributed's backend, the default elsewhere. gloo: through host memory, for ranks
-    that share a GPU and for finding out whether NCCL is at fault.
+    nccl: CUDA tensors over communicators of bagua's own on NCCL, the default where the build has
+    them. c10d: CUDA tensors over NCCL through torch.distributed's backend, the default elsewhere.
+    gloo: all tensors over gloo, those of CUDA through host memory, for ranks that share a GPU and
+    for finding out whether another transport is at fault. shm: CPU tensors through memory that the
+    ranks of a host share, or an error. auto: through such memory where all of a group can, else
+    over gloo, as is the default but for exact sums of ``bagua.comm_hooks``, which are torch's on
+    gloo; CUDA tensors as by default.
 
     Raises:
         ValueError: the variable is none of these.
     """
     comm = os.environ.get("BAGUA_COMM") or None
-    if comm not in (None, "nccl", "c10d", "gloo"):
-        raise ValueError(f"BAGUA_COMM={comm!r} must be nccl, c10d or gloo")
+    if comm not in (None, "nccl", "c10d", "gloo", "shm", "auto"):
+        raise ValueError(f"BAGUA_COMM={comm!r} must be nccl, c10d, gloo, shm or auto")
     return comm
 
 

@@ -15,6 +15,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from bagua._core.group.elastic.arrival import (
+    BACKEND,
+    announce,
+    job_at_work,
+    register_backend,
+)
 from bagua._core.group.incarnation import (
     agree_on_incarnation,
     count_visits,
@@ -32,6 +38,7 @@ from bagua._core.group.rendezvous import make_torch_group, rendezvous
 __all__ = [
     "as_bagua_group",
     "destroy_process_group",
+    "from_ranks",
     "from_torch_group",
     "get_backend",
     "group_of_mesh",
@@ -40,6 +47,7 @@ __all__ = [
     "new_group",
 ]
 
+_DEFAULT = "0"  # name of the default group
 _made_torch_group = False
 _group_counter = 0
 _incarnation = ""  # which start of the job, and of bagua in it, this is
@@ -70,6 +78,7 @@ def init_process_group(
     *,
     backend: str | None = None,
     timeout: timedelta | None = None,
+    elastic: bool = False,
 ) -> None:
     """Join the processes of this job.
 
@@ -84,12 +93,17 @@ def init_process_group(
         backend: of torch.distributed; default gloo, and NCCL for CUDA tensors where there is a
             GPU.
         timeout: after which a rank that does not answer is given up (default 30 minutes).
+        elastic: algorithms with ``elastic=True`` can take in ranks that come back. A process that
+            is started while the others train belongs to the job from its ``with_bagua`` on.
+            torch's default group then has a rank and a size, and no collectives.
 
     Raises:
-        RuntimeError: called twice, or torch.distributed was initialised and an argument differs, or
-            was initialised by addresses that may be of processes before a restart.
+        RuntimeError: called twice, or torch.distributed was initialised and an argument differs
+            (``elastic`` needs one that is not), or was initialised by addresses that may be of
+            processes before a restart.
         BaguaTimeoutError: ranks do not come; rank 0 names them.
         BaguaError: a rank or the job's store was lost in the process.
+        TypeError: ``store`` is none; a backend is given by its name.
         ValueError: a rank or size is missing or out of range.
     """
     global _made_torch_group
@@ -97,6 +111,13 @@ def init_process_group(
         raise RuntimeError(
             "bagua.init_process_group was called already; call bagua.destroy_process_group() first"
         )
+    if elastic and (dist.is_initialized() or backend is not None):
+        raise RuntimeError(
+            "init_process_group(elastic=True) makes torch.distributed's default group itself, "
+            "without a backend that would need all ranks: drop backend=, and torch's own "
+            "init_process_group()"
+        )
+    comes_back, keys = False, None
     if dist.is_initialized():
         if store is not None or backend is not None:
             raise RuntimeError(
@@ -108,23 +129,32 @@ def init_process_group(
     else:
         rank, world_size, store = rendezvous(store, rank, world_size, local_world_size, timeout)
         patience = timeout or c10d.default_pg_timeout
-        _begin(agree_on_incarnation(store, rank, world_size, patience))
+        at_work = job_at_work(store, _DEFAULT) if elastic else None
+        comes_back = at_work is not None
+        _begin(at_work or agree_on_incarnation(store, rank, world_size, patience))
+        if elastic:
+            announce(store, _incarnation)
+            register_backend()
+            backend = BACKEND
+            keys = store
         fresh_keys = c10d.PrefixStore(f"bagua/{_incarnation}/torch", store)
         make_torch_group(backend or _default_backend(), fresh_keys, rank, world_size, timeout)
         _made_torch_group = True
-    _make_default_group(timeout)
+    _make_default_group(timeout, comes_back, keys or c10d._get_default_store())
 
 
-def _make_default_group(timeout: timedelta | None) -> None:
+def _make_default_group(timeout: timedelta | None, comes_back: bool, keys: c10d.Store) -> None:
     if timeout is None:
         timeout = _timeout_of(c10d._get_default_group())
-    everyone = range(dist.get_world_size())
-    set_default_group(BaguaProcessGroup(everyone, "0", _store_of("0"), timeout))
+    members = [dist.get_rank()] if comes_back else range(dist.get_world_size())
+    group = BaguaProcessGroup(members, _DEFAULT, _store_of(_DEFAULT, keys), timeout)
+    group.waits_to_join = comes_back
+    set_default_group(group)
 
 
-def _store_of(group_name: str) -> c10d.Store:
-    """The keys of one group."""
-    return c10d.PrefixStore(f"bagua/{_incarnation}/{group_name}", c10d._get_default_store())
+def _store_of(group_name: str, keys: c10d.Store | None = None) -> c10d.Store:
+    """The keys of one group, in torch's store or in ``keys``."""
+    return c10d.PrefixStore(f"bagua/{_incarnation}/{group_name}", keys or c10d._get_default_store())
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -164,11 +194,17 @@ def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaPr
 
 def from_torch_group(group: dist.ProcessGroup, stream: Any = None) -> BaguaProcessGroup:
     """The bagua group with the members of a torch group. Only the members call it."""
-    ranks = dist.get_process_group_ranks(group)
+    return from_ranks(dist.get_process_group_ranks(group), group, stream)
+
+
+def from_ranks(
+    ranks: Sequence[int], like: dist.ProcessGroup, stream: Any = None
+) -> BaguaProcessGroup:
+    """A bagua group of ``ranks`` with the time-out of ``like``. Only the members call it."""
     members = "-".join(map(str, ranks))
     _torch_group_counters[members] += 1  # equal on all members
     name = f"torch/{members}/{_torch_group_counters[members]}"
-    return BaguaProcessGroup(ranks, name, _store_of(name), _timeout_of(group), stream)
+    return BaguaProcessGroup(ranks, name, _store_of(name), _timeout_of(like), stream)
 
 
 def group_of_mesh(group: Any) -> Any:

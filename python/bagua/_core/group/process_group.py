@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from bagua import _C
 from bagua._core.group.communicator import CommMember, Communicator
 from bagua._core.group.connections import Connections
+from bagua._core.group.elastic.membership import Membership
 
 __all__ = [
     "BaguaProcessGroup",
@@ -92,6 +93,12 @@ class BaguaProcessGroup:
         group_name: name of the group in the store.
         stream: the CUDA stream asked for, or None.
         timeout: after which a member that does not answer is given up.
+        store: of the group.
+        waits_to_join: whether this process has come back to a job at work, and belongs to it from
+            the wrap with an elastic algorithm on.
+        membership: of this process in the group's generations, if an algorithm is elastic.
+        admission: while ranks join: connections of the rank that gives its state, 0, and of those
+            that join. None on the others.
     """
 
     def __init__(
@@ -102,14 +109,35 @@ class BaguaProcessGroup:
         timeout: timedelta,
         stream: Any = None,
     ) -> None:
-        self.ranks = sorted(ranks)
         self.group_name = group_name
         self.stream = stream
         self.timeout = timeout
-        rank = self.ranks.index(dist.get_rank()) if dist.get_rank() in self.ranks else -1
-        self.connections = Connections(store, rank, self.ranks, timeout)
+        self.store = store
+        self.waits_to_join = False
+        self.admission: Connections | None = None
+        self.membership: Membership | None = None
         self._communicators: dict[str, Communicator | CommMember] = {}
+        self._connect(ranks, store)
         _groups[group_name] = self
+
+    def _connect(self, ranks: Sequence[int], store: c10d.Store) -> None:
+        self.ranks = sorted(ranks)
+        rank = self.ranks.index(dist.get_rank()) if dist.get_rank() in self.ranks else -1
+        self.connections = Connections(store, rank, self.ranks, self.timeout)
+
+    def replace_members(self, ranks: Sequence[int], store: c10d.Store) -> None:
+        """From now on the group is these global ranks, with new connections over ``store``.
+
+        All of them call it. Communicators of eager collectives are closed: get new ones.
+        """
+        for communicator in self._communicators.values():
+            if isinstance(communicator, Communicator):
+                communicator.close()
+        self._communicators.clear()
+        self.connections.close()
+        self.admission = None
+        self.waits_to_join = False
+        self._connect(ranks, store)
 
     @property
     def rank(self) -> int:
@@ -119,6 +147,22 @@ class BaguaProcessGroup:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def connect_some(self, name: str, ranks: Sequence[int]) -> Connections | None:
+        """New connections of those global ``ranks``, numbered in that order; None on others."""
+        own = dist.get_rank()
+        if own not in ranks:
+            return None
+        store = c10d.PrefixStore(name, self.connections.store)
+        return Connections(store, ranks.index(own), list(ranks), self.timeout)
+
+    def refuse_before_joining(self) -> None:
+        """Raise BaguaError in a process that has come back to a job, and does not belong to it."""
+        if self.waits_to_join:
+            raise _C.BaguaError(
+                "this process has come back to an elastic job, which it joins in with_bagua, with "
+                "an algorithm that has elastic=True: before that it would communicate with nobody"
+            )
 
     def get_global_communicator(self) -> Communicator | CommMember:
         """All members. Ranks outside of the group get ``CommMember.NON_COMM_MEMBER``."""
@@ -143,6 +187,7 @@ class BaguaProcessGroup:
     def _communicator(
         self, name: str, members_of: Callable[[], list[int]]
     ) -> Communicator | CommMember:
+        self.refuse_before_joining()
         if name not in self._communicators:
             members = [] if self.rank < 0 else members_of()
             if self.rank in members:

@@ -29,10 +29,17 @@ def rendezvous(
     """Place of this process in the job; see ``init_process_group`` for the arguments.
 
     Raises:
+        TypeError: ``store`` is none.
         ValueError: a rank, a size or an environment variable is missing or out of range.
         BaguaError: the store does not answer, or ranks do not come to it.
     """
     if store is not None:
+        if not isinstance(store, c10d.Store):
+            raise TypeError(
+                f"init_process_group(store={store!r}): the first argument is a store of "
+                "torch.distributed, not the backend; write init_process_group(backend=...), or "
+                "init_process_group() for gloo, and NCCL for CUDA tensors"
+            )
         if not (0 <= rank < world_size) or local_world_size <= 0:
             raise ValueError(
                 "init_process_group(store=...) needs 0 <= rank < world_size and "

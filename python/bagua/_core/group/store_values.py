@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
 
-__all__ = ["stored_lines", "stored_number"]
+__all__ = ["stored_lines", "stored_number", "stored_value"]
+
+Value = TypeVar("Value")
 
 # Limit of a description, which has a line per parameter.
 _MOST_BYTES = 256 * 1024**2
@@ -41,6 +44,21 @@ def stored_lines(store: c10d.Store, key: str) -> list[str]:
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         _refuse(key, value, "no list of lines")
     return lines
+
+
+def stored_value(store: c10d.Store, key: str, read: Callable[[Any], Value]) -> Value:
+    """Have ``read`` convert the JSON that is under ``key``.
+
+    Raises:
+        BaguaError: there is something else, which ``read`` fails at.
+    """
+    value = bytes(store.get(key))
+    try:
+        if len(value) <= _MOST_BYTES:
+            return read(json.loads(value))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        pass
+    _refuse(key, value, "not of the form that it should be")
 
 
 def _refuse(key: str, value: bytes, what: str) -> NoReturn:

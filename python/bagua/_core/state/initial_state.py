@@ -44,8 +44,12 @@ def broadcast_tensors(
             if communicator.rank == source:
                 continue
             parts = torch.split(flat, [tensor.numel() for tensor in group])
-            for tensor, part in zip(group, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
+            of_tensors = [p.view(t.shape) for t, p in zip(group, parts, strict=True)]
+            if flat.is_complex():  # a list cannot be copied into conjugated views
+                for tensor, part in zip(group, of_tensors, strict=True):
+                    tensor.copy_(part)
+            else:
+                torch._foreach_copy_(group, of_tensors)
 
 
 def broadcast_state(

@@ -12,7 +12,12 @@ import torch
 from bagua import _C, __version__
 from bagua._core.group import environment as env
 from bagua._core.group.connections import Connections
-from bagua._core.state.initial_state import broadcast_state, broadcast_tensors
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.initial_state import (
+    InitialState,
+    broadcast_state,
+    broadcast_tensors,
+)
 from bagua._core.state.snapshot import ModuleSnapshot
 from bagua._core.state.statistics import MainThreadTraffic
 from bagua._core.state.weights_check import WeightsCheck, sample
@@ -56,30 +61,47 @@ class SharedState:
         self,
         snapshot: ModuleSnapshot,
         optimizers: Sequence[torch.optim.Optimizer],
-        connections: Connections,
+        group: BaguaProcessGroup,
         module_name: str,
         *,
         with_buffers: bool,
         ranks_agree: bool | None,
+        initial_state: InitialState,
     ) -> None:
         self._snapshot = snapshot
         self._optimizers = optimizers
-        self._connections = connections
+        self._group = group
         self._with_buffers = with_buffers
+        self._initial_state = initial_state
+        self._description: list[str] = []
         every = 0 if ranks_agree is False else env.get_check_weights_every()
-        self._check = WeightsCheck(every or 0, module_name, connections)
-        self.traffic = MainThreadTraffic(connections)
+        self._check = WeightsCheck(every or 0, module_name, group.connections)
+        self.traffic = MainThreadTraffic(group.connections)
 
-    def describe(self, module: torch.nn.Module, arguments: dict[str, Any]) -> list[str]:
-        """Lines that are equal on all ranks where module, arguments and environment are."""
+    @property
+    def _connections(self) -> Connections:
+        return self._group.connections
+
+    def describe(self, module: torch.nn.Module, arguments: dict[str, Any]) -> SharedState:
+        """Note lines that are equal on all ranks where module, arguments and environment are."""
         every = env.get_check_weights_every()
-        return [
+        self._description = [
             f"bagua {__version__}",
             *(f"{name}{value}" for name, value in arguments.items()),
+            f"initial state {self._initial_state}",
             f"BAGUA_CHECK_WEIGHTS_EVERY={'unset' if every is None else every}",
             f"BAGUA_CHECKSUM={int(env.get_checksum())}",
             *self._snapshot.describe(module),
         ]
+        return self
+
+    def agree(self) -> None:
+        """Check that all ranks have described the same. All ranks call it.
+
+        Raises:
+            BaguaMismatchError: on all ranks, naming the first difference.
+        """
+        self._connections.agree("the model or the arguments of with_bagua", self._description)
 
     def weights_sample(
         self, module: torch.nn.Module, ranks_agree: bool | None
@@ -97,11 +119,26 @@ class SharedState:
         """From now on :attr:`traffic` counts from zero."""
         self.traffic = MainThreadTraffic(self._connections)
 
+    def give_initial(self, module: torch.nn.Module) -> None:
+        """Give every rank the first rank's state, as far as the wrap asks for it."""
+        if self._initial_state != "nothing":
+            self.give(module, 0, buffers=self._initial_state == "all")
+
+    def welcome(self, module: torch.nn.Module) -> None:
+        """Do what ranks that join do in their wraps; one rank gives them its state."""
+        self.agree()
+        if self._group.admission is not None:
+            self.give_initial(module)
+
     def give(self, module: torch.nn.Module, source: int, buffers: bool) -> None:
-        """Give every rank the parameters, optimizer state and perhaps buffers of ``source``."""
+        """Give every rank the parameters, optimizer state and perhaps buffers of ``source``.
+
+        While ranks join a group at work, every rank is the giver, 0, and those that join.
+        """
         tensors = self._snapshot.state(module)
         tensors += self._snapshot.buffers(module) if buffers else []
-        broadcast_state(tensors, self._optimizers, self._connections, source)
+        connections = self._group.admission or self._connections
+        broadcast_state(tensors, self._optimizers, connections, source)
 
     def give_buffers(self, module: torch.nn.Module, plan: RoundOwner, inputs: UnevenInputs) -> None:
         """Give every rank the buffers of one, as a part of the open round or the next."""

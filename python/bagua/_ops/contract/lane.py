@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -11,7 +12,11 @@ from bagua import _C
 from bagua._core.group.connections import Connections
 from bagua._core.group.process_group import BaguaProcessGroup
 
-__all__ = ["Lane", "among", "among_weighted"]
+__all__ = ["Hierarchy", "Lane", "among", "among_weighted"]
+
+#: False: among all ranks. True: among the nodes' leaders. "sharded": each rank of a node takes part
+#: between the nodes, with a share of the bucket.
+Hierarchy = bool | Literal["sharded"]
 
 Members = _C.CountingCommunicator
 
@@ -24,14 +29,19 @@ class Lane:
         name: unique within the job.
         device: of the buckets.
         group: for operations that name none.
-        communicators: by (ranks, purpose); purposes are "all", "node" and "leaders".
+        sums_of_torch: whether sums over all ranks have the bits of torch's own; see
+            ``Connections.connect``.
+        communicators: by (ranks, purpose); purposes are "all", "node", "leaders", and for shares
+            "leaders" with a number.
     """
 
     name: str
     device: torch.device
     group: BaguaProcessGroup
+    sums_of_torch: bool = False
     scratch: _C.Scratch = field(default_factory=_C.Scratch)
     communicators: dict[tuple[str, str], Members] = field(default_factory=dict)
+    _shares: dict[str, tuple[Members, list[Members | None]]] = field(default_factory=dict)
 
     @property
     def by_purpose(self) -> list[tuple[str, Members]]:
@@ -47,7 +57,9 @@ class Lane:
         connections = self.connections(group)
         key = (repr(connections.ranks), "all")
         if key not in self.communicators:
-            self.communicators[key] = connections.connect(f"{self.name}/all", self.device)
+            self.communicators[key] = connections.connect(
+                f"{self.name}/all", self.device, sums_of_torch=self.sums_of_torch
+            )
         return self.communicators[key]
 
     def nodes(self, group: BaguaProcessGroup | None) -> tuple[Members, Members | None]:
@@ -61,17 +73,37 @@ class Lane:
                 self.communicators[ranks, "leaders"] = leaders
         return self.communicators[ranks, "node"], self.communicators.get((ranks, "leaders"))
 
+    def shares(self, group: BaguaProcessGroup | None) -> tuple[Members, list[Members | None]]:
+        """This rank's node and, for each share, the ranks of all nodes that have it; None where
+        this rank has not."""
+        connections = self.connections(group)
+        ranks = repr(connections.ranks)
+        if ranks not in self._shares:
+            node, between = connections.connect_shares(self.name, self.device)
+            self._shares[ranks] = node, between
+            self.communicators[f"{ranks} by share", "node"] = node
+            for number, members in enumerate(between):
+                if members is not None:
+                    self.communicators[f"{ranks} by share", f"leaders{number}"] = members
+        return self._shares[ranks]
+
 
 def among(
     lane: Lane,
     group: BaguaProcessGroup | None,
-    hierarchical: bool,
+    hierarchical: Hierarchy,
     make: Callable[[Members], _C.BucketOp],
     reduce: _C.ReduceOp = _C.ReduceOp.AVG,
 ) -> _C.BucketOp:
-    """The op that ``make`` makes among all ranks; if ``hierarchical``, among the nodes' leaders."""
+    """The op that ``make`` makes among all ranks or, if ``hierarchical``, between the nodes."""
     if not hierarchical:
         return make(lane.communicator(group))
+    if hierarchical == "sharded":
+        connections = lane.connections(group)
+        nodes = len(_C.leaders(connections.node_of_ranks()))
+        node, between = lane.shares(group)
+        inner = [None if members is None else make(members) for members in between]
+        return _C.ShardedHierarchical(node, inner, lane.scratch, connections.size, nodes, reduce)
     return _hierarchical(lane, group, lane.connections(group).size, reduce, make)
 
 

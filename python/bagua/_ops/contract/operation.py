@@ -22,15 +22,19 @@ class BucketView(Protocol):
     Attributes:
         name: unique within the module.
         backend_tensor: the flat memory.
+        padding_tensor: its end, if there are no tensors in it.
         tensors: the registered tensors, in the order in which they lie in it.
         gradients: whether gradients are communicated, which are adopted from autograd.
+        owns_memory: whether nothing but tensors of its own points into the flat memory.
         position: (index of this bucket, number of buckets) of the module.
     """
 
     name: str
     backend_tensor: torch.Tensor
+    padding_tensor: torch.Tensor | None
     tensors: list[torch.Tensor]
     gradients: bool
+    owns_memory: bool
     position: tuple[int, int]
 
     def slots(self) -> list[_C.Slot]: ...
@@ -43,11 +47,13 @@ class Operation:
         between_nodes: "exact" unless the operation is hierarchical and not exact between nodes.
         result: where the values end up; None: in the bucket.
         one_order: whether all ranks must run the module's buckets one after the other.
+        takes_shares: whether it can be ``hierarchical="sharded"``, on a part of the bucket.
     """
 
     between_nodes: BetweenNodes = "exact"
     result: torch.Tensor | None = None
     one_order: bool = False
+    takes_shares: bool = False
 
     def check(self, bucket: BucketView) -> None:
         """Raise ValueError, naming the bucket, unless the operation fits it."""

@@ -161,13 +161,14 @@ def _interruption() -> Iterator[int]:
     """
     ours, theirs = os.pipe()
     os.set_blocking(theirs, False)
-    before = signal.signal(signal.SIGINT, lambda *_: None)
+    # In this order, or the first moment would lose a Ctrl-C.
     other = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+    before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         yield ours
     finally:
-        signal.set_wakeup_fd(other)
         signal.signal(signal.SIGINT, before)
+        signal.set_wakeup_fd(other)
         os.close(ours)
         os.close(theirs)
 

@@ -4,6 +4,7 @@ from bagua.torch_api.algorithms import (
     async_model_average,
     bytegrad,
     decentralized,
+    diloco,
     gradient_allreduce,
     power_sgd,
     q_adam,
@@ -15,6 +16,12 @@ from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
 from bagua.torch_api.algorithms.decentralized import (
     DecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
+)
+from bagua.torch_api.algorithms.diloco import (
+    DiLoCoAlgorithm,
+    NoLoCoAlgorithm,
+    OuterSGD,
+    SparseLoCoAlgorithm,
 )
 from bagua.torch_api.algorithms.gradient_allreduce import (
     GradientAllReduce,
@@ -30,17 +37,22 @@ __all__ = [
     "AsyncModelAverageAlgorithm",
     "ByteGradAlgorithm",
     "DecentralizedAlgorithm",
+    "DiLoCoAlgorithm",
     "GlobalAlgorithmRegistry",
     "GradientAllReduce",
     "GradientAllReduceAlgorithm",
     "LowPrecisionDecentralizedAlgorithm",
+    "NoLoCoAlgorithm",
+    "OuterSGD",
     "PowerSGDAlgorithm",
     "QAdamAlgorithm",
     "QAdamOptimizer",
     "SparseAlgorithm",
+    "SparseLoCoAlgorithm",
     "async_model_average",
     "bytegrad",
     "decentralized",
+    "diloco",
     "gradient_allreduce",
     "power_sgd",
     "q_adam",
@@ -63,6 +75,15 @@ GlobalAlgorithmRegistry.register(
 )
 GlobalAlgorithmRegistry.register(
     "async", AsyncModelAverageAlgorithm, "weights averaged during training"
+)
+GlobalAlgorithmRegistry.register(
+    "diloco", DiLoCoAlgorithm, "local steps, joined by an outer optimizer every so many"
+)
+GlobalAlgorithmRegistry.register(
+    "no_loco", NoLoCoAlgorithm, "local steps, joined with one peer's every so many"
+)
+GlobalAlgorithmRegistry.register(
+    "sparse_loco", SparseLoCoAlgorithm, "local steps, of which the largest are sent in two bits"
 )
 GlobalAlgorithmRegistry.register(
     "qadam", QAdamAlgorithm, "Adam with 8-bit momentum after a warm-up of exact gradients"

@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bagua import _C
 from bagua._core.compression.error_state import error_key, load_memory, ranks_text
+from bagua._core.compression.two_residuals import TwoResiduals, Views
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.saved_values import check_state, saved_count
+from bagua._ops.compressed_all_reduce import CompressedAllReduce
+from bagua._ops.contract.lane import Hierarchy
 from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket
 
-__all__ = ["ErrorFeedbackImpl", "check_warmup", "errors_of"]
+__all__ = [
+    "CompressedMeans",
+    "CompressedMomenta",
+    "ErrorFeedbackImpl",
+    "RememberedMeans",
+    "check_hierarchy",
+    "check_warmup",
+    "errors_of",
+    "is_wide",
+    "residuals_of",
+    "warn_of_useless_residuals",
+]
+
+
+def check_hierarchy(owner: str, hierarchical: Hierarchy, error_feedback: bool) -> None:
+    """Raise ValueError where residuals, which are of whole buckets, meet shares of buckets."""
+    if error_feedback and hierarchical == "sharded":
+        raise ValueError(
+            f'{owner}: error_feedback=True has no form for hierarchical="sharded"; take True or '
+            "False"
+        )
 
 
 def check_warmup(warmup_steps: int) -> None:
@@ -23,11 +47,170 @@ def check_warmup(warmup_steps: int) -> None:
         raise ValueError(f"warmup_steps={warmup_steps} must not be negative")
 
 
+def is_wide(codec: str) -> bool:
+    """Whether ``codec`` rounds to 16 bits, each element by itself."""
+    return codec in ("fp16", "bf16")
+
+
+def warn_of_useless_residuals(owner: str, codec: str | None, error_feedback: bool) -> None:
+    """Warn of error feedback where little or nothing is lost."""
+    if not error_feedback or not (codec is None or is_wide(codec)):
+        return
+    what = "without a codec: nothing is lost"
+    if codec is not None:
+        what = f'with codec="{codec}": 8 bytes per parameter for less than a hundredth of a value'
+    warnings.warn(
+        f"{owner}: error_feedback=True {what}. Leave it out, or take a codec of fewer bits, such "
+        'as "int4_block".',
+        stacklevel=3,
+    )
+
+
 def errors_of(bucket: BaguaBucket, memory: _C.RoundMemory) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, residual) of every tensor of ``bucket``; none without error feedback."""
     error = memory.value(0)
     for name, view in bucket.named_views() if error.numel() else []:
         yield name, error.as_strided(view.size(), view.stride(), view.storage_offset())
+
+
+def residuals_of(bucket: BaguaBucket) -> TwoResiduals:
+    """The residuals of the compressing operation of ``bucket``."""
+    for operation in bucket.ops:
+        residuals: TwoResiduals | None = getattr(operation, "residuals", None)
+        if residuals is not None:
+            return residuals
+    raise LookupError(f"bucket '{bucket.name}' has no operation with error feedback")
+
+
+class RememberedMeans:
+    """The operations of a plan's buckets that average them and keep residuals.
+
+    Args:
+        process_group: of the algorithm.
+        hierarchical: exact inside a node, compressed between the nodes' leaders.
+    """
+
+    def __init__(self, process_group: BaguaProcessGroup, hierarchical: bool) -> None:
+        self._group = process_group
+        self._hierarchical = hierarchical
+        self._memories: list[tuple[BaguaBucket, _C.RoundMemory]] = []
+
+    def remember(self, bucket: BaguaBucket, memory: _C.RoundMemory) -> None:
+        """``memory`` is that of the operation of ``bucket``: its first tensor is the residual."""
+        self._memories.append((bucket, memory))
+
+    @property
+    def memories(self) -> Sequence[tuple[BaguaBucket, _C.RoundMemory]]:
+        """The buckets so far, and the memories of their operations."""
+        return self._memories
+
+    def own_views(self, bucket: BaguaBucket) -> Iterator[tuple[str, torch.Tensor]]:
+        """(key, tensor) of further state of this rank."""
+        return iter(())
+
+    def own_values(
+        self, bucket: BaguaBucket, state: Mapping[str, Any]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(tensor, value) of :meth:`own_views` as a state has them, perhaps under other keys.
+
+        Raises:
+            ValueError: something is missing.
+        """
+        return iter(())
+
+    def state(self) -> dict[str, Any]:
+        """Residuals and the ranks that have them, as :meth:`ErrorFeedbackImpl.state_dict`."""
+        rank = self._group.connections.rank
+        state: dict[str, Any] = {"ranks": ranks_text(self.members())}
+        state |= {error_key(rank, name): view.clone() for name, view in self._errors()}
+        for bucket, _ in self._memories:
+            state |= {key: view.clone() for key, view in self.own_views(bucket)}
+        return state
+
+    def restore(self, state: Mapping[str, Any], equal: Views = ()) -> None:
+        """Restore :meth:`state`, perhaps the merged ones of other ranks.
+
+        Args:
+            state: to restore.
+            equal: (key, tensor) of what the state has besides, equal on all ranks.
+
+        Raises:
+            ValueError: something is missing, names the entry; nothing has changed then.
+        """
+        load_memory(
+            state,
+            equal=equal,
+            errors=self._errors(),
+            rank=self._group.connections.rank,
+            ranks=self.members(),
+            others=(
+                pair for bucket, _ in self._memories for pair in self.own_values(bucket, state)
+            ),
+        )
+
+    def clear(self) -> None:
+        """Zero residuals: nothing has been compressed."""
+        own = [pair for bucket, _ in self._memories for pair in self.own_views(bucket)]
+        with torch.no_grad():
+            for _, view in (*self._errors(), *own):
+                view.zero_()
+
+    def members(self) -> list[int]:
+        """The ranks that remember: all, or the nodes' leaders."""
+        connections = self._group.connections
+        if not self._hierarchical:
+            return list(range(connections.size))
+        return _C.leaders(connections.node_of_ranks())
+
+    def _errors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._group.connections.rank in self.members():
+            for bucket, memory in self._memories:
+                yield from errors_of(bucket, memory)
+
+
+class CompressedMeans(RememberedMeans):
+    """The means that a codec compresses, twice."""
+
+    def append_to(self, bucket: BaguaBucket, codec: str, outcome: _C.RoundOutcome) -> None:
+        """Append the operation that averages ``bucket``.
+
+        ``outcome``: one for all buckets whose residuals change together.
+        """
+        bucket.append_operation(
+            CompressedAllReduce.with_error_feedback(
+                bucket, codec, outcome, self._group, hierarchical=self._hierarchical
+            )
+        )
+        self.remember(bucket, residuals_of(bucket).memory)
+
+    def own_views(self, bucket: BaguaBucket) -> Iterator[tuple[str, torch.Tensor]]:
+        rank = self._group.connections.rank
+        return residuals_of(bucket).server_views(rank, bucket.named_views())
+
+    def own_values(
+        self, bucket: BaguaBucket, state: Mapping[str, Any]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return residuals_of(bucket).saved_server(state, bucket.named_views())
+
+
+class CompressedMomenta(CompressedMeans):
+    """Compressed means whose residuals change with the steps.
+
+    A mean that no optimizer step has used is lost; what it has lost must not be kept. So the steps
+    are one more part of each round, besides the buckets.
+
+    Attributes:
+        outcome: of all buckets.
+    """
+
+    def __init__(self, process_group: BaguaProcessGroup, hierarchical: bool) -> None:
+        super().__init__(process_group, hierarchical)
+        self.outcome = _C.RoundOutcome()
+        self._steps = _C.RoundMemory([], self.outcome)
+
+    def commit(self) -> None:
+        """The optimizer uses the means of the last round."""
+        self.outcome.leave(self.outcome.newest)
 
 
 class ErrorFeedbackImpl(AlgorithmImpl):
@@ -56,7 +239,7 @@ class ErrorFeedbackImpl(AlgorithmImpl):
         self.outcome = _C.RoundOutcome()
         self._rounds = 0  # that were communicated
         self._compressing = False
-        self._memories: list[tuple[BaguaBucket, _C.RoundMemory]] = []
+        self._means = self.make_means()
         self._loaded: dict[str, Any] | None = None  # for buckets that are not made yet
 
     def append_compression(self, bucket: BaguaBucket) -> _C.RoundMemory:
@@ -69,13 +252,17 @@ class ErrorFeedbackImpl(AlgorithmImpl):
         """(key, tensor) of the state that is equal on all ranks; writes into them take effect."""
         raise NotImplementedError
 
+    def make_means(self) -> RememberedMeans:
+        """The memories of new buckets, without any yet."""
+        return RememberedMeans(self.process_group, self.hierarchical)
+
     def need_reset(self) -> bool:
         return self._compressing != (self._rounds >= self.warmup_steps)
 
     def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
         self._compressing = self._rounds >= self.warmup_steps
         self.outcome = _C.RoundOutcome()
-        self._memories = []
+        self._means = self.make_means()
         return super().init_tensors(bagua_ddp)
 
     def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
@@ -83,10 +270,10 @@ class ErrorFeedbackImpl(AlgorithmImpl):
         if not self._compressing:
             bucket.append_centralized_synchronous_op(average=True, group=self.process_group)
             return
-        self._memories.append((bucket, self.append_compression(bucket)))
-        if self._loaded is not None and len(self._memories) == len(bagua_ddp.bagua_buckets):
+        self._means.remember(bucket, self.append_compression(bucket))
+        if self._loaded is not None and len(self._means.memories) == len(bagua_ddp.bagua_buckets):
             state, self._loaded = self._loaded, None
-            self._load_memories(state)
+            self._means.restore(state, self._equal_views())
 
     def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
         def finish() -> None:
@@ -106,10 +293,8 @@ class ErrorFeedbackImpl(AlgorithmImpl):
             parameter, of its shape and f32 (f64), ``rank<r>/error/<name>``; and further
             state of the algorithm.
         """
-        state: dict[str, Any] = {"rounds": self._rounds, "ranks": ranks_text(self.members())}
-        state |= {key: view.clone() for key, view in self._equal_views()}
-        rank = self.process_group.connections.rank
-        return state | {error_key(rank, name): view.clone() for name, view in self._errors()}
+        equal = {key: view.clone() for key, view in self._equal_views()}
+        return {"rounds": self._rounds} | equal | self._means.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`: on every rank, after ``with_bagua``.
@@ -129,35 +314,17 @@ class ErrorFeedbackImpl(AlgorithmImpl):
         if not self._compressing:
             self._loaded = dict(state) if remembers else None  # the next forward makes the buckets
         elif remembers:
-            self._load_memories(state)
-        else:  # saved before the first compressed round: residuals are zero
-            for _, view in (*self._equal_views(), *self._errors()):
+            self._means.restore(state, self._equal_views())
+        else:  # saved before the first compressed round
+            self._means.clear()
+            for _, view in self._equal_views():
                 view.zero_()
         self._rounds = rounds
 
-    def _load_memories(self, state: dict[str, Any]) -> None:
-        load_memory(
-            state,
-            equal=self._equal_views(),
-            errors=self._errors(),
-            rank=self.process_group.connections.rank,
-            ranks=self.members(),
-        )
-
     def _equal_views(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for bucket, memory in self._memories:
+        for bucket, memory in self._means.memories:
             yield from self.equal_views(bucket, memory)
-
-    def _errors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, error) of every parameter, where this rank remembers."""
-        if self.process_group.connections.rank not in self.members():
-            return
-        for bucket, memory in self._memories:
-            yield from errors_of(bucket, memory)
 
     def members(self) -> list[int]:
         """The ranks that remember."""
-        connections = self.process_group.connections
-        if not self.hierarchical:
-            return list(range(connections.size))
-        return _C.leaders(connections.node_of_ranks())
+        return self._means.members()

@@ -33,6 +33,9 @@ class AsyncModelAverageAlgorithm(Algorithm):
     numbers of steps. Call ``model.bagua_algorithm.abort(model)`` on every rank after training, and
     before evaluating or saving weights that all ranks should hold.
 
+    Averages are applied after a step of the optimizers that ``with_bagua`` was given; without any,
+    before the first forward after a backward.
+
     Args:
         peer_selection_mode: ``"all"``, the only one.
         sync_interval_ms: milliseconds from the end of an average to the begin of the next.
@@ -57,6 +60,24 @@ class AsyncModelAverageAlgorithm(Algorithm):
         return AsyncModelAverageAlgorithmImpl(
             process_group, self.peer_selection_mode, self.sync_interval_ms, self.warmup_steps
         )
+
+    def abort(self, model: Any) -> None:
+        """``model.bagua_algorithm.abort(model)``, as older scripts spell it."""
+        _averaging(model).abort(model)
+
+    def resume(self, model: Any) -> None:
+        """``model.bagua_algorithm.resume(model)``, as older scripts spell it."""
+        _averaging(model).resume(model)
+
+
+def _averaging(model: Any) -> AsyncModelAverageAlgorithmImpl:
+    algorithm = getattr(model, "bagua_algorithm", None)
+    if not isinstance(algorithm, AsyncModelAverageAlgorithmImpl):
+        raise TypeError(
+            f"{type(model).__name__} is not averaged asynchronously: pass the module that "
+            "with_bagua or DistributedDataParallel returned for AsyncModelAverageAlgorithm"
+        )
+    return algorithm
 
 
 class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):

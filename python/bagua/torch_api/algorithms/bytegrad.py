@@ -1,17 +1,32 @@
-"""8-bit gradients: about a quarter of the bytes of an exact all-reduce."""
+"""Gradients of 8 bits and less: a quarter of the bytes of an exact all-reduce, and below."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._ops.compressed_all_reduce import CompressedAllReduce
+from bagua._ops.contract.lane import Hierarchy
+from bagua.torch_api.algorithms._error_feedback import (
+    CompressedMeans,
+    ErrorFeedbackImpl,
+    RememberedMeans,
+    check_hierarchy,
+    residuals_of,
+    warn_of_useless_residuals,
+)
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket
 
-__all__ = ["ByteGradAlgorithm", "ByteGradAlgorithmImpl", "aligned_buckets"]
+__all__ = [
+    "ByteGradAlgorithm",
+    "ByteGradAlgorithmImpl",
+    "ByteGradFeedbackImpl",
+    "aligned_buckets",
+]
 
 #: Parts of a bucket begin at multiples of this many elements per rank: 16-byte loads, any dtype.
 _ALIGNMENT = 16
@@ -32,26 +47,57 @@ class ByteGradAlgorithm(Algorithm):
 
     Every rank decodes the same bytes, so all ranks hold the same bits afterwards.
 
+    ``codec="int4_block"`` halves the bytes of the default, and needs no error feedback to train as
+    well. Under an adaptive optimizer fewer bits on gradients cost accuracy, with error feedback
+    too: send momentum instead (``QAdamAlgorithm``). With ``error_feedback=True`` pass a
+    ``GradScaler`` to ``with_bagua``: residuals are in unscaled units, and a round that overflows
+    leaves them unchanged.
+
     Args:
         hierarchical: exact inside a node, compressed between the nodes' leaders. When all ranks
             share one node nothing is compressed.
+            With ``"sharded"`` every rank of a node communicates between nodes, with a share of
+            each bucket: for nodes with several network cards.
         average: mean over the ranks; False gives the sum.
         codec: a name of ``bagua._C.codec_names()``. The default has one range per 2048 elements;
             ``"minmax_uint8"`` is Bagua's format, one range per rank's part of a bucket.
+        error_feedback: each rank adds to its gradients what compression has taken from those of
+            the last step, and likewise to the mean of its part of a bucket. Takes 8 bytes per
+            parameter, and 8 / ranks.
+        one_bit: takes ``codec="bit1_block"``, which is refused otherwise.
 
     Raises:
-        ValueError: unknown codec.
+        ValueError: unknown codec, or one of 1 bit without ``one_bit``; error feedback with
+            ``hierarchical="sharded"``.
     """
 
     def __init__(
-        self, hierarchical: bool = True, average: bool = True, *, codec: str = "block_uint8"
+        self,
+        hierarchical: Hierarchy = True,
+        average: bool = True,
+        *,
+        codec: str = "block_uint8",
+        error_feedback: bool = False,
+        one_bit: bool = False,
     ) -> None:
         _C.make_codec(codec)
+        if codec == "bit1_block" and not one_bit:
+            raise ValueError(
+                "ByteGradAlgorithm: gradients in 'bit1_block' train worse under an adaptive "
+                "optimizer, and worse still with error feedback. Take codec='int4_block', send "
+                "momentum (QAdamAlgorithm(optimizer, codec='bit1_block', error_feedback=True)), or "
+                "pass one_bit=True to train so nevertheless"
+            )
+        check_hierarchy("ByteGradAlgorithm", hierarchical, error_feedback)
+        warn_of_useless_residuals("ByteGradAlgorithm", codec, error_feedback)
         self.hierarchical = hierarchical
         self.average = average
         self.codec = codec
+        self.error_feedback = error_feedback
 
-    def reify(self, process_group: BaguaProcessGroup) -> ByteGradAlgorithmImpl:
+    def reify(self, process_group: BaguaProcessGroup) -> AlgorithmImpl:
+        if self.error_feedback:
+            return ByteGradFeedbackImpl(process_group, self)
         return ByteGradAlgorithmImpl(
             process_group, self.hierarchical, self.average, codec=self.codec
         )
@@ -69,7 +115,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
     def __init__(
         self,
         process_group: BaguaProcessGroup,
-        hierarchical: bool = True,
+        hierarchical: Hierarchy = True,
         average: bool = True,
         *,
         codec: str = "block_uint8",
@@ -93,3 +139,41 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
             compression=self.codec,
             group=self.process_group,
         )
+
+
+class ByteGradFeedbackImpl(ErrorFeedbackImpl):
+    """Implementation of :class:`ByteGradAlgorithm` with error feedback.
+
+    Its state has, besides what all error feedback has, ``communications``, the compressed rounds,
+    and ``rank<r>/server/<first element>/<name>``, what the means lose that rank r has encoded.
+    """
+
+    def __init__(self, process_group: BaguaProcessGroup, arguments: ByteGradAlgorithm) -> None:
+        super().__init__(process_group, bool(arguments.hierarchical), warmup_steps=0)
+        self._arguments = arguments
+
+    def tensors_to_buckets(
+        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
+    ) -> list[BaguaBucket]:
+        return aligned_buckets(tensors, do_flatten, self.process_group.size)
+
+    def append_compression(self, bucket: BaguaBucket) -> _C.RoundMemory:
+        own = self._arguments
+        operation = CompressedAllReduce.with_error_feedback(
+            bucket,
+            own.codec,
+            self.outcome,
+            self.process_group,
+            hierarchical=bool(own.hierarchical),
+            average=own.average,
+        )
+        bucket.append_operation(operation)
+        return residuals_of(bucket).memory
+
+    def equal_views(
+        self, bucket: BaguaBucket, memory: _C.RoundMemory
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "communications", memory.value(1)
+
+    def make_means(self) -> RememberedMeans:
+        return CompressedMeans(self.process_group, self.hierarchical)

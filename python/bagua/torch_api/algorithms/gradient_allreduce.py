@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._ops.contract.lane import Hierarchy
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket
 
@@ -14,10 +15,12 @@ class GradientAllReduceAlgorithm(Algorithm):
 
     Args:
         hierarchical: all-reduce inside each node, then between one leader per node.
+            With ``"sharded"`` every rank of a node communicates between nodes, with a share of
+            each bucket: for nodes with several network cards.
         average: mean over the ranks; False gives the sum.
     """
 
-    def __init__(self, hierarchical: bool = False, average: bool = True) -> None:
+    def __init__(self, hierarchical: Hierarchy = False, average: bool = True) -> None:
         self.hierarchical = hierarchical
         self.average = average
 
@@ -37,7 +40,10 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     sparse_gradients = True
 
     def __init__(
-        self, process_group: BaguaProcessGroup, hierarchical: bool = False, average: bool = True
+        self,
+        process_group: BaguaProcessGroup,
+        hierarchical: Hierarchy = False,
+        average: bool = True,
     ) -> None:
         super().__init__(process_group)
         self.hierarchical = hierarchical

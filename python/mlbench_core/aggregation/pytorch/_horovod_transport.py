@@ -114,9 +114,14 @@ class HorovodTransport(Connections):
         self._number = next(self._objects)
 
     def connect(
-        self, name: str, device: torch.device | str, members: list[int] | None = None
+        self,
+        name: str,
+        device: torch.device | str,
+        members: list[int] | None = None,
+        *,
+        sums_of_torch: bool = False,
     ) -> _C.CountingCommunicator:
-        """A communicator over all ranks.
+        """A communicator over all ranks, with Horovod's sums.
 
         Raises:
             NotImplementedError: ``members`` are not all ranks.

@@ -1,0 +1,1 @@
+"""Groups that outlive members: who lives, who belongs, and how a process comes back."""

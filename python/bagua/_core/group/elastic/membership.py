@@ -1,0 +1,304 @@
+"""The members of an elastic group, agreed upon through the job's store.
+
+Note [Generations]
+A generation is a set of members with connections of their own, whose keys have a prefix of their
+own. The next one is decided by a single ``compare_set`` on one key of the store, so there is never
+more than one, however the network is cut: the store is the referee.
+
+1. Each member of a generation that has failed, or has seen a request to join, writes that it is
+   here, and a report of its state.
+2. It waits until each other member is here too, or has been silent for some seconds, or twice the
+   group's timeout is over: the first is for a rank that waits in a collective.
+3. It proposes those that are here, and the processes that wait to join and are alive. The first
+   proposal is the decision.
+4. A member that is not in it, because it was taken for dead, raises. So do all if fewer are left
+   than they must be.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from bagua import _C
+from bagua._core.group.elastic.pulse import Life, Pulse
+from bagua._core.group.store_values import stored_number, stored_value
+
+__all__ = ["Change", "Membership", "Report", "newest_generation", "store_needed"]
+
+_PAUSE = 0.05  # seconds between two looks at the store
+
+#: Counters of a member.
+Report = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A decision.
+
+    Attributes:
+        generation: its number.
+        members: global ranks, ascending.
+        joined: those of them that are new.
+        lost: global ranks that no longer belong.
+        reports: of the members that stay, by global rank.
+    """
+
+    generation: int
+    members: list[int]
+    joined: list[int]
+    lost: list[int]
+    reports: dict[int, Report]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A generation, as the store has it.
+
+    Attributes:
+        members: names of their lives, by global rank.
+        joined: global ranks of the new ones, by number of their request.
+        requests: how many there had been, answered or not.
+    """
+
+    members: dict[int, str]
+    joined: dict[int, int]
+    requests: int
+
+    def stay(self) -> list[int]:
+        """Global ranks of the members that are not new, ascending."""
+        return [rank for rank in sorted(self.members) if rank not in self.joined.values()]
+
+    def text(self) -> str:
+        """For the store."""
+        return json.dumps(asdict(self))
+
+
+@contextmanager
+def store_needed() -> Iterator[None]:
+    """Failures of the store inside become a :class:`BaguaError`."""
+    try:
+        yield
+    except _C.BaguaError:
+        raise
+    except dist.DistError as error:
+        raise _C.BaguaError(
+            "the job's store does not answer, without which the ranks cannot agree on who is left: "
+            f"{error}. It must outlive ranks: that of torchrun's agent does, that of rank 0's own "
+            "process is lost with it (docs/reliability.md)."
+        ) from error
+
+
+class Membership:
+    """This process in an elastic group. Main thread only.
+
+    Args:
+        store: of the group, for all of its generations.
+        rank: the global one of this process.
+        timeout: after which a member that lives and does not come is given up.
+
+    Attributes:
+        owner: returns what makes the group's changes, for one wrapped module at a time, or None.
+        generation: the number of the present one.
+        lives: names of the members' lives, by global rank.
+    """
+
+    def __init__(self, store: c10d.Store, rank: int, timeout: timedelta) -> None:
+        self.owner: Callable[[], object | None] = lambda: None
+        self.generation = 0
+        self.lives: dict[int, str] = {}
+        self._store = store
+        self._rank = rank
+        self._life = Life(store)
+        self._timeout = timeout
+        self._settled_requests = 0
+
+    def connections_store(self) -> c10d.Store:
+        """Keys of the connections of the present generation."""
+        return c10d.PrefixStore(f"generation{self.generation}/connections", self._store)
+
+    def found(self, ranks: list[int]) -> None:
+        """Begin the first generation. All ``ranks`` (global) call it; waits for them."""
+        with store_needed():
+            self._store.set(f"founder/{self._rank}", self._life.name)
+            keys = [f"founder/{rank}" for rank in ranks]
+            self._store.wait(keys, self._timeout)
+            self.lives = {
+                rank: self._store.get(key).decode() for rank, key in zip(ranks, keys, strict=True)
+            }
+            self._store.compare_set(_members_key(0), "", Decision(self.lives, {}, 0).text())
+
+    def requests(self) -> int:
+        """How many processes have asked to join; 0 if the store does not answer."""
+        try:
+            return int(self._store.add("requests", 0))
+        except dist.DistError:
+            return 0
+
+    def unsettled(self, requests: int) -> bool:
+        """Whether ``requests`` are more than the last change has looked at."""
+        return requests > self._settled_requests
+
+    def change(self, report: Report, least: int) -> Change:
+        """Agree on the next generation: Note [Generations]. All members call it.
+
+        Args:
+            report: for the others.
+            least: members without which nobody goes on.
+
+        Raises:
+            BaguaError: this process was taken for dead, too few are left, or the store is gone.
+        """
+        with store_needed():
+            number = self.generation + 1
+            here = f"generation{number}/here"
+            self._store.set(f"{here}/{self._rank}", json.dumps(report))
+            decision = self._decide(number)
+            members = decision.members
+            if members.get(self._rank) != self._life.name:
+                raise _C.BaguaError(
+                    f"rank {self._rank} was taken for dead by rank(s) {_listed(members)}, which "
+                    f"have gone on without it since generation {number}. Start it again to have it "
+                    "come back."
+                )
+            lost = sorted(rank for rank in self.lives if rank not in decision.stay())
+            if len(members) < least:
+                raise _C.BaguaError(
+                    f"rank(s) {_listed(lost)} of {len(self.lives)} were lost, and the "
+                    f"{len(members)} left are fewer than min_ranks={least}. Restart the job "
+                    "from its last checkpoint, or allow fewer ranks."
+                )
+            for request in decision.joined:
+                self._store.set(f"request/{request}/answer", str(number))
+            return self._enter(number, decision, lost)
+
+    def _enter(self, number: int, decision: Decision, lost: list[int]) -> Change:
+        here = f"generation{number}/here"
+        reports = {rank: _report(self._store, f"{here}/{rank}") for rank in decision.stay()}
+        self.generation, self.lives = number, decision.members
+        self._settled_requests = decision.requests
+        joined = sorted(decision.joined.values())
+        return Change(number, sorted(decision.members), joined, lost, reports)
+
+    def _decide(self, number: int) -> Decision:
+        """The decision of generation ``number``, which this process may make."""
+        pulse, key = Pulse(self._store), _members_key(number)
+        deadline = time.monotonic() + 2 * self._timeout.total_seconds()
+        while not self._store.check([key]):
+            here = self._here(number)
+            missing = {rank: life for rank, life in self.lives.items() if rank not in here}
+            # All are asked: each look counts the time since the last change.
+            waited_for = [rank for rank, life in missing.items() if not pulse.silent(life)]
+            requests = self.requests()
+            joining, unknown = self._joining(pulse, here, requests)
+            if time.monotonic() > deadline or not (waited_for or unknown):
+                members = {rank: self.lives[rank] for rank in here}
+                members |= {rank: life for rank, life in joining.values()}
+                joined = {request: rank for request, (rank, _) in joining.items()}
+                proposal = Decision(members, joined, requests)
+                self._store.compare_set(key, "", proposal.text())
+            else:
+                time.sleep(_PAUSE)
+        return _decision(self._store, number)
+
+    def _here(self, number: int) -> list[int]:
+        key = f"generation{number}/here"
+        return [rank for rank in self.lives if self._store.check([f"{key}/{rank}"])]
+
+    def _joining(
+        self, pulse: Pulse, here: list[int], requests: int
+    ) -> tuple[dict[int, tuple[int, str]], bool]:
+        """(rank, life) of the living processes that wait to join, by number of their request, and
+        whether it is not known yet of another one whether it lives."""
+        joining: dict[int, tuple[int, str]] = {}
+        unknown = False
+        for number in range(1, requests + 1):
+            keys = [f"request/{number}", f"request/{number}/answer"]
+            if not self._store.check(keys[:1]) or self._store.check(keys[1:]):
+                continue
+            rank, life = _request(self._store, keys[0])
+            if rank in here:  # a second process of a rank that lives
+                continue
+            if pulse.silent(life):
+                self._store.set(keys[1], "0")
+            elif pulse.beats(life):
+                joining = {n: other for n, other in joining.items() if other[0] != rank}
+                joining[number] = (rank, life)
+            else:
+                unknown = True
+        return joining, unknown
+
+    def join(self) -> Change:
+        """Ask to belong to the newest generation, and wait for the one after it.
+
+        Raises:
+            BaguaError: its members are gone; the store is gone.
+        """
+        with store_needed():
+            request = int(self._store.add("requests", 1))
+            self._store.set(f"request/{request}", json.dumps([self._rank, self._life.name]))
+            pulse, answer = Pulse(self._store), f"request/{request}/answer"
+            while not self._store.check([answer]):
+                number, lives = newest_generation(self._store)
+                silent = [pulse.silent(life) for life in lives.values()]
+                if all(silent):
+                    raise _C.BaguaError(
+                        f"rank {self._rank} came back, and no member of generation {number}, "
+                        f"rank(s) {_listed(lives)}, is alive any more. Start all ranks again."
+                    )
+                time.sleep(_PAUSE)
+            number = stored_number(self._store, answer, 2**31)
+            if number == 0:
+                raise _C.BaguaError(
+                    f"rank {self._rank} came back, and its heartbeats did not reach the others "
+                    "while they decided. Start it again."
+                )
+            return self._enter(number, _decision(self._store, number), [])
+
+
+def newest_generation(store: c10d.Store) -> tuple[int, dict[int, str]]:
+    """(number, lives by global rank) of the newest generation; (-1, {}): there is none."""
+    number = -1
+    while store.check([_members_key(number + 1)]):
+        number += 1
+    if number < 0:
+        return number, {}
+    return number, _decision(store, number).members
+
+
+def _members_key(generation: int) -> str:
+    return f"generation{generation}/members"
+
+
+def _decision(store: c10d.Store, generation: int) -> Decision:
+    return stored_value(
+        store,
+        _members_key(generation),
+        lambda value: Decision(
+            {int(rank): str(life) for rank, life in value["members"].items()},
+            {int(request): int(rank) for request, rank in value["joined"].items()},
+            int(value["requests"]),
+        ),
+    )
+
+
+def _request(store: c10d.Store, key: str) -> tuple[int, str]:
+    return stored_value(store, key, lambda value: (int(value[0]), str(value[1])))
+
+
+def _report(store: c10d.Store, key: str) -> Report:
+    return stored_value(
+        store, key, lambda value: {str(name): int(count) for name, count in value.items()}
+    )
+
+
+def _listed(ranks: Mapping[int, Any] | list[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

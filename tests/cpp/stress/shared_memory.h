@@ -1,0 +1,114 @@
+// Ranks over shared memory as threads, which map it once: the sanitizer sees both sides of it.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/ops/empty.h>
+
+#include "comm/shm/shared_memory_communicator.h"
+#include "stress/world.h"
+
+namespace bagua::stress {
+
+inline std::vector<std::unique_ptr<Communicator>> shared_ranks(int ranks, milliseconds timeout) {
+  const auto bells = make_bells(ranks);
+  std::vector<std::shared_ptr<SharedMemory>> memory;
+  for (int rank = 0; rank < ranks; ++rank) memory.push_back(make_rank_memory(ranks));
+  std::vector<std::unique_ptr<Communicator>> communicators;
+  for (int rank = 0; rank < ranks; ++rank) {
+    SharedGroup shared{.bells = bells, .memory = memory, .links = {}};
+    shared.links.resize(ranks);
+    communicators.push_back(
+        std::make_unique<SharedMemoryCommunicator>(Group{rank, ranks}, std::move(shared), timeout));
+  }
+  return communicators;
+}
+
+// Small integers, so that sums are exact.
+inline at::Tensor numbers(int rank, int call, int64_t numel) {
+  at::Tensor tensor = at::empty({numel});
+  float* values = tensor.data_ptr<float>();
+  for (int64_t i = 0; i < numel; ++i) values[i] = static_cast<float>((i + 3 * rank + call) % 17);
+  return tensor;
+}
+
+inline void expect_value(const at::Tensor& tensor, int64_t at, float expected, const char* call) {
+  const float found = tensor.data_ptr<float>()[at];
+  expect(found == expected, call, ": element ", at, " is ", found, " instead of ", expected);
+}
+
+// One call of a random kind, the same on all ranks, and a look at all of its results.
+inline void call_and_check(Communicator& comm, int call, int kind, int64_t numel) {
+  const auto [rank, size] = comm.group();
+  const auto value = [&](int of, int64_t i) {
+    return static_cast<float>((i + 3 * of + call) % 17);
+  };
+  at::Tensor mine = numbers(rank, call, numel);
+  if (kind == 0) {
+    comm.all_reduce(mine, ReduceOp::kSum);
+    for (int64_t i = 0; i < numel; ++i) {
+      float sum = 0;
+      for (int other = 0; other < size; ++other) sum += value(other, i);
+      expect_value(mine, i, sum, "all_reduce");
+    }
+  } else if (kind == 1) {
+    at::Tensor all = at::empty({numel * size});
+    comm.all_gather(mine, all);
+    for (int64_t i = 0; i < numel * size; ++i) {
+      expect_value(all, i, value(static_cast<int>(i / numel), i % numel), "all_gather");
+    }
+  } else if (kind == 2) {
+    const int root = call % size;
+    comm.broadcast(mine, root);
+    for (int64_t i = 0; i < numel; ++i) expect_value(mine, i, value(root, i), "broadcast");
+  } else {
+    at::Tensor left = at::empty({numel}), right = at::empty({numel});
+    const int before = (rank + size - 1) % size, after = (rank + 1) % size;
+    comm.exchange({{mine, after}, {mine, before}}, {{left, before}, {right, after}});
+    for (int64_t i = 0; i < numel; ++i) {
+      expect_value(left, i, value(before, i), "exchange");
+      expect_value(right, i, value(after, i), "exchange");
+    }
+  }
+}
+
+// All ranks make the same random calls; one of them ends that, by an abort, by leaving, or not.
+inline void shared_memory_carries_every_call(Random& random) {
+  enum class End { kNone, kAbort, kLeave };
+  const World world(random, 2, milliseconds(20000));
+  const auto end = static_cast<End>(between(random, 0, 2));
+  const int ends = between(random, 0, world.ranks - 1);
+  const int calls = between(random, 1, 12);
+  const uint64_t seed = random();
+  const milliseconds delay{between(random, 0, 5)};
+  auto communicators = shared_ranks(world.ranks, milliseconds(20000));
+  const auto endings = run_ranks(world, [&](int rank) {
+    Random own(seed);  // the same calls on all ranks
+    std::unique_ptr<Communicator> comm = std::move(communicators[rank]);
+    std::thread aborter([&, aborts = end == End::kAbort && rank == ends] {
+      std::this_thread::sleep_for(delay);
+      if (aborts) comm->abort("the reason");
+    });
+    try {
+      const int more = end == End::kNone || (end == End::kLeave && rank == ends) ? 0 : 100000;
+      for (int call = 0; call < calls + more; ++call) {
+        const int kind = between(own, 0, 3);
+        const int most = between(own, 0, 9) == 0 ? 500000 : 3000;
+        call_and_check(*comm, call, kind, between(own, 1, most));
+      }
+    } catch (...) {
+      aborter.join();
+      throw;
+    }
+    aborter.join();
+  });
+  for (int rank = 0; rank < world.ranks; ++rank) {
+    const bool goes_on = end == End::kNone || (end == End::kLeave && rank == ends);
+    expect(endings[rank].error.empty() == goes_on, "rank ", rank, ": '", endings[rank].error, "'");
+    expect(!endings[rank].timed_out, "rank ", rank, " has waited: ", endings[rank].error);
+  }
+}
+
+}  // namespace bagua::stress

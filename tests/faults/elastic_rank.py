@@ -1,0 +1,125 @@
+"""A rank of an elastic job: `elastic_rank.py FOLDER ROUNDS [DEATH]`.
+
+Trains until ROUNDS outer rounds are made, or as many as FOLDER/last says. After each round it
+appends to FOLDER/<rank>.jsonl: the round, a digest of anchor and momentum, and the members. DEATH
+is where the process kills itself: "between:5", "launch:5" or "mean:5", in its sixth round.
+"""
+
+import datetime
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import bagua.torch_api as bagua
+from bagua._core.group.elastic import pulse
+from bagua._sync.outer.fragment import Fragment
+from bagua._sync.outer.survival import Survival
+from bagua.torch_api.algorithms import DiLoCoAlgorithm, OuterSGD
+from support import training
+from torch import nn
+
+TIMEOUT = 15.0
+INTERVAL = 4
+RATE = 0.03
+EXIT_OF_AN_ERROR = 7
+pulse.SECONDS_OF_SILENCE = 2.0
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def data(number, rows):
+    """Inputs, and a noisy function of them: the loss has a floor of 0.25."""
+    generator = torch.Generator().manual_seed(number)
+    inputs = torch.randn(rows, 8, generator=generator)
+    noise = torch.randn(rows, 1, generator=generator)
+    return inputs, 0.3 * inputs[:, :3].sum(1, keepdim=True) + 0.5 * noise
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in(owner, method, model):
+    """The next call of that method, in the round that the death is planned for, is the last."""
+    original = getattr(owner, method)
+
+    def last(*args, **options):
+        if due(model):
+            die()
+        return original(*args, **options)
+
+    setattr(owner, method, last)
+
+
+def due(model):
+    place = sys.argv[3] if len(sys.argv) > 3 else "never:-1"
+    return model.bagua_algorithm.outer_rounds == int(place.split(":")[1])
+
+
+def train(folder, rounds, place):
+    rank = bagua.get_rank()
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    algorithm = DiLoCoAlgorithm(OuterSGD(0.7, 0.6), interval=INTERVAL, elastic=True)
+    model.with_bagua([optimizer], algorithm)
+    outer = model.bagua_algorithm
+    if place == "launch":
+        kill_in(Fragment, "launch", model)
+    if place == "mean":
+        kill_in(Survival, "met", model)
+    with open(folder / f"{rank}.jsonl", "a", buffering=1) as notes:
+
+        def note(**what):
+            notes.write(json.dumps({"rank": rank, "pid": os.getpid(), **what}) + "\n")
+
+        note(begins=outer.outer_rounds, members=model.process_group.ranks)
+        step = 1000 * os.getpid()
+        while not ended(folder, outer.outer_rounds, rounds):
+            step += 1
+            optimizer.zero_grad()
+            inputs, targets = data(step, 256)
+            (model(inputs) - targets).square().mean().backward()
+            before = outer.outer_rounds
+            optimizer.param_groups[0]["lr"] = RATE / (1 + before / 15)
+            if place == "between" and due(model):
+                die()
+            optimizer.step()
+            if outer.outer_rounds > before:
+                state = outer.state_dict()
+                shared = [v for k, v in state.items() if k.startswith(("anchor/", "momentum/"))]
+                members = model.process_group.ranks
+                note(round=outer.outer_rounds, bits=training.bits(shared), members=members)
+        with outer.anchor(), torch.no_grad():
+            model.eval()
+            inputs, targets = data(0, 4096)
+            note(loss=(model(inputs) - targets).square().mean().item())
+
+
+def ended(folder, made, rounds):
+    last = folder / "last"
+    return made >= (int(last.read_text()) if last.exists() else rounds)
+
+
+def main():
+    torch.set_num_threads(1)
+    folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
+    place = sys.argv[3].split(":")[0] if len(sys.argv) > 3 else ""
+    bagua.init_process_group(timeout=datetime.timedelta(seconds=TIMEOUT), elastic=True)
+    try:
+        train(folder, rounds, place)
+    except bagua.BaguaError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        sys.exit(EXIT_OF_AN_ERROR)
+
+
+if __name__ == "__main__":
+    main()

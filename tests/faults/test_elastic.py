@@ -1,0 +1,59 @@
+"""Elastic jobs whose ranks are killed: `python tests/faults/elastic_job.py` has more faults."""
+
+import signal
+
+import pytest
+from faults import elastic_job
+from faults.elastic_job import Job
+from faults.elastic_rank import EXIT_OF_AN_ERROR
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("victim", [0, 1], ids=lambda rank: f"rank-{rank}")
+@pytest.mark.parametrize("place", ["between", "launch", "mean"])
+def test_two_of_three_finish_when_one_is_killed(place, victim):
+    with Job(rounds=12) as job:
+        job.start_all({victim: f"{place}:5"})
+        losses = job.finish()
+        assert job.processes[victim].wait() == -signal.SIGKILL
+        assert job.judge() == 12
+        rest = [rank for rank in range(3) if rank != victim]
+        assert len(set(losses)) == 1
+        for rank in rest:
+            assert job.made(rank) == (12, rest)
+            text = job.output(rank).read_text()
+            lost = f"lost rank(s) {victim} in outer round "
+            assert text.count(lost) == 1, text
+            # In its sixth round; killed with the result in its hands, the others may have it too.
+            assert f"{lost}6," in text or (place == "mean" and f"{lost}7," in text), text
+            assert f"rank(s) {', '.join(map(str, rest))} go on" in text
+
+
+@pytest.mark.timeout(300)
+def test_random_kills_and_returns_leave_equal_bits_and_the_loss_of_an_undisturbed_job():
+    loss, rounds = elastic_job.soak(faults=3, seed=2)
+    without = elastic_job.reference(rounds)
+    assert loss <= elastic_job.MOST_RATIO * without
+
+
+@pytest.mark.timeout(120)
+def test_fewer_than_min_ranks_raise():
+    with Job(rounds=12, size=2) as job:
+        job.start_all({1: "between:5"})
+        assert job.processes[0].wait(elastic_job.PATIENCE) == EXIT_OF_AN_ERROR
+        text = job.output(0).read_text()
+        assert "rank(s) 1 of 2 were lost, and the 1 left are fewer than min_ranks=2" in text
+
+
+@pytest.mark.timeout(120)
+def test_all_may_start_again_when_none_is_left():
+    with Job() as job:
+        job.start_all()
+        job.wait_for_members([0, 1, 2])
+        for process in job.processes.values():
+            process.kill()
+            process.wait()
+        job.start_all()
+        job.wait_for_members([0, 1, 2])
+        assert [note["begins"] for note in job.notes(0) if "begins" in note] == [0, 0]
+        job.finish()

@@ -1,0 +1,380 @@
+"""Local training with an outer optimizer on ranks, against the oracle."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua import _C
+from bagua.torch_api.algorithms import Algorithm, DiLoCoAlgorithm, OuterSGD
+from oracle import diloco as oracle
+from ranks.test_groups_and_nodes import environment_of_nodes
+from support import training
+from torch import nn
+
+RANKS = pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
+RULES = {
+    "paper": OuterSGD(0.7, 0.9, nesterov=True),
+    "heavy-ball": OuterSGD(0.7, 0.3, nesterov=False),
+    "local-sgd": OuterSGD(1.0, 0.0),
+}
+ROUNDS = 3
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def batches(step, dtype=torch.float32, like=None):
+    return [
+        tuple(t.to(dtype) for t in training.batch(step, rank))
+        for rank in range(dist.get_world_size())
+    ]
+
+
+def own_step(model, optimizer, step, dtype=torch.float32):
+    optimizer.zero_grad()
+    training.squared_error(model, batches(step, dtype)[dist.get_rank()]).backward()
+    optimizer.step()
+
+
+def outer_state(model):
+    """Anchor and momentum, by name."""
+    state = model.bagua_algorithm.state_dict()
+    return {key: value for key, value in state.items() if key.startswith(("anchor/", "momentum/"))}
+
+
+def assert_outer_state_agrees(model):
+    digests = training.gather(training.bits(outer_state(model).values()))
+    assert len(set(digests)) == 1, f"ranks differ: {digests}"
+
+
+def assert_weights_are_the_anchor(model):
+    state = outer_state(model)
+    for name, p in model.named_parameters():
+        assert torch.equal(p.detach(), state[f"anchor/{name}"].to(p.dtype)), name
+
+
+@training.with_group
+def train_against_the_oracle(rule, interval, dtype=torch.float32):
+    """Per step: the number of different weights among the ranks, and whether a round was made."""
+    model = training.network().to(dtype)
+    twins = [copy.deepcopy(model) for _ in range(dist.get_world_size())]
+    inner = training.sgd if dtype == torch.float16 else adamw  # Adam's eps is zero in f16
+    expected = oracle.Ranks(twins, inner, rule.lr, rule.momentum, rule.nesterov, interval)
+    optimizer = inner(model)
+    model.with_bagua([optimizer], DiLoCoAlgorithm(rule, interval))
+    tolerance = {torch.float32: 1e-6, torch.float64: 1e-14}.get(dtype, 1e-2)
+    seen = []
+    for step in range(ROUNDS * interval):
+        own_step(model, optimizer, step, dtype)
+        expected.step(training.squared_error, batches(step, dtype))
+        twin = expected.models[dist.get_rank()]
+        training.assert_close(model, twin, rtol=tolerance, atol=tolerance)
+        assert_outer_state_agrees(model)
+        if (step + 1) % interval == 0:
+            assert_weights_are_the_anchor(model)
+        seen.append(len(set(training.gather(training.bits(model.parameters())))))
+    for name, anchor in expected.anchors.items():
+        found = outer_state(model)
+        torch.testing.assert_close(found[f"anchor/{name}"], anchor, rtol=tolerance, atol=tolerance)
+        momentum = expected.momenta[name]
+        torch.testing.assert_close(
+            found[f"momentum/{name}"], momentum, rtol=tolerance, atol=tolerance
+        )
+    return seen, model.bagua_algorithm.outer_rounds
+
+
+@RANKS
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_rounds_are_the_oracles_and_ranks_differ_between_them(ranks, n, rule):
+    for seen, rounds in ranks(n, train_against_the_oracle, rule, 3):
+        assert seen == [n, n, 1] * ROUNDS
+        assert rounds == ROUNDS
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.float16], ids=["f64", "bf16", "f16"]
+)
+def test_weights_of_every_dtype_have_an_anchor_of_at_least_f32(ranks, dtype):
+    for seen, _ in ranks(3, train_against_the_oracle, RULES["paper"], 2, dtype):
+        assert seen[1::2] == [1] * ROUNDS
+
+
+def test_several_buckets_make_the_same_steps(ranks):
+    for seen, _ in ranks(
+        2, train_against_the_oracle, RULES["paper"], 2, env=training.SMALL_BUCKETS
+    ):
+        assert seen[1::2] == [1] * ROUNDS
+
+
+@training.with_group
+def against_exact_training(dtype):
+    """The largest distance from DistributedDataParallel's weights, in units of the last place."""
+    model = training.network().to(dtype)
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.with_bagua([optimizer], DiLoCoAlgorithm(OuterSGD(1.0, 0.0), interval=1))
+    of_twin = torch.optim.SGD(twin.parameters(), lr=0.1)
+    worst = 0.0
+    for step in range(5):
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                q.copy_(p)  # of one step only: differences would be trained further
+        own_step(model, optimizer, step, dtype)
+        of_twin.zero_grad()
+        losses = [training.squared_error(twin, batch) for batch in batches(step, dtype)]
+        (sum(losses) / len(losses)).backward()
+        of_twin.step()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            unit = torch.finfo(dtype).eps * q.detach().abs().clamp(min=0.1)
+            worst = max(worst, ((p - q).detach().abs() / unit).max().item())
+    return worst
+
+
+@RANKS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+def test_with_interval_one_and_plain_averaging_it_is_exact_training(ranks, n, dtype):
+    assert all(worst <= 2 for worst in ranks(n, against_exact_training, dtype))
+
+
+@training.with_group
+def idle_rounds(dtype):
+    """Whether 50 rounds in which nobody trains move the anchor or the weights."""
+    model = training.network().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.with_bagua([optimizer], DiLoCoAlgorithm(OuterSGD(0.7, 0.0), interval=1))
+    for step in range(2):  # so that the anchor has bits that the weights do not have
+        own_step(model, optimizer, step, dtype)
+    anchors = [value for key, value in outer_state(model).items() if key.startswith("anchor/")]
+    optimizer.param_groups[0]["lr"] = 0.0
+    own_step(model, optimizer, 2, dtype)
+    before = training.bits([*outer_state(model).values(), *model.parameters()])
+    assert training.bits(anchors) == training.bits(
+        [value for key, value in outer_state(model).items() if key.startswith("anchor/")]
+    )
+    for step in range(50):
+        own_step(model, optimizer, step, dtype)
+    assert model.bagua_algorithm.outer_rounds == 53
+    assert model.bagua_algorithm.gain is None
+    return before == training.bits([*outer_state(model).values(), *model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"]
+)
+def test_nothing_moves_while_nobody_trains(ranks, dtype):
+    assert ranks(2, idle_rounds, dtype) == [True, True]
+
+
+@training.with_group
+def count_bytes(codec, interval):
+    """Bytes sent after each step, and by the round's formula."""
+    model = training.network(outputs=500)
+    optimizer = adamw(model)
+    algorithm = DiLoCoAlgorithm(interval=interval, codec=codec)
+    model.with_bagua([optimizer], algorithm)
+    sent = []
+    for step in range(2 * interval):
+        optimizer.zero_grad()
+        model(batches(step)[dist.get_rank()][0]).square().mean().backward()
+        optimizer.step()
+        stats = model.bagua_stats()
+        main = model.process_group.connections.main_traffic()
+        sent.append(
+            stats["total"]["bytes_sent"] + stats["control"]["bytes_sent"] + main["bytes_sent"]
+        )
+    (bucket,) = model.bagua_buckets
+    return sent, bucket.backend_tensor.numel(), model.bagua_stats()["total"]["bytes_sent"]
+
+
+@pytest.mark.parametrize(
+    ("codec", "most"), [(None, 1.0), ("block_uint8", 0.3), ("int4_block", 0.16)], ids=str
+)
+def test_steps_without_a_round_send_nothing(ranks, codec, most):
+    interval = 4
+    for sent, numel, total in ranks(3, count_bytes, codec, interval):
+        start = sent[0]
+        assert sent[:3] == [start] * 3
+        assert sent[3] > start
+        assert sent[4:7] == [sent[3]] * 3
+        assert sent[7] - sent[6] == sent[3] - sent[2]
+        if codec is None:
+            assert total == 2 * (2 * 2 * numel * 4 // 3), "two rounds of 2 S (P - 1) / P"
+        else:
+            assert 0 < total < most * 2 * (2 * 2 * numel * 4 // 3)
+
+
+@training.with_group
+def with_codec(codec):
+    """Each round's mean against the exact one, and whether ranks agree."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 300), nn.Tanh(), nn.Linear(300, 3))
+    optimizer = adamw(model)
+    rule = OuterSGD(1.0, 0.0)
+    model.with_bagua([optimizer], DiLoCoAlgorithm(rule, 5, codec=codec))
+    errors = []
+    for step in range(10):
+        optimizer.zero_grad()
+        training.squared_error(model, batches(step)[dist.get_rank()]).backward()
+        last = (step + 1) % 5 == 0
+        if last:
+            before = {
+                name: a.clone()
+                for name, a in model.bagua_algorithm._outer.fragments[0].named_anchors()
+            }
+            trained = copy.deepcopy(model)
+            twin = copy.deepcopy(optimizer)
+            for group, own in zip(twin.param_groups, [list(trained.parameters())], strict=True):
+                for p, q in zip(group["params"], model.parameters(), strict=True):
+                    p.grad = q.grad
+                with torch.no_grad():
+                    for p, q in zip(group["params"], own, strict=True):
+                        p.copy_(q)
+                    twin.step()
+                    deltas = {
+                        name: before[name] - p
+                        for (name, _), p in zip(
+                            model.named_parameters(), group["params"], strict=True
+                        )
+                    }
+        optimizer.step()
+        if last:
+            assert_outer_state_agrees(model)
+            assert_weights_are_the_anchor(model)
+            wrong = right = 0.0
+            for name, p in model.named_parameters():
+                mean = training.mean_over_ranks(deltas[name].detach())
+                wrong += ((before[name] - p.detach() - mean) ** 2).sum().item()
+                right += (mean**2).sum().item()
+            errors.append((wrong / right) ** 0.5)
+    return errors
+
+
+@pytest.mark.parametrize(("codec", "most"), [("block_uint8", 0.02), ("int4_block", 0.3)])
+def test_a_codec_changes_the_mean_by_its_error_and_ranks_agree(ranks, codec, most):
+    for errors in ranks(3, with_codec, codec):
+        assert all(1e-6 < error < most for error in errors), errors
+
+
+def test_between_nodes_only_leaders_send(ranks):
+    for stats in ranks(3, hierarchical_training, env=environment_of_nodes((2, 1))):
+        assert stats["buckets"][0]["ops"][0].startswith("Hierarchical(")
+
+
+@training.with_group
+def hierarchical_training():
+    model = training.network()
+    optimizer = adamw(model)
+    model.with_bagua(
+        [optimizer], DiLoCoAlgorithm(interval=2, hierarchical=True, codec="block_uint8")
+    )
+    for step in range(4):
+        own_step(model, optimizer, step)
+    assert_outer_state_agrees(model)
+    assert_weights_are_the_anchor(model)
+    return model.bagua_stats()
+
+
+@training.with_group
+def clipped(clip):
+    """How far the anchor moved in one round of plain averaging."""
+    model = training.network()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.with_bagua([optimizer], DiLoCoAlgorithm(OuterSGD(1.0, 0.0), 1, outer_clip=clip))
+    own_step(model, optimizer, 0)
+    assert_outer_state_agrees(model)
+    moved = [(p - q).detach() for p, q in zip(model.parameters(), before, strict=True)]
+    return torch.cat([t.flatten() for t in moved]).norm().item()
+
+
+def test_outer_clip_bounds_the_step(ranks):
+    (free, _), (bound, _) = ranks(2, clipped, None), ranks(2, clipped, 0.01)
+    assert free > 0.1
+    assert bound == pytest.approx(0.01, rel=1e-4)
+    assert ranks(2, clipped, 2 * free)[0] == free
+
+
+@training.with_group
+def statistics(rule, same_data):
+    model = training.network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model.with_bagua([optimizer], DiLoCoAlgorithm(rule, 2))
+    seen = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        rank = 0 if same_data else dist.get_rank()
+        training.squared_error(model, training.batch(0, rank)).backward()
+        optimizer.step()
+        seen.append(model.bagua_stats()["outer"])
+    assert model.bagua_algorithm.gain == seen[-1]["gain"]
+    assert model.bagua_algorithm.correlation == seen[-1]["correlation"]
+    return seen
+
+
+def test_statistics_say_how_the_ranks_and_the_rounds_agree(ranks):
+    for before, first, between, second in ranks(2, statistics, OuterSGD(0.7, 0.5), True):
+        assert before == {
+            "rounds": 0,
+            "skipped_rounds": 0,
+            "steps": 1,
+            "correlation": None,
+            "gain": None,
+            "agreement": None,
+        }
+        assert (first["rounds"], between["steps"], second["rounds"]) == (1, 1, 2)
+        assert first["agreement"] == pytest.approx(1.0)
+        assert first["gain"] == pytest.approx(0.7 * 1.5), "the first step has no momentum yet"
+        assert 0.9 < second["correlation"] < 1
+        assert second["gain"] > first["gain"]
+    for _, first, *_ in ranks(4, statistics, OuterSGD(0.7, 0.5), False):
+        assert 0.2 < first["agreement"] < 1.5
+
+
+def test_it_is_registered_with_the_documented_defaults():
+    made = Algorithm.init("diloco")
+    assert isinstance(made, DiLoCoAlgorithm)
+    assert (made.outer_optimizer, made.interval) == (OuterSGD(0.7, 0.8, nesterov=True), 100)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"interval": 0}, "interval=0 must be at least 1"),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"outer_clip": 0.0}, "outer_clip=0.0 must be a positive norm"),
+        ({"outer_clip": float("nan")}, "outer_clip=nan"),
+        ({"codec": "nonsense"}, "nonsense"),
+        ({"outer_optimizer": torch.optim.SGD}, "outer_optimizer is an OuterSGD"),
+    ],
+    ids=str,
+)
+def test_arguments_out_of_their_range_are_refused_by_name(arguments, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        DiLoCoAlgorithm(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"lr": 0.0}, "lr=0.0"),
+        ({"lr": float("inf")}, "lr=inf"),
+        ({"momentum": 1.0}, "momentum=1.0"),
+        ({"momentum": -0.1}, "momentum=-0.1"),
+    ],
+    ids=str,
+)
+def test_outer_sgd_refuses_rates_out_of_their_range(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        OuterSGD(**arguments)
+
+
+def test_the_outer_step_rounds_each_product_and_sum():
+    generator = torch.Generator().manual_seed(0)
+    anchor, momentum, mean = (torch.randn(100_003, generator=generator) for _ in range(3))
+    expected = momentum * 0.9 + mean
+    moved = anchor - (mean + expected * 0.9) * 0.7
+    _C.outer_step(anchor, momentum, mean, lr=0.7, mu=0.9, nesterov=True)
+    assert torch.equal(momentum, expected)
+    assert torch.equal(anchor, moved)

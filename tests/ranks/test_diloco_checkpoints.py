@@ -1,0 +1,197 @@
+"""Local training saved in the middle: it goes on to the bit, or from the anchor."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from bagua.torch_api.algorithms import DiLoCoAlgorithm, OuterSGD
+from bagua.torch_api.checkpoint import PerRank, load_latest, save_checkpoint
+from ranks.test_diloco import adamw, assert_outer_state_agrees, outer_state, own_step
+from support import training
+from torch import nn
+
+CASES = {
+    "between-rounds": ({"interval": 4}, 6),
+    "after-a-round": ({"interval": 4}, 8),
+    "in-flight-keep": ({"interval": 4, "overlap_steps": 2}, 5),
+    "in-flight-half": ({"interval": 4, "overlap_steps": 2, "merge": 0.5}, 5),
+    "fragment-in-flight": (
+        {"interval": 4, "overlap_steps": 1, "fragments": [["0"], ["1", "2"]]},
+        6,
+    ),
+    "just-launched": ({"interval": 4, "overlap_steps": 3}, 4),
+    "compressed": ({"interval": 4, "overlap_steps": 2, "codec": "bit2_block"}, 5),
+    "compressed-fragments": (
+        {"interval": 4, "codec": "bit2_block", "fragments": [["0"], ["1", "2"]]},
+        6,
+    ),
+    "in-the-warm-up": ({"interval": 4, "warmup_steps": 9}, 6),
+    "after-the-warm-up": ({"interval": 4, "warmup_steps": 2}, 7),
+}
+AFTER = 12
+
+
+def wrapped(arguments, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    optimizer = adamw(model)
+    model.with_bagua([optimizer], DiLoCoAlgorithm(OuterSGD(0.7, 0.9), **arguments))
+    return model, optimizer
+
+
+def named(model, optimizer, algorithm_first=False):
+    state = {"model": model, "optimizer": optimizer, "algorithm": model.bagua_algorithm}
+    return dict(sorted(state.items())) if algorithm_first else state
+
+
+def bits(model):
+    return training.bits([*model.parameters(), *model.buffers(), *outer_state(model).values()])
+
+
+@training.with_group
+def go_on(arguments, before, folder, algorithm_first):
+    model, optimizer = wrapped(arguments)
+    for step in range(before):
+        own_step(model, optimizer, step)
+    saved = save_checkpoint(folder, named(model, optimizer), before)
+    assert torch.load(saved, weights_only=True)
+    for step in range(before, before + AFTER):
+        own_step(model, optimizer, step)
+    loaded, its_optimizer = wrapped(arguments, seed=1)
+    assert load_latest(folder, named(loaded, its_optimizer, algorithm_first)) == before
+    for step in range(before, before + AFTER):
+        own_step(loaded, its_optimizer, step)
+    unsaved, of_unsaved = wrapped(arguments)
+    for step in range(before + AFTER):
+        own_step(unsaved, of_unsaved, step)
+    return bits(model), bits(loaded), bits(unsaved)
+
+
+@pytest.mark.parametrize("algorithm_first", [False, True], ids=["in-order", "algorithm-first"])
+@pytest.mark.parametrize(("arguments", "before"), CASES.values(), ids=CASES.keys())
+def test_training_goes_on_to_the_bit(ranks, tmp_path, arguments, before, algorithm_first):
+    results = ranks(3, go_on, arguments, before, str(tmp_path), algorithm_first)
+    for uninterrupted, loaded, unsaved in results:
+        assert uninterrupted == unsaved, "saving changes nothing"
+        assert loaded == uninterrupted
+
+
+@training.with_group
+def through_torch(folder):
+    arguments = {"interval": 4, "overlap_steps": 2}
+    model, optimizer = wrapped(arguments)
+    for step in range(5):
+        own_step(model, optimizer, step)
+    dcp.save({"t": PerRank(model), "algorithm": model.bagua_algorithm}, checkpoint_id=folder)
+    loaded, its_optimizer = wrapped(arguments, seed=1)
+    dcp.load({"t": PerRank(loaded), "algorithm": loaded.bagua_algorithm}, checkpoint_id=folder)
+    for step in range(5, 15):
+        own_step(model, optimizer, step)
+        own_step(loaded, its_optimizer, step)
+    return bits(model), bits(loaded)
+
+
+def test_torch_s_checkpoints_go_on_to_the_bit(ranks, tmp_path):
+    for uninterrupted, loaded in ranks(2, through_torch, str(tmp_path)):
+        assert loaded == uninterrupted
+
+
+@training.with_group
+def save_only_the_algorithm(folder, arguments, upto):
+    model, optimizer = wrapped(arguments)
+    for step in range(upto):
+        own_step(model, optimizer, step)
+    save_checkpoint(folder, {"algorithm": model.bagua_algorithm}, upto)
+    return {key: value for key, value in outer_state(model).items()}
+
+
+@training.with_group
+def load_only_the_algorithm(folder, arguments):
+    """The outer state that was loaded, the weights' distance from it, and rounds afterwards."""
+    model, optimizer = wrapped(arguments, seed=5)
+    load_latest(folder, {"algorithm": model.bagua_algorithm})
+    state = outer_state(model)
+    evaluated = all(
+        torch.equal(p.detach(), state[f"anchor/{name}"]) for name, p in model.named_parameters()
+    )
+    before = model.bagua_algorithm.outer_rounds
+    for step in range(8):
+        own_step(model, optimizer, step)
+    assert_outer_state_agrees(model)
+    return state, evaluated, model.bagua_algorithm.outer_rounds - before
+
+
+@pytest.mark.parametrize("size", [1, 2, 4], ids=lambda n: f"{n}-ranks")
+@pytest.mark.parametrize("upto", [6, 8], ids=["between-rounds", "after-a-round"])
+def test_any_number_of_ranks_goes_on_from_the_anchor(ranks, tmp_path, size, upto):
+    arguments = {"interval": 4}
+    saved = ranks(3, save_only_the_algorithm, str(tmp_path), arguments, upto)[0]
+    for state, evaluated, rounds in ranks(size, load_only_the_algorithm, str(tmp_path), arguments):
+        assert state.keys() == saved.keys()
+        assert all(torch.equal(state[key], saved[key]) for key in saved)
+        assert evaluated
+        assert rounds == 2
+
+
+def test_a_result_in_flight_is_used_where_the_weights_are_lost(ranks, tmp_path):
+    arguments = {"interval": 4, "overlap_steps": 2}
+    ranks(3, save_only_the_algorithm, str(tmp_path), arguments, 5)
+    for _, evaluated, rounds in ranks(2, load_only_the_algorithm, str(tmp_path), arguments):
+        assert evaluated
+        assert rounds == 2, "the one in flight, and one of the two launched since"
+
+
+@training.with_group
+def one_rank_has_other_weights(folder):
+    model, optimizer = wrapped({"interval": 4})
+    for step in range(6):
+        own_step(model, optimizer, step)
+    save_checkpoint(folder, named(model, optimizer), 6)
+    load_latest(folder, named(model, optimizer))
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model[0].weight.add_(1.0)
+    own_step(model, optimizer, 6)
+    first = model.bagua_stats()["outer"]["steps"]
+    for step in range(7, 10):
+        own_step(model, optimizer, step)
+    assert_outer_state_agrees(model)
+    return first, model.bagua_algorithm.outer_rounds
+
+
+def test_all_ranks_start_from_the_anchor_if_one_has_other_weights(ranks, tmp_path):
+    assert ranks(2, one_rank_has_other_weights, str(tmp_path)) == [(1, 2)] * 2
+
+
+@training.with_group
+def refusals(changes):
+    model, optimizer = wrapped({"interval": 4, "overlap_steps": 2})
+    for step in range(5):
+        own_step(model, optimizer, step)
+    state = model.bagua_algorithm.state_dict()
+    before = bits(model)
+    errors = [
+        training.error_of(
+            lambda change=change: model.bagua_algorithm.load_state_dict(state | change)
+        )
+        for change in changes
+    ]
+    assert bits(model) == before
+    return errors
+
+
+def test_states_that_do_not_fit_are_refused_by_name(ranks):
+    changes = [
+        {"steps": 4},
+        {"in_flight": 2},
+        {"outer_rounds": -1},
+        {"anchor/0.weight": torch.zeros(3)},
+        {"warmed_up": "x"},
+    ]
+    for errors in ranks(1, refusals, changes):
+        assert all(error.startswith("ValueError") for error in errors)
+        assert "saved after 4 steps of an interval, which has only 4 now" in errors[0]
+        assert "saved with fragment 2 in flight, there are only 1 now" in errors[1]
+        assert "'outer_rounds' is -1" in errors[2]
+        assert "'anchor/0.weight' is (3,) in the state, (7, 5) here" in errors[3]
+        assert "'warmed_up' is x" in errors[4]

@@ -1,0 +1,322 @@
+"""Fragments, and rounds that last several steps."""
+
+import copy
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms import DiLoCoAlgorithm, OuterSGD
+from ranks.test_diloco import adamw, assert_outer_state_agrees, outer_state, own_step
+from support import training
+from torch import nn
+
+PLAIN, HALF, PAPER = OuterSGD(1.0, 0.0), OuterSGD(0.5, 0.0), OuterSGD(0.7, 0.9)
+
+
+@training.with_group
+def steps_of_minus_one(rule, merge, overlap, steps):
+    """The weight after each step."""
+    model = nn.ParameterDict({"x": nn.Parameter(torch.zeros(1, dtype=torch.float64))})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    algorithm = DiLoCoAlgorithm(rule, interval=4, overlap_steps=overlap, merge=merge)
+    model.with_bagua([optimizer], algorithm)
+    seen = []
+    for _ in range(steps):
+        model["x"].grad = torch.ones(1, dtype=torch.float64)
+        optimizer.step()
+        seen.append(model["x"].item())
+    return seen
+
+
+TABLE = {
+    "half, 0": (HALF, 0.0, [-1, -2, -3, -4, -5, -2, -3, -4, -5, -3, -4, -5]),
+    "half, 0.5": (HALF, 0.5, [-1, -2, -3, -4, -5, -4, -5, -6, -7, -6, -7, -8]),
+    "half, keep": (HALF, "keep", [-1, -2, -3, -4, -5, -4, -5, -6, -7, -6, -7, -8]),
+    "plain, keep": (PLAIN, "keep", [-float(t) for t in range(1, 13)]),
+}
+
+
+@pytest.mark.parametrize(("rule", "merge", "expected"), TABLE.values(), ids=TABLE.keys())
+@pytest.mark.parametrize("n", [1, 3], ids=lambda n: f"{n}-ranks")
+def test_late_anchors_meet_the_weights_as_calculated_by_hand(ranks, n, rule, merge, expected):
+    for seen in ranks(n, steps_of_minus_one, rule, merge, 2, 12):
+        assert seen == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("merge", "sixth", "tenth"),
+    [(0.0, -5.32, -10.248), (0.5, -5.66, -10.1801), ("keep", -7.32, -14.908)],
+    ids=str,
+)
+def test_momentum_with_late_anchors_is_as_calculated_by_hand(ranks, merge, sixth, tenth):
+    ((*_, x6, _, _, _, x10),) = ranks(1, steps_of_minus_one, PAPER, merge, 2, 10)
+    assert (x6, x10) == pytest.approx((sixth, tenth), abs=1e-10)
+
+
+def layers(count=5):
+    torch.manual_seed(0)
+    blocks = [nn.Linear(5, 5) for _ in range(count)]
+    return nn.Sequential(*blocks, nn.Linear(5, 3))
+
+
+@training.with_group
+def bits_of(steps, *chosen):
+    """The weights after every step, by algorithm."""
+    seen = []
+    for arguments in chosen:
+        model = layers()
+        optimizer = adamw(model)
+        model.with_bagua([optimizer], DiLoCoAlgorithm(PAPER, **arguments))
+        own = []
+        for step in range(steps):
+            own_step(model, optimizer, step)
+            own.append(training.bits(model.parameters()))
+        seen.append(own)
+        assert_outer_state_agrees(model)
+    return seen
+
+
+def test_without_overlap_every_merge_is_the_same_to_the_bit(ranks):
+    chosen = [{"interval": 3, "merge": merge} for merge in ("keep", 0.0, 0.5)]
+    for first, *others in ranks(2, bits_of, 7, *chosen):
+        assert all(other == first for other in others)
+
+
+@training.with_group
+def fragment_by_fragment(fragments):
+    """The number of different versions of each layer among the ranks, after each step."""
+    model = layers(3)
+    optimizer = adamw(model)
+    model.with_bagua([optimizer], DiLoCoAlgorithm(PAPER, interval=4, fragments=fragments))
+    versions, sent, before = [], [], 0
+    for step in range(8):
+        own_step(model, optimizer, step)
+        versions.append(
+            "".join(
+                str(len(set(training.gather(training.bits(layer.parameters()))))) for layer in model
+            )
+        )
+        now = model.bagua_stats()["total"]["bytes_sent"]
+        sent.append(now - before)
+        before = now
+    assert_outer_state_agrees(model)
+    assert model.bagua_algorithm.outer_rounds == 4
+    return versions, sent
+
+
+def layer_modulo_two(name):
+    return int(name.split(".")[0]) % 2
+
+
+@pytest.mark.parametrize(
+    "fragments",
+    [2, [["0", "2"], ["1", "3"]], layer_modulo_two],
+    ids=["number", "names", "function"],
+)
+def test_fragments_are_averaged_in_turn(ranks, fragments):
+    for versions, sent in ranks(2, fragment_by_fragment, fragments):
+        assert versions == ["2222", "1212", "2222", "2121"] * 2
+        assert sent[0] == sent[2] == sent[4] == sent[6] == 0
+        assert 0 < sent[1] == sent[5]
+        assert 0 < sent[3] == sent[7]
+
+
+@training.with_group
+def streaming_against_the_oracle(merge, overlap):
+    size, rank = dist.get_world_size(), dist.get_rank()
+    model = layers(3)
+    twins = [copy.deepcopy(model) for _ in range(size)]
+    own = [torch.optim.SGD(twin.parameters(), lr=0.1) for twin in twins]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rule = OuterSGD(0.7, 0.6)
+    model.with_bagua(
+        [optimizer],
+        DiLoCoAlgorithm(rule, 6, fragments=2, overlap_steps=overlap, merge=merge),
+    )
+    state = {
+        name: (p.detach().clone(), torch.zeros_like(p)) for name, p in model.named_parameters()
+    }
+    parts = [[n for n in state if int(n.split(".")[0]) % 2 == part] for part in (0, 1)]
+    launched = {}
+    for step in range(24):
+        own_step(model, optimizer, step)
+        for twin, of_twin, batch in zip(
+            twins, own, [training.batch(step, other) for other in range(size)], strict=True
+        ):
+            training.train(twin, of_twin, [batch])
+        now = (step + 1) % 6
+        if now in (3, 0):
+            names = parts[0] if now == 3 else parts[1]
+            launched = {
+                name: [dict(twin.named_parameters())[name].detach().clone() for twin in twins]
+                for name in names
+            }
+        if step > overlap and (now - overlap) % 6 in (3, 0):
+            names = list(launched)
+            with torch.no_grad():
+                for name in names:
+                    a, m = state[name]
+                    mean = torch.stack([a - x for x in launched[name]]).mean(0)
+                    m.mul_(rule.momentum).add_(mean)
+                    a.sub_((mean + m * rule.momentum) * rule.lr)
+                    for twin, x in zip(twins, launched[name], strict=True):
+                        weight = dict(twin.named_parameters())[name]
+                        if merge == "keep":
+                            weight.add_(a - x)
+                        else:
+                            weight.copy_(merge * weight + (1 - merge) * a)
+        training.assert_close(model, twins[rank])
+        assert_outer_state_agrees(model)
+    for name, (a, m) in state.items():
+        torch.testing.assert_close(outer_state(model)[f"anchor/{name}"], a, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(outer_state(model)[f"momentum/{name}"], m, rtol=1e-5, atol=1e-6)
+    return model.bagua_algorithm.outer_rounds
+
+
+@pytest.mark.parametrize("merge", ["keep", 0.5, 0.0], ids=str)
+@pytest.mark.parametrize("n", [2, 3], ids=lambda n: f"{n}-ranks")
+def test_fragments_in_flight_are_the_oracles(ranks, n, merge):
+    assert ranks(n, streaming_against_the_oracle, merge, 2) == [7] * n
+
+
+@training.with_group
+def other_fragments():
+    model = layers(3)
+    optimizer = adamw(model)
+    names = [["0", "2"], ["1", "3"]]
+    if dist.get_rank() == 1:
+        names.reverse()
+    return training.error_of(
+        lambda: model.with_bagua([optimizer], DiLoCoAlgorithm(interval=4, fragments=names))
+    )
+
+
+def test_ranks_with_other_fragments_are_told_at_the_wrap(ranks):
+    for error in ranks(2, other_fragments):
+        assert error.startswith("BaguaMismatchError")
+        assert "fragments=[['0', '2'], ['1', '3']]" in error
+
+
+@training.with_group
+def a_step_too_many():
+    """Rank 1 makes two steps that the others do not."""
+    model = layers(3)
+    optimizer = adamw(model)
+    model.with_bagua([optimizer], DiLoCoAlgorithm(interval=4, fragments=2))
+
+    def train():
+        for step in range(8):
+            own_step(model, optimizer, step)
+            if step == 0 and dist.get_rank() == 1:
+                model.bagua_algorithm._outer.steps += 2  # as if it had been loaded wrongly
+
+    return training.error_of(train)
+
+
+def test_ranks_at_different_fragments_are_told(ranks):
+    for error in ranks(2, a_step_too_many):
+        assert error.startswith("BaguaMismatchError")
+        assert "ranks differ in the fragment that they average (rank 0: 1, rank 1: 2)" in error
+
+
+@training.with_group
+def end_in_flight(how):
+    """Whether ranks can end while a round is under way, one of them much later."""
+    model = layers(3)
+    optimizer = adamw(model)
+    model.with_bagua([optimizer], DiLoCoAlgorithm(interval=4, overlap_steps=2))
+    for step in range(4):
+        own_step(model, optimizer, step)
+    assert model.bagua_algorithm.state_dict()["in_flight"] == 1
+    if how == "sync":
+        model.bagua_algorithm.sync()
+        for name, p in model.named_parameters():
+            assert torch.equal(p.detach(), outer_state(model)[f"anchor/{name}"])
+        return model.bagua_algorithm.outer_rounds
+    if how == "again":
+        model.with_bagua([optimizer], DiLoCoAlgorithm(interval=4))
+        for step in range(4):
+            own_step(model, optimizer, step)
+        return model.bagua_algorithm.outer_rounds
+    model.bagua_ddp.close()
+    return 0
+
+
+@pytest.mark.parametrize(("how", "rounds"), [("sync", 1), ("again", 1), ("close", 0)])
+def test_a_round_under_way_is_ended_first(ranks, how, rounds):
+    assert ranks(2, end_in_flight, how) == [rounds] * 2
+
+
+@training.with_group
+def close_before_the_other_launches():
+    """Rank 0 closes with a round under way, which rank 1 joins later than a lane is waited for."""
+    model = layers(3)
+    optimizer = adamw(model)
+    model.with_bagua([optimizer], DiLoCoAlgorithm(interval=4, overlap_steps=2))
+    late = dist.get_rank() == 1
+    for step in range(6 if late else 4):
+        if late and step == 3:
+            time.sleep(2.5)
+        own_step(model, optimizer, step)
+    rounds = model.bagua_algorithm.outer_rounds
+    model.bagua_ddp.close()
+    return rounds
+
+
+def test_a_rank_that_closes_answers_the_round_under_way(ranks):
+    assert ranks(2, close_before_the_other_launches) == [0, 1]
+
+
+@training.with_group
+def refused(fragments):
+    model = layers(3)
+    algorithm = DiLoCoAlgorithm(interval=8, fragments=fragments)
+    return training.error_of(lambda: model.with_bagua([adamw(model)], algorithm))
+
+
+def from_one(name):
+    return 1
+
+
+def negative(name):
+    return -1
+
+
+@pytest.mark.parametrize(
+    ("fragments", "text"),
+    [
+        (6, "no ModuleList or Sequential of that many layers with trained parameters, only of 4"),
+        ([["0", "1"], ["2"]], "parameter '3.weight' is in no fragment"),
+        ([["0", "1"], ["1", "2", "3"]], "parameter '1.weight' is in fragments [0, 1]"),
+        ([["0", "1"], ["2", "3"], ["nothing"]], "fragment(s) [2] of 3 have no parameter"),
+        (from_one, "fragment(s) [0] of 2 have no parameter"),
+        (negative, "fragments('0.weight') is -1, not a number from 0"),
+    ],
+    ids=["number", "missing", "twice", "empty", "function", "negative"],
+)
+def test_fragments_that_do_not_fit_the_module_are_refused(ranks, fragments, text):
+    for error in ranks(1, refused, fragments):
+        assert error.startswith("ValueError")
+        assert text in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"fragments": 0}, "fragments=0 must be at least 1"),
+        ({"fragments": []}, "no list of module names"),
+        ({"fragments": "0"}, "fragments is a number"),
+        ({"fragments": ["0", "1"]}, "'0' is no list of module names"),
+        ({"interval": 3, "fragments": 4}, "not interval=3"),
+        ({"interval": 4, "overlap_steps": 4}, "overlap_steps=4 must be below 4"),
+        ({"interval": 7, "fragments": 2, "overlap_steps": 3}, "overlap_steps=3 must be below 3"),
+        ({"overlap_steps": -1}, "overlap_steps=-1"),
+        ({"merge": 1.5}, "merge=1.5"),
+        ({"merge": "half"}, "merge='half'"),
+    ],
+    ids=str,
+)
+def test_schedules_that_cannot_be_are_refused(arguments, text):
+    with pytest.raises((TypeError, ValueError), match=text.replace("[", r"\[")):
+        DiLoCoAlgorithm(**arguments)

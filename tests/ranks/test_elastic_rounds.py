@@ -1,0 +1,230 @@
+"""Outer rounds that fail on living ranks, and what an elastic job refuses."""
+
+import datetime
+import functools
+
+import bagua.torch_api as bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua import BaguaError
+from bagua._sync.outer.survival import Survival
+from bagua.torch_api.algorithms import (
+    DiLoCoAlgorithm,
+    NoLoCoAlgorithm,
+    OuterSGD,
+)
+from ranks.test_diloco import assert_outer_state_agrees, outer_state, own_step
+from support import training
+
+PLAIN = OuterSGD(1.0, 0.0)
+SHORT = datetime.timedelta(seconds=30)
+FORMS = {
+    "one-fragment": {},
+    "streaming": {"fragments": 2, "overlap_steps": 1},
+    "streaming-mixed": {"fragments": 2, "overlap_steps": 1, "merge": 0.5},
+    "8-bit": {"codec": "block_uint8"},
+}
+
+
+def in_elastic_job(function):
+    """Inside `function` an elastic job has begun."""
+
+    @functools.wraps(function)
+    def run(*args):
+        bagua.init_process_group(timeout=SHORT, elastic=True)
+        try:
+            return function(*args)
+        finally:
+            bagua.destroy_process_group()
+
+    return run
+
+
+def wrapped(algorithm):
+    model = training.network()
+    optimizer = training.sgd(model)
+    return model.with_bagua([optimizer], algorithm), optimizer
+
+
+def fail_round(number, rank, method):
+    """Round `number` fails on `rank`: at its launch ("meet"), or when the others have its result
+    ("met").
+    """
+    original, count = getattr(Survival, method), 0
+
+    def failing(self, engine):
+        nonlocal count
+        count += 1
+        fails = count == number and bagua.get_rank() == rank
+        if not fails or method == "met":  # or the others could have met this rank before it fails
+            original(self, engine)
+        if fails:
+            engine.abort("the network is gone")
+            engine.wait()
+            raise BaguaError("the network is gone")
+
+    setattr(Survival, method, failing)
+    return lambda: setattr(Survival, method, original)
+
+
+@training.with_group
+def first_round_fails(dtype):
+    """Bits of the weights after two intervals, the first of whose rounds failed, and after one of
+    the length of both."""
+    found = []
+    for interval, failing in ((3, 1), (6, 0)):
+        model = training.network().to(dtype)
+        optimizer = training.sgd(model)
+        model.with_bagua([optimizer], DiLoCoAlgorithm(PLAIN, interval, elastic=True))
+        restore = fail_round(failing, 1, "meet")
+        try:
+            for step in range(6):
+                own_step(model, optimizer, step, dtype)
+        finally:
+            restore()
+        found.append(training.bits(model.parameters()))
+        assert model.bagua_algorithm.outer_rounds == 1
+        assert model.process_group.ranks == [0, 1, 2]
+        assert_outer_state_agrees(model)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+def test_after_a_failed_round_the_next_one_carries_all(ranks, dtype):
+    for failed, longer in ranks(3, first_round_fails, dtype):
+        assert failed == longer
+
+
+def train_rounds(model, optimizer, rounds):
+    """Steps of this rank until so many outer rounds are made."""
+    step = 0
+    while model.bagua_algorithm.outer_rounds < rounds:
+        own_step(model, optimizer, step)
+        step += 1
+    return step
+
+
+@training.with_group
+def one_rank_misses_a_result(form, victim):
+    """Rounds and anchors when one rank fails right after the others have used a round."""
+    arguments = {"interval": 4, **FORMS[form]}
+    model, optimizer = wrapped(DiLoCoAlgorithm(OuterSGD(0.7, 0.5), elastic=True, **arguments))
+    restore = fail_round(2, victim, "met")
+    change, caught_up = Survival.change, []
+
+    def watched(self, *args):
+        change(self, *args)
+        if bagua.get_rank() == victim:
+            anchors = outer_state(model)
+            caught_up.append(
+                all(torch.equal(p, anchors[f"anchor/{n}"]) for n, p in model.named_parameters())
+            )
+
+    Survival.change = watched
+    try:
+        steps = train_rounds(model, optimizer, 6)
+    finally:
+        restore()
+        Survival.change = change
+    if not arguments.get("overlap_steps") and bagua.get_rank() == victim:
+        assert caught_up == [True], "its steps are in the anchor already"
+    model.bagua_algorithm.sync()
+    assert_outer_state_agrees(model)
+    for name, p in model.named_parameters():
+        assert torch.equal(p.detach(), outer_state(model)[f"anchor/{name}"]), name
+    return steps, model.bagua_algorithm.outer_rounds, model.process_group.ranks
+
+
+@pytest.mark.parametrize("victim", [0, 2], ids=lambda rank: f"rank-{rank}")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_rank_that_missed_a_result_gets_it_from_another(ranks, form, victim):
+    steps, rounds, members = zip(*ranks(3, one_rank_misses_a_result, form, victim), strict=True)
+    assert len(set(rounds)) == 1
+    assert members == ([0, 1, 2],) * 3
+    rest = [own for rank, own in enumerate(steps) if rank != victim]
+    # One may hear of the failure as it launches the next round, another as that round arrives.
+    assert max(rest) - min(rest) <= FORMS[form].get("overlap_steps", 0)
+    assert steps[victim] < min(rest), "it waited for the others"
+
+
+@training.with_group
+def pairs():
+    model, optimizer = wrapped(NoLoCoAlgorithm(interval=2, elastic=True))
+    restore = fail_round(2, 1, "met")
+    try:
+        train_rounds(model, optimizer, 5)
+    finally:
+        restore()
+    return int(model.bagua_algorithm.communications), model.process_group.ranks
+
+
+def test_pairs_go_on_after_a_failed_round(ranks):
+    found = ranks(3, pairs)
+    assert found == [found[0]] * 3
+    assert found[0] == (5, [0, 1, 2])
+
+
+@training.with_group
+def without_a_forward():
+    """The error of steps that follow a failed round without a training forward."""
+    model, optimizer = wrapped(DiLoCoAlgorithm(PLAIN, 2, elastic=True))
+    restore = fail_round(1, 0, "meet")
+    try:
+        own_step(model, optimizer, 0)
+        own_step(model, optimizer, 1)
+        optimizer.step()
+        return training.error_of(optimizer.step)
+    finally:
+        restore()
+
+
+def test_nobody_trains_on_alone_without_noticing(ranks):
+    for error in ranks(2, without_a_forward):
+        assert "the network is gone" in error
+
+
+@in_elastic_job
+def refusals():
+    """By name of the attempt its error."""
+    found = {}
+    for name, call in {
+        "all_reduce": lambda: dist.all_reduce(torch.zeros(1)),
+        "barrier": dist.barrier,
+        "objects": lambda: dist.broadcast_object_list([1]),
+        "gather": lambda: dist.all_gather_object([None, None], 1),
+    }.items():
+        found[name] = training.error_of(call)
+    model, optimizer = wrapped(DiLoCoAlgorithm(elastic=True))
+    other = training.network()
+    found["second"] = training.error_of(
+        lambda: other.with_bagua([training.sgd(other)], DiLoCoAlgorithm(elastic=True))
+    )
+    model.with_bagua([optimizer], DiLoCoAlgorithm(elastic=True))  # again is allowed
+    own_step(model, optimizer, 0)
+    total = torch.ones(3)
+    bagua.allreduce_inplace(total)
+    assert (dist.get_rank(), dist.get_world_size()) == (bagua.get_rank(), 2)
+    return found, total.tolist()
+
+
+def test_what_an_elastic_job_cannot_do_is_refused(ranks):
+    for found, total in ranks(2, refusals, init=False):
+        for name in ("all_reduce", "barrier", "objects", "gather"):
+            assert "do not work in an elastic job" in found[name], found
+        assert "another module of this process group" in found["second"]
+        assert total == [2.0] * 3
+
+
+def over_torchs_group():
+    return training.error_of(lambda: bagua.init_process_group(elastic=True))
+
+
+def test_an_elastic_job_begins_without_torchs_group(ranks):
+    for error in ranks(2, over_torchs_group):
+        assert "makes torch.distributed's default group itself" in error
+
+
+def test_min_ranks_is_at_least_one():
+    with pytest.raises(ValueError, match="min_ranks=0"):
+        DiLoCoAlgorithm(elastic=True, min_ranks=0)

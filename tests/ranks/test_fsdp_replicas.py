@@ -1,0 +1,357 @@
+"""bagua.fsdp.compress over replicas: torch's hybrid sharding (HSDP) and replicate()."""
+
+import functools
+
+import bagua.fsdp
+import pytest
+import torch
+import torch.distributed as dist
+from bagua._core.group.connections import Connections
+from oracle.compressed_all_reduce import compressed_all_reduce
+from oracle.sharded import reduce_scatter
+from support import faults, sharded
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+SHAPES = {"2x2": (2, 2), "3x1": (3, 1), "1x2": (1, 2), "2x1": (2, 1)}
+SHAPED = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+def size(shape):
+    return shape[0] * shape[1]
+
+
+def mesh_of(shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def hybrid(shape, model=None, **options):
+    return sharded.sharded(model, mesh=mesh_of(shape), **options)
+
+
+def oracle_gradients(codec, shape, step, compressed_shards=False):
+    """This rank's shards of all gradients, in order: means over shards, then over replicas."""
+    replicas, shards = shape
+    copies = sharded.plain_copies(step)
+    rank = dist.get_rank() % shards
+    found = []
+    for layers in sharded.GROUPS.values():
+        flats = [sharded.flat_gradients([c[i] for i in layers], shards) for c in copies]
+        means = []
+        for replica in range(replicas):
+            of_shards = flats[replica * shards : (replica + 1) * shards]
+            if compressed_shards:
+                means.append(reduce_scatter(codec, of_shards, shards)[0][rank])
+            else:
+                means.append((torch.stack(of_shards).sum(0) / shards).chunk(shards)[rank])
+        mean = compressed_all_reduce(codec, means, average=True)
+        modules = [copies[dist.get_rank()][i] for i in layers]
+        found += sharded.cut_back(mean, modules, rank, shards)
+    return found
+
+
+@sharded.with_torch_group
+def gradients(shape, codec, options):
+    model = hybrid(shape)
+    bagua.fsdp.compress(model, codec, **options)
+    sharded.backward(model, 0)
+    found = list(sharded.local_gradients(model).values())
+    compressed_shards = options.get("reduce_scatter", False)
+    exact = hybrid(shape)
+    sharded.backward(exact, 0)
+    expected = oracle_gradients(codec, shape, 0, compressed_shards)
+    types = {type(p.grad.to_local()) for p in model.parameters()}
+    return found, expected, list(sharded.local_gradients(exact).values()), types
+
+
+@pytest.mark.parametrize("codec", ["block_uint8", "bf16"])
+@SHAPED
+def test_gradients_have_the_bits_of_the_oracle(ranks, shape, codec):
+    results = ranks(size(shape), gradients, shape, codec, {})
+    for found, expected, exact, types in results:
+        assert types == {torch.Tensor}
+        assert all(map(torch.equal, found, expected))
+        for mine, exacts in zip(found, exact, strict=True):
+            assert (mine - exacts).abs().max() <= 0.02 * exacts.abs().max() + 1e-3
+        assert all(map(torch.equal, found, exact)) == (shape[0] == 1)
+
+
+def test_the_reduce_scatter_is_compressed_on_request(ranks):
+    options = {"reduce_scatter": True}
+    for found, expected, _, _ in ranks(4, gradients, (2, 2), "block_uint8", options):
+        assert all(map(torch.equal, found, expected))
+
+
+def whole_numbers(model):
+    """Parameters whose gradients have a few bits, which fp16 holds exactly."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.sign())
+    return model
+
+
+def whole_loss(model, step):
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    inputs = torch.randint(-2, 3, (4, 5), generator=generator).float()
+    return model(inputs).sum()
+
+
+def linear(width=7):
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(5, width), torch.nn.Identity(), torch.nn.Linear(width, width)]
+    return whole_numbers(
+        torch.nn.Sequential(*layers, torch.nn.Identity(), torch.nn.Linear(width, 2))
+    )
+
+
+DIVISIONS = {
+    "mean": lambda model: None,
+    "divided_by_8": lambda model: model.set_gradient_divide_factor(8.0),
+    "force_sum": lambda model: model.set_force_sum_reduction_for_comms(True),
+}
+
+
+@sharded.with_torch_group
+def as_torch(shape, division, options, accumulate):
+    """Gradients that an exact codec and torch itself give."""
+    results = []
+    for compressed in (True, False):
+        model = hybrid(shape, linear(), **options)
+        if compressed:
+            bagua.fsdp.compress(model, "fp16")
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                DIVISIONS[division](module)
+        for step in range(3):
+            if accumulate == "all_reduce_once":
+                model.set_requires_all_reduce(step == 2)
+            if accumulate == "sync_once":
+                model.set_requires_gradient_sync(step == 2)
+            whole_loss(model, step).backward()
+        results.append(list(sharded.local_gradients(model).values()))
+    return results
+
+
+def assert_as_torch(results):
+    for found, expected in results:
+        assert any(gradient.any() for gradient in expected)
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("accumulate", ["all_reduce_always", "all_reduce_once", "sync_once"])
+def test_an_exact_codec_gives_the_bits_of_torch(ranks, accumulate):
+    assert_as_torch(ranks(4, as_torch, (2, 2), "mean", {}, accumulate))
+
+
+# gloo has no PREMUL_SUM, which torch's reduce-scatter takes for a factor.
+@pytest.mark.parametrize(("shape", "division"), [((2, 2), "force_sum"), ((3, 1), "divided_by_8")])
+def test_gradients_are_divided_as_torch_divides_them(ranks, shape, division):
+    assert_as_torch(ranks(size(shape), as_torch, shape, division, {}, "all_reduce_always"))
+
+
+MIXED = {
+    "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    "f16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)},
+    "f64": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+@pytest.mark.parametrize("options", MIXED.values(), ids=MIXED)
+def test_policies_give_the_bits_of_torch(ranks, options):
+    assert_as_torch(ranks(2, as_torch, (2, 1), "mean", options, "all_reduce_always"))
+
+
+@sharded.with_torch_group
+def with_a_hook():
+    """Gradients of an exact codec and of torch, where a hook sums them over the shards again."""
+    results = []
+    for compressed in (True, False):
+        mesh = mesh_of((2, 2))
+        model = sharded.sharded(linear(), mesh=mesh)
+        shards = mesh.get_group("shard")
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_all_reduce_hook(lambda flat, g=shards: dist.all_reduce(flat, group=g))
+        if compressed:
+            bagua.fsdp.compress(model, "fp16")
+        whole_loss(model, 0).backward()
+        results.append(list(sharded.local_gradients(model).values()))
+    return results
+
+
+def test_all_reduces_of_a_hook_over_other_ranks_stay_torchs(ranks):
+    assert_as_torch(ranks(4, with_a_hook))
+
+
+@sharded.with_torch_group
+def trained(shape, options):
+    """(weights, bytes sent over replicas, bytes of one step's shard, loss, placements)."""
+    steps = 20
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(5, 256), torch.nn.Tanh(), torch.nn.Linear(256, 256), torch.nn.Linear(256, 3)
+    )
+    model = hybrid(shape, model)
+    handle = None if options is None else bagua.fsdp.compress(model, **options)
+    sharded.train(model, sharded.adam(model), steps)
+    stats = {"buckets": [], "rounds": steps} if handle is None else handle.stats()
+    sent = [b["bytes_sent"] for b in stats["buckets"] if b["name"].endswith(".replicas")]
+    weights = sharded.full_weights(model)
+    numel = sum(p.to_local().numel() for p in model.parameters())
+    placements = {str(p.placements) for p in model.parameters()}
+    loss = sum(sharded.loss_of(model, rank, 1000).item() for rank in range(size(shape)))
+    assert stats["rounds"] == steps
+    return weights, sum(sent) / steps, 4 * numel, loss, placements
+
+
+def test_gradients_over_replicas_take_a_quarter_of_the_bytes_and_train_as_well(ranks):
+    exact = ranks(4, trained, (2, 2), None)[0]
+    results = ranks(4, trained, (2, 2), {})
+    for weights, sent, shard, loss, placements in results:
+        assert torch.equal(weights, results[0][0])
+        assert 0.2 * shard < sent <= 0.28 * shard  # exact: 2 * shard * (2 - 1) / 2
+        assert loss < 1.1 * exact[3] + 0.02
+        assert placements == exact[4]
+        assert not torch.equal(weights, exact[0])
+
+
+def test_weights_go_through_the_codec_within_a_replica(ranks):
+    results = ranks(4, trained, (2, 2), {"weights": True})
+    assert all(torch.equal(result[0], results[0][0]) for result in results)
+
+
+@sharded.with_torch_group
+def replicated():
+    """Gradients and bytes of a model after torch's replicate(), and those of torch."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    found = []
+    for compressed in (True, False):
+        model = linear(64)
+        for layer in (model[0], model[2]):
+            replicate(layer)
+        replicate(model)
+        handle = bagua.fsdp.compress(model, "fp16") if compressed else None
+        whole_loss(model, 0).backward()
+        found.append(list(sharded.local_gradients(model).values()))
+        if handle:
+            sent = handle.stats()["total"]["bytes_sent"]
+    return (*found, sent, sum(p.numel() for p in model.parameters()))
+
+
+def test_replicated_modules_are_reduced_through_the_codec(ranks):
+    for found, expected, sent, numel in ranks(2, replicated):
+        assert all(map(torch.equal, found, expected))
+        assert 2 * numel <= sent < 2.2 * numel  # 4 for exact gradients
+
+
+@sharded.with_torch_group
+def resumed(folder):
+    """Weights after ten steps, and those of the training that was saved after five and loaded."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def start():
+        model = hybrid((2, 2))
+        bagua.fsdp.compress(model)
+        return model, sharded.adam(model)
+
+    model, optimizer = start()
+    sharded.train(model, optimizer, 5)
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    sharded.train(model, optimizer, 5, first=5)
+    other, others_optimizer = start()
+    weights, moments = get_state_dict(other, others_optimizer)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    set_state_dict(other, others_optimizer, model_state_dict=weights, optim_state_dict=moments)
+    sharded.train(other, others_optimizer, 5, first=5)
+    return sharded.full_weights(model), sharded.full_weights(other)
+
+
+def test_training_resumes_to_the_bit_through_dcp(ranks, tmp_path):
+    results = ranks(4, resumed, str(tmp_path))
+    for uninterrupted, continued in results:
+        assert torch.equal(uninterrupted, continued)
+        assert torch.equal(uninterrupted, results[0][0])
+
+
+@sharded.with_torch_group
+def two_models_and_a_group_of_shards():
+    """Two hybrid models and one that is sharded over the ranks of one replica, side by side."""
+    mesh = mesh_of((2, 2))
+    models = [sharded.sharded(mesh=m) for m in (mesh["shard"], mesh, mesh)]
+    prefixes = []
+    store_of = Connections._store_of
+
+    def recorded(self, name, members):
+        prefixes.append((id(self), name, tuple(members)))
+        return store_of(self, name, members)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connections, "_store_of", recorded)
+        handles = [bagua.fsdp.compress(model) for model in models]
+    assert len(handles) == 3
+    assert len(set(prefixes)) == len(prefixes) > 6  # or addresses of another lane might be read
+    for step in range(2):
+        for model in models:
+            sharded.backward(model, step)
+    return [list(sharded.local_gradients(model).values()) for model in models]
+
+
+def test_models_over_the_same_groups_do_not_meet(ranks):
+    for first, second, third in ranks(4, two_models_and_a_group_of_shards):
+        assert all(map(torch.equal, second, third))
+        assert not all(map(torch.equal, first, second))
+
+
+@sharded.with_torch_group
+def clipped():
+    model = hybrid((2, 2))
+    bagua.fsdp.compress(model)
+    sharded.backward(model, 0)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    return norm.full_tensor().item()
+
+
+def test_gradients_are_clipped_alike(ranks):
+    norms = ranks(4, clipped)
+    assert len(set(norms)) == 1
+    assert norms[0] > 0.01
+
+
+@sharded.with_torch_group
+def refusals():
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    compress = bagua.fsdp.compress
+    errors = {}
+    model = hybrid((2, 1))
+    errors["residuals"] = faults.error_of(functools.partial(compress, model, error_feedback=True))
+    copy = replicate(sharded.plain())
+    errors["weights"] = faults.error_of(functools.partial(compress, copy, weights=True))
+    errors["shards"] = faults.error_of(functools.partial(compress, copy, reduce_scatter=True))
+    flat = sharded.sharded()
+    errors["nothing"] = faults.error_of(functools.partial(compress, flat, reduce_scatter=False))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
+    parallel = parallelize_module(torch.nn.Linear(4, 4), mesh["tensor"], ColwiseParallel())
+    fully_shard(parallel, mesh=mesh["shard"])
+    errors["tensor"] = faults.error_of(compress, parallel)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bagua.fsdp._compress.all_reduce_can_be_replaced", lambda: False)
+        errors["torch"] = faults.error_of(compress, model)
+    return errors
+
+
+def test_what_replicas_cannot_do_is_refused_with_the_reason(ranks):
+    for errors in ranks(2, refusals):
+        assert errors["residuals"].startswith("NotImplementedError"), errors
+        assert "error_feedback=True is not supported with replicas" in errors["residuals"]
+        assert "ValueError: bagua.fsdp.compress: weights=True, but no par" in errors["weights"]
+        assert "ValueError: bagua.fsdp.compress: reduce_scatter=True" in errors["shards"]
+        assert "ValueError" in errors["nothing"]
+        assert "compresses nothing" in errors["nothing"]
+        assert "tensor parallelism is not supported" in errors["tensor"]
+        assert "does not honour __torch_function__" in errors["torch"]

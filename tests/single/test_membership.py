@@ -1,0 +1,144 @@
+"""Agreement on members through a store; ranks are threads, and heartbeats of the dead end."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from bagua import BaguaError
+from bagua._core.group.elastic import pulse
+from bagua._core.group.elastic.membership import Membership, newest_generation
+
+TIMEOUT = timedelta(seconds=20)
+
+
+@pytest.fixture(autouse=True)
+def short_silence(monkeypatch):
+    monkeypatch.setattr(pulse, "SECONDS_OF_SILENCE", 1.5)
+
+
+@pytest.fixture
+def founded():
+    """A store and the memberships of three ranks, 0 to 2."""
+    store = dist.HashStore()
+    members = [Membership(store, rank, TIMEOUT) for rank in range(3)]
+    at_once(*(lambda m=m: m.found([0, 1, 2]) for m in members))
+    return store, members
+
+
+def at_once(*calls):
+    """Results, or BaguaErrors, of calls at the same time."""
+
+    def outcome(call):
+        try:
+            return call()
+        except BaguaError as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(outcome, calls))
+
+
+def changes(members, least=2):
+    return at_once(*(lambda m=m: m.change({"rounds": m._rank}, least) for m in members))
+
+
+def test_a_silent_member_is_lost_and_the_others_agree(founded):
+    store, members = founded
+    del members[1]._life  # heartbeats end
+    first, second = changes([members[0], members[2]])
+    assert first == second
+    assert (first.generation, first.members, first.lost, first.joined) == (1, [0, 2], [1], [])
+    assert first.reports == {0: {"rounds": 0}, 2: {"rounds": 2}}
+    assert sorted(newest_generation(store)[1]) == [0, 2]
+
+
+def test_nobody_is_lost_while_all_come(founded):
+    _, members = founded
+    found = changes(members)
+    assert found == [found[0]] * 3
+    assert (found[0].members, found[0].lost) == ([0, 1, 2], [])
+
+
+def test_a_member_that_was_taken_for_dead_raises(founded):
+    _, members = founded
+    life, members[1]._life = members[1]._life, None
+    name = life.name
+    del life
+    changes([members[0], members[2]])
+
+    class Stopped:
+        pass
+
+    members[1]._life = Stopped()
+    members[1]._life.name = name
+    (error,) = changes([members[1]])
+    assert "rank 1 was taken for dead by rank(s) 0, 2" in str(error)
+
+
+def test_too_few_raise_on_all(founded):
+    _, members = founded
+    del members[0]._life
+    for error in changes(members[1:], least=3):
+        assert "rank(s) 0 of 3 were lost, and the 2 left are fewer than min_ranks=3" in str(error)
+
+
+def test_a_rank_that_comes_back_is_in_the_next_generation(founded):
+    store, members = founded
+    del members[1]._life
+    back = Membership(store, 1, TIMEOUT)
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(back.join)
+        while members[0].requests() == 0:
+            pass
+        stayed = changes([members[0], members[2]])
+        joined = asking.result(20)
+    assert (joined.members, joined.joined) == ([0, 1, 2], [1])
+    assert [stay.joined for stay in stayed] == [[1], [1]]
+    assert joined.reports == stayed[0].reports == {0: {"rounds": 0}, 2: {"rounds": 2}}
+    assert not members[0].unsettled(members[0].requests())
+
+
+def test_a_request_of_the_dead_is_passed_over(founded):
+    store, members = founded
+    gone = Membership(store, 1, TIMEOUT)
+    number = store.add("requests", 1)
+    store.set(f"request/{number}", f'[1, "{gone._life.name}"]')
+    del gone._life, members[1]._life
+    for change in changes([members[0], members[2]]):
+        assert (change.members, change.joined) == ([0, 2], [])
+
+
+def test_nobody_joins_a_job_that_is_gone(founded):
+    store, members = founded
+    for member in members:
+        del member._life
+    with pytest.raises(
+        BaguaError, match="no member of generation 0, rank\\(s\\) 0, 1, 2, is alive"
+    ):
+        Membership(store, 1, TIMEOUT).join()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"members": 3}', '{"members": {"a": 1}}', "7"])
+def test_what_strangers_write_is_refused(founded, text):
+    store, members = founded
+    store.set("generation1/members", text)
+    (error,) = changes(members[:1])
+    assert "not of the form that it should be" in str(error)
+
+
+class LostStore(dist.Store):
+    """A store whose host is gone."""
+
+    def _gone(self, *_):
+        raise dist.DistNetworkError("connection reset by peer")
+
+    set = get = check = add = wait = compare_set = _gone
+
+
+def test_a_lost_store_is_an_error_that_says_so(founded):
+    _, members = founded
+    members[0]._store = LostStore()
+    (error,) = changes(members[:1])
+    assert "the job's store does not answer" in str(error)
+    assert members[0].requests() == 0

@@ -1,0 +1,160 @@
+"""Buckets that ranks of one host reduce where they lie: bits, fallbacks, lifetime, fork."""
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from bagua import _C
+from support.threads.shared_ranks import is_shared, run_shared_ranks, share
+from support.threads.thread_ranks import run_thread_ranks, run_threads
+
+OPS = [_C.ReduceOp.SUM, _C.ReduceOp.AVG]
+
+
+def run(op, flat):
+    op.run(flat, 1, 1.0, "bucket")
+
+
+def reduced_twice(comm, stack, op):
+    flat = stack[comm.rank].clone()
+    reduce = _C.AllReduce(comm, op, flat)
+    run(reduce, flat)
+    flat += comm.rank
+    run(reduce, flat)
+    return flat, is_shared(flat)
+
+
+def reduced_elsewhere_twice(comm, stack, op):
+    flat = stack[comm.rank].clone()
+    comm.all_reduce(flat, op)
+    flat += comm.rank
+    comm.all_reduce(flat, op)
+    return flat
+
+
+@pytest.mark.parametrize("numel", [1, 31, 2 * (1 << 19) + 4099], ids=lambda numel: f"{numel}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [2, 3, 7], ids=lambda n: f"{n}-ranks")
+def test_a_bucket_is_reduced_in_place_to_the_bits_of_values_joined_in_rank_order(n, dtype, numel):
+    stack = torch.randn(n, numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    for op in OPS:
+        expected = run_thread_ranks(n, reduced_elsewhere_twice, stack, op)[0]
+        for flat, shared in run_shared_ranks(n, reduced_twice, stack, op):
+            assert shared
+            assert torch.equal(flat, expected)
+
+
+def reduced_complex(comm):
+    flat = torch.full((5,), complex(comm.rank + 1, -1))
+    run(_C.AllReduce(comm, _C.ReduceOp.SUM, flat), flat)
+    return flat.tolist(), is_shared(flat)
+
+
+def test_complex_buckets_are_reduced_as_their_parts():
+    assert run_shared_ranks(2, reduced_complex) == [([3 - 2j] * 5, True)] * 2
+
+
+def several_buckets(comm):
+    flats = [torch.full((size,), float(comm.rank + 1)) for size in (7, 3000, 500000)]
+    views = [flat[2:5] for flat in flats]
+    ops = [_C.AllReduce(comm, _C.ReduceOp.SUM, flat) for flat in flats]
+    for index in (2, 0, 1, 0):
+        run(ops[index], flats[index])
+    total = torch.ones(3)
+    comm.all_reduce(total, _C.ReduceOp.SUM)
+    return [view.tolist() for view in views], total.tolist()
+
+
+def test_buckets_of_one_communicator_and_its_other_calls_take_turns():
+    sums = [[6.0] * 3, [3.0] * 3, [3.0] * 3]  # the first one twice
+    assert run_shared_ranks(2, several_buckets) == [(sums, [2.0] * 3)] * 2
+
+
+def part_on_rank_one(comm):
+    flat = torch.arange(40.0)[:20] if comm.rank == 1 else torch.arange(20.0)
+    reduce = _C.AllReduce(comm, _C.ReduceOp.SUM, flat)
+    run(reduce, flat)
+    whole = torch.ones(9)
+    again = _C.AllReduce(comm, _C.ReduceOp.SUM, whole)
+    run(again, whole)
+    return flat.tolist(), whole.tolist(), is_shared(whole)
+
+
+def test_a_rank_that_cannot_share_a_bucket_decides_for_all():
+    doubled = [2.0 * i for i in range(20)]
+    assert run_shared_ranks(2, part_on_rank_one) == [(doubled, [2.0] * 9, True)] * 2
+
+
+def different_sizes(comm):
+    flat = torch.ones(10 + comm.rank)
+    with pytest.raises(_C.BaguaMismatchError, match=r"all_reduce of 1[01] float32"):
+        run(_C.AllReduce(comm, _C.ReduceOp.SUM, flat), flat)
+    return True
+
+
+def test_buckets_of_different_sizes_are_not_shared_and_found_at_the_first_reduction():
+    assert run_shared_ranks(2, different_sizes) == [True] * 2
+
+
+def wrong_order(comm):
+    first, second = torch.ones(8), torch.ones(8)
+    ops = [_C.AllReduce(comm, _C.ReduceOp.SUM, flat) for flat in (first, second)]
+    with pytest.raises(_C.BaguaMismatchError, match=r"in place of 8 float32 .* of bucket [12]"):
+        run(ops[comm.rank], (first, second)[comm.rank])
+    return True
+
+
+def test_ranks_that_reduce_different_buckets_get_an_error():
+    assert run_shared_ranks(2, wrong_order) == [True] * 2
+
+
+def another_bucket(comm):
+    flat = torch.ones(8)
+    reduce = _C.AllReduce(comm, _C.ReduceOp.SUM, flat)
+    with pytest.raises(_C.BaguaError, match="made for another bucket"):
+        run(reduce, torch.ones(8))
+    return True
+
+
+def test_an_op_with_a_shared_bucket_takes_no_other():
+    assert run_shared_ranks(2, another_bucket) == [True] * 2
+
+
+def test_a_bucket_outlives_its_communicator_and_its_memory_goes_with_it():
+    communicators = [communicator for communicator, _ in share(2)]
+    flats = [torch.full((1 << 20,), float(rank)) for rank in range(2)]
+
+    def reduce(rank):
+        run(_C.AllReduce(communicators[rank], _C.ReduceOp.SUM, flats[rank]), flats[rank])
+
+    run_threads(2, reduce)
+    communicators.clear()
+    gc.collect()
+    assert [flat.sum().item() for flat in flats] == [1 << 20] * 2
+    assert all(is_shared(flat) for flat in flats)
+    del reduce
+    flats.clear()
+    gc.collect()
+    assert "memfd:bagua" not in Path("/proc/self/maps").read_text()
+
+
+def test_a_forked_child_writes_into_memory_of_its_own():
+    communicators = [communicator for communicator, _ in share(2)]
+    flats = [torch.ones(5000) for _ in range(2)]
+    ops = [None, None]
+
+    def make(rank):
+        ops[rank] = _C.AllReduce(communicators[rank], _C.ReduceOp.SUM, flats[rank])
+
+    run_threads(2, make)
+    child = os.fork()
+    if child == 0:
+        seen = flats[0].sum().item() == 5000
+        flats[0].fill_(7)
+        os._exit(0 if seen and flats[0][0].item() == 7 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert flats[0].unique().tolist() == [1.0]
+    run_threads(2, lambda rank: run(ops[rank], flats[rank]))
+    assert [flat.unique().tolist() for flat in flats] == [[2.0]] * 2

@@ -1,0 +1,255 @@
+"""CompressedAllReduce with error feedback on thread ranks, against its oracle; and its memory."""
+
+import pytest
+import torch
+from bagua import _C
+from bagua._core.compression.two_residuals import TwoResiduals
+from oracle.compressed_all_reduce import parts, with_residuals
+from support.threads.op_ranks import (
+    BAD_NUMEL,
+    BAD_VALUES,
+    MORE_THAN_A_PIECE,
+    OPS,
+    assert_same_bits,
+    inputs,
+    per_codec,
+    per_ranks_and_dtype,
+)
+from support.threads.thread_ranks import run_thread_ranks
+
+SIZES = [1, 31, 1000, 4099]
+ROUNDS = 3
+
+RANKS = [2, 3, 4]
+per_ranks = pytest.mark.parametrize("n", RANKS, ids=lambda n: f"{n}-ranks")
+
+
+def memory_of(numel, rank, ranks, outcome=None, dtype=torch.float32):
+    flat = torch.empty(numel, dtype=dtype)
+    return TwoResiduals.zero(flat, 0, outcome or _C.RoundOutcome(), range(ranks), rank).memory
+
+
+def op_of(comm, codec, memory, op="mean", padding=0):
+    return _C.CompressedAllReduce(
+        comm, _C.make_codec(codec), _C.Scratch(), OPS[op], memory=memory, padding=padding
+    )
+
+
+def run_rounds(n, codec, brought, scale=1.0, op="mean", padding=0):
+    """By rank: every round's bucket, residual and residual of the part. brought: by round."""
+
+    def run(comm):
+        memory = memory_of(brought[0][0].numel(), comm.rank, n, dtype=brought[0][0].dtype)
+        reduce = op_of(comm, codec, memory, op, padding)
+        seen = []
+        for number, values in enumerate(brought, start=1):
+            flat = values[comm.rank].clone()
+            reduce.run(flat, step=number, grad_scale=scale)
+            seen.append((flat, memory.value(0).clone(), memory.value(2).clone()))
+        return seen
+
+    return run_thread_ranks(n, run)
+
+
+def assert_bits_of_the_oracle(n, codec, brought, scale=1.0, op="mean", padding=0):
+    numel = brought[0][0].numel()
+    results = run_rounds(n, codec, brought, scale, op, padding)
+    wide = torch.promote_types(brought[0][0].dtype, torch.float32)
+    errors = [torch.zeros(numel, dtype=wide)] * n
+    servers = [torch.zeros(size, dtype=wide) for _, size in parts(numel, n)]
+    for number, values in enumerate(brought):
+        expected, errors, servers = with_residuals(
+            codec, values, errors, servers, scale, op == "mean", padding
+        )
+        assert_same_bits([result[number][0] for result in results])
+        for rank in range(n):
+            found, error, server = results[rank][number]
+            assert torch.equal(found, expected), f"round {number + 1}, rank {rank}"
+            assert torch.equal(error, errors[rank])
+            assert torch.equal(server, servers[rank])
+
+
+@per_codec
+@per_ranks_and_dtype(RANKS)
+def test_rounds_have_the_bits_of_the_oracle(n, codec, dtype):
+    for numel in SIZES:
+        brought = [inputs(n, numel, dtype, salt) for salt in range(ROUNDS)]
+        assert_bits_of_the_oracle(n, codec, brought)
+
+
+@per_codec
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+def test_a_scale_a_sum_and_padding_have_the_bits_of_the_oracle(codec, dtype):
+    brought = [[values * 64 for values in inputs(3, 1200, dtype, s)] for s in range(ROUNDS)]
+    for values in (values for round_values in brought for values in round_values):
+        values[-7:] = 0
+    assert_bits_of_the_oracle(3, codec, brought, scale=64.0, op="sum", padding=7)
+
+
+@pytest.mark.parametrize("codec", ["int4_block", "bit2_block", "minmax_uint8"])
+def test_parts_of_several_pieces_have_the_bits_of_the_oracle(codec):
+    brought = [inputs(2, 2 * MORE_THAN_A_PIECE, torch.float32, salt) for salt in range(2)]
+    assert_bits_of_the_oracle(2, codec, brought)
+
+
+@pytest.mark.parametrize("codec", ["int4_block", "bit2_block", "bit1_block", "e3m0_block"])
+@per_ranks
+def test_what_is_not_in_the_results_is_owed(n, codec):
+    """Sum of the means = sum of the results + mean residual + residuals of the parts."""
+    rounds = 20
+    brought = [inputs(n, 1003, torch.float32, salt) for salt in range(rounds)]
+    results = run_rounds(n, codec, brought)
+    wanted = sum(sum(v.double() for v in values) / n for values in brought)
+    sent = sum(results[0][number][0].double() for number in range(rounds))
+    owed = sum(result[-1][1].double() for result in results) / n
+    owed += torch.cat([result[-1][2] for result in results]).double()
+    assert (wanted - sent - owed).norm() < 1e-6 * wanted.norm()
+    assert (wanted - sent).norm() > 1e-3 * wanted.norm(), "nothing was owed"
+
+
+@pytest.mark.parametrize("codec", ["int4_block", "bit1_block", "block_uint8"])
+@per_ranks
+def test_of_f64_nothing_is_lost_to_1e_12(n, codec):
+    """Sum of the means = sum of the results + mean residual + residuals of the parts."""
+    generator = torch.Generator().manual_seed(n)
+    brought = [
+        [torch.randn(1003, generator=generator, dtype=torch.float64) for _ in range(n)]
+        for _ in range(20)
+    ]
+    results = run_rounds(n, codec, brought)
+    wanted = sum(sum(values) / n for values in brought)
+    sent = sum(flat for flat, _, _ in results[0])
+    owed = sum(result[-1][1] for result in results) / n
+    owed += torch.cat([result[-1][2] for result in results])
+    assert (wanted - sent - owed).norm() < 1e-12 * wanted.norm()
+    assert owed.norm() > 1e-4 * wanted.norm(), "something is owed"
+
+
+def test_error_feedback_brings_the_mean_of_many_rounds_closer():
+    brought = inputs(3, 2000, torch.float32)
+    exact = sum(brought).double() / 3
+    sums = []
+    for with_feedback in (True, False):
+
+        def run(comm, with_feedback=with_feedback):
+            memory = memory_of(2000, comm.rank, 3) if with_feedback else None
+            reduce, total = op_of(comm, "bit2_block", memory), torch.zeros(2000).double()
+            for number in range(1, 51):
+                flat = brought[comm.rank].clone()
+                reduce.run(flat, step=number)
+                total += flat
+            return total / 50
+
+        sums.append((run_thread_ranks(3, run)[0] - exact).norm() / exact.norm())
+    assert sums[0] < 0.1 * sums[1]
+
+
+@pytest.mark.parametrize("bad", BAD_VALUES)
+@per_codec
+def test_a_round_that_is_not_finite_changes_no_residual(codec, bad):
+    values = [inputs(3, BAD_NUMEL, torch.float32, salt) for salt in range(3)]
+    values[1][2][7000] = BAD_VALUES[bad]
+    results = run_rounds(3, codec, values)
+    for _, second, third in results:
+        assert not second[0].isfinite().all()
+        assert third[0].isfinite().all()
+    errors = [first[1] for first, _, _ in results]
+    servers = [first[2] for first, _, _ in results]
+    expected, _, _ = with_residuals(codec, values[2], errors, servers)
+    for first, second, third in results:
+        assert torch.equal(second[1], first[1])
+        assert torch.equal(second[2], first[2])
+        assert torch.equal(third[0], expected)
+
+
+def test_a_failed_round_of_another_bucket_changes_no_residual():
+    def run(comm):
+        outcome = _C.RoundOutcome()
+        memory, other = (memory_of(640, comm.rank, 2, outcome) for _ in range(2))
+        reduce = op_of(comm, "int4_block", memory)
+        flat = inputs(2, 640, torch.float32)[comm.rank].clone()
+        reduce.run(flat, step=1)
+        other.next(1).zero_()
+        other.leave(1, False)
+        return bool(memory.value(0).any()), bool(memory.value(2).any())
+
+    assert run_thread_ranks(2, run) == [(False, False)] * 2
+
+
+def test_one_rank_pays_what_is_owed_and_then_owes_nothing():
+    memory = memory_of(300, 0, 1)
+    memory.set(0, torch.full((300,), 0.5))
+    memory.set(2, torch.full((300,), 0.25))
+    comm = _C.ThreadCommunicator(_C.ThreadHub(1), 0)
+    flat = torch.ones(300)
+    op_of(comm, "int4_block", memory).run(flat, grad_scale=2.0)
+    assert torch.equal(flat, torch.full((300,), 2.5))
+    assert not memory.value(0).any()
+    assert not memory.value(2).any()
+
+
+def test_memory_that_does_not_fit_is_refused_with_the_sizes():
+    def run(comm):
+        reduce = op_of(comm, "int4_block", memory_of(100, comm.rank, 2))
+        with pytest.raises(ValueError, match=r"bucket 'eager' \(101 elements .* \(100 and 50"):
+            reduce.run(torch.zeros(101))
+        return True
+
+    assert run_thread_ranks(2, run) == [True] * 2
+    comm = _C.ThreadCommunicator(_C.ThreadHub(1), 0)
+    two = _C.RoundMemory([torch.zeros(4), torch.zeros(1, dtype=torch.int64)], _C.RoundOutcome())
+    with pytest.raises(ValueError, match="remembers three tensors"):
+        op_of(comm, "int4_block", two)
+
+
+def test_the_description_says_that_there_is_error_feedback():
+    comm = _C.ThreadCommunicator(_C.ThreadHub(1), 0)
+    described = op_of(comm, "int4_block", memory_of(4, 0, 1)).describe()
+    assert described == "CompressedAllReduce(int4_block, mean, ranks 1, error feedback)"
+
+
+def views(sizes, flat):
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    pairs = enumerate(zip(firsts, sizes, strict=True))
+    return [(f"p{i}", flat[first : first + size]) for i, (first, size) in pairs]
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 5), (2, 1), (1, 4)])
+def test_residuals_of_parts_are_cut_anew_by_position(before, after):
+    sizes = [7, 100, 33, 1]
+
+    def made(ranks, rank, numel):
+        flat = torch.zeros(numel)
+        residuals = TwoResiduals.zero(
+            flat, numel - sum(sizes), _C.RoundOutcome(), range(ranks), rank
+        )
+        return residuals, views(sizes, flat)
+
+    owed = torch.randn(160, generator=torch.Generator().manual_seed(0))
+    state = {}
+    for rank in range(before):
+        residuals, named = made(before, rank, 160)
+        part = owed[residuals.first :][: residuals.memory.value(2).numel()]
+        residuals.memory.set(2, part)
+        state |= {key: view.clone() for key, view in residuals.server_views(rank, named)}
+    assert sum(view.numel() for view in state.values()) == sum(sizes)
+    found = []
+    for rank in range(after):
+        residuals, named = made(after, rank, 145)  # another padding
+        for view, value in residuals.saved_server(state, named):
+            view.copy_(value)
+        found.append(residuals.memory.value(2))
+    joined = torch.cat(found)
+    assert torch.equal(joined[: sum(sizes)], owed[: sum(sizes)])
+    assert not joined[sum(sizes) :].any()
+    some = next(key for key in state if key.endswith("/p1"))
+    without = {key: value for key, value in state.items() if key != some}
+    missed = []
+    for rank in range(after):
+        residuals, named = made(after, rank, 145)
+        try:
+            list(residuals.saved_server(without, named))
+        except ValueError as error:
+            missed.append(str(error))
+    assert missed
+    assert all("no server residual of 'p1' from element" in said for said in missed)

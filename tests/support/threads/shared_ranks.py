@@ -1,0 +1,62 @@
+"""Ranks of `share_memory` that are threads of this process."""
+
+import re
+from pathlib import Path
+
+import torch.distributed as dist
+from bagua import _C
+from support.threads.thread_ranks import run_threads
+
+
+def is_shared(tensor):
+    """Whether its memory is that of a file which other processes can map."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(word, 16) for word in re.match(r"(\w+)-(\w+) ", line).groups())
+        if begin <= tensor.data_ptr() < end:
+            return "memfd:bagua" in line
+    return False
+
+
+def share(n, timeout=20.0, store=None, nodes=None, refusals=None):
+    """(communicator or None, reason) by rank."""
+    store = store or dist.HashStore()
+    results = [None] * n
+
+    def meet(rank):
+        node = nodes[rank] if nodes else 0
+        refusal = refusals[rank] if refusals else ""
+        results[rank] = _C.share_memory(store, rank, n, node, timeout, refusal)[:2]
+
+    run_threads(n, meet)
+    return results
+
+
+def run_shared_ranks(n, function, *args, timeout=20.0):
+    """Call `function(communicator, *args)` on n ranks over shared memory; the results by rank."""
+    communicators = [communicator for communicator, _ in share(n, timeout)]
+    results = [None] * n
+
+    def run(rank):
+        try:
+            results[rank] = function(communicators[rank], *args)
+        except BaseException as error:
+            communicators[rank].abort(f"{type(error).__name__}: {error}")
+            raise
+
+    run_threads(n, run)
+    return results
+
+
+def errors_of_shared_ranks(functions, timeout=5.0):
+    """The exception (or None) of each rank; `functions[rank](communicator)` runs on that rank."""
+    communicators = [communicator for communicator, _ in share(len(functions), timeout)]
+    errors = [None] * len(functions)
+
+    def run(rank):
+        try:
+            functions[rank](communicators[rank])
+        except Exception as error:  # noqa: BLE001 - the tests look at it
+            errors[rank] = error
+
+    run_threads(len(functions), run)
+    return errors
