@@ -14,7 +14,7 @@ import time
 
 import bagua.torch_api as bagua
 import torch
-from bagua.torch_api.algorithms import Algorithm
+from bagua.torch_api.algorithms import Algorithm, ByteGradAlgorithm, OuterSGD
 from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 from sklearn.datasets import load_digits
 from torch import nn
@@ -54,7 +54,7 @@ def make_model():
 
 
 def choose(name, parameters):
-    """The optimizer and the algorithm of that registered name, with what suits this little task."""
+    """The optimizer and the algorithm of that name, with what suits this little task."""
     if name == "qadam":
         # eps: what the warm-up hardly saw must not be moved by its gradient / 1e-8 afterwards.
         optimizer = QAdamOptimizer(parameters, lr=0.002, warmup_steps=WARM_UP[name], eps=1e-3)
@@ -65,6 +65,11 @@ def choose(name, parameters):
         return optimizer, Algorithm.init(name, rank=4)
     if name == "async":  # a step takes milliseconds here, so averages follow each other
         return optimizer, Algorithm.init(name, sync_interval_ms=0, warmup_steps=WARM_UP[name])
+    if name == "bytegrad-int4":
+        algorithm = ByteGradAlgorithm(hierarchical=False, codec="int4_block", error_feedback=True)
+        return optimizer, algorithm
+    if name == "diloco":  # ranks that see different digits must meet often
+        return optimizer, Algorithm.init(name, outer_optimizer=OuterSGD(0.7, 0.3), interval=5)
     return optimizer, Algorithm.init(name, hierarchical=False)
 
 
@@ -115,6 +120,8 @@ def train(algorithm, epochs, seed, show_progress=False):
     if algorithm != "none":
         if algorithm == "async":
             model.bagua_algorithm.abort(model)
+        if algorithm == "diloco":
+            model.bagua_algorithm.sync()  # the steps since the last round count, too
         averaged = bagua.average_weights(model)  # where ranks differ, the model to export
         accuracy["own"] = evaluate(model, test_images, test_labels)[1]
         accuracy["mean"] = evaluate(averaged, test_images, test_labels)[1]
@@ -143,7 +150,7 @@ def draw_progress(title, done, total, loss):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--algorithm", default="bytegrad", help="registered name, or none")
+    parser.add_argument("--algorithm", default="bytegrad", help="a name of choose(), or none")
     parser.add_argument("--epochs", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -21,11 +21,13 @@ TITLES = {
     "none": "no communication",
     "gradient_allreduce": "exact (gradient_allreduce)",
     "bytegrad": "8-bit gradients (bytegrad)",
+    "bytegrad-int4": "4-bit gradients, error feedback (bytegrad)",
     "qadam": "8-bit momentum (qadam)",
     "power_sgd": "rank-4 gradients (power_sgd)",
     "sparse": "1 % of the gradients (sparse)",
     "decentralized": "averaged weights (decentralized)",
     "low_precision_decentralized": "8-bit differences (low_precision_decentralized)",
+    "diloco": "outer step every 5 steps (diloco)",
     "async": "averaged meanwhile (async)",
 }
 ALGORITHMS = list(TITLES)
@@ -36,10 +38,12 @@ ALLOWED_POINTS = {"low_precision_decentralized": 3.0, "async": 3.0}
 #: Of the exact run's bytes.
 ALLOWED_BYTES = {
     "bytegrad": 0.27,
+    "bytegrad-int4": 0.14,
     "qadam": 0.27,
     "low_precision_decentralized": 0.27,
     "power_sgd": 0.07,
     "sparse": 0.02,
+    "diloco": 0.21,
 }
 
 

@@ -1,9 +1,11 @@
 """Handwritten digits, learnt by a sharded model (FSDP2) whose gradients travel in 8 bits.
 
     torchrun --nproc_per_node=2 docs/examples/integrations/fsdp.py [--codec none]
+    torchrun --nproc_per_node=4 docs/examples/integrations/fsdp.py --replicas 2
 
 The images are scikit-learn's own (8x8 grey values, no download). Rank r trains on every image i
 with i % world_size == r. With --checkpoint FOLDER the training goes on from the last epoch there.
+With --replicas N there are N copies of the model (HSDP); between them gradients travel in 8 bits.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
@@ -34,7 +37,11 @@ def digits(rank, world_size):
     return images[own], labels[own], images[held_out], labels[held_out]
 
 
-def make_model():
+def make_model(replicas):
+    mesh = None
+    if replicas > 1:
+        shape = (replicas, dist.get_world_size() // replicas)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Sequential(nn.Linear(64, 256), nn.ReLU()),
@@ -42,14 +49,14 @@ def make_model():
         nn.Linear(256, 10),
     )
     for block in model:
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
-def train(codec, weights, epochs, folder):
+def train(codec, weights, epochs, folder, replicas):
     """Returns what the run achieved."""
     images, labels, test_images, test_labels = digits(dist.get_rank(), dist.get_world_size())
-    model = make_model()
+    model = make_model(replicas)
     compressed = None
     if codec != "none":
         compressed = bagua.fsdp.compress(model, codec, weights=weights)
@@ -81,7 +88,8 @@ def train(codec, weights, epochs, folder):
     sent = 0
     if compressed is not None:
         buckets = compressed.stats()["buckets"]
-        sent = sum(b["bytes_sent"] for b in buckets if b["name"].endswith(".gradients"))
+        kinds = (".gradients", ".replicas")
+        sent = sum(b["bytes_sent"] for b in buckets if b["name"].endswith(kinds))
     whole = [parameter.detach().full_tensor() for parameter in model.parameters()]
     return {
         "codec": codec,
@@ -99,9 +107,16 @@ def main():
     parser.add_argument("--weights", action="store_true", help="gather weights in 8 bits, too")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--checkpoint", type=Path, help="folder to save to and go on from")
+    parser.add_argument("--replicas", type=int, default=1, help="copies of the model (HSDP)")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
-    result = train(arguments.codec, arguments.weights, arguments.epochs, arguments.checkpoint)
+    result = train(
+        arguments.codec,
+        arguments.weights,
+        arguments.epochs,
+        arguments.checkpoint,
+        arguments.replicas,
+    )
     if dist.get_rank() == 0:
         print(json.dumps(result))
     dist.barrier()
