@@ -27,7 +27,7 @@ ARGS ?=
 # Files of tests at a time, 0: one after the other. Some wait for time to pass, so one more than cores.
 TEST_JOBS ?= $(shell echo $$(( $(JOBS) < 8 ? $(JOBS) + 1 : 8 )))
 
-.PHONY: help venv build horovod integrations demo test lint format cuda-check wheel docs sanitize fuzz soak soak-schedules bench clean ci
+.PHONY: help venv build horovod integrations demo test lint format cuda-check wheel docs sanitize fuzz soak soak-schedules bench curves clean ci
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -151,6 +151,9 @@ soak-schedules: venv ## 10 000 random schedules under ThreadSanitizer (ARGS="--s
 
 bench: build ## Run all benchmarks (ARGS=--quick: a first impression); results go to benchmarks/results
 	for program in benchmarks/bench_*.py; do echo "== $$program"; $(PY) $$program $(ARGS); done
+
+curves: build ## Train every algorithm on three tasks of real data (2 hours, goes on where it was ended); docs/curves.md
+	OMP_NUM_THREADS=1 $(PY) benchmarks/curves.py $(ARGS)
 
 clean: ## Remove what was built; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache demo.png demo.json $(VENV)/.installed

@@ -30,9 +30,17 @@ TARGETS = {
     ("block_uint8 decode", "memcpy"): 1.4,
     ("minmax_uint8 decode_add", "memcpy"): 1.35,
     ("block_uint8 decode_add", "memcpy"): 1.35,
+    ("int4_block encode", "memcpy"): 0.9,
+    ("int4_block decode", "memcpy"): 1.2,
+    ("int4_block decode_add", "memcpy"): 1.3,
+    ("int4_block encode_residual", "memcpy"): 0.55,
+    ("bit2_block encode", "memcpy"): 0.75,
+    ("bit1_block encode", "memcpy"): 1.2,
     ("block_uint8 encode", "FBGEMM rows encode"): 0.9,
     ("block_uint8 encode", "plain torch encode"): 6.0,
 }
+# Least bits per element -> bound of the relative error of normal numbers.
+RELATIVE_ERRORS = {16: 0.004, 8: 0.02, 4: 0.2, 2: 0.35, 1: 0.61}
 
 
 def plain_torch_encode(x, codes):
@@ -48,10 +56,11 @@ def plain_torch_encode(x, codes):
 def check(codec, x):
     """A benchmark of wrong results is worth nothing."""
     decoded = codec.decode(codec.encode(x), 1, x.dtype, x.numel())
+    error = (decoded - x).norm() / x.norm()
     bits = codec.payload_bytes(x.dtype, x.numel()) * 8 // x.numel()
-    bound = (x.max() - x.min()) / (2**bits - 1) if bits <= 8 else x.abs().max() / 2**8
-    if not (decoded - x).abs().max() <= bound:
-        raise RuntimeError(f"{codec.name} is off by more than {bound}")
+    bound = next(bound for least, bound in RELATIVE_ERRORS.items() if bits >= least)
+    if not error <= bound:
+        raise RuntimeError(f"{codec.name} is off by {error}, more than {bound}")
 
 
 def codec_candidates(x, out, total):
@@ -60,8 +69,12 @@ def codec_candidates(x, out, total):
         codec = _C.make_codec(name)
         check(codec, x)
         payload = codec.encode(x)
+        residual = x.clone()
         candidates |= {
             f"{name} encode": lambda c=codec, p=payload: c.encode_into(x, 1, p),
+            f"{name} encode_residual": lambda c=codec, p=payload, r=residual: c.encode_residual(
+                r, 1, p
+            ),
             f"{name} decode": lambda c=codec, p=payload: c.decode_into(p, 1, out),
             f"{name} decode_add": lambda c=codec, p=payload: c.decode_add(p, x.dtype, total, 0.5),
         }

@@ -26,6 +26,11 @@ from faults import cases, processes, threads, verdict
 from support import every_algorithm
 
 RUNNERS = {"processes": processes.run, "threads": threads.run}
+#: By form its faults and its algorithms.
+GRID = {
+    "processes": (cases.PROCESS_FAULTS, every_algorithm.ALGORITHMS),
+    "threads": (cases.THREAD_FAULTS, cases.THREAD_OPERATIONS),
+}
 KINDS = [
     verdict.HANG,
     verdict.DIVERGENCE,
@@ -40,8 +45,9 @@ def arguments():
     parser.add_argument("--faults", type=int, default=1000, help="how many, in both forms together")
     parser.add_argument("--form", choices=list(RUNNERS), help="only ranks of this form")
     parser.add_argument("--seed", type=int, default=1, help="the first seed")
-    parser.add_argument("--fault", help="only this one")
-    parser.add_argument("--algorithm", help="only this one")
+    faults, algorithms = ({*p, *t} for p, t in zip(GRID["processes"], GRID["threads"], strict=True))
+    parser.add_argument("--fault", choices=sorted(faults), help="only this one")
+    parser.add_argument("--algorithm", choices=sorted(algorithms), help="only this one")
     parser.add_argument("--only", metavar="'FORM SEED'", help="repeat one case")
     parser.add_argument("--grid", action="store_true", help="every fault under every algorithm")
     parser.add_argument("--at-once", type=int, default=4, help="cases at a time")
@@ -54,13 +60,16 @@ def chosen(args):
     if args.only:
         form, seed = args.only.rsplit(" ", 1)
         return {form: [cases.draw(form, int(seed), args.fault, args.algorithm)]}
-    forms = [args.form] if args.form else list(RUNNERS)
+    wanted = (args.fault, args.algorithm)
+    forms = [
+        form
+        for form in ([args.form] if args.form else RUNNERS)
+        if all(w is None or w in known for w, known in zip(wanted, GRID[form], strict=True))
+    ]
+    if not forms:
+        raise SystemExit(f"no form of ranks has both fault {args.fault} and {args.algorithm}")
     if args.grid:
-        grid = {
-            "processes": (cases.PROCESS_FAULTS, every_algorithm.ALGORITHMS),
-            "threads": (cases.THREAD_FAULTS, cases.THREAD_OPERATIONS),
-        }
-        pairs = {form: [(f, a) for f in grid[form][0] for a in grid[form][1]] for form in forms}
+        pairs = {form: [(f, a) for f in GRID[form][0] for a in GRID[form][1]] for form in forms}
     else:
         share = -(-args.faults // len(forms))
         pairs = {form: [(args.fault, args.algorithm)] * share for form in forms}

@@ -132,6 +132,9 @@ ARMS = {
     "ddp_fp16": Way(ddp_fp16),
     "gradient_allreduce": Way(bagua_with("gradient_allreduce", **FLAT)),
     "bytegrad": Way(bagua_with("bytegrad", **FLAT)),
+    "bytegrad_int4": Way(
+        bagua_with("bytegrad", codec="int4_block", error_feedback=True, **FLAT), **COMPRESSED
+    ),
     "hook_exact": Way(hooked("gradient_allreduce", **FLAT)),
     "hook_bytegrad": Way(hooked("bytegrad", **FLAT)),
     "hook_power_sgd": Way(hooked("power_sgd", rank=1), **COMPRESSED),

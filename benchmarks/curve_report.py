@@ -1,0 +1,159 @@
+"""The page docs/curves.md and its pictures, from the results of curves.py."""
+
+import math
+import re
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from curve_tasks import TASKS
+
+HEAD = """# Curves
+
+Every algorithm on three tasks of real data, with 2 and 4 ranks, each of which trains on its own
+share. Loss and accuracy are those of the mean of the ranks' weights on held-out data.
+`make curves` makes all of it anew in about two hours; runs that are kept in
+benchmarks/results/curves.json are not made again.
+
+- **Loss**: at the end, mean and 95 % interval over the seeds. **Within noise**: the interval of the
+  differences from exact gradients, seed by seed, holds 0.
+- **Sent**: by rank 0 in the whole run.
+- **Sooner**: how many times sooner than exact gradients it had the loss with which those ended, on
+  that network; steps were timed in network namespaces, the median of 6. A dash: it never had it.
+"""
+
+
+def interval(values: list[float]) -> float:
+    """Half of the 95 % interval of the mean; not a number for a single value."""
+    if len(values) < 2:
+        return math.nan
+    from scipy.stats import t
+
+    return t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def sorted_by_place(runs: dict[str, Any]) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
+    """(task, ranks) -> arm -> {"seeds": {seed: curve}, "seconds": {rate: seconds}}."""
+    found: dict[Any, Any] = defaultdict(lambda: defaultdict(lambda: {"seeds": {}, "seconds": {}}))
+    for key, result in runs.items():
+        task, arm, ranks, place = key.split(" | ")
+        kind, number = place.split()
+        of = found[task, int(ranks.split()[0])][arm]
+        if kind == "seed":
+            of["seeds"][int(number)] = result
+        else:
+            of["seconds"][kind] = result
+    return found
+
+
+def steps_until(curves: list[dict[str, Any]], loss: float) -> float:
+    """Steps until the mean of the curves has that loss, between two measurements in proportion."""
+    losses = [statistics.mean(values) for values in zip(*(c["loss"] for c in curves), strict=True)]
+    steps = curves[0]["step"]
+    for i, value in enumerate(losses):
+        if value <= loss:
+            if i == 0:
+                return steps[0]
+            share = (losses[i - 1] - loss) / (losses[i - 1] - value)
+            return steps[i - 1] + share * (steps[i] - steps[i - 1])
+    return math.inf
+
+
+def verdict(arm: dict[int, Any], exact: dict[int, Any]) -> str:
+    both = sorted(arm.keys() & exact.keys())
+    differences = [arm[seed]["loss"][-1] - exact[seed]["loss"][-1] for seed in both]
+    mean, half = statistics.mean(differences), interval(differences)
+    if math.isnan(half):
+        return "one seed"
+    return "yes" if abs(mean) <= half else "worse" if mean > 0 else "better"
+
+
+def table(arms: dict[str, dict[str, Any]]) -> str:
+    rates = sorted(
+        {rate for arm in arms.values() for rate in arm["seconds"]}, key=int, reverse=True
+    )
+    head = ["algorithm", "loss", "within noise", "accuracy", "sent, MB"]
+    head += [f"sooner at {rate} Mb/s" for rate in rates]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    exact = arms["exact"]
+    goal = statistics.mean(c["loss"][-1] for c in exact["seeds"].values())
+    for name, arm in arms.items():
+        curves = list(arm["seeds"].values())
+        losses = [c["loss"][-1] for c in curves]
+        half = interval(losses)
+        cells = [name, f"{statistics.mean(losses):.3f}"]
+        cells[-1] += "" if math.isnan(half) else f" ± {half:.3f}"
+        cells.append("" if name == "exact" else verdict(arm["seeds"], exact["seeds"]))
+        cells.append(f"{statistics.mean(c['accuracy'][-1] for c in curves):.1%}")
+        cells.append(f"{statistics.mean(c['bytes'][-1] for c in curves) / 1e6:.2f}")
+        for rate in rates:
+            steps = steps_until(curves, goal)
+            if math.isinf(steps) or rate not in arm["seconds"] or rate not in exact["seconds"]:
+                cells.append("\N{EN DASH}")
+                continue
+            of_exact = steps_until(list(exact["seeds"].values()), goal) * exact["seconds"][rate]
+            sooner = of_exact / (steps * arm["seconds"][rate])
+            cells.append(f"{sooner:.2f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(task: str, ranks: int, arms: dict[str, dict[str, Any]], folder: Path) -> list[str]:
+    """Pictures of the loss over bytes, and over seconds on the slowest network; their names."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rates = sorted({rate for arm in arms.values() for rate in arm["seconds"]}, key=int)
+    names = []
+    for axis in ["bytes", *rates[:1]]:
+        figure, plot = pyplot.subplots(figsize=(8, 5))
+        for name, arm in arms.items():
+            curves = list(arm["seeds"].values())
+            losses = [statistics.mean(v) for v in zip(*(c["loss"] for c in curves), strict=True)]
+            if axis == "bytes":
+                places = [value / 1e6 for value in curves[0]["bytes"]]
+            elif axis in arm["seconds"]:
+                places = [step * arm["seconds"][axis] for step in curves[0]["step"]]
+            else:
+                continue
+            plot.plot(places, losses, label=name)
+        seconds = f"seconds on {axis} Mb/s"
+        plot.set(xlabel="MB sent by a rank" if axis == "bytes" else seconds, ylabel="held-out loss")
+        plot.set(title=f"{TASKS[task].title}; {ranks} ranks", yscale="log")
+        plot.set(xscale="log" if axis == "bytes" else "linear")
+        plot.title.set_fontsize(9)
+        plot.legend(fontsize=8)
+        figure.tight_layout()
+        names.append(f"curves-{task}-{'bytes' if axis == 'bytes' else 'seconds'}.png")
+        figure.savefig(folder / names[-1], dpi=90)
+        pyplot.close(figure)
+    return names
+
+
+def write_page(results: dict[str, Any], path: Path) -> None:
+    """Write the page and, beside it, the pictures of the runs with the fewest ranks."""
+    machine = results["machine"]
+    parts = [HEAD]
+    parts.append(
+        f"Measured on {machine['cores']} cores of {machine['processor']}, torch "
+        f"{machine['torch']}, on {machine['date']}.\n"
+    )
+    drawn = set()
+    for (task, ranks), arms in sorted(sorted_by_place(results["runs"]).items()):
+        arms = {name: arm for name, arm in arms.items() if arm["seeds"]}
+        if "exact" not in arms:
+            continue
+        seeds = len(arms["exact"]["seeds"])
+        steps = arms["exact"]["seeds"][min(arms["exact"]["seeds"])]["step"][-1]
+        parts.append(f"## {TASKS[task].title}: {ranks} ranks\n")
+        parts.append(f"{steps} steps, {seeds} seed{'s' if seeds > 1 else ''}.\n")
+        parts.append(table(arms) + "\n")
+        if task not in drawn:
+            drawn.add(task)
+            for name in draw(task, ranks, arms, path.parent):
+                what = "bytes" if "bytes" in name else "seconds"
+                parts.append(f"![Held-out loss over {what}]({name})\n")
+    path.write_text(re.sub(r"\n{3,}", "\n\n", "\n".join(parts)))

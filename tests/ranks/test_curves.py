@@ -1,0 +1,110 @@
+"""benchmarks/curves.py: what it keeps, evaluates and draws; and a short run."""
+
+import argparse
+import importlib
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("curves"), importlib.import_module("curve_report")
+
+
+def run_of(losses, sent=1e6):
+    numbers = range(1, len(losses) + 1)
+    return {
+        "step": [10 * i for i in numbers],
+        "loss": losses,
+        "accuracy": [0.5 for _ in losses],
+        "bytes": [sent * i for i in numbers],
+    }
+
+
+def test_steps_to_a_loss_lie_between_two_measurements(modules):
+    _, report = modules
+    curves = [run_of([4.0, 2.0, 1.0]), run_of([4.0, 2.0, 0.0])]
+    assert report.steps_until(curves, 4.0) == 10
+    assert report.steps_until(curves, 3.0) == 15
+    assert report.steps_until(curves, 0.5) == 30
+    assert report.steps_until(curves, 0.4) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ([1.01, 1.09, 0.95], "yes"),
+        ([1.5, 1.6, 1.55], "worse"),
+        ([0.5, 0.6, 0.55], "better"),
+        ([1.5], "one seed"),
+    ],
+)
+def test_a_verdict_compares_seed_by_seed(modules, losses, words):
+    _, report = modules
+    exact = {seed: run_of([loss]) for seed, loss in enumerate([1.0, 1.1, 0.95])}
+    assert report.verdict({s: run_of([loss]) for s, loss in enumerate(losses)}, exact) == words
+
+
+def test_runs_that_are_kept_are_not_made_again(modules, tmp_path):
+    curves, _ = modules
+    results = tmp_path / "curves.json"
+    curves.keep(results, curves.key_of("digits", "exact", 2, "seed", 0), run_of([1.0]))
+    curves.keep(results, curves.key_of("digits", "exact", 2, "200", 0), 0.5)
+    arguments = argparse.Namespace(
+        results=results,
+        tasks=["digits"],
+        arms=["exact", "qadam"],
+        ranks=[2],
+        seeds=[0, 1],
+        rates=["200"],
+    )
+    trained, timed = curves.missing(arguments)
+    assert trained["runs"] == [("exact", 1), ("qadam", 0), ("qadam", 1)]
+    assert (timed["rate"], timed["runs"]) == ("200", [("qadam", 0)])
+    assert not results.with_suffix(".new").exists()
+
+
+def test_the_page_has_a_row_for_each_algorithm_and_pictures(modules, tmp_path):
+    curves, report = modules
+    results = tmp_path / "curves.json"
+    for seed, shift in enumerate([0.0, 0.05, 0.1]):
+        for arm, losses in {"exact": [3.0, 1.0], "bytegrad": [2.0, 1.0]}.items():
+            run = run_of([loss + shift for loss in losses], sent=2e6 if arm == "exact" else 5e5)
+            curves.keep(results, curves.key_of("digits", arm, 2, "seed", seed), run)
+    for arm, seconds in {"exact": 0.4, "bytegrad": 0.1}.items():
+        curves.keep(results, curves.key_of("digits", arm, 2, "200", 0), seconds)
+    report.write_page(curves.kept(results), tmp_path / "curves.md")
+    page = (tmp_path / "curves.md").read_text()
+    assert "| exact | 1.050 ± 0.124 |  | 50.0% | 4.00 | 1.00 |" in page
+    assert "| bytegrad | 1.050 ± 0.124 | yes | 50.0% | 1.00 | 4.00 |" in page
+    for picture in ("curves-digits-bytes.png", "curves-digits-seconds.png"):
+        assert picture in page
+        assert (tmp_path / picture).stat().st_size > 5000
+
+
+def test_a_quick_run_trains_on_real_data():
+    command = [sys.executable, BENCHMARKS / "curves.py", "--quick"]
+    end = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert end.returncode == 0, end.stderr
+    runs = json.loads(end.stdout)
+    exact, bytegrad = runs.values()
+    assert exact["loss"][-1] < exact["loss"][0]
+    assert bytegrad["step"][-1] == 24
+    assert 0.24 < bytegrad["bytes"][-1] / exact["bytes"][-1] < 0.27
+
+
+def test_data_that_is_missing_is_named_with_the_remedy(tmp_path):
+    command = [sys.executable, BENCHMARKS / "curves.py", "--tasks", "fashion"]
+    command += ["--fashion-mnist", tmp_path, "--results", tmp_path / "curves.json"]
+    end = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert end.returncode == 1
+    assert "train-images-idx3-ubyte.gz is not there" in end.stderr
+    assert "dataset-fashion-mnist" in end.stderr
