@@ -34,7 +34,7 @@ def reduced_elsewhere_twice(comm, stack, op):
     return flat
 
 
-@pytest.mark.parametrize("numel", [1, 31, 2 * (1 << 19) + 4099], ids=lambda numel: f"{numel}")
+@pytest.mark.parametrize("numel", [1, 31, 40001, 2 * (1 << 19) + 4099], ids=lambda numel: f"{numel}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [2, 3, 7], ids=lambda n: f"{n}-ranks")
 def test_a_bucket_is_reduced_in_place_to_the_bits_of_values_joined_in_rank_order(n, dtype, numel):
@@ -47,17 +47,17 @@ def test_a_bucket_is_reduced_in_place_to_the_bits_of_values_joined_in_rank_order
 
 
 def reduced_complex(comm):
-    flat = torch.full((5,), complex(comm.rank + 1, -1))
+    flat = torch.full((9001,), complex(comm.rank + 1, -1))
     run(_C.AllReduce(comm, _C.ReduceOp.SUM, flat), flat)
-    return flat.tolist(), is_shared(flat)
+    return set(flat.tolist()), is_shared(flat)
 
 
 def test_complex_buckets_are_reduced_as_their_parts():
-    assert run_shared_ranks(2, reduced_complex) == [([3 - 2j] * 5, True)] * 2
+    assert run_shared_ranks(2, reduced_complex) == [({3 - 2j}, True)] * 2
 
 
 def several_buckets(comm):
-    flats = [torch.full((size,), float(comm.rank + 1)) for size in (7, 3000, 500000)]
+    flats = [torch.full((size,), float(comm.rank + 1)) for size in (7, 30000, 500000)]
     views = [flat[2:5] for flat in flats]
     ops = [_C.AllReduce(comm, _C.ReduceOp.SUM, flat) for flat in flats]
     for index in (2, 0, 1, 0):
@@ -73,23 +73,23 @@ def test_buckets_of_one_communicator_and_its_other_calls_take_turns():
 
 
 def part_on_rank_one(comm):
-    flat = torch.arange(40.0)[:20] if comm.rank == 1 else torch.arange(20.0)
+    flat = torch.arange(80000.0)[:40000] if comm.rank == 1 else torch.arange(40000.0)
     reduce = _C.AllReduce(comm, _C.ReduceOp.SUM, flat)
     run(reduce, flat)
-    whole = torch.ones(9)
+    whole = torch.ones(90000)
     again = _C.AllReduce(comm, _C.ReduceOp.SUM, whole)
     run(again, whole)
-    return flat.tolist(), whole.tolist(), is_shared(whole)
+    return flat[:20].tolist(), whole.unique().tolist(), is_shared(whole)
 
 
 def test_a_rank_that_cannot_share_a_bucket_decides_for_all():
     doubled = [2.0 * i for i in range(20)]
-    assert run_shared_ranks(2, part_on_rank_one) == [(doubled, [2.0] * 9, True)] * 2
+    assert run_shared_ranks(2, part_on_rank_one) == [(doubled, [2.0], True)] * 2
 
 
 def different_sizes(comm):
-    flat = torch.ones(10 + comm.rank)
-    with pytest.raises(_C.BaguaMismatchError, match=r"all_reduce of 1[01] float32"):
+    flat = torch.ones(100000 + comm.rank)
+    with pytest.raises(_C.BaguaMismatchError, match=r"all_reduce of 10000[01] float32"):
         run(_C.AllReduce(comm, _C.ReduceOp.SUM, flat), flat)
     return True
 
@@ -99,9 +99,9 @@ def test_buckets_of_different_sizes_are_not_shared_and_found_at_the_first_reduct
 
 
 def wrong_order(comm):
-    first, second = torch.ones(8), torch.ones(8)
+    first, second = torch.ones(80000), torch.ones(80000)
     ops = [_C.AllReduce(comm, _C.ReduceOp.SUM, flat) for flat in (first, second)]
-    with pytest.raises(_C.BaguaMismatchError, match=r"in place of 8 float32 .* of bucket [12]"):
+    with pytest.raises(_C.BaguaMismatchError, match=r"in place of 80000 float32 .* of bucket [12]"):
         run(ops[comm.rank], (first, second)[comm.rank])
     return True
 
@@ -111,10 +111,10 @@ def test_ranks_that_reduce_different_buckets_get_an_error():
 
 
 def another_bucket(comm):
-    flat = torch.ones(8)
+    flat = torch.ones(80000)
     reduce = _C.AllReduce(comm, _C.ReduceOp.SUM, flat)
     with pytest.raises(_C.BaguaError, match="made for another bucket"):
-        run(reduce, torch.ones(8))
+        run(reduce, torch.ones(80000))
     return True
 
 
@@ -142,7 +142,7 @@ def test_a_bucket_outlives_its_communicator_and_its_memory_goes_with_it():
 
 def test_a_forked_child_writes_into_memory_of_its_own():
     communicators = [communicator for communicator, _ in share(2)]
-    flats = [torch.ones(5000) for _ in range(2)]
+    flats = [torch.ones(50000) for _ in range(2)]
     ops = [None, None]
 
     def make(rank):
@@ -151,7 +151,7 @@ def test_a_forked_child_writes_into_memory_of_its_own():
     run_threads(2, make)
     child = os.fork()
     if child == 0:
-        seen = flats[0].sum().item() == 5000
+        seen = flats[0].sum().item() == 50000
         flats[0].fill_(7)
         os._exit(0 if seen and flats[0][0].item() == 7 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -26,7 +26,7 @@ struct alignas(kLineBytes) Bell {
 // Why a rank takes part in no further call.
 enum class Ended : uint32_t { kNot, kLeft, kGaveUp };
 
-// Description of a collective, to be compared with the others'. kind: of SharedMemoryCommunicator.
+// Description of a collective, to be compared with the others'. kind: a SharedCall.
 struct alignas(kLineBytes) CallRecord {
   uint64_t number;
   uint64_t bytes;

@@ -11,7 +11,9 @@
 #include "comm/call_site.h"
 #include "comm/communicator.h"
 #include "comm/refusal.h"
+#include "comm/shm/bucket_piece.h"
 #include "comm/shm/layout.h"
+#include "comm/shm/meetings.h"
 #include "comm/shm/message_ring.h"
 #include "comm/shm/peer_waits.h"
 #include "comm/shm/shared_group.h"
@@ -55,27 +57,21 @@ class SharedMemoryCommunicator final : public Communicator {
   void abort(const std::string& reason) noexcept override;
 
  private:
-  struct Piece;
-  struct InPlace;
   class Bucket;
 
   template <typename Body>
   void guarded(const CallSite& site, Body body);
   void give_up() noexcept;
 
-  void describe(const CallSite& site, uint32_t kind, ReduceOp op = ReduceOp::kSum, int root = 0);
-  void meet(const CallSite& site);
-  void await_others(const CallSite& site);
-  void compare_calls();
+  bool reduces_whole(const CallSite& site) const;
   void reduce_whole(const CallSite& site, const at::Tensor& values, ReduceOp op);
   void reduce_in_pieces(const CallSite& site, const at::Tensor& values, ReduceOp op);
-  void show_values(const Piece& piece);
-  void join_part(const Piece& piece, at::ScalarType dtype, ReduceOp op);
-  void copy_results(const Piece& piece);
+  void show_values(const BucketPiece& piece, uint64_t number);
+  void join_part(const BucketPiece& piece, uint64_t number, at::ScalarType dtype, ReduceOp op);
+  void copy_results(const BucketPiece& piece, uint64_t number);
   bool all_can(bool can);
   void hand_over(const SharedMemory& memory);
   std::vector<std::shared_ptr<SharedMemory>> take_over(const std::shared_ptr<SharedMemory>& own);
-  void reduce_in_place(const InPlace& bucket, ReduceOp op);
 
   RankState& mine() { return shared_.state(group().rank); }
   std::byte* half(int rank) const { return half(rank, halves_used_); }
@@ -86,14 +82,12 @@ class SharedMemoryCommunicator final : public Communicator {
   const SharedGroup shared_;
   Refusal refusal_;
   const PeerWaits waits_;
+  Meetings meetings_;
   std::vector<RingWriter> writers_;  // by rank
   std::vector<RingReader> readers_;  // by rank
-  uint64_t calls_ = 0;
-  bool calls_compared_ = true;  // the current call with the others'
-  uint64_t meetings_ = 0;
-  uint64_t halves_used_ = 0;  // parity: the half that is free
-  uint32_t buckets_ = 0;      // that are or were shared
-  bool can_share_ = true;     // no bucket's memory lies half handed over in a socket
+  uint64_t halves_used_ = 0;         // parity: the half that is free
+  uint32_t buckets_ = 0;             // that are or were shared
+  bool can_share_ = true;            // no bucket's memory lies half handed over in a socket
 };
 
 }  // namespace bagua

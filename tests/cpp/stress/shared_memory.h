@@ -7,6 +7,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include "comm/refusal.h"
+#include "comm/shm/in_place.h"
 #include "comm/shm/shared_memory_communicator.h"
 #include "stress/world.h"
 
@@ -27,11 +29,21 @@ inline std::vector<std::unique_ptr<Communicator>> shared_ranks(int ranks, millis
 }
 
 // Small integers, so that sums are exact.
+inline float number(int rank, int call, int64_t i) {
+  return static_cast<float>((i + 3 * rank + call) % 17);
+}
+
 inline at::Tensor numbers(int rank, int call, int64_t numel) {
   at::Tensor tensor = at::empty({numel});
   float* values = tensor.data_ptr<float>();
-  for (int64_t i = 0; i < numel; ++i) values[i] = static_cast<float>((i + 3 * rank + call) % 17);
+  for (int64_t i = 0; i < numel; ++i) values[i] = number(rank, call, i);
   return tensor;
+}
+
+inline float sum_of_numbers(int ranks, int call, int64_t i) {
+  float sum = 0;
+  for (int rank = 0; rank < ranks; ++rank) sum += number(rank, call, i);
+  return sum;
 }
 
 inline void expect_value(const at::Tensor& tensor, int64_t at, float expected, const char* call) {
@@ -42,16 +54,12 @@ inline void expect_value(const at::Tensor& tensor, int64_t at, float expected, c
 // One call of a random kind, the same on all ranks, and a look at all of its results.
 inline void call_and_check(Communicator& comm, int call, int kind, int64_t numel) {
   const auto [rank, size] = comm.group();
-  const auto value = [&](int of, int64_t i) {
-    return static_cast<float>((i + 3 * of + call) % 17);
-  };
+  const auto value = [&](int of, int64_t i) { return number(of, call, i); };
   at::Tensor mine = numbers(rank, call, numel);
   if (kind == 0) {
     comm.all_reduce(mine, ReduceOp::kSum);
     for (int64_t i = 0; i < numel; ++i) {
-      float sum = 0;
-      for (int other = 0; other < size; ++other) sum += value(other, i);
-      expect_value(mine, i, sum, "all_reduce");
+      expect_value(mine, i, sum_of_numbers(size, call, i), "all_reduce");
     }
   } else if (kind == 1) {
     at::Tensor all = at::empty({numel * size});
@@ -109,6 +117,38 @@ inline void shared_memory_carries_every_call(Random& random) {
     expect(endings[rank].error.empty() == goes_on, "rank ", rank, ": '", endings[rank].error, "'");
     expect(!endings[rank].timed_out, "rank ", rank, " has waited: ", endings[rank].error);
   }
+}
+
+// A bucket in place, call after call, on memory that the ranks map once.
+inline void buckets_are_reduced_in_place(Random& random) {
+  const World world(random, 2, milliseconds(20000));
+  const int64_t numel = between(random, 1, between(random, 0, 3) == 0 ? 600000 : 3000);
+  const int calls = between(random, 1, 12);
+  SharedGroup shared{.bells = make_bells(world.ranks), .memory = {}, .links = {}};
+  shared.links.resize(world.ranks);
+  std::vector<at::Tensor> buckets;
+  InPlaceValues values{.of_rank = {}, .numel = numel, .dtype = at::kFloat};
+  for (int rank = 0; rank < world.ranks; ++rank) {
+    shared.memory.push_back(make_rank_memory(world.ranks));
+    buckets.push_back(at::empty({numel}));
+    values.of_rank.push_back(static_cast<std::byte*>(buckets[rank].data_ptr()));
+  }
+  const auto endings = run_ranks(world, [&](int rank) {
+    const Group group{rank, world.ranks};
+    const Refusal refusal(group);
+    const PeerWaits waits(group, shared, refusal, milliseconds(20000));
+    Meetings meetings(waits, shared);
+    for (int call = 0; call < calls; ++call) {
+      buckets[rank].copy_(numbers(rank, call, numel));
+      const CallSite site = CallSite::of("all_reduce", buckets[rank]);
+      meetings.describe(site, SharedCall::kReduceInPlace, ReduceOp::kSum, 1);
+      reduce_in_place(meetings, site, values, ReduceOp::kSum);
+      for (int64_t i = 0; i < numel; ++i) {
+        expect_value(buckets[rank], i, sum_of_numbers(world.ranks, call, i), "all_reduce in place");
+      }
+    }
+  });
+  for (const Ending& ending : endings) expect(ending.error.empty(), ending.error);
 }
 
 }  // namespace bagua::stress

@@ -200,6 +200,7 @@ constexpr Scenario kScenarios[] = {
     {"a dynamic lane that ends is told to every rank",
      a_dynamic_lane_that_ends_is_told_to_every_rank},
     {"shared memory carries every call", shared_memory_carries_every_call},
+    {"buckets are reduced in place", buckets_are_reduced_in_place},
     {"averages keep the sum", averages_keep_the_sum},
     {"a lane stops while others average", a_lane_stops_while_others_average},
 };
