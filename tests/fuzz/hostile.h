@@ -10,6 +10,7 @@
 #include "base/check.h"
 #include "comm/communicator.h"
 #include "op/contract/bucket_op.h"
+#include "op/wire/frame.h"
 #include "target.h"
 
 namespace bagua::fuzz {
