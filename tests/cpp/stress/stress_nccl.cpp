@@ -2,6 +2,7 @@
 // kernels, watchdogs, aborts from other threads and ends meet at random moments.
 //
 //   stress_nccl [seed] [seconds]
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -40,17 +41,31 @@ struct Round {
   int pause_us;
 };
 
-void call_and_check(NcclCommunicator& comm, float expected) {
-  std::vector<float> memory(257, 1), received(257);
-  at::Tensor tensor(tensor_over(memory.data(), 257)), target(tensor_over(received.data(), 257));
-  comm.all_reduce(tensor, ReduceOp::kSum);
-  const auto [rank, size] = comm.group();
-  comm.exchange({Send{tensor, (rank + 1) % size}}, {Recv{target, (rank + size - 1) % size}});
+// Memory of a device, which is freed behind the kernels that were given before, whatever a call on
+// the host throws.
+struct DeviceMemory {
+  static constexpr int64_t kNumel = 257;
+  std::vector<float> sent = std::vector<float>(kNumel), received = std::vector<float>(kNumel);
+};
+
+void await_kernels() {
   void* const stream = FakeGuard().getStreamNativeHandle(FakeGuard().getStream(kDevice));
   const uint64_t given = followed.given(stream);
   while (!followed.have_ended(stream, given)) std::this_thread::yield();
+}
+
+void call_and_check(NcclCommunicator& comm, DeviceMemory& memory, float expected) {
+  constexpr int64_t kNumel = DeviceMemory::kNumel;
+  std::fill(memory.sent.begin(), memory.sent.end(), 1.0f);
+  at::Tensor tensor(tensor_over(memory.sent.data(), kNumel));
+  at::Tensor target(tensor_over(memory.received.data(), kNumel));
+  comm.all_reduce(tensor, ReduceOp::kSum);
+  const auto [rank, size] = comm.group();
+  comm.exchange({Send{tensor, (rank + 1) % size}}, {Recv{target, (rank + size - 1) % size}});
+  await_kernels();
   comm.check();  // or the kernels have ended by an abort
-  BAGUA_CHECK(received[256] == expected, "got ", received[256], " instead of ", expected);
+  BAGUA_CHECK(memory.received.back() == expected, "got ", memory.received.back(), " instead of ",
+              expected);
 }
 
 // Failures are expected, wrong results are not: those throw before any failure.
@@ -59,6 +74,7 @@ void run_rank(const Library& library, const c10::intrusive_ptr<c10d::HashStore>&
   const milliseconds timeout{round.fate == Fate::kHeld ? 60 : 20000};
   FakeGuard().setDevice(kDevice);
   current_stream = 8 * (rank + 1);  // of a GPU of its own
+  DeviceMemory memory;
   std::shared_ptr<NcclCommunicator> comm, half;
   std::thread other;
   try {
@@ -75,7 +91,7 @@ void run_rank(const Library& library, const c10::intrusive_ptr<c10d::HashStore>&
       });
     }
     for (int call = 0; call < round.calls; ++call) {
-      call_and_check(*comm, static_cast<float>(round.ranks));
+      call_and_check(*comm, memory, static_cast<float>(round.ranks));
     }
   } catch (const Error& error) {
     if (round.fate == Fate::kGood) {
@@ -84,6 +100,9 @@ void run_rank(const Library& library, const c10::intrusive_ptr<c10d::HashStore>&
     }
   }
   if (other.joinable()) other.join();
+  comm.reset();
+  half.reset();
+  await_kernels();
 }
 
 void run_round(const Library& library, Random& random) {
