@@ -34,7 +34,7 @@ def reduced_elsewhere_twice(comm, stack, op):
     return flat
 
 
-@pytest.mark.parametrize("numel", [1, 31, 40001, 2 * (1 << 19) + 4099], ids=lambda numel: f"{numel}")
+@pytest.mark.parametrize("numel", [1, 31, 40001, 2 * (1 << 19) + 4099], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [2, 3, 7], ids=lambda n: f"{n}-ranks")
 def test_a_bucket_is_reduced_in_place_to_the_bits_of_values_joined_in_rank_order(n, dtype, numel):

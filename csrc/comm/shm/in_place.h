@@ -7,7 +7,6 @@
 
 #include <c10/core/ScalarType.h>
 
-#include "comm/shm/bucket_piece.h"
 #include "comm/shm/meetings.h"
 
 namespace bagua {

@@ -11,11 +11,11 @@
 #include "comm/call_site.h"
 #include "comm/communicator.h"
 #include "comm/refusal.h"
-#include "comm/shm/bucket_piece.h"
 #include "comm/shm/layout.h"
 #include "comm/shm/meetings.h"
 #include "comm/shm/message_ring.h"
 #include "comm/shm/peer_waits.h"
+#include "comm/shm/reduction.h"
 #include "comm/shm/shared_group.h"
 
 namespace bagua {
