@@ -4,15 +4,21 @@
 
 2 and 4 ranks, 1 KiB to 64 MiB of float32, mean. "bucket" is a bucket of exact gradients, in memory
 that the ranks share, "shm" any other tensor. They take turns in the same processes; a memcpy runs
-on all ranks at once, so that it shares the memory's bandwidth as the all-reduce does. Prints JSON
-and keeps it under benchmarks/results/. `load` is the machine's load average before and after:
+on all ranks at once, so that it shares the memory's bandwidth as the all-reduce does. "openmpi" is
+MPI_Allreduce in place, of Debian's openmpi where `mpicc` and `mpirun` are installed; it runs in
+processes of its own, before and after the others. Prints JSON and keeps it under
+benchmarks/results/. `load` is the machine's load average before and after:
 figures of a machine that does something else are to be read with it.
 """
 
 import argparse
 import json
 import os
+import shutil
+import statistics
+import subprocess
 import sys
+import tempfile
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,6 +30,36 @@ from rank_processes import figures_of
 
 RANKS = (2, 4)
 KIB = (1, 16, 256, 1024, 4096, 16384, 65536)
+
+
+def repeats(kib, quick):
+    return max(7, min(200, 65536 // kib // (8 if quick else 1)))
+
+
+def times_of_open_mpi(ranks, quick):
+    """Seconds by size, or None where it is not installed."""
+    compiler, launcher = shutil.which("mpicc"), shutil.which("mpirun")
+    if compiler is None or launcher is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "all_reduce"
+        source = Path(__file__).with_name("open_mpi_all_reduce.c")
+        subprocess.run([compiler, "-O2", "-o", program, source], check=True)
+        launch = [launcher, "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), program]
+        sizes = [str(word) for kib in KIB for word in (kib, repeats(kib, quick))]
+        text = subprocess.run([*launch, *sizes], check=True, capture_output=True, text=True).stdout
+    lines = [line.split() for line in text.splitlines()]
+    return {
+        f"{kib} KiB": {"median": float(median), "min": float(least)} for kib, median, least in lines
+    }
+
+
+def add_open_mpi(figures, runs):
+    """The mean of the medians of the runs, and the smallest time of all."""
+    for size, arms in figures.items():
+        medians = [run[size]["median"] for run in runs]
+        least = min(run[size]["min"] for run in runs)
+        arms["openmpi"] = {"median": statistics.mean(medians), "min": least}
 
 
 def time_on_rank(arguments):
@@ -55,8 +91,7 @@ def time_on_rank(arguments):
             "gloo": lambda values=values: gloo.all_reduce(values, _C.ReduceOp.AVG),
             "memcpy": memcpy,
         }
-        repeats = max(7, min(200, 65536 // kib // (8 if arguments.quick else 1)))
-        figures[f"{kib} KiB"] = timed_in_turns(arms, repeats, 2)
+        figures[f"{kib} KiB"] = timed_in_turns(arms, repeats(kib, arguments.quick), 2)
     if rank == 0:
         arguments.rank_output.write_text(json.dumps(figures))
     gloo.all_reduce(torch.zeros(1), _C.ReduceOp.SUM)  # no rank leaves before the last call
@@ -77,12 +112,16 @@ def main():
     result = {"machine": machine(), "load": [os.getloadavg()[0]], "seconds": {}, "ratios": {}}
     for ranks in RANKS:
         name = f"{ranks} ranks"
+        before = times_of_open_mpi(ranks, arguments.quick)
         figures = figures_of("none", sys.argv[0], options, ranks)
+        if before is not None:
+            add_open_mpi(figures, [before, times_of_open_mpi(ranks, arguments.quick)])
         result["seconds"][name] = figures
         result["ratios"][name] = {
             f"{arm} to {other}": ratios(figures, arm, other)
             for arm in ("bucket", "shm")
-            for other in ("gloo", "memcpy")
+            for other in ("gloo", "memcpy", "openmpi")
+            if other in figures[f"{KIB[0]} KiB"]
         }
     result["load"].append(os.getloadavg()[0])
     print(json.dumps(result, indent=2))
