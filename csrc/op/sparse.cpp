@@ -16,13 +16,13 @@ namespace {
 }  // namespace
 
 Sparse::Sparse(std::shared_ptr<Communicator> communicator, std::shared_ptr<Scratch> scratch,
-               int64_t numel, int64_t k, std::shared_ptr<RoundMemory> memory, Checksum checksum,
-               std::shared_ptr<const SparseCodec> codec)
-    : exchange_(std::move(communicator), checksum),
+               int64_t numel, int64_t k, std::shared_ptr<RoundMemory> memory, Options options)
+    : exchange_(std::move(communicator), options.checksum),
       scratch_(std::move(scratch)),
       k_(k),
       feedback_("Sparse", numel, std::move(memory), scratch_),
-      codec_(std::move(codec)) {
+      values_(std::move(options.values)),
+      codec_(std::move(options.device)) {
   BAGUA_CHECK_ARG(k <= numel && (k >= 1 || numel == 0), "Sparse: k = ", k,
                   " must be between 1 and the ", numel, " elements of the bucket.");
 }
@@ -48,21 +48,22 @@ uint64_t Sparse::fingerprint(const SparseMessage& layout, const at::Tensor& m,
 // Steps 2 to 4 on the CPU.
 void Sparse::exchange(at::Tensor& m, at::Tensor& sum, const Round& round) {
   const int64_t ranks = exchange_.group().size;
-  const SparseMessage layout(feedback_.numel(), k_, m.scalar_type());
+  const SparseMessage layout(feedback_.numel(), k_, m.scalar_type(), values_.get());
   exchange_.begin(round);
   at::Tensor message = scratch_->get(Scratch::kSend, layout.bytes(), at::kByte, at::kCPU);
   at::Tensor messages =
       scratch_->get(Scratch::kReceive, ranks * layout.bytes(), at::kByte, at::kCPU);
-  at::Tensor indices = scratch_->get(Scratch::kIndices, k_, at::kInt, at::kCPU);
+  SparseMessage::Work work{scratch_->get(Scratch::kIndices, k_, at::kInt, at::kCPU), {}};
+  if (values_) work.values = scratch_->get(Scratch::kValues, k_, at::kFloat, at::kCPU);
   // 2.
-  layout.take(m, message, indices);
+  layout.take(m, message, work);
   // 3.
   exchange_.all_gather(fingerprint(layout, m, round), message, messages, round);
   // 4.
   const at::Tensor rows = messages.view({ranks, layout.bytes()});
   for (int64_t rank = 0; rank < ranks; ++rank) {
     try {
-      layout.add(rows.select(0, rank), sum, indices);
+      layout.add(rows.select(0, rank), sum, work);
     } catch (const Error& error) {
       throw_corrupted(rank, error.what(), round);
     }
@@ -73,6 +74,8 @@ void Sparse::exchange(at::Tensor& m, at::Tensor& sum, const Round& round) {
 void Sparse::exchange_on_device(at::Tensor& m, at::Tensor& sum, const Round& round) {
   const int64_t ranks = exchange_.group().size;
   const at::Device device = m.device();
+  BAGUA_CHECK(!values_, "bucket '", round.bucket, "' is on ", device.str(),
+              ", where the values of sparse gradients travel without a codec: give no codec=.");
   const SparseMessage layout(feedback_.numel(), k_, m.scalar_type());
   const SparseShape& shape = layout.shape();
   if (!codec_) codec_ = make_cuda_sparse_codec();
@@ -110,7 +113,8 @@ void Sparse::check_earlier(const SparseMessage& layout, const Round& round) {
 std::string Sparse::describe() const {
   return concat("Sparse(", k_, " of ", feedback_.numel(), ", ranks ", exchange_.group().size,
                 feedback_.remembers() ? "" : ", no error feedback",
-                checksum_text(exchange_.checksum()), ")");
+                values_ ? concat(", ", values_->name()) : "", checksum_text(exchange_.checksum()),
+                ")");
 }
 
 }  // namespace bagua

@@ -16,6 +16,7 @@ namespace bagua {
 // Steps, with m and e as in op/memory/error_feedback.h:
 //   1. m = g / s + e;
 //   2. c = the k elements of m of largest magnitude, exactly; e <- m - c;
+//      with a codec c is what its payload of them decodes to;
 //   3. all_gather of c, as values and indices;
 //   4. sum what all ranks sent, in order of ranks;
 //   5. g <- sum * s / P.
@@ -27,11 +28,14 @@ namespace bagua {
 // SparseMessage::bytes().
 class Sparse final : public BucketOp {
  public:
-  // `numel`: elements of the bucket; 1 <= k <= numel (0 if it is empty). `codec`: of the bucket's
-  // device; null: the CUDA kernels of this build.
+  // `numel`: elements of the bucket; 1 <= k <= numel (0 if it is empty).
+  struct Options {
+    Checksum checksum = Checksum::kOff;
+    std::shared_ptr<const Codec> values{};        // null: they travel as they are; on the CPU only
+    std::shared_ptr<const SparseCodec> device{};  // null: the CUDA kernels of this build
+  };
   Sparse(std::shared_ptr<Communicator> communicator, std::shared_ptr<Scratch> scratch,
-         int64_t numel, int64_t k, std::shared_ptr<RoundMemory> memory,
-         Checksum checksum = Checksum::kOff, std::shared_ptr<const SparseCodec> codec = nullptr);
+         int64_t numel, int64_t k, std::shared_ptr<RoundMemory> memory, Options options);
   void run(at::Tensor& flat, const Round& round) override;
   std::string describe() const override;
 
@@ -45,6 +49,7 @@ class Sparse final : public BucketOp {
   std::shared_ptr<Scratch> scratch_;
   int64_t k_;
   ErrorFeedback feedback_;
+  std::shared_ptr<const Codec> values_;
   std::shared_ptr<const SparseCodec> codec_;
   LateValues faults_;  // on a device: of the round before, by rank
 };

@@ -18,12 +18,20 @@ from support.error_feedback import (
 STEPS = 8
 SEED = 5
 ELEMENTS = sum(p.numel() for p in wide_network().parameters())
-per_kind = pytest.mark.parametrize("kind", ["largest", "random"])
+KINDS = {
+    "largest": {},
+    "random": {"random_sparse": True, "seed": SEED},
+    "in 4 bits": {"codec": "int4_block"},
+}
+per_kind = pytest.mark.parametrize("kind", list(KINDS))
 
 
 def sparse(kind="largest", **arguments):
-    drawn = {"random_sparse": kind == "random", "seed": SEED}
-    return SparseAlgorithm(**({"ratio": 0.05} | drawn | arguments))
+    return SparseAlgorithm(**({"ratio": 0.05} | KINDS[kind] | arguments))
+
+
+def op_of(kind):
+    return "RandomSparse" if kind == "random" else "Sparse"
 
 
 def ops_of(model):
@@ -42,7 +50,7 @@ def expected(kind, brought, errors, communications):
             lambda number: _C.random_order(numel, SEED, number), numel, k, communications
         )
         return oracle.random_k(brought, errors, elements)
-    return oracle.top_k(brought, errors, k)
+    return oracle.top_k(brought, errors, k, codec=KINDS[kind].get("codec"))
 
 
 @training.with_group
@@ -72,9 +80,9 @@ def train_and_compare(kind, dtype):
             ]
             done = int(states[0]["communications"])
             result, errors = expected(kind, brought, errors, done)
-            if kind == "largest":
-                assert torch.equal(flat_of(got, names), result), "gloo adds in an order of its own"
-            else:
+            if kind != "random":
+                assert torch.equal(flat_of(got, names), result)
+            else:  # gloo adds in an order of its own
                 torch.testing.assert_close(flat_of(got, names), result)
             for rank in range(size):
                 assert torch.equal(flat_of(owed[rank], names), errors[rank])
@@ -84,24 +92,22 @@ def train_and_compare(kind, dtype):
 @per_kind
 @pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
 def test_training_follows_the_oracle_and_ranks_agree(ranks, n, kind):
-    op = "Sparse" if kind == "largest" else "RandomSparse"
-    assert ranks(n, train_and_compare, kind, torch.float32) == [[op]] * n
+    assert ranks(n, train_and_compare, kind, torch.float32) == [[op_of(kind)]] * n
 
 
 @per_kind
 def test_buckets_for_which_sparse_messages_do_not_pay_are_averaged_exactly(ranks, kind):
     results = ranks(2, train_and_compare, kind, torch.float32, env=training.SMALL_BUCKETS)
-    if kind == "largest":
-        assert results == [["ErrorFeedbackAllReduce", "Sparse"]] * 2
-    else:
+    if kind == "random":
         assert results == [["RandomSparse"]] * 2  # of three elements it sends one and a flag
+    else:
+        assert results == [["ErrorFeedbackAllReduce", "Sparse"]] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 @per_kind
 def test_other_dtypes_follow_the_oracle(ranks, dtype, kind):
-    op = "Sparse" if kind == "largest" else "RandomSparse"
-    assert ranks(2, train_and_compare, kind, dtype) == [[op]] * 2
+    assert ranks(2, train_and_compare, kind, dtype) == [[op_of(kind)]] * 2
 
 
 @training.with_group
@@ -118,6 +124,8 @@ def test_bytes_are_those_of_the_messages(ranks):
     k = round(0.05 * ELEMENTS)
     message = 32 + -(-4 * k // 32) * 32 + 32  # a frame, values, indices of 8 bits
     assert ranks(3, count_bytes, "largest", 0.05)[0] == (2 * message, ["Sparse"])
+    in_4_bits = 32 + 32 + -(-k // 2 // 32) * 32 + 32  # a frame, scales, codes, indices
+    assert ranks(3, count_bytes, "in 4 bits", 0.05)[0] == (2 * in_4_bits, ["Sparse"])
     ring = 2 * 4 * (k + 1) * 2 // 3
     sent, ops = ranks(3, count_bytes, "random", 0.05)[0]
     assert (abs(sent - ring) <= 8, ops) == (True, ["RandomSparse"])
@@ -132,6 +140,9 @@ def wrong_arguments():
         with pytest.raises(ValueError, match=name) as caught:
             sparse(**{name: value})
         said.append(str(caught.value))
+    for arguments in ({"codec": "int3"}, {"codec": "int4_block", "random_sparse": True}):
+        with pytest.raises(ValueError, match="codec"):
+            sparse(**arguments)
     own = sparse(ratio=0.1 + dist.get_rank() / 10)
     with pytest.raises(bagua.BaguaMismatchError, match=r"'ratio': 0\.1"):
         wrapped(own)

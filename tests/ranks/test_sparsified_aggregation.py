@@ -12,15 +12,18 @@ from support.error_feedback import error_of, wide_network
 from torch import nn
 
 BY_LAYER = pytest.mark.parametrize("by_layer", [False, True], ids=["by-model", "by-layer"])
-KINDS = pytest.mark.parametrize("kind", ["largest", "random"])
-RATIO = {"largest": 0.05, "random": 0.2}
+ARGUMENTS = {
+    "largest": {"ratio": 0.05},
+    "random": {"ratio": 0.2, "random_sparse": True},
+    "in 4 bits": {"ratio": 0.05, "codec": "int4_block"},
+}
+KINDS = pytest.mark.parametrize("kind", list(ARGUMENTS))
 CALLS = 5
 SEED = 7
 
 
 def make(model, kind, **arguments):
-    drawn = {"random_sparse": kind == "random", "seed": SEED, "ratio": RATIO[kind]}
-    return SparsifiedAggregation(model, **(drawn | arguments))
+    return SparsifiedAggregation(model, **({"seed": SEED} | ARGUMENTS[kind] | arguments))
 
 
 def groups_of(model, by_layer):
@@ -37,13 +40,16 @@ def expected(kind, brought, errors, communications):
     """As the class has it: (result, errors), or None where messages do not pay."""
     numel, ranks = brought[0].numel(), len(brought)
     wide = oracle.wide(brought[0].dtype)
-    k = max(1, round(RATIO[kind] * numel))
+    k = max(1, round(ARGUMENTS[kind]["ratio"] * numel))
     dense = numel * brought[0].element_size()
-    message = _C.sparse_message_bytes(numel, k, wide)
-    if ranks * message >= 2 * dense if kind == "largest" else (k + 1) * wide.itemsize >= dense:
+    if kind != "random":
+        codec = ARGUMENTS[kind].get("codec")
+        of_values = None if codec is None else _C.make_codec(codec)
+        if ranks * _C.sparse_message_bytes(numel, k, wide, of_values) >= 2 * dense:
+            return None
+        return oracle.top_k(brought, errors, k, codec=codec)
+    if (k + 1) * wide.itemsize >= dense:
         return None
-    if kind == "largest":
-        return oracle.top_k(brought, errors, k)
     order = oracle.elements_of_round(
         lambda number: _C.random_order(numel, SEED, number), numel, k, communications
     )
@@ -122,6 +128,8 @@ def test_bytes_are_those_of_the_messages(ranks):  # and 1 KiB is the agreement
     for sent, changed in ranks(2, count_bytes, {"k": 100}):
         assert sent == message
         assert 100 <= changed <= 200
+    for sent, _ in ranks(2, count_bytes, {"k": 100, "codec": "int4_block"}):
+        assert sent == 32 + 32 + 64 + 192
     for sent, changed in ranks(2, count_bytes, {"k": 100, "random_sparse": True}):
         assert (sent, changed) == (4 * 101, 100)
     dense = 4 * 101 * 50
@@ -203,6 +211,9 @@ def wrong_use():
     for name, value in (("ratio", 0.0), ("ratio", 2.0), ("k", 0), ("k", 0.5)):
         with pytest.raises(ValueError, match=name):
             SparsifiedAggregation(model, **{name: value})
+    for arguments in ({"codec": "int3"}, {"codec": "int4_block", "random_sparse": True}):
+        with pytest.raises(ValueError, match="codec"):
+            SparsifiedAggregation(model, **arguments)
     return before == training.bits(gradients(model).values())
 
 

@@ -17,8 +17,8 @@ namespace bagua {
 //   2. the op sends a part c of m, and sums what all ranks sent;
 //   3. finish(): g <- sum * s / P in the bucket's dtype;  e <- m - c.
 // Arithmetic and memory are f32, f64 for f64 buckets. Elements are sent as they are in m, so that
-// m = c + e holds bit by bit. A result that is not finite leaves the memory as it was: all ranks
-// hold the same result, and decide alike (Note [Memory commits with the round]).
+// m = c + e holds bit by bit, or through a codec. A result that is not finite leaves the memory as
+// it was: all ranks hold the same result, and decide alike (Note [Memory commits with the round]).
 //
 // Ownership: the memory is shared with the algorithm. Its tensors are e, as long as the bucket and
 // on its device (empty: nothing is remembered), and the number of communications behind it, one

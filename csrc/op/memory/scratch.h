@@ -13,7 +13,7 @@ namespace bagua {
 // get() for the same use.
 class Scratch {
  public:
-  enum Use { kSend, kReceive, kSum, kCast, kScaled, kIndices, kCodec, kUses };
+  enum Use { kSend, kReceive, kSum, kCast, kScaled, kIndices, kValues, kCodec, kUses };
 
   at::Tensor get(Use use, int64_t numel, at::ScalarType dtype, at::Device device) {
     at::Tensor& buffer = buffers_[use];

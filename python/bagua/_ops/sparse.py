@@ -19,6 +19,7 @@ class Sparse(Operation):
 
     Attributes:
         memory: residuals (as long as the bucket, or empty), and the number of communications.
+        codec: of the values that are sent; None: they travel as they are.
     """
 
     k: int
@@ -27,6 +28,7 @@ class Sparse(Operation):
     random_sparse: bool
     seed: int
     group: BaguaProcessGroup | None
+    codec: str | None = None
 
     @property
     def between_nodes(self) -> BetweenNodes:  # type: ignore[override]
@@ -35,7 +37,10 @@ class Sparse(Operation):
     def describe(self) -> str:
         drawn = f"random seed={self.seed}" if self.random_sparse else "largest"
         feedback = bool(self.memory.value(0).numel())
-        return f"hierarchical={self.hierarchical} {drawn} {self.k} error_feedback={feedback}"
+        return (
+            f"hierarchical={self.hierarchical} {drawn} {self.k} error_feedback={feedback} "
+            f"codec={self.codec}"
+        )
 
     def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
         def sparse(members: _C.CountingCommunicator) -> _C.BucketOp:
@@ -47,6 +52,7 @@ class Sparse(Operation):
                 self.memory,
                 random_sparse=self.random_sparse,
                 seed=self.seed,
+                codec=self.codec,
             )
 
         return among(lane, self.group, self.hierarchical, sparse)

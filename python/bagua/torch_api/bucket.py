@@ -345,6 +345,7 @@ class BaguaBucket:
         random_sparse: bool = False,
         error_feedback: bool = True,
         seed: int = 0,
+        codec: str | None = None,
     ) -> Sparse:
         """Mean of some elements of the bucket over all ranks; zeros elsewhere.
 
@@ -356,6 +357,7 @@ class BaguaBucket:
             random_sparse: elements at random, instead of each rank's largest.
             error_feedback: add to the next round what this one does not send.
             seed: of ``random_sparse``, equal on all ranks.
+            codec: of the values that are sent; None: they travel as they are.
 
         Returns:
             The op, which holds the memory.
@@ -363,7 +365,9 @@ class BaguaBucket:
         count = torch.zeros(1, dtype=torch.int64, device="cpu")
         memory = new_memory(self.backend_tensor, outcome, count, error_feedback=error_feedback)
         k = number_sent(self.backend_tensor.numel(), ratio)
-        return self.append_operation(Sparse(k, memory, hierarchical, random_sparse, seed, group))
+        return self.append_operation(
+            Sparse(k, memory, hierarchical, random_sparse, seed, group, codec)
+        )
 
     def append_asynchronous_model_average_op(
         self,

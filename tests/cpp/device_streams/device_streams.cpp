@@ -128,8 +128,8 @@ class DamagingCommunicator final : public LoopbackCommunicator {
 
 void damaged_indices_are_found_a_round_later() {
   Sparse op(std::make_shared<DamagingCommunicator>(kRanks), std::make_shared<Scratch>(), kNumel,
-            500, memory({zeros_on(kFake, kNumel), at::zeros({1}, at::kLong)}), Checksum::kOff,
-            std::make_shared<NotingSparseCodec>());
+            500, memory({zeros_on(kFake, kNumel), at::zeros({1}, at::kLong)}),
+            noting_sparse_options());
   at::Tensor flat = gradient(1).to(kFake);
   op.run(flat, {.number = 1, .grad_scale = 1, .bucket = "b"});
   expect(!flat.cpu().isfinite().all().item<bool>(), "damaged indices were summed");
@@ -142,7 +142,7 @@ void damaged_indices_are_found_a_round_later() {
 void sparse_messages_need_kernels() {
   if (has_cuda_codecs()) return;
   Sparse op(loopback(), std::make_shared<Scratch>(), kNumel, 500,
-            memory({zeros_on(kFake, kNumel), at::zeros({1}, at::kLong)}));
+            memory({zeros_on(kFake, kNumel), at::zeros({1}, at::kLong)}), {});
   at::Tensor flat = gradient(1).to(kFake);
   const std::string message =
       message_of_call([&] { op.run(flat, {.number = 1, .grad_scale = 1, .bucket = "b"}); });

@@ -5,6 +5,7 @@
 
 #include "device_streams/noting.h"
 #include "kernels/sparse_reference.h"
+#include "op/sparse.h"
 
 namespace bagua::fake {
 
@@ -49,5 +50,9 @@ class NotingSparseCodec final : public SparseCodec {
 
   const SparseReference reference_;
 };
+
+inline Sparse::Options noting_sparse_options(Checksum checksum = Checksum::kOff) {
+  return {.checksum = checksum, .values = {}, .device = std::make_shared<NotingSparseCodec>()};
+}
 
 }  // namespace bagua::fake

@@ -195,8 +195,8 @@ std::vector<Subject> subjects() {
   }
   add("sparse", at::kFloat, 0, [=](at::Device device) {
     return std::make_shared<Sparse>(loopback(), std::make_shared<Scratch>(), kNumel, 500,
-                                    memory({zeros_on(device, kNumel), counter()}), Checksum::kOn,
-                                    std::make_shared<NotingSparseCodec>());
+                                    memory({zeros_on(device, kNumel), counter()}),
+                                    noting_sparse_options(Checksum::kOn));
   });
   add("random sparse", at::kFloat, 0, [=](at::Device device) {
     return std::make_shared<RandomSparse>(loopback(), std::make_shared<Scratch>(), kNumel, 500, 7,

@@ -153,8 +153,8 @@ std::vector<Case> cases() {
   all.push_back(op_case("sparse", [](const Rank& rank) {
     const int64_t numel = rank.flat.numel();
     return std::make_shared<Sparse>(rank.communicator, std::make_shared<Scratch>(), numel,
-                                    numel / kSparseShare, error_memory(numel), Checksum::kOff,
-                                    std::make_shared<NotingSparseCodec>());
+                                    numel / kSparseShare, error_memory(numel),
+                                    noting_sparse_options());
   }));
   all.push_back(op_case("random_sparse", [](const Rank& rank) {
     const int64_t numel = rank.flat.numel();

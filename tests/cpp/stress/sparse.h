@@ -37,7 +37,8 @@ class SparseLane {
     const std::vector<at::Tensor> initial{zeros(plan.numel, at::kFloat), zeros(1, at::kLong)};
     memory_ = std::make_shared<RoundMemory>(initial, std::move(outcome));
     if (lane == 0) {
-      op_ = std::make_unique<Sparse>(communicator, scratch, plan.numel, plan.k, memory_);
+      op_ = std::make_unique<Sparse>(communicator, scratch, plan.numel, plan.k, memory_,
+                                     Sparse::Options{});
     } else {
       op_ = std::make_unique<RandomSparse>(communicator, scratch, plan.numel, plan.k, 7, memory_);
     }

@@ -22,21 +22,22 @@ def memory_of(numel, dtype, outcome=None, remembers=True, device="cpu"):
     return _C.RoundMemory([error, torch.zeros(1, dtype=torch.int64)], outcome or _C.RoundOutcome())
 
 
-def make(comm, kind, numel, k, memory, seed=3):
+def make(comm, kind, numel, k, memory, seed=3, codec=None):
     if kind == "random":
         return _C.RandomSparse(comm, _C.Scratch(), numel, k, seed, memory)
     if kind == "exact":
         return _C.ErrorFeedbackAllReduce(comm, _C.Scratch(), numel, memory)
-    return _C.Sparse(comm, _C.Scratch(), numel, k, memory)
+    of_values = None if codec is None else _C.make_codec(codec)
+    return _C.Sparse(comm, _C.Scratch(), numel, k, memory, of_values)
 
 
-def run_rounds(n, kind, k, rounds, scale=1.0, remembers=True):
+def run_rounds(n, kind, k, rounds, scale=1.0, remembers=True, codec=None):
     """By rank: the bucket and the error after each round. `rounds`: by round, what ranks bring."""
     numel, dtype = rounds[0][0].numel(), rounds[0][0].dtype
 
     def run(comm):
         memory = memory_of(numel, dtype, remembers=remembers)
-        op = make(comm, kind, numel, k, memory)
+        op = make(comm, kind, numel, k, memory, codec=codec)
         seen = []
         for step, brought in enumerate(rounds):
             flat = brought[comm.rank].clone()
@@ -48,14 +49,14 @@ def run_rounds(n, kind, k, rounds, scale=1.0, remembers=True):
     return run_thread_ranks(n, run)
 
 
-def expected_rounds(kind, k, rounds, scale=1.0, remembers=True):
+def expected_rounds(kind, k, rounds, scale=1.0, remembers=True, codec=None):
     n, numel, dtype = len(rounds[0]), rounds[0][0].numel(), rounds[0][0].dtype
     errors = [torch.zeros(numel, dtype=oracle.wide(dtype))] * n
     done = 0
     for brought in rounds:
         before = errors
         if kind == "top-k":
-            result, errors = oracle.top_k(brought, errors, k, scale)
+            result, errors = oracle.top_k(brought, errors, k, scale, codec)
         else:
             elements = oracle.elements_of_round(
                 lambda number: _C.random_order(numel, 3, number), numel, max(k, 1), done

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from bagua import _C
-from bagua._core.compression.sparse_choice import check_ratio
+from bagua._core.compression.sparse_choice import check_codec, check_ratio
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl, check_warmup
 from bagua.torch_api.algorithms.base import Algorithm
@@ -36,9 +36,13 @@ class SparseAlgorithm(Algorithm):
         error_feedback: False: elements that are not sent are lost.
         warmup_steps: rounds that average exactly before the first sparse one.
         seed: of ``random_sparse``. Global random generators are not used.
+        codec: of the values that are sent, a name of ``bagua._C.codec_names()``; the residual keeps
+            what it loses of them. None: they travel as they are. On the CPU, and not with
+            ``random_sparse``.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument out of range, or an unknown codec.
+        NotImplementedError: from ``with_bagua``: ``codec`` of gradients on another device.
     """
 
     def __init__(
@@ -50,8 +54,10 @@ class SparseAlgorithm(Algorithm):
         error_feedback: bool = True,
         warmup_steps: int = 0,
         seed: int = 0,
+        codec: str | None = None,
     ) -> None:
         check_ratio(ratio)
+        check_codec(codec, random_sparse)
         check_warmup(warmup_steps)
         self.ratio = ratio
         self.hierarchical = hierarchical
@@ -59,6 +65,7 @@ class SparseAlgorithm(Algorithm):
         self.error_feedback = error_feedback
         self.warmup_steps = warmup_steps
         self.seed = seed
+        self.codec = codec
 
     def reify(self, process_group: BaguaProcessGroup) -> SparseAlgorithmImpl:
         return SparseAlgorithmImpl(process_group, self)
@@ -83,6 +90,7 @@ class SparseAlgorithmImpl(ErrorFeedbackImpl):
             random_sparse=own.random_sparse,
             error_feedback=own.error_feedback,
             seed=own.seed,
+            codec=own.codec,
             group=self.process_group,
         )
         return operation.memory

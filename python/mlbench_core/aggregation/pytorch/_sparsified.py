@@ -7,7 +7,12 @@ from collections.abc import Iterator
 import torch
 from bagua import _C
 from bagua._core.compression.error_state import new_memory
-from bagua._core.compression.sparse_choice import check_ratio, number_sent, sparse_mean
+from bagua._core.compression.sparse_choice import (
+    check_codec,
+    check_ratio,
+    number_sent,
+    sparse_mean,
+)
 from bagua._core.group import environment as env
 from bagua._core.group.process_group import BaguaProcessGroup
 
@@ -33,11 +38,16 @@ class SparsifiedAggregation(ErrorFeedbackAggregation):
             comes again. No index travels, and costs do not grow with the number of ranks.
         error_feedback: False: elements that are not sent are lost.
         seed: of ``random_sparse``. Global random generators are not touched.
+        codec: of the values that are sent, a name of ``bagua._C.codec_names()``; the residual keeps
+            what it loses of them. None: they travel as they are. On the CPU, and not with
+            ``random_sparse``.
         process_group: default: all ranks.
 
     Raises:
-        ValueError: an argument out of range; at an aggregation: the model has other parameters.
-        NotImplementedError: at an aggregation: another operation, or weights.
+        ValueError: an argument out of range, or an unknown codec; at an aggregation: the model has
+            other parameters.
+        NotImplementedError: at an aggregation: another operation, weights, or ``codec`` of
+            gradients on another device.
     """
 
     def __init__(
@@ -50,10 +60,12 @@ class SparsifiedAggregation(ErrorFeedbackAggregation):
         random_sparse: bool = False,
         error_feedback: bool = True,
         seed: int = 0,
+        codec: str | None = None,
         process_group: BaguaProcessGroup | None = None,
     ) -> None:
         # Checks
         check_ratio(ratio)
+        check_codec(codec, random_sparse)
         if k is not None and (not isinstance(k, int) or k < 1):
             raise ValueError(f"k must be a positive integer, not {k!r}")
 
@@ -63,12 +75,13 @@ class SparsifiedAggregation(ErrorFeedbackAggregation):
         self.random_sparse = random_sparse
         self.error_feedback = error_feedback
         self.seed = seed
+        self.codec = codec
         self._scratch = _C.Scratch()
 
     def _describe(self, op: str, denom: object) -> list[str]:
         return [
             f"ratio {self.ratio}, k {self.k}, random_sparse {self.random_sparse}, "
-            f"error_feedback {self.error_feedback}, seed {self.seed}",
+            f"error_feedback {self.error_feedback}, seed {self.seed}, codec {self.codec}",
             f"BAGUA_CHECKSUM={int(env.get_checksum())}",
         ]
 
@@ -89,6 +102,7 @@ class SparsifiedAggregation(ErrorFeedbackAggregation):
             memory,
             random_sparse=self.random_sparse,
             seed=self.seed,
+            codec=self.codec,
         )
         return Part(places, op, memory)
 
