@@ -28,7 +28,7 @@ TITLES = {
     "decentralized": "averaged weights (decentralized)",
     "low_precision_decentralized": "8-bit differences (low_precision_decentralized)",
     "diloco": "outer step every 5 steps (diloco)",
-    "async": "averaged meanwhile (async)",
+    "async": "averaged asynchronously (async)",
 }
 ALGORITHMS = list(TITLES)
 RANKS = 2
@@ -98,6 +98,8 @@ def draw(rows, path):
     from matplotlib import pyplot
 
     figure, (over_steps, over_bytes) = pyplot.subplots(1, 2, figsize=(12, 5), sharey=True)
+    for axes in (over_steps, over_bytes):
+        axes.set_prop_cycle(color=["black", *pyplot.get_cmap("tab10").colors])
     for algorithm, row in rows.items():
         steps = [EVALUATE_EVERY * (i + 1) for i in range(len(row["losses"]))]
         over_steps.plot(steps, row["losses"], label=TITLES[algorithm])
@@ -106,7 +108,7 @@ def draw(rows, path):
         over_bytes.plot(*((sent, row["losses"]) if sent[-1] else ([], [])))
     over_steps.set(xlabel="steps", ylabel="loss of rank 0's weights on all digits", yscale="log")
     over_bytes.set(xlabel="MB sent per rank")
-    over_steps.legend(fontsize=8)
+    over_bytes.legend(*over_steps.get_legend_handles_labels(), fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
