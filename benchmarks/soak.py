@@ -2,11 +2,12 @@
 
     python benchmarks/soak.py [--faults 1000] [--seed 1] [--only "processes 17"] [--grid]
 
-Half of the faults strike ranks that are processes over gloo, half ranks that are threads. Each is
-drawn from a seed, which is printed with every defect; `--only` repeats one. `--grid` takes every
-fault under every algorithm once, in place of random ones. Each training is compared, after every
-step and by the bits of its weights, with the same one without the fault. Ends with status 1 if
-there was a defect. The table goes to benchmarks/results/soak.json, unless `--dry`.
+Half of the faults strike ranks that are processes, which share memory (with `BAGUA_COMM=gloo` they
+use gloo), half ranks that are threads. Each is drawn from a seed, which is printed with every
+defect; `--only` repeats one. `--grid` takes every fault under every algorithm once, in place of
+random ones. Each training is compared, after every step and by the bits of its weights, with the
+same one without the fault. Ends with status 1 if there was a defect. The table goes to
+benchmarks/results/soak.json, unless `--dry`.
 """
 
 import argparse

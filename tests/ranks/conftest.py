@@ -1,4 +1,4 @@
-"""The fixtures of tests that need real ranks: processes over gloo."""
+"""The fixtures of tests that need real ranks: processes, which share memory unless told."""
 
 import pytest
 from support.processes import pool
