@@ -103,8 +103,7 @@ inline void expect_told(const World& world, const std::vector<Fate>& fates,
 // What comes after a failure: the module is wrapped again, beside lanes that may still be ending.
 inline void wrap_again(const World& before, Random& random) {
   World world = before;
-  world.control = std::make_shared<ThreadHub>(world.ranks, World::kHubTimeout);
-  for (auto& hub : world.hubs) hub = std::make_shared<ThreadHub>(world.ranks, World::kHubTimeout);
+  world.meet_anew();
   world.store = c10::make_intrusive<TurbulentStore>(world.turbulence);
   const uint64_t seed = random();
   Results results(world.ranks);

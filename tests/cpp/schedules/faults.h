@@ -140,7 +140,7 @@ inline void a_wait_ends_at_the_deadline(Random& random, const Delays& delays) {
       throw;
     }
   });
-  expect_everywhere(endings, concat("no result within ", timeout.count(), " ms"), silent);
+  expect_deadline(endings, concat("no result within ", timeout.count(), " ms"), silent);
 }
 
 inline void a_round_left_unfinished_is_told_everywhere(Random& random, const Delays& delays) {

@@ -9,7 +9,7 @@ namespace bagua::stress {
 
 inline std::unique_ptr<PeriodicLane> make_lane(const World& world, int rank,
                                                const at::Tensor& weights) {
-  auto communicator = world.connect(world.hubs[0], rank);
+  auto communicator = world.connect(world.places[0], rank);
   auto gate = std::make_shared<WeightGate>();
   auto op = std::make_shared<AsyncAverage>(communicator, std::vector<at::Tensor>{weights}, gate);
   return std::make_unique<PeriodicLane>(

@@ -1,6 +1,7 @@
 // What must hold after rounds, and while they run.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -65,6 +66,22 @@ inline void expect_everywhere(const std::vector<Ending>& endings, const std::str
     expect(endings[rank].error.find(words) != std::string::npos, "rank ", rank, " was told '",
            endings[rank].error, "', not '", words, "'");
   }
+}
+
+// One rank at least ended at its deadline, the others (but `but`) there or by its failure, which
+// they may see before their own deadline.
+inline void expect_deadline(const std::vector<Ending>& endings, const std::string& words, int but) {
+  const auto holds = [](const Ending& ending, const std::string& text) {
+    return ending.error.find(text) != std::string::npos;
+  };
+  for (size_t rank = 0; rank < endings.size(); ++rank) {
+    expect(static_cast<int>(rank) == but || holds(endings[rank], words) ||
+               holds(endings[rank], " has failed too, in round 1"),
+           "rank ", rank, " was told '", endings[rank].error, "', not '", words, "'");
+  }
+  expect(std::any_of(endings.begin(), endings.end(),
+                     [&](const Ending& ending) { return holds(ending, words); }),
+         "no rank was told '", words, "'");
 }
 
 }  // namespace bagua::stress

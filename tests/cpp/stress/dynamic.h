@@ -17,7 +17,7 @@ class RankLane {
  public:
   RankLane(const World& world, int rank, const Disturbance& disturbance = nullptr)
       : world_(world), rank_(rank) {
-    const auto communicator = world.connect(world.hubs[0], rank);
+    const auto communicator = world.connect(world.places[0], rank);
     const auto scratch = std::make_shared<Scratch>();
     for (size_t i = 0; i < world.buckets.size(); ++i) {
       const BucketPlan& bucket = world.buckets[i];

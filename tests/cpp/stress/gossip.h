@@ -24,8 +24,8 @@ inline void replicas_are_the_neighbours_weights(Random& random) {
     replicas.push_back({.own = zeros(), .left = zeros(), .right = zeros()});
   }
   const auto endings = run_ranks(world, [&](int rank) {
-    CompressedGossip op(std::make_shared<ThreadCommunicator>(world.hubs[0], rank),
-                        make_codec(codec), std::make_shared<Scratch>(), replicas[rank],
+    CompressedGossip op(world.places[0]->connect(rank), make_codec(codec),
+                        std::make_shared<Scratch>(), replicas[rank],
                         {.left = 1.0 / 3, .right = 1.0 / 3});
     at::Tensor weights = at::empty({numel}).zero_();
     const std::string bucket = "stress";

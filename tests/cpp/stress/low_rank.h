@@ -42,8 +42,7 @@ inline LowRankLane make_low_rank_lane(const World& world, int rank, int lane, Ra
                               at::empty({1}, at::kLong).zero_()},
       outcome);
   made.op = std::make_unique<LowRank>(
-      std::make_shared<ThreadCommunicator>(world.hubs[lane], rank), std::make_shared<Scratch>(),
-      numel, matrices,
+      world.places[lane]->connect(rank), std::make_shared<Scratch>(), numel, matrices,
       LowRankOptions{
           .warm_start = between(random, 0, 1) == 1, .error_feedback = error_feedback, .seed = 7},
       made.memory);

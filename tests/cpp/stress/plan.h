@@ -12,7 +12,7 @@
 #include "base/check.h"
 #include "codec/factory.h"
 #include "comm/counting_communicator.h"
-#include "comm/thread_communicator.h"
+#include "stress/meeting_place.h"
 #include "stress/turbulence.h"
 
 namespace bagua::stress {
@@ -55,7 +55,7 @@ struct PlanLimits {
   int numel_of_few = 200000;  // of one slot in ten
 };
 
-// The hubs and the store in which the ranks meet, and a plan drawn at random, equal on all ranks.
+// The places and the store in which the ranks meet, and a plan drawn at random, equal on all ranks.
 struct World {
   World(Random& random, int least_ranks, milliseconds engine_timeout, const PlanLimits& limits = {},
         std::shared_ptr<Turbulence> delays = nullptr)
@@ -63,13 +63,14 @@ struct World {
         lanes(between(random, 1, limits.lanes)),
         timeout(engine_timeout),
         turbulence(std::move(delays)),
-        control(std::make_shared<ThreadHub>(ranks, kHubTimeout)) {
+        kind(between(random, 0, 2) == 0 ? MeetingPlace::Kind::kSharedMemory
+                                        : MeetingPlace::Kind::kHub) {
+    meet_anew();
     if (turbulence) {
       store = c10::make_intrusive<TurbulentStore>(turbulence);
     } else {
       store = c10::make_intrusive<c10d::HashStore>();
     }
-    for (int i = 0; i < lanes; ++i) hubs.push_back(std::make_shared<ThreadHub>(ranks, kHubTimeout));
     const std::vector<std::string> codecs = codec_names();
     for (int i = between(random, 1, limits.buckets); i > 0; --i) {
       BucketPlan bucket;
@@ -84,9 +85,18 @@ struct World {
     }
   }
 
-  // The communicator of `rank`, in a hub of this world.
-  std::shared_ptr<CountingCommunicator> connect(std::shared_ptr<ThreadHub> hub, int rank) const {
-    std::unique_ptr<Communicator> own = std::make_unique<ThreadCommunicator>(std::move(hub), rank);
+  // Makes places that no rank has been to.
+  void meet_anew() {
+    const auto place = [&] { return std::make_shared<MeetingPlace>(kind, ranks, kPlaceTimeout); };
+    control = place();
+    places.clear();
+    for (int i = 0; i < lanes; ++i) places.push_back(place());
+  }
+
+  // The communicator of `rank` in a place.
+  std::shared_ptr<CountingCommunicator> connect(const std::shared_ptr<MeetingPlace>& place,
+                                                int rank) const {
+    std::unique_ptr<Communicator> own = place->connect(rank);
     if (turbulence) own = std::make_unique<TurbulentCommunicator>(std::move(own), turbulence);
     return std::make_shared<CountingCommunicator>(std::move(own));
   }
@@ -97,15 +107,16 @@ struct World {
   }
 
   // Longer than any engine's: it is the engine's own deadline that is tried here.
-  static constexpr milliseconds kHubTimeout{20000};
+  static constexpr milliseconds kPlaceTimeout{20000};
 
   int ranks;
   int lanes;
   milliseconds timeout;
   std::shared_ptr<Turbulence> turbulence;  // null: no delays
+  MeetingPlace::Kind kind;
   std::vector<BucketPlan> buckets;
-  std::shared_ptr<ThreadHub> control;
-  std::vector<std::shared_ptr<ThreadHub>> hubs;  // one per lane
+  std::shared_ptr<MeetingPlace> control;
+  std::vector<std::shared_ptr<MeetingPlace>> places;  // one per lane
   c10::intrusive_ptr<c10d::HashStore> store;
 };
 

@@ -1,4 +1,4 @@
-// Ranks over shared memory as threads, which map it once: the sanitizer sees both sides of it.
+// Calls of every kind over shared memory.
 #pragma once
 
 #include <memory>
@@ -13,20 +13,6 @@
 #include "stress/world.h"
 
 namespace bagua::stress {
-
-inline std::vector<std::unique_ptr<Communicator>> shared_ranks(int ranks, milliseconds timeout) {
-  const auto bells = make_bells(ranks);
-  std::vector<std::shared_ptr<SharedMemory>> memory;
-  for (int rank = 0; rank < ranks; ++rank) memory.push_back(make_rank_memory(ranks));
-  std::vector<std::unique_ptr<Communicator>> communicators;
-  for (int rank = 0; rank < ranks; ++rank) {
-    SharedGroup shared{.bells = bells, .memory = memory, .links = {}};
-    shared.links.resize(ranks);
-    communicators.push_back(
-        std::make_unique<SharedMemoryCommunicator>(Group{rank, ranks}, std::move(shared), timeout));
-  }
-  return communicators;
-}
 
 // Small integers, so that sums are exact.
 inline float number(int rank, int call, int64_t i) {
@@ -91,10 +77,10 @@ inline void shared_memory_carries_every_call(Random& random) {
   const int calls = between(random, 1, 12);
   const uint64_t seed = random();
   const milliseconds delay{between(random, 0, 5)};
-  auto communicators = shared_ranks(world.ranks, milliseconds(20000));
+  const MeetingPlace place(MeetingPlace::Kind::kSharedMemory, world.ranks, milliseconds(20000));
   const auto endings = run_ranks(world, [&](int rank) {
     Random own(seed);  // the same calls on all ranks
-    std::unique_ptr<Communicator> comm = std::move(communicators[rank]);
+    const std::unique_ptr<Communicator> comm = place.connect(rank);
     std::thread aborter([&, aborts = end == End::kAbort && rank == ends] {
       std::this_thread::sleep_for(delay);
       if (aborts) comm->abort("the reason");

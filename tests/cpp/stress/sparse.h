@@ -19,7 +19,7 @@ struct SparsePlan {
         bad_round(between(random, 1, rounds)),
         bad_rank(between(random, 0, ranks - 1)),
         bad_lane(between(random, 0, 1)) {
-    for (auto& hub : hubs) hub = std::make_shared<ThreadHub>(ranks, World::kHubTimeout);
+    for (auto& hub : hubs) hub = std::make_shared<ThreadHub>(ranks, World::kPlaceTimeout);
   }
 
   int64_t numel, k;

@@ -43,7 +43,7 @@ class RankEngine {
     std::vector<Lane> lanes(world.lanes);
     std::vector<std::shared_ptr<Scratch>> scratch;
     for (int i = 0; i < world.lanes; ++i) {
-      lanes[i].communicators = {world.connect(world.hubs[i], rank)};
+      lanes[i].communicators = {world.connect(world.places[i], rank)};
       scratch.push_back(std::make_shared<Scratch>());
     }
     for (size_t i = 0; i < world.buckets.size(); ++i) {
