@@ -81,7 +81,7 @@ def unused_parameters(own_modules, older_torch):
     fully_shard(model)
     with pytest.MonkeyPatch.context() as patch:
         if older_torch:
-            patch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+            patch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
         handle = bagua.fsdp.compress(model, "int4_block", error_feedback=True)
     seen = []
     for branch in ("first", "second", "first", "first"):
@@ -98,7 +98,17 @@ def assert_residuals_change(states):
         assert any(not torch.equal(v, before[k]) for k, v in after.items() if k != "ranks")
 
 
-@pytest.mark.parametrize("own_modules", [False, True], ids=["one_module", "own_modules"])
+PARTS_OF_MODULES = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+    reason="this torch leaves out parameters without a gradient, which is an error",
+)
+
+
+@pytest.mark.parametrize(
+    "own_modules",
+    [pytest.param(False, marks=PARTS_OF_MODULES), True],
+    ids=["one_module", "own_modules"],
+)
 def test_residuals_survive_steps_that_leave_out_parameters(ranks, own_modules):
     for states in ranks(2, unused_parameters, own_modules, False):
         assert_residuals_change(states)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from support.programs.cpp_programs import build_library
 from support.programs.fake_nccl import build_fake_nccl
 
@@ -20,6 +21,7 @@ sys.exit(ctypes.CDLL(sys.argv[1]).device_streams(fake_nccl))
 """
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has a CUDA of its own")
 @pytest.mark.timeout(400)
 def test_every_op_is_ordered_by_events_and_agrees_with_the_cpu():
     library = build_library("device_streams", ["tests/cpp/device_streams/device_streams.cpp"])
