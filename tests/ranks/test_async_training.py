@@ -119,13 +119,14 @@ def test_a_rank_with_fewer_steps_waits_in_abort_and_goes_on_averaging(ranks):
 @training.with_group
 def steps_with_extras():
     model, optimizer = wrapped()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    # Two good steps double the scale that the skipped one halves: it stays, and training too.
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     rank = dist.get_rank()
     number = 0
     while averages(model) < 6 and number < 20000:
         optimizer.zero_grad()
         with model.no_sync():
-            training.squared_error(model, training.batch(number, rank)).backward()
+            scaler.scale(training.squared_error(model, training.batch(number, rank))).backward()
         loss = training.squared_error(model, training.batch(number + 1, rank))
         if number % 3 == 0 and rank == 0:
             loss = loss * float("inf")  # this rank alone skips the step
