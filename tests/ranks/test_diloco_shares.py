@@ -130,7 +130,7 @@ def test_the_others_make_the_round_without_it(ranks):
 
 
 class Launched:
-    """What Shares asks of a fragment."""
+    """A fragment, as far as Shares uses it."""
 
     part = 0
 

@@ -35,7 +35,7 @@ VARIANTS = {
     "thread": ("-O1 -fsanitize=thread", "-O1 -DBAGUA_TSAN"),
 }
 EMULATION = ("tests/cpp/emulation/cuda_emulation.cpp", "tests/cpp/emulation/fiber.cpp")
-# What kernels are compared with, in every variant: test_fuzz.py has it under sanitizers.
+# Compared with the kernels, and the same in every variant: test_fuzz.py has it under sanitizers.
 REFERENCE = "csrc/codec/chunk_codec_cpu.cpp"
 # Lines of this file would cost those of all others: with its debug information g++ 12's
 # ThreadSanitizer names functions without file and line.

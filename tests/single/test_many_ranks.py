@@ -44,7 +44,7 @@ VECTORS = NUMEL - sum(rows * columns for _, rows, columns, _ in MATRICES)
 #: Name -> (op, messages per rank and other rank, bytes per rank).
 KINDS = {
     "exact": (lambda comm: make_op(comm, "exact"), 2, lambda p: dense(p, 4)),
-    # Of each part a frame, a range, and codes up to a multiple of 32.
+    # Each part has a frame, a range, and codes up to a multiple of 32.
     "block_uint8": (lambda comm: make_op(comm, "block_uint8"), 2, lambda p: dense(p, 1, 32 + 63)),
     "int4_block": (lambda comm: make_op(comm, "int4_block"), 2, lambda p: dense(p, 0.5, 32 + 95)),
     "largest": (

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from bagua import _C
 from support.threads import communicator_conformance as conformance
+from support.threads.communicator_conformance import all_reduce
 from support.threads.shared_ranks import errors_of_shared_ranks, run_shared_ranks, share
 from support.threads.thread_ranks import run_thread_ranks
 
@@ -101,29 +102,14 @@ def test_messages_larger_than_the_ring_pass_both_ways_at_once():
     assert run_shared_ranks(2, run) == [[True, True]] * 2
 
 
-def all_reduce(numel, dtype=torch.float32, op=_C.ReduceOp.SUM):
-    return lambda comm: comm.all_reduce(torch.zeros(numel, dtype=dtype), op)
+DISAGREEMENTS = conformance.DISAGREEMENTS | {
+    "much size": (all_reduce(3), all_reduce(2**20), ["of 3 float32", "of 1048576 float32"]),
+    "dtype": (all_reduce(3), all_reduce(3, torch.int32), ["3 float32", "3 int32"]),
+}
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "words"),
-    [
-        (all_reduce(3), all_reduce(4), ["of 3 float32", "of 4 float32"]),
-        (all_reduce(3), all_reduce(2**20), ["of 3 float32", "of 1048576 float32"]),
-        (all_reduce(3), all_reduce(3, torch.int32), ["3 float32", "3 int32"]),
-        (all_reduce(3), all_reduce(3, op=_C.ReduceOp.MAX), ["(sum)", "(max)"]),
-        (
-            lambda comm: comm.broadcast(torch.zeros(2), 0),
-            lambda comm: comm.broadcast(torch.zeros(2), 1),
-            ["from rank 0", "from rank 1"],
-        ),
-        (
-            all_reduce(3),
-            lambda comm: comm.all_to_all(torch.zeros(3), torch.zeros(3)),
-            ["all_reduce of 3", "all_to_all of 3"],
-        ),
-    ],
-    ids=["size", "much size", "dtype", "operation", "root", "call"],
+    ("first", "second", "words"), DISAGREEMENTS.values(), ids=list(DISAGREEMENTS)
 )
 def test_ranks_that_disagree_all_raise_naming_both(first, second, words):
     errors = errors_of_shared_ranks([first, second, first])

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from bagua import _C
 from support.threads import communicator_conformance as conformance
+from support.threads.communicator_conformance import all_reduce
 from support.threads.thread_ranks import run_thread_ranks
 
 RANKS = [1, 2, 3, 4, 7]
@@ -30,10 +31,6 @@ def raised(n, functions, timeout=5.0):
     for thread in threads:
         thread.join()
     return errors
-
-
-def all_reduce(numel, dtype=torch.float32, op=_C.ReduceOp.SUM):
-    return lambda comm: comm.all_reduce(torch.zeros(numel, dtype=dtype), op)
 
 
 @pytest.mark.parametrize("size", conformance.SIZES, ids=lambda size: f"{size}-elements")
@@ -73,29 +70,18 @@ def test_all_reduce_adds_in_rank_order(n):
         assert torch.equal(mean, expected_mean)
 
 
+DISAGREEMENTS = conformance.DISAGREEMENTS | {
+    "dtype": (all_reduce(3), all_reduce(3, torch.float64), ["3 float32", "3 float64"]),
+    "exchange against collective": (
+        all_reduce(3),
+        lambda comm: comm.exchange([], [(torch.zeros(3), 0)]),
+        ["all_reduce of 3", "exchange with rank 0"],
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("first", "second", "words"),
-    [
-        (all_reduce(3), all_reduce(4), ["of 3 float32", "of 4 float32"]),
-        (all_reduce(3), all_reduce(3, torch.float64), ["3 float32", "3 float64"]),
-        (all_reduce(3), all_reduce(3, op=_C.ReduceOp.MAX), ["(sum)", "(max)"]),
-        (
-            lambda comm: comm.broadcast(torch.zeros(2), 0),
-            lambda comm: comm.broadcast(torch.zeros(2), 1),
-            ["from rank 0", "from rank 1"],
-        ),
-        (
-            all_reduce(3),
-            lambda comm: comm.all_to_all(torch.zeros(3), torch.zeros(3)),
-            ["all_reduce of 3", "all_to_all of 3"],
-        ),
-        (
-            all_reduce(3),
-            lambda comm: comm.exchange([], [(torch.zeros(3), 0)]),
-            ["all_reduce of 3", "exchange with rank 0"],
-        ),
-    ],
-    ids=["size", "dtype", "operation", "root", "call", "exchange against collective"],
+    ("first", "second", "words"), DISAGREEMENTS.values(), ids=list(DISAGREEMENTS)
 )
 def test_ranks_that_disagree_all_raise_naming_both(first, second, words):
     errors = raised(3, [first, second, first])

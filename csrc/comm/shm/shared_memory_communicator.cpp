@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
-#include <new>
 #include <span>
 #include <utility>
 
@@ -23,7 +22,6 @@ namespace bagua {
 namespace {
 
 using std::chrono::milliseconds;
-using std::chrono::steady_clock;
 
 // Up to this many bytes of all ranks together each rank reduces everything: one meeting instead of
 // two.

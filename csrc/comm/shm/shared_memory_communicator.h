@@ -1,7 +1,6 @@
 // Ranks of one host, over memory that they share.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>

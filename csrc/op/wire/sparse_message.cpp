@@ -80,19 +80,15 @@ void SparseMessage::add(const at::Tensor& message, at::Tensor& sum, Work& work) 
   uint32_t* chosen = data_of(work.indices);
   unpack_indices(static_cast<const std::byte*>(indices_of(message).const_data_ptr()), shape_.k,
                  shape_.numel, chosen);
-  const auto add_all = [&](const auto* values) {
-    AT_DISPATCH_FLOATING_TYPES(dtype_, "sparse message", [&] {
-      auto* to = sum.mutable_data_ptr<scalar_t>();
+  AT_DISPATCH_FLOATING_TYPES(dtype_, "sparse message", [&] {
+    auto* to = sum.mutable_data_ptr<scalar_t>();
+    const auto add_all = [&](const auto* values) {
       for (int64_t i = 0; i < shape_.k; ++i) to[chosen[i]] += static_cast<scalar_t>(values[i]);
-    });
-  };
-  if (codec_ != nullptr) {
+    };
+    if (codec_ == nullptr) return add_all(values_of(message).template const_data_ptr<scalar_t>());
     const Chunk chunk = chunk_of(message, work);
     codec_->decode({&chunk, 1}, DType::kFloat32, nullptr);
-    return add_all(work.values.const_data_ptr<float>());
-  }
-  AT_DISPATCH_FLOATING_TYPES(dtype_, "sparse message", [&] {
-    add_all(values_of(message).template const_data_ptr<scalar_t>());
+    add_all(work.values.template const_data_ptr<float>());
   });
 }
 

@@ -24,7 +24,7 @@ class NotingSparseCodec final : public SparseCodec {
     for (int64_t pass = 0; pass < passes + 2; ++pass) note("take", stream, x, bytes, false);
     note("take", stream, scratch, scratch_bytes(shape, 1), true);
     note("take", stream, message, message_bytes(shape), true);
-    // Of x it writes the chosen alone, anywhere.
+    // Writes the chosen elements of x only, which may be anywhere in it.
     Device::instance().access(current_stream(), "take", x, bytes, true);
     count({.bytes_written = shape.k * shape.element_bytes});
     reference_.take(shape, x, message, nullptr, nullptr);

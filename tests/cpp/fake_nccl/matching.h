@@ -1,4 +1,4 @@
-// Who meets whom in the fake NCCL: operations of all ranks are matched and done.
+// Matching in the fake NCCL: operations of different ranks that belong together are done.
 #pragma once
 
 #include <algorithm>

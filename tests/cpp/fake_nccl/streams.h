@@ -17,7 +17,8 @@ inline intptr_t device_of(cudaStream_t stream) {
   return reinterpret_cast<intptr_t>(stream) / kStreamsPerDevice;
 }
 
-// Of a communicator, or of a test: that one runs when it is asked, and says whether it has ended.
+// Work of a communicator, or of a test: a test's runs when it is asked, and says whether it has
+// ended.
 struct Kernel {
   ncclComm* comm;
   int (*has_ended)(void*);

@@ -214,3 +214,24 @@ def _run_all(comm):
                 raise AssertionError(f"{check.__name__} of {size} {dtype}: {error}") from error
     for check in ONCE:
         check(comm)
+
+
+def all_reduce(numel, dtype=torch.float32, op=_C.ReduceOp.SUM):
+    return lambda comm: comm.all_reduce(torch.zeros(numel, dtype=dtype), op)
+
+
+#: Kind -> the call of some ranks, that of another, and words of the error that all get.
+DISAGREEMENTS = {
+    "size": (all_reduce(3), all_reduce(4), ["of 3 float32", "of 4 float32"]),
+    "operation": (all_reduce(3), all_reduce(3, op=_C.ReduceOp.MAX), ["(sum)", "(max)"]),
+    "root": (
+        lambda comm: comm.broadcast(torch.zeros(2), 0),
+        lambda comm: comm.broadcast(torch.zeros(2), 1),
+        ["from rank 0", "from rank 1"],
+    ),
+    "call": (
+        all_reduce(3),
+        lambda comm: comm.all_to_all(torch.zeros(3), torch.zeros(3)),
+        ["all_reduce of 3", "all_to_all of 3"],
+    ),
+}
