@@ -51,9 +51,9 @@ def payload(x, k):
     bit2 = codec.CODECS["bit2_block"]
     for chunk, chosen in chunks(x, k) if x.numel() else []:
         for block in chunk[chosen].split(BLOCK):
-            header, of_block = bit2.encode_range(block)
-            headers += header
-            codes += codec.pack(of_block, 2)
+            header, of_block = bit2.encode_rows(block.view(1, -1))
+            headers += header.numpy().tobytes()
+            codes += codec.pack(of_block, 2).numpy().tobytes()
         numel = chunk.numel()
         bits = (numel - 1).bit_length()
         if chosen.numel() * bits > numel:  # a bitmap is smaller

@@ -1,4 +1,4 @@
-"""Payloads and decoded values of every codec: slow, in plain torch, one range at a time.
+"""Payloads and decoded values of every codec: slow, in plain torch, by its definition.
 
 Layouts: docs/wire-format.md. The steps of a codec are those of its header in csrc/codec/codecs.
 CODECS has the oracle of each codec by its name, in the order of csrc/codec/codecs.h. An oracle has
@@ -10,12 +10,15 @@ CODECS has the oracle of each codec by its name, in the order of csrc/codec/code
 - has_zero: whether zero is a level.
 - exact_residual: whether x - decoded is exact in float32.
 
-and either `dtype`, of a cast, or what holds for one range:
+and either `dtype`, of a cast, or what holds for rows, each of them a range:
 
-- header_bytes(dtype)
-- encode_range(x): the header's bytes, and a uint8 tensor of codes.
-- decode_range(header, codes, dtype): the values.
-- step(x): the distance between neighbouring levels of a range of finite values.
+- header_bytes(dtype): of one range.
+- encode_rows(x): uint8 tensors [rows, header bytes] and [rows, elements], the headers and codes.
+- decode_rows(headers, codes, dtype): the values, [rows, elements].
+
+and for one range of finite values:
+
+- step(x): the distance between neighbouring levels.
 - bound(x): by element, the largest error in a range of ordinary values.
 """
 
@@ -35,15 +38,11 @@ def pad(data):
 
 
 def element_bytes(values):
-    """The values' own bytes, every NaN as the one quiet NaN."""
+    """The values' own bytes as uint8 along the last dimension, every NaN as the one quiet NaN."""
     integer = torch.int32 if values.dtype == torch.float32 else torch.int16
     bits = values.contiguous().view(integer).clone()
     bits[values.isnan()] = QUIET_NAN_BITS[values.dtype]
-    return bits.view(torch.uint8).numpy().tobytes()
-
-
-def bytes_to_elements(data, dtype):
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
+    return bits.view(torch.uint8)
 
 
 def bytes_of(data):
@@ -53,6 +52,11 @@ def bytes_of(data):
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
+def rows_where(rows, chosen, others):
+    """By row: that of `chosen` where `rows` is true, else that of `others`."""
+    return torch.where(rows.view(-1, 1), chosen, others)
+
+
 def finite_in(values, dtype):
     """`values` rounded to dtype; what is too large stays the largest number."""
     largest = torch.finfo(dtype).max
@@ -60,32 +64,34 @@ def finite_in(values, dtype):
 
 
 def pack(codes, bits):
-    """The codes of one range as bytes: byte j has codes j, j + stride, ..., lowest bits first."""
-    stride = -(-codes.numel() * bits // 8)
-    padded = torch.zeros(stride * (8 // bits), dtype=torch.int32)
-    padded[: codes.numel()] = codes
+    """Rows of codes as rows of bytes: byte j has codes j, j + stride, ..., lowest bits first."""
+    rows, numel = codes.shape
+    stride = -(-numel * bits // 8)
+    padded = torch.zeros(rows, stride * (8 // bits), dtype=torch.int32)
+    padded[:, :numel] = codes
     shifts = torch.arange(0, 8, bits).view(-1, 1)
-    return (padded.view(-1, stride) << shifts).sum(0).to(torch.uint8).numpy().tobytes()
+    return (padded.view(rows, -1, stride) << shifts).sum(1).to(torch.uint8)
 
 
-def unpack(data, bits, numel):
-    packed = bytes_of(data).int()
+def unpack(packed, bits, numel):
+    """Rows of `numel` codes from rows of bytes."""
     shifts = torch.arange(0, 8, bits).view(-1, 1)
-    return ((packed >> shifts) & (2**bits - 1)).reshape(-1)[:numel].to(torch.uint8)
+    codes = (packed.int().unsqueeze(1) >> shifts) & (2**bits - 1)
+    return codes.flatten(1)[:, :numel].to(torch.uint8)
 
 
 def grid(low, high):
-    """(scale, lower, constant) of a range; low and high are float32 scalars."""
+    """(scale, lower, constant) of ranges, from float32 tensors of their lowest and highest."""
     # Divisions of tensors: torch computes number / tensor as number * (1 / tensor).
-    one = torch.tensor(1.0)
     width = (high - low) + torch.tensor(1e-7)
-    scale = torch.tensor(255.0) / width
-    if not width.isfinite():
-        scale = torch.tensor(127.5) / (high * 0.5 - low * 0.5)
+    half_width = high * 0.5 - low * 0.5
+    scale = torch.where(
+        width.isfinite(), torch.tensor(255.0) / width, torch.tensor(127.5) / half_width
+    )
     top = high * scale
-    if not top.abs() < LEVEL_LIMIT:
-        return one, low + (high - low) * 0.5, True
-    return scale, top.round() - 255, False
+    constant = ~(top.abs() < LEVEL_LIMIT)
+    lower = torch.where(constant, low + (high - low) * 0.5, top.round() - 255)
+    return torch.where(constant, torch.ones(()), scale), lower, constant
 
 
 class Cast:
@@ -109,21 +115,18 @@ class RangeUint8:
     def header_bytes(self, dtype):
         return 2 * dtype.itemsize
 
-    def encode_range(self, x):
-        wide, zeros = x.float(), torch.zeros(x.numel(), dtype=torch.uint8)
-        if not wide.isfinite().all():
-            return element_bytes(torch.full((2,), float("nan"), dtype=x.dtype)), zeros
-        pair = torch.stack([wide.min(), wide.max()]) + 0.0  # -0 becomes +0
-        scale, lower, constant = grid(pair[0], pair[1])
-        header = element_bytes(pair.to(x.dtype))
-        if constant:
-            return header, zeros
-        codes = (wide * scale).clamp(min=lower.item()).round() - lower
-        return header, codes.to(torch.uint8)
+    def encode_rows(self, x):
+        wide, finite = x.float(), x.isfinite().all(1)
+        pair = torch.stack([wide.amin(1), wide.amax(1)], 1) + 0.0  # -0 becomes +0
+        pair = rows_where(finite, pair, torch.tensor(float("nan")))
+        scale, lower, constant = (figure.view(-1, 1) for figure in grid(*pair.unbind(1)))
+        codes = torch.maximum(wide * scale, lower).round() - lower
+        codes = rows_where(finite & ~constant.view(-1), codes, torch.zeros(()))
+        return element_bytes(pair.to(x.dtype)), codes.to(torch.uint8)
 
-    def decode_range(self, header, codes, dtype):
-        low, high = bytes_to_elements(header, dtype).float()
-        scale, lower, _ = grid(low, high)
+    def decode_rows(self, headers, codes, dtype):
+        low, high = headers.view(dtype).float().unbind(1)
+        scale, lower, _ = (figure.view(-1, 1) for figure in grid(low, high))
         return finite_in((codes.float() + lower) / scale, dtype)
 
     def step(self, x):
@@ -145,26 +148,24 @@ class Int4Block:
     def header_bytes(self, dtype):
         return torch.bfloat16.itemsize
 
-    def encode_range(self, x):
-        wide = x.float()
-        if not wide.isfinite().all():
-            nan = torch.full((1,), float("nan"), dtype=torch.bfloat16)
-            return element_bytes(nan), torch.zeros(x.numel(), dtype=torch.uint8)
-        size = wide.abs().max() * 0.125
-        if size < 2.0**-100:
-            return bytes(2), torch.full((x.numel(),), 8, dtype=torch.uint8)
+    def encode_rows(self, x):
+        wide, finite = x.float(), x.isfinite().all(1)
+        size = wide.abs().amax(1) * 0.125
         scale = size.to(torch.bfloat16)
-        if scale.float() < size:
-            scale = (scale.view(torch.int16) + 1).view(torch.bfloat16)
-        if wide.max() >= -wide.min():
-            scale = -scale
+        next_scale = (scale.view(torch.int16) + 1).view(torch.bfloat16)
+        scale = torch.where(scale.float() < size, next_scale, scale)
+        scale = torch.where(wide.amax(1) >= -wide.amin(1), -scale, scale)
         inverse = torch.tensor(1.0) / scale.float()
-        codes = (wide * inverse).clamp(max=7).round() + 8
-        return element_bytes(scale.view(1)), codes.to(torch.uint8)
+        codes = (wide * inverse.view(-1, 1)).clamp(max=7).round() + 8
+        tiny = size < 2.0**-100
+        scale = torch.where(tiny, torch.zeros_like(scale), scale)
+        scale = torch.where(finite, scale, torch.full_like(scale, float("nan")))
+        codes = rows_where(tiny, torch.tensor(8.0), codes)
+        codes = rows_where(finite, codes, torch.zeros(()))
+        return element_bytes(scale.view(-1, 1)), codes.to(torch.uint8)
 
-    def decode_range(self, header, codes, dtype):
-        scale = bytes_to_elements(header, torch.bfloat16).float()
-        return finite_in((codes.float() - 8) * scale, dtype)
+    def decode_rows(self, headers, codes, dtype):
+        return finite_in((codes.float() - 8) * headers.view(torch.bfloat16).float(), dtype)
 
     def step(self, x):
         return max(x.double().abs().max().item() * self.error, 2.0**-97)
@@ -177,20 +178,21 @@ class Int4Block:
 
 
 def lane_sum(values, lanes):
-    """The sum in float32, element i in lane i mod lanes, of which halves are added at last."""
-    padded = torch.cat([values, values.new_zeros(-values.numel() % lanes)])
-    total = torch.zeros(lanes)
-    for row in padded.view(-1, lanes):
-        total = total + row
-    while total.numel() > 1:
-        total = total[: total.numel() // 2] + total[total.numel() // 2 :]
-    return total[0]
+    """Sums of rows in float32, element i in lane i mod lanes, of which halves are added at last."""
+    rows, numel = values.shape
+    padded = torch.cat([values, values.new_zeros(rows, -numel % lanes)], 1)
+    total = torch.zeros(rows, lanes)
+    for turn in padded.view(rows, -1, lanes).unbind(1):
+        total = total + turn
+    while total.shape[1] > 1:
+        lower, upper = total.chunk(2, 1)
+        total = lower + upper
+    return total.view(-1)
 
 
 def mean_magnitude(shares, count):
     """As bfloat16, of the sum of magnitudes / 2^8 and their number."""
-    mean = shares / torch.tensor(float(count)) * 256.0
-    return finite_in(mean, torch.bfloat16)
+    return finite_in(shares / count.float() * 256.0, torch.bfloat16)
 
 
 def signs(x):
@@ -211,27 +213,25 @@ class Bit2Block:
     def header_bytes(self, dtype):
         return 2 * torch.bfloat16.itemsize
 
-    def encode_range(self, x):
-        wide = x.float()
-        if not wide.isfinite().all():
-            nan = torch.full((2,), float("nan"), dtype=torch.bfloat16)
-            return element_bytes(nan), torch.zeros(x.numel(), dtype=torch.uint8)
-        mean = lane_sum(wide * wide, self.block // 4) / torch.tensor(float(x.numel()))
-        above = wide.abs() > mean.sqrt()
+    def encode_rows(self, x):
+        wide, finite = x.float(), x.isfinite().all(1)
+        mean = lane_sum(wide * wide, self.block // 4) / torch.tensor(float(x.shape[1]))
+        above = wide.abs() > mean.sqrt().view(-1, 1)
         shares = wide.abs() / 256.0
         levels = []
         for side in (~above, above):
             share = torch.where(side, shares, torch.zeros(()))
-            levels.append(mean_magnitude(lane_sum(share, self.block // 4), side.sum().item()))
+            levels.append(mean_magnitude(lane_sum(share, self.block // 4), side.sum(1)))
         low, high = levels
-        low = high if above.all() else low
-        high = high if above.any() else low
-        if low == high:
-            above = torch.zeros_like(above)
-        return element_bytes(torch.stack([low, high])), signs(x) * 2 + above.to(torch.uint8)
+        low = torch.where(above.all(1), high, low)
+        high = torch.where(above.any(1), high, low)
+        above &= (low != high).view(-1, 1)
+        pair = rows_where(finite, torch.stack([low, high], 1), torch.full_like(low[:1], torch.nan))
+        codes = signs(x) * 2 + above.to(torch.uint8)
+        return element_bytes(pair), codes * finite.view(-1, 1)
 
-    def decode_range(self, header, codes, dtype):
-        low, high = bytes_to_elements(header, torch.bfloat16).float()
+    def decode_rows(self, headers, codes, dtype):
+        low, high = headers.view(torch.bfloat16).float().chunk(2, 1)
         return with_signs(torch.where(codes % 2 == 1, high, low), codes // 2, dtype)
 
     def step(self, x):
@@ -255,17 +255,14 @@ class Bit1Block:
     def header_bytes(self, dtype):
         return torch.bfloat16.itemsize
 
-    def encode_range(self, x):
-        wide = x.float()
-        if not wide.isfinite().all():
-            nan = torch.full((1,), float("nan"), dtype=torch.bfloat16)
-            return element_bytes(nan), torch.zeros(x.numel(), dtype=torch.uint8)
-        magnitude = mean_magnitude(lane_sum(wide.abs() / 256.0, self.block // 8), x.numel())
-        return element_bytes(magnitude.view(1)), signs(x)
+    def encode_rows(self, x):
+        finite, numel = x.isfinite().all(1), torch.tensor(x.shape[1])
+        magnitude = mean_magnitude(lane_sum(x.float().abs() / 256.0, self.block // 8), numel)
+        magnitude = torch.where(finite, magnitude, torch.full_like(magnitude, torch.nan))
+        return element_bytes(magnitude.view(-1, 1)), signs(x) * finite.view(-1, 1)
 
-    def decode_range(self, header, codes, dtype):
-        magnitude = bytes_to_elements(header, torch.bfloat16).float()
-        return with_signs(magnitude.expand(codes.numel()), codes, dtype)
+    def decode_rows(self, headers, codes, dtype):
+        return with_signs(headers.view(torch.bfloat16).float().expand(codes.shape), codes, dtype)
 
     def step(self, x):
         return x.double().abs().max().item()
@@ -290,24 +287,23 @@ class E3m0Block:
         nearest = exponent + 126 + (mantissa >= 0.75).int()
         return torch.where((nearest < 1) | (x == 0), torch.zeros_like(nearest), nearest)
 
-    def encode_range(self, x):
-        zeros = torch.zeros(x.numel(), dtype=torch.uint8)
-        if not x.isfinite().all():
-            return b"\xff\xff", zeros
-        exponents = self.exponents(x)
-        largest = min(254, exponents.max().item())
-        if largest < 8:
-            return bytes(2), zeros
-        levels = (exponents - (largest - 7)).clamp(0, 7).to(torch.uint8)
-        return largest.to_bytes(2, "little"), signs(x) * 8 + levels
+    def encode_rows(self, x):
+        finite, exponents = x.isfinite().all(1), self.exponents(x)
+        largest = exponents.amax(1).clamp(max=254)
+        largest = torch.where(largest < 8, torch.zeros_like(largest), largest)
+        levels = (exponents - (largest.view(-1, 1) - 7)).clamp(0, 7).to(torch.uint8)
+        used = finite & (largest > 0)
+        codes = (signs(x) * 8 + levels) * used.view(-1, 1)
+        largest = torch.where(finite, largest, torch.full_like(largest, -1))
+        return largest.to(torch.int16).view(-1, 1).view(torch.uint8), codes
 
-    def decode_range(self, header, codes, dtype):
-        largest = int.from_bytes(header, "little")
-        if largest > 254:
-            return torch.full((codes.numel(),), float("nan"), dtype=dtype)
+    def decode_rows(self, headers, codes, dtype):
+        largest = headers.view(torch.int16).int()
         levels = codes.double() % 8
         powers = torch.exp2(levels + (largest - 7 - 127)) * (levels > 0) * (largest > 0)
-        return with_signs(powers.float(), codes // 8, dtype)
+        values = with_signs(powers.float(), codes // 8, dtype)
+        nan = (largest < 0) | (largest > 254)
+        return torch.where(nan, torch.full_like(values, float("nan")), values)
 
     def step(self, x):
         # Half of what is next to the largest number; all of what is too small.
@@ -331,6 +327,12 @@ CODECS = {
 }
 
 
+def rows_of(name, numel):
+    """(rows, elements of each) of the parts of a chunk: whole ranges, and the shorter last one."""
+    block = CODECS[name].block or numel
+    return [(rows, n) for rows, n in ((numel // block, block), (1, numel % block)) if rows * n > 0]
+
+
 def ranges(name, numel):
     """(first, numel) of the parts of a chunk that have a range each."""
     block = CODECS[name].block
@@ -352,12 +354,16 @@ def payload_bytes(name, dtype, numel):
 def encode_chunk(name, x):
     codec = CODECS[name]
     if codec.block == 1:
-        return pad(element_bytes(x.float().to(codec.dtype)))
+        return pad(element_bytes(x.float().to(codec.dtype)).numpy().tobytes())
     if x.numel() == 0:
         return bytes(payload_bytes(name, x.dtype, 0))
-    encoded = [codec.encode_range(x[i : i + n]) for i, n in ranges(name, x.numel())]
-    headers = b"".join(header for header, _ in encoded)
-    return pad(headers) + pad(b"".join(pack(codes, codec.bits) for _, codes in encoded))
+    headers, packed, first = b"", b"", 0
+    for rows, n in rows_of(name, x.numel()):
+        of_rows, codes = codec.encode_rows(x[first : first + rows * n].view(rows, n))
+        headers += of_rows.numpy().tobytes()
+        packed += pack(codes, codec.bits).numpy().tobytes()
+        first += rows * n
+    return pad(headers) + pad(packed)
 
 
 def encode(name, x, chunks=1):
@@ -368,16 +374,19 @@ def encode(name, x, chunks=1):
 
 def decode(name, payload, dtype, numel):
     """The values of one chunk's payload, of dtype `dtype`."""
-    codec, data = CODECS[name], payload.numpy().tobytes()
+    codec = CODECS[name]
     if numel == 0:
         return torch.empty(0, dtype=dtype)
     if codec.block == 1:
-        return bytes_to_elements(data, codec.dtype)[:numel].float().to(dtype)
-    size, at = codec.header_bytes(dtype), align(headers_bytes(name, dtype, numel))
+        return payload.clone().view(codec.dtype)[:numel].float().to(dtype)
+    size = codec.header_bytes(dtype)
+    header_at, codes_at = 0, align(headers_bytes(name, dtype, numel))
     parts = []
-    for i, (_, n) in enumerate(ranges(name, numel)):
+    for rows, n in rows_of(name, numel):
         stride = -(-n * codec.bits // 8)
-        codes = unpack(data[at : at + stride], codec.bits, n)
-        parts.append(codec.decode_range(data[i * size : (i + 1) * size], codes, dtype))
-        at += stride
+        # Copies, as a part of the payload may lie where its dtype cannot.
+        headers = payload[header_at : header_at + rows * size].clone().view(rows, size)
+        packed = payload[codes_at : codes_at + rows * stride].view(rows, stride)
+        parts.append(codec.decode_rows(headers, unpack(packed, codec.bits, n), dtype).view(-1))
+        header_at, codes_at = header_at + rows * size, codes_at + rows * stride
     return torch.cat(parts)
