@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,20 +12,25 @@ import torch
 from bagua import _C, BaguaError
 from bagua._core.group import environment as env
 from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
-from bagua._core.state.bagua_tensor import bagua_getter_closure, is_sparse
 from bagua._core.state.initial_state import InitialState
-from bagua._core.state.shared_state import SharedState, UnevenInputs
 from bagua._core.state.snapshot import ModuleSnapshot
 from bagua._core.state.statistics import statistics
 from bagua._sync import owners
-from bagua._sync.bucketing import split_by_bucket_size
 from bagua._sync.engine_synchronizer import EngineSynchronizer
-from bagua._sync.hooks import WeakHook, optimizer_hooks, tensors_in
-from bagua._sync.outside_graphs import outside_graphs
+from bagua._sync.hooks import tensors_in
 from bagua._sync.plan import log_plan, log_unfrozen
 from bagua._sync.steps_in_backward import StepsInBackward
 from bagua._sync.synchronizer import Synchronizer
 from bagua._watch.publisher import publish
+from bagua.torch_api._wrapping.agreement import agree_on_wrap
+from bagua.torch_api._wrapping.buckets import (
+    agree_on_unfrozen,
+    make_buckets,
+    rebuild_with_state,
+)
+from bagua.torch_api._wrapping.ending import finish_rounds, refuse_to_train_alone
+from bagua.torch_api._wrapping.module_hooks import install_hooks
+from bagua.torch_api._wrapping.round_opening import RoundOpening, scales_gradients
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 
@@ -38,9 +43,8 @@ class BaguaDistributedDataParallel:
     Holds the module weakly: deleting the module frees threads, sockets and memory.
 
     Attributes:
-        buffers_due: whether the next forward gets the first rank's buffers: it is the first, or the
-            forward before communicated.
-        eager: open rounds at the forward in ``eval()`` too, and once per round only (``join()``).
+        opening: opens its rounds.
+        require_backward_grad_sync: False inside :meth:`no_sync`; may be set. Forwards ask for it.
 
     Args:
         static_graph: every backward reaches the same parameters, each equally often.
@@ -73,8 +77,6 @@ class BaguaDistributedDataParallel:
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
-        self.buffers_due = True
-        self.eager = False
         self._snapshot = ModuleSnapshot(module)
         self.bagua_train_step_counter = 0
         self.bagua_buckets: list[BaguaBucket] = []
@@ -83,40 +85,24 @@ class BaguaDistributedDataParallel:
         self._snapshot.refuse_unsupported(module, self.bagua_algorithm)
         own = self.bagua_algorithm.broadcast_buffers
         self.broadcast_buffers = own if broadcast_buffers is None else broadcast_buffers
-        self.uneven_inputs = UnevenInputs()
         self._bucket_bytes = bucket_bytes or env.get_default_bucket_size()
-        self._grad_scaler = grad_scaler
-        self._require_sync = True
+        self.require_backward_grad_sync = True
         self._watching = False
         self._ended = False
-        self._shared = SharedState(
+        self._shared = agree_on_wrap(
+            self,
             self._snapshot,
-            self.bagua_optimizers,
-            process_group,
-            self.bagua_module_name,
-            with_buffers=self.broadcast_buffers,
-            ranks_agree=self.bagua_algorithm.ranks_agree,
-            initial_state=initial_state,
+            algorithm.describe(),
+            initial_state,
+            bucket_bytes=self._bucket_bytes,
+            scales_gradients=scales_gradients(grad_scaler),
         )
+        self.opening = RoundOpening(self._shared, grad_scaler)
         self._running: Synchronizer | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        arguments = {
-            "algorithm ": algorithm.describe(),
-            "optimizers ": [type(optimizer).__name__ for optimizer in self.bagua_optimizers],
-            "do_flatten=": gradient_as_bucket_view,
-            "find_unused_parameters=": find_unused_parameters,
-            "static_graph=": static_graph,
-            "broadcast_buffers=": self.broadcast_buffers,
-            "grad_scaler=": self.scales_gradients,
-            "bucket size ": self._bucket_bytes,
-        }
-        self._shared.describe(module, arguments).agree()
-        owners.claim(self)
-        self._steps_in_backward = StepsInBackward(
-            self.bagua_module_name, self.bagua_build_params(), self.bagua_algorithm
-        )
+        self._claim_parameters()
         self._initialise()
-        self._install_hooks(hook_module)
+        self._handles = install_hooks(self, self._settle, on_forwards=hook_module)
         close_at_exit(self)
         publish(self)
 
@@ -131,7 +117,7 @@ class BaguaDistributedDataParallel:
     @property
     def scales_gradients(self) -> bool:
         """Whether the wrap was given a scaler that multiplies the loss."""
-        return self._grad_scaler is not None and self._grad_scaler.is_enabled()
+        return self.opening.scales_gradients
 
     @property
     def parameters_to_ignore(self) -> list[str]:
@@ -155,21 +141,19 @@ class BaguaDistributedDataParallel:
 
     # Setting up.
 
+    def _claim_parameters(self) -> None:
+        owners.claim(self)
+        self._steps_in_backward = StepsInBackward(
+            self.bagua_module_name, self.bagua_build_params(), self.bagua_algorithm
+        )
+
     def _initialise(self, *, gives_state: bool = True) -> None:
         """Broadcast rank 0's state, then build tensors, buckets, ops and an engine."""
         self._stop_engine()
         if gives_state:
             self._shared.give_initial(self.module)
         algorithm = self.bagua_algorithm
-        gradients = [(p, p.grad) for _, p in self.bagua_build_params()]
-        tensors = algorithm.init_tensors(self)
-        groups = split_by_bucket_size(tensors, bagua_getter_closure, self._bucket_bytes, is_sparse)
-        self.bagua_buckets = algorithm.tensors_to_buckets(groups, self.gradient_as_bucket_view)
-        for bucket in self.bagua_buckets:
-            algorithm.init_operations(self, bucket)
-        # Building replaces gradients; training continues with tensors that the user may hold.
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        make_buckets(self, self._bucket_bytes)
         if not self.bagua_buckets:
             return
         self._shared.restart_counting()
@@ -194,15 +178,6 @@ class BaguaDistributedDataParallel:
         """Give every rank the parameters, optimizer state and perhaps buffers of ``source``."""
         self._shared.give(self.module, source, buffers)
 
-    def _install_hooks(self, hook_module: bool) -> None:
-        self._handles = [self.module.register_state_dict_pre_hook(WeakHook(self._settle))]
-        if hook_module:
-            self._handles += [
-                self.module.register_forward_pre_hook(outside_graphs(self.before_forward)),
-                self.module.register_forward_hook(outside_graphs(self.after_forward)),
-            ]
-        self._handles += optimizer_hooks(self)
-
     def replace_algorithm(self, algorithm: AlgorithmImpl) -> None:
         """Communicate by ``algorithm`` from now on: new buckets. Every rank calls it."""
         self._snapshot.refuse_unsupported(self.module, algorithm)
@@ -219,26 +194,15 @@ class BaguaDistributedDataParallel:
         Raises:
             BaguaMismatchError: another rank has not unfrozen the same.
         """
-        module, algorithm = self.module, self.bagua_algorithm
-        names = self._snapshot.unfrozen(module)
-        self._snapshot.accept_unfrozen(module)
-        if not names:
-            return
-        self._snapshot.refuse_unsupported(module, algorithm)
         rounds = self._rounds
         assert rounds is not None
-        rounds.agree_on_unfreezing(names)
-        owners.release(self)
-        owners.claim(self)
-        self._steps_in_backward.close()
-        self._steps_in_backward = StepsInBackward(
-            self.bagua_module_name, self.bagua_build_params(), algorithm
-        )
-        log_unfrozen(self.bagua_module_name, names)
-        state = algorithm.state_dict()
-        self.rebuild()
-        fresh = algorithm.state_dict()
-        algorithm.load_state_dict(algorithm.carry_over(state, fresh))
+        names = agree_on_unfrozen(self, self._snapshot, rounds)
+        if names:
+            owners.release(self)
+            self._steps_in_backward.close()
+            self._claim_parameters()
+            log_unfrozen(self.bagua_module_name, names)
+            rebuild_with_state(self)
 
     def rebuild(self) -> None:
         """Build new buckets; weights and optimizer state stay as training has changed them."""
@@ -266,11 +230,11 @@ class BaguaDistributedDataParallel:
         if rounds is not None and rounds.in_backward:
             return  # recomputed for an activation checkpoint
         with_gradients = torch.is_grad_enabled()
-        syncs = with_gradients and self._require_sync
+        syncs = with_gradients and self.require_backward_grad_sync
         communicates = syncs and self._snapshot.trains()
-        now = module.training or self.eager or self.bagua_algorithm.opens_at_forward
+        now = module.training or self.opening.eager or self.bagua_algorithm.opens_at_forward
         if self._ended:
-            return self._refuse_to_train_alone(communicates)
+            return refuse_to_train_alone(self.bagua_module_name) if communicates else None
         if with_gradients and now:
             if self._snapshot.check(self.bagua_module_name, unfreezing=self._takes_unfrozen()):
                 self._take_unfrozen()
@@ -286,11 +250,8 @@ class BaguaDistributedDataParallel:
         if with_gradients and rounds is not None:
             rounds.begin_forward(communicates)
             rounds.call_after_gradients(self._steps_in_backward.take_over())
-        opens = communicates and now and not (self.eager and self.synchronising)
-        first = opens and self._begin_round()
-        gives = self._share_buffers(syncs, opens)
-        if first:
-            self._check_weights(with_buffers=gives)
+        opens = communicates and now and not (self.opening.eager and self.synchronising)
+        self.opening.at_forward(self, self._running, syncs=syncs, opens=opens)
         if opens:
             self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
         self._watching = communicates
@@ -298,33 +259,6 @@ class BaguaDistributedDataParallel:
     def _run_pending(self) -> None:
         if self.bagua_algorithm.mark_pending(self):
             self.wait_pending_comm_ops()
-
-    def _begin_round(self) -> bool:
-        """Open a round, or continue the open one; return whether it has just begun."""
-        assert self._running is not None
-        scale = 1.0
-        if self._grad_scaler is not None and self.bagua_algorithm.reads_grad_scale:
-            scale = self._grad_scaler.get_scale()
-        return self._running.step_begins(scale, self.uneven_inputs.result_scale)
-
-    def _share_buffers(self, syncs: bool, opens: bool) -> bool:
-        """Give every rank the first rank's buffers at the moments of torch's DDP, or return False.
-
-        A forward gets them if it is the first, or the forward before communicated.
-        """
-        due = opens if self.eager else self.buffers_due
-        self.buffers_due = syncs
-        if not due or (rounds := self._rounds) is None:
-            return False
-        self._shared.give_buffers(self.module, rounds, self.uneven_inputs)
-        return True
-
-    def _check_weights(self, *, with_buffers: bool) -> None:
-        if (rounds := self._rounds) is not None:
-            step = self.bagua_train_step_counter
-            self._shared.check_weights(
-                self.module, rounds, self.uneven_inputs, step, with_buffers=with_buffers
-            )
 
     def open_round_in_backward(self) -> None:
         """Open the round of a backward whose forward has not opened it.
@@ -335,28 +269,18 @@ class BaguaDistributedDataParallel:
             BaguaError: inside ``join()``, or with an algorithm that averages weights, a forward has
                 one backward.
         """
-        if self.eager or self.bagua_algorithm.opens_at_forward:
-            where = "Inside join()" if self.eager else f"With {type(self.bagua_algorithm).__name__}"
-            raise BaguaError(
-                f"module '{self.bagua_module_name}': a second backward through one forward, or "
-                f"through a forward of an earlier step. {where} every forward has one "
-                "backward: add the losses, or run the forward again."
-            )
+        self.opening.refuse_in_backward(self)
         self.bagua_train_step_counter += 1
         self._snapshot.check(self.bagua_module_name)
-        if self._begin_round():
-            self._check_weights(with_buffers=False)
+        assert self._running is not None
+        self.opening.in_backward(self, self._running)
         self.bagua_algorithm.init_forward_pre_hook(self)(())
 
     def shadow_round(self) -> None:
         """Answer a round of the ranks that still have inputs, with zero gradients."""
-        if (rounds := self._rounds) is None:
-            return
-        rounds.engine.begin_round(check_weights=False)  # no inputs, no optimizer's step
-        rounds.step_begins(1.0, self.uneven_inputs.result_scale)
-        self._shared.give_buffers(self.module, rounds, self.uneven_inputs)
-        self._check_weights(with_buffers=True)
-        rounds.answer_with_zeros()
+        if (rounds := self._rounds) is not None:
+            self.opening.without_inputs(self, rounds)
+            rounds.answer_with_zeros()
 
     def after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         """Have every backward through ``output`` communicate, if the forward does."""
@@ -403,19 +327,10 @@ class BaguaDistributedDataParallel:
 
     # Control.
 
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """False inside :meth:`no_sync`; may be set. Forwards ask for it."""
-        return self._require_sync
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, enabled: bool) -> None:
-        self._require_sync = enabled
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication: backwards of the forwards inside."""
-        before = self._require_sync
+        before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
             yield
@@ -474,24 +389,10 @@ class BaguaDistributedDataParallel:
         self._ended = True
         late_failure: BaguaError | None = None
         if (rounds := self._rounds) is not None:
-            try:
-                rounds.engine.settle()
-            except BaguaError as error:
-                late_failure = error
-            with suppress(BaguaError):  # this rank or another has failed, and raised that
-                if self.bagua_algorithm.mark_pending(self):
-                    rounds.finish_soon()
+            late_failure = finish_rounds(self, rounds)
         self._stop_engine()
         self.bagua_algorithm.close()
         self._steps_in_backward.close()
         owners.release(self)
         if late_failure is not None:
             raise late_failure
-
-    def _refuse_to_train_alone(self, communicates: bool) -> None:
-        if communicates:
-            raise BaguaError(
-                f"module '{self.bagua_module_name}': its process group was destroyed, so it would "
-                "train without the other ranks. Call init_process_group() and wrap the module "
-                "again, on every rank."
-            )

@@ -59,11 +59,11 @@ class Forwards:
     @property
     def buffers_due(self) -> bool:
         """Whether the forward before communicated, after which buffers are synchronised."""
-        return self._ddp.buffers_due
+        return self._ddp.opening.buffers_due
 
     @buffers_due.setter
     def buffers_due(self, due: bool) -> None:
-        self._ddp.buffers_due = due
+        self._ddp.opening.buffers_due = due
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -123,7 +123,7 @@ class Forwards:
         """Whether this forward does. Inside ``join()`` only one that opens a round is answered."""
         if not self._broadcast_buffers:
             return False
-        return self.opens_round() if self._ddp.eager else self._ddp.buffers_due
+        return self.opens_round() if self._ddp.opening.eager else self._ddp.opening.buffers_due
 
     def opens_round(self) -> bool:
         """Whether a forward now would open a round."""

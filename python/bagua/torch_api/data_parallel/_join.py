@@ -105,8 +105,8 @@ class Shadow(JoinHook):
         ddp = self._ddp
         source = ddp._authoritative_rank = max(_who(ddp, is_last_joiner))
         inner = ddp.bagua_ddp
-        inner.uneven_inputs = UnevenInputs()
-        inner.eager = False
+        inner.opening.uneven_inputs = UnevenInputs()
+        inner.opening.eager = False
         inner.give_state(source, buffers=inner.broadcast_buffers)
         for parameter, gradient in self._own_gradients or ():
             parameter.grad = gradient
@@ -144,7 +144,7 @@ def meet(ddp: Joining, has_inputs: bool) -> None:
     means = getattr(inner.bagua_algorithm, "average", True)  # a sum is divided by nothing
     keep = ddp.divide_by_initial_world_size or not means
     scale = 1.0 if keep else inner.process_group.size / len(active)
-    inner.uneven_inputs = UnevenInputs(
+    inner.opening.uneven_inputs = UnevenInputs(
         max(active), scale, complete=len(active) == inner.process_group.size
     )
 
@@ -156,7 +156,7 @@ def announce(ddp: Joining) -> None:
     Raises:
         NotImplementedError: the algorithm communicates more than gradients.
     """
-    ddp.bagua_ddp.eager = True
+    ddp.bagua_ddp.opening.eager = True
     if not ddp.forwards.opens_round():
         return
     check_algorithm(ddp.bagua_ddp)
