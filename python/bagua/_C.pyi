@@ -14,6 +14,10 @@ from bagua._C_dynamic import DdpHook as DdpHook
 from bagua._C_dynamic import DynamicLane as DynamicLane
 from bagua._C_dynamic import GradientBucket as GradientBucket
 from bagua._C_dynamic import Posted as Posted
+from bagua._C_guard import Fallback as Fallback
+from bagua._C_guard import MeanOfWeights as MeanOfWeights
+from bagua._C_guard import Sampled as Sampled
+from bagua._C_guard import SettleResiduals as SettleResiduals
 from bagua._C_nccl import NcclCommunicator as NcclCommunicator
 from bagua._C_nccl import NcclLibrary as NcclLibrary
 from bagua._C_outer import SPARSE_CHUNK_NUMEL as SPARSE_CHUNK_NUMEL

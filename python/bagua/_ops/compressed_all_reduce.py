@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from bagua import _C
 from bagua._core.compression.two_residuals import TwoResiduals
 from bagua._core.group import environment
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._ops.contract.exact_mean import codec_of_scatter_gather, exact_mean
 from bagua._ops.contract.lane import Hierarchy, Lane, among
 from bagua._ops.contract.operation import BetweenNodes, BucketView, Operation
+from bagua._ops.contract.watch import with_exact
 
 __all__ = ["CompressedAllReduce", "codec_named", "codec_of_scatter_gather"]
 
@@ -22,11 +22,6 @@ _ALIASES = {"MinMaxUInt8": "minmax_uint8"}
 def codec_named(compression: str) -> str:
     """The codec that ``compression`` names, in Bagua's spelling or in ours."""
     return _ALIASES.get(compression, compression)
-
-
-def codec_of_scatter_gather(dtype: torch.dtype) -> str | None:
-    """The codec that loses nothing of ``dtype`` and sums in f32; None where none is needed."""
-    return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)
 
 
 @dataclass(frozen=True)
@@ -70,6 +65,10 @@ class CompressedAllReduce(Operation):
         return cls(hierarchical, average, codec, group, residuals)
 
     takes_shares = True
+    approximates = "mean"
+
+    def remembered(self) -> _C.RoundMemory | None:
+        return None if self.residuals is None else self.residuals.memory
 
     @property
     def between_nodes(self) -> BetweenNodes:  # type: ignore[override]
@@ -101,4 +100,12 @@ class CompressedAllReduce(Operation):
                 padding=0 if own is None else own.padding,
             )
 
-        return among(lane, self.group, self.hierarchical, compressed, reduce)
+        def exact(members: _C.CountingCommunicator) -> _C.BucketOp:
+            own = self.residuals
+            part = None if own is None else (2, own.first, members.size)
+            return exact_mean(
+                members, lane, bucket.backend_tensor.dtype, reduce, self.remembered(), part
+            )
+
+        make = with_exact(bucket, compressed, exact)
+        return among(lane, self.group, self.hierarchical, make, reduce)

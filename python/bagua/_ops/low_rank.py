@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from bagua import _C
 from bagua._core.compression.low_rank import Matrices
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._ops.contract.exact_mean import exact_mean
 from bagua._ops.contract.lane import Lane, among
 from bagua._ops.contract.operation import BetweenNodes, BucketView, Operation
+from bagua._ops.contract.watch import with_exact
 
 __all__ = ["LowRank"]
 
@@ -23,6 +25,8 @@ class LowRank(Operation):
             communications.
     """
 
+    approximates = "mean"
+
     matrices: Matrices
     memory: _C.RoundMemory
     hierarchical: bool
@@ -34,6 +38,9 @@ class LowRank(Operation):
     @property
     def between_nodes(self) -> BetweenNodes:  # type: ignore[override]
         return "compressed" if self.hierarchical else "exact"
+
+    def remembered(self) -> _C.RoundMemory:
+        return self.memory
 
     def describe(self) -> str:
         return (
@@ -54,4 +61,7 @@ class LowRank(Operation):
                 memory=self.memory,
             )
 
-        return among(lane, self.group, self.hierarchical, low_rank)
+        def exact(members: _C.CountingCommunicator) -> _C.BucketOp:
+            return exact_mean(members, lane, bucket.backend_tensor.dtype, memory=self.memory)
+
+        return among(lane, self.group, self.hierarchical, with_exact(bucket, low_rank, exact))

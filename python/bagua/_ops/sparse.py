@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from bagua import _C
 from bagua._core.compression.sparse_choice import sparse_mean
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._ops.contract.exact_mean import exact_mean
 from bagua._ops.contract.lane import Lane, among
 from bagua._ops.contract.operation import BetweenNodes, BucketView, Operation
+from bagua._ops.contract.watch import with_exact
 
 __all__ = ["Sparse"]
 
@@ -22,6 +24,8 @@ class Sparse(Operation):
         codec: of the values that are sent; None: they travel as they are.
     """
 
+    approximates = "mean"
+
     k: int
     memory: _C.RoundMemory
     hierarchical: bool
@@ -33,6 +37,9 @@ class Sparse(Operation):
     @property
     def between_nodes(self) -> BetweenNodes:  # type: ignore[override]
         return "compressed" if self.hierarchical else "exact"
+
+    def remembered(self) -> _C.RoundMemory:
+        return self.memory
 
     def describe(self) -> str:
         drawn = f"random seed={self.seed}" if self.random_sparse else "largest"
@@ -55,4 +62,7 @@ class Sparse(Operation):
                 codec=self.codec,
             )
 
-        return among(lane, self.group, self.hierarchical, sparse)
+        def exact(members: _C.CountingCommunicator) -> _C.BucketOp:
+            return exact_mean(members, lane, bucket.backend_tensor.dtype, memory=self.memory)
+
+        return among(lane, self.group, self.hierarchical, with_exact(bucket, sparse, exact))

@@ -166,7 +166,10 @@ def _build(
         slots = bucket.slots()
         bucket.position = (i, len(buckets))
         specs, adopt_scale = divided_first(bucket, group)
-        ops, rounds = counted(bucket, specs, [spec.build(builder, bucket) for spec in specs])
+        ops = [spec.build(builder, bucket) for spec in specs]
+        if bucket.watch is not None and ops:
+            ops[-1] = bucket.watch.around(ops[-1])
+        ops, rounds = counted(bucket, specs, ops)
         if rounds is not None:
             non_finite[bucket.name] = rounds
         native[i % count].append(

@@ -14,6 +14,7 @@ from bagua._core.group.incarnation import OWN_RENDEZVOUS, refuse_stale_addresses
 from bagua._core.group.job import as_bagua_group, known_bagua_group
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import METHODS, PROPERTIES
+from bagua._guard.arguments import Guard
 from bagua._sync.outer.step_attempts import attempt_of
 from bagua.torch_api._wrapper import BaguaDistributedDataParallel
 from bagua.torch_api.algorithms.base import Algorithm, check_arguments
@@ -53,6 +54,7 @@ def with_bagua(
     find_unused_parameters: bool = False,
     broadcast_buffers: bool | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
+    guard: Guard | None = None,
 ) -> torch.nn.Module:
     """Train this module data-parallel.
 
@@ -73,6 +75,8 @@ def with_bagua(
         grad_scaler: the scaler that the loss is multiplied with, if there is one. An algorithm that
             remembers something of the gradients (QAdam) needs it to keep its memory unscaled; that
             gradients are scaled by a scaler it was not given, no algorithm can know.
+        guard: measures during training what the algorithm loses, and has buckets average exactly
+            that lose too much. None: as the algorithm has it, most have none.
 
     Returns:
         The module itself, now a :class:`BaguaModule`.
@@ -88,6 +92,8 @@ def with_bagua(
         ``module._bagua_params_and_buffers_to_ignore`` before the call.
     """
     check_arguments("with_bagua", optimizers, algorithm, grad_scaler)
+    if guard is not None and not isinstance(guard, Guard):
+        raise TypeError(f"with_bagua: guard is a bagua.torch_api.Guard or None, not {guard!r}")
     group = as_bagua_group(process_group)
     if isinstance(self, BaguaModule):
         self.bagua_ddp.pause()
@@ -103,6 +109,7 @@ def with_bagua(
             find_unused_parameters=find_unused_parameters,
             broadcast_buffers=broadcast_buffers,
             grad_scaler=grad_scaler,
+            guard=guard,
         )
     wrap_class(self)
     self.__dict__["_bagua_ddp"] = ddp

@@ -15,6 +15,7 @@ from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
 from bagua._core.state.initial_state import InitialState
 from bagua._core.state.snapshot import ModuleSnapshot
 from bagua._core.state.statistics import statistics
+from bagua._guard.arguments import Guard
 from bagua._sync import owners
 from bagua._sync.engine_synchronizer import EngineSynchronizer
 from bagua._sync.hooks import tensors_in
@@ -29,6 +30,7 @@ from bagua.torch_api._wrapping.buckets import (
     rebuild_with_state,
 )
 from bagua.torch_api._wrapping.ending import finish_rounds, refuse_to_train_alone
+from bagua.torch_api._wrapping.guarding import guard_of
 from bagua.torch_api._wrapping.module_hooks import install_hooks
 from bagua.torch_api._wrapping.round_opening import RoundOpening, scales_gradients
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
@@ -44,6 +46,7 @@ class BaguaDistributedDataParallel:
 
     Attributes:
         opening: opens its rounds.
+        guard: watches what the algorithm loses; None: nobody does.
         require_backward_grad_sync: False inside :meth:`no_sync`; may be set. Forwards ask for it.
 
     Args:
@@ -69,6 +72,7 @@ class BaguaDistributedDataParallel:
         initial_state: InitialState = "all",
         hook_module: bool = True,
         grad_scaler: torch.amp.GradScaler | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._module = weakref.ref(module)
         self.bagua_optimizers = list(optimizers)
@@ -83,6 +87,8 @@ class BaguaDistributedDataParallel:
         self.bagua_algorithm: AlgorithmImpl = algorithm.reify(process_group)
         process_group.refuse_before_joining()
         self._snapshot.refuse_unsupported(module, self.bagua_algorithm)
+        self._asked_guard = guard
+        self.guard = guard_of(guard, self.bagua_algorithm, self)
         own = self.bagua_algorithm.broadcast_buffers
         self.broadcast_buffers = own if broadcast_buffers is None else broadcast_buffers
         self._bucket_bytes = bucket_bytes or env.get_default_bucket_size()
@@ -181,6 +187,7 @@ class BaguaDistributedDataParallel:
     def replace_algorithm(self, algorithm: AlgorithmImpl) -> None:
         """Communicate by ``algorithm`` from now on: new buckets. Every rank calls it."""
         self._snapshot.refuse_unsupported(self.module, algorithm)
+        self.guard = guard_of(self._asked_guard, algorithm, self)
         self.bagua_algorithm = algorithm
         self.rebuild()
 
@@ -339,7 +346,8 @@ class BaguaDistributedDataParallel:
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`BaguaModule.bagua_stats`."""
-        return statistics(self._running, self._shared.traffic)
+        stats = statistics(self._running, self._shared.traffic)
+        return stats if self.guard is None else stats | {"guard": self.guard.stats()}
 
     def pause(self) -> None:
         """End work between steps (asynchronous averaging). Every rank calls it."""

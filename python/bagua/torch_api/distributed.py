@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._guard.at_work import GuardAtWork
 from bagua._sync import owners
 from bagua._sync.hooks import LeftBehind
 from bagua.torch_api._wrapper import BaguaDistributedDataParallel
@@ -63,6 +64,11 @@ class BaguaModule:
     def bagua_algorithm(self) -> AlgorithmImpl:
         """The algorithm at work."""
         return self.bagua_ddp.bagua_algorithm
+
+    @property
+    def bagua_guard(self) -> GuardAtWork | None:
+        """The guard at work, with ``state_dict()`` and ``load_state_dict()``; None without one."""
+        return self.bagua_ddp.guard
 
     @property
     def bagua_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -115,8 +121,15 @@ class BaguaModule:
               the part in which the caller was not blocked: the overlap won. ``exposed_ns``: the
               caller was blocked by communication; ``longest_wait_ns``, its longest stretch.
             - ``communicators``: bytes, messages and ``wire_ns`` by purpose: ``all`` ranks,
-              ``node`` (inside a node), ``leaders`` (between nodes), ``buffers``, ``check``.
+              ``node`` (inside a node), ``leaders`` (between nodes), ``buffers``, ``check``,
+              ``guard``.
             - ``control``: the same of the ranks' agreements.
+            - ``guard``, with a guard only: ``rounds``, ``checks``; ``buckets`` by name, each with
+              the figures last measured (``relative_error``, ``residual``, ``consensus``),
+              ``exact``, whether it is averaged exactly now, and ``breaches``, their number;
+              ``nonfinite_share`` of the rounds between the last two checks; ``breaches``, the last
+              of them, with ``round``, ``bucket``, ``figure``, ``value``, ``threshold`` and
+              ``exact_rounds`` (None: for good).
 
             Asynchronous averaging has one bucket: ``rounds`` counts averages applied,
             ``waiting_ns`` is its lane's time before the gate and ``exposed_ns`` training's.

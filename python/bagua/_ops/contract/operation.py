@@ -9,11 +9,15 @@ import torch
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Lane
+from bagua._ops.contract.watch import BucketWatch
 
-__all__ = ["BetweenNodes", "BucketView", "Operation"]
+__all__ = ["BetweenNodes", "BucketView", "Operation", "Sent"]
 
 #: Communication between nodes of an operation with ``hierarchical=True``.
 BetweenNodes = Literal["exact", "compressed", "gossiped"]
+
+#: What a guard can compare: the mean of what the ranks put in, or weights of their own.
+Sent = Literal["mean", "weights"]
 
 
 class BucketView(Protocol):
@@ -27,6 +31,7 @@ class BucketView(Protocol):
         gradients: whether gradients are communicated, which are adopted from autograd.
         owns_memory: whether nothing but tensors of its own points into the flat memory.
         position: (index of this bucket, number of buckets) of the module.
+        watch: of a guard; None: nobody watches the bucket.
     """
 
     name: str
@@ -36,6 +41,7 @@ class BucketView(Protocol):
     gradients: bool
     owns_memory: bool
     position: tuple[int, int]
+    watch: BucketWatch | None
 
     def slots(self) -> list[_C.Slot]: ...
 
@@ -48,15 +54,23 @@ class Operation:
         result: where the values end up; None: in the bucket.
         one_order: whether all ranks must run the module's buckets one after the other.
         takes_shares: whether it can be ``hierarchical="sharded"``, on a part of the bucket.
+        approximates: what a guard can compare; None: nothing, it is exact or of another kind.
+        has_exact_beside: whether an exact op can run in its place where a guard watches the bucket.
     """
 
     between_nodes: BetweenNodes = "exact"
     result: torch.Tensor | None = None
     one_order: bool = False
     takes_shares: bool = False
+    approximates: Sent | None = None
+    has_exact_beside: bool = True
 
     def check(self, bucket: BucketView) -> None:
         """Raise ValueError, naming the bucket, unless the operation fits it."""
+
+    def remembered(self) -> _C.RoundMemory | None:
+        """The memory of error feedback: its first tensor is the residual, or empty."""
+        return None
 
     def describe(self) -> str:
         """One line, equal on all ranks: a part of the plan's fingerprint."""

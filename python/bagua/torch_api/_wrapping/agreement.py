@@ -47,6 +47,7 @@ def agree_on_wrap(
         "broadcast_buffers=": owner.broadcast_buffers,
         "grad_scaler=": scales_gradients,
         "bucket size ": bucket_bytes,
+        "guard ": None if owner.guard is None else owner.guard.guard,
     }
     shared.describe(owner.module, arguments).agree()
     return shared

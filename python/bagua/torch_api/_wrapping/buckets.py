@@ -23,6 +23,8 @@ def make_buckets(owner: Owner, bucket_bytes: int) -> None:
     owner.bagua_buckets = algorithm.tensors_to_buckets(groups, owner.gradient_as_bucket_view)
     for bucket in owner.bagua_buckets:
         algorithm.init_operations(owner, bucket)
+    if owner.guard is not None:
+        owner.guard.attach(owner.bagua_buckets)
     # Building replaces gradients; training continues with tensors that the user may hold.
     for parameter, gradient in gradients:
         parameter.grad = gradient

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._guard.arguments import Guard
+from bagua._guard.at_work import GuardAtWork
 from bagua._sync.wrapper import Algorithm
 
 __all__ = ["Owner", "WorkingAlgorithm"]
@@ -21,6 +23,8 @@ class WorkingAlgorithm(Algorithm, Protocol):
     reads_grad_scale: bool
     complex_parameters: bool
     sparse_gradients: bool
+    default_guard: Guard | None
+    refuses_guard: str
 
     def init_tensors(self, bagua_ddp: Any) -> list[torch.Tensor]: ...
 
@@ -51,6 +55,7 @@ class Owner(Protocol):
     find_unused_parameters: bool
     static_graph: bool
     broadcast_buffers: bool
+    guard: GuardAtWork | None
 
     @property
     def bagua_algorithm(self) -> WorkingAlgorithm: ...

@@ -48,7 +48,7 @@ class RoundOpening:
         first = opens and self._begin(owner.bagua_algorithm, running)
         gives = self._share_buffers(owner, running.rounds, syncs, opens)
         if first and running.rounds is not None:
-            self._check_weights(owner, running.rounds, with_buffers=gives)
+            self._check(owner, running.rounds, with_buffers=gives)
 
     def refuse_in_backward(self, owner: Owner) -> None:
         """Raise BaguaError where a backward cannot open the round of its own."""
@@ -66,14 +66,14 @@ class RoundOpening:
         """Open the round of a backward whose forward has not opened it."""
         first = self._begin(owner.bagua_algorithm, running)
         if first and running.rounds is not None:
-            self._check_weights(owner, running.rounds, with_buffers=False)
+            self._check(owner, running.rounds, with_buffers=False)
 
     def without_inputs(self, owner: Owner, rounds: EngineSynchronizer) -> None:
         """Open a round of the ranks that still have inputs, on one that has none."""
         rounds.engine.begin_round(check_weights=False)  # no inputs, no optimizer's step
         rounds.step_begins(1.0, self.uneven_inputs.result_scale)
         self._shared.give_buffers(owner.module, rounds, self.uneven_inputs)
-        self._check_weights(owner, rounds, with_buffers=True)
+        self._check(owner, rounds, with_buffers=True)
 
     def _begin(self, algorithm: WorkingAlgorithm, running: Synchronizer) -> bool:
         """Open a round, or continue the open one; return whether it has just begun."""
@@ -96,10 +96,11 @@ class RoundOpening:
         self._shared.give_buffers(owner.module, rounds, self.uneven_inputs)
         return True
 
-    def _check_weights(
-        self, owner: Owner, rounds: EngineSynchronizer, *, with_buffers: bool
-    ) -> None:
+    def _check(self, owner: Owner, rounds: EngineSynchronizer, *, with_buffers: bool) -> None:
+        """Compare the weights, and what the guard has sampled, where that is due."""
         step = owner.bagua_train_step_counter
         self._shared.check_weights(
             owner.module, rounds, self.uneven_inputs, step, with_buffers=with_buffers
         )
+        if owner.guard is not None:
+            owner.guard.begin_round(rounds, self._shared.traffic)

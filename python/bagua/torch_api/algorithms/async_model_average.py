@@ -89,6 +89,10 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     ranks_agree = False
     opens_at_forward = True
     steps_in_backward = False
+    refuses_guard = (
+        "ranks average whenever they come to it, so there is no round in which all of them could "
+        "compare weights. Leave guard= out; bagua_stats() counts averages that were not finite."
+    )
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.saved_values import check_state
 from bagua._core.state.snapshot import sparse_parameters
+from bagua._guard.arguments import Guard
 from bagua._sync.averaging_synchronizer import AveragingSynchronizer
 from bagua._sync.engine_synchronizer import EngineSynchronizer
 from bagua._sync.synchronizer import Synchronizer
@@ -110,6 +111,8 @@ class AlgorithmImpl:
         complex_parameters: whether complex parameters can be communicated.
         sparse_gradients: whether gradients of sparse layout can be, those of
             ``torch.nn.Embedding(sparse=True)``.
+        default_guard: the guard where ``with_bagua`` is given none; None: no guard.
+        refuses_guard: why a guard has nothing to watch, and what to do; empty: it may be guarded.
     """
 
     broadcast_buffers = True
@@ -125,6 +128,8 @@ class AlgorithmImpl:
     steps_in_backward = True
     complex_parameters = False
     sparse_gradients = False
+    default_guard: Guard | None = None
+    refuses_guard = ""
 
     def __init__(self, process_group: BaguaProcessGroup) -> None:
         self.process_group = process_group

@@ -184,6 +184,10 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
     ranks_agree = False
     reads_grad_scale = False
     steps_in_backward = False
+    refuses_guard = (
+        "it watches its own rounds. Leave guard= out: bagua_stats() has how far the ranks agree, "
+        "and DiLoCoAlgorithm(guard=True, outer_clip=...) acts on it."
+    )
 
     def __init__(self, process_group: BaguaProcessGroup, arguments: DiLoCoAlgorithm) -> None:
         comes_back = process_group.waits_to_join

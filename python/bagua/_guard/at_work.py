@@ -1,0 +1,270 @@
+"""The guard of one wrapped module: asks for samples, compares figures, and makes buckets exact."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.bagua_tensor import record_of
+from bagua._core.state.statistics import MainThreadTraffic
+from bagua._guard.arguments import WITHOUT_SCALING, Guard
+from bagua._guard.non_finite import NonFiniteShare
+from bagua._guard.record import Record
+from bagua._guard.sample import (
+    Sample,
+    figures_of,
+    places_of,
+    sample_of_mean,
+    sample_of_weights,
+)
+from bagua._guard.warning import breach_text
+from bagua._ops.contract.operation import Operation
+from bagua._ops.contract.watch import BucketWatch
+from bagua._sync.engine_synchronizer import EngineSynchronizer
+
+__all__ = ["GuardAtWork"]
+
+_log = logging.getLogger("bagua")
+_MOST_LISTED = 20  # breaches in the statistics
+
+
+class Bucket(Protocol):
+    """A bucket, as a guard sees it."""
+
+    name: str
+    backend_tensor: torch.Tensor
+    padding_tensor: torch.Tensor | None
+    tensors: list[torch.Tensor]
+    flatten: bool
+    ops: list[Operation]
+    watch: BucketWatch | None
+
+    def flattened_tensor(self) -> torch.Tensor: ...
+
+
+@dataclass(eq=False)
+class _Watched:
+    """A bucket whose last operation approximates something.
+
+    Attributes:
+        names: of its tensors.
+        exact: whether the bucket is exact now.
+        places: of the sample that was asked for; None: none was.
+        suspected: the figures that were above their thresholds in the last sample.
+        figures: the last ones.
+    """
+
+    bucket: Bucket
+    watch: BucketWatch
+    operation: Operation
+    names: list[str]
+    exact: bool = False
+    places: torch.Tensor | None = None
+    suspected: frozenset[str] = frozenset()
+    figures: Mapping[str, float] | None = None
+
+
+class GuardAtWork:
+    """One per wrapped module (``module.bagua_guard``). All ranks make the same calls.
+
+    Note [When a guard decides]
+    A sample is asked for as a round begins, taken by the lane, and compared as the next round
+    begins: optimizers have stepped by then, on which residuals may wait. Nothing of that round has
+    been sent, so what is decided holds in it, on all ranks. The decision is made of figures that
+    the ranks have reduced together.
+
+    Args:
+        guard: what to measure, and the thresholds.
+        module_name: for messages.
+        process_group: whose ranks communicate.
+        ranks_agree: whether all ranks hold the same results.
+        adaptive: whether an optimizer divides by the magnitude of past gradients.
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        module_name: str,
+        process_group: BaguaProcessGroup,
+        *,
+        ranks_agree: bool,
+        adaptive: bool,
+    ) -> None:
+        self.guard = guard
+        self._module_name = module_name
+        self._group = process_group
+        self._record = Record(guard)
+        self._watched: list[_Watched] = []
+        self._breaches: list[dict[str, Any]] = []
+        self._checks = 0
+        self._adaptive = adaptive
+        speaks = process_group.connections.rank == 0
+        self._speaks = speaks
+        self._non_finite = NonFiniteShare(guard, speaks or not ranks_agree, module_name)
+
+    def attach(self, buckets: Sequence[Bucket]) -> None:
+        """Watch new buckets. Called when they have their operations, before the engine is built."""
+        self._watched = []
+        for bucket in buckets:
+            operation = bucket.ops[-1] if bucket.ops else None
+            if operation is None or operation.approximates is None:
+                continue
+            bucket.watch = BucketWatch()
+            names = [record_of(tensor).name for tensor in bucket.tensors]
+            self._watched.append(_Watched(bucket, bucket.watch, operation, names))
+
+    def begin_round(self, rounds: EngineSynchronizer, traffic: MainThreadTraffic) -> None:
+        """Compare what was sampled, decide, and ask for new samples.
+
+        Called once as each round begins, before anything of it is sent. All ranks call it.
+
+        Raises:
+            BaguaError: another rank failed.
+        """
+        asked = [entry for entry in self._watched if entry.places is not None]
+        if asked:
+            rounds.await_agreement()
+            with traffic.counted("guard"), rounds.part_of_the_round():
+                figures = figures_of([self._sample(e) for e in asked], self._group.connections)
+            self._checks += 1
+            for entry, found in zip(asked, figures, strict=True):
+                self._judge(entry, found)
+        returned = self._switch()
+        self._ask(returned)
+        self._non_finite.check(self._record.rounds, rounds.non_finite)
+        self._record.rounds += 1
+
+    def _sample(self, entry: _Watched) -> Sample:
+        places, entry.places = entry.places, None
+        assert places is not None
+        bucket, operation = entry.bucket, entry.operation
+        if operation.approximates == "weights":
+            flat = bucket.backend_tensor if bucket.flatten else bucket.flattened_tensor()
+            return sample_of_weights(flat, places)
+        taken = None if entry.watch.sampled is None else entry.watch.sampled.take()
+        if taken is None:
+            return Sample.nothing(places)
+        averages = getattr(operation, "average", True)
+        return sample_of_mean(taken, operation.remembered(), places, averages)
+
+    def _judge(self, entry: _Watched, figures: Mapping[str, float]) -> None:
+        entry.figures = figures
+        above = frozenset(name for name in figures if figures[name] > self._threshold(name, entry))
+        confirmed, entry.suspected = above & entry.suspected, above
+        if confirmed:
+            entry.suspected = frozenset()
+            self._breach(entry, max(confirmed, key=lambda name: figures[name]), figures)
+
+    def _threshold(self, name: str, entry: _Watched) -> float:
+        memory = entry.operation.remembered()
+        if name == "relative_error" and memory is not None and memory.value(0).numel():
+            return float("inf")  # a round's error is sent later: the residual counts
+        threshold = float(getattr(self.guard, name))
+        patient = name == "residual" and not self._adaptive
+        return threshold * WITHOUT_SCALING if patient else threshold
+
+    def _breach(self, entry: _Watched, figure: str, figures: Mapping[str, float]) -> None:
+        rounds = self._record.add_breach(entry.names)
+        helps = entry.operation.has_exact_beside
+        breach = {
+            "round": self._record.rounds + 1,
+            "bucket": entry.bucket.name,
+            "figure": figure,
+            "value": figures[figure],
+            "threshold": self._threshold(figure, entry),
+            "exact_rounds": rounds if helps else 0,
+        }
+        self._breaches = [*self._breaches, breach][-_MOST_LISTED:]
+        text = breach_text(self._module_name, entry.names, breach)
+        _log.info("%s", text)
+        if self._speaks:
+            with contextlib.suppress(Warning):  # no reason to end a step
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def _switch(self) -> list[_Watched]:
+        """Have buckets be exact as the record has it; those that no longer are."""
+        returned = []
+        for entry in self._watched:
+            exact = self._record.is_exact(entry.names)
+            if exact != entry.exact:
+                entry.exact = exact
+                entry.watch.use_exact(exact)
+                returned += [] if exact else [entry]
+        return returned
+
+    def _ask(self, returned: Sequence[_Watched]) -> None:
+        """Ask for samples in the round that begins: of what is suspected, back, or due."""
+        number = self._record.rounds
+        chosen = [entry for entry in self._watched if entry.suspected or entry in returned]
+        if self._watched and (check := self._check_of(number + 1)) is not None:
+            first = check * self.guard.buckets
+            count = min(self.guard.buckets, len(self._watched))
+            turn = [self._watched[(first + i) % len(self._watched)] for i in range(count)]
+            chosen += [entry for entry in turn if entry not in chosen]
+        for entry in chosen:
+            if entry.exact:
+                continue
+            flat, padding = entry.bucket.backend_tensor, entry.bucket.padding_tensor
+            numel = flat.numel() - (0 if padding is None else padding.numel())
+            if numel:
+                seed = number * len(self._watched) + self._watched.index(entry)
+                entry.places = places_of(numel, self.guard.elements, seed)
+                if entry.watch.sampled is not None:
+                    entry.watch.sampled.request(entry.places.reshape(-1).to(flat.device))
+
+    def _check_of(self, number: int) -> int | None:
+        """The number of the check for which round ``number`` is sampled; None: there is none.
+
+        Two early ones: where training goes wrong at once, the first steps count most.
+        """
+        early = {self.guard.every // 5: 0, 2 * self.guard.every // 5: 1}
+        check, off = divmod(number, self.guard.every)
+        return check + 1 if off == 0 else early.get(number)
+
+    # What it has found.
+
+    def stats(self) -> dict[str, Any]:
+        """``bagua_stats()["guard"]``; see ``BaguaModule.bagua_stats``."""
+        buckets = {
+            entry.bucket.name: {
+                **(entry.figures or {}),
+                "exact": entry.exact,
+                "breaches": self._record.breaches(entry.names),
+            }
+            for entry in self._watched
+        }
+        return {
+            "rounds": self._record.rounds,
+            "checks": self._checks,
+            "buckets": buckets,
+            "nonfinite_share": self._non_finite.share,
+            "breaches": [dict(breach) for breach in self._breaches],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and exact rounds, equal on all ranks, for a checkpoint between two steps.
+
+        Training that goes on with it makes the same buckets exact in the same rounds. A sample that
+        was taken in the last round before it is not in it: that check comes ``every`` rounds later.
+        """
+        return self._record.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`, on every rank, after ``with_bagua``.
+
+        Raises:
+            ValueError: the state is of something else; names the entry.
+        """
+        self._record.load_state_dict(state)
+        for entry in self._watched:
+            entry.places, entry.suspected = None, frozenset()
+            if entry.watch.sampled is not None:
+                entry.watch.sampled.take()
+        self._non_finite.restart(self._record.rounds)

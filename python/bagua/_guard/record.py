@@ -1,0 +1,70 @@
+"""The record of a guard: breaches of the buckets, and the rounds in which they are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bagua._core.state.saved_values import check_state, saved_count
+from bagua._guard.arguments import Guard
+
+__all__ = ["FOR_GOOD", "Record"]
+
+#: The end of exact rounds that do not end.
+FOR_GOOD = 2**62
+
+
+class Record:
+    """Breaches by tensor, so that they keep their meaning where buckets are built anew.
+
+    Attributes:
+        rounds: that have begun.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self.rounds = 0
+        self._guard = guard
+        self._breaches: dict[str, int] = {}
+        self._exact_until: dict[str, int] = {}  # the first round that is not exact again
+
+    def is_exact(self, names: Sequence[str]) -> bool:
+        """Whether a bucket with tensors ``names`` is exact in the round that begins."""
+        return self.exact_until(names) > self.rounds
+
+    def exact_until(self, names: Sequence[str]) -> int:
+        """The first round in which the bucket is not exact again; 0: it was never exact."""
+        return max((self._exact_until.get(name, 0) for name in names), default=0)
+
+    def breaches(self, names: Sequence[str]) -> int:
+        """How often the bucket has had a figure above its threshold."""
+        return max((self._breaches.get(name, 0) for name in names), default=0)
+
+    def add_breach(self, names: Sequence[str]) -> int | None:
+        """Count a breach; the number of rounds, from this one on, that are exact; None: all."""
+        count = self.breaches(names) + 1
+        rounds = self._guard.exact_rounds * 2 ** (count - 1)
+        for_good = count >= self._guard.attempts
+        for name in names:
+            self._breaches[name] = count
+            self._exact_until[name] = FOR_GOOD if for_good else self.rounds + rounds
+        return None if for_good else rounds
+
+    def state_dict(self) -> dict[str, Any]:
+        """``rounds``; and of tensors with breaches ``breaches/<name>``, ``exact_until/<name>``."""
+        state: dict[str, Any] = {"rounds": self.rounds}
+        state |= {f"breaches/{name}": count for name, count in self._breaches.items()}
+        return state | {f"exact_until/{name}": end for name, end in self._exact_until.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`; raises ValueError for the state of something else."""
+        check_state(state, "Guard")
+        rounds = saved_count(state, "rounds", "Guard")
+        tables: dict[str, dict[str, int]] = {"breaches": {}, "exact_until": {}}
+        for key in state:
+            kind, _, name = key.partition("/")
+            if kind in tables and name:
+                tables[kind][name] = saved_count(state, key, "Guard")
+            elif key != "rounds":
+                raise ValueError(f"Guard: its state has no '{key}'; it is of something else")
+        self.rounds = rounds
+        self._breaches, self._exact_until = tables["breaches"], tables["exact_until"]
