@@ -22,13 +22,19 @@ def _check_not_negative(owner: str, **values: float) -> None:
 
 @dataclass(frozen=True)
 class Link:
-    """A full-duplex link of a rank.
+    """A full-duplex link of a rank, with the transport that uses it.
 
     Attributes:
         latency: seconds, one way.
-        bandwidth: bytes a second that a rank can send, and receive at the same time.
+        bandwidth: bytes a second that a rank can send in an all-reduce, and receive at the same
+            time.
         processor: seconds of a core that a rank spends per byte sent (and one received); at most
             1 / bandwidth counts. 0: the transfer needs no core, as with a network card.
+        messages: bytes a second in messages from rank to rank, where that differs from
+            ``bandwidth``, as in shared memory; None: it does not.
+        overhead: seconds of a collective beyond the latency; None: ``Profile.collective``.
+        per_message: seconds of a core for a message, sent and received.
+        tree: whether an all-reduce may pass a tree instead of a ring where that is faster (NCCL).
 
     Raises:
         ValueError: a figure out of its range.
@@ -37,10 +43,20 @@ class Link:
     latency: float
     bandwidth: float
     processor: float = 0.0
+    messages: float | None = None
+    overhead: float | None = None
+    per_message: float = 0.0
+    tree: bool = False
 
     def __post_init__(self) -> None:
-        _check_not_negative("Link", latency=self.latency, processor=self.processor)
-        _check_positive("Link", bandwidth=self.bandwidth)
+        _check_positive("Link", bandwidth=self.bandwidth, messages=self.messages or 1.0)
+        _check_not_negative(
+            "Link",
+            latency=self.latency,
+            processor=self.processor,
+            overhead=self.overhead or 0.0,
+            per_message=self.per_message,
+        )
 
 
 @dataclass(frozen=True)
@@ -103,13 +119,16 @@ class Profile:
         inside: link between ranks of a node; None: as between nodes.
         codecs: speeds by name of the codec.
         copy: bytes a second that one core copies (memcpy), or the device.
-        speeds: bytes of float32 a second of other arithmetic, by name: ``"top_k"``, ``"low_rank"``
-            (one column of PowerSGD). What is missing is derived from ``copy``.
+        speeds: bytes of float32 a second of other arithmetic, by name: ``"top_k"`` selects the
+            largest elements, ``"low_rank"`` makes all products of PowerSGD of rank 1. What is
+            missing is derived from ``copy``.
         collective: seconds of an all-reduce of a few bytes beyond the link's latency.
         round: seconds in which the ranks agree on a step (agreement, hooks, waking the lanes).
         cores: cores that the training thread and the lanes of one rank share. 1: encoding takes its
             time from training; 2 and more: it does not. Values below 1 count as 1.
-        spread: standard deviation of a rank's seconds of compute over ``compute``.
+        spread: standard deviation of a rank's seconds of compute over ``compute``; steps are
+            independent of each other.
+        cards: network cards of a node, each with the bandwidth of ``between``.
         errors: relative L2 error of a codec on the real gradients, by name.
 
     Raises:
@@ -131,6 +150,7 @@ class Profile:
     cores: float = 2.0
     spread: float = 0.0
     errors: Mapping[str, float] = field(default_factory=dict)
+    cards: int = 1
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or sum(self.nodes) != self.ranks or min(self.nodes) < 1:
@@ -138,6 +158,7 @@ class Profile:
         if not self.buckets:
             raise ValueError("Profile: there are no buckets")
         _check_positive("Profile", compute=self.compute, copy=self.copy, cores=self.cores)
+        _check_positive("Profile", cards=self.cards)
         _check_positive("Profile: speeds", **self.speeds)
         _check_not_negative(
             "Profile",

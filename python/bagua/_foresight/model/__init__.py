@@ -1,0 +1,1 @@
+"""The parts of the cost model: buckets, operations, messages, and the clock."""
