@@ -44,7 +44,7 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
         "hierarchical": False,
     },
     "sparse_loco": {**_OUTER, "interval": 30, "ratio": 1 / 64},
-    "no_loco": {**_OUTER, "interval": 50},
+    "no_loco": {"interval": 50},
 }
 
 Make = Callable[[Members, BucketProfile], list[Stage]]
@@ -203,11 +203,12 @@ class _Model:
                 return operations.exact(members, bucket)
             return operations.compressed(members, bucket, codec, error_feedback=feedback)
 
-        count = own["fragments"] if isinstance(own["fragments"], int) else len(own["fragments"])
+        fragments = own.get("fragments", 1)
+        count = fragments if isinstance(fragments, int) else len(fragments)
         parts = [share_of(bucket, count) for bucket in buckets]
         work = [Work(part, self.hierarchical(make, part)) for part in parts]
         waits = _among(setting, 2) if algorithm == "no_loco" else setting
-        return steps.rounds(waits, [work] * count, own["interval"], own["overlap_steps"])
+        return steps.rounds(waits, [work] * count, own["interval"], own.get("overlap_steps", 0))
 
 
 def _among(setting: Setting, ranks: int) -> Setting:
