@@ -1,0 +1,1 @@
+"""Measures the figures of a profile."""

@@ -1,0 +1,90 @@
+"""Speeds of copies, codecs and the other arithmetic of operations, on one device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from bagua import _C
+from bagua._foresight.profile import CodecSpeed
+
+__all__ = ["codec_speed", "copy_speed", "low_rank_speed", "seconds_of", "top_k_speed"]
+
+_REPEATS = 7
+_SENT = 0.01  # share of the elements that a sparse message has
+
+
+def seconds_of(function: Callable[[], object], device: torch.device | str = "cpu") -> float:
+    """Seconds of a call, the median of a few after a first one."""
+    device = torch.device(device)
+    seconds = []
+    for _ in range(1 + _REPEATS):
+        begun = time.perf_counter()
+        function()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        seconds.append(time.perf_counter() - begun)
+    return max(1e-9, statistics.median(seconds[1:]))
+
+
+def copy_speed(numel: int, device: torch.device | str = "cpu") -> float:
+    """Bytes a second that are copied, of ``numel`` elements of float32."""
+    source = torch.randn(numel, device=device)
+    target = torch.empty_like(source)
+    return 4 * numel / seconds_of(lambda: target.copy_(source), device)
+
+
+def codec_speed(name: str, numel: int, device: torch.device | str = "cpu") -> CodecSpeed:
+    """Of ``numel`` elements of normal float32 values in one chunk."""
+    codec = _C.make_codec(name, torch.device(device).type)
+    x = torch.randn(numel, device=device)
+    payload, out = codec.encode(x), torch.zeros_like(x)
+    return CodecSpeed(
+        4 * numel / seconds_of(lambda: codec.encode_into(x, 1, payload), device),
+        4 * numel / seconds_of(lambda: codec.decode_into(payload, 1, out), device),
+        4 * numel / seconds_of(lambda: codec.decode_add(payload, x.dtype, out), device),
+    )
+
+
+def top_k_speed(numel: int) -> float:
+    """Bytes of float32 a second from which the largest elements are selected, on the CPU."""
+    x = torch.randn(numel)
+    return 4 * numel / seconds_of(lambda: _C.top_k(x, max(1, round(_SENT * numel))))
+
+
+def low_rank_speed(communicator: _C.Communicator, rows: int, columns: int) -> float:
+    """Bytes of float32 a second of PowerSGD of rank 1, on a matrix, on the CPU.
+
+    All ranks of ``communicator`` call it; one alone makes no products, and gets no figure: 0.
+    """
+    if communicator.size == 1:
+        return 0.0
+    numel = rows * columns
+    memory = _C.RoundMemory(
+        [torch.zeros(numel), torch.zeros(columns), torch.zeros(1, dtype=torch.int64)],
+        _C.RoundOutcome(),
+    )
+    matrix = (0, rows, columns, 1)
+    op = _C.LowRank(
+        communicator,
+        _C.Scratch(),
+        numel,
+        [matrix],
+        warm_start=True,
+        error_feedback=True,
+        seed=0,
+        memory=memory,
+    )
+    flat = torch.randn(numel)
+    left, right = torch.zeros(rows), torch.zeros(columns)
+
+    def sums() -> None:
+        communicator.all_reduce(left, _C.ReduceOp.SUM)
+        communicator.all_reduce(right, _C.ReduceOp.SUM)
+
+    messages = seconds_of(sums)
+    whole = seconds_of(lambda: op.run(flat, 1, 1.0, "probe"))
+    return 4 * numel / max(whole - messages, 0.2 * whole)
