@@ -127,6 +127,7 @@ def main():
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--budget", type=float, default=1.5, help="seconds for an arm's steps")
     parser.add_argument("--figures", type=Path, help="of an earlier run: predict only")
+    parser.add_argument("--keep", type=Path, help="in place of results/bench_foresight.json")
     parser.add_argument("--rank-output", dest="output", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.output:
@@ -146,10 +147,13 @@ def main():
     rows = predictions(networks)
     print(table(rows))
     print(json.dumps(summary(rows), indent=2))
-    if not (arguments.quick or arguments.figures):
-        load = os.getloadavg()[0]
-        payload = {"machine": machine(), "load": load, "summary": summary(rows), "rows": rows}
-        write_results("bench_foresight", {**payload, "networks": networks})
+    load = os.getloadavg()[0]
+    payload = {"machine": machine(), "load": load, "summary": summary(rows), "rows": rows}
+    payload["networks"] = networks
+    if arguments.keep:
+        arguments.keep.write_text(json.dumps(payload))
+    elif not (arguments.quick or arguments.figures):
+        write_results("bench_foresight", payload)
     return None
 
 

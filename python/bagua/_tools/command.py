@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from bagua._tools.doctor import examine
 from bagua._tools.report import report_text
+from bagua._tools.simulate import simulate
 from bagua._tools.top import screen
 
 __all__ = ["main"]
@@ -35,10 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     screen.add_arguments(top)
+    simulation = commands.add_parser(
+        "simulate",
+        help="predict steps for other numbers of ranks and other links",
+        description=simulate.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    simulate.add_arguments(simulation)
     chosen = parser.parse_args(arguments)
     if chosen.command == "doctor":
         return examine.main(chosen)
     if chosen.command == "top":
         return screen.main(chosen)
+    if chosen.command == "simulate":
+        return simulate.main(chosen)
     sys.stdout.write(report_text())
     return 0

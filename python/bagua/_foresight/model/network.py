@@ -71,7 +71,7 @@ class Members:
             before=before,
             latency=self.overhead + 2 * hops * self.link.latency,
             wire=sent / self.link.bandwidth,
-            cores=self._cores(self.link.bandwidth),
+            cores=self._cores,
             link=self.name,
             sent=sent,
         )
@@ -82,12 +82,11 @@ class Members:
         """Messages of ``sent`` bytes in all, which every member sends and receives at once."""
         if self.ranks == 1 or sent == 0:
             return Stage(before=before + during)
-        bandwidth = self.link.messages or self.link.bandwidth
         return Stage(
             before=before + messages * self.link.per_message,
             latency=self.overhead + self.link.latency,
-            wire=sent * self.crowd / bandwidth,
-            cores=self._cores(bandwidth),
+            wire=sent * self.crowd / self._messages,
+            cores=self._cores,
             link=self.name,
             during=during,
             pieces=min(_MOST_PIECES, max(1, pieces)),
@@ -99,17 +98,22 @@ class Members:
         children = broadcast_children(self.ranks)
         if children == 0 or size == 0:
             return Stage()
-        bandwidth = self.link.messages or self.link.bandwidth
         return Stage(
             latency=self.overhead + children * self.link.latency,
-            wire=children * size / bandwidth,
-            cores=self._cores(bandwidth),
+            wire=children * size / self._messages,
+            cores=self._cores,
             link=self.name,
             sent=children * size,
         )
 
-    def _cores(self, bandwidth: float) -> float:
-        return min(1.0, self.link.processor * bandwidth)
+    @property
+    def _messages(self) -> float:
+        """Bytes a second in messages from rank to rank."""
+        return self.link.messages or self.link.bandwidth
+
+    @property
+    def _cores(self) -> float:
+        return min(1.0, self.link.processor * self.link.bandwidth)
 
 
 @dataclass(frozen=True)

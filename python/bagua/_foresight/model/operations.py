@@ -7,7 +7,7 @@ copy: reading two and writing one array 1.5, changing one in place 1, filling on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bagua._core.compression.sparse_choice import number_sent
 from bagua._foresight.model import messages
@@ -144,10 +144,10 @@ class Operations:
         if members.ranks == 1:
             return []
         mean = self._arithmetic.passes(bucket.bytes, _CHANGE + _ADD)
-        sent = bucket.bytes
-        if members.ranks % 2 and members.ranks > 1:  # a rank in its turn has no peer
-            sent = round(sent * (members.ranks - 1) / members.ranks)
-        return [members.exchange(sent, 1), Stage(before=mean), self._look(bucket)]
+        stage = members.exchange(bucket.bytes, 1)
+        if members.ranks % 2:  # one rank in its turn has no peer, and waits for the others
+            stage = replace(stage, sent=bucket.bytes * (members.ranks - 1) // members.ranks)
+        return [stage, Stage(before=mean), self._look(bucket)]
 
     def compressed_gossip(self, members: Members, bucket: BucketProfile, codec: str) -> list[Stage]:
         """``CompressedGossip``: the difference to both neighbours."""

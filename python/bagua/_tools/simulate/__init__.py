@@ -1,0 +1,1 @@
+"""``bagua simulate``: predicted steps for other numbers of ranks and other links."""
