@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from bagua._tools.doctor import examine
 from bagua._tools.report import report_text
-from bagua._tools.simulate import simulate
+from bagua._tools.simulate import profile, simulate
 from bagua._tools.top import screen
 
 __all__ = ["main"]
@@ -36,6 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     screen.add_arguments(top)
+    profiling = commands.add_parser(
+        "profile",
+        help="run a training script until its profile is measured",
+        description=profile.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    profile.add_arguments(profiling)
     simulation = commands.add_parser(
         "simulate",
         help="predict steps for other numbers of ranks and other links",
@@ -48,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return examine.main(chosen)
     if chosen.command == "top":
         return screen.main(chosen)
+    if chosen.command == "profile":
+        return profile.main(chosen)
     if chosen.command == "simulate":
         return simulate.main(chosen)
     sys.stdout.write(report_text())
