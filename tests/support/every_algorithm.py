@@ -46,7 +46,7 @@ def made(name):
     return Algorithm.init(registered, **arguments)
 
 
-def wrapped(name, model, lr=0.05):
+def wrapped(name, model, lr=0.05, **arguments_of_wrap):
     """`model` with the algorithm, and its optimizer."""
     registered, arguments = ALGORITHMS[name]
     if registered == "qadam":
@@ -55,4 +55,4 @@ def wrapped(name, model, lr=0.05):
     else:
         optimizer = training.sgd(model, lr=lr)
         chosen = made(name)
-    return model.with_bagua([optimizer], chosen), optimizer
+    return model.with_bagua([optimizer], chosen, **arguments_of_wrap), optimizer

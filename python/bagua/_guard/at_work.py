@@ -136,8 +136,8 @@ class GuardAtWork:
             self._checks += 1
             for entry, found in zip(asked, figures, strict=True):
                 self._judge(entry, found)
-        returned = self._switch()
-        self._ask(returned)
+        self._switch()
+        self._ask()
         self._non_finite.check(self._record.rounds, rounds.non_finite)
         self._record.rounds += 1
 
@@ -188,45 +188,40 @@ class GuardAtWork:
             with contextlib.suppress(Warning):  # no reason to end a step
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
 
-    def _switch(self) -> list[_Watched]:
-        """Have buckets be exact as the record has it; those that no longer are."""
-        returned = []
+    def _switch(self) -> None:
+        """Have buckets be exact as the record has it, from the round that begins on."""
         for entry in self._watched:
             exact = self._record.is_exact(entry.names)
             if exact != entry.exact:
                 entry.exact = exact
                 entry.watch.use_exact(exact)
-                returned += [] if exact else [entry]
-        return returned
 
-    def _ask(self, returned: Sequence[_Watched]) -> None:
-        """Ask for samples in the round that begins: of what is suspected, back, or due."""
-        number = self._record.rounds
-        chosen = [entry for entry in self._watched if entry.suspected or entry in returned]
-        if self._watched and (check := self._check_of(number + 1)) is not None:
-            first = check * self.guard.buckets
-            count = min(self.guard.buckets, len(self._watched))
-            turn = [self._watched[(first + i) % len(self._watched)] for i in range(count)]
-            chosen += [entry for entry in turn if entry not in chosen]
-        for entry in chosen:
-            if entry.exact:
+    def _ask(self) -> None:
+        """Ask for samples in the round that begins: of what is suspected, and of what is due."""
+        number, most = self._record.rounds, self.guard.buckets
+        open_to_doubt = [entry for entry in self._watched if not entry.exact]
+        due = [entry for entry in open_to_doubt if self._is_due(entry, number + 1)]
+        first = number * most % max(1, len(due))
+        chosen = (due[first:] + due[:first])[:most]
+        for i, entry in enumerate(self._watched):
+            if entry not in chosen and not entry.suspected:
                 continue
             flat, padding = entry.bucket.backend_tensor, entry.bucket.padding_tensor
             numel = flat.numel() - (0 if padding is None else padding.numel())
             if numel:
-                seed = number * len(self._watched) + self._watched.index(entry)
+                seed = number * len(self._watched) + i
                 entry.places = places_of(numel, self.guard.elements, seed)
                 if entry.watch.sampled is not None:
                     entry.watch.sampled.request(entry.places.reshape(-1).to(flat.device))
 
-    def _check_of(self, number: int) -> int | None:
-        """The number of the check for which round ``number`` is sampled; None: there is none.
+    def _is_due(self, entry: _Watched, number: int) -> bool:
+        """Whether round ``number`` is one of a check, or of the more frequent ones at the start.
 
-        Two early ones: where training goes wrong at once, the first steps count most.
+        Where training goes wrong at once the first rounds count most, after exact ones too.
         """
-        early = {self.guard.every // 5: 0, 2 * self.guard.every // 5: 1}
-        check, off = divmod(number, self.guard.every)
-        return check + 1 if off == 0 else early.get(number)
+        every = self.guard.every
+        age = number - self._record.exact_until(entry.names)
+        return number % every == 0 or (age <= every and age % max(1, every // 5) == 0)
 
     # What it has found.
 
