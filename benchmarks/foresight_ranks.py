@@ -79,12 +79,11 @@ class Training:
         cross_entropy(self.model(self.images), self.labels).backward()
         self.optimizer.step()
 
-    def seconds_per_step(self, steps):
-        """Mean over steps that all ranks start together; this rank's."""
+    def seconds_per_step(self, steps, least=0.0):
+        """Mean over steps that all ranks start together; this rank's. ``least``: seconds."""
         asynchronous = self.arm is not None and self.arm.algorithm == "async"
         if asynchronous:
             self.model.bagua_algorithm.resume(self.model)
-        least = 0.0 if self.arm is None else self.arm.least_seconds
         dist.barrier()
         start, done = time.perf_counter(), 0
         while done < steps or time.perf_counter() - start < least:
@@ -187,7 +186,9 @@ def measure(turns, budget):
     seconds = {id(training): [] for training in trainings}
     for turn in range(turns):
         for training in trainings if turn % 2 == 0 else reversed(trainings):
-            seconds[id(training)] += mean_of_ranks([training.seconds_per_step(training.steps)])
+            least = 0.0 if training.arm is None else training.arm.least_seconds
+            found = training.seconds_per_step(training.steps, least)
+            seconds[id(training)] += mean_of_ranks([found])
     for training in trainings:
         name = "compute" if training.arm is None else training.arm.name
         median = statistics.median(seconds[id(training)])

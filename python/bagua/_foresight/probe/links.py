@@ -17,7 +17,7 @@ __all__ = ["link_of", "round_of"]
 _TRIPS = 15
 _FIRST_BYTES = 1 << 18
 _MOST_BYTES = 1 << 24
-_SECONDS = 0.05  # that a transfer is to take: longer than the burst that a shaped link lets through
+_SECONDS = 0.1  # that a transfer is to take: longer than the burst that a shaped link lets through
 _TRANSFERS = 3
 _MANY = 16  # messages at once
 _BESIDE = 0.3  # seconds for which a core works beside transfers
@@ -54,6 +54,7 @@ def link_of(communicator: _C.Communicator, device: torch.device | str = "cpu") -
         messages=messages,
         overhead=overhead,
         per_message=max(0.0, (many - sent) / (_MANY - 1)),
+        tree=device.type == "cuda",
     )
 
 

@@ -122,7 +122,7 @@ def measured(
     connections: Connections,
     bucket_bytes: int,
 ) -> Profile:
-    """The profile of these times and of this machine, whose figures are means over the ranks.
+    """The profile of these times and of this machine; the first rank's has the links.
 
     All ranks call it. Buckets are those of ``gradient_allreduce``.
     """
@@ -138,15 +138,14 @@ def measured(
         *ready,
     ]
     arithmetic: dict[str, float] = {}
-    link, agreement = ASSUMED_LINK, 0.0
-    sizes: tuple[int, ...] = (1,)
+    between, inside, agreement = ASSUMED_LINK, None, 0.0
+    nodes = connections.node_of_ranks()
+    sizes = tuple(nodes.count(node) for node in dict.fromkeys(nodes))
     if connections.size > 1:
         communicator = connections.main_communicator(device)
         own = _means(communicator, own, device)
-        link = links.link_of(communicator, device)
+        between, inside = _links(connections, device, sizes)
         agreement = links.round_of(communicator, device)
-        nodes = connections.node_of_ranks()
-        sizes = tuple(nodes.count(node) for node in dict.fromkeys(nodes))
     if device.type == "cpu":
         arithmetic["top_k"] = speeds.top_k_speed(_NUMEL)
         if connections.size > 1:
@@ -163,7 +162,8 @@ def measured(
             dict(zip((name for name, _ in named), ready, strict=True)),
             bucket_bytes,
         ),
-        between=link,
+        between=between,
+        inside=inside,
         codecs={name: CodecSpeed(*figures[3 * i : 3 * i + 3]) for i, name in enumerate(codecs)},
         copy=copies,
         speeds=arithmetic,
@@ -171,6 +171,24 @@ def measured(
         cores=len(os.sched_getaffinity(0)) / max(sizes) if device.type == "cpu" else 2.0,
         spread=max(0.0, square / compute**2 - 1) ** 0.5,
     )
+
+
+def _links(
+    connections: Connections, device: torch.device, sizes: Sequence[int]
+) -> tuple[Link, Link | None]:
+    """Between nodes and inside one, as the first rank sees them. All ranks call it.
+
+    Where all ranks share a node its link is both, to be replaced by the one of a simulation.
+    """
+    if len(sizes) == 1 or len(sizes) == connections.size:
+        link = links.link_of(connections.main_communicator(device), device)
+        return link, link if len(sizes) == 1 else None
+    node, leaders = connections.connect_nodes("profile", device)
+    inside = links.link_of(node, device) if node.size > 1 else None
+    connections.reduce_numbers("measuring links inside nodes", _C.ReduceOp.MAX, 0)
+    between = ASSUMED_LINK if leaders is None else links.link_of(leaders, device)
+    connections.reduce_numbers("measuring links between nodes", _C.ReduceOp.MAX, 0)
+    return between, inside
 
 
 def _buckets(
