@@ -2,12 +2,13 @@
 
     python benchmarks/bench_foresight.py [--quick] [--rates none 1000 200] [--ranks 2 3 4]
 
-A prediction of a network starts from figures of what never communicates as a training does: compute
-and readiness of gradients, copies, codecs and selections (on that many ranks at the same time,
-measured without a network: ranks that share two cores slow each other down), and from the link's
-own latency, bandwidth, overhead and use of cores. Shaped networks are namespaces (network.py) and
-need root; "none" is memory that the ranks share. Prints a table and keeps figures under
-benchmarks/results/; --figures FILE predicts again from such a file, without measuring.
+A prediction starts from figures of what never communicates as a training does. Those of the ranks
+are measured without a network: readiness of gradients, copies, codecs and selections, on as many
+ranks at the same time, as ranks that share two cores slow each other down. Those of the link are
+its latency, bandwidth, overhead and use of cores. Compute alone is measured in turn with the arms.
+Shaped networks are namespaces (network.py) and need root; "none" is memory that the ranks share.
+Prints a table and keeps figures under benchmarks/results/; --figures FILE predicts again from such
+a file, without measuring.
 """
 
 import argparse
@@ -38,16 +39,20 @@ def profile_of(host, network, ranks):
     from bagua._foresight.profile import BucketProfile, CodecSpeed, Link, Profile
 
     own = host["host"]
+    compute = network["steps"]["compute"]["seconds"]
+    scale = compute / own["compute"]
     buckets = []
     for names, numel, size in host["buckets"]:
         shapes = tuple(matrix_of(host["shapes"][name]) for name in names)
-        buckets.append(BucketProfile(numel, size, max(own["ready"][n] for n in names), shapes))
+        buckets.append(
+            BucketProfile(numel, size, scale * max(own["ready"][n] for n in names), shapes)
+        )
     cores = len(os.sched_getaffinity(0)) / ranks
     return Profile(
         ranks=ranks,
         nodes=(1,) * ranks,
-        compute=own["compute"],
-        optimizer=own["optimizer"],
+        compute=compute,
+        optimizer=scale * own["optimizer"],
         buckets=tuple(buckets),
         between=Link(**network["link"]),
         codecs={name: CodecSpeed(*speed) for name, speed in own["codecs"].items()},
