@@ -123,12 +123,12 @@ def host_figures(model):
             *(times.ready[name] for name in names),
         ]
     )
-    numel, figures = 1 << 22, []
+    numel, figures = sum(p.numel() for _, p in named), []
     for measured in (
         lambda: [speeds.copy_speed(numel)],
         *(lambda name=name: [*asdict(speeds.codec_speed(name, numel)).values()] for name in CODECS),
         lambda: [speeds.top_k_speed(numel)],
-        lambda: [speeds.low_rank_speed(communicator(), 1024, 2048)],
+        lambda: [speeds.low_rank_speed(communicator(), 2048, numel // 2048)],
     ):
         dist.barrier()
         figures.append(mean_of_ranks(measured()))

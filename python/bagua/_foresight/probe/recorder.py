@@ -27,7 +27,9 @@ __all__ = ["ASSUMED_LINK", "ProfileMeasured", "Recorder", "end_when_done", "reco
 ASSUMED_LINK = Link(latency=50e-6, bandwidth=1.25e9)
 
 _CODECS = ("block_uint8", "int4_block", "bit2_block")
-_NUMEL = 1 << 22  # elements of the tensors that codecs are timed with: more than caches hold
+#: Elements that copies and codecs are timed with: as many as the model has, within these bounds,
+#: so that caches hold as much of them as in training.
+_LEAST_NUMEL, _MOST_NUMEL = 1 << 20, 1 << 24
 _MATRIX = (1024, 2048)
 _log = logging.getLogger("bagua")
 
@@ -128,12 +130,14 @@ def measured(
     """
     device = named[0][1].device
     ready = [times.ready.get(name, times.compute - times.optimizer) for name, _ in named]
-    codecs = {name: speeds.codec_speed(name, _NUMEL, device) for name in _CODECS}
+    numel = sum(parameter.numel() for _, parameter in named)
+    numel = min(max(numel, _LEAST_NUMEL), _MOST_NUMEL)
+    codecs = {name: speeds.codec_speed(name, numel, device) for name in _CODECS}
     own = [
         times.compute,
         times.compute**2 * (1 + times.spread**2),
         times.optimizer,
-        speeds.copy_speed(_NUMEL, device),
+        speeds.copy_speed(numel, device),
         *(v for speed in codecs.values() for v in (speed.encode, speed.decode, speed.decode_add)),
         *ready,
     ]
@@ -147,7 +151,7 @@ def measured(
         between, inside = _links(connections, device, sizes)
         agreement = links.round_of(communicator, device)
     if device.type == "cpu":
-        arithmetic["top_k"] = speeds.top_k_speed(_NUMEL)
+        arithmetic["top_k"] = speeds.top_k_speed(numel)
         if connections.size > 1:
             arithmetic["low_rank"] = speeds.low_rank_speed(communicator, *_MATRIX)
     compute, square, optimizer, copies, *rest = own
