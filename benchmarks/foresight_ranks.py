@@ -26,7 +26,10 @@ FLAT = {"hierarchical": False}
 
 @dataclass(frozen=True)
 class Arm:
-    """An algorithm. ``least_seconds`` of a measurement; ``cycle``: steps that belong together."""
+    """An algorithm. ``least_seconds`` of a measurement; ``cycle``: steps that belong together.
+
+    With one peer a step and an odd number of ranks as many as there are ranks belong together, too.
+    """
 
     name: str
     algorithm: str
@@ -45,7 +48,7 @@ ARMS = [
     ),
     Arm("power_sgd", "power_sgd", {"rank": 4}),
     Arm("sparse", "sparse"),
-    Arm("decentralized", "decentralized", {**FLAT, "peer_selection_mode": "shift_one"}, cycle=3),
+    Arm("decentralized", "decentralized", {**FLAT, "peer_selection_mode": "shift_one"}),
     Arm("low precision", "low_precision_decentralized", FLAT),
     Arm("async", "async", {"sync_interval_ms": 200}, least_seconds=2.5),
     Arm("diloco", "diloco", {"interval": 10}, cycle=10),
@@ -70,6 +73,9 @@ class Training:
         if arm is not None:
             algorithm = Algorithm.init(arm.algorithm, **arm.arguments)
             self.model = self.model.with_bagua([self.optimizer], algorithm)
+        ranks = dist.get_world_size()
+        odd = arm is not None and arm.algorithm == "decentralized" and ranks % 2
+        self.cycle = ranks if odd else 1 if arm is None else arm.cycle
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.images = torch.randn(BATCH, 3, 32, 32, generator=generator)
         self.labels = torch.randint(CLASSES, (BATCH,), generator=generator)
@@ -178,7 +184,7 @@ def measure(turns, budget):
     trainings = [Training(None, model), *(Training(arm, model) for arm in ARMS)]
     figures["buckets"] = buckets_of(trainings[1])
     for training in trainings:
-        cycle = 1 if training.arm is None else training.arm.cycle
+        cycle = training.cycle
         training.seconds_per_step(2 * cycle)
         (seconds,) = mean_of_ranks([training.seconds_per_step(cycle)])
         training.steps = max(1, round(budget / turns / (seconds * cycle))) * cycle
