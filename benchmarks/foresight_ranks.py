@@ -131,7 +131,7 @@ def host_figures(model):
     )
     numel, figures = sum(p.numel() for _, p in named), []
     for measured in (
-        lambda: [speeds.copy_speed(numel)],
+        lambda: [speeds.copy_speed()],
         *(lambda name=name: [*asdict(speeds.codec_speed(name, numel)).values()] for name in CODECS),
         lambda: [speeds.top_k_speed(numel)],
         lambda: [speeds.low_rank_speed(communicator(), 2048, numel // 2048)],

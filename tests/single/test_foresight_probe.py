@@ -64,7 +64,7 @@ def test_time_in_which_communication_blocks_does_not_count():
 
 
 def test_speeds_are_those_of_the_work_that_is_done():
-    assert 1e8 < speeds.copy_speed(1 << 18) < 1e12
+    assert 1e8 < speeds.copy_speed(numel=1 << 18) < 1e12
     speed = speeds.codec_speed("int4_block", 1 << 16)
     assert min(speed.encode, speed.decode, speed.decode_add) > 1e7
     assert speeds.top_k_speed(1 << 16) > 1e6

@@ -27,7 +27,7 @@ __all__ = ["ASSUMED_LINK", "ProfileMeasured", "Recorder", "end_when_done", "reco
 ASSUMED_LINK = Link(latency=50e-6, bandwidth=1.25e9)
 
 _CODECS = ("block_uint8", "int4_block", "bit2_block")
-#: Elements that copies and codecs are timed with: as many as the model has, within these bounds,
+#: Elements that codecs are timed with: as many as the model has, within these bounds,
 #: so that caches hold as much of them as in training.
 _LEAST_NUMEL, _MOST_NUMEL = 1 << 20, 1 << 24
 _MATRIX = (1024, 2048)
@@ -137,7 +137,7 @@ def measured(
         times.compute,
         times.compute**2 * (1 + times.spread**2),
         times.optimizer,
-        speeds.copy_speed(numel, device),
+        speeds.copy_speed(device),
         *(v for speed in codecs.values() for v in (speed.encode, speed.decode, speed.decode_add)),
         *ready,
     ]

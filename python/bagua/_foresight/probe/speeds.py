@@ -30,8 +30,8 @@ def seconds_of(function: Callable[[], object], device: torch.device | str = "cpu
     return max(1e-9, statistics.median(seconds[1:]))
 
 
-def copy_speed(numel: int, device: torch.device | str = "cpu") -> float:
-    """Bytes a second that are copied, of ``numel`` elements of float32."""
+def copy_speed(device: torch.device | str = "cpu", numel: int = 1 << 24) -> float:
+    """Bytes a second that are copied, of ``numel`` elements of float32: more than caches hold."""
     source = torch.randn(numel, device=device)
     target = torch.empty_like(source)
     return 4 * numel / seconds_of(lambda: target.copy_(source), device)
