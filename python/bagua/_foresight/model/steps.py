@@ -130,13 +130,13 @@ def rounds(
     for work in fragments:
         size = sum(item.bucket.bytes for item in work)
         timeline = Timeline(max(1.0, profile.cores))
-        launched = timeline.add(setting.seconds_of_copy(size) * 1.9, cores=1.0)
+        launched = timeline.add(setting.seconds_of_copy(size) * 2.3, cores=1.0)
         agreed = timeline.add(profile.round, after=(launched,))
         lanes = Lanes(timeline, setting.lanes, agreed)
         for item in work:
             lanes.run(launched, item.stages)
         trained = timeline.add(compute * overlap, cores=1.0, after=(launched,))
-        timeline.add(setting.seconds_of_copy(size) * 4.5, cores=1.0, after=(trained, *lanes.ends))
+        timeline.add(setting.seconds_of_copy(size) * 6.5, cores=1.0, after=(trained, *lanes.ends))
         total += timeline.run() - compute * overlap
         sent += lanes.sent
         spans = lanes.spans()

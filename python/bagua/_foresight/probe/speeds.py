@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -13,21 +12,32 @@ from bagua._foresight.profile import CodecSpeed
 
 __all__ = ["codec_speed", "copy_speed", "low_rank_speed", "seconds_of", "top_k_speed"]
 
-_REPEATS = 7
+_SECONDS = 0.06  # for which a call is repeated, at least so many times
+_CALLS = 3
+_ROUNDS = 7  # of calls that send
 _SENT = 0.01  # share of the elements that a sparse message has
 
 
 def seconds_of(function: Callable[[], object], device: torch.device | str = "cpu") -> float:
-    """Seconds of a call, the median of a few after a first one."""
+    """Seconds of a call after a first one, the mean over some time.
+
+    The mean, since ranks that outnumber the cores take turns that last longer than a call: each
+    call alone would be fast.
+    """
     device = torch.device(device)
-    seconds = []
-    for _ in range(1 + _REPEATS):
-        begun = time.perf_counter()
+
+    def call() -> None:
         function()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-        seconds.append(time.perf_counter() - begun)
-    return max(1e-9, statistics.median(seconds[1:]))
+
+    call()
+    begun, passed, calls = time.perf_counter(), 0.0, 0
+    while passed < _SECONDS or calls < _CALLS:
+        call()
+        calls += 1
+        passed = time.perf_counter() - begun
+    return max(1e-9, passed / calls)
 
 
 def copy_speed(device: torch.device | str = "cpu", numel: int = 1 << 24) -> float:
@@ -85,6 +95,15 @@ def low_rank_speed(communicator: _C.Communicator, rows: int, columns: int) -> fl
         communicator.all_reduce(left, _C.ReduceOp.SUM)
         communicator.all_reduce(right, _C.ReduceOp.SUM)
 
-    messages = seconds_of(sums)
-    whole = seconds_of(lambda: op.run(flat, 1, 1.0, "probe"))
+    messages = _seconds_together(sums)
+    whole = _seconds_together(lambda: op.run(flat, 1, 1.0, "probe"))
     return 4 * numel / max(whole - messages, 0.2 * whole)
+
+
+def _seconds_together(function: Callable[[], object]) -> float:
+    """As :func:`seconds_of` of what all ranks call equally often."""
+    function()
+    begun = time.perf_counter()
+    for _ in range(_ROUNDS):
+        function()
+    return max(1e-9, (time.perf_counter() - begun) / _ROUNDS)
