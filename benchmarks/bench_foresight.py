@@ -7,8 +7,8 @@ are measured without a network: readiness of gradients, copies, codecs and selec
 ranks at the same time, as ranks that share two cores slow each other down. Those of the link are
 its latency, bandwidth, overhead and use of cores. Compute alone is measured in turn with the arms.
 Shaped networks are namespaces (network.py) and need root; "none" is memory that the ranks share.
-Prints a table and keeps figures under benchmarks/results/; --figures FILE predicts again from such
-a file, without measuring.
+Prints a table and keeps figures under benchmarks/results/; --figures FILE... predicts again from
+such files, without measuring.
 """
 
 import argparse
@@ -147,14 +147,17 @@ def main():
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 3, 4])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--budget", type=float, default=1.0, help="seconds for an arm's steps")
-    parser.add_argument("--figures", type=Path, help="of an earlier run: predict only")
+    parser.add_argument("--figures", nargs="+", type=Path, help="of earlier runs: predict only")
     parser.add_argument("--keep", type=Path, help="in place of results/bench_foresight.json")
+    parser.add_argument("--write", action="store_true", help="with --figures: keep them, too")
     parser.add_argument("--rank-output", dest="output", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.output:
         return run_rank(arguments)
     if arguments.figures:
-        networks = json.loads(arguments.figures.read_text())["networks"]
+        networks = {}
+        for path in arguments.figures:
+            networks.update(json.loads(path.read_text())["networks"])
     else:
         if arguments.quick:
             arguments.turns, arguments.ranks = 1, [2]
@@ -173,7 +176,7 @@ def main():
     payload["networks"] = networks
     if arguments.keep:
         arguments.keep.write_text(json.dumps(payload))
-    elif not (arguments.quick or arguments.figures):
+    elif arguments.write or not (arguments.quick or arguments.figures):
         write_results("bench_foresight", payload)
         save_profile(networks)
     return None
