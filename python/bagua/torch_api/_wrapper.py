@@ -128,6 +128,11 @@ class BaguaDistributedDataParallel:
         return self.opening.scales_gradients
 
     @property
+    def joining(self) -> bool:
+        """Whether rounds are those of ``join()``, in which ranks may have no inputs."""
+        return self.opening.eager
+
+    @property
     def parameters_to_ignore(self) -> list[str]:
         """Names of parameters and buffers that are left alone."""
         return self._snapshot.ignored
@@ -250,7 +255,7 @@ class BaguaDistributedDataParallel:
                 rounds = self._rounds
             self._run_pending()
         if communicates and self.bagua_algorithm.need_reset():
-            self._initialise()
+            self._initialise(gives_state=self.bagua_algorithm.reset_gives_state)
             rounds = self._rounds
         if self._running is None:
             return
@@ -349,6 +354,7 @@ class BaguaDistributedDataParallel:
     def stats(self) -> dict[str, Any]:
         """See :meth:`BaguaModule.bagua_stats`."""
         stats = statistics(self._running, self._shared.traffic)
+        stats |= self.bagua_algorithm.statistics()
         return stats if self.guard is None else stats | {"guard": self.guard.stats()}
 
     def pause(self) -> None:

@@ -2,6 +2,7 @@
 
 from bagua.torch_api.algorithms import (
     async_model_average,
+    auto,
     bytegrad,
     decentralized,
     diloco,
@@ -11,6 +12,7 @@ from bagua.torch_api.algorithms import (
     sparse,
 )
 from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithm
+from bagua.torch_api.algorithms.auto import AutoAlgorithm
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
 from bagua.torch_api.algorithms.decentralized import (
@@ -35,6 +37,7 @@ __all__ = [
     "Algorithm",
     "AlgorithmImpl",
     "AsyncModelAverageAlgorithm",
+    "AutoAlgorithm",
     "ByteGradAlgorithm",
     "DecentralizedAlgorithm",
     "DiLoCoAlgorithm",
@@ -50,6 +53,7 @@ __all__ = [
     "SparseAlgorithm",
     "SparseLoCoAlgorithm",
     "async_model_average",
+    "auto",
     "bytegrad",
     "decentralized",
     "diloco",
@@ -93,4 +97,9 @@ GlobalAlgorithmRegistry.register(
 )
 GlobalAlgorithmRegistry.register(
     "sparse", SparseAlgorithm, "the largest elements of gradients, with error feedback"
+)
+GlobalAlgorithmRegistry.register(
+    "auto",
+    AutoAlgorithm,
+    "the fastest of those that compress gradients, or exact ones, by measuring",
 )

@@ -43,6 +43,9 @@ class WrappedModule(Protocol):
     @property
     def module(self) -> torch.nn.Module: ...
 
+    @property
+    def joining(self) -> bool: ...
+
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]: ...
 
     def bagua_floating_buffers(self) -> list[tuple[str, torch.Tensor]]: ...
@@ -54,6 +57,8 @@ class WrappedModule(Protocol):
     def welcome(self) -> None: ...
 
     def wait_pending_comm_ops(self) -> None: ...
+
+    def stats(self) -> dict[str, Any]: ...
 
 
 class Algorithm:
@@ -113,6 +118,8 @@ class AlgorithmImpl:
             ``torch.nn.Embedding(sparse=True)``.
         default_guard: the guard where ``with_bagua`` is given none; None: no guard.
         refuses_guard: why a guard has nothing to watch, and what to do; empty: it may be guarded.
+        reset_gives_state: whether the first rank's state is given to all ranks where
+            :meth:`need_reset` has buckets rebuilt.
     """
 
     broadcast_buffers = True
@@ -130,6 +137,7 @@ class AlgorithmImpl:
     sparse_gradients = False
     default_guard: Guard | None = None
     refuses_guard = ""
+    reset_gives_state = True
 
     def __init__(self, process_group: BaguaProcessGroup) -> None:
         self.process_group = process_group
@@ -207,6 +215,10 @@ class AlgorithmImpl:
     def overrides(self, method: str) -> bool:
         """Whether the algorithm has a ``method`` of its own."""
         return getattr(type(self), method) is not getattr(AlgorithmImpl, method)
+
+    def statistics(self) -> dict[str, Any]:
+        """Further entries of ``bagua_stats()``; by default none."""
+        return {}
 
     def close(self) -> None:
         """Called when the module is wrapped again or closed: undo changes outside of it."""
