@@ -198,7 +198,7 @@ def links_that_change(fast_after):
 
     with (
         mock.patch.object(course.Watching, "round_ended", alarm),
-        mock.patch.object(course, "measure_links", return_value=Links(FAST, None, 0.0)),
+        mock.patch.object(course, "measure_links", return_value=Links(FAST, None)),
     ):
         model, optimizer = wrapped(AutoAlgorithm(profile=profile(SLOW)))
         names = []

@@ -8,9 +8,10 @@ import torch
 from bagua import _C
 from bagua._foresight.candidate import Candidate
 from bagua._foresight.profile import BucketProfile, Link, Profile
-from bagua.torch_api.algorithms.auto import agreed, codecs
+from bagua.torch_api.algorithms.auto import agreed
 from bagua.torch_api.algorithms.auto.candidates import default_candidates, loss_of
 from bagua.torch_api.algorithms.auto.choice import Row, best_of, finalists
+from bagua.torch_api.algorithms.auto.errors import error_of
 from bagua.torch_api.algorithms.auto.links import Links
 from bagua.torch_api.algorithms.auto.steps import StepTimes
 from bagua.torch_api.algorithms.auto.watching import Watching, changed, renewed
@@ -76,21 +77,21 @@ def test_the_error_of_a_codec_is_that_of_what_it_decodes(name):
         decoded = codec.decode(codec.encode(flat), 1, flat.dtype, flat.numel()).reshape(-1)
         lost += (decoded - flat).double().square().sum()
         whole += flat.double().square().sum()
-    assert codecs.error_of(name, gradients()) == pytest.approx(float((lost / whole) ** 0.5))
+    assert error_of(name, gradients()) == pytest.approx(float((lost / whole) ** 0.5))
 
 
 def test_the_error_of_sparse_and_low_rank_gradients_is_the_energy_that_is_left_out():
     vector, thin = gradients()
     largest = vector.abs().sort(descending=True).values[30:]
     expected = float(largest.square().sum() / vector.square().sum()) ** 0.5
-    assert codecs.error_of("largest 0.01", [vector]) == pytest.approx(expected, rel=1e-4)
-    assert codecs.error_of("random 0.25", [vector]) == pytest.approx(0.75**0.5)
-    assert codecs.error_of("rank 2", [thin]) == pytest.approx(0.0, abs=1e-2)
+    assert error_of("largest 0.01", [vector]) == pytest.approx(expected, rel=1e-4)
+    assert error_of("random 0.25", [vector]) == pytest.approx(0.75**0.5)
+    assert error_of("rank 2", [thin]) == pytest.approx(0.0, abs=1e-2)
     values = torch.linalg.svdvals(thin.double()).square()
     expected = float((values[1] / values.sum()) ** 0.5)
-    assert codecs.error_of("rank 1", [thin]) == pytest.approx(expected, rel=0.1)
-    assert codecs.error_of("rank 1", [vector]) == 0.0, "vectors are sent exactly"
-    assert codecs.error_of("int4_block", []) == 0.0
+    assert error_of("rank 1", [thin]) == pytest.approx(expected, rel=0.1)
+    assert error_of("rank 1", [vector]) == 0.0, "vectors are sent exactly"
+    assert error_of("int4_block", []) == 0.0
 
 
 def alone(size=1):
@@ -135,7 +136,7 @@ def test_a_wire_that_differs_by_half_for_three_windows_is_an_alarm(factor):
 def test_links_are_renewed_in_proportion_to_their_messages():
     link, buckets = Link(1e-4, 1e6, messages=2e6), (BucketProfile(1, 4, 0.0),)
     profile = Profile(2, (2,), 0.1, 0.0, buckets, link)
-    same, slower = Links(Link(1e-4, 2.2e6), None, 0.0), Links(Link(1e-3, 5e5), None, 0.0)
+    same, slower = Links(Link(1e-4, 2.2e6), None), Links(Link(1e-3, 5e5), None)
     assert not changed(profile, same)
     assert changed(profile, slower)
     between = renewed(profile, slower).between

@@ -20,6 +20,8 @@ _FIRST_BYTES = 64 * 1024
 _MOST_BYTES = 16 * 1024**2
 _SECONDS = 0.04  # that a transfer is to take: longer than the burst that a shaped link lets through
 _TRANSFERS = 3
+_MANY = 16  # messages at once
+_LEAST_SECONDS_PER_BYTE = 1e-12
 _WHAT = "measuring the links of AutoAlgorithm"
 
 
@@ -30,12 +32,10 @@ class Links:
     Attributes:
         between: between nodes, or between all ranks where each node has one rank or all share one.
         inside: between ranks of a node; None: as between nodes.
-        collective: seconds of an all-reduce of one number beyond the latency of its messages.
     """
 
     between: Link
     inside: Link | None
-    collective: float
 
 
 def node_sizes(connections: Connections) -> tuple[int, ...]:
@@ -61,24 +61,7 @@ def measure_links(connections: Connections, device: torch.device) -> Links:
         between = _Ring(connections, communicator, device, leaders).measure()
         mine = _C.node_members(nodes, connections.rank)
         inside = _Ring(connections, communicator, device, mine).measure()
-    return Links(between, inside, _collective(connections, communicator, device, between))
-
-
-def _collective(
-    connections: Connections,
-    communicator: _C.CountingCommunicator,
-    device: torch.device,
-    link: Link,
-) -> float:
-    one = torch.zeros(1, device=device)
-    times = []
-    for _ in range(_TRIPS):
-        begun = time.perf_counter()
-        communicator.all_reduce(one, _C.ReduceOp.SUM)
-        _wait_for(device)
-        times.append(time.perf_counter() - begun)
-    (seconds,) = largest(connections, _WHAT, [statistics.median(times)])
-    return max(0.0, seconds - 2 * (connections.size - 1) * link.latency)
+    return Links(between, inside)
 
 
 class _Ring:
@@ -94,6 +77,7 @@ class _Ring:
         self._connections = connections
         self._communicator = communicator
         self._device = device
+        self._whole = len(members) == connections.size
         self._peers: tuple[int, int] | None = None
         if connections.rank in members and len(members) > 1:
             place = members.index(connections.rank)
@@ -101,32 +85,59 @@ class _Ring:
 
     def measure(self) -> Link:
         """The slowest member's link. All ranks of the group call it together."""
-        trips, _ = self._transfer(8, _TRIPS)
-        (latency,) = largest(self._connections, _WHAT, [statistics.median(trips)])
-        size, first = _FIRST_BYTES, self._transfer(_FIRST_BYTES, 1)[0]
-        (seconds,) = largest(self._connections, _WHAT, [first[0]])
+        sent, many = statistics.median(self._transfer(8, 1, _TRIPS)[0]), 0.0
+        many = statistics.median(self._transfer(8, _MANY, _TRIPS)[0])
+        sent, many = largest(self._connections, _WHAT, [sent, many])
+        latency, overhead = self._latency(sent)
+        size, (first,) = _FIRST_BYTES, self._transfer(_FIRST_BYTES, 1, 1)[0]
+        (seconds,) = largest(self._connections, _WHAT, [first])
         if seconds > 0:
             size = int(min(max(size * _SECONDS / seconds, size), _MOST_BYTES))
         # The first transfer fills windows and empties what a shaped link lets through at once.
-        times, processor = self._transfer(size, 1 + _TRANSFERS)
-        rest = max(statistics.median(times[1:]) - latency, 1e-9) / size
-        per_byte, core = largest(
-            self._connections, _WHAT, [rest if self._peers else 0.0, processor / size]
+        times, core = self._transfer(size, 1, 1 + _TRANSFERS)
+        rest = max(statistics.median(times[1:]) - sent, 0.0) / size
+        per_byte, core = largest(self._connections, _WHAT, [rest, core / size])
+        bandwidth = 1 / max(per_byte, _LEAST_SECONDS_PER_BYTE)
+        return Link(
+            latency,
+            bandwidth,
+            min(core, 1 / bandwidth),
+            messages=bandwidth,
+            overhead=overhead,
+            per_message=max(0.0, (many - sent) / (_MANY - 1)),
         )
-        return Link(latency, 1 / max(per_byte, 1e-12), min(core, per_byte))
 
-    def _transfer(self, size: int, times: int) -> tuple[list[float], float]:
-        """Seconds of each transfer, and seconds of a core that one takes."""
+    def _latency(self, sent: float) -> tuple[float, float]:
+        """Latency, and seconds of a collective beyond it; ``sent``: seconds of a small message.
+
+        An all-reduce over a ring has 2 (P - 1) messages in a row.
+        """
+        if not self._whole:
+            return sent, 0.0
+        one, times = torch.zeros(1, device=self._device), []
+        for _ in range(1 + _TRIPS):
+            begun = time.perf_counter()
+            self._communicator.all_reduce(one, _C.ReduceOp.SUM)
+            _wait_for(self._device)
+            times.append(time.perf_counter() - begun)
+        (reduced,) = largest(self._connections, _WHAT, [statistics.median(times[1:])])
+        hops = 2 * (self._connections.size - 1)
+        latency = max(0.0, (reduced - sent) / (hops - 1))
+        return latency, max(0.0, sent - latency)
+
+    def _transfer(self, size: int, messages: int, times: int) -> tuple[list[float], float]:
+        """Seconds of each transfer of so many messages, and seconds of a core that one takes."""
         if self._peers is None:
-            return [0.0], 0.0
+            return [0.0] * times, 0.0
         out = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        into = torch.empty_like(out)
         right, left = self._peers
-        self._communicator.exchange([(out[:1], right)], [(into[:1], left)])
+        sends = [(out, right)] * messages
+        receives = [(torch.empty_like(out), left) for _ in range(messages)]
+        self._communicator.exchange([(out[:1], right)], [(receives[0][0][:1], left)])
         seconds, core = [], time.process_time()
         for _ in range(times):
             begun = time.perf_counter()
-            self._communicator.exchange([(out, right)], [(into, left)])
+            self._communicator.exchange(sends, receives)
             _wait_for(self._device)
             seconds.append(time.perf_counter() - begun)
         return seconds, (time.process_time() - core) / times

@@ -12,10 +12,11 @@ import torch
 
 from bagua._core.group.connections import Connections
 from bagua._foresight.candidate import Candidate
+from bagua._foresight.probe.speeds import codec_speed, copy_speed
 from bagua._foresight.profile import BucketProfile, CodecSpeed, Profile
-from bagua.torch_api.algorithms.auto import codecs
 from bagua.torch_api.algorithms.auto.agreed import largest, mean, smallest
 from bagua.torch_api.algorithms.auto.candidates import codecs_of, loss_of
+from bagua.torch_api.algorithms.auto.errors import error_of
 from bagua.torch_api.algorithms.auto.links import measure_links, node_sizes
 from bagua.torch_api.algorithms.auto.steps import Gradients, StepTimes
 
@@ -28,6 +29,7 @@ _TIMED = 4
 #: An exact step that takes longer is not repeated: predictions differ by more than noise there.
 _SLOW_SECONDS = 1.0
 _MOST_CODEC_NUMEL = 256 * 1024
+_COPIED_NUMEL = 2 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -141,9 +143,9 @@ class Measuring:
         links = measure_links(connections, device)
         numel = min(max(group.numel for group in self._groups), _MOST_CODEC_NUMEL)
         names = codecs_of(self._candidates)
-        speeds = [codecs.measure_speed(name, numel, device) for name in names]
+        speeds = [codec_speed(name, numel, device) for name in names]
         flat = [v for speed in speeds for v in (speed.encode, speed.decode, speed.decode_add)]
-        copy, *agreed = smallest(connections, _WHAT, [codecs.measure_copy(device), *flat])
+        copy, *agreed = smallest(connections, _WHAT, [copy_speed(_COPIED_NUMEL, device), *flat])
         sizes = node_sizes(connections)
         share = max(sizes) if device.type == "cpu" else 1
         buckets = tuple(
@@ -157,8 +159,8 @@ class Measuring:
             buckets=buckets,
             between=links.between,
             inside=links.inside,
-            collective=links.collective,
-            round=links.collective + 2 * links.between.latency,
+            collective=links.between.overhead or 0.0,
+            round=(links.between.overhead or 0.0) + 2 * links.between.latency,
             codecs={name: CodecSpeed(*agreed[3 * i : 3 * i + 3]) for i, name in enumerate(names)},
             copy=copy,
             cores=max(1.0, len(os.sched_getaffinity(0)) / share),
@@ -170,7 +172,7 @@ class Measuring:
         self._ready = sample.ready()
         keys = sorted({loss_of(one).key for one in self._candidates} - {""})
         gradients = list(sample.values.values())
-        found = [codecs.error_of(key, gradients) for key in keys]
+        found = [error_of(key, gradients) for key in keys]
         self._errors = dict(zip(keys, largest(self._connections, _WHAT, found), strict=True))
 
     def _complete(self) -> Profile:
@@ -211,7 +213,7 @@ class Measuring:
         (wire,) = smallest(self._connections, _WHAT, [self._wire])
         ranks, links = profile.ranks, [profile.between, profile.inside or profile.between]
         slower = min(links, key=lambda link: link.bandwidth)
-        seconds = wire - profile.collective - 2 * (ranks - 1) * slower.latency
+        seconds = wire - (slower.overhead or 0.0) - 2 * (ranks - 1) * slower.latency
         if not (0 < seconds < math.inf):
             return profile
         messages = slower.messages or slower.bandwidth

@@ -1,52 +1,15 @@
-"""Speed of codecs on this device, and their error on real gradients."""
+"""The relative error of what compression leaves of real gradients."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from bagua import _C
-from bagua._foresight.profile import CodecSpeed
 
-__all__ = ["error_of", "measure_copy", "measure_speed"]
-
-_REPEATS = 3
-_COPIED_BYTES = 8 * 1024**2
-
-
-def measure_speed(name: str, numel: int, device: torch.device) -> CodecSpeed:
-    """Speed of a codec on one chunk of ``numel`` elements of f32."""
-    codec = _C.make_codec(name, device.type)
-    x = torch.randn(numel, device=device)
-    payload, out = codec.encode(x), torch.zeros_like(x)
-    size = 4 * numel
-    return CodecSpeed(
-        size / _fastest(lambda: codec.encode_into(x, 1, payload), device),
-        size / _fastest(lambda: codec.decode_into(payload, 1, out), device),
-        size / _fastest(lambda: codec.decode_add(payload, x.dtype, out), device),
-    )
-
-
-def measure_copy(device: torch.device) -> float:
-    """Bytes a second that the device copies, or one core of the processor."""
-    x = torch.zeros(_COPIED_BYTES // 4, device=device)
-    y = torch.empty_like(x)
-    return _COPIED_BYTES / _fastest(lambda: y.copy_(x), device)
-
-
-def _fastest(function: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call: the fastest of a few, as whatever disturbs one makes it slower."""
-    seconds = []
-    for _ in range(1 + _REPEATS):
-        begun = time.perf_counter()
-        function()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        seconds.append(time.perf_counter() - begun)
-    return max(min(seconds[1:]), 1e-9)
+__all__ = ["error_of"]
 
 
 @torch.no_grad()

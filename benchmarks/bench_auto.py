@@ -1,0 +1,210 @@
+"""AutoAlgorithm against the candidates that it chooses from: seconds of a step after the choice.
+
+    python benchmarks/bench_auto.py [--rates none 1000 200 20] [--tasks vgg text tiny] [--quick]
+
+Two ranks on links of so many Mbit/s (none: unshaped), in network namespaces, which need root. All
+arms take turns within one process; ratios are medians over the turns. An arm for each candidate
+whose error `auto` allows by default, and one for `auto`, which first trains until it has chosen.
+Exits with 1 where `auto` takes more than 1.05 times the best candidate's step. Results are written
+to benchmarks/results/bench_auto.json.
+"""
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import bagua.torch_api as bagua
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms import Algorithm
+from common import machine, write_results
+from rank_processes import figures_of
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+TARGET = 1.05
+RANKS = 2
+EXACT = "gradient_allreduce"
+ARMS = {
+    EXACT: (EXACT, {}),
+    "bytegrad": ("bytegrad", {"hierarchical": False}),
+    "bytegrad int4_block": (
+        "bytegrad",
+        {"hierarchical": False, "codec": "int4_block", "error_feedback": True},
+    ),
+    "auto": ("auto", {"replan": True}),
+}
+#: An arm is timed for so long in each turn, one step at least.
+SECONDS_OF_A_TURN = 1.0
+
+
+class Tiny(nn.Module):
+    """500 layers of 272 parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(500)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + 0.01 * layer(x)
+        return x
+
+
+def vgg(rank):
+    from step_arms import BATCH, CLASSES, make_model, sgd
+
+    generator = torch.Generator().manual_seed(rank)
+    images = torch.randn(BATCH, 3, 32, 32, generator=generator)
+    labels = torch.randint(CLASSES, (BATCH,), generator=generator)
+    return make_model(), sgd, lambda model: cross_entropy(model(images), labels)
+
+
+def text(rank):
+    from curve_tasks import TASKS, loss_of
+
+    task = TASKS["text"]
+    inputs, targets, *_ = task.data(rank, RANKS)
+    inputs, targets = inputs[: task.batch], targets[: task.batch]
+    return task.make_model(), task.optimizer, lambda model: loss_of(model, inputs, targets)
+
+
+def tiny(rank):
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
+    return Tiny(), lambda p: torch.optim.SGD(p, lr=1e-3), lambda model: model(x).square().mean()
+
+
+TASKS = {"vgg": vgg, "text": text, "tiny": tiny}
+
+
+class Arm:
+    """A copy of the model that is trained by one algorithm."""
+
+    def __init__(self, name, model, make_optimizer, loss):
+        self.model = copy.deepcopy(model)
+        self.optimizer = make_optimizer(self.model.parameters())
+        registered, arguments = ARMS[name]
+        self.model.with_bagua([self.optimizer], Algorithm.init(registered, **arguments))
+        self.loss = loss
+        self.steps_of_a_turn = 1
+
+    def step(self):
+        self.optimizer.zero_grad()
+        self.loss(self.model).backward()
+        self.optimizer.step()
+
+    def seconds_per_step(self):
+        dist.barrier()
+        begun = time.perf_counter()
+        for _ in range(self.steps_of_a_turn):
+            self.step()
+        return (time.perf_counter() - begun) / self.steps_of_a_turn
+
+    def warm_up(self):
+        self.step()
+        seconds = torch.tensor(self.seconds_per_step())
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        self.steps_of_a_turn = min(50, max(1, int(SECONDS_OF_A_TURN / seconds.item())))
+
+
+def measure(task, turns):
+    """Figures of rank 0."""
+    bagua.init_process_group()
+    torch.manual_seed(0)
+    parts = TASKS[task](dist.get_rank())
+    auto = Arm("auto", *parts)
+    begun, steps = time.perf_counter(), 0
+    while auto.model.bagua_stats()["choice"]["state"] != "chosen":
+        auto.step()
+        steps += 1
+    probe = time.perf_counter() - begun
+    arms = {name: auto if name == "auto" else Arm(name, *parts) for name in ARMS}
+    for arm in arms.values():
+        arm.warm_up()
+    seconds = {name: [] for name in arms}
+    for turn in range(turns):
+        for name in arms if turn % 2 == 0 else reversed(arms):
+            seconds[name].append(arms[name].seconds_per_step())
+    for name, arm in arms.items():
+        check(name, arm.model)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    best = min((name for name in medians if name != "auto"), key=medians.get)
+
+    def ratio(other):
+        pairs = zip(seconds["auto"], seconds[other], strict=True)
+        return statistics.median(own / theirs for own, theirs in pairs)
+
+    choice = auto.model.bagua_stats()["choice"]
+    return {
+        "seconds": medians,
+        "best": best,
+        "to_best": ratio(best),
+        "to_exact": ratio(EXACT),
+        "choice": choice,
+        "probe_steps": steps,
+        "probe_seconds": probe,
+    }
+
+
+def check(name, model):
+    """All ranks hold the same finite weights, or RuntimeError."""
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    own = flat.view(torch.int32).sum(dtype=torch.int64)
+    sums = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(sums, own)
+    if not flat.isfinite().all() or any(other != own for other in sums):
+        raise RuntimeError(f"{name}: weights are not finite, or differ between ranks")
+
+
+def print_table(cases):
+    print(
+        "| Mbit/s | model | auto chose | best | exact | 8 bits | 4 bits | auto | to best | probe |"
+    )
+    print("|---:|---|---|---|---:|---:|---:|---:|---:|---:|")
+    for case in cases:
+        times = " | ".join(f"{case['seconds'][name] * 1e3:.1f} ms" for name in ARMS)
+        print(
+            f"| {case['rate']} | {case['task']} | {case['choice']['chosen']} | {case['best']} "
+            f"| {times} | {case['to_best']:.3f} "
+            f"| {case['probe_steps']} steps, {case['probe_seconds']:.1f} s |"
+        )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rates", nargs="+", default=["none", "1000", "200", "20"])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--quick", action="store_true", help="one turn, for a first impression")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--rank-output", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    turns = 1 if arguments.quick else arguments.turns
+    if arguments.rank_output:
+        figures = measure(arguments.tasks[0], turns)
+        if dist.get_rank() == 0:
+            Path(arguments.rank_output).write_text(json.dumps(figures))
+        return bagua.destroy_process_group()
+
+    cases = []
+    for rate in arguments.rates:
+        for task in arguments.tasks:
+            slow = rate == "20" and task == "vgg"  # an exact step takes 15 seconds
+            options = ["--tasks", task, "--turns", min(turns, 2) if slow else turns]
+            figures = figures_of(rate, __file__, options, RANKS)
+            cases.append({"rate": rate, "task": task, **figures})
+            print_table(cases[-1:])
+    print_table(cases)
+    if not arguments.quick:
+        write_results("bench_auto", {"machine": machine(), "ranks": RANKS, "cases": cases})
+    late = [case for case in cases if case["to_best"] > TARGET]
+    if late:
+        names = ", ".join(f"{case['task']} at {case['rate']}" for case in late)
+        sys.exit(f"bench_auto: more than {TARGET} times the best candidate: {names}")
+
+
+if __name__ == "__main__":
+    main()
