@@ -55,8 +55,9 @@ def test_candidates_close_to_the_best_are_tried_beside_exact_gradients(rows, exp
 
 
 def test_nodes_of_several_ranks_have_hierarchical_candidates():
-    flat, several = default_candidates((4,)), default_candidates((2, 2))
+    (flat, refused), (several, _) = default_candidates((4,)), default_candidates((2, 2))
     assert set(flat) < set(several)
+    assert [one.algorithm for one in refused] == ["power_sgd", "sparse"]
     forms = [one.arguments.get("hierarchical") for one in several if loss_of(one).key == ""]
     assert forms == [None, True, "sharded"]
     shares = [one for one in several if one.arguments.get("hierarchical") == "sharded"]

@@ -54,10 +54,16 @@ def exact(hierarchical: bool | str = False) -> Candidate:
     return Candidate("gradient_allreduce", arguments, lanes=lanes_of_the_environment())
 
 
-def default_candidates(nodes: Sequence[int]) -> list[Candidate]:
-    """The candidates for ``nodes``, the ranks of each node; what is equal in time is in order.
+#: Why low-rank and sparse gradients are taken only where users name them: gradients of the first
+#: steps are of lower rank than later ones, so that their measured error promises too much.
+NOT_BY_DEFAULT = "can end worse, with AdamW above all: name it in candidates= to allow it"
 
-    Low-rank and sparse gradients are among them, so that the table shows why they are not taken.
+
+def default_candidates(nodes: Sequence[int]) -> tuple[list[Candidate], dict[Candidate, str]]:
+    """The candidates where users name none, and those of them that are not taken, with the reason.
+
+    Args:
+        nodes: the number of ranks of each node.
     """
     several = len(nodes) > 1 and max(nodes) > 1
     forms: list[bool | str] = [False, True, "sharded"] if several else [False]
@@ -68,9 +74,10 @@ def default_candidates(nodes: Sequence[int]) -> list[Candidate]:
     found += [
         Candidate("bytegrad", {"hierarchical": form, **four}) for form in forms if form != "sharded"
     ]
-    found += [Candidate("power_sgd", {"rank": 4}), Candidate("sparse", {"ratio": 0.01})]
+    shown = [Candidate("power_sgd", {"rank": 4}), Candidate("sparse", {"ratio": 0.01})]
     lanes = lanes_of_the_environment()
-    return [replace(candidate, lanes=lanes) for candidate in found]
+    found = [replace(candidate, lanes=lanes) for candidate in [*found, *shown]]
+    return found, dict.fromkeys(found[-len(shown) :], NOT_BY_DEFAULT)
 
 
 def as_candidates(given: Sequence[str | Candidate]) -> list[Candidate]:

@@ -77,7 +77,7 @@ def rows_of(
     profile: Profile,
     candidates: Sequence[Candidate],
     limits: Limits,
-    unsupported: Mapping[Candidate, str] | None = None,
+    refused: Mapping[Candidate, str] | None = None,
     *,
     ranks: int | None = None,
 ) -> list[Row]:
@@ -87,7 +87,7 @@ def rows_of(
         profile: with the errors of what the candidates lose.
         candidates: to choose from.
         limits: of the errors.
-        unsupported: candidates that cannot train this model, with the reason.
+        refused: candidates that are not to be taken, with the reason.
         ranks: of the group; None: those of the profile.
     """
     rows = []
@@ -95,7 +95,7 @@ def rows_of(
         loss = loss_of(candidate)
         error = profile.errors.get(loss.key) if loss.key else 0.0
         limit = limits.with_feedback if loss.feedback else limits.without_feedback
-        refusal = (unsupported or {}).get(candidate, "")
+        refusal = (refused or {}).get(candidate, "")
         if not refusal and loss.key and error is None:
             refusal = "error not measured"
         if not refusal and error is not None and error > limit:

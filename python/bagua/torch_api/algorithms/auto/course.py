@@ -68,7 +68,7 @@ class Course:
         device: torch.device,
         module_name: str,
         candidates: Sequence[Candidate],
-        unsupported: Mapping[Candidate, str],
+        refused: Mapping[Candidate, str],
     ) -> None:
         self.chosen: Candidate | None = None
         self.profile: Profile | None = None
@@ -77,7 +77,7 @@ class Course:
         self._device = device
         self._module_name = module_name
         self._candidates = candidates
-        self._unsupported = unsupported
+        self._refused = refused
         self._groups: list[Group] = []
         self._rows: list[Row] = []
         self._why = ""
@@ -100,7 +100,7 @@ class Course:
 
         ``profile``: given by the user.
         """
-        possible = [one for one in self._candidates if one not in self._unsupported]
+        possible = [one for one in self._candidates if one not in self._refused]
         if self._connections.size == 1:
             lossless = [one for one in possible if not loss_of(one).key]
             return self._choose((lossless or possible or self._candidates)[0], "one rank")
@@ -139,7 +139,7 @@ class Course:
                 self._connections,
                 named,
                 self._groups,
-                [one for one in self._candidates if one not in self._unsupported],
+                self._candidates,
                 settings.most_steps,
                 settings.most_seconds,
             )
@@ -198,7 +198,7 @@ class Course:
             self.profile,
             self._candidates,
             self._settings.limits,
-            self._unsupported,
+            self._refused,
             ranks=self._connections.size,
         )
 

@@ -182,7 +182,8 @@ class Measuring:
         inside, after = self.times.compute()
         # Hooks slow down the step in which gradients are taken: its times are only proportions. On
         # a device they are all there is, as the host does not wait for it.
-        inside = inside if self._timed and self._device.type == "cpu" else last
+        timed = self._timed > 0 and inside > 0 and self._device.type == "cpu"
+        inside = inside if timed else last
         scale = inside / last if last > 0 else 1.0
         ready = [
             max((self._ready.get(name, last) for name in group.names), default=last) * scale

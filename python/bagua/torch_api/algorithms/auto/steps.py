@@ -54,7 +54,7 @@ class StepTimes:
         elif self.forward:
             if self._ended:
                 self._whole.append(now - self._ended)
-            self._inside.append(now - self.forward - exposed)
+            self._inside.append(max(0.0, now - self.forward - exposed))
         self.forward, self._ended = 0.0, now
 
     @property
