@@ -4,7 +4,7 @@ import dataclasses
 import json
 from unittest import mock
 
-import bagua.torch_api as bagua  # noqa: F401 - gives modules with_bagua
+import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
@@ -83,6 +83,11 @@ CHOICES = {
         {"max_error": 0.0, "max_error_with_feedback": 0.0},
         "gradient_allreduce",
     ),
+    "errors that are not in the profile": (
+        dataclasses.replace(profile(SLOW), errors={}),
+        {},
+        FOUR,
+    ),
     "slow codecs": (profile(Link(1e-5, 3e9), codec=2e7), {}, "gradient_allreduce"),
     "few candidates": (
         profile(SLOW),
@@ -106,7 +111,7 @@ def test_figures_decide_and_all_ranks_choose_the_same(ranks, size, case):
     assert results == [results[0]] * size
     choice, why, refused, _ = results[0]
     assert choice == ("chosen", expected), (why, refused)
-    if not arguments:
+    if case == "slow":
         assert "name it in candidates=" in refused["power_sgd(rank=4)"]
 
 
@@ -325,6 +330,23 @@ def profiles_that_differ():
 def test_ranks_with_different_profiles_are_refused_at_the_wrap(ranks):
     with pytest.raises(Exception, match="differ in the model or the arguments of with_bagua"):
         ranks(2, profiles_that_differ)
+
+
+def warnings_of_the_start():
+    try:
+        return training.warnings_of(bagua.init_process_group)
+    finally:
+        bagua.destroy_process_group()
+
+
+def test_variables_of_baguas_autotuning_are_taken_with_a_word_on_rank_0(ranks):
+    asked = {"BAGUA_AUTOTUNE": "1", "BAGUA_AUTOTUNE_MAX_SAMPLES": "30"}
+    first, second = ranks(2, warnings_of_the_start, env=asked)
+    assert second == []
+    (said,) = first
+    assert "BAGUA_AUTOTUNE, BAGUA_AUTOTUNE_MAX_SAMPLES: no effect" in said
+    assert "Algorithm.init('auto')" in said
+    assert ranks(2, warnings_of_the_start, env={"BAGUA_AUTOTUNE": "0"}) == [[], []]
 
 
 @pytest.mark.parametrize(

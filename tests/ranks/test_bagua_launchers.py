@@ -56,6 +56,7 @@ def test_arguments_of_baguas_launcher_are_taken(tmp_path):
     )
     assert end.returncode == 0, end.stderr
     assert "--bagua_service_port, --autotune_level, --enable_bagua_net: no effect" in end.stderr
+    assert "Algorithm.init('auto')" in end.stderr
     written = [path.read_text() for path in (tmp_path / "logs").rglob("stdout.log")]
     assert sorted(written) == [f"ranks {rank} 2 {rank} 2 4096 --own 7\n" for rank in range(2)]
 

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given:
         sys.stderr.write(
             f"bagua.distributed: {', '.join(given)}: no effect; there is no autotuning service, "
-            "and torchrun starts the ranks\n"
+            "and torchrun starts the ranks. Algorithm.init('auto') chooses an algorithm\n"
         )
     if chosen.default_bucket_size is not None:
         os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = str(chosen.default_bucket_size)

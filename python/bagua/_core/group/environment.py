@@ -3,6 +3,7 @@
 import math
 import os
 import socket
+import warnings
 
 __all__ = [
     "find_free_network_port",
@@ -20,6 +21,7 @@ __all__ = [
     "get_straggler_seconds",
     "get_top_seconds",
     "get_world_size",
+    "warn_of_autotuning",
 ]
 
 _TORCHRUN = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -185,3 +187,15 @@ def find_free_network_port() -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def warn_of_autotuning() -> None:
+    """Warn on rank 0 where variables of Bagua's autotuning ask for it (``BAGUA_AUTOTUNE``)."""
+    if os.environ.get("BAGUA_AUTOTUNE", "0") in ("", "0") or get_rank() != 0:
+        return
+    given = sorted(name for name in os.environ if name.startswith("BAGUA_AUTOTUNE"))
+    warnings.warn(
+        f"{', '.join(given)}: no effect, as there is no autotuning service. Algorithm.init('auto') "
+        "measures the training as it begins and takes the fastest algorithm.",
+        stacklevel=3,
+    )

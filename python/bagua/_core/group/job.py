@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from bagua._core.group import environment as env
 from bagua._core.group.elastic.arrival import (
     BACKEND,
     announce,
@@ -117,6 +118,7 @@ def init_process_group(
             "without a backend that would need all ranks: drop backend=, and torch's own "
             "init_process_group()"
         )
+    env.warn_of_autotuning()
     comes_back, keys = False, None
     if dist.is_initialized():
         if store is not None or backend is not None:

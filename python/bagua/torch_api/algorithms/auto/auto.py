@@ -17,6 +17,7 @@ from bagua._core.state.snapshot import sparse_parameters
 from bagua._foresight.candidate import Candidate
 from bagua._foresight.profile import Profile
 from bagua._foresight.profile_file import load, values_of
+from bagua._guard.arguments import Guard
 from bagua._sync.synchronizer import Synchronizer
 from bagua._sync.wrapper import Wrapper as SynchronizedModule
 from bagua.torch_api.algorithms.auto.candidates import (
@@ -52,7 +53,8 @@ class AutoAlgorithm(Algorithm):
     what each candidate loses of the real gradients. A model of a step
     (``bagua simulate``) predicts every candidate; close ones are tried for some steps each. The
     winner trains from then on: within 20 steps or 5 seconds, where one exact step takes no longer.
-    All ranks choose the same. Exact gradients stay if nothing is faster by 3 %.
+    All ranks choose the same. Exact gradients stay if nothing is faster by 3 %. A guard watches
+    what the choice loses (:class:`~bagua.torch_api.Guard`); ``with_bagua(guard=...)`` replaces it.
 
     ``module.bagua_stats()["choice"]`` has the table of all candidates, which the first rank logs.
 
@@ -76,7 +78,9 @@ class AutoAlgorithm(Algorithm):
         replan: measure the links again, and choose anew, when the wire has been twice as fast or
             slow for several seconds. Costs an all-reduce of one number every two seconds.
         profile: choose from this :class:`~bagua._foresight.profile.Profile`, or its file, which
-            ``bagua profile`` writes, instead of measuring: the choice is the same in every run.
+            a training with ``BAGUA_PROFILE`` writes, instead of measuring: the choice is the same
+            in every run. A codec whose error it does not have counts with that of cubes of normal
+            numbers.
 
     Raises:
         TypeError, ValueError: an argument of another kind or out of range, by name.
@@ -138,6 +142,7 @@ class AutoAlgorithmImpl(AlgorithmImpl):
 
     ranks_agree = True
     reset_gives_state = False
+    default_guard = Guard()
 
     def __init__(self, process_group: BaguaProcessGroup, arguments: AutoAlgorithm) -> None:
         super().__init__(process_group)

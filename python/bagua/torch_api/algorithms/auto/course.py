@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from bagua._foresight.candidate import Candidate
 from bagua._foresight.profile import Profile
 from bagua._sync.bucketing import split_by_bucket_size
 from bagua.torch_api.algorithms.auto.agreed import largest
-from bagua.torch_api.algorithms.auto.candidates import loss_of
+from bagua.torch_api.algorithms.auto.candidates import codecs_of, loss_of
 from bagua.torch_api.algorithms.auto.choice import (
     WORTH,
     Limits,
@@ -26,6 +26,7 @@ from bagua.torch_api.algorithms.auto.choice import (
     table_text,
     with_trial,
 )
+from bagua.torch_api.algorithms.auto.errors import typical_errors
 from bagua.torch_api.algorithms.auto.links import measure_links
 from bagua.torch_api.algorithms.auto.measuring import Group, Measuring
 from bagua.torch_api.algorithms.auto.steps import StepTimes
@@ -107,7 +108,8 @@ class Course:
         if len(possible) <= 1:
             return self._choose((possible or self._candidates)[0], "the only candidate")
         if profile is not None:
-            self.profile = profile
+            known = typical_errors(codecs_of(self._candidates)) | dict(profile.errors)
+            self.profile = replace(profile, errors=known)
             self._predict()
             return self._choose_best()
         return None

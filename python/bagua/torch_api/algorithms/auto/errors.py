@@ -9,7 +9,16 @@ import torch
 
 from bagua import _C
 
-__all__ = ["error_of"]
+__all__ = ["error_of", "typical_errors"]
+
+_TYPICAL_NUMEL = 2**16
+
+
+def typical_errors(names: Sequence[str]) -> dict[str, float]:
+    """Error of each codec on cubes of normal numbers, which have tails as heavy as gradients."""
+    generator = torch.Generator().manual_seed(0)
+    cubes = [torch.randn(_TYPICAL_NUMEL, generator=generator, device="cpu") ** 3]
+    return {name: error_of(name, cubes) for name in names}
 
 
 @torch.no_grad()
