@@ -70,6 +70,8 @@ def choose(name, parameters):
         return optimizer, algorithm
     if name == "diloco":  # ranks that see different digits must meet often
         return optimizer, Algorithm.init(name, outer_optimizer=OuterSGD(0.7, 0.3), interval=5)
+    if name == "auto":
+        return optimizer, Algorithm.init(name)
     return optimizer, Algorithm.init(name, hierarchical=False)
 
 
@@ -117,6 +119,7 @@ def train(algorithm, epochs, seed, show_progress=False):
                 draw_progress(f"{algorithm}, seed {seed}", step + 1, total_steps, test_losses[-1])
 
     accuracy = {"own": evaluate(model, test_images, test_labels)[1]}
+    counted_steps, choice = total_steps - WARM_UP.get(algorithm, 0), None
     if algorithm != "none":
         if algorithm == "async":
             model.bagua_algorithm.abort(model)
@@ -125,7 +128,10 @@ def train(algorithm, epochs, seed, show_progress=False):
         averaged = bagua.average_weights(model)  # where ranks differ, the model to export
         accuracy["own"] = evaluate(model, test_images, test_labels)[1]
         accuracy["mean"] = evaluate(averaged, test_images, test_labels)[1]
-        bytes_sent = model.bagua_stats()["total"]["bytes_sent"]
+        stats = model.bagua_stats()
+        bytes_sent = stats["total"]["bytes_sent"]
+        if algorithm == "auto":  # what is counted begins with the choice
+            choice, counted_steps = stats["choice"], stats["rounds"]
     worst = accuracy["own"].clone()
     bagua.allreduce_inplace(worst, op=bagua.ReduceOp.MIN)
     return {
@@ -135,7 +141,8 @@ def train(algorithm, epochs, seed, show_progress=False):
         "worst_rank": worst.item(),  # with its own weights
         "seconds_per_step": statistics.median(seconds),
         # By this rank, after the warm-up; what is counted begins anew with it.
-        "bytes_sent_per_step": bytes_sent / (total_steps - WARM_UP.get(algorithm, 0)),
+        "bytes_sent_per_step": bytes_sent / counted_steps,
+        "choice": choice,  # of auto
         "compressed_steps": getattr(optimizer, "compressed_steps", 0) / total_steps,
         "test_losses": test_losses,  # one per EVALUATE_EVERY steps, of rank 0's weights
     }

@@ -29,6 +29,7 @@ TITLES = {
     "low_precision_decentralized": "8-bit differences (low_precision_decentralized)",
     "diloco": "outer step every 5 steps (diloco)",
     "async": "averaged asynchronously (async)",
+    "auto": "chosen by measuring (auto)",
 }
 ALGORITHMS = list(TITLES)
 RANKS = 2
@@ -68,6 +69,7 @@ def summarise(results):
             key: statistics.mean(run[key] for run in runs)
             for key in ("accuracy", "worst_rank", "bytes_sent_per_step", "compressed_steps")
         }
+        rows[algorithm]["choice"] = runs[0]["choice"]
         rows[algorithm]["seconds"] = statistics.median(run["seconds_per_step"] for run in runs)
         rows[algorithm]["losses"] = [
             statistics.mean(step) for step in zip(*(r["test_losses"] for r in runs), strict=True)
@@ -89,6 +91,13 @@ def print_table(rows, seeds):
             f"| {row['seconds'] * 1e3:.1f} ms | {sent / 1e6:.4f} MB | {sent / exact_bytes:.3f} |"
         )
     print(f"\nQAdam: {rows['qadam']['compressed_steps']:.0%} of its steps ran compressed.")
+    choice = rows["auto"]["choice"]
+    print(f"auto chose {choice['chosen']}: {choice['why']}. What it compared, in ms per step:")
+    for row in choice["table"]:
+        predicted = f"predicted {row['predicted_seconds'] * 1e3:.2f}"
+        if row["measured_seconds"] is not None:
+            predicted += f", measured {row['measured_seconds'] * 1e3:.2f}"
+        print(f"  {row['candidate']}: {predicted} {row['refusal'] and '(' + row['refusal'] + ')'}")
 
 
 def draw(rows, path):
@@ -100,7 +109,8 @@ def draw(rows, path):
     figure, (over_steps, over_bytes) = pyplot.subplots(1, 2, figsize=(12, 5), sharey=True)
     for axes in (over_steps, over_bytes):
         axes.set_prop_cycle(color=["black", *pyplot.get_cmap("tab10").colors])
-    for algorithm, row in rows.items():
+    drawn = {name: row for name, row in rows.items() if name != "auto"}  # lies on what it chose
+    for algorithm, row in drawn.items():
         steps = [EVALUATE_EVERY * (i + 1) for i in range(len(row["losses"]))]
         over_steps.plot(steps, row["losses"], label=TITLES[algorithm])
         sent = [row["bytes_sent_per_step"] * step / 1e6 for step in steps]
@@ -138,6 +148,8 @@ def find_faults(rows):
                 f"{TITLES[algorithm]}: sent {ratio:.3f} of the exact run's bytes, more than "
                 f"{allowed}"
             )
+    if rows["auto"]["choice"]["state"] != "chosen":
+        faults.append("auto has not chosen in a whole training")
     if rows["qadam"]["compressed_steps"] < 0.8:
         faults.append(f"qadam compressed {rows['qadam']['compressed_steps']:.0%} of its steps only")
     return faults
