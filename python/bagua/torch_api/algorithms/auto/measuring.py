@@ -28,8 +28,8 @@ _SAMPLED, _MOST_SAMPLED = 2, 8
 _TIMED = 4
 #: An exact step that takes longer is not repeated: predictions differ by more than noise there.
 _SLOW_SECONDS = 1.0
-_MOST_CODEC_NUMEL = 256 * 1024
-_COPIED_NUMEL = 2 * 1024**2
+_MOST_CODEC_NUMEL = 1024**2
+_COPIED_NUMEL = 8 * 1024**2  # more than caches hold
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Measuring:
         names = codecs_of(self._candidates)
         speeds = [codec_speed(name, numel, device) for name in names]
         flat = [v for speed in speeds for v in (speed.encode, speed.decode, speed.decode_add)]
-        copy, *agreed = smallest(connections, _WHAT, [copy_speed(_COPIED_NUMEL, device), *flat])
+        copy, *agreed = smallest(connections, _WHAT, [copy_speed(device, _COPIED_NUMEL), *flat])
         sizes = node_sizes(connections)
         share = max(sizes) if device.type == "cpu" else 1
         buckets = tuple(
