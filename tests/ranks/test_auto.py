@@ -160,6 +160,20 @@ def test_errors_are_those_of_the_first_gradients_that_are_finite(ranks):
 
 
 @training.with_group
+def chosen_after_one_step():
+    model, optimizer = wrapped(AutoAlgorithm(most_steps=1))
+    train(model, optimizer, 1)
+    table = model.bagua_stats()["choice"]["table"]
+    return choice_of(model), [row["error"] for row in table][:3]
+
+
+def test_one_step_is_enough_to_choose(ranks):
+    for choice, errors in ranks(2, chosen_after_one_step):
+        assert choice == ("chosen", "gradient_allreduce")
+        assert 0 < errors[1] < errors[2] < 1
+
+
+@training.with_group
 def tried():
     """The predictions say that lossy candidates are faster; nothing is, for so small a model."""
     with mock.patch.object(course, "rows_of", rows_that_promise):

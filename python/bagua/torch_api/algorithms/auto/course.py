@@ -175,7 +175,7 @@ class Course:
     def restore(self, candidate: Candidate, profile: Profile | None) -> None:
         """Take the choice of a checkpoint."""
         self.close()
-        self._measuring, self._trial, self._trials = None, None, []
+        self._measuring, self._watching, self._trial, self._trials = None, None, None, []
         self.profile = profile
         if profile is not None:
             self._predict()

@@ -111,15 +111,16 @@ class Measuring:
 
     def _sampled(self, slow: bool) -> Profile | None:
         """A step has ended in which gradients were taken."""
-        if slow or self._rounds > 1:
+        last = slow or self._over()
+        if last or self._rounds >= _SAMPLED:
             self._take_sample()
             finite = math.isfinite(sum(self._errors.values()))
-            if (finite and (slow or self._rounds >= _SAMPLED)) or self._rounds >= _MOST_SAMPLED:
+            if finite or self._rounds >= _MOST_SAMPLED:
                 self.close()
-        if self._hooks is None and slow:
-            return self._complete()
+                if last:
+                    return self._complete()
         self.times.restart()
-        return self._complete() if self._over() else None
+        return None
 
     def close(self) -> None:
         """Remove the hooks. Idempotent."""

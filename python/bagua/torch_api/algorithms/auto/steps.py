@@ -15,6 +15,8 @@ __all__ = ["GradientSample", "Gradients", "StepTimes"]
 
 #: Elements of gradients that are copied; what comes later in backward is left out.
 _MOST_ELEMENTS = 8 * 1024**2
+#: Elements of one gradient that are: its first rows.
+_MOST_OF_ONE = 1024**2
 
 
 class StepTimes:
@@ -105,7 +107,8 @@ class GradientSample:
     """This rank's gradients of one step, in f32, and when each was there.
 
     Attributes:
-        values: by name of the parameter, in the order of backward, copied before communication.
+        values: by name of the parameter, in the order of backward, copied before communication;
+            of large ones the first rows.
     """
 
     def __init__(self) -> None:
@@ -125,7 +128,9 @@ class GradientSample:
             return
         self._moments[name] = moment(parameter.device)
         room = _MOST_ELEMENTS - sum(value.numel() for value in self.values.values())
-        if gradient.numel() <= room or not self.values:
+        if gradient.dim() > 0:
+            gradient = gradient[: max(1, _MOST_OF_ONE * len(gradient) // max(1, gradient.numel()))]
+        if gradient.numel() <= room:
             self.values[name] = gradient.detach().float().clone()
 
     def begin(self, device: torch.device) -> None:
