@@ -140,6 +140,30 @@ def test_a_tiny_model_is_measured_and_trained_exactly(ranks, size):
 
 
 @training.with_group
+def on_two_nodes():
+    model, optimizer = wrapped(AutoAlgorithm())
+    train(model, optimizer, 9)
+    choice = json.loads(json.dumps(model.bagua_stats()["choice"]))
+    rows = {row["candidate"]: row["predicted_seconds"] for row in choice["table"]}
+    return choice["profile"], rows
+
+
+def test_between_two_nodes_both_kinds_of_links_and_hierarchical_candidates_are_measured(ranks):
+    nodes = [
+        {"GROUP_RANK": str(node), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(size)}
+        for node, size in enumerate((2, 1))
+        for local in range(size)
+    ]
+    results = ranks(3, on_two_nodes, env=nodes)
+    assert results == [results[0]] * 3
+    found, rows = results[0]
+    assert found["nodes"] == [2, 1]
+    assert all(found[name]["bandwidth"] > 0 for name in ("between", "inside"))
+    assert rows["gradient_allreduce(hierarchical=True)"] > 0
+    assert rows["bytegrad(codec='block_uint8', hierarchical='sharded')"] > 0
+
+
+@training.with_group
 def overflows_at_first():
     model = wide_network()
     optimizer, scaler = training.sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0**20)

@@ -125,8 +125,9 @@ class BaguaModule:
               ``guard``.
             - ``control``: the same of the ranks' agreements.
             - ``choice``, of ``auto`` only: ``state`` ("measuring", "trying", "chosen"), ``chosen``,
-              ``why``, ``replans``, and ``table`` with ``candidate``, ``predicted_seconds``,
-              ``measured_seconds``, ``bytes_sent``, ``error`` and ``refusal`` of each candidate.
+              ``why``, ``replans``, ``profile``, the figures that were measured, and ``table`` with
+              ``candidate``, ``predicted_seconds``, ``measured_seconds``, ``bytes_sent``, ``error``
+              and ``refusal`` of each candidate.
             - ``guard``, with a guard only: ``rounds``, ``checks``; ``buckets`` by name, each with
               the figures last measured (``relative_error``, ``residual``, ``consensus``),
               ``exact``, whether it is averaged exactly now, and ``breaches``, their number;

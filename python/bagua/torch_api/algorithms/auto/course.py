@@ -13,6 +13,7 @@ from bagua._core.group.connections import Connections
 from bagua._core.state.bagua_tensor import bagua_getter_closure, is_sparse, record_of
 from bagua._foresight.candidate import Candidate
 from bagua._foresight.profile import Profile
+from bagua._foresight.profile_file import values_of
 from bagua._sync.bucketing import split_by_bucket_size
 from bagua.torch_api.algorithms.auto.agreed import largest
 from bagua.torch_api.algorithms.auto.candidates import codecs_of, loss_of
@@ -190,6 +191,7 @@ class Course:
             "why": self._why,
             "table": [row.values() for row in self._rows],
             "replans": self._replans,
+            "profile": None if self.profile is None else values_of(self.profile),
         }
 
     # Deciding.
