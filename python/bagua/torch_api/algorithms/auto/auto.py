@@ -262,7 +262,7 @@ class AutoAlgorithmImpl(AlgorithmImpl):
             self._candidates,
             self._refused | self._unsupported(bagua_ddp),
         )
-        return course, course.begin(own.profile)
+        return course, course.begin(own.profile, sum(p.numel() for _, p in named))
 
     def _go_to(self, candidate: Candidate | None) -> None:
         """Communicate by ``candidate`` from the next buckets on; None: go on as it is."""

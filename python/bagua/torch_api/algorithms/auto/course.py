@@ -97,15 +97,18 @@ class Course:
         """Whether the choice may change."""
         return self.chosen is None or self._watching is not None
 
-    def begin(self, profile: Profile | None) -> Candidate | None:
+    def begin(self, profile: Profile | None, numel: int) -> Candidate | None:
         """Choose at once where there is nothing to measure; None: steps have to be measured.
 
-        ``profile``: given by the user.
+        Args:
+            profile: given by the user.
+            numel: elements of all gradients.
         """
         possible = [one for one in self._candidates if one not in self._refused]
-        if self._connections.size == 1:
+        if self._connections.size == 1 or numel == 0:
             lossless = [one for one in possible if not loss_of(one).key]
-            return self._choose((lossless or possible or self._candidates)[0], "one rank")
+            why = "one rank" if self._connections.size == 1 else "there are no gradients"
+            return self._choose((lossless or possible or self._candidates)[0], why)
         if len(possible) <= 1:
             return self._choose((possible or self._candidates)[0], "the only candidate")
         if profile is not None:
@@ -119,7 +122,8 @@ class Course:
         self, tensors: Sequence[Sequence[torch.Tensor]], at_work: Candidate
     ) -> Sequence[Sequence[torch.Tensor]]:
         """Tensors grouped as the buckets of ``at_work`` shall be; given as they are by default."""
-        self._groups = [_group_of(group) for group in tensors]
+        groups = [_group_of(group) for group in tensors]
+        self._groups = [group for group in groups if group.numel > 0]
         measures = self.chosen is None and self._trial is None
         size = _ONE_BUCKET if measures else at_work.bucket_bytes
         if size is None:
