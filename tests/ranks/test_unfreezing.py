@@ -21,6 +21,7 @@ FOLLOWING = [
     "random_sparse",
     "decentralized-all",
     "decentralized-shift-one",
+    "auto",
 ]
 WITH_RESIDUALS = ["power_sgd", "sparse", "random_sparse"]
 NOT_FOLLOWING = [
