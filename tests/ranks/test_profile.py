@@ -6,6 +6,7 @@ from bagua._foresight.cost import predict
 from support.processes.pool import run_script
 
 TRAIN = """
+import copy
 import sys
 from pathlib import Path
 import bagua.torch_api as bagua
@@ -19,6 +20,8 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model = model.with_bagua([optimizer], GradientAllReduceAlgorithm())
 generator = torch.Generator().manual_seed(bagua.get_rank())
+copied = copy.deepcopy(model)
+assert "Recorder" not in repr(copied._forward_pre_hooks)
 for _ in range(20):
     inputs = torch.randn(4, 64, generator=generator)
     optimizer.zero_grad()

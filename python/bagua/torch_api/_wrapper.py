@@ -112,7 +112,7 @@ class BaguaDistributedDataParallel:
         self._handles = install_hooks(self, self._settle, on_forwards=hook_module)
         close_at_exit(self)
         publish(self)
-        record(self, self._bucket_bytes)
+        self._handles += record(self, self._bucket_bytes)
 
     @property
     def module(self) -> torch.nn.Module:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from bagua import _C
 from bagua._core.group import environment as env
@@ -20,6 +21,7 @@ from bagua._foresight.probe import links, speeds
 from bagua._foresight.probe.steps import StepProbe, StepTimes
 from bagua._foresight.profile import BucketProfile, CodecSpeed, Link, Profile
 from bagua._sync.bucketing import split_by_bucket_size
+from bagua._sync.outside_graphs import outside_graphs
 
 __all__ = ["ASSUMED_LINK", "ProfileMeasured", "Recorder", "end_when_done", "record"]
 
@@ -52,12 +54,18 @@ class Recorded(Protocol):
     def stats(self) -> dict[str, Any]: ...
 
 
-def record(owner: Recorded, bucket_bytes: int) -> None:
-    """Record the first module of the process that is wrapped, if ``BAGUA_PROFILE`` asks for it."""
+def record(owner: Recorded, bucket_bytes: int) -> list[RemovableHandle]:
+    """Record the first module of the process that is wrapped, if ``BAGUA_PROFILE`` asks for it.
+
+    Returns:
+        The hooks on the module, which copies of it must not have.
+    """
     global _recorder
     path = env.get_profile_path()
-    if path is not None and _recorder is None and owner.bagua_build_params():
-        _recorder = Recorder(owner, Path(path), bucket_bytes)
+    if path is None or _recorder is not None or not owner.bagua_build_params():
+        return []
+    _recorder = Recorder(owner, Path(path), bucket_bytes)
+    return [_recorder.handle]
 
 
 def end_when_done() -> None:
@@ -80,6 +88,7 @@ class Recorder:
 
     Attributes:
         done: whether the profile has been measured.
+        handle: of the hook on the module.
     """
 
     def __init__(self, owner: Recorded, path: Path, bucket_bytes: int) -> None:
@@ -95,7 +104,7 @@ class Recorder:
             return float(exposed) / 1e9
 
         self._probe = StepProbe(owner.bagua_build_params(), blocked)
-        self._handle = owner.module.register_forward_pre_hook(self._forward_begins)
+        self.handle = owner.module.register_forward_pre_hook(outside_graphs(self._forward_begins))
 
     def _forward_begins(self, module: torch.nn.Module, _: Any) -> None:
         if not module.training or not torch.is_grad_enabled():
@@ -104,7 +113,7 @@ class Recorder:
         owner = self._owner()
         if not self._probe.done or owner is None:
             return
-        self._handle.remove()
+        self.handle.remove()
         self._probe.close()
         named = owner.bagua_build_params()
         connections = owner.process_group.connections
