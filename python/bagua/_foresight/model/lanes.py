@@ -8,7 +8,7 @@ from bagua._foresight.model.events import Timeline
 from bagua._foresight.model.network import Stage
 from bagua._foresight.prediction import Span
 
-__all__ = ["Lanes"]
+__all__ = ["Lanes", "union"]
 
 
 class Lanes:

@@ -23,8 +23,11 @@ __all__ = [
     "weights_before",
 ]
 
-#: A gradient is copied into its bucket, in units of a copy of memory.
-_ADOPT = 1.0
+# In units of a copy of memory:
+_ADOPT = 1.0  # a gradient into its bucket
+_LAUNCH = 2.3  # pseudo-gradients and their norm
+_ARRIVE = 6.5  # two norms and a product in float64, the outer step, and the weights
+_IN_THE_GATE = 3.0  # snapshot; weights - snapshot + mean
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,11 @@ class Setting:
         """Seconds of compute of the slowest of those ranks, per step, over so many steps.
 
         The expected maximum of normal variables by Blom's approximation (*Statistical Estimates and
-        Transformed Beta-Variables*, 1958); the sum of independent steps varies by their root.
+        Transformed Beta-Variables*, 1958); the sum of independent steps varies by their root. Ranks
+        that share cores lose nothing: one that waits leaves its cores to the others.
         """
         ranks, spread = self.waits_for, self.profile.spread
-        if ranks < 2 or spread == 0:
+        if ranks < 2 or self.profile.cores < 1:
             return self.profile.compute
         above = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
         return self.profile.compute * (1 + spread * above / math.sqrt(steps))
@@ -130,13 +134,15 @@ def rounds(
     for work in fragments:
         size = sum(item.bucket.bytes for item in work)
         timeline = Timeline(max(1.0, profile.cores))
-        launched = timeline.add(setting.seconds_of_copy(size) * 2.3, cores=1.0)
+        launched = timeline.add(setting.seconds_of_copy(size) * _LAUNCH, cores=1.0)
         agreed = timeline.add(profile.round, after=(launched,))
         lanes = Lanes(timeline, setting.lanes, agreed)
         for item in work:
             lanes.run(launched, item.stages)
         trained = timeline.add(compute * overlap, cores=1.0, after=(launched,))
-        timeline.add(setting.seconds_of_copy(size) * 6.5, cores=1.0, after=(trained, *lanes.ends))
+        timeline.add(
+            setting.seconds_of_copy(size) * _ARRIVE, cores=1.0, after=(trained, *lanes.ends)
+        )
         total += timeline.run() - compute * overlap
         sent += lanes.sent
         spans = lanes.spans()
@@ -153,7 +159,7 @@ def async_step(setting: Setting, average: Sequence[Stage], pause: float) -> Pred
     """
     profile = setting.profile
     cores, size = max(1.0, profile.cores), profile.bytes
-    inside = setting.seconds_of_copy(size) * 3.0  # snapshot; weights - snapshot + mean
+    inside = setting.seconds_of_copy(size) * _IN_THE_GATE
     timeline = Timeline(cores)
     begin = timeline.add(0.0)
     lanes = Lanes(timeline, 1, None)
