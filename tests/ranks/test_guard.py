@@ -48,7 +48,7 @@ def train_three_ways(kind):
 
 @pytest.mark.parametrize("kind", COMPRESSORS)
 def test_a_guarded_run_ends_as_the_exact_one_where_compression_fails(ranks, kind):
-    results = ranks(2, train_three_ways, kind)
+    results = ranks(2, train_three_ways, kind, timeout=150.0)
     (exact, alone, with_guard), texts = results[0]
     assert alone > exact + 2 * CLOSE, "compression fails"
     assert with_guard < exact + CLOSE
@@ -93,7 +93,7 @@ def step(model, optimizer, number, sync=True, rows=training.ROWS):
 
 @training.with_group
 def follow_decisions(name):
-    model, optimizer = wrapped(name, training.network(), guard=TOUCHY)
+    model, optimizer = guard_training.wrapped(name, training.network(), guard=TOUCHY)
     modes = []
 
     def train():
@@ -123,6 +123,20 @@ def test_ranks_decide_alike_in_the_same_round_and_one_warns(ranks, name):
     assert "for 3 rounds" in texts[0][0]
     assert "for good" in texts[0][1]
     assert "What helps" in texts[0][0]
+
+
+@training.with_group
+def keep_residuals_under_sgd():
+    model, optimizer = wrapped("sparse", training.network(), guard=TOUCHY)
+    for number in range(8):
+        step(model, optimizer, number)
+    return model.bagua_stats()["guard"]
+
+
+def test_residuals_are_measured_but_not_judged_under_sgd(ranks):
+    for stats in ranks(2, keep_residuals_under_sgd):
+        assert stats["buckets"]["0"]["residual"] > TOUCHY.residual
+        assert stats["breaches"] == []
 
 
 @training.with_group

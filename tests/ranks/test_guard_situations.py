@@ -9,7 +9,8 @@ import torch.distributed as dist
 from bagua.torch_api import Guard
 from bagua.torch_api.algorithms import ByteGradAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from support import training
+from ranks.test_groups_and_nodes import environment_of_nodes
+from support import guard_training, training
 from support.every_algorithm import wrapped
 from torch import nn
 
@@ -186,7 +187,7 @@ def resume(name, folder, at):
     """Training with and without a checkpoint after `at` steps ends with the same bits."""
 
     def start():
-        model, optimizer = wrapped(name, training.network(), guard=TOUCHY)
+        model, optimizer = guard_training.wrapped(name, training.network(), guard=TOUCHY)
         parts = {"model": model, "optimizer": optimizer, "algorithm": model.bagua_algorithm}
         return model, optimizer, parts | {"guard": model.bagua_guard}
 
@@ -211,6 +212,47 @@ def resume(name, folder, at):
 @pytest.mark.parametrize("name", ["bytegrad", "bytegrad-feedback", "sparse"])
 def test_training_resumes_to_the_bit_inside_exact_rounds(ranks, tmp_path, name):
     ranks(2, resume, name, str(tmp_path), 5)
+
+
+@training.with_group
+def train_over_nodes(algorithm):
+    model = training.network()
+    optimizer = guard_training.adamw(model)
+    model.with_bagua([optimizer], algorithm, guard=TOUCHY)
+    modes, errors = [], []
+
+    def train():
+        for number in range(12):
+            mine = training.batch(number, dist.get_rank())
+            local = training.local_gradients(model, training.squared_error, mine)
+            step(model, optimizer, number)
+            training.assert_ranks_agree(model)
+            modes.append(exact_buckets(model)[0])
+            means = {name: training.mean_over_ranks(gradient) for name, gradient in local.items()}
+            found = [(p.grad - means[name]).abs().max() for name, p in model.named_parameters()]
+            errors.append(float(max(found)))
+
+    quietly(train)
+    return modes, errors
+
+
+OVER_NODES = {
+    "leaders": ByteGradAlgorithm(True, codec="int4_block"),
+    "sharded": ByteGradAlgorithm("sharded", codec="int4_block"),
+    "leaders with residuals": ByteGradAlgorithm(True, codec="int4_block", error_feedback=True),
+}
+
+
+@pytest.mark.parametrize("way", OVER_NODES)
+def test_nodes_become_exact_together(ranks, way):
+    results = ranks(4, train_over_nodes, OVER_NODES[way], env=environment_of_nodes((3, 1)))
+    modes = [modes for modes, _ in results]
+    assert all(mode == modes[0] for mode in modes)
+    assert True in modes[0]
+    assert modes[0][0] is False
+    for mode, error in zip(*results[0], strict=True):
+        settles = "residuals" in way  # the first exact round sends residuals too
+        assert mode == (error < 1e-5) or settles
 
 
 @training.with_group

@@ -6,11 +6,12 @@ import string
 import torch
 import torch.distributed as dist
 from support import training
+from support.every_algorithm import made
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 WINDOW, BATCH, WIDTH = 24, 8, 32
-STEPS = 400
+STEPS = 200
 
 
 def windows():
@@ -63,4 +64,10 @@ def train(wrap, steps=STEPS, outlier=1.0, seed=1):
 
 
 def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=5e-3)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def wrapped(name, model, **arguments_of_wrap):
+    """`model` with the algorithm of that name, not qadam, and AdamW, which scales elements."""
+    optimizer = adamw(model)
+    return model.with_bagua([optimizer], made(name), **arguments_of_wrap), optimizer

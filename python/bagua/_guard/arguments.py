@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["WITHOUT_SCALING", "Guard"]
-
-#: Factor for the threshold of residuals with optimizers that do not scale elements, such as SGD.
-WITHOUT_SCALING = 10.0
+__all__ = ["Guard"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +35,10 @@ class Guard:
         residual: threshold of the norm of the residuals over that of the gradients, for operations
             with error feedback. A ratio of r says that an element waits for some r rounds until it
             is sent. Adam divides what comes late and at once by the magnitude of what came before;
-            beyond 3 rounds that is another direction. Optimizers without such scaling (no ``betas``
-            and no ``eps``), as SGD, bear more: ten times the threshold holds for them.
+            beyond 3 rounds that is another direction. Measured, but not judged, where no optimizer
+            scales elements (none has ``betas`` or ``eps``): with SGD error feedback converges as
+            exact gradients do (Karimireddy et al., ICML 2019), and where a model has fitted its
+            data residuals are large beside gradients that vanish.
         consensus: threshold of the ranks' distance from the mean of their weights (root of the mean
             square) over the norm of that mean, for algorithms whose ranks have weights of their
             own. From a tenth on gradients are of different points.

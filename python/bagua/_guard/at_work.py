@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.statistics import MainThreadTraffic
-from bagua._guard.arguments import WITHOUT_SCALING, Guard
+from bagua._guard.arguments import Guard
 from bagua._guard.non_finite import NonFiniteShare
 from bagua._guard.record import Record
 from bagua._guard.sample import (
@@ -164,11 +165,12 @@ class GuardAtWork:
 
     def _threshold(self, name: str, entry: _Watched) -> float:
         memory = entry.operation.remembered()
-        if name == "relative_error" and memory is not None and memory.value(0).numel():
-            return float("inf")  # a round's error is sent later: the residual counts
-        threshold = float(getattr(self.guard, name))
-        patient = name == "residual" and not self._adaptive
-        return threshold * WITHOUT_SCALING if patient else threshold
+        remembers = memory is not None and memory.value(0).numel() > 0
+        if name == "relative_error" and remembers:
+            return math.inf  # a round's error is sent later: the residual counts
+        if name == "residual" and not self._adaptive:
+            return math.inf
+        return float(getattr(self.guard, name))
 
     def _breach(self, entry: _Watched, figure: str, figures: Mapping[str, float]) -> None:
         rounds = self._record.add_breach(entry.names)
@@ -211,7 +213,7 @@ class GuardAtWork:
             if numel:
                 seed = number * len(self._watched) + i
                 entry.places = places_of(numel, self.guard.elements, seed)
-                if entry.watch.sampled is not None:
+                if entry.operation.approximates == "mean" and entry.watch.sampled is not None:
                     entry.watch.sampled.request(entry.places.reshape(-1).to(flat.device))
 
     def _is_due(self, entry: _Watched, number: int) -> bool:

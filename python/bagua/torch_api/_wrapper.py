@@ -198,10 +198,6 @@ class BaguaDistributedDataParallel:
         self.bagua_algorithm = algorithm
         self.rebuild()
 
-    def _takes_unfrozen(self) -> bool:
-        takes = self.bagua_algorithm.takes_unfrozen and self._rounds is not None
-        return takes and not self.synchronising
-
     def _take_unfrozen(self) -> None:
         """Build new buckets, with the parameters that were frozen at the wrap and no longer are.
 
@@ -250,7 +246,9 @@ class BaguaDistributedDataParallel:
         if self._ended:
             return refuse_to_train_alone(self.bagua_module_name) if communicates else None
         if with_gradients and now:
-            if self._snapshot.check(self.bagua_module_name, unfreezing=self._takes_unfrozen()):
+            between = rounds is not None and not rounds.synchronising
+            takes = between and self.bagua_algorithm.takes_unfrozen
+            if self._snapshot.check(self.bagua_module_name, unfreezing=takes):
                 self._take_unfrozen()
                 rounds = self._rounds
             self._run_pending()
