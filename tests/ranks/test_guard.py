@@ -61,7 +61,7 @@ def test_a_guarded_run_ends_as_the_exact_one_where_compression_fails(ranks, kind
 def train_healthy(name):
     touched, bits = [], []
     for seed in range(3):
-        for guard in (Guard(every=5), None) if seed == 0 else (Guard(every=5),):
+        for guard in (Guard(every=10), None) if seed == 0 else (Guard(every=10),):
 
             def wrap(model, guard=guard):
                 model, optimizer = wrapped(name, model, lr=0.05, guard=guard)
@@ -81,7 +81,7 @@ def test_a_healthy_run_is_never_touched(ranks, name):
     for touched, stats in ranks(2, train_healthy, name):
         assert touched == []
         figures = [bucket["relative_error"] for bucket in stats["buckets"].values()]
-        assert all(0 < figure < 0.1 for figure in figures)
+        assert all(0 < figure < 0.2 for figure in figures), (name, figures)
         assert (stats["checks"] > 0) == (name != "gradient_allreduce") == bool(figures)
 
 

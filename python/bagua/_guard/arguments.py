@@ -12,15 +12,15 @@ __all__ = ["Guard"]
 class Guard:
     """Measures what a lossy algorithm loses during training, and has buckets average exactly.
 
-    Every ``every`` rounds, and five times as often in the first ones, some elements of some buckets
-    are averaged exactly as well: one all-reduce of ``buckets * (elements + 2)`` float64, and one of
-    three numbers per bucket. A figure above its threshold is measured again in the next round, on
-    other elements. If it is above it again, that is a breach: the bucket is averaged exactly for
-    ``exact_rounds`` rounds, on all ranks from the same round on, and rank 0 warns once, with the
-    bucket, the figure, the threshold and a remedy. Then the algorithm tries again. Each further
-    breach of the bucket doubles the rounds, the one of number ``attempts`` makes it exact for good.
-    Residuals of error feedback are sent with the first exact round. Figures that are not finite, as
-    those of a round with an overflow, count as not measured.
+    Every ``every`` rounds, and ten times as often in the first half of them, some elements of some
+    buckets are averaged exactly as well: one all-reduce of ``buckets * (elements + 2)`` float64,
+    and one of three numbers per bucket. A figure above its threshold is measured again in the next
+    round, on other elements. If it is above it again, that is a breach: the bucket is averaged
+    exactly for ``exact_rounds`` rounds, on all ranks from the same round on, and rank 0 warns once,
+    with the bucket, the figure, the threshold and a remedy. Then the algorithm tries again. Each
+    further breach of the bucket doubles the rounds, the one of number ``attempts`` makes it exact
+    for good. Residuals of error feedback are sent with the first exact round. Figures that are not
+    finite, as those of a round with an overflow, count as not measured.
 
     Args:
         every: rounds from one check to the next.
@@ -55,7 +55,7 @@ class Guard:
         ValueError: a number below 1, or a threshold that is not positive.
     """
 
-    every: int = 25
+    every: int = 50
     buckets: int = 4
     elements: int = 512
     relative_error: float = 0.3

@@ -56,6 +56,7 @@ class _Watched:
 
     Attributes:
         names: of its tensors.
+        exact_until: the first round in which the bucket is not exact again; 0: it never was.
         exact: whether the bucket is exact now.
         places: of the sample that was asked for; None: none was.
         suspected: the figures that were above their thresholds in the last sample.
@@ -66,6 +67,7 @@ class _Watched:
     watch: BucketWatch
     operation: Operation
     names: list[str]
+    exact_until: int
     exact: bool = False
     places: torch.Tensor | None = None
     suspected: frozenset[str] = frozenset()
@@ -119,7 +121,8 @@ class GuardAtWork:
                 continue
             bucket.watch = BucketWatch()
             names = [record_of(tensor).name for tensor in bucket.tensors]
-            self._watched.append(_Watched(bucket, bucket.watch, operation, names))
+            until = self._record.exact_until(names)
+            self._watched.append(_Watched(bucket, bucket.watch, operation, names, until))
 
     def begin_round(self, rounds: EngineSynchronizer, traffic: MainThreadTraffic) -> None:
         """Compare what was sampled, decide, and ask for new samples.
@@ -174,6 +177,7 @@ class GuardAtWork:
 
     def _breach(self, entry: _Watched, figure: str, figures: Mapping[str, float]) -> None:
         rounds = self._record.add_breach(entry.names)
+        entry.exact_until = self._record.exact_until(entry.names)
         helps = entry.operation.has_exact_beside
         breach = {
             "round": self._record.rounds + 1,
@@ -193,7 +197,7 @@ class GuardAtWork:
     def _switch(self) -> None:
         """Have buckets be exact as the record has it, from the round that begins on."""
         for entry in self._watched:
-            exact = self._record.is_exact(entry.names)
+            exact = entry.exact_until > self._record.rounds
             if exact != entry.exact:
                 entry.exact = exact
                 entry.watch.use_exact(exact)
@@ -201,12 +205,11 @@ class GuardAtWork:
     def _ask(self) -> None:
         """Ask for samples in the round that begins: of what is suspected, and of what is due."""
         number, most = self._record.rounds, self.guard.buckets
-        open_to_doubt = [entry for entry in self._watched if not entry.exact]
-        due = [entry for entry in open_to_doubt if self._is_due(entry, number + 1)]
+        due = [entry for entry in self._watched if self._is_due(entry, number + 1)]
         first = number * most % max(1, len(due))
         chosen = (due[first:] + due[:first])[:most]
         for i, entry in enumerate(self._watched):
-            if entry not in chosen and not entry.suspected:
+            if not entry.suspected and entry not in chosen:
                 continue
             flat, padding = entry.bucket.backend_tensor, entry.bucket.padding_tensor
             numel = flat.numel() - (0 if padding is None else padding.numel())
@@ -221,9 +224,9 @@ class GuardAtWork:
 
         Where training goes wrong at once the first rounds count most, after exact ones too.
         """
-        every = self.guard.every
-        age = number - self._record.exact_until(entry.names)
-        return number % every == 0 or (age <= every and age % max(1, every // 5) == 0)
+        every, age = self.guard.every, number - entry.exact_until
+        starts = age <= every // 2 and age % max(1, every // 10) == 0
+        return not entry.exact and (starts or number % every == 0)
 
     # What it has found.
 
@@ -261,6 +264,7 @@ class GuardAtWork:
         """
         self._record.load_state_dict(state)
         for entry in self._watched:
+            entry.exact_until = self._record.exact_until(entry.names)
             entry.places, entry.suspected = None, frozenset()
             if entry.watch.sampled is not None:
                 entry.watch.sampled.take()

@@ -27,12 +27,11 @@ class Record:
         self._breaches: dict[str, int] = {}
         self._exact_until: dict[str, int] = {}  # the first round that is not exact again
 
-    def is_exact(self, names: Sequence[str]) -> bool:
-        """Whether a bucket with tensors ``names`` is exact in the round that begins."""
-        return self.exact_until(names) > self.rounds
-
     def exact_until(self, names: Sequence[str]) -> int:
-        """The first round in which the bucket is not exact again; 0: it was never exact."""
+        """The first round, from 0, in which a bucket with tensors ``names`` is not exact again.
+
+        0: it was never exact.
+        """
         return max((self._exact_until.get(name, 0) for name in names), default=0)
 
     def breaches(self, names: Sequence[str]) -> int:
