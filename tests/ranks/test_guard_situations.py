@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api import Guard
-from bagua.torch_api.algorithms import ByteGradAlgorithm
+from bagua.torch_api.algorithms import ByteGradAlgorithm, QAdamAlgorithm, QAdamOptimizer
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from ranks.test_groups_and_nodes import environment_of_nodes
 from support import guard_training, training
@@ -253,6 +253,36 @@ def test_nodes_become_exact_together(ranks, way):
     for mode, error in zip(*results[0], strict=True):
         settles = "residuals" in way  # the first exact round sends residuals too
         assert mode == (error < 1e-5) or settles
+
+
+@training.with_group
+def send_momentum():
+    model = training.network()
+    optimizer = QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=3)
+    algorithm = QAdamAlgorithm(optimizer, False, codec="bit2_block", error_feedback=True)
+    model.with_bagua([optimizer], algorithm, guard=TOUCHY)
+    residuals = []
+
+    def train():
+        for number in range(20):
+            step(model, optimizer, number)
+            training.assert_ranks_agree(model)
+            state = model.bagua_algorithm.state_dict()
+            errors = [value for key, value in state.items() if "/error/" in key]
+            residuals.append((exact_buckets(model), any(bool(e.any()) for e in errors)))
+
+    quietly(train)
+    return residuals, guard_stats(model)["breaches"]
+
+
+def test_momentum_and_its_residuals_are_watched_after_the_warm_up(ranks):
+    first, second = ranks(2, send_momentum)
+    assert first == second
+    residuals, breaches = first
+    assert [breach["figure"] for breach in breaches] == ["residual", "residual"]
+    assert residuals[0] == ([], False), "in the warm-up there is nothing to watch"
+    for exact, remains in residuals[4:]:
+        assert remains == (exact == [False])
 
 
 @training.with_group
