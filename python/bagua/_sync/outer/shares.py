@@ -11,7 +11,7 @@ import torch
 
 from bagua import _C
 from bagua._core.group.connections import Connections
-from bagua._sync.outer.fragment import Fragment
+from bagua._sync.outer.weights.fragment import Fragment
 
 __all__ = ["Shares", "Weight"]
 

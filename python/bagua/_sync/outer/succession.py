@@ -5,9 +5,9 @@ from __future__ import annotations
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.initial_state import broadcast_tensors
-from bagua._sync.outer.outer_state import weights_digest
 from bagua._sync.outer.outer_synchronizer import OuterSynchronizer
 from bagua._sync.outer.survival import Heritage
+from bagua._sync.outer.weights.values import weights_digest
 
 __all__ = ["succeed"]
 
@@ -37,15 +37,15 @@ def succeed(
     some = group.connect_some("outer", [heritage.source, *takers]) if takers else None
     if some is not None:
         with some.collective_phase(f"giving the anchor of rank {heritage.source}"):
-            broadcast_tensors([tensor for _, tensor in after.named_outer_state()], some)
+            broadcast_tensors([tensor for _, tensor in after.weights.named_outer_state()], some)
     if own in heritage.joined:
-        after.begin_at_the_anchor()
+        after.weights.take_anchors()  # they begin at the anchor
     elif own in heritage.behind and before is not None:
         after.use_result_of(before, changed=heritage.counters["outer_rounds"])
     after.go_on_at(heritage.counters)
     if after.pairs:
         group.connections.reduce_numbers("starting outer rounds again", _C.ReduceOp.SUM, 0)
     else:
-        digest = weights_digest(dict(after.named_outer_state()))
+        digest = weights_digest(dict(after.weights.named_outer_state()))
         group.connections.agree("their anchors", [f"anchors and momenta {digest}"])
     group.admission = None

@@ -1,7 +1,8 @@
 """Local training: ranks train by themselves and average what they have learnt from time to time."""
 
 from bagua._sync.outer.outer_sgd import OuterSGD
-from bagua.torch_api.algorithms.diloco.diloco import DiLoCoAlgorithm, DiLoCoAlgorithmImpl
+from bagua.torch_api.algorithms.diloco.diloco import DiLoCoAlgorithm
+from bagua.torch_api.algorithms.diloco.implementation import DiLoCoAlgorithmImpl
 from bagua.torch_api.algorithms.diloco.no_loco import NoLoCoAlgorithm, NoLoCoAlgorithmImpl
 from bagua.torch_api.algorithms.diloco.sparse_loco import (
     SparseLoCoAlgorithm,

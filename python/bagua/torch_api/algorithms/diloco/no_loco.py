@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.gossip import Gossip
-from bagua._sync.outer.fragment import Fragment
 from bagua._sync.outer.outer_sgd import OuterSGD
-from bagua._sync.outer.pair_fragment import PairFragment
+from bagua._sync.outer.weights.fragment import Fragment
+from bagua._sync.outer.weights.pair_fragment import PairFragment
 from bagua._sync.wrapper import Bucket
 from bagua.torch_api.algorithms.base import Algorithm
-from bagua.torch_api.algorithms.diloco.diloco import DiLoCoAlgorithm, DiLoCoAlgorithmImpl
+from bagua.torch_api.algorithms.diloco.diloco import DiLoCoAlgorithm
+from bagua.torch_api.algorithms.diloco.implementation import DiLoCoAlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["NoLoCoAlgorithm", "NoLoCoAlgorithmImpl"]

@@ -11,8 +11,10 @@ from bagua._ops.chunked_sparse import ChunkedSparse
 from bagua._sync.outer.outer_sgd import OuterSGD
 from bagua.torch_api.algorithms._error_feedback import RememberedMeans
 from bagua.torch_api.algorithms.base import Algorithm, WrappedModule
-from bagua.torch_api.algorithms.diloco.diloco import DiLoCoAlgorithm, DiLoCoAlgorithmImpl
+from bagua.torch_api.algorithms.diloco.arguments import OuterArguments
+from bagua.torch_api.algorithms.diloco.diloco import DiLoCoAlgorithm
 from bagua.torch_api.algorithms.diloco.fragments import Fragments, fragments_described
+from bagua.torch_api.algorithms.diloco.implementation import DiLoCoAlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["SparseLoCoAlgorithm", "SparseLoCoAlgorithmImpl"]
@@ -103,7 +105,7 @@ class SparseLoCoAlgorithmImpl(DiLoCoAlgorithmImpl):
     def __init__(
         self,
         process_group: BaguaProcessGroup,
-        arguments: DiLoCoAlgorithm,
+        arguments: OuterArguments,
         ratio: float,
         decay: float,
     ) -> None:
@@ -124,7 +126,7 @@ class SparseLoCoAlgorithmImpl(DiLoCoAlgorithmImpl):
         return SparseMeans(self.process_group, hierarchical=False)
 
     def append_mean(self, bucket: BaguaBucket) -> None:
-        part = self._part_of(bucket.tensors[0])
+        part = self._plan.of(bucket.tensors[0])
         if part is None:
             super().append_mean(bucket)
             return

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from bagua._sync.outer.fragment import Fragment, OuterNumbers
 from bagua._sync.outer.outer_sgd import OuterSGD
+from bagua._sync.outer.weights.fragment import Fragment, OuterNumbers
 
 __all__ = ["PairFragment"]
 

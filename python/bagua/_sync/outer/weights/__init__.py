@@ -1,0 +1,1 @@
+"""The weights of local training: their anchors, momenta and buffers, by fragment."""

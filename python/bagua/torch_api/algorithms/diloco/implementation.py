@@ -1,0 +1,330 @@
+"""Local training at work: its plan, its rounds on request, its state."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from bagua import _C, BaguaError
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.saved_values import check_state, saved_count
+from bagua._sync.outer.outer_state import OuterRounds
+from bagua._sync.outer.outer_synchronizer import OuterSynchronizer
+from bagua._sync.outer.schedule import Schedule
+from bagua._sync.outer.shares import Shares
+from bagua._sync.outer.succession import succeed
+from bagua._sync.outer.survival import Survival
+from bagua._sync.outer.weights.fragment import Fragment
+from bagua._sync.synchronizer import Synchronizer
+from bagua._sync.wrapper import Bucket, Wrapper
+from bagua.torch_api.algorithms._error_feedback import CompressedMeans, RememberedMeans
+from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
+from bagua.torch_api.algorithms.diloco.arguments import OuterArguments
+from bagua.torch_api.algorithms.diloco.checkpoint import OuterCheckpoint
+from bagua.torch_api.algorithms.diloco.parts import Parts
+from bagua.torch_api.bucket import BaguaBucket
+
+__all__ = ["DiLoCoAlgorithmImpl"]
+
+
+class DiLoCoAlgorithmImpl(AlgorithmImpl):
+    """Implementation of :class:`DiLoCoAlgorithm`: ``model.bagua_algorithm``.
+
+    A warm-up iteration is a forward and a backward outside ``no_sync()``.
+
+    Attributes:
+        pairs: whether ranks meet one peer in each round, and hold anchors of their own.
+        owner: the algorithm's name in errors.
+    """
+
+    pairs = False
+    owner = "DiLoCoAlgorithm"
+    broadcast_buffers = False
+    ranks_agree = False
+    reads_grad_scale = False
+    steps_in_backward = False
+    refuses_guard = (
+        "it watches its own rounds. Leave guard= out: bagua_stats() has how far the ranks agree, "
+        "and DiLoCoAlgorithm(guard=True, outer_clip=...) acts on it."
+    )
+
+    def __init__(self, process_group: BaguaProcessGroup, arguments: OuterArguments) -> None:
+        comes_back = process_group.waits_to_join
+        self._survival = Survival(process_group, arguments.min_ranks) if arguments.elastic else None
+        self._before: OuterSynchronizer | None = None  # the plan that another one replaces
+        super().__init__(process_group)
+        self.arguments = arguments
+        # Completed iterations of the warm-up, which is over for the ranks that one comes back to.
+        self._warmed_up = arguments.warmup_steps if comes_back else 0
+        self._local = False  # the warm-up is over, as far as buckets are concerned
+        self._outer: OuterSynchronizer | None = None
+        self._means: RememberedMeans | None = None  # with error feedback, after the warm-up
+        self._outcomes: defaultdict[int, _C.RoundOutcome] = defaultdict(_C.RoundOutcome)
+        self._shares: Shares | None = None
+        self._parts: Parts | None = None  # after the warm-up
+        self._schedule = Schedule(arguments.interval, 1, 0)
+        self.communications = torch.zeros((), dtype=torch.int64, device="cpu")  # with peers
+        self._ddp: weakref.ref[WrappedModule] | None = None
+
+    # Set-up.
+
+    def need_reset(self) -> bool:
+        return self._local != (self._warmed_up >= self.arguments.warmup_steps)
+
+    def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+        if not bagua_ddp.bagua_optimizers:
+            raise ValueError(
+                f"module '{bagua_ddp.bagua_module_name}': {self.owner} counts the steps of the "
+                "optimizers given to with_bagua: give it the one that trains the module"
+            )
+        self._ddp = weakref.ref(bagua_ddp)
+        self._outer = None
+        self._means = None
+        self.communications = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._local = self._warmed_up >= self.arguments.warmup_steps
+        if not self._local:
+            return super().init_tensors(bagua_ddp)
+        self._means = self.make_means()
+        self._outcomes.clear()
+        arguments = self.arguments
+        self._parts = Parts(arguments.fragments, bagua_ddp)
+        self._schedule = Schedule(arguments.interval, self._parts.count, arguments.overlap_steps)
+        return self._parts.make_tensors(bagua_ddp, arguments.average_buffers)
+
+    def tensors_to_buckets(
+        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
+    ) -> list[BaguaBucket]:
+        if not self._local:
+            return super().tensors_to_buckets(tensors, do_flatten)
+        return self._plan.make_buckets(tensors, self.process_group.size)
+
+    @property
+    def _plan(self) -> Parts:
+        assert self._parts is not None
+        return self._parts
+
+    def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
+        bucket.clear_ops()
+        if self._local:
+            self.append_mean(bucket)
+        else:
+            bucket.append_centralized_synchronous_op(average=True, group=self.process_group)
+
+    def make_means(self) -> RememberedMeans | None:
+        """The means with residuals; None: there is no error feedback."""
+        if not self.arguments.error_feedback:
+            return None
+        return CompressedMeans(self.process_group, self.arguments.hierarchical)
+
+    def append_mean(self, bucket: BaguaBucket) -> None:
+        """Append the operation that averages pseudo-gradients or buffers."""
+        part, codec = self._plan.of(bucket.tensors[0]), self.arguments.codec
+        if part is not None and codec is not None and isinstance(self._means, CompressedMeans):
+            self._means.append_to(bucket, codec, self._outcomes[part])
+            return
+        bucket.append_centralized_synchronous_op(
+            hierarchical=self.arguments.hierarchical,
+            average=True,
+            compression=None if part is None else codec,
+            group=self.process_group,
+        )
+
+    def make_fragment(self, part: int, buckets: Sequence[Bucket]) -> Fragment:
+        """The outer state of a fragment."""
+        return Fragment(part, buckets, keeps=self._alpha is None and self._schedule.overlap > 0)
+
+    @property
+    def _alpha(self) -> float | None:
+        merge = self.arguments.merge
+        return None if merge == "keep" else float(merge)
+
+    def make_synchronizer(self, bagua_ddp: Wrapper) -> Synchronizer:
+        if not self._local:
+            return super().make_synchronizer(bagua_ddp)
+        arguments = self.arguments
+        parts, buffers = self._plan.split(bagua_ddp.bagua_buckets)
+        self._shares = self._make_shares(bagua_ddp.bagua_module_name)
+        self._outer = OuterSynchronizer(
+            bagua_ddp,
+            [self.make_fragment(part, buckets) for part, buckets in enumerate(parts)],
+            buffers,
+            OuterRounds(
+                arguments.outer_optimizer,
+                self._schedule,
+                alpha=self._alpha,
+                clip=arguments.outer_clip,
+                communications=self.communications,
+                pairs=self.pairs,
+                survival=self._survival,
+                shares=self._shares,
+            ),
+        )
+        if self._survival is not None:
+            self._survival.found()
+            if self._survival.heritage is not None:
+                heritage, self._survival.heritage = self._survival.heritage, None
+                succeed(self._outer, self._before, heritage, self.process_group)
+        return self._outer
+
+    def mark_pending(self, bagua_ddp: WrappedModule) -> bool:
+        if self._survival is not None and self._survival.change_due:
+            self._change_members(bagua_ddp)
+        return False
+
+    def _change_members(self, bagua_ddp: WrappedModule) -> None:
+        """Build a plan over the ranks that are left or have come back. All of them call it."""
+        assert self._survival is not None
+        assert self._outer is not None
+        self._before = self._outer
+
+        def replace(joining: bool) -> None:
+            if joining:
+                bagua_ddp.welcome()
+            bagua_ddp.rebuild()
+
+        self._survival.change(bagua_ddp.bagua_module_name, self._before.report(), replace)
+        self._before = None
+
+    def _make_shares(self, name: str) -> Shares | None:
+        arguments, fragments = self.arguments, self._schedule.fragments
+        if arguments.weight == "ranks" and not arguments.guard:
+            return None
+        connections = self.process_group.connections
+        return Shares(connections, name, fragments, arguments.weight, arguments.guard)
+
+    def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
+        def finish_warm_up_iteration() -> None:
+            bagua_ddp.wait_pending_comm_ops()
+            self._warmed_up += 1
+
+        return finish_warm_up_iteration
+
+    def close(self) -> None:
+        self._outer = None
+        if self._survival is not None:
+            self._survival.close()
+
+    # Control.
+
+    @contextmanager
+    def anchor(self) -> Iterator[None]:
+        """A context in which the model's weights are the anchor: to evaluate or to save.
+
+        The anchor is equal on all ranks; in the warm-up the weights are. Afterwards the weights are
+        this rank's own, to the bit. Buffers stay this rank's. It does not communicate.
+
+        Raises:
+            BaguaError: inside another ``anchor()``; a training step inside.
+        """
+        if self._outer is None:
+            yield
+            return
+        with self._outer.anchor():
+            yield
+
+    def sync(self) -> None:
+        """Make an outer round now, unless no rank has made a step since the last one.
+
+        All ranks call it, between two steps. Afterwards the weights are the anchor, and the next
+        round is ``interval`` steps away.
+
+        With ``elastic`` it is repeated with those that are left where a rank is lost.
+
+        Raises:
+            BaguaError: another rank failed, or does not come.
+        """
+        while self._outer is not None:
+            self._outer.sync()
+            if self._survival is None or self._survival.failure is None:
+                return
+            self._change_members(self._wrapped())
+
+    def count_samples(self, samples: int) -> None:
+        """With ``weight="samples"``: this rank has trained on so many more, tokens for example.
+
+        Call it after each step's forward. In the warm-up, and with other weights, nothing counts.
+
+        Raises:
+            ValueError: a negative number.
+        """
+        if samples < 0:
+            raise ValueError(f"count_samples({samples}): a number of samples is 0 or more")
+        if self._shares is not None:
+            self._shares.count(samples)
+
+    @property
+    def outer_rounds(self) -> int:
+        """Rounds that have changed the anchor."""
+        return 0 if self._outer is None else self._outer.outer_rounds
+
+    @property
+    def correlation(self) -> float | None:
+        """Cosine of the last mean pseudo-gradient with the outer momentum before it."""
+        return None if self._outer is None else self._outer.numbers.correlation
+
+    @property
+    def gain(self) -> float | None:
+        """Length of the last outer step along the mean pseudo-gradient, in units of that."""
+        return None if self._outer is None else self._outer.numbers.gain
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Anchor, momentum and counters: call it on every rank, between two steps.
+
+        They are enough to go on with any number of ranks, from the last round. With the same number
+        and every rank's own weights and optimizer state training goes on exactly.
+
+        Returns:
+            ``warmed_up``; after the warm-up counters, ``anchor/<name>`` and ``momentum/<name>`` of
+            every parameter, of its shape and f32 (f64), and ``rank<r>/weights``, a digest by which
+            this rank's weights are known again. With ``overlap_steps`` also ``mean/<name>``, the
+            result that may be in flight, and ``rank<r>/launched/<name>``. With error feedback
+            ``error_ranks``, those with residuals (with ``hierarchical`` the nodes' leaders),
+            ``rank<r>/error/<name>``, and ``rank<r>/server/<first element>/<name>``, what the means
+            lose that rank r has encoded.
+        """
+        state: dict[str, Any] = {"warmed_up": self._warmed_up}
+        checkpoint = self._checkpoint()
+        return state if checkpoint is None else state | checkpoint.state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`: on every rank, after ``with_bagua``, between two steps.
+
+        If every rank's weights are those that were saved (loaded before or after this), training
+        goes on where it was. Otherwise all ranks' weights become the anchor, and up to
+        ``interval`` steps of each rank are lost. With error feedback another number of ranks than
+        saved it needs the dicts of all old ranks merged into one (``a | b | ...``): each rank then
+        starts from the mean of their residuals.
+
+        Raises:
+            ValueError: the state is of another algorithm, model or schedule; names the entry.
+        """
+        check_state(state, self.owner)
+        warmed_up = saved_count(state, "warmed_up", self.owner)
+        if self._local != (warmed_up >= self.arguments.warmup_steps):
+            self._warmed_up = warmed_up
+            self._wrapped().rebuild()
+        checkpoint = self._checkpoint()
+        if checkpoint is not None:
+            checkpoint.restore(state)
+        self._warmed_up = warmed_up
+
+    def _checkpoint(self) -> OuterCheckpoint | None:
+        """The state of the outer rounds, from the end of the warm-up on."""
+        if self._outer is None:
+            return None
+        return OuterCheckpoint(
+            self.owner, self.process_group, self._schedule, self._outer, self._means
+        )
+
+    def _wrapped(self) -> WrappedModule:
+        ddp = None if self._ddp is None else self._ddp()
+        if ddp is None:
+            raise BaguaError(f"{self.owner}: its module has been deleted")
+        return ddp
