@@ -11,10 +11,47 @@ import torch
 
 from bagua import _C
 
-__all__ = ["TwoResiduals"]
+__all__ = ["Slice", "TwoResiduals", "Views", "add_slices", "saved_slices", "without_slices"]
 
-_KEY = re.compile(r"rank\d+/server/(\d+)/(.*)", re.DOTALL)
+_KEY = re.compile(r"rank(\d+)/server/(\d+)/(.*)", re.DOTALL)
 Views = Iterable[tuple[str, torch.Tensor]]
+#: The first element of a parameter, and the server residual from there on.
+Slice = tuple[int, torch.Tensor]
+
+
+def saved_slices(state: Mapping[str, Any], rank: int | None = None) -> dict[str, list[Slice]]:
+    """Server residuals in a state, by parameter: of one rank, or of all that have saved it."""
+    slices: dict[str, list[Slice]] = {}
+    for key, value in state.items():
+        match = _KEY.fullmatch(key)
+        if match and isinstance(value, torch.Tensor) and rank in (None, int(match[1])):
+            slices.setdefault(match[3], []).append((int(match[2]), value.reshape(-1)))
+    return slices
+
+
+def without_slices(state: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """A state without the server residuals of the parameters ``names``."""
+    gone = set(names)
+    matches = {key: _KEY.fullmatch(key) for key in state}
+    return {key: state[key] for key, match in matches.items() if not match or match[3] not in gone}
+
+
+def add_slices(name: str, error: torch.Tensor, slices: Iterable[Slice], factor: float) -> None:
+    """Add server residuals of the parameter ``name`` to its residual, a dense tensor.
+
+    Raises:
+        ValueError: a slice has elements that the parameter does not have.
+    """
+    flat = error.as_strided((error.numel(),), (1,), error.storage_offset())
+    with torch.no_grad():
+        for start, piece in slices:
+            if start + piece.numel() > flat.numel():
+                raise ValueError(
+                    f"the state has a server residual of '{name}' from element {start} on with "
+                    f"{piece.numel()} elements, and it has {flat.numel()}: load it with the same "
+                    "model"
+                )
+            flat[start : start + piece.numel()].add_(piece.to(flat), alpha=factor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,12 +116,45 @@ class TwoResiduals:
         Raises:
             ValueError: an element is missing; names the parameter.
         """
-        slices: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        for key, value in state.items():
-            if (match := _KEY.fullmatch(key)) and isinstance(value, torch.Tensor):
-                slices.setdefault(match[2], []).append((int(match[1]), value.reshape(-1)))
+        slices = saved_slices(state)
         for name, start, residual in self._in_part(views):
             yield residual, _joined(slices.get(name, []), name, start, residual)
+
+    def take_server(self, slices: Mapping[str, Sequence[Slice]], views: Views) -> bool:
+        """Copy server residuals, if they are exactly those of this rank's part.
+
+        Args:
+            slices: by parameter, as of :func:`saved_slices`; of others too.
+            views: (name, place in the bucket) of each parameter of this bucket.
+
+        Returns:
+            False if they are not: nothing has changed.
+        """
+        views = list(views)
+        own = {(name, start): residual for name, start, residual in self._in_part(views)}
+        found = {(name, start): piece for name, _ in views for start, piece in slices.get(name, [])}
+        sizes = {place: residual.numel() for place, residual in own.items()}
+        if sizes != {place: piece.numel() for place, piece in found.items()}:
+            return False
+        with torch.no_grad():
+            for place, residual in own.items():
+                residual.copy_(found[place])
+        return True
+
+    def move_server(self, errors: Mapping[str, torch.Tensor], views: Views, ranks: int) -> None:
+        """Add this rank's server residual to its own residuals, where parts are cut anew.
+
+        A residual counts in the mean over ``ranks``, a server residual is in units of that mean:
+        what all ranks owe together stays the same, without an exchange.
+
+        Args:
+            errors: residuals by name of the parameter, which change; others are left out.
+            views: (name, place in the bucket) of each parameter of this bucket.
+            ranks: those that remember from now on.
+        """
+        for name, start, residual in self._in_part(views):
+            if (error := errors.get(name)) is not None:
+                add_slices(name, error, [(start, residual)], ranks)
 
     def _in_part(self, views: Views) -> Iterator[tuple[str, int, torch.Tensor]]:
         """(name, first element of the parameter, server residual) of what lies in the part."""
@@ -97,9 +167,7 @@ class TwoResiduals:
                 yield name, low - begin, server[low - self.first : high - self.first]
 
 
-def _joined(
-    slices: list[tuple[int, torch.Tensor]], name: str, start: int, like: torch.Tensor
-) -> torch.Tensor:
+def _joined(slices: list[Slice], name: str, start: int, like: torch.Tensor) -> torch.Tensor:
     value = torch.zeros(like.numel(), dtype=like.dtype, device="cpu")
     known = torch.zeros(like.numel(), dtype=torch.bool, device="cpu")
     end = start + like.numel()

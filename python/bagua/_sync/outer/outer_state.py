@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from bagua._sync.outer.outcomes import Outcomes
 from bagua._sync.outer.outer_sgd import OuterSGD
 from bagua._sync.outer.schedule import Schedule
 from bagua._sync.outer.shares import Shares
@@ -29,6 +30,7 @@ class OuterRounds:
         pairs: ranks meet one peer in each round, and hold anchors of their own.
         survival: of failed rounds; None: they are errors.
         shares: of the ranks in the mean; None: all alike.
+        outcomes: of the fragments' rounds, for residuals.
     """
 
     rule: OuterSGD
@@ -39,14 +41,21 @@ class OuterRounds:
     pairs: bool
     survival: Survival | None = None
     shares: Shares | None = None
+    outcomes: Outcomes = field(default_factory=Outcomes)
 
 
 @dataclass
 class Flight:
-    """A round under way. ``due``: the steps that remain until its result is used."""
+    """A round under way.
+
+    Attributes:
+        due: the steps that remain until its result is used.
+        landed: whether all ranks are known to have its result.
+    """
 
     fragment: Fragment
     due: int
+    landed: bool = False
 
 
 @dataclass(frozen=True)

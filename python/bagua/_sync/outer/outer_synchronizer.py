@@ -141,9 +141,7 @@ class OuterSynchronizer:
     def _arrive(self, *, late: bool) -> None:
         """Wait for the flight and use its result. ``late``: steps were made since its launch."""
         assert self._flight is not None
-        self.engine.wait()
-        if self._arguments.survival is not None:
-            self._arguments.survival.met(self.engine)
+        self._land()
         # Nothing has changed so far: what fails before leaves weights and anchors as they were.
         fragment, self._flight = self._flight.fragment, None
         self._arguments.communications.add_(1)
@@ -168,6 +166,16 @@ class OuterSynchronizer:
             else:
                 fragment.take_anchor(self.weights.named())
         self.weights.share_buffers(fragment, self.engine)
+
+    def _land(self) -> None:
+        """Wait until all ranks have the result of the round under way, if there is one."""
+        self.engine.wait()
+        if self._flight is None or self._flight.landed:
+            return
+        if self._arguments.survival is not None:
+            self._arguments.survival.met(self.engine)
+        self._flight.landed = True
+        self._arguments.outcomes.commit(self._flight.fragment.part)
 
     def _compare_anchors(self) -> None:
         if self._check.due():
@@ -260,7 +268,7 @@ class OuterSynchronizer:
         if not self.pairs:
             yield from self.weights.named_outer_state()
         if self._arguments.schedule.overlap > 0:
-            self.engine.wait()
+            self._land()
             yield from self.weights.named_means()
 
     def named_own_state(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -307,6 +315,7 @@ class OuterSynchronizer:
         if before._missed is None or changed == before.outer_rounds:
             return
         fragment = self.fragments[before._missed]
+        before._arguments.outcomes.commit(fragment.part)
         if self._arguments.shares is not None:
             self._arguments.shares.settle(fragment.part)
         if self._arguments.schedule.overlap > 0:
@@ -338,7 +347,7 @@ class OuterSynchronizer:
         self._trained = bool(counters["trained"])
         part, self._flight = counters["in_flight"] - 1, None
         if part >= 0:
-            self._flight = Flight(self.fragments[part], counters["due"])
+            self._flight = Flight(self.fragments[part], counters["due"], landed=True)
         if digest is None or self.weights.digest() != digest:
             self.weights.take_anchors()
         self._resumption = Resumption(digest)

@@ -148,6 +148,31 @@ class RememberedMeans:
             ),
         )
 
+    def inherit(self, before: RememberedMeans, members: int) -> None:
+        """Take this rank's residuals of the same parameters from a plan of other ranks.
+
+        A residual e becomes e P' / P, with P ranks that remembered and P' that do now. A rank that
+        has joined has zero, so the mean of e stays what it was, but for what was lost with a rank:
+        nothing is exchanged, and nothing counts twice.
+
+        Args:
+            before: the plan before, whose rounds are over.
+            members: how many ranks remembered there.
+        """
+        now = len(self.members())
+        mine = dict(self._errors())
+        with torch.no_grad():
+            for bucket, memory in before.memories:
+                for name, theirs in errors_of(bucket, memory):
+                    if (error := mine.get(name)) is not None:
+                        error.copy_(theirs).mul_(now / members)
+                before.move_further(bucket, mine, now)
+
+    def move_further(
+        self, bucket: BaguaBucket, errors: Mapping[str, torch.Tensor], ranks: int
+    ) -> None:
+        """Add further state of this rank to ``errors``, for a plan of so many ``ranks``."""
+
     def clear(self) -> None:
         """Zero residuals: nothing has been compressed."""
         own = [pair for bucket, _ in self._memories for pair in self.own_views(bucket)]
@@ -191,6 +216,11 @@ class CompressedMeans(RememberedMeans):
         self, bucket: BaguaBucket, state: Mapping[str, Any]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return residuals_of(bucket).saved_server(state, bucket.named_views())
+
+    def move_further(
+        self, bucket: BaguaBucket, errors: Mapping[str, torch.Tensor], ranks: int
+    ) -> None:
+        residuals_of(bucket).move_server(errors, bucket.named_views(), ranks)
 
 
 class CompressedMomenta(CompressedMeans):

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bagua import _C, BaguaError
+from bagua import BaguaError
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.saved_values import check_state, saved_count
+from bagua._sync.outer.outcomes import Outcomes
 from bagua._sync.outer.outer_state import OuterRounds
 from bagua._sync.outer.outer_synchronizer import OuterSynchronizer
 from bagua._sync.outer.schedule import Schedule
 from bagua._sync.outer.shares import Shares
 from bagua._sync.outer.succession import succeed
-from bagua._sync.outer.survival import Survival
+from bagua._sync.outer.survival import Heritage, Survival
 from bagua._sync.outer.weights.fragment import Fragment
 from bagua._sync.synchronizer import Synchronizer
 from bagua._sync.wrapper import Bucket, Wrapper
@@ -30,6 +31,20 @@ from bagua.torch_api.algorithms.diloco.parts import Parts
 from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["DiLoCoAlgorithmImpl"]
+
+
+@dataclass(frozen=True)
+class Before:
+    """A plan that another one, of other ranks, replaces.
+
+    Attributes:
+        means: with residuals; None: no error feedback.
+        members: how many ranks have residuals.
+    """
+
+    outer: OuterSynchronizer
+    means: RememberedMeans | None
+    members: int
 
 
 class DiLoCoAlgorithmImpl(AlgorithmImpl):
@@ -56,7 +71,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
     def __init__(self, process_group: BaguaProcessGroup, arguments: OuterArguments) -> None:
         comes_back = process_group.waits_to_join
         self._survival = Survival(process_group, arguments.min_ranks) if arguments.elastic else None
-        self._before: OuterSynchronizer | None = None  # the plan that another one replaces
+        self._before: Before | None = None  # until the plan after it is complete
         super().__init__(process_group)
         self.arguments = arguments
         # Completed iterations of the warm-up, which is over for the ranks that one comes back to.
@@ -64,7 +79,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         self._local = False  # the warm-up is over, as far as buckets are concerned
         self._outer: OuterSynchronizer | None = None
         self._means: RememberedMeans | None = None  # with error feedback, after the warm-up
-        self._outcomes: defaultdict[int, _C.RoundOutcome] = defaultdict(_C.RoundOutcome)
+        self._outcomes = Outcomes()
         self._shares: Shares | None = None
         self._parts: Parts | None = None  # after the warm-up
         self._schedule = Schedule(arguments.interval, 1, 0)
@@ -90,7 +105,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         if not self._local:
             return super().init_tensors(bagua_ddp)
         self._means = self.make_means()
-        self._outcomes.clear()
+        self._outcomes = Outcomes()
         arguments = self.arguments
         self._parts = Parts(arguments.fragments, bagua_ddp)
         self._schedule = Schedule(arguments.interval, self._parts.count, arguments.overlap_steps)
@@ -125,7 +140,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         """Append the operation that averages pseudo-gradients or buffers."""
         part, codec = self._plan.of(bucket.tensors[0]), self.arguments.codec
         if part is not None and codec is not None and isinstance(self._means, CompressedMeans):
-            self._means.append_to(bucket, codec, self._outcomes[part])
+            self._means.append_to(bucket, codec, self._outcomes.of(part))
             return
         bucket.append_centralized_synchronous_op(
             hierarchical=self.arguments.hierarchical,
@@ -162,13 +177,14 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
                 pairs=self.pairs,
                 survival=self._survival,
                 shares=self._shares,
+                outcomes=self._outcomes,
             ),
         )
         if self._survival is not None:
             self._survival.found()
             if self._survival.heritage is not None:
                 heritage, self._survival.heritage = self._survival.heritage, None
-                succeed(self._outer, self._before, heritage, self.process_group)
+                self._succeed(heritage)
         return self._outer
 
     def mark_pending(self, bagua_ddp: WrappedModule) -> bool:
@@ -176,18 +192,28 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
             self._change_members(bagua_ddp)
         return False
 
+    def _succeed(self, heritage: Heritage) -> None:
+        """Give the new plan the state of the one before."""
+        assert self._outer is not None
+        before = self._before
+        outer = None if before is None else before.outer
+        succeed(self._outer, outer, heritage, self.process_group)
+        if before is not None and before.means is not None and self._means is not None:
+            self._means.inherit(before.means, before.members)
+
     def _change_members(self, bagua_ddp: WrappedModule) -> None:
         """Build a plan over the ranks that are left or have come back. All of them call it."""
         assert self._survival is not None
         assert self._outer is not None
-        self._before = self._outer
+        members = 0 if self._means is None else len(self._means.members())
+        self._before = Before(self._outer, self._means, members)
 
         def replace(joining: bool) -> None:
             if joining:
                 bagua_ddp.welcome()
             bagua_ddp.rebuild()
 
-        self._survival.change(bagua_ddp.bagua_module_name, self._before.report(), replace)
+        self._survival.change(bagua_ddp.bagua_module_name, self._before.outer.report(), replace)
         self._before = None
 
     def _make_shares(self, name: str) -> Shares | None:

@@ -131,4 +131,4 @@ class SparseLoCoAlgorithmImpl(DiLoCoAlgorithmImpl):
             super().append_mean(bucket)
             return
         assert isinstance(self._means, SparseMeans)
-        self._means.append_to(bucket, self._sent, self._decay, self._outcomes[part])
+        self._means.append_to(bucket, self._sent, self._decay, self._outcomes.of(part))
