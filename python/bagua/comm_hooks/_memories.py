@@ -9,6 +9,12 @@ import torch
 
 from bagua import _C
 from bagua._core.compression.error_state import error_key, load_memory, ranks_text
+from bagua._core.compression.two_residuals import (
+    TwoResiduals,
+    add_slices,
+    saved_slices,
+    without_slices,
+)
 from bagua._core.state.saved_values import check_state, saved_count
 from bagua.comm_hooks._bucket import HookedBucket
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl, errors_of
@@ -23,7 +29,8 @@ class Memories:
     """Memory of an algorithm with error feedback.
 
     Torch makes its buckets anew after the first step. A new bucket takes over what the old ones
-    remember of its parameters.
+    remember of its parameters. Its parts are other ones, so what the mean of this rank's part has
+    lost goes to the rank's own residual: all ranks together owe what they did.
 
     Args:
         algorithm: makes the operations and their memories.
@@ -47,6 +54,7 @@ class Memories:
         if self._awaited.intersection(bucket.names):
             self._awaited.difference_update(bucket.names)
             self._load(self._loaded, bucket, memory)
+            self._loaded = without_slices(self._loaded, bucket.names)  # they may be elsewhere now
             return memory
         with torch.no_grad():
             for key, view in self._views(bucket, memory):
@@ -65,6 +73,12 @@ class Memories:
             if bucket.name != new.name and names.isdisjoint(bucket.names):
                 continue
             values = dict(self._views(bucket, memory))
+            residuals = _two_residuals(bucket)
+            if residuals is not None and self._remembers:
+                errors = dict(errors_of(bucket, memory))
+                residuals.move_server(errors, bucket.named_views(), self._ranks)
+                for key, _ in residuals.server_views(self._rank, bucket.named_views()):
+                    del values[key]
             count = int(values.pop(_COMMUNICATIONS))
             self._values |= values
             self._counts |= dict.fromkeys(bucket.names, count)
@@ -74,23 +88,51 @@ class Memories:
         self, bucket: HookedBucket, memory: _C.RoundMemory
     ) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._algorithm.equal_views(bucket, memory)
-        if self._rank in self._algorithm.members():
-            for name, view in errors_of(bucket, memory):
-                yield error_key(self._rank, name), view
+        if not self._remembers:
+            return
+        for name, view in errors_of(bucket, memory):
+            yield error_key(self._rank, name), view
+        if (residuals := _two_residuals(bucket)) is not None:
+            yield from residuals.server_views(self._rank, bucket.named_views())
 
     @property
     def _rank(self) -> int:
         return self._algorithm.process_group.connections.rank
 
+    @property
+    def _ranks(self) -> int:
+        return len(self._algorithm.members())
+
+    @property
+    def _remembers(self) -> bool:
+        return self._rank in self._algorithm.members()
+
     def _load(self, state: Mapping[str, Any], bucket: HookedBucket, memory: _C.RoundMemory) -> None:
-        remembers = self._rank in self._algorithm.members()
         load_memory(
             state,
             equal=self._algorithm.equal_views(bucket, memory),
-            errors=errors_of(bucket, memory) if remembers else (),
+            errors=errors_of(bucket, memory) if self._remembers else (),
             rank=self._rank,
             ranks=self._algorithm.members(),
         )
+        residuals = _two_residuals(bucket)
+        if residuals is not None and self._remembers:
+            self._load_server(state, bucket, residuals)
+
+    def _load_server(
+        self, state: Mapping[str, Any], bucket: HookedBucket, residuals: TwoResiduals
+    ) -> None:
+        """What the mean of this rank's part had lost.
+
+        Where the rank has the parts that it has saved it goes there, and training goes on bit by
+        bit. Otherwise it goes to the rank's residual; from other ranks all of it to each.
+        """
+        own = state["ranks"] == ranks_text(self._algorithm.members())
+        slices = saved_slices(state, self._rank if own else None)
+        if own and residuals.take_server(slices, bucket.named_views()):
+            return
+        for name, error in errors_of(bucket, residuals.memory):
+            add_slices(name, error, slices.get(name, []), self._ranks if own else 1)
 
     def state_dict(self, rounds: int) -> dict[str, Any]:
         """The state between two steps, in the format of ``with_bagua``'s algorithms."""
@@ -129,3 +171,9 @@ class Memories:
         self._loaded = {key: value for key, value in state.items()} if remembers else {}
         self._awaited = set(every.names) if remembers else set()
         return rounds
+
+
+def _two_residuals(bucket: HookedBucket) -> TwoResiduals | None:
+    """The residuals of a mean that is compressed twice; None: of other operations."""
+    residuals: TwoResiduals | None = getattr(bucket.ops[-1], "residuals", None)
+    return residuals
