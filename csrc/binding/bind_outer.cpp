@@ -47,10 +47,11 @@ void bind_outer(py::module_& m) {
   m.def("inner_product", &inner_product, py::arg("a"), py::arg("b"), ReleaseGil());
   m.def(
       "take_deltas",
-      [](const Tensors& weights, const Tensors& anchors, Tensors deltas) {
-        take_deltas(weights, anchors, deltas);
+      [](const Tensors& weights, const Tensors& anchors, Tensors deltas, Tensors launched) {
+        take_deltas(weights, anchors, deltas, launched);
       },
-      py::arg("weights"), py::arg("anchors"), py::arg("deltas"), ReleaseGil());
+      py::arg("weights"), py::arg("anchors"), py::arg("deltas"), py::arg("launched") = Tensors{},
+      ReleaseGil());
   m.def(
       "take_anchors",
       [](Tensors weights, const Tensors& anchors) { take_anchors(weights, anchors); },

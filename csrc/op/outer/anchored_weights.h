@@ -12,11 +12,16 @@ namespace bagua {
 // weights), one per weight and of its sizes. s(a) is a rounded to the weight's dtype and widened
 // again. Autograd sees nothing. Throws std::invalid_argument where numbers, sizes or dtypes do not
 // fit.
+//
+// Anchors and all else may be in host memory while the weights are on a device. Weights are then
+// copied down behind what the current stream has been given, all at once, and the caller waits for
+// that; they are copied up on the current stream, and nobody waits.
 using Tensors = std::vector<at::Tensor>;
 
 // Pseudo-gradients: deltas <- s(a) - x. Against s(a) a weight that nobody trained has delta 0,
-// whatever its dtype.
-void take_deltas(const Tensors& weights, const Tensors& anchors, Tensors& deltas);
+// whatever its dtype. `launched`, where there are any, become x, for merge_anchors().
+void take_deltas(const Tensors& weights, const Tensors& anchors, Tensors& deltas,
+                 Tensors& launched);
 
 // x <- s(a)
 void take_anchors(Tensors& weights, const Tensors& anchors);

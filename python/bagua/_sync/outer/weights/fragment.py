@@ -34,8 +34,9 @@ class OuterNumbers:
 class Fragment:
     """The outer state of the weights whose pseudo-gradients are in ``buckets``.
 
-    Buckets are of float32 (float64 for float64 weights), and the weights are no views of them. The
-    weights are handed to each method, by name, as they are at that time.
+    Buckets are of float32 (float64 for float64 weights), and the weights are no views of them: they
+    may be on a device, and the buckets in host memory, with all outer state. The weights are handed
+    to each method, by name, as they are at that time.
 
     Args:
         part: its number in the plan.
@@ -69,14 +70,15 @@ class Fragment:
         for name, anchor in zip(self.names, self._anchor_views, strict=True):
             anchor.copy_(weights[name].detach())
         if self._keeps:
-            self._launched = [weight.clone() for weight in self._of(weights)]
+            device = self._anchors[0].device
+            self._launched = [
+                torch.empty_like(weight, device=device).copy_(weight)
+                for weight in self._of(weights)
+            ]
 
     def launch(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Fill the buckets with this rank's pseudo-gradients, for a round that averages them."""
-        own = self._of(weights)
-        _C.take_deltas(own, self._anchor_views, self._mean_views)
-        for kept, weight in zip(self._launched, own, strict=False):
-            kept.copy_(weight)
+        _C.take_deltas(self._of(weights), self._anchor_views, self._mean_views, self._launched)
         self.own_norm = math.sqrt(self._sum(self._means, self._means))
 
     def scale(self, factor: float) -> None:

@@ -27,5 +27,6 @@ class OuterArguments(Protocol):
     outer_clip: float | None
     warmup_steps: int
     average_buffers: bool
+    outer_device: Literal["cpu"] | None
     elastic: bool
     min_ranks: int

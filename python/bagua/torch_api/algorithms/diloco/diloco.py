@@ -61,6 +61,9 @@ class DiLoCoAlgorithm(Algorithm):
         warmup_steps: iterations with exact all-reduce of gradients before the first local step.
         average_buffers: floating buffers get the ranks' mean in each round, exactly, others the
             first rank's values; False: they stay each rank's own.
+        outer_device: ``"cpu"`` keeps anchor, momentum, residuals and buckets in host memory, and
+            sends from there: for weights on a GPU, whose memory then holds nothing more than they
+            need. None: on the device of the weights.
         elastic: training goes on without ranks that are lost after the warm-up. A round that fails
             changes nothing; in the next training forward the others agree through the job's store
             on who is left. After ``init_process_group(elastic=True)`` a rank that is started again
@@ -89,6 +92,7 @@ class DiLoCoAlgorithm(Algorithm):
         outer_clip: float | None = None,
         warmup_steps: int = 0,
         average_buffers: bool = True,
+        outer_device: Literal["cpu"] | None = None,
         elastic: bool = False,
         min_ranks: int = 2,
     ) -> None:
@@ -115,6 +119,10 @@ class DiLoCoAlgorithm(Algorithm):
             raise ValueError(f"overlap_steps={overlap_steps} must be 0 or more")
         if merge != "keep" and (isinstance(merge, str) or not 0 <= merge <= 1):
             raise ValueError(f'merge={merge!r} must be "keep" or a share from 0 to 1')
+        if outer_device not in (None, "cpu"):
+            raise ValueError(
+                f'outer_device={outer_device!r} must be "cpu", or None, where the weights are'
+            )
         if min_ranks < 1:
             raise ValueError(f"min_ranks={min_ranks} must be at least 1")
         check_fragments(fragments)
@@ -133,6 +141,7 @@ class DiLoCoAlgorithm(Algorithm):
         self.outer_clip = outer_clip
         self.warmup_steps = warmup_steps
         self.average_buffers = average_buffers
+        self.outer_device = outer_device
         self.elastic = elastic
         self.min_ranks = min_ranks
 

@@ -109,7 +109,9 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         arguments = self.arguments
         self._parts = Parts(arguments.fragments, bagua_ddp)
         self._schedule = Schedule(arguments.interval, self._parts.count, arguments.overlap_steps)
-        return self._parts.make_tensors(bagua_ddp, arguments.average_buffers)
+        return self._parts.make_tensors(
+            bagua_ddp, arguments.average_buffers, arguments.outer_device
+        )
 
     def tensors_to_buckets(
         self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool

@@ -39,13 +39,19 @@ class Parts:
         """The fragment of the weight that a registered ``tensor`` stands for; None for a buffer."""
         return self._of.get(record_of(tensor).name)
 
-    def make_tensors(self, bagua_ddp: WrappedModule, buffers: bool) -> list[torch.Tensor]:
-        """Registered memory for pseudo-gradients by fragment, then for ``buffers`` if wanted."""
+    def make_tensors(
+        self, bagua_ddp: WrappedModule, buffers: bool, device: str | None
+    ) -> list[torch.Tensor]:
+        """Registered memory for pseudo-gradients by fragment, then for ``buffers`` if wanted.
+
+        ``device``: of the memory; None: of the weights.
+        """
         named: list[tuple[str, torch.Tensor]] = [*bagua_ddp.bagua_build_params()]
         named.sort(key=lambda pair: self._of[pair[0]])
         if buffers:
             named += bagua_ddp.bagua_floating_buffers()
-        return [_wide(tensor, name, bagua_ddp.bagua_module_name) for name, tensor in named]
+        module = bagua_ddp.bagua_module_name
+        return [_wide(tensor, name, module, device or tensor.device) for name, tensor in named]
 
     def make_buckets(
         self, tensors: Sequence[Sequence[torch.Tensor]], size: int
@@ -70,8 +76,10 @@ class Parts:
         return [found.get(part, []) for part in range(self.count)], found.get(None, [])
 
 
-def _wide(tensor: torch.Tensor, name: str, module_name: str) -> torch.Tensor:
+def _wide(
+    tensor: torch.Tensor, name: str, module_name: str, device: torch.device | str
+) -> torch.Tensor:
     """Registered memory for a pseudo-gradient or the mean of a buffer."""
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    empty: torch.Tensor = torch.zeros_like(tensor, dtype=wide, requires_grad=False)
+    empty = torch.zeros_like(tensor, dtype=wide, device=device, requires_grad=False)
     return empty.ensure_bagua_tensor(name, module_name)  # type: ignore[attr-defined,no-any-return]
