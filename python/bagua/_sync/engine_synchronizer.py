@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from bagua import _C
+from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.snapshot import warn_past_wrapper, warn_unused
 from bagua._sync.hooks import backward_hooks
 from bagua._sync.plan import build, finish_soon, part_of_the_round
-from bagua._sync.wrapper import Wrapper
+from bagua._sync.wrapper import Bucket, Wrapper
 
 __all__ = ["EngineSynchronizer"]
 
@@ -23,15 +24,25 @@ __all__ = ["EngineSynchronizer"]
 class EngineSynchronizer:
     """The engine of a module's buckets, from one (re)build of the buckets to the next.
 
+    Args:
+        buckets: by default all of the module.
+        group: of the ranks whose steps are rounds together; by default the module's.
+
     Attributes:
         engine: runs the buckets.
         communicators: (purpose, communicator) of the engine's lanes, for statistics.
     """
 
-    def __init__(self, ddp: Wrapper) -> None:
-        wrap = ddp.process_group.connections.next_wrap()
-        name, buckets = ddp.bagua_module_name, ddp.bagua_buckets
-        plan = build(buckets, ddp.process_group, name, wrap, ddp.weights_sample())
+    def __init__(
+        self,
+        ddp: Wrapper,
+        buckets: Sequence[Bucket] | None = None,
+        group: BaguaProcessGroup | None = None,
+    ) -> None:
+        buckets = ddp.bagua_buckets if buckets is None else buckets
+        group = group or ddp.process_group
+        wrap = group.connections.next_wrap()
+        plan = build(buckets, group, ddp.bagua_module_name, wrap, ddp.weights_sample())
         self.engine = plan.engine
         self.communicators = plan.communicators
         self.non_finite = plan.non_finite

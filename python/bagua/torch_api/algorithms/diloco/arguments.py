@@ -22,6 +22,7 @@ class OuterArguments(Protocol):
     codec: str | None
     error_feedback: bool
     hierarchical: bool
+    inner: Literal["local", "node"]
     weight: Weight
     guard: bool
     outer_clip: float | None

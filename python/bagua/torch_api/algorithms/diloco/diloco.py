@@ -51,6 +51,9 @@ class DiLoCoAlgorithm(Algorithm):
             of the last round, and likewise to the mean of its part of a bucket. Takes 8 bytes per
             parameter, and 8 / ranks. None: with codecs of less than 16 bits.
         hierarchical: exact inside a node, ``codec`` between the nodes' leaders.
+        inner: ``"local"``: each rank trains by itself. ``"node"``: the ranks of a node average
+            their gradients exactly in each step, and so train as one; between nodes nothing is
+            sent but in rounds, by their leaders (``hierarchical=True``).
         weight: of a rank in the mean: ``"ranks"``, all alike, or ``"samples"``, the square of those
             that it has trained on since the last round, which the training loop counts by
             ``model.bagua_algorithm.count_samples(n)``.
@@ -87,6 +90,7 @@ class DiLoCoAlgorithm(Algorithm):
         codec: str | None = None,
         error_feedback: bool | None = None,
         hierarchical: bool = False,
+        inner: Literal["local", "node"] = "local",
         weight: Weight = "ranks",
         guard: bool = False,
         outer_clip: float | None = None,
@@ -119,6 +123,13 @@ class DiLoCoAlgorithm(Algorithm):
             raise ValueError(f"overlap_steps={overlap_steps} must be 0 or more")
         if merge != "keep" and (isinstance(merge, str) or not 0 <= merge <= 1):
             raise ValueError(f'merge={merge!r} must be "keep" or a share from 0 to 1')
+        if inner not in ("local", "node"):
+            raise ValueError(f'inner={inner!r} must be "local" or "node"')
+        if inner == "node" and elastic:
+            raise ValueError(
+                'inner="node" cannot be elastic: a rank that is lost ends its node\'s steps. Take '
+                'inner="local", or start again from a checkpoint'
+            )
         if outer_device not in (None, "cpu"):
             raise ValueError(
                 f'outer_device={outer_device!r} must be "cpu", or None, where the weights are'
@@ -135,7 +146,8 @@ class DiLoCoAlgorithm(Algorithm):
         self.merge = merge
         self.codec = codec
         self.error_feedback = error_feedback and codec is not None
-        self.hierarchical = hierarchical
+        self.hierarchical = hierarchical or inner == "node"
+        self.inner = inner
         self.weight = weight
         self.guard = guard
         self.outer_clip = outer_clip

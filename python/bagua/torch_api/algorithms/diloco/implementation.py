@@ -13,6 +13,7 @@ import torch
 from bagua import BaguaError
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.saved_values import check_state, saved_count
+from bagua._sync.outer.node_synchronizer import NodeSynchronizer
 from bagua._sync.outer.outcomes import Outcomes
 from bagua._sync.outer.outer_state import OuterRounds
 from bagua._sync.outer.outer_synchronizer import OuterSynchronizer
@@ -25,9 +26,10 @@ from bagua._sync.synchronizer import Synchronizer
 from bagua._sync.wrapper import Bucket, Wrapper
 from bagua.torch_api.algorithms._error_feedback import CompressedMeans, RememberedMeans
 from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
+from bagua.torch_api.algorithms.bytegrad import aligned_buckets
 from bagua.torch_api.algorithms.diloco.arguments import OuterArguments
 from bagua.torch_api.algorithms.diloco.checkpoint import OuterCheckpoint
-from bagua.torch_api.algorithms.diloco.parts import Parts
+from bagua.torch_api.algorithms.diloco.parts import Parts, gradient_buckets
 from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["DiLoCoAlgorithmImpl"]
@@ -77,6 +79,8 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         # Completed iterations of the warm-up, which is over for the ranks that one comes back to.
         self._warmed_up = arguments.warmup_steps if comes_back else 0
         self._local = False  # the warm-up is over, as far as buckets are concerned
+        self._node: BaguaProcessGroup | None = None  # with inner="node", after the warm-up
+        self._inside: list[BaguaBucket] = []  # of gradients, averaged inside the node
         self._outer: OuterSynchronizer | None = None
         self._means: RememberedMeans | None = None  # with error feedback, after the warm-up
         self._outcomes = Outcomes()
@@ -107,9 +111,12 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         self._means = self.make_means()
         self._outcomes = Outcomes()
         arguments = self.arguments
+        if arguments.inner == "node" and self._node is None:
+            self._node = self.process_group.node_group()
         self._parts = Parts(arguments.fragments, bagua_ddp)
         self._schedule = Schedule(arguments.interval, self._parts.count, arguments.overlap_steps)
-        return self._parts.make_tensors(
+        gradients = [] if self._node is None else super().init_tensors(bagua_ddp)
+        return gradients + self._parts.make_tensors(
             bagua_ddp, arguments.average_buffers, arguments.outer_device
         )
 
@@ -118,7 +125,12 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
     ) -> list[BaguaBucket]:
         if not self._local:
             return super().tensors_to_buckets(tensors, do_flatten)
-        return self._plan.make_buckets(tensors, self.process_group.size)
+        if self._node is not None:
+            self._inside = gradient_buckets(tensors, self._node)
+        groups = self._plan.groups(tensors)
+        buckets = aligned_buckets(groups, True, self.process_group.size)
+        self._plan.assign(buckets)
+        return buckets
 
     @property
     def _plan(self) -> Parts:
@@ -187,6 +199,8 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
             if self._survival.heritage is not None:
                 heritage, self._survival.heritage = self._survival.heritage, None
                 self._succeed(heritage)
+        if self._node is not None:
+            return NodeSynchronizer(bagua_ddp, self._inside, self._node, self._outer)
         return self._outer
 
     def mark_pending(self, bagua_ddp: WrappedModule) -> bool:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from bagua._core.state.bagua_tensor import record_of
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.bagua_tensor import carries_gradient, record_of
 from bagua._sync.wrapper import Bucket
 from bagua.torch_api.algorithms.base import WrappedModule
-from bagua.torch_api.algorithms.bytegrad import aligned_buckets
 from bagua.torch_api.algorithms.diloco.fragments import Fragments, parts_of
 from bagua.torch_api.bucket import BaguaBucket
 
-__all__ = ["Parts"]
+__all__ = ["Parts", "gradient_buckets"]
 
 
 class Parts:
@@ -53,20 +53,20 @@ class Parts:
         module = bagua_ddp.bagua_module_name
         return [_wide(tensor, name, module, device or tensor.device) for name, tensor in named]
 
-    def make_buckets(
-        self, tensors: Sequence[Sequence[torch.Tensor]], size: int
-    ) -> list[BaguaBucket]:
-        """Buckets that hold tensors of one fragment each, or buffers, for ``size`` ranks."""
+    def groups(self, tensors: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """The tensors of each bucket, of one fragment or of buffers; without gradients."""
         groups = [
-            [tensor for tensor in group if self.of(tensor) == part]
+            [tensor for tensor in group if self.of(tensor) == part and not carries_gradient(tensor)]
             for part in (*range(self.count), None)
             for group in tensors
         ]
-        buckets = aligned_buckets(list(filter(None, groups)), True, size)
+        return list(filter(None, groups))
+
+    def assign(self, buckets: Sequence[BaguaBucket]) -> None:
+        """Say which part of the plan each bucket is of; those of buffers are of the last."""
         for bucket in buckets:
             part = self.of(bucket.tensors[0])
             bucket.part = self.count - 1 if part is None else part
-        return buckets
 
     def split(self, buckets: Sequence[Bucket]) -> tuple[list[list[Bucket]], list[Bucket]]:
         """(buckets of each fragment, buckets of buffers)."""
@@ -74,6 +74,19 @@ class Parts:
         for bucket in buckets:
             found.setdefault(self.of(bucket.tensors[0]), []).append(bucket)
         return [found.get(part, []) for part in range(self.count)], found.get(None, [])
+
+
+def gradient_buckets(
+    tensors: Sequence[Sequence[torch.Tensor]], node: BaguaProcessGroup
+) -> list[BaguaBucket]:
+    """Buckets of the gradients among ``tensors``, whose mean over ``node`` is exact."""
+    groups = [[tensor for tensor in group if carries_gradient(tensor)] for group in tensors]
+    buckets = [
+        BaguaBucket(group, f"node{i}", flatten=True) for i, group in enumerate(filter(None, groups))
+    ]
+    for bucket in buckets:
+        bucket.append_centralized_synchronous_op(average=True, group=node)
+    return buckets
 
 
 def _wide(
