@@ -196,8 +196,8 @@ def test_counted_samples_are_saved(ranks):
 
 
 def test_arguments_out_of_their_range_are_refused():
-    with pytest.raises(ValueError, match='weight=\'steps\' must be "ranks" or "samples"'):
-        DiLoCoAlgorithm(weight="steps")
+    with pytest.raises(ValueError, match='weight=\'tokens\' must be "ranks", "steps" or "samples"'):
+        DiLoCoAlgorithm(weight="tokens")
 
 
 @training.with_group

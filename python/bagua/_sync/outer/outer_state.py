@@ -51,11 +51,13 @@ class Flight:
     Attributes:
         due: the steps that remain until its result is used.
         landed: whether all ranks are known to have its result.
+        idle: no rank has made a step since the last round: its result is not used.
     """
 
     fragment: Fragment
     due: int
     landed: bool = False
+    idle: bool = False
 
 
 @dataclass(frozen=True)

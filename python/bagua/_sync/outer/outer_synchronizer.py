@@ -97,7 +97,13 @@ class OuterSynchronizer:
         self.weights.refuse_inside_anchor("optimizer.step()")
         self.steps += 1
         self._trained = True
+        if self._arguments.shares is not None:
+            self._arguments.shares.count_step()
         self._try(self._arrive_and_launch)
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """Count from the beginning of the next cycle."""
         if self.steps == self._arguments.schedule.interval:
             self.steps = 0
 
@@ -106,36 +112,45 @@ class OuterSynchronizer:
         survival, schedule = self._arguments.survival, self._arguments.schedule
         if survival is None:
             return rounds()
-        if survival.failure is not None and schedule.launched_after(self.steps) is not None:
+        if survival.failure is not None and schedule.meets_after(self.steps):
             raise survival.failure  # and no training forward has come to replace the plan
         survival.attempt(rounds)
 
     def _arrive_and_launch(self) -> None:
         """Use the result and launch the round that are due after a step."""
-        schedule = self._arguments.schedule
         if self._flight is not None:
             self._flight.due -= 1
             if self._flight.due == 0:
                 self._arrive(late=True)
-        part = schedule.launched_after(self.steps)
+        overlap = self._arguments.schedule.overlap
+        part = self._due()
         if part is not None:
-            self._launch(self.fragments[part], schedule.overlap)
-            if schedule.overlap == 0:
+            self._launch(self.fragments[part], overlap)
+            if overlap == 0:
                 self._arrive(late=False)
 
-    def _launch(self, fragment: Fragment, due: int) -> None:
-        """All ranks call it after equal numbers of steps."""
+    def _due(self) -> int | None:
+        """The fragment that is launched after this step, on all ranks."""
+        return self._arguments.schedule.launched_after(self.steps)
+
+    def _begin(self, fragment: Fragment) -> bool:
+        """Begin a round; whether no rank has made a step since the last one."""
         self.engine.begin_round(part=fragment.part)
+        return False
+
+    def _launch(self, fragment: Fragment, due: int) -> None:
+        """All ranks call it for the same rounds."""
+        idle = self._begin(fragment)
         self._compare_anchors()
         self.weights.launch(fragment)
-        if self._arguments.shares is not None:
+        if self._arguments.shares is not None and not idle:
             with part_of_the_round(self.engine):
                 self._arguments.shares.weigh(fragment)
         self.engine.mark_all()
         if self._arguments.survival is not None:
             self._arguments.survival.meet(self.engine)
         self._bucket_rounds += sum(bucket.part == fragment.part for bucket in self._buckets)
-        self._flight = Flight(fragment, due)
+        self._flight = Flight(fragment, due, idle=idle)
         self._trained = len(self.fragments) > 1
 
     def _arrive(self, *, late: bool) -> None:
@@ -143,8 +158,10 @@ class OuterSynchronizer:
         assert self._flight is not None
         self._land()
         # Nothing has changed so far: what fails before leaves weights and anchors as they were.
-        fragment, self._flight = self._flight.fragment, None
+        fragment, idle, self._flight = self._flight.fragment, self._flight.idle, None
         self._arguments.communications.add_(1)
+        if idle:
+            return
         shares = self._arguments.shares
         if shares is not None:
             shares.settle(fragment.part)
@@ -175,7 +192,8 @@ class OuterSynchronizer:
         if self._arguments.survival is not None:
             self._arguments.survival.met(self.engine)
         self._flight.landed = True
-        self._arguments.outcomes.commit(self._flight.fragment.part)
+        if not self._flight.idle:
+            self._arguments.outcomes.commit(self._flight.fragment.part)
 
     def _compare_anchors(self) -> None:
         if self._check.due():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -15,8 +16,9 @@ from bagua._sync.outer.weights.fragment import Fragment
 
 __all__ = ["Shares", "Weight"]
 
-#: "ranks": all alike; "samples": by the square of the samples that a rank has counted.
-Weight = Literal["ranks", "samples"]
+#: "ranks": all alike; "steps": by the steps since the last round; "samples": by the square of the
+#: samples that a rank has counted, over its steps: quantity times rate.
+Weight = Literal["ranks", "steps", "samples"]
 
 _FORGET = 0.02  # share of the newest norm in the moving mean and variance
 _WARM_UP = 120  # rounds before a norm is called unusual
@@ -41,13 +43,20 @@ class Shares:
         fragments: their number.
         weight: of a rank.
         guard: leave out ranks with an unusual norm.
+        uneven: ranks make different numbers of steps.
 
     Attributes:
         left_out: the ranks that the last round was made without.
     """
 
     def __init__(
-        self, connections: Connections, name: str, fragments: int, weight: Weight, guard: bool
+        self,
+        connections: Connections,
+        name: str,
+        fragments: int,
+        weight: Weight,
+        guard: bool,
+        uneven: bool = False,
     ) -> None:
         self._connections = connections
         self._name = name
@@ -58,7 +67,14 @@ class Shares:
         self._norms = torch.zeros(fragments, 3, dtype=torch.float64, device="cpu")
         # Likewise of the last round: whether this rank, all ranks were left out; samples weighed.
         self._ends = torch.zeros(fragments, 3, dtype=torch.int64, device="cpu")
+        # By fragment: steps since its last round, and those of the round under way.
+        self._steps = torch.zeros(fragments, 2, dtype=torch.int64, device="cpu")
+        self._counts_steps = weight == "steps" or (weight == "samples" and uneven)
         self.left_out: list[int] = []
+
+    def count_step(self) -> None:
+        """This rank has made one more."""
+        self._steps[:, 0] += 1
 
     def count(self, samples: int) -> None:
         """This rank has trained on so many more."""
@@ -71,6 +87,11 @@ class Shares:
             BaguaError: another rank failed; no rank has counted samples.
         """
         part, size, rank = fragment.part, self._connections.size, self._connections.rank
+        steps = [1] * size
+        if self._counts_steps:
+            self._steps[part, 1] = self._steps[part, 0]
+            made = int(self._steps[part, 0])
+            steps = self._connections.gather_numbers("weighing an outer round", made)
         own = int(self._samples[part]) if self._weight == "samples" else 1
         self._ends[part, 2] = self._samples[part]
         if self._guard and self._unusual(part, fragment.own_norm):
@@ -81,21 +102,26 @@ class Shares:
         self._ends[part, 1] = int(len(self.left_out) == size)
         if self.left_out:
             self._warn()
-        squares = [0 if number == _LEFT_OUT else number**2 for number in numbers]
+        weights = [
+            _weight_of(self._weight, number, count)
+            for number, count in zip(numbers, steps, strict=True)
+        ]
         if len(self.left_out) == size:
             fragment.scale(math.nan)  # nothing changes, residuals neither
-        elif not sum(squares):
+        elif not sum(weights):
             raise _C.BaguaError(
                 f"module '{self._name}': weight=\"samples\", but no rank has counted any since the "
                 "last round: call model.bagua_algorithm.count_samples() in each step"
             )
         else:
-            fragment.scale(squares[rank] * size / sum(squares))
+            fragment.scale(float(weights[rank] * size / sum(weights)))
 
     def settle(self, part: int) -> None:
         """The last round of a fragment has been made: its samples are in the anchor."""
         self._samples[part] -= self._ends[part, 2]
         self._ends[part, 2] = 0
+        self._steps[part, 0] -= self._steps[part, 1]
+        self._steps[part, 1] = 0
 
     def take_over(self, before: Shares) -> None:
         """Take this rank's state from the plan before."""
@@ -137,3 +163,12 @@ class Shares:
         yield "samples", self._samples
         yield "norms", self._norms
         yield "left_out", self._ends
+        if self._counts_steps:
+            yield "steps", self._steps
+
+
+def _weight_of(kind: Weight, number: int, steps: int) -> Fraction:
+    """Of a rank; equal ones give a factor of exactly 1."""
+    if number == _LEFT_OUT or steps == 0:
+        return Fraction(0)
+    return Fraction(steps) if kind == "steps" else Fraction(number**2, steps)

@@ -24,6 +24,7 @@ class OuterArguments(Protocol):
     hierarchical: bool
     inner: Literal["local", "node"]
     weight: Weight
+    max_interval: int | None
     guard: bool
     outer_clip: float | None
     warmup_steps: int

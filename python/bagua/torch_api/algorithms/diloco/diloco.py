@@ -32,7 +32,8 @@ class DiLoCoAlgorithm(Algorithm):
     sent between rounds. The moments of the optimizers given to ``with_bagua`` stay on their rank.
 
     Steps are counted when the last of those optimizers has stepped, or a ``GradScaler`` has skipped
-    its step. So gradient accumulation needs no ``no_sync()``. All ranks make equally many steps.
+    its step. So gradient accumulation needs no ``no_sync()``. All ranks make equally many steps,
+    unless there is a ``max_interval``.
 
     Args:
         outer_optimizer: ``OuterSGD(lr=1.0, momentum=0.0)`` is local SGD; ``nesterov=False`` is
@@ -54,9 +55,13 @@ class DiLoCoAlgorithm(Algorithm):
         inner: ``"local"``: each rank trains by itself. ``"node"``: the ranks of a node average
             their gradients exactly in each step, and so train as one; between nodes nothing is
             sent but in rounds, by their leaders (``hierarchical=True``).
-        weight: of a rank in the mean: ``"ranks"``, all alike, or ``"samples"``, the square of those
+        weight: of a rank in the mean: ``"ranks"``, all alike; ``"samples"``, the square of those
             that it has trained on since the last round, which the training loop counts by
-            ``model.bagua_algorithm.count_samples(n)``.
+            ``model.bagua_algorithm.count_samples(n)``, with ``max_interval`` over its steps; or
+            ``"steps"``, those that it has made since.
+        max_interval: no rank waits for a slower one: after ``interval`` steps it asks for a round
+            and trains on until all have asked, at most so many steps. Training then depends on
+            the ranks' speeds. None: ranks wait after ``interval`` steps.
         guard: leave a rank out of a round if the norm of what it has learnt is not finite, or,
             after 120 rounds, more than three standard deviations above the mean of its former
             ones. It starts again from the anchor.
@@ -92,6 +97,7 @@ class DiLoCoAlgorithm(Algorithm):
         hierarchical: bool = False,
         inner: Literal["local", "node"] = "local",
         weight: Weight = "ranks",
+        max_interval: int | None = None,
         guard: bool = False,
         outer_clip: float | None = None,
         warmup_steps: int = 0,
@@ -117,14 +123,18 @@ class DiLoCoAlgorithm(Algorithm):
         if error_feedback is None:
             error_feedback = codec is not None and not is_wide(codec)
         warn_of_useless_residuals("DiLoCoAlgorithm", codec, error_feedback)
-        if weight not in ("ranks", "samples"):
-            raise ValueError(f'weight={weight!r} must be "ranks" or "samples"')
+        if weight not in ("ranks", "steps", "samples"):
+            raise ValueError(f'weight={weight!r} must be "ranks", "steps" or "samples"')
         if overlap_steps < 0:
             raise ValueError(f"overlap_steps={overlap_steps} must be 0 or more")
         if merge != "keep" and (isinstance(merge, str) or not 0 <= merge <= 1):
             raise ValueError(f'merge={merge!r} must be "keep" or a share from 0 to 1')
         if inner not in ("local", "node"):
             raise ValueError(f'inner={inner!r} must be "local" or "node"')
+        if inner == "node" and max_interval is not None:
+            raise ValueError(
+                'inner="node" takes no max_interval: the ranks of a node make the same steps'
+            )
         if inner == "node" and elastic:
             raise ValueError(
                 'inner="node" cannot be elastic: a rank that is lost ends its node\'s steps. Take '
@@ -138,7 +148,7 @@ class DiLoCoAlgorithm(Algorithm):
             raise ValueError(f"min_ranks={min_ranks} must be at least 1")
         check_fragments(fragments)
         if (number := number_of(fragments)) is not None:
-            Schedule(interval, number, overlap_steps)
+            Schedule(interval, number, overlap_steps, max_interval)
         self.outer_optimizer = outer_optimizer
         self.interval = interval
         self.fragments = fragments
@@ -149,6 +159,7 @@ class DiLoCoAlgorithm(Algorithm):
         self.hierarchical = hierarchical or inner == "node"
         self.inner = inner
         self.weight = weight
+        self.max_interval = max_interval
         self.guard = guard
         self.outer_clip = outer_clip
         self.warmup_steps = warmup_steps

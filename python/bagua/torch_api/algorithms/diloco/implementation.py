@@ -17,6 +17,7 @@ from bagua._sync.outer.node_synchronizer import NodeSynchronizer
 from bagua._sync.outer.outcomes import Outcomes
 from bagua._sync.outer.outer_state import OuterRounds
 from bagua._sync.outer.outer_synchronizer import OuterSynchronizer
+from bagua._sync.outer.patient_synchronizer import PatientSynchronizer
 from bagua._sync.outer.schedule import Schedule
 from bagua._sync.outer.shares import Shares
 from bagua._sync.outer.succession import succeed
@@ -114,7 +115,9 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         if arguments.inner == "node" and self._node is None:
             self._node = self.process_group.node_group()
         self._parts = Parts(arguments.fragments, bagua_ddp)
-        self._schedule = Schedule(arguments.interval, self._parts.count, arguments.overlap_steps)
+        self._schedule = Schedule(
+            arguments.interval, self._parts.count, arguments.overlap_steps, arguments.max_interval
+        )
         gradients = [] if self._node is None else super().init_tensors(bagua_ddp)
         return gradients + self._parts.make_tensors(
             bagua_ddp, arguments.average_buffers, arguments.outer_device
@@ -178,7 +181,8 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         arguments = self.arguments
         parts, buffers = self._plan.split(bagua_ddp.bagua_buckets)
         self._shares = self._make_shares(bagua_ddp.bagua_module_name)
-        self._outer = OuterSynchronizer(
+        kind = OuterSynchronizer if arguments.max_interval is None else PatientSynchronizer
+        self._outer = kind(
             bagua_ddp,
             [self.make_fragment(part, buckets) for part, buckets in enumerate(parts)],
             buffers,
@@ -236,8 +240,8 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         arguments, fragments = self.arguments, self._schedule.fragments
         if arguments.weight == "ranks" and not arguments.guard:
             return None
-        connections = self.process_group.connections
-        return Shares(connections, name, fragments, arguments.weight, arguments.guard)
+        connections, uneven = self.process_group.connections, arguments.max_interval is not None
+        return Shares(connections, name, fragments, arguments.weight, arguments.guard, uneven)
 
     def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
         def finish_warm_up_iteration() -> None:
