@@ -19,8 +19,8 @@ class Gossip(Operation):
     """The mean with the peer of ``bagua._C.shift_one_peer``.
 
     Attributes:
-        communications: the number of rounds so far, one int64 on the CPU, equal on all ranks; the
-            caller counts.
+        communications: the step of that, one int64 on the CPU, equal on all ranks; the caller
+            counts, or draws it.
         group: None: of the wrapped module.
     """
 

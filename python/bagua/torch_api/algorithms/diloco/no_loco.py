@@ -5,13 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+import torch
+
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.gossip import Gossip
 from bagua._sync.outer.outer_sgd import OuterSGD
 from bagua._sync.outer.weights.fragment import Fragment
-from bagua._sync.outer.weights.pair_fragment import PairFragment
+from bagua._sync.outer.weights.pair_fragment import Meetings, PairFragment
 from bagua._sync.wrapper import Bucket
 from bagua.torch_api.algorithms.base import Algorithm
+from bagua.torch_api.algorithms.diloco.arguments import OuterArguments
 from bagua.torch_api.algorithms.diloco.diloco import DiLoCoAlgorithm
 from bagua.torch_api.algorithms.diloco.implementation import DiLoCoAlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
@@ -20,16 +23,17 @@ __all__ = ["NoLoCoAlgorithm", "NoLoCoAlgorithmImpl"]
 
 
 class NoLoCoAlgorithm(Algorithm):
-    """DiLoCo whose ranks meet one peer in each round (NoLoCo, 2025), another one each time.
+    """DiLoCo whose ranks meet one peer in each round (NoLoCo, 2025), one drawn at random.
 
     Ranks hold anchors of their own, which the momentum and the meetings keep together. A round
-    costs one message of the weights' size and waits for one rank. With an odd number of ranks each
-    in its turn steps by itself.
+    costs one message of the weights' size and waits for one rank. With an odd number of ranks one
+    steps by itself.
 
     Args:
         outer_optimizer: heavy ball by default. Anchors drift apart without bound where ``lr`` is at
             least 2 (1 - momentum²), between more than two ranks: a warning says so.
         interval: steps from one round to the next, as :class:`DiLoCoAlgorithm` counts them.
+        seed: of the pairs.
         warmup_steps: iterations with exact all-reduce of gradients before the first local step.
         average_buffers: floating buffers get the pair's mean; False: they stay each rank's own.
         elastic: as in :class:`DiLoCoAlgorithm`. A rank that comes back begins with the anchor of
@@ -46,6 +50,7 @@ class NoLoCoAlgorithm(Algorithm):
         outer_optimizer: OuterSGD | None = None,
         interval: int = 50,
         *,
+        seed: int = 0,
         warmup_steps: int = 0,
         average_buffers: bool = True,
         elastic: bool = False,
@@ -63,6 +68,7 @@ class NoLoCoAlgorithm(Algorithm):
         )
         self.outer_optimizer = outer_optimizer
         self.interval = interval
+        self.seed = seed
         self.warmup_steps = warmup_steps
         self.average_buffers = average_buffers
         self.elastic = elastic
@@ -81,7 +87,7 @@ class NoLoCoAlgorithm(Algorithm):
                 f"2 (1 - momentum²), here {bound:.2f}.",
                 stacklevel=2,
             )
-        return NoLoCoAlgorithmImpl(process_group, self._arguments)
+        return NoLoCoAlgorithmImpl(process_group, self._arguments, self.seed)
 
 
 class NoLoCoAlgorithmImpl(DiLoCoAlgorithmImpl):
@@ -93,8 +99,15 @@ class NoLoCoAlgorithmImpl(DiLoCoAlgorithmImpl):
     pairs = True
     owner = "NoLoCoAlgorithm"
 
+    def __init__(
+        self, process_group: BaguaProcessGroup, arguments: OuterArguments, seed: int
+    ) -> None:
+        super().__init__(process_group, arguments)
+        self._seed = seed
+        self._drawn = torch.zeros((), dtype=torch.int64, device="cpu")
+
     def append_mean(self, bucket: BaguaBucket) -> None:
-        bucket.append_operation(Gossip(self.communications, self.process_group))
+        bucket.append_operation(Gossip(self._drawn, self.process_group))
 
     def make_fragment(self, part: int, buckets: Sequence[Bucket]) -> Fragment:
-        return PairFragment(part, buckets, keeps=False)
+        return PairFragment(part, buckets, Meetings(self._seed, self.communications, self._drawn))
