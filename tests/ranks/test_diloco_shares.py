@@ -172,6 +172,37 @@ def test_a_norm_is_unusual_after_the_warm_up():
     assert not left_out(0.0), "only large ones are unusual"
 
 
+class Others:
+    """Connections of rank 0 of three, of which the others answer 1."""
+
+    size, rank = 3, 0
+
+    def gather_numbers(self, what, own):
+        return [own, 1, 1]
+
+
+def test_a_weight_of_two_counts_as_two_ranks():
+    shares = Shares(Others(), "model", 1, "steps", guard=False)
+    shares.count_step()
+    shares.count_step()
+    shares.weigh(launched := Launched(1.0))
+    assert launched.factor == 2 / (4 / 3), "its part in the mean of three is 2 of 4"
+    shares.settle(0)
+    shares.count_step()
+    shares.weigh(launched := Launched(1.0))
+    assert launched.factor == 1.0, "equal weights leave the bits as they are"
+
+
+def test_samples_count_by_quantity_and_rate_where_steps_differ():
+    shares = Shares(Others(), "model", 1, "samples", guard=False, uneven=True)
+    for _ in range(4):
+        shares.count_step()
+        shares.count(3)
+    shares.weigh(launched := Launched(1.0))
+    rate = 12**2 / 4  # the others have 1 sample in 1 step
+    assert launched.factor == pytest.approx(3 * rate / (rate + 2))
+
+
 @training.with_group
 def save_and_load():
     arguments = {"interval": 2, "overlap_steps": 1, "guard": True, "weight": "samples"}
