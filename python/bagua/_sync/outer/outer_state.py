@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +32,8 @@ class OuterRounds:
         survival: of failed rounds; None: they are errors.
         shares: of the ranks in the mean; None: all alike.
         outcomes: of the fragments' rounds, for residuals.
+        unsent: by name, what of a fragment's pseudo-gradients the codec has taken, for the weights
+            to keep; None: the operations keep it.
     """
 
     rule: OuterSGD
@@ -42,6 +45,7 @@ class OuterRounds:
     survival: Survival | None = None
     shares: Shares | None = None
     outcomes: Outcomes = field(default_factory=Outcomes)
+    unsent: Callable[[int], Mapping[str, torch.Tensor]] | None = None
 
 
 @dataclass

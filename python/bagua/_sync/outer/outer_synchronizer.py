@@ -70,6 +70,7 @@ class OuterSynchronizer:
         self._buckets = list(ddp.bagua_buckets)
         self._bucket_rounds = 0  # launched, of all buckets
         self._trained = False  # since the last round, which was of all fragments
+        self._synchronising = False  # inside sync()
         self._resumption: Resumption | None = None
         every = 0 if arguments.pairs else env.get_check_weights_every() or 0
         self._check = WeightsCheck(every, name, connections)
@@ -182,7 +183,13 @@ class OuterSynchronizer:
                 fragment.merge(self.weights.named(), self._arguments.alpha)
             else:
                 fragment.take_anchor(self.weights.named())
+            self._keep_unsent(fragment)
         self.weights.share_buffers(fragment, self.engine)
+
+    def _keep_unsent(self, fragment: Fragment) -> None:
+        # In sync() the operations keep it: the weights become the anchor.
+        if self._arguments.unsent is not None and not self._synchronising:
+            fragment.keep(self.weights.named(), self._arguments.unsent(fragment.part))
 
     def _land(self) -> None:
         """Wait until all ranks have the result of the round under way, if there is one."""
@@ -210,7 +217,11 @@ class OuterSynchronizer:
     def sync(self) -> None:
         """A round of all fragments now, unless no rank has made a step since one. All call it."""
         self.weights.refuse_inside_anchor("sync()")
-        self._try(self._sync)
+        self._synchronising = True
+        try:
+            self._try(self._sync)
+        finally:
+            self._synchronising = False
 
     def _sync(self) -> None:
         self._resume()

@@ -130,6 +130,16 @@ class Fragment:
         """
         _C.merge_anchors(self._of(weights), self._anchor_views, self._launched, alpha)
 
+    def keep(self, weights: Mapping[str, torch.Tensor], unsent: Mapping[str, torch.Tensor]) -> None:
+        """Subtract ``unsent`` from the weights, so that the next pseudo-gradients contain it.
+
+        It becomes zero. By name, in the anchor's precision.
+        """
+        with torch.no_grad():
+            for name in self.names:
+                weights[name].sub_(unsent[name])
+                unsent[name].zero_()
+
     # State.
 
     def take_over(self, before: Fragment) -> None:

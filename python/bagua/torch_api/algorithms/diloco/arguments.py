@@ -20,7 +20,7 @@ class OuterArguments(Protocol):
     overlap_steps: int
     merge: Literal["keep"] | float
     codec: str | None
-    error_feedback: bool
+    error_feedback: bool | Literal["weights"]
     hierarchical: bool
     inner: Literal["local", "node"]
     weight: Weight

@@ -50,7 +50,9 @@ class DiLoCoAlgorithm(Algorithm):
         codec: for the pseudo-gradients, a name of ``bagua._C.codec_names()``; None: float32.
         error_feedback: each rank adds to its pseudo-gradients what the codec has taken from those
             of the last round, and likewise to the mean of its part of a bucket. Takes 8 bytes per
-            parameter, and 8 / ranks. None: with codecs of less than 16 bits.
+            parameter, and 8 / ranks. None: with codecs of less than 16 bits. ``"weights"``: what
+            the codec takes stays in the rank's weights, which then are not the anchor after a
+            round; for weights of float32 or float64, without ``hierarchical`` and ``elastic``.
         hierarchical: exact inside a node, ``codec`` between the nodes' leaders.
         inner: ``"local"``: each rank trains by itself. ``"node"``: the ranks of a node average
             their gradients exactly in each step, and so train as one; between nodes nothing is
@@ -93,7 +95,7 @@ class DiLoCoAlgorithm(Algorithm):
         overlap_steps: int = 0,
         merge: Literal["keep"] | float = "keep",
         codec: str | None = None,
-        error_feedback: bool | None = None,
+        error_feedback: bool | Literal["weights"] | None = None,
         hierarchical: bool = False,
         inner: Literal["local", "node"] = "local",
         weight: Weight = "ranks",
@@ -122,7 +124,9 @@ class DiLoCoAlgorithm(Algorithm):
             _C.make_codec(codec)
         if error_feedback is None:
             error_feedback = codec is not None and not is_wide(codec)
-        warn_of_useless_residuals("DiLoCoAlgorithm", codec, error_feedback)
+        if error_feedback not in (True, False, "weights"):
+            raise ValueError(f'error_feedback={error_feedback!r} must be True, False or "weights"')
+        warn_of_useless_residuals("DiLoCoAlgorithm", codec, bool(error_feedback))
         if weight not in ("ranks", "steps", "samples"):
             raise ValueError(f'weight={weight!r} must be "ranks", "steps" or "samples"')
         if overlap_steps < 0:
@@ -146,6 +150,13 @@ class DiLoCoAlgorithm(Algorithm):
             )
         if min_ranks < 1:
             raise ValueError(f"min_ranks={min_ranks} must be at least 1")
+        if error_feedback == "weights" and (hierarchical or inner == "node" or elastic):
+            raise ValueError(
+                'error_feedback="weights" has no form for hierarchical=True, inner="node" or '
+                "elastic=True; take error_feedback=True"
+            )
+        if error_feedback == "weights" and merge != "keep":
+            raise ValueError(f'error_feedback="weights" takes merge="keep", not {merge!r}')
         check_fragments(fragments)
         if (number := number_of(fragments)) is not None:
             Schedule(interval, number, overlap_steps, max_interval)
@@ -155,7 +166,7 @@ class DiLoCoAlgorithm(Algorithm):
         self.overlap_steps = overlap_steps
         self.merge = merge
         self.codec = codec
-        self.error_feedback = error_feedback and codec is not None
+        self.error_feedback = False if codec is None else error_feedback
         self.hierarchical = hierarchical or inner == "node"
         self.inner = inner
         self.weight = weight

@@ -25,7 +25,11 @@ from bagua._sync.outer.survival import Heritage, Survival
 from bagua._sync.outer.weights.fragment import Fragment
 from bagua._sync.synchronizer import Synchronizer
 from bagua._sync.wrapper import Bucket, Wrapper
-from bagua.torch_api.algorithms._error_feedback import CompressedMeans, RememberedMeans
+from bagua.torch_api.algorithms._error_feedback import (
+    CompressedMeans,
+    RememberedMeans,
+    errors_of,
+)
 from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
 from bagua.torch_api.algorithms.bytegrad import aligned_buckets
 from bagua.torch_api.algorithms.diloco.arguments import OuterArguments
@@ -112,6 +116,8 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         self._means = self.make_means()
         self._outcomes = Outcomes()
         arguments = self.arguments
+        if arguments.error_feedback == "weights":
+            _refuse_narrow(bagua_ddp)
         if arguments.inner == "node" and self._node is None:
             self._node = self.process_group.node_group()
         self._parts = Parts(arguments.fragments, bagua_ddp)
@@ -166,6 +172,12 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
             group=self.process_group,
         )
 
+    def _unsent(self, part: int) -> dict[str, torch.Tensor]:
+        """By name, what the codec has taken of a fragment's pseudo-gradients."""
+        memories = [] if self._means is None else self._means.memories
+        of_part = [errors_of(*pair) for pair in memories if pair[0].part == part]
+        return {name: error for errors in of_part for name, error in errors}
+
     def make_fragment(self, part: int, buckets: Sequence[Bucket]) -> Fragment:
         """The outer state of a fragment."""
         return Fragment(part, buckets, keeps=self._alpha is None and self._schedule.overlap > 0)
@@ -196,6 +208,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
                 survival=self._survival,
                 shares=self._shares,
                 outcomes=self._outcomes,
+                unsent=self._unsent if arguments.error_feedback == "weights" else None,
             ),
         )
         if self._survival is not None:
@@ -374,3 +387,13 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         if ddp is None:
             raise BaguaError(f"{self.owner}: its module has been deleted")
         return ddp
+
+
+def _refuse_narrow(bagua_ddp: WrappedModule) -> None:
+    """Raise ValueError for weights that would lose what they are to keep."""
+    for name, parameter in bagua_ddp.bagua_build_params():
+        if parameter.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"parameter '{name}' is {parameter.dtype}, in which rounding loses what a codec "
+                'has taken: error_feedback="weights" is for float32 and float64; take True'
+            )
