@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from bagua._sync.outer.outer_synchronizer import OuterSynchronizer
 from bagua._sync.outer.patient_synchronizer import PatientSynchronizer
 from bagua._sync.outer.schedule import Schedule
 from bagua._sync.outer.shares import Shares
-from bagua._sync.outer.succession import succeed
-from bagua._sync.outer.survival import Heritage, Survival
 from bagua._sync.outer.weights.fragment import Fragment
 from bagua._sync.synchronizer import Synchronizer
 from bagua._sync.wrapper import Bucket, Wrapper
@@ -34,24 +31,11 @@ from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
 from bagua.torch_api.algorithms.bytegrad import aligned_buckets
 from bagua.torch_api.algorithms.diloco.arguments import OuterArguments
 from bagua.torch_api.algorithms.diloco.checkpoint import OuterCheckpoint
-from bagua.torch_api.algorithms.diloco.parts import Parts, gradient_buckets
+from bagua.torch_api.algorithms.diloco.membership import Membership
+from bagua.torch_api.algorithms.diloco.parts import Parts, gradient_buckets, refuse_narrow
 from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["DiLoCoAlgorithmImpl"]
-
-
-@dataclass(frozen=True)
-class Before:
-    """A plan that another one, of other ranks, replaces.
-
-    Attributes:
-        means: with residuals; None: no error feedback.
-        members: how many ranks have residuals.
-    """
-
-    outer: OuterSynchronizer
-    means: RememberedMeans | None
-    members: int
 
 
 class DiLoCoAlgorithmImpl(AlgorithmImpl):
@@ -77,8 +61,9 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
 
     def __init__(self, process_group: BaguaProcessGroup, arguments: OuterArguments) -> None:
         comes_back = process_group.waits_to_join
-        self._survival = Survival(process_group, arguments.min_ranks) if arguments.elastic else None
-        self._before: Before | None = None  # until the plan after it is complete
+        self._members: Membership | None = None
+        if arguments.elastic:
+            self._members = Membership(process_group, arguments.min_ranks)
         super().__init__(process_group)
         self.arguments = arguments
         # Completed iterations of the warm-up, which is over for the ranks that one comes back to.
@@ -117,7 +102,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         self._outcomes = Outcomes()
         arguments = self.arguments
         if arguments.error_feedback == "weights":
-            _refuse_narrow(bagua_ddp)
+            refuse_narrow(bagua_ddp)
         if arguments.inner == "node" and self._node is None:
             self._node = self.process_group.node_group()
         self._parts = Parts(arguments.fragments, bagua_ddp)
@@ -205,49 +190,27 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
                 clip=arguments.outer_clip,
                 communications=self.communications,
                 pairs=self.pairs,
-                survival=self._survival,
+                survival=None if self._members is None else self._members.survival,
                 shares=self._shares,
                 outcomes=self._outcomes,
                 unsent=self._unsent if arguments.error_feedback == "weights" else None,
             ),
         )
-        if self._survival is not None:
-            self._survival.found()
-            if self._survival.heritage is not None:
-                heritage, self._survival.heritage = self._survival.heritage, None
-                self._succeed(heritage)
+        if self._members is not None:
+            self._members.complete(self._outer, self._means)
         if self._node is not None:
             return NodeSynchronizer(bagua_ddp, self._inside, self._node, self._outer)
         return self._outer
 
     def mark_pending(self, bagua_ddp: WrappedModule) -> bool:
-        if self._survival is not None and self._survival.change_due:
-            self._change_members(bagua_ddp)
+        if self._members is not None and self._members.survival.change_due:
+            self._change_members()
         return False
 
-    def _succeed(self, heritage: Heritage) -> None:
-        """Give the new plan the state of the one before."""
+    def _change_members(self) -> None:
+        assert self._members is not None
         assert self._outer is not None
-        before = self._before
-        outer = None if before is None else before.outer
-        succeed(self._outer, outer, heritage, self.process_group)
-        if before is not None and before.means is not None and self._means is not None:
-            self._means.inherit(before.means, before.members)
-
-    def _change_members(self, bagua_ddp: WrappedModule) -> None:
-        """Build a plan over the ranks that are left or have come back. All of them call it."""
-        assert self._survival is not None
-        assert self._outer is not None
-        members = 0 if self._means is None else len(self._means.members())
-        self._before = Before(self._outer, self._means, members)
-
-        def replace(joining: bool) -> None:
-            if joining:
-                bagua_ddp.welcome()
-            bagua_ddp.rebuild()
-
-        self._survival.change(bagua_ddp.bagua_module_name, self._before.outer.report(), replace)
-        self._before = None
+        self._members.change(self._wrapped(), self._outer, self._means)
 
     def _make_shares(self, name: str) -> Shares | None:
         arguments, fragments = self.arguments, self._schedule.fragments
@@ -265,8 +228,8 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
 
     def close(self) -> None:
         self._outer = None
-        if self._survival is not None:
-            self._survival.close()
+        if self._members is not None:
+            self._members.survival.close()
 
     # Control.
 
@@ -299,9 +262,9 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         """
         while self._outer is not None:
             self._outer.sync()
-            if self._survival is None or self._survival.failure is None:
+            if self._members is None or not self._members.failed:
                 return
-            self._change_members(self._wrapped())
+            self._change_members()
 
     def count_samples(self, samples: int) -> None:
         """With ``weight="samples"``: this rank has trained on so many more, tokens for example.
@@ -387,13 +350,3 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         if ddp is None:
             raise BaguaError(f"{self.owner}: its module has been deleted")
         return ddp
-
-
-def _refuse_narrow(bagua_ddp: WrappedModule) -> None:
-    """Raise ValueError for weights that would lose what they are to keep."""
-    for name, parameter in bagua_ddp.bagua_build_params():
-        if parameter.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"parameter '{name}' is {parameter.dtype}, in which rounding loses what a codec "
-                'has taken: error_feedback="weights" is for float32 and float64; take True'
-            )

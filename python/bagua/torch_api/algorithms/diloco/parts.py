@@ -13,7 +13,7 @@ from bagua.torch_api.algorithms.base import WrappedModule
 from bagua.torch_api.algorithms.diloco.fragments import Fragments, parts_of
 from bagua.torch_api.bucket import BaguaBucket
 
-__all__ = ["Parts", "gradient_buckets"]
+__all__ = ["Parts", "gradient_buckets", "refuse_narrow"]
 
 
 class Parts:
@@ -96,3 +96,13 @@ def _wide(
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     empty = torch.zeros_like(tensor, dtype=wide, device=device, requires_grad=False)
     return empty.ensure_bagua_tensor(name, module_name)  # type: ignore[attr-defined,no-any-return]
+
+
+def refuse_narrow(bagua_ddp: WrappedModule) -> None:
+    """Raise ValueError for weights that would lose what they are to keep."""
+    for name, parameter in bagua_ddp.bagua_build_params():
+        if parameter.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"parameter '{name}' is {parameter.dtype}, in which rounding loses what a codec "
+                'has taken: error_feedback="weights" is for float32 and float64; take True'
+            )

@@ -1,0 +1,83 @@
+"""Plans of an elastic algorithm that follow one another, with other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._sync.outer.outer_synchronizer import OuterSynchronizer
+from bagua._sync.outer.succession import succeed
+from bagua._sync.outer.survival import Survival
+from bagua.torch_api.algorithms._error_feedback import RememberedMeans
+from bagua.torch_api.algorithms.base import WrappedModule
+
+__all__ = ["Membership"]
+
+
+@dataclass(frozen=True)
+class _Before:
+    """A plan that another one, of other ranks, replaces.
+
+    Attributes:
+        means: with residuals; None: no error feedback.
+        members: how many ranks have residuals.
+    """
+
+    outer: OuterSynchronizer
+    means: RememberedMeans | None
+    members: int
+
+
+class Membership:
+    """Replaces the plan of an elastic algorithm where ranks are lost or come back.
+
+    Args:
+        group: of the algorithm, whose members change.
+        least: ranks without which nobody goes on.
+
+    Attributes:
+        survival: of failed rounds.
+    """
+
+    def __init__(self, group: BaguaProcessGroup, least: int) -> None:
+        self.survival = Survival(group, least)
+        self._group = group
+        self._before: _Before | None = None  # until the plan after it is complete
+
+    @property
+    def failed(self) -> bool:
+        """Whether a round has failed since the last change."""
+        return self.survival.failure is not None
+
+    def complete(self, outer: OuterSynchronizer, means: RememberedMeans | None) -> None:
+        """Give a plan that has just been built the state to go on with."""
+        self.survival.found()
+        heritage, self.survival.heritage = self.survival.heritage, None
+        if heritage is None:
+            return
+        before = self._before
+        succeed(outer, None if before is None else before.outer, heritage, self._group)
+        if before is not None and before.means is not None and means is not None:
+            means.inherit(before.means, before.members)
+
+    def change(
+        self, bagua_ddp: WrappedModule, outer: OuterSynchronizer, means: RememberedMeans | None
+    ) -> None:
+        """Build a plan over the ranks that are left or have come back. All of them call it.
+
+        Args:
+            outer: the plan until now.
+            means: its residuals.
+
+        Raises:
+            BaguaError: too few ranks are left, this one was given up, or changes fail repeatedly.
+        """
+        self._before = _Before(outer, means, 0 if means is None else len(means.members()))
+
+        def replace(joining: bool) -> None:
+            if joining:
+                bagua_ddp.welcome()
+            bagua_ddp.rebuild()
+
+        self.survival.change(bagua_ddp.bagua_module_name, outer.report(), replace)
+        self._before = None
