@@ -66,6 +66,7 @@ if(BAGUA_WITH_CUDA)
   add_library(bagua_kernels OBJECT
     csrc/codec/cuda/chunk_codec_cuda.cu
     csrc/codec/cuda/fused_codec_cuda.cu
+    csrc/codec/cuda/fused_slice_codec_cuda.cu
     csrc/codec/cuda/sparse_codec_cuda.cu
     csrc/comm/nccl/fill_if_set.cu)
   target_include_directories(bagua_kernels PUBLIC csrc)

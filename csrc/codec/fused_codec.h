@@ -1,4 +1,4 @@
-// Steps around a codec that a device does in one launch instead of a dozen.
+// Steps around a codec that a device does in one launch, or a few, instead of a dozen.
 #pragma once
 
 #include <cstddef>
@@ -47,20 +47,26 @@ struct ThreeRows {
 // A codec's arithmetic joined with what ops do before and after it. The bits are those of the steps
 // one by one, each rounded, with a Codec in between: only the bits of a NaN depend on the device.
 //
-// Contracts of Codec. A codec whose range is a whole chunk has no such kernels (Codec::fused).
+// Contracts of Codec. `scratch`: scratch_bytes() of the chunks, at a multiple of 16; its contents
+// mean nothing before and after.
 class FusedCodec {
  public:
   virtual ~FusedCodec() = default;
 
+  // Bytes of scratch that encode_sum and encode_combined need for these chunks: 0 unless a range is
+  // a whole chunk.
+  virtual int64_t scratch_bytes(std::span<const Chunk> chunks, DType dtype) const = 0;
+
   // payload <- encode(y), x <- decode(payload), where y is the sum of the decoded payloads of all
   // rows, in the order of rows and in f32, divided by `divisor` and rounded to `dtype`.
   virtual void encode_sum(std::span<const Chunk> chunks, const PayloadVersions& versions,
-                          float divisor, DType dtype, StreamHandle stream) const = 0;
+                          float divisor, DType dtype, std::byte* scratch,
+                          StreamHandle stream) const = 0;
 
   // payload <- encode(d) as f32, where d = ((x + left L) + right R) - own W in f32. `dtype` is that
   // of x.
   virtual void encode_combined(std::span<const Chunk> chunks, const ThreeArrays& arrays,
-                               const ThreeWeights& weights, DType dtype,
+                               const ThreeWeights& weights, DType dtype, std::byte* scratch,
                                StreamHandle stream) const = 0;
 
   // For each of the arrays: s = array + decode(its payload, of f32); array <- s where s is finite.

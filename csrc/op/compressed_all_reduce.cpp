@@ -61,7 +61,7 @@ void CompressedAllReduce::run(at::Tensor& flat, const Round& round) {
   if (group.size == 1 || flat.numel() == 0) return;
   const at::Tensor values = codec_values(flat, *scratch_);
   const BucketParts parts = cut(values, group, *codec_, *scratch_);
-  // Undefined where one kernel sums and encodes.
+  // Undefined where kernels sum and encode.
   at::Tensor sum;
   if (codec_->fused() == nullptr) {
     sum = scratch_->get(Scratch::kSum, parts.stride, at::kFloat, flat.device());
@@ -185,7 +185,7 @@ void CompressedAllReduce::leave(const at::Tensor& flat, const Round& round) {
   residuals_->worker.leave(round.number, finite_of(flat));  // both: they are of one memory
 }
 
-// Steps 3 and 4: on CPU while a tile is in cache, on a device in one launch if the codec can.
+// Steps 3 and 4: on CPU while a tile is in cache, on a device in few launches if the codec can.
 void CompressedAllReduce::reduce(const BucketParts& parts, const at::Tensor& sum,
                                  int64_t first_tile, int64_t end_tile) const {
   const int rank = parts.group.rank;
@@ -199,7 +199,7 @@ void CompressedAllReduce::reduce(const BucketParts& parts, const at::Tensor& sum
                                    .rows = parts.group.size,
                                    .own = rank};
     return fused->encode_sum(own, versions, static_cast<float>(divisor), parts.dtype,
-                             parts.calls.stream());
+                             parts.calls.fused_scratch(own, parts.dtype), parts.calls.stream());
   }
   const PartLayout layout = parts.layout(rank);
   const int64_t first = layout.first_element(first_tile);

@@ -183,9 +183,10 @@ void CompressedGossip::encode(const Work& work, int64_t first_tile, int64_t end_
     const ThreeWeights weights{.own = static_cast<float>(1 + mixing_.left + mixing_.right),
                                .left = static_cast<float>(mixing_.left),
                                .right = static_cast<float>(mixing_.right)};
-    return fused->encode_combined(work.weights(first_tile, end_tile), work.arrays(replicas_),
-                                  weights, codec_dtype(work.flat.scalar_type()),
-                                  work.calls.stream());
+    const std::vector<Chunk> chunks = work.weights(first_tile, end_tile);
+    const DType dtype = codec_dtype(work.flat.scalar_type());
+    return fused->encode_combined(chunks, work.arrays(replicas_), weights, dtype,
+                                  work.calls.fused_scratch(chunks, dtype), work.calls.stream());
   }
   const int64_t first = work.layout.first_element(first_tile);
   const int64_t numel = work.layout.numel(first_tile, end_tile);

@@ -11,8 +11,8 @@ RANKS = (2, 4, 8)
 # most bytes read and written per element. "own part": per element of the rank's own part.
 BUDGETS = {
     "all_reduce": (0, 1, 0, 0),
-    "compressed_all_reduce minmax_uint8": (27, 2, 0, 38),
-    "compressed_all_reduce minmax_uint8, own part": (16, 0, 0, 115),
+    "compressed_all_reduce minmax_uint8": (14, 2, 0, 18),
+    "compressed_all_reduce minmax_uint8, own part": (3, 0, 0, 28),
     "compressed_all_reduce block_uint8": (11, 2, 0, 11),
     "compressed_all_reduce block_uint8, own part": (1, 0, 0, 16),
     "compressed_all_reduce fp16": (11, 2, 0, 14),
@@ -27,7 +27,7 @@ BUDGETS = {
     "compressed_all_reduce bit1_block, own part": (1, 0, 0, 10),
     "compressed_all_reduce e3m0_block": (11, 2, 0, 10),
     "compressed_all_reduce e3m0_block, own part": (1, 0, 0, 13),
-    "compressed_gossip minmax_uint8": (43, 1, 0, 298),
+    "compressed_gossip minmax_uint8": (7, 1, 0, 56),
     "compressed_gossip block_uint8": (6, 1, 0, 48),
     "compressed_gossip fp16": (6, 1, 0, 52),
     "compressed_gossip bf16": (6, 1, 0, 52),

@@ -14,13 +14,6 @@ namespace bagua {
 
 namespace {
 
-// One range for a whole chunk: found in a launch of its own.
-template <typename Format>
-concept ChunkRangedFormat = RangedFormat<Format> && (Format::kBlockNumel == 0);
-
-// CTAs for the tiles of a batch.
-int64_t tile_grid(const ChunkBatch& batch) { return (batch.units() + kTileWarps - 1) / kTileWarps; }
-
 template <typename Format>
 class ChunkCodecCuda final : public Codec {
  public:
@@ -57,9 +50,8 @@ class ChunkCodecCuda final : public Codec {
                  batch, of_slice);
         });
       } else {
-        for_each_batch(chunks, tiles_of, [&](const ChunkBatch& batch) {
-          launch("encode_tiles", encode_tiles<Format, T>, tile_grid(batch), kTileThreads, stream,
-                 batch);
+        for_each_tile_batch(chunks, [&](const ChunkBatch& batch, int64_t grid) {
+          launch("encode_tiles", encode_tiles<Format, T>, grid, kTileThreads, stream, batch);
         });
       }
     });
@@ -67,9 +59,8 @@ class ChunkCodecCuda final : public Codec {
 
   void decode(std::span<const Chunk> chunks, DType dtype, StreamHandle stream) const override {
     visit_dtype(dtype, [&]<typename T>(T) {
-      for_each_batch(chunks, tiles_of, [&](const ChunkBatch& batch) {
-        launch("decode_tiles", decode_tiles<Format, T>, tile_grid(batch), kTileThreads, stream,
-               batch);
+      for_each_tile_batch(chunks, [&](const ChunkBatch& batch, int64_t grid) {
+        launch("decode_tiles", decode_tiles<Format, T>, grid, kTileThreads, stream, batch);
       });
     });
   }
@@ -77,9 +68,9 @@ class ChunkCodecCuda final : public Codec {
   void decode_add(std::span<const Chunk> chunks, DType dtype, float weight,
                   StreamHandle stream) const override {
     visit_dtype(dtype, [&]<typename T>(T) {
-      for_each_batch(chunks, tiles_of, [&](const ChunkBatch& batch) {
-        launch("decode_add_tiles", decode_add_tiles<Format, T>, tile_grid(batch), kTileThreads,
-               stream, batch, weight);
+      for_each_tile_batch(chunks, [&](const ChunkBatch& batch, int64_t grid) {
+        launch("decode_add_tiles", decode_add_tiles<Format, T>, grid, kTileThreads, stream, batch,
+               weight);
       });
     });
   }

@@ -16,6 +16,14 @@ constexpr int kTileThreads = kTileWarps * kWarpLanes;
 // CTAs of encode_tiles per multiprocessor. Left alone the compiler aims at more, and spills.
 constexpr int kTileCtas = 4;
 
+// Calls function(batch, CTAs) for the tiles of all chunks, a warp each.
+template <typename Function>
+void for_each_tile_batch(std::span<const Chunk> chunks, Function function) {
+  for_each_batch(chunks, tiles_of, [&](const ChunkBatch& batch) {
+    function(batch, (batch.units() + kTileWarps - 1) / kTileWarps);
+  });
+}
+
 // A tile's codes, encode(value) each. `values` holds the elements before `whole`.
 template <typename T, typename Code, typename Encoder>
 BAGUA_DEVICE void encode_tile(const TileValues<T>& values, const T* x, int whole, int numel,
@@ -101,6 +109,18 @@ __global__ void __launch_bounds__(kTileThreads, kTileCtas)
   encode_tile_of<Format, T>(Tile(batch.chunks[index], unit - batch.first_unit[index]));
 }
 
+// The header of a chunk and the zeros around its codes, by the first warp of a CTA.
+template <ChunkRangedFormat Format, typename T>
+BAGUA_DEVICE void write_around_codes(const Chunk& chunk, const RangedLayout& layout,
+                                     HeaderOf<Format, T> header) {
+  if (warp_index() != 0) return;
+  if (lane_index() == 0 && chunk.numel > 0) write_header(header, chunk.payload);
+  const int64_t header_bytes = chunk.numel > 0 ? sizeof(header) : 0;
+  clear_bytes(chunk.payload + header_bytes, chunk.payload + layout.codes_offset);
+  clear_bytes(chunk.payload + layout.codes_offset + layout.codes_bytes,
+              chunk.payload + layout.payload_bytes);
+}
+
 // Units are slices; a CTA has one. `of_slice`: output of scan_slices for the same batch.
 template <RangedFormat Format, typename T>
 __global__ void __launch_bounds__(kSliceThreads)
@@ -122,20 +142,10 @@ __global__ void __launch_bounds__(kSliceThreads)
   Tile tile(chunk, begin + warp_index());
   int whole = tile.whole_vectors<kPerVector, kPerVector>();
   if (tile.numel > 0) values.load(x + tile.first, whole);
-  ExtentOf<Format> extent = empty_extent<Format>();
-  for (int64_t i = threadIdx.x; i < slices_of(chunk.numel); i += kSliceThreads) {
-    extent.join(0, of_slice[batch.first_unit[index] + i], 0);
-  }
-  const auto header = Format::template header<T>(join_threads<Format>(extent));
+  const auto header = joined_header<Format, T>(batch, index, of_slice);
 
-  // 2. The chunk's first warp writes the header, and what surrounds the codes.
-  if (slice == 0 && warp_index() == 0) {
-    if (lane_index() == 0 && chunk.numel > 0) write_header(header, chunk.payload);
-    const int64_t header_bytes = chunk.numel > 0 ? sizeof(header) : 0;
-    clear_bytes(chunk.payload + header_bytes, chunk.payload + layout.codes_offset);
-    clear_bytes(chunk.payload + layout.codes_offset + layout.codes_bytes,
-                chunk.payload + layout.payload_bytes);
-  }
+  // 2.
+  if (slice == 0) write_around_codes<Format, T>(chunk, layout, header);
 
   // 3. The codes, tile by tile.
   const typename Format::Grid grid = Format::grid(header);

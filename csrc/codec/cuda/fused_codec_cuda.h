@@ -8,7 +8,10 @@
 
 namespace bagua {
 
-// Null if the table has no such name, or the codec's range is a whole chunk.
+// Null if the table has no such name.
 std::unique_ptr<const FusedCodec> make_fused_cuda_codec(const std::string& name);
+
+// Null if the codec's range is not a whole chunk.
+std::unique_ptr<const FusedCodec> make_fused_slice_codec(const std::string& name);
 
 }  // namespace bagua

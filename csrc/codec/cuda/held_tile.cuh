@@ -1,9 +1,9 @@
-// A whole tile in the registers of a warp, for any format with blocks of at most a tile.
+// A whole tile in the registers of a warp, for any format.
 //
 // A lane holds kRanges ranges, or its share of them; of each range kVectors vectors of kNumel
 // neighbouring elements, and their codes in kPacked groups of words. Where blocks are smaller than
-// a tile, the lane's codes of a range are one group (block_kernels.cuh). Casts have no ranges: four
-// vectors at a time need few registers.
+// a tile, the lane's codes of a range are one group (block_kernels.cuh). Where a tile has no ranges
+// of its own, as of casts, few vectors at a time need few registers.
 #pragma once
 
 #include "base/device.h"
@@ -20,6 +20,8 @@ namespace bagua {
 template <typename Format>
 concept TiledFormat = CastFormat<Format> || BlockedFormat<Format> ||
                       (RangedFormat<Format> && Format::kBlockNumel == kTileNumel);
+template <typename Format>
+concept HeldFormat = TiledFormat<Format> || ChunkRangedFormat<Format>;
 
 // Header of a range and encoder of its values.
 template <typename Format, typename T>
@@ -82,11 +84,13 @@ struct CodeBook<Format, T> {
 };
 
 // Places of a lane's elements and codes in a tile.
-template <TiledFormat Format, typename T, int kVectorNumel>
+template <HeldFormat Format, typename T, int kVectorNumel>
 struct TileMap {
   using Code = typename CodeBook<Format, T>::Code;
   static constexpr int kNumel = kVectorNumel;
-  static constexpr int kVectors = CastFormat<Format> ? 4 : kTileNumel / (kWarpLanes * kNumel);
+  static constexpr int kVectors = CastFormat<Format>          ? 4
+                                  : ChunkRangedFormat<Format> ? 32 / kNumel
+                                                              : kTileNumel / (kWarpLanes * kNumel);
   static constexpr int kRanges = kTileNumel / (kWarpLanes * kNumel * kVectors);
   static constexpr int kLanesOfRange = kWarpLanes;
   static constexpr int kPacked = kVectors;
@@ -138,14 +142,17 @@ struct TileMap<Format, T, kVectorNumel> {
 };
 
 // Where the sections of a tile begin in its chunk's payload, in bytes. T: what was encoded.
-template <TiledFormat Format, typename T>
+template <HeldFormat Format, typename T>
 struct TileSections {
   int64_t headers;
   int64_t codes;
 
   BAGUA_DEVICE explicit TileSections(const Tile& tile) {
     if constexpr (RangedFormat<Format>) {
-      headers = tile.first / Format::kBlockNumel * sizeof(HeaderOf<Format, T>);
+      headers = 0;
+      if constexpr (BlockFormat<Format>) {
+        headers = tile.first / Format::kBlockNumel * sizeof(HeaderOf<Format, T>);
+      }
       codes =
           layout_of<Format, T>(tile.chunk.numel).codes_offset + tile.first / kCodesPerByte<Format>;
     } else {

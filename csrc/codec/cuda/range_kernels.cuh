@@ -13,6 +13,10 @@
 
 namespace bagua {
 
+// A format with one range for a whole chunk.
+template <typename Format>
+concept ChunkRangedFormat = RangedFormat<Format> && (Format::kBlockNumel == 0);
+
 // A slice: the consecutive tiles of a chunk that one CTA works on.
 constexpr int kSliceWarps = 8;
 constexpr int kSliceThreads = kSliceWarps * kWarpLanes;
@@ -179,6 +183,18 @@ struct TileValues {
     for (int i = whole + lane_index(); i < numel; i += kWarpLanes) extent.take(0, widen(x[i]));
   }
 };
+
+// The header of a batch's chunk, in every thread of the CTA: as join_threads, once per kernel.
+// `of_slice`: the extents of all slices of the batch.
+template <ChunkRangedFormat Format, typename T>
+BAGUA_DEVICE HeaderOf<Format, T> joined_header(const ChunkBatch& batch, int index,
+                                               const ExtentOf<Format>* of_slice) {
+  ExtentOf<Format> extent = empty_extent<Format>();
+  for (int64_t i = threadIdx.x; i < slices_of(batch.chunks[index].numel); i += kSliceThreads) {
+    extent.join(0, of_slice[batch.first_unit[index] + i], 0);
+  }
+  return Format::template header<T>(join_threads<Format>(extent));
+}
 
 // Writes the extent of each slice of the batch's chunks, whose units are slices, to of_slice.
 template <ExtentFormat Format, typename T>

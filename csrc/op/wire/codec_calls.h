@@ -97,13 +97,19 @@ class CodecCalls {
     });
   }
 
-  // The codec's fused kernels, null where it has none, and the stream to call them with.
+  // The codec's fused kernels, null where it has none, with the scratch and the stream to call them
+  // with.
   const FusedCodec* fused() const { return codec_.fused(); }
+  std::byte* fused_scratch(std::span<const Chunk> chunks, DType dtype) const {
+    return scratch_of(codec_.fused()->scratch_bytes(chunks, dtype));
+  }
   StreamHandle stream() const { return current_stream_handle(device_); }
 
  private:
   std::byte* scratch_for(std::span<const Chunk> chunks) const {
-    const int64_t bytes = codec_.scratch_bytes(chunks, dtype_);
+    return scratch_of(codec_.scratch_bytes(chunks, dtype_));
+  }
+  std::byte* scratch_of(int64_t bytes) const {
     if (bytes == 0) return nullptr;
     return static_cast<std::byte*>(
         scratch_.get(Scratch::kCodec, bytes, at::kByte, device_).data_ptr());

@@ -54,7 +54,7 @@ class NotingCodec final : public Codec {
     codec_->decode_add(chunks, dtype, weight, nullptr);
   }
   int64_t block_numel() const override { return codec_->block_numel(); }
-  const FusedCodec* fused() const override { return block_numel() == 0 ? nullptr : &fused_; }
+  const FusedCodec* fused() const override { return &fused_; }
   const std::string& name() const override { return codec_->name(); }
 
  private:

@@ -10,15 +10,24 @@
 
 namespace bagua::fake {
 
-// Does the steps one by one, and notes what one kernel would touch.
+// Does the steps one by one, and notes what the kernels would touch.
 class NotingFusedCodec final : public FusedCodec {
  public:
   explicit NotingFusedCodec(std::shared_ptr<const Codec> codec)
       : codec_(codec), reference_(std::move(codec)) {}
 
+  // Extents, and differences of f32, where a range is a whole chunk.
+  int64_t scratch_bytes(std::span<const Chunk> chunks, DType) const override {
+    int64_t bytes = 0;
+    for (const Chunk& chunk : chunks) bytes += 64 + chunk.numel * int64_t{sizeof(float)};
+    return has_slices() ? bytes : 0;
+  }
+
   void encode_sum(std::span<const Chunk> chunks, const PayloadVersions& versions, float divisor,
-                  DType dtype, StreamHandle stream) const override {
-    count_launches(chunks);
+                  DType dtype, std::byte* scratch, StreamHandle stream) const override {
+    // Where a range is a whole chunk: the range of x, that of the mean, and its payload.
+    count_launches(chunks, has_slices() ? 3 : 1);
+    note_extents("encode_sum", stream, chunks, scratch, 2);
     for (const Chunk& chunk : chunks) {
       const int64_t bytes = codec_->payload_bytes(dtype, chunk.numel);
       for (int row = 0; row < versions.rows; ++row) {
@@ -27,24 +36,34 @@ class NotingFusedCodec final : public FusedCodec {
             versions.first + row * versions.stride + (chunk.payload - versions.results);
         note("encode_sum", stream, payload, bytes, false);
       }
-      for (const bool write : {false, true}) {
+      const auto note_x = [&](bool write) {
         note("encode_sum", stream, chunk.x, chunk.numel * dtype_bytes(dtype), write);
+      };
+      if (has_slices()) {
+        for (const bool write : {false, false, true}) note_x(write);
       }
+      for (const bool write : {false, true}) note_x(write);
       note("encode_sum", stream, chunk.payload, bytes, true);
     }
-    reference_.encode_sum(chunks, versions, divisor, dtype, nullptr);
+    reference_.encode_sum(chunks, versions, divisor, dtype, nullptr, nullptr);
   }
 
   void encode_combined(std::span<const Chunk> chunks, const ThreeArrays& arrays,
-                       const ThreeWeights& weights, DType dtype,
+                       const ThreeWeights& weights, DType dtype, std::byte* scratch,
                        StreamHandle stream) const override {
-    count_launches(chunks);
+    // Where a range is a whole chunk: differences and their range, then the payload.
+    count_launches(chunks, has_slices() ? 2 : 1);
+    note_extents("encode_combined", stream, chunks, scratch, 1);
     for (const Chunk& chunk : chunks) {
       note("encode_combined", stream, chunk.x, chunk.numel * dtype_bytes(dtype), false);
       note_arrays("encode_combined", stream, chunk, arrays, dtype, false);
+      for (const bool write : {true, false}) {
+        const int64_t bytes = has_slices() ? chunk.numel * int64_t{sizeof(float)} : 0;
+        note("encode_combined", stream, scratch, bytes, write);
+      }
       note("encode_combined", stream, chunk.payload, payload_bytes(chunk), true);
     }
-    reference_.encode_combined(chunks, arrays, weights, dtype, nullptr);
+    reference_.encode_combined(chunks, arrays, weights, dtype, nullptr, nullptr);
   }
 
   void decode_add_three(std::span<const Chunk> chunks, const ThreeArrays& arrays,
@@ -64,6 +83,15 @@ class NotingFusedCodec final : public FusedCodec {
   }
 
  private:
+  bool has_slices() const { return codec_->block_numel() == 0; }
+  void note_extents(const char* what, StreamHandle stream, std::span<const Chunk> chunks,
+                    std::byte* scratch, int64_t sets) const {
+    if (!has_slices()) return;
+    expect(scratch != nullptr, what, " needs its scratch");
+    for (const bool write : {true, false}) {
+      note(what, stream, scratch, sets * 32 * static_cast<int64_t>(chunks.size()), write);
+    }
+  }
   int64_t payload_bytes(const Chunk& chunk) const {
     return codec_->payload_bytes(DType::kFloat32, chunk.numel);
   }

@@ -29,6 +29,10 @@ struct FusedSide {
   std::array<std::byte*, kRows> rows;
   std::array<float*, 3> replicas;
   int64_t row_bytes = 0;
+  struct alignas(16) Aligned {
+    std::byte bytes[16] = {std::byte{0xff}, std::byte{0xff}, std::byte{0xff}, std::byte{0xff}};
+  };
+  std::vector<Aligned> work;
 
   // Offsets: of x in bytes, of the arrays and of the payloads.
   FusedSide(const FusedCodec& of, const Codec& cpu, const std::vector<int64_t>& sizes,
@@ -71,6 +75,12 @@ struct FusedSide {
         element += chunk.numel;
       }
     }
+  }
+
+  // Its start is all that scratch may rely on: nothing in it is initialised.
+  std::byte* scratch(DType dtype) {
+    work.assign(fused.scratch_bytes(chunks, dtype) / 16 + 1, Aligned{});
+    return work.data()->bytes;
   }
 
   ThreeArrays three() const { return {chunks[0].x, replicas[0], replicas[1], replicas[2]}; }
@@ -121,17 +131,20 @@ void compare_fused_steps(const std::string& what, const Codec& cpu, const FusedC
       const PayloadVersions versions{side.rows[0], side.rows[1], side.row_bytes, rows, own};
       // Three is no power of two: its reciprocal would give other bits.
       const float divisor = own == 0 ? 1.0f : 3.0f;
-      side.fused.encode_sum(side.chunks, versions, divisor, kDTypeOf<T>, nullptr);
+      side.fused.encode_sum(side.chunks, versions, divisor, kDTypeOf<T>, side.scratch(kDTypeOf<T>),
+                            nullptr);
     });
   }
   both("encode_combined", DType::kFloat32, [](FusedSide<T>& side) {
     const ThreeWeights weights{1.0f + 0.3f + 0.2f, 0.3f, 0.2f};
-    side.fused.encode_combined(side.chunks, side.three(), weights, kDTypeOf<T>, nullptr);
+    side.fused.encode_combined(side.chunks, side.three(), weights, kDTypeOf<T>,
+                               side.scratch(kDTypeOf<T>), nullptr);
   });
   for (const int right : {2, 3}) {  // two ranks have one neighbour
     both("decode_add_three", DType::kFloat32, [&](FusedSide<T>& side) {
       const ThreeWeights weights{1.5f, 0.3f, 0.2f};
-      side.fused.encode_combined(side.chunks, side.three(), weights, kDTypeOf<T>, nullptr);
+      side.fused.encode_combined(side.chunks, side.three(), weights, kDTypeOf<T>,
+                                 side.scratch(kDTypeOf<T>), nullptr);
       side.fused.decode_add_three(side.chunks, side.three(),
                                   {side.rows[0], side.rows[2], side.rows[right]}, kDTypeOf<T>,
                                   nullptr);

@@ -17,8 +17,10 @@ class FusedReference final : public FusedCodec {
  public:
   explicit FusedReference(std::shared_ptr<const Codec> cpu) : cpu_(std::move(cpu)) {}
 
+  int64_t scratch_bytes(std::span<const Chunk>, DType) const override { return 0; }
+
   void encode_sum(std::span<const Chunk> chunks, const PayloadVersions& versions, float divisor,
-                  DType dtype, StreamHandle) const override {
+                  DType dtype, std::byte*, StreamHandle) const override {
     for (const Chunk& chunk : chunks) {
       std::vector<float> sum(chunk.numel);
       encode(chunk, dtype);
@@ -40,7 +42,8 @@ class FusedReference final : public FusedCodec {
   }
 
   void encode_combined(std::span<const Chunk> chunks, const ThreeArrays& arrays,
-                       const ThreeWeights& weights, DType dtype, StreamHandle) const override {
+                       const ThreeWeights& weights, DType dtype, std::byte*,
+                       StreamHandle) const override {
     for (const Chunk& chunk : chunks) {
       std::vector<float> difference(chunk.numel);
       const int64_t first = offset_of(chunk, arrays, dtype);
