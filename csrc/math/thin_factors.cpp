@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <type_traits>
 
 #include "base/dtype.h"
 #include "base/per_instruction_set.h"
+#include "math/element_types.h"
 
 namespace bagua {
 namespace {
@@ -14,18 +14,6 @@ constexpr int kLanes = 16;
 
 // Number of rows worked on at a time: the data between the passes over them stays in L1.
 constexpr int64_t kTileNumel = 2048;
-
-BAGUA_HD double widen(double value) { return value; }
-using bagua::widen;
-
-template <typename T, typename W>
-BAGUA_HD T narrow_to(W value) {
-  if constexpr (std::is_same_v<T, double>) {
-    return value;
-  } else {
-    return narrow<T>(value);
-  }
-}
 
 template <typename W>
 BAGUA_HD W dot(const W* __restrict x, const W* __restrict y, int64_t n) {

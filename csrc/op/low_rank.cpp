@@ -6,10 +6,12 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Dispatch.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
 
 #include "base/check.h"
 #include "base/mixed_bits.h"
+#include "comm/device_stream.h"
 #include "comm/host_memory.h"
 #include "op/memory/communications.h"
 #include "op/tensors/all_finite.h"
@@ -74,6 +76,12 @@ LowRank::LowRank(std::shared_ptr<Communicator> communicator, std::shared_ptr<Scr
                   "LowRank: the queries must have ", layout_.right_numel,
                   " elements, float32 or float64 like the error, not ", queries.numel(), ".");
   check_communications(communications, "LowRank");
+  const at::Device device = queries.device();
+  std::shared_ptr<const LowRankKernels> kernels = options_.kernels;
+  if (device.is_cuda() && !kernels) kernels = make_cuda_low_rank_kernels();
+  if (device.is_cuda() && kernels && layout_.numel > 0) {
+    device_ = std::make_unique<const LowRankDevice>(layout_, device, std::move(kernels));
+  }
 }
 
 void LowRank::check(const at::Tensor& flat, const Round& round) {
@@ -103,6 +111,7 @@ void LowRank::run(at::Tensor& flat, const Round& round) {
                  .left = scratch(Scratch::kSend, layout_.left_numel + layout_.rest_numel),
                  .right = scratch(Scratch::kReceive, layout_.right_numel),
                  .scale = round.grad_scale}};
+  if (device_) return run_with_kernels(job, round);
   // On a device it is not known yet what is finite: NaN and infinity pass through to the result.
   Finite finite = reduce_left(job);
   std::vector<at::Tensor> vanished;
@@ -118,6 +127,44 @@ void LowRank::run(at::Tensor& flat, const Round& round) {
     flat.fill_(std::numeric_limits<double>::quiet_NaN());
   }
   memory_->leave(round.number, finite);
+}
+
+// All steps, each for all matrices at once.
+void LowRank::run_with_kernels(const Job& job, const Round& round) {
+  const auto scratch = [&](Scratch::Use use, int64_t numel, at::ScalarType dtype) {
+    return scratch_->get(use, numel, dtype, job.flat.device());
+  };
+  const LowRankKernels& kernels = device_->kernels();
+  const LowRankTable& table = device_->table();
+  const LowRankPlan plan = device_->plan();
+  void* const stream = current_stream_handle(job.flat.device());
+  at::Tensor left = job.left, right = job.right;
+  const at::Tensor finite = at::empty({}, job.flat.options().dtype(at::kBool));
+  const LowRankMemory memory =
+      memory_of(job,
+                {.next_queries = memory_->next(kQueries),
+                 .vectors = scratch(Scratch::kCast, table.matrix_elements(), at::kDouble),
+                 .partials = scratch(Scratch::kValues, table.partials(), left.scalar_type()),
+                 .vanished = scratch(Scratch::kIndices, table.vectors(), at::kBool),
+                 .finite = finite},
+                communicator_->group().size);
+  // 1. and 2.
+  kernels.project_rows(plan, memory, stream);
+  communicator_->all_reduce(left, ReduceOp::kSum);
+  // 3.
+  kernels.orthonormalise(plan, memory, stream);
+  kernels.project_columns(plan, memory, stream);
+  // 4.
+  if (layout_.right_numel > 0) communicator_->all_reduce(right, ReduceOp::kSum);
+  // 5.
+  kernels.keep_queries(plan, memory, stream);
+  kernels.reconstruct(plan, memory, stream);
+  count_communication();
+  memory_->leave(round.number, {.here = true, .there = finite});
+}
+
+void LowRank::count_communication() {
+  memory_->next(kCommunications).copy_(memory_->value(kCommunications)).add_(1);
 }
 
 // A single rank sends nothing, but may have a residual from a larger world.
@@ -237,8 +284,7 @@ Finite LowRank::finite_result(const Job& job) const {
 // Step 5, for Q.
 void LowRank::keep_queries(const Job& job, const std::vector<at::Tensor>& vanished) {
   at::Tensor& next = memory_->next(kQueries);
-  at::Tensor& communications = memory_->next(kCommunications);
-  communications.copy_(memory_->value(kCommunications)).add_(1);
+  count_communication();
   if (!job.on_cpu()) return bagua::keep_queries(layout_, job, vanished, next);
   for (size_t i = 0; i < layout_.batches.size(); ++i) {
     for (size_t k = 0; k < layout_.batches[i].members.size(); ++k) {

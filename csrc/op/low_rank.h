@@ -5,9 +5,11 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "math/low_rank_kernels.h"
 #include "op/contract/bucket_op.h"
 #include "op/memory/round_memory.h"
 #include "op/memory/scratch.h"
+#include "op/tensors/low_rank_device.h"
 #include "op/tensors/low_rank_layout.h"
 
 namespace bagua {
@@ -16,6 +18,8 @@ struct LowRankOptions {
   bool warm_start;      // start from the last round's Q instead of a fresh random one
   bool error_feedback;  // add to the next round what this one loses
   uint64_t seed;        // of the random Q; equal on all ranks
+  // Of buckets on a device. Null: those of CUDA, and where the build has none, ATen's operations.
+  std::shared_ptr<const LowRankKernels> kernels = nullptr;
 };
 
 // PowerSGD (Vogels et al., NeurIPS 2019, Algorithms 1 and 2), for all matrices of a bucket at once.
@@ -27,7 +31,8 @@ struct LowRankOptions {
 //   5. G <- s P Q'^T in the bucket's dtype;  E <- M - G / s;  Q <- Q', except for columns where P
 //      vanished: they keep their old query, or a gradient that was zero once would make them zero
 //      for ever. Non-matrix elements become their mean.
-// Arithmetic, messages and memory are f32 (f64 for f64 buckets).
+// Arithmetic, messages and memory are f32 (f64 for f64 buckets). On a device a kernel does a step
+// for all matrices at once (math/low_rank_kernels.h).
 //
 // A bucket that is not finite on some rank, or whose result overflows its dtype, is seen by all
 // ranks alike: it becomes NaN, or is left with its infinities, and memory stays as it was
@@ -59,6 +64,8 @@ class LowRank final : public BucketOp {
   void pay_alone(at::Tensor& flat, const Round& round);
   void check(const at::Tensor& flat, const Round& round);
   at::Tensor queries(const at::Tensor& flat, const Round& round);
+  void run_with_kernels(const Job& job, const Round& round);
+  void count_communication();
   Finite reduce_left(const Job& job);
   void project_rows_here(const Job& job) const;
   std::vector<at::Tensor> orthonormalise_left(const Job& job) const;
@@ -72,6 +79,7 @@ class LowRank final : public BucketOp {
   LowRankOptions options_;
   std::shared_ptr<RoundMemory> memory_;
   LowRankLayout layout_;
+  std::unique_ptr<const LowRankDevice> device_;  // null: on the CPU, or without kernels
 };
 
 }  // namespace bagua

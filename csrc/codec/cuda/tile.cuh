@@ -13,20 +13,16 @@
 
 #include "base/device.h"
 #include "base/dtype.h"
+#include "base/warp.cuh"
 #include "codec/chunk_batch.h"
 #include "codec/chunk_format.h"
 
 namespace bagua {
 
-constexpr int kWarpLanes = 32;
-constexpr unsigned kAllLanes = 0xffffffff;
 constexpr int kTileNumel = 2048;
 constexpr int kVectorBytes = 16;
 
 BAGUA_HD constexpr int64_t tiles_of(int64_t numel) { return (numel + kTileNumel - 1) / kTileNumel; }
-
-BAGUA_DEVICE int lane_index() { return static_cast<int>(threadIdx.x) % kWarpLanes; }
-BAGUA_DEVICE int warp_index() { return static_cast<int>(threadIdx.x) / kWarpLanes; }
 
 template <int kCount>
 struct Words {

@@ -1,5 +1,5 @@
-// The steps of LowRank for all matrices of a shape at once, by ATen: for devices, where launches
-// are what small matrices wait for.
+// The steps of LowRank for all matrices of a shape at once, by ATen: for devices without kernels of
+// ours, where launches are what small matrices wait for.
 #pragma once
 
 #include <vector>

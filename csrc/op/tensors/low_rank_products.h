@@ -9,7 +9,7 @@ namespace bagua {
 // bucket's dtype, the others of the one that is computed in. Equal values give equal bits, on any
 // processor and with any number of threads. (The results of MKL depend on alignment and threads,
 // and it takes 150 ms for the rank-2 products of 8.7 million gradients on one core, where these
-// take 17 ms.) On other devices low_rank_groups.h has these steps.
+// take 17 ms.) Other devices have kernels (low_rank_device.h), or ATen (low_rank_groups.h).
 
 // m = error + x / scale; p = q m^T. `error` may be undefined, for none; m may be x.
 void project_rows(const at::Tensor& x, double scale, const at::Tensor& error, at::Tensor m,

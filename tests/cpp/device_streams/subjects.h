@@ -16,6 +16,7 @@
 #include "comm/thread_communicator.h"
 #include "device_streams/loopback_communicator.h"
 #include "device_streams/noting_codec.h"
+#include "device_streams/noting_low_rank.h"
 #include "device_streams/noting_sparse_codec.h"
 #include "engine/engine.h"
 #include "fake_device/fake_device_torch.h"
@@ -180,16 +181,20 @@ std::vector<Subject> subjects() {
             concat(error_feedback ? " " : " without error feedback ", c10::toString(dtype));
         const bool known = dtype == at::kFloat && error_feedback;
         const double off = dtype == at::kHalf && tolerance > 0 ? 1e-3 : tolerance;
-        add(known ? name : name + suffix, dtype, off, [=](at::Device device) {
-          int64_t queries = 0;
-          for (const LowRankMatrix& m : matrices) queries += m.columns * m.rank;
-          at::Tensor first = at::arange(queries, at::kFloat).mul_(0.01).sin_().to(device);
-          const int64_t errors = error_feedback ? kNumel : 0;
-          return std::make_shared<LowRank>(
-              loopback(), std::make_shared<Scratch>(), kNumel, matrices,
-              LowRankOptions{.warm_start = true, .error_feedback = error_feedback, .seed = 7},
-              memory({zeros_on(device, errors), first, counter()}));
-        });
+        for (const bool has_kernels : {true, false}) {
+          const std::string by = has_kernels ? "" : " by ATen";
+          add((known ? name : name + suffix) + by, dtype, off, [=](at::Device device) {
+            int64_t queries = 0;
+            for (const LowRankMatrix& m : matrices) queries += m.columns * m.rank;
+            at::Tensor first = at::arange(queries, at::kFloat).mul_(0.01).sin_().to(device);
+            const int64_t errors = error_feedback ? kNumel : 0;
+            LowRankOptions options{.warm_start = true, .error_feedback = error_feedback, .seed = 7};
+            if (has_kernels) options.kernels = std::make_shared<NotingLowRank>();
+            return std::make_shared<LowRank>(loopback(), std::make_shared<Scratch>(), kNumel,
+                                             matrices, options,
+                                             memory({zeros_on(device, errors), first, counter()}));
+          });
+        }
       }
     }
   }

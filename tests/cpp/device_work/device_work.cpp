@@ -18,6 +18,7 @@
 #include "codec/factory.h"
 #include "comm/thread_communicator.h"
 #include "device_streams/noting_codec.h"
+#include "device_streams/noting_low_rank.h"
 #include "device_streams/noting_sparse_codec.h"
 #include "device_work/uncounted_communicator.h"
 #include "fake_device/fake_device_torch.h"
@@ -109,9 +110,13 @@ std::shared_ptr<LowRank> low_rank_of_blocks(const Rank& rank) {
   auto memory = std::make_shared<RoundMemory>(
       std::vector{zeros(rank.flat.numel()), zeros(queries), counter()},
       std::make_shared<RoundOutcome>());
-  return std::make_shared<LowRank>(
-      rank.communicator, std::make_shared<Scratch>(), rank.flat.numel(), matrices,
-      LowRankOptions{.warm_start = true, .error_feedback = true, .seed = 7}, std::move(memory));
+  return std::make_shared<LowRank>(rank.communicator, std::make_shared<Scratch>(),
+                                   rank.flat.numel(), matrices,
+                                   LowRankOptions{.warm_start = true,
+                                                  .error_feedback = true,
+                                                  .seed = 7,
+                                                  .kernels = std::make_shared<NotingLowRank>()},
+                                   std::move(memory));
 }
 
 RunRound asynchronous_average(const Rank& rank) {

@@ -1,5 +1,6 @@
-// Runs the CUDA kernels of all codecs on the CPU (cuda_emulation.h) and compares every byte with
-// the CPU codecs. Prints what it ran; ends with status 1 and details at the first difference.
+// Runs the CUDA kernels on the CPU (cuda_emulation.h) and compares every byte with the CPU codecs,
+// and low-rank products with plain loops. Prints what it ran; ends with status 1 and details at the
+// first difference.
 //
 //   kernels [--quick | --races] [--skip-barrier N]
 //
@@ -24,6 +25,7 @@
 #include "kernels/comparison.h"
 #include "kernels/data.h"
 #include "kernels/fused.h"
+#include "kernels/low_rank.h"
 #include "kernels/sparse.h"
 
 namespace bagua {
@@ -208,6 +210,7 @@ int main(int argc, char** argv) {
   bagua::compare_divisions(inputs == bagua::Inputs::kAll ? 20000 : 500);
   bagua::fill_data_if_the_flag_is_set();
   bagua::compare_sparse_messages(inputs != bagua::Inputs::kAll);
+  bagua::compare_low_rank(inputs != bagua::Inputs::kAll);
   std::printf("all equal\n");
   return 0;
 }
