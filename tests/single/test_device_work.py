@@ -27,6 +27,8 @@ BUDGETS = {
     "compressed_all_reduce bit1_block, own part": (1, 0, 0, 10),
     "compressed_all_reduce e3m0_block": (11, 2, 0, 10),
     "compressed_all_reduce e3m0_block, own part": (1, 0, 0, 13),
+    "compressed_all_reduce int4_block with residuals": (30, 2, 0, 54),
+    "compressed_all_reduce int4_block with residuals, own part": (13, 0, 0, 106),
     "compressed_gossip minmax_uint8": (7, 1, 0, 56),
     "compressed_gossip block_uint8": (6, 1, 0, 48),
     "compressed_gossip fp16": (6, 1, 0, 52),

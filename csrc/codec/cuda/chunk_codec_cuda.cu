@@ -9,6 +9,7 @@
 #include "codec/cuda/encode_kernels.cuh"
 #include "codec/cuda/fused_codec_cuda.h"
 #include "codec/cuda/range_kernels.cuh"
+#include "codec/cuda/residual_kernels.cuh"
 
 namespace bagua {
 
@@ -73,6 +74,18 @@ class ChunkCodecCuda final : public Codec {
                weight);
       });
     });
+  }
+
+  void encode_residual(std::span<const Chunk> chunks, std::byte* scratch,
+                       StreamHandle stream) const override {
+    if constexpr (TiledFormat<Format>) {
+      for_each_tile_batch(chunks, [&](const ChunkBatch& batch, int64_t grid) {
+        launch("encode_residual_tiles", encode_residual_tiles<Format>, grid, kTileThreads, stream,
+               batch);
+      });
+    } else {
+      Codec::encode_residual(chunks, scratch, stream);
+    }
   }
 
   int64_t block_numel() const override { return Format::kBlockNumel; }

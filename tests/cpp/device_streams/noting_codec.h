@@ -53,6 +53,19 @@ class NotingCodec final : public Codec {
     }
     codec_->decode_add(chunks, dtype, weight, nullptr);
   }
+  void encode_residual(std::span<const Chunk> chunks, std::byte* scratch,
+                       StreamHandle stream) const override {
+    if (block_numel() == 0) return Codec::encode_residual(chunks, scratch, stream);
+    count_launches(chunks);
+    for (const Chunk& chunk : chunks) {
+      for (const bool write : {false, true}) {
+        note("encode_residual", stream, chunk.x, chunk.numel * 4, write);
+      }
+      note("encode_residual", stream, chunk.payload, payload_bytes(DType::kFloat32, chunk.numel),
+           true);
+    }
+    codec_->encode_residual(chunks, nullptr, nullptr);
+  }
   int64_t block_numel() const override { return codec_->block_numel(); }
   const FusedCodec* fused() const override { return &fused_; }
   const std::string& name() const override { return codec_->name(); }

@@ -126,6 +126,15 @@ struct Side {
     }
     codec.decode_add(chunks, kDTypeOf<T>, weight, nullptr);
   }
+
+  // Of float elements, where decode_add has put its sums.
+  void encode_residual(const std::vector<Chunk>& inputs) {
+    for (size_t i = 0; i < chunks.size(); ++i) {
+      if (chunks[i].numel > 0) std::memcpy(chunks[i].x, inputs[i].x, chunks[i].numel * sizeof(T));
+    }
+    std::vector<uint64_t> scratch(codec.scratch_bytes(chunks, kDTypeOf<T>) / 8 + 1, ~0ull);
+    codec.encode_residual(chunks, reinterpret_cast<std::byte*>(scratch.data()), nullptr);
+  }
 };
 
 // Any NaN is equal to any other if `any_nan`.
@@ -149,7 +158,8 @@ void compare(const std::string& what, const Arena& cpu, const Arena& cuda, bool 
   }
 }
 
-// Encodes, decodes and adds the batch on both sides; ends the program at the first difference.
+// Encodes, decodes and adds the batch on both sides, and f32 with residuals; ends the program at
+// the first difference.
 template <typename T>
 void compare_codecs(const std::string& what, const Codec& cpu_codec, const Codec& cuda_codec,
                     const Batch<T>& batch, Offsets offsets) {
@@ -171,6 +181,12 @@ void compare_codecs(const std::string& what, const Codec& cpu_codec, const Codec
   cpu.decode_add(offsets, 0.37f);
   cuda.decode_add(offsets, 0.37f);
   compare<float>(what + ", decode_add", cpu.sums, cuda.sums, true);
+  if constexpr (std::is_same_v<T, float>) {
+    cpu.encode_residual(inputs);
+    cuda.encode_residual(inputs);
+    compare<std::byte>(what + ", encode_residual, payloads", cpu.payloads, cuda.payloads, false);
+    compare<float>(what + ", encode_residual, x", cpu.sums, cuda.sums, true);
+  }
 }
 
 }  // namespace bagua
