@@ -165,6 +165,21 @@ inline std::vector<std::vector<float>> fused_values(const Pattern& pattern, int6
   return values;
 }
 
+// encode_sum of one chunk of `numel` elements.
+inline void compare_large_sum(const Codec& cpu, const FusedCodec& kernels, int64_t numel) {
+  const FusedReference reference(make_cpu_codec(cpu.name()));
+  const auto values = fused_values(kPatterns[0], numel, kLargestFinite<Half>);
+  FusedSide<Half> steps(reference, cpu, {numel}, values, {0, 0});
+  FusedSide<Half> kernel(kernels, cpu, {numel}, values, {0, 0});
+  steps.fill_rows(cpu, DType::kFloat16, values);
+  kernel.fill_rows(cpu, DType::kFloat16, values);
+  compare_step<Half>(cpu.name() + ", a large sum", steps, kernel, [](FusedSide<Half>& side) {
+    const PayloadVersions versions{side.rows[0], side.rows[1], side.row_bytes, 2, 1};
+    side.fused.encode_sum(side.chunks, versions, 3.0f, DType::kFloat16,
+                          side.scratch(DType::kFloat16), nullptr);
+  });
+}
+
 // Compares all steps; the number of comparisons.
 template <typename T>
 int64_t compare_fused(const std::string& codec, Inputs inputs) {

@@ -118,8 +118,9 @@ void compare_strange_payloads(const Pair& pair, Inputs inputs) {
 
 // More tiles than a chunk has slices: each slice then has several rounds.
 void compare_large_chunk(const Pair& pair) {
-  Batch<Half> batch = {filled<Half>(kPatterns[0], 8 * 1024 * 2048 + 3 * 2048 + 5)};
-  pair.compare("a large chunk", batch, kNoOffsets);
+  constexpr int64_t kNumel = 8 * 1024 * 2048 + 3 * 2048 + 5;
+  pair.compare("a large chunk", Batch<Half>{filled<Half>(kPatterns[0], kNumel)}, kNoOffsets);
+  compare_large_sum(*pair.cpu, *pair.cuda->fused(), kNumel);
 }
 
 // A raised flag sets every byte of the data and no other; a flag that is not raised sets none.
