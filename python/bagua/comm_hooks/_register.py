@@ -158,6 +158,12 @@ def _reified(algorithm: Algorithm, group: BaguaProcessGroup) -> AlgorithmImpl:
             "which is all that a communication hook can do; wrap the module with "
             "module.with_bagua(optimizers, algorithm) instead of DistributedDataParallel"
         )
+    if isinstance(impl, ErrorFeedbackImpl) and impl.exact:
+        raise NotImplementedError(
+            f"comm_hooks.register: {type(algorithm).__name__} has exact_parameters={impl.exact}, "
+            "but torch decides which parameters share a bucket: leave them out, or wrap the module "
+            "with module.with_bagua(optimizers, algorithm)"
+        )
     return impl
 
 

@@ -10,8 +10,10 @@ import torch
 
 from bagua import _C
 from bagua._core.compression.error_state import error_key, load_memory, ranks_text
+from bagua._core.compression.exact_parameters import exact_parameters
 from bagua._core.compression.two_residuals import TwoResiduals, Views
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.saved_values import check_state, saved_count
 from bagua._ops.compressed_all_reduce import CompressedAllReduce
 from bagua._ops.contract.lane import Hierarchy
@@ -246,6 +248,8 @@ class CompressedMomenta(CompressedMeans):
 class ErrorFeedbackImpl(AlgorithmImpl):
     """Exact rounds first, then one compressing op per bucket, with a residual.
 
+    Parameters that ``exact`` names have buckets of their own, without a residual.
+
     Subclasses define the op (:meth:`append_compression`) and its state besides residuals
     (:meth:`equal_views`). The first tensor of its memory is the residual, as long as the bucket, or
     empty.
@@ -260,11 +264,17 @@ class ErrorFeedbackImpl(AlgorithmImpl):
     takes_uneven_inputs = True
 
     def __init__(
-        self, process_group: BaguaProcessGroup, hierarchical: bool, warmup_steps: int
+        self,
+        process_group: BaguaProcessGroup,
+        hierarchical: bool,
+        warmup_steps: int,
+        exact: Sequence[str] = (),
     ) -> None:
         super().__init__(process_group)
         check_warmup(warmup_steps)
         self.hierarchical = hierarchical
+        self.exact = exact
+        self._exact_names: set[str] = set()
         self.warmup_steps = warmup_steps
         self.outcome = _C.RoundOutcome()
         self._rounds = 0  # that were communicated
@@ -293,15 +303,43 @@ class ErrorFeedbackImpl(AlgorithmImpl):
         self._compressing = self._rounds >= self.warmup_steps
         self.outcome = _C.RoundOutcome()
         self._means = self.make_means()
+        all_names = bagua_ddp.module.named_parameters(remove_duplicate=False)
+        exact = exact_parameters(self.exact, all_names)
+        self._exact_names = {name for name, p in bagua_ddp.bagua_build_params() if id(p) in exact}
         return super().init_tensors(bagua_ddp)
+
+    def tensors_to_buckets(
+        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
+    ) -> list[BaguaBucket]:
+        if not (self._compressing and self._exact_names):
+            return super().tensors_to_buckets(tensors, do_flatten)
+        groups = [
+            [tensor for tensor in group if self._is_exact(tensor) == exact]
+            for group in tensors
+            for exact in (False, True)
+        ]
+        return super().tensors_to_buckets(list(filter(None, groups)), do_flatten)
+
+    def _is_exact(self, tensor: torch.Tensor) -> bool:
+        return record_of(tensor).name in self._exact_names
 
     def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
         bucket.clear_ops()
         if not self._compressing:
             bucket.append_centralized_synchronous_op(average=True, group=self.process_group)
             return
-        self._means.remember(bucket, self.append_compression(bucket))
-        if self._loaded is not None and len(self._means.memories) == len(bagua_ddp.bagua_buckets):
+        if self._is_exact(bucket.tensors[0]):
+            # All elements are no sparse message: the mean is exact, and takes part in the outcome.
+            bucket.append_sparse_op(
+                1.0,
+                self.outcome,
+                hierarchical=self.hierarchical,
+                group=self.process_group,
+                error_feedback=False,
+            )
+        else:
+            self._means.remember(bucket, self.append_compression(bucket))
+        if self._loaded is not None and bucket is bagua_ddp.bagua_buckets[-1]:
             state, self._loaded = self._loaded, None
             self._means.restore(state, self._equal_views())
 

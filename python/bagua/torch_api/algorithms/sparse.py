@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from bagua import _C
+from bagua._core.compression.exact_parameters import check_patterns
 from bagua._core.compression.sparse_choice import check_codec, check_ratio
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl, check_warmup
@@ -39,9 +40,13 @@ class SparseAlgorithm(Algorithm):
         codec: of the values that are sent, a name of ``bagua._C.codec_names()``; the residual keeps
             what it loses of them. None: they travel as they are. On the CPU, and not with
             ``random_sparse``.
+        exact_parameters: names of parameters that are averaged exactly, or patterns of
+            :mod:`fnmatch`.
 
     Raises:
-        ValueError: an argument out of range, or an unknown codec.
+        TypeError: ``exact_parameters`` is one string.
+        ValueError: an argument out of range, or an unknown codec; from ``with_bagua``: a pattern
+            that matches no parameter.
         NotImplementedError: from ``with_bagua``: ``codec`` of gradients on another device.
     """
 
@@ -55,6 +60,7 @@ class SparseAlgorithm(Algorithm):
         warmup_steps: int = 0,
         seed: int = 0,
         codec: str | None = None,
+        exact_parameters: Sequence[str] = (),
     ) -> None:
         check_ratio(ratio)
         check_codec(codec, random_sparse)
@@ -66,6 +72,10 @@ class SparseAlgorithm(Algorithm):
         self.warmup_steps = warmup_steps
         self.seed = seed
         self.codec = codec
+        self.exact_parameters = check_patterns(exact_parameters)
+
+    def describe(self) -> str:
+        return f"{super().describe()} exact_parameters={self.exact_parameters}"
 
     def reify(self, process_group: BaguaProcessGroup) -> SparseAlgorithmImpl:
         return SparseAlgorithmImpl(process_group, self)
@@ -78,7 +88,12 @@ class SparseAlgorithmImpl(ErrorFeedbackImpl):
     """
 
     def __init__(self, process_group: BaguaProcessGroup, arguments: SparseAlgorithm) -> None:
-        super().__init__(process_group, arguments.hierarchical, arguments.warmup_steps)
+        super().__init__(
+            process_group,
+            arguments.hierarchical,
+            arguments.warmup_steps,
+            arguments.exact_parameters,
+        )
         self._arguments = arguments
 
     def append_compression(self, bucket: BaguaBucket) -> _C.RoundMemory:

@@ -1,0 +1,147 @@
+"""Parameters that are averaged exactly beside compressed ones: values, residuals, refusals."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua import comm_hooks
+from bagua.torch_api.algorithms import (
+    PowerSGDAlgorithm,
+    SparseAlgorithm,
+)
+from support import training
+from support.error_feedback import (
+    all_bits,
+    gathered_gradients,
+    load,
+    saved,
+    train_step,
+    wrapped,
+)
+from torch import nn
+
+STEPS = 4
+EXACT = ["0.*", "*.bias"]
+CHOSEN = {"0.weight", "0.bias", "2.bias", "5.bias"}
+KINDS = {
+    "sparse": lambda **a: SparseAlgorithm(0.1, exact_parameters=EXACT, **a),
+    "low-rank": lambda **a: PowerSGDAlgorithm(
+        2, min_compression_rate=1.0, exact_parameters=EXACT, **a
+    ),
+}
+per_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def names_of_residuals(model):
+    state = model.bagua_algorithm.state_dict()
+    return {key.split("/", 2)[2] for key in state if "/error/" in key}
+
+
+@training.with_group
+def train(kind):
+    model, optimizer = wrapped(KINDS[kind]())
+    for step in range(STEPS):
+        gradients = gathered_gradients(model, step)
+        train_step(model, optimizer, step)
+        training.assert_ranks_agree(model)
+        differ = set()
+        for name, parameter in model.named_parameters():
+            mean = sum(g[name] for g in gradients) / len(gradients)
+            if not torch.allclose(parameter.grad, mean, atol=1e-6):
+                differ.add(name)
+        assert not differ & CHOSEN, step
+        assert differ, "the others are compressed"
+    return names_of_residuals(model)
+
+
+@pytest.mark.parametrize("env", [{}, training.SMALL_BUCKETS], ids=["one-bucket", "buckets"])
+@per_kind
+def test_chosen_parameters_get_the_exact_mean_and_no_residual(ranks, kind, env):
+    assert ranks(3, train, kind, env=env) == [{"2.weight", "5.weight"}] * 3
+
+
+@training.with_group
+def overflow_in_an_exact_bucket(kind):
+    """Only the gradient of a chosen parameter overflows, on one rank."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model, optimizer = wrapped(KINDS[kind](), grad_scaler=scaler)
+    for step in range(3):
+        train_step(model, optimizer, step, scaler)
+    before = all_bits(model.bagua_algorithm.state_dict(), but="rounds")
+    if dist.get_rank() == 1:
+        model[0].bias.register_hook(lambda gradient: gradient * float("inf"))
+    train_step(model, optimizer, 3, scaler)
+    return before == all_bits(model.bagua_algorithm.state_dict(), but="rounds")
+
+
+@per_kind
+def test_an_overflow_in_an_exact_bucket_changes_no_residual(ranks, kind):
+    assert ranks(2, overflow_in_an_exact_bucket, kind) == [True, True]
+
+
+@training.with_group
+def resume(kind, saved_after):
+    model, optimizer = wrapped(KINDS[kind](warmup_steps=2))
+    for step in range(saved_after):
+        train_step(model, optimizer, step)
+    again, its_optimizer = wrapped(KINDS[kind](warmup_steps=2), seed=1)
+    load(again, its_optimizer, saved(model, optimizer))
+    for step in range(saved_after, saved_after + STEPS):
+        train_step(model, optimizer, step)
+        train_step(again, its_optimizer, step)
+    states = [all_bits(m.bagua_algorithm.state_dict()) for m in (model, again)]
+    return training.model_bits(model) == training.model_bits(again), states[0] == states[1]
+
+
+@pytest.mark.parametrize("saved_after", [1, 4], ids=["in-the-warm-up", "after-it"])
+@per_kind
+def test_training_goes_on_to_the_bit(ranks, kind, saved_after):
+    assert ranks(2, resume, kind, saved_after) == [(True, True)] * 2
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, codes):
+        return self.head(self.body(self.table(codes)))
+
+
+@training.with_group
+def train_tied():
+    model = Tied()
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], SparseAlgorithm(0.1, exact_parameters=["head.*"]))
+    model(torch.arange(4) + dist.get_rank()).square().mean().backward()
+    optimizer.step()
+    training.assert_ranks_agree(model)
+    return names_of_residuals(model)
+
+
+def test_a_shared_parameter_is_found_by_any_of_its_names(ranks):
+    assert ranks(2, train_tied) == [{"body.weight", "body.bias"}] * 2
+
+
+@training.with_group
+def refusals():
+    unknown = SparseAlgorithm(exact_parameters=["table*"])
+    hooked = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+    with_patterns = SparseAlgorithm(exact_parameters=["weight"])
+    return [
+        training.error_of(lambda: wrapped(unknown)),
+        training.error_of(lambda: comm_hooks.register(hooked, with_patterns)),
+    ]
+
+
+def test_patterns_that_cannot_hold_are_refused(ranks):
+    for unknown, hook in ranks(2, refusals):
+        assert "exact_parameters: 'table*' matches no parameter" in unknown
+        assert "SparseAlgorithm has exact_parameters=('weight',)" in hook
+
+
+def test_one_string_is_refused():
+    with pytest.raises(TypeError, match=r"give a list .* such as \['head\.\*'\]"):
+        PowerSGDAlgorithm(exact_parameters="head.*")
