@@ -21,6 +21,7 @@ from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = [
+    "BorrowedMeans",
     "CompressedMeans",
     "CompressedMomenta",
     "ErrorFeedbackImpl",
@@ -396,3 +397,40 @@ class ErrorFeedbackImpl(AlgorithmImpl):
     def members(self) -> list[int]:
         """The ranks that remember."""
         return self._means.members()
+
+
+class BorrowedMeans(RememberedMeans):
+    """The means of a plan's buckets whose operations are those of an algorithm for gradients.
+
+    What is averaged are other values: updates, or momenta.
+
+    Args:
+        compression: appends the operations. Its outcome is made anew, for these buckets.
+    """
+
+    def __init__(self, compression: ErrorFeedbackImpl) -> None:
+        super().__init__(compression.process_group, compression.hierarchical)
+        self._compression = compression
+        compression.outcome = _C.RoundOutcome()
+
+    def append_to(self, bucket: BaguaBucket) -> None:
+        """Append the operation that averages ``bucket``."""
+        self.remember(bucket, self._compression.append_compression(bucket))
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {key: view.clone() for key, view in self._equal_views()}
+
+    def restore(self, state: Mapping[str, Any], equal: Views = ()) -> None:
+        super().restore(state, (*equal, *self._equal_views()))
+
+    def clear(self) -> None:
+        super().clear()
+        with torch.no_grad():
+            for _, view in self._equal_views():
+                view.zero_()
+
+    def _equal_views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket, memory in self.memories:
+            for key, view in self._compression.equal_views(bucket, memory):
+                # Outer rounds have a number of communications of their own in a state.
+                yield "compressions" if key == "communications" else key, view
