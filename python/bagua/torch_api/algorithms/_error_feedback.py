@@ -22,6 +22,7 @@ from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = [
     "BorrowedMeans",
+    "BorrowedMomenta",
     "CompressedMeans",
     "CompressedMomenta",
     "ErrorFeedbackImpl",
@@ -434,3 +435,16 @@ class BorrowedMeans(RememberedMeans):
             for key, view in self._compression.equal_views(bucket, memory):
                 # Outer rounds have a number of communications of their own in a state.
                 yield "compressions" if key == "communications" else key, view
+
+
+class BorrowedMomenta(BorrowedMeans):
+    """Means of momenta, which change with the steps as :class:`CompressedMomenta` do."""
+
+    def __init__(self, compression: ErrorFeedbackImpl) -> None:
+        super().__init__(compression)
+        self._outcome = compression.outcome
+        self._steps = _C.RoundMemory([], self._outcome)
+
+    def commit(self) -> None:
+        """The optimizer uses the means of the last round."""
+        self._outcome.leave(self._outcome.newest)

@@ -14,7 +14,10 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.saved_values import check_state, saved_count
 from bagua._ops.contract.lane import Hierarchy
 from bagua.torch_api.algorithms._error_feedback import (
+    BorrowedMomenta,
+    CompressedMeans,
     CompressedMomenta,
+    ErrorFeedbackImpl,
     check_hierarchy,
     warn_of_useless_residuals,
 )
@@ -50,11 +53,15 @@ class QAdamAlgorithm(Algorithm):
         error_feedback: each rank adds to its momentum what compression has taken from that of the
             last step, and likewise to the mean of its part of a bucket. Takes 8 bytes per
             parameter, and 8 / ranks. Residuals change with ``step()``.
+        compression: ``PowerSGDAlgorithm`` or ``SparseAlgorithm``, which compresses the momentum
+            instead of a codec, and decides on ``hierarchical`` and ``error_feedback``.
 
     Raises:
-        TypeError: the optimizer is no :class:`QAdamOptimizer`.
+        TypeError: the optimizer is no :class:`QAdamOptimizer`, or ``compression`` none of those
+            algorithms.
         ValueError: unknown codec, or error feedback with ``hierarchical="sharded"``; from
-            ``with_bagua``: an optimizer that does not fit the module.
+            ``with_bagua``: an optimizer that does not fit the module, or a ``compression`` with a
+            warm-up or exact parameters.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class QAdamAlgorithm(Algorithm):
         *,
         codec: str = "block_uint8",
         error_feedback: bool = False,
+        compression: Algorithm | None = None,
     ) -> None:
         if not isinstance(q_adam_optimizer, QAdamOptimizer):
             raise TypeError(
@@ -77,15 +85,46 @@ class QAdamAlgorithm(Algorithm):
         self.hierarchical = hierarchical
         self.codec = codec
         self.error_feedback = error_feedback
+        self.compression = compression
+
+    def describe(self) -> str:
+        by = "" if self.compression is None else f" {self.compression.describe()}"
+        return super().describe() + by
 
     def reify(self, process_group: BaguaProcessGroup) -> QAdamAlgorithmImpl:
+        compression = None
+        if self.compression is not None:
+            compression = _compression_of(self.compression, process_group)
         return QAdamAlgorithmImpl(
             process_group,
             self.q_adam_optimizer,
-            self.hierarchical,
+            self.hierarchical if compression is None else compression.hierarchical,
             codec=self.codec,
             error_feedback=self.error_feedback,
+            compression=compression,
         )
+
+
+def _compression_of(algorithm: Algorithm, process_group: BaguaProcessGroup) -> ErrorFeedbackImpl:
+    compression = algorithm.reify(process_group)
+    if not isinstance(compression, ErrorFeedbackImpl) or isinstance(
+        compression.make_means(), CompressedMeans
+    ):
+        raise TypeError(
+            "QAdamAlgorithm: compression is a PowerSGDAlgorithm or a SparseAlgorithm of gradients, "
+            f"not {algorithm.describe()}. For a codec pass codec="
+        )
+    if compression.warmup_steps:
+        raise ValueError(
+            f"QAdamAlgorithm: compression has warmup_steps={compression.warmup_steps}, but the "
+            "warm-up is that of the QAdamOptimizer: give it there"
+        )
+    if compression.exact:
+        raise ValueError(
+            f"QAdamAlgorithm: exact_parameters={compression.exact} of compression are for "
+            "gradients, not for momenta: leave them out"
+        )
+    return compression
 
 
 class QAdamAlgorithmImpl(AlgorithmImpl):
@@ -109,13 +148,16 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         *,
         codec: str = "block_uint8",
         error_feedback: bool = False,
+        compression: ErrorFeedbackImpl | None = None,
     ) -> None:
         super().__init__(process_group)
+        self._compression = compression
         self.optimizer = q_adam_optimizer
         self.hierarchical = hierarchical
         self.codec = codec
         self.error_feedback = error_feedback
-        self._momenta: CompressedMomenta | None = None  # with error feedback, after the warm-up
+        # With error feedback, after the warm-up.
+        self._momenta: CompressedMomenta | BorrowedMomenta | None = None
         self._loaded: dict[str, Any] = {}  # residuals for buckets that are not made yet
         self.gradients_hold_momentum = False
         self.compressing = False
@@ -140,7 +182,9 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self.gradients_hold_momentum = self._fresh = False
         self._memories, self._betas = {}, []
         self._momenta = None
-        if self.compressing and self.error_feedback:
+        if self.compressing and self._compression is not None:
+            self._momenta = BorrowedMomenta(self._compression)
+        elif self.compressing and self.error_feedback:
             self._momenta = CompressedMomenta(self.process_group, bool(self.hierarchical))
         self.optimizer._source = weakref.ref(self)
         if self._on_load is None:
@@ -172,7 +216,10 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._betas.append((betas, [self._groups[tensor] for tensor in bucket.tensors]))
         bucket.append_momentum_op(memories, betas)
         if self._momenta is not None:
-            self._momenta.append_to(bucket, self.codec, self._momenta.outcome)
+            if isinstance(self._momenta, BorrowedMomenta):
+                self._momenta.append_to(bucket)
+            else:
+                self._momenta.append_to(bucket, self.codec, self._momenta.outcome)
             if self._loaded and len(self._betas) == len(bagua_ddp.bagua_buckets):
                 state, self._loaded = self._loaded, {}
                 self._momenta.restore(state)
@@ -258,6 +305,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             ``steps``: the number of steps that the optimizer had done. With error feedback, after
             the warm-up: ``ranks``, those with residuals, and as f32 ``rank<r>/error/<name>`` of
             this rank and ``rank<r>/server/<first element>/<name>`` of its parts of the buckets.
+            With ``compression`` the state of that algorithm, without ``rounds`` and with
+            ``compressions`` instead of ``communications``.
         """
         state: dict[str, Any] = {"steps": self.optimizer.completed_steps}
         return state if self._momenta is None else state | self._momenta.state()
@@ -274,7 +323,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         """
         check_state(state, type(self).__name__)
         residuals = {key: value for key, value in state.items() if key != "steps"}
-        if "steps" not in state or (residuals and not (self.error_feedback and "ranks" in state)):
+        remembers = self.error_feedback or self._compression is not None
+        if "steps" not in state or (residuals and not (remembers and "ranks" in state)):
             raise ValueError(
                 f"QAdamAlgorithm: its state has 'steps', not {sorted(state)}; the checkpoint is of "
                 "another algorithm"
