@@ -50,7 +50,7 @@ class CompressedUpdatesImpl(DiLoCoAlgorithmImpl):
         return BorrowedMeans(self._compression)
 
     def append_mean(self, bucket: BaguaBucket) -> None:
-        if self._part_of(bucket.tensors[0]) is None:  # a bucket of buffers
+        if self._plan.of(bucket.tensors[0]) is None:  # a bucket of buffers
             super().append_mean(bucket)
             return
         assert isinstance(self._means, BorrowedMeans)
