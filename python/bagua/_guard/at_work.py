@@ -107,6 +107,7 @@ class GuardAtWork:
         self._watched: list[_Watched] = []
         self._breaches: list[dict[str, Any]] = []
         self._checks = 0
+        self._idle_until = 0  # before this round there is nothing to do
         self._adaptive = adaptive
         speaks = process_group.connections.rank == 0
         self._speaks = speaks
@@ -115,6 +116,7 @@ class GuardAtWork:
     def attach(self, buckets: Sequence[Bucket]) -> None:
         """Watch new buckets. Called when they have their operations, before the engine is built."""
         self._watched = []
+        self._idle_until = 0
         for bucket in buckets:
             operation = bucket.ops[-1] if bucket.ops else None
             if operation is None or operation.approximates is None:
@@ -132,6 +134,10 @@ class GuardAtWork:
         Raises:
             BaguaError: another rank failed.
         """
+        number = self._record.rounds
+        if number < self._idle_until:
+            self._record.rounds += 1
+            return
         asked = [entry for entry in self._watched if entry.places is not None]
         if asked:
             rounds.await_agreement()
@@ -142,8 +148,20 @@ class GuardAtWork:
                 self._judge(entry, found)
         self._switch()
         self._ask()
-        self._non_finite.check(self._record.rounds, rounds.non_finite)
+        self._non_finite.check(number, rounds.non_finite)
         self._record.rounds += 1
+        again = [self._busy_again(entry, number) for entry in self._watched]
+        self._idle_until = min([number + self.guard.every, *again])
+
+    def _busy_again(self, entry: _Watched, number: int) -> int:
+        """A round after ``number`` before which there is nothing to do for a bucket."""
+        if entry.places is not None:
+            return number + 1
+        if entry.exact:
+            return max(entry.exact_until, number + 1)
+        every, age = self.guard.every, number + 1 - entry.exact_until
+        tenth = max(1, every // 10)
+        return number + min(every - (number + 1) % every, tenth - age % tenth)
 
     def _sample(self, entry: _Watched) -> Sample:
         places, entry.places = entry.places, None
@@ -263,6 +281,7 @@ class GuardAtWork:
             ValueError: the state is of something else; names the entry.
         """
         self._record.load_state_dict(state)
+        self._idle_until = 0
         for entry in self._watched:
             entry.exact_until = self._record.exact_until(entry.names)
             entry.places, entry.suspected = None, frozenset()
