@@ -73,7 +73,11 @@ def save_profile(networks):
     from bagua._foresight import profile_file
     from bagua._foresight.profile import Link
 
-    link = networks["1000 Mb/s, 2 ranks"]["link"]
+    shaped = ("1000 Mb/s, 2 ranks", "200 Mb/s, 2 ranks")
+    found = [networks[name] for name in shaped if name in networks]
+    if not found or "none, 2 ranks" not in networks:
+        return
+    link = found[0]["link"]
     own = Link(5e-5, 1.25e8, overhead=link["overhead"], per_message=link["per_message"])
     profile = profile_of(networks["none, 2 ranks"], networks["none, 2 ranks"], 2)
     path = Path(__file__).parent / "results" / "foresight_profile.json"

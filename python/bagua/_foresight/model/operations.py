@@ -25,8 +25,8 @@ _MEAN = 1.2  # of two arrays, tile by tile
 _CODEC = {"encode": 0.9, "decode": 1.2, "decode_add": 1.2}
 _TOP_K = 0.3
 _LOW_RANK = 0.3
-#: More columns cost arithmetic, and the same passes: seconds of a column over those of the first.
-_COLUMN = 0.05
+#: Seconds of another column of PowerSGD over those of the first.
+_COLUMN = 0.25
 #: Elements a second that are added at indices, in units of bytes copied a second.
 _SCATTERED = 0.03
 
