@@ -201,7 +201,7 @@ def main():
     for rate in arguments.rates:
         for task in arguments.tasks:
             slow = rate == "20" and task == "vgg"  # an exact step takes 15 seconds
-            options = ["--tasks", task, "--turns", min(turns, 2) if slow else turns]
+            options = ["--tasks", task, "--turns", 1 if slow else turns]
             figures = figures_of(rate, __file__, options, RANKS)
             cases.append({"rate": rate, "task": task, **figures})
             print_table(cases[-1:])
