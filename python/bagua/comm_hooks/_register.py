@@ -154,8 +154,8 @@ def _reified(algorithm: Algorithm, group: BaguaProcessGroup) -> AlgorithmImpl:
     impl = algorithm.reify(group)
     if not isinstance(impl, _REDUCE_GRADIENTS):
         raise NotImplementedError(
-            f"comm_hooks.register: {type(algorithm).__name__} does not reduce gradients only, "
-            "which is all that a communication hook can do; wrap the module with "
+            f"comm_hooks.register: {type(algorithm).__name__} does more than reduce the gradients "
+            "of one bucket, which is all that a communication hook can do; wrap the module with "
             "module.with_bagua(optimizers, algorithm) instead of DistributedDataParallel"
         )
     if isinstance(impl, ErrorFeedbackImpl) and impl.exact:
