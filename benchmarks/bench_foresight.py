@@ -81,7 +81,7 @@ def save_profile(networks):
     own = Link(5e-5, 1.25e8, overhead=link["overhead"], per_message=link["per_message"])
     profile = profile_of(networks["none, 2 ranks"], networks["none, 2 ranks"], 2)
     path = Path(__file__).parent / "results" / "foresight_profile.json"
-    profile_file.save(replace(profile, between=own), path)
+    profile_file.write_profile(replace(profile, between=own), path)
 
 
 def matrix_of(shape):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from bagua._foresight.profile import BucketProfile, CodecSpeed, Link, Profile
-from bagua._foresight.profile_file import save
+from bagua._foresight.profile_file import write_profile
 from bagua.torch_api.algorithms import AutoAlgorithm
 from bagua.torch_api.algorithms.auto import Candidate, course
 from bagua.torch_api.algorithms.auto.choice import rows_of
@@ -406,7 +406,7 @@ def test_arguments_are_checked_by_name(arguments, said):
 
 
 def test_a_profile_may_be_a_file(tmp_path):
-    save(profile(FAST), tmp_path / "run.json")
+    write_profile(profile(FAST), tmp_path / "run.json")
     assert AutoAlgorithm(profile=tmp_path / "run.json").profile == profile(FAST)
     with pytest.raises(OSError, match="missing"):
         AutoAlgorithm(profile=tmp_path / "missing.json")

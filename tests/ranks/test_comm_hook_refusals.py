@@ -70,7 +70,10 @@ REFUSALS = {
     "name": ("ValueError", "unknown algorithm 'bytegrd'; registered: gradient_allreduce"),
     "no_algorithm": ("TypeError", "such as ByteGradAlgorithm()"),
     "decentralized": ("NotImplementedError", "module.with_bagua(optimizers, algorithm)"),
-    "async": ("NotImplementedError", "AsyncModelAverageAlgorithm does not reduce gradients"),
+    "async": (
+        "NotImplementedError",
+        "AsyncModelAverageAlgorithm does more than reduce the gradients",
+    ),
     "low_precision": ("NotImplementedError", "with_bagua"),
     "second_hook": ("RuntimeError", "can only be called once"),
     "ranks_differ": ("BaguaMismatchError", "'average': True"),

@@ -214,13 +214,17 @@ def test_average_weights_averages_complex_buffers(ranks):
     assert ranks(3, export) == [[1j] * 7] * 3
 
 
+#: Those that cannot; auto takes exact gradients for them.
+OTHERS = sorted(set(every_algorithm.ALGORITHMS) - {"gradient_allreduce", "auto"})
+
+
 @training.with_group
 def refuse(name):
     model = Spectral(torch.complex64)
     return training.error_of(lambda: every_algorithm.wrapped(name, model))
 
 
-@pytest.mark.parametrize("name", sorted(set(every_algorithm.ALGORITHMS) - {"gradient_allreduce"}))
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_algorithms_refuse_them_at_the_wrap(ranks, name):
     for error in ranks(2, refuse, name):
         assert error.startswith("TypeError: parameter 'phase' is torch.complex64")

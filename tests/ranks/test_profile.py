@@ -42,7 +42,7 @@ def test_a_training_writes_its_profile_and_goes_on(tmp_path):
     env = {"BAGUA_PROFILE": str(output)}
     run_script(2, script, [str(tmp_path / "end")], env=env)
     assert (tmp_path / "end").read_text() == "trained"
-    profile = profile_file.load(output)
+    profile = profile_file.read_profile(output)
     assert (profile.ranks, profile.nodes, profile.numel) == (2, (2,), NUMEL)
     (bucket,) = profile.buckets
     assert bucket.shapes == ((8, 1), (8, 128), (128, 1), (128, 64))
@@ -61,4 +61,4 @@ def test_the_command_ends_a_script_when_its_profile_is_written(tmp_path):
     words = ["profile", "--output", str(output), str(script), str(tmp_path / "end")]
     run_script(1, program, words)
     assert not (tmp_path / "end").exists()
-    assert profile_file.load(output).ranks == 1
+    assert profile_file.read_profile(output).ranks == 1

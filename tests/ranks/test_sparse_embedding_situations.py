@@ -192,12 +192,16 @@ def test_a_frozen_sparse_table_is_no_reason_to_refuse(ranks):
     assert ranks(2, wrap_frozen) == [None, None]
 
 
+#: Those that cannot; auto takes exact gradients for them.
+OTHERS = sorted(set(every_algorithm.ALGORITHMS) - {"gradient_allreduce", "auto"})
+
+
 @training.with_group
 def refuse(name):
     return training.error_of(lambda: every_algorithm.wrapped(name, Words()))
 
 
-@pytest.mark.parametrize("name", sorted(set(every_algorithm.ALGORITHMS) - {"gradient_allreduce"}))
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_algorithms_refuse_them_at_the_wrap(ranks, name):
     for error in ranks(2, refuse, name):
         assert error.startswith("NotImplementedError: 'word.weight' has sparse gradients")

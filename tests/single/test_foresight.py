@@ -218,8 +218,8 @@ def test_a_profile_survives_its_file(tmp_path):
         speeds={"top_k": 1e9},
         spread=0.05,
     )
-    profile_file.save(own, tmp_path / "run.json")
-    assert profile_file.load(tmp_path / "run.json") == own
+    profile_file.write_profile(own, tmp_path / "run.json")
+    assert profile_file.read_profile(tmp_path / "run.json") == own
 
 
 def changed(**changes):
@@ -244,7 +244,7 @@ def changed(**changes):
 def test_files_that_hold_no_profile_say_why(tmp_path, text, message):
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
-        profile_file.load(tmp_path / "run.json")
+        profile_file.read_profile(tmp_path / "run.json")
     assert "run.json" in str(caught.value)
 
 

@@ -23,7 +23,7 @@ PROFILE = Profile(
 
 @pytest.fixture
 def path(tmp_path):
-    profile_file.save(PROFILE, tmp_path / "run.json")
+    profile_file.write_profile(PROFILE, tmp_path / "run.json")
     return str(tmp_path / "run.json")
 
 

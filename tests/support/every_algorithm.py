@@ -30,7 +30,7 @@ ALGORITHMS = {
     "async": ("async", {"sync_interval_ms": 1, "warmup_steps": WARM_UP}),
 }
 #: Those whose results do not depend on time.
-SYNCHRONOUS = [name for name in ALGORITHMS if name != "async"]
+SYNCHRONOUS = [name for name in ALGORITHMS if name not in ("async", "auto")]
 #: Those that train models on a device.
 ON_DEVICES = [name for name in ALGORITHMS if name != "sparse_loco"]
 #: Those that average weights with peers while forward and backward run.

@@ -11,7 +11,7 @@ from typing import Any
 
 from bagua._foresight.profile import BucketProfile, CodecSpeed, Link, Profile
 
-__all__ = ["VERSION", "load", "profile_from", "save", "values_of"]
+__all__ = ["VERSION", "profile_from", "read_profile", "values_of", "write_profile"]
 
 #: Of the format; raised when a field changes its meaning.
 VERSION = 1
@@ -53,12 +53,12 @@ def profile_from(values: Any, where: str = "profile") -> Profile:
         raise ValueError(f"{where}: {error}") from error
 
 
-def save(profile: Profile, path: str | os.PathLike[str]) -> None:
+def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     """Write a profile as JSON, in place of a file that is there."""
     Path(path).write_text(json.dumps(values_of(profile), indent=2) + "\n")
 
 
-def load(path: str | os.PathLike[str]) -> Profile:
+def read_profile(path: str | os.PathLike[str]) -> Profile:
     """Read a profile that :func:`save` wrote.
 
     Raises:

@@ -20,6 +20,7 @@ __all__ = ["VARIABLES", "architectures", "printable", "report_text"]
 
 #: The variables that bagua reads.
 VARIABLES = (
+    "BAGUA_AUTOTUNE",
     "BAGUA_CHECKSUM",
     "BAGUA_CHECK_WEIGHTS_EVERY",
     "BAGUA_COMM",

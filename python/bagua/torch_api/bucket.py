@@ -36,8 +36,10 @@ from bagua._ops.update_momentum import UpdateMomentum
 from bagua._ops.user_functions import PythonFunction
 from bagua._sync.asynchronous_average import AsynchronousAverage, check_asynchronous_mode
 
-__all__ = ["BaguaBucket"]
+__all__ = ["BaguaBucket", "aligned_buckets"]
 
+#: Parts of a bucket begin at multiples of this many elements per rank: 16-byte loads, any dtype.
+_ALIGNMENT = 16
 
 T = TypeVar("T", bound=Operation)
 
@@ -450,3 +452,13 @@ class BaguaBucket:
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """The tensor's own strides if it is dense (channels_last), else those of a fresh tensor."""
     return torch.empty_like(tensor, device="meta").stride()
+
+
+def aligned_buckets(
+    tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool, ranks: int
+) -> list[BaguaBucket]:
+    """Buckets that ``ranks`` equal parts fill, from tensors grouped as buckets shall be."""
+    return [
+        BaguaBucket(group, name=str(i), flatten=do_flatten, alignment=_ALIGNMENT * ranks)
+        for i, group in enumerate(tensors)
+    ]

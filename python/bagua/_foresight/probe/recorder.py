@@ -119,7 +119,7 @@ class Recorder:
         connections = owner.process_group.connections
         profile = measured(self._probe.times(), named, connections, self._bucket_bytes)
         if connections.rank == 0:
-            profile_file.save(profile, self._path)
+            profile_file.write_profile(profile, self._path)
             _log.info("module '%s': profile in %s", owner.bagua_module_name, self._path)
         self.done = True
         if _ends:

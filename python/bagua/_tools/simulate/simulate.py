@@ -179,7 +179,7 @@ def _milliseconds(seconds: float) -> str:
 
 def _profile(path: str) -> Profile:
     try:
-        return profile_file.load(Path(path))
+        return profile_file.read_profile(Path(path))
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from error
     except ValueError as error:

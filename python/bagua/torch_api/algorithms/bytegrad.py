@@ -19,27 +19,13 @@ from bagua.torch_api.algorithms._error_feedback import (
     warn_of_useless_residuals,
 )
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
-from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
 
 __all__ = [
     "ByteGradAlgorithm",
     "ByteGradAlgorithmImpl",
     "ByteGradFeedbackImpl",
-    "aligned_buckets",
 ]
-
-#: Parts of a bucket begin at multiples of this many elements per rank: 16-byte loads, any dtype.
-_ALIGNMENT = 16
-
-
-def aligned_buckets(
-    tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool, ranks: int
-) -> list[BaguaBucket]:
-    """Buckets that ``ranks`` equal parts fill, from tensors grouped as buckets shall be."""
-    return [
-        BaguaBucket(group, name=str(i), flatten=do_flatten, alignment=_ALIGNMENT * ranks)
-        for i, group in enumerate(tensors)
-    ]
 
 
 class ByteGradAlgorithm(Algorithm):

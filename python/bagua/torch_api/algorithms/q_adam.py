@@ -23,8 +23,7 @@ from bagua.torch_api.algorithms._error_feedback import (
 )
 from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
-from bagua.torch_api.algorithms.bytegrad import aligned_buckets
-from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
 

@@ -16,7 +16,7 @@ from bagua._core.state.saved_values import check_state
 from bagua._core.state.snapshot import sparse_parameters
 from bagua._foresight.candidate import Candidate
 from bagua._foresight.profile import Profile
-from bagua._foresight.profile_file import load, values_of
+from bagua._foresight.profile_file import read_profile, values_of
 from bagua._guard.arguments import Guard
 from bagua._sync.synchronizer import Synchronizer
 from bagua._sync.wrapper import Wrapper as SynchronizedModule
@@ -118,7 +118,9 @@ class AutoAlgorithm(Algorithm):
         self.most_steps = most_steps
         self.most_seconds = most_seconds
         self.replan = replan
-        self.profile = profile if profile is None or isinstance(profile, Profile) else load(profile)
+        self.profile = (
+            profile if profile is None or isinstance(profile, Profile) else read_profile(profile)
+        )
 
     def describe(self) -> str:
         given = None if self.candidates is None else [one.label() for one in self.candidates]

@@ -28,12 +28,11 @@ from bagua.torch_api.algorithms._error_feedback import (
     errors_of,
 )
 from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
-from bagua.torch_api.algorithms.bytegrad import aligned_buckets
 from bagua.torch_api.algorithms.diloco.arguments import OuterArguments
 from bagua.torch_api.algorithms.diloco.checkpoint import OuterCheckpoint
 from bagua.torch_api.algorithms.diloco.membership import Membership
 from bagua.torch_api.algorithms.diloco.parts import Parts, gradient_buckets, refuse_narrow
-from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
 
 __all__ = ["DiLoCoAlgorithmImpl"]
 
