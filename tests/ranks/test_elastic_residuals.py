@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from bagua import _C
 from bagua._sync.outer.survival import Survival
+from bagua.torch_api._residuals.means import CompressedMeans
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, OuterSGD
-from bagua.torch_api.algorithms._error_feedback import CompressedMeans
 from bagua.torch_api.bucket import BaguaBucket
 from ranks.test_diloco import assert_outer_state_agrees, own_step
 from ranks.test_diloco_feedback import owed, residuals

@@ -17,7 +17,8 @@ from bagua._core.compression.two_residuals import (
 )
 from bagua._core.state.saved_values import check_state, saved_count
 from bagua.comm_hooks._bucket import HookedBucket
-from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl, errors_of
+from bagua.torch_api._residuals.means import errors_of
+from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
 
 __all__ = ["Memories"]
 

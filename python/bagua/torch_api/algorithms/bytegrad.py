@@ -10,14 +10,14 @@ from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.compressed_all_reduce import CompressedAllReduce
 from bagua._ops.contract.lane import Hierarchy
-from bagua.torch_api.algorithms._error_feedback import (
+from bagua.torch_api._residuals.means import (
     CompressedMeans,
-    ErrorFeedbackImpl,
     RememberedMeans,
     check_hierarchy,
     residuals_of,
     warn_of_useless_residuals,
 )
+from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
 

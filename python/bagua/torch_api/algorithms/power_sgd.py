@@ -11,7 +11,8 @@ from bagua import _C
 from bagua._core.compression.exact_parameters import check_patterns
 from bagua._core.compression.low_rank import Matrices, check_compression_rate, queries_of
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl, check_warmup
+from bagua.torch_api._residuals.means import check_warmup
+from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
 from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.bucket import BaguaBucket
 

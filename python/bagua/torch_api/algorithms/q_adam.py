@@ -13,14 +13,13 @@ from bagua import _C, BaguaError
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.saved_values import check_state, saved_count
 from bagua._ops.contract.lane import Hierarchy
-from bagua.torch_api.algorithms._error_feedback import (
-    BorrowedMomenta,
+from bagua.torch_api._residuals.means import (
     CompressedMeans,
     CompressedMomenta,
-    ErrorFeedbackImpl,
     check_hierarchy,
     warn_of_useless_residuals,
 )
+from bagua.torch_api.algorithms._error_feedback import BorrowedMomenta, ErrorFeedbackImpl
 from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets

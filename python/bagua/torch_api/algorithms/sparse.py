@@ -10,7 +10,8 @@ from bagua import _C
 from bagua._core.compression.exact_parameters import check_patterns
 from bagua._core.compression.sparse_choice import check_codec, check_ratio
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl, check_warmup
+from bagua.torch_api._residuals.means import check_warmup
+from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.algorithms.diloco.updates import (
     Compressed,

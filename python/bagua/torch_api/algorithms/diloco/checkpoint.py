@@ -10,7 +10,7 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.saved_values import saved_count, saved_tensor
 from bagua._sync.outer.outer_synchronizer import OuterSynchronizer
 from bagua._sync.outer.schedule import Schedule
-from bagua.torch_api.algorithms._error_feedback import RememberedMeans
+from bagua.torch_api._residuals.means import RememberedMeans
 
 __all__ = ["OuterCheckpoint"]
 

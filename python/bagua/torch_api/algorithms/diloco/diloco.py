@@ -10,7 +10,7 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._sync.outer.outer_sgd import OuterSGD
 from bagua._sync.outer.schedule import Schedule
 from bagua._sync.outer.shares import Weight
-from bagua.torch_api.algorithms._error_feedback import is_wide, warn_of_useless_residuals
+from bagua.torch_api._residuals.means import is_wide, warn_of_useless_residuals
 from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.algorithms.diloco.fragments import (
     Fragments,

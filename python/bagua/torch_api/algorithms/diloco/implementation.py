@@ -22,11 +22,7 @@ from bagua._sync.outer.shares import Shares
 from bagua._sync.outer.weights.fragment import Fragment
 from bagua._sync.synchronizer import Synchronizer
 from bagua._sync.wrapper import Bucket, Wrapper
-from bagua.torch_api.algorithms._error_feedback import (
-    CompressedMeans,
-    RememberedMeans,
-    errors_of,
-)
+from bagua.torch_api._residuals.means import CompressedMeans, RememberedMeans, errors_of
 from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
 from bagua.torch_api.algorithms.diloco.arguments import OuterArguments
 from bagua.torch_api.algorithms.diloco.checkpoint import OuterCheckpoint

@@ -8,7 +8,7 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._sync.outer.outer_synchronizer import OuterSynchronizer
 from bagua._sync.outer.succession import succeed
 from bagua._sync.outer.survival import Survival
-from bagua.torch_api.algorithms._error_feedback import RememberedMeans
+from bagua.torch_api._residuals.means import RememberedMeans
 from bagua.torch_api.algorithms.base import WrappedModule
 
 __all__ = ["Membership"]

@@ -9,7 +9,7 @@ from bagua._core.compression.sparse_choice import check_ratio
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.chunked_sparse import ChunkedSparse
 from bagua._sync.outer.outer_sgd import OuterSGD
-from bagua.torch_api.algorithms._error_feedback import RememberedMeans
+from bagua.torch_api._residuals.means import RememberedMeans
 from bagua.torch_api.algorithms.base import Algorithm, WrappedModule
 from bagua.torch_api.algorithms.diloco.arguments import OuterArguments
 from bagua.torch_api.algorithms.diloco.diloco import DiLoCoAlgorithm

@@ -1,0 +1,1 @@
+"""Residuals of what algorithms have sent."""
