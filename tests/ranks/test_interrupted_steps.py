@@ -75,6 +75,8 @@ def interrupt_backward(everywhere):
     except Exception as error:  # noqa: BLE001 - returned
         first = f"{type(error).__name__}: {error}"
     model.interrupt = False
+    if everywhere:
+        dist.barrier()  # or what a faster rank says next comes before a slower one's exception
     second = None
     if first is not None and "ZeroDivisionError" in first:
         second = training.error_of(lambda: training.squared_error(model, data).backward())

@@ -21,7 +21,7 @@ ARRIVES = {
     "decentralized-shift-one": [1, 2],
     "low_precision_decentralized": [0],
 }
-GRADIENTS = [name for name in SYNCHRONOUS if name not in OWN_WEIGHTS]
+GRADIENTS = [name for name in (*SYNCHRONOUS, "auto") if name not in OWN_WEIGHTS]
 WARM = WARM_UP + 1
 SMALL = training.SMALL_BUCKETS
 
