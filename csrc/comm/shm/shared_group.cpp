@@ -135,9 +135,10 @@ class Sharing {
 
   SharingOutcome run() {
     publish(offer_key(group_.rank), text_of(mine_));
+    const std::vector<std::string> offers = read_all(offer_key);
     // The first rank with a reason ends it: all ranks look in this order.
     for (int rank = 0; rank < group_.size; ++rank) {
-      places_[rank] = parse_place(rank, read(offer_key(rank)));
+      places_[rank] = parse_place(rank, offers[rank]);
       std::string reason = why_apart(places_[0], places_[rank], rank);
       if (reason.empty()) continue;
       const bool on_one_node = places_[rank].node == places_[0].node;
@@ -312,8 +313,9 @@ class Sharing {
   std::string why_failed() {
     std::string reason;
     bool has_cause = false;
+    const std::vector<std::string> verdicts = read_all(verdict_key);
     for (int rank = 0; rank < group_.size; ++rank) {
-      const std::string verdict = read(verdict_key(rank));
+      const std::string& verdict = verdicts[rank];
       const bool is_cause = verdict.starts_with(kCause);
       if (verdict == kDone || has_cause || (!is_cause && !reason.empty())) continue;
       has_cause = is_cause;
@@ -324,10 +326,15 @@ class Sharing {
 
   void publish(const std::string& key, const std::string& text) { store_.set(key, text); }
 
-  std::string read(const std::string& key) {
+  // By rank, once all have published theirs. Two trips to the store, of any number of ranks.
+  std::vector<std::string> read_all(std::string (*key_of)(int)) {
+    std::vector<std::string> keys;
+    for (int rank = 0; rank < group_.size; ++rank) keys.push_back(key_of(rank));
     const auto left = std::chrono::duration_cast<milliseconds>(deadline_ - steady_clock::now());
-    store_.wait({key}, std::max(left, milliseconds(1)));
-    return store_.get_to_str(key);
+    store_.wait(keys, std::max(left, milliseconds(1)));
+    std::vector<std::string> texts;
+    for (const auto& value : store_.multiGet(keys)) texts.emplace_back(value.begin(), value.end());
+    return texts;
   }
 
   void drop() {

@@ -26,7 +26,7 @@ void check_file_size_limit(size_t bytes) {
 }
 
 std::byte* map(const FileDescriptor& file, size_t bytes, int protection) {
-  void* data = mmap(nullptr, bytes, protection, MAP_SHARED | MAP_POPULATE, file.number(), 0);
+  void* data = mmap(nullptr, bytes, protection, MAP_SHARED, file.number(), 0);
   BAGUA_CHECK_SYSTEM(data != MAP_FAILED, "mmap of shared memory");
   return static_cast<std::byte*>(data);
 }
