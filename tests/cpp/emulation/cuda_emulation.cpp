@@ -98,12 +98,9 @@ bool finish_barrier() {
   return true;
 }
 
-// What `thread` receives of the values of the lanes of its mask.
-uint64_t combine(const uint64_t (&values)[kLanes], const Thread& thread) {
-  uint64_t ballot = 0;
-  for (unsigned lane = 0; lane < kLanes; ++lane) {
-    if ((thread.mask >> lane & 1) != 0 && values[lane] != 0) ballot |= uint64_t{1} << lane;
-  }
+// What `thread` receives of the values of the lanes of its mask. ballot: the lanes with a value
+// other than 0.
+uint64_t combine(const uint64_t (&values)[kLanes], uint32_t ballot, const Thread& thread) {
   switch (thread.operation) {
     case WarpOperation::kShuffle:
       if ((thread.mask >> thread.lane & 1) == 0) {
@@ -144,17 +141,18 @@ Thread* arrived_lane(const Thread& thread, unsigned lane) {
 void finish_warp_operation(const Thread& thread) {
   Thread* lanes[kLanes] = {};
   uint64_t values[kLanes] = {};
-  uint32_t turns = 0;
+  uint32_t ballot = 0, turns = 0;
   for (unsigned lane = 0; lane < kLanes; ++lane) {
     if ((thread.mask >> lane & 1) == 0) continue;
     lanes[lane] = arrived_lane(thread, lane);
     if (lanes[lane] == nullptr) return;
     values[lane] = lanes[lane]->value;
+    ballot |= uint32_t{values[lane] != 0} << lane;
     turns |= uint32_t{lanes[lane]->turn} << lane;
   }
   for (Thread* lane : lanes) {
     if (lane == nullptr) continue;
-    lane->result = combine(values, *lane);
+    lane->result = combine(values, ballot, *lane);
     lane->turns = turns;
     lane->waits = Waits::kNot;
   }

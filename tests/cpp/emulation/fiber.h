@@ -28,6 +28,7 @@ class Fiber {
   void enter();
 
   std::byte* stack_;
+  size_t unused_;  // bytes at its top
   void* top_ = nullptr;
   void* starters_top_ = nullptr;
   void (*body_)(void*) = nullptr;
