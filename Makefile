@@ -24,8 +24,10 @@ SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc python -not -name '*.
 CPP_FILES = $(shell find csrc tests/cpp tests/fuzz -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 ARGS ?=
-# Files of tests at a time, 0: one after the other. Some wait for time to pass, so one more than cores.
-TEST_JOBS ?= $(shell echo $$(( $(JOBS) < 8 ? $(JOBS) + 1 : 8 )))
+# Files of tests at a time, 0: one after the other. Some wait for time to pass, so more than cores.
+TEST_JOBS ?= $(shell echo $$(( $(JOBS) < 8 ? $(JOBS) + 2 : 8 )))
+# Each worker and rank would compile the modules of the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv build horovod integrations demo test lint format cuda-check wheel docs sanitize fuzz soak soak-schedules bench curves clean ci
 

@@ -1,5 +1,6 @@
 """Makes the folders of tests/ importable, and says what becomes of tests that need a GPU."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -11,36 +12,35 @@ if TESTS not in sys.path:
     sys.path.insert(0, TESTS)
 
 
-#: Files of half a minute and more, the longest first: begun last, they would keep one worker busy
+#: Files of 25 seconds and more, the longest first: begun last, they would keep one worker busy
 #: alone.
 LONG = [
     "single/test_kernel_emulation.py",
     "ranks/situations/test_situations.py",
     "ranks/test_doctor.py",
-    "single/test_model.py",
-    "integrations/test_integration_examples.py",
-    "ranks/test_fsdp_example.py",
-    "faults/test_faults.py",
-    "single/test_fuzz.py",
+    "faults/test_elastic.py",
     "ranks/test_lost_ranks.py",
-    "ranks/test_torch_ddp_suite.py",
+    "faults/test_faults.py",
+    "single/test_model.py",
+    "single/test_fuzz.py",
+    "ranks/test_fsdp_example.py",
     "ranks/watching/test_top.py",
-    "single/test_device_streams.py",
-    "ranks/test_compile.py",
-    "ranks/test_exit.py",
+    "integrations/test_integration_examples.py",
     "single/test_device_work.py",
-    "single/test_ops.py",
-    "ranks/test_compressed_training.py",
-    "ranks/test_error_feedback_checkpoints.py",
-    "ranks/test_restarts.py",
-    "ranks/test_curves.py",
-    "ranks/test_fsdp_failures.py",
-    "ranks/test_bytegrad_feedback.py",
+    "ranks/test_torch_ddp_suite.py",
+    "ranks/test_compile.py",
     "ranks/test_situations_of_algorithms.py",
-    "ranks/test_fsdp.py",
-    "ranks/test_comm_hooks.py",
+    "ranks/test_compressed_training.py",
+    "ranks/test_fsdp_failures.py",
+    "integrations/test_lightning.py",
+    "ranks/test_exit.py",
     "ranks/test_hard_times.py",
     "ranks/test_comm_hook_failures.py",
+    "single/test_device_streams.py",
+    "ranks/test_error_feedback_checkpoints.py",
+    "single/test_shared_memory_damage.py",
+    "ranks/test_guard.py",
+    "ranks/test_weights_sample.py",
 ]
 
 
@@ -50,6 +50,12 @@ def pytest_collection_modifyitems(items):
     places = {str(Path(TESTS, name)): place for place, name in enumerate(LONG)}
     assert all(map(os.path.exists, places)), "LONG names a file that is gone"
     items.sort(key=lambda item: places.get(str(item.path), len(LONG)))
+
+
+def pytest_collection_finish():
+    """Keeps the collected tests, of which there are thousands, out of every garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):
