@@ -9,7 +9,7 @@ from typing import Any
 import bagua.torch_api as bagua
 import torch
 import torch.distributed as dist
-from bagua.torch_api.algorithms import Algorithm, OuterSGD
+from bagua.torch_api.algorithms import Algorithm, OuterSGD, PowerSGDAlgorithm, SparseAlgorithm
 from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 from curve_tasks import Task, evaluate, loss_of
 from torch import nn
@@ -45,9 +45,12 @@ ARMS = {
     "bytegrad int4_block, error feedback": registered("bytegrad", **IN_4_BITS, **FLAT),
     "qadam": momentum(**FLAT),
     "qadam bit2_block, error feedback": momentum(**IN_2_BITS, **FLAT),
+    "qadam of power_sgd rank 4": momentum(compression=PowerSGDAlgorithm(4)),
+    "qadam of sparse 1 %": momentum(compression=SparseAlgorithm(ratio=0.01)),
     "power_sgd rank 4": registered("power_sgd", rank=4),
     "power_sgd rank 1": registered("power_sgd", rank=1),
     "sparse 1 %": registered("sparse", ratio=0.01),
+    "sparse 1 %, guard": registered("sparse", ratio=0.01),
     "decentralized": registered("decentralized", **FLAT),
     "low_precision": registered("low_precision_decentralized", **FLAT),
     "async": registered("async", sync_interval_ms=0, warmup_steps=WARM_UP),
@@ -68,7 +71,8 @@ class Training:
         torch.manual_seed(seed)
         self.model = task.make_model()
         self.optimizer, algorithm = ARMS[arm](task, self.model.parameters())
-        self.model = self.model.with_bagua([self.optimizer], algorithm)
+        guard = bagua.Guard() if arm.endswith(", guard") else None
+        self.model = self.model.with_bagua([self.optimizer], algorithm, guard=guard)
         self._order = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
         self._bytes_before, self._bytes_now = 0, 0
 
