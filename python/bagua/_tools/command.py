@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Protocol
 
 from bagua._tools.doctor import examine
 from bagua._tools.report import report_text
@@ -12,6 +13,25 @@ from bagua._tools.simulate import profile, simulate
 from bagua._tools.top import screen
 
 __all__ = ["main"]
+
+
+class _Command(Protocol):
+    """A module that holds a command."""
+
+    DESCRIPTION: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def main(self, arguments: argparse.Namespace) -> int: ...
+
+
+#: Name -> (module, summary), in the order of the help.
+_COMMANDS: dict[str, tuple[_Command, str]] = {
+    "doctor": (examine, "check the links between the ranks of a job; started by torchrun"),
+    "top": (screen, "show a running job, rank by rank"),
+    "profile": (profile, "run a training script until its profile is measured"),
+    "simulate": (simulate, "predict steps for other numbers of ranks and other links"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,42 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", metavar="command")
     commands.add_parser("report", help="print versions, processors, network and settings")
-    doctor = commands.add_parser(
-        "doctor",
-        help="check the links between the ranks of a job; started by torchrun",
-        description=examine.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    examine.add_arguments(doctor)
-    top = commands.add_parser(
-        "top",
-        help="show a running job, rank by rank",
-        description=screen.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    screen.add_arguments(top)
-    profiling = commands.add_parser(
-        "profile",
-        help="run a training script until its profile is measured",
-        description=profile.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    profile.add_arguments(profiling)
-    simulation = commands.add_parser(
-        "simulate",
-        help="predict steps for other numbers of ranks and other links",
-        description=simulate.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    simulate.add_arguments(simulation)
+    for name, (module, summary) in _COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=module.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
     chosen = parser.parse_args(arguments)
-    if chosen.command == "doctor":
-        return examine.main(chosen)
-    if chosen.command == "top":
-        return screen.main(chosen)
-    if chosen.command == "profile":
-        return profile.main(chosen)
-    if chosen.command == "simulate":
-        return simulate.main(chosen)
+    if chosen.command in _COMMANDS:
+        return _COMMANDS[chosen.command][0].main(chosen)
     sys.stdout.write(report_text())
     return 0
