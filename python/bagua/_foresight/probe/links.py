@@ -10,16 +10,18 @@ from collections.abc import Callable
 import torch
 
 from bagua import _C
+from bagua._foresight.probe.speeds import wait_for
 from bagua._foresight.profile import Link
 
-__all__ = ["link_of", "round_of"]
+__all__ = ["MANY", "latency_and_overhead", "link_of", "per_message", "round_of"]
 
+#: Messages at once, for the cost of one of them.
+MANY = 16
 _TRIPS = 15
 _FIRST_BYTES = 1 << 18
 _MOST_BYTES = 1 << 24
 _SECONDS = 0.1  # that a transfer is to take: longer than the burst that a shaped link lets through
 _TRANSFERS = 3
-_MANY = 16  # messages at once
 _BESIDE = 0.3  # seconds for which a core works beside transfers
 
 
@@ -40,9 +42,8 @@ def link_of(communicator: _C.Communicator, device: torch.device | str = "cpu") -
     device = torch.device(device)
     probe = _Probe(communicator, device)
     reduced, sent, many = probe.trips()
+    latency, overhead = latency_and_overhead(communicator.size, reduced, sent)
     hops = 2 * (communicator.size - 1)
-    latency = max(0.0, (reduced - sent) / (hops - 1))
-    overhead = max(0.0, sent - latency)
     size = probe.size_of_a_transfer()
     bandwidth = probe.all_reduce_bandwidth(size, overhead + hops * latency)
     messages = probe.message_bandwidth(size, overhead + latency)
@@ -53,9 +54,27 @@ def link_of(communicator: _C.Communicator, device: torch.device | str = "cpu") -
         min(processor, 1 / bandwidth),
         messages=messages,
         overhead=overhead,
-        per_message=max(0.0, (many - sent) / (_MANY - 1)),
+        per_message=per_message(many, sent),
         tree=device.type == "cuda",
     )
+
+
+def latency_and_overhead(ranks: int, reduced: float, sent: float) -> tuple[float, float]:
+    """Latency, and overhead of a collective beyond it, in seconds.
+
+    Args:
+        ranks: at least 2; an all-reduce over a ring has 2 (ranks - 1) messages in a row.
+        reduced: seconds of an all-reduce of one number.
+        sent: seconds of one small message.
+    """
+    hops = 2 * (ranks - 1)
+    latency = max(0.0, (reduced - sent) / (hops - 1))
+    return latency, max(0.0, sent - latency)
+
+
+def per_message(many: float, sent: float) -> float:
+    """Seconds of a message among others, from those of ``MANY`` at once and of one alone."""
+    return max(0.0, (many - sent) / (MANY - 1))
 
 
 def round_of(communicator: _C.Communicator, device: torch.device | str = "cpu") -> float:
@@ -78,7 +97,7 @@ class _Probe:
         one = torch.zeros(1, device=self._device)
         reduced = self.median(lambda: self._communicator.all_reduce(one, _C.ReduceOp.SUM))
         sent = self.median(self._exchange(8, 1))
-        many = self.median(self._exchange(8, _MANY))
+        many = self.median(self._exchange(8, MANY))
         return reduced, sent, many
 
     def size_of_a_transfer(self) -> int:
@@ -148,13 +167,12 @@ class _Probe:
         for _ in range(1 + times):
             begun = time.perf_counter()
             function()
-            if self._device.type != "cpu":
-                torch.accelerator.synchronize(self._device)
+            wait_for(self._device)
             seconds.append(time.perf_counter() - begun)
         return self._largest(statistics.median(seconds[1:]))
 
     def _largest(self, value: float) -> float:
-        """Of all ranks' values."""
+        """The largest of all ranks' values."""
         number = torch.tensor([value], dtype=torch.float64, device=self._device)
         self._communicator.all_reduce(number, _C.ReduceOp.MAX)
         return float(number)

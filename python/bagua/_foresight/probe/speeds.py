@@ -10,12 +10,18 @@ import torch
 from bagua import _C
 from bagua._foresight.profile import CodecSpeed
 
-__all__ = ["codec_speed", "copy_speed", "low_rank_speed", "seconds_of", "top_k_speed"]
+__all__ = ["codec_speed", "copy_speed", "low_rank_speed", "seconds_of", "top_k_speed", "wait_for"]
 
 _SECONDS = 0.06  # for which a call is repeated, at least so many times
 _CALLS = 3
 _ROUNDS = 7  # of calls that send
 _SENT = 0.01  # share of the elements that a sparse message has
+
+
+def wait_for(device: torch.device) -> None:
+    """Block until the device has nothing left to do."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def seconds_of(function: Callable[[], object], device: torch.device | str = "cpu") -> float:
@@ -28,8 +34,7 @@ def seconds_of(function: Callable[[], object], device: torch.device | str = "cpu
 
     def call() -> None:
         function()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        wait_for(device)
 
     call()
     begun, passed, calls = time.perf_counter(), 0.0, 0
@@ -48,7 +53,7 @@ def copy_speed(device: torch.device | str = "cpu", numel: int = 1 << 24) -> floa
 
 
 def codec_speed(name: str, numel: int, device: torch.device | str = "cpu") -> CodecSpeed:
-    """Of ``numel`` elements of normal float32 values in one chunk."""
+    """Speeds of the codec on ``numel`` normal float32 values in one chunk."""
     codec = _C.make_codec(name, torch.device(device).type)
     x = torch.randn(numel, device=device)
     payload, out = codec.encode(x), torch.zeros_like(x)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["StepProbe", "StepTimes"]
+__all__ = ["Moment", "StepProbe", "StepTimes"]
 
 _WARM_UP = 2  # steps that are not measured
 _WATCHED = 3  # steps with hooks on the parameters, which slow them down
@@ -35,8 +35,8 @@ class StepTimes:
     spread: float
 
 
-class _Moment:
-    """Now, as the device gets there."""
+class Moment:
+    """The time of its making, as the device gets there."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.Event | None = None
@@ -47,7 +47,8 @@ class _Moment:
             self._event = torch.Event(device, enable_timing=True)
             self._event.record()
 
-    def seconds_since(self, other: _Moment) -> float:
+    def seconds_since(self, other: Moment) -> float:
+        """From an earlier moment of the same device to this one."""
         if self._event is None or other._event is None:
             return self._at - other._at
         self._event.synchronize()
@@ -75,8 +76,8 @@ class StepProbe:
         self._device = self._named[0][1].device if self._named else torch.device("cpu")
         self._blocked = blocked or (lambda: 0.0)
         self._handles: list[RemovableHandle] = []
-        self._begins: list[tuple[_Moment, float]] = []
-        self._ready: list[dict[str, _Moment]] = []
+        self._begins: list[tuple[Moment, float]] = []
+        self._ready: list[dict[str, Moment]] = []
 
     @property
     def done(self) -> bool:
@@ -94,7 +95,7 @@ class StepProbe:
             self.close()
         if _WARM_UP <= steps < _WARM_UP + _WATCHED:
             self._ready.append({})
-        self._begins.append((_Moment(self._device), self._blocked()))
+        self._begins.append((Moment(self._device), self._blocked()))
 
     def close(self) -> None:
         """Remove the hooks. Idempotent."""
@@ -126,6 +127,6 @@ class StepProbe:
             def note(_: torch.Tensor, name: str = name) -> None:
                 owner = this()
                 if owner is not None and owner._ready:
-                    owner._ready[-1][name] = _Moment(owner._device)
+                    owner._ready[-1][name] = Moment(owner._device)
 
             self._handles.append(parameter.register_post_accumulate_grad_hook(note))

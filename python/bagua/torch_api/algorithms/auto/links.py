@@ -10,6 +10,8 @@ import torch
 
 from bagua import _C
 from bagua._core.group.connections import Connections
+from bagua._foresight.probe.links import MANY, latency_and_overhead, per_message
+from bagua._foresight.probe.speeds import wait_for
 from bagua._foresight.profile import Link
 from bagua.torch_api.algorithms.auto.agreed import largest
 
@@ -20,7 +22,6 @@ _FIRST_BYTES = 64 * 1024
 _MOST_BYTES = 16 * 1024**2
 _SECONDS = 0.04  # that a transfer is to take: longer than the burst that a shaped link lets through
 _TRANSFERS = 3
-_MANY = 16  # messages at once
 _LEAST_SECONDS_PER_BYTE = 1e-12
 _WHAT = "measuring the links of AutoAlgorithm"
 
@@ -85,8 +86,8 @@ class _Ring:
 
     def measure(self) -> Link:
         """The slowest member's link. All ranks of the group call it together."""
-        sent, many = statistics.median(self._transfer(8, 1, _TRIPS)[0]), 0.0
-        many = statistics.median(self._transfer(8, _MANY, _TRIPS)[0])
+        sent = statistics.median(self._transfer(8, 1, _TRIPS)[0])
+        many = statistics.median(self._transfer(8, MANY, _TRIPS)[0])
         sent, many = largest(self._connections, _WHAT, [sent, many])
         latency, overhead = self._latency(sent)
         size, (first,) = _FIRST_BYTES, self._transfer(_FIRST_BYTES, 1, 1)[0]
@@ -104,26 +105,21 @@ class _Ring:
             min(core, 1 / bandwidth),
             messages=bandwidth,
             overhead=overhead,
-            per_message=max(0.0, (many - sent) / (_MANY - 1)),
+            per_message=per_message(many, sent),
         )
 
     def _latency(self, sent: float) -> tuple[float, float]:
-        """Latency, and seconds of a collective beyond it; ``sent``: seconds of a small message.
-
-        An all-reduce over a ring has 2 (P - 1) messages in a row.
-        """
+        """Latency, and overhead of a collective beyond it; ``sent``: seconds of a small message."""
         if not self._whole:
             return sent, 0.0
         one, times = torch.zeros(1, device=self._device), []
         for _ in range(1 + _TRIPS):
             begun = time.perf_counter()
             self._communicator.all_reduce(one, _C.ReduceOp.SUM)
-            _wait_for(self._device)
+            wait_for(self._device)
             times.append(time.perf_counter() - begun)
         (reduced,) = largest(self._connections, _WHAT, [statistics.median(times[1:])])
-        hops = 2 * (self._connections.size - 1)
-        latency = max(0.0, (reduced - sent) / (hops - 1))
-        return latency, max(0.0, sent - latency)
+        return latency_and_overhead(self._connections.size, reduced, sent)
 
     def _transfer(self, size: int, messages: int, times: int) -> tuple[list[float], float]:
         """Seconds of each transfer of so many messages, and seconds of a core that one takes."""
@@ -138,11 +134,6 @@ class _Ring:
         for _ in range(times):
             begun = time.perf_counter()
             self._communicator.exchange(sends, receives)
-            _wait_for(self._device)
+            wait_for(self._device)
             seconds.append(time.perf_counter() - begun)
         return seconds, (time.process_time() - core) / times
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -6,10 +6,11 @@ import statistics
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+from bagua._foresight.probe.steps import Moment
 
 __all__ = ["GradientSample", "Gradients", "StepTimes"]
 
@@ -74,35 +75,6 @@ class StepTimes:
         return inside, statistics.median(self._after) if self._after else 0.0
 
 
-class Moment(Protocol):
-    """A point in time on the device."""
-
-    def seconds_since(self, other: Any) -> float: ...
-
-
-class _HostMoment:
-    def __init__(self) -> None:
-        self._at = time.perf_counter()
-
-    def seconds_since(self, other: _HostMoment) -> float:
-        return self._at - other._at
-
-
-class _DeviceMoment:
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.Event(device, enable_timing=True)
-        self._event.record()
-
-    def seconds_since(self, other: _DeviceMoment) -> float:
-        self._event.synchronize()
-        return float(other._event.elapsed_time(self._event)) / 1e3
-
-
-def moment(device: torch.device) -> Moment:
-    """Now, as the device gets there."""
-    return _HostMoment() if device.type == "cpu" else _DeviceMoment(device)
-
-
 class GradientSample:
     """This rank's gradients of one step, in f32, and when each was there.
 
@@ -115,6 +87,7 @@ class GradientSample:
         self.values: dict[str, torch.Tensor] = {}
         self._moments: dict[str, Moment] = {}
         self._begin: Moment | None = None
+        self._room = _MOST_ELEMENTS
 
     def ready(self) -> dict[str, float]:
         """Seconds from the begin of the forward, by name of the parameter."""
@@ -126,16 +99,16 @@ class GradientSample:
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse or gradient.is_complex():
             return
-        self._moments[name] = moment(parameter.device)
-        room = _MOST_ELEMENTS - sum(value.numel() for value in self.values.values())
+        self._moments[name] = Moment(parameter.device)
         if gradient.dim() > 0:
             gradient = gradient[: max(1, _MOST_OF_ONE * len(gradient) // max(1, gradient.numel()))]
-        if gradient.numel() <= room:
+        if gradient.numel() <= self._room:
+            self._room -= 0 if name in self.values else gradient.numel()
             self.values[name] = gradient.detach().float().clone()
 
     def begin(self, device: torch.device) -> None:
-        self.values, self._moments = {}, {}
-        self._begin = moment(device)
+        self.values, self._moments, self._room = {}, {}, _MOST_ELEMENTS
+        self._begin = Moment(device)
 
 
 class Gradients:
