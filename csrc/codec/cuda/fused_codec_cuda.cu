@@ -37,12 +37,7 @@ class FusedCodecCuda final : public FusedCodec {
 
   void decode_add_three(std::span<const Chunk> chunks, const ThreeArrays& arrays,
                         const ThreeRows& rows, DType dtype, StreamHandle stream) const override {
-    visit_dtype(dtype, [&]<typename T>(T) {
-      for_each_tile_batch(chunks, [&](const ChunkBatch& batch, int64_t grid) {
-        launch("decode_add_three_tiles", decode_add_three_tiles<Format, T>, grid, kTileThreads,
-               stream, batch, arrays, rows);
-      });
-    });
+    launch_decode_add_three<Format>(chunks, arrays, rows, dtype, stream);
   }
 };
 

@@ -7,7 +7,7 @@
 
 namespace bagua {
 
-// What an element has lost, with the bits of decode_add.
+// The residual of an element, with the bits of decode_add.
 BAGUA_DEVICE float lost_of(float x, float decoded) { return add_weighted(x, -1.0f, decoded); }
 
 template <TiledFormat Format>

@@ -225,4 +225,16 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
+// decode_add_three of FusedCodec.
+template <HeldFormat Format>
+void launch_decode_add_three(std::span<const Chunk> chunks, const ThreeArrays& arrays,
+                             const ThreeRows& rows, DType dtype, StreamHandle stream) {
+  visit_dtype(dtype, [&]<typename T>(T) {
+    for_each_tile_batch(chunks, [&](const ChunkBatch& batch, int64_t grid) {
+      launch("decode_add_three_tiles", decode_add_three_tiles<Format, T>, grid, kTileThreads,
+             stream, batch, arrays, rows);
+    });
+  });
+}
+
 }  // namespace bagua
