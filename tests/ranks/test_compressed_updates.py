@@ -29,12 +29,7 @@ def wrapped(kind, seed=0, **arguments):
     model = nn.Sequential(nn.Linear(training.FEATURES, 70), nn.Tanh())
     model.append(nn.Linear(70, training.OUTPUTS))
     optimizer = adamw(model)
-    stepped = {}
-
-    def remember(*_):
-        stepped.update({name: p.detach().clone() for name, p in model.named_parameters()})
-
-    optimizer.register_step_post_hook(remember)  # before the one that makes rounds
+    stepped = training.weights_after_steps(model, optimizer)
     model.with_bagua([optimizer], KINDS[kind](**arguments))
     return model, optimizer, stepped
 

@@ -28,12 +28,7 @@ def wrapped(**arguments):
     model = nn.Sequential(nn.Linear(training.FEATURES, 61), nn.Tanh())
     model.append(nn.Linear(61, training.OUTPUTS))
     optimizer = adamw(model)
-    trained = {}
-
-    def remember(*_):
-        trained.update({name: p.detach().clone() for name, p in model.named_parameters()})
-
-    optimizer.register_step_post_hook(remember)  # before the one that makes rounds
+    trained = training.weights_after_steps(model, optimizer)
     model.with_bagua([optimizer], DiLoCoAlgorithm(OuterSGD(1.0, 0.0), INTERVAL, **arguments))
     return model, optimizer, trained
 

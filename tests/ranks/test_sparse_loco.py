@@ -21,12 +21,7 @@ def wrapped(dtype=torch.float32, seed=0, **arguments):
     model = nn.Sequential(nn.Linear(training.FEATURES, 700), nn.Tanh())
     model.append(nn.Linear(700, training.OUTPUTS)).to(dtype)
     optimizer = adamw(model)
-    trained = {}
-
-    def remember(*_):
-        trained.update({name: p.detach().clone() for name, p in model.named_parameters()})
-
-    optimizer.register_step_post_hook(remember)  # before the one that makes rounds
+    trained = training.weights_after_steps(model, optimizer)
     model.with_bagua([optimizer], SparseLoCoAlgorithm(LR, INTERVAL, decay=DECAY, **arguments))
     return model, optimizer, trained
 

@@ -100,6 +100,20 @@ def squared_error(model, data):
     return functional.mse_loss(model(inputs), targets)
 
 
+def weights_after_steps(model, optimizer):
+    """A table that holds, after each step, the weights as the optimizer has left them.
+
+    Call it before with_bagua, whose own hooks on the optimizer come behind.
+    """
+    weights = {}
+
+    def remember(*_):
+        weights.update({name: p.detach().clone() for name, p in model.named_parameters()})
+
+    optimizer.register_step_post_hook(remember)
+    return weights
+
+
 def sgd(model, lr=0.1):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
