@@ -1,4 +1,4 @@
-"""What brings strong compressors close to exact AdamW: ideas, emulated in one process.
+"""Ideas that might bring strong compressors close to exact AdamW, emulated in one process.
 
     python benchmarks/adamw_compressors.py [--ideas exact "power_sgd rank 4" ...] [--steps 800]
         [--seeds 0 1 2] [--seconds 170]

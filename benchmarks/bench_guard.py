@@ -1,4 +1,4 @@
-"""What a guard saves where compression fails, that it leaves healthy runs alone, and what it costs.
+"""Losses with and without a guard where compression fails and where it does not, and the cost.
 
     python benchmarks/bench_guard.py [--tasks text digits fashion] [--seeds 0 1 2] [--steps 300]
     python benchmarks/bench_guard.py --cost

@@ -51,7 +51,7 @@ class Exact:
 
 
 def through(codec: str | None, values: torch.Tensor) -> torch.Tensor:
-    """What the values of each row decode to."""
+    """The values of each row after encoding and decoding."""
     if codec is None:
         return values
     coder, (rows, columns) = _C.make_codec(codec), values.shape
@@ -105,7 +105,7 @@ class Largest:
         return torch.stack(sent).mean(0), sent
 
     def _select(self, own: torch.Tensor, ratio: float) -> torch.Tensor:
-        """What is sent of the elements, zeros elsewhere; counts one rank's bytes."""
+        """The elements that are sent, zeros elsewhere; counts one rank's bytes."""
         width = 4096 if self.scope == "chunk" else own.numel()
         rows = torch.nn.functional.pad(own, (0, -own.numel() % width)).view(-1, width)
         k = max(1, round(ratio * width))

@@ -111,7 +111,7 @@ def mean_of_ranks(values):
 
 
 def host_figures(model):
-    """Of a profile: what a rank does while all do it, without communication between them."""
+    """A profile's figures of a rank that works beside all others, without communication."""
     training = Training(None, model)
     named = list(training.model.named_parameters())
     probe = StepProbe(named)

@@ -18,7 +18,7 @@ struct LowRankOptions {
   bool warm_start;      // start from the last round's Q instead of a fresh random one
   bool error_feedback;  // add to the next round what this one loses
   uint64_t seed;        // of the random Q; equal on all ranks
-  // Of buckets on a device. Null: those of CUDA, and where the build has none, ATen's operations.
+  // For buckets on a device. Null: those of CUDA, and where the build has none, ATen's operations.
   std::shared_ptr<const LowRankKernels> kernels = nullptr;
 };
 

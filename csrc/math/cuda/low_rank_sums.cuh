@@ -1,4 +1,4 @@
-// What the kernels of low-rank products share.
+// Sums and places that the kernels of low-rank products share.
 #pragma once
 
 #include "base/device.h"

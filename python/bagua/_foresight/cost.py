@@ -136,7 +136,7 @@ class _Model:
         ]
 
     def gradient_operation(self, algorithm: str) -> Make:
-        """What averages a bucket of gradients, or of momentum."""
+        """The operation that averages a bucket of gradients, or of momentum."""
         own, operations = self._arguments, self.operations
         if algorithm == "gradient_allreduce":
             return operations.exact

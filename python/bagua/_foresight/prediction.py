@@ -1,4 +1,4 @@
-"""What the cost model says about a candidate."""
+"""Predictions of the cost model."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ class GuardAtWork:
         starts = age <= every // 2 and age % max(1, every // 10) == 0
         return not entry.exact and (starts or number % every == 0)
 
-    # What it has found.
+    # Findings.
 
     def stats(self) -> dict[str, Any]:
         """``bagua_stats()["guard"]``; see ``BaguaModule.bagua_stats``."""

@@ -40,7 +40,7 @@ class Sample:
 
     @classmethod
     def nothing(cls, places: torch.Tensor) -> Sample:
-        """Of a round that has not run: its figures are unknown."""
+        """The sample of a round that has not run: its figures are unknown."""
         nan = torch.full(places.shape, math.nan, dtype=torch.float64, device="cpu")
         return cls(nan, nan, math.nan, None)
 

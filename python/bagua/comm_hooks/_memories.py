@@ -123,7 +123,7 @@ class Memories:
     def _load_server(
         self, state: Mapping[str, Any], bucket: HookedBucket, residuals: TwoResiduals
     ) -> None:
-        """What the mean of this rank's part had lost.
+        """Load what the mean of this rank's part had lost.
 
         Where the rank has the parts that it has saved it goes there, and training goes on bit by
         bit. Otherwise it goes to the rank's residual; from other ranks all of it to each.

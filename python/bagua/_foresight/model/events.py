@@ -121,7 +121,7 @@ class Timeline:
 
 
 def _fair_share(wanted: list[float], cores: float) -> float:
-    """What each demand above it gets, where all others are met and all cores are used."""
+    """The share of each demand above it, where all others are met and all cores are used."""
     left, sharers = cores, len(wanted)
     for demand in sorted(wanted):
         if demand * sharers >= left:

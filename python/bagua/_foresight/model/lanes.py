@@ -42,7 +42,7 @@ class Lanes:
         return self._last
 
     def spans(self) -> tuple[Span, ...]:
-        """Of the buckets, after the timeline has run."""
+        """Spans of the buckets, after the timeline has run."""
         end = self._timeline.end
         return tuple(Span(end[ready], end[first], end[last]) for ready, first, last in self._spans)
 

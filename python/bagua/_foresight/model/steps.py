@@ -40,7 +40,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all kinds of steps share.
+    """Figures that all kinds of steps share.
 
     Attributes:
         profile: of the training.

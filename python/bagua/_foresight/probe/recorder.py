@@ -209,7 +209,7 @@ def _buckets(
     ready: Mapping[str, float],
     bucket_bytes: int,
 ) -> tuple[BucketProfile, ...]:
-    """Of the gradients, in the order of the algorithms."""
+    """The buckets of the gradients, in the order of the algorithms."""
     groups = split_by_bucket_size(list(reversed(named)), lambda pair: pair[1], bucket_bytes)
     return tuple(
         BucketProfile(

@@ -1,4 +1,4 @@
-"""What a guard holds of one bucket: samples of its operation, and exact ones beside it."""
+"""A guard's view of one bucket: samples of its operation, and exact ones beside it."""
 
 from __future__ import annotations
 

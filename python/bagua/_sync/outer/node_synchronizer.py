@@ -65,7 +65,7 @@ class NodeSynchronizer:
             yield
 
     def stats(self) -> dict[str, Any]:
-        """Of both plans: buckets one after the other, times and control traffic added up."""
+        """Both plans: buckets one after the other, times and control traffic added up."""
         node, outer = self.rounds.stats(), self._outer.stats()
         control = {key: value + node["control"][key] for key, value in outer["control"].items()}
         return {

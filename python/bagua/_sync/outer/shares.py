@@ -168,7 +168,7 @@ class Shares:
 
 
 def _weight_of(kind: Weight, number: int, steps: int) -> Fraction:
-    """Of a rank; equal ones give a factor of exactly 1."""
+    """The weight of a rank; equal ones give a factor of exactly 1."""
     if number == _LEFT_OUT or steps == 0:
         return Fraction(0)
     return Fraction(steps) if kind == "steps" else Fraction(number**2, steps)

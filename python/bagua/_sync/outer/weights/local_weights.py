@@ -26,7 +26,7 @@ _STARTS_AGAIN = (
 
 
 class LocalWeights:
-    """What outer rounds read and write of a module. Holds the module weakly.
+    """The state of a module that outer rounds read and write. Holds the module weakly.
 
     Args:
         ddp: the wrapper.

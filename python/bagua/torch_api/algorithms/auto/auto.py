@@ -98,7 +98,6 @@ class AutoAlgorithm(Algorithm):
         replan: bool = True,
         profile: Profile | str | os.PathLike[str] | None = None,
     ) -> None:
-        # Checks
         if isinstance(candidates, str):
             raise TypeError(f"AutoAlgorithm: candidates is a list of names: ['{candidates}']")
         for name, value in (

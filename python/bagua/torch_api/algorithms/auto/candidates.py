@@ -18,7 +18,7 @@ _DEFAULT_CODEC = "block_uint8"
 
 @dataclass(frozen=True)
 class Loss:
-    """What an algorithm takes from a gradient.
+    """The way in which an algorithm loses a part of a gradient.
 
     Attributes:
         key: name of the measured error; empty: nothing is lost.

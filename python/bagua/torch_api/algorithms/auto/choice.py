@@ -56,7 +56,7 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """Of a step: measured, or else predicted."""
+        """Seconds of a step: measured, or else predicted."""
         if self.measured is not None:
             return self.measured
         return float("inf") if self.predicted is None else self.predicted

@@ -28,7 +28,7 @@ def choice_text(candidate: Candidate, profile: Profile | None) -> str:
 
 
 def read_choice(text: Any) -> tuple[Candidate, Profile | None] | None:
-    """What :func:`choice_text` was given; None: the text is empty, nothing was chosen yet.
+    """The arguments of :func:`choice_text`; None: the text is empty, nothing was chosen yet.
 
     Raises:
         ValueError: the text is something else.
