@@ -1,5 +1,7 @@
 """Guard: what compression loses is found, buckets become exact on all ranks, healthy runs go on."""
 
+import copy
+
 import bagua.torch_api as bagua
 import pytest
 import torch
@@ -11,6 +13,7 @@ from bagua.torch_api.algorithms import (
     GradientAllReduceAlgorithm,
     SparseAlgorithm,
 )
+from bagua.torch_api.data_parallel import DistributedDataParallel
 from support import guard_training, training
 from support.every_algorithm import wrapped
 from torch import nn
@@ -235,6 +238,61 @@ def test_an_algorithm_may_bring_its_guard_and_another_wrap_forgets_it(ranks):
     ranks(2, bring_a_guard)
 
 
+def train_class(ddp, optimizer, steps):
+    """The rounds in which the bucket was exact; `ddp` is given a row per rank and step."""
+    exact = []
+    for number in range(steps):
+        step(ddp, optimizer, number)
+        exact.append(ddp.bagua_stats()["guard"]["buckets"]["0"]["exact"])
+        training.assert_ranks_agree(ddp.module)
+    return exact
+
+
+@training.with_group
+def guard_the_class(name):
+    model, twin = training.network(), training.network()
+    optimizer, of_twin = guard_training.adamw(model), guard_training.adamw(twin)
+    ddp = DistributedDataParallel(
+        model, optimizers=[optimizer], algorithm=guard_training.made(name), guard=TOUCHY
+    )
+    twin.with_bagua([of_twin], guard_training.made(name), guard=TOUCHY)
+    of_class = train_class(ddp, optimizer, 8)
+    for number in range(8):
+        step(twin, of_twin, number)
+    assert training.model_bits(model) == training.model_bits(twin)
+    copied = copy.deepcopy(ddp)
+    of_copy = train_class(copied, torch.optim.SGD(copied.parameters(), lr=0.1), 8)
+    return of_class, of_copy, ddp.bagua_guard.state_dict()["rounds"]
+
+
+def test_the_class_is_guarded_as_a_module_is_and_so_is_its_copy(ranks):
+    for of_class, of_copy, rounds in ranks(3, guard_the_class, "bytegrad"):
+        assert any(of_class)
+        assert any(of_copy)
+        assert rounds == 8
+
+
+@training.with_group
+def guard_uneven_inputs():
+    model = training.network()
+    optimizer = training.sgd(model)
+    algorithm = ByteGradAlgorithm(False)
+    ddp = DistributedDataParallel(model, optimizers=[optimizer], algorithm=algorithm, guard=TOUCHY)
+    with ddp.join():
+        for number in range(4 + 3 * dist.get_rank()):
+            step(ddp, optimizer, number)
+    weights = training.gather(training.bits(list(model.parameters())))
+    assert len(set(weights)) == 1, weights
+    return ddp.bagua_stats()["guard"]
+
+
+def test_ranks_without_inputs_take_part_in_the_checks_of_the_others(ranks):
+    stats = ranks(3, guard_uneven_inputs)
+    assert stats[0] == stats[1] == stats[2]
+    assert stats[0]["rounds"] == 10
+    assert stats[0]["breaches"]
+
+
 def test_arguments_are_checked():
     for bad in (
         {"every": 0},
@@ -246,3 +304,5 @@ def test_arguments_are_checked():
             Guard(**bad)
     with pytest.raises(TypeError, match="Guard or None"):
         nn.Linear(1, 1).with_bagua([], GradientAllReduceAlgorithm(), guard=True)
+    with pytest.raises(TypeError, match="DistributedDataParallel: guard is a"):
+        DistributedDataParallel(nn.Linear(1, 1), guard=TOUCHY.every)

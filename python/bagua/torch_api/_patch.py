@@ -91,9 +91,7 @@ def with_bagua(
         To ignore parameters or buffers, assign the list of their names (as in ``state_dict()``) to
         ``module._bagua_params_and_buffers_to_ignore`` before the call.
     """
-    check_arguments("with_bagua", optimizers, algorithm, grad_scaler)
-    if guard is not None and not isinstance(guard, Guard):
-        raise TypeError(f"with_bagua: guard is a bagua.torch_api.Guard or None, not {guard!r}")
+    check_arguments("with_bagua", optimizers, algorithm, grad_scaler, guard)
     group = as_bagua_group(process_group)
     if isinstance(self, BaguaModule):
         self.bagua_ddp.pause()

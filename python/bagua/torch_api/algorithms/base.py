@@ -299,10 +299,13 @@ class LocalWeightsImpl(AlgorithmImpl):
             )
 
 
-def check_arguments(caller: str, optimizers: Any, algorithm: Any, grad_scaler: Any) -> None:
+def check_arguments(
+    caller: str, optimizers: Any, algorithm: Any, grad_scaler: Any, guard: Any
+) -> None:
     """Raise TypeError, naming ``caller``, unless each is what its name says.
 
-    ``optimizers``: a list. ``grad_scaler``: None, or what has a scaler's methods.
+    ``optimizers``: a list. ``grad_scaler``: None, or what has a scaler's methods. ``guard``: None
+    or a ``Guard``.
     """
     if isinstance(optimizers, torch.optim.Optimizer):
         raise TypeError(f"{caller} takes a list of optimizers: [optimizer]")
@@ -319,6 +322,8 @@ def check_arguments(caller: str, optimizers: Any, algorithm: Any, grad_scaler: A
             f"{caller}: grad_scaler must be None or a torch.amp.GradScaler, not "
             f"{type(grad_scaler).__name__}"
         )
+    if guard is not None and not isinstance(guard, Guard):
+        raise TypeError(f"{caller}: guard is a bagua.torch_api.Guard or None, not {guard!r}")
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:

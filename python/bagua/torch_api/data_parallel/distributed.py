@@ -11,6 +11,7 @@ import torch
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from bagua._guard.arguments import Guard
 from bagua._sync.outside_graphs import outside_graphs, outside_graphs_lazily
 from bagua.torch_api._wrapper import BaguaDistributedDataParallel
 from bagua.torch_api.algorithms import (
@@ -42,6 +43,7 @@ class _Wrap:
     """State that a copy needs besides the public attributes to communicate."""
 
     algorithm: Algorithm
+    guard: Guard | None
     broadcast_buffers: bool | None
     bucket_bytes: Any  # as _arguments.bucket_bytes returns it
     default_group: bool
@@ -96,12 +98,15 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
             all-reduce of gradients.
         grad_scaler: the scaler that the loss is multiplied with, for an algorithm that remembers
             something of the gradients (QAdam, PowerSGD, Sparse): its memory is unscaled.
+        guard: measures during training what the algorithm loses, and has buckets average exactly
+            that lose too much (``bagua.torch_api.Guard``); None: as the algorithm has it.
 
     Raises:
         NotImplementedError: mixed_precision; names the alternative.
         RuntimeError: no parameter needs a gradient, one is uninitialised, or there is no process
             group.
-        ValueError: devices, sizes or delayed parameters that do not fit.
+        ValueError: devices, sizes or delayed parameters that do not fit, or an algorithm that
+            cannot be guarded.
         BaguaMismatchError: the ranks' modules or arguments differ; names the first difference.
     """
 
@@ -136,12 +141,13 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
         optimizers: Sequence[torch.optim.Optimizer] = (),
         algorithm: Algorithm | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
+        guard: Guard | None = None,
     ) -> None:
         # Checks
         _arguments.refuse_mixed_precision(mixed_precision)
         _arguments.warn_of_check_reduction(check_reduction)
         algorithm = GradientAllReduceAlgorithm() if algorithm is None else algorithm
-        check_arguments("DistributedDataParallel", optimizers, algorithm, grad_scaler)
+        check_arguments("DistributedDataParallel", optimizers, algorithm, grad_scaler, guard)
         parameters = _arguments.check_parameters(module)
         _arguments.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         ids, output = _arguments.devices(parameters, device_ids, output_device)
@@ -167,7 +173,7 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
         self.batched_grad_copy = batched_grad_copy
         self.lazy_bucket_allocation = lazy_bucket_allocation
         self.divide_by_initial_world_size = True
-        self._wrap = _Wrap(algorithm, buffers, caps, groups.default)
+        self._wrap = _Wrap(algorithm, guard, buffers, caps, groups.default)
         self._start(groups, optimizers, state, grad_scaler)
         inner = self.bagua_ddp
         needs_scaler = inner.bagua_algorithm.remembers_gradients and inner.scales_gradients
@@ -198,6 +204,7 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
             initial_state=state,
             hook_module=False,
             grad_scaler=grad_scaler,
+            guard=self._wrap.guard,
         )
         forwards = Forwards(ddp)
         # Past nn.Module's __setattr__, and left out of copies: see __getstate__.
