@@ -36,7 +36,9 @@ FLAT = {"hierarchical": False}  # compress also between ranks of one machine
 IN_4_BITS = {"codec": "int4_block", "error_feedback": True}
 IN_2_BITS = {"codec": "bit2_block", "error_feedback": True}
 INTERVAL = 20  # steps from one outer round to the next
-ROUNDS = {"outer_optimizer": OuterSGD(0.7, 0.8), "interval": INTERVAL}
+#: 22 to 40 rounds: with an outer momentum of 0.8 the digits, of which ranks see different ones, end
+#: at 0.28 instead of 0.12 with 4 ranks.
+ROUNDS = {"outer_optimizer": OuterSGD(0.7, 0.5), "interval": INTERVAL}
 #: Name in tables -> (task, parameters) -> (optimizer, algorithm).
 ARMS = {
     "exact": registered("gradient_allreduce", **FLAT),
