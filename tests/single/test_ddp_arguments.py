@@ -17,7 +17,7 @@ def test_positions_are_torchs():
     positional = [p.name for p in mine if p.kind is p.POSITIONAL_OR_KEYWORD]
     theirs = list(inspect.signature(TorchDDP).parameters)
     assert positional[: len(theirs)] == theirs, "of the installed torch, which may know fewer"
-    ours = ["optimizers", "algorithm", "grad_scaler"]
+    ours = ["optimizers", "algorithm", "grad_scaler", "guard"]
     assert [p.name for p in mine if p.kind is p.KEYWORD_ONLY] == ours
 
 
