@@ -9,16 +9,20 @@ from typing import Any
 
 from curve_tasks import TASKS
 
+RANKS = (2, 4)
 HEAD = """# Curves
 
 Every algorithm on three tasks of real data, with 2 and 4 ranks, each of which trains on its own
-share. Loss and accuracy are those of the mean of the ranks' weights on held-out data.
+share. Loss and accuracy are those of the anchor where an algorithm has one, else of the mean of the
+ranks' weights, on held-out data.
 `make curves` makes all of it anew in about two hours; runs that are kept in
 benchmarks/results/curves.json are not made again.
 
 - **Loss**: at the end, mean and 95 % interval over the seeds. **Within noise**: the interval of the
   differences from exact gradients, seed by seed, holds 0.
 - **Sent**: by rank 0 in the whole run.
+"""
+SOONER = """\
 - **Sooner**: how many times sooner than exact gradients it had the loss with which those ended, on
   that network; steps were timed in network namespaces, the median of 6. A dash: it never had it.
 """
@@ -133,16 +137,31 @@ def draw(task: str, ranks: int, arms: dict[str, dict[str, Any]], folder: Path) -
     return names
 
 
+def missing(places: dict[tuple[str, int], dict[str, dict[str, Any]]]) -> list[str]:
+    """A list of the algorithms that some task lacks and another has; empty if there are none."""
+    names = dict.fromkeys(name for arms in places.values() for name in arms)
+    lines = []
+    for task in TASKS:
+        for ranks in RANKS:
+            arms = places.get((task, ranks), {})
+            lacking = [name for name in names if name not in arms or not arms[name]["seeds"]]
+            what = "; ".join(lacking) if len(lacking) < len(names) else "everything"
+            lines += [f"- {task} with {ranks} ranks: {what}"] if lacking else []
+    return ["Not trained yet:\n", *lines, ""] if lines else []
+
+
 def write_page(results: dict[str, Any], path: Path) -> None:
     """Write the page and, beside it, the pictures of the runs with the fewest ranks."""
-    machine = results["machine"]
-    parts = [HEAD]
+    machine, places = results["machine"], sorted_by_place(results["runs"])
+    timed = any(arm["seconds"] for arms in places.values() for arm in arms.values())
+    parts = [HEAD + SOONER if timed else HEAD]
     parts.append(
         f"Measured on {machine['cores']} cores of {machine['processor']}, torch "
         f"{machine['torch']}, on {machine['date']}.\n"
     )
+    parts += missing(places)
     drawn = set()
-    for (task, ranks), arms in sorted(sorted_by_place(results["runs"]).items()):
+    for (task, ranks), arms in sorted(places.items()):
         arms = {name: arm for name, arm in arms.items() if arm["seeds"]}
         if "exact" not in arms:
             continue

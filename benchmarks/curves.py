@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, machine
-from curve_report import write_page
+from curve_report import RANKS, write_page
 from curve_runs import ARMS
 from curve_tasks import FASHION_MNIST, TASKS, DataUnavailableError
 from rank_processes import run_on
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/curves.md"
 SEEDS = (0, 1, 2)
-RANKS = (2, 4)
 RATES = ("1000", "200")  # Mbit/s
 POINTS = 16  # measurements on the way
 

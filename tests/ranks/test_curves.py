@@ -88,6 +88,24 @@ def test_the_page_has_a_row_for_each_algorithm_and_pictures(modules, tmp_path):
     for picture in ("curves-digits-bytes.png", "curves-digits-seconds.png"):
         assert picture in page
         assert (tmp_path / picture).stat().st_size > 5000
+    assert "Sooner" in page
+    assert "Not trained yet" in page
+    assert "- digits with 4 ranks: everything\n" in page
+    assert "- digits with 2 ranks" not in page
+
+
+def test_a_page_without_times_has_the_losses(modules, tmp_path):
+    curves, report = modules
+    results = tmp_path / "curves.json"
+    curves.keep(results, curves.key_of("digits", "exact", 2, "seed", 0), run_of([3.0, 2.0]))
+    for arm in ("exact", "qadam"):
+        curves.keep(results, curves.key_of("text", arm, 2, "seed", 0), run_of([3.0, 2.0]))
+    report.write_page(curves.kept(results), tmp_path / "curves.md")
+    page = (tmp_path / "curves.md").read_text()
+    assert "- digits with 2 ranks: qadam\n" in page
+    assert "| exact | 2.000 |  | 50.0% | 2.00 |\n" in page
+    assert "Sooner" not in page
+    assert "curves-digits-seconds.png" not in page
 
 
 def test_a_quick_run_trains_on_real_data():
