@@ -24,7 +24,8 @@ benchmarks/results/curves.json are not made again.
 """
 SOONER = """\
 - **Sooner**: how many times sooner than exact gradients it had the loss with which those ended, on
-  that network; steps were timed in network namespaces, the median of 6. A dash: it never had it.
+  that network; steps were timed in network namespaces, the median of up to 100, or of 6 outer
+  rounds. Steps of a few milliseconds differ by a third from run to run. A dash: it never had it.
 """
 
 

@@ -127,20 +127,31 @@ def curve(
     return figures
 
 
-def seconds_per_step(task: Task, arm: str, data: tuple[torch.Tensor, ...], steps: int) -> float:
-    """Median after the warm-up; of algorithms with outer rounds, of means from round to round."""
+def seconds_per_step(task: Task, arm: str, data: tuple[torch.Tensor, ...]) -> float:
+    """Median of steps after the warm-up: of 100, of fewer that take 5 s, but of 6.
+
+    Of algorithms with outer rounds it is the median of the means of 6 rounds.
+    """
     training = Training(task, arm, 0, data)
-    period = INTERVAL if hasattr(training.model.bagua_algorithm, "anchor") else 1
-    seconds: list[float] = []
-    warm_up = WARM_UP if arm.startswith(("qadam", "async")) else 0
-    for _ in range(warm_up + 3 + steps * period):
+
+    def timed_step() -> float:
         dist.barrier()
         start = time.perf_counter()
         training.step()
-        seconds.append(time.perf_counter() - start)
+        return time.perf_counter() - start
+
+    warm_up = WARM_UP if arm.startswith(("qadam", "async")) else 0
+    first = [timed_step() for _ in range(warm_up + 4)]
+    slowest = torch.tensor(statistics.median(first[-3:]))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks make equally many
+    steps = min(100, max(6, int(5 / slowest)))
+    if hasattr(training.model.bagua_algorithm, "anchor"):
+        rounds = [[timed_step() for _ in range(INTERVAL)] for _ in range(6)]
+        seconds = [statistics.mean(of_round) for of_round in rounds]
+    else:
+        seconds = [timed_step() for _ in range(steps)]
     training.close()
-    of_rounds = [seconds[end - period : end] for end in range(len(seconds), warm_up + 3, -period)]
-    return statistics.median(map(statistics.mean, of_rounds))
+    return statistics.median(seconds)
 
 
 def show(done: int, of: int, title: str, began: float) -> None:

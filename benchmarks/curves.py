@@ -47,7 +47,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
                 task, arm, seed, data, order["steps"] or task.steps, order["points"]
             )
         else:
-            result = seconds_per_step(task, arm, data, steps=6)
+            result = seconds_per_step(task, arm, data)
         if bagua.get_rank() == 0:
             order["done"] += 1
             place = order["rate"] or "seed"
