@@ -26,7 +26,7 @@ CPP_FILES = $(shell find csrc tests/cpp tests/fuzz -name '*.h' -o -name '*.cpp' 
 ARGS ?=
 # Files of tests at a time, 0: one after the other. Some wait for time to pass, so more than cores.
 TEST_JOBS ?= $(shell echo $$(( $(JOBS) < 8 ? $(JOBS) + 2 : 8 )))
-# Each worker and rank would compile the modules of the tests anew.
+# Python keeps compiled test modules, or each worker and rank would compile them anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv build horovod integrations demo test lint format cuda-check wheel docs sanitize fuzz soak soak-schedules bench curves clean ci

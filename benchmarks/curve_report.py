@@ -4,6 +4,7 @@ import math
 import re
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +139,10 @@ def draw(task: str, ranks: int, arms: dict[str, dict[str, Any]], folder: Path) -
     return names
 
 
-def missing(places: dict[tuple[str, int], dict[str, dict[str, Any]]]) -> list[str]:
-    """A list of the algorithms that some task lacks and another has; empty if there are none."""
-    names = dict.fromkeys(name for arms in places.values() for name in arms)
+def not_trained(
+    places: dict[tuple[str, int], dict[str, dict[str, Any]]], names: Sequence[str]
+) -> list[str]:
+    """Lines that name the algorithms that a task lacks; empty if none does."""
     lines = []
     for task in TASKS:
         for ranks in RANKS:
@@ -151,8 +153,11 @@ def missing(places: dict[tuple[str, int], dict[str, dict[str, Any]]]) -> list[st
     return ["Not trained yet:\n", *lines, ""] if lines else []
 
 
-def write_page(results: dict[str, Any], path: Path) -> None:
-    """Write the page and, beside it, the pictures of the runs with the fewest ranks."""
+def write_page(results: dict[str, Any], path: Path, names: Sequence[str]) -> None:
+    """Write the page and, beside it, the pictures of the runs with the fewest ranks.
+
+    names: all algorithms, in the order of the rows.
+    """
     machine, places = results["machine"], sorted_by_place(results["runs"])
     timed = any(arm["seconds"] for arms in places.values() for arm in arms.values())
     parts = [HEAD + SOONER if timed else HEAD]
@@ -160,10 +165,10 @@ def write_page(results: dict[str, Any], path: Path) -> None:
         f"Measured on {machine['cores']} cores of {machine['processor']}, torch "
         f"{machine['torch']}, on {machine['date']}.\n"
     )
-    parts += missing(places)
+    parts += not_trained(places, names)
     drawn = set()
     for (task, ranks), arms in sorted(places.items()):
-        arms = {name: arm for name, arm in arms.items() if arm["seeds"]}
+        arms = {name: arms[name] for name in names if name in arms and arms[name]["seeds"]}
         if "exact" not in arms:
             continue
         seeds = len(arms["exact"]["seeds"])

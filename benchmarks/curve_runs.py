@@ -128,9 +128,10 @@ def curve(
 
 
 def seconds_per_step(task: Task, arm: str, data: tuple[torch.Tensor, ...]) -> float:
-    """Median of steps after the warm-up: of 100, of fewer that take 5 s, but of 6.
+    """Median after the warm-up.
 
-    Of algorithms with outer rounds it is the median of the means of 6 rounds.
+    It is taken over the means of 6 outer rounds where the algorithm has such, else over as many
+    steps as take 5 s, at least 6 and at most 100.
     """
     training = Training(task, arm, 0, data)
 
@@ -142,14 +143,13 @@ def seconds_per_step(task: Task, arm: str, data: tuple[torch.Tensor, ...]) -> fl
 
     warm_up = WARM_UP if arm.startswith(("qadam", "async")) else 0
     first = [timed_step() for _ in range(warm_up + 4)]
-    slowest = torch.tensor(statistics.median(first[-3:]))
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks make equally many
-    steps = min(100, max(6, int(5 / slowest)))
     if hasattr(training.model.bagua_algorithm, "anchor"):
         rounds = [[timed_step() for _ in range(INTERVAL)] for _ in range(6)]
         seconds = [statistics.mean(of_round) for of_round in rounds]
     else:
-        seconds = [timed_step() for _ in range(steps)]
+        slowest = torch.tensor(statistics.median(first[-3:]))
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks make equally many
+        seconds = [timed_step() for _ in range(min(100, max(6, int(5 / slowest))))]
     training.close()
     return statistics.median(seconds)
 

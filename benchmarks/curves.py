@@ -133,7 +133,7 @@ def main() -> None:
     if arguments.quick:
         print(json.dumps(results["runs"], indent=2))
     else:
-        write_page(results, PAGE)
+        write_page(results, PAGE, list(ARMS))
 
 
 def train_missing(arguments: argparse.Namespace) -> None:

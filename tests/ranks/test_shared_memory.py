@@ -169,14 +169,12 @@ def test_exec_inherits_nothing(ranks):
 
 
 def connect_with_a_limit(limit, value):
+    """With None for a value: one file more than are open."""
     if dist.get_rank() == 1:
         hard = resource.getrlimit(limit)[1]
-        resource.setrlimit(limit, (value(), hard))
+        value = value or len(os.listdir("/proc/self/fd")) + 1
+        resource.setrlimit(limit, (value, hard))
     return connect()[1]
-
-
-def one_more_file():
-    return len(os.listdir("/proc/self/fd")) + 1
 
 
 @pytest.mark.parametrize(
@@ -188,21 +186,9 @@ def one_more_file():
     ids=["file size", "open files"],
 )
 def test_a_limit_of_one_rank_is_the_same_reason_on_all_and_no_signal(ranks, limit, value, reason):
-    reasons = ranks(
-        3, connect_with_a_limit, limit, one_more_file if value is None else Just(value), fresh=True
-    )
+    reasons = ranks(3, connect_with_a_limit, limit, value, fresh=True)
     assert len(set(reasons)) == 1
     assert re.search(reason, reasons[0])
-
-
-class Just:
-    """A function that returns its value, and pickles."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def __call__(self):
-        return self.value
 
 
 def sockets_of_the_machine():

@@ -25,6 +25,7 @@ void check_file_size_limit(size_t bytes) {
               " bytes; raise the limit (ulimit -f)");
 }
 
+// The creator has reserved all pages. Each is mapped when it is touched: most are late or never.
 std::byte* map(const FileDescriptor& file, size_t bytes, int protection) {
   void* data = mmap(nullptr, bytes, protection, MAP_SHARED, file.number(), 0);
   BAGUA_CHECK_SYSTEM(data != MAP_FAILED, "mmap of shared memory");

@@ -98,7 +98,7 @@ bool finish_barrier() {
   return true;
 }
 
-// What `thread` receives of the values of the lanes of its mask. ballot: the lanes with a value
+// The value that `thread` receives from the lanes of its mask. ballot: the lanes with a value
 // other than 0.
 uint64_t combine(const uint64_t (&values)[kLanes], uint32_t ballot, const Thread& thread) {
   switch (thread.operation) {
