@@ -335,14 +335,17 @@ def rows_of(name, numel):
 
 def ranges(name, numel):
     """(first, numel) of the parts of a chunk that have a range each."""
+    block = CODECS[name].block or max(numel, 1)
+    return [(i * block, min(block, numel - i * block)) for i in range(ranges_of(name, numel))]
+
+
+def ranges_of(name, numel):
     block = CODECS[name].block
-    if block == 0:
-        return [(0, numel)]
-    return [(first, min(block, numel - first)) for first in range(0, numel, block)]
+    return 1 if block == 0 else -(-numel // block)
 
 
 def headers_bytes(name, dtype, numel):
-    return len(ranges(name, numel)) * CODECS[name].header_bytes(dtype)
+    return ranges_of(name, numel) * CODECS[name].header_bytes(dtype)
 
 
 def payload_bytes(name, dtype, numel):

@@ -94,6 +94,36 @@ def test_momenta_have_the_bits_of_the_oracle(ranks, size, codec):
 
 
 @training.with_group
+def train_on_one_magnitude(compressed):
+    """Gradients of +-1/8, which ranks share: one bit and a bfloat16 per block hold the momenta."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(128, 6, bias=False)
+    signs = torch.randn(128, 6).sign() / 8
+    optimizer = QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=WARM_UP, betas=(0.5, 0.9))
+    codec = {"codec": "bit1_block", "error_feedback": True} if compressed else {}
+    model = model.with_bagua(
+        [optimizer], QAdamAlgorithm(optimizer, hierarchical=not compressed, **codec)
+    )
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        (model(torch.eye(128)) * signs).sum().backward()
+        optimizer.step()
+    training.assert_ranks_agree(model)
+    return training.model_bits(model), [bool(value.any()) for value in residuals(model).values()]
+
+
+@pytest.mark.parametrize("size", [2, 3], ids=lambda n: f"{n}_ranks")
+def test_one_bit_that_loses_nothing_gives_the_bits_of_exact_momenta(ranks, size):
+    compressed = ranks(size, train_on_one_magnitude, True)
+    exact = ranks(size, train_on_one_magnitude, False)
+    assert {bits for bits, _ in compressed} == {bits for bits, _ in exact}
+    assert {len(owed) for _, owed in exact} == {0}
+    for _, owed in compressed:
+        assert owed
+        assert not any(owed)
+
+
+@training.with_group
 def a_round_without_step():
     model, optimizer = wrapped()
     for step in range(STEPS):

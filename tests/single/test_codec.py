@@ -15,7 +15,7 @@ WITH_ZERO = [name for name in RANGED if oracle.CODECS[name].has_zero]
 EXACT_RESIDUAL = [name for name in NAMES if oracle.CODECS[name].exact_residual]
 EIGHT_BIT = ["minmax_uint8", "block_uint8"]  # Bagua's format
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-SIZES = [0, 1, 2, 31, 32, 33, 127, 128, 129, 255, 256]
+SIZES = [0, 1, 2, 7, 8, 31, 32, 33, 127, 128, 129, 255, 256]
 SIZES += [2047, 2048, 2049, 4096, 4097, 6000, 10007]
 INF, NAN = math.inf, math.nan
 FLOAT_MAX = torch.finfo(torch.float32).max
@@ -103,7 +103,7 @@ def test_chunks_are_independent_and_lie_side_by_side(name, chunks):
 
 
 @each_dtype
-@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("numel", [*SIZES, 2**31 - 1, 2**31 + 1])
 @each_codec
 def test_payload_bytes_are_those_of_the_layout(name, numel, dtype):
     size = _C.make_codec(name).payload_bytes(dtype, numel)
