@@ -17,7 +17,7 @@ struct PayloadVersions {
   const std::byte* first;  // row 0
   int64_t stride;
   int32_t rows;
-  int32_t own;  // the row that is not read: its payload is encode(x) of the chunk
+  int32_t own;  // the row whose memory is not read: each function says what stands for it
 };
 
 // Three f32 arrays beside the array `x` that chunks are pieces of: element i of each belongs to
@@ -27,6 +27,14 @@ struct ThreeArrays {
   float* own;
   float* left;
   float* right;
+};
+
+// Two f32 arrays beside the f32 array `x` that chunks are pieces of: element i of each belongs to
+// element i of x. No two of the three share memory.
+struct ResidualArrays {
+  const float* x;
+  const float* before;
+  float* result;
 };
 
 // Weights of ThreeArrays.
@@ -53,15 +61,23 @@ class FusedCodec {
  public:
   virtual ~FusedCodec() = default;
 
-  // Bytes of scratch that encode_sum and encode_combined need for these chunks: 0 unless a range is
-  // a whole chunk.
+  // Bytes of scratch that the functions that encode need for these chunks: 0 unless a range is a
+  // whole chunk.
   virtual int64_t scratch_bytes(std::span<const Chunk> chunks, DType dtype) const = 0;
 
   // payload <- encode(y), x <- decode(payload), where y is the sum of the decoded payloads of all
-  // rows, in the order of rows and in f32, divided by `divisor` and rounded to `dtype`.
+  // rows, in the order of rows and in f32, divided by `divisor` and rounded to `dtype`. The payload
+  // of row `own` is encode(x).
   virtual void encode_sum(std::span<const Chunk> chunks, const PayloadVersions& versions,
                           float divisor, DType dtype, std::byte* scratch,
                           StreamHandle stream) const = 0;
+
+  // payload <- encode(p), result <- decode(payload), x <- p - result, where p is the sum of the
+  // decoded payloads of all rows, in the order of rows, divided by `divisor`, plus `before`. All
+  // are f32. The row `own` is the chunks' own payloads, as they are before.
+  virtual void encode_sum_residual(std::span<const Chunk> chunks, const PayloadVersions& versions,
+                                   float divisor, const ResidualArrays& arrays, std::byte* scratch,
+                                   StreamHandle stream) const = 0;
 
   // payload <- encode(d) as f32, where d = ((x + left L) + right R) - own W in f32. `dtype` is that
   // of x.

@@ -25,6 +25,15 @@ void add_versions(const BucketParts& parts, const at::Tensor& sum, at::Tensor& t
   }
 }
 
+// All versions of this rank's part, of which the own one becomes the result.
+PayloadVersions versions_of(const BucketParts& parts) {
+  return {.results = parts.send.row(parts.group.rank),
+          .first = parts.receive.row(0),
+          .stride = parts.receive.stride,
+          .rows = parts.group.size,
+          .own = parts.group.rank};
+}
+
 }  // namespace
 
 CompressedAllReduce::CompressedAllReduce(std::shared_ptr<Communicator> communicator,
@@ -123,8 +132,20 @@ OnTiles CompressedAllReduce::reduce_with_residuals(const BucketParts& parts,
                                                    const at::Tensor& results) {
   const int rank = parts.group.rank;
   const at::Tensor own = results.narrow(0, parts.first(rank), parts.numel(rank));
-  const at::Tensor sum = scratch_->get(Scratch::kSum, parts.stride, at::kFloat, results.device());
   const at::Tensor q = residuals_->server.kept(), before = residuals_->server.residual();
+  if (const FusedCodec* fused = parts.calls.fused()) {
+    const ResidualArrays arrays{.x = q.const_data_ptr<float>(),
+                                .before = before.const_data_ptr<float>(),
+                                .result = own.mutable_data_ptr<float>()};
+    return [=, &parts](int64_t first_tile, int64_t end_tile) {
+      const std::vector<Chunk> chunks =
+          own_chunks(parts, q, parts.send, rank, first_tile, end_tile);
+      fused->encode_sum_residual(chunks, versions_of(parts), static_cast<float>(parts.group.size),
+                                 arrays, parts.calls.fused_scratch(chunks, DType::kFloat32),
+                                 parts.calls.stream());
+    };
+  }
+  const at::Tensor sum = scratch_->get(Scratch::kSum, parts.stride, at::kFloat, results.device());
   return [=, &parts](int64_t first_tile, int64_t end_tile) {
     const PartLayout layout = parts.layout(rank);
     const int64_t first = layout.first_element(first_tile);
@@ -193,12 +214,7 @@ void CompressedAllReduce::reduce(const BucketParts& parts, const at::Tensor& sum
       own_chunks(parts, parts.part(rank), parts.send, rank, first_tile, end_tile);
   const int divisor = op_ == ReduceOp::kAvg ? parts.group.size : 1;
   if (const FusedCodec* fused = parts.calls.fused()) {
-    const PayloadVersions versions{.results = parts.send.row(rank),
-                                   .first = parts.receive.row(0),
-                                   .stride = parts.receive.stride,
-                                   .rows = parts.group.size,
-                                   .own = rank};
-    return fused->encode_sum(own, versions, static_cast<float>(divisor), parts.dtype,
+    return fused->encode_sum(own, versions_of(parts), static_cast<float>(divisor), parts.dtype,
                              parts.calls.fused_scratch(own, parts.dtype), parts.calls.stream());
   }
   const PartLayout layout = parts.layout(rank);

@@ -17,11 +17,14 @@ class FusedCodecCuda final : public FusedCodec {
   void encode_sum(std::span<const Chunk> chunks, const PayloadVersions& versions, float divisor,
                   DType dtype, std::byte*, StreamHandle stream) const override {
     visit_dtype(dtype, [&]<typename T>(T) {
-      for_each_tile_batch(chunks, [&](const ChunkBatch& batch, int64_t grid) {
-        launch("encode_sum_tiles", encode_sum_tiles<Format, T>, grid, kTileThreads, stream, batch,
-               versions, divisor);
-      });
+      launch_sum(chunks, versions, MeanInPlaceArguments<T>{divisor}, stream);
     });
+  }
+
+  void encode_sum_residual(std::span<const Chunk> chunks, const PayloadVersions& versions,
+                           float divisor, const ResidualArrays& arrays, std::byte*,
+                           StreamHandle stream) const override {
+    launch_sum(chunks, versions, MeanWithResidualArguments{arrays, divisor}, stream);
   }
 
   void encode_combined(std::span<const Chunk> chunks, const ThreeArrays& arrays,
@@ -38,6 +41,16 @@ class FusedCodecCuda final : public FusedCodec {
   void decode_add_three(std::span<const Chunk> chunks, const ThreeArrays& arrays,
                         const ThreeRows& rows, DType dtype, StreamHandle stream) const override {
     launch_decode_add_three<Format>(chunks, arrays, rows, dtype, stream);
+  }
+
+ private:
+  template <typename Arguments>
+  static void launch_sum(std::span<const Chunk> chunks, const PayloadVersions& versions,
+                         const Arguments& arguments, StreamHandle stream) {
+    for_each_tile_batch(chunks, [&](const ChunkBatch& batch, int64_t grid) {
+      launch("encode_sum_tiles", encode_sum_tiles<Format, Arguments>, grid, kTileThreads, stream,
+             batch, versions, arguments);
+    });
   }
 };
 

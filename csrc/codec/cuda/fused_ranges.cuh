@@ -21,6 +21,9 @@ template <typename T>
 inline constexpr int kOwnVector = kVectorBytes / sizeof(T);
 constexpr int kFloatVector = kVectorBytes / sizeof(float);
 
+// The residual of an element, with the bits of decode_add.
+BAGUA_DEVICE float lost_of(float x, float decoded) { return add_weighted(x, -1.0f, decoded); }
+
 // Where a chunk's payload lies in another row than the one that begins at `own_row`.
 BAGUA_DEVICE const std::byte* in_row(const std::byte* row, const Chunk& chunk,
                                      const std::byte* own_row) {

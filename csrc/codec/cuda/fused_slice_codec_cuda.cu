@@ -43,13 +43,20 @@ class FusedSliceCodecCuda final : public FusedCodec {
     auto* const of_mean = reinterpret_cast<Extent*>(scratch + extent_bytes(chunks));
     visit_dtype(dtype, [&]<typename T>(T) {
       for_each_batch(chunks, slices_of, [&](const ChunkBatch& batch) {
-        const int64_t grid = batch.units();
-        launch("scan_slices", scan_slices<Format, T>, grid, kSliceThreads, stream, batch, of_own);
-        launch("sum_slices", sum_slices<Format, T>, grid, kSliceThreads, stream, batch, versions,
-               divisor, of_own, of_mean);
-        launch("encode_mean_slices", encode_mean_slices<Format, T>, grid, kSliceThreads, stream,
-               batch, of_mean);
+        launch("scan_slices", scan_slices<Format, T>, batch.units(), kSliceThreads, stream, batch,
+               of_own);
+        launch_sum(batch, versions, MeanInPlaceArguments<T>{divisor}, of_own, of_mean, stream);
       });
+    });
+  }
+
+  void encode_sum_residual(std::span<const Chunk> chunks, const PayloadVersions& versions,
+                           float divisor, const ResidualArrays& arrays, std::byte* scratch,
+                           StreamHandle stream) const override {
+    auto* const of_mean = reinterpret_cast<Extent*>(scratch);
+    for_each_batch(chunks, slices_of, [&](const ChunkBatch& batch) {
+      launch_sum(batch, versions, MeanWithResidualArguments{arrays, divisor}, nullptr, of_mean,
+                 stream);
     });
   }
 
@@ -81,6 +88,17 @@ class FusedSliceCodecCuda final : public FusedCodec {
 
  private:
   using Extent = ExtentOf<Format>;
+
+  template <typename Arguments>
+  static void launch_sum(const ChunkBatch& batch, const PayloadVersions& versions,
+                         const Arguments& arguments, const Extent* of_own, Extent* of_mean,
+                         StreamHandle stream) {
+    const int64_t grid = batch.units();
+    launch("sum_slices", sum_slices<Format, Arguments>, grid, kSliceThreads, stream, batch,
+           versions, arguments, of_own, of_mean);
+    launch("encode_mean_slices", encode_mean_slices<Format, Arguments>, grid, kSliceThreads, stream,
+           batch, arguments, of_mean);
+  }
 
   // A multiple of 16.
   static int64_t extent_bytes(std::span<const Chunk> chunks) {

@@ -7,9 +7,6 @@
 
 namespace bagua {
 
-// The residual of an element, with the bits of decode_add.
-BAGUA_DEVICE float lost_of(float x, float decoded) { return add_weighted(x, -1.0f, decoded); }
-
 template <TiledFormat Format>
 BAGUA_DEVICE void encode_residual_in_registers(const Tile& tile) {
   using Map = TileMap<Format, float, kFloatVector>;

@@ -3,6 +3,7 @@
 //
 // encode_sum: scan_slices finds the range of x; sum_slices makes x the mean and finds the mean's
 // range; encode_mean_slices encodes it and makes x what it decodes to.
+// encode_sum_residual: likewise without the scan; x takes the mean plus `before` in between.
 // encode_combined: combine_slices writes the differences and finds their range; encode_slices.
 #pragma once
 
@@ -10,6 +11,7 @@
 #include "codec/chunk_batch.h"
 #include "codec/cuda/fused_ranges.cuh"
 #include "codec/cuda/range_kernels.cuh"
+#include "codec/cuda/sum_goals.cuh"
 #include "codec/cuda/three_array_kernels.cuh"
 #include "codec/fused_codec.h"
 
@@ -55,94 +57,109 @@ BAGUA_DEVICE RangeCoder<Format, T> coder_with(HeaderOf<Format, T> header) {
   return {{header, Format::grid(header)}};
 }
 
-// ---- encode_sum ----
+// ---- encode_sum, encode_sum_residual ----
 
-// x <- mean of all versions, of which x encoded with `own` is one; extends the mean's extent.
-template <ChunkRangedFormat Format, typename T>
-BAGUA_DEVICE void sum_in_registers(const Tile& tile, const PayloadVersions& versions, float divisor,
-                                   const RangeCoder<Format, T>& own, ExtentOf<Format>& extent) {
+// x <- what is to be encoded of the sum of all versions; extends its extent. `own`: what encodes x
+// for the own version; null where that is encoded.
+template <ChunkRangedFormat Format, typename Goal, typename T = typename Goal::Element>
+BAGUA_DEVICE void sum_in_registers(const Tile& tile, const PayloadVersions& versions,
+                                   const Goal& goal, const RangeCoder<Format, T>* own,
+                                   ExtentOf<Format>& extent) {
   using Map = TileMap<Format, T, kOwnVector<T>>;
   const TileSections<Format, T> sections(tile);
-  T* const x = static_cast<T*>(tile.chunk.x) + tile.first;
   BAGUA_UNROLL
   for (int r = 0; r < Map::kRanges; ++r) {
     RangeValues<Map> sums{};
     for (int row = 0; row < versions.rows; ++row) {
-      const std::byte* const payload =
-          in_row(versions.first + row * versions.stride, tile.chunk, versions.results);
-      const bool is_own = row == versions.own;
-      const CodeBook<Format, T> book(is_own ? own.header : sections.header(payload, 0));
-      const PackedRange<Map> packed = is_own ? RangeValues<Map>::load(x, r).quantised(own)
-                                             : PackedRange<Map>::load(payload + sections.codes, r);
+      const std::byte* const payload = payload_of(tile.chunk, versions, row);
+      const bool encodes = own != nullptr && row == versions.own;
+      const CodeBook<Format, T> book(encodes ? own->header : sections.header(payload, 0));
+      const PackedRange<Map> packed = encodes ? RangeValues<Map>::load(goal.x, r).quantised(*own)
+                                              : PackedRange<Map>::load(payload + sections.codes, r);
       packed.decode(book, [&](int v, int k, T value) {
         sums.of[v][k] = add_weighted(sums.of[v][k], 1.0f, value);
       });
     }
+    complete(sums, goal, r);
     BAGUA_UNROLL
     for (int v = 0; v < Map::kVectors; ++v) {
       Words<4> vector{};
       BAGUA_UNROLL
       for (int k = 0; k < Map::kNumel; ++k) {
-        const T mean = narrow<T>(sums.of[v][k] / divisor);
-        extent.take(0, widen(mean));
-        put_element(vector, k, mean);
+        extent.take(0, sums.of[v][k]);
+        put_element(vector, k, narrow<T>(sums.of[v][k]));
       }
-      store_words(x + Map::element(r, v), vector);
+      store_words(goal.x + Map::element(r, v), vector);
     }
   }
 }
 
 // Likewise, element by element.
-template <ChunkRangedFormat Format, typename T>
-BAGUA_DEVICE void sum_by_elements(const Tile& tile, const PayloadVersions& versions, float divisor,
-                                  const RangeCoder<Format, T>& own, ExtentOf<Format>& extent) {
+template <ChunkRangedFormat Format, typename Goal, typename T = typename Goal::Element>
+BAGUA_DEVICE void sum_by_elements(const Tile& tile, const PayloadVersions& versions,
+                                  const Goal& goal, const RangeCoder<Format, T>* own,
+                                  ExtentOf<Format>& extent) {
   const TileSections<Format, T> sections(tile);
-  const CodeBook<Format, T> own_book(own.header);
-  T* const x = static_cast<T*>(tile.chunk.x) + tile.first;
   for (int i = lane_index(); i < tile.numel; i += kWarpLanes) {
     float sum = 0;
     for (int row = 0; row < versions.rows; ++row) {
-      if (row == versions.own) {
-        sum = add_weighted(sum, 1.0f, own_book.all(own.code(widen(x[i]))));
+      if (own != nullptr && row == versions.own) {
+        const CodeBook<Format, T> book(own->header);
+        sum = add_weighted(sum, 1.0f, book.all(own->code(widen(goal.x[i]))));
       } else {
-        const std::byte* const payload =
-            in_row(versions.first + row * versions.stride, tile.chunk, versions.results);
-        const RangeReader<Format, T> version(sections, payload, 0, tile.numel, 0);
+        const RangeReader<Format, T> version(sections, payload_of(tile.chunk, versions, row), 0,
+                                             tile.numel, 0);
         sum = add_weighted(sum, 1.0f, version[i]);
       }
     }
-    x[i] = narrow<T>(sum / divisor);
-    extent.take(0, widen(x[i]));
+    const float completed = goal.completed(sum, i);
+    extent.take(0, completed);
+    goal.x[i] = narrow<T>(completed);
   }
 }
 
-// Units are slices; a CTA has one. `of_own`: output of scan_slices for the same batch.
-template <ChunkRangedFormat Format, typename T>
+// Units are slices; a CTA has one. `of_own`: output of scan_slices for the same batch; not read
+// where the own version is encoded.
+template <ChunkRangedFormat Format, typename Arguments>
 __global__ void __launch_bounds__(kSliceThreads, kFusedSliceCtas)
     sum_slices(const __grid_constant__ ChunkBatch batch,
-               const __grid_constant__ PayloadVersions versions, float divisor,
+               const __grid_constant__ PayloadVersions versions,
+               const __grid_constant__ Arguments arguments,
                const ExtentOf<Format>* __restrict of_own, ExtentOf<Format>* __restrict of_mean) {
+  using Goal = typename Arguments::Goal;
+  using T = typename Goal::Element;
   // The slices that were scanned last come first: they are still in the second-level cache.
   const int64_t unit = int64_t{gridDim.x} - 1 - blockIdx.x;
   const Slice slice(batch, unit);
-  const auto own = coder_with<Format, T>(joined_header<Format, T>(batch, slice.index, of_own));
   const bool aligned = are_aligned(slice.chunk, versions);
   ExtentOf<Format> extent = empty_extent<Format>();
-  slice.for_each_tile([&](const Tile& tile) {
-    if (aligned && tile.numel == kTileNumel) {
-      sum_in_registers<Format, T>(tile, versions, divisor, own, extent);
-    } else {
-      sum_by_elements<Format, T>(tile, versions, divisor, own, extent);
-    }
-  });
+  const auto sum_tiles = [&](const RangeCoder<Format, T>* own) {
+    slice.for_each_tile([&](const Tile& tile) {
+      const Goal goal = arguments.goal(tile);
+      if (aligned && goal.is_aligned() && tile.numel == kTileNumel) {
+        sum_in_registers<Format>(tile, versions, goal, own, extent);
+      } else {
+        sum_by_elements<Format>(tile, versions, goal, own, extent);
+      }
+    });
+  };
+  if constexpr (Goal::kOwnIsEncoded) {
+    sum_tiles(nullptr);
+  } else {
+    const auto own = coder_with<Format, T>(joined_header<Format, T>(batch, slice.index, of_own));
+    sum_tiles(&own);
+  }
   store_extent<Format>(extent, of_mean + unit);
 }
 
 // Units are slices; a CTA has one. `of_mean`: output of sum_slices for the same batch.
-template <ChunkRangedFormat Format, typename T>
+template <ChunkRangedFormat Format, typename Arguments>
 __global__ void __launch_bounds__(kSliceThreads, kFusedSliceCtas)
     encode_mean_slices(const __grid_constant__ ChunkBatch batch,
+                       const __grid_constant__ Arguments arguments,
                        const ExtentOf<Format>* __restrict of_mean) {
+  using Goal = typename Arguments::Goal;
+  using T = typename Goal::Element;
   using Map = TileMap<Format, T, kOwnVector<T>>;
   const Slice slice(batch, blockIdx.x);
   const Chunk& chunk = slice.chunk;
@@ -152,26 +169,21 @@ __global__ void __launch_bounds__(kSliceThreads, kFusedSliceCtas)
   }
   const auto coder = coder_with<Format, T>(header);
   const CodeBook<Format, T> book(header);
-  const bool aligned = is_aligned(chunk.x) && is_aligned(chunk.payload);
   slice.for_each_tile([&](const Tile& tile) {
     std::byte* const codes = chunk.payload + TileSections<Format, T>(tile).codes;
-    T* const x = static_cast<T*>(chunk.x) + tile.first;
-    if (!aligned || tile.numel < kTileNumel) {
+    const Goal goal = arguments.goal(tile);
+    if (!goal.is_aligned() || !is_aligned(chunk.payload) || tile.numel < kTileNumel) {
       for (int i = lane_index(); i < tile.numel; i += kWarpLanes) {
-        const uint8_t code = coder.code(widen(x[i]));
+        const float value = widen(goal.x[i]);
+        const uint8_t code = coder.code(value);
         codes[i] = std::byte{code};
-        x[i] = book.all(code);
+        goal.put(value, book.all(code), i);
       }
       return;
     }
     BAGUA_UNROLL
     for (int r = 0; r < Map::kRanges; ++r) {
-      const PackedRange<Map> packed = RangeValues<Map>::load(x, r).quantised(coder);
-      packed.store(codes, r);
-      Words<4> vectors[Map::kVectors]{};
-      packed.decode(book, [&](int v, int k, T value) { put_element(vectors[v], k, value); });
-      BAGUA_UNROLL
-      for (int v = 0; v < Map::kVectors; ++v) store_words(x + Map::element(r, v), vectors[v]);
+      store_encoded<Format>(RangeValues<Map>::load(goal.x, r), coder, codes, goal, r);
     }
   });
 }

@@ -1,9 +1,10 @@
-// encode_sum of FusedCodec for formats whose ranges are at most a tile: one pass.
+// encode_sum and encode_sum_residual of FusedCodec for formats whose ranges are at most a tile: one
+// pass.
 #pragma once
 
 #include "base/device.h"
 #include "codec/chunk_batch.h"
-#include "codec/cuda/fused_ranges.cuh"
+#include "codec/cuda/sum_goals.cuh"
 #include "codec/fused_codec.h"
 
 namespace bagua {
@@ -23,57 +24,64 @@ struct OwnVersion {
   BAGUA_DEVICE T operator[](int i) const { return book.all(coder.code(widen(x[i]))); }
 };
 
-template <TiledFormat Format, typename T>
+template <TiledFormat Format, typename Goal>
 BAGUA_DEVICE void encode_sum_by_elements(const Tile& tile, const PayloadVersions& versions,
-                                         float divisor) {
+                                         const Goal& goal) {
+  using T = typename Goal::Element;
   const TileSections<Format, T> sections(tile);
   const auto sum_range = [&](int first, int numel, int range) {
-    T* const x = static_cast<T*>(tile.chunk.x) + tile.first + first;
-    const OwnVersion<Format, T> own(x, numel);
-    for (int i = lane_index(); i < numel; i += kWarpLanes) {
-      float sum = 0;
-      for (int row = 0; row < versions.rows; ++row) {
-        if (row == versions.own) {
-          sum = add_weighted(sum, 1.0f, own[i]);
-        } else {
-          const std::byte* const payload =
-              in_row(versions.first + row * versions.stride, tile.chunk, versions.results);
-          const RangeReader<Format, T> version(sections, payload, first, numel, range);
-          sum = add_weighted(sum, 1.0f, version[i]);
+    T* const x = goal.x + first;
+    const auto fill = [&](const auto& own) {
+      for (int i = lane_index(); i < numel; i += kWarpLanes) {
+        float sum = 0;
+        for (int row = 0; row < versions.rows; ++row) {
+          if (row == versions.own) {
+            sum = add_weighted(sum, 1.0f, own[i]);
+          } else {
+            const RangeReader<Format, T> version(sections, payload_of(tile.chunk, versions, row),
+                                                 first, numel, range);
+            sum = add_weighted(sum, 1.0f, version[i]);
+          }
         }
+        x[i] = narrow<T>(goal.completed(sum, first + i));
       }
-      x[i] = narrow<T>(sum / divisor);
+    };
+    if constexpr (Goal::kOwnIsEncoded) {
+      fill(RangeReader<Format, T>(sections, tile.chunk.payload, first, numel, range));
+    } else {
+      fill(OwnVersion<Format, T>(x, numel));
     }
-    __syncwarp();  // lanes read what others have written
+    __syncwarp();  // lanes read what others have written, and write what others have read
     encode_range_of<Format, T>(x, numel, sections, tile.chunk.payload, first, range);
     __syncwarp();
     const RangeReader<Format, T> result(sections, tile.chunk.payload, first, numel, range);
-    for (int i = lane_index(); i < numel; i += kWarpLanes) x[i] = result[i];
+    for (int i = lane_index(); i < numel; i += kWarpLanes) {
+      goal.put(widen(x[i]), result[i], first + i);
+    }
   };
   for_each_range_of<Format>(tile, sum_range);
 }
 
-template <TiledFormat Format, typename T>
+template <TiledFormat Format, typename Goal>
 BAGUA_DEVICE void encode_sum_in_registers(const Tile& tile, const PayloadVersions& versions,
-                                          float divisor) {
+                                          const Goal& goal) {
+  using T = typename Goal::Element;
   using Map = TileMap<Format, T, kOwnVector<T>>;
   using Book = CodeBook<Format, T>;
   const TileSections<Format, T> sections(tile);
-  T* const x = static_cast<T*>(tile.chunk.x) + tile.first;
   RangeValues<Map> sums[Map::kRanges]{};
 
   // 1. The versions, in the order of rows.
   for (int row = 0; row < versions.rows; ++row) {
-    const std::byte* const payload =
-        in_row(versions.first + row * versions.stride, tile.chunk, versions.results);
+    const std::byte* const payload = payload_of(tile.chunk, versions, row);
     PackedRange<Map> packed[Map::kRanges];
     typename Book::Header headers[Map::kRanges];
     BAGUA_UNROLL
     for (int r = 0; r < Map::kRanges; ++r) {
-      if (row == versions.own) {
-        const auto coder = RangeValues<Map>::load(x, r).template coder<Format, T>();
+      if (!Goal::kOwnIsEncoded && row == versions.own) {
+        const auto coder = RangeValues<Map>::load(goal.x, r).template coder<Format, T>();
         __syncwarp();  // or the values would be held, not loaded again, and fill the registers
-        packed[r] = RangeValues<Map>::load(x, r).quantised(coder);
+        packed[r] = RangeValues<Map>::load(goal.x, r).quantised(coder);
         headers[r] = coder.header;
       } else {
         packed[r] = PackedRange<Map>::load(payload + sections.codes, r);
@@ -88,43 +96,35 @@ BAGUA_DEVICE void encode_sum_in_registers(const Tile& tile, const PayloadVersion
     }
   }
 
-  // 2. The mean in the dtype of x, its payload, and what that decodes to.
+  if (Goal::kOwnIsEncoded) __syncwarp();  // a lane writes headers that others have read
+
+  // 2. What is to be encoded, its payload, and what that decodes to.
   BAGUA_UNROLL
   for (int r = 0; r < Map::kRanges; ++r) {
-    BAGUA_UNROLL
-    for (int v = 0; v < Map::kVectors; ++v) {
-      BAGUA_UNROLL
-      for (int k = 0; k < Map::kNumel; ++k) {
-        sums[r].of[v][k] = widen(narrow<T>(sums[r].of[v][k] / divisor));
-      }
-    }
+    complete<Map>(sums[r], goal, r);
     const auto coder = sums[r].template coder<Format, T>();
-    const Book book(coder.header);
-    const PackedRange<Map> packed = sums[r].quantised(coder);
     store_header<Map>(coder.header, tile.chunk.payload + sections.headers, r);
-    packed.store(tile.chunk.payload + sections.codes, r);
-    Words<4> vectors[Map::kVectors]{};
-    packed.decode(book, [&](int v, int k, T value) { put_element(vectors[v], k, value); });
-    BAGUA_UNROLL
-    for (int v = 0; v < Map::kVectors; ++v) store_words(x + Map::element(r, v), vectors[v]);
+    store_encoded<Format>(sums[r], coder, tile.chunk.payload + sections.codes, goal, r);
   }
 }
 
 // Units are tiles; a warp has one.
-template <TiledFormat Format, typename T>
+template <TiledFormat Format, typename Arguments>
 __global__ void __launch_bounds__(kTileThreads, kTileCtasOfSums)
     encode_sum_tiles(const __grid_constant__ ChunkBatch batch,
-                     const __grid_constant__ PayloadVersions versions, float divisor) {
+                     const __grid_constant__ PayloadVersions versions,
+                     const __grid_constant__ Arguments arguments) {
   const int64_t unit = int64_t{blockIdx.x} * kTileWarps + warp_index();
   if (unit >= batch.units()) return;
   const int index = batch.chunk_of(unit);
   const Tile tile(batch.chunks[index], unit - batch.first_unit[index]);
-  if (tile.numel == kTileNumel && are_aligned(tile.chunk, versions)) {
-    encode_sum_in_registers<Format, T>(tile, versions, divisor);
+  const typename Arguments::Goal goal = arguments.goal(tile);
+  if (tile.numel == kTileNumel && are_aligned(tile.chunk, versions) && goal.is_aligned()) {
+    encode_sum_in_registers<Format>(tile, versions, goal);
   } else {
-    encode_sum_by_elements<Format, T>(tile, versions, divisor);
+    encode_sum_by_elements<Format>(tile, versions, goal);
   }
-  clear_padding_of<Format, T>(tile);
+  clear_padding_of<Format, typename Arguments::Goal::Element>(tile);
 }
 
 }  // namespace bagua

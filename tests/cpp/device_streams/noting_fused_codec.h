@@ -30,12 +30,7 @@ class NotingFusedCodec final : public FusedCodec {
     note_extents("encode_sum", stream, chunks, scratch, 2);
     for (const Chunk& chunk : chunks) {
       const int64_t bytes = codec_->payload_bytes(dtype, chunk.numel);
-      for (int row = 0; row < versions.rows; ++row) {
-        if (row == versions.own) continue;
-        const std::byte* const payload =
-            versions.first + row * versions.stride + (chunk.payload - versions.results);
-        note("encode_sum", stream, payload, bytes, false);
-      }
+      note_other_rows("encode_sum", stream, chunk, versions, bytes);
       const auto note_x = [&](bool write) {
         note("encode_sum", stream, chunk.x, chunk.numel * dtype_bytes(dtype), write);
       };
@@ -46,6 +41,29 @@ class NotingFusedCodec final : public FusedCodec {
       note("encode_sum", stream, chunk.payload, bytes, true);
     }
     reference_.encode_sum(chunks, versions, divisor, dtype, nullptr, nullptr);
+  }
+
+  void encode_sum_residual(std::span<const Chunk> chunks, const PayloadVersions& versions,
+                           float divisor, const ResidualArrays& arrays, std::byte* scratch,
+                           StreamHandle stream) const override {
+    // Where a range is a whole chunk: what is encoded and its range, then the payload.
+    const char* const what = "encode_sum_residual";
+    count_launches(chunks, has_slices() ? 2 : 1);
+    note_extents(what, stream, chunks, scratch, 1);
+    for (const Chunk& chunk : chunks) {
+      note_other_rows(what, stream, chunk, versions, payload_bytes(chunk));
+      const int64_t bytes = chunk.numel * int64_t{sizeof(float)};
+      const int64_t first = static_cast<const float*>(chunk.x) - arrays.x;
+      note(what, stream, arrays.before + first, bytes, false);
+      for (const bool write : {false, true}) {
+        note(what, stream, chunk.payload, payload_bytes(chunk), write);
+      }
+      note(what, stream, arrays.result + first, bytes, true);
+      note(what, stream, chunk.x, bytes, true);
+      if (!has_slices()) continue;
+      for (const bool write : {false, true}) note(what, stream, chunk.x, bytes, write);
+    }
+    reference_.encode_sum_residual(chunks, versions, divisor, arrays, nullptr, nullptr);
   }
 
   void encode_combined(std::span<const Chunk> chunks, const ThreeArrays& arrays,
@@ -90,6 +108,15 @@ class NotingFusedCodec final : public FusedCodec {
     expect(scratch != nullptr, what, " needs its scratch");
     for (const bool write : {true, false}) {
       note(what, stream, scratch, sets * 32 * static_cast<int64_t>(chunks.size()), write);
+    }
+  }
+  static void note_other_rows(const char* what, StreamHandle stream, const Chunk& chunk,
+                              const PayloadVersions& versions, int64_t bytes) {
+    for (int row = 0; row < versions.rows; ++row) {
+      if (row == versions.own) continue;
+      const std::byte* const payload =
+          versions.first + row * versions.stride + (chunk.payload - versions.results);
+      note(what, stream, payload, bytes, false);
     }
   }
   int64_t payload_bytes(const Chunk& chunk) const {

@@ -137,15 +137,18 @@ std::vector<Case> cases() {
                                                    std::make_shared<Scratch>(), ReduceOp::kAvg);
     }));
   }
-  all.push_back(op_case("compressed_all_reduce int4_block with residuals", [](const Rank& rank) {
-    const int64_t numel = rank.flat.numel();
-    auto memory = std::make_shared<RoundMemory>(
-        std::vector{zeros(numel), counter(), zeros(numel / rank.group().size)},
-        std::make_shared<RoundOutcome>());
-    return std::make_shared<CompressedAllReduce>(
-        rank.communicator, std::make_shared<NotingCodec>("int4_block"), std::make_shared<Scratch>(),
-        ReduceOp::kAvg, Checksum::kOff, TwoResiduals{.memory = std::move(memory), .padding = 0});
-  }));
+  for (const std::string codec : {"minmax_uint8", "int4_block"}) {
+    const std::string name = "compressed_all_reduce " + codec + " with residuals";
+    all.push_back(op_case(name, [codec](const Rank& rank) {
+      const int64_t numel = rank.flat.numel();
+      auto memory = std::make_shared<RoundMemory>(
+          std::vector{zeros(numel), counter(), zeros(numel / rank.group().size)},
+          std::make_shared<RoundOutcome>());
+      return std::make_shared<CompressedAllReduce>(
+          rank.communicator, std::make_shared<NotingCodec>(codec), std::make_shared<Scratch>(),
+          ReduceOp::kAvg, Checksum::kOff, TwoResiduals{.memory = std::move(memory), .padding = 0});
+    }));
+  }
   for (const std::string& codec : codec_names()) {
     all.push_back(op_case("compressed_gossip " + codec, [codec](const Rank& rank) {
       const int64_t numel = rank.flat.numel();

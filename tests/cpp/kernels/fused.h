@@ -59,21 +59,23 @@ struct FusedSide {
     }
   }
 
-  // Row r > 0 holds versions of x that were encoded as `dtype`: x, shifted.
+  // Rows r > 0 hold versions of x that were encoded as `dtype`: x, shifted.
   void fill_rows(const Codec& cpu, DType dtype, const std::vector<std::vector<float>>& values) {
-    for (int row = 1; row < kRows; ++row) {
-      int64_t element = 0;
-      for (const Chunk& chunk : chunks) {
-        visit_dtype(dtype, [&]<typename Wire>(Wire) {
-          std::vector<Wire> version(chunk.numel);
-          for (int64_t i = 0; i < chunk.numel; ++i) {
-            version[i] = narrow<Wire>(values[row % values.size()][element + i]);
-          }
-          const Chunk encoded{version.data(), rows[row] + (chunk.payload - rows[0]), chunk.numel};
-          cpu.encode({&encoded, 1}, dtype, nullptr, nullptr);
-        });
-        element += chunk.numel;
-      }
+    for (int row = 1; row < kRows; ++row) fill_row(row, cpu, dtype, values);
+  }
+  void fill_row(int row, const Codec& cpu, DType dtype,
+                const std::vector<std::vector<float>>& values) {
+    int64_t element = 0;
+    for (const Chunk& chunk : chunks) {
+      visit_dtype(dtype, [&]<typename Wire>(Wire) {
+        std::vector<Wire> version(chunk.numel);
+        for (int64_t i = 0; i < chunk.numel; ++i) {
+          version[i] = narrow<Wire>(values[row % values.size()][element + i]);
+        }
+        const Chunk encoded{version.data(), rows[row] + (chunk.payload - rows[0]), chunk.numel};
+        cpu.encode({&encoded, 1}, dtype, nullptr, nullptr);
+      });
+      element += chunk.numel;
     }
   }
 
@@ -125,7 +127,7 @@ void compare_fused_steps(const std::string& what, const Codec& cpu, const FusedC
     compare_step<T>(what + ", " + step, steps, kernel, run);
   };
   for (const int own : {0, 2, 3}) {
-    // The rows 1 to 4 of the memory; row 0 takes the results.
+    // Versions are in the rows 1 to 4 of the memory; row 0 takes the results.
     both("encode_sum, own row " + std::to_string(own), kDTypeOf<T>, [&](FusedSide<T>& side) {
       const int rows = own == 0 ? 1 : 4;
       const PayloadVersions versions{side.rows[0], side.rows[1], side.row_bytes, rows, own};
@@ -134,6 +136,20 @@ void compare_fused_steps(const std::string& what, const Codec& cpu, const FusedC
       side.fused.encode_sum(side.chunks, versions, divisor, kDTypeOf<T>, side.scratch(kDTypeOf<T>),
                             nullptr);
     });
+  }
+  if constexpr (std::is_same_v<T, float>) {
+    for (const int own : {0, 2, 3}) {
+      both("encode_sum_residual, own row " + std::to_string(own), DType::kFloat32,
+           [&](FusedSide<T>& side) {
+             const int rows = own == 0 ? 1 : 4;
+             const PayloadVersions versions{side.rows[0], side.rows[1], side.row_bytes, rows, own};
+             side.fill_row(0, cpu, DType::kFloat32, values);
+             side.fused.encode_sum_residual(
+                 side.chunks, versions, own == 0 ? 1.0f : 3.0f,
+                 {static_cast<float*>(side.chunks[0].x), side.replicas[0], side.replicas[1]},
+                 side.scratch(DType::kFloat32), nullptr);
+           });
+    }
   }
   both("encode_combined", DType::kFloat32, [](FusedSide<T>& side) {
     const ThreeWeights weights{1.0f + 0.3f + 0.2f, 0.3f, 0.2f};

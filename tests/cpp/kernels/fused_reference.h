@@ -22,22 +22,28 @@ class FusedReference final : public FusedCodec {
   void encode_sum(std::span<const Chunk> chunks, const PayloadVersions& versions, float divisor,
                   DType dtype, std::byte*, StreamHandle) const override {
     for (const Chunk& chunk : chunks) {
-      std::vector<float> sum(chunk.numel);
       encode(chunk, dtype);
-      for (int row = 0; row < versions.rows; ++row) {
-        std::byte* payload = chunk.payload;
-        if (row != versions.own) {
-          payload = payload_in(versions.first + row * versions.stride, chunk, versions.results);
-        }
-        const Chunk version{sum.data(), payload, chunk.numel};
-        cpu_->decode_add({&version, 1}, dtype, 1.0f, nullptr);
-      }
+      const std::vector<float> sum = sum_of(chunk, versions, dtype);
       visit_dtype(dtype, [&]<typename T>(T) {
         T* const x = static_cast<T*>(chunk.x);
         for (int64_t i = 0; i < chunk.numel; ++i) x[i] = narrow<T>(sum[i] / divisor);
       });
       encode(chunk, dtype);
       cpu_->decode({&chunk, 1}, dtype, nullptr);
+    }
+  }
+
+  void encode_sum_residual(std::span<const Chunk> chunks, const PayloadVersions& versions,
+                           float divisor, const ResidualArrays& arrays, std::byte*,
+                           StreamHandle) const override {
+    for (const Chunk& chunk : chunks) {
+      const std::vector<float> sum = sum_of(chunk, versions, DType::kFloat32);
+      float* const x = static_cast<float*>(chunk.x);
+      const int64_t first = x - arrays.x;
+      for (int64_t i = 0; i < chunk.numel; ++i) x[i] = sum[i] / divisor + arrays.before[first + i];
+      cpu_->encode_residual({&chunk, 1}, nullptr, nullptr);
+      const Chunk result{arrays.result + first, chunk.payload, chunk.numel};
+      cpu_->decode({&result, 1}, DType::kFloat32, nullptr);
     }
   }
 
@@ -84,6 +90,20 @@ class FusedReference final : public FusedCodec {
   }
 
  private:
+  // Of the decoded payloads of all rows; that of row `own` is the chunk's.
+  std::vector<float> sum_of(const Chunk& chunk, const PayloadVersions& versions,
+                            DType dtype) const {
+    std::vector<float> sum(chunk.numel);
+    for (int row = 0; row < versions.rows; ++row) {
+      std::byte* payload = chunk.payload;
+      if (row != versions.own) {
+        payload = payload_in(versions.first + row * versions.stride, chunk, versions.results);
+      }
+      const Chunk version{sum.data(), payload, chunk.numel};
+      cpu_->decode_add({&version, 1}, dtype, 1.0f, nullptr);
+    }
+    return sum;
+  }
   void encode(const Chunk& chunk, DType dtype) const {
     cpu_->encode({&chunk, 1}, dtype, nullptr, nullptr);
   }
