@@ -121,6 +121,16 @@ std::vector<Subject> subjects() {
     }
   }
   for (const std::string& name : codec_names()) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
+      const std::string suffix = std::string(" ") + c10::toString(dtype);
+      add(name + " with error feedback" + suffix, dtype, 0, [=](at::Device device) {
+        const auto residuals =
+            memory({zeros_on(device, kNumel), counter(), zeros_on(device, kNumel / kRanks)});
+        return std::make_shared<CompressedAllReduce>(
+            loopback(), codec_on(device, name), std::make_shared<Scratch>(), ReduceOp::kAvg,
+            Checksum::kOff, TwoResiduals{.memory = residuals, .padding = 5});
+      });
+    }
     add("reduce-scatter of " + name, at::kFloat, 0, [=](at::Device device) {
       return std::make_shared<CompressedReduceScatter>(loopback(), codec_on(device, name),
                                                        std::make_shared<Scratch>(), 3.0, nullptr,
