@@ -1,7 +1,9 @@
 """The harness itself: results by rank, independent calls, failures that say what happened."""
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -164,11 +166,30 @@ def test_a_script_ends_with_the_python_that_stands_for_it(tmp_path, number):
     script = int(process.stdout.readline())
     process.send_signal(number)
     assert process.wait(timeout=20) == -number
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{script}").exists():
-        assert time.monotonic() < deadline, "the script runs on"
-        time.sleep(0.01)
+    wait_until(lambda: not Path(f"/proc/{script}").exists(), "the script's end")
     process.communicate()
+
+
+def test_one_who_is_killed_before_it_reads_an_answer_does_no_harm_to_others(tmp_path):
+    path, told = tmp_path / "script.py", tmp_path / "pid"
+    path.write_text(f"import os, time\nopen({str(told)!r}, 'w').write(f'{{os.getpid()}}\\n')\n")
+    path.write_text(path.read_text() + "time.sleep(60)\n")
+    variables = os.environ | fork_server.variables()
+    request = {"argv": [str(path)], "env": variables, "cwd": str(tmp_path)}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asks:
+        asks.connect(variables["BAGUA_FORK_SERVERS"].split(":")[0])
+        socket.send_fds(asks, [json.dumps(request).encode()], [0, 1, 2])
+        wait_until(lambda: told.exists() and told.read_text().endswith("\n"), "the script's start")
+    wait_until(lambda: not Path(f"/proc/{int(told.read_text())}").exists(), "the script's end")
+    out, err = forked_python("-m", "platform").communicate(timeout=60)
+    assert out.startswith("Linux"), err
+
+
+def wait_until(happened, what):
+    deadline = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} does not come"
+        time.sleep(0.01)
 
 
 def test_neighbours_hash_differently_and_draw_different_numbers(run_script):

@@ -192,7 +192,7 @@ def serve():
         for asks in ready:
             if asks is not requests and asks not in clients:
                 continue
-            request, files, _, _ = socket.recv_fds(asks, 1 << 20, 4)
+            request, files = _received(asks)
             if not request:
                 _hang_up(asks, clients, reports)
                 continue
@@ -210,9 +210,21 @@ def serve():
             if asks is not requests:
                 clients[asks] = pid
             reports[pid] = files.pop()
-            os.write(reports[pid], b"%d\n" % pid)
+            _tell(reports[pid], pid)
             for theirs in files:
                 os.close(theirs)
+
+
+def _received(asks):
+    """A request and its files; empty where the other side is gone."""
+    with contextlib.suppress(ConnectionResetError):  # it had not read its last answer
+        return socket.recv_fds(asks, 1 << 20, 4)[:2]
+    return b"", []
+
+
+def _tell(report, number):
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody waits for it any more
+        os.write(report, b"%d\n" % number)
 
 
 def _hang_up(asks, clients, reports):
@@ -232,8 +244,7 @@ def _report_ends(reports):
         if pid == 0:
             return
         report = reports.pop(pid)
-        with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
-            os.write(report, b"%d\n" % os.waitstatus_to_exitcode(status))
+        _tell(report, os.waitstatus_to_exitcode(status))
         os.close(report)
 
 
