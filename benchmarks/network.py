@@ -183,11 +183,11 @@ class Network:
         return sent["bytes"] - HEADER_BYTES * sent["packets"]
 
     def shape(self, rank: int, rate_mbit: float) -> None:
-        """Give the unshaped link of a rank a rate, in megabits per second each way."""
+        """Give the link of a rank another rate, in megabits per second each way."""
         burst = max(MIN_BURST_BYTES, int(rate_mbit * 1e6 / 8 * BURST_SECONDS))
         rate = ["rate", f"{rate_mbit}mbit", "burst", str(burst), "latency", QUEUE_SECONDS]
         for namespace, device in ((self.namespace(rank), DEVICE), (self._hub, f"port{rank}")):
-            _command("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *rate)
+            _command("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *rate)
 
     def set_link(self, rank: int, state: str) -> None:
         """Take the link of a rank ``"down"``, or ``"up"`` again."""

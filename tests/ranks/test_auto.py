@@ -237,6 +237,7 @@ def test_close_candidates_are_tried_and_measurements_decide(ranks):
         ("trying", EIGHT),
     ]
     assert names[-1][0] == "chosen"
+    assert [state for state, _ in names].index("chosen") < 20
 
 
 @training.with_group

@@ -73,7 +73,8 @@ class AutoAlgorithm(Algorithm):
         max_error_with_feedback: the same with error feedback. 0.3 admits 4 bits (0.1 to 0.2), which
             end within 0.006 of the loss of exact gradients under AdamW, and keeps out 2 bits
             (0.34 and more), which end 0.07 above it.
-        most_steps: steps until the choice among predictions; trials take at most 15 more.
+        most_steps: steps until the choice, those of trials included. Where too few are left for
+            trials, the predictions decide.
         most_seconds: seconds likewise. At least one step is exact.
         replan: measure the links again, and choose anew, when the wire has been twice as fast or
             slow for several seconds. Costs an all-reduce of one number every two seconds.

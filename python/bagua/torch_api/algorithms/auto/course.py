@@ -41,7 +41,7 @@ _WHAT = "trying candidates of AutoAlgorithm"
 #: One bucket while steps are measured: communication begins when all gradients are there, so that
 #: it takes nothing from the time of the backward.
 _ONE_BUCKET = 2**62
-#: (Seconds of a predicted step, steps of a trial): the first that is not exceeded.
+#: (Seconds of a predicted step, most steps of a trial): the first that is not exceeded.
 _TRIAL_STEPS = ((0.25, 4), (1.0, 2), (float("inf"), 1))
 
 
@@ -90,6 +90,8 @@ class Course:
         self._trials: list[Candidate] = []
         self._trial: Candidate | None = None
         self._trial_rounds = 0
+        self._trial_most = 0
+        self._rounds = 0  # that were measured
         self._watching: Watching | None = None
 
     @property
@@ -155,6 +157,7 @@ class Course:
     def round_ended(self, bagua_ddp: WrappedModule) -> Candidate | None:
         """Called after every round: the candidate to communicate by from now on, or None."""
         if self._measuring is not None:
+            self._rounds += 1
             stats = bagua_ddp.stats()
             now = int(stats["exposed_ns"]), int(stats["total"]["wire_ns"])
             exposed, wire = (new - old for new, old in zip(now, self._spent_ns, strict=True))
@@ -213,7 +216,9 @@ class Course:
     def _decide(self) -> Candidate:
         self._predict()
         close = finalists(self._rows)
-        if len(close) == 1:
+        # Buckets are built in the first step of a trial, which is not counted.
+        self._trial_most = (self._settings.most_steps - self._rounds) // len(close) - 1
+        if len(close) == 1 or self._trial_most < 1:
             return self._choose_best()
         # The likely winner comes last, so that no buckets are built for it again; residuals of the
         # others are lost with them.
@@ -233,7 +238,7 @@ class Course:
         self._trial_rounds += 1
         row = next(row for row in self._rows if row.candidate == self._trial)
         steps = next(steps for most, steps in _TRIAL_STEPS if row.seconds <= most)
-        if self._trial_rounds <= steps:
+        if self._trial_rounds <= min(steps, self._trial_most):
             return None
         (seconds,) = largest(self._connections, _WHAT, [self._times.whole()])
         self._rows = with_trial(self._rows, self._trial, seconds)
