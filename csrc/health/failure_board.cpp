@@ -86,14 +86,18 @@ struct FailureBoard::Noted {
 };
 
 FailureBoard::FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)
-    : rank_(rank), size_(size), worker_(store), noted_(std::make_shared<Noted>()) {
+    : rank_(rank),
+      size_(size),
+      told_(std::make_shared<std::atomic<bool>>(false)),
+      worker_(store),
+      noted_(std::make_shared<Noted>()) {
   BAGUA_CHECK_ARG(rank >= 0 && rank < size, "rank ", rank, " is outside a group of size ", size);
 }
 
 void FailureBoard::publish(const std::string& reason, bool is_secondary) noexcept {
+  const char kind = is_secondary || *told_ ? kSecondary : kCause;
   worker_.ask(
-      [rank = rank_, size = size_, reason, is_secondary](c10d::Store& store) {
-        const char kind = is_secondary ? kSecondary : kCause;
+      [rank = rank_, size = size_, reason, kind](c10d::Store& store) {
         store.compareSet(kFailedKey, "", concat(kind, rank, ": ", reason));
         append(store, size, kFailuresKey, concat(rank, " "));
       },
@@ -104,7 +108,9 @@ std::optional<FailureBoard::News> FailureBoard::poll() noexcept {
   auto text = std::make_shared<std::optional<std::string>>();
   const bool answered =
       worker_.ask([text](c10d::Store& store) { *text = read(store, kFailedKey); }, kPatience);
-  return answered ? news_of(*text, rank_) : std::nullopt;
+  const std::optional<News> news = answered ? news_of(*text, rank_) : std::nullopt;
+  if (news) *told_ = true;
+  return news;
 }
 
 void FailureBoard::publish_exit(int64_t rounds) noexcept {
@@ -125,13 +131,16 @@ std::optional<std::string> FailureBoard::poll_exit(int64_t round) noexcept {
   auto text = std::make_shared<std::optional<std::string>>();
   const bool answered =
       worker_.ask([text](c10d::Store& store) { *text = read(store, kExitsKey); }, kPatience);
-  return answered ? exited_before(*text, {.rank = rank_, .round = round}, size_) : std::nullopt;
+  if (!answered) return std::nullopt;
+  std::optional<std::string> exited = exited_before(*text, {.rank = rank_, .round = round}, size_);
+  if (exited) *told_ = true;
+  return exited;
 }
 
 void FailureBoard::beat(std::function<std::optional<Whereabouts>()> where, OnNews on_news) {
   worker_.repeat(
-      [rank = rank_, size = size_, where = std::move(where), on_news = std::move(on_news),
-       number = std::make_shared<int64_t>(0)](c10d::Store& store) {
+      [rank = rank_, size = size_, told = told_, where = std::move(where),
+       on_news = std::move(on_news), number = std::make_shared<int64_t>(0)](c10d::Store& store) {
         const std::optional<Whereabouts> here = where();
         if (!here) return;
         store.set(beat_key(rank), heartbeat_text({.number = ++*number, .where = *here}));
@@ -142,7 +151,9 @@ void FailureBoard::beat(std::function<std::optional<Whereabouts>()> where, OnNew
           if (const auto exited = exited_before(read(store, kExitsKey), me, size))
             news = {*exited, false};
         }
-        if (news) on_news(*news);
+        if (!news) return;
+        *told = true;
+        on_news(*news);
       },
       kBeat);
 }

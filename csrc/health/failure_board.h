@@ -1,6 +1,7 @@
 // Failures and positions of ranks, published in the store: the wire itself may be blocked.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -30,7 +31,8 @@ class FailureBoard final {
   FailureBoard& operator=(const FailureBoard&) = delete;
 
   // This rank failed. The first failure of the group stays; later ones change nothing.
-  // `is_secondary`: it may be the consequence of another rank's failure.
+  // `is_secondary`: it may be the consequence of another rank's failure; it counts as one too after
+  // this rank has been told of a failure or an exit.
   void publish(const std::string& reason, bool is_secondary) noexcept;
 
   struct News {
@@ -90,8 +92,11 @@ class FailureBoard final {
   OtherRanks found(const std::shared_ptr<const Snapshot>& before,
                    const std::shared_ptr<const Snapshot>& after, Observer observer) const;
 
+  using Flag = std::shared_ptr<std::atomic<bool>>;  // the worker's thread may outlive the board
+
   const int rank_;
   const int size_;
+  const Flag told_;  // poll(), poll_exit() or `on_news` had something
   StoreWorker worker_;
   const std::shared_ptr<Noted> noted_;
 };

@@ -55,6 +55,8 @@ model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300)
 ddp = DistributedDataParallel(model)
 comm_hooks.register(ddp, ByteGradAlgorithm(hierarchical=False))
 for step in range(1000):
+    if step == 5 and bagua.get_rank() == 0:
+        time.sleep({pause})
     start = time.monotonic()
     loss = ddp(torch.randn(4, 300)).sum()
     if step == 0:
@@ -75,7 +77,7 @@ for step in range(1000):
 @pytest.mark.parametrize("victim", [0, 2], ids=lambda rank: f"rank-{rank}")
 def test_the_survivors_of_a_killed_rank_say_so_and_end_cleanly(run_script, victim):
     fate = "os.kill(os.getpid(), signal.SIGKILL)"
-    ends = run_script(3, DIES.format(victim=victim, fate=fate, timeout=60), timeout=40.0)
+    ends = run_script(3, DIES.format(victim=victim, fate=fate, timeout=60, pause=0), timeout=40.0)
     assert ends[victim].returncode == -signal.SIGKILL
     for rank, end in enumerate(ends):
         if rank == victim:
@@ -90,8 +92,11 @@ def test_the_survivors_of_a_killed_rank_say_so_and_end_cleanly(run_script, victi
         assert verdict or (hosts_the_store and "The job's store does not answer" in text), text
 
 
-def test_the_survivors_of_a_rank_that_exits_name_it(run_script):
-    *survivors, left = run_script(3, DIES.format(victim=2, fate="sys.exit(0)", timeout=60))
+@pytest.mark.parametrize("pause", [0, 3], ids=["together", "one later"])
+def test_the_survivors_of_a_rank_that_exits_name_it(run_script, pause):
+    """Later: when the other survivor has failed, and published that it has."""
+    script = DIES.format(victim=2, fate="sys.exit(0)", timeout=60, pause=pause)
+    *survivors, left = run_script(3, script)
     assert left.returncode == 0, left.stderr
     for rank, end in enumerate(survivors):
         assert end.returncode == 7, f"rank {rank}: {end.stdout}{end.stderr}"
@@ -102,7 +107,7 @@ def test_the_survivors_of_a_rank_that_exits_name_it(run_script):
 
 def test_a_stopped_rank_is_named_at_the_timeout_and_raises_when_it_goes_on(run_script):
     fate = "os.kill(os.getpid(), signal.SIGSTOP)"
-    *survivors, stopped = run_script(3, DIES.format(victim=2, fate=fate, timeout=SHORT))
+    *survivors, stopped = run_script(3, DIES.format(victim=2, fate=fate, timeout=SHORT, pause=0))
     for rank, end in enumerate(survivors):
         assert end.returncode == 7, f"rank {rank}: {end.stdout}{end.stderr}"
         seconds, text = end.stdout.split(" ", 1)

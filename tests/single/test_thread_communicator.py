@@ -246,6 +246,15 @@ def test_a_rank_that_left_early_is_named(store):
     assert boards[0].poll() is None
 
 
+def test_a_rank_that_fails_because_another_left_is_not_the_verdict(store):
+    boards = [_C.FailureBoard(store, rank, 3) for rank in range(3)]
+    boards[2].publish_exit(5)
+    assert boards[1].poll_exit(6) == "rank 2 exited after 5 rounds"
+    boards[1].publish("round 6: rank 2 exited after 5 rounds")
+    verdict = boards[0].diagnose("round 6: rank 1 exited", 6, "round")
+    assert verdict.startswith("rank 2 exited after 5 rounds\n  Seen here: round 6"), verdict
+
+
 def test_all_ranks_can_exit_and_publish_at_the_same_time():
     shared = dist.HashStore()
     boards = [_C.FailureBoard(shared, rank, 8) for rank in range(8)]
