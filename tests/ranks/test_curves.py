@@ -83,8 +83,8 @@ def test_the_page_has_a_row_for_each_algorithm_and_pictures(modules, tmp_path):
         curves.keep(results, curves.key_of("digits", arm, 2, "200", 0), seconds)
     report.write_page(curves.kept(results), tmp_path / "curves.md", ["exact", "bytegrad"])
     page = (tmp_path / "curves.md").read_text()
-    assert "| exact | 1.050 ± 0.124 |  | 50.0% | 4.00 | 1.00 |" in page
-    assert "| bytegrad | 1.050 ± 0.124 | yes | 50.0% | 1.00 | 4.00 |" in page
+    assert "| exact | 1.050 ± 0.124 |  |  | 50.0% | 4.00 | 1.00 |" in page
+    assert "| bytegrad | 1.050 ± 0.124 | +0.000 | yes | 50.0% | 1.00 | 4.00 |" in page
     for picture in ("curves-digits-bytes.png", "curves-digits-seconds.png"):
         assert picture in page
         assert (tmp_path / picture).stat().st_size > 5000
@@ -98,12 +98,14 @@ def test_a_page_without_times_has_the_losses(modules, tmp_path):
     curves, report = modules
     results = tmp_path / "curves.json"
     curves.keep(results, curves.key_of("digits", "exact", 2, "seed", 0), run_of([3.0, 2.0]))
-    for arm in ("exact", "qadam"):
-        curves.keep(results, curves.key_of("text", arm, 2, "seed", 0), run_of([3.0, 2.0]))
+    for arm, seed, last in ("exact", 0, 2.0), ("exact", 1, 2.2), ("qadam", 1, 2.15):
+        curves.keep(results, curves.key_of("text", arm, 2, "seed", seed), run_of([3.0, last]))
     report.write_page(curves.kept(results), tmp_path / "curves.md", ["exact", "qadam"])
     page = (tmp_path / "curves.md").read_text()
     assert "- digits with 2 ranks: qadam\n" in page
-    assert "| exact | 2.000 |  | 50.0% | 2.00 |\n" in page
+    assert "| exact | 2.000 |  |  | 50.0% | 2.00 |\n" in page  # of the digits
+    assert "| exact | 2.100 ± 1.271 |  |  | 50.0% | 2.00 |\n" in page
+    assert "| qadam | 2.150, 1 seed | -0.050 | one seed | 50.0% | 2.00 |\n" in page
     assert "Sooner" not in page
     assert "curves-digits-seconds.png" not in page
 
