@@ -154,7 +154,7 @@ soak-schedules: venv ## 10 000 random schedules under ThreadSanitizer (ARGS="--s
 bench: build ## Run all benchmarks (ARGS=--quick: a first impression); results go to benchmarks/results
 	for program in benchmarks/bench_*.py; do echo "== $$program"; $(PY) $$program $(ARGS); done
 
-curves: build ## Train every algorithm on three tasks of real data (2 hours, goes on where it was ended); docs/curves.md
+curves: build ## Train every algorithm on three tasks of real data (6 hours, goes on where it was ended); docs/curves.md
 	OMP_NUM_THREADS=1 $(PY) benchmarks/curves.py $(ARGS)
 
 clean: ## Remove what was built; .venv stays

@@ -16,7 +16,7 @@ HEAD = """# Curves
 Every algorithm on three tasks of real data, with 2 and 4 ranks, each of which trains on its own
 share. Loss and accuracy are those of the anchor where an algorithm has one, else of the mean of the
 ranks' weights, on held-out data.
-`make curves` makes all of it anew in about two hours; runs that are kept in
+`make curves` makes all of it anew in about six hours on 2 cores; runs that are kept in
 benchmarks/results/curves.json are not made again.
 
 - **Loss**: at the end, mean and 95 % interval over the seeds; their number where some are missing.
