@@ -99,23 +99,17 @@ template <ChunkRangedFormat Format, typename Goal, typename T = typename Goal::E
 BAGUA_DEVICE void sum_by_elements(const Tile& tile, const PayloadVersions& versions,
                                   const Goal& goal, const RangeCoder<Format, T>* own,
                                   ExtentOf<Format>& extent) {
-  const TileSections<Format, T> sections(tile);
-  for (int i = lane_index(); i < tile.numel; i += kWarpLanes) {
-    float sum = 0;
-    for (int row = 0; row < versions.rows; ++row) {
-      if (own != nullptr && row == versions.own) {
-        const CodeBook<Format, T> book(own->header);
-        sum = add_weighted(sum, 1.0f, book.all(own->code(widen(goal.x[i]))));
-      } else {
-        const RangeReader<Format, T> version(sections, payload_of(tile.chunk, versions, row), 0,
-                                             tile.numel, 0);
-        sum = add_weighted(sum, 1.0f, version[i]);
-      }
+  const auto fill = [&](const OwnVersion<Format, T>* version) {
+    for (int i = lane_index(); i < tile.numel; i += kWarpLanes) {
+      const float sum = sum_of_element(tile, versions, {0, tile.numel, 0}, version, i);
+      const float completed = goal.completed(sum, i);
+      extent.take(0, completed);
+      goal.x[i] = narrow<T>(completed);
     }
-    const float completed = goal.completed(sum, i);
-    extent.take(0, completed);
-    goal.x[i] = narrow<T>(completed);
-  }
+  };
+  if (own == nullptr) return fill(nullptr);
+  const OwnVersion<Format, T> version(goal.x, *own);
+  fill(&version);
 }
 
 // Units are slices; a CTA has one. `of_own`: output of scan_slices for the same batch; not read

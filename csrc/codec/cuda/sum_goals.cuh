@@ -1,4 +1,4 @@
-// What kernels make of a sum of payloads: its mean in place, or a mean with residual.
+// Goals of the kernels that sum payloads: a mean in place, or a mean with residual.
 #pragma once
 
 #include "base/device.h"
@@ -8,9 +8,9 @@
 namespace bagua {
 
 // A goal is for one tile. Indices count the tile's elements.
-//   completed(sum, i): what is encoded, as f32; x takes it in between, where it is not held.
-//   put(value, decoded, i): the end, with what was encoded and what the payload decodes to.
-// Those of vectors, whose first element is i, ask for is_aligned().
+//   completed(sum, i): the value to encode, as f32. x takes it in between, where it is not held.
+//   put(value, decoded, i): writes the results from the encoded value and the decoded one.
+// The overloads for a vector of elements, of which i is the first, need is_aligned().
 
 // x <- decoded mean, in the dtype of x. The own version is encode(x).
 template <typename T>
@@ -98,6 +98,45 @@ BAGUA_DEVICE const std::byte* payload_of(const Chunk& chunk, const PayloadVersio
                                          int row) {
   if (row == versions.own) return chunk.payload;
   return in_row(versions.first + row * versions.stride, chunk, versions.results);
+}
+
+// The decoded version of x itself, element by element.
+template <typename Format, typename T>
+struct OwnVersion {
+  const T* x;
+  RangeCoder<Format, T> coder;
+  CodeBook<Format, T> book;
+
+  BAGUA_DEVICE OwnVersion(const T* of, const RangeCoder<Format, T>& by)
+      : x(of), coder(by), book(coder.header) {}
+  BAGUA_DEVICE T operator[](int i) const { return book.all(coder.code(widen(x[i]))); }
+};
+
+// A range of a tile: `numel` elements from `first` on.
+struct RangePlace {
+  int first;
+  int numel;
+  int range;
+};
+
+// The sum of element i of a range over all versions, in the order of rows. `own`: the version of
+// row `own`; null where that is encoded.
+template <typename Format, typename T>
+BAGUA_DEVICE float sum_of_element(const Tile& tile, const PayloadVersions& versions,
+                                  const RangePlace& place, const OwnVersion<Format, T>* own,
+                                  int i) {
+  const TileSections<Format, T> sections(tile);
+  float sum = 0;
+  for (int row = 0; row < versions.rows; ++row) {
+    if (own != nullptr && row == versions.own) {
+      sum = add_weighted(sum, 1.0f, (*own)[i]);
+    } else {
+      const RangeReader<Format, T> version(sections, payload_of(tile.chunk, versions, row),
+                                           place.first, place.numel, place.range);
+      sum = add_weighted(sum, 1.0f, version[i]);
+    }
+  }
+  return sum;
 }
 
 // Makes what is to be encoded of the sums of a range.

@@ -9,21 +9,6 @@
 
 namespace bagua {
 
-// The decoded version of x itself, element by element.
-template <typename Format, typename T>
-struct OwnVersion {
-  const T* x;
-  RangeCoder<Format, T> coder;
-  CodeBook<Format, T> book;
-
-  // By all lanes of the warp.
-  BAGUA_DEVICE OwnVersion(const T* of, int numel)
-      : x(of),
-        coder(coder_of<Format, T>(ElementValues<Format, const T*>{x, numel})),
-        book(coder.header) {}
-  BAGUA_DEVICE T operator[](int i) const { return book.all(coder.code(widen(x[i]))); }
-};
-
 template <TiledFormat Format, typename Goal>
 BAGUA_DEVICE void encode_sum_by_elements(const Tile& tile, const PayloadVersions& versions,
                                          const Goal& goal) {
@@ -31,25 +16,18 @@ BAGUA_DEVICE void encode_sum_by_elements(const Tile& tile, const PayloadVersions
   const TileSections<Format, T> sections(tile);
   const auto sum_range = [&](int first, int numel, int range) {
     T* const x = goal.x + first;
-    const auto fill = [&](const auto& own) {
+    const auto fill = [&](const OwnVersion<Format, T>* own) {
       for (int i = lane_index(); i < numel; i += kWarpLanes) {
-        float sum = 0;
-        for (int row = 0; row < versions.rows; ++row) {
-          if (row == versions.own) {
-            sum = add_weighted(sum, 1.0f, own[i]);
-          } else {
-            const RangeReader<Format, T> version(sections, payload_of(tile.chunk, versions, row),
-                                                 first, numel, range);
-            sum = add_weighted(sum, 1.0f, version[i]);
-          }
-        }
+        const float sum = sum_of_element(tile, versions, {first, numel, range}, own, i);
         x[i] = narrow<T>(goal.completed(sum, first + i));
       }
     };
     if constexpr (Goal::kOwnIsEncoded) {
-      fill(RangeReader<Format, T>(sections, tile.chunk.payload, first, numel, range));
+      fill(nullptr);
     } else {
-      fill(OwnVersion<Format, T>(x, numel));
+      const ElementValues<Format, const T*> values{x, numel};
+      const OwnVersion<Format, T> own(x, coder_of<Format, T>(values));
+      fill(&own);
     }
     __syncwarp();  // lanes read what others have written, and write what others have read
     encode_range_of<Format, T>(x, numel, sections, tile.chunk.payload, first, range);

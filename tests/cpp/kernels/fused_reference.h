@@ -90,7 +90,7 @@ class FusedReference final : public FusedCodec {
   }
 
  private:
-  // Of the decoded payloads of all rows; that of row `own` is the chunk's.
+  // The sum of the decoded payloads of all rows. The payload of row `own` is the chunk's.
   std::vector<float> sum_of(const Chunk& chunk, const PayloadVersions& versions,
                             DType dtype) const {
     std::vector<float> sum(chunk.numel);
