@@ -71,7 +71,7 @@ class AutoAlgorithm(Algorithm):
             between the error of 8 bits (0.01 to 0.02), which trains as exact gradients do, and that
             of 4 bits (0.1 to 0.2), which costs an adaptive optimizer a little.
         max_error_with_feedback: the same with error feedback. 0.3 admits 4 bits (0.1 to 0.2), which
-            end within 0.006 of the loss of exact gradients under AdamW, and keeps out 2 bits
+            end within 0.01 of the loss of exact gradients under AdamW, and keeps out 2 bits
             (0.34 and more), which end 0.07 above it.
         most_steps: steps until the choice, those of trials included. Where too few are left for
             trials, the predictions decide.

@@ -91,7 +91,6 @@ class Course:
         self._trial: Candidate | None = None
         self._trial_rounds = 0
         self._trial_most = 0
-        self._rounds = 0  # that were measured
         self._watching: Watching | None = None
 
     @property
@@ -157,7 +156,6 @@ class Course:
     def round_ended(self, bagua_ddp: WrappedModule) -> Candidate | None:
         """Called after every round: the candidate to communicate by from now on, or None."""
         if self._measuring is not None:
-            self._rounds += 1
             stats = bagua_ddp.stats()
             now = int(stats["exposed_ns"]), int(stats["total"]["wire_ns"])
             exposed, wire = (new - old for new, old in zip(now, self._spent_ns, strict=True))
@@ -165,8 +163,9 @@ class Course:
             profile = self._measuring.round_ended(exposed / 1e9, wire / 1e9)
             if profile is None:
                 return None
+            steps = self._measuring.rounds
             self._measuring, self.profile = None, profile
-            return self._decide()
+            return self._decide(self._settings.most_steps - steps)
         if self._trial is not None:
             return self._try()
         if self._watching is not None:
@@ -213,11 +212,11 @@ class Course:
             ranks=self._connections.size,
         )
 
-    def _decide(self) -> Candidate:
+    def _decide(self, steps_left: int) -> Candidate:
         self._predict()
         close = finalists(self._rows)
         # Buckets are built in the first step of a trial, which is not counted.
-        self._trial_most = (self._settings.most_steps - self._rounds) // len(close) - 1
+        self._trial_most = steps_left // len(close) - 1
         if len(close) == 1 or self._trial_most < 1:
             return self._choose_best()
         # The likely winner comes last, so that no buckets are built for it again; residuals of the

@@ -58,6 +58,9 @@ class Measuring:
         candidates: whose codecs and losses are measured.
         most_steps: after which the profile is made.
         most_seconds: of training, likewise.
+
+    Attributes:
+        rounds: that have ended.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Measuring:
         self._most_steps = most_steps
         self._most_seconds = most_seconds
         self._begun = time.perf_counter()
-        self._rounds = 0
+        self.rounds = 0
         self._timed = 0  # without hooks
         self._wire = math.inf  # of the fastest round so far
         self._hooks: Gradients | None = Gradients(named)
@@ -98,7 +101,7 @@ class Measuring:
             exposed: seconds in which it blocked this rank.
             wire: seconds of this rank's lane inside communicators.
         """
-        self._rounds += 1
+        self.rounds += 1
         self.times.backward_ended(exposed)
         self._wire = min(self._wire, wire)
         if self._profile is None:
@@ -112,10 +115,10 @@ class Measuring:
     def _sampled(self, slow: bool) -> Profile | None:
         """A step has ended in which gradients were taken."""
         last = slow or self._over()
-        if last or self._rounds >= _SAMPLED:
+        if last or self.rounds >= _SAMPLED:
             self._take_sample()
             finite = math.isfinite(sum(self._errors.values()))
-            if finite or self._rounds >= _MOST_SAMPLED:
+            if finite or self.rounds >= _MOST_SAMPLED:
                 self.close()
                 if last:
                     return self._complete()
@@ -131,7 +134,7 @@ class Measuring:
     def _over(self) -> bool:
         seconds = time.perf_counter() - self._begun
         (most,) = largest(self._connections, _WHAT, [seconds])
-        return most > self._most_seconds or self._rounds >= self._most_steps
+        return most > self._most_seconds or self.rounds >= self._most_steps
 
     def _exact_seconds(self) -> float:
         assert self._profile is not None
