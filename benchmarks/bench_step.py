@@ -1,22 +1,26 @@
-"""Seconds per training step against torch DDP, on two ranks, over networks of several speeds.
+"""Seconds per training step against torch DDP, over networks of several speeds or on GPUs.
 
     python benchmarks/bench_step.py [--quick] [--rates none 1000 200] [--arms compute ddp bytegrad]
+    python benchmarks/bench_step.py --device cuda [--quick] [--arms ...]
 
-Shaped networks are namespaces (network.py) and need root; "none" is the loopback device, unshaped.
-All arms run in the same two processes in turn. Prints JSON and keeps it under benchmarks/results/.
+On CPU: two ranks. Shaped networks are namespaces (network.py) and need root; "none" is the loopback
+device, unshaped. On CUDA: a rank on each GPU of this machine, over NCCL. All arms run in the same
+processes in turn. Prints JSON and keeps it under benchmarks/results/.
 """
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
+from codec_on_cuda import hardware
 from common import machine, write_results
 from rank_processes import figures_of
 from step_arms import ARMS
 from step_measure import measure
 
-RANKS = 2
+CPU_RANKS = 2
 
 
 def run_rank(arguments):
@@ -25,8 +29,12 @@ def run_rank(arguments):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    figures = measure(arguments.arms, arguments.pairs, arguments.steps)
+    device = torch.device(arguments.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    figures = measure(arguments.arms, arguments.pairs, arguments.steps, device)
     if dist.get_rank() == 0:
         Path(arguments.output).write_text(json.dumps(figures))
     dist.barrier()
@@ -37,11 +45,27 @@ def run_rate(arguments, rate):
     # The slower the network, the longer a step, and the fewer make a good measurement.
     steps = 2 if arguments.quick else 10 if rate == "none" else max(2, int(rate) // 200)
     options = ["--arms", *arguments.arms, "--pairs", arguments.pairs, "--steps", steps]
-    return figures_of(rate, __file__, options, RANKS, arguments.mtu)
+    options += ["--device", arguments.device]
+    return figures_of(rate, __file__, options, arguments.ranks, arguments.mtu)
+
+
+def of_device(arguments):
+    """How many ranks there are on it, and what to say of it in the results."""
+    if arguments.device == "cpu":
+        return CPU_RANKS, {"machine": machine()}
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        sys.exit(
+            f"bench_step --device cuda: {torch.cuda.device_count()} GPU(s) (torch "
+            f"{torch.__version__}); NCCL takes one rank on each, and a step needs two."
+        )
+    return torch.cuda.device_count(), {"machine": machine(), "gpu": hardware()}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="one pair, few steps")
     parser.add_argument(
         "--rates", nargs="+", default=["none", "1000", "200"], help="Mbit/s or none"
@@ -54,16 +78,17 @@ def main():
     arguments = parser.parse_args()
     if arguments.output:
         return run_rank(arguments)
+    arguments.ranks, identity = of_device(arguments)
     if arguments.quick:
         arguments.pairs = 1
     rates = {}
-    for rate in arguments.rates:
+    for rate in arguments.rates if arguments.device == "cpu" else ["none"]:
         print(f"rate {rate}", file=sys.stderr, flush=True)
         rates[rate] = run_rate(arguments, rate)
-    payload = {"machine": machine(), "ranks": RANKS, "mtu": arguments.mtu, "rates_mbit": rates}
+    payload = {**identity, "ranks": arguments.ranks, "mtu": arguments.mtu, "rates_mbit": rates}
     print(json.dumps(payload, indent=2))
     if not arguments.quick:
-        write_results("bench_step", payload)
+        write_results("bench_step" + "_cuda" * (arguments.device == "cuda"), payload)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,15 @@ bytes, which moves as many, in the same run. Calls go round over sets of buffers
 several times the second-level cache, so that nothing is found there from before; they are captured
 into one CUDA graph, so that what Python and the driver take is not counted. What cannot be captured
 is launched call by call, and marked.
+
+Whole ops are rounds of a CompressedAllReduce among ranks that are threads and share the GPU, with
+the host's part: their roofline is the copy of what their kernels and messages move.
 """
 
 import statistics
 import subprocess
+import threading
+import time
 
 import torch
 from bagua import _C
@@ -17,6 +22,8 @@ MIB = 2**20
 SIZES_MIB = [1, 8, 32, 128]
 TARGET, TARGET_FROM_MIB = 0.85, 32
 TARGET_STEPS = ("encode", "decode")
+OP_RANKS = 4
+OP_CODECS = ("block_uint8", "int4_block", "bf16")
 BYTES_IN_TURN = 512 * MIB
 BLOCK_NUMEL = 2048
 
@@ -36,27 +43,84 @@ def size_of(*tensors):
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def codec_candidates(device_type):
+def codec_candidates(device_type, dtype=torch.float32):
     found = []
     for name in _C.codec_names():
         codec = _C.make_codec(name, device_type)
 
         def encode(x, codec=codec):
+            x = x.to(dtype)
             payload = codec.encode(x)
             return lambda: codec.encode_into(x, 1, payload), size_of(x, payload)
 
         def decode(x, codec=codec):
-            payload, out = codec.encode(x), torch.empty_like(x)
+            out = x.to(dtype)
+            payload = codec.encode(out)
             return lambda: codec.decode_into(payload, 1, out), size_of(payload, out)
 
         def decode_add(x, codec=codec):
-            payload, total = codec.encode(x), torch.zeros_like(x)
+            payload, total = codec.encode(x.to(dtype)), torch.zeros_like(x)
             moved = size_of(payload, total, total)
-            return lambda: codec.decode_add(payload, x.dtype, total, 0.5), moved
+            return lambda: codec.decode_add(payload, dtype, total, 0.5), moved
 
         for step in (encode, decode, decode_add):
-            found.append(Candidate(f"{name} {step.__name__}", step))
+            of = "" if dtype == torch.float32 else " of bf16"
+            found.append(Candidate(f"{name} {step.__name__}{of}", step))
     return found
+
+
+def moved_by_all_reduce(codec, numel, ranks):
+    """Bytes of memory that a rank's round moves: the other parts are encoded and decoded, the own
+    one is summed, encoded and decoded in one kernel, and every message is read and written."""
+    part = -(-numel // ranks)
+    payload = codec.payload_bytes(torch.float32, part)
+    others = ranks - 1
+    own = others * payload + 4 * part + payload + 4 * part
+    return others * 2 * (4 * part + payload) + own + 2 * others * 2 * payload
+
+
+def all_reduce_seconds(name, mib, repeats, device_type):
+    """Median seconds of a round of all ranks, which are threads, from the host's first call until
+    the device is done."""
+    hub, meet = _C.ThreadHub(OP_RANKS, 60.0), threading.Barrier(OP_RANKS)
+    seconds, failures = [], []
+
+    def run(rank):
+        try:
+            codec = _C.make_codec(name, device_type)
+            comm = _C.ThreadCommunicator(hub, rank)
+            op = _C.CompressedAllReduce(comm, codec, _C.Scratch(), _C.ReduceOp.AVG)
+            flat = torch.randn(mib * MIB // 4, device=device_type)
+            for turn in range(repeats + 3):
+                meet.wait()
+                begin = time.perf_counter()
+                op.run(flat)
+                if device_type == "cuda":
+                    torch.cuda.synchronize()
+                meet.wait()
+                if rank == 0 and turn >= 3:
+                    seconds.append(time.perf_counter() - begin)
+        except Exception as error:  # noqa: BLE001 - raised below, and nobody waits for this rank
+            failures.append(error)
+            meet.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(OP_RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return statistics.median(seconds)
+
+
+def measure_op(name, mib, repeats, device_type, bytes_in_turn):
+    """One row: a whole CompressedAllReduce."""
+    seconds = all_reduce_seconds(name, mib, repeats, device_type)
+    codec = _C.make_codec(name, device_type)
+    moved = OP_RANKS * moved_by_all_reduce(codec, mib * MIB // 4, OP_RANKS)
+    what = f"all-reduce {name}"
+    return row_of(what, mib, moved, (seconds, False), repeats, device_type, bytes_in_turn)
 
 
 def cast_candidates():
@@ -179,11 +243,18 @@ def measure_one(candidate, mib, repeats, device_type, bytes_in_turn):
         for _ in range(sets)
     ]
     moved = made[0][1]
-    seconds, captured = device_seconds([call for call, _ in made], repeats)
+    timing = device_seconds([call for call, _ in made], repeats)
     del made
+    return row_of(candidate.name, mib, moved, timing, repeats, device_type, bytes_in_turn)
+
+
+def row_of(what, mib, moved, timing, repeats, device_type, bytes_in_turn):
+    """What moved that many bytes in timing, (seconds, whether as one graph), beside a copy."""
+    seconds, captured = timing
+    sets = max(2, bytes_in_turn // moved)
     copy_seconds, _ = device_seconds(copy_calls(moved, sets, device_type), repeats)
     return {
-        "what": candidate.name,
+        "what": what,
         "mib": mib,
         "median_s": seconds,
         "moved_bytes": moved,
@@ -198,8 +269,14 @@ def measure(sizes, repeats, device_type="cuda", bytes_in_turn=BYTES_IN_TURN):
     """All rows, and a word about each library that could not be measured."""
     check(device_type)
     others, missing = peers()
-    own = [*codec_candidates(device_type), *cast_candidates()]
-    rows = [measure_one(c, mib, repeats, device_type, bytes_in_turn) for mib in sizes for c in own]
+    own = [
+        *codec_candidates(device_type),
+        *codec_candidates(device_type, torch.bfloat16),
+        *cast_candidates(),
+    ]
+    how = (repeats, device_type, bytes_in_turn)
+    rows = [measure_one(c, mib, *how) for mib in sizes for c in own]
+    rows += [measure_op(name, mib, *how) for mib in sizes for name in OP_CODECS]
     for candidate in others:
         try:
             rows += [measure_one(candidate, m, repeats, device_type, bytes_in_turn) for m in sizes]

@@ -29,7 +29,7 @@ from support import every_algorithm
 RUNNERS = {"processes": processes.run, "threads": threads.run}
 #: By form its faults and its algorithms.
 GRID = {
-    "processes": (cases.PROCESS_FAULTS, every_algorithm.ALGORITHMS),
+    "processes": (cases.PROCESS_FAULTS, every_algorithm.on_test_device()),
     "threads": (cases.THREAD_FAULTS, cases.THREAD_OPERATIONS),
 }
 KINDS = [

@@ -106,6 +106,20 @@ def hooked(name, **arguments):
     return wrap
 
 
+def now(device):
+    """Seconds, when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def started_together(device):
+    """Now, on all ranks at once."""
+    now(device)
+    dist.barrier()
+    return now(device)
+
+
 #: Steps of every arm before anything is timed; QAdam compresses after them.
 WARM_UP = 2
 
@@ -161,14 +175,15 @@ class Arm:
     def __init__(self, name, model):
         self.name = name
         self.way = ARMS[name]
+        self.device = next(model.parameters()).device
         self.module = copy.deepcopy(model)
         self.optimizer = self.way.make_optimizer(self.module.parameters())
         self.wrapped = self.way.wrap(self.module, self.optimizer)
         self.steps = 0
         self.averages = []  # (seconds, averages applied) of every measurement of "async"
         generator = torch.Generator().manual_seed(dist.get_rank())
-        self.images = torch.randn(BATCH, 3, 32, 32, generator=generator)
-        self.labels = torch.randint(CLASSES, (BATCH,), generator=generator)
+        self.images = torch.randn(BATCH, 3, 32, 32, generator=generator).to(self.device)
+        self.labels = torch.randint(CLASSES, (BATCH,), generator=generator).to(self.device)
 
     def step(self):
         self.optimizer.zero_grad()
@@ -181,22 +196,21 @@ class Arm:
         """Mean over consecutive steps that all ranks start together."""
         if self.name == "async":
             return self.seconds_beside_averages(steps)
-        dist.barrier()
-        start = time.perf_counter()
+        start = started_together(self.device)
         for _ in range(steps):
             self.step()
-        return (time.perf_counter() - start) / steps
+        return (now(self.device) - start) / steps
 
     def seconds_beside_averages(self, steps):
         """Averaging runs while this arm is timed, and only then."""
         algorithm = self.wrapped.bagua_algorithm
         algorithm.resume(self.wrapped)
-        dist.barrier()
-        before, start, done = self.averages_applied(), time.perf_counter(), 0
+        start = started_together(self.device)
+        before, done = self.averages_applied(), 0
         while done < steps or time.perf_counter() - start < self.way.least_seconds:
             self.step()
             done += 1
-        seconds = time.perf_counter() - start
+        seconds = now(self.device) - start
         self.averages.append((seconds, self.averages_applied() - before))
         algorithm.abort(self.wrapped)
         return seconds / done

@@ -1,30 +1,28 @@
 """Times the arms of step_arms.py for bench_step.py, and evaluates the figures."""
 
 import statistics
-import time
 
 import torch
 import torch.distributed as dist
-from step_arms import ARMS, WARM_UP, Arm, make_model
+from step_arms import ARMS, WARM_UP, Arm, make_model, now, started_together
 
 
-def seconds_of_bulk_all_reduce(numel):
+def seconds_of_bulk_all_reduce(numel, device):
     """The least time that the network needs to all_reduce the model in one piece."""
-    tensor = torch.zeros(numel)
-    dist.barrier()
-    start = time.perf_counter()
+    tensor = torch.zeros(numel, device=device)
+    start = started_together(device)
     dist.all_reduce(tensor)
-    return time.perf_counter() - start
+    return now(device) - start
 
 
-def measure(names, pairs, steps):
+def measure(names, pairs, steps, device):
     """Times all arms in turn, ``pairs`` times, in alternating order; returns rank 0's figures.
 
     Ratios are medians over the rounds of the ratio within a round, so that a machine that is slower
     for a while slows both sides.
     """
     torch.manual_seed(0)
-    model = make_model()
+    model = make_model().to(device)
     numel = sum(parameter.numel() for parameter in model.parameters())
     arms = {name: Arm(name, model) for name in names}
     for arm in arms.values():
@@ -38,7 +36,7 @@ def measure(names, pairs, steps):
     for pair in range(pairs):
         for name in names if pair % 2 == 0 else reversed(names):
             seconds[name].append(arms[name].seconds_per_step(steps))
-        bulk.append(seconds_of_bulk_all_reduce(numel))
+        bulk.append(seconds_of_bulk_all_reduce(numel, device))
     for arm in arms.values():
         arm.check(arms)
 

@@ -1,7 +1,7 @@
-"""Every algorithm for 20 steps on a GPU that the ranks share, beside the same run on CPU.
+"""Every algorithm for 20 steps on GPUs, beside the same run on CPU.
 
-Ranks talk through host memory (BAGUA_COMM=gloo), which NCCL's absence does not change: NCCL is
-tests/cuda/test_communicators.py's. With several GPUs the ranks are dealt out to them.
+On a GPU that ranks share they talk through host memory (BAGUA_COMM=gloo). With several GPUs these
+ranks are dealt out to them, and as many ranks as there are GPUs train over NCCL.
 """
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support import training
 from support.async_training import train_until
-from support.devices import each_device
+from support.devices import each_place, ranks_on
 from support.error_feedback import wide_network
 from support.every_algorithm import ON_DEVICES, OWN_WEIGHTS, SYNCHRONOUS, WARM_UP, wrapped
 
@@ -48,12 +48,13 @@ def weights_of(model):
     return torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
 
 
-@each_device
+@each_place
 @BUCKETS
 @pytest.mark.parametrize("name", [name for name in SYNCHRONOUS if name in ON_DEVICES])
-def test_twenty_steps_are_those_of_the_cpu(ranks, name, env, device):
-    results = ranks(3, train, name, env=env | training.on_device(device), timeout=60)
-    expected = ranks(3, train, name, env=env, timeout=60)
+def test_twenty_steps_are_those_of_the_cpu(ranks, name, env, place):
+    n = ranks_on(place)
+    results = ranks(n, train, name, env=env | training.on_device(place), timeout=60)
+    expected = ranks(n, train, name, env=env, timeout=60)
     tolerance = TOLERANCE.get(name, COARSE)
     for (start, weights, rounds), (_, on_cpu, rounds_on_cpu) in zip(results, expected, strict=True):
         assert rounds == rounds_on_cpu > 0
@@ -81,9 +82,10 @@ def average_asynchronously():
     return averages, spread, bool(torch.stack(everyone).isfinite().all())
 
 
-@each_device
-def test_asynchronous_averages_bring_ranks_together(ranks, device):
-    for _, spread, finite in ranks(3, average_asynchronously, env=training.on_device(device)):
+@each_place
+def test_asynchronous_averages_bring_ranks_together(ranks, place):
+    env = training.on_device(place)
+    for _, spread, finite in ranks(ranks_on(place), average_asynchronously, env=env):
         assert finite
         # w + (mean - snapshot) rounds at the size of the weights, once for each average.
         assert spread <= 1e-5

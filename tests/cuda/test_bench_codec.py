@@ -45,12 +45,17 @@ def test_every_candidate_runs_and_is_given_its_share(program, monkeypatch, capsy
         monkeypatch.setattr(program, "device_seconds", seconds)
     rows, missing = program.measure([1], 2, device, bytes_in_turn=2 * program.MIB)
     names = [row["what"] for row in rows]
-    assert len(names) == len(set(names)) >= 3 * len(_C.codec_names()) + 4
+    assert len(names) == len(set(names)) >= 6 * len(_C.codec_names()) + 4 + len(program.OP_CODECS)
     for row in rows:
         assert row["share"] == pytest.approx(row["gb_per_s"] / row["copy_gb_per_s"])
         assert 0 < row["share"] < 100
     block = next(row for row in rows if row["what"] == "block_uint8 encode")
     assert 1.25 < block["moved_bytes"] / program.MIB < 1.26
+    of_bf16 = next(row for row in rows if row["what"] == "block_uint8 encode of bf16")
+    assert 0.75 < of_bf16["moved_bytes"] / program.MIB < 0.76
+    # Of each rank's 0.25 MiB parts: 6 encoded or decoded, 1 summed from 3 payloads, 6 messages.
+    whole = next(row for row in rows if row["what"] == "all-reduce block_uint8")
+    assert 13.5 < whole["moved_bytes"] / program.MIB < 13.6
     assert program.targets(rows) == [], "1 MiB has no target"
     rows = [row | {"mib": 32} for row in rows]
     wanted = program.targets(rows)

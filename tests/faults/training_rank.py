@@ -102,7 +102,7 @@ def build(case, rank):
     layers = [nn.Linear(training.FEATURES, hidden), nn.BatchNorm1d(hidden), nn.Tanh()]
     if fault == "other order":
         layers = [nn.Linear(training.FEATURES, hidden), nn.Tanh(), nn.BatchNorm1d(hidden)]
-    model = nn.Sequential(*layers, nn.Linear(hidden, training.OUTPUTS))
+    model = nn.Sequential(*layers, nn.Linear(hidden, training.OUTPUTS)).to(training.device())
     if fault == "other dtype":
         model = model.double()
     if fault == "other buckets":

@@ -5,10 +5,13 @@ import contextlib
 import pytest
 import torch
 from bagua import _C
+from support.processes.pool import MAX_RANKS
 
 NEEDS_CUDA = pytest.mark.needs_cuda
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)]
 each_device = pytest.mark.parametrize("device", DEVICES)
+# The two, and "nccl": each rank has a GPU of its own.
+each_place = pytest.mark.parametrize("place", [*DEVICES, pytest.param("nccl", marks=NEEDS_CUDA)])
 
 
 def missing_for_cuda():
@@ -23,6 +26,16 @@ def missing_for_cuda():
 def gpus():
     """How many there are, which asks for no context."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def ranks_on(place, fewest=2, most=MAX_RANKS):
+    """How many ranks a test has at that place, which is as many as there are GPUs for "nccl", and 3
+    elsewhere; fewest, most: that it can have. Skips it where there are too few GPUs."""
+    if place != "nccl":
+        return min(max(fewest, 3), most)
+    if gpus() < fewest:
+        pytest.skip(f"{gpus()} GPU(s): NCCL takes one rank on each, and this needs {fewest}")
+    return min(gpus(), most)
 
 
 def delay(device, cycles=200_000_000):

@@ -33,6 +33,13 @@ ALGORITHMS = {
 SYNCHRONOUS = [name for name in ALGORITHMS if name not in ("async", "auto")]
 #: Those that train models on a device.
 ON_DEVICES = [name for name in ALGORITHMS if name != "sparse_loco"]
+
+
+def on_test_device():
+    """Those that train where `training.device()` is."""
+    return list(ALGORITHMS) if training.device_type() == "cpu" else ON_DEVICES
+
+
 #: Those that average weights with peers while forward and backward run.
 PEERS = ["decentralized-all", "decentralized-shift-one", "low_precision_decentralized"]
 #: Those whose ranks train by themselves between rounds.

@@ -31,15 +31,24 @@ SMALL_BUCKETS = {"BAGUA_DEFAULT_BUCKET_SIZE": "1"}
 
 
 def on_device(name):
-    """For `env=`: ranks that train on "cpu" or "cuda", where they may share a GPU."""
-    return {"TEST_DEVICE": name, "BAGUA_COMM": "gloo"} if name == "cuda" else {}
+    """For `env=`: ranks that train on "cpu", on "cuda", where they may share a GPU, or on "nccl":
+    each on a GPU of its own."""
+    if name == "cpu":
+        return {}
+    return {"TEST_DEVICE": "cuda", "BAGUA_COMM": "gloo" if name == "cuda" else name}
+
+
+def device_type():
+    """What the ranks of a test train on; asks for no context."""
+    return os.environ.get("TEST_DEVICE", "cpu")
 
 
 def device():
-    """Where this rank's models and data are. Ranks are dealt out to the GPUs there are."""
-    if os.environ.get("TEST_DEVICE", "cpu") == "cpu":
+    """Where this rank's models and data are. Ranks are dealt out to the GPUs there are, also those
+    of nodes that are played."""
+    if device_type() == "cpu":
         return torch.device("cpu")
-    own = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    own = torch.device("cuda", int(os.environ["RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(own)
     return own
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 from support.processes.fork_server import Interpreter
 
-MAX_RANKS = 4
+MAX_RANKS = 8
 WORKER = Path(__file__).with_name("worker.py")
 SECONDS_AFTER_FIRST_FAILURE = 10.0
 SECONDS_FOR_STACKS = 2.0
