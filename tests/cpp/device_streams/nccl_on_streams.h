@@ -2,6 +2,7 @@
 // ranks run: what waits for whom.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -160,6 +161,63 @@ void partial_sums_do_not_reach_the_weights(const std::string& library) {
   }
   const std::string message = message_of_call([&] { engine->settle(); });
   expect(message.find("asked for") != std::string::npos, "settle() said '", message, "'");
+}
+
+// An op that leaves what its stream has been given.
+class Marked final : public BucketOp {
+ public:
+  struct Mark {
+    std::atomic<bool> is_set = false;
+    Clock given{};
+  };
+
+  Marked(std::shared_ptr<BucketOp> inner, Mark& mark) : inner_(std::move(inner)), mark_(mark) {}
+
+  void run(at::Tensor& flat, const Round& round) override {
+    inner_->run(flat, round);
+    mark_.given = Device::instance().recorded(current_stream());
+    mark_.is_set = true;
+  }
+  std::string describe() const override { return inner_->describe(); }
+
+ private:
+  const std::shared_ptr<BucketOp> inner_;
+  Mark& mark_;
+};
+
+// The network of one bucket stands still: the codec's kernels and the messages of another one, in
+// another lane, go on beside it. This is how codec and wire overlap on a device.
+void lanes_do_not_wait_for_each_others_network(const std::string& library) {
+  const std::vector<Nccl> ranks = connect_two(library);
+  const auto comm = std::make_shared<NcclOnStreams>(ranks[0]);
+  std::array<Marked::Mark, 2> marks;
+  int made = 0;
+  Subject subject = subjects().front();
+  subject.make = [&](at::Device device) -> std::shared_ptr<BucketOp> {
+    Marked::Mark& mark = marks.at(made);
+    if (made++ == 0)
+      return std::make_shared<Marked>(std::make_shared<AllReduce>(comm, ReduceOp::kSum), mark);
+    return std::make_shared<Marked>(
+        std::make_shared<CompressedAllReduce>(loopback(), codec_on(device, "block_uint8"),
+                                              std::make_shared<Scratch>(), ReduceOp::kSum),
+        mark);
+  };
+  const std::vector<at::Tensor> flats = make_flats(subject, kFake);
+  const std::unique_ptr<Engine> engine = make_engine(subject, flats, {comm, nullptr});
+  engine->begin_round();
+  for (SlotId slot = 0; slot < 4; ++slot) engine->mark_ready(slot);
+  const bool both = until([&] { return marks[0].is_set && marks[1].is_set; });
+  expect(both, "a lane waits for the network of another one");
+  expect(!Device::instance().query(marks[0].given), "a collective ended without the other rank");
+  expect(Device::instance().query(marks[1].given), "a stream waits for another lane's network");
+  // On another GPU than the one that the lane's stream, which comes from a pool, counts as.
+  const auto lane = reinterpret_cast<int64_t>(fake_nccl_last_stream());
+  const OnStream guard(lane / 8 == stream_of(1) / 8 ? stream_of(2) : stream_of(1));
+  at::Tensor others = zeros_on(kFake, kNumel);
+  ranks[1]->all_reduce(others, ReduceOp::kSum);
+  engine->wait();
+  synchronize(kFake);
+  expect_no_race("two lanes");
 }
 
 // Two communicators whose kernels wait on each rank's GPU for one that does not run on the other's.
