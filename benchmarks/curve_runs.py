@@ -65,6 +65,8 @@ ARMS = {
     "sparse_loco": registered("sparse_loco", interval=INTERVAL),
     "no_loco": registered("no_loco", interval=INTERVAL),
 }
+#: And what curves.py has not: `auto` chooses by the network, which losses over steps do not have.
+WITH_AUTO = {**ARMS, "auto": registered("auto")}
 
 
 class Training:
@@ -75,11 +77,18 @@ class Training:
         self.inputs, self.targets, self.test_inputs, self.test_targets = data
         torch.manual_seed(seed)
         self.model = task.make_model()
-        self.optimizer, algorithm = ARMS[arm](task, self.model.parameters())
-        guard = bagua.Guard() if arm.endswith(", guard") else None
-        self.model = self.model.with_bagua([self.optimizer], algorithm, guard=guard)
+        self.optimizer = self.wrap()
         self._order = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
         self._bytes_before, self._bytes_now = 0, 0
+
+    def wrap(self) -> torch.optim.Optimizer:
+        """Has the model communicate; returns its optimizer."""
+        optimizer, algorithm = WITH_AUTO[self.arm](self.task, self.model.parameters())
+        if self.arm.endswith(", guard"):
+            self.model.with_bagua([optimizer], algorithm, guard=bagua.Guard())
+        else:
+            self.model.with_bagua([optimizer], algorithm)
+        return optimizer
 
     def step(self) -> None:
         batch = torch.randint(len(self.targets), (self.task.batch,), generator=self._order)
