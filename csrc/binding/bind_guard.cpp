@@ -28,8 +28,8 @@ void bind_guard(py::module_& m) {
 
   py::class_<Fallback, BucketOp, std::shared_ptr<Fallback>>(m, "Fallback")
       .def(py::init<std::shared_ptr<BucketOp>, std::shared_ptr<BucketOp>>(), py::arg("usual"),
-           py::arg("exact"))
-      .def("use_exact", &Fallback::use_exact, py::arg("exact"));
+           py::arg("other"))
+      .def("use_other", &Fallback::use_other, py::arg("other"));
 
   py::class_<SettleResiduals, BucketOp, std::shared_ptr<SettleResiduals>>(m, "SettleResiduals")
       .def(py::init([](std::shared_ptr<BucketOp> exact, std::shared_ptr<RoundMemory> memory,

@@ -63,7 +63,7 @@ def test_a_fallback_runs_the_exact_op_in_the_rounds_that_ask_for_it(size):
         op = _C.Fallback(usual, exact_of(comm))
         assert op.describe() == usual.describe()
         for round_, exact in enumerate([True, True, False]):
-            op.use_exact(exact)
+            op.use_other(exact)
             flat = values(comm.rank, round_)
             op.run(flat, step=round_ + 1)
             assert (int(flat.count_nonzero()) > size) == exact
@@ -83,7 +83,7 @@ def test_an_exact_round_sends_residuals_so_that_nothing_is_lost(size, scale):
         op = _C.Fallback(sparse_of(comm, memory), _C.SettleResiduals(exact_of(comm), memory))
         total = torch.zeros(NUMEL)
         for round_, exact in enumerate([False, False, False, True]):
-            op.use_exact(exact)
+            op.use_other(exact)
             flat = values(comm.rank, round_) * scale
             op.run(flat, step=round_ + 1, grad_scale=scale)
             total += flat / scale
@@ -108,7 +108,7 @@ def test_both_residuals_of_a_compressed_mean_are_sent(size):
         op = _C.Fallback(usual, settled)
         total = torch.zeros(NUMEL)
         for round_, exact in enumerate([False, False, True, False, True]):
-            op.use_exact(exact)
+            op.use_other(exact)
             flat = values(comm.rank, round_)
             op.run(flat, step=round_ + 1)
             total += flat
@@ -138,7 +138,7 @@ def test_queries_and_counters_stay_in_exact_rounds():
         op.run(flat.reshape(-1), step=1)
         queries, count = memory.value(1).clone(), int(memory.value(2))
         assert queries.any()
-        op.use_exact(True)
+        op.use_other(True)
         op.run(values(comm.rank, 1), step=2)
         assert torch.equal(memory.value(1), queries)
         assert int(memory.value(2)) == count
@@ -154,7 +154,7 @@ def test_a_round_that_is_not_finite_leaves_residuals_as_they_were():
         op.run(values(comm.rank, 0), step=1)
         residual = memory.value(0).clone()
         assert residual.any()
-        op.use_exact(True)
+        op.use_other(True)
         flat = values(comm.rank, 1)
         flat[7] = float("nan")
         op.run(flat, step=2)

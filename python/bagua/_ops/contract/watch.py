@@ -34,7 +34,7 @@ class BucketWatch:
     def use_exact(self, exact: bool) -> None:
         """Have the next rounds of the bucket be exact, or not. All ranks call it alike."""
         for fallback in self.fallbacks:
-            fallback.use_exact(exact)
+            fallback.use_other(exact)
 
 
 class Watched(Protocol):
