@@ -7,10 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
@@ -18,15 +15,9 @@ from bagua._core.state.statistics import MainThreadTraffic
 from bagua._guard.arguments import Guard
 from bagua._guard.non_finite import NonFiniteShare
 from bagua._guard.record import Record
-from bagua._guard.sample import (
-    Sample,
-    figures_of,
-    places_of,
-    sample_of_mean,
-    sample_of_weights,
-)
+from bagua._guard.sample import figures_of, places_of
 from bagua._guard.warning import breach_text
-from bagua._ops.contract.operation import Operation
+from bagua._guard.watched import Bucket, Watched
 from bagua._ops.contract.watch import BucketWatch
 from bagua._sync.engine_synchronizer import EngineSynchronizer
 
@@ -34,44 +25,6 @@ __all__ = ["GuardAtWork"]
 
 _log = logging.getLogger("bagua")
 _MOST_LISTED = 20  # breaches in the statistics
-
-
-class Bucket(Protocol):
-    """A bucket, as a guard sees it."""
-
-    name: str
-    backend_tensor: torch.Tensor
-    padding_tensor: torch.Tensor | None
-    tensors: list[torch.Tensor]
-    flatten: bool
-    ops: list[Operation]
-    watch: BucketWatch | None
-
-    def flattened_tensor(self) -> torch.Tensor: ...
-
-
-@dataclass(eq=False)
-class _Watched:
-    """A bucket whose last operation approximates something.
-
-    Attributes:
-        names: of its tensors.
-        exact_until: the first round in which the bucket is not exact again; 0: it never was.
-        exact: whether the bucket is exact now.
-        places: of the sample that was asked for; None: none was.
-        suspected: the figures that were above their thresholds in the last sample.
-        figures: the last ones.
-    """
-
-    bucket: Bucket
-    watch: BucketWatch
-    operation: Operation
-    names: list[str]
-    exact_until: int
-    exact: bool = False
-    places: torch.Tensor | None = None
-    suspected: frozenset[str] = frozenset()
-    figures: Mapping[str, float] | None = None
 
 
 class GuardAtWork:
@@ -104,7 +57,7 @@ class GuardAtWork:
         self._module_name = module_name
         self._group = process_group
         self._record = Record(guard)
-        self._watched: list[_Watched] = []
+        self._watched: list[Watched] = []
         self._breaches: list[dict[str, Any]] = []
         self._checks = 0
         self._idle_until = 0  # before this round there is nothing to do
@@ -124,7 +77,7 @@ class GuardAtWork:
             bucket.watch = BucketWatch()
             names = [record_of(tensor).name for tensor in bucket.tensors]
             until = self._record.exact_until(names)
-            self._watched.append(_Watched(bucket, bucket.watch, operation, names, until))
+            self._watched.append(Watched(bucket, bucket.watch, operation, names, until))
 
     def begin_round(self, rounds: EngineSynchronizer, traffic: MainThreadTraffic) -> None:
         """Compare what was sampled, decide, and ask for new samples.
@@ -142,7 +95,7 @@ class GuardAtWork:
         if asked:
             rounds.await_agreement()
             with traffic.counted("guard"), rounds.part_of_the_round():
-                figures = figures_of([self._sample(e) for e in asked], self._group.connections)
+                figures = figures_of([e.take_sample() for e in asked], self._group.connections)
             self._checks += 1
             for entry, found in zip(asked, figures, strict=True):
                 self._judge(entry, found)
@@ -153,7 +106,7 @@ class GuardAtWork:
         again = [self._busy_again(entry, number) for entry in self._watched]
         self._idle_until = min([number + self.guard.every, *again])
 
-    def _busy_again(self, entry: _Watched, number: int) -> int:
+    def _busy_again(self, entry: Watched, number: int) -> int:
         """A round after ``number`` before which there is nothing to do for a bucket."""
         if entry.places is not None:
             return number + 1
@@ -163,20 +116,7 @@ class GuardAtWork:
         tenth = max(1, every // 10)
         return number + min(every - (number + 1) % every, tenth - age % tenth)
 
-    def _sample(self, entry: _Watched) -> Sample:
-        places, entry.places = entry.places, None
-        assert places is not None
-        bucket, operation = entry.bucket, entry.operation
-        if operation.approximates == "weights":
-            flat = bucket.backend_tensor if bucket.flatten else bucket.flattened_tensor()
-            return sample_of_weights(flat, places)
-        taken = None if entry.watch.sampled is None else entry.watch.sampled.take()
-        if taken is None:
-            return Sample.nothing(places)
-        averages = getattr(operation, "average", True)
-        return sample_of_mean(taken, operation.remembered(), places, averages)
-
-    def _judge(self, entry: _Watched, figures: Mapping[str, float]) -> None:
+    def _judge(self, entry: Watched, figures: Mapping[str, float]) -> None:
         entry.figures = figures
         above = frozenset(name for name in figures if figures[name] > self._threshold(name, entry))
         confirmed, entry.suspected = above & entry.suspected, above
@@ -184,7 +124,7 @@ class GuardAtWork:
             entry.suspected = frozenset()
             self._breach(entry, max(confirmed, key=lambda name: figures[name]), figures)
 
-    def _threshold(self, name: str, entry: _Watched) -> float:
+    def _threshold(self, name: str, entry: Watched) -> float:
         memory = entry.operation.remembered()
         remembers = memory is not None and memory.value(0).numel() > 0
         if name == "relative_error" and remembers:
@@ -193,7 +133,7 @@ class GuardAtWork:
             return math.inf
         return float(getattr(self.guard, name))
 
-    def _breach(self, entry: _Watched, figure: str, figures: Mapping[str, float]) -> None:
+    def _breach(self, entry: Watched, figure: str, figures: Mapping[str, float]) -> None:
         rounds = self._record.add_breach(entry.names)
         entry.exact_until = self._record.exact_until(entry.names)
         helps = entry.operation.has_exact_beside
@@ -237,7 +177,7 @@ class GuardAtWork:
                 if entry.operation.approximates == "mean" and entry.watch.sampled is not None:
                     entry.watch.sampled.request(entry.places.reshape(-1).to(flat.device))
 
-    def _is_due(self, entry: _Watched, number: int) -> bool:
+    def _is_due(self, entry: Watched, number: int) -> bool:
         """Whether round ``number`` is one of a check, or of the more frequent ones at the start.
 
         Where training goes wrong at once the first rounds count most, after exact ones too.
