@@ -6,6 +6,7 @@ from bagua import _C
 from bagua._core.compression.error_state import new_memory
 from bagua._core.compression.low_rank import low_rank_matrices, low_rank_memory
 from bagua._core.compression.two_residuals import TwoResiduals
+from oracle import compressed_all_reduce as oracle
 from support.threads.thread_ranks import run_thread_ranks
 
 RANKS = [1, 2, 3, 4]
@@ -115,6 +116,53 @@ def test_both_residuals_of_a_compressed_mean_are_sent(size):
         assert all(two.memory.value(i).count_nonzero() == 0 for i in (0, 2))
         expected = sum(mean(size, round_) for round_ in range(5))
         torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+
+    run_thread_ranks(size, rank)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize("codec", ["int4_block", "bit2_block", "bit1_block"])
+def test_two_codecs_share_residuals_and_exact_rounds_send_what_both_have_left(size, scale, codec):
+    """Sums of results and of exact means are equal after an exact round; the oracle has the bits of
+    the others."""
+    rounds = [codec, codec, "block_uint8", "block_uint8", codec, "block_uint8", "exact", codec]
+
+    def rank(comm):
+        two = TwoResiduals.zero(
+            torch.zeros(NUMEL), 0, _C.RoundOutcome(), list(range(size)), comm.rank
+        )
+        usual, eight_bits = (
+            _C.CompressedAllReduce(
+                comm, _C.make_codec(name), _C.Scratch(), _C.ReduceOp.AVG, memory=two.memory
+            )
+            for name in (codec, "block_uint8")
+        )
+        settled = _C.SettleResiduals(exact_of(comm), two.memory, (2, two.first, size))
+        inner = _C.Fallback(usual, eight_bits)
+        op = _C.Fallback(inner, settled)
+        assert op.describe() == usual.describe()
+        errors = [torch.zeros(NUMEL) for _ in range(size)]
+        servers = [torch.zeros(numel) for _, numel in oracle.parts(NUMEL, size)]
+        total, expected = torch.zeros(NUMEL), torch.zeros(NUMEL)
+        for round_, name in enumerate(rounds):
+            op.use_other(name == "exact")
+            inner.use_other(name == "block_uint8")
+            flat = values(comm.rank, round_) * scale
+            op.run(flat, step=round_ + 1, grad_scale=scale)
+            total += flat / scale
+            expected += mean(size, round_)
+            if name == "exact":
+                torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+                errors = [torch.zeros(NUMEL) for _ in range(size)]
+                servers = [torch.zeros_like(server) for server in servers]
+                continue
+            inputs = [values(r, round_) * scale for r in range(size)]
+            result, errors, servers = oracle.with_residuals(name, inputs, errors, servers, scale)
+            assert torch.equal(flat, result), round_
+            assert torch.equal(two.memory.value(0), errors[comm.rank])
+            assert torch.equal(two.memory.value(2), servers[comm.rank])
+        assert int(two.memory.value(1)) == len(rounds) - 1, "rounds that were compressed"
 
     run_thread_ranks(size, rank)
 

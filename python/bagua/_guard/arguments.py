@@ -10,17 +10,22 @@ __all__ = ["Guard"]
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """Measures what a lossy algorithm loses during training, and has buckets average exactly.
+    """Measures what a lossy algorithm loses during training, and has buckets lose less.
 
     Every ``every`` rounds, and ten times as often in the first half of them, some elements of some
     buckets are averaged exactly as well: one all-reduce of ``buckets * (elements + 2)`` float64,
     and one of three numbers per bucket. A figure above its threshold is measured again in the next
     round, on other elements. If it is above it again, that is a breach: the bucket is averaged
     exactly for ``exact_rounds`` rounds, on all ranks from the same round on, and rank 0 warns once,
-    with the bucket, the figure, the threshold and a remedy. Then the algorithm tries again. Each
-    further breach of the bucket doubles the rounds, the one of number ``attempts`` makes it exact
-    for good. Residuals of error feedback are sent with the first exact round. Figures that are not
-    finite, as those of a round with an overflow, count as not measured.
+    with the bucket, the figure, the threshold, what is done and a remedy. Then the algorithm tries
+    again. Each further breach of the bucket doubles the rounds, the one of number ``attempts``
+    makes it exact for good. Residuals of error feedback are sent with the first exact round.
+    Figures that are not finite, as those of a round with an overflow, count as not measured.
+
+    Where a codec has fewer than 8 bits, and 8 bits would lose little enough of the sample, the
+    first breach is answered with ``block_uint8`` for ``exact_rounds`` rounds instead, and does not
+    count as one of the attempts. Residuals go on as they are. A breach in these rounds, or after
+    them, is answered as above. For ``bytegrad`` and ``qadam``.
 
     Args:
         every: rounds from one check to the next.
@@ -46,8 +51,8 @@ class Guard:
             last check. A ``GradScaler`` that looks for its scale has some; above a half training
             stands still. Warns only: exact averages would not be finite either. Not counted on
             CUDA.
-        exact_rounds: rounds for which a bucket is exact after its first breach.
-        attempts: breaches of a bucket after which it stays exact.
+        exact_rounds: rounds for which a bucket is exact, or in 8 bits, after its first breach.
+        attempts: breaches of a bucket, answered with exact rounds, after which it stays exact.
 
     A threshold of ``math.inf`` switches its figure off.
 

@@ -1,4 +1,4 @@
-"""The guard of one wrapped module: asks for samples, compares figures, and makes buckets exact."""
+"""The guard of one wrapped module: asks for samples, compares figures, and switches ops."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.statistics import MainThreadTraffic
 from bagua._guard.arguments import Guard
 from bagua._guard.non_finite import NonFiniteShare
 from bagua._guard.record import Record
-from bagua._guard.sample import figures_of, places_of
+from bagua._guard.sample import Sample, figures_of, places_of, samples_with
 from bagua._guard.warning import breach_text
 from bagua._guard.watched import Bucket, Watched
-from bagua._ops.contract.watch import BucketWatch
+from bagua._ops.contract.watch import EIGHT_BITS, BucketWatch
 from bagua._sync.engine_synchronizer import EngineSynchronizer
 
 __all__ = ["GuardAtWork"]
@@ -76,8 +77,9 @@ class GuardAtWork:
                 continue
             bucket.watch = BucketWatch()
             names = [record_of(tensor).name for tensor in bucket.tensors]
-            until = self._record.exact_until(names)
-            self._watched.append(Watched(bucket, bucket.watch, operation, names, until))
+            entry = Watched(bucket, bucket.watch, operation, names)
+            self._recall(entry)
+            self._watched.append(entry)
 
     def begin_round(self, rounds: EngineSynchronizer, traffic: MainThreadTraffic) -> None:
         """Compare what was sampled, decide, and ask for new samples.
@@ -95,10 +97,8 @@ class GuardAtWork:
         if asked:
             rounds.await_agreement()
             with traffic.counted("guard"), rounds.part_of_the_round():
-                figures = figures_of([e.take_sample() for e in asked], self._group.connections)
+                self._check(asked)
             self._checks += 1
-            for entry, found in zip(asked, figures, strict=True):
-                self._judge(entry, found)
         self._switch()
         self._ask()
         self._non_finite.check(number, rounds.non_finite)
@@ -112,17 +112,52 @@ class GuardAtWork:
             return number + 1
         if entry.exact:
             return max(entry.exact_until, number + 1)
-        every, age = self.guard.every, number + 1 - entry.exact_until
+        every, age = self.guard.every, number + 1 - entry.since
         tenth = max(1, every // 10)
-        return number + min(every - (number + 1) % every, tenth - age % tenth)
+        again = number + min(every - (number + 1) % every, tenth - age % tenth)
+        return min(again, entry.eight_bits_until) if entry.eight_bits else again
 
-    def _judge(self, entry: Watched, figures: Mapping[str, float]) -> None:
-        entry.figures = figures
-        above = frozenset(name for name in figures if figures[name] > self._threshold(name, entry))
-        confirmed, entry.suspected = above & entry.suspected, above
-        if confirmed:
-            entry.suspected = frozenset()
-            self._breach(entry, max(confirmed, key=lambda name: figures[name]), figures)
+    def _check(self, asked: Sequence[Watched]) -> None:
+        samples = [entry.take_sample() for entry in asked]
+        breaches = []
+        for entry, sample, figures in zip(
+            asked, samples, figures_of(samples, self._group.connections), strict=True
+        ):
+            above, before = self._above(entry, figures), entry.suspected
+            entry.figures, entry.suspected = figures, above
+            if confirmed := above & before:
+                entry.suspected = frozenset()
+                breaches.append((entry, sample, max(confirmed, key=figures.__getitem__)))
+        helped = self._helped_by_eight_bits(breaches)
+        for entry, _, figure in breaches:
+            self._breach(entry, figure, entry in helped)
+
+    def _above(self, entry: Watched, figures: Mapping[str, float]) -> frozenset[str]:
+        return frozenset(name for name in figures if figures[name] > self._threshold(name, entry))
+
+    def _helped_by_eight_bits(
+        self, breaches: Sequence[tuple[Watched, Sample, str]]
+    ) -> list[Watched]:
+        """Those with fewer bits and a first breach, of whose samples 8 bits would lose less.
+
+        All ranks call it alike, and find the same.
+        """
+        new = [
+            (entry, sample, figure)
+            for entry, sample, figure in breaches
+            if entry.operation.has_eight_bits_beside and not self._record.breaches(entry.names)
+        ]
+        if not new:
+            return []
+        connections = self._group.connections
+        expected = samples_with(_C.make_codec(EIGHT_BITS), [s for _, s, _ in new], connections)
+        return [
+            entry
+            for (entry, _, figure), found in zip(
+                new, figures_of(expected, connections), strict=True
+            )
+            if figure in found and not self._above(entry, found)
+        ]
 
     def _threshold(self, name: str, entry: Watched) -> float:
         memory = entry.operation.remembered()
@@ -133,17 +168,22 @@ class GuardAtWork:
             return math.inf
         return float(getattr(self.guard, name))
 
-    def _breach(self, entry: Watched, figure: str, figures: Mapping[str, float]) -> None:
-        rounds = self._record.add_breach(entry.names)
-        entry.exact_until = self._record.exact_until(entry.names)
-        helps = entry.operation.has_exact_beside
+    def _breach(self, entry: Watched, figure: str, eight_bits_help: bool) -> None:
+        rounds: int | None = 0
+        eight_bit_rounds = 0
+        if eight_bits_help:
+            eight_bit_rounds = self._record.add_eight_bits(entry.names)
+        else:
+            rounds = self._record.add_breach(entry.names)
+        self._recall(entry)
         breach = {
             "round": self._record.rounds + 1,
             "bucket": entry.bucket.name,
             "figure": figure,
-            "value": figures[figure],
+            "value": (entry.figures or {})[figure],
             "threshold": self._threshold(figure, entry),
-            "exact_rounds": rounds if helps else 0,
+            "exact_rounds": rounds if entry.operation.has_exact_beside else 0,
+            "eight_bit_rounds": eight_bit_rounds,
         }
         self._breaches = [*self._breaches, breach][-_MOST_LISTED:]
         text = breach_text(self._module_name, entry.names, breach)
@@ -152,13 +192,24 @@ class GuardAtWork:
             with contextlib.suppress(Warning):  # no reason to end a step
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
 
+    def _recall(self, entry: Watched) -> None:
+        """Take over from the record until when the bucket is exact, or in 8 bits."""
+        entry.exact_until = self._record.exact_until(entry.names)
+        if entry.operation.has_eight_bits_beside:
+            entry.eight_bits_until = self._record.eight_bits_until(entry.names)
+
     def _switch(self) -> None:
-        """Have buckets be exact as the record has it, from the round that begins on."""
+        """Have buckets be exact, or in 8 bits, as the record has it, from this round on."""
+        number = self._record.rounds
         for entry in self._watched:
-            exact = entry.exact_until > self._record.rounds
-            if exact != entry.exact:
-                entry.exact = exact
-                entry.watch.use_exact(exact)
+            exact = entry.exact_until > number
+            eight_bits = not exact and entry.eight_bits_until > number
+            if (exact, eight_bits) != (entry.exact, entry.eight_bits):
+                entry.exact, entry.eight_bits = exact, eight_bits
+                entry.watch.use(exact=exact, eight_bits=eight_bits)
+            # Of what the record has, so that checks come in the same rounds after a checkpoint.
+            began = entry.eight_bits_until - (self.guard.exact_rounds if eight_bits else 0)
+            entry.since = max(entry.exact_until, began)
 
     def _ask(self) -> None:
         """Ask for samples in the round that begins: of what is suspected, and of what is due."""
@@ -182,7 +233,7 @@ class GuardAtWork:
 
         Where training goes wrong at once the first rounds count most, after exact ones too.
         """
-        every, age = self.guard.every, number - entry.exact_until
+        every, age = self.guard.every, number - entry.since
         starts = age <= every // 2 and age % max(1, every // 10) == 0
         return not entry.exact and (starts or number % every == 0)
 
@@ -194,6 +245,7 @@ class GuardAtWork:
             entry.bucket.name: {
                 **(entry.figures or {}),
                 "exact": entry.exact,
+                "eight_bits": entry.eight_bits,
                 "breaches": self._record.breaches(entry.names),
             }
             for entry in self._watched
@@ -209,8 +261,9 @@ class GuardAtWork:
     def state_dict(self) -> dict[str, Any]:
         """Counters and exact rounds, equal on all ranks, for a checkpoint between two steps.
 
-        Training that goes on with it makes the same buckets exact in the same rounds. A sample that
-        was taken in the last round before it is not in it: that check comes ``every`` rounds later.
+        Training that goes on with it has the same buckets exact, or in 8 bits, in the same rounds.
+        A sample that was taken in the last round before it is not in it: that check comes ``every``
+        rounds later.
         """
         return self._record.state_dict()
 
@@ -223,7 +276,7 @@ class GuardAtWork:
         self._record.load_state_dict(state)
         self._idle_until = 0
         for entry in self._watched:
-            entry.exact_until = self._record.exact_until(entry.names)
+            self._recall(entry)
             entry.places, entry.suspected = None, frozenset()
             if entry.watch.sampled is not None:
                 entry.watch.sampled.take()

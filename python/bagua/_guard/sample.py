@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from bagua import _C
 from bagua._core.group.connections import Connections
 
-__all__ = ["FIGURES", "Sample", "figures_of", "places_of", "sample_of_mean", "sample_of_weights"]
+__all__ = [
+    "FIGURES",
+    "Sample",
+    "figures_of",
+    "places_of",
+    "sample_of_mean",
+    "sample_of_weights",
+    "samples_with",
+]
 
 #: In the order in which they are sent.
 FIGURES = ("relative_error", "residual", "consensus")
@@ -24,25 +32,25 @@ _RUN = 16
 class Sample:
     """One bucket's elements on this rank, in runs of neighbours; f64, on the CPU.
 
+    All are in unscaled units.
+
     Attributes:
         own: what this rank has put in, or its weights; (runs, elements of a run).
         result: what the ranks have made of it; None: of weights, whose ranks differ.
-        squares: the sum of the squares of the elements of ``own``, in unscaled units.
-        residual: the sum of the squares of the residual at these elements; None: there is none.
+        residual: of error feedback at these elements; None: there is none.
         averages: whether the result is a mean, not a sum.
     """
 
     own: torch.Tensor
     result: torch.Tensor | None
-    squares: float
-    residual: float | None
+    residual: torch.Tensor | None
     averages: bool = True
 
     @classmethod
     def nothing(cls, places: torch.Tensor) -> Sample:
         """The sample of a round that has not run: its figures are unknown."""
         nan = torch.full(places.shape, math.nan, dtype=torch.float64, device="cpu")
-        return cls(nan, nan, math.nan, None)
+        return cls(nan, nan, None)
 
 
 def places_of(numel: int, elements: int, seed: int) -> torch.Tensor:
@@ -69,17 +77,46 @@ def sample_of_mean(
     ``memory``: of error feedback, whose first tensor is the residual, or empty.
     """
     before, after, scale = taken
-    own, result = (_doubles(values).view(places.shape) for values in (before, after))
+    own, result = (_doubles(values).view(places.shape) / scale for values in (before, after))
     residual = None
     if memory is not None and (error := memory.value(0)).numel():
-        residual = _squares(_doubles(error[places.to(error.device)]))
-    return Sample(own, result, _squares(own / scale), residual, averages)
+        residual = _doubles(error[places.to(error.device)])
+    return Sample(own, result, residual, averages)
 
 
 def sample_of_weights(flat: torch.Tensor, places: torch.Tensor) -> Sample:
     """The sample of weights, ``flat`` in a bucket."""
-    own = _doubles(flat.detach()[places.to(flat.device)])
-    return Sample(own, None, _squares(own), None)
+    return Sample(_doubles(flat.detach()[places.to(flat.device)]), None, None)
+
+
+def samples_with(
+    codec: _C.Codec, samples: Sequence[Sample], connections: Connections
+) -> list[Sample]:
+    """The samples of means as they would be with ``codec``. All ranks call it alike.
+
+    An estimate from below: every run of neighbours has a range of its own, where blocks of a codec
+    are longer, and the result is not encoded again. Where there are residuals, they are sent too.
+    """
+    values = [s.own if s.residual is None else s.own + s.residual for s in samples]
+    decoded = [_through(codec, value) for value in values]
+    sums = torch.cat([value.reshape(-1) for value in decoded])
+    _reduce(sums, _C.ReduceOp.SUM, connections)
+    expected = []
+    for sample, value, sent, total in zip(
+        samples, values, decoded, sums.split([v.numel() for v in values]), strict=True
+    ):
+        result = total.view(value.shape) / (connections.size if sample.averages else 1)
+        residual = None if sample.residual is None else value - sent
+        expected.append(replace(sample, result=result, residual=residual))
+    return expected
+
+
+def _through(codec: _C.Codec, values: torch.Tensor) -> torch.Tensor:
+    """What ``codec`` leaves of ``values``, of which each row is one chunk."""
+    payload = codec.encode(values.float().reshape(-1), len(values))
+    return _doubles(codec.decode(payload, len(values), torch.float32, values.shape[1])).view(
+        values.shape
+    )
 
 
 def figures_of(samples: Sequence[Sample], connections: Connections) -> list[dict[str, float]]:
@@ -104,7 +141,8 @@ def figures_of(samples: Sequence[Sample], connections: Connections) -> list[dict
 
 
 def _row(sample: Sample) -> torch.Tensor:
-    numbers = sample.own.new_tensor([sample.squares, sample.residual or 0.0])
+    residuals = 0.0 if sample.residual is None else _squares(sample.residual)
+    numbers = sample.own.new_tensor([_squares(sample.own), residuals])
     return torch.cat([sample.own.reshape(-1), numbers])
 
 

@@ -36,7 +36,10 @@ class Watched:
     Attributes:
         names: of its tensors.
         exact_until: the first round in which the bucket is not exact again; 0: it never was.
+        eight_bits_until: the first round in which it is not in 8 bits again; 0: it never was.
+        since: the first round with the op that runs now.
         exact: whether the bucket is exact now.
+        eight_bits: whether it is in 8 bits now, instead of fewer.
         places: of the sample that was asked for; None: none was.
         suspected: the figures that were above their thresholds in the last sample.
         figures: the last ones.
@@ -46,8 +49,11 @@ class Watched:
     watch: BucketWatch
     operation: Operation
     names: list[str]
-    exact_until: int
+    exact_until: int = 0
+    eight_bits_until: int = 0
+    since: int = 0
     exact: bool = False
+    eight_bits: bool = False
     places: torch.Tensor | None = None
     suspected: frozenset[str] = frozenset()
     figures: Mapping[str, float] | None = None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
 
 from bagua import _C
 from bagua._core.compression.two_residuals import TwoResiduals
@@ -11,12 +14,13 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.exact_mean import codec_of_scatter_gather, exact_mean
 from bagua._ops.contract.lane import Hierarchy, Lane, among
 from bagua._ops.contract.operation import BetweenNodes, BucketView, Operation
-from bagua._ops.contract.watch import with_exact
+from bagua._ops.contract.watch import EIGHT_BITS, with_exact
 
 __all__ = ["CompressedAllReduce", "codec_named", "codec_of_scatter_gather"]
 
 #: Bagua's spelling of its codec.
 _ALIASES = {"MinMaxUInt8": "minmax_uint8"}
+_MANY = 1 << 16  # elements, beside which scales of blocks are few
 
 
 def codec_named(compression: str) -> str:
@@ -74,6 +78,10 @@ class CompressedAllReduce(Operation):
     def between_nodes(self) -> BetweenNodes:  # type: ignore[override]
         return "compressed" if self.hierarchical else "exact"
 
+    @property
+    def has_eight_bits_beside(self) -> bool:  # type: ignore[override]
+        return _C.make_codec(self.codec).payload_bytes(torch.float32, _MANY) < _MANY
+
     def check(self, bucket: BucketView) -> None:
         """Raise ValueError, with the known codecs, for an unknown one."""
         _C.make_codec(self.codec)
@@ -86,16 +94,14 @@ class CompressedAllReduce(Operation):
     def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
         reduce = _C.ReduceOp.AVG if self.average else _C.ReduceOp.SUM
 
-        def compressed(members: _C.CountingCommunicator) -> _C.BucketOp:
-            codec = _C.make_codec(self.codec, lane.device.type)
-            checksum = environment.get_checksum()
+        def compressed(codec: str) -> Callable[[_C.CountingCommunicator], _C.BucketOp]:
             own = self.residuals
-            return _C.CompressedAllReduce(
+            return lambda members: _C.CompressedAllReduce(
                 members,
-                codec,
+                _C.make_codec(codec, lane.device.type),
                 lane.scratch,
                 reduce,
-                checksum=checksum,
+                checksum=environment.get_checksum(),
                 memory=None if own is None else own.memory,
                 padding=0 if own is None else own.padding,
             )
@@ -107,5 +113,7 @@ class CompressedAllReduce(Operation):
                 members, lane, bucket.backend_tensor.dtype, reduce, self.remembered(), part
             )
 
-        make = with_exact(bucket, compressed, exact)
+        # Residuals are in the one memory: what one codec loses, the other sends.
+        eight_bits = compressed(EIGHT_BITS) if self.has_eight_bits_beside else None
+        make = with_exact(bucket, compressed(self.codec), exact, eight_bits)
         return among(lane, self.group, self.hierarchical, make, reduce)

@@ -130,10 +130,11 @@ class BaguaModule:
               and ``refusal`` of each candidate.
             - ``guard``, with a guard only: ``rounds``, ``checks``; ``buckets`` by name, each with
               the figures last measured (``relative_error``, ``residual``, ``consensus``),
-              ``exact``, whether it is averaged exactly now, and ``breaches``, their number;
-              ``nonfinite_share`` of the rounds between the last two checks; ``breaches``, the last
-              of them, with ``round``, ``bucket``, ``figure``, ``value``, ``threshold`` and
-              ``exact_rounds`` (None: for good).
+              ``exact`` and ``eight_bits``, whether it is averaged exactly now, or in 8 bits instead
+              of fewer, and ``breaches``, their number; ``nonfinite_share`` of the rounds between
+              the last two checks; ``breaches``, the last of them, with ``round``, ``bucket``,
+              ``figure``, ``value``, ``threshold``, ``exact_rounds`` (None: for good) and
+              ``eight_bit_rounds``.
 
             Asynchronous averaging has one bucket: ``rounds`` counts averages applied,
             ``waiting_ns`` is its lane's time before the gate and ``exposed_ns`` training's.

@@ -56,6 +56,7 @@ class Operation:
         takes_shares: whether it can be ``hierarchical="sharded"``, on a part of the bucket.
         approximates: what a guard can compare; None: nothing, it is exact or of another kind.
         has_exact_beside: whether an exact op can run in its place where a guard watches the bucket.
+        has_eight_bits_beside: whether one of 8 bits can, since this one has fewer.
     """
 
     between_nodes: BetweenNodes = "exact"
@@ -64,6 +65,7 @@ class Operation:
     takes_shares: bool = False
     approximates: Sent | None = None
     has_exact_beside: bool = True
+    has_eight_bits_beside: bool = False
 
     def check(self, bucket: BucketView) -> None:
         """Raise ValueError, naming the bucket, unless the operation fits it."""
