@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 TARGET = 3.0
 RANKS = 2
-POINTS = 20  # evaluations of a run of DDP
+POINTS = 50  # evaluations of a run of DDP
 LONGER = 1.1
 
 
