@@ -33,8 +33,8 @@ SOONER = """\
 
 
 def interval(values: list[float]) -> float:
-    """Half of the 95 % interval of the mean; not a number for a single value."""
-    if len(values) < 2:
+    """Half of the 95 % interval of the mean; not a number for a single value, or with such."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
         return math.nan
     from scipy.stats import t
 
@@ -79,9 +79,16 @@ def verdict(arm: dict[int, Any], exact: dict[int, Any]) -> str:
     if not differences:
         return ""
     mean, half = statistics.mean(differences), interval(differences)
+    if math.isnan(mean):
+        return "worse"
     if math.isnan(half):
         return "one seed"
     return "yes" if abs(mean) <= half else "worse" if mean > 0 else "better"
+
+
+def no_number(values: list[float]) -> int:
+    """How many are not finite: of runs whose weights have become so."""
+    return sum(not math.isfinite(value) for value in values)
 
 
 def counted_seeds(count: int) -> str:
@@ -101,15 +108,18 @@ def table(arms: dict[str, dict[str, Any]]) -> str:
         curves = list(arm["seeds"].values())
         losses = [c["loss"][-1] for c in curves]
         half = interval(losses)
-        cells = [name, f"{statistics.mean(losses):.3f}"]
+        cells = [name, "" if no_number(losses) else f"{statistics.mean(losses):.3f}"]
         cells[-1] += "" if math.isnan(half) else f" ± {half:.3f}"
-        if len(curves) < len(exact["seeds"]):
+        if no_number(losses):
+            cells[-1] += f"no number with {no_number(losses)} of {counted_seeds(len(losses))}"
+        elif len(curves) < len(exact["seeds"]):
             cells[-1] += f", {counted_seeds(len(curves))}"
         if name == "exact":
             cells += ["", ""]
         else:
             differences = above(arm["seeds"], exact["seeds"])
-            cells.append(f"{statistics.mean(differences):+.3f}" if differences else "")
+            known = differences and not no_number(differences)
+            cells.append(f"{statistics.mean(differences):+.3f}" if known else "")
             cells.append(verdict(arm["seeds"], exact["seeds"]))
         cells.append(f"{statistics.mean(c['accuracy'][-1] for c in curves):.1%}")
         cells.append(f"{statistics.mean(c['bytes'][-1] for c in curves) / 1e6:.2f}")

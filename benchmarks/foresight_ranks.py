@@ -22,6 +22,10 @@ BATCH = 16
 CLASSES = 100
 CODECS = ("block_uint8", "int4_block")
 FLAT = {"hierarchical": False}
+#: Seconds of steps before a measurement that are not counted. Arms take turns, and a connection
+#: that was idle begins slowly: congestion control (BBR, and after a time-out any) has forgotten
+#: what the link carries. A training does not pause so.
+WARM_UP_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -187,12 +191,17 @@ def measure(turns, budget):
         cycle = training.cycle
         training.seconds_per_step(2 * cycle)
         (seconds,) = mean_of_ranks([training.seconds_per_step(cycle)])
-        training.steps = max(1, round(budget / turns / (seconds * cycle))) * cycle
-        training.steps = min(training.steps, max(30, cycle))
+
+        def steps_of(some, seconds=seconds * cycle, cycle=cycle):
+            return min(max(1, round(some / seconds)) * cycle, max(30, cycle))
+
+        training.steps, training.warm_up = steps_of(budget / turns), steps_of(WARM_UP_SECONDS)
     seconds = {id(training): [] for training in trainings}
     for turn in range(turns):
         for training in trainings if turn % 2 == 0 else reversed(trainings):
             least = 0.0 if training.arm is None else training.arm.least_seconds
+            if training.arm is not None:
+                training.seconds_per_step(training.warm_up)
             found = training.seconds_per_step(training.steps, least)
             seconds[id(training)] += mean_of_ranks([found])
     for training in trainings:

@@ -41,8 +41,8 @@ def decayed(momentum, weight, beta1, weight_decay):
     return momentum + (1 - beta1) * weight_decay * weight
 
 
-def moved(weight, momentum, second, t, lr, betas, eps):
-    """The new weight, in f64."""
+def moved(weight, momentum, second, t, lr, betas, eps, t_of_second=None):
+    """The new weight, in f64. t_of_second: of the bias correction of v, if that is frozen."""
     beta1, beta2 = betas
-    scale = second.double().sqrt() / (1 - beta2**t) ** 0.5 + eps
+    scale = second.double().sqrt() / (1 - beta2 ** (t_of_second or t)) ** 0.5 + eps
     return weight.double() - lr / (1 - beta1**t) * momentum.double() / scale

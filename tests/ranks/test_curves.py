@@ -45,6 +45,7 @@ def test_steps_to_a_loss_lie_between_two_measurements(modules):
         ([1.5, 1.6, 1.55], "worse"),
         ([0.5, 0.6, 0.55], "better"),
         ([1.5], "one seed"),
+        ([1.01, math.nan, 0.95], "worse"),
     ],
 )
 def test_a_verdict_compares_seed_by_seed(modules, losses, words):
@@ -108,6 +109,18 @@ def test_a_page_without_times_has_the_losses(modules, tmp_path):
     assert "| qadam | 2.150, 1 seed | -0.050 | one seed | 50.0% | 2.00 |\n" in page
     assert "Sooner" not in page
     assert "curves-digits-seconds.png" not in page
+
+
+def test_a_page_says_which_runs_have_come_to_nothing(modules, tmp_path):
+    curves, report = modules
+    results = tmp_path / "curves.json"
+    for seed, lost in (0, 2.5), (1, math.nan):
+        for arm, last in ("exact", 2.0), ("qadam", lost):
+            run = run_of([3.0, last])
+            curves.keep(results, curves.key_of("text", arm, 2, "seed", seed), run)
+    report.write_page(curves.kept(results), tmp_path / "curves.md", ["exact", "qadam"])
+    page = (tmp_path / "curves.md").read_text()
+    assert "| qadam | no number with 1 of 2 seeds |  | worse | 50.0% | 2.00 |\n" in page
 
 
 def test_a_quick_run_trains_on_real_data():

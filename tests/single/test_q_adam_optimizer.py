@@ -29,8 +29,8 @@ def give_gradients(params, step):
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
-def optimizer_of(params, warmup_steps=3):
-    return QAdamOptimizer(groups(params), lr=0.01, warmup_steps=warmup_steps)
+def optimizer_of(params, warmup_steps=3, **arguments):
+    return QAdamOptimizer(groups(params), lr=0.01, warmup_steps=warmup_steps, **arguments)
 
 
 def run(params, optimizer, steps):
@@ -54,10 +54,11 @@ def test_the_warm_up_is_adam_to_the_bit_on_all_of_its_steps(dtype):
     assert not optimizer.warming_up
 
 
+@pytest.mark.parametrize("freeze", [False, True], ids=["counting", "frozen"])
 @pytest.mark.parametrize("warmup_steps", [1, 3])
-def test_later_steps_are_the_oracles_with_the_second_moment_frozen(warmup_steps):
+def test_later_steps_are_the_oracles_with_the_second_moment_frozen(warmup_steps, freeze):
     params = parameters(torch.float64)
-    optimizer = optimizer_of(params, warmup_steps)
+    optimizer = optimizer_of(params, warmup_steps, freeze_bias_correction=freeze)
     run(params, optimizer, range(warmup_steps))
     frozen = [optimizer.state[p]["exp_avg_sq"].clone() for p in params]
     for step in range(warmup_steps, 8):
@@ -68,7 +69,7 @@ def test_later_steps_are_the_oracles_with_the_second_moment_frozen(warmup_steps)
             beta1 = group["betas"][0]
             memory = oracle.local_momentum(optimizer.state[p]["exp_avg"], p.grad, beta1)
             memory = oracle.decayed(memory, p.detach(), beta1, group["weight_decay"])
-            rest = (group["lr"], group["betas"], group["eps"])
+            rest = (group["lr"], group["betas"], group["eps"], warmup_steps if freeze else None)
             expected.append((memory, oracle.moved(p.detach(), memory, second, step + 1, *rest)))
         optimizer.step()
         for p, second, (memory, weight) in zip(params, frozen, expected, strict=True):
@@ -141,6 +142,22 @@ def test_nothing_keeps_autograd_history_and_the_closure_runs_with_grad():
         tensors = [p, *optimizer.state[p].values()]
         assert all(t.grad_fn is None for t in tensors)
         assert not optimizer.state[p]["exp_avg"].requires_grad
+
+
+def test_a_state_from_before_the_bias_correction_could_be_frozen_goes_on_counting():
+    params, again = parameters(), parameters()
+    optimizer = optimizer_of(params)
+    run(params, optimizer, range(5))
+    state = copy.deepcopy(optimizer.state_dict())
+    for group in state["param_groups"]:
+        assert group.pop("freeze_bias_correction") is False
+    other = optimizer_of(again)
+    for p, q in zip(params, again, strict=True):
+        q.data.copy_(p)
+    other.load_state_dict(state)
+    run(params, optimizer, range(5, 8))
+    run(again, other, range(5, 8))
+    assert all(torch.equal(p, q) for p, q in zip(params, again, strict=True))
 
 
 @pytest.mark.parametrize("saved_after", [1, 3, 5])
