@@ -53,13 +53,14 @@ class Residuals:
     compressor: Compressor
     kept: float = 1.0  # of a residual, from step to step
     errors: list[torch.Tensor] = field(default_factory=list, init=False)
+    sent: list[torch.Tensor] = field(default_factory=list, init=False)  # by the last call
 
     def mean(self, brought: Sequence[torch.Tensor]) -> torch.Tensor:
         if not self.errors:
             self.errors = [torch.zeros_like(vector) for vector in brought]
         owned = [v.add(e, alpha=self.kept) for v, e in zip(brought, self.errors, strict=True)]
-        mean, sent = self.compressor(owned)
-        self.errors = [o - s for o, s in zip(owned, sent, strict=True)]
+        mean, self.sent = self.compressor(owned)
+        self.errors = [o - s for o, s in zip(owned, self.sent, strict=True)]
         return mean
 
 
@@ -174,12 +175,11 @@ class Updates:
         if warming_up:
             mean = torch.stack(updates).mean(0)
         else:
-            before = list(self.residuals.errors)
             mean = self.residuals.mean(updates)
             self.bytes = self.residuals.compressor.bytes
-            if self.masked and before:
-                for adam, error in zip(self.adams, self.residuals.errors, strict=True):
-                    adam.m = torch.where(error == 0, 0.0, adam.m)
+            if self.masked:
+                for adam, sent in zip(self.adams, self.residuals.sent, strict=True):
+                    adam.m = torch.where(sent == 0, adam.m, 0.0)
             if self.share:
                 self.bytes += 4.0 * weights.numel() / self.share
                 if self.adams[0].steps % self.share == 0:
