@@ -127,6 +127,9 @@ class LowRank:
     """Matrices as products of two thin ones (PowerSGD); vectors and `exact` as they are.
 
     codec: of `exact`, in two phases and without residuals. wide: names with `wide_rank`.
+    by: "": `rank` for all. Else ranks by matrix with the bytes of `rank` for all, chosen anew every
+    20 calls from the singular values of the mean matrix, residual included: those with the largest
+    squares per byte ("error"), or as a part of the matrix's own sum of squares ("relative error").
     """
 
     parts: Sequence[Part]
@@ -136,13 +139,19 @@ class LowRank:
     wide: frozenset[str] = frozenset()
     wide_rank: int = 16
     iterations: int = 1
+    by: str = ""
     bytes: float = 0.0
     queries: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
+    ranks: dict[str, int] = field(default_factory=dict, init=False)
+    calls: int = field(default=0, init=False)
 
     def __call__(self, brought: Sequence[torch.Tensor]) -> Decoded:
         mean = torch.stack(list(brought)).mean(0)
         sent = [vector.clone() for vector in brought]
         self.bytes = 0.0
+        if self.by and self.calls % 20 == 0:
+            self._choose_ranks(mean)
+        self.calls += 1
         for part in self.parts:
             if part.name in self.exact and self.codec is not None:
                 means = [through(self.codec, v[part.place][None]) for v in brought]
@@ -155,9 +164,11 @@ class LowRank:
                 continue
             rows, columns = part.shape
             rank = self.wide_rank if part.name in self.wide else self.rank
+            rank = self.ranks.get(part.name, rank)
             if part.name not in self.queries:
                 generator = torch.Generator().manual_seed(len(self.queries))
                 self.queries[part.name] = torch.randn(columns, rank, generator=generator)
+            self._resize(part.name, rank)
             self.bytes += 4.0 * rank * (rows + columns) * self.iterations
             # Sums over ranks are linear: the mean matrix gives what the messages add up to.
             matrix, query = mean[part.place].view(rows, columns), self.queries[part.name]
@@ -170,3 +181,27 @@ class LowRank:
             for out in sent:
                 out[part.place] = result
         return mean, sent
+
+    def _choose_ranks(self, mean: torch.Tensor) -> None:
+        """From 1 upwards, always the singular value that is worth most per byte."""
+        matrices = [p for p in self.parts if len(p.shape) == 2 and p.name not in self.exact]
+        left = (self.rank - 1) * sum(sum(part.shape) for part in matrices)
+        worth = []
+        for part in matrices:
+            squares = torch.linalg.svdvals(mean[part.place].view(part.shape)).square()
+            if self.by == "relative error":
+                squares = squares / squares.sum().clamp_min(1e-30)
+            worth += [(float(s) / sum(part.shape), part) for s in squares[1:]]
+            self.ranks[part.name] = 1
+        for _, part in sorted(worth, key=lambda pair: -pair[0]):
+            if sum(part.shape) <= left:  # squares of one matrix fall, so that none is left out
+                left -= sum(part.shape)
+                self.ranks[part.name] += 1
+
+    def _resize(self, name: str, rank: int) -> None:
+        query = self.queries[name]
+        if rank > query.shape[1]:
+            generator = torch.Generator().manual_seed(self.calls)
+            more = torch.randn(len(query), rank - query.shape[1], generator=generator)
+            query = torch.cat([query, more * query.norm() / max(1, query.numel()) ** 0.5], 1)
+        self.queries[name] = query[:, :rank]

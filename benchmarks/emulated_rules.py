@@ -27,10 +27,15 @@ def clipped(vector: torch.Tensor, norm: float = 1.0) -> torch.Tensor:
 
 
 class Adam:
-    """Moments of one flat gradient."""
+    """Moments of one flat gradient.
 
-    def __init__(self, beta1: float = BETA1) -> None:
+    settled: the second moment's bias correction stops with it. Else it goes on while the moment is
+    frozen, as in 1-bit Adam and QAdam, and steps grow.
+    """
+
+    def __init__(self, beta1: float = BETA1, settled: bool = False) -> None:
         self.beta1, self.steps = beta1, 0
+        self.settled, self.squares_seen = settled, 0
         self.m = self.v = torch.zeros(())
 
     def update(self, gradient: torch.Tensor, squares: torch.Tensor | None = None) -> torch.Tensor:
@@ -38,11 +43,16 @@ class Adam:
         self.steps += 1
         squares = gradient.square() if squares is None else squares
         self.m = torch.lerp(self.m.expand_as(gradient), gradient, 1 - self.beta1)
-        self.v = torch.lerp(self.v.expand_as(gradient), squares, 1 - BETA2)
+        self.see(squares)
         return self.direction(self.m)
 
+    def see(self, squares: torch.Tensor) -> None:
+        self.v = torch.lerp(self.v.expand_as(squares), squares, 1 - BETA2)
+        self.squares_seen = self.steps
+
     def direction(self, momentum: torch.Tensor) -> torch.Tensor:
-        root = (self.v / (1 - BETA2**self.steps)).sqrt_().add_(EPS)
+        steps = self.squares_seen if self.settled else self.steps
+        root = (self.v / (1 - BETA2**steps)).sqrt_().add_(EPS)
         return momentum / (1 - self.beta1**self.steps) / root
 
 
@@ -71,16 +81,18 @@ class Gradients:
     release: the part of what has arrived that AdamW sees per step; the rest waits, on all ranks
     alike. 1: all of it at once.
     squares: of which the second moment is made: "decoded", what AdamW sees; "local", the exact mean
-    of the ranks' own; "factored", their exact row and column sums (Adafactor).
+    of the ranks' own; "factored", their exact row and column sums (Adafactor); "frozen", only those
+    of the warm-up. settled: and their bias correction.
     """
 
     residuals: Residuals
     warm_up: int = 0
     release: float = 1.0
     squares: str = "decoded"
+    settled: bool = False
 
     def __post_init__(self) -> None:
-        self.adam, self.waiting = Adam(), torch.zeros(())
+        self.adam, self.waiting = Adam(settled=self.settled), torch.zeros(())
         self.bytes = 0.0
 
     def step(self, weights: torch.Tensor, gradients: list[torch.Tensor], lr: float) -> None:
@@ -92,8 +104,15 @@ class Gradients:
             self.waiting = self.waiting + mean
             mean = self.waiting * self.release
             self.waiting = self.waiting - mean
-        update = self.adam.update(clipped(mean), self._squares(gradients))
+        update = self._update(clipped(mean), gradients)
         weights.mul_(1 - lr * DECAY).sub_(update, alpha=lr)
+
+    def _update(self, mean: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+        own = self.adam
+        if self.squares != "frozen" or own.steps < self.warm_up:
+            return own.update(mean, self._squares(gradients))
+        own.steps, own.m = own.steps + 1, torch.lerp(own.m, mean, 1 - own.beta1)
+        return own.direction(own.m)
 
     def _squares(self, gradients: list[torch.Tensor]) -> torch.Tensor | None:
         if self.squares == "decoded" or self.adam.steps < self.warm_up:
@@ -113,15 +132,17 @@ class Momenta:
     """Momentum is compressed after a warm-up, as in 1-bit Adam.
 
     refresh: steps from one exact mean of the ranks' second moments to the next, 0: frozen.
+    settled: so is the bias correction.
     """
 
     residuals: Residuals
     warm_up: int
     refresh: int = 0
     beta1: float = BETA1
+    settled: bool = False
 
     def __post_init__(self) -> None:
-        self.adam = Adam(self.beta1)
+        self.adam = Adam(self.beta1, self.settled)
         self.local: list[torch.Tensor] = []
         self.bytes = 0.0
 

@@ -1,4 +1,4 @@
-"""benchmarks/adamw_compressors.py: its AdamW is torch's, and its residuals lose nothing."""
+"""Ideas of adamw_compressors.py: their AdamW is torch's, and their residuals lose nothing."""
 
 import importlib
 from pathlib import Path
@@ -13,7 +13,7 @@ SHAPES = {"symbol.weight": (256, 8), "body.weight": (40, 24), "body.bias": (24,)
 @pytest.fixture
 def study(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("adamw_compressors")
+    return importlib.import_module("adamw_ideas")
 
 
 def parts_of(study):
@@ -70,3 +70,80 @@ def test_every_idea_makes_a_step_and_counts_its_bytes(study):
         assert weights.isfinite().all(), idea
         assert weights.any(), idea
         assert 0 < rule.bytes < 8 * numel, idea
+
+
+@pytest.mark.parametrize("idea", ["kept", "corrected"])
+def test_exact_messages_give_the_steps_of_exact_momentum(study, idea):
+    parts, numel = parts_of(study)
+    exact = study.Exact(parts)
+    rule = {
+        "kept": study.KeptMomenta(exact, 2),
+        "corrected": study.CorrectedMomenta(exact, 2, masked=False),
+    }[idea]
+    expected = study.Momenta(study.Residuals(exact), 2)
+    weights, others = torch.zeros(numel), torch.zeros(numel)
+    for step in range(6):
+        rule.step(weights, gradients(numel, step), 0.01)
+        expected.step(others, gradients(numel, step), 0.01)
+    torch.testing.assert_close(weights, others, rtol=1e-4, atol=1e-6)
+
+
+def test_corrected_momenta_lose_nothing(study):
+    parts, numel = parts_of(study)
+    rule = study.CorrectedMomenta(study.Largest(parts, 0.05), masked=False)
+    momentum, brought = torch.zeros(numel), torch.zeros(numel)
+    arrived = torch.zeros(numel)
+    largest = rule.compressor
+
+    def noted(vectors):
+        mean, sent = largest(vectors)
+        arrived.add_(mean)
+        return mean, sent
+
+    noted.bytes = 1.0
+    rule.compressor = noted
+    for step in range(5):
+        own = gradients(numel, step)
+        momentum = 0.9 * momentum + 0.1 * torch.stack(own).mean(0)
+        brought += momentum
+        rule.step(torch.zeros(numel), own, 0.01)
+    owed = torch.stack(rule.errors).mean(0)
+    assert owed.norm() > 0.1 * brought.norm(), "something is compressed"
+    torch.testing.assert_close(arrived + owed, brought, rtol=1e-4, atol=1e-6)
+
+
+def test_masks_restart_the_momentum_of_what_was_sent(study):
+    parts, numel = parts_of(study)
+    rule = study.CorrectedMomenta(study.Largest(parts, 0.05))
+    rule.step(torch.zeros(numel), gradients(numel, 0), 0.01)
+    for momentum, error in zip(rule.momenta, rule.errors, strict=True):
+        assert torch.equal(momentum == 0, error == 0)
+        assert 0.04 < float((momentum == 0).float().mean()) < 0.06
+
+
+@pytest.mark.parametrize("by", ["error", "relative error"])
+def test_ranks_by_matrix_cost_no_more_than_one_rank_for_all(study, by):
+    parts, numel = parts_of(study)
+    uniform, chosen = study.LowRank(parts, 4), study.LowRank(parts, 4, by=by)
+    brought = gradients(numel, 0)
+    large = parts[1]
+    for vector in brought:
+        vector[large.place] *= 10
+    uniform(brought)
+    chosen(brought)
+    assert chosen.bytes <= uniform.bytes
+    assert chosen.ranks["body.weight"] > 4
+
+
+def test_dion_of_full_rank_makes_momentum_orthonormal(study):
+    parts, numel = parts_of(study)
+    matrix = parts[1]
+    rule = study.Dion([matrix], 1000, study.Gradients(study.Residuals(study.Exact([]))), 1.0)
+    weights = torch.zeros(numel)
+    for _step in range(30):  # the same gradient: the queries become its singular vectors
+        before = weights.clone()
+        rule.step(weights, gradients(numel, 7), 1.0)
+    rows, columns = matrix.shape
+    moved = (before * (1 - 0.01) - weights)[matrix.place].view(matrix.shape)
+    values = torch.linalg.svdvals(moved / (rows / columns) ** 0.5)
+    torch.testing.assert_close(values, torch.ones(columns), rtol=0.1, atol=0.1)
