@@ -26,6 +26,7 @@ TABLES = ["symbol.*", "place.*", "head.*"]
 def arms(steps: int) -> dict[str, Any]:
     """Name -> (task, parameters) -> (optimizer, algorithm)."""
     from bagua.torch_api.algorithms import (
+        Algorithm,
         PowerSGDAlgorithm,
         QAdamAlgorithm,
         QAdamOptimizer,
@@ -41,6 +42,16 @@ def arms(steps: int) -> dict[str, Any]:
 
         return choose
 
+    def frozen(name: str, **arguments: Any) -> Any:
+        """The optimizer of qadam on averaged gradients."""
+
+        def choose(task: Task, parameters: Any) -> tuple[Any, Any]:
+            warm_up = steps * 15 // 100
+            optimizer = QAdamOptimizer(parameters, warmup_steps=warm_up, **task.qadam)
+            return optimizer, Algorithm.init(name, warmup_steps=warm_up, **arguments)
+
+        return choose
+
     coarse = {"ratio": 0.02, "codec": "int4_block"}
     warm_up = {"warmup_steps": steps // 10}
     return {
@@ -49,10 +60,12 @@ def arms(steps: int) -> dict[str, Any]:
         "power, tables exact, warm-up": registered(
             "power_sgd", rank=4, exact_parameters=TABLES, **warm_up
         ),
+        "power, v frozen": frozen("power_sgd", rank=4),
         "power, momenta": momenta(compression=PowerSGDAlgorithm(4)),
         "sparse": registered("sparse", ratio=0.01),
         "sparse, updates, 4 bits": registered("sparse", of="updates", **coarse),
         "sparse, updates, 4 bits, warm-up": registered("sparse", of="updates", **coarse, **warm_up),
+        "sparse, 4 bits, v frozen": frozen("sparse", **coarse),
         "sparse, momenta, 4 bits": momenta(compression=SparseAlgorithm(**coarse)),
     }
 
