@@ -42,12 +42,14 @@ def arms(steps: int) -> dict[str, Any]:
 
         return choose
 
-    def frozen(name: str, **arguments: Any) -> Any:
-        """The optimizer of qadam on averaged gradients."""
+    def frozen(name: str, settled: bool, **arguments: Any) -> Any:
+        """The optimizer of qadam on averaged gradients; settled: its bias correction is frozen."""
 
         def choose(task: Task, parameters: Any) -> tuple[Any, Any]:
             warm_up = steps * 15 // 100
-            optimizer = QAdamOptimizer(parameters, warmup_steps=warm_up, **task.qadam)
+            optimizer = QAdamOptimizer(
+                parameters, warmup_steps=warm_up, freeze_bias_correction=settled, **task.qadam
+            )
             return optimizer, Algorithm.init(name, warmup_steps=warm_up, **arguments)
 
         return choose
@@ -60,12 +62,14 @@ def arms(steps: int) -> dict[str, Any]:
         "power, tables exact, warm-up": registered(
             "power_sgd", rank=4, exact_parameters=TABLES, **warm_up
         ),
-        "power, v frozen": frozen("power_sgd", rank=4),
+        "power, v frozen": frozen("power_sgd", False, rank=4),
+        "power, settled": frozen("power_sgd", True, rank=4),
         "power, momenta": momenta(compression=PowerSGDAlgorithm(4)),
         "sparse": registered("sparse", ratio=0.01),
         "sparse, updates, 4 bits": registered("sparse", of="updates", **coarse),
         "sparse, updates, 4 bits, warm-up": registered("sparse", of="updates", **coarse, **warm_up),
-        "sparse, 4 bits, v frozen": frozen("sparse", **coarse),
+        "sparse, 4 bits, v frozen": frozen("sparse", False, **coarse),
+        "sparse, 4 bits, settled": frozen("sparse", True, **coarse),
         "sparse, momenta, 4 bits": momenta(compression=SparseAlgorithm(**coarse)),
     }
 

@@ -65,8 +65,8 @@ ARMS = {
     "sparse_loco": registered("sparse_loco", interval=INTERVAL),
     "no_loco": registered("no_loco", interval=INTERVAL),
 }
-#: And what curves.py has not: `auto` chooses by the network, which losses over steps do not have.
-WITH_AUTO = {**ARMS, "auto": registered("auto")}
+#: What curves.py has not: `auto` chooses by the network, which losses over steps do not have.
+OF_A_NETWORK = {"auto": registered("auto")}
 
 
 class Training:
@@ -83,7 +83,7 @@ class Training:
 
     def wrap(self) -> torch.optim.Optimizer:
         """Has the model communicate; returns its optimizer."""
-        optimizer, algorithm = WITH_AUTO[self.arm](self.task, self.model.parameters())
+        optimizer, algorithm = (ARMS | OF_A_NETWORK)[self.arm](self.task, self.model.parameters())
         if self.arm.endswith(", guard"):
             self.model.with_bagua([optimizer], algorithm, guard=bagua.Guard())
         else:
