@@ -23,6 +23,8 @@ benchmarks/results/curves.json are not made again.
   **Above exact**: mean difference from exact gradients, seed by seed. **Within noise**: the 95 %
   interval of these differences holds 0.
 - Outer rounds of `diloco` have rates of (0.7, 0.5) where no others are named, local SGD's (1, 0).
+- `qadam` warms up for 40 steps, after which its steps become up to five times as long: on the text
+  too long with 2 ranks. `freeze_bias_correction=True` avoids that ([qadam](algorithms.md#qadam)).
 - **Sent**: by rank 0 in the whole run.
 """
 SOONER = """\
