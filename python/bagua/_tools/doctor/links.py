@@ -202,8 +202,10 @@ def _send_bytes(connection: socket.socket, size: int) -> float:
 def _take_in(connection: socket.socket) -> float:
     rates = []
     for _ in range(1 + _TRANSFERS):
-        size = int.from_bytes(_receive(connection, 8), "big")
+        # The other end sends from here on. A rank that gets no core after it has read the size
+        # would find much of the rest there, and the link too fast.
         begun = time.perf_counter()
+        size = int.from_bytes(_receive(connection, 8), "big")
         for _ in _received(connection, size):
             pass
         connection.sendall(_DONE)
