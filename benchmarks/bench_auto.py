@@ -25,7 +25,7 @@ import bagua.torch_api as bagua
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm
-from common import RESULTS, machine, write_results
+from common import keep_cases
 from rank_processes import figures_of
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -188,14 +188,6 @@ def print_table(cases):
         )
 
 
-def keep(name, cases):
-    """Write the results, and those of other cases that are there."""
-    path, mine = RESULTS / f"{name}.json", {(case["rate"], case["task"]) for case in cases}
-    before = json.loads(path.read_text())["cases"] if path.exists() else []
-    others = [case for case in before if (case["rate"], case["task"]) not in mine]
-    write_results(name, {"machine": machine(), "ranks": RANKS, "cases": others + cases})
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rates", nargs="+", default=["none", "1000", "200", "20"])
@@ -224,7 +216,8 @@ def main():
             show(cases[-1:])
     show(cases)
     if not arguments.quick:
-        keep("bench_auto" + "_cost" * arguments.cost, cases)
+        name = "bench_auto" + "_cost" * arguments.cost
+        keep_cases(name, cases, ["rate", "task"], ranks=RANKS)
     key, target = ("to_exact", COST_TARGET) if arguments.cost else ("to_best", TARGET)
     late = [case for case in cases if case[key] > target]
     if late:

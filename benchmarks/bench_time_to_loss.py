@@ -18,7 +18,7 @@ from pathlib import Path
 import bagua.torch_api as bagua
 import torch
 import torch.distributed as dist
-from common import RESULTS, machine, write_results
+from common import keep_cases
 from curve_runs import Training
 from curve_tasks import TASKS, evaluate
 from rank_processes import figures_of
@@ -96,19 +96,6 @@ def show(case):
     )
 
 
-def keep(cases):
-    """Write the results, and those of other cases that are there."""
-
-    def identity(case):
-        return case["rate"], case["task"], case["seed"]
-
-    path, mine = RESULTS / "bench_time_to_loss.json", {identity(case) for case in cases}
-    before = json.loads(path.read_text())["cases"] if path.exists() else []
-    others = [case for case in before if identity(case) not in mine]
-    payload = {"machine": machine(), "ranks": RANKS, "cases": others + cases}
-    write_results("bench_time_to_loss", payload)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate", default="200", help="Mbit/s, or none: unshaped")
@@ -132,7 +119,7 @@ def main():
             cases.append({"rate": arguments.rate, **figures})
             show(cases[-1])
             if not arguments.quick:
-                keep(cases)
+                keep_cases("bench_time_to_loss", cases, ["rate", "task", "seed"], ranks=RANKS)
     late = [f"{case['task']}, seed {case['seed']}" for case in cases if not reached(case)]
     if late:
         sys.exit(f"bench_time_to_loss: less than {TARGET} times as soon: {'; '.join(late)}")

@@ -249,7 +249,10 @@ def measure_one(candidate, mib, repeats, device_type, bytes_in_turn):
 
 
 def row_of(what, mib, moved, timing, repeats, device_type, bytes_in_turn):
-    """What moved that many bytes in timing, (seconds, whether as one graph), beside a copy."""
+    """The row of `what`, which has moved so many bytes, beside a copy of as many.
+
+    timing: (seconds, whether as one graph).
+    """
     seconds, captured = timing
     sets = max(2, bytes_in_turn // moved)
     copy_seconds, _ = device_seconds(copy_calls(moved, sets, device_type), repeats)

@@ -82,6 +82,20 @@ def timed_in_turns(functions, repeats, warmup):
     }
 
 
+def keep_cases(name, cases, keys, **more):
+    """Writes results/<name>.json with `cases`, in place of those of equal `keys`, beside the others
+    that are there. more: further entries.
+    """
+
+    def identity(case):
+        return tuple(case[key] for key in keys)
+
+    path, mine = RESULTS / f"{name}.json", {identity(case) for case in cases}
+    before = json.loads(path.read_text())["cases"] if path.exists() else []
+    others = [case for case in before if identity(case) not in mine]
+    write_results(name, {"machine": machine(), **more, "cases": others + cases})
+
+
 def write_results(name, payload):
     """Writes ``results/<name>.json`` next to this file and returns its path."""
     RESULTS.mkdir(exist_ok=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import training
-from support.async_training import train_until
+from support.async_training import train_until, weights_of
 from support.devices import each_place, ranks_on
 from support.error_feedback import wide_network
 from support.every_algorithm import ON_DEVICES, OWN_WEIGHTS, SYNCHRONOUS, WARM_UP, wrapped
@@ -34,18 +34,14 @@ COARSE = 1e-2
 def train(name):
     """The weights of this rank, on CPU, before and after; what its buckets did."""
     model, optimizer = wrapped(name, wide_network())
-    start = weights_of(model)
+    start = weights_of(model).cpu()
     for step in range(STEPS):
         training.train(model, optimizer, [training.batch(step, dist.get_rank())])
         if name not in OWN_WEIGHTS:
             training.assert_ranks_agree(model)
     assert {p.device for p in model.parameters()} == {training.device()}
     assert {b.backend_tensor.device for b in model.bagua_buckets} == {training.device()}
-    return start, weights_of(model), model.bagua_stats()["rounds"]
-
-
-def weights_of(model):
-    return torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
+    return start, weights_of(model).cpu(), model.bagua_stats()["rounds"]
 
 
 @each_place

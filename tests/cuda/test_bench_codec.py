@@ -53,7 +53,7 @@ def test_every_candidate_runs_and_is_given_its_share(program, monkeypatch, capsy
     assert 1.25 < block["moved_bytes"] / program.MIB < 1.26
     of_bf16 = next(row for row in rows if row["what"] == "block_uint8 encode of bf16")
     assert 0.75 < of_bf16["moved_bytes"] / program.MIB < 0.76
-    # Of each rank's 0.25 MiB parts: 6 encoded or decoded, 1 summed from 3 payloads, 6 messages.
+    # A rank has parts of 0.25 MiB. It encodes or decodes 6, sums 1 from 3 payloads, has 6 messages.
     whole = next(row for row in rows if row["what"] == "all-reduce block_uint8")
     assert 13.5 < whole["moved_bytes"] / program.MIB < 13.6
     assert program.targets(rows) == [], "1 MiB has no target"

@@ -1,46 +1,28 @@
-"""What shows on ranks with GPUs of their own: nodes, torch's DDP beside ours, contexts, and ranks
+"""Tests of ranks with GPUs of their own: nodes, torch's DDP beside ours, contexts, and ranks
 that are lost, of which tests/faults has the body on CPU.
 """
 
 import copy
 import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
+from faults.test_faults import soak
+from ranks.test_groups_and_nodes import environment_of_nodes
 from support import training
+from support.async_training import weights_of
 from support.devices import each_place, gpus, ranks_on
 from support.error_feedback import wide_network
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 20
-SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 NODES = {"2 and 2": (2, 2), "3 and 1": (3, 1)}
 # Exact: sums in another order. 8 bits: a level is 1/255 of a range of gradients; see
 # tests/cuda/test_algorithms.py.
 ALGORITHMS = {"gradient_allreduce": 1e-5, "bytegrad": 2e-2}
-
-
-def on_nodes(sizes, place):
-    """For `env=`: ranks in order, as torchrun has them on nodes of these sizes."""
-    return [
-        {
-            "GROUP_RANK": str(node),
-            "LOCAL_RANK": str(local),
-            "LOCAL_WORLD_SIZE": str(size),
-            **training.on_device(place),
-        }
-        for node, size in enumerate(sizes)
-        for local in range(size)
-    ]
-
-
-def weights_of(model):
-    return torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
 
 
 def beside_ddp(algorithm):
@@ -48,7 +30,7 @@ def beside_ddp(algorithm):
     devices for both, and before them."""
     ours = wide_network()
     theirs = copy.deepcopy(ours)
-    start = weights_of(ours)
+    start = weights_of(ours).cpu()
     optimizer, others = training.sgd(ours, lr=0.05), training.sgd(theirs, lr=0.05)
     ours = ours.with_bagua([optimizer], algorithm)
     on_gpu = training.device().type == "cuda" and os.environ["BAGUA_COMM"] == "nccl"
@@ -59,7 +41,7 @@ def beside_ddp(algorithm):
         training.train(ours, optimizer, data)
         training.assert_ranks_agree(ours)
         training.train(wrapped, others, data)
-    return weights_of(ours), weights_of(theirs), start
+    return weights_of(ours).cpu(), weights_of(theirs).cpu(), start
 
 
 @training.with_group
@@ -97,7 +79,8 @@ def test_twenty_steps_are_those_of_ddp(ranks, name, place):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_twenty_steps_between_nodes_are_those_of_ddp(ranks, name, sizes, hierarchical, place):
     n = ranks_on(place, fewest=sum(sizes), most=sum(sizes))
-    results = ranks(n, between_nodes, name, hierarchical, env=on_nodes(sizes, place))
+    env = [node | training.on_device(place) for node in environment_of_nodes(sizes)]
+    results = ranks(n, between_nodes, name, hierarchical, env=env)
     assert_near_ddp(results, ALGORITHMS[name])
 
 
@@ -130,17 +113,11 @@ def test_a_rank_has_a_context_on_its_own_gpu_only(ranks):
 @pytest.mark.needs_cuda
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("place", ["cuda", "nccl"])
-def test_lost_ranks_are_named_and_leave_no_hang(place):
+def test_lost_ranks_are_named_and_leave_no_hang(monkeypatch, place):
     """Killed, stopped, late and bad ranks, in trainings of 2 to 4."""
     ranks_on(place, fewest=4)
-    command = [sys.executable, str(SOAK), "--dry", "--form", "processes", "--faults", "24"]
+    for name, value in training.on_device(place).items():
+        monkeypatch.setenv(name, value)
     at_once = max(1, gpus() // 4) if place == "nccl" else 2
-    done = subprocess.run(
-        [*command, "--seed", "9000", "--at-once", str(at_once)],
-        env=os.environ | training.on_device(place),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert "24 cases: hang 0, silent divergence 0, unnamed error 0, crash 0" in done.stdout
+    printed = soak("--form", "processes", "--faults", 24, "--seed", 9000, "--at-once", at_once)
+    assert "24 cases: hang 0, silent divergence 0, unnamed error 0, crash 0" in printed

@@ -39,7 +39,7 @@ def on_device(name):
 
 
 def device_type():
-    """What the ranks of a test train on; asks for no context."""
+    """The type of the devices on which a test's ranks train; asks for no context."""
     return os.environ.get("TEST_DEVICE", "cpu")
 
 

@@ -207,7 +207,7 @@ class GuardAtWork:
             if (exact, eight_bits) != (entry.exact, entry.eight_bits):
                 entry.exact, entry.eight_bits = exact, eight_bits
                 entry.watch.use(exact=exact, eight_bits=eight_bits)
-            # Of what the record has, so that checks come in the same rounds after a checkpoint.
+            # Counted from the record, so that checks come in the same rounds after a checkpoint.
             began = entry.eight_bits_until - (self.guard.exact_rounds if eight_bits else 0)
             entry.since = max(entry.exact_until, began)
 

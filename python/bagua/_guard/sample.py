@@ -112,7 +112,7 @@ def samples_with(
 
 
 def _through(codec: _C.Codec, values: torch.Tensor) -> torch.Tensor:
-    """What ``codec`` leaves of ``values``, of which each row is one chunk."""
+    """``values`` as ``codec`` encodes and decodes them; each row is one chunk."""
     payload = codec.encode(values.float().reshape(-1), len(values))
     return _doubles(codec.decode(payload, len(values), torch.float32, values.shape[1])).view(
         values.shape
