@@ -34,10 +34,14 @@ def arms(steps: int) -> dict[str, Any]:
     )
     from curve_runs import registered
 
-    def momenta(**arguments: Any) -> Any:
+    def momenta(settled: bool = False, **arguments: Any) -> Any:
+        """Compressed momentum; settled: the optimizer's bias correction is frozen."""
+
         def choose(task: Task, parameters: Any) -> tuple[Any, Any]:
             warm_up = steps * 15 // 100
-            optimizer = QAdamOptimizer(parameters, warmup_steps=warm_up, **task.qadam)
+            optimizer = QAdamOptimizer(
+                parameters, warmup_steps=warm_up, freeze_bias_correction=settled, **task.qadam
+            )
             return optimizer, QAdamAlgorithm(optimizer, **arguments)
 
         return choose
@@ -71,6 +75,12 @@ def arms(steps: int) -> dict[str, Any]:
         "sparse, 4 bits, v frozen": frozen("sparse", False, **coarse),
         "sparse, 4 bits, settled": frozen("sparse", True, **coarse),
         "sparse, momenta, 4 bits": momenta(compression=SparseAlgorithm(**coarse)),
+        "sparse, corrected momenta, 4 bits, settled": momenta(
+            True, compression=SparseAlgorithm(**coarse), momentum_correction=True
+        ),
+        "sparse, corrected momenta, 1 %, settled": momenta(
+            True, compression=SparseAlgorithm(0.01), momentum_correction=True
+        ),
     }
 
 

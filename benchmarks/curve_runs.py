@@ -24,9 +24,13 @@ def registered(name: str, **arguments: Any) -> Callable[..., tuple[Any, Any]]:
     return choose
 
 
-def momentum(**arguments: Any) -> Callable[..., tuple[Any, Any]]:
+def momentum(freeze: bool = False, **arguments: Any) -> Callable[..., tuple[Any, Any]]:
+    """freeze: the optimizer's bias correction of the second moment, after the warm-up."""
+
     def choose(task: Task, parameters: Any) -> tuple[Any, Any]:
-        optimizer = QAdamOptimizer(parameters, warmup_steps=WARM_UP, **task.qadam)
+        optimizer = QAdamOptimizer(
+            parameters, warmup_steps=WARM_UP, freeze_bias_correction=freeze, **task.qadam
+        )
         return optimizer, Algorithm.init("qadam", q_adam_optimizer=optimizer, **arguments)
 
     return choose
@@ -49,6 +53,9 @@ ARMS = {
     "qadam bit2_block, error feedback": momentum(**IN_2_BITS, **FLAT),
     "qadam of power_sgd rank 4": momentum(compression=PowerSGDAlgorithm(4)),
     "qadam of sparse 1 %": momentum(compression=SparseAlgorithm(ratio=0.01)),
+    "qadam of sparse 1 %, corrected, bias frozen": momentum(
+        freeze=True, compression=SparseAlgorithm(ratio=0.01), momentum_correction=True
+    ),
     "power_sgd rank 4": registered("power_sgd", rank=4),
     "power_sgd rank 1": registered("power_sgd", rank=1),
     "sparse 1 %": registered("sparse", ratio=0.01),

@@ -31,8 +31,8 @@ from bagua._ops.contract.lane import Hierarchy
 from bagua._ops.contract.operation import Operation
 from bagua._ops.contract.watch import BucketWatch
 from bagua._ops.low_rank import LowRank
+from bagua._ops.momentum import UpdateMomentum
 from bagua._ops.sparse import Sparse
-from bagua._ops.update_momentum import UpdateMomentum
 from bagua._ops.user_functions import PythonFunction
 from bagua._sync.asynchronous_average import AsynchronousAverage, check_asynchronous_mode
 

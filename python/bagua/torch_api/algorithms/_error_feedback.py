@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from bagua import _C
+from bagua._core.compression.error_state import momentum_key
 from bagua._core.compression.exact_parameters import exact_parameters
 from bagua._core.compression.two_residuals import Views
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.saved_values import check_state, saved_count
+from bagua._ops.momentum import LocalMomentum
 from bagua.torch_api._residuals.means import (
     RememberedMeans,
     check_warmup,
@@ -201,8 +203,8 @@ class BorrowedMeans(RememberedMeans):
     def state(self) -> dict[str, Any]:
         return super().state() | {key: view.clone() for key, view in self._equal_views()}
 
-    def restore(self, state: Mapping[str, Any], equal: Views = ()) -> None:
-        super().restore(state, (*equal, *self._equal_views()))
+    def restore(self, state: Mapping[str, Any], equal: Views = (), momenta: Views = ()) -> None:
+        super().restore(state, (*equal, *self._equal_views()), momenta)
 
     def clear(self) -> None:
         super().clear()
@@ -218,12 +220,45 @@ class BorrowedMeans(RememberedMeans):
 
 
 class BorrowedMomenta(BorrowedMeans):
-    """Means of momenta, which change with the steps as :class:`CompressedMomenta` do."""
+    """Means of momenta, which change with the steps as :class:`CompressedMomenta` do.
+
+    The momenta are those that all ranks share, or each rank's own (:meth:`append_local_momentum`).
+    """
 
     def __init__(self, compression: ErrorFeedbackImpl) -> None:
         super().__init__(compression)
         self._outcome = compression.outcome
         self._steps = _C.RoundMemory([], self._outcome)
+        self._local: list[tuple[BaguaBucket, LocalMomentum]] = []
+
+    def append_local_momentum(
+        self, bucket: BaguaBucket, momenta: Sequence[torch.Tensor], betas: torch.Tensor
+    ) -> None:
+        """Append the operation that makes this rank's own momentum, which begins with ``momenta``.
+
+        ``betas``: one f64 per tensor of the bucket, on CPU.
+        """
+        operation = LocalMomentum.like(
+            bucket.backend_tensor, bucket.named_views(), momenta, betas, self._outcome
+        )
+        self._local.append((bucket, bucket.append_operation(operation)))
+
+    def begin(self, momentum_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Let this rank's own momenta, if it has any, begin as those of all ranks, by parameter."""
+        for bucket, operation in self._local:
+            operation.begin(bucket.named_views(), [momentum_of(t) for t in bucket.tensors])
+
+    def state(self) -> dict[str, Any]:
+        rank = self._compression.process_group.connections.rank
+        own = {momentum_key(rank, name): view.clone() for name, view in self._own_momenta()}
+        return super().state() | own
+
+    def restore(self, state: Mapping[str, Any], equal: Views = (), momenta: Views = ()) -> None:
+        super().restore(state, equal, (*momenta, *self._own_momenta()))
+
+    def _own_momenta(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket, operation in self._local:
+            yield from operation.views(bucket.named_views())
 
     def commit(self) -> None:
         """The optimizer uses the means of the last round."""

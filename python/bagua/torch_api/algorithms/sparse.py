@@ -33,7 +33,8 @@ class SparseAlgorithm(Algorithm):
 
     Under ``AdamW`` sparse gradients train much worse than exact ones: each element arrives rarely
     and large, and is divided by the root of its own square. Take ``of="updates"``, or sparse
-    momenta: ``QAdamAlgorithm(optimizer, compression=SparseAlgorithm(...))``.
+    momenta of each rank's own: ``QAdamAlgorithm(optimizer, compression=SparseAlgorithm(...),
+    momentum_correction=True)``.
 
     Pass a ``GradScaler`` to ``with_bagua``: residuals are in unscaled units, and a round that
     overflows leaves them unchanged. With ``find_unused_parameters`` a parameter that no rank used
