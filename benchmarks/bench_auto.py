@@ -45,6 +45,9 @@ ARMS = {
 ARMS_OF_COST = {EXACT: ARMS[EXACT], "auto": ARMS["auto"], EXACT_AGAIN: ARMS[EXACT]}
 #: An arm is timed for so long in each turn, one step at least.
 SECONDS_OF_A_TURN = 0.6
+#: Before that it trains for so long, one step at least: a connection that was idle while other arms
+#: had their turns begins slowly.
+SECONDS_BEFORE = 1.0
 
 
 class Tiny(nn.Module):
@@ -95,7 +98,7 @@ class Arm:
         registered, arguments = (ARMS | ARMS_OF_COST)[name]
         self.model.with_bagua([self.optimizer], Algorithm.init(registered, **arguments))
         self.loss = loss
-        self.steps_of_a_turn = 1
+        self.steps_before = self.steps_of_a_turn = 1
 
     def step(self):
         self.optimizer.zero_grad()
@@ -103,6 +106,8 @@ class Arm:
         self.optimizer.step()
 
     def seconds_per_step(self):
+        for _ in range(self.steps_before):
+            self.step()
         dist.barrier()
         begun = time.perf_counter()
         for _ in range(self.steps_of_a_turn):
@@ -110,10 +115,15 @@ class Arm:
         return (time.perf_counter() - begun) / self.steps_of_a_turn
 
     def warm_up(self):
-        self.step()
+        """Find how many steps a turn has."""
         seconds = torch.tensor(self.seconds_per_step())
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        self.steps_of_a_turn = min(50, max(1, int(SECONDS_OF_A_TURN / seconds.item())))
+        self.steps_of_a_turn = steps_within(SECONDS_OF_A_TURN, seconds.item())
+        self.steps_before = steps_within(SECONDS_BEFORE, seconds.item())
+
+
+def steps_within(seconds, seconds_per_step):
+    return min(50, max(1, int(seconds / seconds_per_step)))
 
 
 def measure(task, turns, names):

@@ -199,6 +199,29 @@ def test_a_transfer_that_wants_little_of_a_core_gets_it():
     assert timeline.end[training] == pytest.approx(1.25)
 
 
+@pytest.mark.parametrize(
+    ("cores", "work", "end"),
+    [(1.0, 1.0, 0.5), (1.0, 0.25, 0.25), (2.0, 1.0, 0.0), (0.5, 0.25, 0.5)],
+)
+def test_a_thread_that_wakes_waits_while_all_cores_are_busy(cores, work, end):
+    """Beside ``work`` seconds of training; ranks that outnumber the cores never leave one free."""
+    timeline = Timeline(cores)
+    wake = timeline.add(0.5, wakes=True)
+    timeline.add(work, cores=1.0)
+    timeline.run()
+    assert timeline.end[wake] == pytest.approx(end)
+
+
+@pytest.mark.parametrize(("cores", "waits"), [(2.0, 0.0), (0.5, 1.0)])
+def test_each_small_all_reduce_waits_for_a_core(cores, waits):
+    """Two in a row of PowerSGD, after a training that ends with its only bucket."""
+    link, late = Link(1e-3, 1e15), {"optimizer": 0.0, "cores": cores}
+    idle = predict(profile(4, link=link, **late), Candidate("power_sgd", {"rank": 4}))
+    wakes = dataclasses.replace(link, wake=0.01)
+    busy = predict(profile(4, link=wakes, **late), Candidate("power_sgd", {"rank": 4}))
+    assert busy.step - idle.step == pytest.approx(waits * 0.02)
+
+
 def test_equal_candidates_are_one_and_have_one_label():
     one = Candidate("bytegrad", {"codec": "int4_block", "error_feedback": True})
     other = Candidate("bytegrad", {"error_feedback": True, "codec": "int4_block"})
@@ -212,7 +235,7 @@ def test_a_profile_survives_its_file(tmp_path):
     own = profile(
         4,
         nodes=(2, 2),
-        inside=Link(1e-6, 1e10, 1e-10, messages=5e9),
+        inside=Link(1e-6, 1e10, 1e-10, messages=5e9, wake=1e-3),
         codecs={"int4_block": CodecSpeed(1e9, 2e9, 3e9)},
         errors={"int4_block": 0.1},
         speeds={"top_k": 1e9},

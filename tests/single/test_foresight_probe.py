@@ -80,6 +80,7 @@ def test_ranks_agree_on_their_link():
     assert link.bandwidth > 1e6
     assert link.messages > 1e6
     assert 0 <= link.processor <= 1 / link.bandwidth
+    assert 0 <= link.wake < 0.1
     assert agreement > 0
     assert low_rank > 0
 

@@ -35,6 +35,8 @@ class Link:
         overhead: seconds of a collective beyond the latency; None: ``Profile.collective``.
         per_message: seconds of a core for a message, sent and received.
         tree: whether an all-reduce may pass a tree instead of a ring where that is faster (NCCL).
+        wake: seconds by which a collective takes longer while training keeps the cores busy: its
+            threads, which sleep until a message has come, wait for a core then.
 
     Raises:
         ValueError: a figure out of its range.
@@ -47,6 +49,7 @@ class Link:
     overhead: float | None = None
     per_message: float = 0.0
     tree: bool = False
+    wake: float = 0.0
 
     def __post_init__(self) -> None:
         _check_positive("Link", bandwidth=self.bandwidth, messages=self.messages or 1.0)
@@ -56,6 +59,7 @@ class Link:
             processor=self.processor,
             overhead=self.overhead or 0.0,
             per_message=self.per_message,
+            wake=self.wake,
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 __all__ = ["Timeline"]
 
 _NOTHING = 1e-15  # seconds of work that count as done
+_AT_ONCE = 1e12  # seconds of a wait that pass in a second where there is nothing to wait for
 
 
 class Timeline:
@@ -19,9 +20,12 @@ class Timeline:
     - Tasks that want less than an equal share of the cores get what they want, the others share the
       rest equally, as a scheduler that prefers threads that sleep often does (max-min fairness). A
       transfer that gets fewer cores than it wants is slower by as much.
+    - A thread that wakes up waits for a core, unless one is free: then it runs at once. Where ranks
+      outnumber the cores, none is ever free.
 
     Args:
-        cores: that all tasks share.
+        cores: that all tasks share; less than 1 counts as 1, since figures contain what ranks take
+            from each other.
 
     Attributes:
         start: seconds at which each task began, after :meth:`run`.
@@ -29,10 +33,12 @@ class Timeline:
     """
 
     def __init__(self, cores: float) -> None:
-        self._cores = cores
+        self._cores = max(1.0, cores)
+        self._crowded = cores < 1
         self._work: list[float] = []
         self._demand: list[float] = []
         self._link: list[str | None] = []
+        self._wakes: list[bool] = []
         self._waits_for: list[int] = []
         self._followers: list[list[int]] = []
         self.start: list[float] = []
@@ -44,6 +50,7 @@ class Timeline:
         *,
         cores: float = 0.0,
         link: str | None = None,
+        wakes: bool = False,
         after: Iterable[int | None] = (),
     ) -> int:
         """Add a task; returns its number.
@@ -52,12 +59,14 @@ class Timeline:
             work: seconds at full speed.
             cores: that it wants meanwhile.
             link: that it wants meanwhile; None: none.
+            wakes: it is a thread's wait for a core.
             after: tasks that end before it begins; None is no task.
         """
         number = len(self._work)
         self._work.append(max(0.0, work))
         self._demand.append(cores)
         self._link.append(link)
+        self._wakes.append(wakes)
         before = {task for task in after if task is not None}
         self._waits_for.append(len(before))
         self._followers.append([])
@@ -112,6 +121,8 @@ class Timeline:
             link = self._link[task]
             speeds[task] = 1.0 if link is None else 1.0 / users[link]
         wanted = {task: self._demand[task] * speeds[task] for task in speeds}
+        if sum(wanted.values()) < self._cores and not self._crowded:
+            speeds |= {task: _AT_ONCE for task in speeds if self._wakes[task]}
         if sum(wanted.values()) > self._cores:
             level = _fair_share(list(wanted.values()), self._cores)
             for task, demand in wanted.items():

@@ -54,6 +54,8 @@ class Lanes:
             return add(stage.during, cores=1.0, after=(last,)) if stage.during else last
         if stage.latency:
             last = add(stage.latency, after=(last,))
+        if stage.wake:
+            last = add(stage.wake, wakes=True, after=(last,))
         arrival, done = last, last
         for _ in range(stage.pieces):
             arrival = add(

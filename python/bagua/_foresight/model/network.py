@@ -21,6 +21,7 @@ class Stage:
     Attributes:
         before: seconds of a core before anything is sent.
         latency: seconds in which neither a core nor the link is busy.
+        wake: seconds of waiting for a core, where none is free.
         wire: seconds on the link at its full speed.
         cores: that the transfer takes meanwhile.
         link: its name; None: nothing is sent.
@@ -31,6 +32,7 @@ class Stage:
 
     before: float = 0.0
     latency: float = 0.0
+    wake: float = 0.0
     wire: float = 0.0
     cores: float = 0.0
     link: str | None = None
@@ -70,6 +72,7 @@ class Members:
         return Stage(
             before=before,
             latency=self.overhead + 2 * hops * self.link.latency,
+            wake=self.link.wake,
             wire=sent / self.link.bandwidth,
             cores=self._cores,
             link=self.name,
@@ -85,6 +88,7 @@ class Members:
         return Stage(
             before=before + messages * self.link.per_message,
             latency=self.overhead + self.link.latency,
+            wake=self.link.wake,
             wire=sent * self.crowd / self._messages,
             cores=self._cores,
             link=self.name,
@@ -100,6 +104,7 @@ class Members:
             return Stage()
         return Stage(
             latency=self.overhead + children * self.link.latency,
+            wake=self.link.wake,
             wire=children * size / self._messages,
             cores=self._cores,
             link=self.name,
@@ -177,6 +182,7 @@ class Cluster:
                 latency=latest,
                 messages=self.between.messages,
                 per_message=self.between.per_message,
+                wake=max(self.inside.wake, self.between.wake),
             ),
             name,
             members.overhead,

@@ -73,7 +73,7 @@ def gradients(setting: Setting, work: Sequence[Work]) -> Prediction:
     """Buckets of gradients that become ready during backward, whose results the optimizer needs."""
     profile = setting.profile
     slow = setting.slowest() / profile.compute
-    timeline = Timeline(max(1.0, profile.cores))
+    timeline = Timeline(profile.cores)
     lanes = Lanes(timeline, setting.lanes, timeline.add(profile.round))
     # Training computes up to the readiness of a bucket, and copies its gradients into it.
     order = sorted(range(len(work)), key=lambda i: work[i].bucket.ready)
@@ -95,7 +95,7 @@ def weights_before(setting: Setting, work: Sequence[Work], interval: int) -> Pre
     """Buckets of weights that are ready at the forward, and copied back after backward."""
     profile = setting.profile
     slow = setting.slowest() / profile.compute
-    timeline = Timeline(max(1.0, profile.cores))
+    timeline = Timeline(profile.cores)
     begin = timeline.add(0.0)
     lanes = Lanes(timeline, setting.lanes, timeline.add(profile.round))
     for item in work:
@@ -109,7 +109,7 @@ def weights_before(setting: Setting, work: Sequence[Work], interval: int) -> Pre
 
 def weights_after(setting: Setting, work: Sequence[Work], interval: int) -> Prediction:
     """Buckets of weights that are ready after the optimizer's step, which waits for them."""
-    timeline = Timeline(max(1.0, setting.profile.cores))
+    timeline = Timeline(setting.profile.cores)
     begin = timeline.add(setting.slowest(), cores=1.0)
     lanes = Lanes(timeline, setting.lanes, None)
     for item in work:
@@ -133,7 +133,7 @@ def rounds(
     spans: tuple[Span, ...] = ()
     for work in fragments:
         size = sum(item.bucket.bytes for item in work)
-        timeline = Timeline(max(1.0, profile.cores))
+        timeline = Timeline(profile.cores)
         launched = timeline.add(setting.seconds_of_copy(size) * _LAUNCH, cores=1.0)
         agreed = timeline.add(profile.round, after=(launched,))
         lanes = Lanes(timeline, setting.lanes, agreed)
@@ -158,7 +158,7 @@ def async_step(setting: Setting, average: Sequence[Stage], pause: float) -> Pred
     the end of one on every rank, training waits while the lane is inside.
     """
     profile = setting.profile
-    cores, size = max(1.0, profile.cores), profile.bytes
+    cores, size = profile.cores, profile.bytes
     inside = setting.seconds_of_copy(size) * _IN_THE_GATE
     timeline = Timeline(cores)
     begin = timeline.add(0.0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -13,10 +14,18 @@ from bagua import _C
 from bagua._foresight.probe.speeds import wait_for
 from bagua._foresight.profile import Link
 
-__all__ = ["MANY", "latency_and_overhead", "link_of", "per_message", "round_of"]
+__all__ = [
+    "MANY",
+    "latency_and_overhead",
+    "link_of",
+    "per_message",
+    "round_of",
+]
 
 #: Messages at once, for the cost of one of them.
 MANY = 16
+#: Small all-reduces beside arithmetic. Each waits some milliseconds for a core, or not at all.
+_TRIPS_BESIDE = 40
 _TRIPS = 15
 _FIRST_BYTES = 1 << 18
 _MOST_BYTES = 1 << 24
@@ -30,7 +39,8 @@ def link_of(communicator: _C.Communicator, device: torch.device | str = "cpu") -
 
     1. Small all-reduces and messages, for latency and overhead.
     2. An all-reduce in the memory of a bucket, and messages around a ring, for the bandwidths.
-    3. Arithmetic on this thread beside all-reduces on another, for the cores that they take.
+    3. Small all-reduces beside arithmetic on another thread, for how long they wait for a core.
+    4. Arithmetic on this thread beside all-reduces on another, for the cores that they take.
 
     Ranks agree on sizes and times; the slowest one's count. Takes half a second to a second.
 
@@ -56,6 +66,7 @@ def link_of(communicator: _C.Communicator, device: torch.device | str = "cpu") -
         overhead=overhead,
         per_message=per_message(many, sent),
         tree=device.type == "cuda",
+        wake=probe.wake(reduced) if device.type == "cpu" else 0.0,
     )
 
 
@@ -75,6 +86,24 @@ def latency_and_overhead(ranks: int, reduced: float, sent: float) -> tuple[float
 def per_message(many: float, sent: float) -> float:
     """Seconds of a message among others, from those of ``MANY`` at once and of one alone."""
     return max(0.0, (many - sent) / (MANY - 1))
+
+
+@contextmanager
+def _arithmetic_beside() -> Iterator[None]:
+    """Another thread computes as a training does, in calls that leave the interpreter alone."""
+    end, a = threading.Event(), torch.randn(768, 768)
+
+    def compute() -> None:
+        while not end.is_set():
+            torch.mm(a, a)
+
+    thread = threading.Thread(target=compute, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
 
 
 def round_of(communicator: _C.Communicator, device: torch.device | str = "cpu") -> float:
@@ -143,6 +172,17 @@ class _Probe:
         thread.join()
         lost = max(0.0, 1 - beside / alone)
         return self._largest(lost / rate if rate > 0 else 0.0)
+
+    def wake(self, reduced: float) -> float:
+        """Seconds by which a small all-reduce, which takes ``reduced``, is longer beside others."""
+        one = torch.zeros(1)
+        with _arithmetic_beside():
+            self._communicator.all_reduce(one, _C.ReduceOp.SUM)
+            begun = time.perf_counter()
+            for _ in range(_TRIPS_BESIDE):
+                self._communicator.all_reduce(one, _C.ReduceOp.SUM)
+            seconds = (time.perf_counter() - begun) / _TRIPS_BESIDE
+        return max(0.0, self._largest(seconds) - reduced)
 
     def _arithmetic(self, counter: Callable[[], int]) -> tuple[float, float]:
         """Multiplications a second, and what ``counter`` counts in one."""
