@@ -199,9 +199,12 @@ def chosen_after_one_step():
 
 
 def test_one_step_is_enough_to_choose(ranks):
-    for choice, errors in ranks(2, chosen_after_one_step):
-        assert choice == ("chosen", "gradient_allreduce")
-        assert 0 < errors[1] < errors[2] < 1
+    # Which one is a matter of time that passed: on a busy machine 8 bits may be the faster ones.
+    first, second = ranks(2, chosen_after_one_step)
+    assert first == second
+    choice, errors = first
+    assert choice[0] == "chosen"
+    assert 0 < errors[1] < errors[2] < 1
 
 
 @training.with_group
