@@ -34,14 +34,18 @@ def arms(steps: int) -> dict[str, Any]:
     )
     from curve_runs import registered
 
+    frozen_from = steps * 15 // 100
+
+    def optimizer_of(task: Task, parameters: Any, settled: bool) -> Any:
+        return QAdamOptimizer(
+            parameters, warmup_steps=frozen_from, freeze_bias_correction=settled, **task.qadam
+        )
+
     def momenta(settled: bool = False, **arguments: Any) -> Any:
         """Compressed momentum; settled: the optimizer's bias correction is frozen."""
 
         def choose(task: Task, parameters: Any) -> tuple[Any, Any]:
-            warm_up = steps * 15 // 100
-            optimizer = QAdamOptimizer(
-                parameters, warmup_steps=warm_up, freeze_bias_correction=settled, **task.qadam
-            )
+            optimizer = optimizer_of(task, parameters, settled)
             return optimizer, QAdamAlgorithm(optimizer, **arguments)
 
         return choose
@@ -50,11 +54,8 @@ def arms(steps: int) -> dict[str, Any]:
         """The optimizer of qadam on averaged gradients; settled: its bias correction is frozen."""
 
         def choose(task: Task, parameters: Any) -> tuple[Any, Any]:
-            warm_up = steps * 15 // 100
-            optimizer = QAdamOptimizer(
-                parameters, warmup_steps=warm_up, freeze_bias_correction=settled, **task.qadam
-            )
-            return optimizer, Algorithm.init(name, warmup_steps=warm_up, **arguments)
+            optimizer = optimizer_of(task, parameters, settled)
+            return optimizer, Algorithm.init(name, warmup_steps=frozen_from, **arguments)
 
         return choose
 

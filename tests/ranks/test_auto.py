@@ -192,19 +192,18 @@ def test_errors_are_those_of_the_first_gradients_that_are_finite(ranks):
 
 @training.with_group
 def chosen_after_one_step():
-    model, optimizer = wrapped(AutoAlgorithm(most_steps=1))
+    # Nothing that loses is allowed, so that no time that passes decides.
+    only_exact = {"max_error": 0.0, "max_error_with_feedback": 0.0}
+    model, optimizer = wrapped(AutoAlgorithm(most_steps=1, **only_exact))
     train(model, optimizer, 1)
     table = model.bagua_stats()["choice"]["table"]
     return choice_of(model), [row["error"] for row in table][:3]
 
 
 def test_one_step_is_enough_to_choose(ranks):
-    # Which one is a matter of time that passed: on a busy machine 8 bits may be the faster ones.
-    first, second = ranks(2, chosen_after_one_step)
-    assert first == second
-    choice, errors = first
-    assert choice[0] == "chosen"
-    assert 0 < errors[1] < errors[2] < 1
+    for choice, errors in ranks(2, chosen_after_one_step):
+        assert choice == ("chosen", "gradient_allreduce")
+        assert 0 < errors[1] < errors[2] < 1
 
 
 @training.with_group

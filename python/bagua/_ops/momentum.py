@@ -5,12 +5,13 @@ The momenta are those that all ranks share, or each rank's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from bagua import _C
+from bagua._core.compression.error_state import views_of
 from bagua._core.compression.two_residuals import Views
 from bagua._ops.contract.lane import Lane
 from bagua._ops.contract.operation import BucketView, Operation
@@ -114,13 +115,9 @@ class LocalMomentum(Operation):
             for (_, view), momentum in zip(self.views(named), momenta, strict=True):
                 view.copy_(momentum)
 
-    def views(self, named: Views) -> list[tuple[str, torch.Tensor]]:
+    def views(self, named: Views) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, momentum of this rank) of the ``named`` views of the bucket."""
-        u = self.memory.value(0)
-        return [
-            (name, u.as_strided(view.size(), view.stride(), view.storage_offset()))
-            for name, view in named
-        ]
+        return views_of(self.memory.value(0), named)
 
     def describe(self) -> str:
         return "local momentum"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from bagua import _C
 from bagua._core.state.saved_values import saved_tensor
 
-__all__ = ["error_key", "load_memory", "momentum_key", "new_memory", "ranks_text"]
+__all__ = ["error_key", "load_memory", "momentum_key", "new_memory", "ranks_text", "views_of"]
 
 
 def error_key(rank: int, name: str) -> str:
@@ -26,6 +26,14 @@ def momentum_key(rank: int, name: str) -> str:
 def ranks_text(ranks: Sequence[int]) -> str:
     """The ranks that remember, as a state has them under ``ranks``."""
     return " ".join(map(str, ranks))
+
+
+def views_of(
+    flat: torch.Tensor, named: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, its part of ``flat``) of the ``named`` views of a bucket of the same layout."""
+    for name, view in named:
+        yield name, flat.as_strided(view.size(), view.stride(), view.storage_offset())
 
 
 def new_memory(

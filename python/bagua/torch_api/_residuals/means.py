@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bagua import _C
-from bagua._core.compression.error_state import error_key, load_memory, ranks_text
+from bagua._core.compression.error_state import error_key, load_memory, ranks_text, views_of
 from bagua._core.compression.two_residuals import TwoResiduals, Views
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.compressed_all_reduce import CompressedAllReduce
@@ -66,8 +66,7 @@ def warn_of_useless_residuals(owner: str, codec: str | None, error_feedback: boo
 def errors_of(bucket: BaguaBucket, memory: _C.RoundMemory) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, residual) of every tensor of ``bucket``; none without error feedback."""
     error = memory.value(0)
-    for name, view in bucket.named_views() if error.numel() else []:
-        yield name, error.as_strided(view.size(), view.stride(), view.storage_offset())
+    yield from views_of(error, bucket.named_views() if error.numel() else [])
 
 
 def residuals_of(bucket: BaguaBucket) -> TwoResiduals:

@@ -269,8 +269,9 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def init_forward_pre_hook(self, bagua_ddp: WrappedModule) -> Callable[[Any], None]:
         def start(_: Any) -> None:
-            if isinstance(self._momenta, BorrowedMomenta) and not self.optimizer.compressed_steps:
-                self._momenta.begin(self._momentum_of)  # perhaps of a checkpoint
+            momenta = self._momenta if self.momentum_correction else None
+            if isinstance(momenta, BorrowedMomenta) and not self.optimizer.compressed_steps:
+                momenta.begin(self._momentum_of)  # perhaps of a checkpoint
             forward = bagua_ddp.bagua_train_step_counter
             if forward != self._last_forward + 1:
                 self._accumulated = True
