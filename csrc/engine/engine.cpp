@@ -1,6 +1,7 @@
 #include "engine/engine.h"
 
 #include <optional>
+#include <string>
 #include <unordered_set>
 #include <utility>
 
@@ -9,6 +10,7 @@
 
 #include "base/check.h"
 #include "engine/engine_state.h"
+#include "health/failure.h"
 
 namespace bagua {
 namespace {
@@ -65,17 +67,27 @@ void Engine::stop() noexcept {
   State& state = *state_;
   int64_t rounds = 0;
   bool failed = false;
+  std::string error;
   {
     std::lock_guard lock(state.mutex);
     if (std::exchange(state.stopped, true)) return;
     failed = state.failure != nullptr;
+    if (state.round.open() && !state.error.empty()) {
+      error = concat(state.whoami(), ": ", state.error);
+    }
     // A round that this rank has not waited for is not done: others may wait for more of it, such
     // as which slots were used.
     rounds = state.round.number() - (state.round.open() ? 1 : 0);
   }
   state.changed.notify_all();
   // A rank that failed has published that: its exit is the consequence, not the cause.
-  if (state.options.board && !failed) state.options.board->publish_exit(rounds);
+  if (state.options.board && !failed) {
+    if (error.empty()) {
+      state.options.board->publish_exit(rounds);
+    } else {
+      state.options.board->publish(error, false);
+    }
+  }
   bool idle = true;
   for (const auto& thread : threads_) idle = thread->stop() && idle;
   if (idle) return state.leave_lanes();
@@ -117,6 +129,7 @@ void Engine::begin_round(const RoundOpening& opening) {
   }
   state.round.begin(alone, opening.part);
   state.grad_scale = opening.grad_scale;
+  state.error.clear();
   for (State::Progress& bucket : state.progress) bucket.ready.clear();
   if (alone) return;
   threads_[0]->post(
@@ -245,6 +258,11 @@ void Engine::fail(const std::string& reason, bool timed_out) {
                        : std::make_exception_ptr(TransportError(message)));
   lock.lock();
   state.rethrow(lock);
+}
+
+void Engine::note_error(const std::exception_ptr& error) noexcept {
+  const std::lock_guard lock(state_->mutex);
+  if (state_->round.open()) state_->error = message_of(error);
 }
 
 void Engine::abort(const std::string& reason) noexcept {

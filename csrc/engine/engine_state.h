@@ -7,6 +7,7 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "comm/device_stream.h"
@@ -73,6 +74,7 @@ struct Engine::State {
   std::exception_ptr failure;
   bool failed_alike = false;     // every rank has found the failure by itself
   std::exception_ptr diagnosed;  // the failure, explained; made once
+  std::string error;             // what autograd has thrown in the open round
   bool stopped = false;
   RoundState round;
   float grad_scale = 1.0f;

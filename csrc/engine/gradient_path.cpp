@@ -25,6 +25,7 @@ void GradientPath::under_autograd(Body body) {
   try {
     body();
   } catch (...) {
+    engine_->note_error(std::current_exception());
     if (options_.on_error) options_.on_error(std::current_exception());
     throw;
   }

@@ -8,6 +8,7 @@
 #include <ATen/ops/mul.h>
 
 #include "base/check.h"
+#include "op/tensors/slot_betas.h"
 
 namespace bagua {
 
@@ -18,11 +19,7 @@ LocalMomentum::LocalMomentum(std::vector<int64_t> offsets, at::Tensor betas,
   BAGUA_CHECK_ARG(!offsets_.empty() && std::is_sorted(offsets_.begin(), offsets_.end()) &&
                       offsets_.front() >= 0,
                   "LocalMomentum needs the offset of at least one slot, in ascending order.");
-  BAGUA_CHECK_ARG(betas_.defined() && betas_.is_cpu() && betas_.scalar_type() == at::kDouble &&
-                      betas_.dim() == 1 && betas_.is_contiguous() &&
-                      betas_.numel() == static_cast<int64_t>(offsets_.size()),
-                  "LocalMomentum: betas must be ", offsets_.size(),
-                  " contiguous float64 in CPU memory, one per slot.");
+  check_betas(betas_, offsets_.size(), "LocalMomentum");
 }
 
 void LocalMomentum::run(at::Tensor& flat, const Round& round) {

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from support import every_algorithm, training
+from support import every_algorithm, faults, training
 from support.sparse_embeddings import WIDTH, WORDS, Both, Words, agree, loss, same, words, wrapped
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -146,6 +146,16 @@ def test_a_dense_gradient_of_a_sparse_table_is_refused_by_name(ranks):
         assert error.startswith("BaguaError")
         assert "the gradient of 'word.weight' is dense" in error
         assert "sparse=False" in error
+
+
+def of_the_table_of_one(model):
+    return of_the_table(model) if faults.is_last() else 0.0
+
+
+def test_others_are_told_why_a_rank_refused_its_gradient(ranks):
+    for error in ranks(3, add_a_penalty, of_the_table_of_one):
+        assert error.startswith("BaguaError")
+        assert "the gradient of 'word.weight' is dense" in error
 
 
 class Alone(nn.Module):
