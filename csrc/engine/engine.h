@@ -131,8 +131,8 @@ class Engine {
   // main thread.
   [[noreturn]] void fail(const std::string& reason, bool timed_out);
 
-  // Autograd has thrown `error` in the open round. If the engine is stopped in this round, the other
-  // ranks are told of the error and not of an exit.
+  // Autograd has thrown `error` in the open round. If the engine is stopped in this round, the
+  // other ranks are told of the error and not of an exit.
   void note_error(const std::exception_ptr& error) noexcept;
 
   // Ends everything: wait() and later calls throw `reason` on this and, published, on other ranks.
