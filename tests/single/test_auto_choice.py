@@ -20,8 +20,8 @@ EXACT, EIGHT, FOUR = Candidate("exact"), Candidate("eight"), Candidate("four")
 ERRORS = {EXACT: 0.0, EIGHT: 0.01, FOUR: 0.1}
 
 
-def row(candidate, predicted, measured=None, refusal=""):
-    return Row(candidate, predicted, 0, ERRORS[candidate], refusal, measured)
+def row(candidate, predicted, measured=None, refusal="", busy=0.0):
+    return Row(candidate, predicted, 0, ERRORS[candidate], refusal, measured, busy)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,9 @@ def test_the_fastest_is_taken_and_within_three_percent_what_loses_least(rows, ex
         ([row(EXACT, 9.0), row(EIGHT, 0.9), row(FOUR, 0.95)], [EIGHT, FOUR]),
         ([row(EXACT, 9.0), row(EIGHT, 3.0), row(FOUR, 0.95)], [FOUR]),
         ([row(EXACT, 1.2), row(EIGHT, 1.3), row(FOUR, 0.95)], [EXACT, FOUR]),
+        ([row(EXACT, 1.0, busy=0.2), row(EIGHT, 0.99), row(FOUR, 1.04)], [EXACT, EIGHT, FOUR]),
+        ([row(EXACT, 1.0, busy=0.2), row(EIGHT, 1.06), row(FOUR, 1.1)], [EXACT]),
+        ([row(EXACT, 1.0, busy=0.05), row(EIGHT, 1.01), row(FOUR, 1.04)], [EXACT]),
     ],
 )
 def test_candidates_close_to_the_best_are_tried_beside_exact_gradients(rows, expected):

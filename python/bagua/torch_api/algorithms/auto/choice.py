@@ -17,6 +17,9 @@ __all__ = ["Limits", "Row", "best_of", "finalists", "rows_of", "table_text"]
 WORTH = 0.03
 #: Candidates whose predictions are within this share of the best one are worth a trial.
 _CLOSE = 0.2
+#: Where exact gradients keep a lane busy for more than this share of a step, less communication may
+#: be faster although it is predicted to be slower by up to _DOUBT: predictions err by more.
+_BUSY, _DOUBT = 0.1, 0.05
 #: Candidates that are tried, exact gradients apart.
 _MOST_TRIALS = 2
 
@@ -45,6 +48,7 @@ class Row:
         error: relative L2 error on the real gradients; None: not measured.
         refusal: the reason for which it is not taken; empty: it may be.
         measured: seconds of a step in a trial; None: not tried.
+        busy: predicted seconds of a step in which a lane communicates.
     """
 
     candidate: Candidate
@@ -53,6 +57,7 @@ class Row:
     error: float | None
     refusal: str = ""
     measured: float | None = None
+    busy: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -100,13 +105,13 @@ def rows_of(
             refusal = "error not measured"
         if not refusal and error is not None and error > limit:
             refusal = f"error {error:.2g} > {limit:g}"
-        seconds, sent = None, 0
+        seconds, sent, busy = None, 0, 0.0
         try:
             predicted = predict(profile, candidate, ranks=ranks)
-            seconds, sent = predicted.step, predicted.bytes_sent
+            seconds, sent, busy = predicted.step, predicted.bytes_sent, predicted.busy
         except ValueError as problem:
             refusal = refusal or str(problem)
-        rows.append(Row(candidate, seconds, sent, error, refusal))
+        rows.append(Row(candidate, seconds, sent, error, refusal, busy=busy))
     return rows
 
 
@@ -128,15 +133,17 @@ def best_of(rows: Sequence[Row]) -> Row:
 def finalists(rows: Sequence[Row]) -> list[Row]:
     """The rows that are worth a trial: the fastest without loss, and faster ones close to the best.
 
-    One row only where the prediction leaves no doubt, or nothing that loses is predicted to win.
+    One row only where the prediction leaves no doubt: nothing that loses is predicted to win, and
+    exact gradients communicate little.
     """
     allowed = sorted((row for row in rows if not row.refusal), key=lambda row: row.seconds)
     lossless = next((row for row in allowed if not row.error), None)
-    limit = float("inf") if lossless is None else lossless.seconds
+    doubtful = lossless is not None and lossless.busy > _BUSY * lossless.seconds
+    limit = float("inf") if lossless is None else lossless.seconds * (1 + _DOUBT * doubtful)
     others = [row for row in allowed if row.error and row.seconds < limit]
     others = [row for row in others if row.seconds <= others[0].seconds * (1 + _CLOSE)]
     best = best_of(rows)
-    if not others or best is lossless:
+    if not others or (best is lossless and not doubtful):
         return [best]
     near = lossless is not None and lossless.seconds <= others[0].seconds * (1 + 2 * _CLOSE)
     found = others[:_MOST_TRIALS]

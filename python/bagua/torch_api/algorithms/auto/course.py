@@ -41,8 +41,12 @@ _WHAT = "trying candidates of AutoAlgorithm"
 #: One bucket while steps are measured: communication begins when all gradients are there, so that
 #: it takes nothing from the time of the backward.
 _ONE_BUCKET = 2**62
-#: (Seconds of a predicted step, most steps of a trial): the first that is not exceeded.
-_TRIAL_STEPS = ((0.25, 4), (1.0, 2), (float("inf"), 1))
+#: (Seconds of a predicted step, most steps of a trial): the first that is not exceeded. Three
+#: trials end within 20 steps or 3 s.
+_TRIAL_STEPS = ((0.03, 16), (0.06, 8), (0.25, 3), (1.0, 2), (float("inf"), 1))
+#: Trials of more steps leave their first half out: a connection takes some tenths of a second to
+#: find its speed for messages of other sizes.
+_MOST_COUNTED_WHOLE = 4
 
 
 @dataclass(frozen=True)
@@ -236,8 +240,11 @@ class Course:
         self._times.backward_ended(0.0)
         self._trial_rounds += 1
         row = next(row for row in self._rows if row.candidate == self._trial)
-        steps = next(steps for most, steps in _TRIAL_STEPS if row.seconds <= most)
-        if self._trial_rounds <= min(steps, self._trial_most):
+        most = next(steps for most, steps in _TRIAL_STEPS if row.seconds <= most)
+        steps = min(most, self._trial_most)
+        if self._trial_rounds == steps // 2 and steps > _MOST_COUNTED_WHOLE:
+            self._times.restart()
+        if self._trial_rounds <= steps:
             return None
         (seconds,) = largest(self._connections, _WHAT, [self._times.whole()])
         self._rows = with_trial(self._rows, self._trial, seconds)
