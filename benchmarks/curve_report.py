@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from curve_runs import warm_up_of
 from curve_tasks import TASKS
 
 RANKS = (2, 4)
@@ -28,9 +29,11 @@ benchmarks/results/curves.json are not made again.
 - **Sent**: by rank 0 in the whole run.
 """
 SOONER = """\
-- **Sooner**: how many times sooner than exact gradients it had the loss with which those ended, on
-  that network; steps were timed in network namespaces, the median of up to 100, or of 6 outer
-  rounds. Steps of a few milliseconds differ by a third from run to run. A dash: it never had it.
+- **Sooner**: how many times sooner than exact gradients of the same seeds it had the loss with
+  which those ended, within noise: plus half of the 95 % interval over the seeds of exact gradients.
+  Steps of a warm-up count as exact ones.
+  Steps were timed on that network, in namespaces, the median of up to 100, or of 6 outer rounds;
+  those of a few milliseconds differ by a third from run to run. A dash: it never had that loss.
 """
 
 
@@ -70,6 +73,33 @@ def steps_until(curves: list[dict[str, Any]], loss: float) -> float:
     return math.inf
 
 
+def seconds_of(steps: float, a_step: float, of_exact: float, warm_up: int) -> float:
+    """Seconds of the first ``steps``, of which those of the warm-up are exact ones."""
+    return min(steps, warm_up) * of_exact + max(0, steps - warm_up) * a_step
+
+
+def sooner(arm: dict[str, Any], exact: dict[str, Any], rate: str, warm_up: int) -> float:
+    """Time of exact gradients until their last loss, within noise, over that of the arm; or NaN.
+
+    Args:
+        warm_up: steps of the arm with exact gradients.
+    """
+    both = sorted(arm["seeds"].keys() & exact["seeds"].keys())
+    if not both or rate not in arm["seconds"] or rate not in exact["seconds"]:
+        return math.nan
+    noise = interval([curve["loss"][-1] for curve in exact["seeds"].values()])
+    last = statistics.mean(exact["seeds"][seed]["loss"][-1] for seed in both)
+    goal = last + (0.0 if math.isnan(noise) else noise)
+    own, of_exact = (
+        steps_until([one["seeds"][seed] for seed in both], goal) for one in (arm, exact)
+    )
+    if math.isinf(own):
+        return math.nan
+    of_exact_step = exact["seconds"][rate]
+    own_seconds = seconds_of(own, arm["seconds"][rate], of_exact_step, warm_up)
+    return of_exact * of_exact_step / own_seconds
+
+
 def above(arm: dict[int, Any], exact: dict[int, Any]) -> list[float]:
     """Differences of the last losses, of the seeds that both have."""
     both = sorted(arm.keys() & exact.keys())
@@ -105,7 +135,6 @@ def table(arms: dict[str, dict[str, Any]]) -> str:
     head += [f"sooner at {rate} Mb/s" for rate in rates]
     lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
     exact = arms["exact"]
-    goal = statistics.mean(c["loss"][-1] for c in exact["seeds"].values())
     for name, arm in arms.items():
         curves = list(arm["seeds"].values())
         losses = [c["loss"][-1] for c in curves]
@@ -126,13 +155,8 @@ def table(arms: dict[str, dict[str, Any]]) -> str:
         cells.append(f"{statistics.mean(c['accuracy'][-1] for c in curves):.1%}")
         cells.append(f"{statistics.mean(c['bytes'][-1] for c in curves) / 1e6:.2f}")
         for rate in rates:
-            steps = steps_until(curves, goal)
-            if math.isinf(steps) or rate not in arm["seconds"] or rate not in exact["seconds"]:
-                cells.append("\N{EN DASH}")
-                continue
-            of_exact = steps_until(list(exact["seeds"].values()), goal) * exact["seconds"][rate]
-            sooner = of_exact / (steps * arm["seconds"][rate])
-            cells.append(f"{sooner:.2f}")
+            times = sooner(arm, exact, rate, warm_up_of(name))
+            cells.append("\N{EN DASH}" if math.isnan(times) else f"{times:.2f}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -153,8 +177,10 @@ def draw(task: str, ranks: int, arms: dict[str, dict[str, Any]], folder: Path) -
             losses = [statistics.mean(v) for v in zip(*(c["loss"] for c in curves), strict=True)]
             if axis == "bytes":
                 places = [value / 1e6 for value in curves[0]["bytes"]]
-            elif axis in arm["seconds"]:
-                places = [step * arm["seconds"][axis] for step in curves[0]["step"]]
+            elif axis in arm["seconds"] and axis in arms["exact"]["seconds"]:
+                a_step, of_exact = arm["seconds"][axis], arms["exact"]["seconds"][axis]
+                steps = curves[0]["step"]
+                places = [seconds_of(s, a_step, of_exact, warm_up_of(name)) for s in steps]
             else:
                 continue
             plot.plot(places, losses, label=name)

@@ -38,6 +38,23 @@ def test_steps_to_a_loss_lie_between_two_measurements(modules):
     assert report.steps_until(curves, 0.4) == math.inf
 
 
+def test_time_to_the_loss_of_exact_gradients_is_of_the_same_seeds(modules):
+    _, report = modules
+
+    def arm(seconds, *curves):
+        return {"seeds": dict(enumerate(map(run_of, curves))), "seconds": {"200": seconds}}
+
+    exact = arm(3.0, [4.0, 2.0, 1.0], [4.0, 2.2, 1.0])  # equal ends: no noise
+    assert report.sooner(exact, exact, "200", 0) == 1
+    assert report.sooner(arm(1.0, [4.0, 2.0, 0.0]), exact, "200", 0) == pytest.approx(90 / 25)
+    # 20 of the 25 steps are exact ones
+    assert report.sooner(arm(1.0, [4.0, 2.0, 0.0]), exact, "200", 20) == pytest.approx(90 / 65)
+    assert math.isnan(report.sooner(arm(1.0, [4.0, 2.0, 1.1]), exact, "200", 0))
+    assert math.isnan(report.sooner(arm(1.0), exact, "200", 0))
+    noisy = arm(3.0, [4.0, 2.0, 1.0], [4.0, 2.0, 1.1])  # half of the interval is 0.635
+    assert report.sooner(arm(3.0, [4.0, 2.0, 1.6]), noisy, "200", 0) == pytest.approx(0.812, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("losses", "words"),
     [
@@ -85,7 +102,7 @@ def test_the_page_has_a_row_for_each_algorithm_and_pictures(modules, tmp_path):
     report.write_page(curves.kept(results), tmp_path / "curves.md", ["exact", "bytegrad"])
     page = (tmp_path / "curves.md").read_text()
     assert "| exact | 1.050 ± 0.124 |  |  | 50.0% | 4.00 | 1.00 |" in page
-    assert "| bytegrad | 1.050 ± 0.124 | +0.000 | yes | 50.0% | 1.00 | 4.00 |" in page
+    assert "| bytegrad | 1.050 ± 0.124 | +0.000 | yes | 50.0% | 1.00 | 4.13 |" in page
     for picture in ("curves-digits-bytes.png", "curves-digits-seconds.png"):
         assert picture in page
         assert (tmp_path / picture).stat().st_size > 5000
