@@ -13,17 +13,24 @@ import torch.distributed.checkpoint as dcp
 from bagua._foresight.profile import BucketProfile, CodecSpeed, Link, Profile
 from bagua._foresight.profile_file import write_profile
 from bagua.torch_api.algorithms import AutoAlgorithm
-from bagua.torch_api.algorithms.auto import Candidate, course, links, measuring
-from bagua.torch_api.algorithms.auto.choice import rows_of
-from bagua.torch_api.algorithms.auto.links import Links
+from bagua.torch_api.algorithms.auto import Candidate, course
+from bagua.torch_api.algorithms.auto.choice import rows_of, with_trials
+from bagua.torch_api.algorithms.auto.probe import links, measuring
+from bagua.torch_api.algorithms.auto.probe.links import Links
+from bagua.torch_api.algorithms.auto.saved import choice_text
 from bagua.torch_api.checkpoint import load_latest, save_checkpoint
 from support import training
 from support.error_feedback import all_bits, train_step, wide_network
 from torch import nn
 
-FAST, SLOW = Link(1e-5, 5e9), Link(1e-4, 2e6)
+FAST, SLOW, SLOWER = Link(1e-5, 5e9), Link(1e-4, 2e6), Link(1e-4, 1e6)
 EIGHT = "bytegrad(codec='block_uint8', hierarchical=False)"
-FOUR = "bytegrad(codec='int4_block', error_feedback=True, hierarchical=False)"
+FOUR_BITS = Candidate(
+    "bytegrad", {"codec": "int4_block", "error_feedback": True, "hierarchical": False}
+)
+FOUR = FOUR_BITS.label()
+SMALLER_BUCKETS = dataclasses.replace(FOUR_BITS, bucket_bytes=256)
+SMALLER = SMALLER_BUCKETS.label()
 
 
 def profile(link, ranks=2, nodes=None, errors=None, codec=5e9, **more):
@@ -211,7 +218,10 @@ def test_one_step_is_enough_to_choose(ranks):
 def tried(exact):
     """The predictions say that lossy candidates are faster; nothing is, for so small a model."""
     promise = functools.partial(rows_that_promise, exact)
-    with mock.patch.object(course, "rows_of", promise):
+    with (
+        mock.patch.object(course, "rows_of", promise),
+        mock.patch.object(course, "other_size", return_value=None),
+    ):
         model, optimizer = wrapped(AutoAlgorithm())
         names = []
         for step in range(60):
@@ -222,14 +232,15 @@ def tried(exact):
     return names, trials, training.model_bits(model)
 
 
-def rows_that_promise(exact, profile, candidates, limits, refused=None, *, ranks=None):
-    rows = rows_of(profile, candidates, limits, refused, ranks=ranks)
-    promised = {"gradient_allreduce": exact, EIGHT: 0.8 * exact, FOUR: 0.9 * exact}
+def rows_that_promise(exact, *arguments, four=None, **named):
+    rows = rows_of(*arguments, **named)
+    four = 0.9 * exact if four is None else four
+    promised = {"gradient_allreduce": exact, EIGHT: 0.8 * exact, FOUR: four}
     return [dataclasses.replace(r, predicted=promised.get(r.candidate.label(), 2)) for r in rows]
 
 
 # 7 steps are measured; a trial's first step builds buckets, and the next ones count.
-@pytest.mark.parametrize(("exact", "steps"), [(1.0, 7 + 3 * 3), (0.05, 7 + 3 * 9), (0.02, 58)])
+@pytest.mark.parametrize(("exact", "steps"), [(1.0, 7 + 3 * 3), (0.05, 7 + 3 * 13), (0.02, 58)])
 def test_close_candidates_are_tried_and_measurements_decide(ranks, exact, steps):
     results = ranks(2, tried, exact)
     assert results[0] == results[1]
@@ -247,30 +258,86 @@ def test_close_candidates_are_tried_and_measurements_decide(ranks, exact, steps)
 
 
 @training.with_group
-def links_that_change(fast_after):
+def tried_with_smaller_buckets(seconds):
+    """4 bits are predicted to win by far; ``seconds`` are those of the trials."""
+    measured = dict(zip([SMALLER_BUCKETS, FOUR_BITS], seconds, strict=True))
+    with (
+        mock.patch.object(course, "rows_of", functools.partial(rows_that_promise, 9.0, four=1.0)),
+        mock.patch.object(course, "other_size", return_value=SMALLER_BUCKETS) as asked,
+        mock.patch.object(course, "with_trials", lambda rows, _: with_trials(rows, measured)),
+    ):
+        model, optimizer = wrapped(AutoAlgorithm())
+        stages = []
+        for step in range(20):
+            train(model, optimizer, 1, first=step)
+            at_work = model.bagua_algorithm.at_work.label(), len(model.bagua_buckets) > 1
+            stages.append((choice_of(model)[0], *at_work))
+    again, its_optimizer = wrapped(AutoAlgorithm(), seed=1)
+    again.bagua_algorithm.load_state_dict(model.bagua_algorithm.state_dict())
+    train(again, its_optimizer, 1)
+    cuts = [[len(bucket.tensors) for bucket in one.bagua_buckets] for one in (model, again)]
+    stages = list(dict.fromkeys(stages))
+    return stages, choice_of(model), asked.call_count, cuts, training.model_bits(model)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"), [((0.9, 1.0), SMALLER), ((0.98, 1.0), FOUR), ((1.1, 1.0), FOUR)]
+)
+def test_smaller_buckets_are_tried_and_taken_if_clearly_faster(ranks, seconds, chosen):
+    results = ranks(2, tried_with_smaller_buckets, seconds)
+    assert results[0] == results[1]
+    stages, choice, asked, (cut, cut_again), _ = results[0]
+    assert choice == ("chosen", chosen)
+    assert asked == 1
+    assert [stage for stage in stages if stage[0] == "trying"] == [
+        ("trying", "gradient_allreduce", False),  # until the next forward
+        ("trying", SMALLER, True),
+        ("trying", FOUR, False),
+    ]
+    assert stages[-1] == ("chosen", chosen, chosen == SMALLER)
+    assert cut == cut_again
+
+
+@training.with_group
+def links_that_change(to, restored=None):
+    """The alarm comes in round 4; ``restored``: the choice of a checkpoint."""
     calls = []
 
     def alarm(self, stats):
         calls.append(stats)
-        return len(calls) == fast_after
+        return len(calls) == 4
 
     with (
         mock.patch.object(course.Watching, "round_ended", alarm),
-        mock.patch.object(course, "measure_links", return_value=Links(FAST, None)),
+        mock.patch.object(course, "measure_links", return_value=Links(to, None)),
     ):
         model, optimizer = wrapped(AutoAlgorithm(profile=profile(SLOW)))
-        names = []
+        if restored is not None:
+            choice = choice_text(restored, profile(SLOW))
+            model.bagua_algorithm.load_state_dict({"choice": choice})
+        at_work = []
         for step in range(8):
             train(model, optimizer, 1, first=step)
-            names.append(type(model.bagua_algorithm.inner).__name__)
-    return names, model.bagua_stats()["choice"]["replans"], training.model_bits(model)
+            at_work.append(model.bagua_algorithm.at_work.label())
+    return at_work, model.bagua_stats()["choice"]["replans"], training.model_bits(model)
 
 
-def test_a_link_that_changes_for_long_is_planned_for_again_on_all_ranks_at_once(ranks):
-    results = ranks(2, links_that_change, 4)
+@pytest.mark.parametrize(
+    ("to", "restored", "expected"),
+    [
+        (FAST, None, [FOUR] * 4 + ["gradient_allreduce"] * 4),
+        (SLOWER, None, [FOUR] * 8),
+        (FAST, SMALLER_BUCKETS, [SMALLER] * 4 + ["gradient_allreduce"] * 4),
+        (SLOWER, SMALLER_BUCKETS, [SMALLER] * 8),
+    ],
+)
+def test_a_link_that_changes_for_long_is_planned_for_again_on_all_ranks_at_once(
+    ranks, to, restored, expected
+):
+    results = ranks(2, links_that_change, to, restored)
     assert results[0] == results[1]
-    names, replans, _ = results[0]
-    assert names == ["ByteGradFeedbackImpl"] * 4 + ["GradientAllReduceAlgorithmImpl"] * 4
+    at_work, replans, _ = results[0]
+    assert at_work == expected
     assert replans == 1
 
 

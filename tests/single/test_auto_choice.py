@@ -8,12 +8,13 @@ import torch
 from bagua import _C
 from bagua._foresight.candidate import Candidate
 from bagua._foresight.profile import BucketProfile, Link, Profile
-from bagua.torch_api.algorithms.auto import agreed
+from bagua.torch_api.algorithms.auto import agreed, trials
 from bagua.torch_api.algorithms.auto.candidates import default_candidates, loss_of
 from bagua.torch_api.algorithms.auto.choice import Row, best_of, finalists
-from bagua.torch_api.algorithms.auto.errors import error_of
-from bagua.torch_api.algorithms.auto.links import Links
-from bagua.torch_api.algorithms.auto.steps import StepTimes
+from bagua.torch_api.algorithms.auto.probe.errors import error_of
+from bagua.torch_api.algorithms.auto.probe.links import Links
+from bagua.torch_api.algorithms.auto.probe.steps import StepTimes
+from bagua.torch_api.algorithms.auto.sizes import other_size
 from bagua.torch_api.algorithms.auto.watching import Watching, changed, renewed
 
 EXACT, EIGHT, FOUR = Candidate("exact"), Candidate("eight"), Candidate("four")
@@ -55,6 +56,58 @@ def test_the_fastest_is_taken_and_within_three_percent_what_loses_least(rows, ex
 )
 def test_candidates_close_to_the_best_are_tried_beside_exact_gradients(rows, expected):
     assert [one.candidate for one in finalists(rows)] == expected
+
+
+def profile_of(numels, seconds=0.02, bandwidth=1e7):
+    """Matrices of so many elements in one bucket, ready at the end of backward."""
+    shapes = tuple((numel, 1) for numel in numels)
+    bucket = BucketProfile(sum(numels), 4 * sum(numels), seconds, shapes)
+    return Profile(2, (1, 1), seconds, 0.0, (bucket,), Link(1e-4, bandwidth))
+
+
+EVEN, ONE_LARGE = [20_000] * 12, [400_000]
+
+
+@pytest.mark.parametrize(
+    ("numels", "candidate", "measured", "busy", "size"),
+    [
+        (EVEN, FOUR, 0.03, 0.012, 120_000),
+        (EVEN, FOUR, 0.022, 0.012, None),  # hidden already
+        (EVEN, FOUR, 0.03, 0.029, None),  # fills the step
+        (EVEN, FOUR, None, 0.012, 120_000),  # not measured: predicted
+        (EVEN, Candidate("four", {}, bucket_bytes=999), 0.03, 0.012, None),  # the user's size
+        (EVEN, FOUR, math.inf, 0.012, None),
+        (ONE_LARGE, FOUR, 0.03, 0.012, None),  # cannot be cut
+        ([1000] * 40, FOUR, 0.03, 0.012, 64 * 1024),  # not into less
+    ],
+)
+def test_smaller_buckets_are_worth_a_trial_where_communication_may_hide(
+    numels, candidate, measured, busy, size
+):
+    row = Row(candidate, 0.03, 0, 0.1, "", measured, busy)
+    found = other_size(profile_of(numels), row)
+    assert found == (None if size is None else Candidate("four", {}, bucket_bytes=size))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most", "steps"),
+    [((0.02, 0.02), 99, 34), ((0.05, 0.1), 99, 17), ((1.0, 2.0), 5, 4)],
+)
+def test_trials_take_turns_within_their_steps(seconds, most, steps):
+    rows = [row(EIGHT, seconds[0]), row(FOUR, seconds[1])]
+    with mock.patch.object(trials, "largest", lambda _, __, values: values):
+        running = trials.Trials(None, rows, most)
+        at_work = []
+        while not running.done:
+            assert len(at_work) < 100
+            at_work.append(running.at_work)
+            running.forward_begins()
+            changes = running.round_ended()
+            assert changes == (running.at_work != at_work[-1] or running.done)
+    assert list(dict.fromkeys(at_work)) == [EIGHT, FOUR]
+    assert running.rounds == len(at_work) == steps <= most
+    assert all(0 < measured < 1 for measured in running.measured.values())
+    assert list(running.measured) == [EIGHT, FOUR]
 
 
 def test_nodes_of_several_ranks_have_hierarchical_candidates():

@@ -28,7 +28,7 @@ from bagua.torch_api.algorithms.auto.candidates import (
 )
 from bagua.torch_api.algorithms.auto.choice import Limits
 from bagua.torch_api.algorithms.auto.course import Course, Settings
-from bagua.torch_api.algorithms.auto.links import node_sizes
+from bagua.torch_api.algorithms.auto.probe.links import node_sizes
 from bagua.torch_api.algorithms.auto.saved import choice_text, read_choice
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket
@@ -73,8 +73,8 @@ class AutoAlgorithm(Algorithm):
         max_error_with_feedback: the same with error feedback. 0.3 admits 4 bits (0.1 to 0.2), which
             end within 0.01 of the loss of exact gradients under AdamW, and keeps out 2 bits
             (0.34 and more), which end 0.07 above it.
-        most_steps: steps until the choice, those of trials included: of up to three trials of 16
-            steps where a step takes at most 30 ms, of 8 up to 60 ms, of 3 and fewer for longer
+        most_steps: steps until the choice, those of trials included: of up to four trials of 17
+            steps where a step takes at most 30 ms, of 13 up to 70 ms, of 4 and fewer for longer
             ones. Where too few are left for trials, the predictions decide.
         most_seconds: of steps that are measured before trials. At least one step is exact.
         replan: measure the links again, and choose anew, when the wire has been twice as fast or
@@ -95,7 +95,7 @@ class AutoAlgorithm(Algorithm):
         *,
         max_error: float = 0.05,
         max_error_with_feedback: float = 0.3,
-        most_steps: int = 60,
+        most_steps: int = 100,
         most_seconds: float = 5.0,
         replan: bool = True,
         profile: Profile | str | os.PathLike[str] | None = None,

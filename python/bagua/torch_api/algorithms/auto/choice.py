@@ -150,9 +150,9 @@ def finalists(rows: Sequence[Row]) -> list[Row]:
     return [lossless, *found] if near and lossless is not None else found
 
 
-def with_trial(rows: Sequence[Row], candidate: Candidate, seconds: float) -> list[Row]:
-    """``rows`` with the measured step of a candidate."""
-    return [replace(row, measured=seconds) if row.candidate == candidate else row for row in rows]
+def with_trials(rows: Sequence[Row], measured: Mapping[Candidate, float]) -> list[Row]:
+    """``rows`` with the measured steps of some candidates."""
+    return [replace(row, measured=measured.get(row.candidate, row.measured)) for row in rows]
 
 
 def table_text(rows: Sequence[Row], chosen: Candidate) -> str:

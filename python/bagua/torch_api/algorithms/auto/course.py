@@ -15,7 +15,6 @@ from bagua._foresight.candidate import Candidate
 from bagua._foresight.profile import Profile
 from bagua._foresight.profile_file import values_of
 from bagua._sync.bucketing import split_by_bucket_size
-from bagua.torch_api.algorithms.auto.agreed import largest
 from bagua.torch_api.algorithms.auto.candidates import codecs_of, loss_of
 from bagua.torch_api.algorithms.auto.choice import (
     WORTH,
@@ -25,28 +24,22 @@ from bagua.torch_api.algorithms.auto.choice import (
     finalists,
     rows_of,
     table_text,
-    with_trial,
+    with_trials,
 )
-from bagua.torch_api.algorithms.auto.errors import typical_errors
-from bagua.torch_api.algorithms.auto.links import measure_links
-from bagua.torch_api.algorithms.auto.measuring import Group, Measuring
-from bagua.torch_api.algorithms.auto.steps import StepTimes
+from bagua.torch_api.algorithms.auto.probe.errors import typical_errors
+from bagua.torch_api.algorithms.auto.probe.links import measure_links
+from bagua.torch_api.algorithms.auto.probe.measuring import Group, Measuring
+from bagua.torch_api.algorithms.auto.sizes import other_size
+from bagua.torch_api.algorithms.auto.trials import Trials
 from bagua.torch_api.algorithms.auto.watching import Watching, changed, renewed
 from bagua.torch_api.algorithms.base import WrappedModule
 
 __all__ = ["Course", "Settings"]
 
 _log = logging.getLogger("bagua")
-_WHAT = "trying candidates of AutoAlgorithm"
 #: One bucket while steps are measured: communication begins when all gradients are there, so that
 #: it takes nothing from the time of the backward.
 _ONE_BUCKET = 2**62
-#: (Seconds of a predicted step, most steps of a trial): the first that is not exceeded. Three
-#: trials end within 20 steps or 3 s.
-_TRIAL_STEPS = ((0.03, 16), (0.06, 8), (0.25, 3), (1.0, 2), (float("inf"), 1))
-#: Trials of more steps leave their first half out: a connection takes some tenths of a second to
-#: find its speed for messages of other sizes.
-_MOST_COUNTED_WHOLE = 4
 
 
 @dataclass(frozen=True)
@@ -90,11 +83,9 @@ class Course:
         self._replans = 0
         self._spent_ns = 0, 0  # blocked by communication, on the wire
         self._measuring: Measuring | None = None
-        self._times = StepTimes()
-        self._trials: list[Candidate] = []
-        self._trial: Candidate | None = None
-        self._trial_rounds = 0
-        self._trial_most = 0
+        self._trials: Trials | None = None
+        self._steps_left = 0  # for trials
+        self._smaller_tried = False
         self._watching: Watching | None = None
 
     @property
@@ -129,7 +120,7 @@ class Course:
         """Tensors grouped as the buckets of ``at_work`` shall be; given as they are by default."""
         groups = [_group_of(group) for group in tensors]
         self._groups = [group for group in groups if group.numel > 0]
-        measures = self.chosen is None and self._trial is None
+        measures = self.chosen is None and self._trials is None
         size = _ONE_BUCKET if measures else at_work.bucket_bytes
         if size is None:
             return tensors
@@ -141,8 +132,8 @@ class Course:
         """Called before the forward of every step."""
         if self.chosen is not None:
             return
-        if self._trial is not None:
-            self._times.forward_begins()
+        if self._trials is not None:
+            self._trials.forward_begins()
             return
         if self._measuring is None:
             named = bagua_ddp.bagua_build_params()
@@ -167,11 +158,11 @@ class Course:
             profile = self._measuring.round_ended(exposed / 1e9, wire / 1e9)
             if profile is None:
                 return None
-            steps = self._measuring.rounds
+            self._steps_left = self._settings.most_steps - self._measuring.rounds
             self._measuring, self.profile = None, profile
-            return self._decide(self._settings.most_steps - steps)
-        if self._trial is not None:
-            return self._try()
+            return self._decide()
+        if self._trials is not None:
+            return self._try(self._trials)
         if self._watching is not None:
             total = bagua_ddp.stats()["total"] if self._watching.needs_stats() else None
             if self._watching.round_ended(total):
@@ -186,15 +177,15 @@ class Course:
     def restore(self, candidate: Candidate, profile: Profile | None) -> None:
         """Take the choice of a checkpoint."""
         self.close()
-        self._measuring, self._watching, self._trial, self._trials = None, None, None, []
+        self._measuring, self._watching, self._trials = None, None, None
         self.profile = profile
         if profile is not None:
-            self._predict()
+            self._predict(candidate)
         self._choose(candidate, "restored from a checkpoint")
 
     def values(self) -> dict[str, Any]:
         """The choice as plain data: see ``BaguaModule.bagua_stats``."""
-        trying = "measuring" if self._trial is None else "trying"
+        trying = "measuring" if self._trials is None else "trying"
         return {
             "state": trying if self.chosen is None else "chosen",
             "chosen": None if self.chosen is None else self.chosen.label(),
@@ -206,53 +197,67 @@ class Course:
 
     # Deciding.
 
-    def _predict(self) -> None:
+    def _rows_of(self, candidates: Sequence[Candidate]) -> list[Row]:
         assert self.profile is not None
-        self._rows = rows_of(
+        return rows_of(
             self.profile,
-            self._candidates,
+            candidates,
             self._settings.limits,
             self._refused,
             ranks=self._connections.size,
         )
 
-    def _decide(self, steps_left: int) -> Candidate:
+    def _predict(self, at_work: Candidate | None = None) -> None:
+        """Rows of all candidates; ``at_work`` keeps the size of its buckets, which was tried."""
+        self._rows = self._rows_of(self._candidates)
+        if at_work is not None and at_work not in self._candidates:
+            default = replace(at_work, bucket_bytes=None)
+            self._rows = [
+                replace(row, candidate=at_work) if row.candidate == default else row
+                for row in self._rows
+            ]
+
+    def _decide(self) -> Candidate:
         self._predict()
-        close = finalists(self._rows)
-        # Buckets are built in the first step of a trial, which is not counted.
-        self._trial_most = steps_left // len(close) - 1
-        if len(close) == 1 or self._trial_most < 1:
-            return self._choose_best()
         # The likely winner comes last, so that no buckets are built for it again; residuals of the
         # others are lost with them.
-        order = sorted(close, key=lambda row: (bool(row.error), -row.seconds))
-        self._trials = [row.candidate for row in order]
-        return self._next_trial()
+        close = sorted(finalists(self._rows), key=lambda row: (bool(row.error), -row.seconds))
+        if len(close) > 1 and self._begin_trials(close):
+            return close[0].candidate
+        return self._try_smaller() or self._choose_best()
 
-    def _next_trial(self) -> Candidate:
-        self._trial = self._trials.pop(0)
-        self._trial_rounds = 0
-        self._times.restart(leave_out=1)  # buckets were built in it
-        return self._trial
+    def _begin_trials(self, rows: Sequence[Row]) -> bool:
+        """Whether there are enough steps left for them."""
+        if self._steps_left < 2 * len(rows):
+            return False
+        self._trials = Trials(self._connections, rows, self._steps_left)
+        return True
 
-    def _try(self) -> Candidate | None:
-        assert self._trial is not None
-        self._times.backward_ended(0.0)
-        self._trial_rounds += 1
-        row = next(row for row in self._rows if row.candidate == self._trial)
-        most = next(steps for most, steps in _TRIAL_STEPS if row.seconds <= most)
-        steps = min(most, self._trial_most)
-        if self._trial_rounds == steps // 2 and steps > _MOST_COUNTED_WHOLE:
-            self._times.restart()
-        if self._trial_rounds <= steps:
+    def _try(self, trials: Trials) -> Candidate | None:
+        if not trials.round_ended():
             return None
-        (seconds,) = largest(self._connections, _WHAT, [self._times.whole()])
-        self._rows = with_trial(self._rows, self._trial, seconds)
-        if self._trials:
-            return self._next_trial()
-        last, self._trial = self._trial, None
-        best = self._choose_best()
+        if not trials.done:
+            return trials.at_work
+        self._trials = None
+        self._steps_left -= trials.rounds
+        self._rows = with_trials(self._rows, trials.measured)
+        last, best = trials.at_work, self._try_smaller() or self._choose_best()
         return None if best == last else best
+
+    def _try_smaller(self) -> Candidate | None:
+        """Begin a trial of the best row with smaller buckets, where that is worth it."""
+        assert self.profile is not None
+        best = best_of(self._rows)
+        smaller = None if self._smaller_tried else other_size(self.profile, best)
+        self._smaller_tried = True
+        rows = [] if smaller is None else self._rows_of([smaller])
+        if not rows or rows[0].refusal:
+            return None
+        trials = [replace(best, candidate=rows[0].candidate), *[best] * (best.measured is None)]
+        if not self._begin_trials(trials):
+            return None
+        self._rows += rows
+        return trials[0].candidate
 
     def _choose_best(self) -> Candidate:
         best = best_of(self._rows)
@@ -297,7 +302,7 @@ class Course:
         self.profile = renewed(self.profile, links)
         self._replans += 1
         last = self.chosen
-        self._predict()
+        self._predict(last)
         best = self._choose_best()
         return None if best == last else best
 

@@ -10,7 +10,7 @@ from typing import Any
 from bagua._core.group.connections import Connections
 from bagua._foresight.profile import Link, Profile
 from bagua.torch_api.algorithms.auto.agreed import largest
-from bagua.torch_api.algorithms.auto.links import Links
+from bagua.torch_api.algorithms.auto.probe.links import Links
 
 __all__ = ["Watching", "changed", "renewed"]
 

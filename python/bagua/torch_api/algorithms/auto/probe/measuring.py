@@ -16,9 +16,9 @@ from bagua._foresight.probe.speeds import codec_speed, copy_speed
 from bagua._foresight.profile import BucketProfile, CodecSpeed, Profile
 from bagua.torch_api.algorithms.auto.agreed import largest, mean, smallest
 from bagua.torch_api.algorithms.auto.candidates import codecs_of, loss_of
-from bagua.torch_api.algorithms.auto.errors import error_of
-from bagua.torch_api.algorithms.auto.links import measure_links, node_sizes
-from bagua.torch_api.algorithms.auto.steps import Gradients, StepTimes
+from bagua.torch_api.algorithms.auto.probe.errors import error_of
+from bagua.torch_api.algorithms.auto.probe.links import measure_links, node_sizes
+from bagua.torch_api.algorithms.auto.probe.steps import Gradients, StepTimes
 
 __all__ = ["Group", "Measuring"]
 

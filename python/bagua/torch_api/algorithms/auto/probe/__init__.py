@@ -1,0 +1,1 @@
+"""What ``AutoAlgorithm`` measures: links, times of steps, and errors of codecs."""
