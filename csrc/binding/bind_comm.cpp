@@ -137,15 +137,19 @@ void bind_thread_ranks(py::module_& m) {
 void bind_failure_board(py::module_& m) {
   m.def("is_timeout_of_transport", &is_timeout_of_transport, py::arg("text"),
         "Whether the message of an error of torch's says that a deadline passed.");
+  py::enum_<Blame>(m, "Blame", "Whose failure it is.")
+      .value("THIS_RANK", Blame::kThisRank)
+      .value("MAYBE_OTHER", Blame::kMaybeOther)
+      .value("ALL_RANKS", Blame::kAllRanks);
   py::class_<FailureBoard, std::shared_ptr<FailureBoard>>(
       m, "FailureBoard",
       "Failures and positions of a group's ranks, published in a store.\n\n"
       "Never raises: once the store does not answer, nothing is found any more.")
       .def(py::init<c10::intrusive_ptr<c10d::Store>, int, int>(), py::arg("store"), py::arg("rank"),
            py::arg("size"), ReleaseGil())
-      .def("publish", &FailureBoard::publish, py::arg("reason"), py::arg("is_secondary") = false,
-           ReleaseGil(),
-           "This rank failed, perhaps because another did. The first failure of the group stays.")
+      .def("publish", &FailureBoard::publish, py::arg("reason"),
+           py::arg("blame") = Blame::kThisRank, ReleaseGil(),
+           "This rank failed. The first failure of the group stays.")
       .def(
           "poll",
           [](FailureBoard& self) -> std::optional<std::string> {
@@ -176,7 +180,7 @@ void bind_failure_board(py::module_& m) {
                                     .everyone = everyone,
                                     .needed = number,
                                     .peer = peer.value_or(-1)};
-            return diagnose(seen, /*secondary=*/true, position, self);
+            return diagnose(seen, Blame::kMaybeOther, position, self);
           },
           py::arg("seen"), py::arg("number"), py::arg("unit") = "round",
           py::arg("everyone") = false, py::arg("peer").none(true) = py::none(), ReleaseGil(),

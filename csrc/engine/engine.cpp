@@ -85,7 +85,7 @@ void Engine::stop() noexcept {
     if (error.empty()) {
       state.options.board->publish_exit(rounds);
     } else {
-      state.options.board->publish(error, false);
+      state.options.board->publish(error, Blame::kThisRank);
     }
   }
   bool idle = true;

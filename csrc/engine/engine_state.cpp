@@ -110,16 +110,21 @@ void Engine::State::check_communicators(std::unique_lock<std::mutex>& lock) {
   if (failure) rethrow(lock);
 }
 
-void Engine::State::fail(std::exception_ptr cause) noexcept {
+void Engine::State::fail(const std::exception_ptr& cause) noexcept {
+  end_with(cause, {message_of(cause), blame_of(cause)});
+}
+
+void Engine::State::end_with(const std::exception_ptr& cause,
+                             const FailureBoard::News& news) noexcept {
   {
     std::lock_guard lock(mutex);
     if (failure) return;
     failure = cause;
+    failed_alike = news.blame == Blame::kAllRanks;
   }
   changed.notify_all();
-  const std::string reason = message_of(cause);
-  if (options.board) options.board->publish(reason, may_be_secondary(cause));
-  abort_communicators(reason);
+  if (options.board) options.board->publish(news.text, news.blame);
+  abort_communicators(news.text);
 }
 
 void Engine::State::abort_communicators(const std::string& reason) const noexcept {
@@ -147,12 +152,9 @@ void Engine::State::run_agreement(int64_t for_round, const RoundOpening& opening
     }
     std::lock_guard lock(mutex);
     round.agree(for_round);
-  } catch (const MismatchError&) {
-    {
-      const std::lock_guard lock(mutex);
-      failed_alike = !failure;
-    }
-    fail(with_context(whoami() + ": ", std::current_exception()));
+  } catch (const MismatchError& error) {
+    const FailureBoard::News news{error.what(), Blame::kAllRanks};
+    end_with(error_of(news, whoami()), news);
   } catch (...) {
     fail(with_context(whoami() + ": ", std::current_exception()));
   }
@@ -256,12 +258,11 @@ void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::functio
     std::optional<FailureBoard::News> news;
     if (options.board) news = options.board->poll();
     if (!news && options.board) {
-      if (const auto exited = options.board->poll_exit(my_round)) news = {*exited, false};
+      if (const auto exited = options.board->poll_exit(my_round))
+        news = {*exited, Blame::kThisRank};
     }
     if (news) {
-      const std::string message = concat(me, ": ", news->text);
-      fail(news->is_secondary ? std::make_exception_ptr(TransportError(message))
-                              : std::make_exception_ptr(Error(message)));
+      end_with(error_of(*news, me), *news);
     } else if (late) {
       fail(std::make_exception_ptr(TimeoutError(
           concat(me, ": no result within ", options.timeout.count(), " ms while waiting for ", what,

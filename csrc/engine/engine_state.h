@@ -50,7 +50,8 @@ struct Engine::State {
   void check_communicators(std::unique_lock<std::mutex>& lock);
 
   // Keeps the first failure, publishes it, and makes every communicator refuse further calls.
-  void fail(std::exception_ptr failure) noexcept;
+  void fail(const std::exception_ptr& failure) noexcept;
+  void end_with(const std::exception_ptr& failure, const FailureBoard::News& news) noexcept;
   void abort_communicators(const std::string& reason) const noexcept;
 
   // Blocks until `done` holds under the lock; see Engine::wait for what it throws. The time counts
@@ -72,7 +73,7 @@ struct Engine::State {
   std::condition_variable changed;
   std::vector<Progress> progress;
   std::exception_ptr failure;
-  bool failed_alike = false;     // every rank has found the failure by itself
+  bool failed_alike = false;     // every rank has the failure: it needs no explanation
   std::exception_ptr diagnosed;  // the failure, explained; made once
   std::string error;             // what autograd has thrown in the open round
   bool stopped = false;

@@ -97,7 +97,7 @@ void PeriodicLane::State::fail(const std::exception_ptr& cause) noexcept {
     if (stopped) return;  // the consequence of stop(), not a failure
     failure = with_message(cause, message);
   }
-  if (options.board) options.board->publish(message, may_be_secondary(cause));
+  if (options.board) options.board->publish(message, blame_of(cause));
   options.communicator->abort(message);
 }
 

@@ -17,16 +17,16 @@ void remove(std::string& text, const std::string& part) {
   if (at != std::string::npos) text.erase(at, part.size());
 }
 
-}  // namespace
-
-std::string diagnose(const std::string& seen, bool secondary, const Position& position,
-                     FailureBoard& board) {
-  const std::optional<FailureBoard::News> failed = board.poll();
+// `failed`: the first failure on the board.
+std::string diagnosis(const std::string& seen, Blame blame,
+                      const std::optional<FailureBoard::News>& failed, const Position& position,
+                      FailureBoard& board) {
   const std::optional<std::string> exited = board.poll_exit(position.needed);
-  const bool known = exited || (failed && !failed->is_secondary);
-  if (!known && !secondary) return seen;
+  const bool explains = failed && failed->blame != Blame::kMaybeOther;
+  const bool known = exited || explains;
+  if (!known && blame != Blame::kMaybeOther) return seen;
   std::vector<std::string> lines;
-  if (failed && !failed->is_secondary) lines.push_back(failed->text);
+  if (explains) lines.push_back(failed->text);
   if (exited) lines.push_back(*exited);
   std::string nobody;
   if (!known) {
@@ -51,9 +51,21 @@ std::string diagnose(const std::string& seen, bool secondary, const Position& po
   return concat(text, "\n  Seen here: ", here);
 }
 
+}  // namespace
+
+std::string diagnose(const std::string& seen, Blame blame, const Position& position,
+                     FailureBoard& board) {
+  return diagnosis(seen, blame, board.poll(), position, board);
+}
+
 std::exception_ptr diagnose(const std::exception_ptr& cause, const Position& position,
                             FailureBoard& board) {
-  return with_message(cause, diagnose(message_of(cause), may_be_secondary(cause), position, board));
+  const std::optional<FailureBoard::News> failed = board.poll();
+  const std::string text = diagnosis(message_of(cause), blame_of(cause), failed, position, board);
+  if (failed && failed->blame == Blame::kAllRanks) {
+    return std::make_exception_ptr(MismatchError(text));
+  }
+  return with_message(cause, text);
 }
 
 }  // namespace bagua

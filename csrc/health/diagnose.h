@@ -24,12 +24,12 @@ struct Position {
   int peer = -1;            // the rank that was waited for, which comes first; -1: all
 };
 
-// The text of a diagnosis. `seen`: this rank's own error and position. `secondary`: another
-// rank may be the cause. Takes up to two seconds: heartbeats are read twice.
-std::string diagnose(const std::string& seen, bool secondary, const Position& position,
+// The text of a diagnosis. `seen`: this rank's own error and position. Takes up to two seconds:
+// heartbeats are read twice.
+std::string diagnose(const std::string& seen, Blame blame, const Position& position,
                      FailureBoard& board);
 
-// The exception with that text, of the same type.
+// The exception with that text, of the same type, or a MismatchError where all ranks failed alike.
 std::exception_ptr diagnose(const std::exception_ptr& cause, const Position& position,
                             FailureBoard& board);
 

@@ -23,15 +23,15 @@ std::exception_ptr with_context(const std::string& context, const std::exception
   return with_message(cause, context + message_of(cause));
 }
 
-bool may_be_secondary(const std::exception_ptr& failure) {
+Blame blame_of(const std::exception_ptr& failure) {
   try {
     std::rethrow_exception(failure);
   } catch (const TransportError&) {
-    return true;
+    return Blame::kMaybeOther;
   } catch (const TimeoutError&) {
-    return true;
+    return Blame::kMaybeOther;
   } catch (...) {
-    return false;
+    return Blame::kThisRank;
   }
 }
 

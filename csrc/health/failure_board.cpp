@@ -20,7 +20,7 @@ using std::chrono::milliseconds;
 constexpr const char* kFailedKey = "failed";      // kind, "3: reason" of the first rank that failed
 constexpr const char* kFailuresKey = "failures";  // "3 0 ": all that failed, in order
 constexpr const char* kExitsKey = "exits";  // "rank rounds" of each rank that exited, "0 12 3 7 "
-constexpr char kCause = '!', kSecondary = '?';
+constexpr char kCause = '!', kSecondary = '?', kAlike = '=';  // kinds
 constexpr milliseconds kBeat(500);
 constexpr milliseconds kPatience(2000);  // with a store that does not answer
 
@@ -47,7 +47,19 @@ std::optional<FailureBoard::News> news_of(const std::optional<std::string>& text
   if (!text || text->empty()) return std::nullopt;
   const std::string entry = sanitize_untrusted(std::string_view(*text).substr(1));
   if (entry.starts_with(concat(rank, ": "))) return std::nullopt;
-  return FailureBoard::News{.text = "rank " + entry, .is_secondary = text->front() == kSecondary};
+  const char kind = text->front();
+  if (kind == kAlike) {
+    const size_t colon = entry.find(": ");
+    return FailureBoard::News{.text = colon == std::string::npos ? entry : entry.substr(colon + 2),
+                              .blame = Blame::kAllRanks};
+  }
+  return FailureBoard::News{.text = "rank " + entry,
+                            .blame = kind == kSecondary ? Blame::kMaybeOther : Blame::kThisRank};
+}
+
+char kind_of(Blame blame, bool told) {
+  if (blame == Blame::kAllRanks) return kAlike;
+  return blame == Blame::kMaybeOther || told ? kSecondary : kCause;
 }
 
 // The first rank among `size`, but the observer, that exited before the observer's round was done.
@@ -94,8 +106,8 @@ FailureBoard::FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int ran
   BAGUA_CHECK_ARG(rank >= 0 && rank < size, "rank ", rank, " is outside a group of size ", size);
 }
 
-void FailureBoard::publish(const std::string& reason, bool is_secondary) noexcept {
-  const char kind = is_secondary || *told_ ? kSecondary : kCause;
+void FailureBoard::publish(const std::string& reason, Blame blame) noexcept {
+  const char kind = kind_of(blame, *told_);
   worker_.ask(
       [rank = rank_, size = size_, reason, kind](c10d::Store& store) {
         store.compareSet(kFailedKey, "", concat(kind, rank, ": ", reason));
@@ -149,7 +161,7 @@ void FailureBoard::beat(std::function<std::optional<Whereabouts>()> where, OnNew
         if (!news) {
           const Observer me{.rank = rank, .round = here->round};
           if (const auto exited = exited_before(read(store, kExitsKey), me, size))
-            news = {*exited, false};
+            news = {*exited, Blame::kThisRank};
         }
         if (!news) return;
         *told = true;
@@ -212,6 +224,18 @@ std::string FailureBoard::compare(const std::shared_ptr<const Snapshot>& before,
                                   const std::string& unit, bool everyone) const {
   return in_words(
       found(before, after, {.rank = rank_, .round = round, .unit = unit, .everyone = everyone}));
+}
+
+std::exception_ptr error_of(const FailureBoard::News& news, const std::string& whoami) {
+  const std::string message = concat(whoami, ": ", news.text);
+  switch (news.blame) {
+    case Blame::kMaybeOther:
+      return std::make_exception_ptr(TransportError(message));
+    case Blame::kAllRanks:
+      return std::make_exception_ptr(MismatchError(message));
+    default:
+      return std::make_exception_ptr(Error(message));
+  }
 }
 
 }  // namespace bagua

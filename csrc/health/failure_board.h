@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "health/failure.h"
 #include "health/heartbeat.h"
 #include "health/store_worker.h"
 
@@ -30,14 +31,14 @@ class FailureBoard final {
   FailureBoard(const FailureBoard&) = delete;
   FailureBoard& operator=(const FailureBoard&) = delete;
 
-  // This rank failed. The first failure of the group stays; later ones change nothing.
-  // `is_secondary`: it may be the consequence of another rank's failure; it counts as one too after
-  // this rank has been told of a failure or an exit.
-  void publish(const std::string& reason, bool is_secondary) noexcept;
+  // This rank failed. The first failure of the group stays; later ones change nothing. kThisRank
+  // counts as kMaybeOther after this rank has been told of a failure or an exit. The reason of
+  // kAllRanks names no rank of its own: each rank says it as its own error.
+  void publish(const std::string& reason, Blame blame) noexcept;
 
   struct News {
-    std::string text;  // "rank 3: reason"
-    bool is_secondary;
+    std::string text;  // "rank 3: reason"; of kAllRanks the reason
+    Blame blame;
   };
   // The group's failure, unless it is this rank's own.
   std::optional<News> poll() noexcept;
@@ -100,6 +101,9 @@ class FailureBoard final {
   StoreWorker worker_;
   const std::shared_ptr<Noted> noted_;
 };
+
+// What a rank raises that is told of a failure. `whoami`: the rank and its position.
+std::exception_ptr error_of(const FailureBoard::News& news, const std::string& whoami);
 
 // Minimum time between two snapshots: two heartbeats and the delay of a busy machine.
 inline constexpr std::chrono::milliseconds kBetweenLooks(1300);

@@ -135,7 +135,7 @@ void board(Input input) {
   FUZZ_REQUIRE(!exited || is_text(*exited));
   FUZZ_REQUIRE(!exited || exited->starts_with("rank 0 ") || exited->starts_with("rank 1 ") ||
                exited->starts_with("rank 2 "));
-  board.publish("this rank failed", false);
+  board.publish("this rank failed", Blame::kThisRank);
   board.publish_exit(round);
 }
 
@@ -184,7 +184,8 @@ std::vector<Bytes> heartbeats() {
 
 std::vector<Bytes> boards() {
   std::vector<Bytes> result;
-  for (const std::string text : {"!1: out of memory", "2 7 0 12 1 3 ", "1 -1 2 99999999999999 "}) {
+  for (const std::string text :
+       {"!1: out of memory", "=0: ranks differ", "2 7 0 12 1 3 ", "1 -1 2 99999999999999 "}) {
     Example example;
     example.put(uint8_t{0}).put(int64_t{20});
     for (int answer = 0; answer < 4; ++answer) {

@@ -118,6 +118,28 @@ def test_ranks_that_post_different_jobs_are_told_both_sides(change, said, place)
     assert sorted(done) == sorted([*range(place)] * 2)
 
 
+@pytest.mark.parametrize("how", ["by_the_board", "by_a_lost_connection"])
+def test_a_rank_that_is_told_of_a_difference_raises_it_as_its_own(how):
+    """The others may be through with the comparison, and say so, before this rank is."""
+    meeting, elsewhere = Meeting(2), Meeting(2)  # a late rank meets nobody; the boards are one
+    elsewhere.store = meeting.store
+    late = Rank(elsewhere, 1)
+    others = [Rank(meeting, 0), Rank(meeting, 1, board=False)]
+    if how == "by_the_board":
+        waits = late.post(torch.ones(5), 2)
+    results = endings(2, lambda rank: others[rank].post(torch.ones(4 + rank), 2).wait())
+    if how == "by_a_lost_connection":
+        elsewhere.connect(elsewhere.control, 0).abort("gone")
+        waits = late.post(torch.ones(5), 2)
+    with pytest.raises(BaguaMismatchError) as caught:
+        waits.wait()
+    assert "Rank 0: bucket '0' of round 2: 4 x float32, all-reduce; rank 1: " in str(caught.value)
+    if how == "by_the_board":
+        assert str(caught.value) == str(results[1][0])
+    for rank in (late, *others):
+        rank.lane.stop()
+
+
 def test_a_failing_op_names_its_rank_on_all_ranks():
     def run(rank):
         def fail(name):

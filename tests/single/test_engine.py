@@ -194,6 +194,29 @@ def test_ranks_that_differ_start_no_round(field, words):
     assert ran == []
 
 
+@pytest.mark.parametrize("how", ["by_the_board", "by_a_lost_connection"])
+def test_a_rank_that_is_told_of_a_difference_raises_it_as_its_own(how):
+    """The others may be through with the agreement, and say so, before this rank is."""
+    meeting, elsewhere = Meeting(2), Meeting(2)  # a late rank meets nobody; the boards are one
+    elsewhere.store = meeting.store
+    late = elsewhere.engine(1, [plan("b", ones())], fingerprint=2)
+    others = [
+        meeting.engine(rank, [plan("b", ones())], fingerprint=1 + rank, board=rank == 0)
+        for rank in range(2)
+    ]
+    if how == "by_the_board":
+        late.begin_round()
+    results = endings(2, lambda rank: run_round(others[rank]))
+    if how == "by_a_lost_connection":
+        elsewhere.connect(elsewhere.control, 0).abort("gone")
+        late.begin_round()
+    with pytest.raises(_C.BaguaMismatchError) as caught:
+        late.await_agreement()
+    assert "ranks differ in the bucket plan (rank 0: 1, rank 1: 2)" in str(caught.value)
+    if how == "by_the_board":
+        assert str(caught.value) == str(results[1][0])
+
+
 @pytest.mark.parametrize("theirs", [1, 4], ids=["behind", "ahead"])
 def test_a_rank_in_another_round_starts_no_round(theirs):
     meeting = Meeting(2)

@@ -69,7 +69,7 @@ def test_a_rank_that_has_failed_and_left_is_not_the_silent_one():
     zero, one = boards(2)
     one.beat(7, "communicating")
     time.sleep(0.2)
-    one.publish("connection closed", is_secondary=True)
+    one.publish("connection closed", _C.Blame.MAYBE_OTHER)
     del one
     assert zero.survey(7) == "Where the others are: rank 1 has failed too, in round 7."
     assert zero.poll() == "rank 1: connection closed"

@@ -34,7 +34,6 @@ struct Pending {
 
 // Where a failure was met, which decides how it is explained.
 enum class Met : uint8_t {
-  kByAll,    // by all ranks alike: it needs no explanation
   kInRound,  // in the round under way
   kBetween,  // maybe after the last job of a round, before the first one of the next
 };
@@ -80,8 +79,10 @@ struct DynamicLane::State : std::enable_shared_from_this<DynamicLane::State> {
   void await_agreement();
   void run(Pending& entry, std::optional<BucketAccount>& account);
   BucketStats& stats_of(const Job& job);
-  void fail(std::exception_ptr cause, Met met = Met::kInRound) noexcept;
-  std::exception_ptr explain(const std::exception_ptr& cause, Met met) const noexcept;
+  void fail(const std::exception_ptr& cause, Met met = Met::kInRound) noexcept;
+  void end_with(const std::exception_ptr& cause, const FailureBoard::News& news,
+                Met met = Met::kInRound) noexcept;
+  std::exception_ptr explain(const std::exception_ptr& cause, Blame blame, Met met) const noexcept;
   void check_communicators() noexcept;
   void on_news(const FailureBoard::News& news);
   void end_pending(const std::exception_ptr& error) noexcept;
@@ -160,8 +161,9 @@ void DynamicLane::State::run_next() {
   }
   try {
     await_agreement();
-  } catch (const MismatchError&) {
-    return fail(with_context(whoami() + ": ", std::current_exception()), Met::kByAll);
+  } catch (const MismatchError& error) {
+    const FailureBoard::News news{error.what(), Blame::kAllRanks};
+    return end_with(error_of(news, whoami()), news);
   } catch (...) {
     return fail(with_context(whoami() + ": ", std::current_exception()));
   }
@@ -196,16 +198,20 @@ BucketStats& DynamicLane::State::stats_of(const Job& job) {
   return *found;
 }
 
-void DynamicLane::State::fail(std::exception_ptr cause, Met met) noexcept {
+void DynamicLane::State::fail(const std::exception_ptr& cause, Met met) noexcept {
+  end_with(cause, {message_of(cause), blame_of(cause)}, met);
+}
+
+void DynamicLane::State::end_with(const std::exception_ptr& cause, const FailureBoard::News& news,
+                                  Met met) noexcept {
   {
     const std::lock_guard lock(mutex);
     if (failure || stopped) return;
     failure = cause;
   }
-  const std::string reason = message_of(cause);
-  if (options.board) options.board->publish(reason, may_be_secondary(cause));
-  abort_communicators(reason);
-  const std::exception_ptr error = explain(cause, met);
+  if (options.board) options.board->publish(news.text, news.blame);
+  abort_communicators(news.text);
+  const std::exception_ptr error = explain(cause, news.blame, met);
   {
     const std::lock_guard lock(mutex);
     explained = error;
@@ -224,11 +230,11 @@ void DynamicLane::State::check_communicators() noexcept {
   }
 }
 
-std::exception_ptr DynamicLane::State::explain(const std::exception_ptr& cause,
+std::exception_ptr DynamicLane::State::explain(const std::exception_ptr& cause, Blame blame,
                                                Met met) const noexcept {
   std::exception_ptr error = cause;
   try {
-    if (options.board && met != Met::kByAll) {
+    if (options.board && blame != Blame::kAllRanks) {
       const Position position{.number = round, .needed = round + (met == Met::kBetween ? 1 : 0)};
       error = diagnose(cause, position, *options.board);
     }
@@ -241,13 +247,11 @@ std::exception_ptr DynamicLane::State::explain(const std::exception_ptr& cause,
 
 // On the board's thread, which a diagnosis asks: another one must make it.
 void DynamicLane::State::on_news(const FailureBoard::News& news) {
-  const std::string message = concat(whoami(), ": ", news.text);
-  const auto cause = news.is_secondary ? std::make_exception_ptr(TransportError(message))
-                                       : std::make_exception_ptr(Error(message));
   const std::lock_guard lock(mutex);
   if (failure || stopped || pending.empty() || explainer) return;
   explainer = std::make_unique<LaneThread>("bagua-explain");
-  explainer->post([shared = shared_from_this(), cause] { shared->fail(cause); },
+  explainer->post([shared = shared_from_this(),
+                   news] { shared->end_with(error_of(news, shared->whoami()), news); },
                   LaneThread::Inherit::kNothing);
 }
 

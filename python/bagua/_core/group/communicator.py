@@ -219,7 +219,7 @@ class Communicator:
             "Every member must make the same call with the same sizes and dtypes."
         )
         if self._board is not None:
-            self._board.publish(text, is_secondary=True)
+            self._board.publish(text, _C.Blame.MAYBE_OTHER)
             seen = self._board.diagnose(seen, call, "call", everyone=True, peer=peer)
         late = isinstance(error, _C.BaguaTimeoutError)
         return (_C.BaguaTimeoutError if late else _C.BaguaError)(seen)

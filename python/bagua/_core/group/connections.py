@@ -120,7 +120,7 @@ class Connections:
         except _C.BaguaMismatchError:
             raise
         except (_C.BaguaError, dist.DistError) as error:
-            board.publish(str(error), is_secondary=True)
+            board.publish(str(error), _C.Blame.MAYBE_OTHER)
             kind = type(error) if isinstance(error, _C.BaguaError) else _C.BaguaError
             seen = f"{what}, rank {self.rank} of {self.size}: {error}"
             raise kind(board.diagnose(seen, self._phases, "phase", everyone=True)) from error
