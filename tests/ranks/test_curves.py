@@ -64,6 +64,7 @@ def test_time_to_the_loss_of_exact_gradients_is_of_the_same_seeds(modules):
         ([0.5, 0.6, 0.55], "better"),
         ([1.5], "one seed"),
         ([1.01, math.nan, 0.95], "worse"),
+        ([1.0, 1.1, 3.0], "unclear"),
     ],
 )
 def test_a_verdict_compares_seed_by_seed(modules, losses, words):
