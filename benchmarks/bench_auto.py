@@ -1,16 +1,20 @@
 """AutoAlgorithm against the candidates that it chooses from: seconds of a step after the choice.
 
     python benchmarks/bench_auto.py [--rates none 1000 200 20] [--tasks vgg text tiny] [--quick]
-    python benchmarks/bench_auto.py --rates none --cost --turns 60
+    python benchmarks/bench_auto.py --rates none --cost --turns 40
 
 Two ranks on links of so many Mbit/s (none: unshaped), in network namespaces, which need root. All
 arms take turns within one process; ratios are medians over the turns. An arm for each candidate
 whose error `auto` allows by default, and one for `auto`, which first trains until it has chosen.
 Exits with 1 where `auto` takes more than 1.05 times the best candidate's step. Results are written
-to benchmarks/results/bench_auto.json, where those of other links and models stay. With --cost only
-`auto` and exact gradients take turns, for what `auto` costs where it has chosen them: at most 1.01
-times exact steps. A second arm of exact gradients says how far two equal arms are apart, which
-differ in where their memory lies. Results are in bench_auto_cost.json.
+to benchmarks/results/bench_auto.json, where those of other links and models stay.
+
+With --cost only `auto` and exact gradients take turns, for what `auto` costs where it has chosen
+them: at most 1.01 times exact steps. They train one model, which is wrapped anew for each turn,
+with the profile that `auto` has measured: two models differ by more than that in where their memory
+lies. A turn is as long as `auto` watches the wire before its ranks compare it, two seconds. Exact
+gradients have a second turn, which says how far equal ones are apart. Results are in
+bench_auto_cost.json.
 """
 
 import argparse
@@ -24,6 +28,7 @@ from pathlib import Path
 import bagua.torch_api as bagua
 import torch
 import torch.distributed as dist
+from bagua._foresight.profile_file import profile_from
 from bagua.torch_api.algorithms import Algorithm
 from common import keep_cases
 from rank_processes import figures_of
@@ -42,9 +47,8 @@ ARMS = {
     ),
     "auto": ("auto", {"replan": True}),
 }
-ARMS_OF_COST = {EXACT: ARMS[EXACT], "auto": ARMS["auto"], EXACT_AGAIN: ARMS[EXACT]}
 #: An arm is timed for so long in each turn, one step at least.
-SECONDS_OF_A_TURN = 0.6
+SECONDS_OF_A_TURN, SECONDS_OF_A_TURN_OF_COST = 0.6, 2.0
 #: Before that it trains for so long, one step at least: a connection that was idle while other arms
 #: had their turns begins slowly.
 SECONDS_BEFORE = 1.0
@@ -95,10 +99,12 @@ class Arm:
     def __init__(self, name, model, make_optimizer, loss):
         self.model = copy.deepcopy(model)
         self.optimizer = make_optimizer(self.model.parameters())
-        registered, arguments = (ARMS | ARMS_OF_COST)[name]
-        self.model.with_bagua([self.optimizer], Algorithm.init(registered, **arguments))
         self.loss = loss
         self.steps_before = self.steps_of_a_turn = 1
+        self.wrap(*ARMS[name])
+
+    def wrap(self, registered, arguments):
+        self.model.with_bagua([self.optimizer], Algorithm.init(registered, **arguments))
 
     def step(self):
         self.optimizer.zero_grad()
@@ -114,55 +120,92 @@ class Arm:
             self.step()
         return (time.perf_counter() - begun) / self.steps_of_a_turn
 
-    def warm_up(self):
+    def warm_up(self, seconds_of_a_turn=SECONDS_OF_A_TURN, most=50):
         """Find how many steps a turn has."""
         seconds = torch.tensor(self.seconds_per_step())
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        self.steps_of_a_turn = steps_within(SECONDS_OF_A_TURN, seconds.item())
-        self.steps_before = steps_within(SECONDS_BEFORE, seconds.item())
+        self.steps_of_a_turn = steps_within(seconds_of_a_turn, seconds.item(), most)
+        self.steps_before = steps_within(SECONDS_BEFORE, seconds.item(), most)
+
+    def choice(self):
+        return self.model.bagua_stats()["choice"]
 
 
-def steps_within(seconds, seconds_per_step):
-    return min(50, max(1, int(seconds / seconds_per_step)))
+def steps_within(seconds, seconds_per_step, most):
+    return min(most, max(1, int(seconds / seconds_per_step)))
 
 
-def measure(task, turns, names):
-    """Figures of rank 0."""
-    bagua.init_process_group()
-    torch.manual_seed(0)
-    parts = TASKS[task](dist.get_rank())
+def arm_that_has_chosen(parts):
+    """An arm of `auto`, and the steps and seconds until its choice."""
     auto = Arm("auto", *parts)
     begun, steps = time.perf_counter(), 0
-    while auto.model.bagua_stats()["choice"]["state"] != "chosen":
+    while auto.choice()["state"] != "chosen":
         auto.step()
         steps += 1
-    probe = time.perf_counter() - begun
-    arms = {name: auto if name == "auto" else Arm(name, *parts) for name in names}
+    return auto, steps, time.perf_counter() - begun
+
+
+def in_turns(turns, names, seconds_per_step):
+    """Seconds per step of each arm in each turn; every second turn goes backwards."""
+    seconds = {name: [] for name in names}
+    for turn in range(turns):
+        for name in names if turn % 2 == 0 else reversed(names):
+            seconds[name].append(seconds_per_step(name))
+    return seconds
+
+
+def median_ratio(own, others):
+    return statistics.median(a / b for a, b in zip(own, others, strict=True))
+
+
+def measure(task, turns):
+    """Figures of rank 0."""
+    parts = TASKS[task](dist.get_rank())
+    auto, steps, probe = arm_that_has_chosen(parts)
+    arms = {name: auto if name == "auto" else Arm(name, *parts) for name in ARMS}
     for arm in arms.values():
         arm.warm_up()
-    seconds = {name: [] for name in arms}
-    for turn in range(turns):
-        for name in arms if turn % 2 == 0 else reversed(arms):
-            seconds[name].append(arms[name].seconds_per_step())
+    seconds = in_turns(turns, list(arms), lambda name: arms[name].seconds_per_step())
     for name, arm in arms.items():
         check(name, arm.model)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     best = min((name for name in medians if name != "auto"), key=medians.get)
-
-    def ratio(other, of="auto"):
-        pairs = zip(seconds[of], seconds[other], strict=True)
-        return statistics.median(own / theirs for own, theirs in pairs)
-
-    choice = auto.model.bagua_stats()["choice"]
     return {
         "seconds": medians,
         "best": best,
-        "to_best": ratio(best),
-        "to_exact": ratio(EXACT),
-        **({"exact_to_exact": ratio(EXACT, EXACT_AGAIN)} if EXACT_AGAIN in names else {}),
-        "choice": {key: value for key, value in choice.items() if key != "profile"},
+        "to_best": median_ratio(seconds["auto"], seconds[best]),
+        "to_exact": median_ratio(seconds["auto"], seconds[EXACT]),
+        "choice": {key: value for key, value in auto.choice().items() if key != "profile"},
         "probe_steps": steps,
         "probe_seconds": probe,
+    }
+
+
+def measure_cost(task, turns):
+    """Figures of rank 0: one model, wrapped anew for each turn."""
+    arm, *_ = arm_that_has_chosen(TASKS[task](dist.get_rank()))
+    profile = profile_from(arm.choice()["profile"])
+    ways = {EXACT: ARMS[EXACT], "auto": ("auto", {"profile": profile}), EXACT_AGAIN: ARMS[EXACT]}
+    arm.wrap(*ways["auto"])
+    chosen = arm.choice()["chosen"]
+    arm.warm_up(SECONDS_OF_A_TURN_OF_COST, most=200)
+
+    def seconds_per_step(name):
+        arm.wrap(*ways[name])
+        return arm.seconds_per_step()
+
+    seconds = in_turns(turns, list(ways), seconds_per_step)
+    check("the model of all arms", arm.model)
+    exact = seconds[EXACT] + seconds[EXACT_AGAIN]
+    return {
+        "seconds": {name: statistics.median(values) for name, values in seconds.items()},
+        "to_exact": median_ratio(seconds["auto"] * 2, exact),
+        "exact_to_exact": median_ratio(seconds[EXACT], seconds[EXACT_AGAIN]),
+        "quartiles": statistics.quantiles(
+            [auto / theirs for auto, theirs in zip(seconds["auto"] * 2, exact, strict=True)]
+        ),
+        "turns": turns,
+        "chosen": chosen,
     }
 
 
@@ -180,8 +223,8 @@ def print_cost(cases):
     print("| Mbit/s | model | auto chose | auto to exact | exact to exact |")
     print("|---:|---|---|---:|---:|")
     for case in cases:
-        chosen, ratios = case["choice"]["chosen"], (case["to_exact"], case["exact_to_exact"])
-        print(f"| {case['rate']} | {case['task']} | {chosen} | {ratios[0]:.3f} | {ratios[1]:.3f} |")
+        ratios = f"{case['to_exact']:.4f} | {case['exact_to_exact']:.4f}"
+        print(f"| {case['rate']} | {case['task']} | {case['chosen']} | {ratios} |")
 
 
 def print_table(cases):
@@ -209,7 +252,9 @@ def main():
     arguments = parser.parse_args()
     turns = 1 if arguments.quick else arguments.turns
     if arguments.rank_output:
-        figures = measure(arguments.tasks[0], turns, ARMS_OF_COST if arguments.cost else ARMS)
+        bagua.init_process_group()
+        torch.manual_seed(0)
+        figures = (measure_cost if arguments.cost else measure)(arguments.tasks[0], turns)
         if dist.get_rank() == 0:
             Path(arguments.rank_output).write_text(json.dumps(figures))
         return bagua.destroy_process_group()

@@ -59,7 +59,7 @@ def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
-    """Read a profile that :func:`save` wrote.
+    """Read a profile that :func:`write_profile` wrote.
 
     Raises:
         OSError: the file cannot be read.
