@@ -31,6 +31,9 @@ FOUR_BITS = Candidate(
 FOUR = FOUR_BITS.label()
 SMALLER_BUCKETS = dataclasses.replace(FOUR_BITS, bucket_bytes=256)
 SMALLER = SMALLER_BUCKETS.label()
+#: Nothing that loses is allowed. Where no step is left for trials either, no time decides.
+ONLY_EXACT = {"max_error": 0.0, "max_error_with_feedback": 0.0}
+STEPS_OF_A_MEASUREMENT = 7
 
 
 def profile(link, ranks=2, nodes=None, errors=None, codec=5e9, **more):
@@ -131,7 +134,7 @@ def measured_and_fast(*arguments):
 
 @training.with_group
 def exact_after_measuring():
-    model, optimizer = wrapped(AutoAlgorithm())
+    model, optimizer = wrapped(AutoAlgorithm(most_steps=STEPS_OF_A_MEASUREMENT))
     oracle, states = wide_network(), []
     with mock.patch.object(measuring, "measure_links", measured_and_fast):
         for step in range(14):
@@ -182,7 +185,7 @@ def test_between_two_nodes_both_kinds_of_links_and_hierarchical_candidates_are_m
 def overflows_at_first():
     model = wide_network()
     optimizer, scaler = training.sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0**20)
-    model.with_bagua([optimizer], AutoAlgorithm(), grad_scaler=scaler)
+    model.with_bagua([optimizer], AutoAlgorithm(most_steps=30), grad_scaler=scaler)
     for step in range(64):
         train_step(model, optimizer, step, scaler, overflow=step < 3)
         training.assert_ranks_agree(model)
@@ -200,9 +203,7 @@ def test_errors_are_those_of_the_first_gradients_that_are_finite(ranks):
 
 @training.with_group
 def chosen_after_one_step():
-    # Nothing that loses is allowed, so that no time that passes decides.
-    only_exact = {"max_error": 0.0, "max_error_with_feedback": 0.0}
-    model, optimizer = wrapped(AutoAlgorithm(most_steps=1, **only_exact))
+    model, optimizer = wrapped(AutoAlgorithm(most_steps=1, **ONLY_EXACT))
     train(model, optimizer, 1)
     table = model.bagua_stats()["choice"]["table"]
     return choice_of(model), [row["error"] for row in table][:3]
@@ -385,7 +386,7 @@ def test_distributed_checkpoints_bring_the_choice_then_its_residuals(ranks, tmp_
 
 @training.with_group
 def saved_too_early_and_damaged():
-    model, optimizer = wrapped(AutoAlgorithm())
+    model, optimizer = wrapped(AutoAlgorithm(most_steps=STEPS_OF_A_MEASUREMENT, **ONLY_EXACT))
     train(model, optimizer, 1)
     early = model.bagua_algorithm.state_dict()
     model.bagua_algorithm.load_state_dict(early)
