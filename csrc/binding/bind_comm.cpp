@@ -137,7 +137,7 @@ void bind_thread_ranks(py::module_& m) {
 void bind_failure_board(py::module_& m) {
   m.def("is_timeout_of_transport", &is_timeout_of_transport, py::arg("text"),
         "Whether the message of an error of torch's says that a deadline passed.");
-  py::enum_<Blame>(m, "Blame", "Whose failure it is.")
+  py::enum_<Blame>(m, "Blame", "Which ranks have caused a failure.")
       .value("THIS_RANK", Blame::kThisRank)
       .value("MAYBE_OTHER", Blame::kMaybeOther)
       .value("ALL_RANKS", Blame::kAllRanks);

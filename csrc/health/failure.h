@@ -11,7 +11,7 @@ namespace bagua {
 std::exception_ptr with_message(const std::exception_ptr& cause, const std::string& message);
 std::exception_ptr with_context(const std::string& context, const std::exception_ptr& cause);
 
-// Whose failure it is.
+// Tells which ranks have caused a failure.
 enum class Blame : uint8_t {
   kThisRank,    // of the rank that met it
   kMaybeOther,  // maybe the consequence of another rank's: the heartbeats are looked at

@@ -102,7 +102,8 @@ class FailureBoard final {
   const std::shared_ptr<Noted> noted_;
 };
 
-// What a rank raises that is told of a failure. `whoami`: the rank and its position.
+// The error for a rank to raise after the board has told it of a failure. `whoami`: that rank and
+// its position, with which the message begins.
 std::exception_ptr error_of(const FailureBoard::News& news, const std::string& whoami);
 
 // Minimum time between two snapshots: two heartbeats and the delay of a busy machine.

@@ -10,7 +10,7 @@ from bagua.torch_api.algorithms.auto.agreed import largest
 from bagua.torch_api.algorithms.auto.choice import Row
 from bagua.torch_api.algorithms.auto.probe.steps import StepTimes
 
-__all__ = ["Trials", "steps_of_a_trial"]
+__all__ = ["Trials"]
 
 _WHAT = "trying candidates of AutoAlgorithm"
 #: (Seconds of a step, most steps of a trial): the first that is not exceeded. Trials of four
@@ -21,7 +21,7 @@ _STEPS = ((0.03, 16), (0.07, 12), (0.25, 3), (1.0, 2), (float("inf"), 1))
 _MOST_COUNTED_WHOLE = 4
 
 
-def steps_of_a_trial(row: Row) -> int:
+def _steps_of(row: Row) -> int:
     """Steps that a candidate of so long a step is to be timed for."""
     return next(steps for seconds, steps in _STEPS if row.seconds <= seconds)
 
@@ -51,7 +51,7 @@ class Trials:
     def _next(self) -> None:
         row = self._rows.pop(0)
         self.at_work = row.candidate
-        self._steps = min(steps_of_a_trial(row), self._most)
+        self._steps = min(_steps_of(row), self._most)
         self._rounds = 0
         self._times.restart(leave_out=1)  # buckets were built in it
 

@@ -1,1 +1,1 @@
-"""What ``AutoAlgorithm`` measures: links, times of steps, and errors of codecs."""
+"""Measurements of ``AutoAlgorithm``: links, times of steps, and errors of codecs."""
