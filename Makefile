@@ -151,10 +151,10 @@ soak-schedules: venv ## 10 000 random schedules under ThreadSanitizer (ARGS="--s
 	cmake --build build/tsan --target schedules
 	$(THREAD_SANITIZER) build/tsan/schedules --count 10000 $(ARGS)
 
-bench: build ## Run all benchmarks (ARGS=--quick: a first impression); results go to benchmarks/results
+bench: build ## Run all benchmarks (ARGS=--quick: a first impression); results go to build/benchmarks
 	for program in benchmarks/bench_*.py; do echo "== $$program"; $(PY) $$program $(ARGS); done
 
-curves: build ## Train every algorithm on three tasks of real data (6 hours, goes on where it was ended); docs/curves.md
+curves: build ## Train every algorithm on three tasks of real data (6 hours, goes on where it was ended); build/benchmarks/curves.md
 	OMP_NUM_THREADS=1 $(PY) benchmarks/curves.py $(ARGS)
 
 clean: ## Remove what was built; .venv stays

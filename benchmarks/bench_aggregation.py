@@ -4,7 +4,7 @@
 
 The gradients are those of bench_step's model, 8.7 million f32 numbers in one call, by model. All
 aggregations take turns in the same two processes; torch.distributed.all_reduce of one flat tensor
-of as many numbers is the measure. Prints JSON and keeps it under benchmarks/results/.
+of as many numbers is the measure. Prints JSON and keeps it under build/benchmarks/.
 AllReduceAggregationHVD is measured where Horovod is installed (`make horovod`), on loopback only:
 one machine's namespaces do not look like two to Horovod.
 """

@@ -7,7 +7,7 @@ Two ranks on links of so many Mbit/s (none: unshaped), in network namespaces, wh
 arms take turns within one process; ratios are medians over the turns. An arm for each candidate
 whose error `auto` allows by default, and one for `auto`, which first trains until it has chosen.
 Exits with 1 where `auto` takes more than 1.05 times the best candidate's step. Results are written
-to benchmarks/results/bench_auto.json, where those of other links and models stay.
+to build/benchmarks/bench_auto.json, where those of other links and models stay.
 
 With --cost only `auto` and exact gradients take turns, for what `auto` costs where it has chosen
 them: at most 1.01 times exact steps. They train one model, which is wrapped anew for each turn,

@@ -5,7 +5,7 @@
 The sum is compared with a memcpy of the same bytes, in cache (1 MiB, a message) and out of it. The
 all-reduce runs between two ranks that are threads of this process and hand each other memory: there
 is no wire, so that its share of a step over any network is smaller. Prints JSON and keeps it under
-benchmarks/results/.
+build/benchmarks/.
 """
 
 import argparse

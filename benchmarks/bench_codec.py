@@ -8,7 +8,7 @@ take turns within one process. GB/s and ratios count the bytes of the uncompress
 torch and FBGEMM (the row-wise quantiser that torch ships, rows of 2048) allocate their results:
 they have no other form. Every codec is checked against its error bound before it is timed. With
 --json the results are printed as JSON instead of a table; both keep them under
-benchmarks/results/. Exits with 1 if a target is missed.
+build/benchmarks/. Exits with 1 if a target is missed.
 """
 
 import argparse

@@ -7,7 +7,7 @@ are measured without a network: readiness of gradients, copies, codecs and selec
 ranks at the same time, as ranks that share two cores slow each other down. Those of the link are
 its latency, bandwidth, overhead and use of cores. Compute alone is measured in turn with the arms.
 Shaped networks are namespaces (network.py) and need root; "none" is memory that the ranks share.
-Prints a table and keeps figures under benchmarks/results/; --figures FILE... predicts again from
+Prints a table and keeps figures under build/benchmarks/; --figures FILE... predicts again from
 such files, without measuring.
 """
 
@@ -18,7 +18,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from common import machine, write_results
+from common import RESULTS, machine, write_results
 from rank_processes import figures_of
 
 
@@ -80,7 +80,7 @@ def save_profile(networks):
     link = found[0]["link"]
     own = Link(5e-5, 1.25e8, overhead=link["overhead"], per_message=link["per_message"])
     profile = profile_of(networks["none, 2 ranks"], networks["none, 2 ranks"], 2)
-    path = Path(__file__).parent / "results" / "foresight_profile.json"
+    path = RESULTS / "foresight_profile.json"
     profile_file.write_profile(replace(profile, between=own), path)
 
 
@@ -152,7 +152,7 @@ def main():
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--budget", type=float, default=1.0, help="seconds for an arm's steps")
     parser.add_argument("--figures", nargs="+", type=Path, help="of earlier runs: predict only")
-    parser.add_argument("--keep", type=Path, help="in place of results/bench_foresight.json")
+    parser.add_argument("--keep", type=Path, help="in place of the usual file")
     parser.add_argument("--write", action="store_true", help="with --figures: keep them, too")
     parser.add_argument("--rank-output", dest="output", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

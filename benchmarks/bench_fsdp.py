@@ -4,7 +4,7 @@
 
 The model is that of bench_step.py; every layer with parameters is a module of FSDP. All arms run in
 the same two processes in turn. Shaped networks need root. Prints JSON and keeps it under
-benchmarks/results/.
+build/benchmarks/.
 """
 
 import argparse

@@ -4,7 +4,7 @@
     python benchmarks/bench_guard.py --cost
 
 Trains the tasks of curves.py on 2 ranks of this machine, each algorithm alone and with `Guard()`,
-and measures the loss on held-out data. Runs that are in benchmarks/results/bench_guard.json are not
+and measures the loss on held-out data. Runs that are in build/benchmarks/bench_guard.json are not
 made again. --cost: processor time of the guard beside that of a step.
 """
 
@@ -127,6 +127,7 @@ def kept(path):
 def keep(path, key, result):
     results = kept(path)
     results["runs"][key] = result
+    path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text(json.dumps(results, indent=1) + "\n")
     new.replace(path)

@@ -168,7 +168,7 @@ def main():
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--interval", type=int, default=20, help="steps from round to round")
     parser.add_argument("--arm", help="only this one")
-    parser.add_argument("--dry", action="store_true", help="leave benchmarks/results alone")
+    parser.add_argument("--dry", action="store_true", help="leave build/benchmarks alone")
     parser.add_argument("--rank-output", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_output:

@@ -4,7 +4,7 @@
 
 One rank, 500 parameters of 8 elements: the time over that of the bare model is all hooks, buckets
 and bookkeeping. The bare model, torch DDP and bagua take turns in one process. Prints JSON and
-keeps it under benchmarks/results/.
+keeps it under build/benchmarks/.
 """
 
 import argparse

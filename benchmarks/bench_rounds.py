@@ -5,7 +5,7 @@
 The transformer of curves.py (0.86 million parameters, AdamW), a round every 50 steps; figures are
 means over whole rounds. All ways train in the same processes in turn. Networks are namespaces
 (network.py) and need root; "none" is this machine without one. Prints JSON and keeps it under
-benchmarks/results/.
+build/benchmarks/.
 """
 
 import argparse

@@ -7,7 +7,7 @@ that the ranks share, "shm" any other tensor. They take turns in the same proces
 on all ranks at once, so that it shares the memory's bandwidth as the all-reduce does. "openmpi" is
 MPI_Allreduce in place, of Debian's openmpi where `mpicc` and `mpirun` are installed; it runs in
 processes of its own, before and after the others. Prints JSON and keeps it under
-benchmarks/results/. `load` is the machine's load average before and after:
+build/benchmarks/. `load` is the machine's load average before and after:
 figures of a machine that does something else are to be read with it.
 """
 

@@ -7,7 +7,7 @@ Three things are done for `bagua_stats()`: reading clocks and counters around a 
 message that is handled as it arrives (the time of calls that move next to nothing, with and without
 the decorator that counts), and looking for NaN and infinity in the result, in host memory. The last
 depends on the size of the bucket; the limit is for the others. Prints JSON and keeps it under
-benchmarks/results/.
+build/benchmarks/.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 
 On CPU: two ranks. Shaped networks are namespaces (network.py) and need root; "none" is the loopback
 device, unshaped. On CUDA: a rank on each GPU of this machine, over NCCL. All arms run in the same
-processes in turn. Prints JSON and keeps it under benchmarks/results/.
+processes in turn. Prints JSON and keeps it under build/benchmarks/.
 """
 
 import argparse

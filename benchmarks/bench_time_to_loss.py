@@ -6,7 +6,7 @@ Two ranks in network namespaces of so many Mbit/s, which need root. Both train f
 network: DDP as many steps as the task has; `auto` by a schedule that is a tenth longer, until its
 loss is as low. Evaluations are not counted, what `auto` measures at first is. Exits with 1 where
 `auto` is less than 3 times as soon. Results are written to
-benchmarks/results/bench_time_to_loss.json, where those of other tasks stay.
+build/benchmarks/bench_time_to_loss.json, where those of other tasks stay.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 A rank that trains alone publishes the statistics of a module of so many buckets to a store in
 another process, over and over; a job does that once a second (`BAGUA_TOP=1`), from a thread that
 the training never waits for. What remains is the processor time of that thread, during which it
-holds Python's lock. Prints JSON and keeps it under benchmarks/results/.
+holds Python's lock. Prints JSON and keeps it under build/benchmarks/.
 """
 
 import argparse

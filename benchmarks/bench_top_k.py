@@ -5,7 +5,7 @@
 One thread; both take turns within one process. torch.topk gets |x| made in its turn, as its user
 has to, and is not asked to sort. Every selection is checked against torch.topk before it is timed.
 With --json the results are printed as JSON instead of a table; both keep them under
-benchmarks/results/. Exits with 1 if the selection from normal values is slower than torch.topk.
+build/benchmarks/. Exits with 1 if the selection from normal values is slower than torch.topk.
 """
 
 import argparse

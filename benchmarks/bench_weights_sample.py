@@ -5,7 +5,7 @@
 Hashing the sample is all that a round pays: the hash is sent in a message that is sent anyway. It
 is timed in C++ between the steps of a model, so that it finds the caches as an optimizer leaves
 them. The step is that of one process on one thread that communicates nothing, the shortest there
-is. Prints JSON and keeps it under benchmarks/results/.
+is. Prints JSON and keeps it under build/benchmarks/.
 """
 
 import argparse

@@ -10,18 +10,17 @@ from pathlib import Path
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS = REPOSITORY / "build" / "benchmarks"  # not committed: tables in docs/ have the figures
 
 
 def _commit():
     def git(*arguments):
         return subprocess.run(
-            ["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=False
+            ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
         ).stdout.strip()
 
-    changed = git(
-        "status", "--porcelain", "--untracked-files=no", "--", ":(top,exclude)benchmarks/results"
-    )
+    changed = git("status", "--porcelain", "--untracked-files=no")
     return (git("rev-parse", "--short=12", "HEAD") or "unknown") + ("+changes" if changed else "")
 
 
@@ -83,8 +82,8 @@ def timed_in_turns(functions, repeats, warmup):
 
 
 def keep_cases(name, cases, keys, **more):
-    """Writes results/<name>.json with `cases`, in place of those of equal `keys`, beside the others
-    that are there. more: further entries.
+    """Writes build/benchmarks/<name>.json: `cases`, in place of those of equal `keys`, beside the
+    others that are there. more: further entries.
     """
 
     def identity(case):
@@ -97,8 +96,8 @@ def keep_cases(name, cases, keys, **more):
 
 
 def write_results(name, payload):
-    """Writes ``results/<name>.json`` next to this file and returns its path."""
-    RESULTS.mkdir(exist_ok=True)
+    """Writes ``build/benchmarks/<name>.json`` and returns its path."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(payload, indent=2) + "\n")
     return path

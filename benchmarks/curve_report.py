@@ -1,4 +1,4 @@
-"""The page docs/curves.md and its pictures, from the results of curves.py."""
+"""The page docs/curves.md, from the results of curves.py."""
 
 import math
 import re
@@ -17,8 +17,8 @@ HEAD = """# Curves
 Every algorithm on three tasks of real data, with 2 and 4 ranks, each of which trains on its own
 share. Loss and accuracy are those of the anchor where an algorithm has one, else of the mean of the
 ranks' weights, on held-out data.
-`make curves` makes all of it anew in about six hours on 2 cores; runs that are kept in
-benchmarks/results/curves.json are not made again.
+`make curves` makes all of it anew in about six hours on 2 cores, and writes this page to
+build/benchmarks/curves.md; runs that are kept in build/benchmarks/curves.json are not made again.
 
 - **Loss**: at the end, mean and 95 % interval over the seeds; their number where some are missing.
   **Above exact**: mean difference from exact gradients, seed by seed. **Within noise**: yes where
@@ -166,42 +166,6 @@ def table(arms: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def draw(task: str, ranks: int, arms: dict[str, dict[str, Any]], folder: Path) -> list[str]:
-    """Pictures of the loss over bytes, and over seconds on the slowest network; their names."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rates = sorted({rate for arm in arms.values() for rate in arm["seconds"]}, key=int)
-    names = []
-    for axis in ["bytes", *rates[:1]]:
-        figure, plot = pyplot.subplots(figsize=(8, 5))
-        for name, arm in arms.items():
-            curves = list(arm["seeds"].values())
-            losses = [statistics.mean(v) for v in zip(*(c["loss"] for c in curves), strict=True)]
-            if axis == "bytes":
-                places = [value / 1e6 for value in curves[0]["bytes"]]
-            elif axis in arm["seconds"] and axis in arms["exact"]["seconds"]:
-                a_step, of_exact = arm["seconds"][axis], arms["exact"]["seconds"][axis]
-                steps = curves[0]["step"]
-                places = [seconds_of(s, a_step, of_exact, warm_up_of(name)) for s in steps]
-            else:
-                continue
-            plot.plot(places, losses, label=name)
-        seconds = f"seconds on {axis} Mb/s"
-        plot.set(xlabel="MB sent by a rank" if axis == "bytes" else seconds, ylabel="held-out loss")
-        plot.set(title=f"{TASKS[task].title}; {ranks} ranks", yscale="log")
-        plot.set(xscale="log" if axis == "bytes" else "linear")
-        plot.title.set_fontsize(9)
-        plot.legend(fontsize=8)
-        figure.tight_layout()
-        names.append(f"curves-{task}-{'bytes' if axis == 'bytes' else 'seconds'}.png")
-        figure.savefig(folder / names[-1], dpi=90)
-        pyplot.close(figure)
-    return names
-
-
 def not_trained(
     places: dict[tuple[str, int], dict[str, dict[str, Any]]], names: Sequence[str]
 ) -> list[str]:
@@ -217,10 +181,7 @@ def not_trained(
 
 
 def write_page(results: dict[str, Any], path: Path, names: Sequence[str]) -> None:
-    """Write the page and, beside it, the pictures of the runs with the fewest ranks.
-
-    names: all algorithms, in the order of the rows.
-    """
+    """Write the page; names: all algorithms, in the order of the rows."""
     machine, places = results["machine"], sorted_by_place(results["runs"])
     timed = any(arm["seconds"] for arms in places.values() for arm in arms.values())
     parts = [HEAD + SOONER if timed else HEAD]
@@ -229,7 +190,6 @@ def write_page(results: dict[str, Any], path: Path, names: Sequence[str]) -> Non
         f"{machine['torch']}, on {machine['date']}.\n"
     )
     parts += not_trained(places, names)
-    drawn = set()
     for (task, ranks), arms in sorted(places.items()):
         arms = {name: arms[name] for name in names if name in arms and arms[name]["seeds"]}
         if "exact" not in arms:
@@ -238,9 +198,4 @@ def write_page(results: dict[str, Any], path: Path, names: Sequence[str]) -> Non
         parts.append(f"## {TASKS[task].title}: {ranks} ranks\n")
         parts.append(f"{steps} steps, {counted_seeds(len(arms['exact']['seeds']))}.\n")
         parts.append(table(arms) + "\n")
-        if task not in drawn:
-            drawn.add(task)
-            for name in draw(task, ranks, arms, path.parent):
-                what = "bytes" if "bytes" in name else "seconds"
-                parts.append(f"![Held-out loss over {what}]({name})\n")
     path.write_text(re.sub(r"\n{3,}", "\n\n", "\n".join(parts)))

@@ -1,13 +1,13 @@
 """Curves of every algorithm on three tasks of real data, over steps, bytes and seconds.
 
     python benchmarks/curves.py [--quick] [--tasks digits fashion text] [--arms exact bytegrad ...]
-    python benchmarks/curves.py --report     # the page and the pictures from what is kept
+    python benchmarks/curves.py --report     # the page from what is kept
 
 Trains every task with every algorithm, 3 seeds, 2 and 4 ranks on this machine, and measures the
 loss and accuracy of the mean of the ranks' weights on held-out data. Then times a step of each on
 networks of 1 Gb/s and 200 Mb/s (namespaces; needs root). Each run is kept in
-benchmarks/results/curves.json as it ends: a second start goes on where the first was ended. Writes
-docs/curves.md and its pictures. About 6 hours on 2 cores.
+build/benchmarks/curves.json as it ends: a second start goes on where the first was ended. Writes
+build/benchmarks/curves.md: docs/curves.md is a copy. About 6 hours on 2 cores.
 """
 
 import argparse
@@ -24,7 +24,6 @@ from curve_runs import ARMS
 from curve_tasks import FASHION_MNIST, TASKS, DataUnavailableError
 from rank_processes import run_on
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/curves.md"
 SEEDS = (0, 1, 2)
 RATES = ("1000", "200")  # Mbit/s
 POINTS = 16  # measurements on the way
@@ -76,6 +75,7 @@ def keep(path: Path, key: str, result: Any) -> None:
     """Add a run to the results; an end of this program at any moment leaves them whole."""
     results = kept(path)
     results["runs"][key] = result
+    path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text(json.dumps(results, indent=1) + "\n")
     new.replace(path)
@@ -133,7 +133,7 @@ def main() -> None:
     if arguments.quick:
         print(json.dumps(results["runs"], indent=2))
     else:
-        write_page(results, PAGE, list(ARMS))
+        write_page(results, arguments.results.with_suffix(".md"), list(ARMS))
 
 
 def train_missing(arguments: argparse.Namespace) -> None:

@@ -7,18 +7,17 @@ use gloo), half ranks that are threads. Each is drawn from a seed, which is prin
 defect; `--only` repeats one. `--grid` takes every fault under every algorithm once, in place of
 random ones. Each training is compared, after every step and by the bits of its weights, with the
 same one without the fault. Ends with status 1 if there was a defect. The table goes to
-benchmarks/results/soak.json, unless `--dry`.
+build/benchmarks/soak.json, unless `--dry`.
 """
 
 import argparse
 import collections
-import json
 import statistics
 import sys
 import time
 from pathlib import Path
 
-from common import RESULTS, machine
+from common import machine, write_results
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -52,7 +51,7 @@ def arguments():
     parser.add_argument("--only", metavar="'FORM SEED'", help="repeat one case")
     parser.add_argument("--grid", action="store_true", help="every fault under every algorithm")
     parser.add_argument("--at-once", type=int, default=4, help="cases at a time")
-    parser.add_argument("--dry", action="store_true", help="leave benchmarks/results alone")
+    parser.add_argument("--dry", action="store_true", help="leave build/benchmarks alone")
     return parser.parse_args()
 
 
@@ -153,7 +152,7 @@ def main():
             ],
             "defects": {kind: tally.count(kind) for kind in KINDS},
         }
-        (RESULTS / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_results("soak", result)
     return 1 if tally.defects else 0
 
 
