@@ -84,7 +84,6 @@ ARMS = {
         "diloco", interval=INTERVAL, **IN_4_BITS
     ),
     "sparse_loco": registered("sparse_loco", interval=INTERVAL),
-    "no_loco": registered("no_loco", interval=INTERVAL),
 }
 #: What curves.py has not: `auto` chooses by the network, which losses over steps do not have.
 OF_A_NETWORK = {"auto": registered("auto")}

@@ -11,7 +11,6 @@ from bagua import BaguaError
 from bagua._sync.outer.survival import Survival
 from bagua.torch_api.algorithms import (
     DiLoCoAlgorithm,
-    NoLoCoAlgorithm,
     OuterSGD,
 )
 from ranks.test_diloco import assert_outer_state_agrees, outer_state, own_step
@@ -146,23 +145,6 @@ def test_a_rank_that_missed_a_result_gets_it_from_another(ranks, form, victim):
     # One may hear of the failure as it launches the next round, another as that round arrives.
     assert max(rest) - min(rest) <= FORMS[form].get("overlap_steps", 0)
     assert steps[victim] < min(rest), "it waited for the others"
-
-
-@training.with_group
-def pairs():
-    model, optimizer = wrapped(NoLoCoAlgorithm(interval=2, elastic=True))
-    restore = fail_round(2, 1, "met")
-    try:
-        train_rounds(model, optimizer, 5)
-    finally:
-        restore()
-    return int(model.bagua_algorithm.communications), model.process_group.ranks
-
-
-def test_pairs_go_on_after_a_failed_round(ranks):
-    found = ranks(3, pairs)
-    assert found == [found[0]] * 3
-    assert found[0] == (5, [0, 1, 2])
 
 
 @training.with_group

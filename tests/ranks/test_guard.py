@@ -199,7 +199,7 @@ def refuse(name):
     return training.error_of(lambda: wrapped(name, model, guard=Guard()), ValueError)
 
 
-@pytest.mark.parametrize("name", ["async", "diloco", "sparse_loco", "no_loco"])
+@pytest.mark.parametrize("name", ["async", "diloco", "sparse_loco"])
 def test_algorithms_without_common_rounds_say_what_to_do_instead(ranks, name):
     for message in ranks(2, refuse, name):
         assert "Leave guard= out" in message

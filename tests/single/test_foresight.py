@@ -36,7 +36,6 @@ CANDIDATES = [
     Candidate("diloco", {"interval": 10, "codec": "int4_block"}),
     Candidate("diloco", {"interval": 20, "fragments": 2, "overlap_steps": 5}),
     Candidate("sparse_loco"),
-    Candidate("no_loco"),
 ]
 
 

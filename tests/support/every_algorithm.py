@@ -21,7 +21,6 @@ ALGORITHMS = {
     "diloco": ("diloco", {"interval": 3}),
     "diloco-streaming": ("diloco", {"interval": 4, "overlap_steps": 2}),
     "sparse_loco": ("sparse_loco", {"interval": 3}),
-    "no_loco": ("no_loco", {"interval": 3}),
     "qadam": ("qadam", {"hierarchical": False}),
     "power_sgd": ("power_sgd", {"rank": 2, "min_compression_rate": 1.0}),
     "sparse": ("sparse", {"ratio": 0.1}),
@@ -43,7 +42,7 @@ def on_test_device():
 #: Those that average weights with peers while forward and backward run.
 PEERS = ["decentralized-all", "decentralized-shift-one", "low_precision_decentralized"]
 #: Those whose ranks train by themselves between rounds.
-LOCAL = ["diloco", "diloco-streaming", "sparse_loco", "no_loco"]
+LOCAL = ["diloco", "diloco-streaming", "sparse_loco"]
 #: Those whose ranks hold weights of their own.
 OWN_WEIGHTS = [*PEERS, *LOCAL]
 

@@ -44,7 +44,6 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
         "hierarchical": False,
     },
     "sparse_loco": {**_OUTER, "interval": 30, "ratio": 1 / 64},
-    "no_loco": {"interval": 50},
 }
 
 Make = Callable[[Members, BucketProfile], list[Stage]]
@@ -86,7 +85,7 @@ def predict(
         )
     if candidate.algorithm in ("decentralized", "low_precision_decentralized"):
         return model.weights(setting, candidate.algorithm, buckets)
-    if candidate.algorithm in ("diloco", "sparse_loco", "no_loco"):
+    if candidate.algorithm in ("diloco", "sparse_loco"):
         return model.outer(setting, candidate.algorithm, buckets)
     make = model.gradient_operation(candidate.algorithm)
     work = [Work(bucket, model.hierarchical(make, bucket)) for bucket in buckets]
@@ -195,8 +194,6 @@ class _Model:
             feedback = codec not in (None, "fp16", "bf16")
 
         def make(members: Members, bucket: BucketProfile) -> list[Stage]:
-            if algorithm == "no_loco":
-                return operations.gossip(members, bucket)
             if algorithm == "sparse_loco":
                 return operations.chunked_sparse(members, bucket, own["ratio"])
             if codec is None:
@@ -207,8 +204,7 @@ class _Model:
         count = fragments if isinstance(fragments, int) else len(fragments)
         parts = [share_of(bucket, count) for bucket in buckets]
         work = [Work(part, self.hierarchical(make, part)) for part in parts]
-        waits = _among(setting, 2) if algorithm == "no_loco" else setting
-        return steps.rounds(waits, [work] * count, own["interval"], own.get("overlap_steps", 0))
+        return steps.rounds(setting, [work] * count, own["interval"], own.get("overlap_steps", 0))
 
 
 def _among(setting: Setting, ranks: int) -> Setting:

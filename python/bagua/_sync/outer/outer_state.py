@@ -27,8 +27,6 @@ class OuterRounds:
         alpha: the weights' share where they meet an anchor that arrives late; None: the anchor and
             what they have learnt since the launch.
         clip: largest norm of the mean pseudo-gradient of a fragment; None: any.
-        communications: int64 on the CPU that counts rounds, for operations that choose peers by it.
-        pairs: ranks meet one peer in each round, and hold anchors of their own.
         survival: of failed rounds; None: they are errors.
         shares: of the ranks in the mean; None: all alike.
         outcomes: of the fragments' rounds, for residuals.
@@ -40,8 +38,6 @@ class OuterRounds:
     schedule: Schedule
     alpha: float | None
     clip: float | None
-    communications: torch.Tensor
-    pairs: bool
     survival: Survival | None = None
     shares: Shares | None = None
     outcomes: Outcomes = field(default_factory=Outcomes)

@@ -36,6 +36,7 @@ class OuterSynchronizer:
         engine: averages the pseudo-gradients.
         communicators: (purpose, communicator) of the engine's lanes, for statistics.
         steps: attempted in the cycle of the schedule.
+        communications: rounds that have ended, of checkpoints before included.
         outer_rounds: those that have changed an anchor, of checkpoints before included.
         skipped_rounds: those that were not finite.
         numbers: of the last outer step.
@@ -58,10 +59,11 @@ class OuterSynchronizer:
         self.communicators = plan.communicators
         self.non_finite = plan.non_finite
         self.steps = 0
+        self.communications = 0
         self.outer_rounds = 0
         self.skipped_rounds = 0
         self.numbers = OuterNumbers(None, None, None)
-        self.weights = LocalWeights(ddp, fragments, buffer_buckets, arguments.pairs)
+        self.weights = LocalWeights(ddp, fragments, buffer_buckets)
         self._arguments = arguments
         self._connections = connections
         self._name = name
@@ -72,19 +74,13 @@ class OuterSynchronizer:
         self._trained = False  # since the last round, which was of all fragments
         self._synchronising = False  # inside sync()
         self._resumption: Resumption | None = None
-        every = 0 if arguments.pairs else env.get_check_weights_every() or 0
-        self._check = WeightsCheck(every, name, connections)
+        self._check = WeightsCheck(env.get_check_weights_every() or 0, name, connections)
         self._attempts = StepAttempts(ddp.bagua_optimizers[-1], self._after_step)
 
     @property
     def fragments(self) -> list[Fragment]:
         """The parts of the plan."""
         return self.weights.fragments
-
-    @property
-    def pairs(self) -> bool:
-        """Whether ranks hold anchors of their own."""
-        return self.weights.pairs
 
     # One step, in the order in which things happen.
 
@@ -160,7 +156,7 @@ class OuterSynchronizer:
         self._land()
         # Nothing has changed so far: what fails before leaves weights and anchors as they were.
         fragment, idle, self._flight = self._flight.fragment, self._flight.idle, None
-        self._arguments.communications.add_(1)
+        self.communications += 1
         if idle:
             return
         shares = self._arguments.shares
@@ -294,8 +290,7 @@ class OuterSynchronizer:
         Waits for a round under way, whose result is saved as it is: using it early would make the
         training depend on being saved.
         """
-        if not self.pairs:
-            yield from self.weights.named_outer_state()
+        yield from self.weights.named_outer_state()
         if self._arguments.schedule.overlap > 0:
             self._land()
             yield from self.weights.named_means()
@@ -313,7 +308,7 @@ class OuterSynchronizer:
         return {
             "steps": self.steps,
             "outer_rounds": self.outer_rounds,
-            "communications": int(self._arguments.communications),
+            "communications": self.communications,
             "trained": int(self._trained),
             "in_flight": 0 if flight is None else flight.fragment.part + 1,
             "due": 0 if flight is None else flight.due,
@@ -355,7 +350,7 @@ class OuterSynchronizer:
     def go_on_at(self, counters: dict[str, int]) -> None:
         """Count from there. No round is under way."""
         self.steps, self.outer_rounds = counters["steps"], counters["outer_rounds"]
-        self._arguments.communications.fill_(counters["communications"])
+        self.communications = counters["communications"]
         self._trained = bool(counters["trained"])
 
     def digest(self) -> int | None:
@@ -372,7 +367,7 @@ class OuterSynchronizer:
         forward, and a result in flight is used at once.
         """
         self.steps, self.outer_rounds = counters["steps"], counters["outer_rounds"]
-        self._arguments.communications.fill_(counters["communications"])
+        self.communications = counters["communications"]
         self._trained = bool(counters["trained"])
         part, self._flight = counters["in_flight"] - 1, None
         if part >= 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.initial_state import broadcast_tensors
 from bagua._sync.outer.outer_synchronizer import OuterSynchronizer
@@ -33,7 +32,7 @@ def succeed(
     own = group.ranks[group.rank]
     if before is not None:
         after.take_over(before)
-    takers = sorted(heritage.joined + ([] if after.pairs else heritage.behind))
+    takers = sorted(heritage.joined + heritage.behind)
     some = group.connect_some("outer", [heritage.source, *takers]) if takers else None
     if some is not None:
         with some.collective_phase(f"giving the anchor of rank {heritage.source}"):
@@ -43,9 +42,6 @@ def succeed(
     elif own in heritage.behind and before is not None:
         after.use_result_of(before, changed=heritage.counters["outer_rounds"])
     after.go_on_at(heritage.counters)
-    if after.pairs:
-        group.connections.reduce_numbers("starting outer rounds again", _C.ReduceOp.SUM, 0)
-    else:
-        digest = weights_digest(dict(after.weights.named_outer_state()))
-        group.connections.agree("their anchors", [f"anchors and momenta {digest}"])
+    digest = weights_digest(dict(after.weights.named_outer_state()))
+    group.connections.agree("their anchors", [f"anchors and momenta {digest}"])
     group.admission = None

@@ -28,7 +28,6 @@ DEFAULTS: Sequence[Candidate] = (
     Candidate("diloco", {"interval": 50}),
     Candidate("diloco", {"interval": 50, "codec": "int4_block"}),
     Candidate("sparse_loco", {"interval": 50}),
-    Candidate("no_loco", {"interval": 50}),
 )
 
 

@@ -21,7 +21,6 @@ from bagua.torch_api.algorithms.decentralized import (
 )
 from bagua.torch_api.algorithms.diloco import (
     DiLoCoAlgorithm,
-    NoLoCoAlgorithm,
     OuterSGD,
     SparseLoCoAlgorithm,
 )
@@ -45,7 +44,6 @@ __all__ = [
     "GradientAllReduce",
     "GradientAllReduceAlgorithm",
     "LowPrecisionDecentralizedAlgorithm",
-    "NoLoCoAlgorithm",
     "OuterSGD",
     "PowerSGDAlgorithm",
     "QAdamAlgorithm",
@@ -82,9 +80,6 @@ GlobalAlgorithmRegistry.register(
 )
 GlobalAlgorithmRegistry.register(
     "diloco", DiLoCoAlgorithm, "local steps, joined by an outer optimizer every so many"
-)
-GlobalAlgorithmRegistry.register(
-    "no_loco", NoLoCoAlgorithm, "local steps, joined with one peer's every so many"
 )
 GlobalAlgorithmRegistry.register(
     "sparse_loco", SparseLoCoAlgorithm, "local steps, of which the largest are sent in two bits"

@@ -32,11 +32,9 @@ class LocalWeights:
         ddp: the wrapper.
         fragments: parts 0, 1, ... of the plan. Their anchors become the module's weights.
         buffer_buckets: of the last part, for floating buffers.
-        pairs: ranks hold anchors of their own.
 
     Attributes:
         fragments: as given.
-        pairs: as given.
         anchored: whether the weights are swapped for the anchor's.
     """
 
@@ -45,10 +43,8 @@ class LocalWeights:
         ddp: Wrapper,
         fragments: Sequence[Fragment],
         buffer_buckets: Sequence[Bucket],
-        pairs: bool,
     ) -> None:
         self.fragments = list(fragments)
-        self.pairs = pairs
         self.anchored = False
         self._buffers = BufferAverage(buffer_buckets) if buffer_buckets else None
         self._connections = ddp.process_group.connections
@@ -89,18 +85,11 @@ class LocalWeights:
         """After a round that was not finite: find the ranks with NaN, which start anew."""
         weights = self.named()
         own = all(bool(x.detach().isfinite().all()) for x in weights.values())
-        if self.pairs:
-            whose = (
-                "The peer's weights hold NaN or infinity"
-                if own
-                else _STARTS_AGAIN.format("this rank")
-            )
-        else:
-            with part_of_the_round(engine):
-                broken = ranks_with_non_finite(self._connections, not own)
-            whose = "No rank's weights hold NaN or infinity: the sum overflowed"
-            if broken:
-                whose = _STARTS_AGAIN.format(f"rank(s) {', '.join(map(str, broken))}")
+        with part_of_the_round(engine):
+            broken = ranks_with_non_finite(self._connections, not own)
+        whose = "No rank's weights hold NaN or infinity: the sum overflowed"
+        if broken:
+            whose = _STARTS_AGAIN.format(f"rank(s) {', '.join(map(str, broken))}")
         if not own:
             self.take_anchors()
             clear_non_finite(self._ddp().bagua_optimizers)
@@ -115,9 +104,6 @@ class LocalWeights:
         if self._buffers is None or fragment is not self.fragments[-1]:
             return
         buffers = dict(self._ddp().bagua_floating_buffers())
-        if self.pairs:
-            self._buffers.arrive(buffers)
-            return
         with part_of_the_round(engine):
             if not self._buffers.arrive(buffers):
                 own = all(bool(buffer.isfinite().all()) for buffer in buffers.values())
@@ -179,8 +165,6 @@ class LocalWeights:
     def named_own_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(key, tensor) of what is this rank's."""
         for fragment in self.fragments:
-            if self.pairs:
-                yield from fragment.named_state()
             yield from fragment.named_launched()
 
     def take_over(self, before: LocalWeights) -> None:

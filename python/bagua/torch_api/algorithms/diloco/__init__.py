@@ -3,7 +3,6 @@
 from bagua._sync.outer.outer_sgd import OuterSGD
 from bagua.torch_api.algorithms.diloco.diloco import DiLoCoAlgorithm
 from bagua.torch_api.algorithms.diloco.implementation import DiLoCoAlgorithmImpl
-from bagua.torch_api.algorithms.diloco.no_loco import NoLoCoAlgorithm, NoLoCoAlgorithmImpl
 from bagua.torch_api.algorithms.diloco.sparse_loco import (
     SparseLoCoAlgorithm,
     SparseLoCoAlgorithmImpl,
@@ -12,8 +11,6 @@ from bagua.torch_api.algorithms.diloco.sparse_loco import (
 __all__ = [
     "DiLoCoAlgorithm",
     "DiLoCoAlgorithmImpl",
-    "NoLoCoAlgorithm",
-    "NoLoCoAlgorithmImpl",
     "OuterSGD",
     "SparseLoCoAlgorithm",
     "SparseLoCoAlgorithmImpl",

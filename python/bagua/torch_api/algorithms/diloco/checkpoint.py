@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.saved_values import saved_count, saved_tensor
 from bagua._sync.outer.outer_synchronizer import OuterSynchronizer
@@ -76,8 +74,6 @@ class OuterCheckpoint:
                 (view, saved_tensor(state, self._own(key), view, _REMEDY))
                 for key, view in outer.named_own_state()
             ]
-        elif outer.pairs:
-            saved += self._means_of_all(state)
         if self._means is not None:
             if _ERROR_RANKS in state:
                 self._means.restore(state | {"ranks": state[_ERROR_RANKS]})
@@ -99,17 +95,6 @@ class OuterCheckpoint:
                 f"{self._owner}: saved with fragment {counters['in_flight']} in flight, there are "
                 f"only {self._schedule.fragments} now. Give the fragments that it was saved with."
             )
-
-    def _means_of_all(self, state: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Own state, and the mean of what all ranks had that saved it."""
-        ranks = range(saved_count(state, "ranks", self._owner))
-        if not ranks:
-            raise ValueError(f"{self._owner}: the state was saved by 0 'ranks': {_REMEDY}")
-        means = []
-        for key, view in self._outer.named_own_state():
-            saved = [saved_tensor(state, f"rank{rank}/{key}", view, _REMEDY) for rank in ranks]
-            means.append((view, torch.stack(saved).mean(0)))
-        return means
 
     def _own(self, key: str) -> str:
         return f"rank{self._rank}/{key}"

@@ -39,11 +39,9 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
     A warm-up iteration is a forward and a backward outside ``no_sync()``.
 
     Attributes:
-        pairs: whether ranks meet one peer in each round, and hold anchors of their own.
         owner: the algorithm's name in errors.
     """
 
-    pairs = False
     owner = "DiLoCoAlgorithm"
     broadcast_buffers = False
     ranks_agree = False
@@ -72,7 +70,6 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         self._shares: Shares | None = None
         self._parts: Parts | None = None  # after the warm-up
         self._schedule = Schedule(arguments.interval, 1, 0)
-        self.communications = torch.zeros((), dtype=torch.int64, device="cpu")  # with peers
         self._ddp: weakref.ref[WrappedModule] | None = None
 
     # Set-up.
@@ -89,7 +86,6 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         self._ddp = weakref.ref(bagua_ddp)
         self._outer = None
         self._means = None
-        self.communications = torch.zeros((), dtype=torch.int64, device="cpu")
         self._local = self._warmed_up >= self.arguments.warmup_steps
         if not self._local:
             return super().init_tensors(bagua_ddp)
@@ -183,8 +179,6 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
                 self._schedule,
                 alpha=self._alpha,
                 clip=arguments.outer_clip,
-                communications=self.communications,
-                pairs=self.pairs,
                 survival=None if self._members is None else self._members.survival,
                 shares=self._shares,
                 outcomes=self._outcomes,
