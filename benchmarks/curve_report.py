@@ -25,9 +25,7 @@ build/benchmarks/curves.md; runs that are kept in build/benchmarks/curves.json a
   the 95 % interval of these differences holds 0, and their mean is no larger than the interval of
   exact gradients over their seeds. Unclear where only the former is so: seeds are too far apart.
 - Outer rounds of `diloco` have rates of (0.7, 0.5) where no others are named, local SGD's (1, 0).
-- `qadam` warms up for 40 steps, after which its steps become up to five times as long: on the text
-  too long with 2 ranks, and for 2 of 3 seeds with 4. `freeze_bias_correction=True` avoids that
-  ([qadam](algorithms.md#qadam)).
+- `qadam` warms up for 40 steps.
 - **Sent**: by rank 0 in the whole run.
 """
 SOONER = """\

@@ -33,15 +33,9 @@ def warm_up_of(arm: str) -> int:
     return WARM_UP if arm.startswith(("qadam", "async")) else 0
 
 
-def momentum(
-    freeze: bool = False, warm_up: int = WARM_UP, **arguments: Any
-) -> Callable[..., tuple[Any, Any]]:
-    """freeze: the optimizer's bias correction of the second moment, after the warm-up."""
-
+def momentum(warm_up: int = WARM_UP, **arguments: Any) -> Callable[..., tuple[Any, Any]]:
     def choose(task: Task, parameters: Any) -> tuple[Any, Any]:
-        optimizer = QAdamOptimizer(
-            parameters, warmup_steps=warm_up, freeze_bias_correction=freeze, **task.qadam
-        )
+        optimizer = QAdamOptimizer(parameters, warmup_steps=warm_up, **task.qadam)
         return optimizer, Algorithm.init("qadam", q_adam_optimizer=optimizer, **arguments)
 
     return choose

@@ -2,9 +2,9 @@
 
     m <- mean over ranks of beta1 m + (1 - beta1) g_rank, through a codec
     m <- m + (1 - beta1) weight_decay p
-    p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+    p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^w) + eps)
 
-v stays as it is. Tensors are in dictionaries by parameter name.
+v stays as it was after the w steps of the warm-up. Tensors are in dictionaries by parameter name.
 """
 
 import torch
@@ -41,8 +41,8 @@ def decayed(momentum, weight, beta1, weight_decay):
     return momentum + (1 - beta1) * weight_decay * weight
 
 
-def moved(weight, momentum, second, t, lr, betas, eps, t_of_second=None):
-    """The new weight, in f64. t_of_second: of the bias correction of v, if that is frozen."""
+def moved(weight, momentum, second, t, w, lr, betas, eps):
+    """The new weight, in f64."""
     beta1, beta2 = betas
-    scale = second.double().sqrt() / (1 - beta2 ** (t_of_second or t)) ** 0.5 + eps
+    scale = second.double().sqrt() / (1 - beta2**w) ** 0.5 + eps
     return weight.double() - lr / (1 - beta1**t) * momentum.double() / scale

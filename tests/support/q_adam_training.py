@@ -125,7 +125,7 @@ class Before:
                 state["exp_avg"],
                 self.second[name],
                 state["step"].item(),
-                *(group[key] for key in ("lr", "betas", "eps")),
+                *(group[key] for key in ("warmup_steps", "lr", "betas", "eps")),
             )
             torch.testing.assert_close(p.detach(), weight.to(p.dtype), **TOLERANCE.get(p.dtype, {}))
 

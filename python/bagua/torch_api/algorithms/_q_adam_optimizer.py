@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -26,14 +25,13 @@ class QAdamOptimizer(torch.optim.Optimizer):
     """Adam with a warm-up, after which the second moment is frozen (Tang et al., ICML 2021).
 
     The first ``warmup_steps`` steps are those of ``torch.optim.Adam(foreach=False)``, bit for bit.
-    Later steps ``t``, with the second moment ``v`` as the warm-up left it::
+    Later steps ``t``, with the second moment ``v`` as the warm-up of ``w`` steps left it::
 
         m <- beta1 m + (1 - beta1) (g + weight_decay p)
-        p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+        p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^w) + eps)
 
-    The last factor goes on counting, as in Bagua, though v does not change any more: while it
-    approaches 1, steps grow by up to ``1 / sqrt(1 - beta2^warmup_steps)``, 3.2 times after 100
-    steps with the default betas. ``freeze_bias_correction`` keeps it as it was after the warm-up.
+    The bias correction of ``v`` is frozen with it. In Bagua it goes on counting, and steps grow by
+    up to ``1 / sqrt(1 - beta2^w)``: 3.2 times after 100 steps with the default betas.
 
     With ``QAdamAlgorithm`` the mean over ranks of ``beta1 m + (1 - beta1) g`` travels in 8 bits
     after the warm-up: when ``backward()`` returns, ``.grad`` holds that mean, the momentum, which
@@ -50,8 +48,6 @@ class QAdamOptimizer(torch.optim.Optimizer):
         eps: added to the denominator. After the warm-up it is all that bounds an element whose
             gradient was tiny or zero until then: 1e-4 serves where 1e-8 diverges.
         weight_decay: L2 penalty, as in ``torch.optim.Adam``.
-        freeze_bias_correction: whether the bias correction of ``v`` is frozen with it, so that
-            steps keep the size that the warm-up gave them.
 
     Raises:
         ValueError: an argument out of its range, or groups with different ``warmup_steps``.
@@ -67,8 +63,6 @@ class QAdamOptimizer(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        *,
-        freeze_bias_correction: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -76,14 +70,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
-            "freeze_bias_correction": freeze_bias_correction,
         }
         super().__init__(params, defaults)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:  # of checkpoints from before there was a choice
-            group.setdefault("freeze_bias_correction", False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see the class for what it may hold and what it raises."""
@@ -210,7 +198,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
             state["step"] += 1
         steps = [state["step"].item() for state in states]
         denominators = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
-        last = group["warmup_steps"] if group["freeze_bias_correction"] else math.inf
+        last = group["warmup_steps"]
         torch._foreach_div_(denominators, [(1 - beta2 ** min(step, last)) ** 0.5 for step in steps])
         torch._foreach_add_(denominators, group["eps"])
         rates = [-float(group["lr"]) / (1 - beta1**step) for step in steps]
