@@ -9,14 +9,12 @@ from typing import Any
 import bagua.torch_api as bagua
 import torch
 import torch.distributed as dist
-from bagua.torch_api.algorithms import Algorithm, OuterSGD, PowerSGDAlgorithm, SparseAlgorithm
+from bagua.torch_api.algorithms import Algorithm, OuterSGD
 from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 from curve_tasks import Task, evaluate, loss_of
 from torch import nn
 
 WARM_UP = 40  # steps with exact gradients, of the algorithms that begin so
-CORRECTED = "qadam of sparse 1 %, corrected, bias frozen, 120 steps"
-LONG_WARM_UP = 120  # 15 % of those of the text: after 40 its second moment is not ready to freeze
 
 
 def registered(name: str, **arguments: Any) -> Callable[..., tuple[Any, Any]]:
@@ -28,14 +26,12 @@ def registered(name: str, **arguments: Any) -> Callable[..., tuple[Any, Any]]:
 
 def warm_up_of(arm: str) -> int:
     """Steps with exact gradients."""
-    if arm == CORRECTED:
-        return LONG_WARM_UP
     return WARM_UP if arm.startswith(("qadam", "async")) else 0
 
 
-def momentum(warm_up: int = WARM_UP, **arguments: Any) -> Callable[..., tuple[Any, Any]]:
+def momentum(**arguments: Any) -> Callable[..., tuple[Any, Any]]:
     def choose(task: Task, parameters: Any) -> tuple[Any, Any]:
-        optimizer = QAdamOptimizer(parameters, warmup_steps=warm_up, **task.qadam)
+        optimizer = QAdamOptimizer(parameters, warmup_steps=WARM_UP, **task.qadam)
         return optimizer, Algorithm.init("qadam", q_adam_optimizer=optimizer, **arguments)
 
     return choose
@@ -56,14 +52,6 @@ ARMS = {
     "bytegrad int4_block, error feedback": registered("bytegrad", **IN_4_BITS, **FLAT),
     "qadam": momentum(**FLAT),
     "qadam bit2_block, error feedback": momentum(**IN_2_BITS, **FLAT),
-    "qadam of power_sgd rank 4": momentum(compression=PowerSGDAlgorithm(4)),
-    "qadam of sparse 1 %": momentum(compression=SparseAlgorithm(ratio=0.01)),
-    CORRECTED: momentum(
-        freeze=True,
-        warm_up=LONG_WARM_UP,
-        compression=SparseAlgorithm(ratio=0.01),
-        momentum_correction=True,
-    ),
     "power_sgd rank 4": registered("power_sgd", rank=4),
     "power_sgd rank 1": registered("power_sgd", rank=1),
     "sparse 1 %": registered("sparse", ratio=0.01),

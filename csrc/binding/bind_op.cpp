@@ -13,7 +13,6 @@
 #include "op/count_non_finite.h"
 #include "op/gossip.h"
 #include "op/hierarchical.h"
-#include "op/local_momentum.h"
 #include "op/low_rank.h"
 #include "op/memory/round_memory.h"
 #include "op/neighbor_average.h"
@@ -212,10 +211,6 @@ void bind_op(py::module_& m) {
            }),
            py::arg("memories"), py::arg("offsets"), py::arg("strides"), py::arg("betas"),
            py::arg("scratch"));
-
-  py::class_<LocalMomentum, BucketOp, std::shared_ptr<LocalMomentum>>(m, "LocalMomentum")
-      .def(py::init<std::vector<int64_t>, at::Tensor, std::shared_ptr<RoundMemory>>(),
-           py::arg("offsets"), py::arg("betas"), py::arg("memory"));
 
   py::class_<LowRank, BucketOp, std::shared_ptr<LowRank>>(m, "LowRank")
       .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Scratch> scratch,

@@ -11,7 +11,6 @@
 #include <ATen/ops/mul.h>
 
 #include "base/check.h"
-#include "op/tensors/slot_betas.h"
 
 namespace bagua {
 
@@ -19,7 +18,11 @@ UpdateMomentum::UpdateMomentum(std::vector<SlotMomentum> slots, at::Tensor betas
                                std::shared_ptr<Scratch> scratch)
     : slots_(std::move(slots)), betas_(std::move(betas)), scratch_(std::move(scratch)) {
   BAGUA_CHECK_ARG(!slots_.empty(), "UpdateMomentum needs the memory of at least one slot.");
-  check_betas(betas_, slots_.size(), "UpdateMomentum");
+  BAGUA_CHECK_ARG(betas_.defined() && betas_.is_cpu() && betas_.scalar_type() == at::kDouble &&
+                      betas_.dim() == 1 && betas_.is_contiguous() &&
+                      betas_.numel() == static_cast<int64_t>(slots_.size()),
+                  "UpdateMomentum: betas must be ", slots_.size(),
+                  " contiguous float64 in CPU memory, one per slot.");
   for (const SlotMomentum& slot : slots_) {
     BAGUA_CHECK_ARG(slot.memory.defined() && !slot.memory.requires_grad() &&
                         slot.strides.size() == static_cast<size_t>(slot.memory.dim()),

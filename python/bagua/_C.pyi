@@ -258,9 +258,6 @@ class UpdateMomentum(BucketOp):
         scratch: Scratch,
     ) -> None: ...
 
-class LocalMomentum(BucketOp):
-    def __init__(self, offsets: list[int], betas: torch.Tensor, memory: RoundMemory) -> None: ...
-
 class LowRank(BucketOp):
     def __init__(
         self,

@@ -120,7 +120,7 @@ def test_gossip_keeps_replicas_that_are_the_neighbours_to_the_bit(codec, n, devi
 
 @each_device
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", ["all_reduce", "momentum", "local_momentum"])
+@pytest.mark.parametrize("name", ["all_reduce", "momentum"])
 def test_exact_ops_are_near_those_of_the_cpu(name, dtype, device):
     brought = inputs(3, 14337, dtype)
 
@@ -128,11 +128,6 @@ def test_exact_ops_are_near_those_of_the_cpu(name, dtype, device):
         flat = brought[comm.rank].to(where, copy=True)
         if name == "all_reduce":
             _C.AllReduce(comm, _C.ReduceOp.AVG).run(flat)
-        elif name == "local_momentum":
-            momentum = torch.ones(14337, dtype=dtype, device=where)
-            memory = _C.RoundMemory([momentum], _C.RoundOutcome())
-            betas = torch.tensor([0.9, 0.5], dtype=torch.float64)
-            _C.LocalMomentum([0, 14336 // 2], betas, memory).run(flat, step=1, grad_scale=4.0)
         else:
             memories = [torch.ones(14336 // 2, dtype=dtype, device=where) for _ in range(2)]
             betas = torch.tensor([0.9, 0.5], dtype=torch.float64)

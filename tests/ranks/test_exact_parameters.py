@@ -6,8 +6,6 @@ import torch.distributed as dist
 from bagua import comm_hooks
 from bagua.torch_api.algorithms import (
     PowerSGDAlgorithm,
-    QAdamAlgorithm,
-    QAdamOptimizer,
     SparseAlgorithm,
 )
 from support import training
@@ -17,7 +15,6 @@ from support.error_feedback import (
     load,
     saved,
     train_step,
-    wide_network,
     wrapped,
 )
 from torch import nn
@@ -133,25 +130,18 @@ def refusals():
     unknown = SparseAlgorithm(exact_parameters=["table*"])
     hooked = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
     with_patterns = SparseAlgorithm(exact_parameters=["weight"])
-    model = wide_network()
-    optimizer = QAdamOptimizer(model.parameters())
-    momenta = QAdamAlgorithm(optimizer, compression=with_patterns)
     return [
         training.error_of(lambda: wrapped(unknown)),
         training.error_of(lambda: comm_hooks.register(hooked, with_patterns)),
-        training.error_of(lambda: model.with_bagua([optimizer], momenta)),
     ]
 
 
 def test_patterns_that_cannot_hold_are_refused(ranks):
-    for unknown, hook, momenta in ranks(2, refusals):
+    for unknown, hook in ranks(2, refusals):
         assert "exact_parameters: 'table*' matches no parameter" in unknown
         assert "SparseAlgorithm has exact_parameters=('weight',)" in hook
-        assert "exact_parameters=('weight',) of compression are for gradients" in momenta
 
 
-def test_one_string_and_updates_are_refused():
+def test_one_string_is_refused():
     with pytest.raises(TypeError, match=r"give a list .* such as \['head\.\*'\]"):
         PowerSGDAlgorithm(exact_parameters="head.*")
-    with pytest.raises(ValueError, match=r'of gradients, not of="updates"'):
-        SparseAlgorithm(of="updates", exact_parameters=["head.*"])

@@ -44,7 +44,6 @@ BUDGETS = {
     # The waits are for the ranks, outside the gate.
     "async_average": (6, 2, 2, 40),
     "update_momentum": (2, 0, 0, 20),
-    "local_momentum": (2, 0, 0, 20),
     "low_rank": (7, 2, 0, 30),
     "sparse": (24, 1, 0, 50),
     "random_sparse": (22, 1, 0, 41),

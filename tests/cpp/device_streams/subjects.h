@@ -26,7 +26,6 @@
 #include "op/compressed_gossip.h"
 #include "op/error_feedback_all_reduce.h"
 #include "op/gossip.h"
-#include "op/local_momentum.h"
 #include "op/low_rank.h"
 #include "op/neighbor_average.h"
 #include "op/random_sparse.h"
@@ -177,12 +176,6 @@ std::vector<Subject> subjects() {
                                     {memory.narrow(0, 1000, 600).view({20, 30}), 1000, {1, 20}}};
     return std::make_shared<UpdateMomentum>(std::move(slots), at::tensor({0.9, 0.3}, at::kDouble),
                                             std::make_shared<Scratch>());
-  });
-  add("local momentum", at::kFloat, 0, [](at::Device device) {
-    auto memory = std::make_shared<RoundMemory>(std::vector{gradient(5).to(device)},
-                                                std::make_shared<RoundOutcome>());
-    return std::make_shared<LocalMomentum>(std::vector<int64_t>{0, 1000},
-                                           at::tensor({0.9, 0.3}, at::kDouble), std::move(memory));
   });
   // Three matrices of equal shape at equal distances, two closer, and others in between.
   const std::vector<LowRankMatrix> several{

@@ -27,7 +27,6 @@
 #include "op/compressed_all_reduce.h"
 #include "op/compressed_gossip.h"
 #include "op/gossip.h"
-#include "op/local_momentum.h"
 #include "op/low_rank.h"
 #include "op/neighbor_average.h"
 #include "op/random_sparse.h"
@@ -94,15 +93,6 @@ std::shared_ptr<UpdateMomentum> momentum_of_slots(const Rank& rank) {
   }
   return std::make_shared<UpdateMomentum>(std::move(slots), at::full({kSlots}, 0.9, at::kDouble),
                                           std::make_shared<Scratch>());
-}
-
-std::shared_ptr<LocalMomentum> local_momentum_of_slots(const Rank& rank) {
-  const int64_t numel = rank.flat.numel();
-  std::vector<int64_t> offsets;
-  for (int64_t slot = 0; slot < kSlots; ++slot) offsets.push_back(slot * (numel / kSlots));
-  return std::make_shared<LocalMomentum>(
-      std::move(offsets), at::full({kSlots}, 0.9, at::kDouble),
-      std::make_shared<RoundMemory>(std::vector{zeros(numel)}, std::make_shared<RoundOutcome>()));
 }
 
 // Blocks of two matrices and two vectors, as of a transformer: matrices of one shape are at equal
@@ -176,7 +166,6 @@ std::vector<Case> cases() {
   all.push_back(op_case("neighbor_average", complete_graph));
   all.push_back({"async_average", asynchronous_average});
   all.push_back(op_case("update_momentum", momentum_of_slots));
-  all.push_back(op_case("local_momentum", local_momentum_of_slots));
   all.push_back(op_case("low_rank", low_rank_of_blocks));
   all.push_back(op_case("sparse", [](const Rank& rank) {
     const int64_t numel = rank.flat.numel();

@@ -10,17 +10,12 @@ import torch
 from bagua import _C
 from bagua._core.state.saved_values import saved_tensor
 
-__all__ = ["error_key", "load_memory", "momentum_key", "new_memory", "ranks_text", "views_of"]
+__all__ = ["error_key", "load_memory", "new_memory", "ranks_text", "views_of"]
 
 
 def error_key(rank: int, name: str) -> str:
     """Key of the residual of ``rank`` for the parameter ``name``."""
     return f"rank{rank}/error/{name}"
-
-
-def momentum_key(rank: int, name: str) -> str:
-    """Key of the momentum that ``rank`` keeps for itself of the parameter ``name``."""
-    return f"rank{rank}/momentum/{name}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -55,17 +50,15 @@ def load_memory(
     errors: Iterable[tuple[str, torch.Tensor]],
     rank: int,
     ranks: Sequence[int],
-    momenta: Iterable[tuple[str, torch.Tensor]] = (),
     others: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> None:
     """Copy a saved state into an algorithm's tensors.
 
     ``equal``: (key, tensor) of values that are equal on all ranks. ``errors``: (name of parameter,
-    residual). ``momenta``: (name, momentum of this rank). ``others``: (tensor, its value in the
-    state), which may raise when they are asked for, after the checks of the rest. A state of the
-    same ranks gives every rank its own residuals and momenta. From the merged dicts of other ranks
-    every rank gets their mean, since training depends on the mean only (Vogels et al., NeurIPS
-    2019: the aggregation is linear).
+    residual). ``others``: (tensor, its value in the state), which may raise when they are asked
+    for, after the checks of the rest. A state of the same ranks gives every rank its own residuals.
+    From the merged dicts of other ranks every rank gets their mean, since training depends on the
+    mean only (Vogels et al., NeurIPS 2019: the aggregation is linear).
 
     Raises:
         ValueError: something is missing, no tensor or of another shape; nothing has been copied
@@ -85,9 +78,8 @@ def load_memory(
     )
     found = [(view, saved_tensor(state, key, view, here)) for key, view in equal]
     remedy = here if saved == list(ranks) else all_ranks
-    own = [(error_key, *pair) for pair in errors] + [(momentum_key, *pair) for pair in momenta]
-    for key_of, name, view in own:
-        theirs = [saved_tensor(state, key_of(source, name), view, remedy) for source in sources]
+    for name, view in errors:
+        theirs = [saved_tensor(state, error_key(source, name), view, remedy) for source in sources]
         wide = torch.stack([residual.to(view) for residual in theirs])
         found.append((view, theirs[0] if len(theirs) == 1 else wide.sum(0) / len(theirs)))
     found.extend(others)

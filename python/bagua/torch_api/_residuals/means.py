@@ -123,13 +123,12 @@ class RememberedMeans:
             state |= {key: view.clone() for key, view in self.own_views(bucket)}
         return state
 
-    def restore(self, state: Mapping[str, Any], equal: Views = (), momenta: Views = ()) -> None:
+    def restore(self, state: Mapping[str, Any], equal: Views = ()) -> None:
         """Restore :meth:`state`, perhaps the merged ones of other ranks.
 
         Args:
             state: to restore.
             equal: (key, tensor) of what the state has besides, equal on all ranks.
-            momenta: (name, momentum that each rank has for itself) of what it has besides.
 
         Raises:
             ValueError: something is missing, names the entry; nothing has changed then.
@@ -138,7 +137,6 @@ class RememberedMeans:
             state,
             equal=equal,
             errors=self._errors(),
-            momenta=momenta,
             rank=self._group.connections.rank,
             ranks=self.members(),
             others=(

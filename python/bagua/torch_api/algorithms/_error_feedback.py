@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from bagua import _C
-from bagua._core.compression.error_state import momentum_key
 from bagua._core.compression.exact_parameters import exact_parameters
-from bagua._core.compression.two_residuals import Views
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.saved_values import check_state, saved_count
-from bagua._ops.momentum import LocalMomentum
-from bagua.torch_api._residuals.means import (
-    RememberedMeans,
-    check_warmup,
-)
+from bagua.torch_api._residuals.means import RememberedMeans, check_warmup
 from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket
 
-__all__ = [
-    "BorrowedMeans",
-    "BorrowedMomenta",
-    "ErrorFeedbackImpl",
-]
+__all__ = ["ErrorFeedbackImpl"]
 
 
 class ErrorFeedbackImpl(AlgorithmImpl):
@@ -180,86 +170,3 @@ class ErrorFeedbackImpl(AlgorithmImpl):
     def members(self) -> list[int]:
         """The ranks that remember."""
         return self._means.members()
-
-
-class BorrowedMeans(RememberedMeans):
-    """The means of a plan's buckets whose operations are those of an algorithm for gradients.
-
-    What is averaged are other values: updates, or momenta.
-
-    Args:
-        compression: appends the operations. Its outcome is made anew, for these buckets.
-    """
-
-    def __init__(self, compression: ErrorFeedbackImpl) -> None:
-        super().__init__(compression.process_group, compression.hierarchical)
-        self._compression = compression
-        compression.outcome = _C.RoundOutcome()
-
-    def append_to(self, bucket: BaguaBucket) -> None:
-        """Append the operation that averages ``bucket``."""
-        self.remember(bucket, self._compression.append_compression(bucket))
-
-    def state(self) -> dict[str, Any]:
-        return super().state() | {key: view.clone() for key, view in self._equal_views()}
-
-    def restore(self, state: Mapping[str, Any], equal: Views = (), momenta: Views = ()) -> None:
-        super().restore(state, (*equal, *self._equal_views()), momenta)
-
-    def clear(self) -> None:
-        super().clear()
-        with torch.no_grad():
-            for _, view in self._equal_views():
-                view.zero_()
-
-    def _equal_views(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for bucket, memory in self.memories:
-            for key, view in self._compression.equal_views(bucket, memory):
-                # Outer rounds have a number of communications of their own in a state.
-                yield "compressions" if key == "communications" else key, view
-
-
-class BorrowedMomenta(BorrowedMeans):
-    """Means of momenta, which change with the steps as :class:`CompressedMomenta` do.
-
-    The momenta are those that all ranks share, or each rank's own (:meth:`append_local_momentum`).
-    """
-
-    def __init__(self, compression: ErrorFeedbackImpl) -> None:
-        super().__init__(compression)
-        self._outcome = compression.outcome
-        self._steps = _C.RoundMemory([], self._outcome)
-        self._local: list[tuple[BaguaBucket, LocalMomentum]] = []
-
-    def append_local_momentum(
-        self, bucket: BaguaBucket, momenta: Sequence[torch.Tensor], betas: torch.Tensor
-    ) -> None:
-        """Append the operation that makes this rank's own momentum, which begins with ``momenta``.
-
-        ``betas``: one f64 per tensor of the bucket, on CPU.
-        """
-        operation = LocalMomentum.like(
-            bucket.backend_tensor, bucket.named_views(), momenta, betas, self._outcome
-        )
-        self._local.append((bucket, bucket.append_operation(operation)))
-
-    def begin(self, momentum_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Let this rank's own momenta, if it has any, begin as those of all ranks, by parameter."""
-        for bucket, operation in self._local:
-            operation.begin(bucket.named_views(), [momentum_of(t) for t in bucket.tensors])
-
-    def state(self) -> dict[str, Any]:
-        rank = self._compression.process_group.connections.rank
-        own = {momentum_key(rank, name): view.clone() for name, view in self._own_momenta()}
-        return super().state() | own
-
-    def restore(self, state: Mapping[str, Any], equal: Views = (), momenta: Views = ()) -> None:
-        super().restore(state, equal, (*momenta, *self._own_momenta()))
-
-    def _own_momenta(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for bucket, operation in self._local:
-            yield from operation.views(bucket.named_views())
-
-    def commit(self) -> None:
-        """The optimizer uses the means of the last round."""
-        self._outcome.leave(self._outcome.newest)

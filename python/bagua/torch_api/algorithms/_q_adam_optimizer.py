@@ -16,7 +16,6 @@ class MomentumSource(Protocol):
     """The algorithm that averages over ranks, as the optimizer sees it."""
 
     compressing: bool
-    momentum_correction: bool
 
     def use_momentum(self) -> None: ...
 
@@ -138,16 +137,15 @@ class QAdamOptimizer(torch.optim.Optimizer):
         if averaged and source is not None and self._has_gradients():
             source.use_momentum()
         warming_up = not averaged and self.warming_up
-        own = averaged and source is not None and source.momentum_correction
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if warming_up:
                 self._warm_up(group, parameters)
             elif all(parameter.is_cpu for parameter in parameters):
                 for parameter in parameters:  # one by one, so that it stays in cache
-                    self._step_later(group, [parameter], averaged, own)
+                    self._step_later(group, [parameter], averaged)
             else:
-                self._step_later(group, parameters, averaged, own)
+                self._step_later(group, parameters, averaged)
         return loss
 
     def _has_gradients(self) -> bool:
@@ -173,15 +171,11 @@ class QAdamOptimizer(torch.optim.Optimizer):
         )
 
     def _step_later(
-        self,
-        group: dict[str, Any],
-        parameters: list[torch.Tensor],
-        averaged: bool,
-        own: bool = False,
+        self, group: dict[str, Any], parameters: list[torch.Tensor], averaged: bool
     ) -> None:
         """A step after the warm-up of parameters of one group, which have gradients.
 
-        ``averaged``: the gradients are momenta; ``own``: which the ranks go on having.
+        ``averaged``: the gradients are momenta.
         """
         states = [self.state_of(parameter) for parameter in parameters]
         momenta = [state["exp_avg"] for state in states]
@@ -192,8 +186,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         else:
             torch._foreach_lerp_(momenta, gradients, 1 - beta1)
         if group["weight_decay"] != 0:
-            share = 1 if own else 1 - beta1  # of the decay: a momentum sums it up itself
-            torch._foreach_add_(momenta, parameters, alpha=share * group["weight_decay"])
+            torch._foreach_add_(momenta, parameters, alpha=(1 - beta1) * group["weight_decay"])
         for state in states:
             state["step"] += 1
         steps = [state["step"].item() for state in states]

@@ -14,12 +14,10 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.saved_values import check_state, saved_count
 from bagua._ops.contract.lane import Hierarchy
 from bagua.torch_api._residuals.means import (
-    CompressedMeans,
     CompressedMomenta,
     check_hierarchy,
     warn_of_useless_residuals,
 )
-from bagua.torch_api.algorithms._error_feedback import BorrowedMomenta, ErrorFeedbackImpl
 from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
@@ -51,22 +49,11 @@ class QAdamAlgorithm(Algorithm):
         error_feedback: each rank adds to its momentum what compression has taken from that of the
             last step, and likewise to the mean of its part of a bucket. Takes 8 bytes per
             parameter, and 8 / ranks. Residuals change with ``step()``.
-        compression: ``PowerSGDAlgorithm`` or ``SparseAlgorithm``, which compresses the momentum
-            instead of a codec, and decides on ``hierarchical`` and ``error_feedback``.
-        momentum_correction: with ``compression``: from the end of the warm-up on each rank keeps a
-            momentum of its own gradients, and adds it to its residual; the mean of what the ranks
-            send of that is the step, and does not enter their momenta (Y. Lin et al., *Deep
-            Gradient Compression*, ICLR 2018, section 3.1). The error of compression then acts on
-            one step instead of about ten. Takes 8 bytes per parameter. Weight decay is added to
-            the step as a whole.
 
     Raises:
-        TypeError: the optimizer is no :class:`QAdamOptimizer`, or ``compression`` none of those
-            algorithms.
+        TypeError: the optimizer is no :class:`QAdamOptimizer`.
         ValueError: unknown codec, or error feedback with ``hierarchical="sharded"``; from
-            ``with_bagua``: an optimizer that does not fit the module, or a ``compression`` with a
-            warm-up or exact parameters. ``momentum_correction`` without a ``compression`` that has
-            error feedback, or with a hierarchical one.
+            ``with_bagua``: an optimizer that does not fit the module.
     """
 
     def __init__(
@@ -76,8 +63,6 @@ class QAdamAlgorithm(Algorithm):
         *,
         codec: str = "block_uint8",
         error_feedback: bool = False,
-        compression: Algorithm | None = None,
-        momentum_correction: bool = False,
     ) -> None:
         if not isinstance(q_adam_optimizer, QAdamOptimizer):
             raise TypeError(
@@ -91,65 +76,15 @@ class QAdamAlgorithm(Algorithm):
         self.hierarchical = hierarchical
         self.codec = codec
         self.error_feedback = error_feedback
-        self.compression = compression
-        self.momentum_correction = momentum_correction
-        if momentum_correction:
-            _check_correction(compression)
-
-    def describe(self) -> str:
-        by = "" if self.compression is None else f" {self.compression.describe()}"
-        return super().describe() + by
 
     def reify(self, process_group: BaguaProcessGroup) -> QAdamAlgorithmImpl:
-        compression = None
-        if self.compression is not None:
-            compression = _compression_of(self.compression, process_group)
         return QAdamAlgorithmImpl(
             process_group,
             self.q_adam_optimizer,
-            self.hierarchical if compression is None else compression.hierarchical,
+            self.hierarchical,
             codec=self.codec,
             error_feedback=self.error_feedback,
-            compression=compression,
-            momentum_correction=self.momentum_correction,
         )
-
-
-def _check_correction(compression: Algorithm | None) -> None:
-    if compression is None or not getattr(compression, "error_feedback", True):
-        raise ValueError(
-            "QAdamAlgorithm: momentum_correction=True puts momentum into the residuals of "
-            "compression=, a PowerSGDAlgorithm or a SparseAlgorithm with error feedback: give it "
-            "one, or leave momentum_correction out"
-        )
-    if getattr(compression, "hierarchical", False):
-        raise ValueError(
-            "QAdamAlgorithm: momentum_correction=True has no form for a compression with "
-            "hierarchical=True, since every rank has a momentum and only the nodes' leaders have "
-            "residuals: leave one of them out"
-        )
-
-
-def _compression_of(algorithm: Algorithm, process_group: BaguaProcessGroup) -> ErrorFeedbackImpl:
-    compression = algorithm.reify(process_group)
-    if not isinstance(compression, ErrorFeedbackImpl) or isinstance(
-        compression.make_means(), CompressedMeans
-    ):
-        raise TypeError(
-            "QAdamAlgorithm: compression is a PowerSGDAlgorithm or a SparseAlgorithm of gradients, "
-            f"not {algorithm.describe()}. For a codec pass codec="
-        )
-    if compression.warmup_steps:
-        raise ValueError(
-            f"QAdamAlgorithm: compression has warmup_steps={compression.warmup_steps}, but the "
-            "warm-up is that of the QAdamOptimizer: give it there"
-        )
-    if compression.exact:
-        raise ValueError(
-            f"QAdamAlgorithm: exact_parameters={compression.exact} of compression are for "
-            "gradients, not for momenta: leave them out"
-        )
-    return compression
 
 
 class QAdamAlgorithmImpl(AlgorithmImpl):
@@ -158,7 +93,6 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     Attributes:
         gradients_hold_momentum: whether the last round left momentum in ``.grad``: the optimizer
             asks.
-        momentum_correction: whether it is the mean of momenta that the ranks have for themselves.
     """
 
     ranks_agree = True
@@ -174,18 +108,14 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         *,
         codec: str = "block_uint8",
         error_feedback: bool = False,
-        compression: ErrorFeedbackImpl | None = None,
-        momentum_correction: bool = False,
     ) -> None:
         super().__init__(process_group)
-        self._compression = compression
-        self.momentum_correction = momentum_correction
         self.optimizer = q_adam_optimizer
         self.hierarchical = hierarchical
         self.codec = codec
         self.error_feedback = error_feedback
         # With error feedback, after the warm-up.
-        self._momenta: CompressedMomenta | BorrowedMomenta | None = None
+        self._momenta: CompressedMomenta | None = None
         self._loaded: dict[str, Any] = {}  # residuals for buckets that are not made yet
         self.gradients_hold_momentum = False
         self.compressing = False
@@ -210,9 +140,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self.gradients_hold_momentum = self._fresh = False
         self._memories, self._betas = {}, []
         self._momenta = None
-        if self.compressing and self._compression is not None:
-            self._momenta = BorrowedMomenta(self._compression)
-        elif self.compressing and self.error_feedback:
+        if self.compressing and self.error_feedback:
             self._momenta = CompressedMomenta(self.process_group, bool(self.hierarchical))
         self.optimizer._source = weakref.ref(self)
         if self._on_load is None:
@@ -238,19 +166,13 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             )
             return
         _warn_without_scale(self.optimizer, bucket)
-        memories = [self._momentum_of(tensor) for tensor in bucket.tensors]
+        memories = [self.optimizer.state_of(tensor)["exp_avg"] for tensor in bucket.tensors]
         betas = torch.zeros(len(bucket.tensors), dtype=torch.float64, device="cpu")
         self._betas.append((betas, [self._groups[tensor] for tensor in bucket.tensors]))
-        if self.momentum_correction and isinstance(self._momenta, BorrowedMomenta):
-            self._momenta.append_local_momentum(bucket, memories, betas)
-        else:
-            self._memories.update(zip(bucket.tensors, memories, strict=True))
-            bucket.append_momentum_op(memories, betas)
+        self._memories.update(zip(bucket.tensors, memories, strict=True))
+        bucket.append_momentum_op(memories, betas)
         if self._momenta is not None:
-            if isinstance(self._momenta, BorrowedMomenta):
-                self._momenta.append_to(bucket)
-            else:
-                self._momenta.append_to(bucket, self.codec, self._momenta.outcome)
+            self._momenta.append_to(bucket, self.codec, self._momenta.outcome)
             if self._loaded and len(self._betas) == len(bagua_ddp.bagua_buckets):
                 state, self._loaded = self._loaded, {}
                 self._momenta.restore(state)
@@ -263,15 +185,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             group=self.process_group,
         )
 
-    def _momentum_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        momentum: torch.Tensor = self.optimizer.state_of(parameter)["exp_avg"]
-        return momentum
-
     def init_forward_pre_hook(self, bagua_ddp: WrappedModule) -> Callable[[Any], None]:
         def start(_: Any) -> None:
-            momenta = self._momenta if self.momentum_correction else None
-            if isinstance(momenta, BorrowedMomenta) and not self.optimizer.compressed_steps:
-                momenta.begin(self._momentum_of)  # perhaps of a checkpoint
             forward = bagua_ddp.bagua_train_step_counter
             if forward != self._last_forward + 1:
                 self._accumulated = True
@@ -343,9 +258,6 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             ``steps``: the number of steps that the optimizer had done. With error feedback, after
             the warm-up: ``ranks``, those with residuals, and as f32 ``rank<r>/error/<name>`` of
             this rank and ``rank<r>/server/<first element>/<name>`` of its parts of the buckets.
-            With ``compression`` the state of that algorithm, without ``rounds`` and with
-            ``compressions`` instead of ``communications``; with ``momentum_correction`` also
-            ``rank<r>/momentum/<name>``.
         """
         state: dict[str, Any] = {"steps": self.optimizer.completed_steps}
         return state if self._momenta is None else state | self._momenta.state()
@@ -362,18 +274,13 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         """
         check_state(state, type(self).__name__)
         residuals = {key: value for key, value in state.items() if key != "steps"}
-        remembers = self.error_feedback or self._compression is not None
-        if "steps" not in state or (residuals and not (remembers and "ranks" in state)):
+        known = not residuals or (self.error_feedback and "ranks" in state)
+        if "steps" not in state or not known:
             raise ValueError(
                 f"QAdamAlgorithm: its state has 'steps', not {sorted(state)}; the checkpoint is of "
                 "another algorithm"
             )
         steps = saved_count(state, "steps", type(self).__name__)
-        if not self.momentum_correction and any("/momentum/" in key for key in residuals):
-            raise ValueError(
-                "QAdamAlgorithm: the state has momenta of each rank, which this one would lose: it "
-                "was saved with momentum_correction=True, load it with that"
-            )
         self._loaded = {}
         if self._momenta is None:
             self._loaded = residuals

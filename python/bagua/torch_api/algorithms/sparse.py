@@ -12,12 +12,7 @@ from bagua._core.compression.sparse_choice import check_codec, check_ratio
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua.torch_api._residuals.means import check_warmup
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
-from bagua.torch_api.algorithms.diloco.updates import (
-    Compressed,
-    CompressedUpdatesImpl,
-    check_compressed,
-)
+from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["SparseAlgorithm", "SparseAlgorithmImpl"]
@@ -32,9 +27,8 @@ class SparseAlgorithm(Algorithm):
     ranks, is averaged exactly.
 
     Under ``AdamW`` sparse gradients train much worse than exact ones: each element arrives rarely
-    and large, and is divided by the root of its own square. Take ``of="updates"``, or sparse
-    momenta of each rank's own: ``QAdamAlgorithm(optimizer, compression=SparseAlgorithm(...),
-    momentum_correction=True)``.
+    and large, and is divided by the root of its own square. Take ``ByteGradAlgorithm`` there, in 4
+    bits with error feedback.
 
     Pass a ``GradScaler`` to ``with_bagua``: residuals are in unscaled units, and a round that
     overflows leaves them unchanged. With ``find_unused_parameters`` a parameter that no rank used
@@ -51,18 +45,13 @@ class SparseAlgorithm(Algorithm):
         codec: of the values that are sent, a name of ``bagua._C.codec_names()``; the residual keeps
             what it loses of them. None: they travel as they are. On the CPU, and not with
             ``random_sparse``.
-        of: ``"gradients"``, or ``"updates"``: every rank's optimizer steps with the rank's own
-            gradients, and what the step has changed in the weights is compressed. The optimizer's
-            moments differ between ranks then, and messages follow the step. ``.grad`` stays the
-            rank's own.
         exact_parameters: names of parameters that are averaged exactly, or patterns of
-            :mod:`fnmatch`; of gradients only.
+            :mod:`fnmatch`.
 
     Raises:
         TypeError: ``exact_parameters`` is one string.
-        ValueError: an argument out of range, or an unknown codec; ``exact_parameters`` with
-            ``of="updates"``; from ``with_bagua``: a pattern that matches no parameter; with
-            ``of="updates"``: no optimizer.
+        ValueError: an argument out of range, or an unknown codec; from ``with_bagua``: a pattern
+            that matches no parameter.
         NotImplementedError: from ``with_bagua``: ``codec`` of gradients on another device.
     """
 
@@ -76,35 +65,25 @@ class SparseAlgorithm(Algorithm):
         warmup_steps: int = 0,
         seed: int = 0,
         codec: str | None = None,
-        of: Compressed = "gradients",
         exact_parameters: Sequence[str] = (),
     ) -> None:
         check_ratio(ratio)
         check_codec(codec, random_sparse)
         check_warmup(warmup_steps)
-        check_compressed(of)
-        if of == "updates" and exact_parameters:
-            raise ValueError(
-                'exact_parameters are of gradients, not of="updates": leave one of them out'
-            )
         self.ratio = ratio
         self.hierarchical = hierarchical
         self.random_sparse = random_sparse
         self.error_feedback = error_feedback
         self.warmup_steps = warmup_steps
         self.seed = seed
-        self.of = of
         self.codec = codec
         self.exact_parameters = check_patterns(exact_parameters)
 
     def describe(self) -> str:
         return f"{super().describe()} exact_parameters={self.exact_parameters}"
 
-    def reify(self, process_group: BaguaProcessGroup) -> AlgorithmImpl:
-        of_gradients = SparseAlgorithmImpl(process_group, self)
-        if self.of == "gradients":
-            return of_gradients
-        return CompressedUpdatesImpl(type(self).__name__, of_gradients)
+    def reify(self, process_group: BaguaProcessGroup) -> SparseAlgorithmImpl:
+        return SparseAlgorithmImpl(process_group, self)
 
 
 class SparseAlgorithmImpl(ErrorFeedbackImpl):
