@@ -7,7 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import _C
-from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
+from bagua.torch_api.algorithms import (
+    GradientAllReduceAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
+)
 from support import training
 from torch import nn
 
@@ -59,6 +62,36 @@ def accumulate(do_flatten, set_to_none, forward_inside):
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["grads_none", "grads_zero"])
 def test_micro_steps_under_no_sync_equal_one_big_batch(ranks, do_flatten, set_to_none):
     assert ranks(3, accumulate, do_flatten, set_to_none, True) == [[0, 1]] * 3
+
+
+@training.with_group
+def accumulate_by_the_attribute():
+    """As nanoGPT: the attribute is set before each micro-step, the first time before the wrap."""
+    sent = []
+    for algorithm in (GradientAllReduceAlgorithm(), LowPrecisionDecentralizedAlgorithm(False)):
+        model = training.network()
+        optimizer = training.sgd(model)
+        model.require_backward_grad_sync = False
+        model.with_bagua([optimizer], algorithm)
+        assert not model.require_backward_grad_sync
+        for step in range(2 * MICRO_STEPS):
+            model.require_backward_grad_sync = step % MICRO_STEPS == MICRO_STEPS - 1
+            loss_on_rank(model, step).backward()
+            if model.require_backward_grad_sync:
+                optimizer.step()
+                optimizer.zero_grad()
+            sent.append(model.bagua_stats()["rounds"])
+        with model.no_sync():
+            assert not model.require_backward_grad_sync
+        model.require_backward_grad_sync = False
+        with model.no_sync():
+            model.with_bagua([optimizer], algorithm)
+        assert not model.require_backward_grad_sync
+    return sent
+
+
+def test_require_backward_grad_sync_of_the_module_is_no_sync(ranks):
+    assert ranks(2, accumulate_by_the_attribute) == [[0, 0, 1, 1, 1, 2] * 2] * 2
 
 
 @training.with_group

@@ -109,8 +109,7 @@ def with_bagua(
             grad_scaler=grad_scaler,
             guard=guard,
         )
-    wrap_class(self)
-    self.__dict__["_bagua_ddp"] = ddp
+    wrap_class(self)._attach(ddp)
     return self
 
 

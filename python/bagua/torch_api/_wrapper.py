@@ -48,7 +48,7 @@ class BaguaDistributedDataParallel:
     Attributes:
         opening: opens its rounds.
         guard: watches what the algorithm loses; None: nobody does.
-        require_backward_grad_sync: False inside :meth:`no_sync`; may be set. Forwards ask for it.
+        require_backward_grad_sync: whether forwards communicate; set through ``BaguaModule``.
 
     Args:
         static_graph: every backward reaches the same parameters, each equally often.
@@ -338,16 +338,6 @@ class BaguaDistributedDataParallel:
         return (rounds := self._rounds) is not None and rounds.communicating
 
     # Control.
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without communication: backwards of the forwards inside."""
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`BaguaModule.bagua_stats`."""

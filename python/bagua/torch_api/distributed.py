@@ -44,6 +44,10 @@ _HOOK_TABLES = (
 )
 
 
+#: In the ``__dict__`` of modules that do not communicate yet: what forwards are to do.
+_SYNCHRONISES = "require_backward_grad_sync"
+
+
 class BaguaModule:
     """A ``torch.nn.Module`` after ``with_bagua``."""
 
@@ -141,11 +145,37 @@ class BaguaModule:
         """
         return self.bagua_ddp.stats()
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether forwards communicate; may be set, which is what :meth:`no_sync` does."""
+        ddp: BaguaDistributedDataParallel | None = self.__dict__.get("_bagua_ddp")
+        if ddp is not None:
+            return ddp.require_backward_grad_sync
+        enabled: bool = self.__dict__.get(_SYNCHRONISES, True)  # not wrapped yet, or a copy
+        return enabled
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, enabled: bool) -> None:
+        if "_bagua_ddp" in self.__dict__:
+            self.bagua_ddp.require_backward_grad_sync = enabled
+        else:
+            self.__dict__[_SYNCHRONISES] = enabled
+
+    def _attach(self, ddp: BaguaDistributedDataParallel) -> None:
+        """Communicate by ``ddp`` from now on; ``require_backward_grad_sync`` stays as it is."""
+        ddp.require_backward_grad_sync = self.require_backward_grad_sync
+        self.__dict__.pop(_SYNCHRONISES, None)
+        self.__dict__["_bagua_ddp"] = ddp
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication: forward and backward go inside."""
-        with self.bagua_ddp.no_sync():
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
             yield
+        finally:
+            self.require_backward_grad_sync = before
 
     def _bagua_plain(self) -> torch.nn.Module:
         """An unwrapped module of the original class that shares everything else."""
@@ -225,15 +255,15 @@ def forget_copy(module: torch.nn.Module) -> None:
 _classes: dict[type, type] = {}
 
 
-def wrap_class(module: torch.nn.Module) -> None:
-    """Make ``module`` a :class:`BaguaModule`, in place.
+def wrap_class(module: torch.nn.Module) -> BaguaModule:
+    """Make ``module`` a :class:`BaguaModule`, in place, and return it.
 
     Raises:
         TypeError: Python cannot change the class of this object (a ScriptModule, ``__slots__``).
     """
     original = type(module)
-    if issubclass(original, BaguaModule):
-        return
+    if isinstance(module, BaguaModule):
+        return module
     forget_copy(module)
     if original not in _classes:
         names = {
@@ -246,3 +276,5 @@ def wrap_class(module: torch.nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("with_bagua cannot wrap a ScriptModule; wrap the module, then script it")
     module.__class__ = _classes[original]
+    assert isinstance(module, BaguaModule)
+    return module

@@ -145,12 +145,11 @@ def accumulation_without_no_sync(wrap, rank, size):
 
 
 def accumulation_with_the_attribute(wrap, rank, size):
-    """As Lightning and fairseq do it: require_backward_grad_sync is set."""
+    """As nanoGPT, Lightning and fairseq do it: require_backward_grad_sync is set."""
     model = wrap(linear())
-    holder = model if hasattr(model, "require_backward_grad_sync") else model.bagua_ddp
-    holder.require_backward_grad_sync = False
+    model.require_backward_grad_sync = False
     model(x(rank)).sum().backward()
-    holder.require_backward_grad_sync = True
+    model.require_backward_grad_sync = True
     model(x(rank, 10.0)).sum().backward()
     return grads(wrap.inner(model))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,31 +58,6 @@ class TorchMembers(TorchInternals, Joinable):
         """Whether the next forward synchronises buffers: the one before was communicated."""
         due = self.forwards.buffers_due and self.broadcast_buffers
         return due and len(self.modules_buffers) > 0
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether forwards communicate; may be set, which is what :meth:`no_sync` does."""
-        if "_bagua_ddp" not in self.__dict__:
-            enabled: bool = self.__dict__.get("_copy_synchronises", True)
-            return enabled
-        return self.bagua_ddp.require_backward_grad_sync
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, enabled: bool) -> None:
-        if "_bagua_ddp" in self.__dict__:
-            self.bagua_ddp.require_backward_grad_sync = enabled
-        else:
-            self.__dict__["_copy_synchronises"] = enabled
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without communication: forward and backward go inside."""
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
 
     def register_comm_hook(self, state: Any, hook: _comm_hook.Hook) -> None:
         """Replace all communication by ``hook(state, bucket)``.

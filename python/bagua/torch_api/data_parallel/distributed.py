@@ -209,12 +209,12 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
         forwards = Forwards(ddp)
         # Past nn.Module's __setattr__, and left out of copies: see __getstate__.
         self.__dict__.update(
-            _bagua_ddp=ddp,
             _process_group=groups.shown,
             _forwards=forwards,
             _before_forward=outside_graphs(forwards.before),
             _after_forward=outside_graphs(forwards.after),
         )
+        self._attach(ddp)
 
     @outside_graphs_lazily
     def _start_copy(self) -> None:
@@ -242,7 +242,6 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
             self.device_ids = [self.device.index]
             self.output_device = self.device.index
         self._start(_arguments.groups(None, None), (), "nothing")
-        self.require_backward_grad_sync = self.__dict__.pop("_copy_synchronises", True)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """``module(*inputs, **kwargs)``; the backward through it communicates.
