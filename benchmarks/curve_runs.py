@@ -55,7 +55,6 @@ ARMS = {
     "power_sgd rank 4": registered("power_sgd", rank=4),
     "power_sgd rank 1": registered("power_sgd", rank=1),
     "sparse 1 %": registered("sparse", ratio=0.01),
-    "sparse 1 %, guard": registered("sparse", ratio=0.01),
     "decentralized": registered("decentralized", **FLAT),
     "low_precision": registered("low_precision_decentralized", **FLAT),
     "async": registered("async", sync_interval_ms=0, warmup_steps=WARM_UP),
@@ -86,10 +85,7 @@ class Training:
     def wrap(self) -> torch.optim.Optimizer:
         """Has the model communicate; returns its optimizer."""
         optimizer, algorithm = (ARMS | OF_A_NETWORK)[self.arm](self.task, self.model.parameters())
-        if self.arm.endswith(", guard"):
-            self.model.with_bagua([optimizer], algorithm, guard=bagua.Guard())
-        else:
-            self.model.with_bagua([optimizer], algorithm)
+        self.model.with_bagua([optimizer], algorithm)
         return optimizer
 
     def step(self) -> None:

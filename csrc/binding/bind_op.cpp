@@ -16,6 +16,7 @@
 #include "op/low_rank.h"
 #include "op/memory/round_memory.h"
 #include "op/neighbor_average.h"
+#include "op/sampled.h"
 #include "op/sharded/compressed_all_gather.h"
 #include "op/sharded/compressed_reduce_scatter.h"
 #include "op/sharded/sharded_hierarchical.h"
@@ -99,6 +100,18 @@ void bind_op(py::module_& m) {
                                                      result.value_or(at::Tensor()));
            }),
            py::arg("inner"), py::arg("rounds"), py::arg("result") = py::none());
+
+  py::class_<Sampled, BucketOp, std::shared_ptr<Sampled>>(m, "Sampled")
+      .def(py::init<std::shared_ptr<BucketOp>>(), py::arg("inner"))
+      .def("request", &Sampled::request, py::arg("places"))
+      .def(
+          "take",
+          [](Sampled& op) -> std::optional<std::tuple<at::Tensor, at::Tensor, float>> {
+            std::optional<BucketSample> sample = op.take();
+            if (!sample) return std::nullopt;
+            return std::make_tuple(sample->before, sample->after, sample->grad_scale);
+          },
+          "(elements before the op, after it, the round's grad_scale), once.");
 
   py::class_<RoundOutcome, std::shared_ptr<RoundOutcome>>(m, "RoundOutcome")
       .def(py::init<>())

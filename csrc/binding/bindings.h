@@ -17,7 +17,6 @@ void bind_comm(pybind11::module_& module);
 void bind_op(pybind11::module_& module);
 void bind_dynamic(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
-void bind_guard(pybind11::module_& module);
 void bind_nccl(pybind11::module_& module);
 void bind_outer(pybind11::module_& module);
 void bind_periodic(pybind11::module_& module);

@@ -23,7 +23,6 @@ PYBIND11_MODULE(_C, module) {
   bagua::bind_comm(module);
   bagua::bind_nccl(module);
   bagua::bind_op(module);
-  bagua::bind_guard(module);
   bagua::bind_engine(module);
   bagua::bind_dynamic(module);
   bagua::bind_outer(module);

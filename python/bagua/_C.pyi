@@ -14,10 +14,6 @@ from bagua._C_dynamic import DdpHook as DdpHook
 from bagua._C_dynamic import DynamicLane as DynamicLane
 from bagua._C_dynamic import GradientBucket as GradientBucket
 from bagua._C_dynamic import Posted as Posted
-from bagua._C_guard import Fallback as Fallback
-from bagua._C_guard import MeanOfWeights as MeanOfWeights
-from bagua._C_guard import Sampled as Sampled
-from bagua._C_guard import SettleResiduals as SettleResiduals
 from bagua._C_nccl import NcclCommunicator as NcclCommunicator
 from bagua._C_nccl import NcclLibrary as NcclLibrary
 from bagua._C_outer import SPARSE_CHUNK_NUMEL as SPARSE_CHUNK_NUMEL
@@ -176,6 +172,11 @@ class CountNonFinite(BucketOp):
     def __init__(
         self, inner: BucketOp, rounds: NonFiniteRounds, result: torch.Tensor | None = None
     ) -> None: ...
+
+class Sampled(BucketOp):
+    def __init__(self, inner: BucketOp) -> None: ...
+    def request(self, places: torch.Tensor) -> None: ...
+    def take(self) -> tuple[torch.Tensor, torch.Tensor, float] | None: ...
 
 class RoundMemory:
     def __init__(self, initial: list[torch.Tensor], outcome: RoundOutcome) -> None: ...

@@ -1,1 +1,1 @@
-"""Guard: measures what compressed and decentralized training loses, and makes buckets exact."""
+"""The guard."""

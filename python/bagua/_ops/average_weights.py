@@ -11,7 +11,6 @@ from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Lane, among, among_weighted
 from bagua._ops.contract.operation import BetweenNodes, BucketView, Operation
-from bagua._ops.contract.watch import mean_of_weights, with_exact
 
 __all__ = ["AverageWeights", "check_peer_selection_mode"]
 
@@ -61,10 +60,6 @@ class AverageWeights(Operation):
         return self.peer_weight
 
     @property
-    def has_exact_beside(self) -> bool:  # type: ignore[override]
-        return self.peer_selection_mode != "all"  # which is exact already
-
-    @property
     def between_nodes(self) -> BetweenNodes:  # type: ignore[override]
         return "gossiped" if self.hierarchical and self.peer_selection_mode != "all" else "exact"
 
@@ -73,9 +68,7 @@ class AverageWeights(Operation):
 
     def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
         averaging = (
-            self._with_all(lane)
-            if self.peer_selection_mode == "all"
-            else self._gossip(lane, bucket)
+            self._with_all(lane) if self.peer_selection_mode == "all" else self._gossip(lane)
         )
         return _C.AverageWeights(self.peer_weight, self.communications, averaging)
 
@@ -87,15 +80,11 @@ class AverageWeights(Operation):
             lambda members: _C.AllReduce(members, _C.ReduceOp.AVG),
         )
 
-    def _gossip(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+    def _gossip(self, lane: Lane) -> _C.BucketOp:
         def with_peer(members: _C.CountingCommunicator, sizes: list[int]) -> _C.BucketOp:
             return _C.Gossip(members, self.communications, sizes, lane.scratch)
 
-        def exact(members: _C.CountingCommunicator, sizes: list[int]) -> _C.BucketOp:
-            return mean_of_weights(members, sizes, [])
-
-        make = with_exact(bucket, with_peer, exact)
-        return among_weighted(lane, self.group, self.hierarchical, make)
+        return among_weighted(lane, self.group, self.hierarchical, with_peer)
 
     def check(self, bucket: BucketView) -> None:
         """Raise ValueError for an unknown mode, or a ``peer_weight`` that does not fit."""

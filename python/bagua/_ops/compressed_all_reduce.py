@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,16 +10,18 @@ from bagua import _C
 from bagua._core.compression.two_residuals import TwoResiduals
 from bagua._core.group import environment
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._ops.contract.exact_mean import codec_of_scatter_gather, exact_mean
 from bagua._ops.contract.lane import Hierarchy, Lane, among
 from bagua._ops.contract.operation import BetweenNodes, BucketView, Operation
-from bagua._ops.contract.watch import EIGHT_BITS, with_exact
 
 __all__ = ["CompressedAllReduce", "codec_named", "codec_of_scatter_gather"]
 
 #: Bagua's spelling of its codec.
 _ALIASES = {"MinMaxUInt8": "minmax_uint8"}
-_MANY = 1 << 16  # elements, beside which scales of blocks are few
+
+
+def codec_of_scatter_gather(dtype: torch.dtype) -> str | None:
+    """The codec that loses nothing of ``dtype`` and sums in f32; None where none is needed."""
+    return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)
 
 
 def codec_named(compression: str) -> str:
@@ -78,10 +79,6 @@ class CompressedAllReduce(Operation):
     def between_nodes(self) -> BetweenNodes:  # type: ignore[override]
         return "compressed" if self.hierarchical else "exact"
 
-    @property
-    def has_eight_bits_beside(self) -> bool:  # type: ignore[override]
-        return _C.make_codec(self.codec).payload_bytes(torch.float32, _MANY) < _MANY
-
     def check(self, bucket: BucketView) -> None:
         """Raise ValueError, with the known codecs, for an unknown one."""
         _C.make_codec(self.codec)
@@ -94,11 +91,12 @@ class CompressedAllReduce(Operation):
     def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
         reduce = _C.ReduceOp.AVG if self.average else _C.ReduceOp.SUM
 
-        def compressed(codec: str) -> Callable[[_C.CountingCommunicator], _C.BucketOp]:
-            own = self.residuals
-            return lambda members: _C.CompressedAllReduce(
+        own = self.residuals
+
+        def compressed(members: _C.CountingCommunicator) -> _C.BucketOp:
+            return _C.CompressedAllReduce(
                 members,
-                _C.make_codec(codec, lane.device.type),
+                _C.make_codec(self.codec, lane.device.type),
                 lane.scratch,
                 reduce,
                 checksum=environment.get_checksum(),
@@ -106,14 +104,4 @@ class CompressedAllReduce(Operation):
                 padding=0 if own is None else own.padding,
             )
 
-        def exact(members: _C.CountingCommunicator) -> _C.BucketOp:
-            own = self.residuals
-            part = None if own is None else (2, own.first, members.size)
-            return exact_mean(
-                members, lane, bucket.backend_tensor.dtype, reduce, self.remembered(), part
-            )
-
-        # Residuals are in the one memory: what one codec loses, the other sends.
-        eight_bits = compressed(EIGHT_BITS) if self.has_eight_bits_beside else None
-        make = with_exact(bucket, compressed(self.codec), exact, eight_bits)
-        return among(lane, self.group, self.hierarchical, make, reduce)
+        return among(lane, self.group, self.hierarchical, compressed, reduce)

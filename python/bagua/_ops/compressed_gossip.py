@@ -11,7 +11,6 @@ from bagua._core.group import environment
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Lane, among_weighted
 from bagua._ops.contract.operation import BetweenNodes, BucketView, Operation
-from bagua._ops.contract.watch import mean_of_weights, with_exact
 
 __all__ = ["CompressedGossip", "mixing_weights"]
 
@@ -65,11 +64,7 @@ class CompressedGossip(Operation):
                 members, codec, lane.scratch, *replicas, left, right, checksum=checksum
             )
 
-        def exact(members: _C.CountingCommunicator, sizes: list[int]) -> _C.BucketOp:
-            return mean_of_weights(members, sizes, list(self.replicas().values()))
-
-        make = with_exact(bucket, on_ring, exact)
-        return among_weighted(lane, self.group, self.hierarchical, make)
+        return among_weighted(lane, self.group, self.hierarchical, on_ring)
 
     def check(self, bucket: BucketView) -> None:
         """Raise ValueError for an unknown codec, or a replica that does not fit."""

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from bagua import _C
 from bagua._core.compression.low_rank import Matrices
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._ops.contract.exact_mean import exact_mean
 from bagua._ops.contract.lane import Lane, among
 from bagua._ops.contract.operation import BetweenNodes, BucketView, Operation
-from bagua._ops.contract.watch import with_exact
 
 __all__ = ["LowRank"]
 
@@ -61,7 +59,4 @@ class LowRank(Operation):
                 memory=self.memory,
             )
 
-        def exact(members: _C.CountingCommunicator) -> _C.BucketOp:
-            return exact_mean(members, lane, bucket.backend_tensor.dtype, memory=self.memory)
-
-        return among(lane, self.group, self.hierarchical, with_exact(bucket, low_rank, exact))
+        return among(lane, self.group, self.hierarchical, low_rank)

@@ -167,8 +167,8 @@ def _build(
         bucket.position = (i, len(buckets))
         specs, adopt_scale = divided_first(bucket, group)
         ops = [spec.build(builder, bucket) for spec in specs]
-        if bucket.watch is not None and ops:
-            ops[-1] = bucket.watch.around(ops[-1])
+        if bucket.watched:
+            ops[-1] = bucket.sampled = _C.Sampled(ops[-1])
         ops, rounds = counted(bucket, specs, ops)
         if rounds is not None:
             non_finite[bucket.name] = rounds

@@ -20,6 +20,8 @@ class Bucket(BucketView, Protocol):
 
     ops: list[Operation]
     part: int  # of the plan
+    watched: bool
+    sampled: _C.Sampled | None
     asynchronous: AsynchronousAverage | None
 
     def bytes(self) -> int: ...

@@ -14,7 +14,7 @@ from bagua._core.group.incarnation import OWN_RENDEZVOUS, refuse_stale_addresses
 from bagua._core.group.job import as_bagua_group, known_bagua_group
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import METHODS, PROPERTIES
-from bagua._guard.arguments import Guard
+from bagua._guard.guard import Guard
 from bagua._sync.outer.step_attempts import attempt_of
 from bagua.torch_api._wrapper import BaguaDistributedDataParallel
 from bagua.torch_api.algorithms.base import Algorithm, check_arguments
@@ -75,8 +75,8 @@ def with_bagua(
         grad_scaler: the scaler that the loss is multiplied with, if there is one. An algorithm that
             remembers something of the gradients (QAdam) needs it to keep its memory unscaled; that
             gradients are scaled by a scaler it was not given, no algorithm can know.
-        guard: measures during training what the algorithm loses, and has buckets average exactly
-            that lose too much. None: as the algorithm has it, most have none.
+        guard: measures during training what the algorithm loses, and warns where that is too much.
+            None: as the algorithm has it, most have none.
 
     Returns:
         The module itself, now a :class:`BaguaModule`.

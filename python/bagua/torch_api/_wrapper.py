@@ -16,7 +16,7 @@ from bagua._core.state.initial_state import InitialState
 from bagua._core.state.snapshot import ModuleSnapshot
 from bagua._core.state.statistics import statistics
 from bagua._foresight.probe.recorder import record
-from bagua._guard.arguments import Guard
+from bagua._guard.guard import Guard
 from bagua._sync import owners
 from bagua._sync.engine_synchronizer import EngineSynchronizer
 from bagua._sync.hooks import tensors_in

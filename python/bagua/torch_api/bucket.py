@@ -29,7 +29,6 @@ from bagua._ops.compressed_all_reduce import (
 from bagua._ops.compressed_gossip import CompressedGossip
 from bagua._ops.contract.lane import Hierarchy
 from bagua._ops.contract.operation import Operation
-from bagua._ops.contract.watch import BucketWatch
 from bagua._ops.low_rank import LowRank
 from bagua._ops.momentum import UpdateMomentum
 from bagua._ops.sparse import Sparse
@@ -62,7 +61,8 @@ class BaguaBucket:
         asynchronous: the averaging in a thread of its own, instead of operations.
         position: (index of this bucket, number of buckets) of the module.
         part: the number of the part of the module that it belongs to, where rounds are of one part.
-        watch: of a guard, which asks for samples of the last operation; None: nobody watches.
+        watched: whether a guard asks for samples of the last operation.
+        sampled: that operation as it was built, where it is watched.
         owns_memory: whether nothing but its tensors points into the flat memory, which may then
             move where ranks of one host share it.
 
@@ -85,7 +85,8 @@ class BaguaBucket:
         self.asynchronous: AsynchronousAverage | None = None
         self.position = (0, 1)
         self.part = 0
-        self.watch: BucketWatch | None = None
+        self.watched = False
+        self.sampled: _C.Sampled | None = None
         self._check()
         self.gradients = self._carries_gradients()
         self._allocate()

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._guard.at_work import GuardAtWork
 from bagua._sync import owners
 from bagua._sync.hooks import LeftBehind
 from bagua.torch_api._wrapper import BaguaDistributedDataParallel
@@ -68,11 +67,6 @@ class BaguaModule:
     def bagua_algorithm(self) -> AlgorithmImpl:
         """The algorithm at work."""
         return self.bagua_ddp.bagua_algorithm
-
-    @property
-    def bagua_guard(self) -> GuardAtWork | None:
-        """The guard at work, with ``state_dict()`` and ``load_state_dict()``; None without one."""
-        return self.bagua_ddp.guard
 
     @property
     def bagua_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -133,12 +127,10 @@ class BaguaModule:
               ``candidate``, ``predicted_seconds``, ``measured_seconds``, ``bytes_sent``, ``error``
               and ``refusal`` of each candidate.
             - ``guard``, with a guard only: ``rounds``, ``checks``; ``buckets`` by name, each with
-              the figures last measured (``relative_error``, ``residual``, ``consensus``),
-              ``exact`` and ``eight_bits``, whether it is averaged exactly now, or in 8 bits instead
-              of fewer, and ``breaches``, their number; ``nonfinite_share`` of the rounds between
-              the last two checks; ``breaches``, the last of them, with ``round``, ``bucket``,
-              ``figure``, ``value``, ``threshold``, ``exact_rounds`` (None: for good) and
-              ``eight_bit_rounds``.
+              the figures last measured (``relative_error``, ``residual``, ``consensus``);
+              ``nonfinite_share`` of the rounds between the last two checks; ``breaches``, figures
+              above a threshold, with ``round``, ``bucket``, ``figure``, ``value`` and
+              ``threshold``.
 
             Asynchronous averaging has one bucket: ``rounds`` counts averages applied,
             ``waiting_ns`` is its lane's time before the gate and ``exposed_ns`` training's.

@@ -9,7 +9,6 @@ import torch
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Lane
-from bagua._ops.contract.watch import BucketWatch
 
 __all__ = ["BetweenNodes", "BucketView", "Operation", "Sent"]
 
@@ -31,7 +30,6 @@ class BucketView(Protocol):
         gradients: whether gradients are communicated, which are adopted from autograd.
         owns_memory: whether nothing but tensors of its own points into the flat memory.
         position: (index of this bucket, number of buckets) of the module.
-        watch: of a guard; None: nobody watches the bucket.
     """
 
     name: str
@@ -41,7 +39,6 @@ class BucketView(Protocol):
     gradients: bool
     owns_memory: bool
     position: tuple[int, int]
-    watch: BucketWatch | None
 
     def slots(self) -> list[_C.Slot]: ...
 
@@ -55,8 +52,6 @@ class Operation:
         one_order: whether all ranks must run the module's buckets one after the other.
         takes_shares: whether it can be ``hierarchical="sharded"``, on a part of the bucket.
         approximates: what a guard can compare; None: nothing, it is exact or of another kind.
-        has_exact_beside: whether an exact op can run in its place where a guard watches the bucket.
-        has_eight_bits_beside: whether one of 8 bits can, since this one has fewer.
     """
 
     between_nodes: BetweenNodes = "exact"
@@ -64,8 +59,6 @@ class Operation:
     one_order: bool = False
     takes_shares: bool = False
     approximates: Sent | None = None
-    has_exact_beside: bool = True
-    has_eight_bits_beside: bool = False
 
     def check(self, bucket: BucketView) -> None:
         """Raise ValueError, naming the bucket, unless the operation fits it."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bagua._guard.arguments import Guard
-from bagua._guard.at_work import GuardAtWork
+from bagua._guard.guard import Guard, GuardAtWork
 from bagua.torch_api._wrapping.owner import Owner, WorkingAlgorithm
 
 __all__ = ["guard_of"]

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._guard.arguments import Guard
-from bagua._guard.at_work import GuardAtWork
+from bagua._guard.guard import Guard, GuardAtWork
 from bagua._sync.wrapper import Algorithm
 
 __all__ = ["Owner", "WorkingAlgorithm"]

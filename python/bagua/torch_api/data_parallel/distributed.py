@@ -11,7 +11,7 @@ import torch
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from bagua._guard.arguments import Guard
+from bagua._guard.guard import Guard
 from bagua._sync.outside_graphs import outside_graphs, outside_graphs_lazily
 from bagua.torch_api._wrapper import BaguaDistributedDataParallel
 from bagua.torch_api.algorithms import (

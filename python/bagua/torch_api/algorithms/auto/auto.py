@@ -17,7 +17,7 @@ from bagua._core.state.snapshot import sparse_parameters
 from bagua._foresight.candidate import Candidate
 from bagua._foresight.profile import Profile
 from bagua._foresight.profile_file import read_profile, values_of
-from bagua._guard.arguments import Guard
+from bagua._guard.guard import Guard
 from bagua._sync.synchronizer import Synchronizer
 from bagua._sync.wrapper import Wrapper as SynchronizedModule
 from bagua.torch_api.algorithms.auto.candidates import (

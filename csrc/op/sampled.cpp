@@ -1,4 +1,4 @@
-#include "op/guard/sampled.h"
+#include "op/sampled.h"
 
 #include <utility>
 
