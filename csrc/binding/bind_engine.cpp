@@ -271,7 +271,6 @@ void bind_engine(py::module_& m) {
       .def("abort", &Engine::abort, py::arg("reason"), ReleaseGil())
       .def("stop", &Engine::stop, ReleaseGil())
       .def_property_readonly("round", &Engine::round)
-      .def_property_readonly("agreed", &Engine::agreed)
       .def_property_readonly("round_open", &Engine::round_open)
       .def_property_readonly("slots", &Engine::slots)
       .def_property_readonly("used", [](const Engine& engine) { return engine.used(); })

@@ -1,5 +1,4 @@
 // Local training: the outer step, what weights and anchor exchange, and chunked sparse means.
-#include <optional>
 #include <utility>
 
 #include <ATen/ops/empty.h>
@@ -58,10 +57,10 @@ void bind_outer(py::module_& m) {
       py::arg("weights"), py::arg("anchors"), ReleaseGil());
   m.def(
       "merge_anchors",
-      [](Tensors weights, const Tensors& anchors, const Tensors& launched,
-         std::optional<double> alpha) { merge_anchors(weights, anchors, launched, alpha); },
-      py::arg("weights"), py::arg("anchors"), py::arg("launched"), py::arg("alpha") = py::none(),
-      ReleaseGil());
+      [](Tensors weights, const Tensors& anchors, const Tensors& launched) {
+        merge_anchors(weights, anchors, launched);
+      },
+      py::arg("weights"), py::arg("anchors"), py::arg("launched"), ReleaseGil());
 
   using Comm = std::shared_ptr<Communicator>;
   using Memory = std::shared_ptr<RoundMemory>;

@@ -156,11 +156,6 @@ void Engine::await_agreement() {
   state.block(lock, [&] { return state.round.agreed(); }, "all ranks to start the round");
 }
 
-bool Engine::agreed() const {
-  std::lock_guard lock(state_->mutex);
-  return state_->failure || state_->round.agreed();
-}
-
 bool Engine::round_open() const {
   std::lock_guard lock(state_->mutex);
   return state_->round.open();

@@ -96,10 +96,6 @@ class Engine {
   // Blocks until the ranks agree on the open round.
   void await_agreement();
 
-  // Whether all ranks have begun the open round, or something has failed: await_agreement() would
-  // not block. For rounds that wait for nobody; ranks learn it within a message's time of another.
-  bool agreed() const;
-
   // True if a round is open and not all of its buckets are done.
   bool round_open() const;
   int64_t round() const;

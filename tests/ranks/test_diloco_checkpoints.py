@@ -13,8 +13,7 @@ from torch import nn
 CASES = {
     "between-rounds": ({"interval": 4}, 6),
     "after-a-round": ({"interval": 4}, 8),
-    "in-flight-keep": ({"interval": 4, "overlap_steps": 2}, 5),
-    "in-flight-half": ({"interval": 4, "overlap_steps": 2, "merge": 0.5}, 5),
+    "in-flight": ({"interval": 4, "overlap_steps": 2}, 5),
     "fragment-in-flight": (
         {"interval": 4, "overlap_steps": 1, "fragments": [["0"], ["1", "2"]]},
         6,

@@ -15,11 +15,11 @@ PLAIN, HALF, PAPER = OuterSGD(1.0, 0.0), OuterSGD(0.5, 0.0), OuterSGD(0.7, 0.9)
 
 
 @training.with_group
-def steps_of_minus_one(rule, merge, overlap, steps):
+def steps_of_minus_one(rule, overlap, steps):
     """The weight after each step."""
     model = nn.ParameterDict({"x": nn.Parameter(torch.zeros(1, dtype=torch.float64))})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    algorithm = DiLoCoAlgorithm(rule, interval=4, overlap_steps=overlap, merge=merge)
+    algorithm = DiLoCoAlgorithm(rule, interval=4, overlap_steps=overlap)
     model.with_bagua([optimizer], algorithm)
     seen = []
     for _ in range(steps):
@@ -30,57 +30,27 @@ def steps_of_minus_one(rule, merge, overlap, steps):
 
 
 TABLE = {
-    "half, 0": (HALF, 0.0, [-1, -2, -3, -4, -5, -2, -3, -4, -5, -3, -4, -5]),
-    "half, 0.5": (HALF, 0.5, [-1, -2, -3, -4, -5, -4, -5, -6, -7, -6, -7, -8]),
-    "half, keep": (HALF, "keep", [-1, -2, -3, -4, -5, -4, -5, -6, -7, -6, -7, -8]),
-    "plain, keep": (PLAIN, "keep", [-float(t) for t in range(1, 13)]),
+    "half": (HALF, [-1, -2, -3, -4, -5, -4, -5, -6, -7, -6, -7, -8]),
+    "plain": (PLAIN, [-float(t) for t in range(1, 13)]),
 }
 
 
-@pytest.mark.parametrize(("rule", "merge", "expected"), TABLE.values(), ids=TABLE.keys())
+@pytest.mark.parametrize(("rule", "expected"), TABLE.values(), ids=TABLE.keys())
 @pytest.mark.parametrize("n", [1, 3], ids=lambda n: f"{n}-ranks")
-def test_late_anchors_meet_the_weights_as_calculated_by_hand(ranks, n, rule, merge, expected):
-    for seen in ranks(n, steps_of_minus_one, rule, merge, 2, 12):
+def test_late_anchors_meet_the_weights_as_calculated_by_hand(ranks, n, rule, expected):
+    for seen in ranks(n, steps_of_minus_one, rule, 2, 12):
         assert seen == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("merge", "sixth", "tenth"),
-    [(0.0, -5.32, -10.248), (0.5, -5.66, -10.1801), ("keep", -7.32, -14.908)],
-    ids=str,
-)
-def test_momentum_with_late_anchors_is_as_calculated_by_hand(ranks, merge, sixth, tenth):
-    ((*_, x6, _, _, _, x10),) = ranks(1, steps_of_minus_one, PAPER, merge, 2, 10)
-    assert (x6, x10) == pytest.approx((sixth, tenth), abs=1e-10)
+def test_momentum_with_late_anchors_is_as_calculated_by_hand(ranks):
+    ((*_, x6, _, _, _, x10),) = ranks(1, steps_of_minus_one, PAPER, 2, 10)
+    assert (x6, x10) == pytest.approx((-7.32, -14.908), abs=1e-10)
 
 
 def layers(count=5):
     torch.manual_seed(0)
     blocks = [nn.Linear(5, 5) for _ in range(count)]
     return nn.Sequential(*blocks, nn.Linear(5, 3))
-
-
-@training.with_group
-def bits_of(steps, *chosen):
-    """The weights after every step, by algorithm."""
-    seen = []
-    for arguments in chosen:
-        model = layers()
-        optimizer = adamw(model)
-        model.with_bagua([optimizer], DiLoCoAlgorithm(PAPER, **arguments))
-        own = []
-        for step in range(steps):
-            own_step(model, optimizer, step)
-            own.append(training.bits(model.parameters()))
-        seen.append(own)
-        assert_outer_state_agrees(model)
-    return seen
-
-
-def test_without_overlap_every_merge_is_the_same_to_the_bit(ranks):
-    chosen = [{"interval": 3, "merge": merge} for merge in ("keep", 0.0, 0.5)]
-    for first, *others in ranks(2, bits_of, 7, *chosen):
-        assert all(other == first for other in others)
 
 
 @training.with_group
@@ -123,7 +93,7 @@ def test_fragments_are_averaged_in_turn(ranks, fragments):
 
 
 @training.with_group
-def streaming_against_the_oracle(merge, overlap):
+def streaming_against_the_oracle(overlap):
     size, rank = dist.get_world_size(), dist.get_rank()
     model = layers(3)
     twins = [copy.deepcopy(model) for _ in range(size)]
@@ -132,7 +102,7 @@ def streaming_against_the_oracle(merge, overlap):
     rule = OuterSGD(0.7, 0.6)
     model.with_bagua(
         [optimizer],
-        DiLoCoAlgorithm(rule, 6, fragments=2, overlap_steps=overlap, merge=merge),
+        DiLoCoAlgorithm(rule, 6, fragments=2, overlap_steps=overlap),
     )
     state = {
         name: (p.detach().clone(), torch.zeros_like(p)) for name, p in model.named_parameters()
@@ -161,11 +131,7 @@ def streaming_against_the_oracle(merge, overlap):
                     m.mul_(rule.momentum).add_(mean)
                     a.sub_((mean + m * rule.momentum) * rule.lr)
                     for twin, x in zip(twins, launched[name], strict=True):
-                        weight = dict(twin.named_parameters())[name]
-                        if merge == "keep":
-                            weight.add_(a - x)
-                        else:
-                            weight.copy_(merge * weight + (1 - merge) * a)
+                        dict(twin.named_parameters())[name].add_(a - x)
         training.assert_close(model, twins[rank])
         assert_outer_state_agrees(model)
     for name, (a, m) in state.items():
@@ -174,10 +140,9 @@ def streaming_against_the_oracle(merge, overlap):
     return model.bagua_algorithm.outer_rounds
 
 
-@pytest.mark.parametrize("merge", ["keep", 0.5, 0.0], ids=str)
 @pytest.mark.parametrize("n", [2, 3], ids=lambda n: f"{n}-ranks")
-def test_fragments_in_flight_are_the_oracles(ranks, n, merge):
-    assert ranks(n, streaming_against_the_oracle, merge, 2) == [7] * n
+def test_fragments_in_flight_are_the_oracles(ranks, n):
+    assert ranks(n, streaming_against_the_oracle, 2) == [7] * n
 
 
 @training.with_group
@@ -312,8 +277,6 @@ def test_fragments_that_do_not_fit_the_module_are_refused(ranks, fragments, text
         ({"interval": 4, "overlap_steps": 4}, "overlap_steps=4 must be below 4"),
         ({"interval": 7, "fragments": 2, "overlap_steps": 3}, "overlap_steps=3 must be below 3"),
         ({"overlap_steps": -1}, "overlap_steps=-1"),
-        ({"merge": 1.5}, "merge=1.5"),
-        ({"merge": "half"}, "merge='half'"),
     ],
     ids=str,
 )

@@ -11,6 +11,7 @@ from bagua import BaguaError
 from bagua._sync.outer.survival import Survival
 from bagua.torch_api.algorithms import (
     DiLoCoAlgorithm,
+    Elastic,
     OuterSGD,
 )
 from ranks.test_diloco import assert_outer_state_agrees, outer_state, own_step
@@ -21,7 +22,6 @@ SHORT = datetime.timedelta(seconds=30)
 FORMS = {
     "one-fragment": {},
     "streaming": {"fragments": 2, "overlap_steps": 1},
-    "streaming-mixed": {"fragments": 2, "overlap_steps": 1, "merge": 0.5},
     "8-bit": {"codec": "block_uint8"},
 }
 
@@ -209,4 +209,6 @@ def test_an_elastic_job_begins_without_torchs_group(ranks):
 
 def test_min_ranks_is_at_least_one():
     with pytest.raises(ValueError, match="min_ranks=0"):
-        DiLoCoAlgorithm(elastic=True, min_ranks=0)
+        Elastic(min_ranks=0)
+    with pytest.raises(TypeError, match=r"elastic is True, False or Elastic\(min_ranks=2\)"):
+        DiLoCoAlgorithm(elastic=2)

@@ -1,7 +1,6 @@
 // Passes between the weights that train and the anchor that the ranks share.
 #pragma once
 
-#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -12,10 +11,6 @@ namespace bagua {
 // weights), one per weight and of its sizes. s(a) is a rounded to the weight's dtype and widened
 // again. Autograd sees nothing. Throws std::invalid_argument where numbers, sizes or dtypes do not
 // fit.
-//
-// Anchors and all else may be in host memory while the weights are on a device. Weights are then
-// copied down behind what the current stream has been given, all at once, and the caller waits for
-// that; they are copied up on the current stream, and nobody waits.
 using Tensors = std::vector<at::Tensor>;
 
 // Pseudo-gradients: deltas <- s(a) - x. Against s(a) a weight that nobody trained has delta 0,
@@ -26,11 +21,8 @@ void take_deltas(const Tensors& weights, const Tensors& anchors, Tensors& deltas
 // x <- s(a)
 void take_anchors(Tensors& weights, const Tensors& anchors);
 
-// Joins weights with anchors that arrive late, `launched` being the weights at the time of
-// the pseudo-gradients:
-//   without `alpha`, x <- x + (s(a) - launched): progress since then stays, once;
-//   with it, x <- alpha x + (1 - alpha) s(a).
-void merge_anchors(Tensors& weights, const Tensors& anchors, const Tensors& launched,
-                   std::optional<double> alpha);
+// Joins weights with anchors that arrive late, `launched` being the weights at the time of the
+// pseudo-gradients: x <- x + (s(a) - launched), so that progress since then stays, once.
+void merge_anchors(Tensors& weights, const Tensors& anchors, const Tensors& launched);
 
 }  // namespace bagua

@@ -13,7 +13,6 @@
 #include "codec/cuda/chunk_codec_cuda.h"
 #include "comm/host_communicator.h"
 #include "device_streams/device_weights.h"
-#include "device_streams/host_anchors.h"
 #include "device_streams/host_memory_communicator.h"
 #include "device_streams/nccl_on_streams.h"
 #include "device_streams/subjects.h"
@@ -366,8 +365,6 @@ extern "C" int device_streams(const char* nccl_library) {
     }
     host_memory_waits_for_the_device();
     weights_are_compared_later(kFake);
-    anchors_may_stay_on_the_host(kFake);
-    hosts_wait_once_for_weights(kFake);
   } catch (const std::exception& error) {
     const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
     std::cerr << (from_torch ? from_torch->what_without_backtrace() : error.what()) << std::endl;

@@ -156,14 +156,6 @@ class BaguaProcessGroup:
         store = c10d.PrefixStore(name, self.connections.store)
         return Connections(store, ranks.index(own), list(ranks), self.timeout)
 
-    def node_group(self) -> BaguaProcessGroup:
-        """A new group of the members on this process's node. All members call it."""
-        nodes = self.connections.node_of_ranks()
-        ranks = [self.ranks[member] for member in _C.node_members(nodes, self.rank)]
-        name = f"{self.connections.next_wrap()}/node{nodes[self.rank]}"
-        store = c10d.PrefixStore(name, self.connections.store)
-        return BaguaProcessGroup(ranks, f"{self.group_name}/{name}", store, self.timeout)
-
     def refuse_before_joining(self) -> None:
         """Raise BaguaError in a process that has come back to a job, and does not belong to it."""
         if self.waits_to_join:

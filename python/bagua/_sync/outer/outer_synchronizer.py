@@ -72,7 +72,6 @@ class OuterSynchronizer:
         self._buckets = list(ddp.bagua_buckets)
         self._bucket_rounds = 0  # launched, of all buckets
         self._trained = False  # since the last round, which was of all fragments
-        self._synchronising = False  # inside sync()
         self._resumption: Resumption | None = None
         self._check = WeightsCheck(env.get_check_weights_every() or 0, name, connections)
         self._attempts = StepAttempts(ddp.bagua_optimizers[-1], self._after_step)
@@ -94,13 +93,7 @@ class OuterSynchronizer:
         self.weights.refuse_inside_anchor("optimizer.step()")
         self.steps += 1
         self._trained = True
-        if self._arguments.shares is not None:
-            self._arguments.shares.count_step()
         self._try(self._arrive_and_launch)
-        self._end_step()
-
-    def _end_step(self) -> None:
-        """Count from the beginning of the next cycle."""
         if self.steps == self._arguments.schedule.interval:
             self.steps = 0
 
@@ -109,7 +102,7 @@ class OuterSynchronizer:
         survival, schedule = self._arguments.survival, self._arguments.schedule
         if survival is None:
             return rounds()
-        if survival.failure is not None and schedule.meets_after(self.steps):
+        if survival.failure is not None and schedule.launched_after(self.steps) is not None:
             raise survival.failure  # and no training forward has come to replace the plan
         survival.attempt(rounds)
 
@@ -120,34 +113,25 @@ class OuterSynchronizer:
             if self._flight.due == 0:
                 self._arrive(late=True)
         overlap = self._arguments.schedule.overlap
-        part = self._due()
+        part = self._arguments.schedule.launched_after(self.steps)
         if part is not None:
             self._launch(self.fragments[part], overlap)
             if overlap == 0:
                 self._arrive(late=False)
 
-    def _due(self) -> int | None:
-        """The fragment that is launched after this step, on all ranks."""
-        return self._arguments.schedule.launched_after(self.steps)
-
-    def _begin(self, fragment: Fragment) -> bool:
-        """Begin a round; whether no rank has made a step since the last one."""
-        self.engine.begin_round(part=fragment.part)
-        return False
-
     def _launch(self, fragment: Fragment, due: int) -> None:
         """All ranks call it for the same rounds."""
-        idle = self._begin(fragment)
+        self.engine.begin_round(part=fragment.part)
         self._compare_anchors()
         self.weights.launch(fragment)
-        if self._arguments.shares is not None and not idle:
+        if self._arguments.shares is not None:
             with part_of_the_round(self.engine):
                 self._arguments.shares.weigh(fragment)
         self.engine.mark_all()
         if self._arguments.survival is not None:
             self._arguments.survival.meet(self.engine)
         self._bucket_rounds += sum(bucket.part == fragment.part for bucket in self._buckets)
-        self._flight = Flight(fragment, due, idle=idle)
+        self._flight = Flight(fragment, due)
         self._trained = len(self.fragments) > 1
 
     def _arrive(self, *, late: bool) -> None:
@@ -155,37 +139,22 @@ class OuterSynchronizer:
         assert self._flight is not None
         self._land()
         # Nothing has changed so far: what fails before leaves weights and anchors as they were.
-        fragment, idle, self._flight = self._flight.fragment, self._flight.idle, None
+        fragment, self._flight = self._flight.fragment, None
         self.communications += 1
-        if idle:
-            return
-        shares = self._arguments.shares
-        if shares is not None:
-            shares.settle(fragment.part)
-        left_out = shares is not None and shares.here_left_out(fragment.part)
-        numbers = fragment.arrive(self._arguments.rule, self._arguments.clip)
-        if shares is not None and shares.all_left_out(fragment.part):
-            self.skipped_rounds += 1
-        elif numbers is None:
+        if self._arguments.shares is not None:
+            self._arguments.shares.settle(fragment.part)
+        numbers = fragment.arrive(self._arguments.rule)
+        if numbers is None:
             self.skipped_rounds += 1
             self.weights.restart_non_finite(self.engine)
         else:
             self.numbers = numbers
             self.outer_rounds += 1
-        if left_out:
-            self.weights.restart(fragment)
-        elif numbers is not None:
             if late:
-                fragment.merge(self.weights.named(), self._arguments.alpha)
+                fragment.merge(self.weights.named())
             else:
                 fragment.take_anchor(self.weights.named())
-            self._keep_unsent(fragment)
         self.weights.share_buffers(fragment, self.engine)
-
-    def _keep_unsent(self, fragment: Fragment) -> None:
-        # In sync() the operations keep it: the weights become the anchor.
-        if self._arguments.unsent is not None and not self._synchronising:
-            fragment.keep(self.weights.named(), self._arguments.unsent(fragment.part))
 
     def _land(self) -> None:
         """Wait until all ranks have the result of the round under way, if there is one."""
@@ -195,8 +164,7 @@ class OuterSynchronizer:
         if self._arguments.survival is not None:
             self._arguments.survival.met(self.engine)
         self._flight.landed = True
-        if not self._flight.idle:
-            self._arguments.outcomes.commit(self._flight.fragment.part)
+        self._arguments.outcomes.commit(self._flight.fragment.part)
 
     def _compare_anchors(self) -> None:
         if self._check.due():
@@ -213,11 +181,7 @@ class OuterSynchronizer:
     def sync(self) -> None:
         """A round of all fragments now, unless no rank has made a step since one. All call it."""
         self.weights.refuse_inside_anchor("sync()")
-        self._synchronising = True
-        try:
-            self._try(self._sync)
-        finally:
-            self._synchronising = False
+        self._try(self._sync)
 
     def _sync(self) -> None:
         self._resume()
@@ -249,7 +213,6 @@ class OuterSynchronizer:
 
     def stats(self) -> dict[str, Any]:
         """The engine's, and ``outer``: of the last outer step."""
-        shares = self._arguments.shares
         return {
             **self.engine.stats(),
             "outer": {
@@ -257,7 +220,6 @@ class OuterSynchronizer:
                 "skipped_rounds": self.skipped_rounds,
                 "steps": self.steps,
                 **asdict(self.numbers),
-                **({} if shares is None else {"left_out": shares.left_out}),
             },
         }
 
@@ -343,7 +305,7 @@ class OuterSynchronizer:
         if self._arguments.shares is not None:
             self._arguments.shares.settle(fragment.part)
         if self._arguments.schedule.overlap > 0:
-            fragment.merge(self.weights.named(), self._arguments.alpha)
+            fragment.merge(self.weights.named())
         else:
             fragment.take_anchor(self.weights.named())
 

@@ -13,17 +13,12 @@ class Schedule:
         fragments: their number. Fragment f is launched after ``(f + 1) * interval // fragments``
             steps of each cycle.
         overlap: steps from a launch to the arrival of its result.
-        patience: steps after which a rank waits for the others. Before that it asks for a round,
-            after ``interval`` steps, and trains on until all have asked. None: it waits at once.
 
     Raises:
-        ValueError: two fragments would be under way at once; ``patience`` below ``interval``, or
-            with several fragments.
+        ValueError: two fragments would be under way at once.
     """
 
-    def __init__(
-        self, interval: int, fragments: int, overlap: int, patience: int | None = None
-    ) -> None:
+    def __init__(self, interval: int, fragments: int, overlap: int) -> None:
         offsets = [(f + 1) * interval // fragments for f in range(fragments)]
         gaps = [b - a for a, b in zip([0, *offsets], offsets, strict=False)]
         if min(gaps) < 1:
@@ -36,25 +31,11 @@ class Schedule:
                 f"overlap_steps={overlap} must be below {min(gaps)}, the steps from one fragment "
                 f"to the next with interval={interval} and {fragments} fragment(s)"
             )
-        if patience is not None and patience < interval:
-            raise ValueError(f"max_interval={patience} must be at least interval={interval}")
-        if patience is not None and fragments > 1:
-            raise ValueError(
-                f"max_interval={patience} takes fragments=1, not {fragments}: ranks that wait for "
-                "nobody are at different steps of a cycle"
-            )
         self._parts = {offset: part for part, offset in enumerate(offsets)}
         self.interval = interval
         self.fragments = fragments
         self.overlap = overlap
-        self.patience = patience
 
     def launched_after(self, steps: int) -> int | None:
         """The fragment that is launched after so many steps of the cycle, 1 to ``interval``."""
         return self._parts.get(steps)
-
-    def meets_after(self, steps: int) -> bool:
-        """Whether this rank launches a round, or asks for one, after so many steps."""
-        if self.patience is None:
-            return steps in self._parts
-        return steps >= self.interval

@@ -21,6 +21,7 @@ from bagua.torch_api.algorithms.decentralized import (
 )
 from bagua.torch_api.algorithms.diloco import (
     DiLoCoAlgorithm,
+    Elastic,
     OuterSGD,
     SparseLoCoAlgorithm,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "ByteGradAlgorithm",
     "DecentralizedAlgorithm",
     "DiLoCoAlgorithm",
+    "Elastic",
     "GlobalAlgorithmRegistry",
     "GradientAllReduce",
     "GradientAllReduceAlgorithm",

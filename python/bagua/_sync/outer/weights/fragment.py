@@ -34,9 +34,8 @@ class OuterNumbers:
 class Fragment:
     """The outer state of the weights whose pseudo-gradients are in ``buckets``.
 
-    Buckets are of float32 (float64 for float64 weights), and the weights are no views of them: they
-    may be on a device, and the buckets in host memory, with all outer state. The weights are handed
-    to each method, by name, as they are at that time.
+    Buckets are of float32 (float64 for float64 weights), and the weights are no views of them. The
+    weights are handed to each method, by name, as they are at that time.
 
     Args:
         part: its number in the plan.
@@ -70,11 +69,7 @@ class Fragment:
         for name, anchor in zip(self.names, self._anchor_views, strict=True):
             anchor.copy_(weights[name].detach())
         if self._keeps:
-            device = self._anchors[0].device
-            self._launched = [
-                torch.empty_like(weight, device=device).copy_(weight)
-                for weight in self._of(weights)
-            ]
+            self._launched = [weight.clone() for weight in self._of(weights)]
 
     def launch(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Fill the buckets with this rank's pseudo-gradients, for a round that averages them."""
@@ -86,12 +81,11 @@ class Fragment:
         for mean in self._means if factor != 1 else ():
             mean.zero_() if factor == 0 else mean.mul_(factor)
 
-    def arrive(self, rule: OuterSGD, clip: float | None) -> OuterNumbers | None:
+    def arrive(self, rule: OuterSGD) -> OuterNumbers | None:
         """Make the outer step with the averaged pseudo-gradients.
 
         Args:
             rule: of the step.
-            clip: the mean is scaled to a norm of at most this.
 
         Returns:
             None if the mean is not finite: nothing has changed.
@@ -101,12 +95,7 @@ class Fragment:
             for mean in self._means:
                 mean.zero_()  # the padding of a bucket too, which no launch writes
             return None
-        norm = math.sqrt(squared)
-        agreement = norm / self.own_norm if self.own_norm > 0 else None
-        if clip is not None and norm > clip:
-            for mean in self._means:
-                mean.mul_(clip / norm)
-            squared = self._sum(self._means, self._means)
+        agreement = math.sqrt(squared) / self.own_norm if self.own_norm > 0 else None
         along = self._sum(self._momenta, self._means)
         lengths = math.sqrt(squared * self._sum(self._momenta, self._momenta))
         for anchor, momentum, mean in zip(self._anchors, self._momenta, self._means, strict=True):
@@ -123,22 +112,9 @@ class Fragment:
         """Give the weights the values of the anchor, rounded to their dtype."""
         _C.take_anchors(self._of(weights), self._anchor_views)
 
-    def merge(self, weights: Mapping[str, torch.Tensor], alpha: float | None) -> None:
-        """Join the weights, which were trained during the flight, with the new anchor.
-
-        ``alpha``: their share; None: the anchor and what they have learnt since the launch.
-        """
-        _C.merge_anchors(self._of(weights), self._anchor_views, self._launched, alpha)
-
-    def keep(self, weights: Mapping[str, torch.Tensor], unsent: Mapping[str, torch.Tensor]) -> None:
-        """Subtract ``unsent`` from the weights, so that the next pseudo-gradients contain it.
-
-        It becomes zero. By name, in the anchor's precision.
-        """
-        with torch.no_grad():
-            for name in self.names:
-                weights[name].sub_(unsent[name])
-                unsent[name].zero_()
+    def merge(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Give the weights the anchor's values plus what they have learnt since the launch."""
+        _C.merge_anchors(self._of(weights), self._anchor_views, self._launched)
 
     # State.
 

@@ -76,11 +76,6 @@ class LocalWeights:
         if self._buffers is not None and fragment is self.fragments[-1]:
             self._buffers.launch(dict(self._ddp().bagua_floating_buffers()))
 
-    def restart(self, fragment: Fragment) -> None:
-        """This rank was left out of a round: it starts again from the fragment's anchor."""
-        fragment.take_anchor(self.named())
-        clear_non_finite(self._ddp().bagua_optimizers)
-
     def restart_non_finite(self, engine: _C.Engine) -> None:
         """After a round that was not finite: find the ranks with NaN, which start anew."""
         weights = self.named()

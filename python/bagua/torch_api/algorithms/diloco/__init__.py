@@ -1,7 +1,7 @@
 """Local training: ranks train by themselves and average what they have learnt from time to time."""
 
 from bagua._sync.outer.outer_sgd import OuterSGD
-from bagua.torch_api.algorithms.diloco.diloco import DiLoCoAlgorithm
+from bagua.torch_api.algorithms.diloco.diloco import DiLoCoAlgorithm, Elastic
 from bagua.torch_api.algorithms.diloco.implementation import DiLoCoAlgorithmImpl
 from bagua.torch_api.algorithms.diloco.sparse_loco import (
     SparseLoCoAlgorithm,
@@ -11,6 +11,7 @@ from bagua.torch_api.algorithms.diloco.sparse_loco import (
 __all__ = [
     "DiLoCoAlgorithm",
     "DiLoCoAlgorithmImpl",
+    "Elastic",
     "OuterSGD",
     "SparseLoCoAlgorithm",
     "SparseLoCoAlgorithmImpl",

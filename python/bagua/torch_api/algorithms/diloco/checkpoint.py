@@ -84,7 +84,7 @@ class OuterCheckpoint:
         outer.resume_at(counters, digest)
 
     def _check(self, counters: dict[str, int]) -> None:
-        if self._schedule.patience is None and counters["steps"] >= self._schedule.interval:
+        if counters["steps"] >= self._schedule.interval:
             raise ValueError(
                 f"{self._owner}: saved after {counters['steps']} steps of an interval, which has "
                 f"only {self._schedule.interval} now. Give the interval that it was saved with, or "

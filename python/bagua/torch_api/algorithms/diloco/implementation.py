@@ -5,30 +5,30 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bagua import BaguaError
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.saved_values import check_state, saved_count
-from bagua._sync.outer.node_synchronizer import NodeSynchronizer
 from bagua._sync.outer.outcomes import Outcomes
 from bagua._sync.outer.outer_state import OuterRounds
 from bagua._sync.outer.outer_synchronizer import OuterSynchronizer
-from bagua._sync.outer.patient_synchronizer import PatientSynchronizer
 from bagua._sync.outer.schedule import Schedule
 from bagua._sync.outer.shares import Shares
 from bagua._sync.outer.weights.fragment import Fragment
 from bagua._sync.synchronizer import Synchronizer
 from bagua._sync.wrapper import Bucket, Wrapper
-from bagua.torch_api._residuals.means import CompressedMeans, RememberedMeans, errors_of
+from bagua.torch_api._residuals.means import CompressedMeans, RememberedMeans
 from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
-from bagua.torch_api.algorithms.diloco.arguments import OuterArguments
 from bagua.torch_api.algorithms.diloco.checkpoint import OuterCheckpoint
 from bagua.torch_api.algorithms.diloco.membership import Membership
-from bagua.torch_api.algorithms.diloco.parts import Parts, gradient_buckets, refuse_narrow
+from bagua.torch_api.algorithms.diloco.parts import Parts
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
+
+if TYPE_CHECKING:
+    from bagua.torch_api.algorithms.diloco.diloco import DiLoCoAlgorithm
 
 __all__ = ["DiLoCoAlgorithmImpl"]
 
@@ -48,22 +48,20 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
     reads_grad_scale = False
     steps_in_backward = False
     refuses_guard = (
-        "it watches its own rounds. Leave guard= out: bagua_stats() has how far the ranks agree, "
-        "and DiLoCoAlgorithm(guard=True, outer_clip=...) acts on it."
+        'it watches its own rounds. Leave guard= out: bagua_stats()["outer"] has how far the '
+        "ranks agree."
     )
 
-    def __init__(self, process_group: BaguaProcessGroup, arguments: OuterArguments) -> None:
+    def __init__(self, process_group: BaguaProcessGroup, arguments: DiLoCoAlgorithm) -> None:
         comes_back = process_group.waits_to_join
         self._members: Membership | None = None
-        if arguments.elastic:
-            self._members = Membership(process_group, arguments.min_ranks)
+        if arguments.elastic is not None:
+            self._members = Membership(process_group, arguments.elastic.min_ranks)
         super().__init__(process_group)
         self.arguments = arguments
         # Completed iterations of the warm-up, which is over for the ranks that one comes back to.
         self._warmed_up = arguments.warmup_steps if comes_back else 0
         self._local = False  # the warm-up is over, as far as buckets are concerned
-        self._node: BaguaProcessGroup | None = None  # with inner="node", after the warm-up
-        self._inside: list[BaguaBucket] = []  # of gradients, averaged inside the node
         self._outer: OuterSynchronizer | None = None
         self._means: RememberedMeans | None = None  # with error feedback, after the warm-up
         self._outcomes = Outcomes()
@@ -92,26 +90,15 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         self._means = self.make_means()
         self._outcomes = Outcomes()
         arguments = self.arguments
-        if arguments.error_feedback == "weights":
-            refuse_narrow(bagua_ddp)
-        if arguments.inner == "node" and self._node is None:
-            self._node = self.process_group.node_group()
         self._parts = Parts(arguments.fragments, bagua_ddp)
-        self._schedule = Schedule(
-            arguments.interval, self._parts.count, arguments.overlap_steps, arguments.max_interval
-        )
-        gradients = [] if self._node is None else super().init_tensors(bagua_ddp)
-        return gradients + self._parts.make_tensors(
-            bagua_ddp, arguments.average_buffers, arguments.outer_device
-        )
+        self._schedule = Schedule(arguments.interval, self._parts.count, arguments.overlap_steps)
+        return self._parts.make_tensors(bagua_ddp)
 
     def tensors_to_buckets(
         self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
     ) -> list[BaguaBucket]:
         if not self._local:
             return super().tensors_to_buckets(tensors, do_flatten)
-        if self._node is not None:
-            self._inside = gradient_buckets(tensors, self._node)
         groups = self._plan.groups(tensors)
         buckets = aligned_buckets(groups, True, self.process_group.size)
         self._plan.assign(buckets)
@@ -148,20 +135,9 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
             group=self.process_group,
         )
 
-    def _unsent(self, part: int) -> dict[str, torch.Tensor]:
-        """By name, what the codec has taken of a fragment's pseudo-gradients."""
-        memories = [] if self._means is None else self._means.memories
-        of_part = [errors_of(*pair) for pair in memories if pair[0].part == part]
-        return {name: error for errors in of_part for name, error in errors}
-
     def make_fragment(self, part: int, buckets: Sequence[Bucket]) -> Fragment:
         """The outer state of a fragment."""
-        return Fragment(part, buckets, keeps=self._alpha is None and self._schedule.overlap > 0)
-
-    @property
-    def _alpha(self) -> float | None:
-        merge = self.arguments.merge
-        return None if merge == "keep" else float(merge)
+        return Fragment(part, buckets, keeps=self._schedule.overlap > 0)
 
     def make_synchronizer(self, bagua_ddp: Wrapper) -> Synchronizer:
         if not self._local:
@@ -169,26 +145,20 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         arguments = self.arguments
         parts, buffers = self._plan.split(bagua_ddp.bagua_buckets)
         self._shares = self._make_shares(bagua_ddp.bagua_module_name)
-        kind = OuterSynchronizer if arguments.max_interval is None else PatientSynchronizer
-        self._outer = kind(
+        self._outer = OuterSynchronizer(
             bagua_ddp,
             [self.make_fragment(part, buckets) for part, buckets in enumerate(parts)],
             buffers,
             OuterRounds(
                 arguments.outer_optimizer,
                 self._schedule,
-                alpha=self._alpha,
-                clip=arguments.outer_clip,
                 survival=None if self._members is None else self._members.survival,
                 shares=self._shares,
                 outcomes=self._outcomes,
-                unsent=self._unsent if arguments.error_feedback == "weights" else None,
             ),
         )
         if self._members is not None:
             self._members.complete(self._outer, self._means)
-        if self._node is not None:
-            return NodeSynchronizer(bagua_ddp, self._inside, self._node, self._outer)
         return self._outer
 
     def mark_pending(self, bagua_ddp: WrappedModule) -> bool:
@@ -202,11 +172,9 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         self._members.change(self._wrapped(), self._outer, self._means)
 
     def _make_shares(self, name: str) -> Shares | None:
-        arguments, fragments = self.arguments, self._schedule.fragments
-        if arguments.weight == "ranks" and not arguments.guard:
+        if self.arguments.weight == "ranks":
             return None
-        connections, uneven = self.process_group.connections, arguments.max_interval is not None
-        return Shares(connections, name, fragments, arguments.weight, arguments.guard, uneven)
+        return Shares(self.process_group.connections, name, self._schedule.fragments)
 
     def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
         def finish_warm_up_iteration() -> None:

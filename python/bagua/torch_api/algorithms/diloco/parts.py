@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._core.state.bagua_tensor import carries_gradient, record_of
+from bagua._core.state.bagua_tensor import record_of
 from bagua._sync.wrapper import Bucket
 from bagua.torch_api.algorithms.base import WrappedModule
 from bagua.torch_api.algorithms.diloco.fragments import Fragments, parts_of
 from bagua.torch_api.bucket import BaguaBucket
 
-__all__ = ["Parts", "gradient_buckets", "refuse_narrow"]
+__all__ = ["Parts"]
 
 
 class Parts:
@@ -39,24 +38,18 @@ class Parts:
         """The fragment of the weight that a registered ``tensor`` stands for; None for a buffer."""
         return self._of.get(record_of(tensor).name)
 
-    def make_tensors(
-        self, bagua_ddp: WrappedModule, buffers: bool, device: str | None
-    ) -> list[torch.Tensor]:
-        """Registered memory for pseudo-gradients by fragment, then for ``buffers`` if wanted.
-
-        ``device``: of the memory; None: of the weights.
-        """
+    def make_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+        """Registered memory for pseudo-gradients by fragment, then for floating buffers."""
         named: list[tuple[str, torch.Tensor]] = [*bagua_ddp.bagua_build_params()]
         named.sort(key=lambda pair: self._of[pair[0]])
-        if buffers:
-            named += bagua_ddp.bagua_floating_buffers()
+        named += bagua_ddp.bagua_floating_buffers()
         module = bagua_ddp.bagua_module_name
-        return [_wide(tensor, name, module, device or tensor.device) for name, tensor in named]
+        return [_wide(tensor, name, module) for name, tensor in named]
 
     def groups(self, tensors: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """The tensors of each bucket, of one fragment or of buffers; without gradients."""
+        """The tensors of each bucket, of one fragment or of buffers."""
         groups = [
-            [tensor for tensor in group if self.of(tensor) == part and not carries_gradient(tensor)]
+            [tensor for tensor in group if self.of(tensor) == part]
             for part in (*range(self.count), None)
             for group in tensors
         ]
@@ -76,33 +69,8 @@ class Parts:
         return [found.get(part, []) for part in range(self.count)], found.get(None, [])
 
 
-def gradient_buckets(
-    tensors: Sequence[Sequence[torch.Tensor]], node: BaguaProcessGroup
-) -> list[BaguaBucket]:
-    """Buckets of the gradients among ``tensors``, whose mean over ``node`` is exact."""
-    groups = [[tensor for tensor in group if carries_gradient(tensor)] for group in tensors]
-    buckets = [
-        BaguaBucket(group, f"node{i}", flatten=True) for i, group in enumerate(filter(None, groups))
-    ]
-    for bucket in buckets:
-        bucket.append_centralized_synchronous_op(average=True, group=node)
-    return buckets
-
-
-def _wide(
-    tensor: torch.Tensor, name: str, module_name: str, device: torch.device | str
-) -> torch.Tensor:
+def _wide(tensor: torch.Tensor, name: str, module_name: str) -> torch.Tensor:
     """Registered memory for a pseudo-gradient or the mean of a buffer."""
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    empty = torch.zeros_like(tensor, dtype=wide, device=device, requires_grad=False)
+    empty = torch.zeros_like(tensor, dtype=wide, requires_grad=False)
     return empty.ensure_bagua_tensor(name, module_name)  # type: ignore[attr-defined,no-any-return]
-
-
-def refuse_narrow(bagua_ddp: WrappedModule) -> None:
-    """Raise ValueError for weights that would lose what they are to keep."""
-    for name, parameter in bagua_ddp.bagua_build_params():
-        if parameter.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"parameter '{name}' is {parameter.dtype}, in which rounding loses what a codec "
-                'has taken: error_feedback="weights" is for float32 and float64; take True'
-            )

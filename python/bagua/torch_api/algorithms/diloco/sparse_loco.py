@@ -11,7 +11,6 @@ from bagua._ops.chunked_sparse import ChunkedSparse
 from bagua._sync.outer.outer_sgd import OuterSGD
 from bagua.torch_api._residuals.means import RememberedMeans
 from bagua.torch_api.algorithms.base import Algorithm, WrappedModule
-from bagua.torch_api.algorithms.diloco.arguments import OuterArguments
 from bagua.torch_api.algorithms.diloco.diloco import DiLoCoAlgorithm
 from bagua.torch_api.algorithms.diloco.fragments import Fragments, fragments_described
 from bagua.torch_api.algorithms.diloco.implementation import DiLoCoAlgorithmImpl
@@ -34,9 +33,8 @@ class SparseLoCoAlgorithm(Algorithm):
         ratio: the part of the elements of each chunk that is sent.
         decay: of the residual, from one round to the next; 1 keeps all of it.
         fragments: as in :class:`DiLoCoAlgorithm`.
-        overlap_steps: as in :class:`DiLoCoAlgorithm`; weights keep what they learn in flight.
+        overlap_steps: as in :class:`DiLoCoAlgorithm`.
         warmup_steps: as in :class:`DiLoCoAlgorithm`.
-        average_buffers: as in :class:`DiLoCoAlgorithm`.
 
     Raises:
         ValueError: an argument out of its range; from ``with_bagua``: no optimizer, fragments that
@@ -53,7 +51,6 @@ class SparseLoCoAlgorithm(Algorithm):
         fragments: Fragments = 1,
         overlap_steps: int = 0,
         warmup_steps: int = 0,
-        average_buffers: bool = True,
     ) -> None:
         check_ratio(ratio)
         if not 0 <= decay <= 1:
@@ -64,7 +61,6 @@ class SparseLoCoAlgorithm(Algorithm):
             fragments=fragments,
             overlap_steps=overlap_steps,
             warmup_steps=warmup_steps,
-            average_buffers=average_buffers,
         )
         self.outer_lr = outer_lr
         self.interval = interval
@@ -73,7 +69,6 @@ class SparseLoCoAlgorithm(Algorithm):
         self.fragments = fragments
         self.overlap_steps = overlap_steps
         self.warmup_steps = warmup_steps
-        self.average_buffers = average_buffers
 
     def describe(self) -> str:
         return f"{super().describe()} fragments={fragments_described(self.fragments)}"
@@ -105,7 +100,7 @@ class SparseLoCoAlgorithmImpl(DiLoCoAlgorithmImpl):
     def __init__(
         self,
         process_group: BaguaProcessGroup,
-        arguments: OuterArguments,
+        arguments: DiLoCoAlgorithm,
         ratio: float,
         decay: float,
     ) -> None:
