@@ -5,14 +5,14 @@
 
 Two ranks on links of so many Mbit/s (none: unshaped), in network namespaces, which need root. All
 arms take turns within one process; ratios are medians over the turns. An arm for each candidate
-whose error `auto` allows by default, and one for `auto`, which first trains until it has chosen.
+that `auto` has by default, and one for `auto`, which first trains until it has chosen.
 Exits with 1 where `auto` takes more than 1.05 times the best candidate's step. Results are written
 to build/benchmarks/bench_auto.json, where those of other links and models stay.
 
 With --cost only `auto` and exact gradients take turns, for what `auto` costs where it has chosen
 them: at most 1.01 times exact steps. They train one model, which is wrapped anew for each turn,
-with the profile that `auto` has measured: two models differ by more than that in where their memory
-lies. A turn is as long as `auto` watches the wire before its ranks compare it, two seconds. Exact
+`auto` with no other candidate: two models differ by more than that in where their memory lies. A
+turn is as long as a window after which the ranks of `auto` compare their steps, two seconds. Exact
 gradients have a second turn, which says how far equal ones are apart. Results are in
 bench_auto_cost.json.
 """
@@ -28,7 +28,6 @@ from pathlib import Path
 import bagua.torch_api as bagua
 import torch
 import torch.distributed as dist
-from bagua._foresight.profile_file import profile_from
 from bagua.torch_api.algorithms import Algorithm
 from common import keep_cases
 from rank_processes import figures_of
@@ -45,7 +44,7 @@ ARMS = {
         "bytegrad",
         {"hierarchical": False, "codec": "int4_block", "error_feedback": True},
     ),
-    "auto": ("auto", {"replan": True}),
+    "auto": ("auto", {}),
 }
 #: An arm is timed for so long in each turn, one step at least.
 SECONDS_OF_A_TURN, SECONDS_OF_A_TURN_OF_COST = 0.6, 2.0
@@ -175,7 +174,7 @@ def measure(task, turns):
         "best": best,
         "to_best": median_ratio(seconds["auto"], seconds[best]),
         "to_exact": median_ratio(seconds["auto"], seconds[EXACT]),
-        "choice": {key: value for key, value in auto.choice().items() if key != "profile"},
+        "choice": auto.choice(),
         "probe_steps": steps,
         "probe_seconds": probe,
     }
@@ -183,11 +182,8 @@ def measure(task, turns):
 
 def measure_cost(task, turns):
     """Figures of rank 0: one model, wrapped anew for each turn."""
-    arm, *_ = arm_that_has_chosen(TASKS[task](dist.get_rank()))
-    profile = profile_from(arm.choice()["profile"])
-    ways = {EXACT: ARMS[EXACT], "auto": ("auto", {"profile": profile}), EXACT_AGAIN: ARMS[EXACT]}
-    arm.wrap(*ways["auto"])
-    chosen = arm.choice()["chosen"]
+    arm = Arm(EXACT, *TASKS[task](dist.get_rank()))
+    ways = {EXACT: ARMS[EXACT], "auto": ("auto", {"candidates": []}), EXACT_AGAIN: ARMS[EXACT]}
     arm.warm_up(SECONDS_OF_A_TURN_OF_COST, most=200)
 
     def seconds_per_step(name):
@@ -205,7 +201,6 @@ def measure_cost(task, turns):
             [auto / theirs for auto, theirs in zip(seconds["auto"] * 2, exact, strict=True)]
         ),
         "turns": turns,
-        "chosen": chosen,
     }
 
 
@@ -220,11 +215,11 @@ def check(name, model):
 
 
 def print_cost(cases):
-    print("| Mbit/s | model | auto chose | auto to exact | exact to exact |")
-    print("|---:|---|---|---:|---:|")
+    print("| Mbit/s | model | auto to exact | exact to exact |")
+    print("|---:|---|---:|---:|")
     for case in cases:
         ratios = f"{case['to_exact']:.4f} | {case['exact_to_exact']:.4f}"
-        print(f"| {case['rate']} | {case['task']} | {case['chosen']} | {ratios} |")
+        print(f"| {case['rate']} | {case['task']} | {ratios} |")
 
 
 def print_table(cases):

@@ -92,12 +92,11 @@ def print_table(rows, seeds):
         )
     print(f"\nQAdam: {rows['qadam']['compressed_steps']:.0%} of its steps ran compressed.")
     choice = rows["auto"]["choice"]
-    print(f"auto chose {choice['chosen']}: {choice['why']}. What it compared, in ms per step:")
+    print(f"auto chose {choice['chosen']}:\n{choice['why']}. Of its candidates:")
     for row in choice["table"]:
-        predicted = f"predicted {row['predicted_seconds'] * 1e3:.2f}"
-        if row["measured_seconds"] is not None:
-            predicted += f", measured {row['measured_seconds'] * 1e3:.2f}"
-        print(f"  {row['candidate']}: {predicted} {row['refusal'] and '(' + row['refusal'] + ')'}")
+        step = "not tried" if row["seconds"] is None else f"{row['seconds'] * 1e3:.2f} ms a step"
+        refusal = f" ({row['refusal']})" if row["refusal"] else ""
+        print(f"  {row['candidate']}\n    {step}{refusal}")
 
 
 def draw(rows, path):

@@ -1,216 +1,184 @@
-"""Parts of AutoAlgorithm that need no other rank: rules of the choice, errors, and the watch."""
-
-import math
-from unittest import mock
+"""The selection of AutoAlgorithm, which needs no other rank: trials, the choice, trying again."""
 
 import pytest
-import torch
-from bagua import _C
-from bagua._foresight.candidate import Candidate
-from bagua._foresight.profile import BucketProfile, Link, Profile
-from bagua.torch_api.algorithms.auto import agreed, trials
-from bagua.torch_api.algorithms.auto.candidates import default_candidates, loss_of
-from bagua.torch_api.algorithms.auto.choice import Row, best_of, finalists
-from bagua.torch_api.algorithms.auto.probe.errors import error_of
-from bagua.torch_api.algorithms.auto.probe.links import Links
-from bagua.torch_api.algorithms.auto.probe.steps import StepTimes
-from bagua.torch_api.algorithms.auto.sizes import other_size
-from bagua.torch_api.algorithms.auto.watching import Watching, changed, renewed
+from bagua.torch_api.algorithms import (
+    AutoAlgorithm,
+    ByteGradAlgorithm,
+    GradientAllReduceAlgorithm,
+    SparseAlgorithm,
+)
+from bagua.torch_api.algorithms.auto import (
+    SLOWER,
+    TIMED,
+    WARM_UP,
+    WINDOWS,
+    Selection,
+    Trial,
+    label_of,
+)
 
-EXACT, EIGHT, FOUR = Candidate("exact"), Candidate("eight"), Candidate("four")
-ERRORS = {EXACT: 0.0, EIGHT: 0.01, FOUR: 0.1}
+EXACT, EIGHT, FOUR = "exact", "eight", "four"
+ERRORS = {EXACT: 0.0, EIGHT: 0.01, FOUR: 0.15}
+STEPS = 1 + WARM_UP + TIMED  # of a trial: the first one only begins the next
 
 
-def row(candidate, predicted, measured=None, refusal="", busy=0.0):
-    return Row(candidate, predicted, 0, ERRORS[candidate], refusal, measured, busy)
+class Run:
+    """Steps of a selection on a clock that a test turns.
+
+    `seconds`, `errors`: of the steps of each candidate; `breached`: of the guard.
+    """
+
+    def __init__(self, seconds, errors=ERRORS, max_error=0.3):
+        self.seconds, self.errors, self.breached = seconds, dict(errors), set()
+        self.now = 0.0
+        self.at_work = []
+        trials = [Trial(GradientAllReduceAlgorithm(), name) for name in seconds]
+        self.selection = Selection(trials, max_error, lambda mine: mine)
+
+    def steps(self, count):
+        for _ in range(count):
+            name = self.selection.at_work.label
+            self.at_work.append(name)
+            self.now += self.seconds[name]
+            breached = name in self.breached
+            self.selection.step_ended(self.now, self.errors[name], breached)
+        return self.selection
+
+    def to_the_end(self):
+        while not self.selection.chosen:
+            assert len(self.at_work) < 500
+            self.steps(1)
+        return self.selection
 
 
 @pytest.mark.parametrize(
-    ("rows", "expected"),
+    ("seconds", "expected"),
     [
-        ([row(EXACT, 1.0), row(EIGHT, 0.98), row(FOUR, 0.99)], EXACT),
-        ([row(EXACT, 1.0), row(EIGHT, 0.9), row(FOUR, 0.89)], EIGHT),
-        ([row(EXACT, 1.0), row(EIGHT, 0.9), row(FOUR, 0.8)], FOUR),
-        ([row(EXACT, 1.0), row(EIGHT, 0.9), row(FOUR, 0.8, refusal="error")], EIGHT),
-        ([row(EXACT, 1.0, 0.5), row(EIGHT, 0.6, 0.7), row(FOUR, 0.1)], EXACT),
-        ([row(EXACT, 1.0, refusal="no"), row(EIGHT, 0.6, refusal="no")], EXACT),
-        ([row(EXACT, 1.0, math.inf), row(EIGHT, 0.6, math.inf)], EXACT),
+        ((1.0, 0.98, 0.99), EXACT),
+        ((1.0, 0.9, 0.89), EIGHT),
+        ((1.0, 0.9, 0.8), FOUR),
+        ((0.5, 0.7, 0.9), EXACT),
+        ((1.0, 0.96, 2.0), EIGHT),
+        ((1.0, 0.971, 2.0), EXACT),
     ],
 )
-def test_the_fastest_is_taken_and_within_three_percent_what_loses_least(rows, expected):
-    assert best_of(rows).candidate == expected
+def test_the_fastest_is_taken_and_within_three_percent_what_loses_least(seconds, expected):
+    run = Run(dict(zip(ERRORS, seconds, strict=True)))
+    selection = run.to_the_end()
+    assert selection.at_work.label == expected
+    assert run.at_work == [name for name in ERRORS for _ in range(STEPS)]
+    assert [trial.seconds for trial in selection.trials] == pytest.approx(list(seconds))
+    assert "ms" in selection.why
 
 
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        ([row(EXACT, 1.0), row(EIGHT, 0.99), row(FOUR, 1.1)], [EXACT]),
-        ([row(EXACT, 1.0), row(EIGHT, 0.9), row(FOUR, 0.95)], [EXACT, EIGHT, FOUR]),
-        ([row(EXACT, 9.0), row(EIGHT, 0.9), row(FOUR, 0.95)], [EIGHT, FOUR]),
-        ([row(EXACT, 9.0), row(EIGHT, 3.0), row(FOUR, 0.95)], [FOUR]),
-        ([row(EXACT, 1.2), row(EIGHT, 1.3), row(FOUR, 0.95)], [EXACT, FOUR]),
-        ([row(EXACT, 1.0, busy=0.2), row(EIGHT, 0.99), row(FOUR, 1.04)], [EXACT, EIGHT, FOUR]),
-        ([row(EXACT, 1.0, busy=0.2), row(EIGHT, 1.06), row(FOUR, 1.1)], [EXACT]),
-        ([row(EXACT, 1.0, busy=0.05), row(EIGHT, 1.01), row(FOUR, 1.04)], [EXACT]),
-    ],
-)
-def test_candidates_close_to_the_best_are_tried_beside_exact_gradients(rows, expected):
-    assert [one.candidate for one in finalists(rows)] == expected
+FASTER = {EXACT: 1.0, EIGHT: 0.9, FOUR: 0.5}
 
 
-def profile_of(numels, seconds=0.02, bandwidth=1e7):
-    """Matrices of so many elements in one bucket, ready at the end of backward."""
-    shapes = tuple((numel, 1) for numel in numels)
-    bucket = BucketProfile(sum(numels), 4 * sum(numels), seconds, shapes)
-    return Profile(2, (1, 1), seconds, 0.0, (bucket,), Link(1e-4, bandwidth))
-
-
-EVEN, ONE_LARGE = [20_000] * 12, [400_000]
-
-
-@pytest.mark.parametrize(
-    ("numels", "candidate", "measured", "busy", "size"),
-    [
-        (EVEN, FOUR, 0.03, 0.012, 120_000),
-        (EVEN, FOUR, 0.022, 0.012, None),  # hidden already
-        (EVEN, FOUR, 0.03, 0.029, None),  # fills the step
-        (EVEN, FOUR, None, 0.012, 120_000),  # not measured: predicted
-        (EVEN, Candidate("four", {}, bucket_bytes=999), 0.03, 0.012, None),  # the user's size
-        (EVEN, FOUR, math.inf, 0.012, None),
-        (ONE_LARGE, FOUR, 0.03, 0.012, None),  # cannot be cut
-        ([1000] * 40, FOUR, 0.03, 0.012, 64 * 1024),  # not into less
-    ],
-)
-def test_smaller_buckets_are_worth_a_trial_where_communication_may_hide(
-    numels, candidate, measured, busy, size
-):
-    row = Row(candidate, 0.03, 0, 0.1, "", measured, busy)
-    found = other_size(profile_of(numels), row)
-    assert found == (None if size is None else Candidate("four", {}, bucket_bytes=size))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "most", "steps"),
-    [((0.02, 0.02), 99, 34), ((0.05, 0.1), 99, 17), ((1.0, 2.0), 5, 4)],
-)
-def test_trials_take_turns_within_their_steps(seconds, most, steps):
-    rows = [row(EIGHT, seconds[0]), row(FOUR, seconds[1])]
-    with mock.patch.object(trials, "largest", lambda _, __, values: values):
-        running = trials.Trials(None, rows, most)
-        at_work = []
-        while not running.done:
-            assert len(at_work) < 100
-            at_work.append(running.at_work)
-            running.forward_begins()
-            changes = running.round_ended()
-            assert changes == (running.at_work != at_work[-1] or running.done)
-    assert list(dict.fromkeys(at_work)) == [EIGHT, FOUR]
-    assert running.rounds == len(at_work) == steps <= most
-    assert all(0 < measured < 1 for measured in running.measured.values())
-    assert list(running.measured) == [EIGHT, FOUR]
-
-
-def test_nodes_of_several_ranks_have_hierarchical_candidates():
-    (flat, refused), (several, _) = default_candidates((4,)), default_candidates((2, 2))
-    assert set(flat) < set(several)
-    assert [one.algorithm for one in refused] == ["power_sgd", "sparse"]
-    forms = [one.arguments.get("hierarchical") for one in several if loss_of(one).key == ""]
-    assert forms == [None, True, "sharded"]
-    shares = [one for one in several if one.arguments.get("hierarchical") == "sharded"]
-    assert not any(loss_of(one).feedback for one in shares), "residuals are of whole buckets"
-
-
-def gradients():
-    generator = torch.Generator().manual_seed(0)
-    thin = torch.randn(64, 2, generator=generator) @ torch.randn(2, 96, generator=generator)
-    return [torch.randn(3000, generator=generator), thin]
-
-
-@pytest.mark.parametrize("name", _C.codec_names())
-def test_the_error_of_a_codec_is_that_of_what_it_decodes(name):
-    codec, lost, whole = _C.make_codec(name), 0.0, 0.0
-    for gradient in gradients():
-        flat = gradient.reshape(-1)
-        decoded = codec.decode(codec.encode(flat), 1, flat.dtype, flat.numel()).reshape(-1)
-        lost += (decoded - flat).double().square().sum()
-        whole += flat.double().square().sum()
-    assert error_of(name, gradients()) == pytest.approx(float((lost / whole) ** 0.5))
-
-
-def test_the_error_of_sparse_and_low_rank_gradients_is_the_energy_that_is_left_out():
-    vector, thin = gradients()
-    largest = vector.abs().sort(descending=True).values[30:]
-    expected = float(largest.square().sum() / vector.square().sum()) ** 0.5
-    assert error_of("largest 0.01", [vector]) == pytest.approx(expected, rel=1e-4)
-    assert error_of("random 0.25", [vector]) == pytest.approx(0.75**0.5)
-    assert error_of("rank 2", [thin]) == pytest.approx(0.0, abs=1e-2)
-    values = torch.linalg.svdvals(thin.double()).square()
-    expected = float((values[1] / values.sum()) ** 0.5)
-    assert error_of("rank 1", [thin]) == pytest.approx(expected, rel=0.1)
-    assert error_of("rank 1", [vector]) == 0.0, "vectors are sent exactly"
-    assert error_of("int4_block", []) == 0.0
-
-
-def alone(size=1):
-    """Connections of a group whose other ranks have the same numbers."""
-    connections = mock.Mock(size=size)
-    connections.reduce_numbers = lambda what, op, *numbers: [
-        number * (size if op == _C.ReduceOp.SUM else 1) for number in numbers
+def test_an_error_that_is_not_allowed_or_not_measured_is_refused_with_the_reason():
+    cases = [
+        (0.15, 0.1, EIGHT, "error above 0.1"),
+        (0.4, 0.3, EIGHT, "error above 0.3"),
+        (None, 0.3, EIGHT, "its error was not measured"),
+        (0.15, 0.3, FOUR, ""),
+        (0.15, 0.0, EXACT, "error above 0"),
     ]
-    return connections
+    for error, max_error, expected, reason in cases:
+        selection = Run(FASTER, ERRORS | {FOUR: error}, max_error).to_the_end()
+        assert selection.at_work.label == expected
+        assert selection.values()["table"][2]["refusal"] == reason
+        assert reason in selection.table_text()
 
 
-def test_agreed_numbers_keep_their_bits_and_nan_counts_as_infinity():
-    values = [0.0, 1e-300, 0.1, 3e10, math.inf, math.nan, -1.0]
-    assert agreed.largest(alone(), "", values) == [0.0, 1e-300, 0.1, 3e10, math.inf, math.inf, 0.0]
-    assert agreed.mean(alone(3), "", [0.25, 1e-6]) == pytest.approx([0.25, 1e-6])
+def test_the_first_error_of_a_trial_counts_and_one_slow_step_does_not():
+    run = Run(FASTER)
+    run.steps(2 * STEPS + 3)
+    run.errors[FOUR] = 0.9  # with residuals of earlier rounds
+    run.steps(2)
+    run.now += 100.0  # an evaluation
+    selection = run.to_the_end()
+    assert selection.at_work.label == FOUR
+    assert selection.trials[2].error == 0.15
+    assert selection.trials[2].seconds == pytest.approx(0.5)
 
 
-def windows(watching, rates):
-    """Whether each window, of so many bytes in a second, is an alarm."""
-    sent, alarms = 0, []
-    for number, rate in enumerate(rates):
-        sent += rate
-        for _ in range(watching.rounds_per_window - 1):
-            assert not watching.needs_stats()
-        assert watching.needs_stats()
-        alarms.append(watching.round_ended({"bytes_sent": sent, "wire_ns": number * 10**9}))
-    return alarms
+def test_a_breach_in_a_trial_ends_it_and_one_after_the_choice_ends_in_exact_gradients():
+    run = Run(FASTER)
+    run.breached = {EIGHT}
+    selection = run.to_the_end()
+    assert run.at_work.count(EIGHT) == 1
+    assert selection.at_work.label == FOUR
+    run.breached = {EIGHT, FOUR}
+    assert run.steps(1).at_work.label == EXACT
+    assert selection.chosen
+    assert selection.why == "four lost more than the guard allows"
+    run.seconds = dict.fromkeys(FASTER, 10.0)
+    run.steps(1000)
+    assert set(run.at_work[-1000:]) == {EXACT}, "there is nothing to try again"
 
 
-@pytest.mark.parametrize("factor", [3, 1 / 3])
-def test_a_wire_that_differs_by_half_for_three_windows_is_an_alarm(factor):
-    watching = Watching(alone(), step_seconds=0.1)
-    assert watching.rounds_per_window == 20
-    other = int(900 * factor)
-    rates = [900] * 4 + [other] * 2 + [900] * 2 + [other] * 3
-    assert windows(watching, rates) == [False] * 10 + [True]
-    watching.begin_anew(false_alarm=True)
-    assert watching.rounds_per_window == 40
-    assert not any(windows(watching, [other] * 6)), "it is the new reference"
+def test_steps_that_are_slower_by_half_for_long_make_it_try_again():
+    run = Run(FASTER)
+    selection = run.to_the_end()
+    window = 20
+    run.seconds = {EXACT: 0.5, EIGHT: 1.0, FOUR: 0.5 * SLOWER + 0.01}
+    run.steps(1 + (WINDOWS - 1) * window)
+    run.seconds = FASTER
+    run.steps(window)
+    assert selection.chosen, "they are as before again"
+    run.seconds = {EXACT: 0.5, EIGHT: 1.0, FOUR: 0.5 * SLOWER + 0.01}
+    run.steps(WINDOWS * window - 1)
+    assert selection.chosen
+    run.steps(1)
+    assert not selection.chosen
+    assert selection.at_work.label == EXACT
+    assert "760.0 ms, 500.0 ms when it was chosen" in selection.why
+    run.to_the_end()
+    assert (selection.at_work.label, selection.turns) == (EXACT, 2)
 
 
-def test_links_are_renewed_in_proportion_to_their_messages():
-    link, buckets = Link(1e-4, 1e6, messages=2e6), (BucketProfile(1, 4, 0.0),)
-    profile = Profile(2, (2,), 0.1, 0.0, buckets, link)
-    same, slower = Links(Link(1e-4, 2.2e6), None), Links(Link(1e-3, 5e5), None)
-    assert not changed(profile, same)
-    assert changed(profile, slower)
-    between = renewed(profile, slower).between
-    assert (between.bandwidth, between.messages, between.latency) == (2.5e5, 5e5, 1e-3)
+def test_a_choice_of_a_checkpoint_takes_its_first_window_for_reference():
+    run = Run(FASTER)
+    run.selection.choose(run.selection.trials[2], "restored")
+    run.seconds = FASTER | {FOUR: 7.0}
+    assert run.steps(1000).at_work.label == FOUR
+    run.seconds = FASTER | {FOUR: 7.1 * SLOWER}
+    run.steps(1 + WINDOWS * 20)
+    assert not run.selection.chosen
 
 
-def test_times_of_steps_leave_out_what_is_asked_and_what_is_blocked():
-    now = [0.0]
-    with mock.patch("time.perf_counter", side_effect=lambda: now[0]):
-        times = StepTimes()
-        times.restart(leave_out=1)
-        for _ in range(4):
-            times.forward_begins()
-            times.forward_begins()  # a second forward of the step
-            now[0] += 5.0
-            times.backward_ended(2.0)
-            now[0] += 1.0
-    assert times.whole() == 6.0
-    assert times.compute() == (3.0, 1.0)
-    assert times.steps == 3
+def test_interrupted_steps_are_not_timed():
+    run = Run(FASTER)
+    for _ in range(3 * STEPS):
+        run.steps(1)
+        run.now += 100.0
+        run.selection.interrupt()
+    assert run.selection.at_work.label == EXACT
+    assert not run.selection.chosen
+    assert run.to_the_end().trials[0].seconds == pytest.approx(1.0)
+
+
+def test_labels_are_calls_without_defaults():
+    labels = {
+        "gradient_allreduce": GradientAllReduceAlgorithm(),
+        "bytegrad": ByteGradAlgorithm(),
+        "bytegrad(codec='int4_block', error_feedback=True, hierarchical=False)": ByteGradAlgorithm(
+            False, codec="int4_block", error_feedback=True
+        ),
+        "sparse(ratio=0.5)": SparseAlgorithm(0.5),
+    }
+    assert {label_of(algorithm): algorithm for algorithm in labels.values()} == labels
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"candidates": "bytegrad"}, r"a list of names: \['bytegrad'\]"),
+        ({"candidates": ["bytegrad", "bytegrad"]}, "is given twice"),
+        ({"candidates": [3]}, "names or algorithms"),
+        ({"candidates": ["?"]}, "unknown algorithm"),
+        ({"max_error": -1.0}, "max_error=-1.0"),
+    ],
+)
+def test_arguments_are_checked_by_name(arguments, said):
+    with pytest.raises((TypeError, ValueError, KeyError), match=said):
+        AutoAlgorithm(**arguments)

@@ -249,15 +249,17 @@ class GuardAtWork:
         """Whether a bucket has had a figure above its threshold; equal on all ranks."""
         return any(entry.breached for entry in self._watched)
 
-    def relative_error(self) -> float | None:
-        """The largest of the buckets' last ones, equal on all ranks; None: not measured yet.
+    def loss(self) -> float | None:
+        """What the buckets lose of the gradients: the largest of their last figures.
 
-        0.0: no bucket loses anything.
+        With error feedback the residual over the gradient, which a round's error becomes; else the
+        relative error. Equal on all ranks; None: not measured yet; 0.0: nothing is lost.
         """
         if not self._watched:
             return 0.0
-        errors = [entry.figures.get("relative_error") for entry in self._watched]
-        return max((error for error in errors if error is not None), default=None)
+        figures = [entry.figures for entry in self._watched]
+        losses = [each.get("residual", each.get("relative_error")) for each in figures]
+        return max((loss for loss in losses if loss is not None), default=None)
 
     def stats(self) -> dict[str, Any]:
         """``bagua_stats()["guard"]``; see ``BaguaModule.bagua_stats``."""

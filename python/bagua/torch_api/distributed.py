@@ -122,10 +122,9 @@ class BaguaModule:
               ``node`` (inside a node), ``leaders`` (between nodes), ``buffers``, ``check``,
               ``guard``.
             - ``control``: the same of the ranks' agreements.
-            - ``choice``, of ``auto`` only: ``state`` ("measuring", "trying", "chosen"), ``chosen``,
-              ``why``, ``replans``, ``profile``, the figures that were measured, and ``table`` with
-              ``candidate``, ``predicted_seconds``, ``measured_seconds``, ``bytes_sent``, ``error``
-              and ``refusal`` of each candidate.
+            - ``choice``, of ``auto`` only: ``state`` ("trying", "chosen"), ``chosen``, ``why``,
+              ``turns``, how often candidates were tried, and ``table`` with ``candidate``,
+              ``seconds`` of a step, ``error`` and ``refusal`` of each candidate.
             - ``guard``, with a guard only: ``rounds``, ``checks``; ``buckets`` by name, each with
               the figures last measured (``relative_error``, ``residual``, ``consensus``);
               ``nonfinite_share`` of the rounds between the last two checks; ``breaches``, figures

@@ -12,7 +12,7 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.saved_values import check_state
 from bagua._core.state.snapshot import sparse_parameters
-from bagua._guard.guard import Guard
+from bagua._guard.guard import Guard, GuardAtWork
 from bagua._sync.averaging_synchronizer import AveragingSynchronizer
 from bagua._sync.engine_synchronizer import EngineSynchronizer
 from bagua._sync.synchronizer import Synchronizer
@@ -39,6 +39,7 @@ class WrappedModule(Protocol):
     bagua_train_step_counter: int
     process_group: BaguaProcessGroup
     gradient_as_bucket_view: bool
+    guard: GuardAtWork | None
 
     @property
     def module(self) -> torch.nn.Module: ...

@@ -1,1 +1,0 @@
-"""Measurements of ``AutoAlgorithm``: links, times of steps, and errors of codecs."""
