@@ -9,7 +9,6 @@ from typing import Protocol
 
 from bagua._tools.doctor import examine
 from bagua._tools.report import report_text
-from bagua._tools.simulate import profile, simulate
 from bagua._tools.top import screen
 
 __all__ = ["main"]
@@ -29,8 +28,6 @@ class _Command(Protocol):
 _COMMANDS: dict[str, tuple[_Command, str]] = {
     "doctor": (examine, "check the links between the ranks of a job; started by torchrun"),
     "top": (screen, "show a running job, rank by rank"),
-    "profile": (profile, "run a training script until its profile is measured"),
-    "simulate": (simulate, "predict steps for other numbers of ranks and other links"),
 }
 
 

@@ -15,7 +15,6 @@ from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
 from bagua._core.state.initial_state import InitialState
 from bagua._core.state.snapshot import ModuleSnapshot
 from bagua._core.state.statistics import statistics
-from bagua._foresight.probe.recorder import record
 from bagua._guard.guard import Guard
 from bagua._sync import owners
 from bagua._sync.engine_synchronizer import EngineSynchronizer
@@ -112,7 +111,6 @@ class BaguaDistributedDataParallel:
         self._handles = install_hooks(self, self._settle, on_forwards=hook_module)
         close_at_exit(self)
         publish(self)
-        self._handles += record(self, self._bucket_bytes)
 
     @property
     def module(self) -> torch.nn.Module:

@@ -16,7 +16,6 @@ __all__ = [
     "get_master_addr",
     "get_nccl_library",
     "get_node_rank",
-    "get_profile_path",
     "get_rank",
     "get_straggler_seconds",
     "get_top_seconds",
@@ -134,11 +133,6 @@ def get_top_seconds() -> float:
         ValueError: the variable is not a number of seconds.
     """
     return _seconds("BAGUA_TOP", "0", "no publication")
-
-
-def get_profile_path() -> str | None:
-    """The file for a profile of the training, ``BAGUA_PROFILE``; None: there is none."""
-    return os.environ.get("BAGUA_PROFILE") or None
 
 
 def _seconds(name: str, default: str, zero: str) -> float:

@@ -1,1 +1,0 @@
-"""Predicts the seconds of a training step for an algorithm, from measured figures."""

@@ -1,1 +1,0 @@
-"""The parts of the cost model: buckets, operations, messages, and the clock."""

@@ -1,1 +1,0 @@
-"""``bagua simulate``: predicted steps for other numbers of ranks and other links."""
