@@ -21,13 +21,18 @@ bool is_parameter(PyObject* object) {
 
 PlanGuard::PlanGuard(std::vector<std::string> names, const py::list& dicts,
                      const std::unordered_set<std::string>& ignored)
-    : names_(std::move(names)) {
+    : names_(std::move(names)), expected_(entries_of(names_, dicts, ignored)) {}
+
+PlanGuard::Entries PlanGuard::entries_of(const std::vector<std::string>& names,
+                                         const py::list& dicts,
+                                         const std::unordered_set<std::string>& ignored) {
+  Entries all;
   for (size_t i = 0; i < dicts.size(); ++i) {
     std::vector<Entry> entries;
     PyObject *key = nullptr, *value = nullptr;
     Py_ssize_t position = 0;
     while (PyDict_Next(py::object(dicts[i]).ptr(), &position, &key, &value)) {
-      const std::string& module = names_[i / 2];
+      const std::string& module = names[i / 2];
       Entry entry{.name = concat(module, module.empty() ? "" : ".", PyUnicode_AsUTF8(key)),
                   .object = value,
                   .tensor = {},
@@ -48,8 +53,55 @@ PlanGuard::PlanGuard(std::vector<std::string> names, const py::list& dicts,
       }
       entries.push_back(std::move(entry));
     }
-    expected_.push_back(std::move(entries));
+    all.push_back(std::move(entries));
   }
+  return all;
+}
+
+std::unordered_map<PyObject*, const PlanGuard::Entry*> PlanGuard::parameters_of(
+    const Entries& all) {
+  std::unordered_map<PyObject*, const Entry*> parameters;
+  for (const auto& entries : all) {
+    for (const Entry& entry : entries) {
+      if (entry.tensor.defined()) parameters.emplace(entry.object, &entry);
+    }
+  }
+  return parameters;
+}
+
+bool PlanGuard::moved(const py::list& dicts) const {
+  for (size_t i = 0; i < expected_.size(); ++i) {
+    PyObject* dict = PyList_GET_ITEM(dicts.ptr(), static_cast<Py_ssize_t>(i));
+    if (static_cast<size_t>(PyDict_Size(dict)) != expected_[i].size()) return true;
+    PyObject *key = nullptr, *value = nullptr;
+    Py_ssize_t position = 0;
+    for (const Entry& entry : expected_[i]) {
+      PyDict_Next(dict, &position, &key, &value);
+      if (entry.object == nullptr || entry.object == value) continue;
+      if (!entry.tensor.defined() || !THPVariable_Check(value) || is_parameter(value)) return true;
+    }
+  }
+  return false;
+}
+
+bool PlanGuard::accept_places(std::vector<std::string> names, const py::list& dicts,
+                              const std::unordered_set<std::string>& ignored) {
+  Entries now = entries_of(names, dicts, ignored);
+  const auto before = parameters_of(expected_);
+  if (parameters_of(now).size() != before.size()) return false;
+  for (auto& entries : now) {
+    for (Entry& entry : entries) {
+      if (!entry.tensor.defined()) continue;
+      const auto known = before.find(entry.object);
+      if (known == before.end()) return false;
+      std::string name = std::move(entry.name);
+      entry = *known->second;
+      entry.name = std::move(name);
+    }
+  }
+  names_ = std::move(names);
+  expected_ = std::move(now);
+  return true;
 }
 
 std::string PlanGuard::compare(const Entry& entry, PyObject* object, bool unfreezing) const {
@@ -148,6 +200,9 @@ void bind_plan_guard(py::module_& m) {
            py::arg("names"), py::arg("dicts"),
            py::arg("ignored") = std::unordered_set<std::string>())
       .def("difference", &PlanGuard::difference, py::arg("dicts"), py::arg("unfreezing") = false)
+      .def("moved", &PlanGuard::moved, py::arg("dicts"))
+      .def("accept_places", &PlanGuard::accept_places, py::arg("names"), py::arg("dicts"),
+           py::arg("ignored"))
       .def("accept_unfrozen", &PlanGuard::accept_unfrozen)
       .def("reduced_by_torch", &PlanGuard::reduced_by_torch)
       .def("trains", &PlanGuard::trains, py::arg("dicts"));

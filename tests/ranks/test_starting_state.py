@@ -196,7 +196,7 @@ def train_with_ignored(attribute):
     gradients = {name: training.gather(training.bits([p.grad])) for name, p in trained(model)}
     differing = [name for name, digests in gradients.items() if len(set(digests)) > 1]
     own_mean = len(set(training.gather(training.bits([model.norm.running_mean]))))
-    return untouched, differing, own_mean, model.parameters_to_ignore
+    return untouched, differing, own_mean, sorted(model.parameters_to_ignore)
 
 
 def trained(model):

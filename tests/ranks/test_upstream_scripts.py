@@ -104,7 +104,7 @@ group = bagua.communication.new_group()
 model._bagua_params_and_buffers_to_ignore = ["norm.running_mean"]
 from bagua.torch_api.algorithms import Algorithm
 model = model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"), process_group=group)
-assert model.parameters_to_ignore == ["norm.running_mean"]
+assert model.parameters_to_ignore == {"norm.running_mean"}
 """,
     "fused_optimizer": """
 from bagua.torch_api.algorithms import gradient_allreduce

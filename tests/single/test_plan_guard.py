@@ -6,6 +6,7 @@ import pytest
 import torch
 from bagua import _C
 from torch import nn
+from torch.nn.utils import prune
 
 
 def dicts_of(model):
@@ -79,6 +80,43 @@ def test_the_first_difference_is_named(kind):
     assert difference() == ""
     CHANGES[kind][0](model)
     assert difference() == CHANGES[kind][1]
+
+
+def places_of(model):
+    return [name for name, _ in model.named_modules()], dicts_of(model), set()
+
+
+def test_other_names_and_places_of_the_same_parameters_are_accepted():
+    model = network()
+    made = _C.PlanGuard(*places_of(model))
+    old = dicts_of(model)
+    assert not made.moved(old)
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    nn.utils.parametrize.register_parametrization(model[1][0], "weight", nn.Identity())
+    model[1].add_module("last", nn.Sequential(nn.ReLU(), model[0]))
+    assert made.moved(old)
+    assert made.accept_places(*places_of(model))
+    new = dicts_of(model)
+    assert made.difference(new) == ""
+    assert not made.moved(new)
+    assert made.trains(new)
+    model[0].bias.requires_grad_()
+    assert made.difference(new) == "'0.bias' was unfrozen (requires_grad changed)"
+    prune.remove(model[0], "weight")
+    model[0].bias.requires_grad_(False)
+    assert made.accept_places(*places_of(model))
+    assert made.difference(dicts_of(model)) == ""
+
+
+@pytest.mark.parametrize(
+    "kind", ["replaced", "root-parameter", "layer", "new-parameter", "new-at-the-root", "removed"]
+)
+def test_places_with_other_parameters_are_not_accepted(kind):
+    model = network()
+    made = _C.PlanGuard(*places_of(model))
+    prune.l1_unstructured(model[1][0], "weight", 0.5)
+    CHANGES[kind][0](model)
+    assert not made.accept_places(*places_of(model))
 
 
 def test_freezing_is_no_difference_and_a_model_of_frozen_parameters_does_not_train():

@@ -131,7 +131,7 @@ class BaguaDistributedDataParallel:
         return self.opening.eager
 
     @property
-    def parameters_to_ignore(self) -> list[str]:
+    def parameters_to_ignore(self) -> set[str]:
         """Names of parameters and buffers that are left alone."""
         return self._snapshot.ignored
 
@@ -239,14 +239,14 @@ class BaguaDistributedDataParallel:
             return  # recomputed for an activation checkpoint
         with_gradients = torch.is_grad_enabled()
         syncs = with_gradients and self.require_backward_grad_sync
-        communicates = syncs and self._snapshot.trains()
+        communicates = syncs and self._snapshot.trains(module)
         now = module.training or self.opening.eager or self.bagua_algorithm.opens_at_forward
         if self._ended:
             return refuse_to_train_alone(self.bagua_module_name) if communicates else None
         if with_gradients and now:
             between = rounds is not None and not rounds.synchronising
             takes = between and self.bagua_algorithm.takes_unfrozen
-            if self._snapshot.check(self.bagua_module_name, unfreezing=takes):
+            if self._snapshot.check(module, self.bagua_module_name, unfreezing=takes):
                 self._take_unfrozen()
                 rounds = self._rounds
             self._run_pending()
@@ -281,7 +281,7 @@ class BaguaDistributedDataParallel:
         """
         self.opening.refuse_in_backward(self)
         self.bagua_train_step_counter += 1
-        self._snapshot.check(self.bagua_module_name)
+        self._snapshot.check(self.module, self.bagua_module_name)
         assert self._running is not None
         self.opening.in_backward(self, self._running)
         self.bagua_algorithm.init_forward_pre_hook(self)(())

@@ -84,7 +84,7 @@ class BaguaModule:
         return self.bagua_ddp.bagua_train_step_counter
 
     @property
-    def parameters_to_ignore(self) -> list[str]:
+    def parameters_to_ignore(self) -> set[str]:
         """Names of parameters and buffers that are left alone."""
         return self.bagua_ddp.parameters_to_ignore
 

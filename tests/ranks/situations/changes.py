@@ -1,9 +1,9 @@
-"""Modules that change after the wrap: weight norm, parametrisations, replaced weights."""
+"""Modules that change after the wrap: weight norm, parametrisations, pruning, replaced weights."""
 
 import warnings
 
 import torch
-from ranks.situations.rows import raises, refused, row
+from ranks.situations.rows import better, raises, refused, row
 from ranks.situations.values import (
     alone,
     batch,
@@ -108,6 +108,53 @@ def pruning(wrap, rank, size):
     return everything(module)
 
 
+def _pruned_in_training(wrap, rank, size, prune_after, **arguments):
+    """Lightning's ModelPruning prunes between steps, and makes the pruning permanent at the end."""
+    from torch.nn.utils import prune
+
+    module = perceptron()
+    if prune_after == "frozen":
+        module[0].bias.requires_grad_(False)
+    model, optimizer = _steps(wrap, rank, module, **arguments)
+    for first, amount in ((3, 0.3), (5, 0.5)):
+        prune.l1_unstructured(module[0], "weight", amount)
+        prune.random_unstructured(module[2], "weight", amount)
+        model.train(prune_after != "eval")
+        for step in (first, first + 1):
+            optimizer.zero_grad()
+            model(batch(step, rank)).square().mean().backward()
+            optimizer.step()
+    prune.remove(module[0], "weight")
+    optimizer.zero_grad()
+    model(batch(7, rank)).square().mean().backward()
+    optimizer.step()
+    return everything(module)
+
+
+def pruning_in_training(wrap, rank, size):
+    return _pruned_in_training(wrap, rank, size, "")
+
+
+def pruning_in_training_with_a_frozen_parameter(wrap, rank, size):
+    return _pruned_in_training(wrap, rank, size, "frozen")
+
+
+def pruning_in_eval(wrap, rank, size):
+    return _pruned_in_training(wrap, rank, size, "eval")
+
+
+def spectral_norm_of_old_after_the_wrap(wrap, rank, size):
+    """The same parameter, under the name `weight_orig`."""
+    module = perceptron()
+    model, optimizer = _steps(wrap, rank, module)
+    nn.utils.spectral_norm(module[0])
+    for step in range(3, 6):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
 def orthogonal_parametrization(wrap, rank, size):
     torch.manual_seed(0)
     module = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(5, 5)))
@@ -208,8 +255,15 @@ SITUATIONS = [
             "the module's own",
         ),
     ),
-    row(parametrization_registered_on_the_wrapped_root, both=refused(AGAIN, DRIFT, _parametrized)),
+    row(
+        parametrization_registered_on_the_wrapped_root,
+        both=better(_parametrized, "torch communicates nothing any more: its ranks drift apart"),
+    ),
     row(pruning),
+    row(pruning_in_training),
+    row(pruning_in_training_with_a_frozen_parameter),
+    row(pruning_in_eval),
+    row(spectral_norm_of_old_after_the_wrap),
     row(orthogonal_parametrization),
     row(weight_replaced_by_a_new_parameter, both=raises(AGAIN)),
     row(data_of_a_weight_replaced),

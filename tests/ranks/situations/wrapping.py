@@ -97,7 +97,7 @@ def members_that_scripts_read(wrap, rank, size):
         "sync": model.require_backward_grad_sync,
         "multi": model.is_multi_device_module,
         "join": str(model.join_device),
-        "ignored": len(model.parameters_to_ignore),
+        "ignored": model.parameters_to_ignore == set(),
     }
 
 

@@ -35,20 +35,34 @@ class ModuleSnapshot:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.ignored = ignored_names(module)
+        names, self._dicts, free = self._places(module)
+        self._guard = _C.PlanGuard(names, self._dicts, free)
+        # By id, which the guard keeps from being used again; pruning changes names.
+        self._trained = {
+            id(p): name for name, p in self.common_parameters(module) if p.requires_grad
+        }
+
+    def _places(self, module: torch.nn.Module) -> tuple[list[str], list[Any], set[str]]:
+        """Names of modules, their dictionaries, and names of what may change."""
         # Ignored tensors may change, and so may a module whose tensors are all ignored.
-        free = set(self.ignored) | {
+        free = self.ignored | {
             name
             for name, child in module.named_modules()
             if name and self._all_ignored(name, child)
         }
-        names: list[str] = []
-        self._dicts: list[Any] = []
-        for name, child in module.named_modules():
-            if name not in free:
-                names.append(name)
-                self._dicts += [child._parameters, child._modules]
-        self._guard = _C.PlanGuard(names, self._dicts, free)
-        self._trained = {name for name, p in self.common_parameters(module) if p.requires_grad}
+        kept = [(name, child) for name, child in module.named_modules() if name not in free]
+        dicts = [d for _, child in kept for d in (child._parameters, child._modules)]
+        return [name for name, _ in kept], dicts, free
+
+    def _follow(self, module: torch.nn.Module) -> bool:
+        """Accept other names and places of the same parameters; whether there were any."""
+        if not self._guard.moved(self._dicts):
+            return False
+        names, dicts, free = self._places(module)
+        accepted = self._guard.accept_places(names, dicts, free)
+        if accepted:
+            self._dicts = dicts
+        return accepted
 
     def _all_ignored(self, prefix: str, child: torch.nn.Module) -> bool:
         names = [f"{prefix}.{name}" for name, _ in child.named_parameters()]
@@ -57,18 +71,22 @@ class ModuleSnapshot:
     def trained(self, module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
         """``(name, parameter)``: not ignored, no expert, shared ones once.
 
-        Trainable at the wrap or accepted since, also where they are frozen now.
+        Trainable at the wrap or accepted since, also where they are frozen now; with the names
+        that they had then.
         """
-        return [(name, p) for name, p in self.common_parameters(module) if name in self._trained]
+        known = self._trained
+        return [(known[id(p)], p) for _, p in self.common_parameters(module) if id(p) in known]
 
     def unfrozen(self, module: torch.nn.Module) -> list[str]:
         """Names of the parameters that are trainable and not among the trained ones."""
         named = self.common_parameters(module)
-        return [name for name, p in named if p.requires_grad and name not in self._trained]
+        return [name for name, p in named if p.requires_grad and id(p) not in self._trained]
 
     def accept_unfrozen(self, module: torch.nn.Module) -> None:
         """Count the unfrozen parameters among the trained ones."""
-        self._trained.update(self.unfrozen(module))
+        for name, parameter in self.common_parameters(module):
+            if parameter.requires_grad:
+                self._trained.setdefault(id(parameter), name)
         self._guard.accept_unfrozen()
 
     def common_parameters(self, module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
@@ -106,7 +124,7 @@ class ModuleSnapshot:
             if b.is_floating_point() and name not in self.ignored
         ]
 
-    def check(self, module_name: str, *, unfreezing: bool = False) -> bool:
+    def check(self, module: torch.nn.Module, module_name: str, *, unfreezing: bool = False) -> bool:
         """Compare with the module as it is now: Note [Plan guard] in the C++ core.
 
         Returns:
@@ -116,6 +134,8 @@ class ModuleSnapshot:
             BaguaError: names the first difference.
         """
         difference = self._guard.difference(self._dicts)
+        if difference and self._follow(module):
+            difference = self._guard.difference(self._dicts)
         unfrozen = bool(difference) and unfreezing
         if unfrozen:
             difference = self._guard.difference(self._dicts, unfreezing=True)
@@ -143,11 +163,12 @@ class ModuleSnapshot:
             "accelerator.prepare() and fabric.setup() wrap by torch."
         )
 
-    def trains(self) -> bool:
+    def trains(self, module: torch.nn.Module) -> bool:
         """Whether a backward through the module as it is now can reach its trained parameters.
 
         Not where all are frozen, nor inside a ``functional_call`` with leaves in place of all.
         """
+        self._follow(module)
         return self._guard.trains(self._dicts)
 
     def describe(self, module: torch.nn.Module) -> list[str]:
@@ -228,7 +249,7 @@ def sparse_parameters(module: torch.nn.Module) -> set[int]:
     return sparse - dense
 
 
-def ignored_names(module: torch.nn.Module) -> list[str]:
+def ignored_names(module: torch.nn.Module) -> set[str]:
     """Names of the parameters and buffers that the user has excluded."""
     names: set[str] = set()
     for attribute in (
@@ -238,7 +259,7 @@ def ignored_names(module: torch.nn.Module) -> list[str]:
         names.update(getattr(module, attribute, []))
     if "_orig_mod" in module._modules:  # torch.compile(model), whose names were given to the model
         names = {f"_orig_mod.{name.removeprefix('_orig_mod.')}" for name in names}
-    return sorted(names)
+    return names
 
 
 def warn_unused(module_name: str, names: list[str]) -> None:

@@ -108,7 +108,7 @@ class Forwards:
         ddp = self._ddp
         if (rounds := ddp._rounds) is None:
             return
-        communicates = ddp.require_backward_grad_sync and ddp._snapshot.trains()
+        communicates = ddp.require_backward_grad_sync and ddp._snapshot.trains(ddp.module)
         if not ddp.bagua_algorithm.opens_at_forward:
             rounds.begin_forward(communicates)
             return
@@ -129,7 +129,7 @@ class Forwards:
         """Whether a forward now would open a round."""
         ddp = self._ddp
         syncs = torch.is_grad_enabled() and ddp.require_backward_grad_sync
-        return syncs and not ddp.synchronising and ddp._snapshot.trains()
+        return syncs and not ddp.synchronising and ddp._snapshot.trains(ddp.module)
 
     def _run_hook(self, hook: BufferHook, location: Location) -> None:
         if self._hook_is_due and hook.buffer_comm_hook_location == location:
