@@ -11,7 +11,7 @@ from bagua.torch_api.algorithms import (
     GlobalAlgorithmRegistry,
     GradientAllReduceAlgorithm,
 )
-from support import faults
+from support import every_algorithm, faults
 from torch import nn
 
 
@@ -194,6 +194,44 @@ def wrong_arguments():
         faults.error_of(model.with_bagua, [optimizer], exact, process_group=3),
         faults.error_of(model_of_bytes.with_bagua, [], exact),
     ]
+
+
+@faults.with_bagua_group
+def wrap_optimizers_that_communicate():
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            torch.distributed.all_reduce(self.param_groups[0]["params"][0].grad)
+            return super().step(closure)
+
+    errors = {}
+    for name in [n for n in every_algorithm.ALGORITHMS if n not in ("qadam", "auto")]:
+        for kind in (ZeroRedundancyOptimizer, PostLocalSGDOptimizer, Own):
+            model = faults.network()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if kind is ZeroRedundancyOptimizer:
+                optimizer = kind(model.parameters(), torch.optim.SGD, lr=0.1)
+            elif kind is PostLocalSGDOptimizer:
+                optimizer = kind(optimizer, PeriodicModelAverager(period=2))
+            else:
+                optimizer = kind(model.parameters(), lr=0.1)
+            try:
+                model.with_bagua([optimizer], every_algorithm.made(name))
+            except NotImplementedError as error:
+                errors.setdefault(name, []).append(str(error))
+    return errors
+
+
+def test_optimizers_that_communicate_are_refused_where_ranks_step_on_their_own_gradients(ranks):
+    for errors in ranks(2, wrap_optimizers_that_communicate):
+        assert set(errors) == {*every_algorithm.OWN_WEIGHTS, "async"}
+        for of_name in errors.values():
+            kinds = ["ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "Own"]
+            for kind, text in zip(kinds, of_name, strict=True):
+                assert f"{kind} communicates in its step()" in text
+                assert "Use a plain optimizer of all parameters" in text
 
 
 def test_wrong_arguments_are_named(ranks):

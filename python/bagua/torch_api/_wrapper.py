@@ -23,7 +23,7 @@ from bagua._sync.plan import log_plan, log_unfrozen
 from bagua._sync.steps_in_backward import StepsInBackward
 from bagua._sync.synchronizer import Synchronizer
 from bagua._watch.publisher import publish
-from bagua.torch_api._wrapping.agreement import agree_on_wrap
+from bagua.torch_api._wrapping.agreement import agree_on_wrap, refuse_communicating_optimizers
 from bagua.torch_api._wrapping.buckets import (
     agree_on_unfrozen,
     make_buckets,
@@ -87,6 +87,7 @@ class BaguaDistributedDataParallel:
         self.bagua_algorithm: AlgorithmImpl = algorithm.reify(process_group)
         process_group.refuse_before_joining()
         self._snapshot.refuse_unsupported(module, self.bagua_algorithm)
+        refuse_communicating_optimizers(self)
         self._asked_guard = guard
         self.guard = guard_of(guard, self.bagua_algorithm, self)
         own = self.bagua_algorithm.broadcast_buffers

@@ -121,6 +121,35 @@ def zero_redundancy_optimizer(wrap, rank, size):
     return everything(module)
 
 
+def zero_redundancy_optimizer_that_was_loaded(wrap, rank, size):
+    """A resumed training: each rank has the state of its own share, which no wrap overwrites."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def sharded(module):
+        return ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=0.01)
+
+    first = perceptron()
+    optimizer = sharded(first)
+    for step in range(2):
+        optimizer.zero_grad()
+        first(batch(step, 0)).square().mean().backward()  # the same on all ranks
+        optimizer.step()
+    for owner in range(size):
+        optimizer.consolidate_state_dict(to=owner)
+        if rank == owner:
+            saved = optimizer.state_dict()
+    module = perceptron()
+    module.load_state_dict(first.state_dict())
+    resumed = sharded(module)
+    resumed.load_state_dict(saved)
+    model = wrap(module, resumed)
+    for step in range(2, 5):
+        resumed.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        resumed.step()
+    return everything(module)
+
+
 def a_group_of_some_ranks(wrap, rank, size):
     """The last rank is alone in a group of its own."""
     groups = [dist.new_group(list(range(size - 1))), dist.new_group([size - 1])]
@@ -229,6 +258,7 @@ SITUATIONS = [
     row(power_sgd_hook, method=ONLY_CLASS),
     row(builtin_comm_hook, method=ONLY_CLASS),
     row(zero_redundancy_optimizer),
+    row(zero_redundancy_optimizer_that_was_loaded),
     row(a_group_of_some_ranks),
     row(collectives_of_the_user_between),
     row(collectives_of_the_user_inside_the_forward),

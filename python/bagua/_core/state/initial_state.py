@@ -5,6 +5,7 @@ Optimizer state travels as tensors and JSON: nothing that comes from the network
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from bagua._core.state.optimizer_format import (
     tensor_like,
 )
 
-__all__ = ["InitialState", "broadcast_state", "broadcast_tensors"]
+__all__ = ["InitialState", "broadcast_state", "broadcast_tensors", "communicating_optimizer"]
 
 #: Broadcast by the first rank at the wrap: parameters, buffers and optimizer state; the same
 #: without buffers; or nothing, when the caller has seen to it that ranks are equal.
@@ -27,6 +28,40 @@ InitialState = Literal["all", "without buffers", "nothing"]
 
 #: Tensors are joined into messages of at most this many bytes.
 _MESSAGE_BYTES = 32 * 1024**2
+
+
+#: Names of collectives of torch and of functions around them, and of optimizers that call some
+#: through another object.
+_COLLECTIVES = {
+    *(
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_reduce",
+        "allreduce_async_",
+        "all_to_all_single",
+    ),
+    *("broadcast", "reduce_scatter", "reduce_scatter_tensor", "average_parameters"),
+}
+_SHARDED = "ZeroRedundancyOptimizer"
+
+
+def _own_classes(optimizer: torch.optim.Optimizer) -> list[type]:
+    return [c for c in type(optimizer).__mro__ if not issubclass(torch.optim.Optimizer, c)]
+
+
+def communicating_optimizer(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> torch.optim.Optimizer | None:
+    """The first optimizer whose class calls a collective: one that communicates by itself."""
+    for optimizer in optimizers:
+        for owner in _own_classes(optimizer):
+            for method in vars(owner).values():
+                code = (
+                    getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+                )
+                if code is not None and _COLLECTIVES & {*code.co_names}:
+                    return optimizer
+    return None
 
 
 def broadcast_tensors(
@@ -58,11 +93,15 @@ def broadcast_state(
     connections: Connections,
     source: int = 0,
 ) -> None:
-    """Overwrite ``tensors`` and the optimizers' state with those of rank ``source``."""
+    """Overwrite ``tensors`` and the optimizers' state with those of rank ``source``.
+
+    A ``ZeroRedundancyOptimizer`` keeps its own state: each rank has that of other parameters.
+    """
     with connections.collective_phase(f"giving rank {source}'s state to all ranks"):
         broadcast_tensors(tensors, connections, source)
         for optimizer in optimizers:
-            broadcast_optimizer(optimizer, connections, source)
+            if all(owner.__name__ != _SHARDED for owner in type(optimizer).__mro__):
+                broadcast_optimizer(optimizer, connections, source)
 
 
 def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

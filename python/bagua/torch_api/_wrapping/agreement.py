@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from bagua._core.state.initial_state import InitialState
+from bagua._core.state.initial_state import InitialState, communicating_optimizer
 from bagua._core.state.shared_state import SharedState
 from bagua._core.state.snapshot import ModuleSnapshot
 from bagua.torch_api._wrapping.owner import Owner
 
-__all__ = ["agree_on_wrap"]
+__all__ = ["agree_on_wrap", "refuse_communicating_optimizers"]
+
+
+def refuse_communicating_optimizers(owner: Owner) -> None:
+    """Refuse an optimizer that communicates by itself where ranks step on their own gradients.
+
+    Raises:
+        NotImplementedError: names the optimizer and what can be used instead.
+    """
+    algorithm = owner.bagua_algorithm
+    if algorithm.steps_in_backward:
+        return
+    optimizer = communicating_optimizer(owner.bagua_optimizers)
+    if optimizer is not None:
+        name = type(algorithm).__name__.removesuffix("Impl")
+        raise NotImplementedError(
+            f"module '{owner.bagua_module_name}': {type(optimizer).__name__} communicates in its "
+            f"step(), and with {name} each rank steps on gradients of its own data, so parameters "
+            "would learn from the data of one rank only. Use a plain optimizer of all parameters, "
+            "such as torch.optim.AdamW, or an algorithm that averages gradients: "
+            "GradientAllReduceAlgorithm or ByteGradAlgorithm."
+        )
 
 
 def agree_on_wrap(

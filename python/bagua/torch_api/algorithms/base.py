@@ -112,8 +112,9 @@ class AlgorithmImpl:
         takes_unfrozen: whether parameters that were frozen at the wrap may be unfrozen: buckets are
             rebuilt without a broadcast, and :meth:`carry_over` decides on the state.
         shares_parameters: whether a parameter may belong to a second wrapped module.
-        steps_in_backward: whether optimizers may step inside backward
-            (``_apply_optimizer_in_backward``), when communication is over.
+        steps_in_backward: whether optimizers step on communicated gradients, so that they may do so
+            inside backward (``_apply_optimizer_in_backward``), or communicate by themselves
+            (``ZeroRedundancyOptimizer``).
         complex_parameters: whether complex parameters can be communicated.
         sparse_gradients: whether gradients of sparse layout can be, those of
             ``torch.nn.Embedding(sparse=True)``.
