@@ -3,6 +3,8 @@
 import bagua.torch_api as bagua
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from bagua._core.state import step_folder as _step_folder
 from bagua.torch_api.checkpoint import load_latest, save_checkpoint
 from support import every_algorithm, training
 from support.checkpoint_training import file, refusal, state_bits, steps, train_and_save, wrapped
@@ -86,20 +88,28 @@ def test_weights_of_each_ranks_own_are_not_given_to_another_number_of_ranks(rank
 def test_equal_tensors_of_all_ranks_are_written_once(ranks, tmp_path):
     for name in ("gradient_allreduce", "decentralized-all"):
         ranks(2, train_and_save, name, str(tmp_path / name), 2)
-    mine = torch.load(file(tmp_path / "gradient_allreduce", 2, 1), weights_only=True)
-    tensors = [path for path, value in mine["own"] if isinstance(value, torch.Tensor)]
+    mine, _ = _step_folder.read(file(tmp_path / "gradient_allreduce", 2, 1).parent)
+    tensors = [path for path, value in mine.items() if isinstance(value, torch.Tensor)]
     assert {path[1] for path in tensors} == {"1.running_mean", "1.running_var"}, "of its own batch"
-    own = torch.load(file(tmp_path / "decentralized-all", 2, 1), weights_only=True)
-    assert ("model", "0.weight") in dict(own["own"])
+    own, _ = _step_folder.read(file(tmp_path / "decentralized-all", 2, 1).parent)
+    assert ("model", "0.weight") in own
+
+
+def test_torchs_own_functions_read_the_tensors_of_rank_0(ranks, tmp_path):
+    ranks(2, train_and_save, "decentralized-all", str(tmp_path), 2)
+    part = file(tmp_path, 2, 0).parent
+    expected, _ = _step_folder.read(part)
+    weight = torch.zeros(7, training.FEATURES)
+    dcp.load({"model": {"0.weight": weight}}, checkpoint_id=part, no_dist=True)
+    assert torch.equal(weight, expected["model", "0.weight"])
 
 
 def test_the_newest_stay_and_older_ones_go(ranks, tmp_path):
     ranks(2, train_and_save, "sparse", str(tmp_path), 4)
-    abandoned = tmp_path / f".{file(tmp_path, 2, 0).name}.77.part"
-    abandoned.write_bytes(b"killed")
+    abandoned = tmp_path / ".step-000000002.part"
+    file(tmp_path, 2, 0).parents[1].rename(abandoned)
     ranks(2, train_and_save, "sparse", str(tmp_path), 8)
-    expected = {file(tmp_path, step, rank) for step in (6, 8) for rank in (0, 1)}
-    assert set(tmp_path.iterdir()) == expected
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000000006", "step-000000008"}
 
 
 def test_the_names_are_public():

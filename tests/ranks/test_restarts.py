@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bagua._core.state import step_folder as _step_folder
 from support import training
 from support.checkpoint_training import file
 from support.processes import fork_server, restarting
@@ -102,10 +103,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def saved_bits(folder, rank):
     """By path what the last checkpoint has: of a tensor its bits."""
-    own = torch.load(file(folder, 30, rank), weights_only=True)["own"]
+    own, _ = _step_folder.read(file(folder, 30, rank).parent)
     return {
         path: training.bits([value]) if isinstance(value, torch.Tensor) else value
-        for path, value in own
+        for path, value in own.items()
     }
 
 

@@ -6,40 +6,45 @@ import sys
 
 import pytest
 import torch
-from bagua._core.state import checkpoint_file as _checkpoint_file
+from bagua._core.state import step_folder as _step_folder
 
 # `make soak` asks for more.
 KILLS = int(os.environ.get("BAGUA_TEST_KILLED_WRITERS", "60"))
 
-# Children that write version after version of one file, each killed at a random moment: torch is
-# imported once, and each child is a fork of what has no threads yet.
+# Children that write step after step, each killed at a random moment: torch is imported once, and
+# each child is a fork of what has no threads yet.
 SCRIPT = """
 import itertools, os, random, signal, sys, time
 from pathlib import Path
 import torch
+import torch.distributed.checkpoint
 torch.set_num_threads(1)
-from bagua._core.state import checkpoint_file as _checkpoint_file
+from bagua._core.state import step_folder as _step_folder
 
 folder, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 moments = random.Random(seed)
-path = folder / "step-000000001.rank-0-of-1.pt"
 reader, writer = os.pipe()
 
-def write(version):
-    content = {"version": version, "tensor": torch.full((50_000,), float(version))}
-    _checkpoint_file.write(path, content, version)
+def write(step):
+    _step_folder.clear(folder)
+    place = _step_folder.place_of(folder, step)
+    leaves = {("step",): step, ("tensor",): torch.full((50_000,), float(step))}
+    part = _step_folder.part_of(_step_folder.hidden(place), 0)
+    _step_folder.publish(place, _step_folder.write(part, leaves))
+    for older in _step_folder.steps(folder)[:-2]:
+        _step_folder.remove(_step_folder.place_of(folder, older))
 
 def write_for_ever(first):
-    for version in itertools.count(first):
-        write(version)
-        os.write(writer, version.to_bytes(8, "little"))
+    for step in itertools.count(first):
+        write(step)
+        os.write(writer, step.to_bytes(8, "little"))
 
 # A busy machine takes longer for each, so kills come within some times of what one takes.
 begin = time.monotonic()
-for version in range(1, 6):
-    write(version)
+for step in range(1, 6):
+    write(step)
 longest = 4 * (time.monotonic() - begin) / 5 + 0.01
-first = finished = version
+first = finished = step
 in_the_middle = 0
 for kill in range(kills):
     child = os.fork()
@@ -54,20 +59,23 @@ for kill in range(kills):
             finished = int.from_bytes(os.read(reader, 8), "little")
         except BlockingIOError:
             break
-    in_the_middle += any(folder.glob(".*.part"))
-    version = _checkpoint_file.check(path)
+    in_the_middle += any(folder.glob(".step-*"))
     # What was told to be finished is there, or the one that was about to be told.
-    assert version in (finished, finished + 1), (kill, version, finished)
-    content = _checkpoint_file.read(path)
-    assert content["version"] == version
-    assert torch.equal(content["tensor"], torch.full((50_000,), float(version)))
-    finished = version
+    found = _step_folder.steps(folder)
+    assert found[-1] in (finished, finished + 1), (kill, found, finished)
+    for step in found:
+        place = _step_folder.place_of(folder, step)
+        assert _step_folder.check(place, 0, 1) == 1
+        leaves, _ = _step_folder.read(_step_folder.part_of(place, 0))
+        assert leaves["step",] == step
+        assert torch.equal(leaves["tensor",], torch.full((50_000,), float(step)))
+    finished = found[-1]
 print(finished - first, in_the_middle)
 """
 
 
 @pytest.mark.timeout(60 + KILLS)
-def test_the_newest_finished_checkpoint_survives_a_kill_at_any_moment(tmp_path):
+def test_finished_checkpoints_survive_a_kill_at_any_moment(tmp_path):
     seed = int.from_bytes(os.urandom(4), "little")
     arguments = [sys.executable, "-c", SCRIPT, str(tmp_path), str(KILLS), str(seed)]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=50 + KILLS)
@@ -77,27 +85,59 @@ def test_the_newest_finished_checkpoint_survives_a_kill_at_any_moment(tmp_path):
     assert in_the_middle > KILLS // 10, "hardly any kill came while something was being written"
 
 
-def test_a_file_is_what_torch_reads_and_says_when_any_of_its_bytes_is_changed(tmp_path):
-    path = tmp_path / "file.pt"
-    content = {"tensor": torch.arange(300.0), "list": [1, (2.0, None)]}
-    _checkpoint_file.write(path, content, 7)
-    assert _checkpoint_file.check(path) == 7
-    assert torch.equal(torch.load(path, weights_only=True)["tensor"], content["tensor"])
-    whole = path.read_bytes()
-    for place in range(0, len(whole), 7):
-        changed = bytearray(whole)
-        changed[place] ^= 0x10
-        path.write_bytes(changed)
-        with pytest.raises(_checkpoint_file.DamagedFile):
-            _checkpoint_file.check(path)
-    for length in range(0, len(whole), 11):
-        path.write_bytes(whole[:length])
-        with pytest.raises(_checkpoint_file.DamagedFile):
-            _checkpoint_file.check(path)
+LEAVES = {
+    ("tensor",): torch.arange(30.0),
+    ("state", 0, "channels_last"): torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    ("state", "0.channels_last"): torch.tensor(3, dtype=torch.bfloat16),
+    ("none",): torch.empty(0, 2),
+    ("complex",): torch.tensor([1 + 2j]),
+    ("list",): [1, (2.0, None), torch.ones(1)],
+    ("empty",): {},
+}
 
 
-def test_files_of_a_killed_process_are_removed_by_the_next_save(tmp_path):
-    path = tmp_path / "file.pt"
-    (tmp_path / f".{path.name}.123.part").write_bytes(b"half")
-    _checkpoint_file.write(path, {}, 1)
-    assert list(tmp_path.iterdir()) == [path]
+def written(folder):
+    place = _step_folder.place_of(folder, 7)
+    part = _step_folder.part_of(_step_folder.hidden(place), 0)
+    _step_folder.publish(place, _step_folder.write(part, LEAVES, more=[("a", 1)]))
+    return place
+
+
+def test_what_is_read_is_what_was_written(tmp_path):
+    leaves, more = _step_folder.read(_step_folder.part_of(written(tmp_path), 0))
+    assert more == {"more": [("a", 1)]}
+    assert leaves.keys() == LEAVES.keys()
+    for path, value in LEAVES.items():
+        if isinstance(value, torch.Tensor):
+            assert leaves[path].dtype == value.dtype
+            assert leaves[path].stride() == value.stride()
+            assert torch.equal(leaves[path], value)
+    assert leaves["list",] == LEAVES["list",]
+    assert leaves["empty",] == {}
+
+
+def test_every_file_says_when_any_of_its_bytes_is_changed(tmp_path):
+    place = written(tmp_path)
+    files = [path for path in place.rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= {"digests", "values.pt", "__0_0.distcp"}
+    for path in files:
+        whole = path.read_bytes()
+        changes = [whole[:length] for length in range(0, len(whole), 61)]
+        for index in range(0, len(whole), 37):
+            changes.append(whole[:index] + bytes([whole[index] ^ 0x10]) + whole[index + 1 :])
+        for changed in changes:
+            path.write_bytes(changed)
+            with pytest.raises(_step_folder.Damaged) as damaged:
+                _step_folder.check(place, 0, 1)
+            assert damaged.value.args[0] == path
+        path.write_bytes(whole)
+        assert _step_folder.check(place, 0, 1) == 1
+
+
+def test_what_a_killed_process_has_left_is_removed(tmp_path):
+    half = tmp_path / ".step-000000003.part" / "rank-0"
+    half.mkdir(parents=True)
+    (half / "values.pt").write_bytes(b"half")
+    assert _step_folder.steps(tmp_path) == []
+    _step_folder.clear(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -56,5 +56,6 @@ def refusal(name, folder):
     return training.error_of(lambda: load_latest(folder, state))
 
 
-def file(folder, step, rank, size=2):
-    return folder / f"step-{step:09d}.rank-{rank}-of-{size}.pt"
+def file(folder, step, rank, name="__0_0.distcp"):
+    """A file of a checkpoint: by default the one with a rank's tensors."""
+    return folder / f"step-{step:09d}" / f"rank-{rank}" / name

@@ -11,7 +11,7 @@ import torch
 
 from bagua._core.eager.objects import gather_plain_objects
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._core.state import checkpoint_tree
+from bagua._core.state import saved_values as _saved_values
 from bagua.torch_api.data_parallel import DistributedDataParallel
 
 __all__ = ["KEY", "RankState", "add", "copied", "of_this_rank", "restore"]
@@ -36,7 +36,7 @@ class RankState:
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
     """``state`` with copies of its tensors."""
-    result: dict[str, Any] = checkpoint_tree.copied(state)
+    result: dict[str, Any] = _saved_values.copied(state)
     return result
 
 

@@ -1,26 +1,25 @@
-"""Checkpoints: files that survive a crash, also of ranks that hold different weights."""
+"""Checkpoints: folders that survive a crash, also of ranks that hold different weights."""
 
 from __future__ import annotations
 
-import secrets
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bagua import _C
-from bagua._core.eager.objects import broadcast_object
-from bagua._core.group.connections import Connections
+from bagua._core.eager.objects import broadcast_object, gather_plain_objects
 from bagua._core.group.job import as_bagua_group
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._core.state import checkpoint_file as _checkpoint_file
-from bagua._core.state import checkpoint_folder as _checkpoint_folder
-from bagua._core.state import checkpoint_tree as _checkpoint_tree
-from bagua._core.state.checkpoint_folder import Saved, file_of
-from bagua._core.state.checkpoint_tree import Conflict, Leaves
-from bagua.torch_api._per_rank import PerRank
+from bagua._core.state import step_folder as _step_folder
+from bagua._core.state.saved_values import check_state, copied
+from bagua._core.state.step_folder import Damaged, Leaves
+from bagua._core.state.weights_check import digest
 from bagua.torch_api._wrapper import BaguaDistributedDataParallel
 from bagua.torch_api.distributed import BaguaModule
 
@@ -40,9 +39,10 @@ def save_checkpoint(
         state = {"model": model, "optimizer": optimizer, "algorithm": model.bagua_algorithm}
         save_checkpoint(folder, state, step)
 
-    When it returns every rank's file is on the disk, whatever happens afterwards; until then the
-    checkpoints before are there. Every rank writes one file; tensors that have the same bits as on
-    rank 0 are in rank 0's alone. A file is readable by ``torch.load(path, weights_only=True)``.
+    When it returns the checkpoint is on the disk, whatever happens afterwards; until then the
+    checkpoints before are there. Every rank writes a part of it with
+    ``torch.distributed.checkpoint``; tensors that have the same bits as on rank 0 are in rank 0's
+    alone.
 
     Args:
         folder: seen by all ranks, of this training alone; made if it is not there.
@@ -53,7 +53,7 @@ def save_checkpoint(
         group: the ranks that save together; default: all.
 
     Returns:
-        This rank's file.
+        The folder of this rank's part.
 
     Raises:
         TypeError: something of ``state`` has no ``state_dict`` or ``load_state_dict``.
@@ -71,47 +71,53 @@ def save_checkpoint(
 
     # 1. A copy of one moment; 2. what rank 0 has alike.
     with _exclusive(state):
-        mine = _checkpoint_tree.leaves(
-            {
-                name: _checkpoint_tree.copied(part.state_dict(), "cpu")
-                for name, part in state.items()
-            }
-        )
-    table = _checkpoint_tree.table(mine)
-    saving, first_step, first = broadcast_object(
-        (secrets.randbits(62), step, table), 0, joined.get_global_communicator()
-    )
-    alike = [path for path in table if rank != 0 and first.get(path) == table[path]]
+        mine = _leaves({name: copied(part.state_dict(), "cpu") for name, part in state.items()})
+    table = _table(mine)
+    if rank == 0:
+        _step_folder.clear(folder)
+    comm = joined.get_global_communicator()
+    first_step, first = broadcast_object((step, table), 0, comm)
+    alike = {path for path in table if rank != 0 and first.get(path) == table[path]}
 
-    # 3. This rank's file.
-    path = file_of(folder, Saved(step, joined.size), rank)
+    # 3. This rank's part; 4. when all ranks have theirs, the checkpoint gets its name.
+    place = _step_folder.place_of(folder, step)
+    lines: list[str] | None = None
     problem: Exception | None = None
     try:
         if step != first_step:
             raise ValueError(f"save_checkpoint: step={step} here, {first_step} on rank 0")
-        folder.mkdir(parents=True, exist_ok=True)
-        own = list(_checkpoint_tree.without(mine, set(alike)).items())
-        _checkpoint_file.write(path, {"step": step, "own": own, "alike": alike}, saving)
+        own = {path: value for path, value in mine.items() if path not in alike}
+        part = _step_folder.part_of(_step_folder.hidden(place), rank)
+        lines = _step_folder.write(part, own, alike=list(alike))
     except Exception as error:  # noqa: BLE001 - the other ranks must not wait
         problem = error
+    everyone = gather_plain_objects(lines, 0, comm)
+    failed: list[int] = []
+    try:
+        if everyone is not None:
+            failed = _finish(place, everyone, keep)
+    except OSError as error:
+        problem, failed = error, [0]
+    _raise_if_any(problem, broadcast_object(failed, 0, comm), step)
+    return _step_folder.part_of(place, rank)
 
-    # 4. Older ones go when all ranks have written.
-    _raise_if_any(problem, step, joined.connections)
-    if rank == 0:
-        steps = sorted({s.step for s in _checkpoint_folder.complete(folder) if s.step <= step})
-        if len(steps) > keep:
-            _checkpoint_folder.remove_before(folder, steps[-keep])
-    return path
+
+def _finish(place: Path, everyone: Sequence[list[str] | None], keep: int) -> list[int]:
+    """Give the checkpoint its name and remove older ones, unless a rank has failed: which ones."""
+    failed = [rank for rank, lines in enumerate(everyone) if lines is None]
+    if failed:
+        _step_folder.clear(place.parent)
+        return failed
+    _step_folder.publish(place, chain(*filter(None, everyone)))
+    folders = [_step_folder.place_of(place.parent, s) for s in _step_folder.steps(place.parent)]
+    for older in folders[: folders.index(place) + 1][:-keep]:
+        _step_folder.remove(older)
+    return []
 
 
-def _raise_if_any(problem: Exception | None, step: int, connections: Connections) -> None:
-    mine = [
-        int(problem is not None and rank == connections.rank) for rank in range(connections.size)
-    ]
-    everyone = connections.reduce_numbers("save_checkpoint", _C.ReduceOp.SUM, *mine)
+def _raise_if_any(problem: Exception | None, failed: Sequence[int], step: int) -> None:
     if problem is not None:
         raise problem
-    failed = [rank for rank, count in enumerate(everyone) if count]
     if failed:
         raise _C.BaguaError(
             f"save_checkpoint: rank(s) {failed} could not write step {step}, and say why; the "
@@ -150,32 +156,55 @@ def load_latest(
     joined = _members(group)
     folder = Path(folder)
 
-    saved, refused = _checkpoint_folder.choose(folder, joined.connections)
-    if refused:
-        instead = (
-            "nothing, training starts anew" if saved is None else f"step {saved.step} of {folder}"
-        )
-        warnings.warn(
-            f"checkpoints refused: {_checkpoint_folder.refused_text(refused)}. Loaded instead: "
-            f"{instead}",
-            stacklevel=2,
-        )
-    if saved is None:
+    newest = _newest(folder, joined)
+    if newest is None:
         return None
-    if saved.size == joined.size:
-        found = _of_rank(folder, saved, joined.rank)
+    step, saved = newest
+    place = _step_folder.place_of(folder, step)
+    if saved == joined.size:
+        found = _of_rank(place, joined.rank)
     else:
-        found = _of_all_ranks(folder, saved, joined.size, state)
-    states = _checkpoint_tree.tree(found)
+        found = _of_all_ranks(place, saved, joined.size, state)
+    states = _tree(found)
     missing = [name for name in state if name not in states]
     if missing:
-        raise ValueError(
-            f"{file_of(folder, saved, 0)} has nothing under {missing}, only under {[*states]}"
-        )
+        raise ValueError(f"{place} has nothing under {missing}, only under {[*states]}")
     with _exclusive(state):
         for name, part in state.items():
             part.load_state_dict(states[name])
-    return saved.step
+    return step
+
+
+def _newest(folder: Path, joined: BaguaProcessGroup) -> tuple[int, int] | None:
+    """The newest step that all ranks can load, and how many saved it; warns of those refused.
+
+    Raises:
+        BaguaError: there are checkpoints, and none can be loaded.
+    """
+    steps = broadcast_object(_step_folder.steps(folder), 0, joined.get_global_communicator())
+    refused: list[str] = []
+    for step in reversed(steps):
+        saved, place = 0, _step_folder.place_of(folder, step)
+        reason = f"{place}: whole, but another rank cannot load its part"
+        try:
+            saved = _step_folder.check(place, joined.rank, joined.size)
+        except Damaged as damaged:
+            reason = f"{damaged.args[0]}: {damaged.args[1]}"
+        (whole,) = joined.connections.reduce_numbers(
+            "choosing a checkpoint", _C.ReduceOp.MIN, int(saved > 0)
+        )
+        if whole:
+            if refused:
+                instead = f"Loaded instead: step {step} of {folder}"
+                warnings.warn(f"checkpoints refused: {'; '.join(refused)}. {instead}", stacklevel=3)
+            return step, saved
+        refused.append(reason)
+    if refused:
+        raise _C.BaguaError(
+            f"{folder}: none of the checkpoints there can be loaded. {'; '.join(refused)}. Put "
+            "back the files, or start anew in another folder."
+        )
+    return None
 
 
 def _check_state(state: Mapping[str, Any]) -> None:
@@ -213,40 +242,151 @@ def _exclusive(state: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def _of_rank(folder: Path, saved: Saved, rank: int) -> Leaves:
+def _of_rank(place: Path, rank: int) -> Leaves:
     """State that one rank saved."""
-    content = _checkpoint_file.read(file_of(folder, saved, rank))
-    found: Leaves = dict(content["own"])
-    if content["alike"]:
-        first = dict(_checkpoint_file.read(file_of(folder, saved, 0))["own"])
-        found |= {path: first[path] for path in content["alike"]}
+    found, more = _step_folder.read(_step_folder.part_of(place, rank))
+    if more["alike"]:
+        first, _ = _step_folder.read(_step_folder.part_of(place, 0))
+        found |= {path: first[path] for path in more["alike"]}
     return found
 
 
-def _of_all_ranks(folder: Path, saved: Saved, size: int, state: Mapping[str, Any]) -> Leaves:
-    """State that all ranks saved, for another number of ranks."""
-    parts = [
-        dict(_checkpoint_file.read(file_of(folder, saved, rank))["own"])
-        for rank in range(saved.size)
-    ]
-    of_first = [
+def _of_all_ranks(place: Path, saved: int, size: int, state: Mapping[str, Any]) -> Leaves:
+    """State that ``saved`` ranks saved, for another number of ranks.
+
+    Raises:
+        ValueError: two ranks have different values where one is needed.
+    """
+    of_first = {
         (name, *buffer)
         for name, ddp in _wrapped_in(state)
         if ddp.broadcast_buffers
         for buffer in _buffers_of(state[name], ddp)
-    ]
-    try:
-        return _checkpoint_tree.joined(parts, of_first)
-    except Conflict as conflict:
-        text = _checkpoint_tree.path_text(conflict.args[0])
-        raise ValueError(
-            f"{folder}, step {saved.step}: '{text}' differs between the {saved.size} ranks that "
-            f"saved it, and there are {size} now, so that it has no meaning for them. Load it with "
-            f"{saved.size} ranks, or leave it out of the state."
-        ) from None
+    }
+    result: Leaves = {}
+    for rank in range(saved):
+        for path, value in _step_folder.read(_step_folder.part_of(place, rank))[0].items():
+            known = result.setdefault(path, value)
+            if path not in of_first and not _equal(known, value):
+                raise ValueError(
+                    f"{place}: '{'/'.join(map(str, path))}' differs between the {saved} ranks "
+                    f"that saved it, and there are {size} now, so that it has no meaning for them. "
+                    f"Load it with {saved} ranks, or leave it out of the state."
+                )
+    return result
 
 
 def _buffers_of(part: Any, ddp: BaguaDistributedDataParallel) -> Iterator[tuple[str]]:
     within = "" if part is ddp.module else "module."
     for name, _ in ddp.module.named_buffers():
         yield (within + name,)
+
+
+def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Leaves:
+    """Everything in nested dicts that is no dict with entries, by its path, in order."""
+    if not (isinstance(value, Mapping) and value):
+        return {path: value}
+    found: Leaves = {}
+    for key, item in value.items():
+        found |= _leaves(item, (*path, key))
+    return found
+
+
+def _tree(found: Leaves) -> dict[Any, Any]:
+    """The inverse of :func:`_leaves`."""
+    root: dict[Any, Any] = {}
+    for path, value in found.items():
+        place = root
+        for key in path[:-1]:
+            place = place.setdefault(key, {})
+        place[path[-1]] = value
+    return root
+
+
+def _table(found: Leaves) -> dict[tuple[Any, ...], tuple[int, str]]:
+    """Of tensors what tells whether they are equal: 64 bits over values; dtype, shape, strides."""
+    return {
+        path: (int(digest(value)), f"{value.dtype} {tuple(value.shape)} {value.stride()}")
+        for path, value in found.items()
+        if _step_folder.is_tensor(value)
+    }
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+class PerRank:
+    """Every rank's own weights and optimizer state, for ``torch.distributed.checkpoint``.
+
+    That module keeps one rank's copy of equal keys, which is right where ranks hold the same bits
+    and wrong for decentralized and asynchronous algorithms, and for their optimizers' momentum.
+    Here every rank has keys of its own::
+
+        state = {"training": PerRank(model), "algorithm": model.bagua_algorithm}
+        dcp.save(state, checkpoint_id=path)
+
+        model = model.with_bagua([optimizer], algorithm)  # first: it broadcasts rank 0's weights
+        state = {"training": PerRank(model), "algorithm": model.bagua_algorithm}
+        dcp.load(state, checkpoint_id=path)
+
+    Save and load between two steps, on every rank, with the number of ranks that saved. Weights
+    that are being averaged asynchronously are copied at one moment.
+
+    Args:
+        model: a module after ``with_bagua``.
+        optimizers: default: those given to ``with_bagua``.
+
+    Raises:
+        TypeError: the module is not wrapped.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer] | None = None
+    ) -> None:
+        if not isinstance(model, BaguaModule):
+            raise TypeError("PerRank takes a module after with_bagua")
+        self._ddp = model.bagua_ddp
+        self._optimizers = tuple(model.bagua_optimizers if optimizers is None else optimizers)
+        self._key = f"rank{self._ddp.process_group.connections.rank}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"rank<r>": {"model": ..., "optimizer": ...}}``, tensors copied."""
+        # Not at the top: it takes a second, which every program would pay.
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        with self._ddp.exclusive():
+            model, optimizer = get_state_dict(self._ddp.module, self._optimizers)
+            return {self._key: copied({"model": model, "optimizer": optimizer})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give model and optimizers what :meth:`state_dict` had.
+
+        Raises:
+            ValueError: there is nothing of this rank in it, or something else.
+        """
+        check_state(state, "PerRank")
+        if self._key not in state:
+            raise ValueError(
+                f"the checkpoint has nothing of {self._key}, only {sorted(state)}; load it with "
+                "the number of ranks that saved it"
+            )
+        check_state(state[self._key], f"PerRank: {self._key}")
+        if not {"model", "optimizer"} <= set(state[self._key]):
+            raise ValueError(
+                f"PerRank: {self._key} has {sorted(state[self._key])}, not 'model' and 'optimizer'"
+            )
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        own = state[self._key]
+        with self._ddp.exclusive():
+            set_state_dict(
+                self._ddp.module,
+                self._optimizers,
+                model_state_dict=own["model"],
+                optim_state_dict=own["optimizer"],
+            )

@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import bagua.torch_api as bagua
-from bagua._core.state import checkpoint_file as _checkpoint_file
+from bagua._core.state import step_folder as _step_folder
 from bagua.torch_api.checkpoint import load_latest, save_checkpoint
 from support import every_algorithm, training
 from support.checkpoint_training import network
@@ -44,15 +44,16 @@ def die():
 
 
 def die_while_saving(step):
-    """The next saving of that step gets as far as its temporary file."""
-    replace = os.replace
+    """The next saving of that step gets as far as this rank's files."""
+    write = _step_folder.write
 
-    def die_instead(source, target):
-        if f"step-{step:09d}" in str(target):
+    def write_and_die(part, *args, **kwargs):
+        lines = write(part, *args, **kwargs)
+        if f"step-{step:09d}" in str(part):
             die()
-        replace(source, target)
+        return lines
 
-    _checkpoint_file.os.replace = die_instead
+    _step_folder.write = write_and_die
 
 
 class Death:

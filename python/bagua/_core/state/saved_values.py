@@ -1,4 +1,4 @@
-"""Entries of a state dict, checked: its file may be damaged, or of another program."""
+"""Entries of a state dict: copied, and checked, since its file may be of another program."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_state", "saved_count", "saved_tensor"]
+__all__ = ["check_state", "copied", "saved_count", "saved_tensor"]
 
 _MOST = 2**63 - 1
+
+
+def copied(value: Any, device: str | None = None) -> Any:
+    """``value`` with its tensors copied, to another device if one is named."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device or value.device, copy=True)
+    if isinstance(value, Mapping):
+        return {key: copied(item, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(copied(item, device) for item in value)
+    return value
 
 
 def check_state(state: Any, owner: str) -> None:
