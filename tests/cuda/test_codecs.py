@@ -5,17 +5,18 @@ import torch
 from bagua import _C
 from single.test_codec import (
     CONSTANTS,
+    DTYPES,
     EXTREMES,
     INF,
+    NAMES,
     NAN,
     POISON,
     SIZES,
     assert_same,
-    each_codec,
-    each_dtype,
     randn,
 )
-from support.devices import NEEDS_CUDA, each_device, gpus
+from support.cases import over
+from support.devices import NEEDS_CUDA, gpus, over_on_each_device
 
 # More than one block of threads, more than one launch's worth of ranges, and no multiple of either.
 LARGE_SIZES = [65537, 1_000_003, 4 * 1024 * 1024 + 5]
@@ -41,45 +42,31 @@ def assert_as_on_cpu(name, x, device, chunks=1):
     assert_same(on_device.cpu(), total)
 
 
-@each_device
-@each_dtype
-@pytest.mark.parametrize("numel", [*SIZES, *LARGE_SIZES])
-@each_codec
+@over_on_each_device(name=NAMES, numel=[*SIZES, *LARGE_SIZES], dtype=DTYPES)
 def test_bytes_and_values_are_those_of_the_cpu(name, numel, dtype, device):
     assert_as_on_cpu(name, randn(numel, seed=numel, dtype=dtype), device)
 
 
-@each_device
-@each_dtype
-@pytest.mark.parametrize("chunks", range(2, 8))
-@each_codec
+@over_on_each_device(name=NAMES, chunks=range(2, 8), dtype=DTYPES)
 def test_several_chunks_are_those_of_the_cpu(name, chunks, dtype, device):
     x = randn(chunks * 2051) * torch.arange(1, chunks + 1).repeat_interleave(2051)
     assert_as_on_cpu(name, x.to(dtype), device, chunks)
     assert_as_on_cpu(name, randn(chunks * 100_003, dtype=dtype), device, chunks)
 
 
-@each_device
-@each_codec
+@over_on_each_device(name=NAMES)
 def test_more_chunks_than_one_launch_takes_are_those_of_the_cpu(name, device):
     assert_as_on_cpu(name, randn(1000 * 33), device, chunks=1000)
 
 
-@each_device
-@each_dtype
-@pytest.mark.parametrize("value", [NAN, INF, -INF], ids=["nan", "+inf", "-inf"])
-@pytest.mark.parametrize("position", POISON.values(), ids=POISON.keys())
-@each_codec
+@over_on_each_device(name=NAMES, position=POISON.values(), value=[NAN, INF, -INF], dtype=DTYPES)
 def test_non_finite_values_are_those_of_the_cpu(name, position, value, dtype, device):
     x = randn(5000, dtype=dtype)
     x[position] = value
     assert_as_on_cpu(name, x, device)
 
 
-@each_device
-@each_dtype
-@pytest.mark.parametrize("values", EXTREMES.values(), ids=EXTREMES.keys())
-@each_codec
+@over_on_each_device(name=NAMES, values=EXTREMES.values(), dtype=DTYPES)
 def test_extremes_are_those_of_the_cpu(name, values, dtype, device):
     largest = torch.finfo(dtype).max
     x = torch.tensor(values).clamp(-largest, largest).to(dtype)
@@ -87,24 +74,19 @@ def test_extremes_are_those_of_the_cpu(name, values, dtype, device):
     assert_as_on_cpu(name, x.repeat(1000), device)
 
 
-@each_device
-@pytest.mark.parametrize("value", CONSTANTS)
-@each_codec
+@over_on_each_device(name=NAMES, value=CONSTANTS)
 def test_constants_are_those_of_the_cpu(name, value, device):
     assert_as_on_cpu(name, torch.full((2500,), value), device)
 
 
-@each_device
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-@each_codec
+@over_on_each_device(name=NAMES, dtype=[torch.float16, torch.bfloat16])
 def test_every_16_bit_pattern_gives_the_bytes_of_the_cpu(name, dtype, device):
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
     assert_as_on_cpu(name, x, device)
     assert_as_on_cpu(name, x[x.isfinite()].contiguous(), device)
 
 
-@each_device
-@each_codec
+@over_on_each_device(name=NAMES)
 def test_random_bits_give_the_bytes_of_the_cpu(name, device):
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31 - 1, (200_000,), generator=generator)
@@ -113,10 +95,7 @@ def test_random_bits_give_the_bytes_of_the_cpu(name, device):
     assert_as_on_cpu(name, x.nan_to_num(0.0, 0.0, 0.0), device)
 
 
-@each_device
-@each_dtype
-@pytest.mark.parametrize("shift", range(1, 8))
-@each_codec
+@over_on_each_device(name=NAMES, shift=range(1, 8), dtype=DTYPES)
 def test_values_that_start_anywhere_give_the_same_bytes(name, shift, dtype, device):
     memory = randn(9000 + shift, dtype=dtype)
     x = memory[shift:]
@@ -131,7 +110,7 @@ def test_values_that_start_anywhere_give_the_same_bytes(name, shift, dtype, devi
 
 @pytest.mark.needs_cuda
 @ON_GPUS
-@each_codec
+@over(name=NAMES)
 def test_the_device_of_the_tensor_counts_not_the_current_one(name, index):
     if index >= gpus():
         pytest.skip("one GPU only")

@@ -1,13 +1,11 @@
 """Codecs inside CUDA graphs: captured once, they work on what their buffers hold at each replay."""
 
-import pytest
 import torch
 from bagua import _C
 from single.test_codec import DTYPES, NAMES, assert_same, randn
-from support.devices import each_device
+from support.devices import over_on_each_device
 
 NUMEL = 3 * 6001
-STEPS = pytest.mark.parametrize("step", ["encode", "decode", "decode_add"])
 
 
 def captured(device, call):
@@ -26,10 +24,7 @@ def captured(device, call):
     return graph.replay
 
 
-@each_device
-@STEPS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@over_on_each_device(name=NAMES, dtype=DTYPES, step=["encode", "decode", "decode_add"])
 def test_a_replay_uses_the_current_contents_of_the_buffers(name, dtype, step, device):
     codec, reference = _C.make_codec(name, device), _C.make_codec(name)
     chunks = 1 if step == "decode_add" else 3

@@ -1,25 +1,23 @@
 """Ops on buckets of a GPU that thread ranks share: the bits, or nearly, of the same op on CPU."""
 
-import pytest
 import torch
 from bagua import _C
-from support.devices import each_device
+from support.devices import over_on_each_device
 from support.threads.low_rank_ranks import NUMEL, Rank, gradients
 from support.threads.op_ranks import (
+    CODECS,
     DTYPES,
     OPS,
     assert_same_bits,
     inputs,
-    per_codec,
-    per_dtype,
     step_of,
 )
-from support.threads.sparse_ranks import k_of, make, memory_of, per_kind
+from support.threads.sparse_ranks import k_of, make, memory_of
 from support.threads.thread_ranks import run_thread_ranks
 
-SIZES = pytest.mark.parametrize("numel", [1, 31, 14337, 1_200_007])
+SIZES = [1, 31, 14337, 1_200_007]
 # Powers of two: on a GPU torch divides by multiplying with 1 / n, which is exact for them alone.
-EXACT_RANKS = pytest.mark.parametrize("n", [1, 2, 4], ids=lambda n: f"{n}-ranks")
+EXACT_RANKS = [1, 2, 4]
 ROUNDS = 3
 
 
@@ -36,28 +34,21 @@ def run_compressed(n, codec, op, brought, device):
     return run_thread_ranks(n, run)
 
 
-@each_device
-@EXACT_RANKS
-@per_dtype
-@pytest.mark.parametrize("op", OPS)
-@per_codec
+@over_on_each_device(codec=CODECS, op=OPS, dtype=DTYPES.values(), n=EXACT_RANKS)
 def test_compressed_sums_and_means_have_the_bits_of_the_cpu(codec, op, dtype, n, device):
     brought = inputs(n, 14337, dtype)
     results = run_compressed(n, codec, op, brought, device)
     assert_same_bits([*results, run_compressed(n, codec, op, brought, "cpu")[0]])
 
 
-@each_device
-@SIZES
-@per_codec
+@over_on_each_device(codec=CODECS, numel=SIZES)
 def test_compressed_sums_of_any_size_have_the_bits_of_the_cpu(codec, numel, device):
     brought = inputs(3, numel, torch.float32)
     results = run_compressed(3, codec, "sum", brought, device)
     assert_same_bits([*results, run_compressed(3, codec, "sum", brought, "cpu")[0]])
 
 
-@each_device
-@per_codec
+@over_on_each_device(codec=CODECS)
 def test_compressed_means_of_three_are_equal_on_all_ranks_and_near_those_of_the_cpu(codec, device):
     brought = inputs(3, 14337, torch.float32)
     results = run_compressed(3, codec, "mean", brought, device)
@@ -70,9 +61,7 @@ def test_compressed_means_of_three_are_equal_on_all_ranks_and_near_those_of_the_
     assert ((results[0] - on_cpu) != 0).float().mean() < 0.01
 
 
-@each_device
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "inf"])
-@per_codec
+@over_on_each_device(codec=CODECS, bad=[float("nan"), float("inf")])
 def test_a_bad_value_reaches_all_ranks(codec, bad, device):
     brought = inputs(2, 3 * 5000, torch.float32)
     brought[1][4096] = bad
@@ -100,9 +89,7 @@ def run_gossip(n, codec, start, added, device):
     return run_thread_ranks(n, run)
 
 
-@each_device
-@pytest.mark.parametrize("n", [2, 3], ids=lambda n: f"{n}-ranks")
-@per_codec
+@over_on_each_device(codec=CODECS, n=[2, 3])
 def test_gossip_keeps_replicas_that_are_the_neighbours_to_the_bit(codec, n, device):
     start = inputs(1, 14337, torch.float32, salt=99)[0]
     added = [[0.1 * u for u in inputs(n, 14337, torch.float32, salt=k)] for k in range(ROUNDS)]
@@ -118,9 +105,7 @@ def test_gossip_keeps_replicas_that_are_the_neighbours_to_the_bit(codec, n, devi
         assert (ours[0][0] - theirs[0][0]).abs().max() <= level * start.abs().max()
 
 
-@each_device
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", ["all_reduce", "momentum"])
+@over_on_each_device(name=["all_reduce", "momentum"], dtype=DTYPES.values())
 def test_exact_ops_are_near_those_of_the_cpu(name, dtype, device):
     brought = inputs(3, 14337, dtype)
 
@@ -142,9 +127,7 @@ def test_exact_ops_are_near_those_of_the_cpu(name, dtype, device):
         torch.testing.assert_close(ours, theirs, rtol=near, atol=near * brought[0].abs().max())
 
 
-@each_device
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@per_kind
+@over_on_each_device(kind=["top-k", "random"], dtype=DTYPES.values())
 def test_sparse_means_choose_the_elements_of_the_cpu(kind, dtype, device):
     rounds = [inputs(3, 5003, dtype, salt=17 * step) for step in range(ROUNDS)]
 
@@ -167,8 +150,7 @@ def test_sparse_means_choose_the_elements_of_the_cpu(kind, dtype, device):
             assert torch.equal(ours[step][1] == 0, theirs[step][1] == 0), "the same elements"
 
 
-@each_device
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@over_on_each_device(dtype=DTYPES.values())
 def test_low_rank_means_are_equal_on_all_ranks_and_near_those_of_the_cpu(dtype, device):
     brought = gradients(3, ROUNDS, dtype=dtype)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from bagua import _C
 from oracle import codec as oracle
+from support.cases import over
 
 NAMES = _C.codec_names()
 CASTS = [name for name in NAMES if oracle.CODECS[name].block == 1]
@@ -19,11 +20,6 @@ SIZES = [0, 1, 2, 7, 8, 31, 32, 33, 127, 128, 129, 255, 256]
 SIZES += [2047, 2048, 2049, 4096, 4097, 6000, 10007]
 INF, NAN = math.inf, math.nan
 FLOAT_MAX = torch.finfo(torch.float32).max
-
-each_codec = pytest.mark.parametrize("name", NAMES)
-each_ranged = pytest.mark.parametrize("name", RANGED)
-each_8_bit = pytest.mark.parametrize("name", EIGHT_BIT)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).split(".")[1])
 
 
 def randn(numel, seed=0, dtype=torch.float32):
@@ -78,7 +74,7 @@ def parse(numbers):
 @pytest.mark.parametrize(
     ("values", "header", "codes", "decoded"), GOLDEN.values(), ids=GOLDEN.keys()
 )
-@each_8_bit
+@over(name=EIGHT_BIT)
 def test_golden_vectors_of_bagua_are_kept(name, values, header, codes, decoded):
     payload = _C.make_codec(name).encode(parse(values))
     expected = bytes.fromhex(header).ljust(32, b"\0") + bytes(codes).ljust(32, b"\0")
@@ -86,15 +82,12 @@ def test_golden_vectors_of_bagua_are_kept(name, values, header, codes, decoded):
     assert torch.equal(round_trip(name, parse(values)), parse(decoded))
 
 
-@each_dtype
-@pytest.mark.parametrize("numel", SIZES)
-@each_codec
+@over(name=NAMES, numel=SIZES, dtype=DTYPES)
 def test_bytes_and_values_equal_the_oracle(name, numel, dtype):
     assert_matches_oracle(name, randn(numel, seed=numel, dtype=dtype))
 
 
-@pytest.mark.parametrize("chunks", range(1, 8))
-@each_codec
+@over(name=NAMES, chunks=range(1, 8))
 def test_chunks_are_independent_and_lie_side_by_side(name, chunks):
     x = randn(chunks * 2051) * torch.arange(1, chunks + 1).repeat_interleave(2051)
     assert_matches_oracle(name, x, chunks)
@@ -102,9 +95,7 @@ def test_chunks_are_independent_and_lie_side_by_side(name, chunks):
     assert torch.equal(_C.make_codec(name).encode(x, chunks), torch.cat(parts))
 
 
-@each_dtype
-@pytest.mark.parametrize("numel", [*SIZES, 2**31 - 1, 2**31 + 1])
-@each_codec
+@over(name=NAMES, numel=[*SIZES, 2**31 - 1, 2**31 + 1], dtype=DTYPES)
 def test_payload_bytes_are_those_of_the_layout(name, numel, dtype):
     size = _C.make_codec(name).payload_bytes(dtype, numel)
     assert size == oracle.payload_bytes(name, dtype, numel)
@@ -118,7 +109,7 @@ def test_an_empty_chunk_is_bare_header_of_zeros_or_nothing():
     assert sizes == {name: [0] * 96 if name in whole else [] for name in NAMES}
 
 
-@pytest.mark.parametrize("numel", [1, 500, 2048])
+@over(numel=[1, 500, 2048])
 def test_both_8_bit_codecs_agree_up_to_one_block(numel):
     payloads = [_C.make_codec(name).encode(randn(numel)) for name in EIGHT_BIT]
     assert torch.equal(*payloads)
@@ -133,10 +124,7 @@ POISON = {
 }
 
 
-@each_dtype
-@pytest.mark.parametrize("value", [NAN, INF, -INF], ids=["nan", "+inf", "-inf"])
-@pytest.mark.parametrize("position", POISON.values(), ids=POISON.keys())
-@each_codec
+@over(name=NAMES, position=POISON.values(), value=[NAN, INF, -INF], dtype=DTYPES)
 def test_a_non_finite_value_is_seen_and_kept_to_its_range(name, position, value, dtype):
     x = randn(5000, dtype=dtype)
     x[position] = value
@@ -149,8 +137,7 @@ def test_a_non_finite_value_is_seen_and_kept_to_its_range(name, position, value,
     assert torch.equal(finite, expected)
 
 
-@pytest.mark.parametrize("lane", range(0, 70, 3))
-@each_ranged
+@over(name=RANGED, lane=range(0, 70, 3))
 def test_no_lane_overlooks_a_nan(name, lane):
     x = randn(70)
     x[lane] = NAN
@@ -160,15 +147,13 @@ def test_no_lane_overlooks_a_nan(name, lane):
 CONSTANTS = [0.0, -0.0, 1e-45, -1e-38, 1e-3, 0.002, -0.0065, 0.0066, 3.0, -7.25, 1e30, FLOAT_MAX]
 
 
-@pytest.mark.parametrize("value", [*CONSTANTS, -FLOAT_MAX])
-@each_8_bit
+@over(name=EIGHT_BIT, value=[*CONSTANTS, -FLOAT_MAX])
 def test_a_constant_is_kept(name, value):
     x = torch.full((2500,), value)
     assert torch.allclose(round_trip(name, x), x, rtol=2e-7, atol=2e-10)
 
 
-@pytest.mark.parametrize("value", [*CONSTANTS, -FLOAT_MAX])
-@each_ranged
+@over(name=RANGED, value=[*CONSTANTS, -FLOAT_MAX])
 def test_a_constant_equals_the_oracle(name, value):
     assert_matches_oracle(name, torch.full((2500,), value))
 
@@ -186,9 +171,7 @@ EXTREMES = {
 }
 
 
-@each_dtype
-@pytest.mark.parametrize("values", EXTREMES.values(), ids=EXTREMES.keys())
-@each_codec
+@over(name=NAMES, values=EXTREMES.values(), dtype=DTYPES)
 def test_extremes_equal_the_oracle(name, values, dtype):
     largest = torch.finfo(dtype).max
     x = torch.tensor(values).clamp(-largest, largest).to(dtype)
@@ -196,9 +179,7 @@ def test_extremes_equal_the_oracle(name, values, dtype):
     assert_matches_oracle(name, x.repeat(1000))
 
 
-@each_dtype
-@pytest.mark.parametrize("values", EXTREMES.values(), ids=EXTREMES.keys())
-@each_ranged
+@over(name=RANGED, values=EXTREMES.values(), dtype=DTYPES)
 def test_finite_values_stay_finite_within_a_step(name, values, dtype):
     largest = torch.finfo(dtype).max
     x = torch.tensor(values).clamp(-largest, largest).to(dtype)
@@ -208,9 +189,7 @@ def test_finite_values_stay_finite_within_a_step(name, values, dtype):
     assert (decoded.double() - x.double()).abs().max() <= oracle.CODECS[name].step(x) + rounding
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e5])
-@pytest.mark.parametrize("shift", [-5.0, 0.0, 2.0])
-@each_ranged
+@over(name=RANGED, shift=[-5.0, 0.0, 2.0], scale=[1e-3, 1.0, 1e5])
 def test_the_error_is_within_the_bound_of_the_codec(name, scale, shift):
     x = (randn(10007) + shift) * scale
     error = (round_trip(name, x).double() - x.double()).abs()
@@ -220,16 +199,14 @@ def test_the_error_is_within_the_bound_of_the_codec(name, scale, shift):
         assert own.max() <= 1.001 * oracle.CODECS[name].error * part.abs().max()
 
 
-@pytest.mark.parametrize("name", WITH_ZERO)
+@over(name=WITH_ZERO)
 def test_zero_is_exact_in_a_range_around_zero(name):
     x = randn(5000)
     x[::7] = 0.0
     assert (round_trip(name, x)[::7] == 0).all()
 
 
-@each_dtype
-@pytest.mark.parametrize("exponent", [-30, -4, 0, 4])
-@pytest.mark.parametrize("name", IDEMPOTENT)
+@over(name=IDEMPOTENT, exponent=[-30, -4, 0, 4], dtype=DTYPES)
 def test_decoded_values_encode_to_the_bytes_that_they_come_from(name, exponent, dtype):
     codec = _C.make_codec(name)
     x = (randn(10007, seed=exponent + 30) * 10.0**exponent).to(dtype)
@@ -238,16 +215,14 @@ def test_decoded_values_encode_to_the_bytes_that_they_come_from(name, exponent, 
     assert torch.equal(codec.encode(decoded), payload)
 
 
-@pytest.mark.parametrize("exponent", [-20, 0, 4])
-@pytest.mark.parametrize("name", EXACT_RESIDUAL)
+@over(name=EXACT_RESIDUAL, exponent=[-20, 0, 4])
 def test_payload_and_compression_error_add_up_exactly(name, exponent):
     x = randn(10007, seed=exponent + 20) * 10.0**exponent
     sent = round_trip(name, x)
     assert torch.equal(sent + (x - sent), x)
 
 
-@pytest.mark.parametrize("seed", range(40))
-@each_codec
+@over(name=NAMES, seed=range(40))
 def test_random_shapes_scales_and_dtypes_equal_the_oracle(name, seed):
     generator = torch.Generator().manual_seed(seed)
 
@@ -263,9 +238,7 @@ def test_random_shapes_scales_and_dtypes_equal_the_oracle(name, seed):
     assert_matches_oracle(name, x.nan_to_num(0.0).clamp(-largest, largest).to(dtype), chunks)
 
 
-@each_dtype
-@pytest.mark.parametrize("numel", [0, 1, 33, 128, 2048, 6001])
-@each_codec
+@over(name=NAMES, numel=[0, 1, 33, 128, 2048, 6001], dtype=DTYPES)
 def test_decode_add_adds_the_output_of_decode(name, numel, dtype):
     codec = _C.make_codec(name)
     payload = codec.encode(randn(numel, dtype=dtype))
@@ -276,7 +249,7 @@ def test_decode_add_adds_the_output_of_decode(name, numel, dtype):
     assert torch.equal(total, expected)
 
 
-@each_codec
+@over(name=NAMES)
 def test_decode_add_carries_nan_into_the_sum(name):
     codec = _C.make_codec(name)
     total = torch.zeros(100)
@@ -284,21 +257,20 @@ def test_decode_add_carries_nan_into_the_sum(name):
     assert total.isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-@pytest.mark.parametrize("name", CASTS)
+@over(name=CASTS, dtype=[torch.float16, torch.bfloat16])
 def test_casts_agree_with_torch_on_every_16_bit_pattern(name, dtype):
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
     assert_matches_oracle(name, x)
 
 
-@pytest.mark.parametrize("name", CASTS)
+@over(name=CASTS)
 def test_casts_round_as_torch_does_on_random_bits(name):
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31 - 1, (200_000,), generator=generator)
     assert_matches_oracle(name, bits.to(torch.int32).view(torch.float32))
 
 
-@each_codec
+@over(name=NAMES)
 def test_equal_input_gives_equal_bytes_whatever_was_in_the_buffer(name):
     codec = _C.make_codec(name)
     x = randn(2500)

@@ -1,10 +1,12 @@
 """The devices that tests run on: each device-independent body on CPU too, which proves the body."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
 from bagua import _C
+from support.cases import looped
 from support.processes.pool import MAX_RANKS
 
 NEEDS_CUDA = pytest.mark.needs_cuda
@@ -12,6 +14,20 @@ DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)]
 each_device = pytest.mark.parametrize("device", DEVICES)
 # The two, and "nccl": each rank has a GPU of its own.
 each_place = pytest.mark.parametrize("place", [*DEVICES, pytest.param("nccl", marks=NEEDS_CUDA)])
+
+
+def over_on_each_device(**axes):
+    """As :func:`support.cases.over`, on a GPU; the last combination alone on CPU, where the test
+    would compare the CPU with itself: it proves the body."""
+
+    def decorate(test):
+        def combinations(fixtures):
+            every = list(itertools.product(*axes.values()))
+            return every if fixtures["device"] == "cuda" else every[-1:]
+
+        return each_device(looped(test, axes, combinations))
+
+    return decorate
 
 
 def missing_for_cuda():

@@ -134,8 +134,8 @@ def clear(folder: Path) -> None:
 
 
 def check(place: Path, rank: int, size: int) -> int:
-    """Read every byte that ``rank`` of ``size`` needs: with the number of ranks that saved its own
-    part and rank 0's, else those of all.
+    """Read every byte of what ``rank`` of ``size`` answers for: its own part, and with another
+    number of ranks than saved all parts.
 
     Returns:
         How many ranks saved the step.
@@ -150,7 +150,7 @@ def check(place: Path, rank: int, size: int) -> int:
             raise Damaged(path, f"truncated or corrupted: it has {path.stat().st_size} bytes")
         files = [line.split(" ") for line in text.splitlines()]
         saved = len({Path(name).parent for _, _, name in files})
-        needed = {0, rank} if saved == size else set(range(saved))
+        needed = {rank} if saved == size else set(range(saved))
         parts = {part_of(place, needs) for needs in needed}
         for digest, length, name in files:
             path = place / name
