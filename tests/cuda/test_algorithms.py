@@ -4,21 +4,17 @@ On a GPU that ranks share they talk through host memory (BAGUA_COMM=gloo). With 
 ranks are dealt out to them, and as many ranks as there are GPUs train over NCCL.
 """
 
-import pytest
 import torch
 import torch.distributed as dist
 from support import training
 from support.async_training import train_until, weights_of
-from support.devices import each_place, ranks_on
+from support.devices import cases_on_each, each_place, ranks_on
 from support.error_feedback import wide_network
 from support.every_algorithm import ON_DEVICES, OWN_WEIGHTS, SYNCHRONOUS, WARM_UP, wrapped
 
 STEPS = 20
-BUCKETS = pytest.mark.parametrize(
-    "env",
-    [{}, {"BAGUA_LANES": "2", **training.SMALL_BUCKETS}],
-    ids=["one-bucket", "two-lanes"],
-)
+ONE_BUCKET = {}
+TWO_LANES = {"BAGUA_LANES": "2", **training.SMALL_BUCKETS}
 # Of weights, after 20 steps of 0.05 with momentum 0.9.
 # Exact algorithms: sums of at most 24 products differ in the last bits only (2**-23 each), and the
 # loss, smooth and bounded, hardly amplifies that in 20 steps.
@@ -44,9 +40,9 @@ def train(name):
     return start, weights_of(model).cpu(), model.bagua_stats()["rounds"]
 
 
-@each_place
-@BUCKETS
-@pytest.mark.parametrize("name", [name for name in SYNCHRONOUS if name in ON_DEVICES])
+@cases_on_each(
+    "place", name=[name for name in SYNCHRONOUS if name in ON_DEVICES], env=[ONE_BUCKET, TWO_LANES]
+)
 def test_twenty_steps_are_those_of_the_cpu(ranks, name, env, place):
     n = ranks_on(place)
     results = ranks(n, train, name, env=env | training.on_device(place), timeout=60)

@@ -13,11 +13,10 @@ from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregat
 from mlbench_core.optim.pytorch.centralized import CentralizedSGD
 from ranks.test_power_aggregation import give_gradients, gradients
 from support import training
-from support.devices import each_device
+from support.devices import cases_on_each, each_device
 from support.error_feedback import all_bits, wide_network
 
 STEPS = 20
-BY = pytest.mark.parametrize("by_layer", [False, True], ids=["by-model", "by-layer"])
 USE_CUDA = pytest.mark.parametrize("use_cuda", [True, False], ids=["use_cuda", "through-host"])
 # Sums in another order; with low ranks products of up to 24 terms, too, which 20 rounds of error
 # feedback carry on; of gradients about 1.
@@ -58,11 +57,11 @@ def aggregate(name, by_layer, use_cuda):
     return results, equal
 
 
-@each_device
-@USE_CUDA
-@BY
-@pytest.mark.parametrize(
-    "name", ["all_reduce", "decentralized", "power", "sparsified", "random_sparse"]
+@cases_on_each(
+    "device",
+    name=["all_reduce", "decentralized", "power", "sparsified", "random_sparse"],
+    by_layer=[False, True],
+    use_cuda=[True, False],
 )
 def test_aggregations_give_the_results_of_the_cpu(ranks, name, by_layer, use_cuda, device):
     env = training.on_device(device)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from bagua import _C
 from support import training
-from support.devices import delay, each_device, side_stream
+from support.devices import cases_on_each, delay, each_device, side_stream
 from support.every_algorithm import ON_DEVICES, SYNCHRONOUS, wrapped
 from support.threads.engine_ranks import alone, plan
 from torch import nn
@@ -90,9 +90,11 @@ def train(name, network, kind):
         return seen
 
 
-@each_device
-@pytest.mark.parametrize("kind", ["default", "side"])
-@pytest.mark.parametrize("name", [name for name in SYNCHRONOUS if name in ON_DEVICES])
+@cases_on_each(
+    "device",
+    name=[name for name in SYNCHRONOUS if name in ON_DEVICES],
+    kind=["default", "side"],
+)
 def test_late_gradients_give_the_bits_of_early_ones(ranks, name, kind, device):
     env = training.on_device(device) | training.SMALL_BUCKETS
     late = ranks(3, train, name, "slow", kind, env=env)

@@ -30,6 +30,17 @@ def over_on_each_device(**axes):
     return decorate
 
 
+def cases_on_each(place, **axes):
+    """Every combination as a test of its own on GPUs, for tests of processes; the last on CPU.
+
+    place: the argument that names where: "device", or "place" of :data:`each_place`.
+    """
+    every = list(itertools.product(*axes.values()))
+    others = ["cuda", "nccl"] if place == "place" else ["cuda"]
+    cases = [pytest.param(gpu, *values, marks=NEEDS_CUDA) for gpu in others for values in every]
+    return pytest.mark.parametrize((place, *axes), [("cpu", *every[-1]), *cases])
+
+
 def missing_for_cuda():
     """Why tests of CUDA cannot run here; empty where they can."""
     if not torch.cuda.is_available():
