@@ -20,7 +20,7 @@ import bagua.torch_api as bagua
 from bagua._core.group.elastic import pulse
 from bagua._sync.outer.survival import Survival
 from bagua._sync.outer.weights.fragment import Fragment
-from bagua.torch_api.algorithms import DiLoCoAlgorithm, OuterSGD
+from bagua.torch_api.algorithms import DiLoCoAlgorithm
 from support import training
 from torch import nn
 
@@ -69,7 +69,7 @@ def train(folder, rounds, place):
     rank = bagua.get_rank()
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    algorithm = DiLoCoAlgorithm(OuterSGD(0.7, 0.6), interval=INTERVAL, elastic=True)
+    algorithm = DiLoCoAlgorithm(interval=INTERVAL, elastic=True)
     model.with_bagua([optimizer], algorithm)
     outer = model.bagua_algorithm
     if place == "launch":
@@ -95,7 +95,9 @@ def train(folder, rounds, place):
             optimizer.step()
             if outer.outer_rounds > before:
                 state = outer.state_dict()
-                shared = [v for k, v in state.items() if k.startswith(("anchor/", "momentum/"))]
+                shared = [
+                    v for k, v in state.items() if k.startswith(("anchor/", "momentum/", "rate/"))
+                ]
                 members = model.process_group.ranks
                 note(round=outer.outer_rounds, bits=training.bits(shared), members=members)
         with outer.anchor(), torch.no_grad():

@@ -2,10 +2,14 @@
 
 D_i = s(a) - x_i                              s: rounded to the weights' dtype and widened
 D   = mean of the D_i as the codec leaves it
+mu, eta: given, or GROWING: mu <- mu + 0.2 (c - 0.2), from 0 to 0.8; eta = 1 - 0.375 mu;
+                                              c = cos(D, m), a multiple of 1/256
 m  <- mu m + D;   u = D + mu m or m;   a <- a - eta u;   x_i <- s(a)
 """
 
 import torch
+
+GROWING = (None, None, True)  # (lr, momentum, nesterov)
 
 
 def exact_mean(deltas):
@@ -20,6 +24,7 @@ class Ranks:
         self.models = models
         self.optimizers = [optimizer_of(model) for model in models]
         self.rule = (lr, momentum, nesterov)
+        self.momentum = momentum or 0.0  # of the last outer step
         self.interval = interval
         self.mean = mean
         self.steps = 0
@@ -42,15 +47,30 @@ class Ranks:
 
     @torch.no_grad()
     def outer_step(self):
-        lr, momentum, nesterov = self.rule
         weights = [dict(model.named_parameters()) for model in self.models]
+        means = {}
         for name, a in self.anchors.items():
             dtype = weights[0][name].dtype
             rounded = a.to(dtype).to(a.dtype)
-            mean = self.mean([rounded - own[name].to(a.dtype) for own in weights])
-            m = self.momenta[name]
+            means[name] = self.mean([rounded - own[name].to(a.dtype) for own in weights])
+        lr, momentum, nesterov = self.rates(means)
+        for name, a in self.anchors.items():
+            mean, m = means[name], self.momenta[name]
             m.mul_(momentum).add_(mean)
             u = mean + m * momentum if nesterov else m.clone()
             a.sub_(u * lr)
             for own in weights:
                 own[name].copy_(a)
+
+    def rates(self, means):
+        lr, momentum, nesterov = self.rule
+        if momentum is not None:
+            return lr, momentum, nesterov
+        d, m = (
+            torch.cat([x.double().flatten() for x in values.values()])
+            for values in (means, self.momenta)
+        )
+        if m.any() and d.any():
+            cosine = round(256 * float(d @ m / (d.norm() * m.norm()))) / 256
+            self.momentum = min(max(self.momentum + 0.2 * (cosine - 0.2), 0.0), 0.8)
+        return 1 - 0.375 * self.momentum, self.momentum, nesterov

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import _C
+from bagua._sync.outer.outer_sgd import GrowingMomentum
 from bagua.torch_api.algorithms import Algorithm, DiLoCoAlgorithm, OuterSGD
 from oracle import diloco as oracle
 from ranks.test_groups_and_nodes import environment_of_nodes
@@ -39,9 +40,13 @@ def own_step(model, optimizer, step, dtype=torch.float32):
 
 
 def outer_state(model):
-    """Anchor and momentum, by name."""
+    """Anchor, momentum and the rate of that, by name."""
     state = model.bagua_algorithm.state_dict()
-    return {key: value for key, value in state.items() if key.startswith(("anchor/", "momentum/"))}
+    return {
+        key: value
+        for key, value in state.items()
+        if key.startswith(("anchor/", "momentum/", "rate/"))
+    }
 
 
 def assert_outer_state_agrees(model):
@@ -106,6 +111,47 @@ def test_several_buckets_make_the_same_steps(ranks):
         2, train_against_the_oracle, RULES["paper"], 2, env=training.SMALL_BUCKETS
     ):
         assert seen[1::2] == [1] * ROUNDS
+
+
+@training.with_group
+def growing_momentum():
+    """The rates of each round, which are the oracle's."""
+    model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(2)], nn.Linear(5, 3))
+    twins = [copy.deepcopy(model) for _ in range(dist.get_world_size())]
+    expected = oracle.Ranks(twins, adamw, *oracle.GROWING, interval=2)
+    optimizer = adamw(model)
+    model.with_bagua([optimizer], DiLoCoAlgorithm(interval=2))
+    rates = []
+    for step in range(40):
+        own_step(model, optimizer, step)
+        expected.step(training.squared_error, batches(step))
+        training.assert_close(model, expected.models[dist.get_rank()], rtol=1e-4, atol=1e-5)
+        if step % 2:
+            assert_outer_state_agrees(model)
+            outer = model.bagua_stats()["outer"]
+            assert outer["momentum"] == pytest.approx(expected.momentum, abs=1e-9)
+            rates.append((outer["lr"], outer["momentum"]))
+    return rates
+
+
+@RANKS
+def test_momentum_grows_from_local_sgd_as_the_oracles(ranks, n):
+    for rates in ranks(n, growing_momentum):
+        assert rates[0] == (1.0, 0.0)
+        momenta = [momentum for _, momentum in rates]
+        assert max(momenta) > 0.3, momenta
+        assert all(lr == 1 - 0.375 * momentum for lr, momentum in rates)
+
+
+def test_momentum_grows_only_while_rounds_keep_a_direction():
+    rule, momentum, seen = GrowingMomentum(), 0.0, []
+    for correlation in [None, 1.0, 0.2, 1.0, 1.0, 1.0, 1.0, 1.0, None, -1.0, -1.0, -1.0, -1.0]:
+        step = rule.step_after(momentum, correlation)
+        momentum = step.momentum
+        seen.append(round(momentum, 2))
+    assert seen == [0, 0.16, 0.16, 0.32, 0.48, 0.64, 0.8, 0.8, 0.8, 0.56, 0.32, 0.08, 0]
+    assert rule.step_after(0.3, 0.5) == rule.step_after(0.3, 0.5 + 1e-9), "sums of another order"
+    assert OuterSGD(0.7, 0.5).step_after(0.1, 0.9) == OuterSGD(0.7, 0.5), "given rates stay"
 
 
 @training.with_group
@@ -302,8 +348,11 @@ def test_statistics_say_how_the_ranks_and_the_rounds_agree(ranks):
             "correlation": None,
             "gain": None,
             "agreement": None,
+            "lr": None,
+            "momentum": None,
         }
         assert (first["rounds"], between["steps"], second["rounds"]) == (1, 1, 2)
+        assert (first["lr"], first["momentum"]) == (0.7, 0.5)
         assert first["agreement"] == pytest.approx(1.0)
         assert first["gain"] == pytest.approx(0.7 * 1.5), "the first step has no momentum yet"
         assert 0.9 < second["correlation"] < 1
@@ -315,7 +364,8 @@ def test_statistics_say_how_the_ranks_and_the_rounds_agree(ranks):
 def test_it_is_registered_with_the_documented_defaults():
     made = Algorithm.init("diloco")
     assert isinstance(made, DiLoCoAlgorithm)
-    assert (made.outer_optimizer, made.interval) == (OuterSGD(0.7, 0.8, nesterov=True), 100)
+    assert isinstance(made.outer_optimizer, GrowingMomentum)
+    assert made.interval == 100
 
 
 @pytest.mark.parametrize(

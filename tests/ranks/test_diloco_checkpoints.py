@@ -24,6 +24,11 @@ CASES = {
         {"interval": 4, "codec": "bit2_block", "fragments": [["0"], ["1", "2"]]},
         6,
     ),
+    "growing-momentum": ({"outer_optimizer": None, "interval": 2}, 9),
+    "growing-momentum-of-fragments": (
+        {"outer_optimizer": None, "interval": 4, "fragments": [["0"], ["1", "2"]]},
+        14,
+    ),
     "in-the-warm-up": ({"interval": 4, "warmup_steps": 9}, 6),
     "after-the-warm-up": ({"interval": 4, "warmup_steps": 2}, 7),
 }
@@ -34,7 +39,8 @@ def wrapped(arguments, seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
     optimizer = adamw(model)
-    model.with_bagua([optimizer], DiLoCoAlgorithm(OuterSGD(0.7, 0.9), **arguments))
+    arguments = {"outer_optimizer": OuterSGD(0.7, 0.9), **arguments}
+    model.with_bagua([optimizer], DiLoCoAlgorithm(**arguments))
     return model, optimizer
 
 

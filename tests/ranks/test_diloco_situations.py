@@ -1,6 +1,7 @@
 """Local training and what surrounds a step: scalers, buffers, dtypes, compilation."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -250,3 +251,38 @@ def wrapped_again():
 
 def test_wrapping_again_starts_anew_from_the_first_ranks_weights(ranks):
     assert ranks(2, wrapped_again) == [1, 1]
+
+
+@training.with_group
+def logged(kind, rule):
+    """What the library logs from a wrap and two rounds, by level."""
+    model = nn.Linear(5, 3, bias=False)
+    optimizer = kind(model.parameters(), lr=0.01)
+    log, handler, seen = logging.getLogger("bagua"), logging.Handler(), []
+    handler.emit = lambda record: seen.append((record.levelname, record.getMessage()))
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        model.with_bagua([optimizer], DiLoCoAlgorithm(rule, 1))
+        for step in range(2):
+            own_step(model, optimizer, step)
+    finally:
+        log.removeHandler(handler)
+    return seen
+
+
+def test_the_outer_rates_are_logged_once_and_much_momentum_over_muon_is_hinted_at(ranks):
+    rule = "begins as local SGD"
+    hint = "with Muon inside an outer momentum of 0.8 is much: leave outer_optimizer out"
+    cases = [
+        (torch.optim.Muon, None, rule, "INFO"),
+        (torch.optim.SGD, None, rule, "INFO"),
+        (torch.optim.Muon, OuterSGD(0.7, 0.8), hint, "WARNING"),
+        (torch.optim.Muon, OuterSGD(0.7, 0.6), None, None),
+        (torch.optim.SGD, OuterSGD(0.7, 0.8), None, None),
+    ]
+    for kind, given, text, level in cases:
+        for seen in ranks(2, logged, kind, given):
+            found = [(name, line) for name, line in seen if rule in line or "Muon" in line]
+            assert len(found) == (text is not None), seen
+            assert all(name == level and text in line for name, line in found)

@@ -23,6 +23,7 @@ FORMS = {
     "one-fragment": {},
     "streaming": {"fragments": 2, "overlap_steps": 1},
     "8-bit": {"codec": "block_uint8"},
+    "growing-momentum": {"outer_optimizer": None, "interval": 2},
 }
 
 
@@ -107,8 +108,8 @@ def train_rounds(model, optimizer, rounds):
 @training.with_group
 def one_rank_misses_a_result(form, victim):
     """Rounds and anchors when one rank fails right after the others have used a round."""
-    arguments = {"interval": 4, **FORMS[form]}
-    model, optimizer = wrapped(DiLoCoAlgorithm(OuterSGD(0.7, 0.5), elastic=True, **arguments))
+    arguments = {"outer_optimizer": OuterSGD(0.7, 0.5), "interval": 4, **FORMS[form]}
+    model, optimizer = wrapped(DiLoCoAlgorithm(elastic=True, **arguments))
     restore = fail_round(2, victim, "met")
     change, caught_up = Survival.change, []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from bagua._sync.outer.outcomes import Outcomes
-from bagua._sync.outer.outer_sgd import OuterSGD
+from bagua._sync.outer.outer_sgd import GrowingMomentum, OuterSGD
 from bagua._sync.outer.schedule import Schedule
 from bagua._sync.outer.shares import Shares
 from bagua._sync.outer.survival import Survival
@@ -26,7 +26,7 @@ class OuterRounds:
         outcomes: of the fragments' rounds, for residuals.
     """
 
-    rule: OuterSGD
+    rule: OuterSGD | GrowingMomentum
     schedule: Schedule
     survival: Survival | None = None
     shares: Shares | None = None

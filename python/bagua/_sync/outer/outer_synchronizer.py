@@ -62,7 +62,7 @@ class OuterSynchronizer:
         self.communications = 0
         self.outer_rounds = 0
         self.skipped_rounds = 0
-        self.numbers = OuterNumbers(None, None, None)
+        self.numbers = OuterNumbers(None, None, None, None, None)
         self.weights = LocalWeights(ddp, fragments, buffer_buckets)
         self._arguments = arguments
         self._connections = connections

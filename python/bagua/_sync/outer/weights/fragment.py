@@ -10,7 +10,7 @@ import torch
 
 from bagua import _C
 from bagua._core.state.bagua_tensor import record_of
-from bagua._sync.outer.outer_sgd import OuterSGD
+from bagua._sync.outer.outer_sgd import GrowingMomentum, OuterSGD
 from bagua._sync.wrapper import Bucket
 
 __all__ = ["Fragment", "OuterNumbers"]
@@ -24,11 +24,15 @@ class OuterNumbers:
         correlation: cosine of the mean pseudo-gradient and the momentum before; None: one is zero.
         gain: progress along the mean pseudo-gradient, in units of it; None: it is zero.
         agreement: norm of the mean over that of this rank's pseudo-gradient; None: that is zero.
+        lr: of the step.
+        momentum: of the step.
     """
 
     correlation: float | None
     gain: float | None
     agreement: float | None
+    lr: float | None
+    momentum: float | None
 
 
 class Fragment:
@@ -58,6 +62,7 @@ class Fragment:
         self._mean_views = [view for of_bucket in views for _, view in of_bucket]
         self._anchor_views = _like(views, self._anchors)
         self._momentum_views = _like(views, self._momenta)
+        self._rate = torch.zeros(1, dtype=torch.float64, device=self._anchors[0].device)
         self._keeps = keeps
         self._launched: list[torch.Tensor] = []
         self.own_norm = 0.0
@@ -81,11 +86,11 @@ class Fragment:
         for mean in self._means if factor != 1 else ():
             mean.zero_() if factor == 0 else mean.mul_(factor)
 
-    def arrive(self, rule: OuterSGD) -> OuterNumbers | None:
+    def arrive(self, rule: OuterSGD | GrowingMomentum) -> OuterNumbers | None:
         """Make the outer step with the averaged pseudo-gradients.
 
         Args:
-            rule: of the step.
+            rule: gives the rates of the step.
 
         Returns:
             None if the mean is not finite: nothing has changed.
@@ -98,14 +103,19 @@ class Fragment:
         agreement = math.sqrt(squared) / self.own_norm if self.own_norm > 0 else None
         along = self._sum(self._momenta, self._means)
         lengths = math.sqrt(squared * self._sum(self._momenta, self._momenta))
+        correlation = along / lengths if 0 < lengths < math.inf else None
+        step = rule.step_after(self._rate.item(), correlation)
+        self._rate.fill_(step.momentum)
         for anchor, momentum, mean in zip(self._anchors, self._momenta, self._means, strict=True):
             _C.outer_step(
-                anchor, momentum, mean, lr=rule.lr, mu=rule.momentum, nesterov=rule.nesterov
+                anchor, momentum, mean, lr=step.lr, mu=step.momentum, nesterov=step.nesterov
             )
         return OuterNumbers(
-            correlation=along / lengths if lengths > 0 else None,
-            gain=rule.gain(squared, along) if squared > 0 else None,
+            correlation=correlation,
+            gain=step.gain(squared, along) if squared > 0 else None,
             agreement=agreement,
+            lr=step.lr,
+            momentum=step.momentum,
         )
 
     def take_anchor(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -130,6 +140,8 @@ class Fragment:
             yield f"anchor/{name}", anchor
         for name, momentum in zip(self.names, self._momentum_views, strict=True):
             yield f"momentum/{name}", momentum
+        for name in self.names:  # by name, for plans whose fragments are others
+            yield f"rate/{name}", self._rate
 
     def named_means(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(key, tensor) of the last round's result, equal on all ranks."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._sync.outer.outer_sgd import OuterSGD
+from bagua._sync.outer.outer_sgd import GrowingMomentum, OuterSGD
 from bagua._sync.outer.schedule import Schedule
 from bagua.torch_api._residuals.means import is_wide, warn_of_useless_residuals
 from bagua.torch_api.algorithms.base import Algorithm
@@ -57,7 +57,8 @@ class DiLoCoAlgorithm(Algorithm):
 
     Args:
         outer_optimizer: ``OuterSGD(lr=1.0, momentum=0.0)`` is local SGD; ``nesterov=False`` is
-            SlowMo.
+            SlowMo. None: begins as local SGD and raises momentum to (0.7, 0.8) as far as rounds
+            keep a direction.
         interval: steps from one round to the next.
         fragments: parts of the model that are averaged one after the other, at equal distances in
             the interval: a number, which deals out the layers of the longest ``ModuleList`` or
@@ -98,8 +99,7 @@ class DiLoCoAlgorithm(Algorithm):
         warmup_steps: int = 0,
         elastic: Elastic | bool = False,
     ) -> None:
-        outer_optimizer = OuterSGD() if outer_optimizer is None else outer_optimizer
-        if not isinstance(outer_optimizer, OuterSGD):
+        if outer_optimizer is not None and not isinstance(outer_optimizer, OuterSGD):
             raise TypeError(
                 f"DiLoCoAlgorithm: outer_optimizer is an OuterSGD, such as OuterSGD(lr=0.7), not "
                 f"{outer_optimizer!r}"
@@ -115,7 +115,7 @@ class DiLoCoAlgorithm(Algorithm):
         check_fragments(fragments)
         if (number := number_of(fragments)) is not None:
             Schedule(interval, number, overlap_steps)
-        self.outer_optimizer = outer_optimizer
+        self.outer_optimizer = GrowingMomentum() if outer_optimizer is None else outer_optimizer
         self.interval = interval
         self.fragments = fragments
         self.overlap_steps = overlap_steps
