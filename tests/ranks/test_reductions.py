@@ -1,11 +1,13 @@
 """Eager collectives that reduce: every op in every form, against the same fold in one process."""
 
 import functools
+import itertools
 import operator
 
 import bagua.torch_api as bagua
 import pytest
 import torch
+import torch.distributed as dist
 from bagua.torch_api import ReduceOp, communication
 from support import training
 
@@ -106,6 +108,65 @@ def test_every_rank_holds_the_fold_of_all(ranks, function, size):
         for held, (dtype, op) in zip(tensors, CASES, strict=True):
             wanted = expected(function, rank, size, dtype, op)
             torch.testing.assert_close(held, wanted, msg=lambda m, op=op: f"{op.name}: {m}")
+
+
+def spread(count, dtype):
+    """Numbers of many magnitudes, of this rank: their sum depends on the order of the ranks."""
+    random = torch.Generator().manual_seed(100 * bagua.get_rank() + count)
+    values = torch.randn(count, generator=random) * torch.randn(count, generator=random).exp()
+    return values.to(dtype)
+
+
+def reduced_by_torch(mine, op):
+    """What `dist.all_reduce` makes of it; it has no mean over gloo."""
+    result = mine.clone()
+    dist.all_reduce(result, getattr(dist.ReduceOp, {"AVG": "SUM"}.get(op.name, op.name)))
+    return result / bagua.get_world_size() if op is ReduceOp.AVG else result
+
+
+def reduced_here(mine, op):
+    """The result of each function, and its name, on the ranks that have it."""
+    size, rank = bagua.get_world_size(), bagua.get_rank()
+    count = mine.numel() // size
+    result, part = torch.empty_like(mine), torch.empty_like(mine[:count])
+    bagua.allreduce(mine, result, op)
+    yield "allreduce", result, slice(None)
+    bagua.reduce(mine, result, 0, op)
+    yield "reduce", result, slice(None)  # on the others, that of allreduce
+    bagua.reduce_scatter(mine, part, op)
+    yield "reduce_scatter", part, slice(rank * count, (rank + 1) * count)
+    copies = [mine.clone() for _ in range(4)]
+    bagua.allreduce_inplace(copies[0], op)
+    yield "allreduce_inplace", copies[0], slice(None)
+    communication.allreduce_coalesced_inplace([copies[1][:1], copies[1][1:]], op)
+    yield "allreduce_coalesced_inplace", copies[1], slice(None)
+    bagua.reduce_inplace(copies[2], size - 1, op)
+    if rank == size - 1:
+        yield "reduce_inplace", copies[2], slice(None)
+    bagua.reduce_scatter_inplace(copies[3], op)
+    yield "reduce_scatter_inplace", copies[3][:count], slice(rank * count, (rank + 1) * count)
+
+
+@training.with_group
+def differences_from_torch(counts, dtypes):
+    different = []
+    for dtype, count in itertools.product(dtypes, counts):
+        for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX):
+            if dtype.is_complex and op is ReduceOp.MAX:
+                continue
+            mine = spread(count, dtype)
+            wanted = reduced_by_torch(mine, op)
+            for name, held, where in reduced_here(mine, op):
+                if not torch.equal(held, wanted[where]):
+                    different.append((name, dtype, count, op.name))
+    return different
+
+
+def test_floats_have_the_bits_of_torchs_all_reduce(ranks):
+    counts = [0, 12, 1200, 120_000, 720_000]
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+    for size in (2, 3, 4):
+        assert ranks(size, differences_from_torch, counts, dtypes) == [[]] * size
 
 
 @training.with_group

@@ -4,7 +4,9 @@ Common contract: ``comm`` is a communicator, None or ``CommMember.WORLD`` for al
 ``CommMember.NON_COMM_MEMBER``, with which a call does nothing. Every member makes the same call;
 the call returns when the result is there. ``n`` is the number of members, ranks are ranks inside
 the communicator. Tensors are dense and contiguous, of any shape: only the number of elements
-counts. Autograd does not see what happens. All functions raise
+counts. Autograd does not see what happens. Floating-point and complex CPU tensors get the bits of
+``torch.distributed.all_reduce`` over gloo (AVG: divided afterwards); products, which are multiplied
+in the order of ranks, and ``BAGUA_COMM`` set to shm or auto are the exceptions. All functions raise
 
 * ValueError and TypeError for arguments that do not fit, before anything is sent,
 * RuntimeError before ``init_process_group``,
@@ -135,6 +137,8 @@ def reduce(
     """Reduce the ranks' ``send_tensor`` into ``recv_tensor`` of rank ``dst``.
 
     Both have the same number of elements and dtype; ``recv_tensor`` of the others stays as it is.
+    The result is that of :func:`allreduce`. Above 2 MiB times n, ``torch.distributed.reduce`` over
+    gloo adds in another order than its own all-reduce.
     """
     member = member_of(comm)
     if member is None:
@@ -229,7 +233,13 @@ def _allreduce(name: str, flat: torch.Tensor, op: ReduceOp, member: Communicator
         connected.all_gather(as_bytes(part), as_bytes(padded))
         flat.copy_(padded[: flat.numel()])
 
-    member.run(name, flat.device, move)
+    member.run(name, flat.device, move, sums_of_torch=_has_sums_of_torch(flat, op))
+
+
+def _has_sums_of_torch(flat: torch.Tensor, op: ReduceOp) -> bool:
+    """Whether the result depends on the order of the ranks, and torch's order is to be had."""
+    inexact = flat.is_floating_point() or flat.is_complex()
+    return inexact and flat.device.type == "cpu" and op in TRANSPORTS_OPS
 
 
 def _reduce(
@@ -249,6 +259,12 @@ def _reduce(
 def _reduce_scatter(
     name: str, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp, member: Communicator
 ) -> None:
+    if _has_sums_of_torch(send, op):  # as torch's own, an all-reduce of which a part is taken
+        result = send.clone()
+        _allreduce(name, result, op, member)
+        recv.copy_(result.narrow(0, member.rank() * recv.numel(), recv.numel()))
+        return
+
     def move(connected: _C.Communicator) -> None:
         recv.copy_(_reduced_part(connected, send, op))
 

@@ -72,7 +72,8 @@ class Communicator:
         self._name = name
         self._members = members
         self._rank = members.index(connections.rank)
-        # By device type and, where two members have connected for themselves, the other one.
+        # By device type, with "/sums" where sums are torch's, and, where two members have connected
+        # for themselves, the other one.
         self._connected: dict[tuple[str, int | None], _C.CountingCommunicator] = {}
         self._board: _C.FailureBoard | None = None
         self._calls = 0
@@ -122,8 +123,17 @@ class Communicator:
         self._connected.clear()
         self._board = None
 
-    def run(self, name: str, device: torch.device, move: Callable[[_C.Communicator], None]) -> None:
+    def run(
+        self,
+        name: str,
+        device: torch.device,
+        move: Callable[[_C.Communicator], None],
+        *,
+        sums_of_torch: bool = False,
+    ) -> None:
         """Call ``move`` with the communicator of all members for ``device``; wait for its end.
+
+        ``sums_of_torch``: as of ``Connections.connect()``.
 
         Raises:
             BaguaTimeoutError: a member did not answer in the group's time.
@@ -131,7 +141,7 @@ class Communicator:
         """
         self._start(name)
         self._calls += 1
-        self._move(name, self._calls, device, None, move)
+        self._move(name, self._calls, device, None, move, sums_of_torch)
 
     def exchange(
         self, name: str, peer: int, sends: list[torch.Tensor], recvs: list[torch.Tensor]
@@ -166,10 +176,11 @@ class Communicator:
         device: torch.device,
         peer: int | None,
         move: Callable[[_C.Communicator], None],
+        sums_of_torch: bool = False,
     ) -> None:
         self._note(call, name, waits=True)
         try:
-            connected = self._connect(device, peer)
+            connected = self._connect(device, peer, sums_of_torch)
             move(connected)
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
@@ -183,12 +194,16 @@ class Communicator:
         if self._board is not None:
             self._board.beat(call, text, waits)
 
-    def _connect(self, device: torch.device, peer: int | None) -> _C.CountingCommunicator:
+    def _connect(
+        self, device: torch.device, peer: int | None, sums_of_torch: bool
+    ) -> _C.CountingCommunicator:
         """Connections of all members, or of this one and ``peer`` if there are none of all yet.
 
         Connecting all of them is collective, so the two members of a message know alike.
         """
         label = self._connections.label(device)
+        if sums_of_torch and device.type == "cpu":
+            label += "/sums"
         if self.nranks() == 2 or (label, None) in self._connected:
             peer = None
         if (label, peer) in self._connected:
@@ -197,7 +212,7 @@ class Communicator:
         if peer is not None:
             purpose += "/pair"
             members = [self._members[rank] for rank in sorted((self._rank, peer))]
-        connected = self._connections.connect(purpose, device, members)
+        connected = self._connections.connect(purpose, device, members, sums_of_torch=sums_of_torch)
         if device.type == "cpu" or (device.type == "cuda" and cuda_transport() == "gloo"):
             # A member that only sends could be through, and gone, before another has connected to
             # it, which then would fail.
