@@ -51,7 +51,7 @@ def examine_on(link, before="", meanwhile=None, arguments=()):
 
 def measured(page):
     """{(rank, rank): (MB/s there, MB/s back)} of a page."""
-    rows = re.findall(r"^ *(\d+) - +(\d+) +\d+\.\d+ ms +([\d.]+) +([\d.]+)$", page, re.M)
+    rows = re.findall(r"^ *(\d+) - +(\d+) +\d+\.\d+ ms +([\d.]+) +([\d.]+) +\d+ +\d+$", page, re.M)
     return {(int(a), int(b)): (float(there), float(back)) for a, b, there, back in rows}
 
 

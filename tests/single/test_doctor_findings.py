@@ -86,12 +86,22 @@ def test_a_slow_node_is_named_by_all_its_ranks():
 def test_a_slow_link_between_good_ranks_is_named_by_its_ends():
     (text,) = texts(links([0, 1, 2, 3], slow=[(1, 2)]))
     assert text.startswith("the link between ranks 1 and 2 (")
-    assert "10.0 MB/s; the fastest link between nodes has 100.0 MB/s" in text
+    assert "10.0 MB/s (80 Mbit/s); the fastest link between nodes has 100.0 MB/s" in text
 
 
 @pytest.mark.parametrize(("tolerance", "count"), [(9.0, 1), (11.0, 0)])
 def test_the_tolerance_is_the_users(tolerance, count):
-    assert len(links([0, 1, 2, 3], slow=[(1, 2)], tolerance=tolerance)) == count
+    assert len(texts(links([0, 1, 2, 3], slow=[(1, 2)], tolerance=tolerance))) == count
+
+
+def test_directions_that_differ_are_a_remark():
+    found = links([0, 1, 1], slow=[(0, 1), (1, 2)], tolerance=11.0)
+    assert texts(found) == []
+    (text,) = texts(found, broken=False)
+    assert text.startswith("the link between ranks 0 and 1 (")
+    assert "100.0 MB/s (800 Mbit/s) from rank 0 to rank 1, 10.0 MB/s (80 Mbit/s) back" in text
+    almost = FAST._replace(sent=60e6)
+    assert links([0, 1], speeds=almost) == []
 
 
 def test_links_inside_a_node_are_compared_with_a_limit_only():

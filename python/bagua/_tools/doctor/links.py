@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import socket
+import statistics
 import struct
 import threading
 import time
@@ -13,11 +14,12 @@ from typing import NamedTuple
 __all__ = ["Measured", "Place", "Post", "measure"]
 
 _GREETING = struct.Struct("!32sII")  # secret of the job, rank that connects, rank that is meant
-_CLOCK = struct.Struct("!d")
+_NUMBER = struct.Struct("!d")
 _TRIPS = 32  # round trips from which the latency and the clocks are taken
-_FIRST_BYTES = 128 * 1024  # of the transfer from which the size of the next one follows
-_SECONDS = 0.1  # that a transfer is to take
-_TRANSFERS = 3  # whatever disturbs one makes it slower: the fastest counts
+_FIRST_BYTES = 128 * 1024  # of the first transfer; the next ones are _GROWTH times as large each
+_GROWTH = 4
+_SECONDS = 0.1  # that a transfer which counts takes at least: bursts of a link are over by then
+_TRANSFERS = 3  # that count: the median of them
 _BLOCK = 1 << 20
 _DONE = b"d"
 
@@ -148,8 +150,9 @@ def measure(connection: socket.socket, first: bool, most_bytes: int) -> Measured
     """Measure a link from this end; the other end calls it with the opposite ``first``.
 
     1. Round trips, each answered by the other end's clock, in both directions.
-    2. A small transfer each way, then a few that take a tenth of a second, of at most
-       ``most_bytes`` bytes each. The receiver confirms the last byte; the fastest transfer counts.
+    2. Transfers in each direction, larger and larger until one takes a tenth of a second or has
+       ``most_bytes`` bytes, then three of that size, of which the median counts. The receiver times
+       the last half of each, and tells the sender.
 
     Raises:
         OSError: the connection broke, or a step took longer than its timeout.
@@ -170,7 +173,7 @@ def _ask_clock(connection: socket.socket) -> tuple[float, float]:
     for _ in range(_TRIPS):
         wall, begun = time.time(), time.perf_counter()
         connection.sendall(_DONE)
-        (theirs,) = _CLOCK.unpack(_receive(connection, _CLOCK.size))
+        (theirs,) = _NUMBER.unpack(_receive(connection, _NUMBER.size))
         trip = time.perf_counter() - begun
         trips.append((trip, theirs - (wall + trip / 2)))
     trips.sort()
@@ -180,37 +183,57 @@ def _ask_clock(connection: socket.socket) -> tuple[float, float]:
 def _tell_clock(connection: socket.socket) -> None:
     for _ in range(_TRIPS):
         _receive(connection, 1)
-        connection.sendall(_CLOCK.pack(time.time()))
+        connection.sendall(_NUMBER.pack(time.time()))
 
 
 def _send(connection: socket.socket, most_bytes: int) -> float:
-    rate = _send_bytes(connection, min(_FIRST_BYTES, most_bytes))
-    size = min(max(int(rate * _SECONDS), _FIRST_BYTES), most_bytes)
-    return max(_send_bytes(connection, size) for _ in range(_TRANSFERS))
+    size = min(_FIRST_BYTES, most_bytes)
+    while True:
+        begun = time.perf_counter()
+        _send_bytes(connection, size)
+        if size == most_bytes or time.perf_counter() - begun >= _SECONDS:
+            break
+        size = min(_GROWTH * size, most_bytes)
+    rate = statistics.median(_send_bytes(connection, size) for _ in range(_TRANSFERS))
+    _send_bytes(connection, 0)  # no other follows
+    return rate
 
 
 def _send_bytes(connection: socket.socket, size: int) -> float:
+    """Send a transfer; returns the rate at which it was received."""
     block = memoryview(bytes(min(size, _BLOCK)))
-    begun = time.perf_counter()
     connection.sendall(size.to_bytes(8, "big"))
     for start in range(0, size, _BLOCK):
         connection.sendall(block[: size - start])
-    _receive(connection, 1)
-    return size / (time.perf_counter() - begun)
+    return float(_NUMBER.unpack(_receive(connection, _NUMBER.size))[0])
 
 
 def _take_in(connection: socket.socket) -> float:
-    rates = []
-    for _ in range(1 + _TRANSFERS):
-        # The other end sends from here on. A rank that gets no core after it has read the size
-        # would find much of the rest there, and the link too fast.
+    rates: list[float] = []
+    while True:
         begun = time.perf_counter()
         size = int.from_bytes(_receive(connection, 8), "big")
-        for _ in _received(connection, size):
-            pass
-        connection.sendall(_DONE)
-        rates.append(size / (time.perf_counter() - begun))
-    return max(rates[1:])
+        rate = _rate_of_arrival(connection, size, begun) if size else 0.0
+        connection.sendall(_NUMBER.pack(rate))
+        if not size:
+            return statistics.median(rates[-_TRANSFERS:])
+        rates.append(rate)
+
+
+def _rate_of_arrival(connection: socket.socket, size: int, begun: float) -> float:
+    """Bytes a second of about the last half of a transfer.
+
+    The clock starts when everything that had arrived was read: a rank that gets no core for a while
+    finds much of the rest there at once, and the link too fast. Where the third quarter has no such
+    moment, the whole transfer counts, from ``begun``, before the other end sent.
+    """
+    left = timed = size
+    for piece in _received(connection, size):
+        asked = min(left, _BLOCK)
+        left -= len(piece)
+        if timed == size and len(piece) < asked and size <= 4 * left <= 2 * size:
+            timed, begun = left, time.perf_counter()
+    return timed / (time.perf_counter() - begun)
 
 
 def _received(connection: socket.socket, size: int) -> Iterable[bytes]:

@@ -71,12 +71,18 @@ def _links(links: Mapping[Pair, Measured | str], most: int) -> str:
         return slowest_direction(link) if isinstance(link, Measured) else 0.0
 
     shown = sorted(links, key=lambda pair: speed(links[pair]))[:most]
-    lines = [f"{'ranks':>11}  {'latency':>10}  {'MB/s there':>11}  {'MB/s back':>11}"]
+    lines = [
+        f"{'ranks':>11}  {'latency':>10}  {'MB/s there':>10}  {'MB/s back':>10}  "
+        f"{'Mbit/s there':>12}  {'Mbit/s back':>12}"
+    ]
     for pair in sorted(shown):
         link, name = links[pair], f"{pair[0]:>4} - {pair[1]:>4}"
         if isinstance(link, Measured):
             there, back = link.sent / 1e6, link.received / 1e6
-            lines.append(f"{name}  {link.latency * 1e3:>7.3f} ms  {there:>11.1f}  {back:>11.1f}")
+            lines.append(
+                f"{name}  {link.latency * 1e3:>7.3f} ms  {there:>10.1f}  {back:>10.1f}  "
+                f"{8 * there:>12.0f}  {8 * back:>12.0f}"
+            )
         else:
             lines.append(f"{name}  {link}")
     if len(shown) < len(links):

@@ -15,6 +15,7 @@ __all__ = ["Finding", "findings_of_cards", "findings_of_links", "slowest_directi
 Pair = tuple[int, int]
 
 _CLOCK_SECONDS = 1.0  # by which clocks may differ without a remark
+_UNEQUAL = 2.0  # ratio of the directions of a link between nodes from which there is a remark
 
 
 class Finding(NamedTuple):
@@ -58,7 +59,7 @@ def findings_of_links(
     tolerance: float,
     least: float,
 ) -> list[Finding]:
-    """Links that are cut, break under load or are slow.
+    """Links that are cut, break under load, are slow or have unequal directions.
 
     Args:
         unreachable: by (rank that connects, rank that it did not reach), the reason.
@@ -77,6 +78,7 @@ def findings_of_links(
         for (a, b), reason in broke.items()
     ]
     found += _slow(cards, measured, tolerance, least)
+    found += _unequal(cards, measured)
     clocks = {b: link.ahead for (a, b), link in measured.items() if a == 0}
     found += [
         Finding(
@@ -93,6 +95,11 @@ def findings_of_links(
 def slowest_direction(link: Measured) -> float:
     """Bytes a second in the slower direction."""
     return min(link.sent, link.received)
+
+
+def speed_text(speed: float) -> str:
+    """Bytes a second in words: "25.0 MB/s (200 Mbit/s)"."""
+    return f"{speed / 1e6:.1f} MB/s ({speed / 125e3:.0f} Mbit/s)"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -167,7 +174,7 @@ def _slow(
     slow |= {pair: speed for pair, speed in speeds.items() if speed < least}
     links = Counter(rank for pair in between for rank in pair)
     slow_links = Counter(rank for pair in slow if pair in between for rank in pair)
-    alike = f"the fastest link between nodes has {fastest / 1e6:.1f} MB/s"
+    alike = f"the fastest link between nodes has {speed_text(fastest)}"
     ranks = [rank for rank, count in sorted(slow_links.items()) if count == links[rank] > 1]
     if len(ranks) == len(links):  # no rank is the reason
         ranks = []
@@ -179,16 +186,30 @@ def _slow(
             Finding(
                 True,
                 f"all links between {ranks_text(ranks)} ({names}) and other nodes are slow: "
-                f"{min(own) / 1e6:.1f} to {max(own) / 1e6:.1f} MB/s; {alike}",
+                f"{speed_text(min(own))} to {speed_text(max(own))}; {alike}",
             )
         )
     found += [
         Finding(
             True,
             f"the link between ranks {a} and {b} ({hosts(cards, (a, b))}) is slow: "
-            f"{speed / 1e6:.1f} MB/s{f'; {alike}' if between else ''}",
+            f"{speed_text(speed)}{f'; {alike}' if between else ''}",
         )
         for (a, b), speed in slow.items()
         if a not in ranks and b not in ranks
     ]
     return found
+
+
+def _unequal(cards: Mapping[int, Card], measured: Mapping[Pair, Measured]) -> list[Finding]:
+    """Links between nodes that are much faster in one direction."""
+    return [
+        Finding(
+            False,
+            f"the link between ranks {a} and {b} ({hosts(cards, (a, b))}) has unequal directions: "
+            f"{speed_text(link.sent)} from rank {a} to rank {b}, {speed_text(link.received)} back",
+        )
+        for (a, b), link in measured.items()
+        if cards[a].node != cards[b].node
+        and max(link.sent, link.received) > _UNEQUAL * slowest_direction(link)
+    ]
