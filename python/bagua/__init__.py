@@ -29,8 +29,8 @@ def _check_torch(running: str, built: str) -> None:
     if _release(running) != _release(built):
         raise ImportError(
             f"bagua was built for torch {built}, but torch {running} is installed. "
-            "Install the torch it was built for, or rebuild bagua for this one: "
-            "pip install --force-reinstall --no-deps --no-build-isolation bagua"
+            "Install the torch it was built for, or rebuild bagua for this one, in the folder of "
+            "its source: pip install --force-reinstall --no-deps --no-build-isolation ."
         )
 
 
@@ -69,8 +69,9 @@ def _warn_without_kernels() -> None:
         warnings.warn(
             f"bagua was built without CUDA kernels, and torch {torch.__version__} sees a GPU: "
             "algorithms that compress will refuse CUDA tensors. Install the CUDA toolkit "
-            f"{torch.version.cuda.split('.')[0]}.x (nvcc), then: pip install --force-reinstall "
-            "--no-deps --no-build-isolation -C cmake.define.BAGUA_CUDA=ON bagua",
+            f"{torch.version.cuda.split('.')[0]}.x (nvcc), then, in the folder of bagua's source: "
+            "pip install --force-reinstall --no-deps --no-build-isolation "
+            "-C cmake.define.BAGUA_CUDA=ON .",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -72,3 +72,20 @@ def test_the_installed_package_names_its_license():
     assert installed["License-Expression"] == "Apache-2.0"
     assert installed["License-File"] == "LICENSE"
     assert any(need.startswith("torch==") for need in metadata.requires("bagua"))
+
+
+def test_no_text_installs_a_package_called_bagua_from_an_index():
+    """Another project has that name there."""
+    files = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    for folder, endings in {
+        "python": {".py"},
+        "csrc": {".h", ".cpp", ".cu"},
+        "docs": {".md"},
+        "tools": {"", ".py"},
+    }.items():
+        files += [path for path in (REPOSITORY / folder).rglob("*") if path.suffix in endings]
+    files = [path for path in files if path.is_file()]
+    assert len(files) > 300
+    for path in files:
+        text = re.sub(r'"\s*f?"', "", path.read_text())  # a string on several lines
+        assert not re.search(r"pip install(\s+-\S+)*\s+[\"']?bagua\b", text), path
