@@ -35,12 +35,11 @@ TARGETS = {
     ("int4_block decode_add", "memcpy"): 1.3,
     ("int4_block encode_residual", "memcpy"): 0.55,
     ("bit2_block encode", "memcpy"): 0.75,
-    ("bit1_block encode", "memcpy"): 1.2,
     ("block_uint8 encode", "FBGEMM rows encode"): 0.9,
     ("block_uint8 encode", "plain torch encode"): 6.0,
 }
 # Least bits per element -> bound of the relative error of normal numbers.
-RELATIVE_ERRORS = {16: 0.004, 8: 0.02, 4: 0.2, 2: 0.35, 1: 0.61}
+RELATIVE_ERRORS = {16: 0.004, 8: 0.02, 4: 0.2, 2: 0.35}
 
 
 def plain_torch_encode(x, codes):

@@ -13,7 +13,7 @@ namespace bagua {
 // ~~~~~~~~~~~~~~
 // A codec is a Format, a struct of constants and of the maths of one element. The loops on CPU, the
 // kernels, the packing of codes and the sizes follow from it. Both kinds of formats have
-//   kBits        bits of a code: 16 (casts), 8, 4, 2 or 1 (formats with ranges)
+//   kBits        bits of a code: 16 (casts), 8, 4 or 2 (formats with ranges)
 //   kBlockNumel  elements that share a range; 0: the whole chunk; 1 for casts
 // A cast has
 //   Code                     what an element becomes: Half, BFloat16

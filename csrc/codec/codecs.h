@@ -4,12 +4,10 @@
 
 #include <tuple>
 
-#include "codec/codecs/bit1_block.h"
 #include "codec/codecs/bit2_block.h"
 #include "codec/codecs/block_uint8.h"
 #include "codec/codecs/cast_bf16.h"
 #include "codec/codecs/cast_fp16.h"
-#include "codec/codecs/e3m0_block.h"
 #include "codec/codecs/int4_block.h"
 #include "codec/codecs/minmax_uint8.h"
 
@@ -32,9 +30,6 @@ inline constexpr std::tuple kCodecs{
     CodecLine<Int4Block>{"int4_block",
                          "4 bits per element, one scale per block: half the bytes of 8 bit"},
     CodecLine<Bit2Block>{"bit2_block", "2 bits per element, two magnitudes per block"},
-    CodecLine<Bit1Block>{"bit1_block", "the sign of each element, one magnitude per block"},
-    CodecLine<E3m0Block>{"e3m0_block",
-                         "4 bits per element: a power of two, one largest exponent per block"},
 };
 
 // Calls function(line) for every line, in the table's order.

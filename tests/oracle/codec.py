@@ -246,75 +246,6 @@ class Bit2Block:
         return (size - torch.where(above, levels[1], levels[0])).abs() + rounding
 
 
-class Bit1Block:
-    """The mean magnitude, with the values' signs."""
-
-    bits, block, error, idempotent = 1, 256, 1.0, True
-    has_zero, exact_residual = False, False
-
-    def header_bytes(self, dtype):
-        return torch.bfloat16.itemsize
-
-    def encode_rows(self, x):
-        finite, numel = x.isfinite().all(1), torch.tensor(x.shape[1])
-        magnitude = mean_magnitude(lane_sum(x.float().abs() / 256.0, self.block // 8), numel)
-        magnitude = torch.where(finite, magnitude, torch.full_like(magnitude, torch.nan))
-        return element_bytes(magnitude.view(-1, 1)), signs(x) * finite.view(-1, 1)
-
-    def decode_rows(self, headers, codes, dtype):
-        return with_signs(headers.view(torch.bfloat16).float().expand(codes.shape), codes, dtype)
-
-    def step(self, x):
-        return x.double().abs().max().item()
-
-    def bound(self, x):
-        size = x.double().abs()
-        return (size - size.mean()).abs() + 2.0**-8 * size.mean()
-
-
-class E3m0Block:
-    """Powers of two: seven of them below the block's largest, and zero."""
-
-    bits, block, error, idempotent = 4, 256, 1 / 3, True
-    has_zero, exact_residual = True, True
-
-    def header_bytes(self, dtype):
-        return 2
-
-    def exponents(self, x):
-        """Biased, of the powers of two nearest in value: from 1.5 times one on the next."""
-        mantissa, exponent = x.float().abs().double().frexp()  # in [0.5, 1)
-        nearest = exponent + 126 + (mantissa >= 0.75).int()
-        return torch.where((nearest < 1) | (x == 0), torch.zeros_like(nearest), nearest)
-
-    def encode_rows(self, x):
-        finite, exponents = x.isfinite().all(1), self.exponents(x)
-        largest = exponents.amax(1).clamp(max=254)
-        largest = torch.where(largest < 8, torch.zeros_like(largest), largest)
-        levels = (exponents - (largest.view(-1, 1) - 7)).clamp(0, 7).to(torch.uint8)
-        used = finite & (largest > 0)
-        codes = (signs(x) * 8 + levels) * used.view(-1, 1)
-        largest = torch.where(finite, largest, torch.full_like(largest, -1))
-        return largest.to(torch.int16).view(-1, 1).view(torch.uint8), codes
-
-    def decode_rows(self, headers, codes, dtype):
-        largest = headers.view(torch.int16).int()
-        levels = codes.double() % 8
-        powers = torch.exp2(levels + (largest - 7 - 127)) * (levels > 0) * (largest > 0)
-        values = with_signs(powers.float(), codes // 8, dtype)
-        nan = (largest < 0) | (largest > 254)
-        return torch.where(nan, torch.full_like(values, float("nan")), values)
-
-    def step(self, x):
-        # Half of what is next to the largest number; all of what is too small.
-        return max(x.double().abs().max().item() / 2, 1.5 * 2.0**-120)
-
-    def bound(self, x):
-        size = x.double().abs()
-        largest = min(254, self.exponents(x).max().item())
-        return (size / 3).clamp(min=1.5 * 2.0 ** (largest - 7 - 127))
-
-
 CODECS = {
     "minmax_uint8": RangeUint8(block=0),
     "block_uint8": RangeUint8(block=2048),
@@ -322,8 +253,6 @@ CODECS = {
     "bf16": Cast(torch.bfloat16),
     "int4_block": Int4Block(),
     "bit2_block": Bit2Block(),
-    "bit1_block": Bit1Block(),
-    "e3m0_block": E3m0Block(),
 }
 
 

@@ -5,14 +5,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import comm_hooks
-from bagua.torch_api.algorithms import Algorithm, ByteGradAlgorithm
+from bagua.torch_api.algorithms import ByteGradAlgorithm
 from oracle.compressed_all_reduce import parts, with_residuals
 from support import training
 from support.error_feedback import train_step, wrapped
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-CODECS = ["int4_block", "bit2_block", "e3m0_block", "block_uint8", "minmax_uint8"]
+CODECS = ["int4_block", "bit2_block", "block_uint8", "minmax_uint8"]
 STEPS = 6
 
 
@@ -172,14 +172,6 @@ def test_torchs_class_takes_it_as_a_communication_hook(ranks, codec):
 def test_shares_of_a_bucket_have_no_residuals():
     with pytest.raises(ValueError, match=r'error_feedback=True has no form .*"sharded"'):
         ByteGradAlgorithm("sharded", codec="int4_block", error_feedback=True)
-
-
-def test_one_bit_gradients_are_refused_with_the_remedy():
-    with pytest.raises(ValueError, match=r"'bit1_block' train worse .*int4_block.*one_bit=True"):
-        ByteGradAlgorithm(codec="bit1_block", error_feedback=True)
-    with pytest.raises(ValueError, match="one_bit=True"):
-        Algorithm.init("bytegrad", codec="bit1_block")
-    assert ByteGradAlgorithm(codec="bit1_block", one_bit=True).codec == "bit1_block"
 
 
 @training.with_group

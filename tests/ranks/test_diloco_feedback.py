@@ -84,7 +84,7 @@ def train_as_the_oracle(codec):
     return training.bits(model.parameters()), model.bagua_stats()["buckets"][0]["ops"]
 
 
-@pytest.mark.parametrize("codec", ["int4_block", "bit1_block"])
+@pytest.mark.parametrize("codec", ["int4_block", "bit2_block"])
 @pytest.mark.parametrize("size", [2, 3, 4], ids=lambda n: f"{n}_ranks")
 def test_anchors_have_the_bits_of_the_oracle(ranks, size, codec):
     results = ranks(size, train_as_the_oracle, codec, env=training.SMALL_BUCKETS)

@@ -10,8 +10,6 @@ ERRORS = {
     "block_uint8": (0.0078, 0.0220, 0.0083),
     "int4_block": (0.1036, 0.1660, 0.1041),
     "bit2_block": (0.3407, 0.5838, 0.3433),
-    "bit1_block": (0.6017, 0.9104, 0.6072),
-    "e3m0_block": (0.1942, 0.1974, 0.1954),
 }
 IDS = ["normal", "cubes", "runs"]
 
@@ -47,16 +45,14 @@ def test_the_relative_error_is_that_of_the_table(name, data):
     assert error_of(name, x) == pytest.approx(ERRORS[name][IDS.index(data)], rel=0.02)
 
 
-def test_two_magnitudes_are_an_orthogonal_projection_and_never_worse_than_one():
+def test_two_magnitudes_are_an_orthogonal_projection():
     x = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)) ** 3
-    for name in ("bit2_block", "bit1_block"):
-        codec = _C.make_codec(name)
-        sent = codec.decode(codec.encode(x), 1, x.dtype, NUMEL)
-        blocks, decoded = x.double().view(-1, 256), sent.double().view(-1, 256)
-        inner = ((blocks - decoded) * decoded).sum(1).abs()
-        assert (inner <= 2**-8 * decoded.square().sum(1)).all()
-        assert ((blocks - decoded).norm(dim=1) < blocks.norm(dim=1)).all()
-    assert error_of("bit2_block", x) < error_of("bit1_block", x)
+    codec = _C.make_codec("bit2_block")
+    sent = codec.decode(codec.encode(x), 1, x.dtype, NUMEL)
+    blocks, decoded = x.double().view(-1, 256), sent.double().view(-1, 256)
+    inner = ((blocks - decoded) * decoded).sum(1).abs()
+    assert (inner <= 2**-8 * decoded.square().sum(1)).all()
+    assert ((blocks - decoded).norm(dim=1) < blocks.norm(dim=1)).all()
 
 
 @pytest.mark.parametrize("name", _C.codec_names())
@@ -79,11 +75,10 @@ def test_encode_residual_leaves_what_decoding_loses_and_the_bytes_of_encode(name
             assert torch.equal(lost.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
 
 
-# Codec -> magnitude below which a residual without news is after 400 rounds. The codecs of 4 bits
-# have a smallest scale; block_uint8 adds 1e-7 to each range.
+# Codec -> magnitude below which a residual without news is after 400 rounds. int4_block has a
+# smallest scale; block_uint8 adds 1e-7 to each range.
 DIES_OUT = {
     "int4_block": 2.0**-97,
-    "e3m0_block": 2.0**-97,
     "bit2_block": 1e-20,
     "block_uint8": 1e-9,
 }
@@ -98,13 +93,3 @@ def test_a_residual_without_news_dies_out_and_stays_finite(name):
         codec.encode_residual(residual, 1, payload)
         assert residual.isfinite().all()
     assert residual.abs().max() < DIES_OUT[name]
-
-
-def test_a_residual_of_one_bit_without_news_shrinks_and_stays_finite():
-    codec = _C.make_codec("bit1_block")
-    residual = torch.randn(5000, generator=torch.Generator().manual_seed(2))
-    before, payload = residual.norm(), codec.encode(residual)
-    for _ in range(400):
-        codec.encode_residual(residual, 1, payload)
-        assert residual.isfinite().all()
-    assert residual.norm() < 0.005 * before

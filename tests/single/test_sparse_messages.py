@@ -22,7 +22,7 @@ def test_the_bytes_on_the_wire_are_as_computed():
 
 
 @pytest.mark.parametrize(
-    ("codec", "values"), [("int4_block", 32 + 64), ("bf16", 224), ("bit1_block", 32 + 32)]
+    ("codec", "values"), [("int4_block", 32 + 64), ("bf16", 224), ("bit2_block", 32 + 32)]
 )
 def test_a_codec_makes_the_values_smaller(codec, values):
     size = _C.sparse_message_bytes(10000, 100, torch.float32, _C.make_codec(codec))

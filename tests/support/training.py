@@ -82,7 +82,7 @@ def algorithm(name, average=True):
     """`exact`, or a codec's name: ByteGrad with it, also inside a node."""
     if name == "exact":
         return GradientAllReduceAlgorithm()
-    return ByteGradAlgorithm(hierarchical=False, average=average, codec=name, one_bit=True)
+    return ByteGradAlgorithm(hierarchical=False, average=average, codec=name)
 
 
 def network(seed=0, outputs=OUTPUTS):

@@ -65,7 +65,7 @@ class Guard:
             over such runs, so that large gradients of one layer do not hide small ones of another.
             An adaptive optimizer makes steps of one size of both. Measured on real gradients, block
             codecs of 8 bits have 0.01 to 0.05 and those of 4 bits 0.1 to 0.2, which train as exact
-            gradients do; those of 2 bits have 0.35 to 0.55 and of 1 bit 0.6 to 0.9, which do not.
+            gradients do; those of 2 bits have 0.35 to 0.55, which do not.
         residual: threshold of the norm of the residuals over that of the gradients, for operations
             with error feedback. A ratio of r says that an element waits for some r rounds until it
             is sent. Adam divides what comes late and at once by the magnitude of what came before;

@@ -133,9 +133,7 @@ inline double tolerance(const BucketPlan& bucket, int ranks) {
   // Two steps, as the far end of a block may be a whole one off: eighths of the largest magnitude.
   if (bucket.codec == "int4_block") return scale * 1.02 * 2.0 / 8;
   // Within [-1, 1] everything is.
-  if (bucket.codec.starts_with("bit")) return scale * 1.02 * 2.0;
-  // A third of the value, twice.
-  if (bucket.codec == "e3m0_block") return scale * 1.02 * 7.0 / 9;
+  if (bucket.codec == "bit2_block") return scale * 1.02 * 2.0;
   if (bucket.codec == "bf16") return scale * 1.02 / 128;
   return scale * (bucket.codec == "fp16" ? 1.02 / 1024 : 1e-6);
 }

@@ -50,11 +50,9 @@ class ByteGradAlgorithm(Algorithm):
         error_feedback: each rank adds to its gradients what compression has taken from those of
             the last step, and likewise to the mean of its part of a bucket. Takes 8 bytes per
             parameter, and 8 / ranks.
-        one_bit: takes ``codec="bit1_block"``, which is refused otherwise.
 
     Raises:
-        ValueError: unknown codec, or one of 1 bit without ``one_bit``; error feedback with
-            ``hierarchical="sharded"``.
+        ValueError: unknown codec; error feedback with ``hierarchical="sharded"``.
     """
 
     def __init__(
@@ -64,16 +62,8 @@ class ByteGradAlgorithm(Algorithm):
         *,
         codec: str = "block_uint8",
         error_feedback: bool = False,
-        one_bit: bool = False,
     ) -> None:
         _C.make_codec(codec)
-        if codec == "bit1_block" and not one_bit:
-            raise ValueError(
-                "ByteGradAlgorithm: gradients in 'bit1_block' train worse under an adaptive "
-                "optimizer, and worse still with error feedback. Take codec='int4_block', send "
-                "momentum (QAdamAlgorithm(optimizer, codec='bit1_block', error_feedback=True)), or "
-                "pass one_bit=True to train so nevertheless"
-            )
         check_hierarchy("ByteGradAlgorithm", hierarchical, error_feedback)
         warn_of_useless_residuals("ByteGradAlgorithm", codec, error_feedback)
         self.hierarchical = hierarchical
