@@ -45,16 +45,8 @@ MODULES = {
     "bagua.torch_api.distributed": "BaguaModule BaguaDistributedDataParallel",
     "bagua.torch_api.tensor": "BaguaTensor",
     "bagua.torch_api.bucket": "BaguaBucket",
-    "bagua.torch_api.contrib": """
-    fuse_optimizer LoadBalancingDistributedSampler LoadBalancingDistributedBatchSampler CacheLoader
-    CachedDataset
-    """,
-    "bagua.torch_api.contrib.cache_loader": "CacheLoader",
-    "bagua.torch_api.contrib.cached_dataset": "CachedDataset",
+    "bagua.torch_api.contrib": "fuse_optimizer",
     "bagua.torch_api.contrib.fuse.optimizer": "fuse_optimizer is_fused_optimizer",
-    "bagua.torch_api.contrib.load_balancing_data_loader": """
-    LoadBalancingDistributedSampler LoadBalancingDistributedBatchSampler
-    """,
     "bagua.torch_api.contrib.sync_batchnorm": "SyncBatchNorm",
     "bagua.torch_api.utils": """
     flatten unflatten apply_flattened_call apply_flattened_call_all check_contiguous
