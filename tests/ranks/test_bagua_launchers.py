@@ -1,14 +1,10 @@
-"""Bagua's launchers are torchrun; its helpers average over ranks."""
+"""Bagua's launchers are torchrun."""
 
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from bagua.torch_api import utils
-from support import training
 from support.processes import fork_server
 from support.processes.fork_server import FORKED_PYTHON
 
@@ -66,27 +62,3 @@ def test_the_exit_code_is_that_of_torchrun(tmp_path):
     end = run_module("bagua.distributed.run", "--standalone", str(tmp_path / "fails.py"))
     assert end.returncode == 1
     assert "exitcode" in end.stderr
-
-
-@training.with_group
-def average_flattened():
-    rank, size = dist.get_rank(), dist.get_world_size()
-    floats = [torch.full((2, 3), float(rank)), torch.full((5,), 10.0 * rank)]
-    utils.apply_flattened_call(floats, dist.all_reduce)
-    largest = [torch.full((2,), float(rank))]
-    utils.apply_flattened_call(largest, dist.all_reduce, [dist.ReduceOp.MAX])
-    pairs = dist.new_group([0, 1])
-    own = [torch.full((1,), float(rank))]
-    if rank < 2:
-        utils.apply_flattened_call(own, dist.all_reduce, [dist.ReduceOp.SUM, pairs])
-    given = [torch.full((3,), rank), torch.full((3,), float(rank))]
-    utils.apply_flattened_call_all(given, lambda flat: dist.broadcast(flat, size - 1))
-    return [[part.flatten().tolist() for part in parts] for parts in (floats, largest, own, given)]
-
-
-def test_flattened_calls_average_over_the_ranks_of_the_group(ranks):
-    for rank, (floats, largest, own, given) in enumerate(ranks(3, average_flattened)):
-        assert floats == [[1.0] * 6, [10.0] * 5]
-        assert largest == [[2.0] * 2], "a maximum is not divided"
-        assert own == [[0.5 if rank < 2 else 2.0]]
-        assert given == [[2] * 3, [2.0] * 3]

@@ -48,10 +48,6 @@ MODULES = {
     "bagua.torch_api.contrib": "fuse_optimizer",
     "bagua.torch_api.contrib.fuse.optimizer": "fuse_optimizer is_fused_optimizer",
     "bagua.torch_api.contrib.sync_batchnorm": "SyncBatchNorm",
-    "bagua.torch_api.utils": """
-    flatten unflatten apply_flattened_call apply_flattened_call_all check_contiguous
-    get_flattened_tensor to_bagua_datatype average_by_removing_extreme_values
-    """,
     "bagua.distributed.run": "main",
     "bagua.distributed.launch": "main",
     "bagua.torch_api.algorithms": "Algorithm AlgorithmImpl GlobalAlgorithmRegistry",
