@@ -10,7 +10,6 @@ from mlbench_core.aggregation.pytorch.centralized import (
     SparsifiedAggregation,
 )
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
-from mlbench_core.optim.pytorch.centralized import CentralizedSGD
 from ranks.test_power_aggregation import give_gradients, gradients
 from support import training
 from support.devices import cases_on_each, each_device
@@ -100,24 +99,3 @@ def save_and_load(name):
 def test_memory_is_saved_and_loaded(ranks, name, device):
     for first, second in ranks(2, save_and_load, name, env=training.on_device(device)):
         assert first == second
-
-
-@training.with_group
-def train(use_cuda):
-    model = training.network()
-    optimizer = CentralizedSGD(
-        dist.get_world_size(), model, lr=0.1, momentum=0.9, use_cuda=use_cuda
-    )
-    for step in range(STEPS):
-        training.train(model, optimizer, [training.batch(step, dist.get_rank())])
-        training.assert_ranks_agree(model)
-    return torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
-
-
-@each_device
-@USE_CUDA
-def test_an_optimizer_trains_as_on_cpu(ranks, use_cuda, device):
-    results = ranks(3, train, use_cuda, env=training.on_device(device))
-    expected = ranks(3, train, False)
-    for weights, on_cpu in zip(results, expected, strict=True):
-        assert (weights - on_cpu).abs().max() <= 1e-4

@@ -10,9 +10,8 @@ from mlbench_core.aggregation.pytorch.centralized import (
     AllReduceAggregation,
     AllReduceAggregationHVD,
 )
-from mlbench_core.optim.pytorch.fp_optimizers import FP16Optimizer
 from support.processes import pool
-from support.training import batch, bits, error_of, network, squared_error, with_group
+from support.training import bits, error_of, with_group
 from torch import nn
 
 hvd = import_horovod()  # these tests are not skipped: the error says how to get it
@@ -186,27 +185,6 @@ def test_another_world_size_than_horovods_is_refused_at_construction(horovod_ran
         assert message.startswith("ValueError: AllReduceAggregationHVD was made with world_size=3")
         assert "Horovod has 2 process(es)" in message
         assert "leave hvd.init() to this class" in message
-
-
-def half_precision(use_horovod):
-    model = network(seed=int(os.environ["RANK"])).half()
-    optimizer = FP16Optimizer(model, SIZE, use_horovod=use_horovod, average_world=True)
-    optimizer.set_optimizer(torch.optim.SGD([optimizer.fp32_params], lr=0.1))
-    inputs, targets = batch(0, int(os.environ["RANK"]))
-    optimizer.backward_loss(squared_error(model, (inputs.half(), targets.half())))
-    assert optimizer.step()
-    return bits([optimizer.fp32_params, *model.parameters()])
-
-
-@with_group
-def both_half_precisions():
-    return [half_precision(False), half_precision(True)]
-
-
-def test_an_optimizer_over_horovod_trains_as_over_the_group(horovod_ranks):
-    first, second = horovod_ranks(both_half_precisions)
-    assert first == second
-    assert len({*first, *second}) == 1
 
 
 def start_again():

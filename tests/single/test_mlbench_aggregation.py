@@ -28,7 +28,6 @@ WITHOUT_OTHERS = """
 import sys
 import torch.distributed
 from mlbench_core.aggregation.pytorch import aggregation, centralized, decentralized, topology
-from mlbench_core.utils.pytorch import utils
 assert not torch.distributed.is_initialized()
 foreign = {"horovod", "kubernetes", "sklearn", "tensorpack", "matplotlib"} & set(sys.modules)
 print("imported", sorted(foreign))

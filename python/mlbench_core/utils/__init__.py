@@ -1,1 +1,0 @@
-"""Functions that the other packages share."""
