@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from mlbench_core.aggregation.pytorch._horovod_start import _places, import_horovod
+from mlbench_core.aggregation.pytorch._horovod import _places, import_horovod
 from mlbench_core.aggregation.pytorch.centralized import (
     AllReduceAggregation,
     AllReduceAggregationHVD,

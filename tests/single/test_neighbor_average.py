@@ -6,7 +6,7 @@ import pytest
 import torch
 from bagua import _C
 from mlbench_core.aggregation.pytorch import topology
-from mlbench_core.aggregation.pytorch._mixing import metropolis_weights
+from mlbench_core.aggregation.pytorch.decentralized import metropolis_weights
 from oracle import neighbor_average as oracle
 from support.threads.op_ranks import (
     BAD_VALUES,

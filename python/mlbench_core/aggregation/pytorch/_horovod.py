@@ -1,23 +1,46 @@
-"""AllReduceAggregation through Horovod."""
+"""AllReduceAggregation through Horovod: the class, Horovod's transport, and its start."""
 
 from __future__ import annotations
 
+import importlib
+import itertools
+import json
+import os
+import socket
 from collections.abc import Sequence
-from typing import cast
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from bagua import _C
-from bagua._core.group.connections import Connections
+from bagua._core.group import environment as env
+from bagua._core.group.connections import Connections, first_difference
+from bagua._core.group.rendezvous import rendezvous
+from torch.distributed import distributed_c10d as c10d
 
 from mlbench_core.aggregation.pytorch._all_reduce import AllReduceAggregation
-from mlbench_core.aggregation.pytorch._horovod_start import import_horovod, start_horovod
-from mlbench_core.aggregation.pytorch._horovod_transport import (
-    HorovodCommunicator,
-    HorovodTransport,
-)
 from mlbench_core.aggregation.pytorch.aggregation import Denominator, Kind
 
-__all__ = ["AllReduceAggregationHVD"]
+__all__ = ["AllReduceAggregationHVD", "import_horovod"]
+
+_HOW_TO_GET_IT = (
+    "Build it for this environment's torch with `make horovod` in bagua's source tree (three "
+    "minutes; tools/build_horovod PYTHON for another environment), as docs/aggregation.md says."
+)
+
+# Marks an environment in which _start has set Horovod's variables.
+_OURS = "BAGUA_STARTED_HOROVOD"
+
+# dtypes that Horovod does not reduce, and what they travel as. Sums of bytes wrap as
+# usual when they are narrowed again; half precision is rounded once, after the sum.
+_TRAVELS_AS = {
+    torch.bfloat16: torch.float32,
+    torch.bool: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int8: torch.int32,
+}
 
 
 class AllReduceAggregationHVD(AllReduceAggregation):
@@ -48,7 +71,7 @@ class AllReduceAggregationHVD(AllReduceAggregation):
     ) -> None:
         super().__init__(world_size, divide_before, use_cuda)
         horovod = import_horovod()
-        start_horovod(horovod)
+        _start(horovod)
         connections = HorovodTransport(horovod)
         self._check_group(connections)
         self._joined = connections
@@ -87,3 +110,274 @@ class AllReduceAggregationHVD(AllReduceAggregation):
             else:
                 communicator = self._communicator("data", device)
                 cast("HorovodCommunicator", communicator).all_reduce_together(here, op)
+
+
+class HorovodCommunicator:
+    """Reductions and broadcasts through Horovod, counted as a ``CountingCommunicator`` counts.
+
+    All ranks make the same calls in the same order. Calls return when the result is there.
+
+    Args:
+        horovod: the module ``horovod.torch``, initialised.
+        name: distinguishes its messages; equal on all ranks.
+    """
+
+    def __init__(self, horovod: ModuleType, name: str) -> None:
+        self._horovod = horovod
+        self._name = name
+        self._ops = {
+            _C.ReduceOp.SUM: horovod.Sum,
+            _C.ReduceOp.MIN: horovod.Min,
+            _C.ReduceOp.MAX: horovod.Max,
+        }
+        self._bytes = 0
+        self._messages = 0
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return int(self._horovod.rank())
+
+    def all_reduce(self, tensor: torch.Tensor, op: _C.ReduceOp) -> None:
+        """Reduce one contiguous tensor over all ranks, in place, by ``hvd.allreduce_``.
+
+        Raises:
+            horovod.torch.HorovodInternalError: a rank failed, has ended or shut Horovod down.
+        """
+        on_wire = _widened(tensor)
+        self._horovod.allreduce_(on_wire, op=self._ops[op], name=self._called([tensor]))
+        self._count([on_wire])
+        _give_back([on_wire], [tensor])
+
+    def all_reduce_together(self, tensors: Sequence[torch.Tensor], op: _C.ReduceOp) -> None:
+        """As :meth:`all_reduce`, for tensors of one device, by ``hvd.grouped_allreduce_``."""
+        on_wire = [_widened(tensor) for tensor in tensors]
+        self._horovod.grouped_allreduce_(on_wire, op=self._ops[op], name=self._called(tensors))
+        self._count(on_wire)
+        _give_back(on_wire, tensors)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Overwrite one contiguous tensor, of any dtype, with that of rank ``root``."""
+        data = tensor.view(-1).view(torch.uint8)
+        self._horovod.broadcast_(data, root, name=self._called([tensor]))
+        self._messages += 1
+        self._bytes += tensor.nbytes
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes and messages until now, as of gloo's ring; Horovod itself does not count."""
+        return {
+            "bytes_sent": self._bytes,
+            "bytes_received": self._bytes,
+            "messages_sent": self._messages,
+            "messages_received": self._messages,
+        }
+
+    def _called(self, tensors: Sequence[torch.Tensor]) -> str:
+        """A name that has one shape, so that Horovod need not negotiate it in every step."""
+        return "/".join([self._name, *(f"{t.dtype}x{t.numel()}" for t in tensors)])
+
+    def _count(self, tensors: Sequence[torch.Tensor]) -> None:
+        size = self._horovod.size()
+        self._messages += 2 * (size - 1)
+        self._bytes += 2 * sum(tensor.nbytes for tensor in tensors) * (size - 1) // size
+
+
+class HorovodTransport(Connections):
+    """The ranks of Horovod; every aggregation has its own.
+
+    Args:
+        horovod: the module ``horovod.torch``, initialised.
+    """
+
+    _objects = itertools.count(1)
+
+    def __init__(self, horovod: ModuleType) -> None:
+        nothing = dist.HashStore()  # type: ignore[attr-defined]
+        super().__init__(
+            nothing, horovod.rank(), list(range(horovod.size())), c10d.default_pg_timeout
+        )
+        self._horovod = horovod
+        self._number = next(self._objects)
+
+    def connect(
+        self,
+        name: str,
+        device: torch.device | str,
+        members: list[int] | None = None,
+        *,
+        sums_of_torch: bool = False,
+    ) -> _C.CountingCommunicator:
+        """A communicator over all ranks, with Horovod's sums.
+
+        Raises:
+            NotImplementedError: ``members`` are not all ranks.
+        """
+        if members is not None and len(members) != self.size:
+            raise NotImplementedError(f"Horovod reaches all {self.size} ranks, not {members}")
+        made = HorovodCommunicator(self._horovod, f"bagua/{self._number}/{name}")
+        return cast("_C.CountingCommunicator", made)  # it has the methods that are called here
+
+    def agree(self, what: str, lines: list[str]) -> None:
+        """Check that all ranks describe ``what`` with the same lines.
+
+        Raises:
+            BaguaMismatchError: on every rank, listing the first difference from rank 0.
+        """
+        text = torch.tensor(list(json.dumps(lines).encode()), dtype=torch.uint8, device="cpu")
+        name = f"bagua/{self._number}/lines"
+        length = torch.tensor([text.numel()], device="cpu")
+        lengths = self._horovod.allgather(length, name=f"{name}/lengths")
+        parts = self._horovod.allgather(text, name=name).split(lengths.tolist())
+        everyone = [json.loads(bytes(part.tolist())) for part in parts]
+        for other, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                raise _C.BaguaMismatchError(
+                    f"ranks differ in {what}. First difference: "
+                    f"{first_difference(everyone[0], theirs, other)}. "
+                    "Build the same model with the same arguments on every rank."
+                )
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a copy that Horovod can reduce."""
+    return tensor.to(_TRAVELS_AS.get(tensor.dtype, tensor.dtype))
+
+
+def _give_back(on_wire: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    for sent, tensor in zip(on_wire, tensors, strict=True):
+        if sent is not tensor:
+            tensor.copy_(sent)
+
+
+class _Rendezvous:
+    """Rank 0's server. Horovod asks it again for every process set, so it lives on."""
+
+    server: Any = None
+
+
+def import_horovod() -> ModuleType:
+    """The module ``horovod.torch``.
+
+    Raises:
+        ImportError: it is not installed, or not built for this torch; says how to get it.
+    """
+    try:
+        horovod = importlib.import_module("horovod.torch")
+    except ImportError as error:
+        raise ImportError(
+            f"AllReduceAggregationHVD needs Horovod, which cannot be imported ({error}). "
+            + _HOW_TO_GET_IT
+        ) from error
+    if not hasattr(horovod, "allreduce"):  # its import only prints what is wrong
+        raise ImportError(
+            "AllReduceAggregationHVD needs Horovod, and the one that is installed was not built "
+            "for this torch. " + _HOW_TO_GET_IT
+        )
+    return horovod
+
+
+def _start(horovod: ModuleType) -> None:
+    """Initialise Horovod if it is not. All ranks call it.
+
+    Under ``horovodrun`` (or ``mpirun``, with a Horovod built for it) the launcher has said
+    everything. Under torchrun the processes find each other through torch's store, with or without
+    an initialised ``torch.distributed``. Without a launcher this process is alone.
+
+    Raises:
+        ValueError: the launcher's environment variables are incomplete, or Horovod cannot start.
+        torch.distributed.DistStoreError: another rank did not come within the store's timeout.
+    """
+    if horovod.is_initialized():
+        return
+    # Variables that this function set, or that a parent process's left, are of an earlier start.
+    if "HOROVOD_RANK" not in os.environ or _OURS in os.environ:
+        if dist.is_initialized():
+            store, rank, size = c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+        else:
+            rank, size, store = rendezvous(None, -1, -1, -1, None)
+        if size > 1:
+            os.environ.update(_variables(store, rank, size))
+    horovod.init()
+
+
+def _variables(store: c10d.Store, rank: int, size: int) -> dict[str, str]:
+    """Environment that horovodrun would set for this rank.
+
+    1. Every rank says on which node it is. Starts are numbered by this rank's visits to the store,
+       which may outlive one.
+    2. Rank 0 serves Horovod's rendezvous and says where.
+    3. Every rank derives its place among those of its node and among the nodes.
+    """
+    # 1.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    visit = store.add(f"bagua/horovod/{restarts}/visits/{rank}", 1)
+    store = c10d.PrefixStore(f"bagua/horovod/{restarts}/{visit}", store)
+    store.set(f"node/{rank}", str(env.get_node_rank()))
+    nodes = [int(store.get(f"node/{other}")) for other in range(size)]
+    places = _places(nodes)
+    one_node = len(set(nodes)) == 1
+    # 2.
+    if rank == 0:
+        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        store.set("server", f"{host} {_serve(places)}")
+    host, port = store.get("server").decode().split()
+    # 3.
+    variables = {
+        **places[rank].variables(),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1" if one_node else socket.gethostbyname(host),
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
+        _OURS: "1",
+    }
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo" if one_node else "").split(",")[0]
+    if interface and "HOROVOD_GLOO_IFACE" not in os.environ:
+        variables["HOROVOD_GLOO_IFACE"] = interface
+    return variables
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A rank among all, among those of its node, and among its peers: one per node."""
+
+    hostname: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables that horovodrun sets."""
+        return {f"HOROVOD_{name.upper()}": str(value) for name, value in vars(self).items()}
+
+
+def _places(nodes: list[int]) -> list[_Place]:
+    """``nodes``: the node of every rank. Peers have the same rank among those of their node."""
+    local = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
+    return [
+        _Place(
+            hostname=f"node{node}",
+            rank=rank,
+            size=len(nodes),
+            local_rank=local[rank],
+            local_size=nodes.count(node),
+            cross_rank=local[:rank].count(local[rank]),
+            cross_size=local.count(local[rank]),
+        )
+        for rank, node in enumerate(nodes)
+    ]
+
+
+def _serve(places: list[_Place]) -> int:
+    """Start Horovod's rendezvous server in a thread of this process; returns its port."""
+    from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.http.http_server import RendezvousServer
+
+    if _Rendezvous.server is not None:
+        _Rendezvous.server.stop()
+    _Rendezvous.server = RendezvousServer()
+    port: int = _Rendezvous.server.start()
+    _Rendezvous.server.init([SlotInfo(**vars(place)) for place in places])
+    return port

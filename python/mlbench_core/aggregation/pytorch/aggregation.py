@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 import functools
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 from bagua import _C
-from bagua._core.group.connections import MOVED, Connections, total_traffic
-from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.connections import MOVED, Connections, fingerprint, total_traffic
+from bagua._core.group.implicit_group import ensure_initialised
+from bagua._core.group.process_group import BaguaProcessGroup, get_default_group
+from torch.distributed import distributed_c10d as c10d
 
-from mlbench_core.aggregation.pytorch import _group
-from mlbench_core.aggregation.pytorch._agreement import agree
-from mlbench_core.aggregation.pytorch._ops import CanonicalOp, canonical_op
 from mlbench_core.aggregation.pytorch._staging import Staging
-from mlbench_core.aggregation.pytorch._tensors import Candidate, Kind, candidates_of
 
 __all__ = ["Aggregation", "CanonicalOp", "Denominator", "Kind", "canonical_op"]
 
 Denominator = torch.Tensor | float | None
+Kind = Literal["gradient", "weight"]
+CanonicalOp = Literal["avg_world", "avg_custom", "sum", "min", "max"]
+
+_NAMES: dict[str, CanonicalOp] = {
+    "avg_world": "avg_world",
+    "avg": "avg_world",
+    "avg_custom": "avg_custom",
+    "custom_avg": "avg_custom",
+    "sum": "sum",
+    "min": "min",
+    "max": "max",
+}
+
+# States of one tensor on one rank. The highest of all ranks' states counts.
+_ABSENT, _PRESENT, _REFUSED = 0, 1, 2
+
+_FINGERPRINT_BYTES = 8
+# The first message has one size whatever the model, or ranks with different models would hang.
+_FIRST_MESSAGE_STATES = 1008
 
 
 class Aggregation(ABC):
@@ -165,7 +186,7 @@ class Aggregation(ABC):
         # 2.
         what = f"{type(self).__name__} of {kind}s"
         arguments = ["by layer" if by_layer else "by model", *self._describe(op, denom)]
-        candidates = candidates_of(model, kind, buffers, lambda dtype: self._refusal(dtype, op))
+        candidates = _candidates_of(model, kind, buffers, lambda dtype: self._refusal(dtype, op))
         present = self._agree(what, arguments, candidates)
         # 3.
         made: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -184,11 +205,11 @@ class Aggregation(ABC):
             owner.grad = gradient
 
     def _agree(
-        self, what: str, arguments: list[str], candidates: list[Candidate]
-    ) -> list[Candidate]:
+        self, what: str, arguments: list[str], candidates: list[_Candidate]
+    ) -> list[_Candidate]:
         connections = self._connections()
         control = self._communicator("agreement", "cpu")
-        return agree(connections, control, what, arguments, candidates)
+        return _agree_on(connections, control, what, arguments, candidates)
 
     def _aggregate(
         self,
@@ -226,7 +247,7 @@ class Aggregation(ABC):
         """The group, checked against the arguments when it is first asked for."""
         if self._joined is None:
             expected = self._expected_size()
-            connections = _group.member_transport(self._process_group, world_size=expected)
+            connections = _member_transport(self._process_group, expected)
             self._check_group(connections)
             self._joined = connections
         return self._joined
@@ -236,8 +257,180 @@ class Aggregation(ABC):
         connections = self._connections()
         key = (purpose, connections.label(device))
         if key not in self._communicators:
-            self._communicators[key] = _group.communicator(connections, purpose, device)
+            # All members make theirs in the same order.
+            name = f"aggregation/{connections.next_wrap()}/{purpose}/{connections.label(device)}"
+            self._communicators[key] = connections.connect(name, device)
         return self._communicators[key]
+
+
+def canonical_op(op: str) -> CanonicalOp:
+    """The one name of an operation: ``avg`` is ``avg_world``, ``custom_avg`` is ``avg_custom``.
+
+    Raises:
+        NotImplementedError: there is no such operation.
+    """
+    if op not in _NAMES:
+        raise NotImplementedError(f"op={op!r} is not known; there are {', '.join(_NAMES)}")
+    return _NAMES[op]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A tensor that may be aggregated.
+
+    Attributes:
+        owner: the parameter, or the buffer.
+        tensor: its gradient, or itself without autograd; None for a gradient that is not there.
+        refusal: why the tensor cannot be aggregated; empty if it can be.
+    """
+
+    name: str
+    owner: torch.Tensor
+    tensor: torch.Tensor | None
+    refusal: str
+
+    def describe(self) -> str:
+        """Description that is equal on all ranks."""
+        return f"{self.name} {list(self.owner.shape)} {self.owner.dtype}"
+
+
+def _candidates_of(
+    model: torch.nn.Module, kind: Kind, buffers: bool, refusal_of: Callable[[torch.dtype], str]
+) -> list[_Candidate]:
+    """The parameters or their gradients, tied ones once, in the module's order.
+
+    Args:
+        buffers: the floating-point buffers too.
+        refusal_of: why tensors of a dtype cannot be aggregated, or empty.
+    """
+    owners: dict[str, torch.Tensor] = dict(model.named_parameters())
+    if buffers:
+        owners |= {name: b for name, b in model.named_buffers() if b.is_floating_point()}
+    found = []
+    for name, owner in owners.items():
+        tensor = owner.grad if kind == "gradient" else owner.detach()
+        refusal = ""
+        if tensor is not None:
+            refusal = _refusal_of(tensor, owner.dtype) or refusal_of(tensor.dtype)
+        found.append(_Candidate(name, owner, tensor, refusal))
+    return found
+
+
+def _refusal_of(tensor: torch.Tensor, dtype: torch.dtype) -> str:
+    if tensor.is_meta:
+        return "it is on the meta device and has no values; materialise the model first"
+    if tensor.is_complex():
+        return f"complex numbers ({tensor.dtype}) are not supported; use torch.view_as_real"
+    if tensor.layout != torch.strided:
+        return f"it is sparse ({tensor.layout}); make it dense, e.g. nn.Embedding(sparse=False)"
+    if tensor.dtype != dtype:
+        return f"it is {tensor.dtype}, the parameter is {dtype}; convert it first"
+    if any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return f"elements share memory (strides {list(tensor.stride())}); use .contiguous()"
+    return ""
+
+
+def _agree_on(
+    connections: Connections,
+    communicator: _C.Communicator,
+    what: str,
+    arguments: list[str],
+    candidates: Sequence[_Candidate],
+) -> list[_Candidate]:
+    """The candidates that some rank has. All ranks call it.
+
+    Args:
+        what: the call, for messages.
+        arguments: lines that describe it; equal on all ranks, as names, shapes and dtypes are.
+
+    Raises:
+        BaguaMismatchError: on every rank, with the first difference between two of them.
+        ValueError: on every rank, if one of them has a tensor that cannot be aggregated.
+    """
+    states = [
+        _REFUSED if candidate.refusal else _ABSENT if candidate.tensor is None else _PRESENT
+        for candidate in candidates
+    ]
+    if connections.size > 1:
+        lines = [what, *arguments, *(candidate.describe() for candidate in candidates)]
+        states = _highest_states(connections, communicator, what, lines, states)
+    for candidate, state in zip(candidates, states, strict=True):
+        if state == _REFUSED:
+            why = candidate.refusal or "another rank cannot aggregate it, and says why"
+            raise ValueError(f"{what}: '{candidate.name}': {why}")
+    return [c for c, state in zip(candidates, states, strict=True) if state == _PRESENT]
+
+
+def _highest_states(
+    connections: Connections,
+    communicator: _C.Communicator,
+    what: str,
+    lines: list[str],
+    states: Sequence[int],
+) -> list[int]:
+    """The highest state over ranks of each tensor.
+
+    1. Every rank sends the fingerprint of ``lines``, its complement and the first 1008 states, in
+       one MAX all_reduce of 1 KiB.
+    2. The highest byte and the complement of the lowest add up to 255 only where all are equal.
+    3. If they do not, the ranks compare the lines and raise. If there are more states, a second
+       all_reduce brings them.
+    """
+    # 1.
+    own = fingerprint(lines).to_bytes(_FINGERPRINT_BYTES, "little")
+    first = bytes(states[:_FIRST_MESSAGE_STATES]).ljust(_FIRST_MESSAGE_STATES, b"\0")
+    highest = _maximum(communicator, own + bytes(255 - byte for byte in own) + first)
+    # 2.
+    head = highest[: 2 * _FINGERPRINT_BYTES]
+    pairs = zip(head[:_FINGERPRINT_BYTES], head[_FINGERPRINT_BYTES:], strict=True)
+    # 3.
+    if any(high + complement_of_low != 255 for high, complement_of_low in pairs):
+        connections.agree(what, lines)
+    agreed = highest[len(head) :][: len(states)]
+    if len(states) > _FIRST_MESSAGE_STATES:
+        agreed += _maximum(communicator, bytes(states[_FIRST_MESSAGE_STATES:]))
+    return agreed
+
+
+def _maximum(communicator: _C.Communicator, values: bytes) -> list[int]:
+    message = torch.frombuffer(bytearray(values), dtype=torch.uint8)
+    communicator.all_reduce(message, _C.ReduceOp.MAX)
+    result: list[int] = message.tolist()
+    return result
+
+
+def _member_transport(
+    process_group: BaguaProcessGroup | None, world_size: int | None
+) -> Connections:
+    """The connections of this process to the group's members. All members call it.
+
+    Without a group it is bagua's default group, which is made over torch.distributed's where the
+    script has initialised that one only. A process without either is alone if it declares that by
+    ``world_size=1``, or if no launcher says otherwise.
+
+    Raises:
+        RuntimeError: there is no group but there are other ranks, or this process is no member.
+    """
+    if process_group is not None:
+        connections = process_group.connections
+    elif dist.is_initialized():
+        ensure_initialised()
+        connections = get_default_group().connections
+    elif world_size == 1 or (world_size is None and os.environ.get("WORLD_SIZE", "1") == "1"):
+        lonely = dist.HashStore()  # type: ignore[attr-defined]
+        return Connections(lonely, 0, [0], c10d.default_pg_timeout)
+    else:
+        raise RuntimeError(
+            "there is no process group to aggregate in: call "
+            "torch.distributed.init_process_group() or bagua.init_process_group() before the "
+            "first aggregation"
+        )
+    if connections.rank < 0:
+        raise RuntimeError(
+            f"this process is not a member of the group with ranks {connections.ranks}: aggregate "
+            "on the members only, or pass another process_group"
+        )
+    return connections
 
 
 def _text(result: object) -> str:
