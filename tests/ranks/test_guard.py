@@ -127,7 +127,7 @@ def error_of_codecs():
     for codec in ("block_uint8", "int4_block"):
         model = training.network()
         optimizer = training.sgd(model)
-        model.with_bagua([optimizer], ByteGradAlgorithm(False, codec=codec), guard=WATCHING)
+        model.with_bagua([optimizer], ByteGradAlgorithm(False, codec=codec), guard=Guard())
         step(model, optimizer, 0)
         step(model, optimizer, 1)
         found[codec] = stats_of(model)["buckets"]["0"]["relative_error"]
@@ -139,6 +139,27 @@ def test_the_error_of_the_first_round_tells_codecs_apart(ranks):
     results = ranks(3, error_of_codecs)
     assert results[0] == results[1] == results[2]
     assert 0 < results[0]["block_uint8"] < 0.05 < results[0]["int4_block"] < 0.3
+
+
+@training.with_group
+def under_a_scaler(scale):
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    model, optimizer = wrapped(
+        "bytegrad-feedback", training.network(), grad_scaler=scaler, guard=Guard()
+    )
+    for number in range(2):
+        optimizer.zero_grad()
+        loss = training.squared_error(model, training.batch(number, dist.get_rank()))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return stats_of(model)["buckets"]["0"]
+
+
+def test_figures_do_not_depend_on_the_loss_scale(ranks):
+    plain, scaled = (ranks(2, under_a_scaler, scale)[0] for scale in (1.0, 64.0))
+    assert plain == pytest.approx(scaled, rel=1e-4)
+    assert 0 < plain["residual"] < 0.3
 
 
 @training.with_group
@@ -345,19 +366,24 @@ def unfreeze():
     model = training.network()
     model[0].weight.requires_grad_(False)
     model, optimizer = wrapped("bytegrad", model, guard=TOUCHY)
-    for number in range(4):
-        step(model, optimizer, number)
-    before = stats_of(model)["breaches"]
-    model[0].weight.requires_grad_(True)
-    for number in range(4):
-        step(model, optimizer, number)
-    return before, stats_of(model)["breaches"]
+    before = []
+
+    def train():
+        for number in range(8):
+            if number == 4:
+                before.extend(stats_of(model)["breaches"])
+                model[0].weight.requires_grad_(True)
+            step(model, optimizer, number)
+
+    texts = [text for text in training.warnings_of(train) if "threshold" in text]
+    return before, stats_of(model)["breaches"], len(texts)
 
 
-def test_new_buckets_are_watched_from_their_first_round_on(ranks):
-    for before, after in ranks(2, unfreeze):
+def test_new_buckets_are_watched_from_their_first_round_on_and_told_of_once(ranks):
+    for rank, (before, after, texts) in enumerate(ranks(2, unfreeze)):
         assert [found["round"] for found in before] == [2]
         assert [found["round"] for found in after] == [2, 6]
+        assert texts == (1 if rank == 0 else 0)
 
 
 @training.with_group

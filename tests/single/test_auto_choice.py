@@ -146,17 +146,6 @@ def test_a_choice_of_a_checkpoint_takes_its_first_window_for_reference():
     assert not run.selection.chosen
 
 
-def test_interrupted_steps_are_not_timed():
-    run = Run(FASTER)
-    for _ in range(3 * STEPS):
-        run.steps(1)
-        run.now += 100.0
-        run.selection.interrupt()
-    assert run.selection.at_work.label == EXACT
-    assert not run.selection.chosen
-    assert run.to_the_end().trials[0].seconds == pytest.approx(1.0)
-
-
 def test_labels_are_calls_without_defaults():
     labels = {
         "gradient_allreduce": GradientAllReduceAlgorithm(),

@@ -205,10 +205,6 @@ class Selection:
         self._reference, self._slow_windows, self._seconds = None, 0, []
         self._ended = None
 
-    def interrupt(self) -> None:
-        """Do not count the time up to the next step."""
-        self._ended = None
-
     def step_ended(self, now: float, error: float | None, breached: bool) -> bool:
         """Count a step of the candidate at work; whether another one is at work from now on.
 
@@ -464,9 +460,8 @@ class AutoAlgorithmImpl(AlgorithmImpl):
 
     def _step_ended(self, bagua_ddp: WrappedModule) -> None:
         selection, guard = self.selection, bagua_ddp.guard
-        # Inside join() ranks without inputs are in no step.
+        # Inside join() ranks without inputs are in no step: ranks would count differently.
         if bagua_ddp.joining or self._built is not selection.at_work:
-            selection.interrupt()
             return
         if not selection.chosen:
             _wait_for(bagua_ddp.bagua_buckets)

@@ -59,8 +59,6 @@ class WrappedModule(Protocol):
 
     def wait_pending_comm_ops(self) -> None: ...
 
-    def stats(self) -> dict[str, Any]: ...
-
 
 class Algorithm:
     """The arguments of a distributed algorithm; :meth:`reify` makes the working object."""
