@@ -329,7 +329,7 @@ def saved_too_early_and_damaged():
     model.bagua_algorithm.load_state_dict(early)
     messages = [
         training.error_of(lambda state=state: model.bagua_algorithm.load_state_dict(state))
-        for state in ({"rounds": 3}, {"choice": "?"}, {"choice": 3})
+        for state in ({"rounds": 3}, {"choice": "?"}, {"choice": ["?"]})
     ]
     train(model, optimizer, UNTIL_CHOSEN - 20, first=20)
     return early, messages, choice_of(model)

@@ -509,14 +509,14 @@ class AutoAlgorithmImpl(AlgorithmImpl):
             )
         if state["choice"] == "":
             return
-        trials = {trial.label: trial for trial in self.selection.trials}
-        if state["choice"] not in trials:
+        choice, trials = state["choice"], self.selection.trials
+        chosen = next((trial for trial in trials if trial.label == choice), None)
+        if chosen is None:
+            labels = ", ".join(trial.label for trial in trials)
             raise ValueError(
-                f"AutoAlgorithm: 'choice' is {str(state['choice'])[:80]!r} in the state, which is "
-                f"none of the candidates {', '.join(trials)}; wrap with the candidates of the "
-                "training that saved it"
+                f"AutoAlgorithm: 'choice' is {str(choice)[:80]!r} in the state, which is none of "
+                f"the candidates {labels}; wrap with the candidates of the training that saved it"
             )
-        chosen = trials[state["choice"]]
         if not (self.selection.chosen and self.selection.at_work is chosen):
             self.selection.choose(chosen, "restored from a checkpoint")
         bagua_ddp = None if self._ddp is None else self._ddp()
