@@ -56,8 +56,7 @@ def make_model():
 def choose(name, parameters):
     """The optimizer and the algorithm of that name, with what suits this little task."""
     if name == "qadam":
-        # eps: what the warm-up hardly saw must not be moved by its gradient / 1e-8 afterwards.
-        optimizer = QAdamOptimizer(parameters, lr=0.002, warmup_steps=WARM_UP[name], eps=1e-3)
+        optimizer = QAdamOptimizer(parameters, lr=0.002, warmup_steps=WARM_UP[name])
         # hierarchical=False: compress also between ranks of one machine.
         return optimizer, Algorithm.init(name, q_adam_optimizer=optimizer, hierarchical=False)
     optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)

@@ -2,7 +2,8 @@
 
     m <- mean over ranks of beta1 m + (1 - beta1) g_rank, through a codec
     m <- m + (1 - beta1) weight_decay p
-    p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^w) + eps)
+    d <- m / (1 - beta1^t) / (sqrt(v) / sqrt(1 - beta2^w) + eps)
+    p <- p - lr * min(max(d, -c), c), with c = max(1, (1 - beta1) / sqrt(1 - beta2))
 
 v stays as it was after the w steps of the warm-up. Tensors are in dictionaries by parameter name.
 """
@@ -45,4 +46,6 @@ def moved(weight, momentum, second, t, w, lr, betas, eps):
     """The new weight, in f64."""
     beta1, beta2 = betas
     scale = second.double().sqrt() / (1 - beta2**w) ** 0.5 + eps
-    return weight.double() - lr / (1 - beta1**t) * momentum.double() / scale
+    longest = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
+    move = (momentum.double() / (1 - beta1**t) / scale).clamp(-longest, longest)
+    return weight.double() - lr * move

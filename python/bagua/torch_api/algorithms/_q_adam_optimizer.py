@@ -27,10 +27,15 @@ class QAdamOptimizer(torch.optim.Optimizer):
     Later steps ``t``, with the second moment ``v`` as the warm-up of ``w`` steps left it::
 
         m <- beta1 m + (1 - beta1) (g + weight_decay p)
-        p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^w) + eps)
+        d <- m / (1 - beta1^t) / (sqrt(v) / sqrt(1 - beta2^w) + eps)
+        p <- p - lr * min(max(d, -c), c), with c = max(1, (1 - beta1) / sqrt(1 - beta2))
 
     The bias correction of ``v`` is frozen with it. In Bagua it goes on counting, and steps grow by
     up to ``1 / sqrt(1 - beta2^w)``: 3.2 times after 100 steps with the default betas.
+
+    ``c``, 3.2 with the default betas, is Adam's own bound of a step (Kingma and Ba, ICLR 2015,
+    section 2.1). A frozen ``v`` does not keep it: an element whose gradient was zero in the
+    warm-up, as behind an inactive ReLU, would move by ``lr m / eps`` later.
 
     With ``QAdamAlgorithm`` the mean over ranks of ``beta1 m + (1 - beta1) g`` travels in 8 bits
     after the warm-up: when ``backward()`` returns, ``.grad`` holds that mean, the momentum, which
@@ -42,10 +47,9 @@ class QAdamOptimizer(torch.optim.Optimizer):
             ``eps`` and ``weight_decay`` may differ between groups and may be scheduled.
         lr: learning rate.
         warmup_steps: steps of exact Adam, at least 1. Take enough of them for ``v`` to tell the
-            scale of every element: one whose gradient was zero in all of them has none.
+            scale of every element.
         betas: decay of the first and of the second moment, in [0, 1).
-        eps: added to the denominator. After the warm-up it is all that bounds an element whose
-            gradient was tiny or zero until then: 1e-4 serves where 1e-8 diverges.
+        eps: added to the denominator.
         weight_decay: L2 penalty, as in ``torch.optim.Adam``.
 
     Raises:
@@ -194,6 +198,11 @@ class QAdamOptimizer(torch.optim.Optimizer):
         last = group["warmup_steps"]
         torch._foreach_div_(denominators, [(1 - beta2 ** min(step, last)) ** 0.5 for step in steps])
         torch._foreach_add_(denominators, group["eps"])
+        # |momentum| / denominator is at most c (1 - beta1^t).
+        longest = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
+        least = torch._foreach_abs(momenta)
+        torch._foreach_div_(least, [longest * (1 - beta1**step) for step in steps])
+        torch._foreach_maximum_(denominators, least)
         rates = [-float(group["lr"]) / (1 - beta1**step) for step in steps]
         torch._foreach_addcdiv_(parameters, momenta, denominators, rates)
 

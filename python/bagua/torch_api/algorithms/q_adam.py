@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -127,6 +126,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._last_forward = 0  # the wrapper's count of training forwards, no_sync() included
         self._accumulated = False  # under no_sync() since the last round
         self._fresh = False  # momentum has been averaged, and no step has used it
+        self._finite: torch.Tensor | None = None  # by gradient, whether the last ones were
         self._loaded_steps: int | None = None
         self._on_load: torch.utils.hooks.RemovableHandle | None = None
 
@@ -138,6 +138,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._groups = _groups_of(self.optimizer, bagua_ddp)
         self.compressing = not self.optimizer.warming_up
         self.gradients_hold_momentum = self._fresh = False
+        self._finite = None
         self._memories, self._betas = {}, []
         self._momenta = None
         if self.compressing and self.error_feedback:
@@ -165,7 +166,6 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
                 hierarchical=False, average=True, group=self.process_group
             )
             return
-        _warn_without_scale(self.optimizer, bucket)
         memories = [self.optimizer.state_of(tensor)["exp_avg"] for tensor in bucket.tensors]
         betas = torch.zeros(len(bucket.tensors), dtype=torch.float64, device="cpu")
         self._betas.append((betas, [self._groups[tensor] for tensor in bucket.tensors]))
@@ -231,7 +231,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         """Called by the optimizer's step, which takes ``.grad`` for momentum.
 
         Raises:
-            BaguaError: nothing has been averaged since the last step.
+            BaguaError: nothing has been averaged since the last step, or momenta that are not
+                finite.
         """
         if not self._fresh:
             raise BaguaError(
@@ -239,9 +240,34 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
                 "gradients are this rank's own and no averaged momentum. After the warm-up let the "
                 "last backward before each step run outside of no_sync(), and step once for it."
             )
+        self._refuse_non_finite()
         self._fresh = False
         if self._momenta is not None:
             self._momenta.commit()
+
+    def _refuse_non_finite(self) -> None:
+        """Raise on all ranks alike, as they hold the same means, before the step changes anything.
+
+        On a device the answer is that of the step before: the host does not wait for its queue.
+        """
+        held = {t: t.grad for t in self._memories if t.grad is not None}
+        if not held:
+            return
+        largest = torch._foreach_norm(list(held.values()), float("inf"))
+        finite = torch.stack([norm.float() for norm in largest]).isfinite()
+        before, self._finite = self._finite, finite
+        known = finite if finite.is_cpu else before
+        if known is None or len(known) != len(held) or bool(known.all()):
+            return
+        names = [tensor.bagua_tensor_name for tensor in held]  # type: ignore[attr-defined]
+        bad = [name for name, good in zip(names, known.tolist(), strict=True) if not good]
+        raise BaguaError(
+            f"QAdamOptimizer.step(): the averaged momentum of '{bad[0]}' and {len(bad) - 1} others "
+            f"is not finite, {self.optimizer.compressed_steps} steps after the warm-up; momentum "
+            "would stay so for ever. Go back to a checkpoint and take a smaller learning rate or a "
+            "longer warm-up (QAdamOptimizer(warmup_steps=)); with float16 autocast pass the "
+            "GradScaler to with_bagua, and such steps are skipped."
+        )
 
     def close(self) -> None:
         self.gradients_hold_momentum = self.compressing = False
@@ -336,18 +362,3 @@ def _groups_of(optimizer: QAdamOptimizer, bagua_ddp: WrappedModule) -> dict[torc
                 "_bagua_params_and_buffers_to_ignore."
             )
     return groups
-
-
-def _warn_without_scale(optimizer: QAdamOptimizer, bucket: BaguaBucket) -> None:
-    names = [
-        tensor.bagua_tensor_name  # type: ignore[attr-defined]
-        for tensor in bucket.tensors
-        if not bool(optimizer.state_of(tensor)["exp_avg_sq"].any())
-    ]
-    if names:
-        warnings.warn(
-            f"QAdam: no gradient in the whole warm-up for {', '.join(names)}. Their second moment "
-            "stays zero, and the first gradient will move them by lr / eps times itself: freeze "
-            "them, or take a longer warm-up.",
-            stacklevel=2,
-        )
