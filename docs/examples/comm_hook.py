@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 ALGORITHMS = {
     "exact": GradientAllReduceAlgorithm(),
-    "bytegrad": ByteGradAlgorithm(hierarchical=False),  # also between ranks of one node
+    "bytegrad": ByteGradAlgorithm(),
     "power_sgd": PowerSGDAlgorithm(rank=4),
     "sparse": SparseAlgorithm(ratio=0.02),
 }

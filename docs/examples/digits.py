@@ -57,21 +57,17 @@ def choose(name, parameters):
     """The optimizer and the algorithm of that name, with what suits this little task."""
     if name == "qadam":
         optimizer = QAdamOptimizer(parameters, lr=0.002, warmup_steps=WARM_UP[name])
-        # hierarchical=False: compress also between ranks of one machine.
-        return optimizer, Algorithm.init(name, q_adam_optimizer=optimizer, hierarchical=False)
+        return optimizer, Algorithm.init(name, q_adam_optimizer=optimizer)
     optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
     if name == "power_sgd":
         return optimizer, Algorithm.init(name, rank=4)
     if name == "async":  # a step takes milliseconds here, so averages follow each other
         return optimizer, Algorithm.init(name, sync_interval_ms=0, warmup_steps=WARM_UP[name])
     if name == "bytegrad-int4":
-        algorithm = ByteGradAlgorithm(hierarchical=False, codec="int4_block", error_feedback=True)
-        return optimizer, algorithm
+        return optimizer, ByteGradAlgorithm(codec="int4_block", error_feedback=True)
     if name == "diloco":  # ranks that see different digits must meet often
         return optimizer, Algorithm.init(name, outer_optimizer=OuterSGD(0.7, 0.3), interval=5)
-    if name == "auto":
-        return optimizer, Algorithm.init(name)
-    return optimizer, Algorithm.init(name, hierarchical=False)
+    return optimizer, Algorithm.init(name)
 
 
 def evaluate(model, images, labels):

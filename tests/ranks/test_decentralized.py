@@ -95,12 +95,10 @@ def test_nodes_average_exactly_inside_and_weigh_by_their_ranks_between(ranks, mo
         assert stats["buckets"][0]["ops"][0].startswith("AverageWeights(Hierarchical(")
 
 
-def test_on_one_node_shift_one_is_the_mean_of_all_and_one_warning_says_so(ranks):
-    for _, caught, *_ in ranks(3, train_against_the_oracle, "shift_one", 1, [0, 0, 0]):
-        assert len(caught) == 1
-        assert "nothing is gossiped. Pass hierarchical=False to gossip" in caught[0]
-    for _, caught, *_ in ranks(3, train_against_the_oracle, "all", 1, [0, 0, 0]):
-        assert caught == []
+def test_on_one_node_hierarchical_shift_one_is_the_mean_of_all(ranks):
+    for mode in ("shift_one", "all"):
+        for _, caught, *_ in ranks(3, train_against_the_oracle, mode, 1, [0, 0, 0]):
+            assert caught == []
 
 
 @training.with_group

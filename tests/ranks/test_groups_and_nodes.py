@@ -4,7 +4,12 @@ import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
-from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
+from bagua.torch_api.algorithms import (
+    Algorithm,
+    ByteGradAlgorithm,
+    GradientAllReduceAlgorithm,
+    QAdamOptimizer,
+)
 from support import training
 
 NODES = pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 1, 1), (2, 1)], ids=str)
@@ -65,12 +70,49 @@ def test_the_compressed_hierarchical_result_weighs_every_rank_the_same(ranks, si
         assert caught == []
 
 
-def test_on_one_node_nothing_is_compressed_and_one_warning_says_so(ranks):
+def test_on_one_node_hierarchical_averages_are_exact(ranks):
     for worst, caught, _ in ranks(3, gradients_over_nodes, "minmax_uint8", True):
         assert worst < 1e-6
-        assert len(caught) == 1
-        assert "all ranks share one node: nothing is compressed" in caught[0]
-        assert "hierarchical=False" in caught[0]
+        assert caught == []
+
+
+@training.with_group
+def defaults():
+    """By name, whether the default is hierarchical, what warns, and one asked for."""
+    found, said = {}, []
+    gossip = ["decentralized", "low_precision_decentralized"]
+    for name in ["bytegrad", "qadam", "power_sgd", "sparse", *gossip]:
+        model = training.network()
+        optimizer = QAdamOptimizer(model.parameters()) if name == "qadam" else training.sgd(model)
+        more = {"q_adam_optimizer": optimizer} if name == "qadam" else {}
+        chosen = Algorithm.init(name, **more)
+        said += training.warnings_of(lambda m=model, o=optimizer, c=chosen: m.with_bagua([o], c))
+        found[name] = model.bagua_algorithm.hierarchical
+    group = model.bagua_algorithm.process_group
+    return found, said, [group.hierarchy(asked) for asked in (False, True, "sharded")]
+
+
+@pytest.mark.parametrize("sizes", [(3,), (1, 1, 1), (2, 1), (1, 2)], ids=str)
+def test_the_default_is_hierarchical_between_nodes_of_several_ranks(ranks, sizes):
+    expected = 1 < len(sizes) < sum(sizes)
+    for found, said, asked in ranks(sum(sizes), defaults, env=environment_of_nodes(sizes)):
+        assert set(found.values()) == {expected}
+        assert said == []
+        assert asked == [False, True, "sharded"]
+
+
+@training.with_group
+def train_with_different_defaults():
+    """One rank asks for what the default would be."""
+    asked = {} if dist.get_rank() else {"hierarchical": True}
+    model = training.network()
+    return training.error_of(lambda: model.with_bagua([], ByteGradAlgorithm(**asked)))
+
+
+def test_ranks_that_ask_differently_are_told_so_at_once(ranks):
+    for error in ranks(3, train_with_different_defaults, env=environment_of_nodes((2, 1))):
+        assert "'hierarchical': True" in error
+        assert "'hierarchical': None" in error
 
 
 @training.with_group

@@ -124,29 +124,10 @@ def test_nodes_average_exactly_inside_and_compress_between(ranks, codec, sizes):
 
 
 @training.with_group
-def wrap_hierarchically_and_train():
-    model = training.network()
-    optimizer = QAdamOptimizer(model.parameters(), warmup_steps=1)
-    chosen = QAdamAlgorithm(optimizer)
-    caught = training.warnings_of(lambda: model.with_bagua([optimizer], chosen))
-    caught += training.warnings_of(
-        lambda: [q_adam.train_step(model, optimizer, step) for step in range(3)]
-    )
-    q_adam.assert_ranks_agree(model, optimizer)
-    return caught
-
-
-def test_on_one_node_the_default_compresses_nothing_and_a_warning_says_so(ranks):
-    for caught in ranks(2, wrap_hierarchically_and_train):
-        assert len(caught) == 1
-        assert "nothing is compressed. Pass hierarchical=False" in caught[0]
-
-
-@training.with_group
 def bytes_of_steps():
     model = torch.nn.Linear(1000, 60)
     optimizer = QAdamOptimizer(model.parameters(), warmup_steps=1)
-    model.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical=False))
+    model.with_bagua([optimizer], QAdamAlgorithm(optimizer))
     sent = []
     for _ in range(2):
         optimizer.zero_grad()

@@ -15,7 +15,7 @@ def test_algorithms_are_constructed_by_name_with_their_arguments():
     assert (exact.hierarchical, exact.average) == (True, False)
     compressed = Algorithm.init("bytegrad", codec="minmax_uint8")
     assert isinstance(compressed, ByteGradAlgorithm)
-    assert (compressed.hierarchical, compressed.codec) == (True, "minmax_uint8")
+    assert (compressed.hierarchical, compressed.codec) == (None, "minmax_uint8")
 
 
 def test_an_unknown_name_lists_the_known_ones():

@@ -1,7 +1,5 @@
 """Helpers for tests of QAdam: a model, its optimizer, and every step beside the oracle."""
 
-import warnings
-
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
@@ -31,11 +29,7 @@ def wrapped(seed=0, warmup_steps=WARM_UP, hierarchical=False, dtype=torch.float3
     model = training.network(seed).to(dtype)
     optimizer = optimizer_of(model, warmup_steps)
     codec = arguments.pop("codec", "block_uint8")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="hierarchical=True is exact")
-        model.with_bagua(
-            [optimizer], QAdamAlgorithm(optimizer, hierarchical, codec=codec), **arguments
-        )
+    model.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical, codec=codec), **arguments)
     return model, optimizer
 
 

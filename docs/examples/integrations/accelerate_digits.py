@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 ALGORITHMS = {
     "exact": GradientAllReduceAlgorithm(),
-    "bytegrad": ByteGradAlgorithm(hierarchical=False),  # also between ranks of one node
+    "bytegrad": ByteGradAlgorithm(),
 }
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 ALGORITHMS = {
     "exact": GradientAllReduceAlgorithm(),
-    "bytegrad": ByteGradAlgorithm(hierarchical=False),  # also between ranks of one node
+    "bytegrad": ByteGradAlgorithm(),
 }
 
 

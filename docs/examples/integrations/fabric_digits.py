@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 STRATEGIES = {
     "exact": lambda: "bagua",
-    "bytegrad": lambda: BaguaFabricStrategy("bytegrad", hierarchical=False),
+    "bytegrad": lambda: BaguaFabricStrategy("bytegrad"),
 }
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 STRATEGIES = {
     "exact": lambda: "bagua",
-    "bytegrad": lambda: BaguaStrategy("bytegrad", hierarchical=False),
+    "bytegrad": lambda: BaguaStrategy("bytegrad"),
 }
 
 

@@ -20,7 +20,7 @@ from transformers import Trainer, TrainingArguments
 
 ALGORITHMS = {
     "exact": GradientAllReduceAlgorithm(),
-    "bytegrad": ByteGradAlgorithm(hierarchical=False),  # also between ranks of one node
+    "bytegrad": ByteGradAlgorithm(),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Lane, among, among_weighted
-from bagua._ops.contract.operation import BetweenNodes, BucketView, Operation
+from bagua._ops.contract.operation import BucketView, Operation
 
 __all__ = ["AverageWeights", "check_peer_selection_mode"]
 
@@ -58,10 +58,6 @@ class AverageWeights(Operation):
     @property
     def result(self) -> torch.Tensor:  # type: ignore[override]
         return self.peer_weight
-
-    @property
-    def between_nodes(self) -> BetweenNodes:  # type: ignore[override]
-        return "gossiped" if self.hierarchical and self.peer_selection_mode != "all" else "exact"
 
     def describe(self) -> str:
         return f"hierarchical={self.hierarchical} peers={self.peer_selection_mode}"

@@ -11,7 +11,7 @@ from bagua._core.compression.two_residuals import TwoResiduals
 from bagua._core.group import environment
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Hierarchy, Lane, among
-from bagua._ops.contract.operation import BetweenNodes, BucketView, Operation
+from bagua._ops.contract.operation import BucketView, Operation
 
 __all__ = ["CompressedAllReduce", "codec_named", "codec_of_scatter_gather"]
 
@@ -74,10 +74,6 @@ class CompressedAllReduce(Operation):
 
     def remembered(self) -> _C.RoundMemory | None:
         return None if self.residuals is None else self.residuals.memory
-
-    @property
-    def between_nodes(self) -> BetweenNodes:  # type: ignore[override]
-        return "compressed" if self.hierarchical else "exact"
 
     def check(self, bucket: BucketView) -> None:
         """Raise ValueError, with the known codecs, for an unknown one."""

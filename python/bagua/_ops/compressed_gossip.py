@@ -10,7 +10,7 @@ from bagua import _C
 from bagua._core.group import environment
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Lane, among_weighted
-from bagua._ops.contract.operation import BetweenNodes, BucketView, Operation
+from bagua._ops.contract.operation import BucketView, Operation
 
 __all__ = ["CompressedGossip", "mixing_weights"]
 
@@ -46,10 +46,6 @@ class CompressedGossip(Operation):
     hierarchical: bool
     codec: str
     group: BaguaProcessGroup | None
-
-    @property
-    def between_nodes(self) -> BetweenNodes:  # type: ignore[override]
-        return "compressed" if self.hierarchical else "exact"
 
     def describe(self) -> str:
         return f"hierarchical={self.hierarchical} ring codec={self.codec}"

@@ -8,7 +8,7 @@ from bagua import _C
 from bagua._core.compression.low_rank import Matrices
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Lane, among
-from bagua._ops.contract.operation import BetweenNodes, BucketView, Operation
+from bagua._ops.contract.operation import BucketView, Operation
 
 __all__ = ["LowRank"]
 
@@ -32,10 +32,6 @@ class LowRank(Operation):
     error_feedback: bool
     seed: int
     group: BaguaProcessGroup | None
-
-    @property
-    def between_nodes(self) -> BetweenNodes:  # type: ignore[override]
-        return "compressed" if self.hierarchical else "exact"
 
     def remembered(self) -> _C.RoundMemory:
         return self.memory

@@ -8,7 +8,7 @@ from bagua import _C
 from bagua._core.compression.sparse_choice import sparse_mean
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Lane, among
-from bagua._ops.contract.operation import BetweenNodes, BucketView, Operation
+from bagua._ops.contract.operation import BucketView, Operation
 
 __all__ = ["Sparse"]
 
@@ -31,10 +31,6 @@ class Sparse(Operation):
     seed: int
     group: BaguaProcessGroup | None
     codec: str | None = None
-
-    @property
-    def between_nodes(self) -> BetweenNodes:  # type: ignore[override]
-        return "compressed" if self.hierarchical else "exact"
 
     def remembered(self) -> _C.RoundMemory:
         return self.memory

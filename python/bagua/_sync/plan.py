@@ -17,7 +17,7 @@ from bagua._core.group import environment as env
 from bagua._core.group.connections import fingerprint
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Lane
-from bagua._ops.contract.operation import BetweenNodes, BucketView, Operation
+from bagua._ops.contract.operation import BucketView, Operation
 from bagua._sync.wrapper import Bucket
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "log_plan",
     "log_unfrozen",
     "part_of_the_round",
-    "warn_one_node",
 ]
 
 _log = logging.getLogger("bagua")
@@ -76,18 +75,6 @@ def divided_first(bucket: Bucket, group: BaguaProcessGroup) -> tuple[Sequence[Op
         if divided is not None:
             return [divided[0]], divided[1]
     return bucket.ops, 1.0
-
-
-def warn_one_node(group: BaguaProcessGroup, kinds: Sequence[BetweenNodes]) -> None:
-    """Warn of hierarchical operations that change nothing, because all ranks share a node."""
-    missing = [kind for kind in kinds if kind != "exact"]
-    if missing and group.size > 1 and len(set(group.connections.node_of_ranks())) == 1:
-        verb = {"compressed": "compress", "gossiped": "gossip"}[missing[0]]
-        warnings.warn(
-            "hierarchical=True is exact inside a node, and all ranks share one node: nothing is "
-            f"{missing[0]}. Pass hierarchical=False to {verb} between the ranks of a node.",
-            stacklevel=2,
-        )
 
 
 def _warn_stragglers(report: str) -> None:
@@ -154,7 +141,6 @@ def _build(
     description = describe(buckets)
     description += [] if weights is None else weights.describe()
     connections.agree("their buckets", description)
-    warn_one_node(group, [op.between_nodes for bucket in buckets for op in bucket.ops])
     count = _number_of_lanes(buckets)
     device = buckets[0].backend_tensor.device if buckets else torch.device("cpu")
     builders = [Lane(f"{wrap}/lane{i}", device, group) for i in range(count)]

@@ -16,7 +16,6 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.snapshot import sparse_parameters
 from bagua._ops.contract.lane import Lane
 from bagua._sync import owners
-from bagua._sync.plan import warn_one_node
 from bagua.comm_hooks._handle import Handle
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
@@ -208,6 +207,4 @@ def _connected(lane: Lane, impl: AlgorithmImpl) -> Lane:
         lane.shares(None)
     elif hierarchical:
         lane.nodes(None)
-    if hierarchical and not isinstance(impl, GradientAllReduceAlgorithmImpl):
-        warn_one_node(lane.group, ["compressed"])
     return lane

@@ -73,7 +73,7 @@ def use(accelerator: accelerate.Accelerator, algorithm: str | Algorithm) -> Hook
     """Have ``accelerator`` reduce gradients by ``algorithm``. Call it on every rank::
 
         accelerator = Accelerator()
-        hooks = use(accelerator, ByteGradAlgorithm(hierarchical=False))
+        hooks = use(accelerator, ByteGradAlgorithm())
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
 
     It comes before ``prepare``, once. Models that are prepared afterwards get a hook.

@@ -29,7 +29,7 @@ def use(trainer: transformers.Trainer, algorithm: str | Algorithm) -> Hooks:
     """Have ``trainer`` reduce gradients by ``algorithm``. Call it on every rank::
 
         trainer = Trainer(model, arguments, train_dataset=data)
-        hooks = use(trainer, ByteGradAlgorithm(hierarchical=False))
+        hooks = use(trainer, ByteGradAlgorithm())
         trainer.train()
 
     Checkpoints of the trainer include what the algorithm remembers, one file per rank.

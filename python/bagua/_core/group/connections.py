@@ -87,6 +87,8 @@ class Connections:
         self._phases = 0
         self._in_phase = False
         self._wraps = 0
+        if rank >= 0:  # before anyone can wait for it
+            store.set(f"node/{rank}", str(env.get_node_rank()))
 
     @property
     def size(self) -> int:
@@ -383,9 +385,8 @@ class Connections:
         return stored_number(self.store, key, 2**63)
 
     def node_of_ranks(self) -> list[int]:
-        """Node number of every member, exchanged once through the store."""
+        """Node number of every member, as each gave it to the store when it made the group."""
         if self._nodes is None:
-            self.store.set(f"node/{self.rank}", str(env.get_node_rank()))
             keys = [f"node/{rank}" for rank in range(self.size)]
             self.store.wait(keys, self.timeout)
             self._nodes = [stored_number(self.store, key, 2**31) for key in keys]

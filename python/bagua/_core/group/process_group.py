@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -18,6 +18,7 @@ from bagua._core.group.elastic.membership import Membership
 
 __all__ = [
     "BaguaProcessGroup",
+    "Hierarchy",
     "close_all",
     "close_at_exit",
     "get_communicator",
@@ -26,6 +27,12 @@ __all__ = [
     "member_of",
     "set_default_group",
 ]
+
+
+#: False: among all ranks. True: among the nodes' leaders. "sharded": each rank of a node takes part
+#: between the nodes, with a share of the bucket.
+Hierarchy = bool | Literal["sharded"]
+Asked = TypeVar("Asked", bound=Hierarchy)
 
 
 class Closable(Protocol):
@@ -147,6 +154,17 @@ class BaguaProcessGroup:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def hierarchy(self, asked: Asked | None) -> Asked | bool:
+        """``hierarchical`` of an algorithm: ``asked`` or, for None, what suits the nodes.
+
+        Returns:
+            For None, equal on all ranks: whether there are several nodes, and several ranks on one.
+        """
+        if asked is not None:
+            return asked
+        nodes = self.connections.node_of_ranks()
+        return 1 < len(set(nodes)) < len(nodes)
 
     def connect_some(self, name: str, ranks: Sequence[int]) -> Connections | None:
         """New connections of those global ``ranks``, numbered in that order; None on others."""

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
 from bagua import _C
 from bagua._core.group.connections import Connections
-from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.process_group import BaguaProcessGroup, Hierarchy
 
 __all__ = ["Hierarchy", "Lane", "among", "among_weighted"]
-
-#: False: among all ranks. True: among the nodes' leaders. "sharded": each rank of a node takes part
-#: between the nodes, with a share of the bucket.
-Hierarchy = bool | Literal["sharded"]
 
 Members = _C.CountingCommunicator
 

@@ -10,10 +10,7 @@ from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Lane
 
-__all__ = ["BetweenNodes", "BucketView", "Operation", "Sent"]
-
-#: Communication between nodes of an operation with ``hierarchical=True``.
-BetweenNodes = Literal["exact", "compressed", "gossiped"]
+__all__ = ["BucketView", "Operation", "Sent"]
 
 #: What a guard can compare: the mean of what the ranks put in, or weights of their own.
 Sent = Literal["mean", "weights"]
@@ -47,14 +44,12 @@ class Operation:
     """One operation of a bucket; a subclass per kind, complete after construction.
 
     Attributes:
-        between_nodes: "exact" unless the operation is hierarchical and not exact between nodes.
         result: where the values end up; None: in the bucket.
         one_order: whether all ranks must run the module's buckets one after the other.
         takes_shares: whether it can be ``hierarchical="sharded"``, on a part of the bucket.
         approximates: what a guard can compare; None: nothing, it is exact or of another kind.
     """
 
-    between_nodes: BetweenNodes = "exact"
     result: torch.Tensor | None = None
     one_order: bool = False
     takes_shares: bool = False

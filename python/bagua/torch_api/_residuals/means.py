@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-def check_hierarchy(owner: str, hierarchical: Hierarchy, error_feedback: bool) -> None:
+def check_hierarchy(owner: str, hierarchical: Hierarchy | None, error_feedback: bool) -> None:
     """Raise ValueError where residuals, which are of whole buckets, meet shares of buckets."""
     if error_feedback and hierarchical == "sharded":
         raise ValueError(

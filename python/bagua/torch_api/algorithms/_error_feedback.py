@@ -40,13 +40,13 @@ class ErrorFeedbackImpl(AlgorithmImpl):
     def __init__(
         self,
         process_group: BaguaProcessGroup,
-        hierarchical: bool,
+        hierarchical: bool | None,
         warmup_steps: int,
         exact: Sequence[str] = (),
     ) -> None:
         super().__init__(process_group)
         check_warmup(warmup_steps)
-        self.hierarchical = hierarchical
+        self.hierarchical = process_group.hierarchy(hierarchical)
         self.exact = exact
         self._exact_names: set[str] = set()
         self.warmup_steps = warmup_steps

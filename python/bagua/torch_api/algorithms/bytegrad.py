@@ -41,7 +41,8 @@ class ByteGradAlgorithm(Algorithm):
 
     Args:
         hierarchical: exact inside a node, compressed between the nodes' leaders. When all ranks
-            share one node nothing is compressed.
+            share one node True compresses nothing.
+            None: True where there are several nodes with several ranks on one, else False.
             With ``"sharded"`` every rank of a node communicates between nodes, with a share of
             each bucket: for nodes with several network cards.
         average: mean over the ranks; False gives the sum.
@@ -57,7 +58,7 @@ class ByteGradAlgorithm(Algorithm):
 
     def __init__(
         self,
-        hierarchical: Hierarchy = True,
+        hierarchical: Hierarchy | None = None,
         average: bool = True,
         *,
         codec: str = "block_uint8",
@@ -91,13 +92,13 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
     def __init__(
         self,
         process_group: BaguaProcessGroup,
-        hierarchical: Hierarchy = True,
+        hierarchical: Hierarchy | None = None,
         average: bool = True,
         *,
         codec: str = "block_uint8",
     ) -> None:
         super().__init__(process_group)
-        self.hierarchical = hierarchical
+        self.hierarchical = process_group.hierarchy(hierarchical)
         self.average = average
         self.codec = codec
 
@@ -125,7 +126,9 @@ class ByteGradFeedbackImpl(ErrorFeedbackImpl):
     """
 
     def __init__(self, process_group: BaguaProcessGroup, arguments: ByteGradAlgorithm) -> None:
-        super().__init__(process_group, bool(arguments.hierarchical), warmup_steps=0)
+        super().__init__(
+            process_group, bool(process_group.hierarchy(arguments.hierarchical)), warmup_steps=0
+        )
         self._arguments = arguments
 
     def tensors_to_buckets(
@@ -140,7 +143,7 @@ class ByteGradFeedbackImpl(ErrorFeedbackImpl):
             own.codec,
             self.outcome,
             self.process_group,
-            hierarchical=bool(own.hierarchical),
+            hierarchical=self.hierarchical,
             average=own.average,
         )
         bucket.append_operation(operation)

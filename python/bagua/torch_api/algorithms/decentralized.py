@@ -41,7 +41,8 @@ class DecentralizedAlgorithm(Algorithm):
 
     Args:
         hierarchical: exact mean inside a node, ``peer_selection_mode`` between the nodes' leaders.
-            When all ranks share one node, every mode is the mean over all ranks.
+            When all ranks share one node, True makes every mode the mean over all ranks.
+            None: True where there are several nodes with several ranks on one, else False.
         peer_selection_mode: ``"all"``: the mean over all ranks. ``"shift_one"``: the mean of two
             ranks, which change partners every time (``bagua._C.shift_one_peer``); with an odd
             number of ranks each in its turn keeps its weights once.
@@ -54,7 +55,7 @@ class DecentralizedAlgorithm(Algorithm):
 
     def __init__(
         self,
-        hierarchical: bool = True,
+        hierarchical: bool | None = None,
         peer_selection_mode: str = "all",
         communication_interval: int = 1,
     ) -> None:
@@ -80,13 +81,13 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
     def __init__(
         self,
         process_group: BaguaProcessGroup,
-        hierarchical: bool = True,
+        hierarchical: bool | None = None,
         peer_selection_mode: str = "all",
         communication_interval: int = 1,
     ) -> None:
         super().__init__(process_group)
         _check(peer_selection_mode, communication_interval)
-        self.hierarchical = hierarchical
+        self.hierarchical = process_group.hierarchy(hierarchical)
         self.peer_selection_mode = peer_selection_mode
         self.communication_interval = communication_interval
         self._iterations = 0  # completed ones

@@ -36,7 +36,8 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
 
     Args:
         hierarchical: exact mean inside a node, the ring between the nodes' leaders. When all ranks
-            share one node, the mean over all ranks, and nothing is compressed.
+            share one node, True is the mean over all ranks, and compresses nothing.
+            None: True where there are several nodes with several ranks on one, else False.
         communication_interval: iterations from one communication to the next. The first iteration
             communicates.
         codec: a name of ``bagua._C.codec_names()``. The default has one range per 2048 elements;
@@ -48,7 +49,7 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
 
     def __init__(
         self,
-        hierarchical: bool = True,
+        hierarchical: bool | None = None,
         communication_interval: int = 1,
         *,
         codec: str = "block_uint8",
@@ -75,14 +76,14 @@ class LowPrecisionDecentralizedAlgorithmImpl(LocalWeightsImpl):
     def __init__(
         self,
         process_group: BaguaProcessGroup,
-        hierarchical: bool = True,
+        hierarchical: bool | None = None,
         communication_interval: int = 1,
         *,
         codec: str = "block_uint8",
     ) -> None:
         super().__init__(process_group)
         _check(communication_interval, codec)
-        self.hierarchical = hierarchical
+        self.hierarchical = process_group.hierarchy(hierarchical)
         self.communication_interval = communication_interval
         self.codec = codec
         self._iterations = 0  # completed ones

@@ -42,6 +42,7 @@ class PowerSGDAlgorithm(Algorithm):
     Args:
         rank: columns of the factors; at most the smaller side of each matrix.
         hierarchical: exact inside a node, low rank between the nodes' leaders.
+            None: True where there are several nodes with several ranks on one, else False.
         warmup_steps: rounds that average exactly before the first compressed one.
         min_compression_rate: matrices that the factors do not make smaller by this factor are
             averaged exactly.
@@ -60,7 +61,7 @@ class PowerSGDAlgorithm(Algorithm):
     def __init__(
         self,
         rank: int = 1,
-        hierarchical: bool = False,
+        hierarchical: bool | None = None,
         *,
         warmup_steps: int = 0,
         min_compression_rate: float = 2.0,
@@ -108,7 +109,7 @@ class PowerSGDAlgorithmImpl(ErrorFeedbackImpl):
         operation = bucket.append_low_rank_op(
             own.rank,
             self.outcome,
-            hierarchical=own.hierarchical,
+            hierarchical=self.hierarchical,
             min_compression_rate=own.min_compression_rate,
             warm_start=own.warm_start,
             error_feedback=own.error_feedback,

@@ -39,7 +39,8 @@ class QAdamAlgorithm(Algorithm):
         q_adam_optimizer: one of those given to ``with_bagua``; it must have all parameters that are
             trained, and no others.
         hierarchical: exact inside a node, compressed between the nodes' leaders. When all ranks
-            share one node nothing is compressed.
+            share one node True compresses nothing.
+            None: True where there are several nodes with several ranks on one, else False.
             With ``"sharded"`` every rank of a node communicates between nodes, with a share of
             each bucket: for nodes with several network cards.
         codec: a name of ``bagua._C.codec_names()``; ``"minmax_uint8"`` is Bagua's format.
@@ -58,7 +59,7 @@ class QAdamAlgorithm(Algorithm):
     def __init__(
         self,
         q_adam_optimizer: QAdamOptimizer,
-        hierarchical: Hierarchy = True,
+        hierarchical: Hierarchy | None = None,
         *,
         codec: str = "block_uint8",
         error_feedback: bool = False,
@@ -103,14 +104,14 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self,
         process_group: BaguaProcessGroup,
         q_adam_optimizer: QAdamOptimizer,
-        hierarchical: Hierarchy = True,
+        hierarchical: Hierarchy | None = None,
         *,
         codec: str = "block_uint8",
         error_feedback: bool = False,
     ) -> None:
         super().__init__(process_group)
         self.optimizer = q_adam_optimizer
-        self.hierarchical = hierarchical
+        self.hierarchical = process_group.hierarchy(hierarchical)
         self.codec = codec
         self.error_feedback = error_feedback
         # With error feedback, after the warm-up.

@@ -37,6 +37,7 @@ class SparseAlgorithm(Algorithm):
     Args:
         ratio: the part of each bucket's elements that is sent, at least one.
         hierarchical: exact inside a node, sparse between the nodes' leaders.
+            None: True where there are several nodes with several ranks on one, else False.
         random_sparse: send elements drawn at random, equal on all ranks, without replacement.
             No indices are sent, and costs do not grow with the number of ranks.
         error_feedback: False: elements that are not sent are lost.
@@ -58,7 +59,7 @@ class SparseAlgorithm(Algorithm):
     def __init__(
         self,
         ratio: float = 0.01,
-        hierarchical: bool = False,
+        hierarchical: bool | None = None,
         *,
         random_sparse: bool = False,
         error_feedback: bool = True,
@@ -106,7 +107,7 @@ class SparseAlgorithmImpl(ErrorFeedbackImpl):
         operation = bucket.append_sparse_op(
             own.ratio,
             self.outcome,
-            hierarchical=own.hierarchical,
+            hierarchical=self.hierarchical,
             random_sparse=own.random_sparse,
             error_feedback=own.error_feedback,
             seed=own.seed,
