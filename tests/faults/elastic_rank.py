@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import bagua.torch_api as bagua
 from bagua._core.group.elastic import pulse
 from bagua._sync.outer.survival import Survival
-from bagua._sync.outer.weights.fragment import Fragment
+from bagua._sync.outer.weights import Fragment
 from bagua.torch_api.algorithms import DiLoCoAlgorithm
 from support import training
 from torch import nn

@@ -9,12 +9,32 @@ import torch
 
 from bagua import _C
 from bagua._core.group.connections import Connections
-from bagua._sync.outer.weights.fragment import Fragment
+from bagua._sync.outer.weights import Fragment
 
-__all__ = ["Shares"]
+__all__ = ["EqualShares", "SampleShares"]
 
 
-class Shares:
+class EqualShares:
+    """All ranks count alike."""
+
+    def count(self, samples: int) -> None:
+        """This rank has trained on so many more."""
+
+    def weigh(self, fragment: Fragment) -> None:
+        """Scale what ``fragment`` has launched. All ranks call it."""
+
+    def settle(self, part: int) -> None:
+        """The last round of a fragment has been made: its samples are in the anchor."""
+
+    def take_over(self, before: EqualShares) -> None:
+        """Take this rank's counts from the plan before."""
+
+    def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(key, tensor) of this rank's; writes into the tensors take effect."""
+        yield from ()
+
+
+class SampleShares(EqualShares):
     """Weighs pseudo-gradients by the squares of the samples that ranks have trained on.
 
     A rank of weight w scales its pseudo-gradients by w P / sum of w, so that the mean of P ranks is
@@ -58,8 +78,9 @@ class Shares:
         self._samples[part, 0] -= self._samples[part, 1]
         self._samples[part, 1] = 0
 
-    def take_over(self, before: Shares) -> None:
+    def take_over(self, before: EqualShares) -> None:
         """Take this rank's counts from the plan before."""
+        assert isinstance(before, SampleShares)
         self._samples.copy_(before._samples)
 
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -28,10 +28,26 @@ from bagua._core.group.elastic.arrival import elastic_store
 from bagua._core.group.elastic.membership import Change, Membership, Report
 from bagua._core.group.process_group import BaguaProcessGroup
 
-__all__ = ["Heritage", "Survival"]
+__all__ = ["Heritage", "Mortal", "Survival"]
 
 #: Changes in a row that may fail before the training does.
 _MOST_ATTEMPTS = 5
+
+
+class Mortal:
+    """A lost rank is an error: stands where :class:`Survival` does with ``elastic``."""
+
+    failure = None
+
+    def attempt(self, rounds: Callable[[], None]) -> None:
+        """Call ``rounds``."""
+        rounds()
+
+    def meet(self, engine: _C.Engine) -> None:
+        """Nothing is exchanged behind a round."""
+
+    def met(self, engine: _C.Engine) -> None:
+        """The round is over."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Literal
 
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._sync.outer.outer_loop import Schedule
 from bagua._sync.outer.outer_sgd import GrowingMomentum, OuterSGD
-from bagua._sync.outer.schedule import Schedule
 from bagua.torch_api._residuals.means import is_wide, warn_of_useless_residuals
 from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.algorithms.diloco.fragments import (

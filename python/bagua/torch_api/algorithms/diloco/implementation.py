@@ -12,27 +12,27 @@ import torch
 
 from bagua import BaguaError
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._core.state.saved_values import check_state, saved_count
-from bagua._sync.outer.outcomes import Outcomes
+from bagua._core.state.saved_values import check_state, saved_count, saved_tensor
+from bagua._sync.outer.outer_loop import Outcomes, OuterLoop, Schedule
 from bagua._sync.outer.outer_sgd import GrowingMomentum
-from bagua._sync.outer.outer_state import OuterRounds
-from bagua._sync.outer.outer_synchronizer import OuterSynchronizer
-from bagua._sync.outer.schedule import Schedule
-from bagua._sync.outer.shares import Shares
-from bagua._sync.outer.weights.fragment import Fragment
+from bagua._sync.outer.shares import EqualShares, SampleShares
+from bagua._sync.outer.survival import Mortal
+from bagua._sync.outer.weights import Fragment
 from bagua._sync.synchronizer import Synchronizer
 from bagua._sync.wrapper import Bucket, Wrapper
 from bagua.torch_api._residuals.means import CompressedMeans, RememberedMeans
 from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
-from bagua.torch_api.algorithms.diloco.checkpoint import OuterCheckpoint
+from bagua.torch_api.algorithms.diloco.fragments import Parts
 from bagua.torch_api.algorithms.diloco.membership import Membership
-from bagua.torch_api.algorithms.diloco.parts import Parts
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
 
 if TYPE_CHECKING:
     from bagua.torch_api.algorithms.diloco.diloco import DiLoCoAlgorithm
 
 __all__ = ["DiLoCoAlgorithmImpl"]
+
+_REMEDY = "the checkpoint is of another model or algorithm, or of other overlap_steps"
+_ERROR_RANKS = "error_ranks"
 
 _log = logging.getLogger("bagua")
 
@@ -69,10 +69,10 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         # Completed iterations of the warm-up, which is over for the ranks that one comes back to.
         self._warmed_up = arguments.warmup_steps if comes_back else 0
         self._local = False  # the warm-up is over, as far as buckets are concerned
-        self._outer: OuterSynchronizer | None = None
+        self._outer: OuterLoop | None = None
         self._means: RememberedMeans | None = None  # with error feedback, after the warm-up
         self._outcomes = Outcomes()
-        self._shares: Shares | None = None
+        self._shares = EqualShares()
         self._parts: Parts | None = None  # after the warm-up
         self._schedule = Schedule(arguments.interval, 1, 0)
         self._ddp: weakref.ref[WrappedModule] | None = None
@@ -170,18 +170,21 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
             return super().make_synchronizer(bagua_ddp)
         arguments = self.arguments
         parts, buffers = self._plan.split(bagua_ddp.bagua_buckets)
-        self._shares = self._make_shares(bagua_ddp.bagua_module_name)
-        self._outer = OuterSynchronizer(
+        if arguments.weight == "samples":
+            self._shares = SampleShares(
+                self.process_group.connections,
+                bagua_ddp.bagua_module_name,
+                self._schedule.fragments,
+            )
+        self._outer = OuterLoop(
             bagua_ddp,
             [self.make_fragment(part, buckets) for part, buckets in enumerate(parts)],
             buffers,
-            OuterRounds(
-                arguments.outer_optimizer,
-                self._schedule,
-                survival=None if self._members is None else self._members.survival,
-                shares=self._shares,
-                outcomes=self._outcomes,
-            ),
+            rule=arguments.outer_optimizer,
+            schedule=self._schedule,
+            survival=Mortal() if self._members is None else self._members.survival,
+            shares=self._shares,
+            outcomes=self._outcomes,
         )
         if self._members is not None:
             self._members.complete(self._outer, self._means)
@@ -196,11 +199,6 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         assert self._members is not None
         assert self._outer is not None
         self._members.change(self._wrapped(), self._outer, self._means)
-
-    def _make_shares(self, name: str) -> Shares | None:
-        if self.arguments.weight == "ranks":
-            return None
-        return Shares(self.process_group.connections, name, self._schedule.fragments)
 
     def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
         def finish_warm_up_iteration() -> None:
@@ -259,8 +257,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         """
         if samples < 0:
             raise ValueError(f"count_samples({samples}): a number of samples is 0 or more")
-        if self._shares is not None:
-            self._shares.count(samples)
+        self._shares.count(samples)
 
     @property
     def outer_rounds(self) -> int:
@@ -321,16 +318,98 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
             checkpoint.restore(state)
         self._warmed_up = warmed_up
 
-    def _checkpoint(self) -> OuterCheckpoint | None:
+    def _checkpoint(self) -> _Checkpoint | None:
         """The state of the outer rounds, from the end of the warm-up on."""
         if self._outer is None:
             return None
-        return OuterCheckpoint(
-            self.owner, self.process_group, self._schedule, self._outer, self._means
-        )
+        return _Checkpoint(self.owner, self.process_group, self._schedule, self._outer, self._means)
 
     def _wrapped(self) -> WrappedModule:
         ddp = None if self._ddp is None else self._ddp()
         if ddp is None:
             raise BaguaError(f"{self.owner}: its module has been deleted")
         return ddp
+
+
+class _Checkpoint:
+    """The state of a plan of local training, by name of the parameter.
+
+    Args:
+        owner: the algorithm's name in errors.
+        process_group: of the algorithm.
+        schedule: of the rounds.
+        outer: the plan.
+        means: residuals of the plan's operations; None: no error feedback.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        process_group: BaguaProcessGroup,
+        schedule: Schedule,
+        outer: OuterLoop,
+        means: RememberedMeans | None,
+    ) -> None:
+        self._owner = owner
+        self._size = process_group.size
+        self._rank = process_group.connections.rank
+        self._schedule = schedule
+        self._outer = outer
+        self._means = means
+
+    def state(self) -> dict[str, Any]:
+        """All that :meth:`restore` takes. Waits for a round under way."""
+        outer = self._outer
+        state: dict[str, Any] = {**outer.counters, "ranks": self._size}
+        state |= {key: view.clone() for key, view in outer.named_state()}
+        state |= {self._own(key): view.clone() for key, view in outer.named_own_state()}
+        if self._means is not None:
+            residuals = self._means.state()
+            state |= {_ERROR_RANKS: residuals.pop("ranks"), **residuals}
+        digest = outer.digest()
+        return state if digest is None else state | {self._own("weights"): digest}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state`, perhaps the merged ones of all ranks.
+
+        Raises:
+            ValueError: something does not fit, names the entry; nothing has changed then.
+        """
+        outer, owner = self._outer, self._owner
+        counters = {key: saved_count(state, key, owner) for key in outer.counters}
+        self._check(counters)
+        saved = [
+            (view, saved_tensor(state, key, view, _REMEDY)) for key, view in outer.named_state()
+        ]
+        digest = None
+        if saved_count(state, "ranks", owner) == self._size:
+            if self._own("weights") in state:
+                digest = saved_count(state, self._own("weights"), owner)
+            saved += [
+                (view, saved_tensor(state, self._own(key), view, _REMEDY))
+                for key, view in outer.named_own_state()
+            ]
+        if self._means is not None:
+            if _ERROR_RANKS in state:
+                self._means.restore(state | {"ranks": state[_ERROR_RANKS]})
+            else:  # saved in the warm-up, or without error feedback
+                self._means.clear()
+        for view, value in saved:
+            view.copy_(value)
+        outer.resume_at(counters, digest)
+
+    def _check(self, counters: dict[str, int]) -> None:
+        if counters["steps"] >= self._schedule.interval:
+            raise ValueError(
+                f"{self._owner}: saved after {counters['steps']} steps of an interval, which has "
+                f"only {self._schedule.interval} now. Give the interval that it was saved with, or "
+                "save after sync()."
+            )
+        if counters["in_flight"] > self._schedule.fragments:
+            raise ValueError(
+                f"{self._owner}: saved with fragment {counters['in_flight']} in flight, there are "
+                f"only {self._schedule.fragments} now. Give the fragments that it was saved with."
+            )
+
+    def _own(self, key: str) -> str:
+        return f"rank{self._rank}/{key}"

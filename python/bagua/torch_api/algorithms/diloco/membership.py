@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._sync.outer.outer_synchronizer import OuterSynchronizer
-from bagua._sync.outer.succession import succeed
-from bagua._sync.outer.survival import Survival
+from bagua._core.state.initial_state import broadcast_tensors
+from bagua._sync.outer.outer_loop import OuterLoop
+from bagua._sync.outer.survival import Heritage, Survival
+from bagua._sync.outer.weights import weights_digest
 from bagua.torch_api._residuals.means import RememberedMeans
 from bagua.torch_api.algorithms.base import WrappedModule
 
@@ -23,7 +24,7 @@ class _Before:
         members: how many ranks have residuals.
     """
 
-    outer: OuterSynchronizer
+    outer: OuterLoop
     means: RememberedMeans | None
     members: int
 
@@ -49,19 +50,19 @@ class Membership:
         """Whether a round has failed since the last change."""
         return self.survival.failure is not None
 
-    def complete(self, outer: OuterSynchronizer, means: RememberedMeans | None) -> None:
+    def complete(self, outer: OuterLoop, means: RememberedMeans | None) -> None:
         """Give a plan that has just been built the state to go on with."""
         self.survival.found()
         heritage, self.survival.heritage = self.survival.heritage, None
         if heritage is None:
             return
         before = self._before
-        succeed(outer, None if before is None else before.outer, heritage, self._group)
+        _succeed(outer, None if before is None else before.outer, heritage, self._group)
         if before is not None and before.means is not None and means is not None:
             means.inherit(before.means, before.members)
 
     def change(
-        self, bagua_ddp: WrappedModule, outer: OuterSynchronizer, means: RememberedMeans | None
+        self, bagua_ddp: WrappedModule, outer: OuterLoop, means: RememberedMeans | None
     ) -> None:
         """Build a plan over the ranks that are left or have come back. All of them call it.
 
@@ -81,3 +82,39 @@ class Membership:
 
         self.survival.change(bagua_ddp.bagua_module_name, outer.report(), replace)
         self._before = None
+
+
+def _succeed(
+    after: OuterLoop,
+    before: OuterLoop | None,
+    heritage: Heritage,
+    group: BaguaProcessGroup,
+) -> None:
+    """Give ``after``, a new plan, the state to go on with. All members call it.
+
+    Args:
+        after: built over the present members.
+        before: this rank's plan over the members before; None: it has joined.
+        heritage: who gives what to whom.
+        group: of the present members.
+
+    Raises:
+        BaguaMismatchError: the ranks' anchors differ.
+        BaguaError: a rank was lost.
+    """
+    own = group.ranks[group.rank]
+    if before is not None:
+        after.take_over(before)
+    takers = sorted(heritage.joined + heritage.behind)
+    some = group.connect_some("outer", [heritage.source, *takers]) if takers else None
+    if some is not None:
+        with some.collective_phase(f"giving the anchor of rank {heritage.source}"):
+            broadcast_tensors([tensor for _, tensor in after.weights.named_outer_state()], some)
+    if own in heritage.joined:
+        after.weights.take_anchors()  # they begin at the anchor
+    elif own in heritage.behind and before is not None:
+        after.use_result_of(before, changed=heritage.counters["outer_rounds"])
+    after.go_on_at(heritage.counters)
+    digest = weights_digest(dict(after.weights.named_outer_state()))
+    group.connections.agree("their anchors", [f"anchors and momenta {digest}"])
+    group.admission = None

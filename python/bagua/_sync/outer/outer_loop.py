@@ -1,10 +1,10 @@
-"""The engine of local training: rounds at optimizer steps, of pseudo-gradients."""
+"""The loop of local training: rounds at optimizer steps, of pseudo-gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -12,17 +12,106 @@ import torch
 from bagua import _C
 from bagua._core.group import environment as env
 from bagua._core.state.weights_check import WeightsCheck
-from bagua._sync.outer.outer_state import Flight, OuterRounds, Resumption
+from bagua._sync.outer.outer_sgd import GrowingMomentum, OuterSGD
+from bagua._sync.outer.shares import EqualShares
 from bagua._sync.outer.step_attempts import StepAttempts
-from bagua._sync.outer.weights.fragment import Fragment, OuterNumbers
-from bagua._sync.outer.weights.local_weights import LocalWeights
+from bagua._sync.outer.survival import Mortal, Survival
+from bagua._sync.outer.weights import Fragment, LocalWeights, OuterNumbers
 from bagua._sync.plan import build, finish_soon, part_of_the_round
 from bagua._sync.wrapper import Bucket, Wrapper
 
-__all__ = ["OuterSynchronizer"]
+__all__ = ["Outcomes", "OuterLoop", "Schedule"]
 
 
-class OuterSynchronizer:
+class Schedule:
+    """Every fragment once in ``interval`` steps, one after the other, equally far apart.
+
+    Args:
+        interval: steps.
+        fragments: their number. Fragment f is launched after ``(f + 1) * interval // fragments``
+            steps of each cycle.
+        overlap: steps from a launch to the arrival of its result.
+
+    Raises:
+        ValueError: two fragments would be under way at once.
+    """
+
+    def __init__(self, interval: int, fragments: int, overlap: int) -> None:
+        offsets = [(f + 1) * interval // fragments for f in range(fragments)]
+        gaps = [b - a for a, b in zip([0, *offsets], offsets, strict=False)]
+        if min(gaps) < 1:
+            raise ValueError(
+                f"fragments={fragments} of which one is averaged after another need an interval of "
+                f"as many steps, not interval={interval}"
+            )
+        if overlap >= min(gaps):
+            raise ValueError(
+                f"overlap_steps={overlap} must be below {min(gaps)}, the steps from one fragment "
+                f"to the next with interval={interval} and {fragments} fragment(s)"
+            )
+        self._parts = {offset: part for part, offset in enumerate(offsets)}
+        self.interval = interval
+        self.fragments = fragments
+        self.overlap = overlap
+
+    def launched_after(self, steps: int) -> int | None:
+        """The fragment that is launched after so many steps of the cycle, 1 to ``interval``."""
+        return self._parts.get(steps)
+
+
+class Outcomes:
+    """Residuals of a fragment change with a round that all ranks have the result of.
+
+    Each operation of a round reports whether its bucket is finite (Note [Memory commits with the
+    round] in the C++ core). The fragment is one more part of the round, and reports in
+    :meth:`commit`: a round that fails after its last operation changes no residual.
+    """
+
+    def __init__(self) -> None:
+        self._outcomes: dict[int, _C.RoundOutcome] = {}
+        self._committed: dict[int, int] = {}  # the last round, by fragment
+
+    def of(self, part: int) -> _C.RoundOutcome:
+        """The outcome that the memories of a fragment's operations share."""
+        if part not in self._outcomes:
+            self._outcomes[part] = _C.RoundOutcome()
+            _C.RoundMemory([], self._outcomes[part])  # joins, and is not needed any more
+        return self._outcomes[part]
+
+    def commit(self, part: int) -> None:
+        """The last round of a fragment has its result on all ranks. Idempotent."""
+        outcome = self._outcomes.get(part)
+        if outcome is not None and self._committed.get(part) != outcome.newest:
+            self._committed[part] = outcome.newest
+            outcome.leave(outcome.newest)
+
+
+@dataclass
+class Flight:
+    """A round under way.
+
+    Attributes:
+        due: the steps that remain until its result is used.
+        landed: whether all ranks are known to have its result.
+    """
+
+    fragment: Fragment
+    due: int
+    landed: bool = False
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A load of which the ranks have not agreed yet how it goes on.
+
+    Attributes:
+        digest: of this rank's weights in the checkpoint; None: it has none of this rank.
+    """
+
+    digest: int | None
+
+
+class OuterLoop:
     """Lets ranks train by themselves, and averages what they have learnt every so many steps.
 
     A step is an attempted one of the last optimizer given to the wrap. Between rounds nothing is
@@ -31,6 +120,11 @@ class OuterSynchronizer:
     Args:
         fragments: parts 0, 1, ... of the plan.
         buffer_buckets: of the last part, for floating buffers.
+        rule: the outer optimizer.
+        schedule: the steps at which rounds are launched and arrive.
+        survival: of failed rounds.
+        shares: of the ranks in the mean.
+        outcomes: of the fragments' rounds, for residuals.
 
     Attributes:
         engine: averages the pseudo-gradients.
@@ -50,7 +144,12 @@ class OuterSynchronizer:
         ddp: Wrapper,
         fragments: Sequence[Fragment],
         buffer_buckets: Sequence[Bucket],
-        arguments: OuterRounds,
+        *,
+        rule: OuterSGD | GrowingMomentum,
+        schedule: Schedule,
+        survival: Survival | Mortal,
+        shares: EqualShares,
+        outcomes: Outcomes,
     ) -> None:
         connections = ddp.process_group.connections
         name = ddp.bagua_module_name
@@ -64,7 +163,11 @@ class OuterSynchronizer:
         self.skipped_rounds = 0
         self.numbers = OuterNumbers(None, None, None, None, None)
         self.weights = LocalWeights(ddp, fragments, buffer_buckets)
-        self._arguments = arguments
+        self._rule = rule
+        self._schedule = schedule
+        self._survival = survival
+        self._shares = shares
+        self._outcomes = outcomes
         self._connections = connections
         self._name = name
         self._flight: Flight | None = None
@@ -94,17 +197,15 @@ class OuterSynchronizer:
         self.steps += 1
         self._trained = True
         self._try(self._arrive_and_launch)
-        if self.steps == self._arguments.schedule.interval:
+        if self.steps == self._schedule.interval:
             self.steps = 0
 
     def _try(self, rounds: Callable[[], None]) -> None:
         """Make rounds, whose failure is an error unless it can be survived."""
-        survival, schedule = self._arguments.survival, self._arguments.schedule
-        if survival is None:
-            return rounds()
-        if survival.failure is not None and schedule.launched_after(self.steps) is not None:
-            raise survival.failure  # and no training forward has come to replace the plan
-        survival.attempt(rounds)
+        failure = self._survival.failure
+        if failure is not None and self._schedule.launched_after(self.steps) is not None:
+            raise failure  # and no training forward has come to replace the plan
+        self._survival.attempt(rounds)
 
     def _arrive_and_launch(self) -> None:
         """Use the result and launch the round that are due after a step."""
@@ -112,8 +213,8 @@ class OuterSynchronizer:
             self._flight.due -= 1
             if self._flight.due == 0:
                 self._arrive(late=True)
-        overlap = self._arguments.schedule.overlap
-        part = self._arguments.schedule.launched_after(self.steps)
+        overlap = self._schedule.overlap
+        part = self._schedule.launched_after(self.steps)
         if part is not None:
             self._launch(self.fragments[part], overlap)
             if overlap == 0:
@@ -124,12 +225,10 @@ class OuterSynchronizer:
         self.engine.begin_round(part=fragment.part)
         self._compare_anchors()
         self.weights.launch(fragment)
-        if self._arguments.shares is not None:
-            with part_of_the_round(self.engine):
-                self._arguments.shares.weigh(fragment)
+        with part_of_the_round(self.engine):
+            self._shares.weigh(fragment)
         self.engine.mark_all()
-        if self._arguments.survival is not None:
-            self._arguments.survival.meet(self.engine)
+        self._survival.meet(self.engine)
         self._bucket_rounds += sum(bucket.part == fragment.part for bucket in self._buckets)
         self._flight = Flight(fragment, due)
         self._trained = len(self.fragments) > 1
@@ -141,9 +240,8 @@ class OuterSynchronizer:
         # Nothing has changed so far: what fails before leaves weights and anchors as they were.
         fragment, self._flight = self._flight.fragment, None
         self.communications += 1
-        if self._arguments.shares is not None:
-            self._arguments.shares.settle(fragment.part)
-        numbers = fragment.arrive(self._arguments.rule)
+        self._shares.settle(fragment.part)
+        numbers = fragment.arrive(self._rule)
         if numbers is None:
             self.skipped_rounds += 1
             self.weights.restart_non_finite(self.engine)
@@ -161,10 +259,9 @@ class OuterSynchronizer:
         self.engine.wait()
         if self._flight is None or self._flight.landed:
             return
-        if self._arguments.survival is not None:
-            self._arguments.survival.met(self.engine)
+        self._survival.met(self.engine)
         self._flight.landed = True
-        self._arguments.outcomes.commit(self._flight.fragment.part)
+        self._outcomes.commit(self._flight.fragment.part)
 
     def _compare_anchors(self) -> None:
         if self._check.due():
@@ -253,15 +350,14 @@ class OuterSynchronizer:
         training depend on being saved.
         """
         yield from self.weights.named_outer_state()
-        if self._arguments.schedule.overlap > 0:
+        if self._schedule.overlap > 0:
             self._land()
             yield from self.weights.named_means()
 
     def named_own_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(key, tensor) of what is this rank's; writes into the tensors take effect."""
         yield from self.weights.named_own_state()
-        if self._arguments.shares is not None:
-            yield from self._arguments.shares.named_state()
+        yield from self._shares.named_state()
 
     @property
     def counters(self) -> dict[str, int]:
@@ -281,19 +377,18 @@ class OuterSynchronizer:
     def report(self) -> dict[str, int]:
         """Counters for other ranks after a failed round, or before ranks join."""
         self._missed = None if self._flight is None else self._flight.fragment.part
-        failed = self._arguments.survival is not None and self._arguments.survival.failure
-        return self.counters | {"trained": int(self._trained or bool(failed))}
+        failed = self._survival.failure is not None
+        return self.counters | {"trained": int(self._trained or failed)}
 
-    def take_over(self, before: OuterSynchronizer) -> None:
+    def take_over(self, before: OuterLoop) -> None:
         """Take this rank's state from the plan before."""
         self.weights.take_over(before.weights)
-        if self._arguments.shares is not None and before._arguments.shares is not None:
-            self._arguments.shares.take_over(before._arguments.shares)
+        self._shares.take_over(before._shares)
         self.skipped_rounds = before.skipped_rounds
         self.numbers = before.numbers
         self._resumption = before._resumption
 
-    def use_result_of(self, before: OuterSynchronizer, changed: int) -> None:
+    def use_result_of(self, before: OuterLoop, changed: int) -> None:
         """Use the anchor of a round that failed here, after other ranks had made it.
 
         ``changed``: rounds that have changed the anchor on those.
@@ -301,10 +396,9 @@ class OuterSynchronizer:
         if before._missed is None or changed == before.outer_rounds:
             return
         fragment = self.fragments[before._missed]
-        before._arguments.outcomes.commit(fragment.part)
-        if self._arguments.shares is not None:
-            self._arguments.shares.settle(fragment.part)
-        if self._arguments.schedule.overlap > 0:
+        before._outcomes.commit(fragment.part)
+        self._shares.settle(fragment.part)
+        if self._schedule.overlap > 0:
             fragment.merge(self.weights.named())
         else:
             fragment.take_anchor(self.weights.named())

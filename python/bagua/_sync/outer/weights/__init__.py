@@ -1,1 +1,0 @@
-"""The weights of local training: their anchors, momenta and buffers, by fragment."""
