@@ -3,14 +3,12 @@
 import contextlib
 import io
 import json
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.processes.pool import torchrun_environment
+from support.processes.pool import run_without_torchrun
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "docs/examples/integrations"
@@ -51,17 +49,7 @@ def test_an_example_is_as_good_as_exact_with_a_quarter_of_the_bytes(ranks, scrip
 
 def test_lightning_starts_the_processes_by_itself():
     """As `python lightning_digits.py`, without torchrun."""
-    launcher = torchrun_environment(0, 1, 0)
-    environment = {name: value for name, value in os.environ.items() if name not in launcher}
-    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    end = subprocess.run(
-        [sys.executable, EXAMPLES / "lightning_digits.py", "--epochs", "3"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    end = run_without_torchrun([sys.executable, EXAMPLES / "lightning_digits.py", "--epochs", "3"])
     assert end.returncode == 0, end.stderr
     results = [line for line in end.stdout.replace("}{", "}\n{").splitlines() if '"rank"' in line]
     weights = {json.loads(line)["weights"] for line in results}

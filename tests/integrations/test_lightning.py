@@ -1,11 +1,16 @@
 """BaguaStrategy: exact training is that of Lightning's DDP to the bit, and checkpoints resume."""
 
+import copy
 import os
+import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support import training
+from support.processes.pool import run_without_torchrun
 
 OPTIONS = {
     "plain": {},
@@ -52,7 +57,6 @@ def test_the_other_package_has_the_strategy_too(ranks):
 
 
 def compiled():
-    import torch
     from integrations import lightning_training as lt
 
     modules = [torch.compile(lt.classifier(), backend="eager") for _ in range(2)]
@@ -151,6 +155,46 @@ def test_a_resumed_training_is_the_uninterrupted_one_to_the_bit(ranks, tmp_path,
         assert parts == whole
 
 
+def saved_by_children(path):
+    from integrations import lightning_children
+
+    lightning_children.trained(path)
+
+
+def test_residuals_of_forked_and_spawned_ranks_reach_the_checkpoint(ranks, tmp_path):
+    """Lightning starts them as in a notebook; the process that saves is none of the ranks."""
+    ranks(2, saved_by_children, str(tmp_path / "popen.ckpt"))
+    program = Path(__file__).with_name("lightning_children.py")
+    end = run_without_torchrun([sys.executable, program, str(tmp_path)])
+    assert end.returncode == 0, end.stderr
+    states = [
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["bagua"]["algorithm"]
+        for name in ("popen", "fork", "spawn")
+    ]
+    assert {key.split("/")[0] for key in states[0]} >= {"rank0", "rank1"}
+    plain = [
+        {key: v.tolist() if isinstance(v, torch.Tensor) else v for key, v in state.items()}
+        for state in states
+    ]
+    assert plain[0] == plain[1] == plain[2]
+
+
+def copied_after_training():
+    from lightning.pytorch.callbacks import Callback
+
+    class Holder(Callback):
+        def on_fit_start(self, trainer, module):
+            self.trainer = trainer
+
+    trainer = trained("sparse", max_epochs=1, callbacks=[Holder()])[1]
+    return [type(copy.deepcopy(part)).__name__ for part in (trainer, trainer.callbacks)]
+
+
+def test_a_trainer_is_copied_after_training(ranks):
+    """With its callbacks, which may hold it."""
+    assert ranks(1, copied_after_training) == [["Trainer", "list"]]
+
+
 def saved_by_a_callback(folder):
     """A checkpoint of ModelCheckpoint, in the middle of fit()."""
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -227,7 +271,6 @@ def test_an_interrupted_training_saves_without_the_other_ranks(ranks, tmp_path):
 
 
 def scaled():
-    import torch
     from integrations import lightning_training as lt
     from lightning.pytorch.plugins import MixedPrecision
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from bagua._core.eager.objects import gather_plain_objects
-from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.process_group import get_default_group
 from bagua._core.state import saved_values as _saved_values
 from bagua.torch_api.data_parallel import DistributedDataParallel
 
-__all__ = ["KEY", "RankState", "add", "copied", "of_this_rank", "restore"]
+__all__ = ["KEY", "RankState", "add", "copied", "of_all_ranks", "of_this_rank", "restore"]
 
 #: Of a checkpoint: ``{"algorithm": ..., "ranks": [...]}``.
 KEY = "bagua"
@@ -22,14 +22,13 @@ KEY = "bagua"
 
 @dataclass(frozen=True)
 class RankState:
-    """State of one rank, between two steps.
+    """State of one rank, between two steps. Plain data: a Trainer that holds it can be copied.
 
     Attributes:
         algorithm: its ``state_dict()``.
         training: this rank's weights and optimizers, where ranks hold different ones.
     """
 
-    group: BaguaProcessGroup
     algorithm: dict[str, Any]
     training: dict[str, Any]
 
@@ -53,42 +52,54 @@ def of_this_rank(
                 "model": wrapper.module.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in optimizers],
             }
-        return RankState(ddp.process_group, copied(algorithm.state_dict()), copied(training))
+        return RankState(copied(algorithm.state_dict()), copied(training))
 
 
-def add(checkpoint: dict[str, Any], own: RankState | None, *, alone: bool) -> None:
+def of_all_ranks(own: RankState) -> dict[str, Any] | None:
+    """The entry of a checkpoint, on rank 0; None on the others, and where there is no state.
+
+    Every rank of the default group calls it.
+
+    Raises:
+        BaguaError: another rank failed.
+    """
+    if not (own.algorithm or own.training):
+        return None
+    group = get_default_group()
+    # Entries without a rank are equal on all.
+    part = own.algorithm if group.rank == 0 else _of_rank(own.algorithm, group.rank)
+    parts = gather_plain_objects(
+        {"algorithm": part, "training": own.training}, 0, group.get_global_communicator()
+    )
+    if parts is None:
+        return None
+    merged: dict[str, Any] = {}
+    for other in parts:
+        merged |= other["algorithm"]
+    return {"algorithm": merged, "ranks": [other["training"] for other in parts]}
+
+
+def add(checkpoint: dict[str, Any], own: RankState, *, alone: bool) -> None:
     """Put the states of all ranks into rank 0's ``checkpoint``. Every rank calls it.
 
     Args:
-        own: None: there was no training to remember.
         alone: the others may be gone; the checkpoint stays without these states, and a warning
             says so.
 
     Raises:
         BaguaError: another rank failed.
     """
-    if own is None or not (own.algorithm or own.training):
-        return
-    if alone:
+    if not alone:
+        entry = of_all_ranks(own)
+        if entry is not None:
+            checkpoint[KEY] = entry
+    elif own.algorithm or own.training:
         warnings.warn(
             "training was interrupted, so the checkpoint has no state of bagua's algorithm: other "
             "ranks, which hold a part of it, may be gone",
             RuntimeWarning,
             stacklevel=2,
         )
-        return
-    rank = own.group.rank
-    # Entries without a rank are equal on all.
-    part = own.algorithm if rank == 0 else _of_rank(own.algorithm, rank)
-    parts = gather_plain_objects(
-        {"algorithm": part, "training": own.training}, 0, own.group.get_global_communicator()
-    )
-    if parts is None:
-        return
-    merged: dict[str, Any] = {}
-    for other in parts:
-        merged |= other["algorithm"]
-    checkpoint[KEY] = {"algorithm": merged, "ranks": [other["training"] for other in parts]}
 
 
 def _of_rank(state: Mapping[str, Any], rank: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from bagua.lightning._fabric import FabricMethods
-from bagua.lightning._strategy import StrategyMethods
+from bagua.lightning._strategy import LauncherMethods, StrategyMethods
 
 __all__ = ["TESTED", "fabric_strategies", "trainer_strategies"]
 
@@ -34,16 +34,7 @@ def trainer_strategies(public: str) -> dict[str, Any]:
     Raises:
         ImportError: no package is installed, or one lacks a method that is overridden or called.
     """
-    found = {
-        package: _registered(
-            importlib.import_module(_TRAINERS[package]),
-            "StrategyRegistry",
-            StrategyMethods,
-            "BaguaStrategy",
-            public,
-        )
-        for package in _installed()
-    }
+    found = {package: _trainer_strategy(package, public) for package in _installed()}
     if not found:
         raise ImportError(
             "bagua.lightning needs Lightning: pip install lightning (or pytorch-lightning)"
@@ -69,16 +60,35 @@ def _installed() -> list[str]:
     return [package for package in _TRAINERS if find_spec(package) is not None]
 
 
+def _trainer_strategy(package: str, public: str) -> Any:
+    module = importlib.import_module(_TRAINERS[package])
+    strategy = _registered(module, "StrategyRegistry", StrategyMethods, "BaguaStrategy", public)
+    strategy.launcher_class = _subclass(
+        module.launchers,
+        "_MultiProcessingLauncher",
+        LauncherMethods,
+        "BaguaStrategy.launcher_class",
+        public,
+    )
+    return strategy
+
+
 def _registered(module: Any, registry: str, methods: Any, name: str, public: str) -> Any:
-    missing = [name for name in methods.NEEDED if not hasattr(module.DDPStrategy, name)]
-    if missing:
-        raise ImportError(
-            f"bagua.lightning: DDPStrategy of {module.__name__} has no {' and no '.join(missing)}; "
-            f"lightning {TESTED} is known to work"
-        )
-    attributes = {"__module__": public, "__qualname__": name, "__doc__": methods.__doc__}
-    strategy = type(name, (methods, module.DDPStrategy), attributes)
+    strategy = _subclass(module, "DDPStrategy", methods, name, public)
     getattr(module, registry).register(
         "bagua", strategy, description="algorithms of bagua", override=True
     )
     return strategy
+
+
+def _subclass(module: Any, base: str, methods: Any, name: str, public: str) -> Any:
+    """A class found as ``name`` in ``public``; its methods go before those of ``base``."""
+    theirs: Any = getattr(module, base, None)
+    missing = [method for method in methods.NEEDED if not hasattr(theirs, method)]
+    if missing:
+        raise ImportError(
+            f"bagua.lightning: {base} of {module.__name__} has no {' and no '.join(missing)}; "
+            f"lightning {TESTED} is known to work"
+        )
+    attributes = {"__module__": public, "__qualname__": name, "__doc__": methods.__doc__}
+    return type(name.rpartition(".")[2], (methods, theirs), attributes)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +17,41 @@ from bagua.lightning._wrapping import Wrapping
 from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
 
-__all__ = ["StrategyMethods"]
+__all__ = ["LauncherMethods", "StrategyMethods"]
 
 _FITTING = "fit"
+#: The start method whose ranks are programs of their own, which go on after training.
+_PROGRAMS = "popen"
+
+
+class LauncherMethods:
+    """Bring the algorithm's state from rank 0 to the process that started it.
+
+    In a file, as Lightning does with the weights: the queue for the other results is read only
+    when the ranks have ended, and holds less than an algorithm's state.
+    """
+
+    #: Methods of Lightning's class that are extended.
+    NEEDED = ("get_extra_results", "update_main_process_results")
+
+    # An attribute of Lightning's class.
+    _strategy: StrategyMethods
+
+    def get_extra_results(self, trainer: Any) -> dict[str, Any]:
+        """On the first rank of a node: the results, with the file of the state."""
+        extra: dict[str, Any] = super().get_extra_results(trainer)  # type: ignore[misc]
+        if self._strategy.end_of_children is not None:
+            file = Path(tempfile.mkdtemp(), "bagua.pt")
+            torch.save(self._strategy.end_of_children, file)
+            extra[_checkpoint.KEY] = str(file)
+        return extra
+
+    def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
+        """Load that file, and remove it."""
+        super().update_main_process_results(trainer, extra)  # type: ignore[misc]
+        if (name := extra.get(_checkpoint.KEY)) is not None:
+            self._strategy.end_of_children = torch.load(name, weights_only=True)
+            shutil.rmtree(Path(name).parent)
 
 
 class StrategyMethods:
@@ -45,8 +80,10 @@ class StrategyMethods:
     NEEDED = (
         *("setup_distributed", "setup", "configure_ddp", "determine_ddp_device_ids"),
         *("pre_backward", "post_backward", "teardown", "lightning_module_state_dict"),
-        *("save_checkpoint", "load_optimizer_state_dict"),
+        *("save_checkpoint", "load_optimizer_state_dict", "_configure_launcher"),
     )
+    #: Starts ranks as children of this process; set by the subclass.
+    launcher_class: type
 
     # Attributes of Lightning's classes.
     model: Any
@@ -85,7 +122,10 @@ class StrategyMethods:
             bucket_cap_mb=bucket_cap_mb,
             static_graph=static_graph,
         )
+        self._start_method = start_method
         self._end_of_fit: _checkpoint.RankState | None = None
+        #: An entry of a checkpoint, in rank 0's process and in the one that started the ranks.
+        self.end_of_children: dict[str, Any] | None = None
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -99,6 +139,13 @@ class StrategyMethods:
 
     # Setting up, in the order of the calls.
 
+    def _configure_launcher(self) -> None:
+        """Have a launcher of children bring back the algorithm's state at the end."""
+        super()._configure_launcher()  # type: ignore[misc]
+        self.end_of_children = None
+        if self._start_method != _PROGRAMS:
+            self._launcher = self.launcher_class(self, start_method=self._start_method)
+
     def setup_distributed(self) -> None:
         """Join the job, and say which node this is: hierarchical algorithms ask."""
         super().setup_distributed()  # type: ignore[misc]
@@ -107,7 +154,7 @@ class StrategyMethods:
     def setup(self, trainer: Any) -> None:
         """Make the optimizers, then wrap: algorithms that own them need both."""
         super().setup(trainer)  # type: ignore[misc]
-        self._end_of_fit = None
+        self._end_of_fit = self.end_of_children = None
         if trainer.state.fn == _FITTING:
             self.model = self._setup_model(self.model)
 
@@ -150,7 +197,11 @@ class StrategyMethods:
         if wrapper is not None:
             if not self._interrupted:
                 wrapper.bagua_ddp.pause()
-                self._end_of_fit = _checkpoint.of_this_rank(wrapper, self.optimizers)
+                own = _checkpoint.of_this_rank(wrapper, self.optimizers)
+                if self._start_method == _PROGRAMS:
+                    self._end_of_fit = own
+                else:
+                    self.end_of_children = _checkpoint.of_all_ranks(own)
             wrapper.bagua_ddp.close()
         super().teardown()  # type: ignore[misc]
 
@@ -169,14 +220,17 @@ class StrategyMethods:
     ) -> None:
         """Add the state of the algorithm, of all ranks, to what rank 0 writes."""
         if "optimizer_states" in checkpoint:
-            wrapper = self._wrapper
-            own = (
-                self._end_of_fit
-                if wrapper is None
-                else _checkpoint.of_this_rank(wrapper, self.optimizers)
-            )
-            _checkpoint.add(checkpoint, own, alone=self._interrupted)
+            self._add_state(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+
+    def _add_state(self, checkpoint: dict[str, Any]) -> None:
+        if self.end_of_children is not None:
+            checkpoint[_checkpoint.KEY] = self.end_of_children
+        elif (wrapper := self._wrapper) is not None:
+            own = _checkpoint.of_this_rank(wrapper, self.optimizers)
+            _checkpoint.add(checkpoint, own, alone=self._interrupted)
+        elif self._end_of_fit is not None:
+            _checkpoint.add(checkpoint, self._end_of_fit, alone=self._interrupted)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of the algorithm too, which is wrapped already.

@@ -48,6 +48,16 @@ def torchrun_environment(rank, size, port):
     }
 
 
+def run_without_torchrun(command, timeout=110):
+    """The finished process of a program that starts its ranks by itself."""
+    launcher = torchrun_environment(0, 1, 0)
+    environment = {name: value for name, value in os.environ.items() if name not in launcher}
+    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": launcher["GLOO_SOCKET_IFNAME"]}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
 def new_store():
     """A store on a free port, served by this process as torchrun's agent does."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
