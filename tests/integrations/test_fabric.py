@@ -44,8 +44,9 @@ def trained(strategy, package="lightning", together=True, every=2, **options):
 
 
 def as_ddp(package, options):
-    import bagua.lightning  # noqa: F401 - registers the strategy
+    from bagua.lightning import strategies
 
+    assert strategies[package] is not None  # registers "bagua" for Fabric, too
     return [trained(strategy, package, **options)[0] for strategy in ("ddp", "bagua")]
 
 

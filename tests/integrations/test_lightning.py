@@ -56,6 +56,32 @@ def test_the_other_package_has_the_strategy_too(ranks):
         assert ours == ddp
 
 
+IMPORTS = """
+import logging, sys
+import {first}
+import {first}.utilities.rank_zero as messages
+logger = messages.rank_zero_module.log.name
+from bagua.lightning import BaguaFabricStrategy, BaguaStrategy, strategies
+assert messages.rank_zero_module.log.name == logger, messages.rank_zero_module.log.name
+assert {other!r} not in sys.modules
+assert BaguaStrategy is strategies[{package!r}]
+assert issubclass(BaguaStrategy, {first}.strategies.DDPStrategy)
+assert not issubclass(strategies[{other!r}], {first}.strategies.DDPStrategy)
+assert {other!r} in sys.modules
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "other"), [("lightning", "pytorch_lightning"), ("pytorch_lightning", "lightning")]
+)
+def test_the_package_in_use_is_the_only_one_that_is_imported(package, other):
+    """Each takes the messages of both into its own logger."""
+    first = "lightning.pytorch" if package == "lightning" else package
+    program = IMPORTS.format(first=first, package=package, other=other)
+    end = run_without_torchrun([sys.executable, "-c", program])
+    assert end.returncode == 0, end.stderr
+
+
 def compiled():
     from integrations import lightning_training as lt
 

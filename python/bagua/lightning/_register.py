@@ -3,65 +3,70 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from importlib.util import find_spec
 from typing import Any
 
 from bagua.lightning._fabric import FabricMethods
 from bagua.lightning._strategy import LauncherMethods, StrategyMethods
 
-__all__ = ["TESTED", "fabric_strategies", "trainer_strategies"]
+__all__ = ["TESTED", "packages_in_use", "register"]
 
 #: The release of both packages that the tests of this module run with.
 TESTED = "2.6.6"
 
-#: Package -> its modules of strategies. The two packages have class trees of their own.
-_TRAINERS = {
-    "lightning": "lightning.pytorch.strategies",
-    "pytorch_lightning": "pytorch_lightning.strategies",
-}
-_FABRICS = {
-    "lightning": "lightning.fabric.strategies",
-    "pytorch_lightning": "lightning_fabric.strategies",
+#: Package -> its modules of strategies, for a Trainer and for Fabric. The two packages have class
+#: trees of their own, and one logger, which belongs to the one that was imported last.
+_MODULES = {
+    "lightning": ("lightning.pytorch.strategies", "lightning.fabric.strategies"),
+    "pytorch_lightning": ("pytorch_lightning.strategies", "lightning_fabric.strategies"),
 }
 
 
-def trainer_strategies(public: str) -> dict[str, Any]:
-    """Register ``"bagua"`` for the Trainer of every installed package; returns the classes.
-
-    Args:
-        public: name of the module in which the first class is found, for pickles.
+def packages_in_use() -> list[str]:
+    """The packages that have been imported; if none has, the first that is installed.
 
     Raises:
-        ImportError: no package is installed, or one lacks a method that is overridden or called.
+        ImportError: no package is installed.
     """
-    found = {package: _trainer_strategy(package, public) for package in _installed()}
-    if not found:
+    installed = [package for package in _MODULES if find_spec(package) is not None]
+    if not installed:
         raise ImportError(
             "bagua.lightning needs Lightning: pip install lightning (or pytorch-lightning)"
         )
-    return found
+    imported = [
+        package
+        for package in installed
+        if any(module.partition(".")[0] in sys.modules for module in _MODULES[package])
+    ]
+    return imported or installed[:1]
 
 
-def fabric_strategies(public: str) -> dict[str, Any]:
-    """Register ``"bagua"`` for the Fabric of every installed package; returns the classes."""
-    return {
-        package: _registered(
-            importlib.import_module(_FABRICS[package]),
-            "STRATEGY_REGISTRY",
-            FabricMethods,
-            "BaguaFabricStrategy",
-            public,
-        )
-        for package in _installed()
-    }
+def register(package: str, public: str) -> tuple[Any, Any]:
+    """Register ``"bagua"`` with a package, which is imported; for its Trainer and its Fabric.
 
+    Args:
+        public: name of the module in which the classes are found, for pickles.
 
-def _installed() -> list[str]:
-    return [package for package in _TRAINERS if find_spec(package) is not None]
+    Returns:
+        The two strategies.
+
+    Raises:
+        KeyError: there is no such package.
+        ImportError: it is not installed, or lacks a method that is overridden or called.
+    """
+    _, fabric = _MODULES[package]
+    return _trainer_strategy(package, public), _registered(
+        importlib.import_module(fabric),
+        "STRATEGY_REGISTRY",
+        FabricMethods,
+        "BaguaFabricStrategy",
+        public,
+    )
 
 
 def _trainer_strategy(package: str, public: str) -> Any:
-    module = importlib.import_module(_TRAINERS[package])
+    module = importlib.import_module(_MODULES[package][0])
     strategy = _registered(module, "StrategyRegistry", StrategyMethods, "BaguaStrategy", public)
     strategy.launcher_class = _subclass(
         module.launchers,
