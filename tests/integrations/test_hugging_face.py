@@ -1,7 +1,10 @@
 """Hooks under Accelerate and transformers: exact training is theirs to the bit, state is saved."""
 
+import gc
 import hashlib
+import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -137,6 +140,28 @@ def test_missing_files_of_other_ranks_are_named(ranks, tmp_path):
     torch.save(state | {"size": 3}, folder / "bagua_0.pt")
     for error in ranks(2, loaded_alone, ALGORITHMS["sparse"], str(folder)):
         assert "bagua_<rank>.pt of ranks [1, 2] of 3" in error
+
+
+def pickled_and_freed():
+    from bagua.integrations.accelerate import use
+
+    own = accelerator()
+    use(own, PowerSGDAlgorithm(rank=2))
+    model, _ = own.prepare(network(), torch.utils.data.DataLoader([0]))
+    again = pickle.loads(pickle.dumps(own))
+    later = again.prepare(network()), own.prepare(network())
+    hooked = [getattr(part, "_bagua_comm_hook", None) is not None for part in (model, *later)]
+    gone = weakref.ref(own)
+    gc.disable()
+    try:
+        del own
+        return hooked, gone() is None
+    finally:
+        gc.enable()
+
+
+def test_an_accelerator_is_pickled_and_freed_as_without_bagua(ranks):
+    assert ranks(2, pickled_and_freed) == [([True, True, True], True)] * 2
 
 
 class Classifier(nn.Module):

@@ -31,6 +31,8 @@ _BY_TORCH = {"NO", "MULTI_CPU", "MULTI_GPU"}
 class Hooks:
     """The communication hooks of the models that an ``Accelerator`` has prepared.
 
+    A pickle or a copy has none of them, like the ``DistributedDataParallel`` in it.
+
     Attributes:
         handles: one per model, in the order of preparation; empty where there is one process.
     """
@@ -55,6 +57,17 @@ class Hooks:
         }
         inner = [id(module) for model in models for module in model.modules()]
         return [known[key] for key in inner if key in known]
+
+    def __reduce__(self) -> Any:
+        return Hooks, ()
+
+    def save(self, models: list[torch.nn.Module], weights: Any, folder: str) -> None:
+        """Write this rank's state, as a hook of ``Accelerator.save_state``."""
+        save_hooks(self.of(models), folder)
+
+    def load(self, models: list[torch.nn.Module], folder: str) -> None:
+        """Load this rank's state, as a hook of ``Accelerator.load_state``."""
+        load_hooks(self.of(models), folder)
 
     def stats(self) -> dict[str, Any]:
         """Statistics of the last prepared model's hook: see ``bagua.comm_hooks.Handle.stats``.
@@ -105,12 +118,8 @@ def use(accelerator: accelerate.Accelerator, algorithm: str | Algorithm) -> Hook
         )
     hooks = Hooks()
     install(accelerator, algorithm, hooks)
-    accelerator.register_save_state_pre_hook(
-        lambda models, weights, folder: save_hooks(hooks.of(models), folder)
-    )
-    accelerator.register_load_state_pre_hook(
-        lambda models, folder: load_hooks(hooks.of(models), folder)
-    )
+    accelerator.register_save_state_pre_hook(hooks.save)
+    accelerator.register_load_state_pre_hook(hooks.load)
     return hooks
 
 
@@ -125,7 +134,7 @@ def install(accelerator: accelerate.Accelerator, algorithm: str | Algorithm, hoo
     before = accelerator.ddp_handler or DistributedDataParallelKwargs()
     _check_handler(before)
 
-    accelerator.ddp_handler = _Handler(before, accelerator, algorithm, hooks)
+    accelerator.ddp_handler = _Handler(before, accelerator.scaler, algorithm, hooks)
 
 
 def _check_accelerator(accelerator: accelerate.Accelerator) -> None:
@@ -167,17 +176,20 @@ def _check_handler(handler: DistributedDataParallelKwargs) -> None:
 
 
 class _Handler(DistributedDataParallelKwargs):  # type: ignore[misc]
-    """Arguments of another handler, and a hook of bagua's."""
+    """Arguments of another handler, and a hook of bagua's.
+
+    It does not hold the accelerator, which holds it: that is freed without the cycle collector.
+    """
 
     def __init__(
         self,
         arguments: DistributedDataParallelKwargs,
-        accelerator: accelerate.Accelerator,
+        scaler: torch.amp.GradScaler | None,
         algorithm: str | Algorithm,
         hooks: Hooks,
     ) -> None:
         super().__init__(**vars(arguments))
-        self._bagua = (arguments, accelerator, algorithm, hooks)
+        self._bagua = (arguments, scaler, algorithm, hooks)
 
     def to_kwargs(self) -> dict[str, Any]:
         """Arguments of ``DistributedDataParallel`` that differ from their defaults."""
@@ -186,6 +198,6 @@ class _Handler(DistributedDataParallelKwargs):  # type: ignore[misc]
 
     def register_comm_hook(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
         """Called by ``prepare`` with what it has wrapped."""
-        _, accelerator, algorithm, hooks = self._bagua
-        handle = comm_hooks.register(model, algorithm, grad_scaler=accelerator.scaler)
+        _, scaler, algorithm, hooks = self._bagua
+        handle = comm_hooks.register(model, algorithm, grad_scaler=scaler)
         hooks.add(model, handle)
