@@ -173,8 +173,10 @@ class Classifier(nn.Module):
         return {"loss": cross_entropy(self.net(inputs), labels)}
 
 
-def by_trainer(algorithm, folder, epochs=2, resume=None, anew=False, **options):
-    """(digest, bytes sent) after training by transformers.Trainer."""
+def by_trainer(
+    algorithm, folder, epochs=2, resume=None, anew=False, before=lambda trainer: None, **options
+):
+    """(digest, bytes sent) after `before` and a training by transformers.Trainer."""
     import transformers
     from bagua.integrations.transformers import use
     from integrations import accelerate_state
@@ -195,10 +197,13 @@ def by_trainer(algorithm, folder, epochs=2, resume=None, anew=False, **options):
     )
     examples = [{"inputs": x, "labels": y} for x, y in zip(*data(), strict=True)]
     model = Classifier()
-    trainer = transformers.Trainer(model, arguments, train_dataset=examples)
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=examples, eval_dataset=examples[:32]
+    )
     hooks = None if algorithm is None else use(trainer, algorithm)
     if anew:  # as a search for hyperparameters does
         trainer.create_accelerator_and_postprocess()
+    before(trainer)
     trainer.train(resume_from_checkpoint=resume)
     return digest(model), None if hooks is None else hooks.stats()["total"]["bytes_sent"]
 
@@ -243,6 +248,27 @@ def test_a_new_accelerator_of_the_trainer_compresses_too(ranks, tmp_path):
 def again_anew(folder):
     algorithm = ALGORITHMS["bytegrad"]
     return [by_trainer(algorithm, folder, epochs=1, anew=anew) for anew in (False, True)]
+
+
+def evaluated_first(folder):
+    """The error of a training after an evaluation, and trainings with and without the remedy."""
+
+    def as_the_error_says(trainer):
+        trainer.evaluate()
+        del trainer.model._is_accelerate_prepared
+
+    def training_after(before):
+        return by_trainer("gradient_allreduce", folder, epochs=1, before=before)
+
+    error = training.error_of(lambda: training_after(lambda trainer: trainer.evaluate()))
+    return error, training_after(as_the_error_says), training_after(lambda trainer: None)
+
+
+def test_training_after_an_evaluation_is_refused_where_ranks_would_train_apart(ranks, tmp_path):
+    """The trainer leaves the module unwrapped then, also without bagua."""
+    for error, remedied, plain in ranks(2, evaluated_first, str(tmp_path)):
+        assert error.startswith("RuntimeError: use: the 2 ranks would train Classifier apart")
+        assert remedied == plain
 
 
 def resumed_without_state(folder):
