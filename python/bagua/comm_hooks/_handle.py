@@ -11,7 +11,7 @@ import torch
 from bagua import _C
 from bagua._core.group.connections import Connections
 from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
-from bagua._core.state.saved_values import check_state
+from bagua._core.state.saved_values import check_no_state
 from bagua._core.state.statistics import MainThreadTraffic, lane_statistics
 from bagua._ops.contract.lane import Lane
 from bagua._sync.plan import counted, divided_first
@@ -142,14 +142,8 @@ class Handle:
             ValueError: the state is of another algorithm, model or number of ranks; names the
                 entry. Nothing has changed then.
         """
-        name = type(self._algorithm).__name__
         if self._memories is None:
-            check_state(state, name)
-            if state:
-                raise ValueError(
-                    f"{name} remembers nothing, but its state has {sorted(state)}; the checkpoint "
-                    "is of another algorithm"
-                )
+            check_no_state(state, type(self._algorithm).__name__)
             return
         rounds = self._memories.load_state_dict(state, self._all_parameters())
         self._rounds_before = rounds - self._hook.round

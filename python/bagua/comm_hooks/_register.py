@@ -154,14 +154,15 @@ def _reified(algorithm: Algorithm, group: BaguaProcessGroup) -> AlgorithmImpl:
     if not isinstance(impl, _REDUCE_GRADIENTS):
         raise NotImplementedError(
             f"comm_hooks.register: {type(algorithm).__name__} does more than reduce the gradients "
-            "of one bucket, which is all that a communication hook can do; wrap the module with "
-            "module.with_bagua(optimizers, algorithm) instead of DistributedDataParallel"
+            "of one bucket, which is all that a communication hook can do; take "
+            "'gradient_allreduce', 'bytegrad', 'power_sgd' or 'sparse'. In a script that "
+            "constructs DistributedDataParallel by itself, module.with_bagua(optimizers, "
+            "algorithm) in its place takes every algorithm"
         )
     if isinstance(impl, ErrorFeedbackImpl) and impl.exact:
         raise NotImplementedError(
             f"comm_hooks.register: {type(algorithm).__name__} has exact_parameters={impl.exact}, "
-            "but torch decides which parameters share a bucket: leave them out, or wrap the module "
-            "with module.with_bagua(optimizers, algorithm)"
+            "but torch decides which parameters share a bucket: leave them out"
         )
     return impl
 
@@ -182,8 +183,7 @@ def _check_parameters(
         if id(parameter) in sparse:
             raise NotImplementedError(
                 f"comm_hooks.register: parameter '{name}' has sparse gradients, which a "
-                "communication hook cannot take; pass sparse=False to the embedding, or use "
-                "with_bagua"
+                "communication hook cannot take; pass sparse=False to the embedding"
             )
         if parameter.is_complex() and not impl.complex_parameters:
             raise NotImplementedError(

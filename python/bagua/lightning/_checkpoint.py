@@ -12,11 +12,12 @@ import torch
 from bagua._core.eager.objects import gather_plain_objects
 from bagua._core.group.process_group import get_default_group
 from bagua._core.state import saved_values as _saved_values
+from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.data_parallel import DistributedDataParallel
 
 __all__ = ["KEY", "RankState", "add", "copied", "of_all_ranks", "of_this_rank", "restore"]
 
-#: Of a checkpoint: ``{"algorithm": ..., "ranks": [...]}``.
+#: Of a checkpoint: ``{"name": ..., "algorithm": ..., "ranks": [...]}``.
 KEY = "bagua"
 
 
@@ -25,10 +26,12 @@ class RankState:
     """State of one rank, between two steps. Plain data: a Trainer that holds it can be copied.
 
     Attributes:
+        name: the algorithm's.
         algorithm: its ``state_dict()``.
         training: this rank's weights and optimizers, where ranks hold different ones.
     """
 
+    name: str
     algorithm: dict[str, Any]
     training: dict[str, Any]
 
@@ -52,7 +55,7 @@ def of_this_rank(
                 "model": wrapper.module.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in optimizers],
             }
-        return RankState(copied(algorithm.state_dict()), copied(training))
+        return RankState(_name_of(algorithm), copied(algorithm.state_dict()), copied(training))
 
 
 def of_all_ranks(own: RankState) -> dict[str, Any] | None:
@@ -76,7 +79,8 @@ def of_all_ranks(own: RankState) -> dict[str, Any] | None:
     merged: dict[str, Any] = {}
     for other in parts:
         merged |= other["algorithm"]
-    return {"algorithm": merged, "ranks": [other["training"] for other in parts]}
+    ranks = [other["training"] for other in parts]
+    return {"name": own.name, "algorithm": merged, "ranks": ranks}
 
 
 def add(checkpoint: dict[str, Any], own: RankState, *, alone: bool) -> None:
@@ -102,6 +106,10 @@ def add(checkpoint: dict[str, Any], own: RankState, *, alone: bool) -> None:
         )
 
 
+def _name_of(algorithm: AlgorithmImpl) -> str:
+    return type(algorithm).__name__.removesuffix("Impl")
+
+
 def _of_rank(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key.startswith(f"rank{rank}/")}
 
@@ -118,7 +126,8 @@ def restore(
             number of ranks.
     """
     ddp = wrapper.bagua_ddp
-    algorithm, name = ddp.bagua_algorithm, type(ddp.bagua_algorithm).__name__
+    algorithm = ddp.bagua_algorithm
+    name = _name_of(algorithm)
     if KEY not in checkpoint:
         if algorithm.state_dict():
             warnings.warn(
@@ -128,9 +137,18 @@ def restore(
             )
         return
     saved = checkpoint[KEY]
-    if algorithm.ranks_agree is False:
-        _load_training(saved["ranks"], wrapper, optimizers)
-    algorithm.load_state_dict(saved["algorithm"])
+    try:
+        if algorithm.ranks_agree is False:
+            _load_training(saved["ranks"], wrapper, optimizers)
+        algorithm.load_state_dict(saved["algorithm"])
+    except ValueError as error:
+        if saved["name"] == name:
+            raise
+        raise ValueError(
+            f"the checkpoint is of {saved['name']}, and this training of {name}: give the strategy "
+            "that algorithm, or begin with the weights alone, by load_from_checkpoint() and fit() "
+            f"without ckpt_path ({error})"
+        ) from error
 
 
 def _load_training(

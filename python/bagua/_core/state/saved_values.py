@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_state", "copied", "saved_count", "saved_tensor"]
+__all__ = ["check_no_state", "check_state", "copied", "saved_count", "saved_tensor"]
 
 _MOST = 2**63 - 1
+_SHOWN = 3  # names of entries in a message
 
 
 def copied(value: Any, device: str | None = None) -> Any:
@@ -29,6 +30,19 @@ def check_state(state: Any, owner: str) -> None:
         raise ValueError(
             f"{owner}: a state is a dict with names as keys, not {str(state)[:80]}; load what "
             "state_dict() returned"
+        )
+
+
+def check_no_state(state: Any, owner: str) -> None:
+    """Raise ValueError unless ``state`` is an empty dict; ``owner``, an algorithm, is named."""
+    check_state(state, owner)
+    if state:
+        names = sorted(state)
+        others = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
+        raise ValueError(
+            f"{owner} remembers nothing, but its state has {names[:_SHOWN]}{others}; the "
+            "checkpoint is of another algorithm: load it with that one, or leave the algorithm's "
+            "state out and begin with the weights"
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from bagua import _C, BaguaError
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
-from bagua._core.state.saved_values import check_state
+from bagua._core.state.saved_values import check_no_state
 from bagua._core.state.snapshot import sparse_parameters
 from bagua._guard.guard import Guard, GuardAtWork
 from bagua._sync.averaging_synchronizer import AveragingSynchronizer
@@ -247,12 +247,7 @@ class AlgorithmImpl:
         Raises:
             ValueError: the state is of another algorithm; names what does not fit.
         """
-        check_state(state, type(self).__name__)
-        if state:
-            raise ValueError(
-                f"{type(self).__name__} remembers nothing, but its state has {sorted(state)}; the "
-                "checkpoint is of another algorithm"
-            )
+        check_no_state(state, type(self).__name__)
 
     def carry_over(self, state: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
         """The :meth:`state_dict` for buckets with more parameters than those of ``state``.
