@@ -29,7 +29,7 @@ TEST_JOBS ?= $(shell echo $$(( $(JOBS) < 8 ? $(JOBS) + 2 : 8 )))
 # Python keeps compiled test modules, or each worker and rank would compile them anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv build horovod integrations demo test lint format cuda-check wheel docs sanitize fuzz soak soak-schedules bench curves clean ci
+.PHONY: help venv build horovod integrations demo test test-deep lint format cuda-check wheel docs sanitize fuzz soak soak-schedules bench curves clean ci
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ demo: build ## Train on handwritten digits with 2 ranks; print the table, write 
 # BAGUA_TEST_INTEGRATIONS=0 skips their tests by name.
 test: build horovod $(if $(filter 0,$(BAGUA_TEST_INTEGRATIONS)),,integrations) ## Run all tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-deep: build integrations ## Run the long tests: other libraries' own suites, more faults
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder tests/deep $(ARGS)
 
 lint: venv ## Check layout, style and types
 	ruff check .
@@ -161,9 +164,9 @@ clean: ## Remove what was built; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache demo.png demo.json $(VENV)/.installed
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-CI_STAGES := venv build lint docs cuda-check horovod integrations test sanitize demo
+CI_STAGES := venv build lint docs cuda-check horovod integrations test test-deep sanitize demo
 
-ci: ## All of it, as the continuous integration does: install, lint, docs, CUDA, Horovod, test, sanitize, demo
+ci: ## All of it, as the continuous integration does: install, lint, docs, CUDA, Horovod, tests, sanitize, demo
 	@begin=$$SECONDS; \
 	for stage in $(CI_STAGES); do \
 	  echo; echo "==== $$stage ===="; start=$$SECONDS; \

@@ -10,6 +10,7 @@ import pytest
 TESTS = str(Path(__file__).parent)
 if TESTS not in sys.path:
     sys.path.insert(0, TESTS)
+DEEP = Path(TESTS, "deep")
 
 
 #: Files of 25 seconds and more, the longest first: begun last, they would keep one worker busy
@@ -69,3 +70,10 @@ def pytest_runtest_setup(item):
         pytest.fail(f"needs CUDA: {reason}", pytrace=False)
     if reason:
         pytest.skip(reason)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """The long tests of tests/deep run where they are named: `make test-deep`."""
+    if collection_path == DEEP and not any("deep" in argument for argument in config.args):
+        return True
+    return None
