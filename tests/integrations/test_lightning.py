@@ -320,8 +320,8 @@ def test_the_scaler_of_the_precision_plugin_reaches_the_algorithm(ranks):
 
 
 def refusals():
-    from bagua.lightning import BaguaStrategy, _register
-    from bagua.lightning._fabric import FabricMethods
+    from bagua import lightning
+    from bagua.lightning import BaguaStrategy
     from bagua.torch_api.algorithms import ByteGradAlgorithm
     from integrations import lightning_training as lt
 
@@ -329,7 +329,7 @@ def refusals():
 
     return {
         "release": training.error_of(
-            lambda: _register._registered(lacking, "", FabricMethods, "Strategy", "bagua")
+            lambda: lightning._subclass(lacking, "DDPStrategy", lightning._FabricMethods, "")
         ),
         "name": training.error_of(lambda: BaguaStrategy("bytegard")),
         "type": training.error_of(lambda: BaguaStrategy(3)),

@@ -6,24 +6,673 @@ Importing this module registers the strategies with the packages that have been 
 ``strategies["pytorch_lightning"]`` imports and registers the other one.
 """
 
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from bagua.lightning import _register
+import torch
+
+from bagua._core.eager.objects import gather_plain_objects
+from bagua._core.group.process_group import get_default_group
+from bagua._core.state.saved_values import copied
+from bagua.torch_api.algorithms import Algorithm, GlobalAlgorithmRegistry, QAdamOptimizer
+from bagua.torch_api.algorithms.base import AlgorithmImpl
+from bagua.torch_api.data_parallel import DistributedDataParallel
 
 __all__ = ["BaguaFabricStrategy", "BaguaStrategy", "strategies"]
+
+#: The release of both packages that the tests of this module run with.
+TESTED = "2.6.6"
+
+#: Package -> its modules of strategies, for a Trainer and for Fabric. The two packages have class
+#: trees of their own, and one logger, which belongs to the one that was imported last.
+_MODULES = {
+    "lightning": ("lightning.pytorch.strategies", "lightning.fabric.strategies"),
+    "pytorch_lightning": ("pytorch_lightning.strategies", "lightning_fabric.strategies"),
+}
+#: The algorithm whose argument is known only when the optimizers are.
+_NEEDS_OPTIMIZER = "qadam"
+_FITTING = "fit"
+#: The start method whose ranks are programs of their own, which go on after training.
+_PROGRAMS = "popen"
+#: Of a checkpoint: ``{"name": ..., "algorithm": ..., "ranks": [...]}``.
+_KEY = "bagua"
+
+
+class _TrainerMethods:
+    """Train by one of bagua's algorithms: ``Trainer(strategy=BaguaStrategy("bytegrad"))``.
+
+    A subclass of Lightning's ``DDPStrategy``, with the arguments of Bagua's strategy. The
+    ``LightningModule`` is wrapped after its optimizers were made; ``trainer.strategy.model`` is the
+    wrapper, a ``bagua.torch_api.data_parallel.DistributedDataParallel``, while ``fit`` runs.
+
+    Args:
+        algorithm: a registered name, or an object of ``bagua.torch_api.algorithms``.
+        flatten: gradients are views of their buckets.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
+            process_group_backend, timeout, start_method: as ``DDPStrategy`` has them.
+        find_unused_parameters, broadcast_buffers, bucket_cap_mb, static_graph: as
+            ``DistributedDataParallel`` has them.
+        bagua_kwargs: arguments of the algorithm, where it is given by name.
+
+    Raises:
+        TypeError: ``algorithm`` is something else, or does not take ``bagua_kwargs``.
+        ValueError: no algorithm has this name, or an argument is out of its range.
+    """
+
+    strategy_name = "bagua"
+    #: Methods of Lightning's class that are overridden or called.
+    NEEDED = (
+        *("setup_distributed", "setup", "configure_ddp", "determine_ddp_device_ids"),
+        *("pre_backward", "post_backward", "teardown", "lightning_module_state_dict"),
+        *("save_checkpoint", "load_optimizer_state_dict", "_configure_launcher"),
+    )
+    #: Starts ranks as children of this process; set by the subclass.
+    launcher_class: type
+
+    # Attributes of Lightning's classes.
+    model: Any
+    lightning_module: Any
+    optimizers: list[torch.optim.Optimizer]
+    lr_scheduler_configs: list[Any]
+    precision_plugin: Any
+    cluster_environment: Any
+    root_device: torch.device
+
+    def __init__(
+        self,
+        algorithm: str | Algorithm = "gradient_allreduce",
+        flatten: bool = True,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        *,
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool | None = None,
+        bucket_cap_mb: float | None = None,
+        static_graph: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: str = "popen",
+        **bagua_kwargs: Any,
+    ) -> None:
+        self._wrapping = _Wrapping(
+            algorithm,
+            bagua_kwargs,
+            gradient_as_bucket_view=flatten,
+            find_unused_parameters=find_unused_parameters,
+            broadcast_buffers=broadcast_buffers,
+            bucket_cap_mb=bucket_cap_mb,
+            static_graph=static_graph,
+        )
+        self._start_method = start_method
+        self._end_of_fit: _RankState | None = None
+        #: An entry of a checkpoint, in rank 0's process and in the one that started the ranks.
+        self.end_of_children: dict[str, Any] | None = None
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            start_method=start_method,
+            **({} if timeout is None else {"timeout": timeout}),
+        )  # type: ignore[call-arg]
+
+    # Setting up, in the order of the calls.
+
+    def _configure_launcher(self) -> None:
+        """Have a launcher of children bring back the algorithm's state at the end."""
+        super()._configure_launcher()  # type: ignore[misc]
+        self.end_of_children = None
+        if self._start_method != _PROGRAMS:
+            self._launcher = self.launcher_class(self, start_method=self._start_method)
+
+    def setup_distributed(self) -> None:
+        """Join the job, and say which node this is: hierarchical algorithms ask."""
+        super().setup_distributed()  # type: ignore[misc]
+        os.environ.setdefault("NODE_RANK", str(self.cluster_environment.node_rank()))
+
+    def setup(self, trainer: Any) -> None:
+        """Make the optimizers, then wrap: algorithms that own them need both."""
+        super().setup(trainer)  # type: ignore[misc]
+        self._end_of_fit = self.end_of_children = None
+        if trainer.state.fn == _FITTING:
+            self.model = self._setup_model(self.model)
+
+    def configure_ddp(self) -> None:
+        """Nothing: :meth:`setup` wraps later than torch's class is."""
+
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        return self._wrapping.wrap(
+            model,
+            self.determine_ddp_device_ids(),  # type: ignore[attr-defined]
+            self.optimizers,
+            getattr(self.precision_plugin, "scaler", None),
+            len(self.lr_scheduler_configs),
+        )
+
+    @property
+    def _wrapper(self) -> DistributedDataParallel | None:
+        return self.model if isinstance(self.model, DistributedDataParallel) else None
+
+    # Training.
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        """In manual optimization: have this backward, inside of the forward, communicate."""
+        wrapper = self._wrapper
+        if wrapper is not None and not self.lightning_module.automatic_optimization:
+            wrapper.forwards.before_inner_backward(closure_loss)
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Nothing: communication is complete when backward returns."""
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether an exception ended training: the other ranks are not to be waited for."""
+        interrupted: bool = self.lightning_module.trainer.interrupted
+        return interrupted
+
+    def teardown(self) -> None:
+        """Unwrap the module. Its weights stay as they are on this rank."""
+        wrapper = self._wrapper
+        if wrapper is not None:
+            if not self._interrupted:
+                wrapper.bagua_ddp.pause()
+                own = _RankState.of(wrapper, self.optimizers)
+                if self._start_method == _PROGRAMS:
+                    self._end_of_fit = own
+                else:
+                    self.end_of_children = own.of_all_ranks()
+            wrapper.bagua_ddp.close()
+        super().teardown()  # type: ignore[misc]
+
+    # Checkpoints.
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's weights, of one moment; a file gets those of rank 0."""
+        wrapper = self._wrapper
+        if wrapper is None or wrapper.bagua_ddp.bagua_algorithm.ranks_agree is not False:
+            return super().lightning_module_state_dict()  # type: ignore[misc,no-any-return]
+        with wrapper.bagua_ddp.exclusive():
+            state: dict[str, Any] = copied(super().lightning_module_state_dict())  # type: ignore[misc]
+        return state
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Add the state of the algorithm, of all ranks, to what rank 0 writes."""
+        if "optimizer_states" in checkpoint:
+            self._add_state(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+
+    def _add_state(self, checkpoint: dict[str, Any]) -> None:
+        entry, own = self.end_of_children, self._end_of_fit
+        if (wrapper := self._wrapper) is not None:
+            own = _RankState.of(wrapper, self.optimizers)
+        if own is not None and (own.algorithm or own.training):
+            if self._interrupted:
+                warnings.warn(
+                    "training was interrupted, so the checkpoint has no state of bagua's "
+                    "algorithm: other ranks, which hold a part of it, may be gone",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            else:
+                entry = own.of_all_ranks()
+        if entry is not None:
+            checkpoint[_KEY] = entry
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the state of the algorithm too, which is wrapped already.
+
+        Raises:
+            ValueError: the checkpoint is of another algorithm or, where ranks hold different
+                weights, of another number of ranks.
+        """
+        super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+        if (wrapper := self._wrapper) is not None:
+            _restore(checkpoint, wrapper, self.optimizers)
+
+
+class _LauncherMethods:
+    """Bring the algorithm's state from rank 0 to the process that started it.
+
+    In a file, as Lightning does with the weights: the queue for the other results is read only
+    when the ranks have ended, and holds less than an algorithm's state.
+    """
+
+    #: Methods of Lightning's class that are extended.
+    NEEDED = ("get_extra_results", "update_main_process_results")
+
+    # An attribute of Lightning's class.
+    _strategy: _TrainerMethods
+
+    def get_extra_results(self, trainer: Any) -> dict[str, Any]:
+        """On the first rank of a node: the results, with the file of the state."""
+        extra: dict[str, Any] = super().get_extra_results(trainer)  # type: ignore[misc]
+        if self._strategy.end_of_children is not None:
+            file = Path(tempfile.mkdtemp(), "bagua.pt")
+            torch.save(self._strategy.end_of_children, file)
+            extra[_KEY] = str(file)
+        return extra
+
+    def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
+        """Load that file, and remove it."""
+        super().update_main_process_results(trainer, extra)  # type: ignore[misc]
+        if (name := extra.get(_KEY)) is not None:
+            self._strategy.end_of_children = torch.load(name, weights_only=True)
+            shutil.rmtree(Path(name).parent)
+
+
+@dataclass(frozen=True)
+class _RankState:
+    """State of one rank, between two steps. Plain data: a Trainer that holds it can be copied.
+
+    Attributes:
+        name: the algorithm's.
+        algorithm: its ``state_dict()``.
+        training: this rank's weights and optimizers, where ranks hold different ones.
+    """
+
+    name: str
+    algorithm: dict[str, Any]
+    training: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, wrapper: DistributedDataParallel, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> _RankState:
+        """Copy the state of this rank."""
+        ddp = wrapper.bagua_ddp
+        algorithm = ddp.bagua_algorithm
+        training: dict[str, Any] = {}
+        with ddp.exclusive():
+            if algorithm.ranks_agree is False:
+                training = {
+                    "model": wrapper.module.state_dict(),
+                    "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                }
+            return cls(_name_of(algorithm), copied(algorithm.state_dict()), copied(training))
+
+    def of_all_ranks(self) -> dict[str, Any] | None:
+        """The entry of a checkpoint, on rank 0; None on the others, and where there is no state.
+
+        Every rank of the default group calls it.
+
+        Raises:
+            BaguaError: another rank failed.
+        """
+        if not (self.algorithm or self.training):
+            return None
+        group, part = get_default_group(), self.algorithm
+        if group.rank != 0:  # entries without a rank are equal on all
+            part = {key: v for key, v in part.items() if key.startswith(f"rank{group.rank}/")}
+        parts = gather_plain_objects(
+            {"algorithm": part, "training": self.training}, 0, group.get_global_communicator()
+        )
+        if parts is None:
+            return None
+        merged: dict[str, Any] = {}
+        for other in parts:
+            merged |= other["algorithm"]
+        ranks = [other["training"] for other in parts]
+        return {"name": self.name, "algorithm": merged, "ranks": ranks}
+
+
+def _name_of(algorithm: AlgorithmImpl) -> str:
+    return type(algorithm).__name__.removesuffix("Impl")
+
+
+def _restore(
+    checkpoint: Mapping[str, Any],
+    wrapper: DistributedDataParallel,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> None:
+    """Restore what ``save_checkpoint`` has put there. Every rank calls it, after the wrap.
+
+    Raises:
+        ValueError: it is of another algorithm or, where ranks hold different weights, of another
+            number of ranks.
+    """
+    ddp = wrapper.bagua_ddp
+    algorithm = ddp.bagua_algorithm
+    name = _name_of(algorithm)
+    if _KEY not in checkpoint:
+        if algorithm.state_dict():
+            warnings.warn(
+                f"the checkpoint has no state of {name}: it begins anew, with the weights of the "
+                "checkpoint",
+                stacklevel=2,
+            )
+        return
+    saved = checkpoint[_KEY]
+    try:
+        if algorithm.ranks_agree is False:
+            _load_training(saved["ranks"], wrapper, optimizers)
+        algorithm.load_state_dict(saved["algorithm"])
+    except ValueError as error:
+        if saved["name"] == name:
+            raise
+        raise ValueError(
+            f"the checkpoint is of {saved['name']}, and this training of {name}: give the strategy "
+            "that algorithm, or begin with the weights alone, by load_from_checkpoint() and fit() "
+            f"without ckpt_path ({error})"
+        ) from error
+
+
+def _load_training(
+    saved: Sequence[Mapping[str, Any]],
+    wrapper: DistributedDataParallel,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> None:
+    ddp = wrapper.bagua_ddp
+    group = ddp.process_group
+    if len(saved) != group.size or not all(saved):
+        raise ValueError(
+            f"the checkpoint has the weights of {sum(map(bool, saved))} ranks, and "
+            f"{type(ddp.bagua_algorithm).__name__} trains {group.size} here, each with its own: "
+            "resume with the number of ranks that saved it, or start from its weights alone, with "
+            "load_from_checkpoint()"
+        )
+    own = saved[group.rank]
+    with ddp.exclusive():
+        wrapper.module.load_state_dict(own["model"])
+        for optimizer, state in zip(optimizers, own["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+
+
+class _FabricMethods:
+    """Fabric trains by one of bagua's algorithms: ``Fabric(strategy=BaguaFabricStrategy(...))``.
+
+    A subclass of Fabric's ``DDPStrategy``. The wrapper, a
+    ``bagua.torch_api.data_parallel.DistributedDataParallel``, is what ``fabric.setup`` puts around
+    the module.
+
+    Args:
+        algorithm: a registered name, or an object of ``bagua.torch_api.algorithms``.
+        flatten: gradients are views of their buckets.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision,
+            process_group_backend, timeout, start_method: as ``DDPStrategy`` has them.
+        find_unused_parameters, broadcast_buffers, bucket_cap_mb, static_graph: as
+            ``DistributedDataParallel`` has them.
+        bagua_kwargs: arguments of the algorithm, where it is given by name.
+
+    Raises:
+        TypeError: ``algorithm`` is something else, or does not take ``bagua_kwargs``.
+        ValueError: no algorithm has this name, or an argument is out of its range.
+    """
+
+    #: Methods of Fabric's class that are overridden or called.
+    NEEDED = (
+        *("setup_module_and_optimizers", "setup_module", "setup_optimizer"),
+        *("_setup_distributed", "_determine_ddp_device_ids"),
+    )
+
+    # Attributes of Fabric's classes.
+    precision: Any
+    cluster_environment: Any
+
+    def __init__(
+        self,
+        algorithm: str | Algorithm = "gradient_allreduce",
+        flatten: bool = True,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        *,
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool | None = None,
+        bucket_cap_mb: float | None = None,
+        static_graph: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: str = "popen",
+        **bagua_kwargs: Any,
+    ) -> None:
+        self._wrapping = _Wrapping(
+            algorithm,
+            bagua_kwargs,
+            gradient_as_bucket_view=flatten,
+            find_unused_parameters=find_unused_parameters,
+            broadcast_buffers=broadcast_buffers,
+            bucket_cap_mb=bucket_cap_mb,
+            static_graph=static_graph,
+        )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            start_method=start_method,
+            **({} if timeout is None else {"timeout": timeout}),
+        )  # type: ignore[call-arg]
+
+    def _setup_distributed(self) -> None:
+        """Join the job, and say which node this is: hierarchical algorithms ask."""
+        super()._setup_distributed()  # type: ignore[misc]
+        os.environ.setdefault("NODE_RANK", str(self.cluster_environment.node_rank()))
+
+    def setup_module_and_optimizers(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *others: Any,
+    ) -> tuple[Any, ...]:
+        """Wrap the module together with its optimizers."""
+        wrapper = self._wrap(module, optimizers)
+        return wrapper, [self.setup_optimizer(o) for o in optimizers], *others  # type: ignore[attr-defined]
+
+    def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
+        """Wrap a module whose optimizers come later.
+
+        Raises:
+            RuntimeError, ValueError: the algorithm needs the optimizers, as all do that average
+                weights.
+        """
+        wrapper = self._wrap(module, ())
+        algorithm = wrapper.bagua_ddp.bagua_algorithm
+        if algorithm.ranks_agree is False:
+            wrapper.bagua_ddp.pause()
+            wrapper.bagua_ddp.close()
+            raise RuntimeError(
+                f"fabric: {type(algorithm).__name__} averages weights between the optimizers' "
+                "steps; set the module and its optimizers up in one call: "
+                "fabric.setup(module, optimizer)"
+            )
+        return wrapper
+
+    def _wrap(
+        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> DistributedDataParallel:
+        device_ids = self._determine_ddp_device_ids()  # type: ignore[attr-defined]
+        scaler = getattr(self.precision, "scaler", None)
+        return self._wrapping.wrap(module, device_ids, optimizers, scaler)
+
+
+class _Wrapping:
+    """Arguments of a strategy.
+
+    Args:
+        algorithm: a registered name, or an object.
+        arguments: of the algorithm, where it is given by name.
+        wrapper: arguments of ``DistributedDataParallel``.
+
+    Raises:
+        TypeError: ``algorithm`` is something else, or does not take ``arguments``.
+        ValueError: no algorithm has this name, or an argument is out of its range.
+    """
+
+    def __init__(
+        self, algorithm: str | Algorithm, arguments: Mapping[str, Any], **wrapper: Any
+    ) -> None:
+        # Checks
+        if isinstance(algorithm, Algorithm):
+            if arguments:
+                raise TypeError(
+                    f"BaguaStrategy: {sorted(arguments)} are no arguments of the strategy; pass "
+                    f"those of the algorithm to {type(algorithm).__name__} itself"
+                )
+        elif not isinstance(algorithm, str):
+            raise TypeError(
+                "BaguaStrategy: algorithm must be a name or an instance of "
+                f"bagua.torch_api.algorithms.Algorithm, not {algorithm!r}"
+            )
+        else:
+            _check_name(algorithm, arguments)
+
+        self._algorithm = algorithm
+        self._arguments = arguments
+        self._wrapper = wrapper
+
+    def wrap(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[int] | None,
+        optimizers: Sequence[torch.optim.Optimizer],
+        grad_scaler: torch.amp.GradScaler | None,
+        schedulers: int = 0,
+    ) -> DistributedDataParallel:
+        """Wrap ``module``. Every rank calls it, after its optimizers were made.
+
+        Args:
+            grad_scaler: that of the precision plugin, if it has one.
+            schedulers: number of learning rate schedulers.
+
+        Raises:
+            ValueError: QAdam without exactly one ``QAdamOptimizer``, or with several schedulers.
+            See ``DistributedDataParallel`` for others.
+        """
+        return DistributedDataParallel(
+            module,
+            device_ids,
+            optimizers=optimizers,
+            algorithm=self._reified(optimizers, schedulers),
+            grad_scaler=grad_scaler,
+            **self._wrapper,
+        )
+
+    def _reified(self, optimizers: Sequence[torch.optim.Optimizer], schedulers: int) -> Algorithm:
+        if isinstance(self._algorithm, Algorithm):
+            return self._algorithm
+        if self._algorithm != _NEEDS_OPTIMIZER:
+            return _init(self._algorithm, self._arguments)
+        if len(optimizers) != 1 or not isinstance(optimizers[0], QAdamOptimizer):
+            names = [type(optimizer).__name__ for optimizer in optimizers]
+            raise ValueError(
+                "BaguaStrategy(algorithm='qadam') needs exactly one optimizer, a QAdamOptimizer "
+                f"(bagua.torch_api.algorithms.q_adam), not {names}"
+            )
+        if schedulers > 1:
+            raise ValueError(
+                "BaguaStrategy(algorithm='qadam') takes one learning rate scheduler, not "
+                f"{schedulers}"
+            )
+        return _init(self._algorithm, {"q_adam_optimizer": optimizers[0], **self._arguments})
+
+
+def _check_name(name: str, arguments: Mapping[str, Any]) -> None:
+    try:
+        GlobalAlgorithmRegistry.get(name)
+    except KeyError as error:
+        raise ValueError(f"BaguaStrategy: {error.args[0]}") from None
+    if name != _NEEDS_OPTIMIZER:
+        _init(name, arguments)
+
+
+def _init(name: str, arguments: Mapping[str, Any]) -> Algorithm:
+    try:
+        return Algorithm.init(name, **arguments)
+    except TypeError as error:
+        raise TypeError(f"BaguaStrategy(algorithm={name!r}): {error}") from error
+
+
+def _packages_in_use() -> list[str]:
+    """The packages that have been imported; if none has, the first that is installed.
+
+    Raises:
+        ImportError: no package is installed.
+    """
+    installed = [package for package in _MODULES if find_spec(package) is not None]
+    if not installed:
+        raise ImportError(
+            "bagua.lightning needs Lightning: pip install lightning (or pytorch-lightning)"
+        )
+    imported = [
+        package
+        for package in installed
+        if any(module.partition(".")[0] in sys.modules for module in _MODULES[package])
+    ]
+    return imported or installed[:1]
+
+
+def _register(package: str) -> tuple[Any, Any]:
+    """Register ``"bagua"`` with a package, which is imported; for its Trainer and its Fabric.
+
+    Returns:
+        The two strategies.
+
+    Raises:
+        KeyError: there is no such package.
+        ImportError: it is not installed, or lacks a method that is overridden or called.
+    """
+    trainers, fabrics = map(importlib.import_module, _MODULES[package])
+    strategy = _subclass(trainers, "DDPStrategy", _TrainerMethods, "BaguaStrategy")
+    strategy.launcher_class = _subclass(
+        trainers.launchers,
+        "_MultiProcessingLauncher",
+        _LauncherMethods,
+        "BaguaStrategy.launcher_class",
+    )
+    fabric = _subclass(fabrics, "DDPStrategy", _FabricMethods, "BaguaFabricStrategy")
+    for registry, made in (
+        (trainers.StrategyRegistry, strategy),
+        (fabrics.STRATEGY_REGISTRY, fabric),
+    ):
+        registry.register("bagua", made, description="algorithms of bagua", override=True)
+    return strategy, fabric
+
+
+def _subclass(module: Any, base: str, methods: Any, name: str) -> Any:
+    """A class that pickles find here as ``name``; its methods go before those of ``base``."""
+    theirs: Any = getattr(module, base, None)
+    missing = [method for method in methods.NEEDED if not hasattr(theirs, method)]
+    if missing:
+        raise ImportError(
+            f"bagua.lightning: {base} of {module.__name__} has no {' and no '.join(missing)}; "
+            f"lightning {TESTED} is known to work"
+        )
+    attributes = {"__module__": __name__, "__qualname__": name, "__doc__": methods.__doc__}
+    return type(name.rpartition(".")[2], (methods, theirs), attributes)
 
 
 class _Strategies(dict[str, Any]):
     """``BaguaStrategy`` by the name of its package."""
 
     def __missing__(self, package: str) -> Any:
-        self[package], _ = _register.register(package, __name__)
+        self[package], _ = _register(package)
         return self[package]
 
 
-_registered = [
-    (package, _register.register(package, __name__)) for package in _register.packages_in_use()
-]
+_registered = [(package, _register(package)) for package in _packages_in_use()]
 
 #: ``BaguaStrategy`` of each package, by the name of the package, which is imported on demand.
 strategies = _Strategies({package: trainer for package, (trainer, _) in _registered})
