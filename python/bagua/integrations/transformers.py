@@ -9,8 +9,7 @@ import torch
 import transformers
 
 from bagua.integrations import accelerate as _accelerate
-from bagua.integrations._state_files import load_hooks, save_hooks
-from bagua.integrations.accelerate import Hooks
+from bagua.integrations.accelerate import Hooks, load_hooks, save_hooks
 from bagua.torch_api.algorithms import Algorithm
 
 __all__ = ["TESTED", "use"]
