@@ -166,6 +166,20 @@ def test_every_algorithm_learns_with_its_bytes(ranks, name):
             assert parameters == results[0][2]
 
 
+def guarded():
+    from bagua.torch_api import Guard
+    from integrations import lightning_training as lt
+
+    module = lt.classifier()
+    lt.fit(module, lt.strategy("bytegrad", guard=Guard(every=4)))
+    return module.stats["guard"]
+
+
+def test_a_guard_of_the_strategy_measures(ranks):
+    for guard in ranks(2, guarded):
+        assert guard["checks"] > 0
+
+
 def resumed(name, folder):
     whole, _ = trained(name, max_epochs=3)
     _, trainer = trained(name, max_epochs=1)

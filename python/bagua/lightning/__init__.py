@@ -26,6 +26,7 @@ import torch
 from bagua._core.eager.objects import gather_plain_objects
 from bagua._core.group.process_group import get_default_group
 from bagua._core.state.saved_values import copied
+from bagua._guard.guard import Guard
 from bagua.torch_api.algorithms import Algorithm, GlobalAlgorithmRegistry, QAdamOptimizer
 from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.data_parallel import DistributedDataParallel
@@ -62,8 +63,8 @@ class _TrainerMethods:
         flatten: gradients are views of their buckets.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
             process_group_backend, timeout, start_method: as ``DDPStrategy`` has them.
-        find_unused_parameters, broadcast_buffers, bucket_cap_mb, static_graph: as
-            ``DistributedDataParallel`` has them.
+        find_unused_parameters, broadcast_buffers, bucket_cap_mb, static_graph, guard: as
+            ``bagua.torch_api.data_parallel.DistributedDataParallel`` has them.
         bagua_kwargs: arguments of the algorithm, where it is given by name.
 
     Raises:
@@ -104,6 +105,7 @@ class _TrainerMethods:
         broadcast_buffers: bool | None = None,
         bucket_cap_mb: float | None = None,
         static_graph: bool = False,
+        guard: Guard | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         start_method: str = "popen",
@@ -117,6 +119,7 @@ class _TrainerMethods:
             broadcast_buffers=broadcast_buffers,
             bucket_cap_mb=bucket_cap_mb,
             static_graph=static_graph,
+            guard=guard,
         )
         self._start_method = start_method
         self._end_of_fit: _RankState | None = None
@@ -408,8 +411,8 @@ class _FabricMethods:
         flatten: gradients are views of their buckets.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision,
             process_group_backend, timeout, start_method: as ``DDPStrategy`` has them.
-        find_unused_parameters, broadcast_buffers, bucket_cap_mb, static_graph: as
-            ``DistributedDataParallel`` has them.
+        find_unused_parameters, broadcast_buffers, bucket_cap_mb, static_graph, guard: as
+            ``bagua.torch_api.data_parallel.DistributedDataParallel`` has them.
         bagua_kwargs: arguments of the algorithm, where it is given by name.
 
     Raises:
@@ -441,6 +444,7 @@ class _FabricMethods:
         broadcast_buffers: bool | None = None,
         bucket_cap_mb: float | None = None,
         static_graph: bool = False,
+        guard: Guard | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         start_method: str = "popen",
@@ -454,6 +458,7 @@ class _FabricMethods:
             broadcast_buffers=broadcast_buffers,
             bucket_cap_mb=bucket_cap_mb,
             static_graph=static_graph,
+            guard=guard,
         )
         super().__init__(
             accelerator=accelerator,
