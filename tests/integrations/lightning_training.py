@@ -34,6 +34,8 @@ def strategy(name, package="lightning", **arguments):
         return name
     if name in ("bytegrad", "sparse", "qadam") or name.endswith("decentralized"):
         arguments = {"hierarchical": False} | arguments
+    if name == "diloco":
+        arguments = {"interval": 4} | arguments
     return bagua.lightning.strategies[package](name, **arguments)
 
 

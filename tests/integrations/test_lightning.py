@@ -27,9 +27,10 @@ AT_MOST = {
     "decentralized": 1.0,
     "low_precision_decentralized": 0.29,
     "qadam": 0.3,
+    "diloco": 0.3,
     "async": 100.0,
 }
-DIFFERENT_WEIGHTS = {"decentralized", "low_precision_decentralized", "async"}
+DIFFERENT_WEIGHTS = {"decentralized", "low_precision_decentralized", "diloco", "async"}
 
 
 def trained(name, package="lightning", module=None, **options):
