@@ -4,6 +4,7 @@ import pytest
 import torch
 from bagua import _C
 from oracle import all_reduce_rows as oracle
+from support.cases import over
 from support.threads.op_ranks import BAD_VALUES, DTYPES, OPS, assert_same_bits, per_op, per_ranks
 from support.threads.thread_ranks import run_thread_ranks
 
@@ -11,7 +12,7 @@ ROWS, WIDTH = 23, 5
 TYPES = DTYPES | {"c64": torch.complex64, "c128": torch.complex128}
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 4e-2, torch.float64: 1e-14}
 
-per_type = pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
+per_type = over(dtype=TYPES.values())
 
 
 def gradient(rows, dtype=torch.float32, shape=(ROWS, WIDTH), seed=0):
@@ -72,7 +73,7 @@ def test_every_rank_holds_the_oracles_result_in_the_same_bits(n, op, dtype):
 
 
 @per_ranks
-@pytest.mark.parametrize("shape", [(1, 1), (3, 31), (1000, 1), (6, 2, 3), (9,), (4, 0)], ids=str)
+@over(shape=[(1, 1), (3, 31), (1000, 1), (6, 2, 3), (9,), (4, 0)])
 def test_shapes_that_do_not_divide(n, shape):
     expect_oracle(uneven(n, shape=shape), shape=shape)
 
@@ -106,7 +107,7 @@ def test_all_rows_of_every_rank(n):
 
 
 @per_ranks
-@pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)
+@over(bad=BAD_VALUES.values())
 def test_a_value_that_is_not_finite_reaches_every_rank_and_the_bucket(n, bad):
     brought = uneven(n)
     brought[n - 1] = gradient([3, 8])

@@ -2,10 +2,10 @@
 
 import math
 
-import pytest
 import torch
 from bagua import _C
 from single.test_hierarchical import NODES, run_hierarchical
+from support.cases import over
 from support.threads.op_ranks import (
     BAD_VALUES,
     OPS,
@@ -18,7 +18,7 @@ from support.threads.op_ranks import (
 )
 
 REALS = {"c64": torch.float32, "c128": torch.float64}
-per_real = pytest.mark.parametrize("real", REALS.values(), ids=REALS)
+per_real = over(real=REALS.values())
 
 
 def complex_of(reals):
@@ -39,7 +39,7 @@ def test_all_reduce_of_complex_numbers_is_that_of_their_parts(n, op, real):
 
 @per_real
 @per_op
-@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
+@over(nodes=NODES.values())
 def test_between_nodes_too(nodes, op, real):
     for numel in SIZES:
         reals = inputs(len(nodes), 2 * numel, real)
@@ -51,8 +51,7 @@ def test_between_nodes_too(nodes, op, real):
 
 
 @per_real
-@pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)
-@pytest.mark.parametrize("part", [0, 1], ids=["real", "imaginary"])
+@over(part=[0, 1], bad=BAD_VALUES.values())
 def test_a_bad_part_reaches_every_rank_and_is_counted(real, bad, part):
     reals = inputs(3, 62, real)
     good = complex_of(reals)

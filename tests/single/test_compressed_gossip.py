@@ -6,6 +6,7 @@ from bagua import _C
 from bagua._ops.compressed_gossip import mixing_weights as weights_of_library
 from oracle.codec import payload_bytes
 from oracle.low_precision_decentralized import Ring, mixing_weights
+from support.cases import over
 from support.threads.op_ranks import (
     BAD_VALUES,
     MORE_THAN_A_PIECE,
@@ -87,20 +88,17 @@ def test_every_round_gives_the_bits_of_the_oracle_and_replicas_are_the_neighbour
 
 
 @per_codec
-@pytest.mark.parametrize("n", [2, 3])
+@over(n=[2, 3])
 def test_every_codec_gives_the_bits_of_the_oracle(codec, n):
     expect_oracle(n, codec, torch.float32, 14337)
 
 
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize(
-    "numel", [MORE_THAN_A_PIECE, MORE_THAN_A_SEGMENT], ids=["piece", "segment"]
-)
+@over(numel=[MORE_THAN_A_PIECE, MORE_THAN_A_SEGMENT], n=[2, 3])
 def test_pieces_and_segments_change_nothing(n, numel):
     expect_oracle(n, "block_uint8", torch.float32, numel, rounds=2)
 
 
-@pytest.mark.parametrize("sizes", [[3, 1], [2, 1, 4], [1, 1, 2, 5]], ids=str)
+@over(sizes=[[3, 1], [2, 1, 4], [1, 1, 2, 5]])
 def test_members_of_different_sizes_keep_the_mean_that_weighs_them(sizes):
     n, numel = len(sizes), 3000
     results = expect_oracle(n, "fp16", torch.float32, numel, sizes=sizes)
@@ -114,7 +112,7 @@ def test_members_of_different_sizes_keep_the_mean_that_weighs_them(sizes):
         assert ((mean - expected).abs() <= 1e-3 * added.abs().max() * (k + 1)).all()
 
 
-@pytest.mark.parametrize("sizes", [[1, 1], [3, 1], [2, 1, 4], [1, 2, 3, 4, 5]], ids=str)
+@over(sizes=[[1, 1], [3, 1], [2, 1, 4], [1, 2, 3, 4, 5]])
 def test_mixing_weights_are_reversible_and_a_third_among_equals(sizes):
     n = len(sizes)
     assert [weights_of_library(sizes, r) for r in range(n)] == [
@@ -128,8 +126,7 @@ def test_mixing_weights_are_reversible_and_a_third_among_equals(sizes):
         assert weights_of_library([7] * n, r) == THIRD
 
 
-@pytest.mark.parametrize("n", RANKS)
-@pytest.mark.parametrize("numel", [4096, 14337])
+@over(numel=[4096, 14337], n=RANKS)
 def test_two_messages_are_sent_and_with_two_ranks_one(n, numel):
     def run(comm):
         counting = _C.CountingCommunicator(comm)
@@ -144,8 +141,7 @@ def test_two_messages_are_sent_and_with_two_ranks_one(n, numel):
         assert traffic["messages_sent"] == messages
 
 
-@pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)
-@pytest.mark.parametrize("n", [2, 3, 4])
+@over(n=[2, 3, 4], bad=BAD_VALUES.values())
 def test_a_bad_value_passes_on_for_as_long_as_it_is_there_and_replicas_stay_finite(n, bad):
     numel = 3 * 2048
     added = [updates(n, numel, torch.float32, k) for k in range(ROUNDS)]

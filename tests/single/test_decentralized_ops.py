@@ -5,6 +5,7 @@ import torch
 from bagua import _C
 from oracle import decentralized as oracle
 from single.test_hierarchical import NODES
+from support.cases import over
 from support.threads.op_ranks import (
     BAD_VALUES,
     MORE_THAN_A_PIECE,
@@ -20,8 +21,8 @@ from support.threads.thread_ranks import run_thread_ranks
 ROUNDS = 4
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.float64: 1e-12}
 ABSOLUTE = 4 * 2**-24  # steps of f16's subnormal numbers
-per_mode = pytest.mark.parametrize("mode", ["all", "shift_one"])
-per_nodes = pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
+per_mode = over(mode=["all", "shift_one"])
+per_nodes = over(nodes=NODES.values())
 
 
 def counter(value=0):
@@ -78,7 +79,7 @@ def test_the_average_is_the_oracles_and_lies_beside_the_bucket(mode, dtype, n):
 
 
 @per_ranks
-@pytest.mark.parametrize("numel", [1, 1000, MORE_THAN_A_PIECE])
+@over(numel=[1, 1000, MORE_THAN_A_PIECE])
 def test_a_pair_holds_the_same_bits_which_are_half_the_sum(n, numel):
     brought = inputs(n, numel, torch.float32)
     results = run_thread_ranks(
@@ -91,7 +92,7 @@ def test_a_pair_holds_the_same_bits_which_are_half_the_sum(n, numel):
             assert torch.equal(bits(got), bits((own + theirs) / 2))
 
 
-@pytest.mark.parametrize("n", [3, 7])
+@over(n=[3, 7])
 def test_with_an_odd_number_of_ranks_each_sits_out_once_in_turn(n):
     sitting_out = [
         [rank for rank, peer in enumerate(oracle.shift_one_pairs(n, k)) if rank == peer]
@@ -157,8 +158,8 @@ def test_the_mean_over_all_ranks_is_unchanged(mode, nodes):
     torch.testing.assert_close(after, mean, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)
 @per_mode
+@over(bad=BAD_VALUES.values())
 def test_a_bad_value_reaches_the_peers_and_no_other_element(mode, bad):
     brought = inputs(4, 100, torch.float32)
     brought[1][3] = bad

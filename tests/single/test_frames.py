@@ -5,6 +5,7 @@ import torch
 from bagua import _C
 from oracle.codec import payload_bytes
 from oracle.compressed_all_reduce import parts
+from support.cases import over
 from support.threads.op_ranks import (
     compressed,
     per_codec,
@@ -15,9 +16,9 @@ from support.threads.thread_ranks import run_thread_ranks
 FRAME_BYTES = 32
 
 
-@pytest.mark.parametrize("numel", [4096, 4099, 14337], ids=lambda numel: f"{numel}-elements")
 @per_codec
 @per_ranks
+@over(numel=[4096, 4099, 14337])
 def test_compressed_all_reduce_sends_payloads_and_frames_and_nothing_else(n, codec, numel):
     def run(comm):
         counting = _C.CountingCommunicator(comm)
@@ -45,7 +46,7 @@ def garbage(comm, numel, first_word):
     comm.exchange([(message, 0)], [(incoming, 0)])
 
 
-@pytest.mark.parametrize("first_word", [b"\0" * 8, b"BGframe1"], ids=["no-frame", "other-plan"])
+@over(first_word=[b"\0" * 8, b"BGframe1"])
 def test_a_payload_that_does_not_match_names_bucket_and_peer(first_word):
     caught = []
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bagua import _C
+from support.cases import over
 from support.threads.op_ranks import (
     BAD_NUMEL,
     BAD_PLACES,
@@ -31,7 +32,7 @@ NODES = {
 }
 
 
-WAYS = pytest.mark.parametrize("way", ["leaders", "sharded"])
+WAYS = over(way=["leaders", "sharded"])
 
 
 def run(way, nodes, kind, op, brought):
@@ -89,7 +90,7 @@ def run_hierarchical(nodes, kind, op, brought):
 @WAYS
 @per_dtype
 @per_op
-@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
+@over(nodes=NODES.values())
 def test_hierarchical_gives_the_mean_over_all_ranks_for_unequal_nodes(nodes, op, dtype, way):
     n = len(nodes)
     tolerance = {torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.float64: 1e-12}.get(dtype, 1e-5)
@@ -105,7 +106,7 @@ def test_hierarchical_gives_the_mean_over_all_ranks_for_unequal_nodes(nodes, op,
 
 @WAYS
 @per_codec
-@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
+@over(nodes=NODES.values())
 def test_hierarchical_compresses_between_nodes_only(nodes, codec, way):
     n, numel = len(nodes), 4096
     generator = torch.Generator().manual_seed(n)
@@ -122,8 +123,7 @@ def test_hierarchical_compresses_between_nodes_only(nodes, codec, way):
 
 
 @WAYS
-@pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)
-@pytest.mark.parametrize("kind", ["exact", *CODECS])
+@over(kind=["exact", *CODECS], bad=BAD_VALUES.values())
 def test_a_bad_value_passes_through_hierarchical(kind, bad, way):
     nodes = [0, 0, 1]
     for culprit in range(3):

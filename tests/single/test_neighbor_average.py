@@ -8,6 +8,7 @@ from bagua import _C
 from mlbench_core.aggregation.pytorch import topology
 from mlbench_core.aggregation.pytorch.decentralized import metropolis_weights
 from oracle import neighbor_average as oracle
+from support.cases import over
 from support.threads.op_ranks import (
     BAD_VALUES,
     SIZES,
@@ -31,7 +32,7 @@ GRAPHS = {
     "path-of-4": [[1], [0, 2], [1, 3], [2]],
     "two-parts": [[1], [0], [3, 4], [2], [2], []],
 }
-per_graph = pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
+per_graph = over(graph=GRAPHS.values())
 
 
 def make_average(comm, graph):
@@ -66,14 +67,13 @@ def test_more_than_a_segment_is_averaged_to_the_end():
 
 
 @per_dtype
-@pytest.mark.parametrize("n", [2, 3, 4, 7])
+@over(n=[2, 3, 4, 7])
 def test_on_a_complete_graph_ranks_hold_the_same_bits(n, dtype):
     for numel in SIZES:
         assert_same_bits(averaged(topology.complete(n), inputs(n, numel, dtype)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
-@pytest.mark.parametrize("n", [3, 5, 6, 7])
+@over(n=[3, 5, 6, 7], dtype=[torch.float16, torch.bfloat16])
 def test_half_precision_is_summed_in_single_so_that_constants_stay(n, dtype):
     """A seventh, rounded to half precision, times seven is not one."""
     for graph in (topology.complete(n), topology.star(n), topology.ring(n)):
@@ -82,7 +82,7 @@ def test_half_precision_is_summed_in_single_so_that_constants_stay(n, dtype):
             assert torch.equal(bits(result), bits(brought[0]))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@over(size=[1, 2, 3, 4, 5])
 def test_every_graph_is_averaged_without_deadlock_and_keeps_the_mean(size):
     """2, 8, 64 and 1024 graphs, each on ranks that run all of them one after the other, with no
     barrier between: a rank may be several graphs ahead of one that it is not connected to.
@@ -147,7 +147,7 @@ def test_the_spread_shrinks_at_least_by_the_spectral_gap(graph):
     assert oracle.spread(results) <= bound * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)
+@over(bad=BAD_VALUES.values())
 def test_a_bad_value_reaches_the_neighbours_and_no_other_element(bad):
     brought = inputs(5, 100, torch.float32)
     brought[1][3] = bad

@@ -4,6 +4,7 @@ import pytest
 import torch
 from bagua import _C
 from oracle.compressed_all_reduce import compressed_all_reduce
+from support.cases import over
 from support.threads.op_ranks import (
     BAD_NUMEL,
     BAD_PLACES,
@@ -110,7 +111,7 @@ def test_all_reduce_gives_the_sum_or_mean(n, op, dtype):
         assert ((results[0].double() - exact).abs() <= tolerance * scale).all()
 
 
-@pytest.mark.parametrize("kind", ["exact", *CODECS])
+@over(kind=["exact", *CODECS])
 def test_one_rank_alone_keeps_its_bits(kind):
     brought = inputs(1, 4099, torch.float32)
     (result,) = run_op(1, lambda comm: make_op(comm, kind), brought)
@@ -118,8 +119,7 @@ def test_one_rank_alone_keeps_its_bits(kind):
 
 
 @per_op
-@pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)
-@pytest.mark.parametrize("kind", ["exact", *CODECS])
+@over(kind=["exact", *CODECS], bad=BAD_VALUES.values())
 def test_a_bad_value_reaches_every_rank(kind, bad, op):
     for place, index in BAD_PLACES.items():
         for culprit in range(3):
@@ -130,8 +130,8 @@ def test_a_bad_value_reaches_every_rank(kind, bad, op):
             assert not results[0][index].isfinite(), f"{place}, rank {culprit}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 @per_codec
+@over(dtype=[torch.float16, torch.bfloat16, torch.float64])
 def test_a_bad_value_reaches_every_rank_in_other_dtypes(codec, dtype):
     for bad in BAD_VALUES.values():
         for place, index in BAD_PLACES.items():
@@ -156,7 +156,7 @@ def test_integers_and_wrong_reductions_are_refused():
         _C.Hierarchical(comm, None, 4, 2, _C.ReduceOp.AVG)
 
 
-@pytest.mark.parametrize("kind", ["exact", *CODECS])
+@over(kind=["exact", *CODECS])
 def test_an_op_describes_itself(kind):
     (text,) = run_thread_ranks(1, lambda comm: make_op(comm, kind, "sum").describe())
     assert text == (

@@ -6,6 +6,7 @@ from bagua import _C
 from oracle import frame
 from oracle.codec import payload_bytes
 from oracle.sharded import all_gather, reduce_scatter
+from support.cases import over
 from support.threads.op_ranks import (
     BAD_VALUES,
     DTYPES,
@@ -24,7 +25,7 @@ MORE_THAN_A_SEGMENT = 9 * 131072 + 5  # of one part
 FRAME_BYTES = 32
 BUCKET = "the bucket"
 
-per_ranks = pytest.mark.parametrize("n", RANKS, ids=lambda n: f"{n}-ranks")
+per_ranks = over(n=RANKS)
 
 
 def scattering(comm, codec, divisor=1.0, **options):
@@ -148,7 +149,7 @@ def test_own_values_are_added_as_they_are(codec):
 
 
 @per_codec
-@pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)
+@over(bad=BAD_VALUES.values())
 def test_a_bad_value_reaches_the_owner_of_its_part_and_no_other(codec, bad):
     part = 5000
     for culprit in range(3):
@@ -162,7 +163,7 @@ def test_a_bad_value_reaches_the_owner_of_its_part_and_no_other(codec, bad):
 
 
 @per_codec
-@pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)
+@over(bad=BAD_VALUES.values())
 def test_a_bad_weight_reaches_every_rank(codec, bad):
     shares = inputs(3, 5000, torch.float32)
     shares[1][2047] = bad
@@ -254,21 +255,21 @@ def test_memory_that_does_not_fit_is_refused():
 # Refusals.
 
 
-@pytest.mark.parametrize("make", [scattering, gathering])
+@over(make=[scattering, gathering])
 def test_a_bucket_that_the_ranks_do_not_divide_is_refused(make):
     comm = _C.ThreadCommunicator(_C.ThreadHub(3, 1.0), 0)
     with pytest.raises(ValueError, match=r"bucket 'the bucket': 10 elements .* into 3 equal parts"):
         make(comm, "block_uint8").run(torch.zeros(10), bucket=BUCKET)
 
 
-@pytest.mark.parametrize("make", [scattering, gathering])
+@over(make=[scattering, gathering])
 def test_integers_are_refused(make):
     comm = _C.ThreadCommunicator(_C.ThreadHub(2, 1.0), 0)
     with pytest.raises(_C.BaguaError, match=r"takes float32.*not Int"):
         make(comm, "block_uint8").run(torch.zeros(4, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan"), float("inf")])
+@over(divisor=[0.0, -1.0, float("nan"), float("inf")])
 def test_a_divisor_is_a_positive_number(divisor):
     comm = _C.ThreadCommunicator(_C.ThreadHub(1, 1.0), 0)
     with pytest.raises(ValueError, match="the divisor must be a positive number"):
@@ -318,7 +319,7 @@ def texts_of_damage(make, codec, damaged, checksum):
 
 
 @per_codec
-@pytest.mark.parametrize("make", [scattering, gathering])
+@over(make=[scattering, gathering])
 def test_every_damaged_message_is_found_by_its_checksum(make, codec):
     message = message_of(codec, torch.linspace(-3, 1, 16), checksum=True)
     damaged = []
@@ -332,7 +333,7 @@ def test_every_damaged_message_is_found_by_its_checksum(make, codec):
 
 
 @per_codec
-@pytest.mark.parametrize("make", [scattering, gathering])
+@over(make=[scattering, gathering])
 def test_a_damaged_frame_is_found_without_checksums(make, codec):
     message = message_of(codec, torch.linspace(-3, 1, 16), checksum=False)
     damaged = []
@@ -344,8 +345,7 @@ def test_a_damaged_frame_is_found_without_checksums(make, codec):
         assert "the payload from rank 1 does not match" in text
 
 
-@pytest.mark.parametrize("make", [scattering, gathering])
-@pytest.mark.parametrize("checksum", [False, True], ids=["plain", "checksums"])
+@over(checksum=[False, True], make=[scattering, gathering])
 def test_the_message_of_the_description_is_taken(make, checksum):
     theirs = torch.linspace(-3, 1, 16)
     message = message_of("fp16", theirs, checksum)

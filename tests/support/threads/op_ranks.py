@@ -1,9 +1,9 @@
 """Helpers for tests of ops: ranks, sizes, inputs, and one run on thread ranks."""
 
-import pytest
 import torch
 from bagua import _C
 from oracle import codec as oracle
+from support.cases import looped, over
 from support.threads.thread_ranks import run_thread_ranks
 
 RANKS = [1, 2, 3, 4, 7]
@@ -18,9 +18,9 @@ DTYPES = {
 }
 OPS = {"sum": _C.ReduceOp.SUM, "mean": _C.ReduceOp.AVG}
 
-per_ranks = pytest.mark.parametrize("n", RANKS, ids=lambda n: f"{n}-ranks")
-per_codec = pytest.mark.parametrize("codec", CODECS)
-per_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+per_ranks = over(n=RANKS)
+per_codec = over(codec=CODECS)
+per_dtype = over(dtype=DTYPES.values())
 
 
 def per_ranks_and_dtype(ranks, dtypes=DTYPES):
@@ -28,15 +28,12 @@ def per_ranks_and_dtype(ranks, dtypes=DTYPES):
 
     An op cuts its parts by rank and converts their elements by dtype: one does not see the other.
     """
-    cases = [(n, "f32") for n in ranks] + [(3, name) for name in dtypes if name != "f32"]
-    return pytest.mark.parametrize(
-        ("n", "dtype"),
-        [(n, dtypes[name]) for n, name in cases],
-        ids=[f"{n}-ranks-{name}" for n, name in cases],
-    )
+    cases = [(n, dtypes["f32"]) for n in ranks]
+    cases += [(3, dtype) for name, dtype in dtypes.items() if name != "f32"]
+    return lambda test: looped(test, ("n", "dtype"), lambda fixtures: cases)
 
 
-per_op = pytest.mark.parametrize("op", OPS)
+per_op = over(op=OPS)
 
 
 def inputs(n, numel, dtype, salt=0):
