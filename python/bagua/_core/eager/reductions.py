@@ -137,8 +137,8 @@ def reduce(
     """Reduce the ranks' ``send_tensor`` into ``recv_tensor`` of rank ``dst``.
 
     Both have the same number of elements and dtype; ``recv_tensor`` of the others stays as it is.
-    The result is that of :func:`allreduce`. Above 2 MiB times n, ``torch.distributed.reduce`` over
-    gloo adds in another order than its own all-reduce.
+    The result is that of :func:`allreduce`. For some sizes above 2 MiB times n,
+    ``torch.distributed.reduce`` over gloo adds in another order than its own all-reduce.
     """
     member = member_of(comm)
     if member is None:
