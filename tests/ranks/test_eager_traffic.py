@@ -16,7 +16,8 @@ SENT = {
     "allreduce": [640] * N,
     "reduce": [640] * N,
     "allreduce_product": [640] * N,
-    "reduce_scatter": [320] * N,
+    "reduce_scatter": [640] * N,  # floats: an all-reduce, as torch's
+    "reduce_scatter_integers": [320] * N,
     "allgather": [320] * N,
     "alltoall": [320] * N,
     "broadcast": [960, 0, 0],
@@ -36,7 +37,9 @@ def call(name):
     elif name == "allreduce_product":
         bagua.allreduce_inplace(whole, ReduceOp.PRODUCT)
     elif name == "reduce_scatter":
-        bagua.reduce_scatter(whole, part, ReduceOp.MAX)
+        bagua.reduce_scatter(whole, part)
+    elif name == "reduce_scatter_integers":
+        bagua.reduce_scatter(whole.int(), part.int(), ReduceOp.MAX)
     elif name == "allgather":
         bagua.allgather(part, whole)
     elif name == "alltoall":
@@ -58,6 +61,7 @@ def bytes_of_calls():
     communicator = communication.get_default_group().get_global_communicator()
     unused = communicator.traffic()
     bagua.barrier()
+    bagua.allreduce_inplace(torch.ones(1))  # sums of floats have connections of their own
     sent, received = {}, {}
     for name in SENT:
         before = communicator.traffic()

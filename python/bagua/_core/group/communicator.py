@@ -195,7 +195,7 @@ class Communicator:
             self._board.beat(call, text, waits)
 
     def _connect(
-        self, device: torch.device, peer: int | None, sums_of_torch: bool
+        self, device: torch.device, peer: int | None, sums_of_torch: bool = False
     ) -> _C.CountingCommunicator:
         """Connections of all members, or of this one and ``peer`` if there are none of all yet.
 
