@@ -129,3 +129,15 @@ def test_a_failed_parent_splits_no_more_and_its_children_go_on(nccl):
         all_reduce(child)
 
     nccl.run(2, run)
+
+
+def test_a_child_that_nccl_never_makes_times_out_and_ends_its_parent(nccl):
+    nccl.keep_children()
+
+    def run(comm):
+        with pytest.raises(_C.BaguaError, match="split failed: NCCL did not make the new group"):
+            comm.split([0, 1])
+        with pytest.raises(_C.BaguaError, match="all_reduce refused: an earlier call failed"):
+            all_reduce(comm)
+
+    nccl.run(2, run, timeout=0.2)

@@ -1,6 +1,7 @@
 #include "comm/nccl/nccl_handle.h"
 
 #include <algorithm>
+#include <atomic>
 #include <thread>
 #include <utility>
 
@@ -107,8 +108,6 @@ void NcclHandle::call(const CallSite& site, const Body& body) {
   if (result != ncclSuccess) fail_and_throw(NcclFailure::Kind::kError, site.text(), said(result));
 }
 
-// The child's pointer is there only when the parent has come to rest, and the child may still be
-// connecting then.
 void NcclHandle::split(std::optional<int> color, int key, NcclHandle& child) {
   const std::string what = "split";
   const c10::DeviceGuard on_device(device_);
@@ -122,15 +121,28 @@ void NcclHandle::split(std::optional<int> color, int key, NcclHandle& child) {
     result =
         nccl_.comm_split(comm_, color.value_or(NCCL_SPLIT_NOCOLOR), key, &child.comm_, &config);
   }
-  // 2. The parent comes to rest.
-  if (result == ncclInProgress) result = until_ready(what, deadline);
+  // 2. The parent comes to rest. NCCL 2.18 to 2.29 answer ncclSuccess while it is in progress.
+  if (result == ncclSuccess || result == ncclInProgress) result = until_ready(what, deadline);
   if (result != ncclSuccess) fail_and_throw(NcclFailure::Kind::kError, what, said(result));
-  // 3. The child is ready.
-  if (color) {
-    const ncclResult_t connected = child.until_ready(what, deadline);
-    if (connected != ncclSuccess) {
-      child.fail_and_throw(NcclFailure::Kind::kError, what, said(connected));
-    }
+  if (!color) return;
+  // 3. The child is there, then ready: it may still be connecting.
+  until_written(child, what, deadline);
+  const ncclResult_t connected = child.until_ready(what, deadline);
+  if (connected != ncclSuccess) {
+    child.fail_and_throw(NcclFailure::Kind::kError, what, said(connected));
+  }
+}
+
+// A thread of NCCL writes the pointer, at some time after the parent has come to rest. Where that
+// fails the parent is aborted, which joins the thread: nothing writes into a freed child.
+void NcclHandle::until_written(NcclHandle& child, const std::string& what,
+                               Clock::time_point deadline) {
+  for (Pause pause; !std::atomic_ref(child.comm_).load(std::memory_order_acquire); pause()) {
+    const ncclResult_t now = until_ready(what, deadline);
+    if (now != ncclSuccess) fail_and_throw(NcclFailure::Kind::kError, what, said(now));
+    if (Clock::now() < deadline) continue;
+    fail_and_throw(NcclFailure::Kind::kTimeout, what,
+                   concat("NCCL did not make the new group within ", seconds_text(timeout_)));
   }
 }
 

@@ -86,6 +86,7 @@ class NcclHandle final {
   std::string said(ncclResult_t result) const;
   std::optional<ncclResult_t> state(ncclComm_t comm) const;
   ncclResult_t until_ready(const std::string& what, Clock::time_point deadline);
+  void until_written(NcclHandle& child, const std::string& what, Clock::time_point deadline);
   [[noreturn]] void fail_and_throw(NcclFailure::Kind kind, const std::string& what,
                                    const std::string& reason);
   [[noreturn]] void throw_failed(const std::string& what, std::unique_lock<std::mutex>& lock) const;

@@ -1,10 +1,11 @@
 // NCCL's functions over host memory, for ranks that are threads of one process.
 //
 // What a communicator must cope with is here: calls in non-blocking mode answer ncclInProgress and
-// are done later, operations of a group are collected and start at its end, a communicator from
-// ncclCommSplit appears when its parent has come to rest. What a communicator must not do is noted
-// (fake_nccl_misuse): two threads in one communicator, calls after its end, a second end, work
-// while earlier work is in progress. Ranks that do not agree fail. fake_nccl_* sets up faults.
+// are done later, operations of a group are collected and start at its end. ncclCommSplit answers
+// ncclSuccess at once, as NCCL 2.18 to 2.29 do: its parent is in progress then, and the child's
+// pointer is written some time after the parent has come to rest. What a communicator must not do
+// is noted (fake_nccl_misuse): two threads in one communicator, calls after its end, a second end,
+// work while earlier work is in progress. Ranks that do not agree fail. fake_nccl_* sets up faults.
 //
 // A call with a stream returns when its kernel has been given to the stream. The kernel runs when
 // those before it on the stream have ended and no other communicator's occupies the device, and
@@ -103,7 +104,8 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* chil
   operation.peer = color;
   operation.key = key;
   operation.child = child;
-  return issue(comm, {operation}, nullptr);
+  const ncclResult_t result = issue(comm, {operation}, nullptr);
+  return result == ncclInProgress ? ncclSuccess : result;
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* state) {
@@ -112,6 +114,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* state) {
   progress(*comm->clique, Place::kHost);
   run_devices();
   *state = state_of(comm);
+  if (*state == ncclSuccess && !faults.keeps_children) deliver(comm);
   return ncclSuccess;
 }
 
@@ -226,6 +229,7 @@ void fake_nccl_break(int rank, int result) {
   }
 }
 void fake_nccl_never_connect() { faults.never_connects = true; }
+void fake_nccl_keep_children() { faults.keeps_children = true; }
 void fake_nccl_never_quiet() { faults.never_quiet = true; }
 void fake_nccl_make_no_id() { faults.makes_no_id = true; }
 int fake_nccl_alive() {

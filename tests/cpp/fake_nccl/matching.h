@@ -43,9 +43,19 @@ inline void split(const Clique& parent) {
     std::sort(members.begin(), members.end());
     auto clique = std::make_shared<Clique>(static_cast<int>(members.size()));
     for (size_t i = 0; i < members.size(); ++i) {
-      *parent.ranks[members[i].second]->on_host[0][0].child = make(clique, static_cast<int>(i));
+      ncclComm* const rank = parent.ranks[members[i].second];
+      rank->unborn.push_back({rank->on_host[0][0].child, make(clique, static_cast<int>(i))});
     }
   }
+}
+
+// Writes the pointers of children, the second time that their parent is seen at rest.
+inline void deliver(ncclComm* parent) {
+  std::erase_if(parent->unborn, [](ncclComm::Unborn& it) {
+    if (it.looks_left-- > 0) return false;
+    std::atomic_ref(*it.place).store(it.child);
+    return true;
+  });
 }
 
 inline void perform(Clique& clique, Place place) {
@@ -186,6 +196,11 @@ inline void abort(ncclComm* comm, std::unique_lock<std::mutex>& lock) {
   constexpr std::chrono::seconds kLongest{4};
   comm->life = ncclComm::kAborted;
   comm->on_host.clear();
+  for (const ncclComm::Unborn& it : comm->unborn) {
+    it.child->life = ncclComm::kAborted;
+    --alive;
+  }
+  comm->unborn.clear();
   run_devices();
   if (changed.wait_for(lock, kLongest, [&] { return comm->kernels.empty(); })) return;
   misuse.push_back("ncclCommAbort waits for a kernel of another communicator");

@@ -61,6 +61,7 @@ struct Faults {
   int calls_until_failure = 0;
   ncclResult_t failure = ncclRemoteError;
   bool never_connects = false;
+  bool keeps_children = false;  // their pointers are never written
   bool never_quiet = false;
   bool makes_no_id = false;
 };
@@ -103,6 +104,12 @@ struct ncclComm {
   ncclResult_t error = ncclSuccess;
   enum { kAlive, kFinalized, kDestroyed, kAborted } life = kAlive;
   std::atomic<bool> inside{false};
+  struct Unborn {  // a child whose pointer the caller does not have yet
+    ncclComm** place;
+    ncclComm* child;
+    int looks_left = 1;
+  };
+  std::vector<Unborn> unborn;
 };
 
 namespace fake_nccl {
