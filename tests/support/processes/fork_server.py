@@ -153,7 +153,11 @@ def _server(number):
 
 
 def _import_torch():
-    """Everything of torch that ranks would import for seconds; starts no threads."""
+    """Everything of torch that ranks would import for seconds; starts no threads.
+
+    Asks for no accelerator: that would initialise its driver, which no child could use then. So the
+    optimizer whose first step imports the compiler is SGD; Adam asks at each step.
+    """
     import torch
     import torch.distributed
     import torch.distributed.algorithms.ddp_comm_hooks
@@ -163,8 +167,7 @@ def _import_torch():
 
     weight = torch.zeros(1, requires_grad=True)
     weight.grad = torch.zeros(1)
-    for kind in (torch.optim.SGD, torch.optim.Adam):
-        kind([weight], lr=0.1).step()
+    torch.optim.SGD([weight], lr=0.1).step()
     assert len(os.listdir("/proc/self/task")) == 1, "only a process of one thread may be forked"
     gc.collect()
     gc.freeze()  # or every child would copy this process's memory to collect it
