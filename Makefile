@@ -125,6 +125,8 @@ else
 	cmake --build build/cuda
 	tools/cuda_report $$(find build/cuda -name '*.cu.o')
 	$(PY) tools/cuda_import_check build/cuda/python/bagua
+	rm -rf build/old_cuda
+	NVCC=$(NVCC) CUDACXX=$(CURDIR)/tools/old_nvcc cmake -S . -B build/old_cuda -G Ninja -DBAGUA_CUDA=ON -DPython_EXECUTABLE=$(PY)
 endif
 
 wheel: venv ## Build wheel and source distribution into dist/, install the wheel in a new environment, train

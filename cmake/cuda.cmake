@@ -32,8 +32,15 @@ message(STATUS "CUDA kernels: ${BAGUA_WITH_CUDA} (BAGUA_CUDA=${BAGUA_CUDA})")
 
 if(BAGUA_WITH_CUDA)
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
-    # Machine code for A100, H100/H200 and B200; newer ones compile the PTX of the last.
-    set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100)
+    # Machine code for A100, H100/H200 and B200; newer ones compile the PTX of the last. Chosen
+    # before CMake compiles its test program: a toolkit before 12.8 does not know B200.
+    execute_process(COMMAND "${CMAKE_CUDA_COMPILER}" --version OUTPUT_VARIABLE NVCC_SAID)
+    string(REGEX MATCH "release ([0-9.]+)" NVCC_SAID "${NVCC_SAID}")
+    if(NVCC_SAID AND CMAKE_MATCH_1 VERSION_LESS 12.8)
+      set(CMAKE_CUDA_ARCHITECTURES 80-real 90)
+    else()
+      set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100)
+    endif()
   endif()
   enable_language(CUDA)
   find_package(CUDAToolkit REQUIRED)
@@ -46,9 +53,6 @@ if(BAGUA_WITH_CUDA)
       "version may not start on the driver that torch runs on. Set CUDACXX to the nvcc of a toolkit "
       "${TORCH_CUDA_MAJOR}.x, install a torch for CUDA ${CUDAToolkit_VERSION_MAJOR}, or build for CPU "
       "with BAGUA_CUDA=OFF.")
-  endif()
-  if(CUDAToolkit_VERSION VERSION_LESS 12.8 AND "100" IN_LIST CMAKE_CUDA_ARCHITECTURES)
-    set(CMAKE_CUDA_ARCHITECTURES 80-real 90)  # the toolkit does not know B200 yet
   endif()
   # CMake 3.25 knows no C++20 for nvcc.
   if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
