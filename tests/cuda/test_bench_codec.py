@@ -51,6 +51,8 @@ def test_every_candidate_runs_and_is_given_its_share(program, monkeypatch, capsy
         assert 0 < row["share"] < 100
     block = next(row for row in rows if row["what"] == "block_uint8 encode")
     assert 1.25 < block["moved_bytes"] / program.MIB < 1.26
+    ranged = next(row for row in rows if row["what"] == "minmax_uint8 encode")
+    assert 2.25 < ranged["moved_bytes"] / program.MIB < 2.26, "it reads its input twice"
     of_bf16 = next(row for row in rows if row["what"] == "block_uint8 encode of bf16")
     assert 0.75 < of_bf16["moved_bytes"] / program.MIB < 0.76
     # A rank has parts of 0.25 MiB. It encodes or decodes 6, sums 1 from 3 payloads, has 6 messages.
