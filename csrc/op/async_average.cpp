@@ -72,7 +72,10 @@ bool AsyncAverage::run(bool wants_to_stop) {
   at::Tensor stop =
       at::full({1}, wants_to_stop ? 1 : 0, at::TensorOptions().dtype(at::kByte).device(device()));
   communicator_->all_reduce(stop, ReduceOp::kMin);
-  if (stop.item<uint8_t>() != 0) return false;
+  if (stop.item<uint8_t>() != 0) {
+    communicator_->check();  // an aborted all-reduce has left this rank's own wish
+    return false;
+  }
   // 2.
   {
     RECORD_FUNCTION("bagua::AsyncAverage::snapshot", {});
