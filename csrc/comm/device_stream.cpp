@@ -1,6 +1,7 @@
 #include "comm/device_stream.h"
 
 #include <algorithm>
+#include <exception>
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -21,6 +22,14 @@ void* current_stream_handle(c10::Device device) {
 std::optional<c10::Stream> side_stream(c10::Device device) {
   if (device.is_cpu()) return std::nullopt;
   return runtime_of(device).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+}
+
+TriedDeviceGuard::TriedDeviceGuard(c10::Device device) noexcept {
+  try {
+    guard_.emplace(device);
+  } catch (const std::exception&) {
+    // Whoever uses the device next is told.
+  }
 }
 
 void synchronize(c10::Device device) {

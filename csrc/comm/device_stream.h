@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <c10/core/Device.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
@@ -17,6 +18,16 @@ void* current_stream_handle(c10::Device device);
 
 // A stream of the device's own for a thread of ours; none on CPU.
 std::optional<c10::Stream> side_stream(c10::Device device);
+
+// Sets the calling thread's device for its lifetime, if it can be set. After an asynchronous error
+// of CUDA it cannot, and the end of a communicator must go on all the same; hence no exception.
+class TriedDeviceGuard {
+ public:
+  explicit TriedDeviceGuard(c10::Device device) noexcept;
+
+ private:
+  std::optional<c10::DeviceGuard> guard_;
+};
 
 // The calling thread waits until the device has done all its work.
 void synchronize(c10::Device device);

@@ -25,6 +25,8 @@ def exit_code_of(case):
     [
         "calls_run_on_the_current_stream_and_their_events_are_freed",
         "work_that_does_not_end_on_the_device_aborts_at_the_timeout",
+        "work_behind_a_long_kernel_of_the_caller_is_not_late",
+        "a_failure_ends_a_communicator_whose_device_cannot_be_set",
         "an_error_that_nccl_reports_about_work_on_the_device_aborts_at_once",
         "an_error_of_the_device_is_kept",
         "abort_with_work_on_the_device_is_quick_and_so_is_dropping",

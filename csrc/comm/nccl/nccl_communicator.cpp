@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <optional>
 #include <utility>
 
 #include <c10/core/DeviceGuard.h>
@@ -167,17 +168,22 @@ class NcclRanks final : public NcclCommunicator {
                 ", this communicator moves tensors of ", device_.str());
   }
 
-  // On the current stream, and an event behind it for the watchdog.
+  // On the current stream, between two events for the watchdog.
   template <typename Start>
   void start(const CallSite& site, const Start& start_on) {
     const auto stream = static_cast<cudaStream_t>(current_stream_handle(device_));
+    std::optional<c10::Event> begins;
+    if (watchdog_) begins = recorded();
     handle_->call(site, [&](const NcclFunctions& nccl, ncclComm_t comm) {
       return start_on(nccl, comm, stream);
     });
-    if (!watchdog_) return;
-    c10::Event finished(device_.type());
-    finished.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
-    watchdog_->watch(site, std::move(finished));
+    if (watchdog_) watchdog_->watch(site, std::move(*begins), recorded());
+  }
+
+  c10::Event recorded() const {
+    c10::Event event(device_.type());
+    event.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+    return event;
   }
 
   void call_back(const OnReceived& on_received, size_t count) {

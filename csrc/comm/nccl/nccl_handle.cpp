@@ -8,6 +8,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include "base/check.h"
+#include "comm/device_stream.h"
 
 namespace bagua {
 namespace {
@@ -177,7 +178,7 @@ void NcclHandle::fail(NcclFailure failure) noexcept {
     aborting_ = true;
   }
   {
-    const c10::DeviceGuard on_device(device_);
+    const TriedDeviceGuard on_device(device_);
     abort_flag_.raise();
     nccl_.comm_abort(comm);  // may take its time: not under the mutex
   }
@@ -247,7 +248,7 @@ void NcclHandle::throw_failed(const std::string& what, std::unique_lock<std::mut
 // it. Nobody else uses the handle any more, hence no lock.
 void NcclHandle::close() noexcept {
   if (!comm_) return;
-  const c10::DeviceGuard on_device(device_);
+  const TriedDeviceGuard on_device(device_);
   const auto deadline = Clock::now() + std::min<Clock::duration>(timeout_, kLongestClose);
   ncclResult_t now = nccl_.comm_finalize(comm_);
   for (Pause pause; now == ncclInProgress && Clock::now() < deadline; pause()) {

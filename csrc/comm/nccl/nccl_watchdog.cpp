@@ -4,12 +4,12 @@
 #include <exception>
 #include <utility>
 
-#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 #include <dlfcn.h>
 #include <pthread.h>
 
 #include "base/check.h"
+#include "comm/device_stream.h"
 #include "health/error_text.h"
 
 namespace bagua {
@@ -43,13 +43,12 @@ NcclWatchdog::~NcclWatchdog() {
   thread_.join();
 }
 
-void NcclWatchdog::watch(const CallSite& site, c10::Event finished) {
-  const auto deadline = NcclHandle::Clock::now() + handle_->timeout();
+void NcclWatchdog::watch(const CallSite& site, c10::Event begins, c10::Event finished) {
   bool sleeps;
   {
     std::lock_guard lock(mutex_);
     sleeps = in_flight_.empty();
-    in_flight_.push_back({site, std::move(finished), deadline});
+    in_flight_.push_back({site, std::move(begins), std::move(finished), std::nullopt});
   }
   if (sleeps) changed_.notify_all();
 }
@@ -59,7 +58,7 @@ void NcclWatchdog::watch(const CallSite& site, c10::Event finished) {
 // context on the one that threads begin on.
 void NcclWatchdog::run() {
   pthread_setname_np(pthread_self(), "bagua-nccl");
-  const c10::DeviceGuard on_device(handle_->device());
+  const TriedDeviceGuard on_device(handle_->device());
   leave_captures_of_others_alone();
   const auto interval = std::clamp<std::chrono::milliseconds>(handle_->timeout() / 20, 1ms, 50ms);
   std::unique_lock lock(mutex_);
@@ -103,7 +102,7 @@ bool NcclWatchdog::land_finished() {
         fail(NcclFailure::Kind::kError, first->site, *error);
         return false;
       }
-      if (NcclHandle::Clock::now() < first->deadline) return true;
+      if (!is_late(*first)) return true;
       fail(NcclFailure::Kind::kTimeout, first->site,
            concat("not finished on the device within ",
                   static_cast<double>(handle_->timeout().count()) / 1000,
@@ -117,6 +116,12 @@ bool NcclWatchdog::land_finished() {
       return flight;
     }();
   }
+}
+
+bool NcclWatchdog::is_late(Flight& flight) {
+  const auto now = NcclHandle::Clock::now();
+  if (!flight.deadline && flight.begins.query()) flight.deadline = now + handle_->timeout();
+  return flight.deadline && now >= *flight.deadline;
 }
 
 void NcclWatchdog::fail(NcclFailure::Kind kind, const CallSite& site, const std::string& reason) {

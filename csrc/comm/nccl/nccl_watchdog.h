@@ -6,6 +6,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include <c10/core/Event.h>
@@ -16,8 +17,9 @@
 namespace bagua {
 
 // A thread that looks after the calls of one handle: when one does not finish on the GPU within the
-// handle's timeout, counted from the call, or NCCL reports an error, it fails the handle with words
-// that name the call. It sleeps while no call is in flight.
+// handle's timeout, or NCCL reports an error, it fails the handle with words that name the call.
+// The timeout counts from the moment at which the stream has come to the call: work of the caller's
+// in front of it may take as long as it likes. It sleeps while no call is in flight.
 //
 // Thread safety: watch() from the owner. The destructor joins; what is in flight is forgotten. A
 // process that forks or ends must not run the destructor in the child, nor wait for the thread.
@@ -28,19 +30,21 @@ class NcclWatchdog final {
   NcclWatchdog(const NcclWatchdog&) = delete;
   NcclWatchdog& operator=(const NcclWatchdog&) = delete;
 
-  // finished: recorded on the stream behind the call.
-  void watch(const CallSite& site, c10::Event finished);
+  // begins, finished: recorded on the stream in front of the call and behind it.
+  void watch(const CallSite& site, c10::Event begins, c10::Event finished);
 
  private:
   struct Flight {
     CallSite site;
+    c10::Event begins;
     c10::Event finished;
-    NcclHandle::Clock::time_point deadline;
+    std::optional<NcclHandle::Clock::time_point> deadline;  // nullopt: has not begun
   };
 
   void run();
   bool look();
   bool land_finished();
+  bool is_late(Flight& flight);
   void forget_all();
   void fail(NcclFailure::Kind kind, const CallSite& site, const std::string& reason);
 
@@ -48,7 +52,7 @@ class NcclWatchdog final {
   const Group group_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Flight> in_flight_;  // in the order of the calls, hence of the deadlines
+  std::deque<Flight> in_flight_;  // in the order of the calls
   bool stopped_ = false;
   std::thread thread_;
 };

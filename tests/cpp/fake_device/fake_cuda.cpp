@@ -13,6 +13,7 @@ void fake_cuda_follow(uint64_t (*given)(void*), int (*have_ended)(void*, uint64_
 }
 void fake_cuda_hold(int yes) { holds = yes != 0; }
 void fake_cuda_break() { breaks = true; }
+void fake_cuda_refuse(int yes) { refuses = yes != 0; }
 void fake_cuda_set_stream(int64_t stream) { current_stream = stream; }
 int64_t fake_cuda_stream() { return current_stream; }
 void fake_cuda_set_device(int device) {

@@ -20,8 +20,9 @@ namespace {
 
 const c10::Device kDevice(c10::DeviceType::CUDA, 1);
 
-std::atomic<bool> holds{false};     // events do not come true
+std::atomic<bool> holds{false};     // events behind kernels do not come true
 std::atomic<bool> breaks{false};    // asking for one is an error
+std::atomic<bool> refuses{false};   // setting a device is an error, as after an illegal access
 std::atomic<int> events{0};         // that exist
 std::atomic<unsigned> contexts{0};  // a bit for each device that has one
 
@@ -46,6 +47,8 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
  public:
   c10::DeviceType type() const override { return kDevice.type(); }
   c10::Device exchangeDevice(c10::Device device) const override {
+    TORCH_CHECK(!refuses || device.index() == current_device,
+                "an illegal memory access was encountered");
     make_context(device.index());
     return c10::Device(type(), std::exchange(current_device, device.index()));
   }
@@ -80,7 +83,8 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override {
     TORCH_CHECK(!breaks, "an illegal memory access was encountered");
     const auto [stream, kernels] = *static_cast<Event*>(event);
-    return !holds && (!followed.have_ended || followed.have_ended(stream, kernels));
+    if (holds && (!followed.given || kernels > 0)) return false;
+    return !followed.have_ended || followed.have_ended(stream, kernels);
   }
   void destroyEvent(void* event, const c10::DeviceIndex device) const noexcept override {
     if (!event) return;

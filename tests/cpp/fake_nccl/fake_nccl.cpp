@@ -35,6 +35,8 @@ using namespace fake_nccl;  // NOLINT: this file is the door of that namespace
 
 namespace {
 
+std::atomic<bool> occupied{false};
+
 ncclResult_t add(const char* name, ncclComm_t comm, Operation operation, cudaStream_t stream) {
   const Visit visit(name, comm);
   std::lock_guard lock(mutex);
@@ -262,6 +264,16 @@ int fake_nccl_have_ended(void* handle, uint64_t kernels) {
 void fake_nccl_launch(void* stream, int (*has_ended)(void*), void* argument) {
   std::lock_guard lock(mutex);
   give(static_cast<cudaStream_t>(stream), {nullptr, has_ended, argument});
+  run_devices();
+}
+// Gives a stream a kernel that ends when fake_nccl_release is called.
+void fake_nccl_occupy(void* stream) {
+  occupied = true;
+  fake_nccl_launch(stream, [](void*) { return occupied ? 0 : 1; }, nullptr);
+}
+void fake_nccl_release() {
+  occupied = false;
+  std::lock_guard lock(mutex);
   run_devices();
 }
 void* fake_nccl_last_stream() {

@@ -93,6 +93,7 @@ class FakeNccl:
         self._functions.fake_nccl_misuse.restype = ctypes.c_char_p
         self._functions.fake_nccl_last_stream.restype = ctypes.c_void_p
         self._functions.fake_nccl_given.argtypes = [ctypes.c_void_p]
+        self._functions.fake_nccl_occupy.argtypes = [ctypes.c_void_p]
         self._functions.fake_nccl_given.restype = ctypes.c_uint64
         self._functions.fake_nccl_have_ended.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
 

@@ -87,6 +87,60 @@ def work_that_does_not_end_on_the_device_aborts_at_the_timeout():
     assert nccl.calls_of("ncclCommAbort") == 2
 
 
+def work_behind_a_long_kernel_of_the_caller_is_not_late():
+    """The timeout of a call begins when its stream has come to it."""
+
+    def run(comm):
+        host = torch.ones(3)
+        if comm.rank == 0:
+            nccl.occupy(cuda.stream())
+        all_reduce(comm, host)
+        if comm.rank == 0:
+            time.sleep(3 * TIMEOUT)
+            assert comm.failure() is None
+            nccl.release()
+        until_done()
+        return comm.rank, comm.failure(), host[0].item()
+
+    # Rank 1's call has begun at once, so its timeout is long.
+    store = dist.HashStore()
+    outcomes = {}
+
+    def rank_of(rank, timeout):
+        nccl.begin_thread()
+        outcomes[rank] = run(nccl.connect(store, rank, 2, timeout, CUDA))
+
+    threads = [
+        threading.Thread(target=rank_of, args=args, daemon=True) for args in [(0, TIMEOUT), (1, 60)]
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert outcomes == {0: (0, None, 2.0), 1: (1, None, 2.0)}, outcomes
+
+
+def a_failure_ends_a_communicator_whose_device_cannot_be_set():
+    """As after an illegal access in a kernel of the user's: cudaSetDevice returns that error."""
+
+    def run(comm):
+        all_reduce(comm, torch.ones(3))
+        until_done()
+        barrier.wait()
+        cuda.set_device(0)
+        barrier.wait()
+        cuda.refuse(1)
+        comm.abort("no more")
+        assert comm.failure() == "aborted: no more"
+        del comm
+        barrier.wait()
+        cuda.refuse(0)
+
+    barrier = threading.Barrier(2)
+    devices_used.add(0)
+    nccl.run(2, run, 60, CUDA)
+
+
 def an_error_that_nccl_reports_about_work_on_the_device_aborts_at_once():
     def run(comm):
         host = torch.ones(3)
