@@ -149,6 +149,27 @@ def test_a_rank_that_missed_a_result_gets_it_from_another(ranks, form, victim):
 
 
 @training.with_group
+def rates_over_a_change():
+    """The outer momentum after three rounds, and after the plan that a failed fourth one brings."""
+    model, optimizer = wrapped(DiLoCoAlgorithm(interval=2, elastic=True))
+    restore = fail_round(4, 1, "meet")
+    seen = []
+    try:
+        for step in range(9):
+            own_step(model, optimizer, step)
+            seen.append(outer_state(model)["rate/0.weight"].item())
+    finally:
+        restore()
+    assert model.bagua_algorithm.outer_rounds == 3
+    return seen[5], seen[8]
+
+
+def test_grown_momentum_survives_a_change_of_ranks(ranks):
+    for before, after in ranks(3, rates_over_a_change):
+        assert after == before > 0
+
+
+@training.with_group
 def without_a_forward():
     """The error of steps that follow a failed round without a training forward."""
     model, optimizer = wrapped(DiLoCoAlgorithm(PLAIN, 2, elastic=True))
