@@ -7,7 +7,6 @@ from bagua.torch_api.data_parallel import DistributedDataParallel
 from support import training
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 
 
 class Stamped(nn.Module):
@@ -29,13 +28,9 @@ class Stamped(nn.Module):
 SEQUENCES = ["tttt", "tnnt", "tntn", "ttaat", "eeee", "tneat"]
 
 
-def run(wrap, sequence, hook=None):
+def run(wrap, sequence):
     torch.manual_seed(0)
     ddp = wrap(Stamped())
-    if hook is not None:
-        function, location = hook
-        state = ddp.process_group
-        ddp._register_buffer_comm_hook(state, function, comm_hook_location=location)
     rank = dist.get_rank()
     after = []
     for step, kind in enumerate(sequence):
@@ -54,9 +49,9 @@ def run(wrap, sequence, hook=None):
     return ddp.module.seen, after, [p.grad.clone() for p in ddp.parameters()]
 
 
-def compare(sequence, hook):
-    mine = run(DistributedDataParallel, sequence, hook)
-    theirs = run(TorchDDP, sequence, hook)
+def compare(sequence):
+    mine = run(DistributedDataParallel, sequence)
+    theirs = run(TorchDDP, sequence)
     assert mine[0] == theirs[0], "in the forwards"
     assert mine[1] == theirs[1], "after them"
     for p, q in zip(mine[2], theirs[2], strict=True):
@@ -65,43 +60,13 @@ def compare(sequence, hook):
 
 @training.with_group
 def moments(sequence):
-    compare(sequence, None)
+    compare(sequence)
 
 
 @pytest.mark.parametrize("n", [2, 3], ids="{}_ranks".format)
 @pytest.mark.parametrize("sequence", SEQUENCES)
 def test_buffers_are_broadcast_when_torch_does(ranks, n, sequence):
     ranks(n, moments, sequence)
-
-
-def summing(group, buffers):
-    assert list(buffers) == ["stamp"]
-    return [dist.all_reduce(b, group=group, async_op=True).get_future() for b in buffers.values()]
-
-
-def summing_at_once(group, buffers):
-    for buffer in buffers.values():
-        dist.all_reduce(buffer, group=group)
-
-
-# What torch does with futures before a backward waits for them is a race, which is not compared.
-HOOKED = {
-    "before": ("tneat", summing_at_once, "PRE_FORWARD"),
-    "after": ("tneat", summing_at_once, "POST_FORWARD"),
-    "futures": ("ttet", summing, "POST_FORWARD"),
-}
-
-
-@training.with_group
-def hooked(name):
-    sequence, hook, location = HOOKED[name]
-    compare(sequence, (hook, Location[location]))
-
-
-@pytest.mark.parametrize("n", [2, 3], ids="{}_ranks".format)
-@pytest.mark.parametrize("name", HOOKED)
-def test_a_buffer_hook_is_called_when_torch_does(ranks, n, name):
-    ranks(n, hooked, name)
 
 
 @training.with_group
@@ -115,13 +80,15 @@ def switched():
             ddp.module.stamp.fill_(rank)
             ddp(training.batch(0, rank)[0]).sum().backward()
         answers.append((ddp.module.seen, ddp.broadcast_buffers, ddp.will_sync_module_buffers()))
-        ddp._sync_buffers()
-        answers[-1] += (ddp.module.stamp.item(),)
         ddp.broadcast_buffers = True
-        ddp._default_broadcast_coalesced()
+        ddp(training.batch(0, rank)[0])
+        answers[-1] += (ddp.module.stamp.item(),)
     assert answers[0] == answers[1]
     return answers[0]
 
 
-def test_the_broadcast_can_be_switched_off_and_made_by_hand(ranks):
-    assert ranks(2, switched) == [([0.0, 0.0], False, False, 0), ([1.0, 1.0], False, False, 0)]
+def test_the_broadcast_can_be_switched_off_and_on(ranks):
+    assert ranks(2, switched) == [
+        ([0.0, 0.0, 0.0], False, False, 0.0),
+        ([1.0, 1.0, 0.0], False, False, 0.0),
+    ]

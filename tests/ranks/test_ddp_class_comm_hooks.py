@@ -282,10 +282,8 @@ def late(kind, arguments):
         steps(ddp, optimizer, 0, 2)
         with ddp.no_sync():  # accumulated before the hook comes
             training.squared_error(ddp, training.batch(90, dist.get_rank())).backward()
-        if kind == "fp16":
-            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        else:
-            ddp._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, kind))
+        ddp.register_comm_hook(None, getattr(default_hooks, kind))
+        if wrap is DistributedDataParallel:
             with pytest.raises(RuntimeError, match="can only be called once"):
                 ddp.register_comm_hook(None, default_hooks.allreduce_hook)
         training.squared_error(ddp, training.batch(2, dist.get_rank())).backward()
@@ -297,7 +295,7 @@ def late(kind, arguments):
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copied", "views"])
-@pytest.mark.parametrize("kind", ["fp16", "ALLREDUCE", "FP16_COMPRESS"])
+@pytest.mark.parametrize("kind", ["fp16_compress_hook", "allreduce_hook"])
 def test_hooks_may_come_after_training_has_begun(ranks, kind, view):
     ranks(3, late, kind, {"gradient_as_bucket_view": view})
 

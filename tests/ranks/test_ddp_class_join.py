@@ -276,7 +276,6 @@ def own_gradients(inputs):
     for wrap in (DistributedDataParallel, TorchDDP):
         ddp = train(wrap(network()), inputs)
         answers.append([p.grad for p in ddp.parameters()])
-        assert ddp._authoritative_rank == inputs.index(max(inputs))
     for p, q in zip(*answers, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 

@@ -1,7 +1,5 @@
 """Accesses of libraries to torch's DistributedDataParallel, made to ours."""
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -61,59 +59,6 @@ def test_checkpoint_keys_have_no_prefix(ranks):
     assert ranks(2, checkpointed) == [False] * 2
 
 
-SHARED_KEYS = [
-    "world_size",
-    "rank",
-    "module_name",
-    "backend_name",
-    "device_ids",
-    "output_device",
-    "is_multi_device_module",
-    "broadcast_buffers",
-    "find_unused_parameters",
-    "gradient_as_bucket_view",
-    "has_sync_bn",
-    "bucket_cap_bytes",
-    "bucket_sizes",
-    "dtypes",
-    "num_parameter_tensors",
-    "total_parameter_size_bytes",
-    "master_addr",
-    "has_rebuilt_buckets",
-    "rebuilt_bucket_sizes",
-    "num_buckets_reduced",
-    "torch_distributed_debug",
-]
-
-
-@training.with_group
-def logged():
-    answers = []
-    for wrap in (DistributedDataParallel, TorchDDP):
-        ddp = wrap(normalised(), bucket_cap_mb=25)
-        for step in range(3):
-            backward_of(ddp, step)
-        ddp._set_ddp_runtime_logging_sample_rate(2)
-        with pytest.raises(ValueError, match="should be equal or greater than 1"):
-            ddp._set_ddp_runtime_logging_sample_rate(0)
-        data = ddp._get_ddp_logging_data()
-        assert "comm_hook" not in data
-        answers.append({key: data[key] for key in SHARED_KEYS})
-        ddp._check_reducer_finalized()
-    for key in SHARED_KEYS:
-        assert answers[0][key] == answers[1][key], (key, answers[0][key], answers[1][key])
-    ddp = DistributedDataParallel(normalised())
-    with pytest.raises(TypeError, match="must be callable"):
-        ddp.register_comm_hook({}, {})
-    data = ddp._get_ddp_logging_data()
-    assert data["has_error"] == 1
-    assert "must be callable" in data["error"]
-
-
-def test_logging_data_is_torchs_where_it_is_known(ranks):
-    ranks(2, logged)
-
-
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
@@ -136,19 +81,6 @@ def decayed(make):
     return list(ddp.parameters())
 
 
-def late_static(wrap):
-    def make(model):
-        ddp = wrap(model)
-        ddp._set_static_graph()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ddp._set_static_graph()
-        assert "no need to set it again" in str(caught[0].message)
-        return ddp
-
-    return make
-
-
 @training.with_group
 def static(how):
     arguments = {
@@ -157,17 +89,12 @@ def static(how):
     }
     results = []
     for wrap in (DistributedDataParallel, TorchDDP):
-        make = late_static(wrap) if how == "late" else lambda m, w=wrap: w(m, **arguments[how])
-        results.append(decayed(make))
+        results.append(decayed(lambda m, w=wrap: w(m, **arguments[how])))
     for p, q in zip(*results, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-    ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    backward_of(ddp)
-    with pytest.raises(RuntimeError, match="should be called before training loop starts"):
-        ddp._set_static_graph()
 
 
-@pytest.mark.parametrize("how", ["static_graph", "late", "skip"])
+@pytest.mark.parametrize("how", ["static_graph", "skip"])
 def test_unused_parameters_of_a_static_graph_are_left_alone(ranks, how):
     ranks(2, static, how)
 
@@ -223,8 +150,6 @@ def test_delayed_parameters_get_the_same_gradients(ranks):
 def listed():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     ddp = DistributedDataParallel(model, bucket_cap_mb_list=[0.02, 0.04])
-    assert ddp.bucket_bytes_cap_list == [20971, 41943]
-    assert ddp.bucket_bytes_cap == 41943
     return [len(bucket.tensors) for bucket in ddp.bagua_buckets]
 
 
@@ -258,42 +183,6 @@ def test_functional_call_on_the_wrapper(ranks):
 
 
 @training.with_group
-def removed():
-    ddp = DistributedDataParallel(normalised())
-    backward_of(ddp)
-    ddp._remove_autograd_hooks()
-    ddp.zero_grad()
-    backward_of(ddp)
-    local = len(set(training.gather(training.bits(p.grad for p in ddp.parameters()))))
-    again = DistributedDataParallel(ddp.module)
-    again.zero_grad()
-    backward_of(again)
-    return local, len(set(training.gather(training.bits(p.grad for p in again.parameters()))))
-
-
-def test_a_wrapper_that_was_taken_off_leaves_the_module(ranks):
-    assert ranks(2, removed) == [(2, 1)] * 2
-
-
-@training.with_group
-def fused():
-    results = []
-    for wrap in (DistributedDataParallel, TorchDDP):
-        ddp = wrap(normalised())
-        ddp._register_fused_optim(torch.optim.SGD, 0.1, momentum=0.9)
-        for step in range(4):
-            ddp.zero_grad()
-            backward_of(ddp, step)
-        results.append(list(ddp.parameters()))
-    for p, q in zip(*results, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-
-def test_fused_optimizers_step_in_backward(ranks):
-    ranks(2, fused)
-
-
-@training.with_group
 def nested():
     """The wrapper of a wrapper, of which both are trained in turn."""
     results = []
@@ -314,3 +203,29 @@ def nested():
 
 def test_a_wrapper_may_be_wrapped(ranks):
     ranks(2, nested)
+
+
+PRIVATE = {
+    "reducer": "require_backward_grad_sync = True",
+    "logger": "bagua_stats()",
+    "_get_ddp_logging_data": "bagua_stats()",
+    "_set_static_graph": "static_graph=True of the constructor",
+    "_register_builtin_comm_hook": "register_comm_hook()",
+    "_register_buffer_comm_hook": "broadcast_buffers",
+    "_sync_buffers": "broadcast_buffers",
+    "_distributed_rank": "its public members",
+    "temperature": "attributes of the wrapped module are those of .module",
+}
+
+
+@training.with_group
+def private():
+    ddp = DistributedDataParallel(normalised())
+    return {name: training.error_of(lambda n=name: getattr(ddp, n)) for name in PRIVATE}
+
+
+def test_private_members_of_torchs_class_are_not_there_and_the_alternative_is_named(ranks):
+    (errors,) = ranks(1, private)
+    for name, alternative in PRIVATE.items():
+        assert f"AttributeError: this DistributedDataParallel has no '{name}'" in errors[name]
+        assert alternative in errors[name]

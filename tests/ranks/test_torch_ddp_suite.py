@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks.torch_suite.expectations import FAILURES, NOT_HERE, TESTS
+from ranks.torch_suite.expectations import FAILURES, NOT_HERE, PRIVATE_MEMBERS, TESTS
 from support.processes import fork_server
 from support.processes.fork_server import FORKED_PYTHON
 
@@ -93,9 +93,9 @@ def test_no_test_of_torch_is_left_out():
         grown = bool(more)
         users |= more
     tests = {name for name in users if name.startswith("test_")}
-    assert tests == set(TESTS) | set(NOT_HERE)
+    assert tests == {*TESTS, *PRIVATE_MEMBERS, *NOT_HERE}
 
 
 def test_most_of_torchs_tests_pass():
     assert set(FAILURES) <= set(TESTS)
-    assert len(TESTS) - len(FAILURES) >= 75
+    assert len(TESTS) - len(FAILURES) >= 62

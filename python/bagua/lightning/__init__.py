@@ -179,7 +179,7 @@ class _TrainerMethods:
         """In manual optimization: have this backward, inside of the forward, communicate."""
         wrapper = self._wrapper
         if wrapper is not None and not self.lightning_module.automatic_optimization:
-            wrapper.forwards.before_inner_backward(closure_loss)
+            wrapper.bagua_ddp.before_inner_backward(closure_loss)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """Nothing: communication is complete when backward returns."""
@@ -202,6 +202,7 @@ class _TrainerMethods:
                 else:
                     self.end_of_children = own.of_all_ranks()
             wrapper.bagua_ddp.close()
+            self.model = self.lightning_module
         super().teardown()  # type: ignore[misc]
 
     # Checkpoints.

@@ -299,6 +299,36 @@ class BaguaDistributedDataParallel:
             self._watching = False
             rounds.watch(tensors_in(output))
 
+    def opens_round(self) -> bool:
+        """Whether a forward now would open a round."""
+        syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
+        return syncs and not self.synchronising and self._snapshot.trains(self.module)
+
+    def before_inner_backward(self, loss: torch.Tensor) -> None:
+        """Have a backward from ``loss`` inside the module's forward communicate, or not.
+
+        ``no_sync()`` around this call decides. Without the call the outer forward decides, and
+        algorithms that average weights do not notice such a backward. They begin another round here
+        if an earlier backward has ended the forward's.
+        """
+        if (rounds := self._rounds) is None:
+            return
+        communicates = self.require_backward_grad_sync and self._snapshot.trains(self.module)
+        if not self.bagua_algorithm.opens_at_forward:
+            rounds.begin_forward(communicates)
+            return
+        if self.synchronising:
+            rounds.begin_forward(communicates)
+        else:
+            self.before_forward(self.module, ())
+        if communicates:
+            rounds.watch(tensors_in(loss))
+
+    def share_buffers(self, enabled: bool) -> None:
+        """Give every rank the first rank's buffers from the next forward on, or no longer."""
+        self.broadcast_buffers = enabled
+        self._shared.with_buffers = enabled
+
     def after_gradients(self) -> None:
         """Make the steps of ``_apply_optimizer_in_backward``, with communicated gradients."""
         self._steps_in_backward.step()

@@ -262,36 +262,6 @@ def ignored_buffer_by_our_name(wrap, rank, size):
     return _seen(module)
 
 
-def buffer_hook_after_the_forward(wrap, rank, size):
-    """_register_buffer_comm_hook: a sum over ranks instead of rank 0's values."""
-    wrap.need_class()
-
-    def hook(state, named):
-        for buffer in named.values():
-            torch.distributed.all_reduce(buffer)
-
-    module, model, forward = _stamped(wrap, rank)
-    model._register_buffer_comm_hook(None, hook)
-    for step in range(2):
-        forward(10.0 * step).backward()
-    return _seen(module) | {"stamp": module.stamp}
-
-
-def buffer_hook_before_the_forward(wrap, rank, size):
-    wrap.need_class()
-    from torch.nn.parallel.distributed import _BufferCommHookLocation
-
-    def hook(state, named):
-        for buffer in named.values():
-            torch.distributed.all_reduce(buffer)
-
-    module, model, forward = _stamped(wrap, rank)
-    model._register_buffer_comm_hook(None, hook, _BufferCommHookLocation.PRE_FORWARD)
-    for step in range(2):
-        forward(10.0 * step).backward()
-    return _seen(module) | {"stamp": module.stamp}
-
-
 SITUATIONS = [
     row(stamps_of_training_forwards),
     row(stamps_of_forwards_without_backward),
@@ -313,6 +283,4 @@ SITUATIONS = [
     row(buffer_of_other_shape_on_each_rank),
     row(ignored_buffer),
     row(ignored_buffer_by_our_name),
-    row(buffer_hook_after_the_forward, method=ONLY_CLASS),
-    row(buffer_hook_before_the_forward, method=ONLY_CLASS),
 ]

@@ -99,15 +99,6 @@ def power_sgd_hook(wrap, rank, size):
     return weights(module)
 
 
-def builtin_comm_hook(wrap, rank, size):
-    wrap.need_class()
-    module = linear()
-    model = wrap(module)
-    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    model(x(rank)).sum().backward()
-    return grads(module)
-
-
 def zero_redundancy_optimizer(wrap, rank, size):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -256,7 +247,6 @@ SITUATIONS = [
     row(comm_hook_after_training_has_begun, method=ONLY_CLASS, tolerance=1e-3),
     row(post_local_sgd_hook, method=ONLY_CLASS),
     row(power_sgd_hook, method=ONLY_CLASS),
-    row(builtin_comm_hook, method=ONLY_CLASS),
     row(zero_redundancy_optimizer),
     row(zero_redundancy_optimizer_that_was_loaded),
     row(a_group_of_some_ranks),

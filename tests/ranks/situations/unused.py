@@ -92,20 +92,6 @@ def static_graph_without_unused(wrap, rank, size):
     return _branches(wrap, rank, lambda step: [0, 1, 2], static_graph=True)
 
 
-def static_graph_set_later(wrap, rank, size):
-    """`_set_static_graph()`, as Megatron and fairseq call it."""
-    wrap.need_class()
-    module = Branching()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-    model = wrap(module, optimizer)
-    model._set_static_graph()
-    for step in range(4):
-        optimizer.zero_grad()
-        model(batch(step, rank), [0, 1]).square().mean().backward()
-        optimizer.step()
-    return everything(module)
-
-
 def find_unused_with_nothing_unused(wrap, rank, size):
     return _branches(wrap, rank, lambda step: [0, 1, 2], find_unused_parameters=True)
 
@@ -196,7 +182,6 @@ SITUATIONS = [
     row(unused_branch_with_bucket_views),
     row(static_graph_with_an_unused_parameter, method=ONLY_CLASS),
     row(static_graph_without_unused, method=ONLY_CLASS),
-    row(static_graph_set_later, method=ONLY_CLASS),
     row(find_unused_with_nothing_unused),
     row(unused_output),
     row(unused_with_zero_times_the_parameter),

@@ -44,7 +44,7 @@ PATIENCE = 3.0
 SECONDS_FOR_STACKS = 0.5
 PR_SET_PDEATHSIG = 1
 #: They begin first, or the others would end before them.
-SLOWEST = ("test_ddp_uneven_inputs", "test_ddp_apply_optim_in_backward")
+SLOWEST = ("test_ddp_apply_optim_in_backward",)
 
 
 class Tests(suite.TestDistBackend, suite.DistributedTest._DistTestBase):

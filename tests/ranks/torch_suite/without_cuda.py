@@ -13,9 +13,6 @@ from ranks.torch_suite import cpu_sync_batch_norm
 from torch.overrides import TorchFunctionMode
 
 RANKS = 2
-#: What test_ddp_uneven_inputs has for GPUs, and less for this: the side of images and rows of a
-#: matrix; by how many steps the ranks differ, for each of which 42 models are wrapped.
-SMALLER = {1000: 30, (2, 3, 10): (2, 10)}
 #: torch.compile would see the replaced functions; this test names devices in calls of `cuda` only.
 COMPILED = {"test_ddp_compile_static_graph"}
 
@@ -139,9 +136,6 @@ def _import_suite():
     suite.autocast = lambda *args, **kwargs: torch.autocast("cpu", *args, **kwargs)
     suite.GradScaler = lambda *args, **kwargs: torch.amp.GradScaler("cpu", *args, **kwargs)
     tests = suite.DistributedTest._DistTestBase
-    code = tests.test_ddp_uneven_inputs.__code__
-    constants = tuple(SMALLER.get(value, value) for value in code.co_consts)
-    tests.test_ddp_uneven_inputs.__code__ = code.replace(co_consts=constants)
     _run_what_gpus_made_flaky(tests)
     return suite
 

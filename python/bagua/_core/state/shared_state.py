@@ -54,6 +54,7 @@ class SharedState:
     """Gives the ranks the same state at the wrap, and keeps and checks it before rounds.
 
     Attributes:
+        with_buffers: whether forwards give every rank the first rank's buffers.
         traffic: counted since :meth:`restart_counting`.
     """
 
@@ -71,7 +72,7 @@ class SharedState:
         self._snapshot = snapshot
         self._optimizers = optimizers
         self._group = group
-        self._with_buffers = with_buffers
+        self.with_buffers = with_buffers
         self._initial_state = initial_state
         self._description: list[str] = []
         every = 0 if ranks_agree is False else env.get_check_weights_every()
@@ -142,7 +143,7 @@ class SharedState:
 
     def give_buffers(self, module: torch.nn.Module, plan: RoundOwner, inputs: UnevenInputs) -> None:
         """Give every rank the buffers of one, as a part of the open round or the next."""
-        buffers = self._snapshot.buffers(module) if self._with_buffers else []
+        buffers = self._snapshot.buffers(module) if self.with_buffers else []
         if self._connections.size == 1 or not buffers:
             return
         plan.await_agreement()
@@ -170,6 +171,6 @@ class SharedState:
         if self._connections.size == 1 or not inputs.complete or not self._check.due():
             return
         plan.await_agreement()
-        named = self._snapshot.equal_everywhere(module, with_buffers and self._with_buffers)
+        named = self._snapshot.equal_everywhere(module, with_buffers and self.with_buffers)
         with self.traffic.counted("check"), plan.part_of_the_round():
             self._check.compare(named, step)

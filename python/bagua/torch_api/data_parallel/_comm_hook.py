@@ -21,7 +21,7 @@ from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 
-__all__ = ["CommHook", "Hook", "rebuild", "register"]
+__all__ = ["CommHook", "Hook", "register"]
 
 #: ``hook(state, bucket)``: sends what it likes and returns the future of the bucket's new values.
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -45,20 +45,16 @@ class CommHook(GradientAllReduceAlgorithmImpl):
     What an unknown hook returns is its own affair (``noop_hook``, local SGD): ranks need not agree.
 
     Attributes:
-        name: of the hook, in messages.
         ranks_agree: whether all ranks get the same gradients from it, so that weights are compared.
     """
 
     sparse_gradients = False
     takes_unfrozen = False  # its state may be of the buckets
 
-    def __init__(
-        self, process_group: BaguaProcessGroup, state: Any, hook: Hook, name: str | None = None
-    ) -> None:
+    def __init__(self, process_group: BaguaProcessGroup, state: Any, hook: Hook) -> None:
         super().__init__(process_group, average=False)  # the hook divides
         self.hook = hook
         self.state = state
-        self.name = name or getattr(hook, "__qualname__", repr(hook))
         self.ranks_agree = hook in _AGREEING
         self._op = CommHookFunction(hook, state)
 
@@ -67,9 +63,7 @@ class CommHook(GradientAllReduceAlgorithmImpl):
         bucket.append_operation(self._op)
 
 
-def register(
-    ddp: BaguaDistributedDataParallel, state: Any, hook: Hook, name: str | None = None
-) -> None:
+def register(ddp: BaguaDistributedDataParallel, state: Any, hook: Hook) -> None:
     """Replace the communication of ``ddp`` by ``hook``. Every rank calls it, between two steps.
 
     Raises:
@@ -79,21 +73,12 @@ def register(
     """
     _check_hook(hook)
     _check_algorithm(ddp.bagua_algorithm)
-    rebuild(ddp, CommHook(ddp.process_group, state, hook, name), "register_comm_hook")
-
-
-def rebuild(ddp: BaguaDistributedDataParallel, algorithm: AlgorithmImpl, caller: str) -> None:
-    """Make new buckets, for ``algorithm``. Every rank calls it, between two steps.
-
-    Raises:
-        RuntimeError: a forward waits for its backward; names ``caller``.
-    """
     if ddp.synchronising:
         raise RuntimeError(
-            f"{caller}: a forward waits for its backward; call it between two steps, after the "
-            "backward"
+            "register_comm_hook: a forward waits for its backward; call it between two steps, "
+            "after the backward"
         )
-    ddp.replace_algorithm(algorithm)
+    ddp.replace_algorithm(CommHook(ddp.process_group, state, hook))
 
 
 def _check_algorithm(algorithm: AlgorithmImpl) -> None:

@@ -16,24 +16,11 @@ from bagua.torch_api._wrapper import BaguaDistributedDataParallel
 __all__ = ["Shadow", "announce", "check_algorithm", "torch_group"]
 
 
-class JoiningForwards(Protocol):
-    """The class's forwards, as ``join()`` sees them."""
-
-    def answer_hook(self) -> None: ...
-
-    def opens_round(self) -> bool: ...
-
-
 class Joining(Protocol):
     """The class, as ``join()`` sees it."""
 
     divide_by_initial_world_size: bool
-    joined_uneven_inputs: bool
-    _authoritative_rank: int
     _join_config: Any
-
-    @property
-    def forwards(self) -> JoiningForwards: ...
 
     @property
     def bagua_ddp(self) -> BaguaDistributedDataParallel: ...
@@ -64,7 +51,6 @@ class Shadow(JoinHook):
     def __init__(self, ddp: Joining, divide_by_initial_world_size: bool) -> None:
         torch_group(ddp, "join()")  # raises where there is none
         ddp.divide_by_initial_world_size = divide_by_initial_world_size
-        ddp.joined_uneven_inputs = True
         self._ddp = ddp
         self._own_gradients: list[tuple[torch.nn.Parameter, torch.Tensor | None]] | None = None
 
@@ -74,7 +60,6 @@ class Shadow(JoinHook):
         check_algorithm(ddp.bagua_ddp)
         self._keep_gradients()
         meet(ddp, has_inputs=False)
-        ddp.forwards.answer_hook()
         ddp.bagua_ddp.shadow_round()
         self._hand_out_gradients()
 
@@ -103,7 +88,7 @@ class Shadow(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks take over the state of the highest rank that had inputs to the end."""
         ddp = self._ddp
-        source = ddp._authoritative_rank = max(_who(ddp, is_last_joiner))
+        source = max(_who(ddp, is_last_joiner))
         inner = ddp.bagua_ddp
         inner.opening.uneven_inputs = UnevenInputs()
         inner.opening.eager = False
@@ -157,7 +142,7 @@ def announce(ddp: Joining) -> None:
         NotImplementedError: the algorithm communicates more than gradients.
     """
     ddp.bagua_ddp.opening.eager = True
-    if not ddp.forwards.opens_round():
+    if not ddp.bagua_ddp.opens_round():
         return
     check_algorithm(ddp.bagua_ddp)
     work = Join.notify_join_context(ddp)  # type: ignore[arg-type]

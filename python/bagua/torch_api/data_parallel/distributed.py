@@ -5,13 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Joinable
+import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
+from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._guard.guard import Guard
+from bagua._sync.hooks import tensors_in
 from bagua._sync.outside_graphs import outside_graphs, outside_graphs_lazily
 from bagua.torch_api._wrapper import BaguaDistributedDataParallel
 from bagua.torch_api.algorithms import (
@@ -20,10 +26,8 @@ from bagua.torch_api.algorithms import (
     GradientAllReduceAlgorithm,
 )
 from bagua.torch_api.algorithms.base import check_arguments
-from bagua.torch_api.data_parallel import _arguments, _join
-from bagua.torch_api.data_parallel._forwards import Forwards, refuse_backward
+from bagua.torch_api.data_parallel import _arguments, _comm_hook, _join
 from bagua.torch_api.data_parallel._inputs import to_device
-from bagua.torch_api.data_parallel._torch_members import TorchMembers
 from bagua.torch_api.distributed import BaguaModule, plain_twin
 
 __all__ = ["DistributedDataParallel", "DistributedDataParallel_V1_9_0"]
@@ -32,7 +36,6 @@ __all__ = ["DistributedDataParallel", "DistributedDataParallel_V1_9_0"]
 _LIVE = (
     "_bagua_ddp",
     "_process_group",
-    "_forwards",
     "_before_forward",
     "_after_forward",
 )
@@ -52,11 +55,37 @@ class _Wrap:
 
 # Note [Torch's class]
 # Libraries ask isinstance(model, torch.nn.parallel.DistributedDataParallel) before they unwrap a
-# model, so this is a subclass. Torch's constructor never runs: nothing of torch's reducer exists,
-# and whatever would use it is overridden in TorchMembers and TorchInternals.
+# model, so this is a subclass. Torch's constructor never runs: nothing of torch's reducer exists.
+# Public members of torch's class work. Its private methods are hidden by _NotHere; they, and what
+# the constructor would have set, end in __getattr__, which names the alternative.
+
+_IS_A_COPY = (
+    "this DistributedDataParallel is a copy or was unpickled, and communicates from its first "
+    "forward in training mode on: call train() before it, or wrap copy.module on every rank"
+)
+
+#: Words in names of torch's private members, and what to use in their place.
+_ALTERNATIVES = {
+    "logg": "bagua_stats()",
+    "static_graph": "static_graph=True of the constructor",
+    "buffer": "broadcast_buffers and will_sync_module_buffers()",
+    "comm_hook": "register_comm_hook()",
+    "optim": "torch.distributed.optim._apply_optimizer_in_backward()",
+    "reducer": "no_sync() or require_backward_grad_sync = True: a forward outside of no_sync() has "
+    "every backward through it communicate",
+}
 
 
-class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ignore[misc,override]
+class _NotHere:
+    """Hides a method of torch's class, on instances."""
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        raise AttributeError
+
+
+class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
     """Train ``module`` data-parallel, in place of torch's class of the same name.
 
     It is a subclass of torch's. Every rank of the group constructs it, with the same module and
@@ -110,6 +139,7 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
         BaguaMismatchError: the ranks' modules or arguments differ; names the first difference.
     """
 
+    device: torch.device
     find_unused_parameters: bool = False
     _before_forward: Callable[..., None]
     _after_forward: Callable[..., None]
@@ -206,13 +236,11 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
             grad_scaler=grad_scaler,
             guard=self._wrap.guard,
         )
-        forwards = Forwards(ddp)
         # Past nn.Module's __setattr__, and left out of copies: see __getstate__.
         self.__dict__.update(
             _process_group=groups.shown,
-            _forwards=forwards,
-            _before_forward=outside_graphs(forwards.before),
-            _after_forward=outside_graphs(forwards.after),
+            _before_forward=outside_graphs(ddp.before_forward),
+            _after_forward=outside_graphs(ddp.after_forward),
         )
         self._attach(ddp)
 
@@ -274,13 +302,139 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
         if "_bagua_ddp" in self.__dict__:
             self._after_forward(self.module, (), output)
         elif self.require_backward_grad_sync:
-            refuse_backward(self.module, output)
+            _refuse_backward(self.module, output)
         return output
 
     def train(self, mode: bool = True) -> DistributedDataParallel:
         """Set training mode, of the module too."""
         super().train(mode)
         return self
+
+    @property
+    def process_group(self) -> Any:  # type: ignore[override]
+        """The torch group where there is one, else the ``BaguaProcessGroup``."""
+        group: dist.ProcessGroup | BaguaProcessGroup = self.__dict__["_process_group"]
+        return group
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether forwards give every rank the first rank's buffers; may be set, on every rank."""
+        return self.bagua_ddp.broadcast_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, enabled: bool) -> None:
+        self.bagua_ddp.share_buffers(enabled)
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """torch's newer name of :attr:`broadcast_buffers`."""
+        return self.broadcast_buffers
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, enabled: bool) -> None:
+        self.broadcast_buffers = enabled
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward synchronises buffers: the one before was communicated."""
+        due = self.require_forward_param_sync and self.broadcast_buffers
+        ignored = self.parameters_to_ignore
+        return due and any(name not in ignored for name, _ in self.module.named_buffers())
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Whether the forward before communicated, after which buffers are synchronised."""
+        return self.bagua_ddp.opening.buffers_due
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, due: bool) -> None:
+        self.bagua_ddp.opening.buffers_due = due
+
+    def register_comm_hook(self, state: Any, hook: _comm_hook.Hook) -> None:
+        """Replace all communication by ``hook(state, bucket)``.
+
+        Every rank calls it, between two steps. Hooks run one after another, in the order of the
+        buckets, on a thread of their own. Gradients arrive as they are: the hook divides. What it
+        raises is raised by ``backward()``, on all ranks.
+
+        Args:
+            state: handed to the hook.
+            hook: takes ``state`` and a ``torch.distributed.GradBucket``, returns a
+                ``torch.futures.Future`` of one tensor like ``bucket.buffer()``.
+
+        Raises:
+            TypeError: ``hook`` is no hook.
+            RuntimeError: one is registered, a forward waits for its backward, or the algorithm is
+                another than GradientAllReduceAlgorithm.
+        """
+        _comm_hook.register(self.bagua_ddp, state, hook)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context for ranks with different numbers of inputs.
+
+        A rank that is through with its inputs answers the others' rounds with zero gradients. At
+        the end all ranks hold the state of the last, and each the gradients of its own last step.
+
+        Args:
+            divide_by_initial_world_size: the mean is over all ranks; False: over those that still
+                have inputs. A communication hook divides by itself.
+            enable: False: nothing of this; inputs are even.
+            throw_on_early_termination: raise RuntimeError on all ranks once one has no inputs.
+
+        Raises:
+            NotImplementedError: the algorithm communicates more than gradients.
+        """
+        if enable:
+            _join.check_algorithm(self.bagua_ddp)
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For ``Join``; takes ``divide_by_initial_world_size``."""
+        return _join.Shadow(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """For ``Join``."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """For ``Join``."""
+        return _join.torch_group(self, "join()")
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        """Cut inputs along ``dim``, one part per device."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """Put the outputs of several devices together along ``dim``."""
+        return gather(outputs, output_device, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
+        """Inputs and keyword arguments on a device, each in a tuple of one."""
+        device = torch.device(self.device_type, device_id)
+        return (to_device(inputs, device),), (to_device(kwargs, device),)
+
+    @property
+    def bagua_ddp(self) -> BaguaDistributedDataParallel:
+        """The wrapper that communicates.
+
+        Raises:
+            RuntimeError: this is a copy that has not been trained.
+        """
+        ddp: BaguaDistributedDataParallel | None = self.__dict__.get("_bagua_ddp")
+        if ddp is None:
+            raise RuntimeError(_IS_A_COPY)
+        return ddp
 
     @property
     def inner(self) -> BaguaDistributedDataParallel:
@@ -297,6 +451,19 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
             "with_bagua: this is a DistributedDataParallel already; pass algorithm= to it, or call "
             "with_bagua on the module itself instead"
         )
+
+    def __getattr__(self, name: str) -> Any:
+        """Parameters, buffers and modules; for others an error that names the alternative."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            use = [text for word, text in _ALTERNATIVES.items() if word in name]
+            raise AttributeError(
+                f"this DistributedDataParallel has no '{name}': private members of torch's class "
+                "and its reducer do not exist here. "
+                f"Use {use[0] if use else 'its public members'}; attributes of the wrapped module "
+                "are those of .module"
+            ) from None
 
     # Copies.
 
@@ -319,6 +486,27 @@ class DistributedDataParallel(TorchMembers, BaguaModule, TorchDDP):  # type: ign
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__reduce_ex__(self, protocol)
+
+
+for _name, _member in vars(TorchDDP).items():
+    if _name in vars(DistributedDataParallel) or _name.endswith("__"):
+        continue
+    if _name.startswith("_") and isinstance(_member, (FunctionType, property)):
+        setattr(DistributedDataParallel, _name, _NotHere())
+
+
+@outside_graphs_lazily
+def _refuse_backward(module: torch.nn.Module, output: Any) -> None:
+    """Have a backward from ``output`` to a parameter of ``module`` raise: this is a copy."""
+    nodes = [get_gradient_edge(p).node for p in module.parameters() if p.requires_grad]
+
+    def refuse(gradient: torch.Tensor) -> None:
+        if any(map(torch._C._will_engine_execute_node, nodes)):
+            raise RuntimeError(_IS_A_COPY)
+
+    for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
+        if tensor.grad_fn is not None:
+            tensor.register_hook(refuse)
 
 
 #: The name of the class in Bagua.
