@@ -5,6 +5,7 @@ import io
 import subprocess
 import sys
 
+import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
@@ -227,3 +228,21 @@ def test_unwrapped_modules_gain_nothing_but_with_bagua():
     gained, ordinary = done.stdout.splitlines()
     assert gained == "[['with_bagua'], ['with_bagua'], ['with_bagua']]"
     assert ordinary == "True"
+
+
+def wrap_over_torchs_group():
+    """The pool has made torch's."""
+    model = training.network(seed=dist.get_rank())
+    wrapped = bagua.wrap(model, [training.sgd(model)])
+    assert wrapped is model
+    assert isinstance(wrapped, bagua.BaguaModule)
+    training.squared_error(wrapped, training.batch(0, dist.get_rank())).backward()
+    training.assert_ranks_agree(wrapped)
+    name = type(wrapped.bagua_algorithm).__name__
+    wrapped.with_bagua([], GradientAllReduceAlgorithm())
+    bagua.destroy_process_group()
+    return name
+
+
+def test_torchs_group_is_enough_and_auto_is_the_default(ranks):
+    assert ranks(2, wrap_over_torchs_group) == ["AutoAlgorithmImpl"] * 2

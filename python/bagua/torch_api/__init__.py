@@ -31,6 +31,7 @@ from bagua._guard.guard import Guard
 from bagua._watch.per_round import write_stats
 from bagua._watch.prometheus import serve_metrics
 from bagua.torch_api import _patch, algorithms, checkpoint, communication, contrib, data_parallel
+from bagua.torch_api._patch import wrap
 from bagua.torch_api.algorithms import GradientAllReduce
 from bagua.torch_api.averaging import average_weights
 from bagua.torch_api.distributed import BaguaModule
@@ -79,6 +80,7 @@ __all__ = [
     "scatter_inplace",
     "send",
     "serve_metrics",
+    "wrap",
     "write_stats",
 ]
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers as rendezvous_handlers
 
 from bagua._core.group.communicator import CommMember, Communicator
+from bagua._core.group.implicit_group import ensure_initialised
 from bagua._core.group.incarnation import OWN_RENDEZVOUS, refuse_stale_addresses
 from bagua._core.group.job import as_bagua_group, known_bagua_group
 from bagua._core.group.process_group import BaguaProcessGroup
@@ -17,10 +18,11 @@ from bagua._core.state.bagua_tensor import METHODS, PROPERTIES
 from bagua._guard.guard import Guard
 from bagua._sync.outer.step_attempts import attempt_of
 from bagua.torch_api._wrapper import BaguaDistributedDataParallel
+from bagua.torch_api.algorithms.auto import AutoAlgorithm
 from bagua.torch_api.algorithms.base import Algorithm, check_arguments
 from bagua.torch_api.distributed import BaguaModule, watch_copy, wrap_class
 
-__all__ = ["install", "with_bagua"]
+__all__ = ["install", "wrap"]
 
 
 def install() -> None:
@@ -30,7 +32,7 @@ def install() -> None:
     have torch.distributed refuse to start with the addresses of dead processes, copies of wrapped
     modules say so when they are trained alone, and scalers say which steps they skip.
     """
-    torch.nn.Module.with_bagua = with_bagua  # type: ignore[attr-defined]
+    torch.nn.Module.with_bagua = wrap  # type: ignore[attr-defined]
     if torch.nn.Module.__setstate__ is not _set_state:
         torch.nn.Module.__setstate__ = _set_state  # type: ignore[method-assign]
     for name, attribute in {**METHODS, **PROPERTIES}.items():
@@ -44,10 +46,10 @@ def install() -> None:
         rendezvous_handlers["env"] = _rendezvous_from_environment
 
 
-def with_bagua(
-    self: torch.nn.Module,
+def wrap(
+    model: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
-    algorithm: Algorithm,
+    algorithm: Algorithm | None = None,
     process_group: Any = None,
     do_flatten: bool = True,
     *,
@@ -55,16 +57,18 @@ def with_bagua(
     broadcast_buffers: bool | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     guard: Guard | None = None,
-) -> torch.nn.Module:
-    """Train this module data-parallel.
+) -> BaguaModule:
+    """Train ``model`` data-parallel; ``model.with_bagua(...)`` is the same.
 
     Every rank of the group calls it, with the same model and arguments. Parameters, buffers and
     optimizer state of the group's first rank are given to all. Calling it again switches to another
     algorithm.
 
     Args:
+        model: any module; stays the same object.
         optimizers: the optimizers used for the module (a list).
-        algorithm: decides the messages and their time (``bagua.torch_api.algorithms``).
+        algorithm: decides the messages and their time (``bagua.torch_api.algorithms``); None:
+            ``AutoAlgorithm()``, which measures and takes the fastest of its candidates.
         process_group: who communicates: None for all ranks, a torch process group, a ``DeviceMesh``
             of one dimension, or a ``BaguaProcessGroup``.
         do_flatten: make gradients views of their buckets; False copies them in and out.
@@ -79,10 +83,10 @@ def with_bagua(
             None: as the algorithm has it, most have none.
 
     Returns:
-        The module itself, now a :class:`BaguaModule`.
+        ``model`` itself, now a :class:`BaguaModule`.
 
     Raises:
-        RuntimeError: before ``init_process_group``.
+        RuntimeError: before ``init_process_group``, of bagua or of torch.distributed.
         BaguaMismatchError: the ranks' models or arguments differ; names the first difference.
         BaguaError: a rank did not come, or was lost; says where the others are.
         TypeError, ValueError, NotImplementedError: bad arguments or parameters, by name.
@@ -91,26 +95,30 @@ def with_bagua(
         To ignore parameters or buffers, assign the list of their names (as in ``state_dict()``) to
         ``module._bagua_params_and_buffers_to_ignore`` before the call.
     """
+    algorithm = AutoAlgorithm() if algorithm is None else algorithm
     check_arguments("with_bagua", optimizers, algorithm, grad_scaler, guard)
+    if dist.is_initialized():
+        ensure_initialised()
     group = as_bagua_group(process_group)
-    if isinstance(self, BaguaModule):
-        self.bagua_ddp.pause()
-        self.bagua_ddp.close()
+    if isinstance(model, BaguaModule):
+        model.bagua_ddp.pause()
+        model.bagua_ddp.close()
     with group.connections.collective_phase("with_bagua"):
         ddp = BaguaDistributedDataParallel(
-            self,
+            model,
             optimizers,
             algorithm,
             group,
-            getattr(self, "_bagua_module_name", None),
+            getattr(model, "_bagua_module_name", None),
             gradient_as_bucket_view=do_flatten,
             find_unused_parameters=find_unused_parameters,
             broadcast_buffers=broadcast_buffers,
             grad_scaler=grad_scaler,
             guard=guard,
         )
-    wrap_class(self)._attach(ddp)
-    return self
+    wrapped = wrap_class(model)
+    wrapped._attach(ddp)
+    return wrapped
 
 
 def bagua_patch(self: dist.ProcessGroup, stream: Any = None) -> dist.ProcessGroup:

@@ -47,7 +47,7 @@ _HOOK_TABLES = (
 _SYNCHRONISES = "require_backward_grad_sync"
 
 
-class BaguaModule:
+class BaguaModule(torch.nn.Module):
     """A ``torch.nn.Module`` after ``with_bagua``."""
 
     _bagua_original: type[torch.nn.Module]

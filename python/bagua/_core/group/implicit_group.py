@@ -31,7 +31,7 @@ def ensure_initialised() -> None:
     if not dist.is_initialized():
         raise RuntimeError(
             "there is no process group: call torch.distributed.init_process_group() or "
-            "bagua.init_process_group() before DistributedDataParallel"
+            "bagua.init_process_group() first"
         )
     world = dist.group.WORLD
     assert world is not None
