@@ -248,6 +248,18 @@ def test_wrong_arguments_are_named(ranks):
             assert error.startswith(words)
 
 
+@faults.with_bagua_group
+def wrap_with_lanes(value):
+    os.environ["BAGUA_LANES"] = value
+    return faults.error_of(faults.wrapped)
+
+
+@pytest.mark.parametrize("value", ["two", "0", "17", "1.5", "²"])
+def test_a_number_of_lanes_that_is_none_is_named(ranks, value):
+    (error,) = ranks(1, wrap_with_lanes, value, env={"BAGUA_LANES": "1"})
+    assert f"BAGUA_LANES={value} must be a whole number between 1 and 16" in error
+
+
 def test_unknown_names_list_the_known_ones():
     with pytest.raises(ValueError, match=r"unknown codec 'zip'.*minmax_uint8, block_uint8"):
         ByteGradAlgorithm(codec="zip")

@@ -84,9 +84,10 @@ def _warn_stragglers(report: str) -> None:
 
 
 def _number_of_lanes(buckets: Sequence[Bucket]) -> int:
-    lanes = int(os.environ.get("BAGUA_LANES", "1"))
+    text = os.environ.get("BAGUA_LANES", "1")
+    lanes = int(text) if text.isdecimal() else 0
     if not 1 <= lanes <= 16:
-        raise ValueError(f"BAGUA_LANES={lanes} must be between 1 and 16")
+        raise ValueError(f"BAGUA_LANES={text} must be a whole number between 1 and 16")
     one_order = any(op.one_order for bucket in buckets for op in bucket.ops)
     return 1 if one_order else min(lanes, max(1, len(buckets)))
 
