@@ -19,6 +19,7 @@ from bagua._guard.guard import Guard
 from bagua._sync import owners
 from bagua._sync.engine_synchronizer import EngineSynchronizer
 from bagua._sync.hooks import tensors_in
+from bagua._sync.missing_steps import MissingSteps
 from bagua._sync.plan import log_plan, log_unfrozen
 from bagua._sync.steps_in_backward import StepsInBackward
 from bagua._sync.synchronizer import Synchronizer
@@ -110,6 +111,7 @@ class BaguaDistributedDataParallel:
         self._claim_parameters()
         self._initialise()
         self._handles = install_hooks(self, self._settle, on_forwards=hook_module)
+        self._missing_steps = self._watch_steps()
         close_at_exit(self)
         publish(self)
 
@@ -158,6 +160,19 @@ class BaguaDistributedDataParallel:
         self._steps_in_backward = StepsInBackward(
             self.bagua_module_name, self.bagua_build_params(), self.bagua_algorithm
         )
+
+    def _watch_steps(self) -> MissingSteps | None:
+        """Watch that the given optimizers step, where the algorithm depends on it."""
+        if self.bagua_algorithm.steps_in_backward or not self.bagua_optimizers:
+            return None
+        missing = MissingSteps(
+            self.bagua_module_name,
+            type(self.bagua_algorithm).__name__.removesuffix("Impl"),
+            self.bagua_optimizers,
+            [p for _, p in self.bagua_build_params()],
+        )
+        self._handles += missing.handles
+        return missing
 
     def _initialise(self, *, gives_state: bool = True) -> None:
         """Broadcast rank 0's state, then build tensors, buckets, ops and an engine."""
@@ -251,6 +266,8 @@ class BaguaDistributedDataParallel:
                 self._take_unfrozen()
                 rounds = self._rounds
             self._run_pending()
+        if communicates and now and self._missing_steps is not None:
+            self._missing_steps.at_forward()
         if communicates and self.bagua_algorithm.need_reset():
             self._initialise(gives_state=self.bagua_algorithm.reset_gives_state)
             rounds = self._rounds
