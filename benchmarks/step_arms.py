@@ -151,7 +151,7 @@ ARMS = {
     ),
     "hook_exact": Way(hooked("gradient_allreduce", **FLAT)),
     "hook_bytegrad": Way(hooked("bytegrad", **FLAT)),
-    "hook_power_sgd": Way(hooked("power_sgd", rank=1), **COMPRESSED),
+    "hook_power_sgd": Way(hooked("power_sgd", rank=1, warmup_steps=0), **COMPRESSED),
     "decentralized": Way(
         bagua_with("decentralized", peer_selection_mode="shift_one", **FLAT), **OWN_WEIGHTS
     ),
@@ -160,8 +160,8 @@ ARMS = {
         bagua_with("low_precision_decentralized", communication_interval=2, **FLAT), **OWN_WEIGHTS
     ),
     "ddp_powersgd": Way(ddp_powersgd, **COMPRESSED),
-    "power_sgd": Way(bagua_with("power_sgd", rank=1), **COMPRESSED),
-    "power_sgd_4": Way(bagua_with("power_sgd", rank=4), **COMPRESSED),
+    "power_sgd": Way(bagua_with("power_sgd", rank=1, warmup_steps=0), **COMPRESSED),
+    "power_sgd_4": Way(bagua_with("power_sgd", rank=4, warmup_steps=0), **COMPRESSED),
     "sparse": Way(bagua_with("sparse", ratio=0.01), **COMPRESSED),
     "ddp_adam": Way(ddp, adam, peer="ddp_adam"),
     "qadam": Way(bagua_with("qadam", **FLAT), qadam, peer="ddp_adam", like_peer=False),

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 ALGORITHMS = {
     "exact": GradientAllReduceAlgorithm(),
     "bytegrad": ByteGradAlgorithm(),
-    "power_sgd": PowerSGDAlgorithm(rank=4),
+    "power_sgd": PowerSGDAlgorithm(warmup_steps=0),
     "sparse": SparseAlgorithm(ratio=0.02),
 }
 

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 BATCH = 32
 EVALUATE_EVERY = 4  # steps
-WARM_UP = {"qadam": 40, "async": 120}  # steps with exact gradients
+WARM_UP = {"qadam": 40, "power_sgd": 100, "async": 120}  # steps with exact gradients
 
 
 def split_digits(rank, world_size):
@@ -59,8 +59,6 @@ def choose(name, parameters):
         optimizer = QAdamOptimizer(parameters, lr=0.002, warmup_steps=WARM_UP[name])
         return optimizer, Algorithm.init(name, q_adam_optimizer=optimizer)
     optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-    if name == "power_sgd":
-        return optimizer, Algorithm.init(name, rank=4)
     if name == "async":  # a step takes milliseconds here, so averages follow each other
         return optimizer, Algorithm.init(name, sync_interval_ms=0, warmup_steps=WARM_UP[name])
     if name == "bytegrad-int4":

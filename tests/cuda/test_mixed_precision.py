@@ -12,7 +12,7 @@ STEPS, OVERFLOW = 6, 3
 ALGORITHMS = {
     "gradient_allreduce": {},
     "bytegrad": {"hierarchical": False},
-    "power_sgd": {"rank": 2, "min_compression_rate": 1.0},
+    "power_sgd": {"rank": 2, "min_compression_rate": 1.0, "warmup_steps": 0},
     "sparse": {"ratio": 0.1},
 }
 

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 ALGORITHMS = {
     "exact": "gradient_allreduce",
     "bytegrad": ByteGradAlgorithm(hierarchical=False),
-    "power_sgd": PowerSGDAlgorithm(rank=2),
+    "power_sgd": PowerSGDAlgorithm(rank=2, warmup_steps=0),
     "sparse": SparseAlgorithm(ratio=0.2),
 }
 # Share of the bytes that the exact algorithm sends.

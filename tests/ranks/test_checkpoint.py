@@ -24,7 +24,7 @@ ALGORITHMS = {
     ),
     "low-precision": ("low_precision_decentralized", {"hierarchical": False}),
     "qadam": ("qadam", {"hierarchical": False}),
-    "power-sgd": ("power_sgd", {"rank": 2, "min_compression_rate": 1.0}),
+    "power-sgd": ("power_sgd", {"rank": 2, "min_compression_rate": 1.0, "warmup_steps": 0}),
     "sparse": ("sparse", {"ratio": 0.1}),
     "random-sparse": ("sparse", {"ratio": 0.1, "random_sparse": True}),
     "async-in-its-warm-up": ("async", {"warmup_steps": 100}),

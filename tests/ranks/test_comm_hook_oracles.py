@@ -110,7 +110,7 @@ def test_bytegrad_gives_the_bits_of_the_oracle(ranks, n, situation, codec):
 
 @training.with_group
 def power_sgd(situation):
-    algorithm = PowerSGDAlgorithm(2, min_compression_rate=1.0)
+    algorithm = PowerSGDAlgorithm(2, min_compression_rate=1.0, warmup_steps=0)
     recorder = Recorder(situation)
     ddp, handle, optimizer = hooked.made(situation, algorithm)
     size, rank = dist.get_world_size(), dist.get_rank()

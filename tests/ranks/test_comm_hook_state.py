@@ -8,7 +8,9 @@ from support import hooked, training
 
 STEPS = 3
 REMEMBERING = {
-    "power_sgd": lambda **more: PowerSGDAlgorithm(2, min_compression_rate=1.0, **more),
+    "power_sgd": lambda **more: PowerSGDAlgorithm(
+        2, **{"min_compression_rate": 1.0, "warmup_steps": 0} | more
+    ),
     "sparse": lambda **more: SparseAlgorithm(0.05, **more),
     "random_sparse": lambda **more: SparseAlgorithm(0.1, random_sparse=True, **more),
 }

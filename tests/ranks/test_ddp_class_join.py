@@ -208,7 +208,7 @@ def disabled():
 
 
 LOSSY = {
-    "power_sgd": lambda: PowerSGDAlgorithm(min_compression_rate=1.0),
+    "power_sgd": lambda: PowerSGDAlgorithm(1, min_compression_rate=1.0, warmup_steps=0),
     "sparse": lambda: SparseAlgorithm(ratio=0.2),
     "bytegrad": lambda: ByteGradAlgorithm(hierarchical=False),
 }

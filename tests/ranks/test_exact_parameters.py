@@ -25,7 +25,7 @@ CHOSEN = {"0.weight", "0.bias", "2.bias", "5.bias"}
 KINDS = {
     "sparse": lambda **a: SparseAlgorithm(0.1, exact_parameters=EXACT, **a),
     "low-rank": lambda **a: PowerSGDAlgorithm(
-        2, min_compression_rate=1.0, exact_parameters=EXACT, **a
+        2, min_compression_rate=1.0, exact_parameters=EXACT, **({"warmup_steps": 0} | a)
     ),
 }
 per_kind = pytest.mark.parametrize("kind", KINDS)

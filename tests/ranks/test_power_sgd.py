@@ -4,13 +4,19 @@ import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
-from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithm
+from bagua.torch_api.algorithms import (
+    ByteGradAlgorithm,
+    PowerSGDAlgorithm,
+    QAdamOptimizer,
+    SparseAlgorithm,
+)
 from oracle import low_rank as oracle
 from support import training
 from support.error_feedback import (
     error_of,
     gathered_gradients,
     train_step,
+    wide_network,
     wrapped,
 )
 from torch import nn
@@ -19,7 +25,9 @@ STEPS = 6
 
 
 def power_sgd(**arguments):
-    return PowerSGDAlgorithm(**({"rank": 2, "min_compression_rate": 1.0} | arguments))
+    return PowerSGDAlgorithm(
+        **({"rank": 2, "min_compression_rate": 1.0, "warmup_steps": 0} | arguments)
+    )
 
 
 @training.with_group
@@ -128,3 +136,42 @@ def wrong_arguments():
 
 def test_wrong_arguments_and_ranks_that_differ_are_refused(ranks):
     assert ranks(2, wrong_arguments) == [3, 3]
+
+
+@training.with_group
+def warnings_by_optimizer():
+    """By optimizer and algorithm, what the wrap says."""
+
+    class MuonWithAux(torch.optim.SGD):
+        pass
+
+    makers = {
+        "sgd": training.sgd,
+        "adamw": lambda m: torch.optim.AdamW(m.parameters()),
+        "muon": lambda m: MuonWithAux(m.parameters(), lr=0.1),
+        "qadam": lambda m: QAdamOptimizer(m.parameters()),
+    }
+    said = {}
+    for name, make_optimizer in makers.items():
+        for algorithm in (PowerSGDAlgorithm(), SparseAlgorithm(), ByteGradAlgorithm()):
+            model = wide_network()
+            wrap = [make_optimizer(model)], algorithm
+            key = name, type(algorithm).__name__
+            said[key] = training.warnings_of(lambda m=model, w=wrap: m.with_bagua(*w))
+    return said
+
+
+def test_adaptive_optimizers_and_muon_are_warned_of_at_the_wrap(ranks):
+    [said] = ranks(1, warnings_by_optimizer)
+    for (optimizer, algorithm), texts in said.items():
+        if algorithm == "ByteGradAlgorithm" or optimizer in ("sgd", "qadam"):
+            assert texts == [], (optimizer, algorithm)
+            continue
+        [text] = texts
+        assert text.startswith(f"{algorithm} is made for SGD with momentum")
+        assert ("AdamW" if optimizer == "adamw" else "MuonWithAux") in text
+        assert 'ByteGradAlgorithm(codec="int4_block", error_feedback=True)' in text
+
+
+def test_the_default_begins_with_exact_rounds_of_a_number_that_short_runs_have():
+    assert (PowerSGDAlgorithm().rank, PowerSGDAlgorithm().warmup_steps) == (4, 100)

@@ -21,7 +21,9 @@ def make(name, **arguments):
 
     return {
         "bytegrad": bytegrad,
-        "power_sgd": lambda: PowerSGDAlgorithm(2, min_compression_rate=1.0, **arguments),
+        "power_sgd": lambda: PowerSGDAlgorithm(
+            2, **{"min_compression_rate": 1.0, "warmup_steps": 0} | arguments
+        ),
         "sparse": lambda: SparseAlgorithm(0.05, **arguments),
         "random_sparse": lambda: SparseAlgorithm(0.1, random_sparse=True, **arguments),
     }[name]()

@@ -22,7 +22,7 @@ ALGORITHMS = {
     "diloco-streaming": ("diloco", {"interval": 4, "overlap_steps": 2}),
     "sparse_loco": ("sparse_loco", {"interval": 3}),
     "qadam": ("qadam", {"hierarchical": False}),
-    "power_sgd": ("power_sgd", {"rank": 2, "min_compression_rate": 1.0}),
+    "power_sgd": ("power_sgd", {"rank": 2, "min_compression_rate": 1.0, "warmup_steps": 0}),
     "sparse": ("sparse", {"ratio": 0.1}),
     "random_sparse": ("sparse", {"ratio": 0.1, "random_sparse": True}),
     "auto": ("auto", {}),

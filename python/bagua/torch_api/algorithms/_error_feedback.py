@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.saved_values import check_state, saved_count
 from bagua.torch_api._residuals.means import RememberedMeans, check_warmup
+from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
 from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
 from bagua.torch_api.bucket import BaguaBucket
 
@@ -29,6 +31,8 @@ class ErrorFeedbackImpl(AlgorithmImpl):
     empty.
 
     Attributes:
+        for_sgd: whether the compression is made for optimizers whose step is proportional to the
+            gradient, so that others are warned of.
         outcome: shared by the memories of all buckets: they change only with a whole finite round.
     """
 
@@ -36,6 +40,7 @@ class ErrorFeedbackImpl(AlgorithmImpl):
     remembers_gradients = True
     takes_unfrozen = True
     takes_uneven_inputs = True
+    for_sgd = False
 
     def __init__(
         self,
@@ -74,6 +79,9 @@ class ErrorFeedbackImpl(AlgorithmImpl):
         return self._compressing != (self._rounds >= self.warmup_steps)
 
     def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+        if self.for_sgd and not self._rounds:
+            owner = type(self).__name__.removesuffix("Impl")
+            _warn_of_other_steps(owner, bagua_ddp.bagua_optimizers)
         self._compressing = self._rounds >= self.warmup_steps
         self.outcome = _C.RoundOutcome()
         self._means = self.make_means()
@@ -170,3 +178,26 @@ class ErrorFeedbackImpl(AlgorithmImpl):
     def members(self) -> list[int]:
         """The ranks that remember."""
         return self._means.members()
+
+
+def _warn_of_other_steps(owner: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Warn of the first optimizer that is adaptive, or Muon.
+
+    QAdamOptimizer freezes its second moment, which compressed gradients then do not change.
+    """
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        adaptive = any("betas" in group for group in optimizer.param_groups)
+        if "muon" in name.lower():
+            why = "makes all singular values of a step equal, those of the compression error too"
+        elif adaptive and not isinstance(optimizer, QAdamOptimizer):
+            why = "divides by a second moment that rare, large sums of compressed gradients raise"
+        else:
+            continue
+        warnings.warn(
+            f"{owner} is made for SGD with momentum, and trains worse under {name}, which {why}. "
+            'Take ByteGradAlgorithm(codec="int4_block", error_feedback=True), or compare the loss '
+            "with that of GradientAllReduceAlgorithm() first.",
+            stacklevel=2,
+        )
+        return

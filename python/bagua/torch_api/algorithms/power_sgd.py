@@ -34,7 +34,9 @@ class PowerSGDAlgorithm(Algorithm):
     averaged exactly in the same messages: two per bucket. Every rank computes the same bits.
 
     The published algorithm applies momentum after decompression, which is what the optimizer does.
-    Under ``AdamW`` a warm-up and exact embeddings bring the loss closer to that of exact gradients.
+    Under an adaptive optimizer and under Muon it trains worse than exact gradients: take
+    ``ByteGradAlgorithm`` in 4 bits with error feedback there. A longer warm-up and exact embeddings
+    bring the loss closer.
     Pass a ``GradScaler`` to ``with_bagua``: residuals are in unscaled units, and a round that
     overflows leaves them unchanged. With ``find_unused_parameters`` a parameter that no rank used
     keeps its ``.grad``, but its residual counts as sent.
@@ -43,7 +45,8 @@ class PowerSGDAlgorithm(Algorithm):
         rank: columns of the factors; at most the smaller side of each matrix.
         hierarchical: exact inside a node, low rank between the nodes' leaders.
             None: True where there are several nodes with several ranks on one, else False.
-        warmup_steps: rounds that average exactly before the first compressed one.
+        warmup_steps: rounds that average exactly before the first compressed one; torch's hook has
+            1000. Gradients of the first steps change the most.
         min_compression_rate: matrices that the factors do not make smaller by this factor are
             averaged exactly.
         warm_start: start from the last round's ``Q``, as published; False: a random one each time.
@@ -51,6 +54,9 @@ class PowerSGDAlgorithm(Algorithm):
         seed: of the random ``Q``. Global random generators are not used.
         exact_parameters: names of parameters that are averaged exactly, or patterns of
             :mod:`fnmatch`: embeddings and output layers, for example.
+
+    Warns:
+        UserWarning: from ``with_bagua``: an optimizer is adaptive or Muon.
 
     Raises:
         TypeError: ``exact_parameters`` is one string.
@@ -60,10 +66,10 @@ class PowerSGDAlgorithm(Algorithm):
 
     def __init__(
         self,
-        rank: int = 1,
+        rank: int = 4,
         hierarchical: bool | None = None,
         *,
-        warmup_steps: int = 0,
+        warmup_steps: int = 100,
         min_compression_rate: float = 2.0,
         warm_start: bool = True,
         error_feedback: bool = True,
@@ -93,6 +99,8 @@ class PowerSGDAlgorithmImpl(ErrorFeedbackImpl):
     Its state has, besides what all error feedback has, ``query/<name>`` of every matrix, of shape
     ``(rank, columns)``, and ``communications``, the compressed rounds.
     """
+
+    for_sgd = True
 
     def __init__(self, process_group: BaguaProcessGroup, arguments: PowerSGDAlgorithm) -> None:
         super().__init__(

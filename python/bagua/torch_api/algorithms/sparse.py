@@ -49,6 +49,9 @@ class SparseAlgorithm(Algorithm):
         exact_parameters: names of parameters that are averaged exactly, or patterns of
             :mod:`fnmatch`.
 
+    Warns:
+        UserWarning: from ``with_bagua``: an optimizer is adaptive or Muon.
+
     Raises:
         TypeError: ``exact_parameters`` is one string.
         ValueError: an argument out of range, or an unknown codec; from ``with_bagua``: a pattern
@@ -92,6 +95,8 @@ class SparseAlgorithmImpl(ErrorFeedbackImpl):
 
     Its state has, besides what all error feedback has, ``communications``, the sparse rounds.
     """
+
+    for_sgd = True
 
     def __init__(self, process_group: BaguaProcessGroup, arguments: SparseAlgorithm) -> None:
         super().__init__(
