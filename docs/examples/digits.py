@@ -14,7 +14,7 @@ import time
 
 import bagua.torch_api as bagua
 import torch
-from bagua.torch_api.algorithms import Algorithm, ByteGradAlgorithm, OuterSGD
+from bagua.torch_api.algorithms import Algorithm, ByteGradAlgorithm
 from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 from sklearn.datasets import load_digits
 from torch import nn
@@ -64,7 +64,7 @@ def choose(name, parameters):
     if name == "bytegrad-int4":
         return optimizer, ByteGradAlgorithm(codec="int4_block", error_feedback=True)
     if name == "diloco":  # ranks that see different digits must meet often
-        return optimizer, Algorithm.init(name, outer_optimizer=OuterSGD(0.7, 0.3), interval=5)
+        return optimizer, Algorithm.init(name, interval=5)
     return optimizer, Algorithm.init(name)
 
 
