@@ -11,12 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from bagua.torch_api import Guard
-from bagua.torch_api.algorithms import (
-    AutoAlgorithm,
-    ByteGradAlgorithm,
-    SparseAlgorithm,
-)
-from bagua.torch_api.algorithms.auto import TIMED, WARM_UP, label_of
+from bagua.torch_api.algorithms import AutoAlgorithm, SparseAlgorithm
+from bagua.torch_api.algorithms.auto import TIMED, WARM_UP
 from bagua.torch_api.checkpoint import load_latest, save_checkpoint
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from ranks.test_groups_and_nodes import environment_of_nodes
@@ -25,8 +21,8 @@ from support.error_feedback import all_bits, train_step, wide_network
 from torch import nn
 
 EXACT = "gradient_allreduce"
-EIGHT = "bytegrad(hierarchical=False)"
-FOUR = "bytegrad(codec='int4_block', error_feedback=True, hierarchical=False)"
+EIGHT = "bytegrad"
+FOUR = "bytegrad(codec='int4_block', error_feedback=True)"
 FOUR_IS_FASTEST = {EXACT: 1.0, EIGHT: 0.8, FOUR: 0.6}
 EXACT_IS_FASTEST = {EXACT: 0.9, EIGHT: 1.0, FOUR: 1.0}
 STEPS = 1 + WARM_UP + TIMED
@@ -116,28 +112,17 @@ def test_exact_gradients_alone_need_no_trials(ranks):
 
 
 @training.with_group
-def default_candidates():
-    model, optimizer = wrapped()
-    train(model, optimizer, 1)
-    return [row["candidate"] for row in model.bagua_stats()["choice"]["table"]]
-
-
-def test_between_nodes_of_several_ranks_candidates_are_hierarchical(ranks):
-    flat, nodes = [EXACT, EIGHT, FOUR], environment_of_nodes((2, 1))
-    assert ranks(2, default_candidates) == [flat] * 2
-    several = [EXACT, "bytegrad", "bytegrad(codec='int4_block', error_feedback=True)"]
-    assert ranks(3, train_between_nodes, env=nodes) == [several] * 3
-
-
-@training.with_group
 def train_between_nodes():
-    model = wide_network()
-    optimizer = training.sgd(model, lr=0.02)
-    model.with_bagua([optimizer], AutoAlgorithm())
-    model.bagua_algorithm.clock = lambda: 0.0
+    model, optimizer = wrapped()
     train(model, optimizer, UNTIL_CHOSEN + 2)
-    assert choice_of(model)[0] == "chosen"
-    return [row["candidate"] for row in model.bagua_stats()["choice"]["table"]]
+    return choice_of(model), sorted(model.bagua_stats()["communicators"])
+
+
+def test_between_nodes_of_several_ranks_the_choice_is_hierarchical(ranks):
+    results = ranks(3, train_between_nodes, env=environment_of_nodes((2, 1)))
+    for choice, purposes in results:
+        assert choice == ("chosen", FOUR)
+        assert "node" in purposes
 
 
 @training.with_group
@@ -384,11 +369,6 @@ def other_kinds():
 def test_algorithms_that_change_more_than_the_way_of_gradients_are_refused(ranks):
     for messages in ranks(2, other_kinds):
         assert all("changes more than the way of gradients" in message for message in messages)
-
-
-def test_labels_of_the_default_candidates_are_those_of_this_file():
-    four = ByteGradAlgorithm(False, codec="int4_block", error_feedback=True)
-    assert (label_of(ByteGradAlgorithm(False)), label_of(four)) == (EIGHT, FOUR)
 
 
 def warnings_of_the_start():

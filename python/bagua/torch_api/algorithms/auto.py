@@ -72,8 +72,7 @@ class AutoAlgorithm(Algorithm):
 
     Args:
         candidates: beside exact gradients: algorithms, or their names. None: ``bytegrad`` with 8
-            bits, and with 4 bits and error feedback; ``hierarchical`` where several nodes have
-            several ranks.
+            bits, and with 4 bits and error feedback.
         max_error: relative error of the communicated mean, or with error feedback residual over the
             gradient, that is allowed. 0.3 admits 4 bits (0.1 to 0.2), which end within 0.01 of the
             loss of exact gradients under AdamW, and keeps out 2 bits (0.34 and more), which end
@@ -91,12 +90,14 @@ class AutoAlgorithm(Algorithm):
             raise TypeError(f"AutoAlgorithm: candidates is a list of names: ['{candidates}']")
         if not 0 <= max_error < math.inf:
             raise ValueError(f"AutoAlgorithm: max_error={max_error} must be 0 or a positive number")
-        self.candidates = None if candidates is None else _as_candidates(candidates)
+        if candidates is None:
+            four_bits = ByteGradAlgorithm(codec="int4_block", error_feedback=True)
+            candidates = [ByteGradAlgorithm(), four_bits]
+        self.candidates = _as_candidates(candidates)
         self.max_error = max_error
 
     def describe(self) -> str:
-        given = None if self.candidates is None else [label_of(one) for one in self.candidates]
-        return f"{super().describe()} candidates {given}"
+        return f"{super().describe()} candidates {[label_of(one) for one in self.candidates]}"
 
     def reify(self, process_group: BaguaProcessGroup) -> AutoAlgorithmImpl:
         return AutoAlgorithmImpl(process_group, self)
@@ -115,15 +116,6 @@ def _as_candidates(given: Sequence[str | Algorithm]) -> list[Algorithm]:
         found[label] = algorithm
     found.pop(label_of(GradientAllReduceAlgorithm()), None)
     return list(found.values())
-
-
-def _default_candidates(connections: Connections) -> list[Algorithm]:
-    nodes = connections.node_of_ranks()
-    several = 1 < len(set(nodes)) < len(nodes)
-    return [
-        ByteGradAlgorithm(several),
-        ByteGradAlgorithm(several, codec="int4_block", error_feedback=True),
-    ]
 
 
 def label_of(algorithm: Algorithm) -> str:
@@ -343,10 +335,7 @@ class AutoAlgorithmImpl(AlgorithmImpl):
     def __init__(self, process_group: BaguaProcessGroup, arguments: AutoAlgorithm) -> None:
         super().__init__(process_group)
         connections = process_group.connections
-        candidates = arguments.candidates
-        if candidates is None:
-            candidates = _default_candidates(connections)
-        everything = [GradientAllReduceAlgorithm(), *candidates]
+        everything = [GradientAllReduceAlgorithm(), *arguments.candidates]
         self._ddp: weakref.ref[WrappedModule] | None = None
         self.selection = Selection(
             [Trial(algorithm, label_of(algorithm)) for algorithm in everything],
