@@ -36,9 +36,11 @@ std::string diagnosis(const std::string& seen, Blame blame,
                                       .everyone = position.everyone});
     nobody = others.nobody;
     lines = std::move(others.causes);
+    // The peer that a rank waited for may have waited for the store's process.
+    if (others.store_is_silent) lines = {std::exchange(nobody, "")};
     lines.insert(lines.end(), others.failed.begin(), others.failed.end());
     // The report of a rank that failed because of another helps only if no rank is silent.
-    if (lines.empty() && failed) lines.push_back(failed->text);
+    if ((lines.empty() || others.store_is_silent) && failed) lines.push_back(failed->text);
   }
   if (lines.empty()) return concat(seen, " ", nobody);
   const std::string peer = concat("rank ", position.peer, " ");

@@ -209,11 +209,14 @@ OtherRanks FailureBoard::found(const std::shared_ptr<const Snapshot>& before,
                                const std::shared_ptr<const Snapshot>& after,
                                Observer observer) const {
   if (!before || !after) {
-    return {.causes = {},
-            .failed = {},
-            .nobody =
-                "The job's store does not answer: the process that has it (torchrun's agent, "
-                "or else rank 0, at MASTER_ADDR) was killed or stopped, or is cut off."};
+    return {
+        .causes = {},
+        .failed = {},
+        .nobody =
+            "The job's store does not answer: the process that has it (torchrun's agent, "
+            "or else rank 0, at MASTER_ADDR) was killed or stopped, or is cut off. A rank that is "
+            "named below may wait for that one too.",
+        .store_is_silent = true};
   }
   observer.rank = rank_;
   return where_others_are(*before, *after, observer);

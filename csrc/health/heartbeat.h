@@ -46,6 +46,7 @@ struct OtherRanks {
   std::vector<std::string> causes;
   std::vector<std::string> failed;  // ranks that failed too
   std::string nobody;               // a sentence for the case that there are none
+  bool store_is_silent = false;     // then `nobody` says so
 };
 
 // Compares two snapshots that are more than a heartbeat apart.

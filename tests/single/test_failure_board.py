@@ -102,6 +102,10 @@ def test_a_store_whose_host_is_gone_blocks_no_rank(server, how):
     assert "The job's store does not answer" in board.survey(1)
     assert board.poll() is None
     assert board.poll_exit(3) is None
+    seen = "module 'm', rank 0 of 2, round 3: all_gather with peer 1 failed"
+    verdict, here = board.diagnose(seen, 3).split("\n")
+    assert verdict.startswith("The job's store does not answer")
+    assert here == f"  Seen here: {seen}"
     board.publish("nobody hears this")
     board.publish_exit(1)
     del board
