@@ -13,10 +13,12 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "binding/bindings.h"
+#include "binding/interruptible.h"
 #include "comm/c10d_communicator.h"
 #include "comm/communicator.h"
 #include "comm/counting_communicator.h"
 #include "comm/host_communicator.h"
+#include "comm/own_sockets.h"
 #include "comm/shm/shared_memory_communicator.h"
 #include "comm/thread_communicator.h"
 #include "health/diagnose.h"
@@ -29,13 +31,48 @@ namespace py = pybind11;
 namespace bagua {
 namespace {
 
-void exchange(Communicator& self, const std::vector<std::pair<at::Tensor, int>>& sends,
+using AnyRank = std::shared_ptr<Communicator>;
+
+// Runs a call that may wait for other ranks. One that was left refuses all further calls, and so
+// does the communicator. A call on tensors of a device waits for none, and uses the current stream.
+template <typename Call>
+void call(const AnyRank& self, bool on_cpu, Call call) {
+  if (!on_cpu || self->group().size == 1) {
+    const py::gil_scoped_release no_gil;
+    return call();
+  }
+  try {
+    run_interruptibly(call);
+  } catch (const py::error_already_set&) {
+    self->abort(concat("rank ", self->group().rank, " was interrupted in a call"));
+    throw;
+  }
+}
+
+void all_reduce(const AnyRank& self, at::Tensor tensor, ReduceOp op) {
+  call(self, tensor.is_cpu(), [=]() mutable { self->all_reduce(tensor, op); });
+}
+
+void all_gather(const AnyRank& self, const at::Tensor& input, at::Tensor output) {
+  call(self, input.is_cpu(), [=]() mutable { self->all_gather(input, output); });
+}
+
+void all_to_all(const AnyRank& self, const at::Tensor& input, at::Tensor output) {
+  call(self, input.is_cpu(), [=]() mutable { self->all_to_all(input, output); });
+}
+
+void broadcast(const AnyRank& self, at::Tensor tensor, int root) {
+  call(self, tensor.is_cpu(), [=]() mutable { self->broadcast(tensor, root); });
+}
+
+void exchange(const AnyRank& self, const std::vector<std::pair<at::Tensor, int>>& sends,
               const std::vector<std::pair<at::Tensor, int>>& recvs) {
   std::vector<Send> all_sends;
   for (const auto& [tensor, peer] : sends) all_sends.push_back({tensor, peer});
   std::vector<Recv> all_recvs;
   for (const auto& [tensor, peer] : recvs) all_recvs.push_back({tensor, peer});
-  self.exchange(all_sends, all_recvs);
+  const std::vector<std::pair<at::Tensor, int>>& any = sends.empty() ? recvs : sends;
+  call(self, !any.empty() && any[0].first.is_cpu(), [=] { self->exchange(all_sends, all_recvs); });
 }
 
 void bind_communicator(py::module_& m) {
@@ -56,16 +93,16 @@ void bind_communicator(py::module_& m) {
       .def_property_readonly("size", [](const Communicator& self) { return self.group().size; })
       .def_property_readonly("shares_memory", &Communicator::shares_memory,
                              "Whether its ranks, all on one host, move bytes through memory.")
-      .def("all_reduce", &Communicator::all_reduce, py::arg("tensor"), py::arg("op"), ReleaseGil(),
+      .def("all_reduce", &all_reduce, py::arg("tensor"), py::arg("op"),
            "In place; the same bits on every rank. AVG (floating dtypes) divides by the size.")
-      .def("all_gather", &Communicator::all_gather, py::arg("input"), py::arg("output"),
-           ReleaseGil(), "output has size * input.numel() elements; slot i is rank i's input.")
-      .def("all_to_all", &Communicator::all_to_all, py::arg("input"), py::arg("output"),
-           ReleaseGil(),
+      .def("all_gather", &all_gather, py::arg("input"), py::arg("output"), ReleaseGil(),
+           "output has size * input.numel() elements; slot i is rank i's input.")
+      .def("all_to_all", &all_to_all, py::arg("input"), py::arg("output"),
+
            "Equal numel, divisible by size: chunk j of rank i goes to chunk i of rank j.")
-      .def("broadcast", &Communicator::broadcast, py::arg("tensor"), py::arg("root"), ReleaseGil(),
+      .def("broadcast", &broadcast, py::arg("tensor"), py::arg("root"),
            "In place: every rank gets root's values.")
-      .def("exchange", &exchange, py::arg("sends"), py::arg("recvs"), ReleaseGil(),
+      .def("exchange", &exchange, py::arg("sends"), py::arg("recvs"),
            "Lists of (tensor, peer). Messages between the same two ranks are matched in order.")
       .def("abort", &Communicator::abort, py::arg("reason"), ReleaseGil(),
            "Later calls raise, naming the reason; from any thread.");
@@ -106,14 +143,16 @@ void bind_shared_memory(py::module_& m) {
          double timeout, const std::string& refusal) -> std::tuple<SharedRank, std::string, bool> {
         const Group group{rank, size};
         const auto limit = to_milliseconds(timeout);
-        SharingOutcome outcome = share_memory(store, group, {node, refusal}, limit);
+        const auto made = std::make_shared<SharingOutcome>();
+        run_interruptibly([=] { *made = share_memory(store, group, {node, refusal}, limit); });
+        SharingOutcome& outcome = *made;
         if (!outcome.shared) return {nullptr, std::move(outcome.reason), outcome.on_one_node};
         return {
             std::make_shared<SharedMemoryCommunicator>(group, std::move(*outcome.shared), limit),
             "", true};
       },
       py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("node"), py::arg("timeout"),
-      py::arg("refusal") = "", ReleaseGil(),
+      py::arg("refusal") = "",
       "A communicator and '', or None and the reason why the ranks share no memory, and whether\n"
       "the launcher has put them on one node; alike on all ranks, which all call it. node: number "
       "of the launcher; refusal: why this rank does not\n"
@@ -188,6 +227,45 @@ void bind_failure_board(py::module_& m) {
           "peer: the rank that was waited for, which comes first; default: all.");
 }
 
+void bind_sockets(py::module_& m) {
+  py::class_<OpenedSockets>(m, "OpenedSockets",
+                            "The TCP sockets that this process opens from now on.")
+      .def(py::init<>())
+      .def("keep_from_children", &OpenedSockets::keep_from_children,
+           "Those that have been opened so far end with this process, whatever it forks.");
+}
+
+struct PythonCall {
+  py::function function;
+  py::tuple arguments;
+  py::object result{};
+};
+
+// Whichever thread drops it last may not have the GIL.
+std::shared_ptr<PythonCall> shared_call(py::function function, py::tuple arguments) {
+  return {new PythonCall{std::move(function), std::move(arguments)}, [](PythonCall* call) {
+            if (!Py_IsInitialized()) return;
+            const py::gil_scoped_acquire gil;
+            delete call;
+          }};
+}
+
+void bind_waits(py::module_& m) {
+  m.def(
+      "interruptible",
+      [](py::function function, const py::args& arguments) {
+        const auto call = shared_call(std::move(function), arguments);
+        run_interruptibly([call] {
+          const py::gil_scoped_acquire gil;
+          call->result = call->function(*call->arguments);
+        });
+        return call->result;
+      },
+      py::arg("function"),
+      "Return function(*arguments), which may block without looking for signals; from the main\n"
+      "thread it is called on another one. Ctrl-C ends the wait, and leaves the call to itself.");
+}
+
 void bind_topology(py::module_& m) {
   m.def("ring_left", &ring_left, py::arg("rank"), py::arg("size"));
   m.def("ring_right", &ring_right, py::arg("rank"), py::arg("size"));
@@ -208,6 +286,8 @@ void bind_comm(py::module_& m) {
   bind_shared_memory(m);
   bind_thread_ranks(m);
   bind_failure_board(m);
+  bind_waits(m);
+  bind_sockets(m);
   bind_topology(m);
 }
 

@@ -13,6 +13,7 @@
 #include "base/check.h"
 #include "binding/bindings.h"
 #include "binding/ddp_hook.h"
+#include "binding/interruptible.h"
 #include "engine/dynamic/dynamic_lane.h"
 
 namespace bagua {
@@ -58,10 +59,7 @@ std::function<Result(Args...)> called_with_gil(const std::optional<py::function>
     try {
       return (*owned)(args...).template cast<Result>();
     } catch (py::error_already_set& error) {
-      error.restore();
-      python_error as_torchs;  // autograd hands its own type to the caller of backward()
-      as_torchs.persist();
-      throw as_torchs;
+      throw_to_autograd(error);
     }
   };
 }
@@ -69,17 +67,23 @@ std::function<Result(Args...)> called_with_gil(const std::optional<py::function>
 // The future of a job.
 class Posted {
  public:
-  explicit Posted(DynamicLane::Future future) : future_(std::move(future)) {}
-  void wait() const { future_->waitAndThrow(); }
+  Posted(std::shared_ptr<DynamicLane> lane, DynamicLane::Future future)
+      : lane_(std::move(lane)), future_(std::move(future)) {}
+  void wait() const {
+    await_interruptibly(*lane_, {future_});
+    const py::gil_scoped_release no_gil;
+    future_->waitAndThrow();
+  }
   bool done() const { return future_->completed(); }
 
  private:
+  std::shared_ptr<DynamicLane> lane_;
   DynamicLane::Future future_;
 };
 
 void bind_lane(py::module_& m) {
   py::class_<Posted>(m, "Posted", "A job of a DynamicLane.")
-      .def("wait", &Posted::wait, ReleaseGil(), "Block until it is done; raise its failure.")
+      .def("wait", &Posted::wait, "Block until it is done; raise its failure.")
       .def_property_readonly("done", &Posted::done);
 
   py::class_<DynamicLane, std::shared_ptr<DynamicLane>>(
@@ -101,12 +105,13 @@ void bind_lane(py::module_& m) {
            py::arg("control"), py::arg("board").none(true) = py::none())
       .def(
           "post",
-          [](DynamicLane& lane, const BucketOperations& operations, at::Tensor flat, int64_t round,
-             float grad_scale) {
-            return Posted(lane.post({.plan = std::make_shared<JobPlan>(operations.plan),
-                                     .flat = std::move(flat),
-                                     .round = round,
-                                     .grad_scale = grad_scale}));
+          [](std::shared_ptr<DynamicLane> lane, const BucketOperations& operations, at::Tensor flat,
+             int64_t round, float grad_scale) {
+            auto future = lane->post({.plan = std::make_shared<JobPlan>(operations.plan),
+                                      .flat = std::move(flat),
+                                      .round = round,
+                                      .grad_scale = grad_scale});
+            return Posted(std::move(lane), std::move(future));
           },
           py::arg("operations"), py::arg("flat"), py::kw_only(), py::arg("round"),
           py::arg("grad_scale") = 1.0f, ReleaseGil(),

@@ -9,6 +9,7 @@
 
 #include "base/check.h"
 #include "binding/bindings.h"
+#include "binding/interruptible.h"
 #include "engine/engine.h"
 #include "engine/gradient_path.h"
 #include "engine/round_state.h"
@@ -43,6 +44,8 @@ void throw_as_python(const std::exception_ptr& cause) {
     type = "BaguaMismatchError", message = error.what();
   } catch (const Error& error) {
     type = "BaguaError", message = error.what();
+  } catch (py::error_already_set& error) {
+    throw_to_autograd(error);
   } catch (...) {
     return;
   }
@@ -56,6 +59,14 @@ void throw_as_python(const std::exception_ptr& cause) {
 }
 
 }  // namespace
+
+void throw_to_autograd(py::error_already_set& error) {
+  const py::gil_scoped_acquire gil;
+  error.restore();
+  python_error as_torchs;
+  as_torchs.persist();
+  throw as_torchs;
+}
 
 std::shared_ptr<py::function> shared_function(const py::function& function) {
   return {new py::function(function), [](py::function* p) {
@@ -236,7 +247,8 @@ void bind_engine(py::module_& m) {
                  .board = std::move(board),
                  .stragglers = {.after = to_milliseconds(straggler_after_s),
                                 .report = with_gil<const std::string&>(on_straggler)},
-                 .weights = std::move(weights)};
+                 .weights = std::move(weights),
+                 .check_signals = check_signals};
              if (clock) options.stragglers.clock = std::move(clock);
              return std::shared_ptr<Engine>(new Engine(std::move(lanes), std::move(options)),
                                             delete_without_gil<Engine>);

@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "binding/bindings.h"
+#include "binding/interruptible.h"
 #include "comm/nccl/nccl_communicator.h"
 #include "comm/nccl/nccl_library.h"
 
@@ -26,10 +27,12 @@ std::shared_ptr<NcclCommunicator> released_without_gil(std::shared_ptr<NcclCommu
 std::shared_ptr<NcclCommunicator> connect(std::shared_ptr<const NcclLibrary> library,
                                           c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                           at::Device device, double timeout, bool alone_too) {
-  const py::gil_scoped_release no_gil;
   const std::chrono::milliseconds milliseconds{static_cast<int64_t>(timeout * 1000)};
-  return released_without_gil(make_nccl_communicator(
-      {std::move(library), std::move(store), {rank, size}, device, milliseconds, alone_too}));
+  const auto made = std::make_shared<std::shared_ptr<NcclCommunicator>>();
+  run_interruptibly([=] {
+    *made = make_nccl_communicator({library, store, {rank, size}, device, milliseconds, alone_too});
+  });
+  return released_without_gil(std::move(*made));
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "binding/bindings.h"
+#include "binding/interruptible.h"
 #include "engine/periodic_lane.h"
 #include "op/async_average.h"
 
@@ -38,7 +39,8 @@ void bind_periodic(py::module_& m) {
                                          .interval = to_milliseconds(interval_s),
                                          .timeout = to_milliseconds(timeout_s),
                                          .communicator = std::move(communicator),
-                                         .board = std::move(board)};
+                                         .board = std::move(board),
+                                         .check_signals = check_signals};
              if (clock) options.clock = std::move(clock);
              return std::shared_ptr<PeriodicLane>(
                  new PeriodicLane(std::move(op), std::move(gate), std::move(options)),

@@ -37,6 +37,9 @@ void delete_without_gil(T* object) {
 // A Python callable that C++ may drop on any thread. Calls need the GIL.
 std::shared_ptr<pybind11::function> shared_function(const pybind11::function& function);
 
+// Throws an exception of Python as autograd's engine hands it to the caller of backward().
+[[noreturn]] void throw_to_autograd(pybind11::error_already_set& error);
+
 // For bindings that may block.
 using ReleaseGil = pybind11::call_guard<pybind11::gil_scoped_release>;
 

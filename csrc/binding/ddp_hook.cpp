@@ -4,9 +4,17 @@
 #include <unordered_set>
 #include <utility>
 
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/utils/pybind.h>
+
 #include "base/check.h"
+#include "binding/bindings.h"
+#include "binding/interruptible.h"
 
 namespace bagua {
+
+namespace py = pybind11;
+
 namespace {
 
 GradientBucket contents_of(c10d::GradBucket& bucket) {
@@ -127,9 +135,35 @@ DynamicLane::Future DdpHook::run(c10d::GradBucket& torchs) {
     auto future = lane_->post(
         {.plan = own.plan, .flat = bucket.buffer, .round = round_, .grad_scale = grad_scale_});
     futures_.push_back(future);
+    if (torchs.isLast()) await_before_torch();
     return future;
   } catch (const std::exception& error) {
     lane_->abort(error.what());  // the other ranks wait for this bucket
+    throw;
+  }
+}
+
+// torch waits for the futures in a callback at the end of the backward that it queues after the
+// last bucket, without looking for signals. This callback runs before it.
+void DdpHook::await_before_torch() const {
+  torch::autograd::Engine::get_default_engine().queue_callback([lane = lane_, futures = futures_] {
+    try {
+      await_interruptibly(*lane, futures);
+    } catch (py::error_already_set& error) {
+      throw_to_autograd(error);
+    }
+  });
+}
+
+void await_interruptibly(DynamicLane& lane, const std::vector<DynamicLane::Future>& futures) {
+  const auto completed = [](const DynamicLane::Future& one) { return one->completed(); };
+  if (std::all_of(futures.begin(), futures.end(), completed)) return;
+  try {
+    run_interruptibly([futures] {
+      for (const DynamicLane::Future& future : futures) future->wait();
+    });
+  } catch (const py::error_already_set&) {
+    lane.interrupted();
     throw;
   }
 }

@@ -78,6 +78,7 @@ class DdpHook final {
 
   void begin_round();
   const Known& known(const GradientBucket& bucket);
+  void await_before_torch() const;
   void retire(const std::vector<const void*>& parameters);
 
   const std::shared_ptr<DynamicLane> lane_;
@@ -92,6 +93,10 @@ class DdpHook final {
   int64_t renewed_at_ = 0;                    // round; 0: none
   std::vector<DynamicLane::Future> futures_;  // of the round
 };
+
+// Returns once all futures of the lane are completed, with errors or not. If a signal handler
+// raises meanwhile, the lane ends, and that is thrown: Note [Signals].
+void await_interruptibly(DynamicLane& lane, const std::vector<DynamicLane::Future>& futures);
 
 // Makes `hook` the communication hook of `reducer`. Throws if that has one.
 void register_hook(c10d::Reducer& reducer, std::shared_ptr<DdpHook> hook);

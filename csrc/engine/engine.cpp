@@ -9,11 +9,14 @@
 #include <unistd.h>
 
 #include "base/check.h"
+#include "base/owner_process.h"
 #include "engine/engine_state.h"
 #include "health/failure.h"
 
 namespace bagua {
 namespace {
+
+constexpr const char* kOwned = "the communication of a wrapped module";
 
 void check_lanes(const std::vector<Lane>& lanes, const EngineOptions& options) {
   BAGUA_CHECK_ARG(!lanes.empty(), "an engine needs a lane.");
@@ -96,6 +99,7 @@ void Engine::stop() noexcept {
 }
 
 void Engine::begin_round(const RoundOpening& opening) {
+  check_process();
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   if (state.failure) state.rethrow(lock);
@@ -138,7 +142,10 @@ void Engine::begin_round(const RoundOpening& opening) {
       });
 }
 
+void Engine::check_process() const { check_owner(process_, kOwned); }
+
 void Engine::note_forward() {
+  if (getpid() != process_) return;  // a child may evaluate
   State& state = *state_;
   if (!state.options.weights || state.options.control->group().size == 1) return;
   int64_t next = 0;
@@ -151,6 +158,7 @@ void Engine::note_forward() {
 }
 
 void Engine::await_agreement() {
+  check_process();
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   state.block(lock, [&] { return state.round.agreed(); }, "all ranks to start the round");
@@ -167,6 +175,7 @@ int64_t Engine::round() const {
 }
 
 bool Engine::mark_ready(SlotId slot) {
+  check_process();
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   state.check_open(lock);
@@ -176,6 +185,7 @@ bool Engine::mark_ready(SlotId slot) {
 }
 
 void Engine::mark_all() {
+  check_process();
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   state.check_open(lock);
@@ -205,6 +215,7 @@ bool Engine::marked(SlotId slot) const {
 }
 
 void Engine::exchange_used(std::vector<uint8_t> used) {
+  check_process();
   State& state = *state_;
   std::lock_guard lock(state.mutex);
   BAGUA_CHECK_ARG(used.size() == state.used.size(), "exchange_used takes one byte per slot.");
@@ -216,6 +227,7 @@ void Engine::exchange_used(std::vector<uint8_t> used) {
 const std::vector<uint8_t>& Engine::used() const { return state_->used; }
 
 void Engine::wait() {
+  check_process();
   RECORD_FUNCTION("bagua::wait", {});
   State& state = *state_;
   std::unique_lock lock(state.mutex);
@@ -245,6 +257,7 @@ void Engine::settle() {
 }
 
 void Engine::fail(const std::string& reason, bool timed_out) {
+  check_process();
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   const std::string message = concat(state.whoami(), ": ", reason);
@@ -256,11 +269,13 @@ void Engine::fail(const std::string& reason, bool timed_out) {
 }
 
 void Engine::note_error(const std::exception_ptr& error) noexcept {
+  if (getpid() != process_) return;
   const std::lock_guard lock(state_->mutex);
   if (state_->round.open()) state_->error = message_of(error);
 }
 
 void Engine::abort(const std::string& reason) noexcept {
+  if (getpid() != process_) return;
   state_->fail(std::make_exception_ptr(Error(reason)));
 }
 

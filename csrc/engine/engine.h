@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "base/check_signals.h"
 #include "comm/counting_communicator.h"
 #include "engine/accounting.h"
 #include "engine/bucket.h"
@@ -35,6 +36,7 @@ struct EngineOptions {
   std::shared_ptr<FailureBoard> board;            // null: failures of other ranks are not seen
   StragglerReports stragglers{};
   std::shared_ptr<WeightsSample> weights{};  // compared in each round; null: no weights are
+  CheckSignals check_signals{};  // while the caller waits; what it throws ends the engine
 };
 
 // Start of a round on this rank.
@@ -85,6 +87,10 @@ class Engine {
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
+
+  // Throws in a forked child, which has no lanes and must leave the parent's communicators alone.
+  // So do all calls that take part in a round.
+  void check_process() const;
 
   // Opens a round and starts the agreement in the background. Reads the weights that are sampled.
   void begin_round(const RoundOpening& opening = {});

@@ -244,23 +244,23 @@ std::string Engine::State::outstanding() const {
 
 void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done_now,
                           const char* what) {
-  const auto deadline = std::chrono::steady_clock::now() + options.timeout;
+  using std::chrono::steady_clock;
+  const auto deadline = steady_clock::now() + options.timeout;
+  auto next_poll = steady_clock::now() + kPollInterval;
   StragglerWatch stragglers(options.stragglers, options.board, options.timeout, what);
   clock.caller_blocks(now_ns());
   while (!failure && !stopped && !done_now()) {
-    const auto slice = std::min<std::chrono::steady_clock::time_point>(
-        deadline, std::chrono::steady_clock::now() + kPollInterval);
+    const auto slice = std::min({deadline, next_poll, steady_clock::now() + kBetweenSignals});
     if (changed.wait_until(lock, slice, [&] { return failure || stopped || done_now(); })) break;
+    look_for_signals(lock, what);
+    const bool late = steady_clock::now() >= deadline;
+    if (!late && steady_clock::now() < next_poll) continue;
+    next_poll = steady_clock::now() + kPollInterval;
     const int64_t my_round = round.number();
-    const bool late = std::chrono::steady_clock::now() >= deadline;
     const std::string me = whoami(), buckets_left = outstanding();
     lock.unlock();
     std::optional<FailureBoard::News> news;
-    if (options.board) news = options.board->poll();
-    if (!news && options.board) {
-      if (const auto exited = options.board->poll_exit(my_round))
-        news = {*exited, Blame::kThisRank};
-    }
+    if (options.board) news = options.board->news(my_round);
     if (news) {
       end_with(error_of(*news, me), *news);
     } else if (late) {
@@ -283,6 +283,22 @@ void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::functio
   }
   if (failure) rethrow(lock);
   BAGUA_CHECK(!stopped, whoami(), ": the engine was stopped while waiting for ", what, ".");
+}
+
+void Engine::State::look_for_signals(std::unique_lock<std::mutex>& lock, const char* what) {
+  if (!options.check_signals) return;
+  const std::string me = whoami();
+  lock.unlock();
+  try {
+    options.check_signals();
+  } catch (...) {
+    fail(std::make_exception_ptr(Error(concat(me, ": rank ", options.control->group().rank,
+                                              " was interrupted while it waited for ", what))));
+    lock.lock();
+    clock.caller_goes_on(now_ns());
+    throw;
+  }
+  lock.lock();
 }
 
 void Engine::State::rethrow(std::unique_lock<std::mutex>& lock) {

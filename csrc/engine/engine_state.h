@@ -58,6 +58,8 @@ struct Engine::State {
   // as exposed.
   void block(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done,
              const char* what);
+  // Publishes what options.check_signals throws, and throws it.
+  void look_for_signals(std::unique_lock<std::mutex>& lock, const char* what);
   [[noreturn]] void rethrow(std::unique_lock<std::mutex>& lock);
   // Throws the stored failure, or if no round is open.
   void check_open(std::unique_lock<std::mutex>& lock);

@@ -91,6 +91,7 @@ void GradientPath::begin_forward(bool communicates) {
     expecting_ = in_forward_ = false;
     return;
   }
+  engine_->check_process();
   if (by_other_ways_ > 0) {
     refuse(concat(
         "round ", engine_->round() + (engine_->round_open() ? 0 : 1),

@@ -1,5 +1,6 @@
 #include "engine/periodic_lane.h"
 
+#include <algorithm>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
@@ -9,6 +10,7 @@
 #include <unistd.h>
 
 #include "base/check.h"
+#include "base/owner_process.h"
 #include "comm/device_stream.h"
 #include "engine/accounting.h"
 #include "health/diagnose.h"
@@ -40,6 +42,7 @@ struct PeriodicLane::State {
   void loop();
   bool run_round();
   void fail(const std::exception_ptr& cause) noexcept;
+  bool await_end(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit);
 };
 
 Whereabouts PeriodicLane::State::whereabouts() const {
@@ -101,6 +104,30 @@ void PeriodicLane::State::fail(const std::exception_ptr& cause) noexcept {
   options.communicator->abort(message);
 }
 
+// Whether the rounds have ended within the limit.
+bool PeriodicLane::State::await_end(std::unique_lock<std::mutex>& lock,
+                                    std::chrono::milliseconds limit) {
+  using std::chrono::steady_clock;
+  const auto deadline = steady_clock::now() + limit;
+  const auto over = [&] { return !running; };
+  while (
+      !changed.wait_until(lock, std::min(deadline, steady_clock::now() + kBetweenSignals), over)) {
+    if (steady_clock::now() >= deadline) return false;
+    if (!options.check_signals) continue;
+    lock.unlock();
+    try {
+      options.check_signals();
+    } catch (...) {
+      const int rank = options.communicator->group().rank;
+      fail(std::make_exception_ptr(Error(
+          concat("rank ", rank, " was interrupted while it waited for the others to end it"))));
+      throw;
+    }
+    lock.lock();
+  }
+  return true;
+}
+
 PeriodicLane::PeriodicLane(std::shared_ptr<PeriodicOp> op, std::shared_ptr<WeightGate> gate,
                            PeriodicLaneOptions options)
     : process_(getpid()), gate_(std::move(gate)), state_(std::make_shared<State>()) {
@@ -141,6 +168,7 @@ void PeriodicLane::resume() {
 }
 
 void PeriodicLane::ask_to_pause() {
+  check_owner(process_, "asynchronous averaging");
   leave();
   {
     std::lock_guard lock(state_->mutex);
@@ -154,8 +182,7 @@ bool PeriodicLane::pause(std::optional<std::chrono::milliseconds> limit) {
   bool known = false;
   {
     std::unique_lock lock(state_->mutex);
-    const auto over = [&] { return !state_->running; };
-    if (!state_->changed.wait_for(lock, limit.value_or(state_->options.timeout), over)) {
+    if (!state_->await_end(lock, limit.value_or(state_->options.timeout))) {
       if (limit) return false;
       const int64_t rounds = state_->rounds;
       lock.unlock();
@@ -179,6 +206,7 @@ void PeriodicLane::throw_not_paused(int64_t rounds) {
 }
 
 void PeriodicLane::enter() {
+  check_owner(process_, "asynchronous averaging");
   RECORD_FUNCTION("bagua::WeightGate::enter", {});
   gate_->enter();
   state_->op->training_enters();
@@ -196,6 +224,7 @@ bool PeriodicLane::running() const {
 }
 
 void PeriodicLane::check() {
+  check_owner(process_, "asynchronous averaging");
   std::exception_ptr failure;
   int64_t rounds = 0;
   {

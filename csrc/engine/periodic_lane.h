@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "base/check_signals.h"
 #include "base/clock.h"
 #include "base/weight_gate.h"
 #include "comm/counting_communicator.h"
@@ -23,6 +24,7 @@ struct PeriodicLaneOptions {
   std::shared_ptr<CountingCommunicator> communicator;  // the op's
   std::shared_ptr<FailureBoard> board{};               // null: failures are not published
   std::shared_ptr<Clock> clock = std::make_shared<SteadyClock>();  // of the interval
+  CheckSignals check_signals{};  // while a pause waits for the others
 };
 
 // Between resume() and pause() a thread runs the op, waits for the interval, and so on. A round is

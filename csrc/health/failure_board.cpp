@@ -76,6 +76,13 @@ std::optional<std::string> exited_before(const std::optional<std::string>& text,
   return std::nullopt;
 }
 
+std::optional<FailureBoard::News> news_in(c10d::Store& store, const Observer& observer, int size) {
+  if (auto failed = news_of(read(store, kFailedKey), observer.rank)) return failed;
+  const auto exited = exited_before(read(store, kExitsKey), observer, size);
+  if (!exited) return std::nullopt;
+  return FailureBoard::News{.text = *exited, .blame = Blame::kThisRank};
+}
+
 std::string in_words(const OtherRanks& others) {
   std::string places;
   for (const auto& list : {others.causes, others.failed}) {
@@ -149,6 +156,17 @@ std::optional<std::string> FailureBoard::poll_exit(int64_t round) noexcept {
   return exited;
 }
 
+std::optional<FailureBoard::News> FailureBoard::news(int64_t round) noexcept {
+  auto found = std::make_shared<std::optional<News>>();
+  const Observer me{.rank = rank_, .round = round};
+  const bool answered = worker_.ask(
+      [found, me, size = size_](c10d::Store& store) { *found = news_in(store, me, size); },
+      kPatience);
+  if (!answered || !*found) return std::nullopt;
+  *told_ = true;
+  return *found;
+}
+
 void FailureBoard::beat(std::function<std::optional<Whereabouts>()> where, OnNews on_news) {
   worker_.repeat(
       [rank = rank_, size = size_, told = told_, where = std::move(where),
@@ -157,12 +175,7 @@ void FailureBoard::beat(std::function<std::optional<Whereabouts>()> where, OnNew
         if (!here) return;
         store.set(beat_key(rank), heartbeat_text({.number = ++*number, .where = *here}));
         if (!on_news || !here->waits) return;
-        std::optional<News> news = news_of(read(store, kFailedKey), rank);
-        if (!news) {
-          const Observer me{.rank = rank, .round = here->round};
-          if (const auto exited = exited_before(read(store, kExitsKey), me, size))
-            news = {*exited, Blame::kThisRank};
-        }
+        const auto news = news_in(store, {.rank = rank, .round = here->round}, size);
         if (!news) return;
         *told = true;
         on_news(*news);

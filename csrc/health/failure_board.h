@@ -49,10 +49,13 @@ class FailureBoard final {
   // A rank that exited after fewer rounds than `round`: "rank 1 exited after 7 rounds".
   std::optional<std::string> poll_exit(int64_t round) noexcept;
 
+  // What ends a wait in `round`: poll(), else poll_exit() as news of the rank that exited.
+  std::optional<News> news(int64_t round) noexcept;
+
   // Publishes what `where` returns as heartbeats from now on. The worker's thread calls it; it must
   // not block. Heartbeats end when it returns nothing. `on_news`, if there is one, is called on the
-  // same thread after a heartbeat of a rank that waits for others, if poll() or poll_exit() would
-  // find something; it must not ask the board.
+  // same thread after a heartbeat of a rank that waits for others, if news() would find
+  // something; it must not ask the board.
   using OnNews = std::function<void(const News&)>;
   void beat(std::function<std::optional<Whereabouts>()> where, OnNews on_news = nullptr);
 
@@ -97,7 +100,7 @@ class FailureBoard final {
 
   const int rank_;
   const int size_;
-  const Flag told_;  // poll(), poll_exit() or `on_news` had something
+  const Flag told_;  // poll(), poll_exit(), news() or `on_news` had something
   StoreWorker worker_;
   const std::shared_ptr<Noted> noted_;
 };

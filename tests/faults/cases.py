@@ -19,13 +19,18 @@ PROCESS_FAULTS = {
     "none": (GOES_ON, ["between"]),
     "kill": (ERROR, ["wrap", "between", "forward", "backward", "optimizer", "any"]),
     "exit": (ERROR, ["wrap", "between", "forward", "backward", "optimizer"]),
+    "kill with a helper": (ERROR, ["between", "forward", "backward", "any"]),
     "raise": (ERROR, ["wrap", "between", "forward", "backward", "optimizer"]),
+    "interrupt": (ERROR, ["wrap", "between", "backward", "any"]),
+    "no memory": (ERROR, ["wrap", "between", "forward", "optimizer"]),
     "leave": (ERROR, ["between"]),
+    "fork": (GOES_ON, ["between", "optimizer"]),
     "stop": (ERROR, ["between", "forward", "backward", "any"]),
     "hold": (ERROR, ["wrap", "between", "forward", "backward"]),
     "slow": (GOES_ON, ["wrap", "between", "forward", "backward", "optimizer"]),
     "pause": (GOES_ON, ["between", "forward", "backward", "any"]),
     "store killed": (GOES_ON, ["between", "backward"]),
+    "store stopped": (GOES_ON, ["between", "backward"]),
     "nan": (SPREADS, ["backward"]),
     "inf": (SPREADS, ["backward"]),
     "other shape": (MISMATCH, ["wrap"]),
@@ -108,7 +113,7 @@ def draw(form, seed, fault=None, algorithm=None):
     place = chance.choice(faults[fault][1])
     store = chance.choice(["agent", "agent", "rank 0"])
     step = chance.randint(2, STEPS - 3)
-    if fault == "store killed":
+    if fault in ("store killed", "store stopped"):
         # What is left of it is not enough to connect again, as some algorithms do after warm-up.
         store, step = "agent", max(step, every_algorithm.WARM_UP + 1)
     return Case(

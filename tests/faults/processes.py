@@ -128,6 +128,9 @@ class Job:
         if (self.folder / "kill store").exists():
             self._end_store()
             (self.folder / "kill store").unlink()
+        if (self.folder / "stop store").exists():
+            os.kill(self._store, signal.SIGSTOP)
+            (self.folder / "stop store").unlink()
 
     def _end_store(self):
         if self._store is not None:
@@ -176,9 +179,12 @@ class Job:
 
     def _allowed(self, rank, outcome):
         if rank == self.case.victim and outcome.struck:
-            own = {"kill": -signal.SIGKILL, "exit": 3, "raise": 1, "leave": 0}
+            own = {"exit": 3, "raise": 1, "no memory": 1, "leave": 0}
+            own |= dict.fromkeys(("kill", "kill with a helper"), -signal.SIGKILL)
             if self.case.fault in own:
                 return {own[self.case.fault]}
+            if self.case.fault == "interrupt":  # it may come when the training is over
+                return {0, 1} if outcome.done else {1}
         return {training_rank.EXIT_OF_AN_ERROR} if outcome.error else {0}
 
     def seconds_until_over(self):

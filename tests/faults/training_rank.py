@@ -9,6 +9,7 @@ import datetime
 import faulthandler
 import json
 import os
+import resource
 import signal
 import threading
 import time
@@ -45,6 +46,7 @@ class Injection:
         self.case, self.folder, self.journal = case, Path(folder), journal
         self.mine = case.fault != "none" and rank == case.victim
         self.step = -1
+        self.train = None
 
     def begin(self):
         """The time of place "any" runs from here: what torch does before is its own."""
@@ -62,8 +64,17 @@ class Injection:
     def act(self):
         fault = self.case.fault
         self.journal.write(fault=fault, step=self.step)
-        if fault == "kill":
+        if fault == "kill with a helper" and os.fork() == 0:
+            self._outlive()
+        if fault in ("kill", "kill with a helper"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+        if fault == "no memory":
+            resource.setrlimit(resource.RLIMIT_AS, (2**28, 2**28))
+            torch.empty(2**30)
+        if fault == "fork":
+            self._train_in_a_child()
         if fault == "exit":
             os._exit(3)
         if fault == "raise":
@@ -83,6 +94,29 @@ class Injection:
             (self.folder / "kill store").touch()
             while (self.folder / "kill store").exists():
                 time.sleep(0.005)
+        if fault == "store stopped":
+            (self.folder / "stop store").touch()
+            while (self.folder / "stop store").exists():
+                time.sleep(0.005)
+
+    def _outlive(self):
+        """A data loader whose parent is dead: it has all that it has inherited."""
+        while self.folder.exists() and not (self.folder / "over").exists():
+            time.sleep(0.02)
+        os._exit(0)
+
+    def _train_in_a_child(self):
+        """Raises if a child did, or did not end as a script that is refused."""
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self.train()
+            except bagua.BaguaError:
+                ctypes.pythonapi.Py_Exit(EXIT_OF_AN_ERROR)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if status != EXIT_OF_AN_ERROR:
+            raise AssertionError(f"a forked child that trains ended with {status}")
 
     def on_gradient(self, gradient):
         if self.step == self.case.step and self.mine and self.case.fault in ("nan", "inf"):
@@ -128,10 +162,15 @@ def train(case, rank, folder, journal):
     dtype = model[0].weight.dtype
     for step in range(ASYNC_STEPS if asynchronous else STEPS):
         injection.step = step
-        injection.at("between")
         inputs, targets = training.batch(step, rank, rows=8)
+
+        def train(inputs=inputs, targets=targets):
+            nn.functional.mse_loss(model(inputs.to(dtype)), targets.to(dtype)).backward()
+
+        injection.train = train
+        injection.at("between")
         optimizer.zero_grad()
-        nn.functional.mse_loss(model(inputs.to(dtype)), targets.to(dtype)).backward()
+        train()
         optimizer.step()
         if asynchronous:
             time.sleep(ASYNC_PAUSE)
@@ -150,6 +189,7 @@ def main(case, rank, port, folder):
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(case.ranks),

@@ -1,5 +1,6 @@
 #include "comm/shm/shared_group.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <exception>
@@ -7,6 +8,7 @@
 #include <new>
 #include <sstream>
 #include <string_view>
+#include <thread>
 #include <utility>
 
 #include <sys/random.h>
@@ -30,6 +32,7 @@ constexpr std::string_view kOffers = "1";  // the version of what follows
 constexpr std::string_view kDone = "ok";
 constexpr char kCause = '!', kConsequence = '?';  // before the reason in another verdict
 constexpr milliseconds kSlice(100);          // between looks at whether another rank has given up
+constexpr milliseconds kLongestPause(20);    // between looks at the store
 constexpr milliseconds kForAStranger(1000);  // who connects and does not say who it is
 
 std::string offer_key(int rank) { return concat("shm/offer/", rank); }
@@ -330,8 +333,11 @@ class Sharing {
   std::vector<std::string> read_all(std::string (*key_of)(int)) {
     std::vector<std::string> keys;
     for (int rank = 0; rank < group_.size; ++rank) keys.push_back(key_of(rank));
-    const auto left = std::chrono::duration_cast<milliseconds>(deadline_ - steady_clock::now());
-    store_.wait(keys, std::max(left, milliseconds(1)));
+    // Not one long wait(): that keeps the store's connection from every other call of this rank.
+    for (milliseconds pause(1); !store_.check(keys); pause = std::min(2 * pause, kLongestPause)) {
+      if (steady_clock::now() >= deadline_) store_.wait(keys, milliseconds(1));  // throws
+      std::this_thread::sleep_for(pause);
+    }
     std::vector<std::string> texts;
     for (const auto& value : store_.multiGet(keys)) texts.emplace_back(value.begin(), value.end());
     return texts;

@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "base/check.h"
+#include "base/owner_process.h"
 #include "comm/abort_all.h"
 #include "comm/device_stream.h"
 #include "comm/tensor_checks.h"
@@ -303,8 +304,8 @@ DynamicLane::~DynamicLane() {
 
 DynamicLane::Future DynamicLane::post(Job job) {
   // Checks
-  check_job(job);
   check();
+  check_job(job);
 
   const at::Tensor flat = job.flat;
   std::string text =
@@ -332,6 +333,7 @@ DynamicLane::Future DynamicLane::post(Job job) {
 }
 
 void DynamicLane::check() const {
+  check_owner(process_, "the communication of a hook");
   State& state = *state_;
   state.check_communicators();
   std::unique_lock lock(state.mutex);
@@ -343,10 +345,19 @@ void DynamicLane::check() const {
 }
 
 void DynamicLane::abort(const std::string& reason) noexcept {
+  if (getpid() != process_) return;
   state_->fail(std::make_exception_ptr(Error(reason)));
 }
 
+void DynamicLane::interrupted() noexcept {
+  if (getpid() != process_) return;
+  const int rank = state_->options.control->group().rank;
+  abort(concat(state_->whoami(), ": rank ", rank,
+               " was interrupted while it waited for its buckets"));
+}
+
 void DynamicLane::transport_failed(const std::string& reason) noexcept {
+  if (getpid() != process_) return;
   state_->fail(std::make_exception_ptr(TransportError(concat(state_->whoami(), ": ", reason))),
                Met::kBetween);
 }

@@ -76,6 +76,9 @@ class DynamicLane {
   // published, on the other ranks.
   void abort(const std::string& reason) noexcept;
 
+  // Ends everything as abort() does, because the caller's wait for a job was interrupted.
+  void interrupted() noexcept;
+
   // Ends everything as abort() does, where a transport outside of the lane failed: another rank may
   // be the cause, and is looked for (Note [Diagnosis]). check() then throws what was found.
   void transport_failed(const std::string& reason) noexcept;

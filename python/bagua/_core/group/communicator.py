@@ -186,6 +186,11 @@ class Communicator:
                 torch.accelerator.synchronize(device)
                 # NCCL fails on the device after its call has returned; the next call raises.
                 connected.exchange([], [])
+        except KeyboardInterrupt:
+            self._ended = f"rank {self._rank} was interrupted in its {name}"
+            if self._board is not None:
+                self._board.publish(self._ended)
+            raise
         except _C.BaguaError as error:
             raise self._failure(name, call, peer, error) from error
         self._note(self._calls, f"after its {name}", waits=False)

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from bagua import _C
 from bagua._core.group import environment as env
 from bagua._core.group.nccl_library import gpu_identity, nccl_library
-from bagua._core.group.store_values import stored_lines, stored_number
+from bagua._core.group.store_values import stored_lines, stored_number, wait_for_keys
 
 __all__ = [
     "MOVED",
@@ -120,6 +120,9 @@ class Connections:
         try:
             yield
         except _C.BaguaMismatchError:
+            raise
+        except KeyboardInterrupt:
+            board.publish(f"{what}: rank {self.rank} was interrupted")
             raise
         except (_C.BaguaError, dist.DistError) as error:
             board.publish(str(error), _C.Blame.MAYBE_OTHER)
@@ -350,7 +353,7 @@ class Connections:
         rank, size = members.index(self.rank), len(members)
         try:
             if device_type == "cpu":
-                return dist.ProcessGroupGloo(store, rank, size, self.timeout)
+                return _gloo(store, rank, size, self.timeout)
             if device_type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = self.timeout
@@ -381,14 +384,14 @@ class Connections:
         key = f"incarnation/{wrap}"
         if self.rank == 0:
             self.store.set(key, str(secrets.randbits(63)))
-        self.store.wait([key], self.timeout)
+        wait_for_keys(self.store, [key], self.timeout)
         return stored_number(self.store, key, 2**63)
 
     def node_of_ranks(self) -> list[int]:
         """Node number of every member, as each gave it to the store when it made the group."""
         if self._nodes is None:
             keys = [f"node/{rank}" for rank in range(self.size)]
-            self.store.wait(keys, self.timeout)
+            wait_for_keys(self.store, keys, self.timeout)
             self._nodes = [stored_number(self.store, key, 2**31) for key in keys]
         return self._nodes
 
@@ -411,13 +414,25 @@ class Connections:
             key = f"agree/{self.next_wrap()}"
             if self.rank in (0, other):
                 self.store.set(f"{key}/{self.rank}", json.dumps(lines))
-            self.store.wait([f"{key}/0", f"{key}/{other}"], self.timeout)
+            keys = [f"{key}/0", f"{key}/{other}"]
+            wait_for_keys(self.store, keys, self.timeout)
         first = stored_lines(self.store, f"{key}/0")
         second = stored_lines(self.store, f"{key}/{other}")
         raise _C.BaguaMismatchError(
             f"ranks differ in {what}. First difference: {first_difference(first, second, other)}. "
             "Build the same model with the same arguments on every rank."
         )
+
+
+def _gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """A backend whose sockets no child of this process has."""
+    sockets = _C.OpenedSockets()
+    with suppress(RuntimeError):  # a store written in Python may not know how
+        # gloo keeps a connection to itself while it waits.
+        store = store.clone()  # type: ignore[attr-defined]
+    made = _C.interruptible(dist.ProcessGroupGloo, store, rank, size, timeout)
+    sockets.keep_from_children()
+    return made
 
 
 def _ranks_with_one_gpu(store: c10d.Store, size: int) -> list[int]:

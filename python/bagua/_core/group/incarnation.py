@@ -7,11 +7,11 @@ import secrets
 import time
 from datetime import timedelta
 
-import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
 from bagua._core.group import environment as env
+from bagua._core.group.store_values import wait_for_keys
 
 __all__ = ["OWN_RENDEZVOUS", "agree_on_incarnation", "count_visits", "refuse_stale_addresses"]
 
@@ -45,15 +45,15 @@ def agree_on_incarnation(store: c10d.Store, rank: int, size: int, timeout: timed
     store.set(f"bagua/hello/{rank}", number)
     answer = f"bagua/welcome/{number}"
     try:
-        store.wait([answer], timeout)
-    except dist.DistStoreError as error:
+        wait_for_keys(store, [answer], timeout)
+    except _C.BaguaTimeoutError as error:
         raise _C.BaguaTimeoutError(
             f"rank {rank} of {size}: rank 0 did not answer within {timeout.total_seconds():g} s. "
             "Check that it runs and calls bagua.init_process_group() too."
         ) from error
     name = str(store.get(answer).decode())
     store.set(f"bagua/{name}/came/{rank}", "")
-    store.wait([f"bagua/{name}/missing"], timeout + _GRACE)
+    wait_for_keys(store, [f"bagua/{name}/missing"], timeout + _GRACE)
     _raise_if_missing(store.get(f"bagua/{name}/missing").decode(), rank, size, timeout)
     return name
 

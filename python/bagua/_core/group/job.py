@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import ctypes
 import os
 import weakref
 from collections.abc import Sequence
@@ -296,4 +297,12 @@ def _leave(process: int) -> None:
             dist.destroy_process_group()
 
 
+def _keep_torch_groups() -> None:
+    """In a forked child: the destructors of torch's groups wait for threads of the parent."""
+    if is_initialized() and dist.is_initialized():
+        for group in c10d._world.pg_map:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
 atexit.register(_leave, os.getpid())
+os.register_at_fork(after_in_child=_keep_torch_groups)

@@ -69,7 +69,9 @@ def rendezvous(
         )
     patience = timeout or c10d.default_pg_timeout
     try:
-        found, rank, world_size = next(torch_rendezvous(OWN_RENDEZVOUS, timeout=patience))
+        found, rank, world_size = _C.interruptible(
+            next, torch_rendezvous(OWN_RENDEZVOUS, timeout=patience)
+        )
     except dist.DistError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise _C.BaguaError(
@@ -91,9 +93,13 @@ def make_torch_group(
     everyone = list(range(world_size))
     connections = Connections(store, rank, everyone, timeout or c10d.default_pg_timeout)
     with connections.collective_phase("init_process_group"):
+        sockets = _C.OpenedSockets()
         try:
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+            _C.interruptible(
+                lambda: dist.init_process_group(
+                    backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+                )
             )
         except RuntimeError as error:
             raise _C.BaguaError(f"the ranks could not connect to each other: {error}") from error
+        sockets.keep_from_children()

@@ -1,21 +1,45 @@
-"""Values that another rank has put in the store, checked before use."""
+"""Values that another rank puts in the store: waited for, and checked before use."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
 
-__all__ = ["stored_lines", "stored_number", "stored_value"]
+__all__ = ["stored_lines", "stored_number", "stored_value", "wait_for_keys"]
 
 Value = TypeVar("Value")
 
 # Limit of a description, which has a line per parameter.
 _MOST_BYTES = 256 * 1024**2
+_PAUSES = 0.0005, 0.02  # seconds from one look at the store to the next: the first, the longest
+
+
+def wait_for_keys(store: c10d.Store, keys: Sequence[str], timeout: timedelta) -> None:
+    """Return once the store has all ``keys``.
+
+    Between its looks Ctrl-C ends it, and others may use the store's connection, which
+    ``store.wait`` would keep to itself.
+
+    Raises:
+        BaguaTimeoutError: they are not there in time; names them.
+    """
+    pause, deadline = _PAUSES[0], time.monotonic() + timeout.total_seconds()
+    while not store.check(list(keys)):
+        if time.monotonic() > deadline:
+            missing = ", ".join(f"'{key}'" for key in keys if not store.check([key]))
+            raise _C.BaguaTimeoutError(
+                f"within {timeout.total_seconds():g} s the job's store has not got {missing}: a "
+                "rank that writes it did not come"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSES[1])
 
 
 def stored_number(store: c10d.Store, key: str, below: int) -> int:

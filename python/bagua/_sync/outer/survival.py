@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from bagua import _C
 from bagua._core.group.elastic.arrival import elastic_store
-from bagua._core.group.elastic.membership import Change, Membership, Report
+from bagua._core.group.elastic.membership import Change, Membership, Report, store_needed
 from bagua._core.group.process_group import BaguaProcessGroup
 
 __all__ = ["Heritage", "Mortal", "Survival"]
@@ -160,7 +160,8 @@ class Survival:
             self._warn(name, report, change)
             self._enter(change)
             try:
-                replace(bool(change.joined))
+                with store_needed():
+                    replace(bool(change.joined))
                 break
             except _C.BaguaMismatchError:
                 raise

@@ -9,6 +9,7 @@ import torch
 from bagua import _C
 from bagua._core.group.connections import Connections
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.store_values import wait_for_keys
 
 from mlbench_core.aggregation.pytorch.aggregation import (
     Aggregation,
@@ -125,7 +126,7 @@ def _exchange_neighbors(connections: Connections, own: list[int], mistake: str) 
     key = f"aggregation/{connections.next_wrap()}/neighbours"
     keys = [f"{key}/{rank}" for rank in range(connections.size)]
     connections.store.set(keys[connections.rank], json.dumps([own, mistake]))
-    connections.store.wait(keys, connections.timeout)
+    wait_for_keys(connections.store, keys, connections.timeout)
     answers = [json.loads(connections.store.get(name)) for name in keys]
     for rank, (_, text) in enumerate(answers):
         if text:

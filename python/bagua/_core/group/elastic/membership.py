@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
 from bagua._core.group.elastic.pulse import Life, Pulse
-from bagua._core.group.store_values import stored_number, stored_value
+from bagua._core.group.store_values import stored_number, stored_value, wait_for_keys
 
 __all__ = ["Change", "Membership", "Report", "newest_generation", "store_needed"]
 
@@ -130,7 +130,7 @@ class Membership:
         with store_needed():
             self._store.set(f"founder/{self._rank}", self._life.name)
             keys = [f"founder/{rank}" for rank in ranks]
-            self._store.wait(keys, self._timeout)
+            wait_for_keys(self._store, keys, self._timeout)
             self.lives = {
                 rank: self._store.get(key).decode() for rank, key in zip(ranks, keys, strict=True)
             }

@@ -1,0 +1,29 @@
+// Sockets that end with the process that has opened them.
+#pragma once
+
+#include <set>
+
+namespace bagua {
+
+// Note [Sockets and children]
+// The other ranks learn of a killed one when the kernel closes its sockets, which it does when no
+// process has them any more. gloo opens its own without close-on-exec, so that a data loader, a
+// tokenizer or a daemon that outlives its parent would keep them open, and the news back until the
+// timeout. So the TCP sockets that are opened while a transport connects are made close-on-exec,
+// and in a forked child they are replaced by /dev/null: their numbers stay taken, since the child
+// has copies of the objects that use them.
+//
+// Thread safety: one thread per object. Sockets that other threads open meanwhile without
+// close-on-exec, as Python never does, count as the transport's.
+class OpenedSockets {
+ public:
+  OpenedSockets();  // from now on
+
+  // Keeps those that have been opened since from children of this process.
+  void keep_from_children() const;
+
+ private:
+  std::set<int> before_;
+};
+
+}  // namespace bagua

@@ -1,0 +1,143 @@
+"""Ctrl-C: the rank that waits ends at once, and the others are told by whom they were left."""
+
+import contextlib
+import datetime
+import os
+import signal
+import threading
+import time
+from unittest import mock
+
+import bagua.torch_api as bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua import comm_hooks
+from bagua.torch_api.algorithms import (
+    AsyncModelAverageAlgorithm,
+    ByteGradAlgorithm,
+    GradientAllReduceAlgorithm,
+)
+from support import faults
+from torch.nn.parallel import DistributedDataParallel
+
+TIMEOUT = 12.0  # of the group: the interrupted waits do not end by it
+SECONDS_UNTIL_WAITING = 0.3
+AT_ONCE = 3.0  # seconds; a tenth, and what a busy machine adds
+
+
+def interrupted(wait):
+    """Seconds that `wait()` went on after Ctrl-C."""
+    sent = []
+
+    def send():
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(SECONDS_UNTIL_WAITING, send)
+    timer.start()
+    try:
+        wait()
+    except KeyboardInterrupt:
+        return time.monotonic() - sent[0]
+    finally:
+        timer.cancel()
+    raise AssertionError("the wait ended without KeyboardInterrupt")
+
+
+def steps_of(algorithm):
+    model, optimizer = faults.wrapped(algorithm=algorithm)
+    faults.step(model, optimizer)
+    return lambda: faults.step(model, optimizer)
+
+
+def steps_of_a_hook():
+    model = DistributedDataParallel(faults.network(), broadcast_buffers=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooked = comm_hooks.register(model, ByteGradAlgorithm(hierarchical=False))
+    for _ in range(2):  # in the second forward torch communicates by itself
+        faults.step(model, optimizer)
+    return lambda: (faults.step(model, optimizer), hooked)
+
+
+def end_of_averages():
+    model, optimizer = faults.wrapped(algorithm=AsyncModelAverageAlgorithm(sync_interval_ms=20))
+    faults.step(model, optimizer)
+    return lambda: model.bagua_algorithm.abort(model)
+
+
+def first_wrap():
+    return faults.wrapped
+
+
+def second_wrap():
+    faults.wrapped()
+    return faults.wrapped
+
+
+def collective():
+    bagua.allreduce_inplace(torch.ones(4))
+    return lambda: bagua.allreduce_inplace(torch.ones(4))
+
+
+def first_collective():
+    return lambda: bagua.allreduce_inplace(torch.ones(4))
+
+
+#: Each makes what the ranks have done together, and returns a call that waits for the others.
+SITUATIONS = {
+    "round": lambda: steps_of(GradientAllReduceAlgorithm()),
+    "compressed round": lambda: steps_of(ByteGradAlgorithm(hierarchical=False)),
+    "round of a hook": steps_of_a_hook,
+    "end of averages": end_of_averages,
+    "wrap": first_wrap,
+    "second wrap": second_wrap,
+    "collective": collective,
+    "first collective": first_collective,
+}
+
+
+def leave_one_waiting(situation, transport):
+    """On the last rank the seconds until it has ended; on the other one what that is told."""
+    limit = datetime.timedelta(seconds=TIMEOUT)
+    with mock.patch.dict(os.environ, BAGUA_COMM=transport):
+        bagua.init_process_group(timeout=limit)
+        dist.barrier()
+        store = dist.distributed_c10d._get_default_store()
+        wait = SITUATIONS[situation]()
+        if faults.is_last():
+            seconds = interrupted(wait)
+            bagua.destroy_process_group()
+            store.set("interrupted", "")
+            return seconds
+        store.wait(["interrupted"], limit)
+        start = time.monotonic()
+        text = faults.error_of(lambda: [wait() for _ in range(100)])
+        seconds = time.monotonic() - start
+        with contextlib.suppress(bagua.BaguaError):
+            bagua.destroy_process_group()
+        return text, seconds
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_ctrl_c_ends_a_wait_at_once_and_the_other_rank_is_told(ranks, situation, transport):
+    (text, told_after), seconds = ranks(2, leave_one_waiting, situation, transport, init=False)
+    assert seconds < AT_ONCE
+    assert "rank 1 was interrupted" in text
+    assert told_after < TIMEOUT + 4.0  # it may have waited for an address that does not come
+
+
+def wait_for_the_job(how):
+    if how == "store":
+        nothing_listens = "1"
+        os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_PORT=nothing_listens)
+        return interrupted(bagua.init_process_group)
+    store = dist.HashStore()
+    return interrupted(lambda: bagua.init_process_group(store, 1, 2, 2))
+
+
+@pytest.mark.parametrize("how", ["store", "rank 0"])
+def test_ctrl_c_ends_the_wait_for_the_job_at_once(ranks, how):
+    assert ranks(1, wait_for_the_job, how, fresh=True, init=False)[0] < AT_ONCE
