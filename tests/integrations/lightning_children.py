@@ -34,7 +34,7 @@ def trained(path, start_method="popen", **options):
 
 if __name__ == "__main__":
     warnings.filterwarnings("error", ".*checkpoint has no state of.*")
-    for method in ("fork", "spawn"):
-        path = Path(sys.argv[1], f"{method}.ckpt")
-        trained(path, method)
-        trained(Path(sys.argv[1], "again.ckpt"), method, ckpt_path=path)
+    folder = Path(sys.argv[1])
+    trained(folder / "spawn.ckpt", "spawn")
+    trained(folder / "fork.ckpt", "fork")
+    trained(folder / "again.ckpt", "fork", ckpt_path=folder / "fork.ckpt")

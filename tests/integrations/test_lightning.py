@@ -202,11 +202,12 @@ def saved_by_children(path):
     lightning_children.trained(path)
 
 
+@pytest.mark.timeout(240)
 def test_residuals_of_forked_and_spawned_ranks_reach_the_checkpoint(ranks, tmp_path):
     """Lightning starts them as in a notebook; the process that saves is none of the ranks."""
     ranks(2, saved_by_children, str(tmp_path / "popen.ckpt"))
     program = Path(__file__).with_name("lightning_children.py")
-    end = run_without_torchrun([sys.executable, program, str(tmp_path)])
+    end = run_without_torchrun([sys.executable, program, str(tmp_path)], timeout=220)
     assert end.returncode == 0, end.stderr
     states = [
         torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["bagua"]["algorithm"]
