@@ -36,6 +36,8 @@ def strategy(name, package="lightning", **arguments):
         arguments = {"hierarchical": False} | arguments
     if name == "diloco":
         arguments = {"interval": 4} | arguments
+    if name == "power_sgd":
+        arguments = {"warmup_steps": 0} | arguments
     return bagua.lightning.strategies[package](name, **arguments)
 
 
