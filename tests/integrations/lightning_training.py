@@ -37,7 +37,7 @@ def strategy(name, package="lightning", **arguments):
     if name == "diloco":
         arguments = {"interval": 4} | arguments
     if name == "power_sgd":
-        arguments = {"warmup_steps": 0} | arguments
+        arguments = {"rank": 1, "warmup_steps": 0} | arguments
     return bagua.lightning.strategies[package](name, **arguments)
 
 
