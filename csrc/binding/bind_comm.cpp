@@ -95,7 +95,7 @@ void bind_communicator(py::module_& m) {
                              "Whether its ranks, all on one host, move bytes through memory.")
       .def("all_reduce", &all_reduce, py::arg("tensor"), py::arg("op"),
            "In place; the same bits on every rank. AVG (floating dtypes) divides by the size.")
-      .def("all_gather", &all_gather, py::arg("input"), py::arg("output"), ReleaseGil(),
+      .def("all_gather", &all_gather, py::arg("input"), py::arg("output"),
            "output has size * input.numel() elements; slot i is rank i's input.")
       .def("all_to_all", &all_to_all, py::arg("input"), py::arg("output"),
 
