@@ -7,7 +7,9 @@ import hashlib
 import json
 import logging
 import secrets
+import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -36,6 +38,9 @@ __all__ = [
 MOVED = ("bytes_sent", "bytes_received", "messages_sent", "messages_received")
 #: Names of all counters of a communicator.
 TRAFFIC = (*MOVED, "shm_bytes", "wire_ns")
+
+#: Seconds between two looks of a phase at the ranks that have exited.
+_BETWEEN_LOOKS_S = 1.0
 
 _log = logging.getLogger("bagua")
 
@@ -86,6 +91,7 @@ class Connections:
         self._told_why_unshared = False
         self._phases = 0
         self._in_phase = False
+        self._watch: _PhaseWatch | None = None
         self._wraps = 0
         if rank >= 0:  # before anyone can wait for it
             store.set(f"node/{rank}", str(env.get_node_rank()))
@@ -117,8 +123,10 @@ class Connections:
             return
         board.beat(self._phases, what, waits=True)
         self._in_phase = True
+        self._watch = watch = _PhaseWatch(self, board, what)
         try:
-            yield
+            with watch:
+                yield
         except _C.BaguaMismatchError:
             raise
         except KeyboardInterrupt:
@@ -127,10 +135,43 @@ class Connections:
         except (_C.BaguaError, dist.DistError) as error:
             board.publish(str(error), _C.Blame.MAYBE_OTHER)
             kind = type(error) if isinstance(error, _C.BaguaError) else _C.BaguaError
-            seen = f"{what}, rank {self.rank} of {self.size}: {error}"
+            seen = f"{what}, rank {self.rank} of {self.size}: {watch.exited or error}"
+            if watch.exited:
+                raise _C.BaguaError(seen) from error
             raise kind(board.diagnose(seen, self._phases, "phase", everyone=True)) from error
         finally:
             self._in_phase = False
+            self._watch = None
+
+    def publish_exit(self) -> None:
+        """Tell the members that this one takes part in no further phase. Never raises."""
+        if self.rank >= 0 and self.size > 1:
+            with suppress(RuntimeError):  # the process with the store may be gone
+                self.store.set(f"exited/{self.rank}", str(self._phases))
+
+    def exited_member(self) -> int | None:
+        """A member that has exited without coming to the phase of this one."""
+        for rank in range(self.size):
+            key = f"exited/{rank}"
+            if self.store.check([key]) and stored_number(self.store, key, 2**63) < self._phases:
+                return rank
+        return None
+
+    def _await_keys(self, keys: list[str], store: c10d.Store | None = None) -> None:
+        """Wait until the store has ``keys``.
+
+        Raises:
+            BaguaError: a member has exited, or the timeout has passed.
+        """
+        watch = self._watch
+        wait_for_keys(
+            store or self.store, keys, self.timeout, (lambda: watch.exited) if watch else None
+        )
+
+    def abort(self, reason: str) -> None:
+        """End what the main thread waits for in a communicator: it raises ``reason``."""
+        for communicator in list(self._main.values()):
+            communicator.abort(reason)
 
     def reduce_numbers(self, what: str, op: _C.ReduceOp, *numbers: int) -> list[int]:
         """The minimum, maximum or sum over all members of each of ``numbers``."""
@@ -201,6 +242,7 @@ class Connections:
             alone = _C.ThreadHub(1, self.timeout.total_seconds())
             return _C.CountingCommunicator(_C.ThreadCommunicator(alone, 0))
         start = time.monotonic()
+        self._await_members(name, members)
         connected: _C.Communicator
         through = cuda_transport() if device.type == "cuda" else "c10d"
         if through == "nccl":
@@ -221,6 +263,15 @@ class Connections:
             1000 * (time.monotonic() - start),
         )
         return _C.CountingCommunicator(connected)
+
+    def _await_members(self, name: str, members: list[int]) -> None:
+        """Wait until all ``members`` connect: transports wait mutely, and keep the store."""
+        store = self._store_of(f"{name}/here", members)
+        store.set(str(self.rank), "1")
+        try:
+            self._await_keys([str(member) for member in members], store)
+        except _C.BaguaTimeoutError as error:
+            raise self._not_connected(members.index(self.rank), len(members), error) from error
 
     def connect_nodes(
         self, name: str, device: torch.device | str
@@ -384,14 +435,14 @@ class Connections:
         key = f"incarnation/{wrap}"
         if self.rank == 0:
             self.store.set(key, str(secrets.randbits(63)))
-        wait_for_keys(self.store, [key], self.timeout)
+        self._await_keys([key])
         return stored_number(self.store, key, 2**63)
 
     def node_of_ranks(self) -> list[int]:
         """Node number of every member, as each gave it to the store when it made the group."""
         if self._nodes is None:
             keys = [f"node/{rank}" for rank in range(self.size)]
-            wait_for_keys(self.store, keys, self.timeout)
+            self._await_keys(keys)
             self._nodes = [stored_number(self.store, key, 2**31) for key in keys]
         return self._nodes
 
@@ -414,8 +465,7 @@ class Connections:
             key = f"agree/{self.next_wrap()}"
             if self.rank in (0, other):
                 self.store.set(f"{key}/{self.rank}", json.dumps(lines))
-            keys = [f"{key}/0", f"{key}/{other}"]
-            wait_for_keys(self.store, keys, self.timeout)
+            self._await_keys([f"{key}/0", f"{key}/{other}"])
         first = stored_lines(self.store, f"{key}/0")
         second = stored_lines(self.store, f"{key}/{other}")
         raise _C.BaguaMismatchError(
@@ -433,6 +483,56 @@ def _gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
     made = _C.interruptible(dist.ProcessGroupGloo, store, rank, size, timeout)
     sockets.keep_from_children()
     return made
+
+
+class _PhaseWatch(threading.Thread):
+    """Says whom a phase waits for, and ends the wait for a rank that has exited.
+
+    Attributes:
+        exited: what to say of a rank that has exited; empty: none has been seen.
+    """
+
+    def __init__(self, connections: Connections, board: _C.FailureBoard, what: str) -> None:
+        super().__init__(name="bagua phase", daemon=True)
+        self.exited = ""
+        self._connections = connections
+        self._board = board
+        self._what = what
+        self._over = threading.Event()
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *_: Any) -> None:
+        self._over.set()
+
+    def run(self) -> None:
+        start = time.monotonic()
+        report_after = env.get_straggler_seconds()
+        # The main thread raises what is wrong with the store.
+        with suppress(RuntimeError):
+            while not self._over.wait(_BETWEEN_LOOKS_S):
+                rank = self._connections.exited_member()
+                if rank is not None and not self._over.is_set():
+                    self.exited = (
+                        f"rank {rank} has exited, and takes no part. Every rank of the group calls "
+                        "this: look for a condition such as `if rank == 0` around it."
+                    )
+                    return self._connections.abort(self.exited)
+                waited = time.monotonic() - start
+                if 0 < report_after <= waited:
+                    report_after = 2 * waited
+                    self._report(waited)
+
+    def _report(self, waited: float) -> None:
+        others = self._board.survey(self._connections._phases, "phase", True)
+        me = f"rank {self._connections.rank} of {self._connections.size}"
+        with suppress(Warning):
+            warnings.warn(
+                f"{self._what}, {me}: waiting for other ranks for {waited:.0f} s. {others}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def _ranks_with_one_gpu(store: c10d.Store, size: int) -> list[int]:

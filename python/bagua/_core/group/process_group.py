@@ -86,6 +86,8 @@ def close_all() -> None:
                 resource.close()
         except _C.BaguaError as error:
             failures.append(error)
+    for group in list(_groups.values()):
+        group.connections.publish_exit()
     _groups.clear()
     set_default_group(None)
     if failures:

@@ -21,17 +21,28 @@ _MOST_BYTES = 256 * 1024**2
 _PAUSES = 0.0005, 0.02  # seconds from one look at the store to the next: the first, the longest
 
 
-def wait_for_keys(store: c10d.Store, keys: Sequence[str], timeout: timedelta) -> None:
+def wait_for_keys(
+    store: c10d.Store,
+    keys: Sequence[str],
+    timeout: timedelta,
+    hopeless: Callable[[], str] | None = None,
+) -> None:
     """Return once the store has all ``keys``.
 
     Between its looks Ctrl-C ends it, and others may use the store's connection, which
     ``store.wait`` would keep to itself.
 
+    Args:
+        hopeless: the reason for which the keys will never be there; empty: there is none.
+
     Raises:
         BaguaTimeoutError: they are not there in time; names them.
+        BaguaError: it is hopeless.
     """
     pause, deadline = _PAUSES[0], time.monotonic() + timeout.total_seconds()
     while not store.check(list(keys)):
+        if hopeless is not None and (reason := hopeless()):
+            raise _C.BaguaError(reason)
         if time.monotonic() > deadline:
             missing = ", ".join(f"'{key}'" for key in keys if not store.check([key]))
             raise _C.BaguaTimeoutError(
