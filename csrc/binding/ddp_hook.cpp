@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "base/check.h"
@@ -144,8 +145,10 @@ DynamicLane::Future DdpHook::run(c10d::GradBucket& torchs) {
 }
 
 // torch waits for the futures in a callback at the end of the backward that it queues after the
-// last bucket, without looking for signals. This callback runs before it.
+// last bucket, without looking for signals. This callback runs before it. A rank that has joined
+// runs the hook outside of a backward, where there are no callbacks.
 void DdpHook::await_before_torch() const {
+  if (torch::autograd::get_current_graph_task_id() < 0) return;
   torch::autograd::Engine::get_default_engine().queue_callback([lane = lane_, futures = futures_] {
     try {
       await_interruptibly(*lane, futures);
