@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from support import faults
+from support.processes.pool import run_script
 
 
 @faults.with_bagua_group
@@ -167,3 +168,30 @@ def test_the_check_comes_before_the_extension_is_loaded(tmp_path):
     assert f"built for torch {torch.__version__.split('+')[0]}" in end.stdout, end.stderr
     assert "torch 2.5.0 is installed" in end.stdout
     assert end.stdout.strip().endswith("False")
+
+
+MODELS_DIFFER = """
+import bagua.torch_api as bagua
+import torch
+from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
+
+bagua.init_process_group()
+bagua.destroy_process_group()
+bagua.init_process_group()
+net = torch.nn.Linear(4, 4 + bagua.get_rank())
+net.with_bagua([], GradientAllReduceAlgorithm())
+"""
+
+
+def test_an_error_of_a_rank_is_its_last_line_and_short(tmp_path):
+    script = tmp_path / "models_differ.py"
+    script.write_text(MODELS_DIFFER)
+    for rank, done in enumerate(run_script(2, script)):
+        lines = done.stderr.splitlines()
+        assert done.returncode == 1
+        assert lines[-1].startswith(
+            f"bagua: rank {rank}: BaguaMismatchError: ranks differ in the model or the arguments "
+            "of with_bagua. First difference: rank 0 has [parameter weight: (4, 4)"
+        )
+        assert len(lines[-1]) < 360
+        assert sum(line.startswith("bagua: rank") for line in lines) == 1

@@ -6,9 +6,11 @@ import atexit
 import collections
 import ctypes
 import os
+import sys
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from bagua import _C
 from bagua._core.group import environment as env
 from bagua._core.group.elastic.arrival import (
     BACKEND,
@@ -50,6 +53,7 @@ __all__ = [
 ]
 
 _DEFAULT = "0"  # name of the default group
+_LONGEST_LINE = 300  # characters of an error, repeated in one line
 _made_torch_group = False
 _group_counter = 0
 _incarnation = ""  # which start of the job, and of bagua in it, this is
@@ -153,6 +157,30 @@ def _make_default_group(timeout: timedelta | None, comes_back: bool, keys: c10d.
     group = BaguaProcessGroup(members, _DEFAULT, _store_of(_DEFAULT, keys), timeout)
     group.waits_to_join = comes_back
     set_default_group(group)
+    _end_in_one_line()
+
+
+def _end_in_one_line() -> None:
+    """Have an uncaught error of bagua's end a rank's output with one short line.
+
+    A traceback and the lines about every rank come before it: with many ranks, and torchrun's
+    report behind them, hundreds.
+    """
+    print_whole = sys.excepthook
+
+    def print_and_repeat(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        print_whole(kind, error, trace)
+        # torch's init_process_group puts a hook of its own around those before.
+        if sys.excepthook is print_and_repeat and isinstance(error, _C.BaguaError):
+            rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+            text = (str(error).splitlines() or [""])[0]
+            if len(text) > _LONGEST_LINE:
+                text = text[: _LONGEST_LINE - 4] + " ..."
+            sys.stderr.write(f"bagua: {rank}{kind.__name__}: {text}\n")
+
+    sys.excepthook = print_and_repeat
 
 
 def _store_of(group_name: str, keys: c10d.Store | None = None) -> c10d.Store:
