@@ -149,6 +149,7 @@ soak: build horovod ## What counts on luck, many times: 1200 faults, 50 ends and
 	  tests/ranks/test_compressed_starts.py -k every $(ARGS)
 	BAGUA_TEST_RESTARTS=20 BAGUA_TEST_KILLED_WRITERS=2000 OMP_NUM_THREADS=1 \
 	  $(PY) -m pytest tests/ranks/test_restarts.py tests/single/test_killed_writers.py -k moment $(ARGS)
+	BAGUA_TEST_DOUBLE_KILLS=50 OMP_NUM_THREADS=1 $(PY) -m pytest tests/deep/test_elastic_jobs.py $(ARGS)
 	$(MAKE) soak-schedules ARGS=
 
 soak-schedules: venv ## 10 000 random schedules under ThreadSanitizer (ARGS="--seed S")
