@@ -2,8 +2,10 @@
 
 import contextlib
 import datetime
+import itertools
 import os
 import signal
+import tempfile
 import threading
 import time
 from unittest import mock
@@ -18,6 +20,7 @@ from bagua.torch_api.algorithms import (
     ByteGradAlgorithm,
     GradientAllReduceAlgorithm,
 )
+from bagua.torch_api.checkpoint import save_checkpoint
 from support import faults
 from torch.nn.parallel import DistributedDataParallel
 
@@ -85,6 +88,16 @@ def first_collective():
     return lambda: bagua.allreduce_inplace(torch.ones(4))
 
 
+def checkpoint():
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    model, optimizer = faults.wrapped()
+    state = {"model": model, "optimizer": optimizer}
+    save_checkpoint(folders[0], state, 0)
+    steps = itertools.count(1)
+    return lambda: save_checkpoint(folders[0], state, next(steps))
+
+
 #: Each makes what the ranks have done together, and returns a call that waits for the others.
 SITUATIONS = {
     "round": lambda: steps_of(GradientAllReduceAlgorithm()),
@@ -95,6 +108,7 @@ SITUATIONS = {
     "second wrap": second_wrap,
     "collective": collective,
     "first collective": first_collective,
+    "checkpoint": checkpoint,
 }
 
 
