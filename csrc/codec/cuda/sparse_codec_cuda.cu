@@ -35,6 +35,23 @@ TakeLayout take_layout(const SparseShape& shape) {
   return layout;
 }
 
+int64_t tiles_of_bitmap(int64_t numel) { return ceil_div(numel, kBitmapTileBits); }
+
+// Sections of the memory that add() works in, in bytes from its begin: indices, counts of tiles.
+struct AddLayout {
+  int64_t counts, end;
+};
+
+AddLayout add_layout(const SparseShape& shape, int64_t ranks) {
+  AddLayout layout{};
+  layout.counts = ceil_div(ranks * shape.k * int64_t{sizeof(uint32_t)}, 8) * 8;
+  layout.end = layout.counts;
+  if (shape.coding == IndexCoding::kBitmap) {
+    layout.end += ranks * tiles_of_bitmap(shape.numel) * int64_t{sizeof(uint64_t)};
+  }
+  return layout;
+}
+
 void set_to_zero(void* memory, int64_t bytes, void* stream) {
   const int64_t words = bytes / int64_t{sizeof(uint32_t)};
   launch("zero_words", zero_words, std::min(ceil_div(words, kTopKThreads), kMostCtas), kTopKThreads,
@@ -44,7 +61,7 @@ void set_to_zero(void* memory, int64_t bytes, void* stream) {
 class SparseCodecCuda final : public SparseCodec {
  public:
   int64_t scratch_bytes(const SparseShape& shape, int64_t ranks) const override {
-    return std::max(take_layout(shape).end, ranks * shape.k * int64_t{sizeof(uint32_t)});
+    return std::max(take_layout(shape).end, add_layout(shape, ranks).end);
   }
 
   // See Note [Largest elements on a device].
@@ -80,7 +97,12 @@ class SparseCodecCuda final : public SparseCodec {
     const SparseSource source{messages, shape.values_bytes};
     set_to_zero(faults, messages.ranks * int64_t{sizeof(int32_t)}, stream);
     if (shape.coding == IndexCoding::kBitmap) {
-      launch("read_bitmap", read_bitmap, messages.ranks, kTopKThreads, stream, source, shape,
+      auto* const counts =
+          reinterpret_cast<uint64_t*>(scratch + add_layout(shape, messages.ranks).counts);
+      const int64_t tiles = tiles_of_bitmap(shape.numel), ctas = messages.ranks * tiles;
+      launch("count_bits", count_bits, ctas, kTopKThreads, stream, source, shape, tiles, counts);
+      launch("sum_tiles", sum_tiles, messages.ranks, kTopKThreads, stream, counts, tiles);
+      launch("read_bitmap", read_bitmap, ctas, kTopKThreads, stream, source, shape, tiles, counts,
              indices, faults);
     } else {
       const int64_t tiles = tiles_of_top_k(shape.k);

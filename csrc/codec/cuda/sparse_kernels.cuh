@@ -12,6 +12,7 @@
 namespace bagua {
 
 constexpr int kRanksAtOnce = 128;
+constexpr int64_t kBitmapTileBits = 32 * kTopKThreads;
 
 template <typename T>
 constexpr T kNan = std::numeric_limits<T>::quiet_NaN();
@@ -58,28 +59,43 @@ __global__ void __launch_bounds__(kTopKThreads)
   }
 }
 
-// The indices of a bitmap: one CTA for each rank.
+// A thread's word of a tile of a bitmap, without what is behind the last element's byte.
+BAGUA_DEVICE uint32_t bitmap_word(const uint32_t* coded, int64_t numel, int64_t tile) {
+  const int64_t bits = (numel + 7) / 8 * 8;
+  const int64_t first = tile * kBitmapTileBits + 32 * static_cast<int64_t>(threadIdx.x);
+  if (first >= bits) return 0;
+  const uint32_t word = coded[first / 32];
+  return bits - first < 32 ? word & ((1u << (bits - first)) - 1) : word;
+}
+
+// How many elements each tile of the bitmaps has: `tiles` CTAs for each rank.
 __global__ void __launch_bounds__(kTopKThreads)
-    read_bitmap(SparseSource source, SparseShape shape, uint32_t* indices, int32_t* faults) {
-  const int64_t rank = blockIdx.x;
-  const uint32_t* const coded = source.indices(rank);
-  const int64_t bits = (shape.numel + 7) / 8 * 8;  // what is behind is padding
-  int64_t before = 0;
+    count_bits(SparseSource source, SparseShape shape, int64_t tiles, uint64_t* counts) {
+  const int64_t rank = blockIdx.x / tiles, tile = blockIdx.x % tiles;
+  uint64_t total = 0;
+  sum_before(uint64_t(__popc(bitmap_word(source.indices(rank), shape.numel, tile))), total);
+  if (threadIdx.x == 0) counts[blockIdx.x] = total;
+}
+
+// The indices of a bitmap: `tiles` CTAs for each rank. before: how many elements lie before each
+// tile.
+__global__ void __launch_bounds__(kTopKThreads)
+    read_bitmap(SparseSource source, SparseShape shape, int64_t tiles,
+                const uint64_t* __restrict__ before, uint32_t* indices, int32_t* faults) {
+  const int64_t rank = blockIdx.x / tiles, tile = blockIdx.x % tiles;
+  const int64_t first = tile * kBitmapTileBits + 32 * static_cast<int64_t>(threadIdx.x);
+  uint32_t word = bitmap_word(source.indices(rank), shape.numel, tile);
+  uint64_t total = 0;
+  int64_t place =
+      static_cast<int64_t>(before[blockIdx.x] + sum_before(uint64_t(__popc(word)), total));
   bool is_outside = false;
-  for (int64_t begin = 0; begin < bits; begin += 32 * kTopKThreads) {
-    const int64_t first = begin + 32 * threadIdx.x;
-    uint32_t word = first < bits ? coded[first / 32] : 0;
-    if (first < bits && bits - first < 32) word &= (1u << (bits - first)) - 1;
-    uint64_t total = 0;
-    int64_t place = before + static_cast<int64_t>(sum_before(uint64_t(__popc(word)), total));
-    for (; word != 0; word &= word - 1, ++place) {
-      const int64_t index = first + __popc((word & -word) - 1);
-      is_outside = is_outside || index >= shape.numel;
-      if (place < shape.k) indices[rank * shape.k + place] = static_cast<uint32_t>(index);
-    }
-    before += static_cast<int64_t>(total);
+  for (; word != 0; word &= word - 1, ++place) {
+    const int64_t index = first + __popc((word & -word) - 1);
+    is_outside = is_outside || index >= shape.numel;
+    if (place < shape.k) indices[rank * shape.k + place] = static_cast<uint32_t>(index);
   }
-  const bool is_short = threadIdx.x == 0 && before != shape.k;
+  const bool is_last = tile == tiles - 1 && threadIdx.x == 0;
+  const bool is_short = is_last && static_cast<int64_t>(before[blockIdx.x] + total) != shape.k;
   if (is_outside || is_short) atomicAdd(&faults[rank], 1);
 }
 

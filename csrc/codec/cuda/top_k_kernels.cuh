@@ -164,8 +164,9 @@ __global__ void __launch_bounds__(kTopKThreads)
   if (threadIdx.x == 0) scratch.tiles[blockIdx.x] = total;
 }
 
-// One CTA.
-__global__ void __launch_bounds__(kTopKThreads) sum_tiles(uint64_t* tiles, int64_t count) {
+// One CTA for each row of `count` numbers: those before each of them, added up.
+__global__ void __launch_bounds__(kTopKThreads) sum_tiles(uint64_t* rows, int64_t count) {
+  uint64_t* const tiles = rows + blockIdx.x * count;
   uint64_t before = 0;
   for (int64_t begin = 0; begin < count; begin += kTopKThreads) {
     const int64_t tile = begin + threadIdx.x;

@@ -125,8 +125,8 @@ class SparseComparison {
 // Tiles that are full, or not, of a few elements or none chosen; one, some, many and all.
 inline void compare_sparse_messages(bool quick) {
   const auto cuda = make_cuda_sparse_codec();
-  const std::vector<int64_t> sizes =
-      quick ? std::vector<int64_t>{4096 + 7} : std::vector<int64_t>{1, 33, 4096, 2 * 4096 + 5};
+  const std::vector<int64_t> sizes = quick ? std::vector<int64_t>{4096 + 7}
+                                           : std::vector<int64_t>{1, 33, 4096, 2 * 4096 + 5, 20011};
   for (const SparsePattern& pattern : kSparsePatterns) {
     for (const int64_t numel : sizes) {
       for (const int64_t k : {int64_t{1}, numel / 100 + 1, numel / 2 + 1, numel}) {
