@@ -232,7 +232,15 @@ void bind_sockets(py::module_& m) {
                             "The TCP sockets that this process opens from now on.")
       .def(py::init<>())
       .def("keep_from_children", &OpenedSockets::keep_from_children,
-           "Those that have been opened so far end with this process, whatever it forks.");
+           "Those that have been opened so far end with this process, whatever it forks.")
+      .def(
+          "give_up_after",
+          [](const OpenedSockets& sockets, double seconds) {
+            sockets.give_up_after(to_milliseconds(seconds));
+          },
+          py::arg("seconds"),
+          "Calls on those that have been opened so far fail when the other side has acknowledged "
+          "nothing for so long.");
 }
 
 struct PythonCall {

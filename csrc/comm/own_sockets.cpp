@@ -1,11 +1,17 @@
 #include "comm/own_sockets.h"
 
+#include <algorithm>
+#include <climits>
+#include <cstdint>
 #include <filesystem>
 #include <mutex>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <pthread.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -55,17 +61,22 @@ std::set<int> open_files() {
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
     numbers.insert(std::stoi(entry.path().filename().string()));
   }
+  // The folder itself was open; a socket may take its number next.
+  std::erase_if(numbers, [](int number) { return fcntl(number, F_GETFD) < 0; });
   return numbers;
 }
 
-bool is_inheritable_tcp(int number) {
+bool is_tcp(int number) {
   int domain = 0, type = 0;
   socklen_t length = sizeof(int);
-  const int flags = fcntl(number, F_GETFD);
-  return flags >= 0 && (flags & FD_CLOEXEC) == 0 &&
-         getsockopt(number, SOL_SOCKET, SO_DOMAIN, &domain, &length) == 0 &&
+  return getsockopt(number, SOL_SOCKET, SO_DOMAIN, &domain, &length) == 0 &&
          getsockopt(number, SOL_SOCKET, SO_TYPE, &type, &length) == 0 &&
          (domain == AF_INET || domain == AF_INET6) && type == SOCK_STREAM;
+}
+
+bool is_inheritable_tcp(int number) {
+  const int flags = fcntl(number, F_GETFD);
+  return flags >= 0 && (flags & FD_CLOEXEC) == 0 && is_tcp(number);
 }
 
 }  // namespace
@@ -84,6 +95,23 @@ void OpenedSockets::keep_from_children() const {
     if (fstat(number, &status) != 0) continue;
     fcntl(number, F_SETFD, FD_CLOEXEC);
     kept().sockets.push_back({.number = number, .inode = status.st_ino});
+  }
+}
+
+void OpenedSockets::give_up_after(std::chrono::milliseconds silence) const {
+  const int limit = static_cast<int>(std::clamp<int64_t>(silence.count(), 1, INT_MAX));
+  const int probes = 4;  // while this side waits for an answer and has nothing to send
+  const int between = std::max(1, limit / 1000 / probes), yes = 1;
+  const std::pair<int, int> options[] = {{TCP_USER_TIMEOUT, limit},
+                                         {TCP_KEEPIDLE, between},
+                                         {TCP_KEEPINTVL, between},
+                                         {TCP_KEEPCNT, probes}};
+  for (const int number : open_files()) {
+    if (before_.contains(number) || !is_tcp(number)) continue;
+    setsockopt(number, SOL_SOCKET, SO_KEEPALIVE, &yes, sizeof(yes));
+    for (const auto& [option, value] : options) {
+      setsockopt(number, IPPROTO_TCP, option, &value, sizeof(value));
+    }
   }
 }
 

@@ -1,6 +1,7 @@
 // Sockets that end with the process that has opened them.
 #pragma once
 
+#include <chrono>
 #include <set>
 
 namespace bagua {
@@ -21,6 +22,11 @@ class OpenedSockets {
 
   // Keeps those that have been opened since from children of this process.
   void keep_from_children() const;
+
+  // Has calls on those that have been opened since fail when the other side has acknowledged
+  // nothing for so long: behind a cut link they would wait for a quarter of an hour. A process that
+  // is stopped still acknowledges.
+  void give_up_after(std::chrono::milliseconds silence) const;
 
  private:
   std::set<int> before_;

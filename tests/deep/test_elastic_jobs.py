@@ -1,10 +1,22 @@
-"""Two ranks of an elastic job at once are killed and started again, many times in one job."""
+"""Elastic jobs: two ranks killed at once and started again, many times; a link cut for good."""
 
+import json
 import os
 import random
+import sys
+import time
+from pathlib import Path
 
 import pytest
+from faults import elastic_job
 from faults.elastic_job import Job
+from faults.elastic_rank import EXIT_OF_AN_ERROR, TIMEOUT
+from support.processes.pool import run_on_network
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import network
+
+unavailable = network.why_unavailable()
 
 RANKS = 4
 TIMES = int(os.environ.get("BAGUA_TEST_DOUBLE_KILLS", "8"))
@@ -36,3 +48,30 @@ def test_two_ranks_killed_at_once_come_back(monkeypatch, transport):
         losses = job.finish()
         assert len(set(losses)) == 1
         assert job.judge() > TIMES
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(unavailable is not None, reason=f"no network namespaces: {unavailable}")
+def test_a_rank_behind_a_cut_link_ends_and_the_others_go_on(tmp_path):
+    rounds, after = 60, 5
+
+    def notes(rank):
+        path = tmp_path / f"{rank}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+    def cut(_):
+        deadline = time.monotonic() + elastic_job.PATIENCE
+        while not (tmp_path / "2.jsonl").exists() or notes(2)[-1].get("round", 0) < after:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        for other in range(2):
+            link.cut(2, other)
+
+    with network.Network(3) as link:
+        ends = run_on_network(
+            link, elastic_job.PROGRAM, [tmp_path, rounds], timeout=6 * TIMEOUT, meanwhile=cut
+        )
+    assert [end.returncode for end in ends] == [0, 0, EXIT_OF_AN_ERROR], ends
+    assert "store" in ends[2].stdout
+    assert notes(0)[-2]["members"] == notes(1)[-2]["members"] == [0, 1]
+    assert notes(0)[-2] | {"rank": 1, "pid": 0} == notes(1)[-2] | {"pid": 0}

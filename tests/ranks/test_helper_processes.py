@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import traceback
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from bagua import _C
 from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
 from support import faults
 
@@ -117,3 +119,24 @@ def test_a_forked_child_touches_nothing_that_its_parent_uses(ranks, name, transp
                 assert status == 1, (what, text)
                 assert "belongs to process" in text
                 assert "copy.deepcopy" in text
+
+
+def test_sockets_opened_since_are_kept_from_children_and_give_up_and_no_others():
+    with socket.socket() as before:
+        before.set_inheritable(True)
+        opened = _C.OpenedSockets()
+        with socket.socket() as first, socket.socket() as second:
+            for since in (first, second):
+                since.set_inheritable(True)
+            opened.keep_from_children()
+            opened.give_up_after(2.5)
+            limits = [
+                one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+                for one in (before, first, second)
+            ]
+            assert limits == [0, 2500, 2500]
+            assert [one.get_inheritable() for one in (before, first, second)] == [
+                True,
+                False,
+                False,
+            ]

@@ -68,10 +68,12 @@ def rendezvous(
             "torchrun --nproc_per_node=N script.py, which sets them"
         )
     patience = timeout or c10d.default_pg_timeout
+    sockets = _C.OpenedSockets()
     try:
         found, rank, world_size = _C.interruptible(
             next, torch_rendezvous(OWN_RENDEZVOUS, timeout=patience)
         )
+        sockets.give_up_after(patience.total_seconds())
     except dist.DistError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise _C.BaguaError(
