@@ -1,6 +1,5 @@
 """Faults drawn at random, and the harness that judges what comes of them: `make soak` has more."""
 
-import json
 import os
 import subprocess
 from dataclasses import replace
@@ -110,9 +109,3 @@ def test_a_seed_gives_the_same_case_and_seeds_give_all_faults():
         assert drawn == [cases.draw(form, seed) for seed in range(400)]
         assert {case.fault for case in drawn} == set(faults) - {"none"}
         assert all(case.place in faults[case.fault][1] for case in drawn)
-
-
-def test_the_results_that_the_documentation_shows_are_without_a_defect():
-    result = json.loads((SOAK.parent / "results" / "soak.json").read_text())
-    assert sum(row["cases"] for row in result["faults"]) >= 1000
-    assert set(result["defects"].values()) == {0}

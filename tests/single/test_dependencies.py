@@ -40,8 +40,8 @@ def test_every_package_has_a_reason(file):
 
 #: Package -> the module that says which release of it is known to work.
 ADAPTERS = {
-    "lightning": "lightning/_register.py",
-    "pytorch-lightning": "lightning/_register.py",
+    "lightning": "lightning/__init__.py",
+    "pytorch-lightning": "lightning/__init__.py",
     "accelerate": "integrations/accelerate.py",
     "transformers": "integrations/transformers.py",
 }

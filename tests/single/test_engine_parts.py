@@ -1,11 +1,9 @@
 """Rounds of one part of the plan, on thread ranks."""
 
-import threading
-
 import pytest
 import torch
 from bagua import _C
-from support.threads.engine_ranks import SECONDS, Meeting, endings, plan
+from support.threads.engine_ranks import Meeting, endings, plan
 from support.threads.thread_ranks import run_thread_ranks
 
 
@@ -55,23 +53,3 @@ def test_ranks_in_rounds_of_different_parts_are_told():
             "ranks differ in the fragment that they average (rank 0: 1, rank 1: 1, rank 2: 0)"
             in str(error)
         )
-
-
-def test_a_rank_sees_without_waiting_whether_all_have_begun():
-    meeting, asked = Meeting(2), threading.Event()
-
-    def run(comm):
-        engine = meeting.engine(comm.rank, buckets([torch.ones(10) for _ in range(4)]))
-        if comm.rank == 1:
-            assert asked.wait(SECONDS)
-        engine.begin_round(part=0)
-        early = engine.agreed if comm.rank == 0 else None
-        asked.set()
-        engine.begin_round(part=0)  # again: the round is open, and untouched
-        engine.await_agreement()
-        late = engine.agreed
-        engine.mark_all()
-        engine.wait()
-        return early, late, engine.round
-
-    assert run_thread_ranks(2, run) == [(False, True, 1), (None, True, 1)]

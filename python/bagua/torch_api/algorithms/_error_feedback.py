@@ -51,6 +51,11 @@ class ErrorFeedbackImpl(AlgorithmImpl):
     ) -> None:
         super().__init__(process_group)
         check_warmup(warmup_steps)
+        if not isinstance(hierarchical, bool | None):
+            raise ValueError(  # now, not at the end of the warm-up
+                f"{type(self).__name__}: hierarchical={hierarchical!r} must be True or False for "
+                "algorithms with residuals; None lets the nodes decide"
+            )
         self.hierarchical = process_group.hierarchy(hierarchical)
         self.exact = exact
         self._exact_names: set[str] = set()
