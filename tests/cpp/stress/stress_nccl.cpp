@@ -3,6 +3,7 @@
 //
 //   stress_nccl [seed] [seconds]
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -73,7 +74,10 @@ void run_rank(const Library& library, const c10::intrusive_ptr<c10d::HashStore>&
               const Round& round, int rank) {
   const milliseconds timeout{round.fate == Fate::kHeld ? 60 : 20000};
   FakeGuard().setDevice(kDevice);
-  current_stream = 8 * (rank + 1);  // of a GPU of its own
+  // Of a GPU of its own, without kernels of rounds before: held events are those behind a kernel,
+  // so that the first call of a round begins, and times out.
+  static std::atomic<int> gpus{0};
+  current_stream = 8 * ++gpus;
   DeviceMemory memory;
   std::shared_ptr<NcclCommunicator> comm, half;
   std::thread other;
