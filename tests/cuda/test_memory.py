@@ -10,6 +10,8 @@ from support.devices import each_device
 from support.every_algorithm import ON_DEVICES, wrapped
 
 WARM_UP, STEPS = 10, 50
+#: Steps after which `auto` has chosen: the residuals of the candidate at work are memory, too.
+TRIALS = 60
 
 
 def allocated():
@@ -38,7 +40,8 @@ def train_and_measure(name):
     """Bytes after the warm-up and after the steps."""
     model, optimizer = wrapped(name, training.network())
     data = [training.batch(step, dist.get_rank()) for step in range(4)]
-    training.train(model, optimizer, [data[step % 4] for step in range(WARM_UP)])
+    warm_up = TRIALS if name == "auto" else WARM_UP
+    training.train(model, optimizer, [data[step % 4] for step in range(warm_up)])
     before = allocated_by(model, optimizer, name)
     training.train(model, optimizer, [data[step % 4] for step in range(STEPS)])
     return before, allocated_by(model, optimizer, name)
