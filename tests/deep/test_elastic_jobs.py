@@ -3,19 +3,16 @@
 import json
 import os
 import random
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from faults import elastic_job
 from faults.elastic_job import Job
 from faults.elastic_rank import EXIT_OF_AN_ERROR, TIMEOUT
 from support.processes.pool import run_on_network
+from support.programs.benchmark_programs import load
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import network
-
+network = load("network")
 unavailable = network.why_unavailable()
 
 RANKS = 4
