@@ -36,7 +36,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank does in a step of an algorithm, beside the compute.
+    """Work of a rank in a step of an algorithm, beside the compute.
 
     Attributes:
         bytes: that it sends.

@@ -25,7 +25,7 @@ struct KeptSocket {
   ino_t inode;  // the number may be another file's by now
 };
 
-// What the handlers of fork() need. Never destroyed: a process may fork until its end.
+// State of the handlers of fork(). Never destroyed: a process may fork until its end.
 struct KeptSockets {
   std::mutex mutex;
   std::vector<KeptSocket> sockets;

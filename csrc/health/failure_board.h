@@ -49,7 +49,7 @@ class FailureBoard final {
   // A rank that exited after fewer rounds than `round`: "rank 1 exited after 7 rounds".
   std::optional<std::string> poll_exit(int64_t round) noexcept;
 
-  // What ends a wait in `round`: poll(), else poll_exit() as news of the rank that exited.
+  // The news that ends a wait in `round`: poll(), else poll_exit() as news of the rank that exited.
   std::optional<News> news(int64_t round) noexcept;
 
   // Publishes what `where` returns as heartbeats from now on. The worker's thread calls it; it must

@@ -250,7 +250,7 @@ class GuardAtWork:
         return any(entry.breached for entry in self._watched)
 
     def loss(self) -> float | None:
-        """What the buckets lose of the gradients: the largest of their last figures.
+        """Returns the loss of the gradients: the largest of the buckets' last figures.
 
         With error feedback the residual over the gradient, which a round's error becomes; else the
         relative error. Equal on all ranks; None: not measured yet; 0.0: nothing is lost.

@@ -304,7 +304,7 @@ def _tree(found: Leaves) -> dict[Any, Any]:
 
 
 def _table(found: Leaves) -> dict[tuple[Any, ...], tuple[int, str]]:
-    """Of tensors what tells whether they are equal: 64 bits over values; dtype, shape, strides."""
+    """Returns a key by which tensors are equal: 64 bits over values; dtype, shape, strides."""
     return {
         path: (int(digest(value)), f"{value.dtype} {tuple(value.shape)} {value.stride()}")
         for path, value in found.items()

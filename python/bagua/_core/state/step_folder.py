@@ -170,7 +170,7 @@ def _check_file(path: Path, digest: str, length: int) -> None:
 
 
 def read(part: Path) -> tuple[Leaves, dict[str, Any]]:
-    """What :func:`write` was given, on the CPU; for parts that :func:`check` has passed."""
+    """Returns the values given to :func:`write`, on the CPU; :func:`check` has passed its parts."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 
@@ -193,7 +193,7 @@ def read(part: Path) -> tuple[Leaves, dict[str, Any]]:
 
 
 def _planned(planner: SavePlanner, tensors: dict[str, torch.Tensor]) -> tuple[SavePlan, Metadata]:
-    """What this process alone writes of ``tensors``."""
+    """Returns those of ``tensors`` that this process alone writes."""
     planner.set_up_planner(tensors, is_coordinator=True)
     (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
     return planner.finish_plan(plan), metadata

@@ -237,7 +237,7 @@ class Selection:
             self._choose_best()
 
     def _choose_best(self) -> None:
-        """Of those within 3 % of the fastest that is allowed, take the one that loses least."""
+        """Take the one that loses least among those within 3 % of the fastest that is allowed."""
         allowed = [trial for trial in self.trials if not self.refusal_of(trial)]
         fastest = min(_seconds(trial) for trial in allowed)
         near = [trial for trial in allowed if _seconds(trial) * (1 - WORTH) <= fastest]
