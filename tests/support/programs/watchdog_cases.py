@@ -124,7 +124,8 @@ def a_failure_ends_a_communicator_whose_device_cannot_be_set():
     """As after an illegal access in a kernel of the user's: cudaSetDevice returns that error."""
 
     def run(comm):
-        all_reduce(comm, torch.ones(3))
+        host = torch.ones(3)
+        all_reduce(comm, host)
         until_done()
         barrier.wait()
         cuda.set_device(0)
