@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,10 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.statistics import MainThreadTraffic
 from bagua._ops.contract.operation import Operation
-from bagua._sync.engine_synchronizer import EngineSynchronizer
+from bagua._sync.synchronizer import Synchronizer
+
+if TYPE_CHECKING:
+    from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["Guard", "GuardAtWork"]
 
@@ -107,21 +110,6 @@ class Guard:
                 )
 
 
-class Bucket(Protocol):
-    """A bucket, as a guard sees it."""
-
-    name: str
-    backend_tensor: torch.Tensor
-    padding_tensor: torch.Tensor | None
-    tensors: list[torch.Tensor]
-    flatten: bool
-    ops: list[Operation]
-    watched: bool
-    sampled: _C.Sampled | None
-
-    def flattened_tensor(self) -> torch.Tensor: ...
-
-
 @dataclass(eq=False)
 class _Watched:
     """A bucket whose last operation approximates something.
@@ -133,7 +121,7 @@ class _Watched:
         breached: the figures that were above their thresholds twice in a row.
     """
 
-    bucket: Bucket
+    bucket: BaguaBucket
     operation: Operation
     places: torch.Tensor | None = None
     suspected: frozenset[str] = frozenset()
@@ -216,7 +204,7 @@ class GuardAtWork:
         self._counted_at = 0
         self._non_finite_share: float | None = None
 
-    def attach(self, buckets: Sequence[Bucket]) -> None:
+    def attach(self, buckets: Sequence[BaguaBucket]) -> None:
         """Watch new buckets. Called when they have their operations, before the engine is built."""
         self._watched, self._since = [], self._rounds
         for bucket in buckets:
@@ -225,7 +213,7 @@ class GuardAtWork:
                 bucket.watched = True
                 self._watched.append(_Watched(bucket, operation))
 
-    def begin_round(self, rounds: EngineSynchronizer, traffic: MainThreadTraffic) -> None:
+    def begin_round(self, rounds: Synchronizer, traffic: MainThreadTraffic) -> None:
         """Compare what was sampled, warn, and ask for new samples.
 
         Called once as each round begins, before anything of it is sent. All ranks call it.
@@ -235,7 +223,6 @@ class GuardAtWork:
         """
         asked = [entry for entry in self._watched if entry.places is not None]
         if asked:
-            rounds.await_agreement()
             with traffic.counted("guard"), rounds.part_of_the_round():
                 self._compare(asked)
             self._checks += 1

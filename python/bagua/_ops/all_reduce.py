@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Hierarchy, Lane, among
-from bagua._ops.contract.operation import BucketView, Operation
+from bagua._ops.contract.operation import Operation
+
+if TYPE_CHECKING:
+    from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["AllReduce"]
 
@@ -25,7 +29,7 @@ class AllReduce(Operation):
     def describe(self) -> str:
         return f"hierarchical={self.hierarchical} average={self.average} codec=None"
 
-    def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+    def build(self, lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
         reduce = _C.ReduceOp.AVG if self.average else _C.ReduceOp.SUM
         if not self.hierarchical and bucket.gradients and bucket.owns_memory:
             return _C.AllReduce(lane.communicator(self.group), reduce, bucket.backend_tensor)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Lane
-from bagua._ops.contract.operation import BucketView, Operation
+from bagua._ops.contract.operation import Operation
+
+if TYPE_CHECKING:
+    from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["AllReduceRows"]
 
@@ -29,7 +33,7 @@ class AllReduceRows(Operation):
     def describe(self) -> str:
         return f"rows {self.sizes} average={self.average}"
 
-    def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+    def build(self, lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
         reduce = _C.ReduceOp.AVG if self.average else _C.ReduceOp.SUM
         everyone = lane.communicator(self.group)
         return _C.AllReduceRows(everyone, lane.scratch, self.gradient, self.sizes, reduce)

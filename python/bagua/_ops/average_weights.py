@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Lane, among, among_weighted
-from bagua._ops.contract.operation import BucketView, Operation
+from bagua._ops.contract.operation import Operation
+
+if TYPE_CHECKING:
+    from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["AverageWeights", "check_peer_selection_mode"]
 
@@ -28,12 +31,6 @@ def check_peer_selection_mode(mode: str) -> None:
 
 def _zero() -> torch.Tensor:
     return torch.zeros((), dtype=torch.int64, device="cpu")
-
-
-class _Writable(Protocol):
-    backend_tensor: torch.Tensor
-
-    def copy_out(self) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +59,7 @@ class AverageWeights(Operation):
     def describe(self) -> str:
         return f"hierarchical={self.hierarchical} peers={self.peer_selection_mode}"
 
-    def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+    def build(self, lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
         averaging = (
             self._with_all(lane) if self.peer_selection_mode == "all" else self._gossip(lane)
         )
@@ -82,7 +79,7 @@ class AverageWeights(Operation):
 
         return among_weighted(lane, self.group, self.hierarchical, with_peer)
 
-    def check(self, bucket: BucketView) -> None:
+    def check(self, bucket: BaguaBucket) -> None:
         """Raise ValueError for an unknown mode, or a ``peer_weight`` that does not fit."""
         check_peer_selection_mode(self.peer_selection_mode)
         flat, mean = bucket.backend_tensor, self.peer_weight
@@ -92,7 +89,7 @@ class AverageWeights(Operation):
                 f"bucket is {flat.dtype} {tuple(flat.shape)}"
             )
 
-    def copy_back_peer_weight(self, bucket: _Writable) -> None:
+    def copy_back_peer_weight(self, bucket: BaguaBucket) -> None:
         """Give the tensors of ``bucket`` the averaged values: after waiting for it."""
         with torch.no_grad():
             bucket.backend_tensor.copy_(self.peer_weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,7 +12,10 @@ from bagua._core.compression.error_state import new_memory
 from bagua._core.group import environment
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Lane, among
-from bagua._ops.contract.operation import BucketView, Operation
+from bagua._ops.contract.operation import Operation
+
+if TYPE_CHECKING:
+    from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["ChunkedSparse"]
 
@@ -33,7 +37,7 @@ class ChunkedSparse(Operation):
     @classmethod
     def with_zero_residuals(
         cls,
-        bucket: BucketView,
+        bucket: BaguaBucket,
         k: int,
         decay: float,
         outcome: _C.RoundOutcome,
@@ -50,7 +54,7 @@ class ChunkedSparse(Operation):
     def describe(self) -> str:
         return f"largest {self.k} of {_C.SPARSE_CHUNK_NUMEL} decay={self.decay}"
 
-    def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+    def build(self, lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
         padding = 0 if bucket.padding_tensor is None else bucket.padding_tensor.numel()
 
         def sparse(members: _C.CountingCommunicator) -> _C.BucketOp:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,7 +12,10 @@ from bagua._core.compression.two_residuals import TwoResiduals
 from bagua._core.group import environment
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Hierarchy, Lane, among
-from bagua._ops.contract.operation import BucketView, Operation
+from bagua._ops.contract.operation import Operation
+
+if TYPE_CHECKING:
+    from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["CompressedAllReduce", "codec_named", "codec_of_scatter_gather"]
 
@@ -47,7 +51,7 @@ class CompressedAllReduce(Operation):
     @classmethod
     def with_error_feedback(
         cls,
-        bucket: BucketView,
+        bucket: BaguaBucket,
         codec: str,
         outcome: _C.RoundOutcome,
         group: BaguaProcessGroup,
@@ -75,7 +79,7 @@ class CompressedAllReduce(Operation):
     def remembered(self) -> _C.RoundMemory | None:
         return None if self.residuals is None else self.residuals.memory
 
-    def check(self, bucket: BucketView) -> None:
+    def check(self, bucket: BaguaBucket) -> None:
         """Raise ValueError, with the known codecs, for an unknown one."""
         _C.make_codec(self.codec)
 
@@ -84,7 +88,7 @@ class CompressedAllReduce(Operation):
         arguments = f"hierarchical={self.hierarchical} average={self.average} codec={self.codec}"
         return arguments + feedback
 
-    def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+    def build(self, lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
         reduce = _C.ReduceOp.AVG if self.average else _C.ReduceOp.SUM
 
         own = self.residuals

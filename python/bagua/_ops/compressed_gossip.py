@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,7 +11,10 @@ from bagua import _C
 from bagua._core.group import environment
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Lane, among_weighted
-from bagua._ops.contract.operation import BucketView, Operation
+from bagua._ops.contract.operation import Operation
+
+if TYPE_CHECKING:
+    from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["CompressedGossip", "mixing_weights"]
 
@@ -50,7 +54,7 @@ class CompressedGossip(Operation):
     def describe(self) -> str:
         return f"hierarchical={self.hierarchical} ring codec={self.codec}"
 
-    def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+    def build(self, lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
         def on_ring(members: _C.CountingCommunicator, sizes: list[int]) -> _C.BucketOp:
             left, right = mixing_weights(sizes, members.rank)
             codec = _C.make_codec(self.codec, lane.device.type)
@@ -62,7 +66,7 @@ class CompressedGossip(Operation):
 
         return among_weighted(lane, self.group, self.hierarchical, on_ring)
 
-    def check(self, bucket: BucketView) -> None:
+    def check(self, bucket: BaguaBucket) -> None:
         """Raise ValueError for an unknown codec, or a replica that does not fit."""
         _C.make_codec(self.codec)
         flat = bucket.backend_tensor

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bagua import _C
 from bagua._core.compression.low_rank import Matrices
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Lane, among
-from bagua._ops.contract.operation import BucketView, Operation
+from bagua._ops.contract.operation import Operation
+
+if TYPE_CHECKING:
+    from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["LowRank"]
 
@@ -42,7 +46,7 @@ class LowRank(Operation):
             f"warm_start={self.warm_start} error_feedback={self.error_feedback} seed={self.seed}"
         )
 
-    def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+    def build(self, lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
         def low_rank(members: _C.CountingCommunicator) -> _C.BucketOp:
             return _C.LowRank(
                 members,

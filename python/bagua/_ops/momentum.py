@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from bagua import _C
 from bagua._ops.contract.lane import Lane
-from bagua._ops.contract.operation import BucketView, Operation
+from bagua._ops.contract.operation import Operation
+
+if TYPE_CHECKING:
+    from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["UpdateMomentum"]
 
@@ -60,7 +64,7 @@ class UpdateMomentum(Operation):
     def describe(self) -> str:
         return "momentum"
 
-    def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+    def build(self, lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
         return _C.UpdateMomentum(
             self.memories, self.offsets, self.strides, self.betas, lane.scratch
         )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bagua import _C
 from bagua._core.compression.sparse_choice import sparse_mean
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Lane, among
-from bagua._ops.contract.operation import BucketView, Operation
+from bagua._ops.contract.operation import Operation
+
+if TYPE_CHECKING:
+    from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["Sparse"]
 
@@ -43,7 +47,7 @@ class Sparse(Operation):
             f"codec={self.codec}"
         )
 
-    def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+    def build(self, lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
         def sparse(members: _C.CountingCommunicator) -> _C.BucketOp:
             return sparse_mean(
                 members,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bagua import _C
 from bagua._ops.contract.lane import Lane
-from bagua._ops.contract.operation import BucketView, Operation
+from bagua._ops.contract.operation import Operation
+
+if TYPE_CHECKING:
+    from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["CommHookFunction", "PythonFunction"]
 
@@ -22,7 +25,7 @@ class PythonFunction(Operation):
     def describe(self) -> str:
         return "python"
 
-    def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+    def build(self, lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
         return _C.PythonOp(self.function)
 
 
@@ -37,7 +40,7 @@ class CommHookFunction(Operation):
     def describe(self) -> str:
         return f"comm hook {getattr(self.hook, '__qualname__', type(self.hook).__qualname__)}"
 
-    def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+    def build(self, lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
         index, count = bucket.position
         return _C.CommHookOp(
             self.hook,

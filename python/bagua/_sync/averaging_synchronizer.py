@@ -6,26 +6,82 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from bagua import _C
-from bagua._core.group.process_group import close_at_exit
+from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
 from bagua._core.state.bagua_tensor import record_of
 from bagua._sync import plan as _plan
-from bagua._sync.asynchronous_average import AsynchronousAverage
 from bagua._sync.hooks import tensors_in
-from bagua._sync.wrapper import Bucket, Wrapper
+from bagua._sync.synchronizer import Synchronizer
 
-__all__ = ["AveragingSynchronizer"]
+if TYPE_CHECKING:
+    from bagua.torch_api._session import Session
+    from bagua.torch_api.bucket import BaguaBucket
+
+__all__ = ["AsynchronousAverage", "AveragingSynchronizer", "check_asynchronous_mode"]
 
 #: Time for which a rank that ends without abort() continues averaging with ranks that train.
 _SECONDS_FOR_OTHERS_TO_END = 30.0
 
 
-class AveragingSynchronizer:
+def check_asynchronous_mode(mode: str) -> None:
+    """Raise ValueError, naming ``mode``, unless asynchronous averaging has it."""
+    if mode != "all":
+        raise ValueError(f"asynchronous averaging has peer_selection_mode 'all' only, not '{mode}'")
+
+
+@dataclass(eq=False)
+class AsynchronousAverage:
+    """The mean of all ranks' weights, again and again while they are trained.
+
+    The weights are locked by themselves from a training forward to the end of the optimizer's step;
+    the methods are for algorithms that need more. They go to the lane of the wrapped module.
+    """
+
+    sync_interval_ms: int
+    group: BaguaProcessGroup | None
+    lane: _C.PeriodicLane | None = None  # made with the plan
+
+    def _made(self) -> _C.PeriodicLane:
+        if self.lane is None:
+            raise RuntimeError("the operation's bucket is not part of a wrapped module yet")
+        return self.lane
+
+    def describe(self) -> str:
+        """One line, equal on all ranks: a part of the plan's fingerprint."""
+        return f"asynchronous every {self.sync_interval_ms} ms"
+
+    def lock_weight(self) -> None:
+        """No average is applied from now on."""
+        self._made().enter()
+
+    def unlock_weight(self) -> None:
+        """Averages may be applied."""
+        self._made().leave()
+
+    def abort(self) -> None:
+        """End averaging: returns once every rank has called it."""
+        self._made().pause()
+
+    def reset(self) -> None:
+        """Average again. Every rank calls it."""
+        self._made().resume()
+
+    def check(self) -> None:
+        """Raise the BaguaError that ended averaging, if one did."""
+        self._made().check()
+
+    def get_status(self) -> bool:
+        """Whether averaging runs."""
+        return self._made().running
+
+
+class AveragingSynchronizer(Synchronizer):
     """The periodic lane of a wrapped module.
 
     Training is inside the gate from a training forward to the end of the optimizer's step, and
@@ -33,9 +89,8 @@ class AveragingSynchronizer:
     given, nobody tells the end of a step: it has ended when the forward after a backward begins.
     """
 
-    rounds = None  # ranks average at an interval of time, whatever step they are in
-
-    def __init__(self, ddp: Wrapper) -> None:
+    def __init__(self, ddp: Session) -> None:
+        super().__init__()
         self._buckets = ddp.bagua_buckets
         self._name = ddp.bagua_module_name
         operations = [_only_operation(bucket) for bucket in self._buckets]
@@ -76,7 +131,7 @@ class AveragingSynchronizer:
         self._handles = self._install_hooks(ddp)
         close_at_exit(self)
 
-    def _install_hooks(self, ddp: Wrapper) -> list[RemovableHandle]:
+    def _install_hooks(self, ddp: Session) -> list[RemovableHandle]:
         this = weakref.ref(self)
 
         def before_forward(module: torch.nn.Module, _: Any) -> None:
@@ -206,7 +261,7 @@ class AveragingSynchronizer:
             op.lane = None  # the last reference closes the sockets
 
 
-def _only_operation(bucket: Bucket) -> AsynchronousAverage:
+def _only_operation(bucket: BaguaBucket) -> AsynchronousAverage:
     if bucket.asynchronous is None or bucket.ops:
         raise ValueError(
             f"bucket '{bucket.name}': asynchronous averaging cannot be mixed with other operations"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,14 +14,17 @@ from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.snapshot import warn_past_wrapper, warn_unused
-from bagua._sync.hooks import backward_hooks
 from bagua._sync.plan import build, finish_soon, part_of_the_round
-from bagua._sync.wrapper import Bucket, Wrapper
+from bagua._sync.synchronizer import Synchronizer
+
+if TYPE_CHECKING:
+    from bagua.torch_api._session import Session
+    from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["EngineSynchronizer"]
 
 
-class EngineSynchronizer:
+class EngineSynchronizer(Synchronizer):
     """The engine of a module's buckets, from one (re)build of the buckets to the next.
 
     Args:
@@ -30,15 +33,17 @@ class EngineSynchronizer:
 
     Attributes:
         engine: runs the buckets.
-        communicators: (purpose, communicator) of the engine's lanes, for statistics.
     """
+
+    makes_rounds = True
 
     def __init__(
         self,
-        ddp: Wrapper,
-        buckets: Sequence[Bucket] | None = None,
+        ddp: Session,
+        buckets: Sequence[BaguaBucket] | None = None,
         group: BaguaProcessGroup | None = None,
     ) -> None:
+        super().__init__()
         buckets = ddp.bagua_buckets if buckets is None else buckets
         group = group or ddp.process_group
         wrap = group.connections.next_wrap()
@@ -60,7 +65,7 @@ class EngineSynchronizer:
         self._path = self._make_path(ddp)
         self._begun = 0  # the last round that step_begins() was called for
 
-    def _make_path(self, ddp: Wrapper) -> _C.GradientPath:
+    def _make_path(self, ddp: Session) -> _C.GradientPath:
         algorithm = ddp.bagua_algorithm
         own_marks = algorithm.overrides("init_backward_hook")
         own_wait = algorithm.overrides("init_post_backward_hook")
@@ -103,7 +108,7 @@ class EngineSynchronizer:
                 warn_unused(ddp.bagua_module_name, names)
 
         if own_marks:
-            self._handles = backward_hooks(ddp)
+            self._handles = _backward_hooks(ddp)
         return _C.GradientPath(
             self.engine,
             install_hooks=not own_marks,
@@ -128,11 +133,6 @@ class EngineSynchronizer:
         """Say whether optimizers step inside backward."""
         self._path.call_after_gradients(enabled)
 
-    @property
-    def rounds(self) -> EngineSynchronizer:
-        """This synchronizer: the ranks' steps are rounds."""
-        return self
-
     def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
         """Open a round, or continue an open one; False if it was called for that one before.
 
@@ -143,11 +143,10 @@ class EngineSynchronizer:
         before, self._begun = self._begun, self.engine.round
         return self._begun != before
 
-    def await_agreement(self) -> None:
-        """Block until the ranks agree on the open round, which is opened if none is."""
-        if not self.engine.round_open:
-            self.engine.begin_round()
-        self.engine.await_agreement()
+    def begin_without_inputs(self, result_scale: float) -> None:
+        """Open a round of the ranks that still have inputs, on one that has none."""
+        self.engine.begin_round(check_weights=False)  # no inputs, no optimizer's step
+        self.step_begins(1.0, result_scale)
 
     def agree_on_unfreezing(self, names: list[str]) -> None:
         """Block until all ranks are about to unfreeze ``names``; this synchronizer ends then.
@@ -159,9 +158,17 @@ class EngineSynchronizer:
         self.engine.begin_round(frozen=int.from_bytes(digest, "little"))
         self.engine.await_agreement()
 
-    def part_of_the_round(self) -> AbstractContextManager[None]:
-        """Messages of the main thread inside belong to the open round, and fail with it."""
-        return part_of_the_round(self.engine)
+    @contextmanager
+    def part_of_the_round(self) -> Iterator[None]:
+        """Messages of the main thread inside belong to the open round, and fail with it.
+
+        Opens a round if none is, and begins when the ranks agree on it.
+        """
+        if not self.engine.round_open:
+            self.engine.begin_round()
+        self.engine.await_agreement()
+        with part_of_the_round(self.engine):
+            yield
 
     def watch(self, outputs: list[torch.Tensor]) -> None:
         """After a forward that communicates: so does every backward through ``outputs``."""
@@ -244,12 +251,13 @@ class EngineSynchronizer:
 
     # Control.
 
+    def settle(self) -> None:
+        """Raise a failure of the device at what earlier steps gave it."""
+        self.engine.settle()
+
     def hook_ids(self) -> list[int]:
         """Ids of the hooks, for copies that must not have them."""
         return [handle.id for handle in self._handles]
-
-    def end_together(self) -> None:
-        """Rounds end together by themselves, and none runs between two steps."""
 
     def stats(self) -> dict[str, Any]:
         """The engine's, for :func:`bagua._core.state.statistics.statistics`."""
@@ -262,3 +270,18 @@ class EngineSynchronizer:
         self._handles = []
         self._path.remove_hooks()
         self.engine.stop()
+
+
+def _backward_hooks(ddp: Session) -> list[torch.utils.hooks.RemovableHandle]:
+    """The algorithm's own backward hook, on every parameter that is trained."""
+    this = weakref.ref(ddp)
+    handles = []
+    for name, parameter in ddp.bagua_build_params():
+
+        def hook(p: Any, name: str = name) -> None:
+            session = this()
+            if session is not None and session.communicates_in_backward:
+                session.bagua_algorithm.init_backward_hook(session)(name, p)
+
+        handles.append(parameter.register_post_accumulate_grad_hook(hook))
+    return handles

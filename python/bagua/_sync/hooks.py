@@ -1,4 +1,4 @@
-"""Hooks that run Python, for algorithms that override them; and the tensors of an output."""
+"""Hooks of modules: those that copies do not have, outside of compiled graphs, on outputs."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from bagua._sync.wrapper import Wrapper
+__all__ = ["DroppedOnCopy", "WeakHook", "outside_graphs", "outside_graphs_lazily", "tensors_in"]
 
-__all__ = ["LeftBehind", "WeakHook", "backward_hooks", "optimizer_hooks", "tensors_in"]
+F = TypeVar("F", bound=Callable[..., None])
 
 
-class LeftBehind:
-    """A hook that copies and files of its module do not have.
+class DroppedOnCopy:
+    """A hook that is removed when its module is copied or pickled.
 
     They have a function of the standard library that does nothing, so that files load where this
     package is not installed.
@@ -31,7 +30,7 @@ class LeftBehind:
         return functools.partial, (sys.audit, "bagua.copy")
 
 
-class WeakHook(LeftBehind):
+class WeakHook(DroppedOnCopy):
     """Calls a method, without arguments, as long as its object lives."""
 
     def __init__(self, method: Callable[[], None]) -> None:
@@ -40,35 +39,6 @@ class WeakHook(LeftBehind):
     def __call__(self, *_: Any) -> None:
         if (method := self._method()) is not None:
             method()
-
-
-def backward_hooks(ddp: Wrapper) -> list[RemovableHandle]:
-    """The algorithm's own backward hook, on every parameter that is trained."""
-    this = weakref.ref(ddp)
-    handles = []
-    for name, parameter in ddp.bagua_build_params():
-
-        def hook(p: Any, name: str = name) -> None:
-            owner = this()
-            if owner is not None and owner.communicates_in_backward:
-                owner.bagua_algorithm.init_backward_hook(owner)(name, p)
-
-        handles.append(parameter.register_post_accumulate_grad_hook(hook))
-    return handles
-
-
-def optimizer_hooks(ddp: Wrapper) -> list[RemovableHandle]:
-    """The algorithm's own hook after ``step()``, if it has one, on every optimizer."""
-    if not ddp.bagua_algorithm.overrides("init_post_optimizer_step_hook"):
-        return []
-    this = weakref.ref(ddp)
-
-    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        owner = this()
-        if owner is not None:
-            owner.bagua_algorithm.init_post_optimizer_step_hook(owner)(optimizer)
-
-    return [optimizer.register_step_post_hook(after_step) for optimizer in ddp.bagua_optimizers]
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:
@@ -84,3 +54,19 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
     else:
         return []
     return [tensor for item in items for tensor in tensors_in(item)]
+
+
+def outside_graphs(step: F) -> F:
+    """A part of the training step for which torch.compile leaves a graph and comes back."""
+    hidden: F = torch.compiler.disable(
+        step,
+        reason="bagua communicates before and after a forward. For fullgraph=True compile the "
+        "module first: torch.compile(model, fullgraph=True).with_bagua(...)",
+    )
+    return hidden
+
+
+def outside_graphs_lazily(step: F) -> F:
+    """As :func:`outside_graphs`, for decorators: loads torch.compile at the first call only."""
+    hidden: F = torch._disable_dynamo(step)  # type: ignore[assignment,attr-defined]
+    return hidden

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,8 +18,10 @@ from bagua._core.group import environment as env
 from bagua._core.group.connections import fingerprint
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Lane
-from bagua._ops.contract.operation import BucketView, Operation
-from bagua._sync.wrapper import Bucket
+from bagua._ops.contract.operation import Operation
+
+if TYPE_CHECKING:
+    from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = [
     "Plan",
@@ -52,7 +55,7 @@ class Plan:
     non_finite: dict[str, _C.NonFiniteRounds]
 
 
-def describe(buckets: Sequence[Bucket]) -> list[str]:
+def describe(buckets: Sequence[BaguaBucket]) -> list[str]:
     """Lines that are equal on all ranks where their buckets are."""
     lines = []
     for bucket in buckets:
@@ -64,7 +67,9 @@ def describe(buckets: Sequence[Bucket]) -> list[str]:
     return lines
 
 
-def divided_first(bucket: Bucket, group: BaguaProcessGroup) -> tuple[Sequence[Operation], float]:
+def divided_first(
+    bucket: BaguaBucket, group: BaguaProcessGroup
+) -> tuple[Sequence[Operation], float]:
     """The operations of a bucket, and the factor for gradients as they are put into it.
 
     gloo has no mean: dividing takes a pass over memory, which is free where the gradient is copied
@@ -83,7 +88,7 @@ def _warn_stragglers(report: str) -> None:
         warnings.warn(report, RuntimeWarning, stacklevel=2)
 
 
-def _number_of_lanes(buckets: Sequence[Bucket]) -> int:
+def _number_of_lanes(buckets: Sequence[BaguaBucket]) -> int:
     text = os.environ.get("BAGUA_LANES", "1")
     lanes = int(text) if text.isdecimal() else 0
     if not 1 <= lanes <= 16:
@@ -93,7 +98,7 @@ def _number_of_lanes(buckets: Sequence[Bucket]) -> int:
 
 
 def counted(
-    bucket: BucketView,
+    bucket: BaguaBucket,
     specs: Sequence[Operation],
     ops: list[_C.BucketOp],
     rounds: _C.NonFiniteRounds | None = None,
@@ -109,7 +114,7 @@ def counted(
 
 
 def build(
-    buckets: Sequence[Bucket],
+    buckets: Sequence[BaguaBucket],
     group: BaguaProcessGroup,
     name: str,
     wrap: str,
@@ -132,7 +137,7 @@ def build(
 
 
 def _build(
-    buckets: Sequence[Bucket],
+    buckets: Sequence[BaguaBucket],
     group: BaguaProcessGroup,
     name: str,
     wrap: str,
@@ -225,7 +230,7 @@ def log_unfrozen(name: str, unfrozen: Sequence[str]) -> None:
 
 
 def log_plan(
-    name: str, algorithm: str, group: BaguaProcessGroup, buckets: Sequence[Bucket]
+    name: str, algorithm: str, group: BaguaProcessGroup, buckets: Sequence[BaguaBucket]
 ) -> None:
     """Log the plan that has been built."""
     _log.info(

@@ -1,32 +1,48 @@
-"""The protocol of a wrapped module's communication."""
+"""``Synchronizer``: base of what communicates for a wrapped module."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 from bagua import _C
-from bagua._sync.engine_synchronizer import EngineSynchronizer
+from bagua._core.state.statistics import NOTHING
 
 __all__ = ["Synchronizer"]
 
 
-class Synchronizer(Protocol):
+class Synchronizer:
     """Communicates for a wrapped module, from one (re)build of its buckets to the next.
 
+    This one communicates nothing: it is that of a module without buckets.
+
     Attributes:
+        makes_rounds: whether the ranks' steps are rounds that all of them take part in. The methods
+            of rounds do nothing elsewhere.
         communicators: (purpose, communicator) of its lanes, for statistics.
         non_finite: by bucket, the counter of its rounds with NaN or infinity; none on CUDA.
     """
 
+    makes_rounds = False
     communicators: list[tuple[str, _C.CountingCommunicator]]
     non_finite: dict[str, _C.NonFiniteRounds]
 
-    @property
-    def rounds(self) -> EngineSynchronizer | None:
-        """The synchronizer itself if the ranks' steps are rounds that all of them take part in."""
+    def __init__(self) -> None:
+        self.communicators = []
+        self.non_finite = {}
 
-    def step_begins(self, grad_scale: float, result_scale: float) -> bool:
+    # One step, in the order in which things happen.
+
+    def begin_forward(self, communicates: bool) -> None:
+        """Say before a forward with gradients whether its backwards communicate."""
+
+    def call_after_gradients(self, enabled: bool) -> None:
+        """Say whether optimizers step inside backward."""
+
+    def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
         """A forward that trains begins.
 
         Args:
@@ -39,18 +55,67 @@ class Synchronizer(Protocol):
         Raises:
             BaguaError: this rank or another has failed.
         """
+        return False
+
+    def begin_without_inputs(self, result_scale: float) -> None:
+        """Open a round of the ranks that still have inputs, on one that has none."""
+
+    @contextmanager
+    def part_of_the_round(self) -> Iterator[None]:
+        """Messages of the main thread inside belong to the open round or the next, and fail with
+        it. All ranks call it."""
+        yield
+
+    def agree_on_unfreezing(self, names: list[str]) -> None:
+        """Block until all ranks are about to unfreeze ``names``; this synchronizer ends then."""
+
+    def watch(self, outputs: list[torch.Tensor]) -> None:
+        """After a forward that communicates: so does every backward through ``outputs``."""
+
+    def answer_with_zeros(self) -> None:
+        """The open round, of a rank without inputs: it contributes zeros; no ``.grad`` changes."""
+
+    def mark_all(self) -> None:
+        """Mark every tensor that is not marked yet."""
 
     def wait(self) -> None:
         """Block until all launched work is done; raise a failure of it."""
 
-    def exclusive(self) -> AbstractContextManager[None]:
+    @property
+    def in_backward(self) -> bool:
+        """Whether this thread is inside a backward that is communicated."""
+        return False
+
+    @property
+    def synchronising(self) -> bool:
+        """Whether a round is open."""
+        return False
+
+    @property
+    def communicating(self) -> bool:
+        """Whether the backward that is running is communicated."""
+        return False
+
+    # Control.
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
         """Inside it no weights change but by the caller."""
+        yield
 
     def stats(self) -> dict[str, Any]:
         """Counters of the C++ core."""
+        return NOTHING
 
     def hook_ids(self) -> list[int]:
         """Ids of the hooks, for copies that must not have them."""
+        return []
+
+    def settle(self) -> None:
+        """Raise a failure of the device at what earlier steps gave it."""
+
+    def finish_soon(self) -> None:
+        """Give the buckets that were marked some seconds: other ranks may be gone."""
 
     def end_together(self) -> None:
         """End work between steps on all ranks, before another synchronizer replaces this one."""

@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from bagua._watch.source import Source, moved, source_of
+from bagua._core.group.connections import MOVED
 
-__all__ = ["Writer", "per_round", "write_stats"]
+__all__ = ["Writer", "moved", "per_round", "source_of", "write_stats"]
 
 _TIMES = ("wire_ns", "encode_ns", "waiting_ns")  # of the buckets, in `total`
 _CLOCKED = (
@@ -25,7 +25,29 @@ class Writer(Protocol):
 
 
 # By source: the statistics at the last call, by id of the writer.
-_last: weakref.WeakKeyDictionary[Source, dict[int, dict[str, Any]]] = weakref.WeakKeyDictionary()
+_last: weakref.WeakKeyDictionary[Any, dict[int, dict[str, Any]]] = weakref.WeakKeyDictionary()
+
+
+def source_of(model: Any) -> Any:
+    """The statistics of ``model``: a wrapped module, ``DistributedDataParallel``, or a handle.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    source = getattr(model, "bagua_ddp", model)
+    if not callable(getattr(source, "stats", None)):
+        raise TypeError(
+            "statistics are those of a module after with_bagua, of bagua's "
+            "DistributedDataParallel or of a handle of bagua.comm_hooks.register, not of "
+            f"{type(model).__name__}"
+        )
+    return source
+
+
+def moved(stats: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes and messages over all communicators, the ranks' agreements included."""
+    tables = [*stats["communicators"].values(), stats["control"]]
+    return {key: sum(table[key] for table in tables) for key in MOVED}
 
 
 def write_stats(

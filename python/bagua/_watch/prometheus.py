@@ -8,7 +8,7 @@ from typing import Any
 
 from bagua._core.group import environment as env
 from bagua._core.group.process_group import close_at_exit
-from bagua._watch.source import Source, source_of
+from bagua._watch.per_round import source_of
 
 __all__ = ["MetricsServer", "serve_metrics"]
 
@@ -96,7 +96,7 @@ _open: list[MetricsServer] = []
 class _Collector:
     """Reads the statistics when Prometheus asks for them."""
 
-    def __init__(self, source: Source, module: str) -> None:
+    def __init__(self, source: Any, module: str) -> None:
         self._source = weakref.ref(source)
         name = getattr(source, "bagua_module_name", module)
         self._labels = {"rank": str(env.get_rank()), "module": str(name)}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from bagua._core.group import environment as env
 from bagua._core.group.process_group import close_at_exit
-from bagua._watch.source import Source, moved
+from bagua._watch.per_round import moved
 
 __all__ = ["KEY", "TIMES", "Publisher", "publish"]
 
@@ -30,7 +30,7 @@ _END_SECONDS = 1.0  # for which the end of the group waits for the last publicat
 _log = logging.getLogger("bagua")
 
 
-def publish(source: Source) -> None:
+def publish(source: Any) -> None:
     """Publish the statistics of ``source`` from now on, if ``BAGUA_TOP`` asks for it.
 
     One thread of the process does it, over a connection of its own: the training never waits for
@@ -58,7 +58,7 @@ class Publisher:
 
     def __init__(self, every: float) -> None:
         self._every = every
-        self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
+        self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
         self._end = threading.Event()
         self._number = 0
         self._thread = threading.Thread(target=self._run, name="bagua-top", daemon=True)
@@ -69,7 +69,7 @@ class Publisher:
         """Whether it publishes no longer."""
         return self._end.is_set() or not self._thread.is_alive()
 
-    def add(self, source: Source) -> None:
+    def add(self, source: Any) -> None:
         """Publish the statistics of ``source`` too, as long as it lives."""
         self._sources.add(source)
 

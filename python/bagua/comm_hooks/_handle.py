@@ -18,7 +18,7 @@ from bagua._sync.plan import counted, divided_first
 from bagua.comm_hooks._bucket import HookedBucket
 from bagua.comm_hooks._memories import Memories
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
-from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
+from bagua.torch_api.algorithms.base import AlgorithmImpl
 
 __all__ = ["Handle"]
 
@@ -100,7 +100,7 @@ class Handle:
     def _append_operations(self, bucket: HookedBucket, round: int) -> _C.RoundMemory | None:
         if self._memories is None:
             # Algorithms without memory do not look at the wrapped module.
-            self._algorithm.init_operations(cast(WrappedModule, None), bucket)
+            self._algorithm.init_operations(cast(Any, None), bucket)
             return None
         assert isinstance(self._algorithm, ErrorFeedbackImpl)
         warm_up = self._algorithm.warmup_steps - self._rounds_before  # its last round

@@ -15,8 +15,8 @@ from bagua._core.group.job import as_bagua_group
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.snapshot import sparse_parameters
 from bagua._ops.contract.lane import Lane
-from bagua._sync import owners
 from bagua.comm_hooks._handle import Handle
+from bagua.torch_api._session import is_owned
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithmImpl
@@ -175,7 +175,7 @@ def _check_parameters(
     """The device of all parameters."""
     sparse = sparse_parameters(ddp.module)
     for name, parameter in named:
-        if owners.is_owned(parameter):
+        if is_owned(parameter):
             raise RuntimeError(
                 f"comm_hooks.register: parameter '{name}' belongs to a module that with_bagua has "
                 "wrapped, which communicates already; use one of the two"

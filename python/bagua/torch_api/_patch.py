@@ -17,7 +17,7 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import METHODS, PROPERTIES
 from bagua._guard.guard import Guard
 from bagua._sync.outer.step_attempts import attempt_of
-from bagua.torch_api._wrapper import BaguaDistributedDataParallel
+from bagua.torch_api._session import Session
 from bagua.torch_api.algorithms.auto import AutoAlgorithm
 from bagua.torch_api.algorithms.base import Algorithm, check_arguments
 from bagua.torch_api.distributed import BaguaModule, watch_copy, wrap_class
@@ -104,7 +104,7 @@ def wrap(
         model.bagua_ddp.pause()
         model.bagua_ddp.close()
     with group.connections.collective_phase("with_bagua"):
-        ddp = BaguaDistributedDataParallel(
+        ddp = Session(
             model,
             optimizers,
             algorithm,

@@ -33,7 +33,7 @@ from bagua._ops.low_rank import LowRank
 from bagua._ops.momentum import UpdateMomentum
 from bagua._ops.sparse import Sparse
 from bagua._ops.user_functions import PythonFunction
-from bagua._sync.asynchronous_average import AsynchronousAverage, check_asynchronous_mode
+from bagua._sync.averaging_synchronizer import AsynchronousAverage, check_asynchronous_mode
 
 __all__ = ["BaguaBucket", "aligned_buckets"]
 

@@ -20,7 +20,7 @@ from bagua._core.state import step_folder as _step_folder
 from bagua._core.state.saved_values import check_state, copied
 from bagua._core.state.step_folder import Damaged, Leaves
 from bagua._core.state.weights_check import digest
-from bagua.torch_api._wrapper import BaguaDistributedDataParallel
+from bagua.torch_api._session import Session
 from bagua.torch_api.distributed import BaguaModule
 
 __all__ = ["PerRank", "load_latest", "save_checkpoint"]
@@ -226,7 +226,7 @@ def _members(group: Any) -> BaguaProcessGroup:
     return joined
 
 
-def _wrapped_in(state: Mapping[str, Any]) -> Iterator[tuple[str, BaguaDistributedDataParallel]]:
+def _wrapped_in(state: Mapping[str, Any]) -> Iterator[tuple[str, Session]]:
     """(name, what communicates for it) of the wrapped modules."""
     for name, part in state.items():
         wrapped = part if isinstance(part, BaguaModule) else getattr(part, "module", None)
@@ -276,7 +276,7 @@ def _of_all_ranks(place: Path, saved: int, size: int, state: Mapping[str, Any]) 
     return result
 
 
-def _buffers_of(part: Any, ddp: BaguaDistributedDataParallel) -> Iterator[tuple[str]]:
+def _buffers_of(part: Any, ddp: Session) -> Iterator[tuple[str]]:
     within = "" if part is ddp.module else "module."
     for name, _ in ddp.module.named_buffers():
         yield (within + name,)

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._sync import owners
-from bagua._sync.hooks import LeftBehind
-from bagua.torch_api._wrapper import BaguaDistributedDataParallel
+from bagua._sync.hooks import DroppedOnCopy
+from bagua.torch_api._session import Session, is_owned
 from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 
@@ -32,6 +31,9 @@ __all__ = [
     "watch_copy",
     "wrap_class",
 ]
+
+#: Bagua's name of the class.
+BaguaDistributedDataParallel = Session
 
 _HOOK_TABLES = (
     "_forward_pre_hooks",
@@ -53,9 +55,9 @@ class BaguaModule(torch.nn.Module):
     _bagua_original: type[torch.nn.Module]
 
     @property
-    def bagua_ddp(self) -> BaguaDistributedDataParallel:
+    def bagua_ddp(self) -> Session:
         """The wrapper that communicates for this module."""
-        ddp: BaguaDistributedDataParallel = self.__dict__["_bagua_ddp"]
+        ddp: Session = self.__dict__["_bagua_ddp"]
         return ddp
 
     @property
@@ -139,7 +141,7 @@ class BaguaModule(torch.nn.Module):
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether forwards communicate; may be set, which is what :meth:`no_sync` does."""
-        ddp: BaguaDistributedDataParallel | None = self.__dict__.get("_bagua_ddp")
+        ddp: Session | None = self.__dict__.get("_bagua_ddp")
         if ddp is not None:
             return ddp.require_backward_grad_sync
         enabled: bool = self.__dict__.get(_SYNCHRONISES, True)  # not wrapped yet, or a copy
@@ -152,7 +154,7 @@ class BaguaModule(torch.nn.Module):
         else:
             self.__dict__[_SYNCHRONISES] = enabled
 
-    def _attach(self, ddp: BaguaDistributedDataParallel) -> None:
+    def _attach(self, ddp: Session) -> None:
         """Communicate by ``ddp`` from now on; ``require_backward_grad_sync`` stays as it is."""
         ddp.require_backward_grad_sync = self.require_backward_grad_sync
         self.__dict__.pop(_SYNCHRONISES, None)
@@ -202,7 +204,7 @@ def plain_twin(module: Any, original: type[torch.nn.Module], hooks: list[int]) -
 _COPY_OF = "_bagua_copy_of"
 
 
-class _TrainsAlone(LeftBehind):
+class _TrainsAlone(DroppedOnCopy):
     """A forward pre-hook of a copy, which warns once when the copy is trained on its own."""
 
     def __init__(self) -> None:
@@ -215,7 +217,7 @@ class _TrainsAlone(LeftBehind):
             return
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        if owners.is_owned(trained[0]):
+        if is_owned(trained[0]):
             return
         forget_copy(module)
         warnings.warn(

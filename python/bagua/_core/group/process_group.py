@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -36,23 +36,13 @@ Asked = TypeVar("Asked", bound=Hierarchy)
 
 
 class Closable(Protocol):
-    """Resource that is closed when the interpreter or the process group ends."""
+    """Resource that is closed when the interpreter or the process group ends.
+
+    It may also have ``announce_end()``, called on all resources before the first is closed where
+    the program ends well, and ``end_with_group()``, called instead of ``close()``.
+    """
 
     def close(self) -> None: ...
-
-
-@runtime_checkable
-class BackgroundTask(Protocol):
-    """Background work that must be told before shutdown."""
-
-    def announce_end(self) -> None: ...
-
-
-@runtime_checkable
-class EndsWithGroup(Protocol):
-    """Resource that distinguishes the end of the process group from :meth:`close`."""
-
-    def end_with_group(self) -> None: ...
 
 
 _live: weakref.WeakSet[Closable] = weakref.WeakSet()
@@ -75,15 +65,12 @@ def close_all() -> None:
     # An uncaught exception is on its way out: the other ranks are not to be waited for.
     if getattr(sys, "last_value", None) is None:
         for resource in resources:
-            if isinstance(resource, BackgroundTask):
+            if hasattr(resource, "announce_end"):
                 resource.announce_end()
     failures: list[_C.BaguaError] = []
     for resource in resources:
         try:
-            if isinstance(resource, EndsWithGroup):
-                resource.end_with_group()
-            else:
-                resource.close()
+            getattr(resource, "end_with_group", resource.close)()
         except _C.BaguaError as error:
             failures.append(error)
     for group in list(_groups.values()):

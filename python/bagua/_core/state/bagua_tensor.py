@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from bagua import _C
+
+if TYPE_CHECKING:
+    from bagua._sync.engine_synchronizer import EngineSynchronizer
 
 __all__ = ["BaguaTensor"]
 
@@ -22,12 +25,6 @@ BaguaTensor = torch.Tensor
 
 Getter = Callable[[torch.Tensor], torch.Tensor]
 Setter = Callable[[torch.Tensor, torch.Tensor], None]
-
-
-class Marker(Protocol):
-    """Marks a tensor ready: the synchronizer of the module that owns it."""
-
-    def mark_tensor_ready(self, tensor: torch.Tensor) -> None: ...
 
 
 class Record:
@@ -40,7 +37,7 @@ class Record:
         self.module_name = module_name
         self.getter = getter
         self.setter = setter
-        self.marker: weakref.ref[Marker] | None = None
+        self.marker: weakref.ref[EngineSynchronizer] | None = None
         #: On their way to the other ranks: gradients of sparse layout; None: they are dense.
         self.sparse: _C.SparseGradient | None = None
 

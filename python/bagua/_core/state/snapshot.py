@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bagua import _C
+
+if TYPE_CHECKING:
+    from bagua.torch_api.algorithms.base import AlgorithmImpl
 
 __all__ = [
     "ModuleSnapshot",
@@ -21,13 +24,6 @@ __all__ = [
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 _IGNORE = "_bagua_params_and_buffers_to_ignore"
-
-
-class Capable(Protocol):
-    """Capabilities of an algorithm besides real parameters with dense gradients."""
-
-    complex_parameters: bool
-    sparse_gradients: bool
 
 
 class ModuleSnapshot:
@@ -190,7 +186,7 @@ class ModuleSnapshot:
         ]
         return lines
 
-    def refuse_unsupported(self, module: torch.nn.Module, algorithm: Capable) -> None:
+    def refuse_unsupported(self, module: torch.nn.Module, algorithm: AlgorithmImpl) -> None:
         """Check that ``algorithm`` can communicate every parameter that is trained.
 
         Raises:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from bagua import _C
 from bagua._core.group.connections import TRAFFIC, Connections
 
-__all__ = ["MainThreadTraffic", "lane_statistics", "statistics"]
+__all__ = ["NOTHING", "MainThreadTraffic", "lane_statistics", "statistics"]
 
 _TIMES = ("encode_ns", "busy_ns", "waiting_ns", "hidden_ns")
 # torch waits for the results of a dynamic lane, which does not learn for how long.
 _NOT_MEASURED = ("hidden_ns", "exposed_ns", "longest_wait_ns")
-_NOTHING: dict[str, Any] = {
+#: Counters where there are no buckets.
+NOTHING: dict[str, Any] = {
     "buckets": [],
     "control": dict.fromkeys(TRAFFIC, 0),
     "rounds": 0,
@@ -41,30 +42,25 @@ class MainThreadTraffic:
             _add(self.by_purpose, purpose, {key: after[key] - before[key] for key in TRAFFIC})
 
 
-class Running(Protocol):
-    """The engine or periodic lane of a module.
+def statistics(
+    counters: Mapping[str, Any],
+    communicators: Iterable[tuple[str, _C.CountingCommunicator]],
+    non_finite: Mapping[str, _C.NonFiniteRounds],
+    main: MainThreadTraffic,
+) -> dict[str, Any]:
+    """See ``BaguaModule.bagua_stats``.
 
-    Attributes:
+    Args:
+        counters: of the engine or lane, as the C++ core returns them.
         communicators: (purpose, communicator) of its lanes.
         non_finite: by bucket, of those where it is counted.
+        main: what the main thread has sent.
     """
-
-    communicators: list[tuple[str, _C.CountingCommunicator]]
-    non_finite: dict[str, _C.NonFiniteRounds]
-
-    def stats(self) -> dict[str, Any]:
-        """Counters of the C++ core."""
-
-
-def statistics(running: Running | None, main: MainThreadTraffic) -> dict[str, Any]:
-    """See ``BaguaModule.bagua_stats``; ``running`` is None while there are no buckets."""
-    stats = _NOTHING if running is None else running.stats()
-    communicators = [] if running is None else running.communicators
     numbers = ("bytes", *TRAFFIC, *_TIMES)
-    total = {key: sum(bucket[key] for bucket in stats["buckets"]) for key in numbers}
+    total = {key: sum(bucket[key] for bucket in counters["buckets"]) for key in numbers}
     counts = []
-    for bucket in stats["buckets"]:
-        rounds = None if running is None else running.non_finite.get(bucket["name"])
+    for bucket in counters["buckets"]:
+        rounds = non_finite.get(bucket["name"])
         bucket["nonfinite_rounds"] = None if rounds is None else rounds.count
         counts.append(bucket["nonfinite_rounds"])
     total["nonfinite_rounds"] = None if None in counts else sum(counts)
@@ -73,31 +69,17 @@ def statistics(running: Running | None, main: MainThreadTraffic) -> dict[str, An
         _add(by_purpose, re.sub(r"\d+$", "", name), communicator.traffic())  # node0, node1, ...
     for purpose, traffic in main.by_purpose.copy().items():  # the main thread may be adding
         _add(by_purpose, purpose, traffic)
-    return {**stats, "total": total, "communicators": by_purpose}
-
-
-class _RunningLane:
-    """A dynamic lane as ``statistics()`` sees it."""
-
-    def __init__(
-        self,
-        lane: _C.DynamicLane,
-        communicators: list[tuple[str, _C.CountingCommunicator]],
-        non_finite: dict[str, _C.NonFiniteRounds],
-    ) -> None:
-        self.communicators = communicators
-        self.non_finite = non_finite
-        self.stats = lane.stats
+    return {**counters, "total": total, "communicators": by_purpose}
 
 
 def lane_statistics(
     lane: _C.DynamicLane,
-    communicators: list[tuple[str, _C.CountingCommunicator]],
-    non_finite: dict[str, _C.NonFiniteRounds],
+    communicators: Iterable[tuple[str, _C.CountingCommunicator]],
+    non_finite: Mapping[str, _C.NonFiniteRounds],
     main: MainThreadTraffic,
 ) -> dict[str, Any]:
     """``statistics()`` of a dynamic lane, without what it does not know: how long others wait."""
-    stats = statistics(_RunningLane(lane, communicators, non_finite), main)
+    stats = statistics(lane.stats(), communicators, non_finite, main)
     for table in (stats, stats["total"], *stats["buckets"]):
         for key in _NOT_MEASURED:
             table.pop(key, None)

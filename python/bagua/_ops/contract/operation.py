@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -10,34 +10,13 @@ from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Lane
 
-__all__ = ["BucketView", "Operation", "Sent"]
+if TYPE_CHECKING:
+    from bagua.torch_api.bucket import BaguaBucket
+
+__all__ = ["Operation", "Sent"]
 
 #: What a guard can compare: the mean of what the ranks put in, or weights of their own.
 Sent = Literal["mean", "weights"]
-
-
-class BucketView(Protocol):
-    """A bucket, as its operations see it.
-
-    Attributes:
-        name: unique within the module.
-        backend_tensor: the flat memory.
-        padding_tensor: its end, if there are no tensors in it.
-        tensors: the registered tensors, in the order in which they lie in it.
-        gradients: whether gradients are communicated, which are adopted from autograd.
-        owns_memory: whether nothing but tensors of its own points into the flat memory.
-        position: (index of this bucket, number of buckets) of the module.
-    """
-
-    name: str
-    backend_tensor: torch.Tensor
-    padding_tensor: torch.Tensor | None
-    tensors: list[torch.Tensor]
-    gradients: bool
-    owns_memory: bool
-    position: tuple[int, int]
-
-    def slots(self) -> list[_C.Slot]: ...
 
 
 class Operation:
@@ -55,7 +34,7 @@ class Operation:
     takes_shares: bool = False
     approximates: Sent | None = None
 
-    def check(self, bucket: BucketView) -> None:
+    def check(self, bucket: BaguaBucket) -> None:
         """Raise ValueError, naming the bucket, unless the operation fits it."""
 
     def remembered(self) -> _C.RoundMemory | None:
@@ -66,7 +45,7 @@ class Operation:
         """One line, equal on all ranks: a part of the plan's fingerprint."""
         raise NotImplementedError
 
-    def build(self, lane: Lane, bucket: BucketView) -> _C.BucketOp:
+    def build(self, lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
         """The C++ op. Every rank of the group calls it, in the same order: it may connect."""
         raise NotImplementedError
 

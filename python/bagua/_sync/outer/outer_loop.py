@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,11 @@ from bagua._sync.outer.step_attempts import StepAttempts
 from bagua._sync.outer.survival import Mortal, Survival
 from bagua._sync.outer.weights import Fragment, LocalWeights, OuterNumbers
 from bagua._sync.plan import build, finish_soon, part_of_the_round
-from bagua._sync.wrapper import Bucket, Wrapper
+from bagua._sync.synchronizer import Synchronizer
+
+if TYPE_CHECKING:
+    from bagua.torch_api._session import Session
+    from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["Outcomes", "OuterLoop", "Schedule"]
 
@@ -111,7 +115,7 @@ class Resumption:
     digest: int | None
 
 
-class OuterLoop:
+class OuterLoop(Synchronizer):
     """Lets ranks train by themselves, and averages what they have learnt every so many steps.
 
     A step is an attempted one of the last optimizer given to the wrap. Between rounds nothing is
@@ -137,13 +141,11 @@ class OuterLoop:
         weights: that train, and their anchors.
     """
 
-    rounds = None  # the ranks' steps are no rounds
-
     def __init__(
         self,
-        ddp: Wrapper,
+        ddp: Session,
         fragments: Sequence[Fragment],
-        buffer_buckets: Sequence[Bucket],
+        buffer_buckets: Sequence[BaguaBucket],
         *,
         rule: OuterSGD | GrowingMomentum,
         schedule: Schedule,
@@ -151,6 +153,7 @@ class OuterLoop:
         shares: EqualShares,
         outcomes: Outcomes,
     ) -> None:
+        super().__init__()
         connections = ddp.process_group.connections
         name = ddp.bagua_module_name
         plan = build(ddp.bagua_buckets, ddp.process_group, name, connections.next_wrap())
@@ -319,10 +322,6 @@ class OuterLoop:
                 **asdict(self.numbers),
             },
         }
-
-    def hook_ids(self) -> list[int]:
-        """There are no hooks on the module."""
-        return []
 
     def end_together(self) -> None:
         """Use the result of a flight, before another plan takes over."""

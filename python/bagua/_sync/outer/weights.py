@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,7 +20,10 @@ from bagua._core.state.initial_state import broadcast_tensors
 from bagua._core.state.weights_check import digest
 from bagua._sync.outer.outer_sgd import GrowingMomentum, OuterSGD
 from bagua._sync.plan import part_of_the_round
-from bagua._sync.wrapper import Bucket, Wrapper
+
+if TYPE_CHECKING:
+    from bagua.torch_api._session import Session
+    from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["Fragment", "LocalWeights", "OuterNumbers", "weights_digest"]
 
@@ -65,7 +69,7 @@ class Fragment:
         own_norm: of this rank's pseudo-gradients at the last launch.
     """
 
-    def __init__(self, part: int, buckets: Sequence[Bucket], keeps: bool) -> None:
+    def __init__(self, part: int, buckets: Sequence[BaguaBucket], keeps: bool) -> None:
         self.part = part
         self.names = [record_of(t).name for bucket in buckets for t in bucket.tensors]
         self._means = [bucket.backend_tensor for bucket in buckets]
@@ -180,7 +184,7 @@ class Fragment:
 class BufferAverage:
     """The mean of floating buffers, in ``buckets`` of float32 (float64), which are no views."""
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, buckets: Sequence[BaguaBucket]) -> None:
         self._flats = [bucket.backend_tensor for bucket in buckets]
         self._names = [record_of(t).name for bucket in buckets for t in bucket.tensors]
         self._views = [view for bucket in buckets for _, view in bucket.named_views()]
@@ -221,9 +225,9 @@ class LocalWeights:
 
     def __init__(
         self,
-        ddp: Wrapper,
+        ddp: Session,
         fragments: Sequence[Fragment],
-        buffer_buckets: Sequence[Bucket],
+        buffer_buckets: Sequence[BaguaBucket],
     ) -> None:
         self.fragments = list(fragments)
         self.anchored = False
@@ -235,7 +239,7 @@ class LocalWeights:
         for fragment in self.fragments:
             fragment.begin(weights)
 
-    def _ddp(self) -> Wrapper:
+    def _ddp(self) -> Session:
         ddp = self._owner()
         if ddp is None:
             raise RuntimeError(f"module '{self._name}' has been deleted")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,8 +15,11 @@ from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.saved_values import check_state, saved_count
 from bagua.torch_api._residuals.means import RememberedMeans, check_warmup
 from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
-from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
+from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
+
+if TYPE_CHECKING:
+    from bagua.torch_api._session import Session
 
 __all__ = ["ErrorFeedbackImpl"]
 
@@ -83,7 +86,7 @@ class ErrorFeedbackImpl(AlgorithmImpl):
     def need_reset(self) -> bool:
         return self._compressing != (self._rounds >= self.warmup_steps)
 
-    def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+    def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
         if self.for_sgd and not self._rounds:
             owner = type(self).__name__.removesuffix("Impl")
             _warn_of_other_steps(owner, bagua_ddp.bagua_optimizers)
@@ -110,7 +113,7 @@ class ErrorFeedbackImpl(AlgorithmImpl):
     def _is_exact(self, tensor: torch.Tensor) -> bool:
         return record_of(tensor).name in self._exact_names
 
-    def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
+    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         bucket.clear_ops()
         if not self._compressing:
             bucket.append_centralized_synchronous_op(average=True, group=self.process_group)
@@ -130,7 +133,7 @@ class ErrorFeedbackImpl(AlgorithmImpl):
             state, self._loaded = self._loaded, None
             self._means.restore(state, self._equal_views())
 
-    def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
+    def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
         def finish() -> None:
             bagua_ddp.wait_pending_comm_ops()
             self._rounds += 1

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.adam import adam
 
+if TYPE_CHECKING:
+    from bagua.torch_api.algorithms.q_adam import QAdamAlgorithmImpl
+
 __all__ = ["QAdamOptimizer"]
-
-
-class MomentumSource(Protocol):
-    """The algorithm that averages over ranks, as the optimizer sees it."""
-
-    compressing: bool
-
-    def use_momentum(self) -> None: ...
 
 
 class QAdamOptimizer(torch.optim.Optimizer):
@@ -56,7 +51,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         ValueError: an argument out of its range, or groups with different ``warmup_steps``.
     """
 
-    _source: weakref.ref[MomentumSource] | None = None  # copies and pickles have none
+    _source: weakref.ref[QAdamAlgorithmImpl] | None = None  # copies and pickles have none
 
     def __init__(
         self,

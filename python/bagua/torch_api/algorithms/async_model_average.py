@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.saved_values import check_state, saved_count
-from bagua._sync.asynchronous_average import AsynchronousAverage, check_asynchronous_mode
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
+from bagua._sync.averaging_synchronizer import AsynchronousAverage, check_asynchronous_mode
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
+
+if TYPE_CHECKING:
+    from bagua.torch_api._session import Session
 
 __all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl"]
 
@@ -116,7 +119,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def need_reset(self) -> bool:
         return not self._averages and self._warmed_up >= self.warmup_steps
 
-    def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+    def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
         self._averages = self._warmed_up >= self.warmup_steps
         self._operations = []
         if not self._averages:
@@ -142,7 +145,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             BaguaBucket(group, name=str(i), flatten=True) for i, group in enumerate(kinds.values())
         ]
 
-    def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
+    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         bucket.clear_ops()
         if not self._averages:
             bucket.append_centralized_synchronous_op(average=True, group=self.process_group)
@@ -152,7 +155,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         )
         self._operations.append(operation)
 
-    def init_forward_pre_hook(self, bagua_ddp: WrappedModule) -> Callable[[Any], None]:
+    def init_forward_pre_hook(self, bagua_ddp: Session) -> Callable[[Any], None]:
         def keep_averaging(_: Any) -> None:
             if not self._aborted:
                 for operation in self._operations:
@@ -160,7 +163,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
         return keep_averaging
 
-    def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
+    def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
         def finish_warm_up_iteration() -> None:
             bagua_ddp.wait_pending_comm_ops()
             self._warmed_up += 1

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,16 +22,17 @@ from bagua._core.state.saved_values import check_state
 from bagua._core.state.snapshot import sparse_parameters
 from bagua._guard.guard import Guard
 from bagua._sync.synchronizer import Synchronizer
-from bagua._sync.wrapper import Wrapper as SynchronizedModule
 from bagua.torch_api.algorithms.base import (
     Algorithm,
     AlgorithmImpl,
     GlobalAlgorithmRegistry,
-    WrappedModule,
 )
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.torch_api.bucket import BaguaBucket
+
+if TYPE_CHECKING:
+    from bagua.torch_api._session import Session
 
 __all__ = ["AutoAlgorithm", "AutoAlgorithmImpl", "Selection", "Trial"]
 
@@ -336,7 +337,7 @@ class AutoAlgorithmImpl(AlgorithmImpl):
         super().__init__(process_group)
         connections = process_group.connections
         everything = [GradientAllReduceAlgorithm(), *arguments.candidates]
-        self._ddp: weakref.ref[WrappedModule] | None = None
+        self._ddp: weakref.ref[Session] | None = None
         self.selection = Selection(
             [Trial(algorithm, label_of(algorithm)) for algorithm in everything],
             arguments.max_error,
@@ -370,7 +371,7 @@ class AutoAlgorithmImpl(AlgorithmImpl):
         # Inside join() ranks without inputs have no forward in which they would rebuild.
         return (other and not joining) or self.inner.need_reset()
 
-    def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+    def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
         if self._ddp is None:
             self._ddp = weakref.ref(bagua_ddp)
             self._exclude_unsupported(bagua_ddp)
@@ -384,10 +385,10 @@ class AutoAlgorithmImpl(AlgorithmImpl):
     ) -> list[BaguaBucket]:
         return self.inner.tensors_to_buckets(tensors, do_flatten)
 
-    def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
+    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         self.inner.init_operations(bagua_ddp, bucket)
 
-    def make_synchronizer(self, bagua_ddp: SynchronizedModule) -> Synchronizer:
+    def make_synchronizer(self, bagua_ddp: Session) -> Synchronizer:
         return self.inner.make_synchronizer(bagua_ddp)
 
     # Hooks.
@@ -395,18 +396,16 @@ class AutoAlgorithmImpl(AlgorithmImpl):
     def overrides(self, method: str) -> bool:
         return method == "init_post_backward_hook" or self.inner.overrides(method)
 
-    def init_forward_pre_hook(self, bagua_ddp: WrappedModule) -> Callable[[Any], None]:
+    def init_forward_pre_hook(self, bagua_ddp: Session) -> Callable[[Any], None]:
         return self.inner.init_forward_pre_hook(bagua_ddp)
 
-    def init_backward_hook(
-        self, bagua_ddp: WrappedModule
-    ) -> Callable[[str, torch.nn.Parameter], None]:
+    def init_backward_hook(self, bagua_ddp: Session) -> Callable[[str, torch.nn.Parameter], None]:
         return self.inner.init_backward_hook(bagua_ddp)
 
-    def init_pre_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
+    def init_pre_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
         return self.inner.init_pre_backward_hook(bagua_ddp)
 
-    def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
+    def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
         def finish() -> None:
             self.inner.init_post_backward_hook(bagua_ddp)()
             self._step_ended(bagua_ddp)
@@ -414,11 +413,11 @@ class AutoAlgorithmImpl(AlgorithmImpl):
         return finish
 
     def init_post_optimizer_step_hook(
-        self, bagua_ddp: WrappedModule
+        self, bagua_ddp: Session
     ) -> Callable[[torch.optim.Optimizer], None]:
         return self.inner.init_post_optimizer_step_hook(bagua_ddp)
 
-    def mark_pending(self, bagua_ddp: WrappedModule) -> bool:
+    def mark_pending(self, bagua_ddp: Session) -> bool:
         return self.inner.mark_pending(bagua_ddp)
 
     def close(self) -> None:
@@ -430,7 +429,7 @@ class AutoAlgorithmImpl(AlgorithmImpl):
         """``{"choice": ...}``, see ``BaguaModule.bagua_stats``."""
         return {"choice": self.selection.values()}
 
-    def _exclude_unsupported(self, bagua_ddp: WrappedModule) -> None:
+    def _exclude_unsupported(self, bagua_ddp: Session) -> None:
         """Exclude what cannot communicate the module's gradients; choose where one is left."""
         named = bagua_ddp.bagua_build_params()
         sparse = any(id(p) in sparse_parameters(bagua_ddp.module) for _, p in named)
@@ -447,7 +446,7 @@ class AutoAlgorithmImpl(AlgorithmImpl):
         elif all(trial.excluded for trial in others):
             self.selection.choose(exact, "the only candidate")
 
-    def _step_ended(self, bagua_ddp: WrappedModule) -> None:
+    def _step_ended(self, bagua_ddp: Session) -> None:
         selection, guard = self.selection, bagua_ddp.guard
         # Inside join() ranks without inputs are in no step: ranks would count differently.
         if bagua_ddp.joining or self._built is not selection.at_work:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,52 +12,23 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.saved_values import check_no_state
 from bagua._core.state.snapshot import sparse_parameters
-from bagua._guard.guard import Guard, GuardAtWork
+from bagua._guard.guard import Guard
 from bagua._sync.averaging_synchronizer import AveragingSynchronizer
 from bagua._sync.engine_synchronizer import EngineSynchronizer
 from bagua._sync.synchronizer import Synchronizer
-from bagua._sync.wrapper import Wrapper as SynchronizedModule
 from bagua.torch_api._sparse_bucket import bucket_of
 from bagua.torch_api.bucket import BaguaBucket
+
+if TYPE_CHECKING:
+    from bagua.torch_api._session import Session
 
 __all__ = [
     "Algorithm",
     "AlgorithmImpl",
     "GlobalAlgorithmRegistry",
     "LocalWeightsImpl",
-    "WrappedModule",
     "check_arguments",
 ]
-
-
-class WrappedModule(Protocol):
-    """The wrapped module as an algorithm sees it (``bagua_ddp``)."""
-
-    bagua_module_name: str
-    bagua_optimizers: list[torch.optim.Optimizer]
-    bagua_buckets: list[BaguaBucket]
-    bagua_train_step_counter: int
-    process_group: BaguaProcessGroup
-    gradient_as_bucket_view: bool
-    guard: GuardAtWork | None
-
-    @property
-    def module(self) -> torch.nn.Module: ...
-
-    @property
-    def joining(self) -> bool: ...
-
-    def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]: ...
-
-    def bagua_floating_buffers(self) -> list[tuple[str, torch.Tensor]]: ...
-
-    def mark_all_ready(self) -> None: ...
-
-    def rebuild(self) -> None: ...
-
-    def welcome(self) -> None: ...
-
-    def wait_pending_comm_ops(self) -> None: ...
 
 
 class Algorithm:
@@ -146,7 +117,7 @@ class AlgorithmImpl:
         """Whether tensors and buckets must be rebuilt; asked in every training forward."""
         return False
 
-    def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+    def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
         """Register the tensors to communicate: by default all gradients, last parameter first."""
         tensors = []
         sparse = sparse_parameters(bagua_ddp.module)
@@ -171,22 +142,20 @@ class AlgorithmImpl:
         """Make the buckets, from tensors grouped by dtype, device and bucket size."""
         return [bucket_of(group, str(i), flatten=do_flatten) for i, group in enumerate(tensors)]
 
-    def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
+    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         """Append what ``bucket`` does when its tensors are ready."""
 
-    def make_synchronizer(self, bagua_ddp: SynchronizedModule) -> Synchronizer:
+    def make_synchronizer(self, bagua_ddp: Session) -> Synchronizer:
         """Make what runs the buckets: an engine, or a thread that averages weights periodically."""
         if any(bucket.asynchronous is not None for bucket in bagua_ddp.bagua_buckets):
             return AveragingSynchronizer(bagua_ddp)
         return EngineSynchronizer(bagua_ddp)
 
-    def init_forward_pre_hook(self, bagua_ddp: WrappedModule) -> Callable[[Any], None]:
+    def init_forward_pre_hook(self, bagua_ddp: Session) -> Callable[[Any], None]:
         """Called with the input of every training forward."""
         return _nothing
 
-    def init_backward_hook(
-        self, bagua_ddp: WrappedModule
-    ) -> Callable[[str, torch.nn.Parameter], None]:
+    def init_backward_hook(self, bagua_ddp: Session) -> Callable[[str, torch.nn.Parameter], None]:
         """Called when a gradient is there. Overriding it takes the step off the C++ path."""
 
         def mark_ready(parameter_name: str, parameter: torch.nn.Parameter) -> None:
@@ -194,7 +163,7 @@ class AlgorithmImpl:
 
         return mark_ready
 
-    def init_pre_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
+    def init_pre_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
         """Called when a backward that will communicate begins, before it has made a gradient.
 
         What it raises ends the backward. Not called for ``torch.autograd.grad`` and
@@ -202,12 +171,12 @@ class AlgorithmImpl:
         """
         return _nothing_at_all
 
-    def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
+    def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
         """Called at the end of backward: by default wait for communication."""
         return bagua_ddp.wait_pending_comm_ops
 
     def init_post_optimizer_step_hook(
-        self, bagua_ddp: WrappedModule
+        self, bagua_ddp: Session
     ) -> Callable[[torch.optim.Optimizer], None]:
         """Called after ``step()`` of every optimizer given to ``with_bagua``."""
         return _nothing
@@ -223,7 +192,7 @@ class AlgorithmImpl:
     def close(self) -> None:
         """Called when the module is wrapped again or closed: undo changes outside of it."""
 
-    def mark_pending(self, bagua_ddp: WrappedModule) -> bool:
+    def mark_pending(self, bagua_ddp: Session) -> bool:
         """Mark tensors that an earlier iteration left to communicate; False if there are none.
 
         Called before a training forward begins anything, inside ``no_sync()`` too, before weights
@@ -272,14 +241,14 @@ class LocalWeightsImpl(AlgorithmImpl):
     steps_in_backward = False
     _between_forward_and_backward = False
 
-    def register_weights(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+    def register_weights(self, bagua_ddp: Session) -> list[torch.Tensor]:
         """All parameters that are trained, as the tensors to communicate."""
         return [
             parameter.ensure_bagua_tensor(name, bagua_ddp.bagua_module_name)  # type: ignore[attr-defined]
             for name, parameter in bagua_ddp.bagua_build_params()
         ]
 
-    def check_step(self, bagua_ddp: WrappedModule, danger: str) -> None:
+    def check_step(self, bagua_ddp: Session, danger: str) -> None:
         """Refuse an optimizer's step inside an iteration; ``danger`` completes "..., ".
 
         Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,8 +19,11 @@ from bagua.torch_api._residuals.means import (
     warn_of_useless_residuals,
 )
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
+
+if TYPE_CHECKING:
+    from bagua.torch_api._session import Session
 
 __all__ = [
     "ByteGradAlgorithm",
@@ -107,7 +111,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
     ) -> list[BaguaBucket]:
         return aligned_buckets(tensors, do_flatten, self.process_group.size)
 
-    def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
+    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         bucket.clear_ops()
         bucket.append_centralized_synchronous_op(
             hierarchical=self.hierarchical,

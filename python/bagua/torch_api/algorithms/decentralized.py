@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.saved_values import check_state, saved_count
 from bagua._ops.average_weights import AverageWeights, check_peer_selection_mode
-from bagua.torch_api.algorithms.base import Algorithm, LocalWeightsImpl, WrappedModule
+from bagua.torch_api.algorithms.base import Algorithm, LocalWeightsImpl
 from bagua.torch_api.algorithms.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
 )
 from bagua.torch_api.bucket import BaguaBucket
+
+if TYPE_CHECKING:
+    from bagua.torch_api._session import Session
 
 __all__ = [
     "DecentralizedAlgorithm",
@@ -97,14 +100,14 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
         self._between_forward_and_backward = False
         self._under_way = False  # weights are being averaged and have not been copied back
 
-    def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+    def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
         self._communications = torch.tensor(self.state_dict()["communications"], device="cpu")
         self._operations = []
         self._between_forward_and_backward = False
         self._under_way = False
         return self.register_weights(bagua_ddp)
 
-    def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
+    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         bucket.clear_ops()
         operation = bucket.append_decentralized_synchronous_op(
             torch.empty_like(bucket.backend_tensor),
@@ -115,7 +118,7 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
         operation.communications.copy_(self._communications)
         self._operations.append((bucket, operation))
 
-    def init_forward_pre_hook(self, bagua_ddp: WrappedModule) -> Callable[[Any], None]:
+    def init_forward_pre_hook(self, bagua_ddp: Session) -> Callable[[Any], None]:
         def start(_: Any) -> None:
             self._between_forward_and_backward = True
             if self._under_way:  # a second forward before the backward: its communication continues
@@ -127,7 +130,7 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
 
         return start
 
-    def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
+    def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
         def finish() -> None:
             self._between_forward_and_backward = False
             self._iterations += 1
@@ -141,7 +144,7 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
         return finish
 
     def init_post_optimizer_step_hook(
-        self, bagua_ddp: WrappedModule
+        self, bagua_ddp: Session
     ) -> Callable[[torch.optim.Optimizer], None]:
         def check(optimizer: torch.optim.Optimizer) -> None:
             self.check_step(bagua_ddp, "when weights are on their way to other ranks")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Hierarchy
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
+
+if TYPE_CHECKING:
+    from bagua.torch_api._session import Session
 
 __all__ = ["GradientAllReduce", "GradientAllReduceAlgorithm", "GradientAllReduceAlgorithmImpl"]
 
@@ -49,7 +54,7 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         self.hierarchical = hierarchical
         self.average = average
 
-    def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
+    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         bucket.clear_ops()
         bucket.append_centralized_synchronous_op(
             hierarchical=self.hierarchical, average=self.average, group=self.process_group

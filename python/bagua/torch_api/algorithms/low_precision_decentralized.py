@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,8 +13,11 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.saved_values import check_state, saved_count, saved_tensor
 from bagua._ops.compressed_gossip import CompressedGossip
-from bagua.torch_api.algorithms.base import Algorithm, LocalWeightsImpl, WrappedModule
+from bagua.torch_api.algorithms.base import Algorithm, LocalWeightsImpl
 from bagua.torch_api.bucket import BaguaBucket
+
+if TYPE_CHECKING:
+    from bagua.torch_api._session import Session
 
 __all__ = ["LowPrecisionDecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithmImpl"]
 
@@ -92,9 +95,9 @@ class LowPrecisionDecentralizedAlgorithmImpl(LocalWeightsImpl):
         self._optimizers: set[int] = set()  # ids of those that step the weights
         self._stepped: set[int] = set()  # ids of those that did since the round became due
         self._operations: list[tuple[BaguaBucket, CompressedGossip]] = []
-        self._wrapper: weakref.ref[WrappedModule] | None = None
+        self._wrapper: weakref.ref[Session] | None = None
 
-    def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+    def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
         named = bagua_ddp.bagua_build_params()
         steps = {
             id(optimizer): {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -115,7 +118,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(LocalWeightsImpl):
         self._between_forward_and_backward = False
         return self.register_weights(bagua_ddp)
 
-    def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
+    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         # Weights have just been broadcast: the own ones are those of both neighbours.
         own, left, right = (bucket.backend_tensor.to(torch.float32, copy=True) for _ in range(3))
         bucket.clear_ops()
@@ -129,13 +132,13 @@ class LowPrecisionDecentralizedAlgorithmImpl(LocalWeightsImpl):
         )
         self._operations.append((bucket, operation))
 
-    def init_forward_pre_hook(self, bagua_ddp: WrappedModule) -> Callable[[Any], None]:
+    def init_forward_pre_hook(self, bagua_ddp: Session) -> Callable[[Any], None]:
         def begin(_: Any) -> None:
             self._between_forward_and_backward = True
 
         return begin
 
-    def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
+    def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
         def end() -> None:
             self._between_forward_and_backward = False
             self._due = self._iterations % self.communication_interval == 0
@@ -145,7 +148,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(LocalWeightsImpl):
         return end
 
     def init_post_optimizer_step_hook(
-        self, bagua_ddp: WrappedModule
+        self, bagua_ddp: Session
     ) -> Callable[[torch.optim.Optimizer], None]:
         def after_step(optimizer: torch.optim.Optimizer) -> None:
             self.check_step(bagua_ddp, "so backward would see other weights than forward")
@@ -155,7 +158,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(LocalWeightsImpl):
 
         return after_step
 
-    def mark_pending(self, bagua_ddp: WrappedModule) -> bool:
+    def mark_pending(self, bagua_ddp: Session) -> bool:
         if not self._due:
             return False
         self._due = False

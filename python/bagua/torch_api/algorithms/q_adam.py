@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,8 +18,11 @@ from bagua.torch_api._residuals.means import (
     warn_of_useless_residuals,
 )
 from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, WrappedModule
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
+
+if TYPE_CHECKING:
+    from bagua.torch_api._session import Session
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
 
@@ -135,7 +138,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._check_loaded_steps()
         return self.compressing == self.optimizer.warming_up
 
-    def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+    def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
         self._groups = _groups_of(self.optimizer, bagua_ddp)
         self.compressing = not self.optimizer.warming_up
         self.gradients_hold_momentum = self._fresh = False
@@ -160,7 +163,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     ) -> list[BaguaBucket]:
         return aligned_buckets(tensors, do_flatten, self.process_group.size)
 
-    def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
+    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         bucket.clear_ops()
         if not self.compressing:
             bucket.append_centralized_synchronous_op(
@@ -186,7 +189,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             group=self.process_group,
         )
 
-    def init_forward_pre_hook(self, bagua_ddp: WrappedModule) -> Callable[[Any], None]:
+    def init_forward_pre_hook(self, bagua_ddp: Session) -> Callable[[Any], None]:
         def start(_: Any) -> None:
             forward = bagua_ddp.bagua_train_step_counter
             if forward != self._last_forward + 1:
@@ -198,7 +201,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
         return start
 
-    def init_pre_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
+    def init_pre_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
         def check() -> None:
             accumulated = (
                 self._accumulated or bagua_ddp.bagua_train_step_counter != self._last_forward
@@ -220,7 +223,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
         return check
 
-    def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
+    def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
         def finish() -> None:
             bagua_ddp.wait_pending_comm_ops()
             self.gradients_hold_momentum = self._fresh = self.compressing
@@ -334,7 +337,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             state["exp_avg"] = memory
 
 
-def _groups_of(optimizer: QAdamOptimizer, bagua_ddp: WrappedModule) -> dict[torch.Tensor, int]:
+def _groups_of(optimizer: QAdamOptimizer, bagua_ddp: Session) -> dict[torch.Tensor, int]:
     """The number of each parameter's group, after checking that optimizer and module fit."""
     module = f"module '{bagua_ddp.bagua_module_name}'"
     if not any(optimizer is other for other in bagua_ddp.bagua_optimizers):

@@ -16,8 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.user_functions import CommHookFunction
-from bagua.torch_api._wrapper import BaguaDistributedDataParallel
-from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
+from bagua.torch_api._session import Session
+from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 
@@ -58,12 +58,12 @@ class CommHook(GradientAllReduceAlgorithmImpl):
         self.ranks_agree = hook in _AGREEING
         self._op = CommHookFunction(hook, state)
 
-    def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
+    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         bucket.clear_ops()
         bucket.append_operation(self._op)
 
 
-def register(ddp: BaguaDistributedDataParallel, state: Any, hook: Hook) -> None:
+def register(ddp: Session, state: Any, hook: Hook) -> None:
     """Replace the communication of ``ddp`` by ``hook``. Every rank calls it, between two steps.
 
     Raises:

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from bagua._core.state.bagua_tensor import record_of
-from bagua._core.state.shared_state import UnevenInputs
-from bagua._sync.outside_graphs import outside_graphs_lazily
-from bagua.torch_api._wrapper import BaguaDistributedDataParallel
+from bagua._sync.hooks import outside_graphs_lazily
+from bagua.torch_api._session import Session, UnevenInputs
+
+if TYPE_CHECKING:
+    from bagua.torch_api.data_parallel.distributed import DistributedDataParallel
 
 __all__ = ["Shadow", "announce", "check_algorithm", "torch_group"]
-
-
-class Joining(Protocol):
-    """The class, as ``join()`` sees it."""
-
-    divide_by_initial_world_size: bool
-    _join_config: Any
-
-    @property
-    def bagua_ddp(self) -> BaguaDistributedDataParallel: ...
-
-    @property
-    def process_group(self) -> dist.ProcessGroup: ...
-
-    @property
-    def join_device(self) -> torch.device: ...
 
 
 # Note [Uneven inputs]
@@ -48,7 +34,7 @@ class Joining(Protocol):
 class Shadow(JoinHook):
     """Steps of one rank once it has no inputs left."""
 
-    def __init__(self, ddp: Joining, divide_by_initial_world_size: bool) -> None:
+    def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
         torch_group(ddp, "join()")  # raises where there is none
         ddp.divide_by_initial_world_size = divide_by_initial_world_size
         self._ddp = ddp
@@ -90,15 +76,15 @@ class Shadow(JoinHook):
         ddp = self._ddp
         source = max(_who(ddp, is_last_joiner))
         inner = ddp.bagua_ddp
-        inner.opening.uneven_inputs = UnevenInputs()
-        inner.opening.eager = False
+        inner.uneven_inputs = UnevenInputs()
+        inner.joining = False
         inner.give_state(source, buffers=inner.broadcast_buffers)
         for parameter, gradient in self._own_gradients or ():
             parameter.grad = gradient
         ddp._join_config = ddp._join_config._replace(enable=False)  # from here on no rank answers
 
 
-def check_algorithm(ddp: BaguaDistributedDataParallel) -> None:
+def check_algorithm(ddp: Session) -> None:
     """Raise NotImplementedError unless a rank can take part without inputs."""
     algorithm = ddp.bagua_algorithm
     if algorithm.sends_own_steps:
@@ -122,36 +108,36 @@ def check_algorithm(ddp: BaguaDistributedDataParallel) -> None:
         )
 
 
-def meet(ddp: Joining, has_inputs: bool) -> None:
+def meet(ddp: DistributedDataParallel, has_inputs: bool) -> None:
     """Find out who takes part in the next round: step 2 of Note [Uneven inputs]."""
     active = _who(ddp, has_inputs)
     inner = ddp.bagua_ddp
     means = getattr(inner.bagua_algorithm, "average", True)  # a sum is divided by nothing
     keep = ddp.divide_by_initial_world_size or not means
     scale = 1.0 if keep else inner.process_group.size / len(active)
-    inner.opening.uneven_inputs = UnevenInputs(
+    inner.uneven_inputs = UnevenInputs(
         max(active), scale, complete=len(active) == inner.process_group.size
     )
 
 
 @outside_graphs_lazily
-def announce(ddp: Joining) -> None:
+def announce(ddp: DistributedDataParallel) -> None:
     """Steps 1 and 2 of Note [Uneven inputs], before each forward on a rank that has inputs.
 
     Raises:
         NotImplementedError: the algorithm communicates more than gradients.
     """
-    ddp.bagua_ddp.opening.eager = True
+    ddp.bagua_ddp.joining = True
     if not ddp.bagua_ddp.opens_round():
         return
     check_algorithm(ddp.bagua_ddp)
-    work = Join.notify_join_context(ddp)  # type: ignore[arg-type]
+    work = Join.notify_join_context(ddp)
     if work is not None:
         work.wait()
     meet(ddp, has_inputs=True)
 
 
-def _who(ddp: Joining, this_one: bool) -> list[int]:
+def _who(ddp: DistributedDataParallel, this_one: bool) -> list[int]:
     """The ranks, as the bagua group numbers them, that say True."""
     group = ddp.bagua_ddp.process_group
     says = torch.zeros(group.size, device=ddp.join_device)

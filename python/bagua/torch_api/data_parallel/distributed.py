@@ -17,9 +17,8 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._guard.guard import Guard
-from bagua._sync.hooks import tensors_in
-from bagua._sync.outside_graphs import outside_graphs, outside_graphs_lazily
-from bagua.torch_api._wrapper import BaguaDistributedDataParallel
+from bagua._sync.hooks import outside_graphs, outside_graphs_lazily, tensors_in
+from bagua.torch_api._session import Session
 from bagua.torch_api.algorithms import (
     Algorithm,
     AsyncModelAverageAlgorithm,
@@ -220,7 +219,7 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
         # Asynchronous averaging has no buckets of gradients, but of weights, which it works on.
         weights = isinstance(self._wrap.algorithm, AsyncModelAverageAlgorithm)
         unused = self.find_unused_parameters or self.skip_all_reduce_unused_params
-        ddp = BaguaDistributedDataParallel(
+        ddp = Session(
             self.module,
             optimizers,
             self._wrap.algorithm,
@@ -323,7 +322,7 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
 
     @broadcast_buffers.setter
     def broadcast_buffers(self, enabled: bool) -> None:
-        self.bagua_ddp.share_buffers(enabled)
+        self.bagua_ddp.broadcast_buffers = enabled
 
     @property
     def forward_sync_buffers(self) -> bool:
@@ -343,11 +342,11 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
     @property
     def require_forward_param_sync(self) -> bool:
         """Whether the forward before communicated, after which buffers are synchronised."""
-        return self.bagua_ddp.opening.buffers_due
+        return self.bagua_ddp.buffers_due
 
     @require_forward_param_sync.setter
     def require_forward_param_sync(self, due: bool) -> None:
-        self.bagua_ddp.opening.buffers_due = due
+        self.bagua_ddp.buffers_due = due
 
     def register_comm_hook(self, state: Any, hook: _comm_hook.Hook) -> None:
         """Replace all communication by ``hook(state, bucket)``.
@@ -425,19 +424,19 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
         return (to_device(inputs, device),), (to_device(kwargs, device),)
 
     @property
-    def bagua_ddp(self) -> BaguaDistributedDataParallel:
+    def bagua_ddp(self) -> Session:
         """The wrapper that communicates.
 
         Raises:
             RuntimeError: this is a copy that has not been trained.
         """
-        ddp: BaguaDistributedDataParallel | None = self.__dict__.get("_bagua_ddp")
+        ddp: Session | None = self.__dict__.get("_bagua_ddp")
         if ddp is None:
             raise RuntimeError(_IS_A_COPY)
         return ddp
 
     @property
-    def inner(self) -> BaguaDistributedDataParallel:
+    def inner(self) -> Session:
         """Upstream's name of ``bagua_ddp``."""
         return self.bagua_ddp
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from bagua._core.state.bagua_tensor import record_of
-from bagua._sync.wrapper import Bucket
-from bagua.torch_api.algorithms.base import WrappedModule
 from bagua.torch_api.bucket import BaguaBucket
+
+if TYPE_CHECKING:
+    from bagua.torch_api._session import Session
 
 __all__ = ["Fragments", "Parts", "check_fragments", "fragments_described", "number_of"]
 
@@ -66,7 +67,7 @@ class Parts:
         ValueError: ``fragments`` do not fit the module.
     """
 
-    def __init__(self, fragments: Fragments, bagua_ddp: WrappedModule) -> None:
+    def __init__(self, fragments: Fragments, bagua_ddp: Session) -> None:
         names = [name for name, _ in bagua_ddp.bagua_build_params()]
         self._of = _find_parts(fragments, bagua_ddp.module, names)
         self.count = max(self._of.values(), default=0) + 1
@@ -75,7 +76,7 @@ class Parts:
         """The fragment of the weight that a registered ``tensor`` stands for; None for a buffer."""
         return self._of.get(record_of(tensor).name)
 
-    def make_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+    def make_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
         """Registered memory for pseudo-gradients by fragment, then for floating buffers."""
         named: list[tuple[str, torch.Tensor]] = [*bagua_ddp.bagua_build_params()]
         named.sort(key=lambda pair: self._of[pair[0]])
@@ -98,9 +99,11 @@ class Parts:
             part = self.of(bucket.tensors[0])
             bucket.part = self.count - 1 if part is None else part
 
-    def split(self, buckets: Sequence[Bucket]) -> tuple[list[list[Bucket]], list[Bucket]]:
+    def split(
+        self, buckets: Sequence[BaguaBucket]
+    ) -> tuple[list[list[BaguaBucket]], list[BaguaBucket]]:
         """(buckets of each fragment, buckets of buffers)."""
-        found: dict[int | None, list[Bucket]] = {}
+        found: dict[int | None, list[BaguaBucket]] = {}
         for bucket in buckets:
             found.setdefault(self.of(bucket.tensors[0]), []).append(bucket)
         return [found.get(part, []) for part in range(self.count)], found.get(None, [])

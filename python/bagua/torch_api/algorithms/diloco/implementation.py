@@ -19,14 +19,14 @@ from bagua._sync.outer.shares import EqualShares, SampleShares
 from bagua._sync.outer.survival import Mortal
 from bagua._sync.outer.weights import Fragment
 from bagua._sync.synchronizer import Synchronizer
-from bagua._sync.wrapper import Bucket, Wrapper
 from bagua.torch_api._residuals.means import CompressedMeans, RememberedMeans
-from bagua.torch_api.algorithms.base import AlgorithmImpl, WrappedModule
+from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.algorithms.diloco.fragments import Parts
 from bagua.torch_api.algorithms.diloco.membership import Membership
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
 
 if TYPE_CHECKING:
+    from bagua.torch_api._session import Session
     from bagua.torch_api.algorithms.diloco.diloco import DiLoCoAlgorithm
 
 __all__ = ["DiLoCoAlgorithmImpl"]
@@ -75,14 +75,14 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         self._shares = EqualShares()
         self._parts: Parts | None = None  # after the warm-up
         self._schedule = Schedule(arguments.interval, 1, 0)
-        self._ddp: weakref.ref[WrappedModule] | None = None
+        self._ddp: weakref.ref[Session] | None = None
 
     # Set-up.
 
     def need_reset(self) -> bool:
         return self._local != (self._warmed_up >= self.arguments.warmup_steps)
 
-    def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+    def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
         if not bagua_ddp.bagua_optimizers:
             raise ValueError(
                 f"module '{bagua_ddp.bagua_module_name}': {self.owner} counts the steps of the "
@@ -102,7 +102,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         self._schedule = Schedule(arguments.interval, self._parts.count, arguments.overlap_steps)
         return self._parts.make_tensors(bagua_ddp)
 
-    def _log_rates(self, bagua_ddp: WrappedModule) -> None:
+    def _log_rates(self, bagua_ddp: Session) -> None:
         name, rule = bagua_ddp.bagua_module_name, self.arguments.outer_optimizer
         if isinstance(rule, GrowingMomentum):
             _log.info(
@@ -135,7 +135,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         assert self._parts is not None
         return self._parts
 
-    def init_operations(self, bagua_ddp: WrappedModule, bucket: BaguaBucket) -> None:
+    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         bucket.clear_ops()
         if self._local:
             self.append_mean(bucket)
@@ -161,11 +161,11 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
             group=self.process_group,
         )
 
-    def make_fragment(self, part: int, buckets: Sequence[Bucket]) -> Fragment:
+    def make_fragment(self, part: int, buckets: Sequence[BaguaBucket]) -> Fragment:
         """The outer state of a fragment."""
         return Fragment(part, buckets, keeps=self._schedule.overlap > 0)
 
-    def make_synchronizer(self, bagua_ddp: Wrapper) -> Synchronizer:
+    def make_synchronizer(self, bagua_ddp: Session) -> Synchronizer:
         if not self._local:
             return super().make_synchronizer(bagua_ddp)
         arguments = self.arguments
@@ -190,7 +190,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
             self._members.complete(self._outer, self._means)
         return self._outer
 
-    def mark_pending(self, bagua_ddp: WrappedModule) -> bool:
+    def mark_pending(self, bagua_ddp: Session) -> bool:
         if self._members is not None and self._members.survival.change_due:
             self._change_members()
         return False
@@ -200,7 +200,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         assert self._outer is not None
         self._members.change(self._wrapped(), self._outer, self._means)
 
-    def init_post_backward_hook(self, bagua_ddp: WrappedModule) -> Callable[[], None]:
+    def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
         def finish_warm_up_iteration() -> None:
             bagua_ddp.wait_pending_comm_ops()
             self._warmed_up += 1
@@ -324,7 +324,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
             return None
         return _Checkpoint(self.owner, self.process_group, self._schedule, self._outer, self._means)
 
-    def _wrapped(self) -> WrappedModule:
+    def _wrapped(self) -> Session:
         ddp = None if self._ddp is None else self._ddp()
         if ddp is None:
             raise BaguaError(f"{self.owner}: its module has been deleted")

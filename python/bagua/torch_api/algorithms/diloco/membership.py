@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.initial_state import broadcast_tensors
@@ -10,7 +11,9 @@ from bagua._sync.outer.outer_loop import OuterLoop
 from bagua._sync.outer.survival import Heritage, Survival
 from bagua._sync.outer.weights import weights_digest
 from bagua.torch_api._residuals.means import RememberedMeans
-from bagua.torch_api.algorithms.base import WrappedModule
+
+if TYPE_CHECKING:
+    from bagua.torch_api._session import Session
 
 __all__ = ["Membership"]
 
@@ -61,9 +64,7 @@ class Membership:
         if before is not None and before.means is not None and means is not None:
             means.inherit(before.means, before.members)
 
-    def change(
-        self, bagua_ddp: WrappedModule, outer: OuterLoop, means: RememberedMeans | None
-    ) -> None:
+    def change(self, bagua_ddp: Session, outer: OuterLoop, means: RememberedMeans | None) -> None:
         """Build a plan over the ranks that are left or have come back. All of them call it.
 
         Args:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from bagua import _C
@@ -10,11 +12,14 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.chunked_sparse import ChunkedSparse
 from bagua._sync.outer.outer_sgd import OuterSGD
 from bagua.torch_api._residuals.means import RememberedMeans
-from bagua.torch_api.algorithms.base import Algorithm, WrappedModule
+from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.algorithms.diloco.diloco import DiLoCoAlgorithm
 from bagua.torch_api.algorithms.diloco.fragments import Fragments, fragments_described
 from bagua.torch_api.algorithms.diloco.implementation import DiLoCoAlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
+
+if TYPE_CHECKING:
+    from bagua.torch_api._session import Session
 
 __all__ = ["SparseLoCoAlgorithm", "SparseLoCoAlgorithmImpl"]
 
@@ -108,7 +113,7 @@ class SparseLoCoAlgorithmImpl(DiLoCoAlgorithmImpl):
         self._sent = max(1, round(ratio * _C.SPARSE_CHUNK_NUMEL))
         self._decay = decay
 
-    def init_tensors(self, bagua_ddp: WrappedModule) -> list[torch.Tensor]:
+    def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
         for name, parameter in bagua_ddp.bagua_build_params():
             if parameter.device.type != "cpu":
                 raise ValueError(

@@ -1,0 +1,152 @@
+"""Optimizer steps that a wrap must know of: those inside backward, and those that never come."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from bagua import BaguaError
+from bagua._sync.hooks import DroppedOnCopy
+
+if TYPE_CHECKING:
+    from bagua.torch_api.algorithms.base import AlgorithmImpl
+
+__all__ = ["MissingSteps", "StepsInBackward"]
+
+_TORCHS = "torch.distributed.optim.apply_optimizer_in_backward"
+
+#: Training forwards with changed parameters and without a step, after which training ends.
+_MOST = 20
+_SAMPLED_PARAMETERS = 8
+
+
+class StepsInBackward:
+    """Optimizers of ``torch.distributed.optim._apply_optimizer_in_backward``.
+
+    torch registers a hook per parameter that steps as soon as the gradient is accumulated, which
+    would be this rank's own. As in torch's DDP those hooks are removed, and the steps are made when
+    the gradients have been communicated.
+
+    Args:
+        named: the parameters that are trained.
+    """
+
+    def __init__(
+        self,
+        module_name: str,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        algorithm: AlgorithmImpl,
+    ) -> None:
+        self._module_name = module_name
+        self._named = list(named)
+        self._algorithm = algorithm
+        self._parameters: list[torch.nn.Parameter] = []
+        self._known = 0  # hooks that there were, of all modules
+        self.take_over()
+
+    def take_over(self) -> bool:
+        """Remove the hooks of the parameters; whether there are optimizers.
+
+        Raises:
+            NotImplementedError: the algorithm must see the optimizer's ``step()``.
+        """
+        torchs: Any = sys.modules.get(_TORCHS)
+        hooks = torchs.param_to_optim_hook_handle_map if torchs is not None else {}
+        if len(hooks) == self._known:
+            return bool(self._parameters)
+        self._known = len(hooks)
+        stepping = [(name, p) for name, p in self._named if hasattr(p, "_in_backward_optimizers")]
+        if stepping and not self._algorithm.steps_in_backward:
+            raise NotImplementedError(
+                f"module '{self._module_name}': parameter '{stepping[0][0]}' has an optimizer of "
+                f"_apply_optimizer_in_backward, and {type(self._algorithm).__name__} communicates "
+                "around the optimizer's step(). Give with_bagua an optimizer whose step() is "
+                "called after backward()."
+            )
+        self._parameters = [p for _, p in stepping]
+        for parameter in self._parameters:
+            for handle in hooks.get(parameter, []):
+                handle.remove()
+        return bool(self._parameters)
+
+    def step(self) -> None:
+        """Step with every gradient that there is, and drop it."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                continue
+            for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
+                optimizer.step()
+            parameter.grad = None
+
+    def close(self) -> None:
+        """Forget the parameters. Idempotent."""
+        self._named = []
+        self._parameters = []
+
+
+class MissingSteps:
+    """Counts training forwards before which parameters changed, but no given optimizer has stepped.
+
+    Accumulation changes no parameter, nor does a step that a ``GradScaler`` skips. Forwards inside
+    a ``step()`` (LBFGS) do not count, and with several optimizers one that steps is enough.
+    """
+
+    def __init__(
+        self,
+        module_name: str,
+        algorithm_name: str,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Sequence[torch.nn.Parameter],
+    ) -> None:
+        self._module_name = module_name
+        self._algorithm_name = algorithm_name
+        self._optimizers = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        every = max(1, len(parameters) // _SAMPLED_PARAMETERS)
+        self._sample = list(parameters)[::every]
+        self._versions = self._read()
+        self._state = _Counter()
+        self.handles: list[RemovableHandle] = []
+        for optimizer in optimizers:
+            self.handles.append(optimizer.register_step_pre_hook(self._state.begin_step))
+            self.handles.append(optimizer.register_step_post_hook(self._state.end_step))
+
+    def _read(self) -> int:
+        return sum(parameter._version for parameter in self._sample)
+
+    def at_forward(self) -> None:
+        """Count a training forward whose backward communicates.
+
+        Raises:
+            BaguaError: too many, without a step of a given optimizer.
+        """
+        before, self._versions = self._versions, self._read()
+        if before == self._versions or self._state.stepping:
+            return
+        self._state.count += 1
+        if self._state.count > _MOST:
+            raise BaguaError(
+                f"module '{self._module_name}': its parameters have changed before each of "
+                f"{_MOST} training forwards, and no optimizer given to with_bagua "
+                f"({self._optimizers}) has made a step, so {self._algorithm_name} does not "
+                "communicate and the ranks train apart. Give with_bagua the optimizer whose "
+                "step() is called: make it before the wrap, or call with_bagua again, on every "
+                "rank, with the new one."
+            )
+
+
+class _Counter(DroppedOnCopy):
+    """The hooks of the optimizers, which hold no module."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.stepping = False
+
+    def begin_step(self, *_: Any) -> None:
+        self.count, self.stepping = 0, True
+
+    def end_step(self, *_: Any) -> None:
+        self.count, self.stepping = 0, False

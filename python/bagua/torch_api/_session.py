@@ -1,0 +1,721 @@
+"""``Session``: what ``with_bagua`` leaves on a module, ``module.bagua_ddp``.
+
+In the order of the calls: the wrap (checks, agreement, state, buckets, operations, start), one
+training step, changes while training goes on, and the end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from bagua import _C, BaguaError, __version__
+from bagua._core.group import environment as env
+from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
+from bagua._core.state.bagua_tensor import bagua_getter_closure, is_sparse
+from bagua._core.state.initial_state import (
+    InitialState,
+    broadcast_state,
+    broadcast_tensors,
+    communicating_optimizer,
+)
+from bagua._core.state.snapshot import ModuleSnapshot
+from bagua._core.state.statistics import MainThreadTraffic, statistics
+from bagua._core.state.weights_check import WeightsCheck, sample
+from bagua._guard.guard import Guard, GuardAtWork
+from bagua._sync.bucketing import split_by_bucket_size
+from bagua._sync.hooks import WeakHook, outside_graphs, tensors_in
+from bagua._sync.optimizer_steps import MissingSteps, StepsInBackward
+from bagua._sync.plan import log_plan, log_unfrozen
+from bagua._sync.synchronizer import Synchronizer
+from bagua._watch.publisher import publish
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
+from bagua.torch_api.bucket import BaguaBucket
+
+__all__ = ["Session", "UnevenInputs", "is_owned"]
+
+
+@dataclass(frozen=True)
+class UnevenInputs:
+    """Differences of a round in which some ranks may have run out of inputs.
+
+    Attributes:
+        source: the rank whose buffers all ranks get: one that still has inputs.
+        result_scale: factor for the communicated gradients.
+        complete: whether all ranks still have inputs.
+    """
+
+    source: int = 0
+    result_scale: float = 1.0
+    complete: bool = True
+
+
+class Session:
+    """The hooks, buckets and lanes of one wrapped module.
+
+    Holds the module weakly: deleting the module frees threads, sockets and memory.
+
+    Attributes:
+        guard: watches what the algorithm loses; None: nobody does.
+        require_backward_grad_sync: whether forwards communicate; set through ``BaguaModule``.
+        scales_gradients: whether the wrap was given a scaler that multiplies the loss.
+        joining: whether rounds are those of ``join()``, in which ranks may have no inputs: they
+            open at the forward in ``eval()`` too, once per round.
+        uneven_inputs: differences of the next round in which ranks may have run out of inputs.
+        buffers_due: whether the next forward gets the first rank's buffers: it is the first, or the
+            forward before communicated.
+
+    Args:
+        static_graph: every backward reaches the same parameters, each equally often.
+        bucket_bytes: after which a bucket is closed; None: ``BAGUA_DEFAULT_BUCKET_SIZE``.
+        initial_state: broadcast by the first rank.
+        hook_module: False: the caller calls :meth:`before_forward` and :meth:`after_forward`.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm,
+        process_group: BaguaProcessGroup,
+        bagua_module_name: str | None = None,
+        gradient_as_bucket_view: bool = True,
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool | None = None,
+        *,
+        static_graph: bool = False,
+        bucket_bytes: int | None = None,
+        initial_state: InitialState = "all",
+        hook_module: bool = True,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        guard: Guard | None = None,
+    ) -> None:
+        self._module = weakref.ref(module)
+        self.bagua_optimizers = list(optimizers)
+        self.process_group = process_group
+        self.bagua_module_name = bagua_module_name or type(module).__name__
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.require_backward_grad_sync = True
+        self.scales_gradients = grad_scaler is not None and grad_scaler.is_enabled()
+        self.joining = False
+        self.uneven_inputs = UnevenInputs()
+        self.buffers_due = True
+        self.bagua_train_step_counter = 0
+        self.bagua_buckets: list[BaguaBucket] = []
+        self.bagua_algorithm: AlgorithmImpl = algorithm.reify(process_group)
+        own = self.bagua_algorithm.broadcast_buffers
+        self.broadcast_buffers = own if broadcast_buffers is None else broadcast_buffers
+        self._bucket_bytes = bucket_bytes or env.get_default_bucket_size()
+        self._initial_state = initial_state
+        self._grad_scaler = grad_scaler
+        self._asked_guard = guard
+        self._snapshot = ModuleSnapshot(module)
+        self._running = Synchronizer()
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._watching = False
+        self._ended = False
+
+        self._check(module)
+        self.guard = self._guard_of(self.bagua_algorithm)
+        self._description = self._describe(module, algorithm)
+        self._agree()
+        self._check_weights = self._make_weights_check()
+        self._claim_parameters()
+        self._build(gives_state=True)
+        self._handles = self._install_hooks(module, on_forwards=hook_module)
+        self._missing_steps = self._watch_steps()
+        close_at_exit(self)
+        publish(self)
+
+    # The module, as algorithms see it.
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The wrapped module."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError(f"module '{self.bagua_module_name}' has been deleted")
+        return module
+
+    @property
+    def parameters_to_ignore(self) -> set[str]:
+        """Names of parameters and buffers that are left alone."""
+        return self._snapshot.ignored
+
+    def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """``(name, parameter)`` of all parameters that are trained, not ignored and no experts.
+
+        Parameters shared between modules occur once, under their first name.
+        """
+        return self._snapshot.trained(self.module)
+
+    def bagua_floating_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """``(name, buffer)`` of all floating buffers that are not ignored."""
+        return self._snapshot.floating_buffers(self.module)
+
+    def bagua_whole_buffers(self) -> list[torch.Tensor]:
+        """All buffers that are neither floating nor ignored."""
+        return [b for b in self._snapshot.buffers(self.module) if not b.is_floating_point()]
+
+    # The wrap: checks of this rank alone.
+
+    def _check(self, module: torch.nn.Module) -> None:
+        """Refuse what cannot be trained, before anything is sent.
+
+        Raises:
+            TypeError, NotImplementedError, RuntimeError: names the parameter or optimizer, and
+                what can be used instead.
+        """
+        self.process_group.refuse_before_joining()
+        self._snapshot.refuse_unsupported(module, self.bagua_algorithm)
+        if self.bagua_algorithm.steps_in_backward:
+            return
+        optimizer = communicating_optimizer(self.bagua_optimizers)
+        if optimizer is not None:
+            name = _name_of(self.bagua_algorithm)
+            raise NotImplementedError(
+                f"module '{self.bagua_module_name}': {type(optimizer).__name__} communicates in "
+                f"its step(), and with {name} each rank steps on gradients of its own data, so "
+                "parameters would learn from the data of one rank only. Use a plain optimizer of "
+                "all parameters, such as torch.optim.AdamW, or an algorithm that averages "
+                "gradients: GradientAllReduceAlgorithm or ByteGradAlgorithm."
+            )
+
+    def _guard_of(self, algorithm: AlgorithmImpl) -> GuardAtWork | None:
+        """The guard that was asked for, or the algorithm's own.
+
+        Raises:
+            ValueError: the algorithm cannot be guarded; with the reason and what to do.
+        """
+        guard = algorithm.default_guard if self._asked_guard is None else self._asked_guard
+        if guard is None:
+            return None
+        if algorithm.refuses_guard:
+            raise ValueError(f"guard= with {type(algorithm).__name__}: {algorithm.refuses_guard}")
+        return GuardAtWork(
+            guard,
+            self.bagua_module_name,
+            self.process_group,
+            ranks_agree=algorithm.ranks_agree is True,
+            adaptive=any({"betas", "eps"} & set(o.defaults) for o in self.bagua_optimizers),
+        )
+
+    # The wrap: the ranks' agreement.
+
+    def _describe(self, module: torch.nn.Module, algorithm: Algorithm) -> list[str]:
+        """Lines that are equal on all ranks where module, arguments and environment are."""
+        every = env.get_check_weights_every()
+        fields = {
+            "bagua ": __version__,
+            "algorithm ": algorithm.describe(),
+            "optimizers ": [type(optimizer).__name__ for optimizer in self.bagua_optimizers],
+            "do_flatten=": self.gradient_as_bucket_view,
+            "find_unused_parameters=": self.find_unused_parameters,
+            "static_graph=": self.static_graph,
+            "broadcast_buffers=": self.broadcast_buffers,
+            "grad_scaler=": self.scales_gradients,
+            "bucket size ": self._bucket_bytes,
+            "guard ": None if self.guard is None else self.guard.guard,
+            "initial state ": self._initial_state,
+            "BAGUA_CHECK_WEIGHTS_EVERY=": "unset" if every is None else every,
+            "BAGUA_CHECKSUM=": int(env.get_checksum()),
+        }
+        lines = [f"{name}{value}" for name, value in fields.items()]
+        return lines + self._snapshot.describe(module)
+
+    def _agree(self) -> None:
+        """Check that all ranks have described the same. All ranks call it.
+
+        Raises:
+            BaguaMismatchError: on all ranks, naming the first difference.
+        """
+        what = "the model or the arguments of with_bagua"
+        self.process_group.connections.agree(what, self._description)
+
+    # The wrap: initial state, buckets, operations, start.
+
+    def _make_weights_check(self) -> WeightsCheck:
+        never = self.bagua_algorithm.ranks_agree is False
+        every = 0 if never else env.get_check_weights_every()
+        return WeightsCheck(every or 0, self.bagua_module_name, self.process_group.connections)
+
+    def _claim_parameters(self) -> None:
+        _claim(self)
+        self._steps_in_backward = StepsInBackward(
+            self.bagua_module_name, self.bagua_build_params(), self.bagua_algorithm
+        )
+
+    def _build(self, *, gives_state: bool) -> None:
+        """Give the ranks rank 0's state, then build tensors, buckets, operations and lanes."""
+        self._stop()
+        if gives_state:
+            self._give_initial_state()
+        self._make_buckets()
+        self.traffic = MainThreadTraffic(self.process_group.connections)
+        if not self.bagua_buckets:
+            return
+        algorithm = self.bagua_algorithm
+        self._running = algorithm.make_synchronizer(self)
+        log_plan(
+            self.bagua_module_name, type(algorithm).__name__, self.process_group, self.bagua_buckets
+        )
+
+    def _give_initial_state(self) -> None:
+        if self._initial_state != "nothing":
+            self.give_state(0, buffers=self._initial_state == "all")
+
+    def give_state(self, source: int, buffers: bool) -> None:
+        """Give every rank the parameters, optimizer state and perhaps buffers of ``source``.
+
+        While ranks join a group at work, every rank is the giver, 0, and those that join.
+        """
+        tensors = self._snapshot.state(self.module)
+        tensors += self._snapshot.buffers(self.module) if buffers else []
+        connections = self.process_group.admission or self.process_group.connections
+        broadcast_state(tensors, self.bagua_optimizers, connections, source)
+
+    def _make_buckets(self) -> None:
+        """Register the algorithm's tensors, and give it buckets with operations."""
+        algorithm = self.bagua_algorithm
+        gradients = [(p, p.grad) for _, p in self.bagua_build_params()]
+        tensors = algorithm.init_tensors(self)
+        limit = self._bucket_bytes
+        groups = split_by_bucket_size(tensors, bagua_getter_closure, limit, is_sparse)
+        self.bagua_buckets = algorithm.tensors_to_buckets(groups, self.gradient_as_bucket_view)
+        for bucket in self.bagua_buckets:
+            algorithm.init_operations(self, bucket)
+        if self.guard is not None:
+            self.guard.attach(self.bagua_buckets)
+        # Building replaces gradients; training continues with tensors that the user may hold.
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+    def weights_sample(self) -> _C.WeightsSample | None:
+        """The part of the weights that each round compares; None: nothing."""
+        alone = self.process_group.size == 1
+        compares = self.bagua_algorithm.ranks_agree and env.get_check_weights_every() is None
+        if alone or not compares:
+            return None
+        return sample(self._snapshot.common_parameters(self.module))
+
+    def _install_hooks(
+        self, module: torch.nn.Module, *, on_forwards: bool
+    ) -> list[torch.utils.hooks.RemovableHandle]:
+        """Install the hooks on the module and its optimizers; their handles."""
+        handles = [module.register_state_dict_pre_hook(WeakHook(self._settle))]
+        if on_forwards:
+            handles += [
+                module.register_forward_pre_hook(outside_graphs(self.before_forward)),
+                module.register_forward_hook(outside_graphs(self.after_forward)),
+            ]
+        if not self.bagua_algorithm.overrides("init_post_optimizer_step_hook"):
+            return handles
+        this = weakref.ref(self)
+
+        def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            session = this()
+            if session is not None:
+                session.bagua_algorithm.init_post_optimizer_step_hook(session)(optimizer)
+
+        return handles + [o.register_step_post_hook(after_step) for o in self.bagua_optimizers]
+
+    def _watch_steps(self) -> MissingSteps | None:
+        """Watch that the given optimizers step, where the algorithm depends on it."""
+        if self.bagua_algorithm.steps_in_backward or not self.bagua_optimizers:
+            return None
+        missing = MissingSteps(
+            self.bagua_module_name,
+            _name_of(self.bagua_algorithm),
+            self.bagua_optimizers,
+            [p for _, p in self.bagua_build_params()],
+        )
+        self._handles += missing.handles
+        return missing
+
+    # One step, in the order in which things happen.
+
+    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Prepare a forward: Note [Which backward communicates] in the C++ core.
+
+        One in training mode opens its round here, one in ``eval()`` in its backward: a rank that
+        evaluates alone, with gradients enabled, does not wait.
+
+        Raises:
+            BaguaError: the module has changed since the wrap, its process group is gone, or another
+                rank failed.
+        """
+        self._watching = False
+        if self._running.in_backward:
+            return  # recomputed for an activation checkpoint
+        with_gradients = torch.is_grad_enabled()
+        syncs = with_gradients and self.require_backward_grad_sync
+        communicates = syncs and self._snapshot.trains(module)
+        now = module.training or self.joining or self.bagua_algorithm.opens_at_forward
+        if self._ended:
+            return self._refuse_to_train_alone() if communicates else None
+        if with_gradients and now:
+            self._take_changes(module)
+            self._run_pending()
+        if communicates and now and self._missing_steps is not None:
+            self._missing_steps.at_forward()
+        if communicates and self.bagua_algorithm.need_reset():
+            self._build(gives_state=self.bagua_algorithm.reset_gives_state)
+        if not self.bagua_buckets:
+            return
+        if with_gradients and (now or not syncs):
+            self.bagua_train_step_counter += 1
+        if with_gradients:
+            self._running.begin_forward(communicates)
+            self._running.call_after_gradients(self._steps_in_backward.take_over())
+        opens = communicates and now and not (self.joining and self.synchronising)
+        self._open_round(syncs=syncs, opens=opens)
+        if opens:
+            self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
+        self._watching = communicates
+
+    def _refuse_to_train_alone(self) -> None:
+        raise BaguaError(
+            f"module '{self.bagua_module_name}': its process group was destroyed, so it would "
+            "train without the other ranks. Call init_process_group() and wrap the module "
+            "again, on every rank."
+        )
+
+    def _run_pending(self) -> None:
+        if self.bagua_algorithm.mark_pending(self):
+            self.wait_pending_comm_ops()
+
+    def _open_round(self, *, syncs: bool, opens: bool) -> None:
+        """Open a round or continue the open one, if the forward ``opens``; give buffers.
+
+        A forward gets them at the moments of torch's DDP: it is the first, or the forward before
+        communicated. ``syncs``: whether the forward's backward would communicate.
+        """
+        first = opens and self._begin_round()
+        due = opens if self.joining else self.buffers_due
+        self.buffers_due = syncs
+        gives = due and self._running.makes_rounds
+        if gives:
+            self._give_buffers()
+        if first:
+            self._compare(with_buffers=gives)
+
+    def _begin_round(self) -> bool:
+        """Open a round, or continue the open one; return whether it has just begun."""
+        scale = 1.0
+        if self._grad_scaler is not None and self.bagua_algorithm.reads_grad_scale:
+            scale = self._grad_scaler.get_scale()
+        return self._running.step_begins(scale, self.uneven_inputs.result_scale)
+
+    def _give_buffers(self) -> None:
+        """Give every rank the buffers of one, as a part of the open round or the next."""
+        buffers = self._snapshot.buffers(self.module) if self.broadcast_buffers else []
+        if self.process_group.size == 1 or not buffers:
+            return
+        with self.traffic.counted("buffers"), self._running.part_of_the_round():
+            connections = self.process_group.connections
+            broadcast_tensors(buffers, connections, self.uneven_inputs.source)
+
+    def _compare(self, *, with_buffers: bool) -> None:
+        """Compare the weights, and what the guard has sampled, where that is due.
+
+        ``with_buffers``: they have just been given.
+
+        Raises:
+            BaguaMismatchError: the check of the weights found a difference.
+        """
+        # Ranks without inputs make no optimizer steps: their weights are not the others'.
+        comparable = self.process_group.size > 1 and self.uneven_inputs.complete
+        if comparable and self._check_weights.due():
+            with_buffers = with_buffers and self.broadcast_buffers
+            named = self._snapshot.equal_everywhere(self.module, with_buffers)
+            with self.traffic.counted("check"), self._running.part_of_the_round():
+                self._check_weights.compare(named, self.bagua_train_step_counter)
+        if self.guard is not None:
+            self.guard.begin_round(self._running, self.traffic)
+
+    def after_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """Have every backward through ``output`` communicate, if the forward does."""
+        if self._watching:
+            self._watching = False
+            self._running.watch(tensors_in(output))
+
+    def open_round_in_backward(self) -> None:
+        """Open the round of a backward whose forward has not opened it.
+
+        That forward was in ``eval()``, or has had a backward already.
+
+        Raises:
+            BaguaError: inside ``join()``, or with an algorithm that averages weights, a forward has
+                one backward.
+        """
+        if self.joining or self.bagua_algorithm.opens_at_forward:
+            where = "Inside join()"
+            if not self.joining:
+                where = f"With {type(self.bagua_algorithm).__name__}"
+            raise BaguaError(
+                f"module '{self.bagua_module_name}': a second backward through one forward, or "
+                f"through a forward of an earlier step. {where} every forward has one "
+                "backward: add the losses, or run the forward again."
+            )
+        self.bagua_train_step_counter += 1
+        self._snapshot.check(self.module, self.bagua_module_name)
+        if self._begin_round():
+            self._compare(with_buffers=False)
+        self.bagua_algorithm.init_forward_pre_hook(self)(())
+
+    def before_inner_backward(self, loss: torch.Tensor) -> None:
+        """Have a backward from ``loss`` inside the module's forward communicate, or not.
+
+        ``no_sync()`` around this call decides. Without the call the outer forward decides, and
+        algorithms that average weights do not notice such a backward. They begin another round here
+        if an earlier backward has ended the forward's.
+        """
+        if not self._running.makes_rounds:
+            return
+        communicates = self.require_backward_grad_sync and self._snapshot.trains(self.module)
+        if not self.bagua_algorithm.opens_at_forward:
+            self._running.begin_forward(communicates)
+            return
+        if self.synchronising:
+            self._running.begin_forward(communicates)
+        else:
+            self.before_forward(self.module, ())
+        if communicates:
+            self._running.watch(tensors_in(loss))
+
+    def after_gradients(self) -> None:
+        """Make the steps of ``_apply_optimizer_in_backward``, with communicated gradients."""
+        self._steps_in_backward.step()
+
+    def mark_all_ready(self) -> None:
+        """Mark every registered tensor that is not marked yet.
+
+        Raises:
+            BaguaError: no round is open, or something failed on this rank or another.
+        """
+        self._running.mark_all()
+
+    def wait_pending_comm_ops(self) -> None:
+        """Block until the buckets that were launched are done.
+
+        Raises:
+            BaguaError: something failed on this rank or another.
+        """
+        self._running.wait()
+
+    @property
+    def _bagua_backend(self) -> Session:
+        """Upstream's spelling: ``bagua_ddp._bagua_backend.wait_pending_comm_ops()``."""
+        return self
+
+    @property
+    def synchronising(self) -> bool:
+        """Whether a round is open: the next backward that communicates is in it."""
+        return self._running.synchronising
+
+    @property
+    def communicates_in_backward(self) -> bool:
+        """Whether the backward that is running is communicated."""
+        return self._running.communicating
+
+    # Rounds inside ``join()``: Note [Uneven inputs].
+
+    def opens_round(self) -> bool:
+        """Whether a forward now would open a round."""
+        syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
+        return syncs and not self.synchronising and self._snapshot.trains(self.module)
+
+    def shadow_round(self) -> None:
+        """Answer a round of the ranks that still have inputs, with zero gradients."""
+        if not self._running.makes_rounds:
+            return
+        self._running.begin_without_inputs(self.uneven_inputs.result_scale)
+        self._give_buffers()
+        self._compare(with_buffers=True)
+        self._running.answer_with_zeros()
+
+    # Changes while training goes on.
+
+    def _take_changes(self, module: torch.nn.Module) -> None:
+        """Check that the module is as it was at the wrap; take unfrozen parameters.
+
+        Raises:
+            BaguaError: it has changed; names the first difference.
+            BaguaMismatchError: another rank has not unfrozen the same.
+        """
+        between = self._running.makes_rounds and not self.synchronising
+        takes = between and self.bagua_algorithm.takes_unfrozen
+        if not self._snapshot.check(module, self.bagua_module_name, unfreezing=takes):
+            return
+        names = self._snapshot.unfrozen(module)
+        self._snapshot.accept_unfrozen(module)
+        if not names:
+            return
+        self._snapshot.refuse_unsupported(module, self.bagua_algorithm)
+        self._running.agree_on_unfreezing(names)
+        _release(self)
+        self._steps_in_backward.close()
+        self._claim_parameters()
+        log_unfrozen(self.bagua_module_name, names)
+        state = self.bagua_algorithm.state_dict()
+        self.rebuild()
+        fresh = self.bagua_algorithm.state_dict()
+        self.bagua_algorithm.load_state_dict(self.bagua_algorithm.carry_over(state, fresh))
+
+    def welcome(self) -> None:
+        """Take part in the wraps of ranks that join, before :meth:`rebuild`."""
+        self._agree()
+        if self.process_group.admission is not None:
+            self._give_initial_state()
+
+    def replace_algorithm(self, algorithm: AlgorithmImpl) -> None:
+        """Communicate by ``algorithm`` from now on: new buckets. Every rank calls it."""
+        self._snapshot.refuse_unsupported(self.module, algorithm)
+        self.guard = self._guard_of(algorithm)
+        self.bagua_algorithm = algorithm
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Build new buckets; weights and optimizer state stay as training has changed them."""
+        self._build(gives_state=False)
+
+    def hook_ids(self) -> list[int]:
+        """Ids of the hooks on the module, for copies that must not have them."""
+        return [handle.id for handle in self._handles] + self._running.hook_ids()
+
+    # Control.
+
+    def stats(self) -> dict[str, Any]:
+        """See :meth:`BaguaModule.bagua_stats`."""
+        running = self._running
+        stats = statistics(running.stats(), running.communicators, running.non_finite, self.traffic)
+        stats |= self.bagua_algorithm.statistics()
+        return stats if self.guard is None else stats | {"guard": self.guard.stats()}
+
+    def pause(self) -> None:
+        """End work between steps (asynchronous averaging). Every rank calls it."""
+        self._running.end_together()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Inside it weights change only by what the caller does; what is due runs before."""
+        self._run_pending()
+        with self._running.exclusive():
+            yield
+
+    def _settle(self) -> None:
+        self._running.settle()
+
+    # The end.
+
+    def close(self) -> None:
+        """Remove all hooks and stop the threads. The module keeps its weights. Idempotent.
+
+        Raises:
+            BaguaError: see :meth:`end_with_group`.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.end_with_group()
+
+    def end_with_group(self) -> None:
+        """Stop the threads because the process group ends.
+
+        From then on a forward that would communicate raises. Idempotent.
+
+        Raises:
+            BaguaError: the device has failed at the last steps, and no step has raised that.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        late_failure = self._finish_rounds()
+        self._stop()
+        self.bagua_algorithm.close()
+        self._steps_in_backward.close()
+        _release(self)
+        if late_failure is not None:
+            raise late_failure
+
+    def _finish_rounds(self) -> BaguaError | None:
+        """Give the round that an earlier iteration has left some seconds to run.
+
+        Returns:
+            A failure of the device at the last steps, which no step has raised.
+        """
+        if not self._running.makes_rounds:
+            return None
+        late_failure: BaguaError | None = None
+        try:
+            self._running.settle()
+        except BaguaError as error:
+            late_failure = error
+        with suppress(BaguaError):  # this rank or another has failed, and raised that
+            if self.bagua_algorithm.mark_pending(self):
+                self._running.finish_soon()
+        return late_failure
+
+    def _stop(self) -> None:
+        running, self._running = self._running, Synchronizer()
+        running.close()
+
+
+def _name_of(algorithm: AlgorithmImpl) -> str:
+    return type(algorithm).__name__.removesuffix("Impl")
+
+
+# A parameter belongs to one wrapped module, or to several that all copy their gradients and all
+# send them by an algorithm that allows sharing (``shares_parameters``).
+_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _owners_of(parameter: torch.Tensor) -> list[weakref.ref[Session]]:
+    owners: list[weakref.ref[Session]] = _owners.setdefault(parameter, [])
+    owners[:] = [owner for owner in owners if owner() is not None]
+    return owners
+
+
+def _shares(session: Session) -> bool:
+    return session.bagua_algorithm.shares_parameters and not session.gradient_as_bucket_view
+
+
+def _claim(session: Session) -> None:
+    """Register all trained parameters of ``session``.
+
+    Raises:
+        RuntimeError: one belongs to another wrapped module, and one of the two cannot share it.
+    """
+    named = session.bagua_build_params()
+    for name, parameter in named:
+        for other in (reference() for reference in _owners_of(parameter)):
+            if other is None or (_shares(session) and _shares(other)):
+                continue
+            raise RuntimeError(
+                f"module '{session.bagua_module_name}': parameter '{name}' belongs to module "
+                f"'{other.bagua_module_name}' too, which is wrapped already. Wrap one module that "
+                "contains both; or wrap both with copied gradients, which share a parameter "
+                "(with_bagua(do_flatten=False), or DistributedDataParallel as it is), with "
+                "gradient_allreduce or bytegrad."
+            )
+    for _, parameter in named:
+        _owners_of(parameter).append(weakref.ref(session))
+
+
+def _release(session: Session) -> None:
+    """Forget what :func:`_claim` has registered. Idempotent."""
+    for references in list(_owners.values()):
+        references[:] = [r for r in references if r() not in (None, session)]
+
+
+def is_owned(parameter: torch.Tensor) -> bool:
+    """Whether the parameter belongs to a wrapped module."""
+    return bool(_owners_of(parameter))

@@ -1,1 +1,0 @@
-"""Parts of a module's wrapper."""
