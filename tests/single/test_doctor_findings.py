@@ -2,8 +2,7 @@
 
 import pytest
 from bagua._tools.doctor.cards import Card, card_from, own_card
-from bagua._tools.doctor.links import Measured
-from bagua._tools.doctor.rounds import all_pairs, rounds_of_pairs
+from bagua._tools.doctor.links import Measured, all_pairs, rounds_of_pairs
 from bagua._tools.doctor.verdict import findings_of_cards, findings_of_links
 
 FAST = Measured(1e-4, 0.0, 100e6, 100e6)

@@ -1,7 +1,7 @@
 """The table of `bagua top` from publications."""
 
 import pytest
-from bagua._tools.top.table import publication_from, rows_of, table
+from bagua._tools.top import publication_from, rows_of, table
 
 BASE = {
     "world": 3,

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
+from bagua._tools import top
 from bagua._tools.doctor import examine
 from bagua._tools.report import report_text
-from bagua._tools.top import screen
 
 __all__ = ["main"]
 
@@ -27,7 +27,7 @@ class _Command(Protocol):
 #: Name -> (module, summary), in the order of the help.
 _COMMANDS: dict[str, tuple[_Command, str]] = {
     "doctor": (examine, "check the links between the ranks of a job; started by torchrun"),
-    "top": (screen, "show a running job, rank by rank"),
+    "top": (top, "show a running job, rank by rank"),
 }
 
 

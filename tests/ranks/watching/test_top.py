@@ -15,7 +15,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from bagua._tools.top.jobs import stores_here
+from bagua._tools.top import stores_here
 from support.processes.pool import new_store
 
 # Rank 1 computes for longer than rank 0; both end when the file `stop` is there.

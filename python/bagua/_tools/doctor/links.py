@@ -1,17 +1,18 @@
-"""TCP connections between ranks, as gloo makes them: opened, timed and filled."""
+"""TCP connections between ranks, as gloo makes them: opened, timed and filled, pair by pair."""
 
 from __future__ import annotations
 
 import hmac
+import itertools
 import socket
 import statistics
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Measured", "Place", "Post", "measure"]
+__all__ = ["Measured", "Place", "Post", "all_pairs", "measure", "rounds_of_pairs"]
 
 _GREETING = struct.Struct("!32sII")  # secret of the job, rank that connects, rank that is meant
 _NUMBER = struct.Struct("!d")
@@ -252,3 +253,32 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 def _reason(error: OSError, timeout: float) -> str:
     late = isinstance(error, TimeoutError)
     return f"no answer within {timeout:g} s" if late else error.strerror or str(error)
+
+
+def rounds_of_pairs(
+    nodes: Sequence[int], pairs: Sequence[tuple[int, int]]
+) -> list[list[tuple[int, int]]]:
+    """Rounds that hold each of ``pairs`` once, and no node twice in a round.
+
+    So links between nodes are measured without traffic beside. ``nodes``: node of every rank.
+    """
+    left = list(pairs)
+    rounds = []
+    while left:
+        busy: set[int] = set()
+        chosen, later = [], []
+        for pair in left:
+            touched = {nodes[rank] for rank in pair}
+            if busy & touched:
+                later.append(pair)
+            else:
+                busy |= touched
+                chosen.append(pair)
+        rounds.append(chosen)
+        left = later
+    return rounds
+
+
+def all_pairs(size: int) -> list[tuple[int, int]]:
+    """Every two of ``size`` ranks, the lower one first."""
+    return list(itertools.combinations(range(size), 2))

@@ -1,4 +1,4 @@
-"""Reads a job's publications and shows them, until the user or the job ends it."""
+"""``bagua top``: reads a job's publications and shows them, until the user or the job ends it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,33 @@ import os
 import select
 import shutil
 import signal
+import statistics
 import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from bagua._tools.meeting import Meeting, MissingWordError, SilentStoreError
-from bagua._tools.top.jobs import stores_here
-from bagua._tools.top.table import Publication, publication_from, rows_of, table
-from bagua._watch.publisher import KEY
+from bagua._tools.report import printable
+from bagua._watch.publisher import KEY, TIMES
 
-__all__ = ["DESCRIPTION", "add_arguments", "main"]
+__all__ = [
+    "DESCRIPTION",
+    "Publication",
+    "Row",
+    "add_arguments",
+    "main",
+    "publication_from",
+    "rows_of",
+    "stores_here",
+    "table",
+]
 
 DESCRIPTION = """\
 Shows a running job that was started with BAGUA_TOP=1 in the environment of its
@@ -41,6 +53,16 @@ Keys: q ends it; it also ends with the job.
 
 _CLEAR = "\x1b[H\x1b[J"
 _PATIENCE = timedelta(seconds=5)
+_SILENT_PUBLICATIONS = 5  # of which nothing was heard
+_BLOCKED = 0.1  # share of its time that a rank waits for a straggler, at least
+_NUMBERS = ("world", "rank", "node", "pid", "number", "rounds", "bytes_sent", "bytes_received")
+_SECONDS = ("at", "every")
+_HEADER = (
+    f"{'rank':>4} {'host':<12} {'step':>9} {'steps/s':>8} {'sent MB/s':>9} "
+    f"{'wire':>5} {'enc':>5} {'wait':>5} {'blocked':>7}"
+)
+
+Publication = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -191,3 +213,122 @@ def _keys() -> Iterator[int | None]:
 def _fail(text: str) -> int:
     sys.stderr.write(f"bagua top: {text}\n")
     return 1
+
+
+# Running jobs on this machine.
+
+
+def stores_here(processes: Path = Path("/proc")) -> list[str]:
+    """``host:port`` of the stores of jobs that publish, sorted.
+
+    Read from the environments of this user's processes, among which a job's ranks must be.
+    """
+    found = set()
+    for path in processes.glob("[0-9]*/environ"):
+        try:
+            entries = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # another user's, or gone
+            continue
+        variables = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+        host, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")
+        if variables.get("BAGUA_TOP", "0") != "0" and host and port:
+            found.add(f"{host}:{port}")
+    return sorted(found)
+
+
+# The table.
+
+
+class Row(NamedTuple):
+    """One rank between two publications; times are shares of the time in between."""
+
+    rank: int
+    host: str
+    step: int
+    steps: float
+    sent: float
+    wire: float
+    encode: float
+    waiting: float
+    blocked: float
+    mark: str
+
+
+def publication_from(word: Any) -> Publication | None:
+    """The publication of a rank, which is JSON; None if it is none."""
+    if not isinstance(word, dict) or type(word.get("host")) is not str:
+        return None
+    integers = (word.get(key) for key in (*_NUMBERS, *TIMES))
+    seconds = (word.get(key) for key in _SECONDS)
+    if not all(type(number) is int for number in integers):
+        return None
+    if not all(type(number) in (int, float) for number in seconds):
+        return None
+    return {**word, "host": printable(word["host"][:100])}
+
+
+def rows_of(
+    now: Mapping[int, Publication], before: Mapping[int, Publication], age: Mapping[int, float]
+) -> list[Row]:
+    """A row for every rank that has published.
+
+    ``before``: by rank, the publication before that of ``now``; where there is none, rates are 0.
+    ``age``: seconds since ``now`` of a rank was first seen.
+    """
+    rows = [_row(now[rank], before.get(rank)) for rank in sorted(now)]
+    marks = [
+        "ended"
+        if now[row.rank].get("ended") is True
+        else "silent"
+        if age[row.rank] > _SILENT_PUBLICATIONS * now[row.rank]["every"]
+        else ""
+        for row in rows
+    ]
+    slow = _straggler([row for row, mark in zip(rows, marks, strict=True) if not mark])
+    return [
+        row._replace(mark="slowest" if row.rank == slow else mark)
+        for row, mark in zip(rows, marks, strict=True)
+    ]
+
+
+def table(rows: Sequence[Row], world: int, title: str) -> list[str]:
+    """The lines of the table, of at most 80 columns."""
+    lines = [f"{title}, {len(rows)} of {world} rank(s)"[:80], "", _HEADER]
+    for row in rows:
+        line = (
+            f"{row.rank:>4} {row.host[:12]:<12} {row.step:>9} {row.steps:>8.2f} "
+            f"{row.sent / 1e6:>9.2f} {row.wire:>5.0%} {row.encode:>5.0%} {row.waiting:>5.0%} "
+            f"{row.blocked:>7.0%} {row.mark}"
+        )
+        lines.append(line.rstrip()[:80])
+    return lines
+
+
+def _row(now: Publication, before: Publication | None) -> Row:
+    seconds = 0.0 if before is None else now["at"] - before["at"]
+    zero = Row(now["rank"], now["host"], now["rounds"], 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, "")
+    if before is None or seconds <= 0 or now["pid"] != before["pid"]:
+        return zero
+
+    def rate(key: str) -> float:
+        # Counters begin anew with new buckets.
+        return float(max(0, now[key] - before[key])) / seconds
+
+    wire, encode, waiting, exposed = (rate(key) / 1e9 for key in TIMES)
+    return zero._replace(
+        steps=rate("rounds"),
+        sent=rate("bytes_sent"),
+        wire=wire,
+        encode=encode,
+        waiting=waiting,
+        blocked=exposed,
+    )
+
+
+def _straggler(rows: Sequence[Row]) -> int | None:
+    """The rank for which the others wait: they are blocked, and it is not."""
+    if len(rows) < 2:
+        return None
+    least = min(rows, key=lambda row: row.blocked)
+    others = statistics.median(row.blocked for row in rows if row is not least)
+    return least.rank if others > _BLOCKED and least.blocked < others / 2 else None

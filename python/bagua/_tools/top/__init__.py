@@ -1,1 +1,0 @@
-"""``bagua top``: a live table of a running job."""
