@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bagua.torch_api.data_parallel import DistributedDataParallel, _arguments
-from bagua.torch_api.data_parallel._inputs import to_device
+from bagua.torch_api.data_parallel.distributed import _to_device
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -125,7 +125,7 @@ def test_inputs_are_moved_wherever_they_are():
         OrderedDict(a={"b": torch.ones(1)}),
         None,
     ]
-    moved = to_device(inputs, torch.device("meta"))
+    moved = _to_device(inputs, torch.device("meta"))
     assert moved[0].is_meta
     assert moved[1][0].is_meta
     assert moved[1][1:] == (3, "text")

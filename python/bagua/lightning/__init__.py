@@ -26,10 +26,10 @@ import torch
 from bagua._core.eager.objects import gather_plain_objects
 from bagua._core.group.process_group import get_default_group
 from bagua._core.state.saved_values import copied
-from bagua._guard.guard import Guard
 from bagua.torch_api.algorithms import Algorithm, GlobalAlgorithmRegistry, QAdamOptimizer
 from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.data_parallel import DistributedDataParallel
+from bagua.torch_api.guard import Guard
 
 __all__ = ["BaguaFabricStrategy", "BaguaStrategy", "strategies"]
 

@@ -27,7 +27,6 @@ from bagua._core.group.communicator import ReduceOp
 from bagua._core.group.environment import get_local_rank, get_local_size, get_rank, get_world_size
 from bagua._core.group.job import destroy_process_group, get_backend, init_process_group
 from bagua._core.state.bagua_tensor import BaguaTensor
-from bagua._guard.guard import Guard
 from bagua._watch.per_round import write_stats
 from bagua._watch.prometheus import serve_metrics
 from bagua.torch_api import _patch, algorithms, checkpoint, communication, contrib, data_parallel
@@ -35,6 +34,7 @@ from bagua.torch_api._patch import wrap
 from bagua.torch_api.algorithms import GradientAllReduce
 from bagua.torch_api.averaging import average_weights
 from bagua.torch_api.distributed import BaguaModule
+from bagua.torch_api.guard import Guard
 
 __all__ = [
     "BaguaError",

@@ -28,7 +28,6 @@ from bagua._core.state.initial_state import (
 from bagua._core.state.snapshot import ModuleSnapshot
 from bagua._core.state.statistics import MainThreadTraffic, statistics
 from bagua._core.state.weights_check import WeightsCheck, sample
-from bagua._guard.guard import Guard, GuardAtWork
 from bagua._sync.bucketing import split_by_bucket_size
 from bagua._sync.hooks import WeakHook, outside_graphs, tensors_in
 from bagua._sync.optimizer_steps import MissingSteps, StepsInBackward
@@ -37,6 +36,7 @@ from bagua._sync.synchronizer import Synchronizer
 from bagua._watch.publisher import publish
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.guard import Guard, GuardAtWork
 
 __all__ = ["Session", "UnevenInputs", "is_owned"]
 

@@ -16,10 +16,12 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import (
     bagua_getter_closure,
     carries_gradient,
+    is_sparse,
     point_at,
     record_of,
 )
 from bagua._ops.all_reduce import AllReduce
+from bagua._ops.all_reduce_rows import AllReduceRows
 from bagua._ops.average_weights import AverageWeights
 from bagua._ops.compressed_all_reduce import (
     CompressedAllReduce,
@@ -35,7 +37,7 @@ from bagua._ops.sparse import Sparse
 from bagua._ops.user_functions import PythonFunction
 from bagua._sync.averaging_synchronizer import AsynchronousAverage, check_asynchronous_mode
 
-__all__ = ["BaguaBucket", "aligned_buckets"]
+__all__ = ["BaguaBucket", "SparseBucket", "aligned_buckets", "bucket_of"]
 
 #: Parts of a bucket begin at multiples of this many elements per rank: 16-byte loads, any dtype.
 _ALIGNMENT = 16
@@ -453,6 +455,78 @@ class BaguaBucket:
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """The tensor's own strides if it is dense (channels_last), else those of a fresh tensor."""
     return torch.empty_like(tensor, device="meta").stride()
+
+
+class SparseBucket(BaguaBucket):
+    """One parameter, whose gradient is no part of a flat memory.
+
+    It goes from autograd to the operation and back as it is. ``backend_tensor`` has one element,
+    which determines dtype and device. The only operation is the exact sum or mean.
+    """
+
+    def __init__(self, tensor: torch.Tensor, name: str) -> None:
+        super().__init__([tensor], name, flatten=False)
+        self._rows: AllReduceRows | None = None
+
+    def _check(self) -> None:
+        """One tensor agrees with itself."""
+
+    def _allocate(self) -> None:
+        parameter = self.tensors[0]
+        self.backend_tensor = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
+        self.padding_tensor = None
+        self._views = [self.backend_tensor]
+
+    def slots(self) -> list[_C.Slot]:
+        parameter = self.tensors[0]
+        record = record_of(parameter)
+        if self.ops != [self._rows]:
+            raise NotImplementedError(
+                f"'{record.name}' has sparse gradients, which only "
+                "append_centralized_synchronous_op without compression communicates: pass "
+                "sparse=False to the embedding"
+            )
+        return [_C.Slot(record.name, 0, [1], [1], _C.Adopt.SPARSE, parameter, record.sparse)]
+
+    def copy_in(self, index: int) -> None:
+        """There is nothing to copy."""
+
+    def copy_out(self) -> None:
+        """There is nothing to copy."""
+
+    def check_flatten(self) -> bool:
+        return False
+
+    def append_centralized_synchronous_op(
+        self,
+        hierarchical: Hierarchy = False,
+        average: bool = True,
+        scattergather: bool = False,
+        compression: str | None = None,
+        group: BaguaProcessGroup | None = None,
+    ) -> Self:
+        """Exact sum or mean: rows are gathered from all ranks, whatever ``hierarchical`` says.
+
+        Raises:
+            NotImplementedError: ``compression``.
+        """
+        record = record_of(self.tensors[0])
+        if compression is not None:
+            raise NotImplementedError(
+                f"'{record.name}' has sparse gradients, which are not compressed: pass "
+                "sparse=False to the embedding"
+            )
+        assert record.sparse is not None
+        sizes = list(self.tensors[0].size())
+        self._rows = self.append_operation(AllReduceRows(record.sparse, sizes, average, group))
+        return self
+
+
+def bucket_of(tensors: Sequence[torch.Tensor], name: str, flatten: bool) -> BaguaBucket:
+    """A bucket of the kind that the gradients of ``tensors`` need."""
+    if len(tensors) == 1 and is_sparse(tensors[0]):
+        return SparseBucket(tensors[0], name)
+    return BaguaBucket(tensors, name=name, flatten=flatten)
 
 
 def aligned_buckets(

@@ -20,7 +20,6 @@ from bagua._core.group.connections import Connections
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.saved_values import check_state
 from bagua._core.state.snapshot import sparse_parameters
-from bagua._guard.guard import Guard
 from bagua._sync.synchronizer import Synchronizer
 from bagua.torch_api.algorithms.base import (
     Algorithm,
@@ -30,6 +29,7 @@ from bagua.torch_api.algorithms.base import (
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.guard import Guard
 
 if TYPE_CHECKING:
     from bagua.torch_api._session import Session

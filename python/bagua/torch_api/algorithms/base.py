@@ -12,12 +12,11 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.saved_values import check_no_state
 from bagua._core.state.snapshot import sparse_parameters
-from bagua._guard.guard import Guard
 from bagua._sync.averaging_synchronizer import AveragingSynchronizer
 from bagua._sync.engine_synchronizer import EngineSynchronizer
 from bagua._sync.synchronizer import Synchronizer
-from bagua.torch_api._sparse_bucket import bucket_of
-from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.bucket import BaguaBucket, bucket_of
+from bagua.torch_api.guard import Guard
 
 if TYPE_CHECKING:
     from bagua.torch_api._session import Session

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._guard.guard import Guard
 from bagua._sync.hooks import outside_graphs, outside_graphs_lazily, tensors_in
 from bagua.torch_api._session import Session
 from bagua.torch_api.algorithms import (
@@ -26,10 +25,12 @@ from bagua.torch_api.algorithms import (
 )
 from bagua.torch_api.algorithms.base import check_arguments
 from bagua.torch_api.data_parallel import _arguments, _comm_hook, _join
-from bagua.torch_api.data_parallel._inputs import to_device
 from bagua.torch_api.distributed import BaguaModule, plain_twin
+from bagua.torch_api.guard import Guard
 
 __all__ = ["DistributedDataParallel", "DistributedDataParallel_V1_9_0"]
+
+T = TypeVar("T")
 
 #: Attributes that copies and pickles do not have.
 _LIVE = (
@@ -287,7 +288,7 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
         if "_bagua_ddp" not in self.__dict__ and communicates and self.module.training:
             self._start_copy()
         if self.device_ids:
-            inputs, kwargs = to_device((inputs, kwargs), self.device)
+            inputs, kwargs = _to_device((inputs, kwargs), self.device)
         if "_bagua_ddp" in self.__dict__:
             if self._join_config.enable:
                 _join.announce(self)
@@ -421,7 +422,7 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
         """Inputs and keyword arguments on a device, each in a tuple of one."""
         device = torch.device(self.device_type, device_id)
-        return (to_device(inputs, device),), (to_device(kwargs, device),)
+        return (_to_device(inputs, device),), (_to_device(kwargs, device),)
 
     @property
     def bagua_ddp(self) -> Session:
@@ -492,6 +493,21 @@ for _name, _member in vars(TorchDDP).items():
         continue
     if _name.startswith("_") and isinstance(_member, (FunctionType, property)):
         setattr(DistributedDataParallel, _name, _NotHere())
+
+
+def _to_device(value: T, device: torch.device) -> T:
+    """``value`` with all tensors in nested tuples, named tuples, lists and dicts on ``device``."""
+    moved: Any = value
+    if isinstance(value, torch.Tensor):
+        moved = value.to(device, non_blocking=True)
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        moved = type(value)(*(_to_device(item, device) for item in value))
+    elif isinstance(value, (tuple, list)):
+        moved = type(value)(_to_device(item, device) for item in value)
+    elif isinstance(value, dict):
+        moved = {key: _to_device(item, device) for key, item in value.items()}
+        moved = moved if type(value) is dict else type(value)(moved)
+    return moved  # type: ignore[no-any-return]
 
 
 @outside_graphs_lazily
