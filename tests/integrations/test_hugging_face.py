@@ -164,6 +164,34 @@ def test_an_accelerator_is_pickled_and_freed_as_without_bagua(ranks):
     assert ranks(2, pickled_and_freed) == [([True, True, True], True)] * 2
 
 
+def prepared_for_evaluation():
+    """The error of a training after an evaluation, and whether each remedy has a hook."""
+    from bagua.integrations.accelerate import use
+
+    def prepared(before=lambda own, net: None, frozen=False):
+        own, net = accelerator(), network().requires_grad_(not frozen)
+        use(own, "bytegrad")
+        before(own, net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        return getattr(own.prepare(net, optimizer)[0], "_bagua_comm_hook", None) is not None
+
+    def evaluated(own, net):
+        own.prepare_model(net, evaluation_mode=True)
+
+    def as_the_error_says(own, net):
+        evaluated(own, net)
+        del net._is_accelerate_prepared
+
+    error = training.error_of(lambda: prepared(evaluated))
+    return error, prepared(), prepared(as_the_error_says), prepared(evaluated, frozen=True)
+
+
+def test_a_module_prepared_for_evaluation_is_refused_where_ranks_would_train_apart(ranks):
+    for error, *hooked in ranks(2, prepared_for_evaluation):
+        assert error.startswith("RuntimeError: use: the 2 ranks would train Sequential apart")
+        assert hooked == [True, True, False]
+
+
 class Classifier(nn.Module):
     def __init__(self):
         super().__init__()

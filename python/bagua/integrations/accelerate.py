@@ -20,6 +20,7 @@ import torch.distributed as dist
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
 from bagua import comm_hooks
+from bagua.torch_api._session import is_owned
 from bagua.torch_api.algorithms import Algorithm
 
 __all__ = ["TESTED", "Hooks", "install", "use"]
@@ -138,6 +139,7 @@ def install(accelerator: accelerate.Accelerator, algorithm: str | Algorithm, hoo
     _check_handler(before)
 
     accelerator.ddp_handler = _Handler(before, accelerator.scaler, algorithm, hooks)
+    accelerator.__class__ = _checking(type(accelerator))
 
 
 def _check_accelerator(accelerator: accelerate.Accelerator) -> None:
@@ -204,6 +206,50 @@ class _Handler(DistributedDataParallelKwargs):  # type: ignore[misc]
         _, scaler, algorithm, hooks = self._bagua
         handle = comm_hooks.register(model, algorithm, grad_scaler=scaler)
         hooks.add(model, handle)
+
+    def refuse_unhooked(self, model: torch.nn.Module, ranks: int) -> None:
+        """Raise RuntimeError for a result of ``prepare`` that the ranks would train apart."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if not trained or self._bagua[3].of([model]) or is_owned(trained[0]):
+            return
+        raise RuntimeError(
+            f"use: the {ranks} ranks would train {type(model).__name__} apart: prepare() has not "
+            "wrapped it, so no gradients are communicated. prepare_model(evaluation_mode=True) "
+            "before prepare(), as in Trainer.evaluate() or predict() before train(), marks the "
+            "module as prepared, with and without bagua. Prepare for training first, or between "
+            "the two: del model._is_accelerate_prepared"
+        )
+
+
+class _Checking:
+    """Has ``Accelerator.prepare`` raise for a module that it leaves without a hook."""
+
+    num_processes: int
+    ddp_handler: _Handler
+
+    def prepare(self, *args: Any, **options: Any) -> Any:
+        """As Accelerate's.
+
+        Raises:
+            RuntimeError: the ranks would train a module apart, as it was prepared for evaluation.
+        """
+        prepared = super().prepare(*args, **options)  # type: ignore[misc]
+        for part in prepared if isinstance(prepared, tuple) else (prepared,):
+            if self.num_processes > 1 and isinstance(part, torch.nn.Module):
+                self.ddp_handler.refuse_unhooked(part, self.num_processes)
+        return prepared
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _new, (type(self).__mro__[2],), self.__dict__
+
+
+def _checking(original: type) -> type:
+    return type(original.__name__, (_Checking, original), {"__module__": original.__module__})
+
+
+def _new(original: type) -> Any:
+    made: Any = _checking(original)
+    return made.__new__(made)
 
 
 def _file(folder: str | PathLike[str], rank: int) -> Path:

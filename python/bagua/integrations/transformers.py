@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import transformers
 
 from bagua.integrations import accelerate as _accelerate
@@ -66,8 +65,6 @@ def use(trainer: transformers.Trainer, algorithm: str | Algorithm) -> Hooks:
 
     hooks = _accelerate.use(trainer.accelerator, algorithm)
 
-    trainer.add_callback(_HookCheck(hooks))
-
     def load(folder: str | None) -> None:
         if folder is not None:
             load_hooks(hooks.handles[-1:], folder)
@@ -80,27 +77,6 @@ def use(trainer: transformers.Trainer, algorithm: str | Algorithm) -> Hooks:
         lambda: _accelerate.install(trainer.accelerator, algorithm, hooks),
     )
     return hooks
-
-
-class _HookCheck(transformers.TrainerCallback):  # type: ignore[misc]
-    """Raises at the start of a training of several ranks that has no hook."""
-
-    def __init__(self, hooks: Hooks) -> None:
-        self._hooks = hooks
-
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, **others: Any
-    ) -> None:
-        """Called by ``train`` when the model is prepared."""
-        trained = any(parameter.requires_grad for parameter in model.parameters())
-        if args.world_size > 1 and trained and not self._hooks.of([model]):
-            raise RuntimeError(
-                f"use: the {args.world_size} ranks would train {type(model).__name__} apart: the "
-                "trainer has not wrapped it, so no gradients are communicated. "
-                "Trainer.evaluate() or predict() before train() marks the module as prepared, with "
-                "and without bagua. Call train() first, or between the two: "
-                "del trainer.model._is_accelerate_prepared"
-            )
 
 
 def _extend(trainer: Any, name: str, after: Callable[..., None]) -> None:
