@@ -8,7 +8,7 @@ from bagua import comm_hooks
 from bagua.torch_api.algorithms import ByteGradAlgorithm
 from oracle.compressed_all_reduce import parts, with_residuals
 from support import training
-from support.error_feedback import train_step, wrapped
+from support.error_feedback import owed, train_step, wrapped
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -115,7 +115,8 @@ def smaller_buckets(state=None):
         for step in range(STEPS):
             train_step(model, optimizer, step)
     else:
-        model.bagua_algorithm.load_state_dict(state)
+        own = state[dist.get_rank()] if isinstance(state, list) else state
+        model.bagua_algorithm.load_state_dict(own)
     return model.bagua_algorithm.state_dict(), len(model.bagua_buckets)
 
 
@@ -137,8 +138,20 @@ def test_a_state_loads_into_other_buckets_from_the_merged_dicts(ranks):
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert any(value.any() for value in before.values())
+    lacks = {key: value for key, value in merged.items() if key != "rank0/server/0/5.bias"}
+    assert lacks.keys() < merged.keys()
     with pytest.raises(Exception, match=r"no server residual of .* merge what all ranks saved"):
-        ranks(3, smaller_buckets, saved[0][0], env=training.SMALL_BUCKETS)
+        ranks(3, smaller_buckets, lacks, env=training.SMALL_BUCKETS)
+
+
+def test_ranks_that_load_their_own_states_into_other_buckets_owe_the_same(ranks):
+    saved = [state for state, _ in ranks(3, smaller_buckets)]
+    loaded = ranks(3, smaller_buckets, saved, env=training.SMALL_BUCKETS)
+    names = [key.removeprefix("rank0/error/") for key in saved[0] if key.startswith("rank0/error")]
+    before, after = owed(saved, names), owed([state for state, _ in loaded], names)
+    for name in names:
+        torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-6)
+    assert any(value.any() for value in before.values())
 
 
 @training.with_group

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import ByteGradAlgorithm
-from ranks.test_diloco_feedback import owed
 from support import hooked, training
+from support.error_feedback import owed
 
 NAMES = [name for name, _ in hooked.network().named_parameters()]
 STEPS = 3

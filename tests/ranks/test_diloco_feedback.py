@@ -16,6 +16,7 @@ from oracle.compressed_all_reduce import parts, with_residuals
 from ranks.test_bytegrad_feedback import flat_of
 from ranks.test_diloco import adamw, assert_outer_state_agrees, own_step
 from support import training
+from support.error_feedback import owed
 from torch import nn
 
 ROUNDS = 4
@@ -36,21 +37,6 @@ def wrapped(**arguments):
 def residuals(model):
     state = model.bagua_algorithm.state_dict()
     return {key: value for key, value in state.items() if "/error/" in key or "/server/" in key}
-
-
-def owed(states, names):
-    """The mean of the ranks' residuals, and the server residuals side by side, by parameter."""
-    found = {}
-    for name in names:
-        errors = [state[f"rank{rank}/error/{name}"] for rank, state in enumerate(states)]
-        whole = torch.stack(errors).double().mean(0)
-        for state in states:
-            for key, value in state.items():
-                if key.endswith(f"/{name}") and "/server/" in key:
-                    first = int(key.split("/")[2])
-                    whole.view(-1)[first : first + value.numel()] += value
-        found[name] = whole
-    return found
 
 
 @training.with_group

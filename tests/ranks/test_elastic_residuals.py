@@ -1,34 +1,20 @@
 """Residuals and weights of ranks over a failed round, and over a change of ranks."""
 
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from bagua import _C
 from bagua._sync.outer.survival import Survival
-from bagua.torch_api._residuals.means import CompressedMeans
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, OuterSGD
-from bagua.torch_api.bucket import BaguaBucket
 from ranks.test_diloco import assert_outer_state_agrees, own_step
-from ranks.test_diloco_feedback import owed, residuals
+from ranks.test_diloco_feedback import residuals
 from ranks.test_elastic_rounds import fail_round, wrapped
 from support import training
+from support.error_feedback import owed
 
 PLAIN = OuterSGD(1.0, 0.0)
 INTERVAL = 3
-SHAPES = {"a": (37,), "b": (5, 60), "c": (1,), "d": (200,)}
-
-
-def plan_of(rank, size):
-    """The residuals of a rank, of a bucket without contents."""
-    tensors = [torch.zeros(s).ensure_bagua_tensor(name, "model") for name, s in SHAPES.items()]
-    bucket = BaguaBucket(tensors, "0", flatten=True, alignment=16 * size)
-    group = SimpleNamespace(connections=SimpleNamespace(rank=rank, size=size))
-    means = CompressedMeans(group, hierarchical=False)
-    means.append_to(bucket, "bit2_block", _C.RoundOutcome())
-    return means
 
 
 def shares_of(state, rank, size, names):
@@ -47,32 +33,6 @@ def assert_owed(states, names, expected, atol):
     found = owed(states, names)
     for name in names:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=atol)
-
-
-def test_what_is_owed_survives_every_change_of_ranks_but_for_what_was_lost():
-    """From 4 to 3 to 5 to 2 to 1 ranks: survivors by their old rank, None for a newcomer."""
-    torch.manual_seed(0)
-    plans = [plan_of(rank, 4) for rank in range(4)]
-    for means in plans:
-        for _, view in means._errors():
-            view.normal_()
-        for bucket, _ in means.memories:
-            for _, view in means.own_views(bucket):
-                view.normal_()
-    for survivors in ([0, 1, 3], [0, 1, 2, None, None], [None, 2], [1]):
-        before = [means.state() for means in plans]
-        size = len(plans)
-        expected = owed(before, SHAPES)
-        for lost in set(range(size)) - set(survivors):
-            for name, value in shares_of(before[lost], lost, size, SHAPES).items():
-                expected[name] -= value
-        after = [plan_of(rank, len(survivors)) for rank in range(len(survivors))]
-        for means, old in zip(after, survivors, strict=True):
-            if old is not None:
-                means.inherit(plans[old], size)
-        plans = after
-        assert_owed([means.state() for means in plans], SHAPES, expected, 1e-5)
-        assert any(value.any() for value in expected.values())
 
 
 def watch_change(seen):

@@ -9,10 +9,13 @@ import torch.distributed.checkpoint as dcp
 from support import training
 from support.error_feedback import (
     ALGORITHMS,
+    WITH_WARM_UP,
     all_bits,
     error_of,
+    gathered_gradients,
     load,
     make,
+    owed,
     saved,
     train_step,
     wrapped,
@@ -49,6 +52,37 @@ def resume(name, saved_after, used_before):
 @pytest.mark.parametrize("saved_after", [1, WARM_UP, WARM_UP + 1, 8])
 def test_training_goes_on_to_the_bit(ranks, name, saved_after, used_before):
     assert ranks(2, resume, name, saved_after, used_before) == [saved_after] * 2
+
+
+@training.with_group
+def resume_before_the_warm_up_ends(name, used_before):
+    """Residuals of a warm-up that is over, in a training whose warm-up is longer."""
+    model, optimizer = wrapped(make(name))
+    for step in range(4):
+        train_step(model, optimizer, step)
+    state = saved(model, optimizer)
+    again, its_optimizer = wrapped(make(name, warmup_steps=6), seed=1)
+    for step in range(used_before):
+        train_step(again, its_optimizer, 50 + step)
+    load(again, its_optimizer, state)
+    for step in (4, 5):
+        assert all_bits(again.bagua_algorithm.state_dict(), "rounds")[0] == all_bits(state[2])[0]
+        train_step(again, its_optimizer, step)
+    names = [name for name, _ in again.named_parameters()]
+    due = owed(training.gather(again.bagua_algorithm.state_dict()), names)
+    assert any(value.any() for value in due.values())
+    for gradients in (everyone := gathered_gradients(again, 6)):
+        for name, gradient in gradients.items():
+            due[name] += gradient / len(everyone)
+    train_step(again, its_optimizer, 6)
+    left = owed(training.gather(again.bagua_algorithm.state_dict()), names)
+    return max(float((p.grad + left[n] - due[n]).abs().max()) for n, p in again.named_parameters())
+
+
+@pytest.mark.parametrize("name", WITH_WARM_UP)
+def test_residuals_that_are_loaded_before_the_warm_up_ends_wait_for_it(ranks, name):
+    for used_before in (0, 2, 8):
+        assert max(ranks(2, resume_before_the_warm_up_ends, name, used_before)) < 1e-5
 
 
 @training.with_group
@@ -94,27 +128,13 @@ def test_another_number_of_ranks_starts_from_the_mean(ranks, name, before, after
         assert torch.equal(loaded[0][key], states[0][2][key])
 
 
-def owed_of(states, ranks):
-    """By parameter: the mean of the residuals and what the means of the parts lose."""
-    names = [key.split("/", 2)[2] for key in states[0] if key.startswith("rank0/error/")]
-    owed = {}
-    for name in names:
-        own = [error_of(states[rank], rank, name).double().reshape(-1) for rank in range(ranks)]
-        owed[name] = sum(own) / ranks
-        for rank in range(ranks):
-            for key, value in states[rank].items():
-                if key.startswith(f"rank{rank}/server/") and key.endswith(f"/{name}"):
-                    first = int(key.split("/")[2])
-                    owed[name][first : first + value.numel()] += value.double()
-    return owed
-
-
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 2), (2, 4), (2, 1), (1, 3)])
 def test_the_whole_residual_of_both_sides_outlives_a_change_of_ranks(ranks, before, after):
     states = ranks(before, train_and_save, "bytegrad", 6)
     loaded = ranks(after, load_and_train, "bytegrad", merged(states))
-    expected = owed_of([state[2] for state in states], before)
-    found = owed_of(loaded, after)
+    names = [key.split("/", 2)[2] for key in states[0][2] if key.startswith("rank0/error/")]
+    expected = owed([state[2] for state in states], names)
+    found = owed(loaded, names)
     assert before == 1 or any(value.abs().max() > 1e-3 for value in expected.values())
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-8)

@@ -206,7 +206,12 @@ def bad_states():
 def test_states_that_do_not_fit_are_refused(ranks):
     for errors in ranks(2, bad_states):
         assert all(error.startswith("ValueError") for error in errors)
-        words = ["a state is a dict", "'ranks' is", "number of ranks that saved", "has no 'rank"]
+        words = [
+            "a state is a dict",
+            "called with error_feedback=True",
+            "number of ranks that saved",
+            "has no 'rank",
+        ]
         words += ["in the state", "without error_feedback"]
         for error, word in zip(errors, words, strict=True):
             assert word in error, errors

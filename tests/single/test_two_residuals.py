@@ -1,9 +1,9 @@
-"""CompressedAllReduce with error feedback on thread ranks, against its oracle; and its memory."""
+"""CompressedAllReduce with error feedback on thread ranks, against its oracle."""
 
 import pytest
 import torch
 from bagua import _C
-from bagua._core.compression.two_residuals import TwoResiduals
+from bagua._core.state.ledger import Page
 from oracle.compressed_all_reduce import parts, with_residuals
 from support.threads.op_ranks import (
     BAD_NUMEL,
@@ -26,7 +26,7 @@ per_ranks = pytest.mark.parametrize("n", RANKS, ids=lambda n: f"{n}-ranks")
 
 def memory_of(numel, rank, ranks, outcome=None, dtype=torch.float32):
     flat = torch.empty(numel, dtype=dtype)
-    return TwoResiduals.zero(flat, 0, outcome or _C.RoundOutcome(), range(ranks), rank).memory
+    return Page.of_parts(flat, [], outcome or _C.RoundOutcome(), range(ranks), rank).memory
 
 
 def op_of(comm, codec, memory, op="mean", padding=0):
@@ -206,50 +206,3 @@ def test_the_description_says_that_there_is_error_feedback():
     comm = _C.ThreadCommunicator(_C.ThreadHub(1), 0)
     described = op_of(comm, "int4_block", memory_of(4, 0, 1)).describe()
     assert described == "CompressedAllReduce(int4_block, mean, ranks 1, error feedback)"
-
-
-def views(sizes, flat):
-    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
-    pairs = enumerate(zip(firsts, sizes, strict=True))
-    return [(f"p{i}", flat[first : first + size]) for i, (first, size) in pairs]
-
-
-@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 5), (2, 1), (1, 4)])
-def test_residuals_of_parts_are_cut_anew_by_position(before, after):
-    sizes = [7, 100, 33, 1]
-
-    def made(ranks, rank, numel):
-        flat = torch.zeros(numel)
-        residuals = TwoResiduals.zero(
-            flat, numel - sum(sizes), _C.RoundOutcome(), range(ranks), rank
-        )
-        return residuals, views(sizes, flat)
-
-    owed = torch.randn(160, generator=torch.Generator().manual_seed(0))
-    state = {}
-    for rank in range(before):
-        residuals, named = made(before, rank, 160)
-        part = owed[residuals.first :][: residuals.memory.value(2).numel()]
-        residuals.memory.set(2, part)
-        state |= {key: view.clone() for key, view in residuals.server_views(rank, named)}
-    assert sum(view.numel() for view in state.values()) == sum(sizes)
-    found = []
-    for rank in range(after):
-        residuals, named = made(after, rank, 145)  # another padding
-        for view, value in residuals.saved_server(state, named):
-            view.copy_(value)
-        found.append(residuals.memory.value(2))
-    joined = torch.cat(found)
-    assert torch.equal(joined[: sum(sizes)], owed[: sum(sizes)])
-    assert not joined[sum(sizes) :].any()
-    some = next(key for key in state if key.endswith("/p1"))
-    without = {key: value for key, value in state.items() if key != some}
-    missed = []
-    for rank in range(after):
-        residuals, named = made(after, rank, 145)
-        try:
-            list(residuals.saved_server(without, named))
-        except ValueError as error:
-            missed.append(str(error))
-    assert missed
-    assert all("no server residual of 'p1' from element" in said for said in missed)

@@ -85,6 +85,21 @@ def error_of(state, rank, name):
     return state[f"rank{rank}/error/{name}"]
 
 
+def owed(states, names):
+    """The mean of the ranks' residuals, and the server residuals side by side, by parameter."""
+    found = {}
+    for name in names:
+        errors = [state[f"rank{rank}/error/{name}"] for rank, state in enumerate(states)]
+        whole = torch.stack(errors).double().mean(0)
+        for state in states:
+            for key, value in state.items():
+                if key.endswith(f"/{name}") and "/server/" in key:
+                    first = int(key.split("/")[2])
+                    whole.view(-1)[first : first + value.numel()] += value
+        found[name] = whole
+    return found
+
+
 def all_bits(state, but=""):
     """A digest of all tensors of a state, and its numbers, without the key `but`."""
     tensors = [state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor)]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from bagua import _C
-from bagua._core.compression.two_residuals import TwoResiduals
 from bagua._core.group import environment
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.ledger import Page
 from bagua._ops.contract.lane import Hierarchy, Lane, among
 from bagua._ops.contract.operation import Operation
 
@@ -38,15 +38,15 @@ class CompressedAllReduce(Operation):
     """Sum or mean of the bucket in f32: compressed parts are exchanged twice.
 
     Attributes:
-        residuals: of the ranks that compress, all of them or the nodes' leaders; None: no error
-            feedback. They are of whole buckets: not for ``hierarchical="sharded"``.
+        page: residuals of the ranks that compress, all of them or the nodes' leaders; None: no
+            error feedback. They are of whole buckets: not for ``hierarchical="sharded"``.
     """
 
     hierarchical: Hierarchy
     average: bool
     codec: str
     group: BaguaProcessGroup | None
-    residuals: TwoResiduals | None = None
+    page: Page | None = None
 
     @classmethod
     def with_error_feedback(
@@ -67,31 +67,30 @@ class CompressedAllReduce(Operation):
         members = list(range(connections.size))
         if hierarchical:
             members = _C.leaders(connections.node_of_ranks())
-        padding = 0 if bucket.padding_tensor is None else bucket.padding_tensor.numel()
-        residuals = TwoResiduals.zero(
-            bucket.backend_tensor, padding, outcome, members, connections.rank
-        )
-        return cls(hierarchical, average, codec, group, residuals)
+        flat, named = bucket.backend_tensor, bucket.named_views()
+        page = Page.of_parts(flat, named, outcome, members, connections.rank)
+        return cls(hierarchical, average, codec, group, page)
 
     takes_shares = True
     approximates = "mean"
 
     def remembered(self) -> _C.RoundMemory | None:
-        return None if self.residuals is None else self.residuals.memory
+        return None if self.page is None else self.page.memory
 
     def check(self, bucket: BaguaBucket) -> None:
         """Raise ValueError, with the known codecs, for an unknown one."""
         _C.make_codec(self.codec)
 
     def describe(self) -> str:
-        feedback = "" if self.residuals is None else " error_feedback=True"
+        feedback = "" if self.page is None else " error_feedback=True"
         arguments = f"hierarchical={self.hierarchical} average={self.average} codec={self.codec}"
         return arguments + feedback
 
     def build(self, lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
         reduce = _C.ReduceOp.AVG if self.average else _C.ReduceOp.SUM
 
-        own = self.residuals
+        memory = self.remembered()
+        padding = 0 if bucket.padding_tensor is None else bucket.padding_tensor.numel()
 
         def compressed(members: _C.CountingCommunicator) -> _C.BucketOp:
             return _C.CompressedAllReduce(
@@ -100,8 +99,8 @@ class CompressedAllReduce(Operation):
                 lane.scratch,
                 reduce,
                 checksum=environment.get_checksum(),
-                memory=None if own is None else own.memory,
-                padding=0 if own is None else own.padding,
+                memory=memory,
+                padding=0 if memory is None else padding,
             )
 
         return among(lane, self.group, self.hierarchical, compressed, reduce)

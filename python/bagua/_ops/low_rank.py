@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bagua import _C
-from bagua._core.compression.low_rank import Matrices
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.ledger import Page
 from bagua._ops.contract.lane import Lane, among
 from bagua._ops.contract.operation import Operation
 
@@ -22,15 +22,12 @@ class LowRank(Operation):
     """Matrices travel as two thin factors, the other elements as they are.
 
     Attributes:
-        matrices: by name of the tensor: (offset, rows, columns, rank) in the bucket.
-        memory: residuals (as long as the bucket, or empty), queries, and the number of
-            communications.
+        page: with the matrices.
     """
 
     approximates = "mean"
 
-    matrices: Matrices
-    memory: _C.RoundMemory
+    page: Page
     hierarchical: bool
     warm_start: bool
     error_feedback: bool
@@ -38,11 +35,11 @@ class LowRank(Operation):
     group: BaguaProcessGroup | None
 
     def remembered(self) -> _C.RoundMemory:
-        return self.memory
+        return self.page.memory
 
     def describe(self) -> str:
         return (
-            f"hierarchical={self.hierarchical} low rank {self.matrices} "
+            f"hierarchical={self.hierarchical} low rank {self.page.matrices} "
             f"warm_start={self.warm_start} error_feedback={self.error_feedback} seed={self.seed}"
         )
 
@@ -52,11 +49,11 @@ class LowRank(Operation):
                 members,
                 lane.scratch,
                 bucket.backend_tensor.numel(),
-                list(self.matrices.values()),
+                list(self.page.matrices.values()),
                 warm_start=self.warm_start,
                 error_feedback=self.error_feedback,
                 seed=self.seed,
-                memory=self.memory,
+                memory=self.page.memory,
             )
 
         return among(lane, self.group, self.hierarchical, low_rank)

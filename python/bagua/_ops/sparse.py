@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from bagua import _C
 from bagua._core.compression.sparse_choice import sparse_mean
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.ledger import Page
 from bagua._ops.contract.lane import Lane, among
 from bagua._ops.contract.operation import Operation
 
@@ -22,14 +23,14 @@ class Sparse(Operation):
     """``k`` elements of the bucket are averaged, the others become zero.
 
     Attributes:
-        memory: residuals (as long as the bucket, or empty), and the number of communications.
+        page: its state.
         codec: of the values that are sent; None: they travel as they are.
     """
 
     approximates = "mean"
 
     k: int
-    memory: _C.RoundMemory
+    page: Page
     hierarchical: bool
     random_sparse: bool
     seed: int
@@ -37,11 +38,11 @@ class Sparse(Operation):
     codec: str | None = None
 
     def remembered(self) -> _C.RoundMemory:
-        return self.memory
+        return self.page.memory
 
     def describe(self) -> str:
         drawn = f"random seed={self.seed}" if self.random_sparse else "largest"
-        feedback = bool(self.memory.value(0).numel())
+        feedback = bool(self.page.memory.value(0).numel())
         return (
             f"hierarchical={self.hierarchical} {drawn} {self.k} error_feedback={feedback} "
             f"codec={self.codec}"
@@ -54,7 +55,7 @@ class Sparse(Operation):
                 lane.scratch,
                 bucket.backend_tensor,
                 self.k,
-                self.memory,
+                self.page.memory,
                 random_sparse=self.random_sparse,
                 seed=self.seed,
                 codec=self.codec,

@@ -11,12 +11,12 @@ import torch
 from bagua import _C
 from bagua._core.group.connections import Connections
 from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
+from bagua._core.state.ledger import Page
 from bagua._core.state.saved_values import check_no_state
 from bagua._core.state.statistics import MainThreadTraffic, lane_statistics
 from bagua._ops.contract.lane import Lane
 from bagua._sync.plan import counted, divided_first
 from bagua.comm_hooks._bucket import HookedBucket
-from bagua.comm_hooks._memories import Memories
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
 from bagua.torch_api.algorithms.base import AlgorithmImpl
 
@@ -42,7 +42,7 @@ class Handle:
         self._lane = lane
         self._named = {name: (p.size(), p.stride(), p.dtype) for name, p in named}
         self._names = {id(parameter): name for name, parameter in named}
-        self._memories = Memories(algorithm) if isinstance(algorithm, ErrorFeedbackImpl) else None
+        self._pages: dict[str, Page] = {}  # by name of the bucket
         self._rounds_before = 0  # of the training that a loaded state is of
         self._traffic = MainThreadTraffic(self._connections)
         self.non_finite: dict[str, _C.NonFiniteRounds] = {}
@@ -98,17 +98,29 @@ class Handle:
         return _C.BucketOperations(bucket.name, bucket.describe(), ops, scale, memory)
 
     def _append_operations(self, bucket: HookedBucket, round: int) -> _C.RoundMemory | None:
-        if self._memories is None:
+        algorithm = self._algorithm
+        if not isinstance(algorithm, ErrorFeedbackImpl):
             # Algorithms without memory do not look at the wrapped module.
-            self._algorithm.init_operations(cast(Any, None), bucket)
+            algorithm.init_operations(cast(Any, None), bucket)
             return None
-        assert isinstance(self._algorithm, ErrorFeedbackImpl)
-        warm_up = self._algorithm.warmup_steps - self._rounds_before  # its last round
+        warm_up = algorithm.warmup_steps - self._rounds_before  # its last round
         if round > warm_up:
-            return self._memories.add(bucket)
+            return self._compressed(algorithm, bucket).memory
         bucket.append_centralized_synchronous_op(average=True, group=self._group)
         self._hook.renew(warm_up + 1)
         return None
+
+    def _compressed(self, algorithm: ErrorFeedbackImpl, bucket: HookedBucket) -> Page:
+        """Append the compressing operation; its page has what is known of its parameters.
+
+        Torch makes its buckets anew after the first step, with other parts.
+        """
+        if bucket.name in self._pages:
+            algorithm.ledger.put_aside(self._pages[bucket.name])
+        page = algorithm.append_compression(bucket)
+        algorithm.ledger.take(page)
+        self._pages[bucket.name] = page
+        return page
 
     def stats(self) -> dict[str, Any]:
         """Bytes that this rank sent and times it took, since the hook was registered.
@@ -127,10 +139,12 @@ class Handle:
             The same entries as ``module.bagua_algorithm.state_dict()`` after ``with_bagua``, by
             names of ``ddp.module``'s parameters. Empty for algorithms that remember nothing.
         """
-        if self._memories is None:
+        algorithm = self._algorithm
+        if not isinstance(algorithm, ErrorFeedbackImpl):
             return {}
         self._hook.settle()
-        return self._memories.state_dict(self._rounds_before + self._hook.round)
+        algorithm.ledger.counters["rounds"] = self._rounds_before + self._hook.round
+        return algorithm.ledger.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`: on every rank, between two steps.
@@ -142,11 +156,18 @@ class Handle:
             ValueError: the state is of another algorithm, model or number of ranks; names the
                 entry. Nothing has changed then.
         """
-        if self._memories is None:
-            check_no_state(state, type(self._algorithm).__name__)
+        algorithm = self._algorithm
+        if not isinstance(algorithm, ErrorFeedbackImpl):
+            check_no_state(state, type(algorithm).__name__)
             return
-        rounds = self._memories.load_state_dict(state, self._all_parameters())
-        self._rounds_before = rounds - self._hook.round
+        # The memory of this page is no member of the rounds to come.
+        outcome, algorithm.outcome = algorithm.outcome, _C.RoundOutcome()
+        try:
+            page = algorithm.append_compression(self._all_parameters())
+        finally:
+            algorithm.outcome = outcome
+        algorithm.ledger.load(state, [page])
+        self._rounds_before = algorithm.ledger.counters["rounds"] - self._hook.round
         self._hook.renew(self._hook.round + 1)
 
     def _all_parameters(self) -> HookedBucket:

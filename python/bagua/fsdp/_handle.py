@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from bagua import _C
-from bagua._core.compression.error_state import error_key, new_memory, ranks_text
 from bagua._core.group import environment
 from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
-from bagua._core.state.saved_values import check_state, saved_tensor
+from bagua._core.state.ledger import Ledger, Page
+from bagua._core.state.saved_values import check_state
 from bagua._core.state.statistics import MainThreadTraffic, lane_statistics
 from bagua._ops.contract.lane import Lane
 from bagua.fsdp._mesh import Groups
@@ -68,15 +68,16 @@ class Handle:
         self._operations: dict[tuple[Any, ...], _C.BucketOperations] = {}
         self._non_finite: dict[str, _C.NonFiniteRounds] = {}
         outcome = _C.RoundOutcome()
-        self._memories = {
-            module: new_memory(
-                torch.empty(numel, device=lane.device),
-                outcome,
-                torch.zeros(1, dtype=torch.int64, device="cpu"),
-                error_feedback=True,
-            )
-            for module, numel in numels.items()
-        }
+        self._ledger = Ledger(
+            "bagua.fsdp",
+            lambda: connections,
+            only_same_ranks="residuals are of shards, so load them with the number of ranks that "
+            "saved them, or leave them out",
+        )
+        for module, numel in numels.items():
+            flat = torch.empty(numel, device=lane.device)
+            self._ledger.take(Page(flat, [(module, flat)], outcome))
+        self._memories = {page.names[0]: page.memory for page in self._ledger.pages}
         self._rounds = Rounds(self._memories, outcome, options.read_scale)
         self._running = _C.DynamicLane(
             name=model_name,
@@ -232,16 +233,13 @@ class Handle:
         """Residuals of this rank: call it on every rank, between two steps.
 
         Returns:
-            One float32 tensor per module, under a key of this rank's own, and the ranks. Empty
-            without error feedback.
+            ``ranks``, ``communications``, and one float32 tensor per module, under a key of this
+            rank's own. Empty without error feedback.
         """
         if not self._memories:
             return {}
         self._rounds.settle()
-        state: dict[str, Any] = {"ranks": ranks_text(self._lane.group.ranks)}
-        for module, memory in self._memories.items():
-            state[self._key(module)] = memory.value(0).clone()
-        return state
+        return self._ledger.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`: on every rank, between two steps, with the ranks that saved.
@@ -251,31 +249,15 @@ class Handle:
                 entry. Nothing has changed then.
         """
         check_state(state, "bagua.fsdp")
-        if not self._memories:
-            if state:
-                raise ValueError(
-                    f"bagua.fsdp: the state has {sorted(state)[:3]}, but compress() was called "
-                    "without error_feedback=True"
-                )
-            return
-        ranks = ranks_text(self._lane.group.ranks)
-        if state.get("ranks") != ranks:
+        if bool(state) != bool(self._memories):
+            arguments = "without" if state else "with"
             raise ValueError(
-                f"bagua.fsdp: 'ranks' is {str(state.get('ranks'))[:80]!r} in the state, {ranks!r} "
-                "here: residuals are of shards, so load them with the number of ranks that saved "
-                "them, or leave them out"
+                f"bagua.fsdp: the state has {sorted(state)[:3]}, but compress() was called "
+                f"{arguments} error_feedback=True"
             )
-        remedy = "load it with the same model and the same arguments of compress()"
-        self._rounds.settle()
-        found = {
-            module: saved_tensor(state, self._key(module), memory.value(0), remedy)
-            for module, memory in self._memories.items()
-        }
-        for module, value in found.items():
-            self._memories[module].set(0, value.to(self._memories[module].value(0)))
-
-    def _key(self, module: str) -> str:
-        return error_key(self._lane.group.connections.rank, module)
+        if state:
+            self._rounds.settle()
+            self._ledger.load(state)
 
     def close(self) -> None:
         """End the thread and the connections. A backward after it raises. Idempotent."""

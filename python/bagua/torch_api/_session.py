@@ -565,10 +565,7 @@ class Session:
         self._steps_in_backward.close()
         self._claim_parameters()
         log_unfrozen(self.bagua_module_name, names)
-        state = self.bagua_algorithm.state_dict()
         self.rebuild()
-        fresh = self.bagua_algorithm.state_dict()
-        self.bagua_algorithm.load_state_dict(self.bagua_algorithm.carry_over(state, fresh))
 
     def welcome(self) -> None:
         """Take part in the wraps of ranks that join, before :meth:`rebuild`."""

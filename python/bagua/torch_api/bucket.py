@@ -9,8 +9,7 @@ import torch
 from typing_extensions import Self
 
 from bagua import _C
-from bagua._core.compression.error_state import new_memory
-from bagua._core.compression.low_rank import low_rank_matrices, low_rank_memory
+from bagua._core.compression.low_rank import low_rank_matrices
 from bagua._core.compression.sparse_choice import number_sent
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import (
@@ -20,6 +19,7 @@ from bagua._core.state.bagua_tensor import (
     point_at,
     record_of,
 )
+from bagua._core.state.ledger import Page
 from bagua._ops.all_reduce import AllReduce
 from bagua._ops.all_reduce_rows import AllReduceRows
 from bagua._ops.average_weights import AverageWeights
@@ -334,13 +334,19 @@ class BaguaBucket:
             seed: of the random factors, equal on all ranks.
 
         Returns:
-            The op, which holds the memory.
+            The op, which has a page of its state.
         """
-        flat = self.backend_tensor
         matrices = low_rank_matrices(self.named_views(), rank, min_compression_rate)
-        memory = low_rank_memory(flat, matrices, outcome, error_feedback=error_feedback)
+        page = Page(
+            self.backend_tensor,
+            self.named_views(),
+            outcome,
+            error_feedback=error_feedback,
+            matrices=matrices,
+            seed=seed,
+        )
         return self.append_operation(
-            LowRank(matrices, memory, hierarchical, warm_start, error_feedback, seed, group)
+            LowRank(page, hierarchical, warm_start, error_feedback, seed, group)
         )
 
     def append_sparse_op(
@@ -368,13 +374,13 @@ class BaguaBucket:
             codec: of the values that are sent; None: they travel as they are.
 
         Returns:
-            The op, which holds the memory.
+            The op, which has a page of its state.
         """
-        count = torch.zeros(1, dtype=torch.int64, device="cpu")
-        memory = new_memory(self.backend_tensor, outcome, count, error_feedback=error_feedback)
+        flat, named = self.backend_tensor, self.named_views()
+        page = Page(flat, named, outcome, error_feedback=error_feedback)
         k = number_sent(self.backend_tensor.numel(), ratio)
         return self.append_operation(
-            Sparse(k, memory, hierarchical, random_sparse, seed, group, codec)
+            Sparse(k, page, hierarchical, random_sparse, seed, group, codec)
         )
 
     def append_asynchronous_model_average_op(

@@ -1,4 +1,4 @@
-"""Tensors as low-rank matrices: selection, layout in memory, and state."""
+"""Tensors as low-rank matrices: which of them, and of which rank."""
 
 from __future__ import annotations
 
@@ -6,19 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
-from bagua import _C
-from bagua._core.compression.error_state import new_memory
+from bagua._core.state.ledger import Matrices
 
-__all__ = [
-    "Matrices",
-    "check_compression_rate",
-    "low_rank_matrices",
-    "low_rank_memory",
-    "queries_of",
-]
-
-#: By name of the tensor: (offset, rows, columns, rank) in the bucket.
-Matrices = dict[str, tuple[int, int, int, int]]
+__all__ = ["check_compression_rate", "low_rank_matrices"]
 
 
 def check_compression_rate(min_compression_rate: float) -> None:
@@ -33,31 +23,6 @@ def low_rank_matrices(
     """The views of a bucket that are sent as products of two thin matrices."""
     found = ((name, _matrix(view, rank, min_compression_rate)) for name, view in named)
     return {name: matrix for name, matrix in found if matrix is not None}
-
-
-def low_rank_memory(
-    flat: torch.Tensor,
-    matrices: Matrices,
-    outcome: _C.RoundOutcome,
-    *,
-    error_feedback: bool,
-    communications: int = 0,
-) -> _C.RoundMemory:
-    """A memory for ``_C.LowRank`` on buckets like ``flat``, with ``communications`` behind it."""
-    queries = flat.new_zeros(
-        sum(columns * rank for _, _, columns, rank in matrices.values()),
-        dtype=torch.promote_types(flat.dtype, torch.float32),
-    )
-    count = torch.full((1,), communications, device="cpu")
-    return new_memory(flat, outcome, queries, count, error_feedback=error_feedback)
-
-
-def queries_of(memory: _C.RoundMemory, matrices: Matrices) -> dict[str, torch.Tensor]:
-    """By name of the tensor: (rank, columns). Between rounds; writing into them counts."""
-    shapes = [(rank, columns) for _, _, columns, rank in matrices.values()]
-    parts = memory.value(1).split([rank * columns for rank, columns in shapes])
-    views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-    return dict(zip(matrices, views, strict=True))
 
 
 def _matrix(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,8 +12,8 @@ from bagua import _C
 from bagua._core.compression.exact_parameters import exact_parameters
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
-from bagua._core.state.saved_values import check_state, saved_count
-from bagua.torch_api._residuals.means import RememberedMeans, check_warmup
+from bagua._core.state.ledger import Ledger, Page
+from bagua._ops.contract.lane import Hierarchy
 from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
 from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
@@ -21,7 +21,47 @@ from bagua.torch_api.bucket import BaguaBucket
 if TYPE_CHECKING:
     from bagua.torch_api._session import Session
 
-__all__ = ["ErrorFeedbackImpl"]
+__all__ = [
+    "ErrorFeedbackImpl",
+    "check_hierarchy",
+    "check_warmup",
+    "is_wide",
+    "warn_of_useless_residuals",
+]
+
+
+def check_hierarchy(owner: str, hierarchical: Hierarchy | None, error_feedback: bool) -> None:
+    """Raise ValueError where residuals, which are of whole buckets, meet shares of buckets."""
+    if error_feedback and hierarchical == "sharded":
+        raise ValueError(
+            f'{owner}: error_feedback=True has no form for hierarchical="sharded"; take True or '
+            "False"
+        )
+
+
+def check_warmup(warmup_steps: int) -> None:
+    """Raise ValueError for a negative number."""
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps={warmup_steps} must not be negative")
+
+
+def is_wide(codec: str) -> bool:
+    """Whether ``codec`` rounds to 16 bits, each element by itself."""
+    return codec in ("fp16", "bf16")
+
+
+def warn_of_useless_residuals(owner: str, codec: str | None, error_feedback: bool) -> None:
+    """Warn of error feedback where little or nothing is lost."""
+    if not error_feedback or not (codec is None or is_wide(codec)):
+        return
+    what = "without a codec: nothing is lost"
+    if codec is not None:
+        what = f'with codec="{codec}": 8 bytes per parameter for less than a hundredth of a value'
+    warnings.warn(
+        f"{owner}: error_feedback=True {what}. Leave it out, or take a codec of fewer bits, such "
+        'as "int4_block".',
+        stacklevel=3,
+    )
 
 
 class ErrorFeedbackImpl(AlgorithmImpl):
@@ -29,9 +69,15 @@ class ErrorFeedbackImpl(AlgorithmImpl):
 
     Parameters that ``exact`` names have buckets of their own, without a residual.
 
-    Subclasses define the op (:meth:`append_compression`) and its state besides residuals
-    (:meth:`equal_views`). The first tensor of its memory is the residual, as long as the bucket, or
-    empty.
+    Subclasses define the op (:meth:`append_compression`).
+
+    Its state for checkpoints: ``rounds``, the communicated ones; from the end of the warm-up on
+    ``ranks``, those with residuals (with ``hierarchical`` the nodes' leaders); ``communications``,
+    the compressed rounds; for every parameter, of its shape and f32 (f64),
+    ``rank<r>/error/<name>``; and further state of the algorithm. With another number of ranks than
+    saved it, give every rank the dicts of all old ranks merged into one (``a | b | ...``): each
+    then starts from the mean of their residuals. Residuals that are loaded before the end of the
+    warm-up wait for it.
 
     Attributes:
         for_sgd: whether the compression is made for optimizers whose step is proportional to the
@@ -64,35 +110,32 @@ class ErrorFeedbackImpl(AlgorithmImpl):
         self._exact_names: set[str] = set()
         self.warmup_steps = warmup_steps
         self.outcome = _C.RoundOutcome()
-        self._rounds = 0  # that were communicated
         self._compressing = False
-        self._means = self.make_means()
-        self._loaded: dict[str, Any] | None = None  # for buckets that are not made yet
+        self.ledger = Ledger(
+            type(self).__name__,
+            lambda: process_group.connections,
+            counters=["rounds"],
+            hierarchical=bool(self.hierarchical),
+        )
 
-    def append_compression(self, bucket: BaguaBucket) -> _C.RoundMemory:
-        """Append the compressing op to ``bucket`` and return its memory."""
+    def append_compression(self, bucket: BaguaBucket) -> Page:
+        """Append the compressing op to ``bucket`` and return the page of its state."""
         raise NotImplementedError
 
-    def equal_views(
-        self, bucket: BaguaBucket, memory: _C.RoundMemory
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(key, tensor) of the state that is equal on all ranks; writes into them take effect."""
-        raise NotImplementedError
-
-    def make_means(self) -> RememberedMeans:
-        """The memories of new buckets, without any yet."""
-        return RememberedMeans(self.process_group, self.hierarchical)
+    @property
+    def _warmed_up(self) -> bool:
+        return self.ledger.counters["rounds"] >= self.warmup_steps
 
     def need_reset(self) -> bool:
-        return self._compressing != (self._rounds >= self.warmup_steps)
+        return self._compressing != self._warmed_up
 
     def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
-        if self.for_sgd and not self._rounds:
+        if self.for_sgd and not self.ledger.counters["rounds"]:
             owner = type(self).__name__.removesuffix("Impl")
             _warn_of_other_steps(owner, bagua_ddp.bagua_optimizers)
-        self._compressing = self._rounds >= self.warmup_steps
+        self._compressing = self._warmed_up
         self.outcome = _C.RoundOutcome()
-        self._means = self.make_means()
+        self.ledger.put_aside(*self.ledger.pages)
         all_names = bagua_ddp.module.named_parameters(remove_duplicate=False)
         exact = exact_parameters(self.exact, all_names)
         self._exact_names = {name for name, p in bagua_ddp.bagua_build_params() if id(p) in exact}
@@ -128,64 +171,14 @@ class ErrorFeedbackImpl(AlgorithmImpl):
                 error_feedback=False,
             )
         else:
-            self._means.remember(bucket, self.append_compression(bucket))
-        if self._loaded is not None and bucket is bagua_ddp.bagua_buckets[-1]:
-            state, self._loaded = self._loaded, None
-            self._means.restore(state, self._equal_views())
+            self.ledger.take(self.append_compression(bucket))
 
     def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
         def finish() -> None:
             bagua_ddp.wait_pending_comm_ops()
-            self._rounds += 1
+            self.ledger.counters["rounds"] += 1
 
         return finish
-
-    # State for checkpoints.
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counters and residuals: call it on every rank, between two steps.
-
-        Returns:
-            ``rounds``, the communicated ones; ``ranks``, those with residuals (with
-            ``hierarchical`` the nodes' leaders); from the end of the warm-up on, for every
-            parameter, of its shape and f32 (f64), ``rank<r>/error/<name>``; and further
-            state of the algorithm.
-        """
-        equal = {key: view.clone() for key, view in self._equal_views()}
-        return {"rounds": self._rounds} | equal | self._means.state()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`: on every rank, after ``with_bagua``.
-
-        With another number of ranks than saved it, give every rank the dicts of all old ranks
-        merged into one (``a | b | ...``): each then starts from the mean of their
-        residuals.
-
-        Raises:
-            ValueError: the state is of another algorithm, model or number of ranks; names the
-                entry.
-        """
-        check_state(state, type(self).__name__)
-        rounds = saved_count(state, "rounds", type(self).__name__)
-        remembers = rounds >= self.warmup_steps and not set(state) <= {"rounds", "ranks"}
-        self._loaded = None
-        if not self._compressing:
-            self._loaded = dict(state) if remembers else None  # the next forward makes the buckets
-        elif remembers:
-            self._means.restore(state, self._equal_views())
-        else:  # saved before the first compressed round
-            self._means.clear()
-            for _, view in self._equal_views():
-                view.zero_()
-        self._rounds = rounds
-
-    def _equal_views(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for bucket, memory in self._means.memories:
-            yield from self.equal_views(bucket, memory)
-
-    def members(self) -> list[int]:
-        """The ranks that remember."""
-        return self._means.members()
 
 
 def _warn_of_other_steps(owner: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -514,10 +514,6 @@ class AutoAlgorithmImpl(AlgorithmImpl):
         if inner or not self.inner.state_dict():
             self.inner.load_state_dict(inner)
 
-    def carry_over(self, state: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
-        carried = self.inner.carry_over(_without_choice(state), _without_choice(fresh))
-        return {"choice": fresh["choice"]} | carried
-
 
 def _without_choice(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key != "choice"}

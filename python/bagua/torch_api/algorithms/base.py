@@ -10,6 +10,7 @@ import torch
 from bagua import _C, BaguaError
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
+from bagua._core.state.ledger import Ledger
 from bagua._core.state.saved_values import check_no_state
 from bagua._core.state.snapshot import sparse_parameters
 from bagua._sync.averaging_synchronizer import AveragingSynchronizer
@@ -61,6 +62,7 @@ class AlgorithmImpl:
     per step. Methods that are not overridden cost nothing: their work is done in C++.
 
     Attributes:
+        ledger: its state for checkpoints.
         broadcast_buffers: whether training forwards give every rank the first rank's buffers,
             unless ``with_bagua(broadcast_buffers=...)`` says otherwise.
         ranks_agree: whether all ranks hold the same weights after every step, which is checked;
@@ -78,7 +80,7 @@ class AlgorithmImpl:
         reads_grad_scale: whether its operations ask for the loss scale (``grad_scaler=`` of the
             wrap), which costs a wait for the device in every step.
         takes_unfrozen: whether parameters that were frozen at the wrap may be unfrozen: buckets are
-            rebuilt without a broadcast, and :meth:`carry_over` decides on the state.
+            rebuilt without a broadcast.
         shares_parameters: whether a parameter may belong to a second wrapped module.
         steps_in_backward: whether optimizers step on communicated gradients, so that they may do so
             inside backward (``_apply_optimizer_in_backward``), or communicate by themselves
@@ -111,6 +113,7 @@ class AlgorithmImpl:
 
     def __init__(self, process_group: BaguaProcessGroup) -> None:
         self.process_group = process_group
+        self.ledger = Ledger(type(self).__name__, lambda: process_group.connections)
 
     def need_reset(self) -> bool:
         """Whether tensors and buckets must be rebuilt; asked in every training forward."""
@@ -207,23 +210,18 @@ class AlgorithmImpl:
         ``rank<r>/``, so that ``torch.distributed.checkpoint`` keeps every rank's. Call it between
         two iterations. By default nothing is remembered.
         """
-        return {}
+        return self.ledger.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`: on every rank, after ``with_bagua``.
 
         Raises:
-            ValueError: the state is of another algorithm; names what does not fit.
+            ValueError: the state is of another algorithm; names what does not fit, and nothing has
+                changed then.
         """
-        check_no_state(state, type(self).__name__)
-
-    def carry_over(self, state: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
-        """The :meth:`state_dict` for buckets with more parameters than those of ``state``.
-
-        ``fresh``: that of the new buckets as they were made. By default their keys with the values
-        of ``state``, where it has them.
-        """
-        return fresh | {key: state[key] for key in fresh if key in state}
+        if not self.ledger.counters:
+            check_no_state(state, type(self).__name__)
+        self.ledger.load(state)
 
 
 class LocalWeightsImpl(AlgorithmImpl):

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.ledger import Page
 from bagua._ops.compressed_all_reduce import CompressedAllReduce
 from bagua._ops.contract.lane import Hierarchy
-from bagua.torch_api._residuals.means import (
-    CompressedMeans,
-    RememberedMeans,
+from bagua.torch_api.algorithms._error_feedback import (
+    ErrorFeedbackImpl,
     check_hierarchy,
-    residuals_of,
     warn_of_useless_residuals,
 )
-from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
 
@@ -125,8 +123,8 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
 class ByteGradFeedbackImpl(ErrorFeedbackImpl):
     """Implementation of :class:`ByteGradAlgorithm` with error feedback.
 
-    Its state has, besides what all error feedback has, ``communications``, the compressed rounds,
-    and ``rank<r>/server/<first element>/<name>``, what the means lose that rank r has encoded.
+    Its state has, besides what all error feedback has,
+    ``rank<r>/server/<first element>/<name>``, what the means lose that rank r has encoded.
     """
 
     def __init__(self, process_group: BaguaProcessGroup, arguments: ByteGradAlgorithm) -> None:
@@ -140,7 +138,7 @@ class ByteGradFeedbackImpl(ErrorFeedbackImpl):
     ) -> list[BaguaBucket]:
         return aligned_buckets(tensors, do_flatten, self.process_group.size)
 
-    def append_compression(self, bucket: BaguaBucket) -> _C.RoundMemory:
+    def append_compression(self, bucket: BaguaBucket) -> Page:
         own = self._arguments
         operation = CompressedAllReduce.with_error_feedback(
             bucket,
@@ -151,12 +149,5 @@ class ByteGradFeedbackImpl(ErrorFeedbackImpl):
             average=own.average,
         )
         bucket.append_operation(operation)
-        return residuals_of(bucket).memory
-
-    def equal_views(
-        self, bucket: BaguaBucket, memory: _C.RoundMemory
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "communications", memory.value(1)
-
-    def make_means(self) -> RememberedMeans:
-        return CompressedMeans(self.process_group, self.hierarchical)
+        assert operation.page is not None
+        return operation.page

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-
-from bagua import _C
 from bagua._core.compression.exact_parameters import check_patterns
-from bagua._core.compression.low_rank import Matrices, check_compression_rate, queries_of
+from bagua._core.compression.low_rank import check_compression_rate
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua.torch_api._residuals.means import check_warmup
-from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
+from bagua._core.state.ledger import Page
+from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl, check_warmup
 from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.bucket import BaguaBucket
 
@@ -110,11 +106,10 @@ class PowerSGDAlgorithmImpl(ErrorFeedbackImpl):
             arguments.exact_parameters,
         )
         self._arguments = arguments
-        self._matrices: dict[str, Matrices] = {}  # by name of the bucket
 
-    def append_compression(self, bucket: BaguaBucket) -> _C.RoundMemory:
+    def append_compression(self, bucket: BaguaBucket) -> Page:
         own = self._arguments
-        operation = bucket.append_low_rank_op(
+        return bucket.append_low_rank_op(
             own.rank,
             self.outcome,
             hierarchical=self.hierarchical,
@@ -123,18 +118,4 @@ class PowerSGDAlgorithmImpl(ErrorFeedbackImpl):
             error_feedback=own.error_feedback,
             seed=own.seed,
             group=self.process_group,
-        )
-        self._matrices[bucket.name] = operation.matrices
-        return operation.memory
-
-    def carry_over(self, state: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
-        # The first communication draws the queries: all of them anew, as some are not drawn yet.
-        drawn = [key for key in fresh if key == "communications" or key.startswith("query/")]
-        return super().carry_over(state, fresh) | {key: fresh[key] for key in drawn}
-
-    def equal_views(
-        self, bucket: BaguaBucket, memory: _C.RoundMemory
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "communications", memory.value(2)
-        for name, query in queries_of(memory, self._matrices[bucket.name]).items():
-            yield f"query/{name}", query
+        ).page

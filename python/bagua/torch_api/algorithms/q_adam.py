@@ -10,13 +10,11 @@ import torch
 
 from bagua import _C, BaguaError
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._core.state.saved_values import check_state, saved_count
+from bagua._core.state.ledger import Commit, Ledger
+from bagua._core.state.saved_values import check_state
+from bagua._ops.compressed_all_reduce import CompressedAllReduce
 from bagua._ops.contract.lane import Hierarchy
-from bagua.torch_api._residuals.means import (
-    CompressedMomenta,
-    check_hierarchy,
-    warn_of_useless_residuals,
-)
+from bagua.torch_api.algorithms._error_feedback import check_hierarchy, warn_of_useless_residuals
 from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
@@ -117,9 +115,13 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self.hierarchical = process_group.hierarchy(hierarchical)
         self.codec = codec
         self.error_feedback = error_feedback
-        # With error feedback, after the warm-up.
-        self._momenta: CompressedMomenta | None = None
-        self._loaded: dict[str, Any] = {}  # residuals for buckets that are not made yet
+        self._commit = Commit()  # of residuals, with the steps
+        self.ledger = Ledger(
+            type(self).__name__,
+            lambda: process_group.connections,
+            counters=["steps"],
+            hierarchical=bool(self.hierarchical),
+        )
         self.gradients_hold_momentum = False
         self.compressing = False
         # Inputs of the buckets' ops: exp_avg of every parameter, and beta1 of every tensor of
@@ -144,9 +146,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self.gradients_hold_momentum = self._fresh = False
         self._finite = None
         self._memories, self._betas = {}, []
-        self._momenta = None
-        if self.compressing and self.error_feedback:
-            self._momenta = CompressedMomenta(self.process_group, bool(self.hierarchical))
+        self._commit = Commit()
+        self.ledger.put_aside(*self.ledger.pages)
         self.optimizer._source = weakref.ref(self)
         if self._on_load is None:
             this = weakref.ref(self)
@@ -175,11 +176,17 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._betas.append((betas, [self._groups[tensor] for tensor in bucket.tensors]))
         self._memories.update(zip(bucket.tensors, memories, strict=True))
         bucket.append_momentum_op(memories, betas)
-        if self._momenta is not None:
-            self._momenta.append_to(bucket, self.codec, self._momenta.outcome)
-            if self._loaded and len(self._betas) == len(bagua_ddp.bagua_buckets):
-                state, self._loaded = self._loaded, {}
-                self._momenta.restore(state)
+        if self.error_feedback:
+            operation = CompressedAllReduce.with_error_feedback(
+                bucket,
+                self.codec,
+                self._commit.outcome,
+                self.process_group,
+                hierarchical=bool(self.hierarchical),
+            )
+            bucket.append_operation(operation)
+            assert operation.page is not None
+            self.ledger.take(operation.page)
             return
         bucket.append_centralized_synchronous_op(
             hierarchical=self.hierarchical,
@@ -246,8 +253,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             )
         self._refuse_non_finite()
         self._fresh = False
-        if self._momenta is not None:
-            self._momenta.commit()
+        self._commit.commit()
 
     def _refuse_non_finite(self) -> None:
         """Raise on all ranks alike, as they hold the same means, before the step changes anything.
@@ -286,39 +292,30 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
         Returns:
             ``steps``: the number of steps that the optimizer had done. With error feedback, after
-            the warm-up: ``ranks``, those with residuals, and as f32 ``rank<r>/error/<name>`` of
-            this rank and ``rank<r>/server/<first element>/<name>`` of its parts of the buckets.
+            the warm-up: the entries of ``ByteGradAlgorithm`` with error feedback but ``rounds``.
         """
-        state: dict[str, Any] = {"steps": self.optimizer.completed_steps}
-        return state if self._momenta is None else state | self._momenta.state()
+        self.ledger.counters["steps"] = self.optimizer.completed_steps
+        return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`, on every rank, together with the optimizer's.
 
-        With another number of ranks, or other buckets, than saved it, give every rank the dicts of
-        all old ranks merged into one (``a | b | ...``).
+        With another number of ranks than saved it, give every rank the dicts of all old ranks
+        merged into one (``a | b | ...``).
 
         Raises:
             ValueError: the state is of another algorithm or other ranks, names the entry; in the
                 next training forward: the optimizer's state is of another step.
         """
         check_state(state, type(self).__name__)
-        residuals = {key: value for key, value in state.items() if key != "steps"}
-        known = not residuals or (self.error_feedback and "ranks" in state)
+        known = set(state) == {"steps"} or (self.error_feedback and "ranks" in state)
         if "steps" not in state or not known:
             raise ValueError(
                 f"QAdamAlgorithm: its state has 'steps', not {sorted(state)}; the checkpoint is of "
                 "another algorithm"
             )
-        steps = saved_count(state, "steps", type(self).__name__)
-        self._loaded = {}
-        if self._momenta is None:
-            self._loaded = residuals
-        elif residuals:
-            self._momenta.restore(residuals)
-        else:  # saved before the first compressed step
-            self._momenta.clear()
-        self._loaded_steps = steps
+        super().load_state_dict(state)
+        self._loaded_steps = self.ledger.counters["steps"]
 
     def _check_loaded_steps(self) -> None:
         saved, self._loaded_steps = self._loaded_steps, None

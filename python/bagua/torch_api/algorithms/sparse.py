@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import torch
-
-from bagua import _C
 from bagua._core.compression.exact_parameters import check_patterns
 from bagua._core.compression.sparse_choice import check_codec, check_ratio
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua.torch_api._residuals.means import check_warmup
-from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
+from bagua._core.state.ledger import Page
+from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl, check_warmup
 from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.bucket import BaguaBucket
 
@@ -107,9 +104,9 @@ class SparseAlgorithmImpl(ErrorFeedbackImpl):
         )
         self._arguments = arguments
 
-    def append_compression(self, bucket: BaguaBucket) -> _C.RoundMemory:
+    def append_compression(self, bucket: BaguaBucket) -> Page:
         own = self._arguments
-        operation = bucket.append_sparse_op(
+        return bucket.append_sparse_op(
             own.ratio,
             self.outcome,
             hierarchical=self.hierarchical,
@@ -118,10 +115,4 @@ class SparseAlgorithmImpl(ErrorFeedbackImpl):
             seed=own.seed,
             codec=own.codec,
             group=self.process_group,
-        )
-        return operation.memory
-
-    def equal_views(
-        self, bucket: BaguaBucket, memory: _C.RoundMemory
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "communications", memory.value(1)
+        ).page

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 from bagua import _C
-from bagua._core.compression.low_rank import (
-    Matrices,
-    check_compression_rate,
-    low_rank_matrices,
-    low_rank_memory,
-    queries_of,
-)
+from bagua._core.compression.low_rank import check_compression_rate, low_rank_matrices
 from bagua._core.group.connections import Connections
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.ledger import Page
 
 from mlbench_core.aggregation.pytorch._remembering import ErrorFeedbackAggregation, Part
 
 __all__ = ["PowerAggregation"]
-
-
-@dataclass
-class _LowRankPart(Part):
-    matrices: Matrices
 
 
 class PowerAggregation(ErrorFeedbackAggregation):
@@ -98,21 +84,18 @@ class PowerAggregation(ErrorFeedbackAggregation):
 
     def _make_part(
         self,
-        places: dict[str, tuple[int, torch.Size]],
         flat: torch.Tensor,
+        named: list[tuple[str, torch.Tensor]],
         outcome: _C.RoundOutcome,
     ) -> Part:
-        views = [
-            (name, flat[offset : offset + shape.numel()].view(shape))
-            for name, (offset, shape) in places.items()
-        ]
-        matrices = low_rank_matrices(views, self.rank, self.min_compression_rate)
-        memory = low_rank_memory(
+        matrices = low_rank_matrices(named, self.rank, self.min_compression_rate)
+        page = Page(
             flat,
-            matrices,
+            named,
             outcome,
             error_feedback=self.error_feedback,
-            communications=self._calls,
+            matrices=matrices,
+            seed=self.seed,
         )
         op = _C.LowRank(
             self._communicator("data", flat.device),
@@ -122,16 +105,6 @@ class PowerAggregation(ErrorFeedbackAggregation):
             warm_start=self.reuse_query,
             error_feedback=self.error_feedback,
             seed=self.seed,
-            memory=memory,
+            memory=page.memory,
         )
-        part = _LowRankPart(places, op, memory, matrices)
-        if self._calls > 0:  # the op would take what is there for the last round's
-            for key, query in self._equal_memory(part):
-                generator = torch.Generator().manual_seed(self.seed + zlib.crc32(key.encode()))
-                query.copy_(torch.randn(query.shape, generator=generator, device="cpu"))
-        return part
-
-    def _equal_memory(self, part: Part) -> Iterator[tuple[str, torch.Tensor]]:
-        assert isinstance(part, _LowRankPart)
-        for name, query in queries_of(part.memory, part.matrices).items():
-            yield f"query/{name}", query
+        return Part(op, page)

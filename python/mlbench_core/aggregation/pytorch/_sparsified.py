@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from bagua import _C
-from bagua._core.compression.error_state import new_memory
 from bagua._core.compression.sparse_choice import (
     check_codec,
     check_ratio,
@@ -15,6 +12,7 @@ from bagua._core.compression.sparse_choice import (
 )
 from bagua._core.group import environment as env
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.ledger import Page
 
 from mlbench_core.aggregation.pytorch._remembering import ErrorFeedbackAggregation, Part
 
@@ -87,24 +85,20 @@ class SparsifiedAggregation(ErrorFeedbackAggregation):
 
     def _make_part(
         self,
-        places: dict[str, tuple[int, torch.Size]],
         flat: torch.Tensor,
+        named: list[tuple[str, torch.Tensor]],
         outcome: _C.RoundOutcome,
     ) -> Part:
         numel = flat.numel()
-        count = torch.zeros(1, dtype=torch.int64, device="cpu")
-        memory = new_memory(flat, outcome, count, error_feedback=self.error_feedback)
+        page = Page(flat, named, outcome, error_feedback=self.error_feedback)
         op = sparse_mean(
             self._communicator("data", flat.device),
             self._scratch,
             flat,
             number_sent(numel, self.ratio) if self.k is None else min(self.k, numel),
-            memory,
+            page.memory,
             random_sparse=self.random_sparse,
             seed=self.seed,
             codec=self.codec,
         )
-        return Part(places, op, memory)
-
-    def _equal_memory(self, part: Part) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "communications", part.memory.value(1)
+        return Part(op, page)

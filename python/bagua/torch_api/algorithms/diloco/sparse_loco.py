@@ -9,6 +9,7 @@ import torch
 from bagua import _C
 from bagua._core.compression.sparse_choice import check_ratio
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.ledger import Page
 from bagua._ops.chunked_sparse import ChunkedSparse
 from bagua._sync.outer.outer_sgd import OuterSGD
 from bagua.torch_api._residuals.means import RememberedMeans
@@ -92,9 +93,9 @@ class SparseMeans(RememberedMeans):
 
         ``outcome``: one for all buckets whose residuals change together.
         """
-        operation = ChunkedSparse.with_zero_residuals(bucket, k, decay, outcome, self._group)
-        bucket.append_operation(operation)
-        self.remember(bucket, operation.memory)
+        page = Page(bucket.backend_tensor, bucket.named_views(), outcome)
+        bucket.append_operation(ChunkedSparse(k, decay, page, self._group))
+        self.remember(page)
 
 
 class SparseLoCoAlgorithmImpl(DiLoCoAlgorithmImpl):

@@ -1,0 +1,350 @@
+"""The ledger over random plans: ranks, nodes, dtypes, shapes, kinds, buckets; saved and loaded."""
+
+import io
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from bagua import _C
+from bagua._core.compression.low_rank import low_rank_matrices
+from bagua._core.state.ledger import Commit, Ledger, Page
+
+SHAPES = [(), (1,), (7,), (3, 5), (0,), (4, 3, 2, 2), (64,), (12, 9)]
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+KINDS = ["residuals", "no residuals", "low rank", "low rank without residuals", "parts"]
+
+
+class Plan:
+    """Parameters by name, in buckets, and what is kept of them; drawn at random."""
+
+    def __init__(self, chance, kind=None):
+        self.chance = chance
+        self.kind = kind or chance.choice(KINDS)
+        self.dtype = chance.choice(DTYPES)
+        self.sizes = {f"layer.{i}": chance.choice(SHAPES) for i in range(chance.randint(1, 6))}
+        self.memory_format = chance.choice([torch.contiguous_format, torch.channels_last])
+        if self.kind.startswith("low rank"):
+            self.sizes["matrix"] = (12, 9)
+        self.buckets()
+
+    @property
+    def names(self):
+        return list(self.sizes)
+
+    def buckets(self):
+        """Other buckets of the same parameters."""
+        names = self.chance.sample(self.names, len(self.names))
+        cuts = sorted(
+            self.chance.sample(range(1, len(names)), self.chance.randint(0, 1) if names[1:] else 0)
+        )
+        self.groups = [names[a:b] for a, b in zip([0, *cuts], [*cuts, len(names)], strict=True)]
+        self.padding = self.chance.randint(0, 40)
+
+    def pages(self, ledger, rank, outcome=None, names=None):
+        outcome = outcome or _C.RoundOutcome()
+        groups = [[n for n in group if names is None or n in names] for group in self.groups]
+        return [self.page(group, ledger, rank, outcome) for group in groups if group]
+
+    def page(self, names, ledger, rank, outcome):
+        tensors = [self.empty(name) for name in names]
+        flat = torch.zeros(sum(t.numel() for t in tensors) + self.padding, dtype=self.dtype)
+        named, first = [], 0
+        for name, tensor in zip(names, tensors, strict=True):
+            named.append((name, flat.as_strided(tensor.size(), tensor.stride(), first)))
+            first += tensor.numel()
+        if self.kind == "parts":
+            return Page.of_parts(flat, named, outcome, ledger.members(), rank)
+        matrices = low_rank_matrices(named, 2, 1.0) if self.kind.startswith("low rank") else None
+        feedback = not self.kind.endswith("no residuals") and "without" not in self.kind
+        return Page(flat, named, outcome, error_feedback=feedback, matrices=matrices, seed=3)
+
+    def empty(self, name):
+        tensor = torch.empty(self.sizes[name], dtype=self.dtype)
+        last = tensor.dim() == 4 and self.memory_format is torch.channels_last
+        return tensor.to(memory_format=torch.channels_last) if last else tensor
+
+
+class Job:
+    """Ranks on nodes, each with a ledger."""
+
+    def __init__(self, chance, ranks, hierarchical, fill=False, counters=("rounds",)):
+        nodes = sorted(chance.randint(0, 2) for _ in range(ranks))
+        self.ranks = ranks
+        self.ledgers = [
+            Ledger("A", connections(rank, nodes), counters=counters, hierarchical=hierarchical)
+            for rank in range(ranks)
+        ]
+
+    def take(self, plan, names=None):
+        for rank, ledger in enumerate(self.ledgers):
+            ledger.take(*plan.pages(ledger, rank, names=names))
+        return self
+
+    def fill(self, seed):
+        """Give all entries values, equal ones on all ranks where they are to be."""
+        for rank, ledger in enumerate(self.ledgers):
+            ledger.counters = {name: seed + 5 for name in ledger.counters}
+            for page in ledger.pages:
+                page.communications.fill_(seed + 4)
+                for name, query in page.queries():
+                    query.copy_(values(query, f"{name} {seed}"))
+                if rank in ledger.members():
+                    for name, error in page.errors():
+                        error.copy_(values(error, f"{name} {seed} {rank}"))
+                for name, first, server in page.servers():
+                    server.copy_(values(server, f"{name} {seed} {first}"))
+        return self
+
+    def states(self):
+        return [through_a_file(ledger.state()) for ledger in self.ledgers]
+
+
+def connections(rank, nodes):
+    here = SimpleNamespace(rank=rank, size=len(nodes), node_of_ranks=lambda: nodes)
+    return lambda: here
+
+
+def values(like, text):
+    generator = torch.Generator().manual_seed(random.Random(text).randrange(2**31))
+    return torch.randn(like.shape, generator=generator)
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(
+        torch.equal(first[key], second[key])
+        if isinstance(first[key], torch.Tensor)
+        else first[key] == second[key]
+        for key in first
+    )
+
+
+def merged(states):
+    return {key: value for state in states for key, value in state.items()}
+
+
+def debt(states, plan, ranks=None):
+    """What is owed in the mean, by parameter; nothing where there are no residuals."""
+    members = [int(rank) for rank in states[0]["ranks"].split()]
+    with_residuals = [states[rank] for rank in members]
+    if not any("/error/" in key for key in states[members[0]]):
+        return {}
+    renamed = [
+        {key.replace(f"rank{rank}/", f"rank{i}/"): value for key, value in state.items()}
+        for i, (rank, state) in enumerate(zip(members, with_residuals, strict=True))
+    ]
+    return {name: owed_of(renamed, name, plan) for name in plan.names}
+
+
+def owed_of(states, name, plan):
+    """The mean of residuals, and server residuals by the places of elements in memory."""
+    mean = plan.empty(name).zero_().double()
+    flat = mean.as_strided((mean.numel(),), (1,))
+    for rank, state in enumerate(states):
+        if f"rank{rank}/error/{name}" in state:
+            mean += state[f"rank{rank}/error/{name}"].double() / len(states)
+        for key, value in state.items():
+            if key.startswith(f"rank{rank}/server/") and key.endswith(f"/{name}"):
+                first = int(key.split("/")[2])
+                flat[first : first + value.numel()] += value
+    return mean
+
+
+def assert_owed(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
+
+
+def plans(number, **more):
+    """(chance, plan, ranks, hierarchical), with the seed in the output of a failure."""
+    for seed in range(number):
+        print(f"plan {seed}")
+        chance = random.Random(seed)
+        yield chance, Plan(chance, **more), chance.choice([1, 2, 3, 4, 7]), chance.random() < 0.3
+
+
+def test_ranks_that_load_their_own_states_continue_to_the_bit():
+    for _, plan, ranks, hierarchical in plans(60):
+        layout = random.Random(0)
+        before = Job(layout, ranks, hierarchical).take(plan).fill(1).states()
+        assert len(before[0]["ranks"].split()) > 0
+        # Into pages with other values, and into a ledger whose pages are to come.
+        used = Job(random.Random(0), ranks, hierarchical).take(plan).fill(2)
+        fresh = Job(random.Random(0), ranks, hierarchical)
+        for job in (used, fresh):
+            for ledger, state in zip(job.ledgers, before, strict=True):
+                ledger.load(state | {"further": 1, "other/key": torch.ones(2)})
+            assert all(map(same, job.states(), before))
+        assert all(map(same, fresh.take(plan).states(), before))
+        # A second save has the values of its own time.
+        assert not same(used.fill(3).states()[0], before[0])
+
+
+def test_own_states_in_other_buckets_owe_the_same():
+    for _, plan, ranks, hierarchical in plans(60):
+        nodes = random.Random(1)
+        before = Job(nodes, ranks, hierarchical).take(plan).fill(1).states()
+        plan.buckets()
+        live = Job(random.Random(1), ranks, hierarchical).take(plan).fill(2)
+        waiting = Job(random.Random(1), ranks, hierarchical)
+        for job in (live, waiting):
+            for ledger, state in zip(job.ledgers, before, strict=True):
+                ledger.load(state)
+        for after in (live.states(), waiting.take(plan).states()):
+            assert_owed(debt(after, plan), debt(before, plan))
+            for key in (k for k in before[0] if k.startswith(("query/", "comm"))):
+                assert torch.equal(after[0][key], before[0][key])
+
+
+def test_merged_states_of_other_ranks_owe_the_same():
+    for chance, plan, ranks, hierarchical in plans(80):
+        before = Job(chance, ranks, hierarchical).take(plan).fill(1).states()
+        plan.buckets()
+        after = chance.choice([1, 2, 3, 5])
+        live = Job(chance, after, hierarchical).take(plan).fill(2)
+        waiting = Job(chance, after, False)
+        for job in (live, waiting):
+            for ledger in job.ledgers:
+                ledger.load(merged(before))
+        expected = debt(before, plan)
+        assert_owed(debt(live.states(), plan), expected)
+        assert_owed(debt(waiting.states(), plan), expected)
+        assert_owed(debt(waiting.take(plan).states(), plan), expected)
+        for name in expected if before[0]["ranks"] != waiting.states()[0]["ranks"] else ():
+            errors = [s[f"rank{r}/error/{name}"] for r, s in enumerate(waiting.states())]
+            assert all(torch.equal(error, errors[0]) for error in errors)
+
+
+def test_parameters_that_come_later_begin_at_zero_among_those_that_continue():
+    for chance, plan, ranks, hierarchical in plans(60):
+        some = chance.sample(plan.names, chance.randint(1, len(plan.names)))
+        job = Job(chance, ranks, hierarchical).take(plan, names=some).fill(1)
+        before = job.states()
+        plan.buckets()
+        after = job.take(plan).states()
+        assert_owed(debt(after, plan), debt(before, plan))
+        assert int(after[0]["communications"]) == 5
+        for key in (key for key in after[0] if key.startswith("query/")):
+            # A query that is drawn among others is not zero, or the matrix would vanish.
+            assert all(torch.equal(state[key], after[0][key]) for state in after)
+            assert after[0][key].any()
+            assert key not in before[0] or torch.equal(before[0][key], after[0][key])
+
+
+def test_parameters_without_a_bucket_keep_what_they_have():
+    for chance, plan, ranks, hierarchical in plans(40):
+        job = Job(chance, ranks, hierarchical).take(plan).fill(1)
+        before = job.states()
+        for ledger in job.ledgers:
+            ledger.put_aside(*ledger.pages)
+            assert ledger.pages == []
+        assert all(map(same, job.states(), before))
+        some = chance.sample(plan.names, chance.randint(1, len(plan.names)))
+        plan.buckets()
+        assert_owed(debt(job.take(plan, names=some).states(), plan), debt(before, plan))
+        plan.buckets()
+        assert_owed(debt(job.take(plan).states(), plan), debt(before, plan))
+
+
+def test_what_is_owed_survives_a_change_of_ranks_but_for_what_was_lost():
+    for chance, plan, ranks, _ in plans(60):
+        if "no residuals" in plan.kind or "without" in plan.kind:
+            continue
+        job = Job(chance, ranks, False).take(plan).fill(1)
+        before, size = job.states(), chance.randint(1, 5)
+        expected = debt(before, plan)
+        survivors = chance.sample(range(ranks), min(ranks, size))
+        for lost in set(range(ranks)) - set(survivors):
+            own = [before[r] if r == lost else zeroed(before[r]) for r in range(ranks)]
+            for name, value in debt(own, plan).items():
+                expected[name] = expected[name] - value
+        plan.buckets()
+        after = Job(chance, size, False)
+        for rank, old in enumerate(survivors):
+            ledger, of_rank = job.ledgers[old], after.ledgers[rank]
+            ledger._connections = of_rank._connections
+            after.ledgers[rank] = ledger
+        assert_owed(debt(after.take(plan).states(), plan), expected)
+
+
+def zeroed(state):
+    return {
+        key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
+        for key, value in state.items()
+    }
+
+
+@pytest.mark.parametrize("how", ["whole", "not finite", "incomplete", "not used"])
+def test_entries_change_with_a_whole_finite_round(how):
+    for _, plan, _, _ in plans(20):
+        ledger, commit = Ledger("A", connections(0, [0])), Commit()
+        ledger.take(*plan.pages(ledger, 0, commit.outcome))
+        before = ledger.state()
+        for number, page in enumerate(ledger.pages):
+            counter = page.memory.next(2 if plan.kind.startswith("low rank") else 1)
+            counter.fill_(9)
+            if how != "incomplete" or number > 0:
+                page.memory.leave(1, finite=how != "not finite")
+        if how != "not used":
+            commit.commit()
+            commit.commit()
+        state = ledger.state()
+        assert (int(state["communications"]) == 9) == (how == "whole")
+        assert how == "whole" or same(state, before)
+
+
+def test_a_state_that_does_not_fit_is_refused_whole_and_names_the_entry():
+    refused = 0
+    for chance, plan, ranks, hierarchical in plans(80):
+        states = Job(random.Random(2), ranks, hierarchical).take(plan).fill(1).states()
+        job = Job(random.Random(2), ranks, hierarchical).take(plan).fill(2)
+        rank = chance.randrange(ranks)
+        ledger, before = job.ledgers[rank], job.states()[rank]
+        whole = ranks == 1 or len(states[0]["ranks"].split()) == 1
+        for key in list(states[rank]):
+            if "/server/" in key and not whole:
+                continue  # it may be in a part that another rank has now
+            bad = [states[rank] | {key: torch.ones(3, 1, 2)}, states[rank] | {key: "text"}]
+            if any("/" in other for other in states[rank]) or key == "rounds":
+                bad.append({k: v for k, v in states[rank].items() if k != key})
+            for state in bad:
+                name = key.rsplit("/", 1)[-1]
+                with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+                    ledger.load(state)
+                refused += 1
+                assert same(job.states()[rank], before)
+    assert refused > 500
+
+
+def test_a_state_of_the_warm_up_clears_all():
+    for chance, plan, ranks, hierarchical in plans(20):
+        job = Job(chance, ranks, hierarchical).take(plan).fill(1)
+        for ledger in job.ledgers:
+            ledger.load({"rounds": 3})
+        for state in job.states():
+            assert state["rounds"] == 3
+            tensors = [v for v in state.values() if isinstance(v, torch.Tensor)]
+            assert tensors
+            assert not any(value.any() for value in tensors)
+        for ledger in job.ledgers:
+            ledger.put_aside(*ledger.pages)
+        assert job.states() == [{"rounds": 3}] * ranks
+
+
+def test_states_of_other_ranks_are_merged_or_refused_with_the_remedy():
+    for chance, plan, ranks, _ in plans(30, kind="parts"):
+        states = Job(chance, ranks + 1, False).take(plan).fill(1).states()
+        job = Job(chance, ranks, False)
+        with pytest.raises(ValueError, match=r"saved by ranks .* loaded by .*merge what all ranks"):
+            job.ledgers[0].load(states[0])
+        alone = Ledger("A", connections(0, [0] * ranks), only_same_ranks="because of shards")
+        with pytest.raises(ValueError, match=r"'ranks' is .* in the state, .* because of shards"):
+            alone.load(merged(states))
