@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import bagua.torch_api as bagua
 import pytest
@@ -204,7 +205,7 @@ def test_ranks_with_different_guards_are_told(ranks):
 class _WithOwnGuard(Algorithm):
     def reify(self, process_group):
         implementation = ByteGradAlgorithm(False).reify(process_group)
-        implementation.default_guard = TOUCHY
+        implementation.traits = replace(implementation.traits, default_guard=TOUCHY)
         return implementation
 
 

@@ -133,7 +133,7 @@ def compare(name):
         model = train(name, situation)
         if training.model_bits(model) != expected:
             different.append(situation.__name__)
-        elif model.bagua_algorithm.ranks_agree:
+        elif model.bagua_algorithm.traits.ranks_agree:
             training.assert_ranks_agree(model)
     return different
 

@@ -72,10 +72,10 @@ class EngineSynchronizer(Synchronizer):
         checks = algorithm.overrides("init_pre_backward_hook")
         # The C++ hooks mark gradients; what else is registered is marked at the end of backward.
         plain = all(bucket.gradients for bucket in self._buckets)
-        marks_at_end = not plain and not own_marks and algorithm.marks_in_backward
+        marks_at_end = not plain and not own_marks and not algorithm.traits.opens_at_forward
         # Weights that are communicated hold still in backward.
         weights: list[tuple[str, torch.Tensor]] = []
-        if algorithm.opens_at_forward:
+        if algorithm.traits.opens_at_forward:
             weights += ddp.bagua_build_params()
         owner = weakref.ref(ddp)
         this = weakref.ref(self)

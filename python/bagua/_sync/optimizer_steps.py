@@ -60,7 +60,7 @@ class StepsInBackward:
             return bool(self._parameters)
         self._known = len(hooks)
         stepping = [(name, p) for name, p in self._named if hasattr(p, "_in_backward_optimizers")]
-        if stepping and not self._algorithm.steps_in_backward:
+        if stepping and not self._algorithm.traits.steps_on_gradients:
             raise NotImplementedError(
                 f"module '{self._module_name}': parameter '{stepping[0][0]}' has an optimizer of "
                 f"_apply_optimizer_in_backward, and {type(self._algorithm).__name__} communicates "

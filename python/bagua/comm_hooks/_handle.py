@@ -53,7 +53,11 @@ class Handle:
             control=self._connections.connect(f"{wrap}/control", "cpu"),
             board=self._connections.board(wrap),
         )
-        scaled = grad_scaler is not None and grad_scaler.is_enabled() and algorithm.reads_grad_scale
+        scaled = (
+            grad_scaler is not None
+            and grad_scaler.is_enabled()
+            and algorithm.traits.reads_grad_scale
+        )
         owner = weakref.ref(self)
 
         def operations(bucket: _C.GradientBucket, round: int) -> _C.BucketOperations:

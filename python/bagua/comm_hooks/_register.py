@@ -185,7 +185,7 @@ def _check_parameters(
                 f"comm_hooks.register: parameter '{name}' has sparse gradients, which a "
                 "communication hook cannot take; pass sparse=False to the embedding"
             )
-        if parameter.is_complex() and not impl.complex_parameters:
+        if parameter.is_complex() and not impl.traits.complex_parameters:
             raise NotImplementedError(
                 f"comm_hooks.register: parameter '{name}' is complex, which "
                 f"{type(impl).__name__} cannot communicate; use gradient_allreduce"

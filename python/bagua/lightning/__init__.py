@@ -210,7 +210,7 @@ class _TrainerMethods:
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's weights, of one moment; a file gets those of rank 0."""
         wrapper = self._wrapper
-        if wrapper is None or wrapper.bagua_ddp.bagua_algorithm.ranks_agree is not False:
+        if wrapper is None or wrapper.bagua_ddp.bagua_algorithm.traits.ranks_agree is not False:
             return super().lightning_module_state_dict()  # type: ignore[misc,no-any-return]
         with wrapper.bagua_ddp.exclusive():
             state: dict[str, Any] = copied(super().lightning_module_state_dict())  # type: ignore[misc]
@@ -306,7 +306,7 @@ class _RankState:
         algorithm = ddp.bagua_algorithm
         training: dict[str, Any] = {}
         with ddp.exclusive():
-            if algorithm.ranks_agree is False:
+            if algorithm.traits.ranks_agree is False:
                 training = {
                     "model": wrapper.module.state_dict(),
                     "optimizers": [optimizer.state_dict() for optimizer in optimizers],
@@ -366,7 +366,7 @@ def _restore(
         return
     saved = checkpoint[_KEY]
     try:
-        if algorithm.ranks_agree is False:
+        if algorithm.traits.ranks_agree is False:
             _load_training(saved["ranks"], wrapper, optimizers)
         algorithm.load_state_dict(saved["algorithm"])
     except ValueError as error:
@@ -496,7 +496,7 @@ class _FabricMethods:
         """
         wrapper = self._wrap(module, ())
         algorithm = wrapper.bagua_ddp.bagua_algorithm
-        if algorithm.ranks_agree is False:
+        if algorithm.traits.ranks_agree is False:
             wrapper.bagua_ddp.pause()
             wrapper.bagua_ddp.close()
             raise RuntimeError(

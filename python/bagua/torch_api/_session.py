@@ -72,6 +72,7 @@ class Session:
             forward before communicated.
 
     Args:
+        gradient_as_bucket_view: None: only where the algorithm needs it.
         static_graph: every backward reaches the same parameters, each equally often.
         bucket_bytes: after which a bucket is closed; None: ``BAGUA_DEFAULT_BUCKET_SIZE``.
         initial_state: broadcast by the first rank.
@@ -85,7 +86,7 @@ class Session:
         algorithm: Algorithm,
         process_group: BaguaProcessGroup,
         bagua_module_name: str | None = None,
-        gradient_as_bucket_view: bool = True,
+        gradient_as_bucket_view: bool | None = True,
         find_unused_parameters: bool = False,
         broadcast_buffers: bool | None = None,
         *,
@@ -100,7 +101,6 @@ class Session:
         self.bagua_optimizers = list(optimizers)
         self.process_group = process_group
         self.bagua_module_name = bagua_module_name or type(module).__name__
-        self.gradient_as_bucket_view = gradient_as_bucket_view
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.require_backward_grad_sync = True
@@ -111,8 +111,13 @@ class Session:
         self.bagua_train_step_counter = 0
         self.bagua_buckets: list[BaguaBucket] = []
         self.bagua_algorithm: AlgorithmImpl = algorithm.reify(process_group)
-        own = self.bagua_algorithm.broadcast_buffers
-        self.broadcast_buffers = own if broadcast_buffers is None else broadcast_buffers
+        traits = self.bagua_algorithm.traits
+        if gradient_as_bucket_view is None:
+            gradient_as_bucket_view = traits.needs_flat_buckets
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        if broadcast_buffers is None:
+            broadcast_buffers = traits.broadcast_buffers
+        self.broadcast_buffers = broadcast_buffers
         self._bucket_bytes = bucket_bytes or env.get_default_bucket_size()
         self._initial_state = initial_state
         self._grad_scaler = grad_scaler
@@ -176,7 +181,7 @@ class Session:
         """
         self.process_group.refuse_before_joining()
         self._snapshot.refuse_unsupported(module, self.bagua_algorithm)
-        if self.bagua_algorithm.steps_in_backward:
+        if self.bagua_algorithm.traits.steps_on_gradients:
             return
         optimizer = communicating_optimizer(self.bagua_optimizers)
         if optimizer is not None:
@@ -195,16 +200,17 @@ class Session:
         Raises:
             ValueError: the algorithm cannot be guarded; with the reason and what to do.
         """
-        guard = algorithm.default_guard if self._asked_guard is None else self._asked_guard
+        traits = algorithm.traits
+        guard = traits.default_guard if self._asked_guard is None else self._asked_guard
         if guard is None:
             return None
-        if algorithm.refuses_guard:
-            raise ValueError(f"guard= with {type(algorithm).__name__}: {algorithm.refuses_guard}")
+        if traits.refuses_guard:
+            raise ValueError(f"guard= with {type(algorithm).__name__}: {traits.refuses_guard}")
         return GuardAtWork(
             guard,
             self.bagua_module_name,
             self.process_group,
-            ranks_agree=algorithm.ranks_agree is True,
+            ranks_agree=traits.ranks_agree is True,
             adaptive=any({"betas", "eps"} & set(o.defaults) for o in self.bagua_optimizers),
         )
 
@@ -243,7 +249,7 @@ class Session:
     # The wrap: initial state, buckets, operations, start.
 
     def _make_weights_check(self) -> WeightsCheck:
-        never = self.bagua_algorithm.ranks_agree is False
+        never = self.bagua_algorithm.traits.ranks_agree is False
         every = 0 if never else env.get_check_weights_every()
         return WeightsCheck(every or 0, self.bagua_module_name, self.process_group.connections)
 
@@ -301,7 +307,7 @@ class Session:
     def weights_sample(self) -> _C.WeightsSample | None:
         """The part of the weights that each round compares; None: nothing."""
         alone = self.process_group.size == 1
-        compares = self.bagua_algorithm.ranks_agree and env.get_check_weights_every() is None
+        compares = self.bagua_algorithm.traits.ranks_agree and env.get_check_weights_every() is None
         if alone or not compares:
             return None
         return sample(self._snapshot.common_parameters(self.module))
@@ -329,7 +335,7 @@ class Session:
 
     def _watch_steps(self) -> MissingSteps | None:
         """Watch that the given optimizers step, where the algorithm depends on it."""
-        if self.bagua_algorithm.steps_in_backward or not self.bagua_optimizers:
+        if self.bagua_algorithm.traits.steps_on_gradients or not self.bagua_optimizers:
             return None
         missing = MissingSteps(
             self.bagua_module_name,
@@ -358,7 +364,7 @@ class Session:
         with_gradients = torch.is_grad_enabled()
         syncs = with_gradients and self.require_backward_grad_sync
         communicates = syncs and self._snapshot.trains(module)
-        now = module.training or self.joining or self.bagua_algorithm.opens_at_forward
+        now = module.training or self.joining or self.bagua_algorithm.traits.opens_at_forward
         if self._ended:
             return self._refuse_to_train_alone() if communicates else None
         if with_gradients and now:
@@ -367,7 +373,7 @@ class Session:
         if communicates and now and self._missing_steps is not None:
             self._missing_steps.at_forward()
         if communicates and self.bagua_algorithm.need_reset():
-            self._build(gives_state=self.bagua_algorithm.reset_gives_state)
+            self._build(gives_state=self.bagua_algorithm.traits.reset_gives_state)
         if not self.bagua_buckets:
             return
         if with_gradients and (now or not syncs):
@@ -410,7 +416,7 @@ class Session:
     def _begin_round(self) -> bool:
         """Open a round, or continue the open one; return whether it has just begun."""
         scale = 1.0
-        if self._grad_scaler is not None and self.bagua_algorithm.reads_grad_scale:
+        if self._grad_scaler is not None and self.bagua_algorithm.traits.reads_grad_scale:
             scale = self._grad_scaler.get_scale()
         return self._running.step_begins(scale, self.uneven_inputs.result_scale)
 
@@ -456,7 +462,7 @@ class Session:
             BaguaError: inside ``join()``, or with an algorithm that averages weights, a forward has
                 one backward.
         """
-        if self.joining or self.bagua_algorithm.opens_at_forward:
+        if self.joining or self.bagua_algorithm.traits.opens_at_forward:
             where = "Inside join()"
             if not self.joining:
                 where = f"With {type(self.bagua_algorithm).__name__}"
@@ -481,7 +487,7 @@ class Session:
         if not self._running.makes_rounds:
             return
         communicates = self.require_backward_grad_sync and self._snapshot.trains(self.module)
-        if not self.bagua_algorithm.opens_at_forward:
+        if not self.bagua_algorithm.traits.opens_at_forward:
             self._running.begin_forward(communicates)
             return
         if self.synchronising:
@@ -552,7 +558,7 @@ class Session:
             BaguaMismatchError: another rank has not unfrozen the same.
         """
         between = self._running.makes_rounds and not self.synchronising
-        takes = between and self.bagua_algorithm.takes_unfrozen
+        takes = between and self.bagua_algorithm.traits.takes_unfrozen
         if not self._snapshot.check(module, self.bagua_module_name, unfreezing=takes):
             return
         names = self._snapshot.unfrozen(module)
@@ -682,7 +688,7 @@ def _owners_of(parameter: torch.Tensor) -> list[weakref.ref[Session]]:
 
 
 def _shares(session: Session) -> bool:
-    return session.bagua_algorithm.shares_parameters and not session.gradient_as_bucket_view
+    return session.bagua_algorithm.traits.shares_parameters and not session.gradient_as_bucket_view
 
 
 def _claim(session: Session) -> None:

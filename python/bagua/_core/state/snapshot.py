@@ -205,13 +205,13 @@ class ModuleSnapshot:
                     f"{chosen} cannot communicate: wrap a module of plain parameters, or put its "
                     f"name into {_IGNORE}"
                 )
-            if id(parameter) in sparse and not algorithm.sparse_gradients:
+            if id(parameter) in sparse and not algorithm.traits.sparse_gradients:
                 raise NotImplementedError(
                     f"'{name}' has sparse gradients, which {chosen} cannot communicate: pass "
                     "sparse=False to the embedding, use GradientAllReduceAlgorithm, or put the "
                     f"name into {_IGNORE}"
                 )
-            if parameter.dtype in _COMPLEX_DTYPES and not algorithm.complex_parameters:
+            if parameter.dtype in _COMPLEX_DTYPES and not algorithm.traits.complex_parameters:
                 raise TypeError(
                     f"parameter '{name}' is {parameter.dtype}, which {chosen} cannot "
                     "communicate: use GradientAllReduceAlgorithm, keep the parameter as "

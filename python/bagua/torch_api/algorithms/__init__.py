@@ -13,7 +13,12 @@ from bagua.torch_api.algorithms import (
 )
 from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithm
 from bagua.torch_api.algorithms.auto import AutoAlgorithm
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
+from bagua.torch_api.algorithms.base import (
+    Algorithm,
+    AlgorithmImpl,
+    GlobalAlgorithmRegistry,
+    Traits,
+)
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
 from bagua.torch_api.algorithms.decentralized import (
     DecentralizedAlgorithm,
@@ -52,6 +57,7 @@ __all__ = [
     "QAdamOptimizer",
     "SparseAlgorithm",
     "SparseLoCoAlgorithm",
+    "Traits",
     "async_model_average",
     "auto",
     "bytegrad",

@@ -15,7 +15,7 @@ from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.ledger import Ledger, Page
 from bagua._ops.contract.lane import Hierarchy
 from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
-from bagua.torch_api.algorithms.base import AlgorithmImpl
+from bagua.torch_api.algorithms.base import AlgorithmImpl, Traits
 from bagua.torch_api.bucket import BaguaBucket
 
 if TYPE_CHECKING:
@@ -85,10 +85,9 @@ class ErrorFeedbackImpl(AlgorithmImpl):
         outcome: shared by the memories of all buckets: they change only with a whole finite round.
     """
 
-    ranks_agree = True
-    remembers_gradients = True
-    takes_unfrozen = True
-    takes_uneven_inputs = True
+    traits = Traits(
+        ranks_agree=True, remembers_gradients=True, takes_uneven_inputs=True, takes_unfrozen=True
+    )
     for_sgd = False
 
     def __init__(

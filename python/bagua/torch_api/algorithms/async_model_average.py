@@ -10,7 +10,7 @@ import torch
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.saved_values import check_state, saved_count
 from bagua._sync.averaging_synchronizer import AsynchronousAverage, check_asynchronous_mode
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Traits
 from bagua.torch_api.bucket import BaguaBucket
 
 if TYPE_CHECKING:
@@ -89,12 +89,14 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     A warm-up iteration is a forward and a backward outside ``no_sync()``.
     """
 
-    ranks_agree = False
-    opens_at_forward = True
-    steps_in_backward = False
-    refuses_guard = (
-        "ranks average whenever they come to it, so there is no round in which all of them could "
-        "compare weights. Leave guard= out; bagua_stats() counts averages that were not finite."
+    traits = Traits(
+        ranks_agree=False,
+        steps_on_gradients=False,
+        opens_at_forward=True,
+        needs_flat_buckets=True,
+        refuses_guard="ranks average whenever they come to it, so there is no round in which all "
+        "of them could compare weights. Leave guard= out; bagua_stats() counts averages that were "
+        "not finite.",
     )
 
     def __init__(

@@ -10,7 +10,7 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,13 +45,6 @@ WORTH = 0.03
 SLOWER, WINDOWS = 1.5, 3
 #: A window has the steps of so many seconds, within these limits.
 _WINDOW_SECONDS, _LEAST_STEPS, _MOST_STEPS = 2.0, 20, 500
-
-#: Attributes of an implementation that permit something: all candidates must permit it.
-_PERMISSIONS = (
-    *("takes_uneven_inputs", "takes_unfrozen", "shares_parameters", "steps_in_backward"),
-)
-#: Attributes of the algorithm at work: what it cannot communicate is not chosen.
-_OF_THE_INNER = ("reads_grad_scale", "complex_parameters", "sparse_gradients")
 
 
 class AutoAlgorithm(Algorithm):
@@ -328,9 +321,6 @@ class AutoAlgorithmImpl(AlgorithmImpl):
         clock: of steps, in seconds.
     """
 
-    ranks_agree = True
-    reset_gives_state = False
-    default_guard = Guard()
     clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(self, process_group: BaguaProcessGroup, arguments: AutoAlgorithm) -> None:
@@ -345,23 +335,30 @@ class AutoAlgorithmImpl(AlgorithmImpl):
         )
         impls = [algorithm.reify(process_group) for algorithm in everything]
         for trial, impl in zip(self.selection.trials, impls, strict=True):
-            if impl.ranks_agree is not True or impl.sends_own_steps:
+            if not (impl.traits.ranks_agree and impl.traits.steps_on_gradients):
                 raise ValueError(
                     f"AutoAlgorithm: candidate {trial.label} changes more than the way of "
                     "gradients, so that the time of a step does not decide for it"
                 )
         self._impls = dict(zip(self.selection.trials, impls, strict=True))
-        for name in _PERMISSIONS:
-            setattr(self, name, all(getattr(impl, name) for impl in impls))
-        self.remembers_gradients = any(impl.remembers_gradients for impl in impls)
         self._build()
 
     def _build(self) -> None:
         """Have the candidate that is to communicate do so in the buckets that are made next."""
         self._built = self.selection.at_work
         self.inner = self._built.algorithm.reify(self.process_group)
-        for name in _OF_THE_INNER:
-            setattr(self, name, getattr(self.inner, name))
+        traits = [impl.traits for impl in self._impls.values()]
+        # All candidates must permit something; what the one at work cannot communicate it is not
+        # chosen for.
+        self.traits = replace(
+            self.inner.traits,
+            takes_uneven_inputs=all(one.takes_uneven_inputs for one in traits),
+            takes_unfrozen=all(one.takes_unfrozen for one in traits),
+            shares_parameters=all(one.shares_parameters for one in traits),
+            remembers_gradients=any(one.remembers_gradients for one in traits),
+            reset_gives_state=False,
+            default_guard=Guard(),
+        )
 
     # Buckets.
 
@@ -437,9 +434,9 @@ class AutoAlgorithmImpl(AlgorithmImpl):
         exact, *others = self.selection.trials
         for trial in others:
             impl = self._impls[trial]
-            if sparse and not impl.sparse_gradients:
+            if sparse and not impl.traits.sparse_gradients:
                 trial.excluded = "the model has sparse gradients"
-            elif complex_ and not impl.complex_parameters:
+            elif complex_ and not impl.traits.complex_parameters:
                 trial.excluded = "the model has complex parameters"
         if self.process_group.size == 1:
             self.selection.choose(exact, "one rank")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "AlgorithmImpl",
     "GlobalAlgorithmRegistry",
     "LocalWeightsImpl",
+    "Traits",
     "check_arguments",
 ]
 
@@ -55,6 +57,58 @@ class Algorithm:
         return algorithm
 
 
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Properties of an algorithm at work, equal on all ranks.
+
+    Attributes:
+        ranks_agree: whether all ranks hold the same weights after every step, which is checked;
+            None: not known, and checked where ``BAGUA_CHECK_WEIGHTS_EVERY`` is set.
+        steps_on_gradients: whether optimizers step on communicated gradients, so that they may do
+            so inside backward (``_apply_optimizer_in_backward``), or communicate by themselves
+            (``ZeroRedundancyOptimizer``).
+        opens_at_forward: whether weights are communicated, which must hold still from forward to
+            backward: the round of a forward in ``eval()`` begins there, as in ``train()``, and the
+            algorithm marks the tensors itself. False: the round begins in the backward, at whose
+            end tensors that are no gradients are marked.
+        remembers_gradients: whether it keeps values made of gradients for later rounds, which are
+            right under a loss scale only if the wrap was given the scaler.
+        reads_grad_scale: whether its operations ask for the loss scale (``grad_scaler=`` of the
+            wrap), which costs a wait for the device in every step.
+        takes_uneven_inputs: whether a rank without further inputs can take part in rounds by
+            sending zeros (``join()``).
+        takes_unfrozen: whether parameters that were frozen at the wrap may be unfrozen: buckets are
+            rebuilt without a broadcast.
+        shares_parameters: whether a parameter may belong to a second wrapped module.
+        complex_parameters: whether complex parameters can be communicated.
+        sparse_gradients: whether gradients of sparse layout can be, those of
+            ``torch.nn.Embedding(sparse=True)``.
+        needs_flat_buckets: whether tensors must be views of their bucket.
+        broadcast_buffers: whether training forwards give every rank the first rank's buffers,
+            unless ``with_bagua(broadcast_buffers=...)`` says otherwise.
+        reset_gives_state: whether the first rank's state is given to all ranks where
+            :meth:`AlgorithmImpl.need_reset` has buckets rebuilt.
+        default_guard: the guard where ``with_bagua`` is given none; None: no guard.
+        refuses_guard: why a guard has nothing to watch, and what to do; empty: it may be guarded.
+    """
+
+    ranks_agree: bool | None = None
+    steps_on_gradients: bool = True
+    opens_at_forward: bool = False
+    remembers_gradients: bool = False
+    reads_grad_scale: bool = True
+    takes_uneven_inputs: bool = False
+    takes_unfrozen: bool = False
+    shares_parameters: bool = False
+    complex_parameters: bool = False
+    sparse_gradients: bool = False
+    needs_flat_buckets: bool = False
+    broadcast_buffers: bool = True
+    reset_gives_state: bool = True
+    default_guard: Guard | None = None
+    refuses_guard: str = ""
+
+
 class AlgorithmImpl:
     """An algorithm at work. Subclasses override the methods they need.
 
@@ -62,54 +116,11 @@ class AlgorithmImpl:
     per step. Methods that are not overridden cost nothing: their work is done in C++.
 
     Attributes:
+        traits: what it is like; a class or an instance has its own.
         ledger: its state for checkpoints.
-        broadcast_buffers: whether training forwards give every rank the first rank's buffers,
-            unless ``with_bagua(broadcast_buffers=...)`` says otherwise.
-        ranks_agree: whether all ranks hold the same weights after every step, which is checked;
-            None: not known, and checked where ``BAGUA_CHECK_WEIGHTS_EVERY`` is set.
-        opens_at_forward: whether the round of a forward in ``eval()`` begins there, as in
-            ``train()``, because weights must hold still from forward to backward; False: in its
-            backward.
-        marks_in_backward: whether tensors that are no gradients are marked ready at the end of
-            backward; False: the algorithm marks them itself.
-        remembers_gradients: whether it keeps values made of gradients for later rounds, which are
-            right under a loss scale only if the wrap was given the scaler.
-        takes_uneven_inputs: whether a rank without further inputs can take part in rounds by
-            sending zeros (``join()``).
-        sends_own_steps: whether messages are made of what the rank's own optimizer steps left.
-        reads_grad_scale: whether its operations ask for the loss scale (``grad_scaler=`` of the
-            wrap), which costs a wait for the device in every step.
-        takes_unfrozen: whether parameters that were frozen at the wrap may be unfrozen: buckets are
-            rebuilt without a broadcast.
-        shares_parameters: whether a parameter may belong to a second wrapped module.
-        steps_in_backward: whether optimizers step on communicated gradients, so that they may do so
-            inside backward (``_apply_optimizer_in_backward``), or communicate by themselves
-            (``ZeroRedundancyOptimizer``).
-        complex_parameters: whether complex parameters can be communicated.
-        sparse_gradients: whether gradients of sparse layout can be, those of
-            ``torch.nn.Embedding(sparse=True)``.
-        default_guard: the guard where ``with_bagua`` is given none; None: no guard.
-        refuses_guard: why a guard has nothing to watch, and what to do; empty: it may be guarded.
-        reset_gives_state: whether the first rank's state is given to all ranks where
-            :meth:`need_reset` has buckets rebuilt.
     """
 
-    broadcast_buffers = True
-    ranks_agree: bool | None = None
-    opens_at_forward = False
-    marks_in_backward = True
-    remembers_gradients = False
-    takes_uneven_inputs = False
-    sends_own_steps = False
-    reads_grad_scale = True
-    takes_unfrozen = False
-    shares_parameters = False
-    steps_in_backward = True
-    complex_parameters = False
-    sparse_gradients = False
-    default_guard: Guard | None = None
-    refuses_guard = ""
-    reset_gives_state = True
+    traits = Traits()
 
     def __init__(self, process_group: BaguaProcessGroup) -> None:
         self.process_group = process_group
@@ -230,12 +241,13 @@ class LocalWeightsImpl(AlgorithmImpl):
     An iteration is a forward and a backward outside ``no_sync()``.
     """
 
-    broadcast_buffers = False
-    ranks_agree = False
-    reads_grad_scale = False
-    opens_at_forward = True
-    marks_in_backward = False
-    steps_in_backward = False
+    traits = Traits(
+        ranks_agree=False,
+        steps_on_gradients=False,
+        opens_at_forward=True,
+        reads_grad_scale=False,
+        broadcast_buffers=False,
+    )
     _between_forward_and_backward = False
 
     def register_weights(self, bagua_ddp: Session) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from bagua.torch_api.algorithms._error_feedback import (
     check_hierarchy,
     warn_of_useless_residuals,
 )
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Traits
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
 
 if TYPE_CHECKING:
@@ -85,11 +85,13 @@ class ByteGradAlgorithm(Algorithm):
 class ByteGradAlgorithmImpl(AlgorithmImpl):
     """Implementation of :class:`ByteGradAlgorithm`."""
 
-    ranks_agree = True
-    reads_grad_scale = False
-    shares_parameters = True
-    takes_unfrozen = True
-    takes_uneven_inputs = True
+    traits = Traits(
+        ranks_agree=True,
+        reads_grad_scale=False,
+        takes_uneven_inputs=True,
+        takes_unfrozen=True,
+        shares_parameters=True,
+    )
 
     def __init__(
         self,

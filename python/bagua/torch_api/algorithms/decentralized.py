@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,7 +80,7 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
     An iteration is a forward and a backward outside ``no_sync()``.
     """
 
-    takes_unfrozen = True
+    traits = replace(LocalWeightsImpl.traits, takes_unfrozen=True)
 
     def __init__(
         self,

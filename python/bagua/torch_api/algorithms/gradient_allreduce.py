@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops.contract.lane import Hierarchy
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Traits
 from bagua.torch_api.bucket import BaguaBucket
 
 if TYPE_CHECKING:
@@ -36,13 +36,15 @@ class GradientAllReduceAlgorithm(Algorithm):
 class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     """Implementation of :class:`GradientAllReduceAlgorithm`."""
 
-    ranks_agree = True
-    reads_grad_scale = False
-    shares_parameters = True
-    takes_unfrozen = True
-    takes_uneven_inputs = True
-    complex_parameters = True
-    sparse_gradients = True
+    traits = Traits(
+        ranks_agree=True,
+        reads_grad_scale=False,
+        takes_uneven_inputs=True,
+        takes_unfrozen=True,
+        shares_parameters=True,
+        complex_parameters=True,
+        sparse_gradients=True,
+    )
 
     def __init__(
         self,

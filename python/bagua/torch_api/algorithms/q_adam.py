@@ -16,7 +16,7 @@ from bagua._ops.compressed_all_reduce import CompressedAllReduce
 from bagua._ops.contract.lane import Hierarchy
 from bagua.torch_api.algorithms._error_feedback import check_hierarchy, warn_of_useless_residuals
 from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Traits
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
 
 if TYPE_CHECKING:
@@ -96,10 +96,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             asks.
     """
 
-    ranks_agree = True
-    remembers_gradients = True
-    sends_own_steps = True
-    steps_in_backward = False
+    traits = Traits(ranks_agree=True, steps_on_gradients=False, remembers_gradients=True)
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,18 +45,18 @@ class CommHook(GradientAllReduceAlgorithmImpl):
 
     What an unknown hook returns is its own affair (``noop_hook``, local SGD): ranks need not agree.
 
-    Attributes:
-        ranks_agree: whether all ranks get the same gradients from it, so that weights are compared.
     """
-
-    sparse_gradients = False
-    takes_unfrozen = False  # its state may be of the buckets
 
     def __init__(self, process_group: BaguaProcessGroup, state: Any, hook: Hook) -> None:
         super().__init__(process_group, average=False)  # the hook divides
         self.hook = hook
         self.state = state
-        self.ranks_agree = hook in _AGREEING
+        self.traits = replace(
+            self.traits,
+            ranks_agree=hook in _AGREEING,
+            sparse_gradients=False,
+            takes_unfrozen=False,  # its state may be of the buckets
+        )
         self._op = CommHookFunction(hook, state)
 
     def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:

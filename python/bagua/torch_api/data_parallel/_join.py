@@ -87,20 +87,21 @@ class Shadow(JoinHook):
 def check_algorithm(ddp: Session) -> None:
     """Raise NotImplementedError unless a rank can take part without inputs."""
     algorithm = ddp.bagua_algorithm
-    if algorithm.sends_own_steps:
+    traits = algorithm.traits
+    if traits.ranks_agree and not traits.steps_on_gradients:
         raise NotImplementedError(
             f"join() with {type(algorithm).__name__}: a rank without inputs makes no optimizer "
             "step, and would send momentum that is out of date. Give every rank the same number "
             "of inputs, or use gradient_allreduce, bytegrad, power_sgd or sparse."
         )
-    if algorithm.remembers_gradients and ddp.scales_gradients:
+    if traits.remembers_gradients and ddp.scales_gradients:
         raise NotImplementedError(
             f"join() with {type(algorithm).__name__} and grad_scaler=: a rank without inputs does "
             "not know the loss scale, and would send its residual in the wrong unit. Give every "
             "rank the same number of inputs, use bfloat16 without a scaler, or gradient_allreduce "
             "or bytegrad."
         )
-    if not algorithm.takes_uneven_inputs:
+    if not traits.takes_uneven_inputs:
         raise NotImplementedError(
             "join() is for algorithms that communicate gradients: gradient_allreduce, bytegrad, "
             f"power_sgd and sparse; with {type(algorithm).__name__} give every rank the same "

@@ -20,7 +20,6 @@ from bagua._sync.hooks import outside_graphs, outside_graphs_lazily, tensors_in
 from bagua.torch_api._session import Session
 from bagua.torch_api.algorithms import (
     Algorithm,
-    AsyncModelAverageAlgorithm,
     GradientAllReduceAlgorithm,
 )
 from bagua.torch_api.algorithms.base import check_arguments
@@ -206,7 +205,7 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
         self._wrap = _Wrap(algorithm, guard, buffers, caps, groups.default)
         self._start(groups, optimizers, state, grad_scaler)
         inner = self.bagua_ddp
-        needs_scaler = inner.bagua_algorithm.remembers_gradients and inner.scales_gradients
+        needs_scaler = inner.bagua_algorithm.traits.remembers_gradients and inner.scales_gradients
         self._wrap = replace(self._wrap, needs_scaler=needs_scaler)
 
     def _start(
@@ -217,8 +216,6 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         """Begin to communicate. Every rank calls it."""
-        # Asynchronous averaging has no buckets of gradients, but of weights, which it works on.
-        weights = isinstance(self._wrap.algorithm, AsyncModelAverageAlgorithm)
         unused = self.find_unused_parameters or self.skip_all_reduce_unused_params
         ddp = Session(
             self.module,
@@ -226,7 +223,7 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
             self._wrap.algorithm,
             groups.bagua,
             getattr(self.module, "_bagua_module_name", None),
-            gradient_as_bucket_view=self.gradient_as_bucket_view or weights,
+            gradient_as_bucket_view=self.gradient_as_bucket_view or None,
             find_unused_parameters=unused,
             static_graph=self.static_graph,
             broadcast_buffers=self._wrap.broadcast_buffers,

@@ -20,7 +20,7 @@ from bagua._sync.outer.survival import Mortal
 from bagua._sync.outer.weights import Fragment
 from bagua._sync.synchronizer import Synchronizer
 from bagua.torch_api._residuals.means import CompressedMeans, RememberedMeans
-from bagua.torch_api.algorithms.base import AlgorithmImpl
+from bagua.torch_api.algorithms.base import AlgorithmImpl, Traits
 from bagua.torch_api.algorithms.diloco.fragments import Parts
 from bagua.torch_api.algorithms.diloco.membership import Membership
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
@@ -50,13 +50,13 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
     """
 
     owner = "DiLoCoAlgorithm"
-    broadcast_buffers = False
-    ranks_agree = False
-    reads_grad_scale = False
-    steps_in_backward = False
-    refuses_guard = (
-        'it watches its own rounds. Leave guard= out: bagua_stats()["outer"] has how far the '
-        "ranks agree."
+    traits = Traits(
+        ranks_agree=False,
+        steps_on_gradients=False,
+        reads_grad_scale=False,
+        broadcast_buffers=False,
+        refuses_guard='it watches its own rounds. Leave guard= out: bagua_stats()["outer"] has '
+        "how far the ranks agree.",
     )
 
     def __init__(self, process_group: BaguaProcessGroup, arguments: DiLoCoAlgorithm) -> None:
