@@ -135,7 +135,7 @@ def look_at_a_state():
 def test_a_state_has_counters_and_this_ranks_replicas_by_name(ranks):
     for rank, state in enumerate(ranks(3, look_at_a_state)):
         assert state.pop("iterations") == 2
-        assert state.pop("ring") == "0 1 2"
+        assert state.pop("ranks") == "0 1 2"
         names = ("0.weight", "0.bias", "2.weight", "2.bias")
         kinds = ("weight", "left", "right")
         assert set(state) == {f"rank{rank}/{kind}/{name}" for kind in kinds for name in names}
@@ -157,7 +157,7 @@ def load_what_does_not_fit():
     messages = [
         refused(iterations=None),
         refused(**{key: None}),
-        refused(ring="0 1 2"),
+        refused(ranks="0 1 2"),
         refused(**{key: torch.zeros(1)}),
     ]
     now = algorithm.state_dict()
@@ -169,7 +169,7 @@ def load_what_does_not_fit():
 def test_a_state_that_does_not_fit_is_refused_with_the_remedy(ranks):
     for rank, messages in enumerate(ranks(2, load_what_does_not_fit)):
         no_counter, no_replica, other_ring, other_shape = messages
-        assert "the state has no 'iterations': load what this rank saved" in no_counter
+        assert "the state has no 'iterations': it is of another algorithm" in no_counter
         assert f"the state has no 'rank{rank}/left/2.bias'" in no_replica
-        assert "a ring of ranks 0 1 2, now they are 0 1" in other_ring
+        assert "'ranks' is '0 1 2' in the state, '0 1' here: replicas would not be" in other_ring
         assert f"'rank{rank}/left/2.bias' is (1,) in the state, (3,) here" in other_shape

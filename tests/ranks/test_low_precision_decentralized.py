@@ -42,9 +42,9 @@ def oracle_step(expected, step, skipping=()):
 
 def replica_bits(model):
     """Digests of W, L and R of this rank."""
-    operations = [operation for _, operation in model.bagua_algorithm._operations]
+    own = model.bagua_algorithm.ledger.own
     return [
-        training.bits(operation.replicas()[kind] for operation in operations)
+        training.bits(value for key, value in own.items() if key.startswith(f"{kind}/"))
         for kind in ("weight", "left", "right")
     ]
 
@@ -167,7 +167,7 @@ def train_on_nodes(nodes, codec):
             assert replicas[leader][1] == replicas[leaders[place - 1]][0]
             assert replicas[leader][2] == replicas[right][0]
     ops = [op for bucket in model.bagua_stats()["buckets"] for op in bucket["ops"]]
-    return len(set(digests)), caught, ops, model.bagua_algorithm.state_dict()["ring"]
+    return len(set(digests)), caught, ops, model.bagua_algorithm.state_dict()["ranks"]
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 1, 1), (2, 1)], ids=str)

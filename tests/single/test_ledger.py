@@ -348,3 +348,46 @@ def test_states_of_other_ranks_are_merged_or_refused_with_the_remedy():
         alone = Ledger("A", connections(0, [0] * ranks), only_same_ranks="because of shards")
         with pytest.raises(ValueError, match=r"'ranks' is .* in the state, .* because of shards"):
             alone.load(merged(states))
+
+
+def test_own_tensors_are_of_the_ranks_that_saved_them():
+    for chance, _, ranks, hierarchical in plans(20):
+        reason = chance.choice([None, "because of neighbours"])
+        nodes, others = [0] * ranks, [0] * (ranks + 1)
+
+        def made(nodes, rank, reason=reason, hierarchical=hierarchical):
+            arguments = {"hierarchical": hierarchical, "only_same_ranks": reason, "pages": False}
+            ledger = Ledger("A", connections(rank, nodes), counters=["rounds"], **arguments)
+            ledger.own = {"left/x": torch.full((2,), float(rank)), "right/x": torch.zeros(3)}
+            return ledger
+
+        for rank in range(ranks):
+            state = made(nodes, rank).state()
+            member = rank == 0 or not hierarchical
+            assert (f"rank{rank}/left/x" in state) == member
+            loaded = made(nodes, rank)
+            loaded.own["left/x"].zero_()
+            loaded.load(state)
+            assert loaded.own["left/x"].tolist() == [rank * member] * 2
+            if member:
+                del state[f"rank{rank}/right/x"]
+                with pytest.raises(ValueError, match=f"no 'rank{rank}/right/x'"):
+                    loaded.load(state)
+        state = made(nodes, 0).state() | {"rounds": 4}
+        elsewhere = made(others if not hierarchical else [1, *others], 0)
+        if reason is None:
+            elsewhere.load(state)
+            assert elsewhere.counters == {"rounds": 4}
+        else:
+            with pytest.raises(ValueError, match=r"'ranks' is .* because of neighbours"):
+                elsewhere.load(state)
+
+
+def test_a_ledger_without_pages_refuses_entries():
+    for _, plan, ranks, _ in plans(10, kind="residuals"):
+        state = Job(random.Random(0), ranks, False).take(plan).fill(1).states()[0]
+        ledger = Ledger("A", connections(0, [0] * ranks), counters=["rounds"], pages=False)
+        with pytest.raises(ValueError, match=r"A remembers \['rounds'\], but its state has"):
+            ledger.load(state)
+        ledger.load({"rounds": 3})
+        assert ledger.state() == {"rounds": 3}

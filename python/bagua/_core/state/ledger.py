@@ -14,6 +14,7 @@ has a key:
   units of the mean.
 - ``query/<name>``, equal on all ranks: a factor of a low-rank matrix.
 - ``communications``, equal on all ranks: how many are behind the entries.
+- Other keys, of this rank, are of tensors that mean nothing to other ranks.
 
 A state dict has them, those of rank r under ``rank<r>/``, the counters, and under ``ranks`` the
 ranks that have residuals. What is owed in the mean, ``sum of error / P + server``, is preserved:
@@ -39,7 +40,7 @@ import torch
 
 from bagua import _C
 from bagua._core.group.connections import Connections
-from bagua._core.state.saved_values import check_state, saved_count, saved_tensor
+from bagua._core.state.saved_values import check_no_state, check_state, saved_count, saved_tensor
 
 __all__ = ["Commit", "Ledger", "Matrices", "Page"]
 
@@ -232,9 +233,11 @@ class Ledger:
         counters: names of whole numbers of the state, equal on all ranks.
         hierarchical: only the nodes' leaders have residuals.
         only_same_ranks: why other ranks cannot load a state; None: they can.
+        pages: whether there may be any; otherwise a state with entries is refused.
 
     Attributes:
         counters: by name.
+        own: further tensors of this rank, by key.
         pages: of the buckets at work.
     """
 
@@ -246,13 +249,16 @@ class Ledger:
         counters: Iterable[str] = (),
         hierarchical: bool = False,
         only_same_ranks: str | None = None,
+        pages: bool = True,
     ) -> None:
         self.counters = dict.fromkeys(counters, 0)
+        self.own: dict[str, torch.Tensor] = {}
         self.pages: list[Page] = []
         self._owner = owner
         self._connections = connections
         self._hierarchical = hierarchical
         self._only_same_ranks = only_same_ranks
+        self._takes_pages = pages
         self._aside: dict[str, _Entries] = {}
         self._communications = 0  # behind what is aside
         self._ranks = 0  # among which the residuals of the pages count
@@ -345,10 +351,14 @@ class Ledger:
     def state(self) -> dict[str, Any]:
         """All entries, copied, and the counters."""
         state: dict[str, Any] = dict(self.counters)
-        if not (self.pages or self._aside or self._communications):
+        if not (self.pages or self._aside or self._communications or self.own):
             return state
         rank, members = self._connections().rank, self.members()
         state["ranks"] = _ranks_text(members)
+        for key, tensor in self.own.items() if rank in members else ():
+            state[f"rank{rank}/{key}"] = tensor.clone()
+        if not self._takes_pages:
+            return state
         counts = [self._communications]
         for name, entries in self._aside.items():
             if entries.query is not None:
@@ -380,14 +390,18 @@ class Ledger:
             ValueError: something is missing or does not fit, names the entry; nothing has changed.
         """
         check_state(state, self._owner)
+        if not (self._takes_pages or self.own):
+            check_no_state(state, self._owner, but=self.counters)
         pages = self.pages if buckets is None else buckets
         counters = {key: saved_count(state, key, self._owner) for key in self.counters}
+        own = self._own_of(state)
         aside, communications = {}, 0
-        if any("/" in key for key in state) or _COUNT in state:
+        if self._takes_pages and (_COUNT in state or any("/" in key for key in state)):
             aside, communications = self._entries_of(state, pages), _count_of(state, self._owner)
         pairs = [pair for page in pages for pair in self._values(page, aside, communications)]
         # Nothing is wrong with it.
         self.counters |= counters
+        _copy(own)
         if buckets is None:
             for page in pages if not aside else ():
                 page.clear()
@@ -399,14 +413,30 @@ class Ledger:
             self.pages = []
         self._aside, self._communications = aside, communications
 
-    def _entries_of(self, state: Mapping[str, Any], pages: Sequence[Page]) -> dict[str, _Entries]:
-        """Entries of a state, by parameter: those of ``pages``, and further ones."""
-        rank, members, saved = self._connections().rank, self.members(), _saved_ranks(state)
+    def _own_of(self, state: Mapping[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Tensors of ``own``, and the values that the same ranks have saved."""
+        if not self.own:
+            return []
+        rank, members = self._connections().rank, self.members()
+        if self._saved_ranks(state) != members or rank not in members:
+            return []
+        return [
+            (tensor, saved_tensor(state, f"rank{rank}/{key}", tensor, _HERE))
+            for key, tensor in self.own.items()
+        ]
+
+    def _saved_ranks(self, state: Mapping[str, Any]) -> list[int]:
+        saved, members = _saved_ranks(state), self.members()
         if self._only_same_ranks is not None and saved != members:
             raise ValueError(
                 f"{self._owner}: 'ranks' is {_ranks_text(saved)[:80]!r} in the state, "
                 f"{_ranks_text(members)!r} here: {self._only_same_ranks}"
             )
+        return saved
+
+    def _entries_of(self, state: Mapping[str, Any], pages: Sequence[Page]) -> dict[str, _Entries]:
+        """Entries of a state, by parameter: those of ``pages``, and further ones."""
+        rank, members, saved = self._connections().rank, self.members(), self._saved_ranks(state)
         found = {name: _Entries(len(members)) for page in pages for name in page.names}
         for name, query in (pair for page in pages for pair in page.queries()):
             saved_tensor(state, f"query/{name}", query, _HERE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,16 +33,20 @@ def check_state(state: Any, owner: str) -> None:
         )
 
 
-def check_no_state(state: Any, owner: str) -> None:
-    """Raise ValueError unless ``state`` is an empty dict; ``owner``, an algorithm, is named."""
+def check_no_state(state: Any, owner: str, but: Iterable[str] = ()) -> None:
+    """Raise ValueError unless ``state`` is a dict with the keys ``but`` at most.
+
+    ``owner``, an algorithm, is named.
+    """
     check_state(state, owner)
-    if state:
-        names = sorted(state)
+    expected = sorted(but)
+    names = sorted(set(state) - set(expected))
+    if names:
         others = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
         raise ValueError(
-            f"{owner} remembers nothing, but its state has {names[:_SHOWN]}{others}; the "
-            "checkpoint is of another algorithm: load it with that one, or leave the algorithm's "
-            "state out and begin with the weights"
+            f"{owner} remembers {expected or 'nothing'}, but its state has {names[:_SHOWN]}"
+            f"{others}; the checkpoint is of another algorithm: load it with that one, or leave "
+            "the algorithm's state out and begin with the weights"
         )
 
 

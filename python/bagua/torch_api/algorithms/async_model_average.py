@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._core.state.saved_values import check_state, saved_count
+from bagua._core.state.ledger import Ledger
 from bagua._sync.averaging_synchronizer import AsynchronousAverage, check_asynchronous_mode
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Traits
 from bagua.torch_api.bucket import BaguaBucket
@@ -111,7 +111,12 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self.peer_selection_mode = peer_selection_mode
         self.sync_interval_ms = sync_interval_ms
         self.warmup_steps = warmup_steps
-        self._warmed_up = 0  # completed iterations of the warm-up
+        self.ledger = Ledger(
+            type(self).__name__,
+            lambda: process_group.connections,
+            counters=["warmed_up"],
+            pages=False,
+        )
         self._averages = False  # buckets hold weights
         self._operations: list[AsynchronousAverage] = []
         self._aborted = False
@@ -119,10 +124,10 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     # Set-up.
 
     def need_reset(self) -> bool:
-        return not self._averages and self._warmed_up >= self.warmup_steps
+        return not self._averages and self.ledger.counters["warmed_up"] >= self.warmup_steps
 
     def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
-        self._averages = self._warmed_up >= self.warmup_steps
+        self._averages = self.ledger.counters["warmed_up"] >= self.warmup_steps
         self._operations = []
         if not self._averages:
             return super().init_tensors(bagua_ddp)
@@ -168,7 +173,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
         def finish_warm_up_iteration() -> None:
             bagua_ddp.wait_pending_comm_ops()
-            self._warmed_up += 1
+            self.ledger.counters["warmed_up"] += 1
 
         return finish_warm_up_iteration
 
@@ -207,23 +212,3 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     def close(self) -> None:
         self._operations = []
-
-    # State.
-
-    def state_dict(self) -> dict[str, Any]:
-        """``warmed_up``: completed iterations of the warm-up. Weights are the model's to save."""
-        return {"warmed_up": self._warmed_up}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`, on every rank, before the first step after the wrap.
-
-        Raises:
-            ValueError: the state is of another algorithm.
-        """
-        check_state(state, type(self).__name__)
-        if set(state) != {"warmed_up"}:
-            raise ValueError(
-                f"AsyncModelAverage has the state 'warmed_up', not {sorted(state)}; the checkpoint "
-                "is of another algorithm"
-            )
-        self._warmed_up = saved_count(state, "warmed_up", type(self).__name__)

@@ -12,7 +12,6 @@ from bagua import _C, BaguaError
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.ledger import Ledger
-from bagua._core.state.saved_values import check_no_state
 from bagua._core.state.snapshot import sparse_parameters
 from bagua._sync.averaging_synchronizer import AveragingSynchronizer
 from bagua._sync.engine_synchronizer import EngineSynchronizer
@@ -124,7 +123,7 @@ class AlgorithmImpl:
 
     def __init__(self, process_group: BaguaProcessGroup) -> None:
         self.process_group = process_group
-        self.ledger = Ledger(type(self).__name__, lambda: process_group.connections)
+        self.ledger = Ledger(type(self).__name__, lambda: process_group.connections, pages=False)
 
     def need_reset(self) -> bool:
         """Whether tensors and buckets must be rebuilt; asked in every training forward."""
@@ -221,6 +220,7 @@ class AlgorithmImpl:
         ``rank<r>/``, so that ``torch.distributed.checkpoint`` keeps every rank's. Call it between
         two iterations. By default nothing is remembered.
         """
+        self.update_ledger()
         return self.ledger.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -230,9 +230,15 @@ class AlgorithmImpl:
             ValueError: the state is of another algorithm; names what does not fit, and nothing has
                 changed then.
         """
-        if not self.ledger.counters:
-            check_no_state(state, type(self).__name__)
+        self.update_ledger()
         self.ledger.load(state)
+        self.ledger_loaded()
+
+    def update_ledger(self) -> None:
+        """Called before the ledger is saved or loaded: bring it up to date."""
+
+    def ledger_loaded(self) -> None:
+        """Called when the ledger has got a state: continue from it."""
 
 
 class LocalWeightsImpl(AlgorithmImpl):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._core.state.saved_values import check_state, saved_count
+from bagua._core.state.ledger import Ledger
 from bagua._ops.average_weights import AverageWeights, check_peer_selection_mode
 from bagua.torch_api.algorithms.base import Algorithm, LocalWeightsImpl
 from bagua.torch_api.algorithms.low_precision_decentralized import (
@@ -77,7 +77,9 @@ class DecentralizedAlgorithm(Algorithm):
 class DecentralizedAlgorithmImpl(LocalWeightsImpl):
     """Implementation of :class:`DecentralizedAlgorithm`.
 
-    An iteration is a forward and a backward outside ``no_sync()``.
+    An iteration is a forward and a backward outside ``no_sync()``. The state for checkpoints has
+    ``iterations`` and ``communications``, the numbers of completed ones, which decide when and with
+    whom the next communication is. Weights are not in it: save every rank's own.
     """
 
     traits = replace(LocalWeightsImpl.traits, takes_unfrozen=True)
@@ -94,15 +96,18 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
         self.hierarchical = process_group.hierarchy(hierarchical)
         self.peer_selection_mode = peer_selection_mode
         self.communication_interval = communication_interval
-        self._iterations = 0  # completed ones
-        # A bucket of an earlier plan.
-        self._communications = torch.zeros((), dtype=torch.int64, device="cpu")
+        self.ledger = Ledger(
+            type(self).__name__,
+            lambda: process_group.connections,
+            counters=["iterations", "communications"],
+            pages=False,
+        )
         self._operations: list[tuple[BaguaBucket, AverageWeights]] = []
         self._between_forward_and_backward = False
         self._under_way = False  # weights are being averaged and have not been copied back
 
     def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
-        self._communications = torch.tensor(self.state_dict()["communications"], device="cpu")
+        self.update_ledger()
         self._operations = []
         self._between_forward_and_backward = False
         self._under_way = False
@@ -116,7 +121,7 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
             peer_selection_mode=self.peer_selection_mode,
             group=self.process_group,
         )
-        operation.communications.copy_(self._communications)
+        operation.communications.fill_(self.ledger.counters["communications"])
         self._operations.append((bucket, operation))
 
     def init_forward_pre_hook(self, bagua_ddp: Session) -> Callable[[Any], None]:
@@ -124,7 +129,7 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
             self._between_forward_and_backward = True
             if self._under_way:  # a second forward before the backward: its communication continues
                 return
-            if self._iterations % self.communication_interval != 0:
+            if self.ledger.counters["iterations"] % self.communication_interval != 0:
                 return
             self._under_way = True
             bagua_ddp.mark_all_ready()
@@ -134,7 +139,7 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
     def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
         def finish() -> None:
             self._between_forward_and_backward = False
-            self._iterations += 1
+            self.ledger.counters["iterations"] += 1
             if not self._under_way:
                 return
             bagua_ddp.wait_pending_comm_ops()
@@ -152,29 +157,10 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
 
         return check
 
-    def state_dict(self) -> dict[str, Any]:
-        """Counters that decide when and with whom the next communication is; equal on all ranks.
+    def update_ledger(self) -> None:
+        for _, operation in self._operations[:1]:
+            self.ledger.counters["communications"] = int(operation.communications)
 
-        Weights are not in it: save every rank's own. Call it between two iterations.
-
-        Returns:
-            ``iterations`` and ``communications``, both the number of completed ones.
-        """
-        counters = [operation.communications for _, operation in self._operations]
-        communications = counters[0] if counters else self._communications
-        return {"iterations": self._iterations, "communications": int(communications)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`, on every rank, between two iterations.
-
-        Raises:
-            ValueError: the state is of another algorithm; names the entry.
-        """
-        owner = type(self).__name__
-        check_state(state, owner)
-        iterations = saved_count(state, "iterations", owner)
-        communications = saved_count(state, "communications", owner)
-        self._iterations = iterations
-        self._communications.fill_(communications)
+    def ledger_loaded(self) -> None:
         for _, operation in self._operations:
-            operation.communications.fill_(communications)
+            operation.communications.fill_(self.ledger.counters["communications"])

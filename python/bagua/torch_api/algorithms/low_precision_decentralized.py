@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._core.state.bagua_tensor import record_of
-from bagua._core.state.saved_values import check_state, saved_count, saved_tensor
-from bagua._ops.compressed_gossip import CompressedGossip
+from bagua._core.state.ledger import Ledger
 from bagua.torch_api.algorithms.base import Algorithm, LocalWeightsImpl
 from bagua.torch_api.bucket import BaguaBucket
 
@@ -73,7 +71,12 @@ class LowPrecisionDecentralizedAlgorithmImpl(LocalWeightsImpl):
 
     An iteration is a forward and a backward outside ``no_sync()``. The round of a communicating one
     is due from the end of its backward on, and runs exactly once: after the last optimizer's step,
-    or, if a step was skipped (``GradScaler``), before the next training forward.
+    or, if a step was skipped (``GradScaler``), before the next training forward or a checkpoint.
+
+    The state for checkpoints has ``iterations``, the completed ones; ``ranks``, those on the ring;
+    and, of the shape of each parameter and f32, ``rank<r>/weight/<name>``, ``rank<r>/left/<name>``
+    and ``rank<r>/right/<name>`` of ranks on the ring. Weights are not in it: save every rank's own
+    after it, since a round that is due runs first. It loads with the same ranks and nodes.
     """
 
     def __init__(
@@ -89,12 +92,19 @@ class LowPrecisionDecentralizedAlgorithmImpl(LocalWeightsImpl):
         self.hierarchical = process_group.hierarchy(hierarchical)
         self.communication_interval = communication_interval
         self.codec = codec
-        self._iterations = 0  # completed ones
+        self.ledger = Ledger(
+            type(self).__name__,
+            lambda: process_group.connections,
+            counters=["iterations"],
+            hierarchical=bool(self.hierarchical),
+            only_same_ranks="replicas would not be the neighbours' weights: load what this rank "
+            "saved, with the same ranks and nodes, or only the weights",
+            pages=False,
+        )
         self._due = False  # the round of the last iteration has not run
         self._between_forward_and_backward = False
         self._optimizers: set[int] = set()  # ids of those that step the weights
         self._stepped: set[int] = set()  # ids of those that did since the round became due
-        self._operations: list[tuple[BaguaBucket, CompressedGossip]] = []
         self._wrapper: weakref.ref[Session] | None = None
 
     def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
@@ -113,7 +123,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(LocalWeightsImpl):
         weights = {id(p) for _, p in named}
         self._optimizers = {optimizer for optimizer, own in steps.items() if own & weights}
         self._wrapper = weakref.ref(bagua_ddp)
-        self._operations = []
+        self.ledger.own = {}
         self._due = False
         self._between_forward_and_backward = False
         return self.register_weights(bagua_ddp)
@@ -130,7 +140,10 @@ class LowPrecisionDecentralizedAlgorithmImpl(LocalWeightsImpl):
             compression=self.codec,
             group=self.process_group,
         )
-        self._operations.append((bucket, operation))
+        for kind, replica in operation.replicas().items():
+            for name, place in bucket.named_views():
+                view = replica.as_strided(place.size(), place.stride(), place.storage_offset())
+                self.ledger.own[f"{kind}/{name}"] = view
 
     def init_forward_pre_hook(self, bagua_ddp: Session) -> Callable[[Any], None]:
         def begin(_: Any) -> None:
@@ -141,9 +154,9 @@ class LowPrecisionDecentralizedAlgorithmImpl(LocalWeightsImpl):
     def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
         def end() -> None:
             self._between_forward_and_backward = False
-            self._due = self._iterations % self.communication_interval == 0
+            self._due = self.ledger.counters["iterations"] % self.communication_interval == 0
             self._stepped.clear()
-            self._iterations += 1
+            self.ledger.counters["iterations"] += 1
 
         return end
 
@@ -176,64 +189,5 @@ class LowPrecisionDecentralizedAlgorithmImpl(LocalWeightsImpl):
         if wrapper is not None and self.mark_pending(wrapper):
             wrapper.wait_pending_comm_ops()
 
-    # State for checkpoints.
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counters, and this rank's replicas: call it on every rank, before the model's.
-
-        A round that is still due (a step was skipped) runs first, and changes the model's weights.
-        The weights themselves are not in it: save every rank's own.
-
-        Returns:
-            ``iterations``, the completed ones; ``ring``, the ranks on the ring; and, of the shape
-            of each parameter and f32, ``rank<r>/weight/<name>``, ``rank<r>/left/<name>`` and
-            ``rank<r>/right/<name>``.
-        """
+    def update_ledger(self) -> None:
         self.run_pending()
-        state: dict[str, Any] = {"iterations": self._iterations, "ring": self._ring()}
-        return state | {key: view.clone() for key, view in self._views()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`: on every rank, after ``with_bagua``, with its own weights.
-
-        Raises:
-            ValueError: the state is of another model, rank or number of ranks; names the entry.
-        """
-        check_state(state, type(self).__name__)
-        self.run_pending()
-        views = dict(self._views())
-        remedy = "load what this rank saved, with the same model and the same ranks and nodes"
-        for key in ("iterations", "ring"):
-            if key not in state:
-                raise ValueError(f"the state has no '{key}': {remedy}")
-        iterations = saved_count(state, "iterations", type(self).__name__)
-        if state["ring"] != self._ring():
-            raise ValueError(
-                f"the state is of a ring of ranks {state['ring']}, now they are {self._ring()}, so "
-                f"that replicas would not be the neighbours' weights: {remedy}, or only the weights"
-            )
-        found = [(view, saved_tensor(state, key, view, remedy)) for key, view in views.items()]
-        self._iterations = iterations
-        for view, value in found:
-            view.copy_(value)
-
-    def _ring_members(self) -> list[int]:
-        nodes = self.process_group.connections.node_of_ranks()
-        return _C.leaders(nodes) if self.hierarchical else list(range(len(nodes)))
-
-    def _ring(self) -> str:
-        return " ".join(map(str, self._ring_members()))
-
-    def _views(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The replicas of every parameter, by key. Ranks off the ring follow their weights."""
-        rank = self.process_group.connections.rank
-        on_ring = rank in self._ring_members()
-        for bucket, operation in self._operations:
-            for kind, replica in operation.replicas().items():
-                if not on_ring:
-                    replica.copy_(bucket.flattened_tensor())
-                for index, tensor in enumerate(bucket.tensors):
-                    view = bucket.view_of(index)
-                    place = (view.size(), view.stride(), view.storage_offset())
-                    key = f"rank{rank}/{kind}/{record_of(tensor).name}"
-                    yield key, replica.as_strided(*place)

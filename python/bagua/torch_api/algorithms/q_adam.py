@@ -11,7 +11,6 @@ import torch
 from bagua import _C, BaguaError
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.ledger import Commit, Ledger
-from bagua._core.state.saved_values import check_state
 from bagua._ops.compressed_all_reduce import CompressedAllReduce
 from bagua._ops.contract.lane import Hierarchy
 from bagua.torch_api.algorithms._error_feedback import check_hierarchy, warn_of_useless_residuals
@@ -91,6 +90,11 @@ class QAdamAlgorithm(Algorithm):
 class QAdamAlgorithmImpl(AlgorithmImpl):
     """Implementation of :class:`QAdamAlgorithm`.
 
+    Its state for checkpoints has ``steps``, the number of steps that the optimizer had done, which
+    identifies the optimizer's state: load both on every rank, or the next training forward raises
+    ValueError. With error feedback, after the warm-up, it has the residuals of
+    ``ByteGradAlgorithm`` with error feedback, too.
+
     Attributes:
         gradients_hold_momentum: whether the last round left momentum in ``.grad``: the optimizer
             asks.
@@ -118,6 +122,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             lambda: process_group.connections,
             counters=["steps"],
             hierarchical=bool(self.hierarchical),
+            pages=error_feedback,
         )
         self.gradients_hold_momentum = False
         self.compressing = False
@@ -282,36 +287,10 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             self._on_load.remove()
             self._on_load = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Counters that identify the step of the optimizer's state; equal on all ranks.
-
-        The memory is the optimizer's: moments and steps are in its ``state_dict()``.
-
-        Returns:
-            ``steps``: the number of steps that the optimizer had done. With error feedback, after
-            the warm-up: the entries of ``ByteGradAlgorithm`` with error feedback but ``rounds``.
-        """
+    def update_ledger(self) -> None:
         self.ledger.counters["steps"] = self.optimizer.completed_steps
-        return super().state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`, on every rank, together with the optimizer's.
-
-        With another number of ranks than saved it, give every rank the dicts of all old ranks
-        merged into one (``a | b | ...``).
-
-        Raises:
-            ValueError: the state is of another algorithm or other ranks, names the entry; in the
-                next training forward: the optimizer's state is of another step.
-        """
-        check_state(state, type(self).__name__)
-        known = set(state) == {"steps"} or (self.error_feedback and "ranks" in state)
-        if "steps" not in state or not known:
-            raise ValueError(
-                f"QAdamAlgorithm: its state has 'steps', not {sorted(state)}; the checkpoint is of "
-                "another algorithm"
-            )
-        super().load_state_dict(state)
+    def ledger_loaded(self) -> None:
         self._loaded_steps = self.ledger.counters["steps"]
 
     def _check_loaded_steps(self) -> None:
