@@ -36,12 +36,11 @@ at::Tensor take_chunks(at::Tensor x, int64_t k) {
 void bind_outer(py::module_& m) {
   m.def(
       "outer_step",
-      [](at::Tensor anchor, at::Tensor momentum, const at::Tensor& mean, double lr, double mu,
+      [](const Tensors& anchors, const Tensors& momenta, const Tensors& means, double lr, double mu,
          bool nesterov) {
-        outer_step(std::move(anchor), std::move(momentum), mean,
-                   {.lr = lr, .momentum = mu, .nesterov = nesterov});
+        outer_step(anchors, momenta, means, {.lr = lr, .momentum = mu, .nesterov = nesterov});
       },
-      py::arg("anchor"), py::arg("momentum"), py::arg("mean"), py::kw_only(), py::arg("lr"),
+      py::arg("anchors"), py::arg("momenta"), py::arg("means"), py::kw_only(), py::arg("lr"),
       py::arg("mu"), py::arg("nesterov"), ReleaseGil());
   m.def("inner_product", &inner_product, py::arg("a"), py::arg("b"), ReleaseGil());
   m.def(

@@ -7,15 +7,15 @@ from bagua._C import BucketOp, Communicator, RoundMemory, Scratch
 SPARSE_CHUNK_NUMEL: int
 
 def outer_step(
-    anchor: torch.Tensor,
-    momentum: torch.Tensor,
-    mean: torch.Tensor,
+    anchors: list[torch.Tensor],
+    momenta: list[torch.Tensor],
+    means: list[torch.Tensor],
     *,
     lr: float,
     mu: float,
     nesterov: bool,
 ) -> None: ...
-def inner_product(a: torch.Tensor, b: torch.Tensor) -> float: ...
+def inner_product(a: list[torch.Tensor], b: list[torch.Tensor]) -> float: ...
 def take_deltas(
     weights: list[torch.Tensor],
     anchors: list[torch.Tensor],

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import bagua.torch_api as bagua
 from bagua._core.group.elastic import pulse
-from bagua._sync.outer.survival import Survival
-from bagua._sync.outer.weights import Fragment
+from bagua._outer.elastic import ElasticRanks
+from bagua._outer.loop import Fragment
 from bagua.torch_api.algorithms import DiLoCoAlgorithm
 from support import training
 from torch import nn
@@ -75,7 +75,7 @@ def train(folder, rounds, place):
     if place == "launch":
         kill_in(Fragment, "launch", model)
     if place == "mean":
-        kill_in(Survival, "met", model)
+        kill_in(ElasticRanks, "confirmed", model)
     with open(folder / f"{rank}.jsonl", "a", buffering=1) as notes:
 
         def note(**what):

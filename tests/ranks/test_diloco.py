@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import _C
-from bagua._sync.outer.outer_sgd import GrowingMomentum
+from bagua._outer.optimizer import GrowingMomentum
 from bagua.torch_api.algorithms import Algorithm, DiLoCoAlgorithm, OuterSGD
 from oracle import diloco as oracle
 from ranks.test_groups_and_nodes import environment_of_nodes
@@ -40,13 +40,10 @@ def own_step(model, optimizer, step, dtype=torch.float32):
 
 
 def outer_state(model):
-    """Anchor, momentum and the rate of that, by name."""
+    """Anchors and the outer optimizer's state, by name."""
     state = model.bagua_algorithm.state_dict()
-    return {
-        key: value
-        for key, value in state.items()
-        if key.startswith(("anchor/", "momentum/", "rate/"))
-    }
+    own = ("mean/", *(f"rank{rank}/" for rank in range(dist.get_world_size())))
+    return {key: value for key, value in state.items() if "/" in key and not key.startswith(own)}
 
 
 def assert_outer_state_agrees(model):
@@ -90,6 +87,25 @@ def train_against_the_oracle(rule, interval, dtype=torch.float32):
     return seen, model.bagua_algorithm.outer_rounds
 
 
+class CountingSteps(torch.optim.SGD):
+    """Keeps a number that is no tensor."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["steps"] = 1 + self.state[p].get("steps", 0)
+
+
+def torchs_sgd(params):
+    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def torchs_adamw(params):
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+ADAMS_STATE = {"exp_avg", "exp_avg_sq", "step"}
+
+
 @RANKS
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_rounds_are_the_oracles_and_ranks_differ_between_them(ranks, n, rule):
@@ -111,6 +127,54 @@ def test_several_buckets_make_the_same_steps(ranks):
         2, train_against_the_oracle, RULES["paper"], 2, env=training.SMALL_BUCKETS
     ):
         assert seen[1::2] == [1] * ROUNDS
+
+
+@training.with_group
+def train_with_an_optimizer_of_torch(factory):
+    """Compares each round with `factory`'s steps on the mean of the ranks; figures, and keys."""
+    model = training.network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    anchors = {name: p.detach().clone() for name, p in model.named_parameters()}
+    outer = factory(list(anchors.values()))
+    model.with_bagua([optimizer], DiLoCoAlgorithm(factory, 2))
+    for step in range(8):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        own_step(model, optimizer, step)
+        if step % 2:
+            for name, p in model.named_parameters():
+                trained = before[name] - 0.1 * p.grad
+                anchors[name].grad = training.mean_over_ranks(anchors[name] - trained)
+            outer.step()
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(p.detach(), anchors[name], rtol=1e-5, atol=1e-6)
+            assert_outer_state_agrees(model)
+            assert_weights_are_the_anchor(model)
+    keys = {key.split("/")[0] for key in model.bagua_algorithm.state_dict() if "/" in key}
+    return model.bagua_stats()["outer"], keys - {"anchor", f"rank{dist.get_rank()}"}
+
+
+def test_any_optimizer_of_torch_steps_on_the_anchors(ranks):
+    cases = {torchs_sgd: (0.9, {"momentum_buffer"}), torchs_adamw: (None, ADAMS_STATE)}
+    for factory, (momentum, keys) in cases.items():
+        for outer, found in ranks(3, train_with_an_optimizer_of_torch, factory):
+            assert outer["momentum"] == momentum
+            assert outer["correlation"] is outer["gain"] is None
+            assert outer["rounds"] == 4
+            assert outer["agreement"] > 0
+            assert found == keys
+
+
+@training.with_group
+def other_optimizers():
+    model = training.network()
+    factory = torchs_adamw if dist.get_rank() else torchs_sgd
+    return training.error_of(lambda: model.with_bagua([adamw(model)], DiLoCoAlgorithm(factory)))
+
+
+def test_ranks_with_other_outer_optimizers_are_told_at_the_wrap(ranks):
+    for error in ranks(2, other_optimizers):
+        assert error.startswith("BaguaMismatchError")
+        assert "SGD {'lr': 0.7, 'momentum': 0.9" in error
 
 
 @training.with_group
@@ -267,7 +331,7 @@ def with_codec(codec):
         if last:
             before = {
                 name: a.clone()
-                for name, a in model.bagua_algorithm._outer.fragments[0].named_anchors()
+                for name, a in model.bagua_algorithm._loop.state.fragments[0].named_anchors()
             }
             trained = copy.deepcopy(model)
             twin = copy.deepcopy(optimizer)
@@ -368,21 +432,22 @@ def test_it_is_registered_with_the_documented_defaults():
     assert made.interval == 100
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
+def test_arguments_out_of_their_range_are_refused_by_name():
+    cases = [
         ({"interval": 0}, "interval=0 must be at least 1"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"codec": "nonsense"}, "nonsense"),
         ({"codec": "int4_block", "error_feedback": "x"}, "error_feedback='x' must be True"),
         ({"weight": "tokens"}, 'weight=\'tokens\' must be "ranks" or "samples"'),
-        ({"outer_optimizer": torch.optim.SGD}, "outer_optimizer is an OuterSGD"),
-    ],
-    ids=str,
-)
-def test_arguments_out_of_their_range_are_refused_by_name(arguments, text):
-    with pytest.raises((TypeError, ValueError), match=text):
-        DiLoCoAlgorithm(**arguments)
+        ({"outer_optimizer": 0.7}, "outer_optimizer is an OuterSGD"),
+        ({"outer_optimizer": torch.optim.SGD([torch.zeros(1)])}, "a function that makes an opt"),
+        ({"outer_optimizer": lambda params: 3}, "outer_optimizer made 3, no torch.optim.Opt"),
+        ({"outer_optimizer": torch.optim.LBFGS}, r"LBFGS.step\(\) needs a closure"),
+        ({"outer_optimizer": CountingSteps}, "CountingSteps keeps 'steps' as a int, no tensor"),
+    ]
+    for arguments, text in cases:
+        with pytest.raises((TypeError, ValueError), match=text):
+            DiLoCoAlgorithm(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -405,6 +470,6 @@ def test_the_outer_step_rounds_each_product_and_sum():
     anchor, momentum, mean = (torch.randn(100_003, generator=generator) for _ in range(3))
     expected = momentum * 0.9 + mean
     moved = anchor - (mean + expected * 0.9) * 0.7
-    _C.outer_step(anchor, momentum, mean, lr=0.7, mu=0.9, nesterov=True)
+    _C.outer_step([anchor], [momentum], [mean], lr=0.7, mu=0.9, nesterov=True)
     assert torch.equal(momentum, expected)
     assert torch.equal(anchor, moved)

@@ -6,7 +6,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, OuterSGD
 from bagua.torch_api.checkpoint import PerRank, load_latest, save_checkpoint
-from ranks.test_diloco import adamw, assert_outer_state_agrees, outer_state, own_step
+from ranks.test_diloco import (
+    adamw,
+    assert_outer_state_agrees,
+    outer_state,
+    own_step,
+    torchs_adamw,
+    torchs_sgd,
+)
 from support import training
 from torch import nn
 
@@ -28,6 +35,11 @@ CASES = {
     "growing-momentum-of-fragments": (
         {"outer_optimizer": None, "interval": 4, "fragments": [["0"], ["1", "2"]]},
         14,
+    ),
+    "optimizer-of-torch": ({"outer_optimizer": torchs_adamw, "interval": 4}, 10),
+    "optimizer-of-torch-without-a-step": (
+        {"outer_optimizer": torchs_sgd, "interval": 4, "fragments": [["0"], ["1", "2"]]},
+        3,
     ),
     "in-the-warm-up": ({"interval": 4, "warmup_steps": 9}, 6),
     "after-the-warm-up": ({"interval": 4, "warmup_steps": 2}, 7),

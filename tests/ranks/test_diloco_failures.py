@@ -104,12 +104,12 @@ def test_a_killed_rank_is_named_and_the_failed_round_changes_nothing(run_script)
 def failed_round_is_made_up():
     """The pseudo-gradient after a round that was left out is that of both."""
     model, optimizer = wrapped(interval=100, outer_optimizer=PLAIN)
-    outer = model.bagua_algorithm._outer
+    loop = model.bagua_algorithm._loop
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     for step in range(2):
         own_step(model, optimizer, step)
     weights = dict(model.named_parameters())
-    outer.fragments[0].launch(weights)  # and nothing more: the round fails here
+    loop.state.fragments[0].launch(weights, loop._means)  # and nothing more: the round fails here
     for step in range(2, 4):
         own_step(model, optimizer, step)
     expected = {
@@ -130,7 +130,7 @@ def test_the_round_after_a_failed_one_has_the_steps_of_both(ranks):
 def drifted_anchor():
     model, optimizer = wrapped(interval=1)
     if dist.get_rank() == 1:
-        _, anchor = next(model.bagua_algorithm._outer.fragments[0].named_anchors())
+        _, anchor = model.bagua_algorithm._loop.state.fragments[0].named_anchors()[0]
         anchor.add_(1.0)
     return training.error_of(lambda: own_step(model, optimizer, 0))
 

@@ -175,7 +175,7 @@ def a_step_too_many():
         for step in range(8):
             own_step(model, optimizer, step)
             if step == 0 and dist.get_rank() == 1:
-                model.bagua_algorithm._outer.steps += 2  # as if it had been loaded wrongly
+                model.bagua_algorithm._loop.state.steps += 2  # as if it had been loaded wrongly
 
     return training.error_of(train)
 

@@ -16,10 +16,10 @@ ROUNDS = 30
 KILLS_ITS_USER = """
 import os, runpy, signal, sys, time
 from bagua._core.group.elastic import pulse
-from bagua._sync.outer.survival import Survival
+from bagua._outer.elastic import ElasticRanks
 
 pulse.SECONDS_OF_SILENCE = 2.0
-meet, rounds = Survival.meet, 0
+confirm, rounds = ElasticRanks.confirm, 0
 dies = (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("0", "0")
 
 def count(self, engine):
@@ -30,9 +30,9 @@ def count(self, engine):
     members = self._membership
     while rounds == 20 and len(members.lives) < 3 and not members.unsettled(members.requests()):
         time.sleep(0.05)  # the two that are left must not be through before it is back
-    meet(self, engine)
+    confirm(self, engine)
 
-Survival.meet = count
+ElasticRanks.confirm = count
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -5,7 +5,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from bagua._sync.outer.survival import Survival
+from bagua._outer.elastic import ElasticRanks
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, OuterSGD
 from ranks.test_diloco import assert_outer_state_agrees, own_step
 from ranks.test_diloco_feedback import residuals
@@ -37,14 +37,14 @@ def assert_owed(states, names, expected, atol):
 
 def watch_change(seen):
     """Appends what `seen` has room for when the plan has been replaced; call the result to end."""
-    original = Survival.change
+    original = ElasticRanks.change
 
     def change(self, *arguments):
         original(self, *arguments)
         seen()
 
-    Survival.change = change
-    return lambda: setattr(Survival, "change", original)
+    ElasticRanks.change = change
+    return lambda: setattr(ElasticRanks, "change", original)
 
 
 def flat_of(model):
@@ -71,7 +71,7 @@ def round_fails(method, victim):
             step += 1
             if step == INTERVAL:
                 before = residuals(model)
-            if step == 2 * INTERVAL and method == "meet":
+            if step == 2 * INTERVAL and method == "confirm":
                 after = residuals(model)
     finally:
         restore()
@@ -98,7 +98,7 @@ def names_of(state):
 
 
 def test_a_failed_round_changes_no_residual(ranks):
-    befores, sames, afters, _ = zip(*ranks(3, round_fails, "meet", 1), strict=True)
+    befores, sames, afters, _ = zip(*ranks(3, round_fails, "confirm", 1), strict=True)
     assert sames == (True,) * 3
     names = names_of(afters[0])
     expected = owed(befores, names)
@@ -108,7 +108,7 @@ def test_a_failed_round_changes_no_residual(ranks):
 
 @pytest.mark.parametrize("victim", [0, 2], ids=lambda rank: f"rank-{rank}")
 def test_a_rank_that_missed_a_result_keeps_what_the_round_left(ranks, victim):
-    _, _, afters, expected = zip(*ranks(3, round_fails, "met", victim), strict=True)
+    _, _, afters, expected = zip(*ranks(3, round_fails, "confirmed", victim), strict=True)
     names = names_of(afters[0])
     assert_owed(afters, names, owed(expected, names), 1e-7)
 
@@ -118,7 +118,7 @@ import datetime, os, signal, sys
 import torch
 import bagua.torch_api as bagua
 from bagua._core.group.elastic import pulse
-from bagua._sync.outer.survival import Survival
+from bagua._outer.elastic import ElasticRanks
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, OuterSGD
 
 pulse.SECONDS_OF_SILENCE = 2.0
@@ -130,13 +130,13 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 algorithm = DiLoCoAlgorithm(OuterSGD(0.7, 0.5), interval=2, codec="bit2_block", elastic=True)
 model.with_bagua([optimizer], algorithm)
 outer = model.bagua_algorithm
-original = Survival.change
+original = ElasticRanks.change
 
 def change(self, *arguments):
     original(self, *arguments)
     torch.save(outer.state_dict(), f"{sys.argv[1]}/after{rank}")
 
-Survival.change = change
+ElasticRanks.change = change
 generator = torch.Generator().manual_seed(rank)
 step = 0
 while outer.outer_rounds < 5:
@@ -187,7 +187,7 @@ def weighted_after_a_failed_round(dtype):
     algorithm = DiLoCoAlgorithm(PLAIN, 2, weight="samples", elastic=True)
     model.with_bagua([optimizer], algorithm)
     samples = SAMPLES[dist.get_rank()]
-    restore = fail_round(1, 1, "meet")
+    restore = fail_round(1, 1, "confirm")
     try:
         for step in range(4):
             model.bagua_algorithm.count_samples(samples[step])

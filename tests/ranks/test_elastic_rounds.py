@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import BaguaError
-from bagua._sync.outer.survival import Survival
+from bagua._outer.elastic import ElasticRanks
 from bagua.torch_api.algorithms import (
     DiLoCoAlgorithm,
     Elastic,
     OuterSGD,
 )
-from ranks.test_diloco import assert_outer_state_agrees, outer_state, own_step
+from ranks.test_diloco import assert_outer_state_agrees, outer_state, own_step, torchs_adamw
 from support import training
 
 PLAIN = OuterSGD(1.0, 0.0)
@@ -24,6 +24,7 @@ FORMS = {
     "streaming": {"fragments": 2, "overlap_steps": 1},
     "8-bit": {"codec": "block_uint8"},
     "growing-momentum": {"outer_optimizer": None, "interval": 2},
+    "optimizer-of-torch": {"outer_optimizer": torchs_adamw},
 }
 
 
@@ -48,24 +49,26 @@ def wrapped(algorithm):
 
 
 def fail_round(number, rank, method):
-    """Round `number` fails on `rank`: at its launch ("meet"), or when the others have its result
-    ("met").
+    """Round `number` fails on `rank`: at its launch ("confirm"), or when the others have its result
+    ("confirmed").
     """
-    original, count = getattr(Survival, method), 0
+    original, count = getattr(ElasticRanks, method), 0
 
     def failing(self, engine):
         nonlocal count
         count += 1
         fails = count == number and bagua.get_rank() == rank
-        if not fails or method == "met":  # or the others could have met this rank before it fails
+        if (
+            not fails or method == "confirmed"
+        ):  # or the others could have met this rank before it fails
             original(self, engine)
         if fails:
             engine.abort("the network is gone")
             engine.wait()
             raise BaguaError("the network is gone")
 
-    setattr(Survival, method, failing)
-    return lambda: setattr(Survival, method, original)
+    setattr(ElasticRanks, method, failing)
+    return lambda: setattr(ElasticRanks, method, original)
 
 
 @training.with_group
@@ -77,7 +80,7 @@ def first_round_fails(dtype):
         model = training.network().to(dtype)
         optimizer = training.sgd(model)
         model.with_bagua([optimizer], DiLoCoAlgorithm(PLAIN, interval, elastic=True))
-        restore = fail_round(failing, 1, "meet")
+        restore = fail_round(failing, 1, "confirm")
         try:
             for step in range(6):
                 own_step(model, optimizer, step, dtype)
@@ -110,8 +113,8 @@ def one_rank_misses_a_result(form, victim):
     """Rounds and anchors when one rank fails right after the others have used a round."""
     arguments = {"outer_optimizer": OuterSGD(0.7, 0.5), "interval": 4, **FORMS[form]}
     model, optimizer = wrapped(DiLoCoAlgorithm(elastic=True, **arguments))
-    restore = fail_round(2, victim, "met")
-    change, caught_up = Survival.change, []
+    restore = fail_round(2, victim, "confirmed")
+    change, caught_up = ElasticRanks.change, []
 
     def watched(self, *args):
         change(self, *args)
@@ -121,12 +124,12 @@ def one_rank_misses_a_result(form, victim):
                 all(torch.equal(p, anchors[f"anchor/{n}"]) for n, p in model.named_parameters())
             )
 
-    Survival.change = watched
+    ElasticRanks.change = watched
     try:
         steps = train_rounds(model, optimizer, 6)
     finally:
         restore()
-        Survival.change = change
+        ElasticRanks.change = change
     if not arguments.get("overlap_steps") and bagua.get_rank() == victim:
         assert caught_up == [True], "its steps are in the anchor already"
     model.bagua_algorithm.sync()
@@ -152,7 +155,7 @@ def test_a_rank_that_missed_a_result_gets_it_from_another(ranks, form, victim):
 def rates_over_a_change():
     """The outer momentum after three rounds, and after the plan that a failed fourth one brings."""
     model, optimizer = wrapped(DiLoCoAlgorithm(interval=2, elastic=True))
-    restore = fail_round(4, 1, "meet")
+    restore = fail_round(4, 1, "confirm")
     seen = []
     try:
         for step in range(9):
@@ -173,7 +176,7 @@ def test_grown_momentum_survives_a_change_of_ranks(ranks):
 def without_a_forward():
     """The error of steps that follow a failed round without a training forward."""
     model, optimizer = wrapped(DiLoCoAlgorithm(PLAIN, 2, elastic=True))
-    restore = fail_round(1, 0, "meet")
+    restore = fail_round(1, 0, "confirm")
     try:
         own_step(model, optimizer, 0)
         own_step(model, optimizer, 1)

@@ -20,7 +20,8 @@ CPP_FLOORS = (
 )
 PYTHON_FLOORS = (
     *("bagua", "bagua/_core/group", "bagua/_core/eager", "bagua/_core/state"),
-    *("bagua/_core/compression", "bagua/_ops", "bagua/_sync", "bagua/_watch"),
+    *("bagua/_core/compression", "bagua/_ops", "bagua/_sync", "bagua/_outer"),
+    "bagua/_watch",
     "bagua/torch_api",
     *("bagua/comm_hooks", "bagua/fsdp", "bagua/lightning", "bagua/integrations", "bagua/_tools"),
 )

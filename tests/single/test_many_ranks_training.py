@@ -223,7 +223,7 @@ def test_many_ranks_make_outer_steps_on_one_anchor():
                 x = x - 0.1 * (x - wanted[comm.rank])
             delta = anchor - x
             op.run(delta, step=round + 1)
-            _C.outer_step(anchor, momentum, delta, lr=0.7, mu=0.5, nesterov=True)
+            _C.outer_step([anchor], [momentum], [delta], lr=0.7, mu=0.5, nesterov=True)
             x = anchor.clone()
         return anchor
 

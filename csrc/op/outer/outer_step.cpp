@@ -9,6 +9,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
 
 #include "base/check.h"
@@ -20,12 +21,24 @@ namespace {
 constexpr int64_t kCached = 1 << 16;
 
 void check_alike(const at::Tensor& a, const at::Tensor& b) {
-  BAGUA_CHECK_ARG(a.dim() == 1 && a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() &&
-                      a.device() == b.device() && a.is_contiguous() && b.is_contiguous() &&
-                      (a.scalar_type() == at::kFloat || a.scalar_type() == at::kDouble),
-                  "an outer step takes contiguous float32 or float64 of one dimension and one "
-                  "size, not ",
-                  a.toString(), a.sizes(), " and ", b.toString(), b.sizes(), ".");
+  BAGUA_CHECK_ARG(
+      a.sizes() == b.sizes() && a.strides() == b.strides() && a.scalar_type() == b.scalar_type() &&
+          a.device() == b.device() && a.is_non_overlapping_and_dense() &&
+          (a.scalar_type() == at::kFloat || a.scalar_type() == at::kDouble),
+      "an outer step takes dense float32 or float64 tensors of equal sizes and "
+      "strides, not ",
+      a.toString(), a.sizes(), a.strides(), " and ", b.toString(), b.sizes(), b.strides(), ".");
+}
+
+void check_alike(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  BAGUA_CHECK_ARG(a.size() == b.size(), "an outer step takes lists of equal length, not of ",
+                  a.size(), " and ", b.size(), " tensors.");
+  for (size_t i = 0; i < a.size(); ++i) check_alike(a[i], b[i]);
+}
+
+// The elements of a dense tensor as they lie in memory.
+at::Tensor flat(const at::Tensor& dense) {
+  return dense.as_strided({dense.numel()}, {1}, dense.storage_offset());
 }
 
 // One order of additions: element i of a piece is added in lane i mod kLanes.
@@ -64,13 +77,7 @@ double on_cpu(const at::Tensor& a, const at::Tensor& b) {
   return sum;
 }
 
-}  // namespace
-
-void outer_step(at::Tensor anchor, at::Tensor momentum, const at::Tensor& mean,
-                const OuterRule& rule) {
-  check_alike(anchor, mean);
-  check_alike(momentum, mean);
-  const at::NoGradGuard no_grad;
+void step(at::Tensor anchor, at::Tensor momentum, const at::Tensor& mean, const OuterRule& rule) {
   const int64_t at_once = numel_at_once(anchor, kCached);
   at::Tensor scratch = at::empty_like(mean.narrow(0, 0, std::min(at_once, mean.numel())));
   for (int64_t begin = 0; begin < mean.numel(); begin += at_once) {
@@ -92,12 +99,33 @@ void outer_step(at::Tensor anchor, at::Tensor momentum, const at::Tensor& mean,
   }
 }
 
-double inner_product(const at::Tensor& a, const at::Tensor& b) {
-  check_alike(a, b);
-  if (!a.is_cpu()) {
-    return at::sum(a.to(at::kDouble).mul_(b), at::kDouble).item<double>();
+}  // namespace
+
+void outer_step(const std::vector<at::Tensor>& anchors, const std::vector<at::Tensor>& momenta,
+                const std::vector<at::Tensor>& means, const OuterRule& rule) {
+  check_alike(anchors, means);
+  check_alike(momenta, means);
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < anchors.size(); ++i) {
+    step(flat(anchors[i]), flat(momenta[i]), flat(means[i]), rule);
   }
-  return a.scalar_type() == at::kFloat ? on_cpu<float>(a, b) : on_cpu<double>(a, b);
+}
+
+double inner_product(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  check_alike(a, b);
+  double sum = 0;
+  std::vector<at::Tensor> later;  // of a device
+  for (size_t i = 0; i < a.size(); ++i) {
+    const at::Tensor first = flat(a[i]), second = flat(b[i]);
+    if (!first.is_cpu()) {
+      later.push_back(at::sum(first.to(at::kDouble).mul_(second), at::kDouble));
+    } else if (first.scalar_type() == at::kFloat) {
+      sum += on_cpu<float>(first, second);
+    } else {
+      sum += on_cpu<double>(first, second);
+    }
+  }
+  return later.empty() ? sum : sum + at::sum(at::stack(later)).item<double>();
 }
 
 }  // namespace bagua

@@ -28,7 +28,6 @@ from bagua.torch_api.algorithms.diloco import (
     DiLoCoAlgorithm,
     Elastic,
     OuterSGD,
-    SparseLoCoAlgorithm,
 )
 from bagua.torch_api.algorithms.gradient_allreduce import (
     GradientAllReduce,
@@ -37,6 +36,7 @@ from bagua.torch_api.algorithms.gradient_allreduce import (
 from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithm
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
 from bagua.torch_api.algorithms.sparse import SparseAlgorithm
+from bagua.torch_api.algorithms.sparse_loco import SparseLoCoAlgorithm
 
 __all__ = [
     "Algorithm",

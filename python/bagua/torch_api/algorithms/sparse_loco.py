@@ -11,12 +11,14 @@ from bagua._core.compression.sparse_choice import check_ratio
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.ledger import Page
 from bagua._ops.chunked_sparse import ChunkedSparse
-from bagua._sync.outer.outer_sgd import OuterSGD
-from bagua.torch_api._residuals.means import RememberedMeans
+from bagua._outer.optimizer import OuterSGD
 from bagua.torch_api.algorithms.base import Algorithm
-from bagua.torch_api.algorithms.diloco.diloco import DiLoCoAlgorithm
-from bagua.torch_api.algorithms.diloco.fragments import Fragments, fragments_described
-from bagua.torch_api.algorithms.diloco.implementation import DiLoCoAlgorithmImpl
+from bagua.torch_api.algorithms.diloco import (
+    DiLoCoAlgorithm,
+    DiLoCoAlgorithmImpl,
+    Fragments,
+    fragments_described,
+)
 from bagua.torch_api.bucket import BaguaBucket
 
 if TYPE_CHECKING:
@@ -83,21 +85,6 @@ class SparseLoCoAlgorithm(Algorithm):
         return SparseLoCoAlgorithmImpl(process_group, self._arguments, self.ratio, self.decay)
 
 
-class SparseMeans(RememberedMeans):
-    """The chunked sparse means of a plan's buckets, with residuals."""
-
-    def append_to(
-        self, bucket: BaguaBucket, k: int, decay: float, outcome: _C.RoundOutcome
-    ) -> None:
-        """Append the operation that averages ``bucket``.
-
-        ``outcome``: one for all buckets whose residuals change together.
-        """
-        page = Page(bucket.backend_tensor, bucket.named_views(), outcome)
-        bucket.append_operation(ChunkedSparse(k, decay, page, self._group))
-        self.remember(page)
-
-
 class SparseLoCoAlgorithmImpl(DiLoCoAlgorithmImpl):
     """Implementation of :class:`SparseLoCoAlgorithm`: ``model.bagua_algorithm``."""
 
@@ -123,13 +110,7 @@ class SparseLoCoAlgorithmImpl(DiLoCoAlgorithmImpl):
                 )
         return super().init_tensors(bagua_ddp)
 
-    def make_means(self) -> SparseMeans:
-        return SparseMeans(self.process_group, hierarchical=False)
-
-    def append_mean(self, bucket: BaguaBucket) -> None:
-        part = self._plan.of(bucket.tensors[0])
-        if part is None:
-            super().append_mean(bucket)
-            return
-        assert isinstance(self._means, SparseMeans)
-        self._means.append_to(bucket, self._sent, self._decay, self._outcomes.of(part))
+    def append_mean(self, bucket: BaguaBucket, outcome: _C.RoundOutcome) -> Page:
+        page = Page(bucket.backend_tensor, bucket.named_views(), outcome)
+        bucket.append_operation(ChunkedSparse(self._sent, self._decay, page, self.process_group))
+        return page

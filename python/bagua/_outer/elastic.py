@@ -1,15 +1,16 @@
 """Outer rounds that outlive ranks.
 
 Note [Elastic rounds]
-A round changes anchor and momentum only when this rank has met all others after the mean was there:
-they exchange a byte behind the last bucket of a lane (:meth:`Survival.meet`). What fails before is
-noted and changes nothing: the weights stay, and the next pseudo-gradient, which is cumulative,
+A round changes anchor and momentum only when this rank knows that all others have the mean: they
+exchange a byte behind the last bucket of a lane (:meth:`ElasticRanks.confirm`). What fails before
+is noted and changes nothing: the weights stay, and the next pseudo-gradient, which is cumulative,
 carries what the lost round would have.
 
 1. In the next training forward the ranks agree on who is left (Note [Generations]), connect anew
-   and build new buckets. Each takes over its own anchor and momentum.
-2. A failure may strike some ranks after others have met. Those have made one round more than the
-   rest, which gets anchor and momentum from the lowest of them and uses the result of that round.
+   and build new buckets. Each goes on with its own anchor and momentum.
+2. A failure may strike some ranks after others have confirmed. Those have made one round more than
+   the rest, which gets anchor and momentum from the lowest of them and uses the result of that
+   round.
 3. Ranks that join get the model, buffers and the state of the optimizers from the same rank, then
    anchor, momentum and counters; their weights begin as the anchor.
 4. All compare their anchors before they go on.
@@ -22,37 +23,49 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bagua import _C
 from bagua._core.group.elastic.arrival import elastic_store
 from bagua._core.group.elastic.membership import Change, Membership, Report, store_needed
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.initial_state import broadcast_optimizer, broadcast_tensors
+from bagua._outer.strategies import FixedRanks
 
-__all__ = ["Heritage", "Mortal", "Survival"]
+if TYPE_CHECKING:
+    from bagua._outer.loop import OuterLoop, OuterState
+
+__all__ = ["Elastic", "ElasticRanks"]
 
 #: Changes in a row that may fail before the training does.
 _MOST_ATTEMPTS = 5
 
 
-class Mortal:
-    """A lost rank is an error: stands where :class:`Survival` does with ``elastic``."""
+@dataclass(frozen=True)
+class Elastic:
+    """Training goes on without ranks that are lost after the warm-up.
 
-    failure = None
+    A round that fails changes nothing; in the next training forward the others agree through the
+    job's store on who is left. After ``init_process_group(elastic=True)`` a rank that is started
+    again comes back in ``with_bagua``.
 
-    def attempt(self, rounds: Callable[[], None]) -> None:
-        """Call ``rounds``."""
-        rounds()
+    Args:
+        min_ranks: all ranks raise when fewer are left.
 
-    def meet(self, engine: _C.Engine) -> None:
-        """Nothing is exchanged behind a round."""
+    Raises:
+        ValueError: ``min_ranks`` is not positive.
+    """
 
-    def met(self, engine: _C.Engine) -> None:
-        """The round is over."""
+    min_ranks: int = 2
+
+    def __post_init__(self) -> None:
+        if self.min_ranks < 1:
+            raise ValueError(f"Elastic: min_ranks={self.min_ranks} must be at least 1")
 
 
 @dataclass(frozen=True)
-class Heritage:
-    """The giver of state and its takers, in global ranks.
+class StateTransfer:
+    """The rank that gives its state, and those that take it, in global ranks.
 
     Attributes:
         source: the lowest rank that has made most rounds.
@@ -67,25 +80,21 @@ class Heritage:
     counters: Report
 
     @staticmethod
-    def of(change: Change) -> Heritage:
-        """After a decision."""
+    def after(change: Change) -> StateTransfer:
+        """Follow a decision."""
         rounds = {rank: report["communications"] for rank, report in change.reports.items()}
         most = max(rounds.values())
         source = min(rank for rank in rounds if rounds[rank] == most)
         behind = sorted(rank for rank in rounds if rounds[rank] < most)
-        return Heritage(source, behind, change.joined, change.reports[source])
+        return StateTransfer(source, behind, change.joined, change.reports[source])
 
 
-class Survival:
-    """The members of an elastic algorithm's group, as it knows them.
+class ElasticRanks(FixedRanks):
+    """The ranks of an elastic algorithm's group: they are fewer after a loss, and may come back.
 
     Args:
         group: whose members change, in place. In a process that comes back this joins it.
         least: ranks without which nobody goes on.
-
-    Attributes:
-        failure: of a round since the last change; None: there was none.
-        heritage: until the plan after a change is complete.
 
     Raises:
         ValueError: another wrapped module makes the group's changes.
@@ -93,11 +102,12 @@ class Survival:
     """
 
     def __init__(self, group: BaguaProcessGroup, least: int) -> None:
-        self.failure: _C.BaguaError | None = None
-        self.heritage: Heritage | None = None
         self._group = group
         self._least = least
         self._newcomers = False
+        # Until the plan after a change is complete.
+        self._transfer: StateTransfer | None = None
+        self._before: OuterLoop | None = None
         own = group.ranks[group.rank]
         if group.membership is None:
             group.membership = Membership(elastic_store(group.store), own, group.timeout)
@@ -112,14 +122,11 @@ class Survival:
         self._membership.owner = weakref.ref(self)
 
     @property
-    def change_due(self) -> bool:
+    def change_due(self) -> bool:  # type: ignore[override]
         """Whether a round has failed, or processes wait to join; equal on all ranks in time."""
         return self.failure is not None or self._newcomers
 
-    def found(self) -> None:
-        """Begin the first generation; on a group that has begun nothing happens."""
-        if not self._membership.lives:
-            self._membership.found(self._group.ranks)
+    # A round.
 
     def attempt(self, rounds: Callable[[], None]) -> None:
         """Call ``rounds``, unless a round before has failed, and note a failure."""
@@ -132,7 +139,7 @@ class Survival:
         except _C.BaguaError as error:
             self.failure = error
 
-    def meet(self, engine: _C.Engine) -> None:
+    def confirm(self, engine: _C.Engine) -> None:
         """Have :meth:`Engine.wait` end the open round when all ranks have its result.
 
         All slots are marked. Ranks tell each other whether they have seen a request to join.
@@ -140,21 +147,25 @@ class Survival:
         seen = self._membership.unsettled(self._membership.requests())
         engine.exchange_used([int(seen)] * engine.slots)
 
-    def met(self, engine: _C.Engine) -> None:
+    def confirmed(self, engine: _C.Engine) -> None:
         """All ranks have the result of the round, for all that this rank knows."""
         self._newcomers = self._newcomers or any(engine.used)
 
-    def change(self, name: str, report: Report, replace: Callable[[bool], None]) -> None:
-        """Agree on the members, and replace the plan.
+    # A change of ranks.
+
+    def change(self, loop: OuterLoop, name: str, replace: Callable[[bool], None]) -> None:
+        """Agree on the members, and replace the plan. All that are left call it.
 
         Args:
+            loop: the plan until now.
             name: of the module.
-            report: this rank's counters.
             replace: builds the plan; its argument is whether ranks join.
 
         Raises:
             BaguaError: too few ranks are left, this one was given up, or changes fail repeatedly.
         """
+        self._before = loop
+        report = loop.report()
         for attempt in range(_MOST_ATTEMPTS):
             change = self._membership.change(report, self._least)
             self._warn(name, report, change)
@@ -169,14 +180,53 @@ class Survival:
                 self.failure = error
                 if attempt + 1 == _MOST_ATTEMPTS:
                     raise
-        self.failure, self._newcomers = None, False
+        self.failure, self._newcomers, self._before = None, False, None
 
     def _enter(self, change: Change) -> None:
         self._group.replace_members(change.members, self._membership.connections_store())
-        self.heritage = heritage = Heritage.of(change)
-        if heritage.joined:
-            some = [heritage.source, *heritage.joined]
+        self._transfer = transfer = StateTransfer.after(change)
+        if transfer.joined:
+            some = [transfer.source, *transfer.joined]
             self._group.admission = self._group.connect_some("admission", some)
+
+    def inherited_state(self) -> OuterState | None:
+        """A copy of the state before: a change that fails leaves it as it was."""
+        return None if self._before is None else self._before.state.copy()
+
+    def begin(self, loop: OuterLoop) -> None:
+        """Begin the first generation, or give a plan after a change the state to go on with.
+
+        All members call it.
+
+        Raises:
+            BaguaMismatchError: the ranks' anchors differ.
+            BaguaError: a rank was lost.
+        """
+        if not self._membership.lives:
+            self._membership.found(self._group.ranks)
+        transfer, self._transfer = self._transfer, None
+        if transfer is None:
+            return
+        self._give_anchors(loop, transfer)
+        own, before = self._group.ranks[self._group.rank], self._before
+        if own in transfer.joined:
+            loop.take_anchors()
+        elif own in transfer.behind and before is not None:
+            loop.use_result_of(before, changed=transfer.counters["outer_rounds"])
+        loop.state.go_on_at(transfer.counters)
+        agreed = f"anchors and momenta {loop.state.digest()}"
+        self._group.connections.agree("their anchors", [agreed])
+        self._group.admission = None
+
+    def _give_anchors(self, loop: OuterLoop, transfer: StateTransfer) -> None:
+        takers = sorted(transfer.joined + transfer.behind)
+        some = self._group.connect_some("outer", [transfer.source, *takers]) if takers else None
+        if some is None:
+            return
+        with some.collective_phase(f"giving the anchor of rank {transfer.source}"):
+            for fragment in loop.state.fragments:
+                broadcast_tensors(fragment.anchors, some)
+                broadcast_optimizer(fragment.optimizer, some)
 
     def _warn(self, name: str, report: Report, change: Change) -> None:
         number = report["communications"] + 1

@@ -1,0 +1,725 @@
+"""Local training: DiLoCo (Douillard et al., 2023), in fragments or as a whole.
+
+With x the weights of a rank, a the anchor, which is equal on all ranks, and s(a) the anchor rounded
+to the dtype of the weights:
+
+1. Each rank makes some steps on x. Nothing is sent.
+2. D_i = s(a) - x, the pseudo-gradient of rank i.
+3. D = mean of the D_i.
+4. The outer optimizer steps on a, with the gradient D.
+5. x = s(a); or x + (s(a) - x of step 2), where steps were made while D travelled.
+
+It acts on tensors of this rank and on a group: what is inside (one process, a sharded or a parallel
+module) is not seen here. What is optional is a strategy that the loop is given: ``strategies.py``,
+``elastic.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bagua import _C
+from bagua._core.group import environment as env
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.initial_state import broadcast_tensors
+from bagua._core.state.ledger import Commit
+from bagua._core.state.saved_values import saved_tensor
+from bagua._core.state.weights_check import WeightsCheck, digest
+from bagua._outer.optimizer import NO_FIGURES, OuterOptimizer, figures, state_of
+from bagua._outer.step_attempts import StepAttempts
+from bagua._outer.strategies import FixedRanks, RankWeights
+from bagua._sync.plan import build, finish_soon, part_of_the_round
+from bagua._sync.synchronizer import Synchronizer
+
+if TYPE_CHECKING:
+    from bagua.torch_api.bucket import BaguaBucket
+
+__all__ = ["REMEDY", "Fragment", "LocalTensors", "OuterLoop", "OuterState", "Schedule"]
+
+REMEDY = "the checkpoint is of another model or algorithm, or of other overlap_steps"
+_STARTS_AGAIN = (
+    "The weights of {} hold NaN or infinity: they become the anchor again, and the non-finite "
+    "elements of the optimizers' state zero"
+)
+
+
+class Schedule:
+    """Every fragment once in ``interval`` steps, one after the other, equally far apart.
+
+    Args:
+        interval: steps.
+        fragments: their number. Fragment f is launched after ``(f + 1) * interval // fragments``
+            steps of each cycle.
+        overlap: steps from a launch to the use of its result.
+
+    Raises:
+        ValueError: two fragments would be under way at once.
+    """
+
+    def __init__(self, interval: int, fragments: int, overlap: int) -> None:
+        offsets = [(f + 1) * interval // fragments for f in range(fragments)]
+        gaps = [b - a for a, b in zip([0, *offsets], offsets, strict=False)]
+        if min(gaps) < 1:
+            raise ValueError(
+                f"fragments={fragments} of which one is averaged after another need an interval of "
+                f"as many steps, not interval={interval}"
+            )
+        if overlap >= min(gaps):
+            raise ValueError(
+                f"overlap_steps={overlap} must be below {min(gaps)}, the steps from one fragment "
+                f"to the next with interval={interval} and {fragments} fragment(s)"
+            )
+        self._parts = {offset: part for part, offset in enumerate(offsets)}
+        self.interval = interval
+        self.fragments = fragments
+        self.overlap = overlap
+
+    def launched_after(self, steps: int) -> int | None:
+        """The fragment that is launched after so many steps of the cycle, 1 to ``interval``."""
+        return self._parts.get(steps)
+
+
+@dataclass(frozen=True)
+class LocalTensors:
+    """What this rank trains. The functions are called in each round.
+
+    Attributes:
+        name: of the module, for errors.
+        optimizers: of the rank; the steps of the last one count.
+        weights: the trained ones by name.
+        floating_buffers: by name; a round gives them their mean.
+        other_buffers: a round gives them the values of the lowest rank.
+    """
+
+    name: str
+    optimizers: Sequence[torch.optim.Optimizer]
+    weights: Callable[[], dict[str, torch.Tensor]]
+    floating_buffers: Callable[[], dict[str, torch.Tensor]]
+    other_buffers: Callable[[], list[torch.Tensor]]
+
+
+class Fragment:
+    """Weights that are averaged together: their anchors, and the optimizer that steps on those.
+
+    Methods are given the weights, and the memory of pseudo-gradients and their means, by name.
+
+    Args:
+        part: its number in a plan.
+        weights: by name, equal on all ranks. The anchors begin as these, in f32 (f64 of f64).
+        factory: makes the outer optimizer.
+        keeps: the weights at a launch are kept, for :meth:`merge`.
+
+    Attributes:
+        names: of its weights.
+        own_norm: of this rank's pseudo-gradients at the last launch.
+    """
+
+    def __init__(
+        self, part: int, weights: Mapping[str, torch.Tensor], factory: OuterOptimizer, keeps: bool
+    ) -> None:
+        self.part = part
+        self.names = list(weights)
+        self.anchors = [_wide(weight) for weight in weights.values()]
+        self.optimizer = factory(self.anchors)
+        self.own_norm = 0.0
+        self._factory = factory
+        self._launched = [weight.detach().clone() for weight in weights.values()] if keeps else []
+
+    def launch(
+        self, weights: Mapping[str, torch.Tensor], means: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Write this rank's pseudo-gradients into ``means``."""
+        own = self._of(means)
+        _C.take_deltas(self._of(weights), self.anchors, own, self._launched)
+        self.own_norm = math.sqrt(_C.inner_product(own, own))
+
+    def step(self, means: Mapping[str, torch.Tensor]) -> dict[str, float | None]:
+        """Make a step of the outer optimizer; its figures."""
+        for anchor, mean in zip(self.anchors, self._of(means), strict=True):
+            anchor.grad = mean
+        self.optimizer.step()
+        for anchor in self.anchors:
+            anchor.grad = None
+        return figures(self.optimizer)
+
+    def take_anchor(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Give the weights the values of the anchor, rounded to their dtype."""
+        _C.take_anchors(self._of(weights), self.anchors)
+
+    def merge(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Give the weights the anchor's values plus what they have learnt since the launch."""
+        _C.merge_anchors(self._of(weights), self.anchors, self._launched)
+
+    def squared_norm(self, means: Mapping[str, torch.Tensor]) -> float:
+        """Squared norm of the mean; not finite if an element is not."""
+        own = self._of(means)
+        return _C.inner_product(own, own)
+
+    def named_anchors(self) -> list[tuple[str, torch.Tensor]]:
+        """(name of the weight, its anchor)."""
+        return list(zip(self.names, self.anchors, strict=True))
+
+    def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(key, tensor) of what is equal on all ranks: anchors, and the optimizer's state."""
+        for name, anchor in self.named_anchors():
+            yield f"anchor/{name}", anchor
+            for key, value in state_of(self.optimizer, anchor).items():
+                yield f"{key}/{name}", value
+
+    def named_launched(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(key, tensor) of this rank's weights at the last launch, where they are kept."""
+        for name, kept in zip(self.names, self._launched, strict=False):
+            yield f"launched/{name}", kept
+
+    def become(self, other: Fragment) -> None:
+        """Take the anchors and the optimizer of ``other``, of the same weights."""
+        self.anchors, self.optimizer = other.anchors, other.optimizer
+
+    def copy(self) -> Fragment:
+        """A fragment of the same state, which shares no memory with this one."""
+        twin = self._new()
+        for mine, theirs in zip(self.anchors, twin.anchors, strict=True):
+            if mine in self.optimizer.state:
+                twin.optimizer.state[theirs] = {
+                    key: value.clone() if isinstance(value, torch.Tensor) else value
+                    for key, value in self.optimizer.state[mine].items()
+                }
+        return twin
+
+    def loaded(self, state: Mapping[str, Any]) -> Fragment:
+        """A fragment with the :meth:`named_state` that ``state`` has.
+
+        Raises:
+            ValueError: something is missing, or of another shape; names the entry.
+        """
+        twin = self._new()
+        if not any(state_of(twin.optimizer, anchor) for anchor in twin.anchors):
+            twin.step({name: torch.zeros_like(anchor) for name, anchor in twin.named_anchors()})
+            keys = [key for key, _ in twin.named_state() if not key.startswith("anchor/")]
+            if not any(key in state for key in keys):  # saved before the first step
+                twin = self._new()
+        for key, view in twin.named_state():
+            view.copy_(saved_tensor(state, key, view, REMEDY))
+        return twin
+
+    def _new(self) -> Fragment:
+        """A fragment with the anchors of this one, and an optimizer that has made no step."""
+        twin = Fragment(self.part, dict(self.named_anchors()), self._factory, keeps=False)
+        twin._launched = [kept.clone() for kept in self._launched]
+        groups = zip(self.optimizer.param_groups, twin.optimizer.param_groups, strict=True)
+        for mine, theirs in groups:
+            theirs.update({key: value for key, value in mine.items() if key != "params"})
+        return twin
+
+    def _of(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        return [tensors[name].detach() for name in self.names]
+
+
+@dataclass
+class PendingRound:
+    """A round under way.
+
+    Attributes:
+        due: the steps that remain until its result is used.
+        received: whether all ranks are known to have its result.
+    """
+
+    fragment: Fragment
+    due: int
+    received: bool = False
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A load of which the ranks have not agreed yet how it goes on.
+
+    Attributes:
+        digest: of this rank's weights in the checkpoint; None: it has none of this rank.
+    """
+
+    digest: int | None
+
+
+@dataclass
+class OuterState:
+    """State that goes on when another plan takes over, with other ranks.
+
+    Attributes:
+        fragments: parts 0, 1, ... of the plan.
+        rank_weights: of the ranks in the mean.
+        steps: attempted in the cycle of the schedule.
+        communications: rounds that have ended, of checkpoints before included.
+        outer_rounds: those that have changed an anchor, of checkpoints before included.
+        skipped_rounds: those that were not finite.
+        trained: whether steps were made since the last round, which was of all fragments.
+        pending: the round under way.
+        figures: of the last outer step.
+    """
+
+    fragments: list[Fragment]
+    rank_weights: RankWeights
+    steps: int = 0
+    communications: int = 0
+    outer_rounds: int = 0
+    skipped_rounds: int = 0
+    trained: bool = False
+    pending: PendingRound | None = None
+    resumption: Resumption | None = None
+    figures: dict[str, float | None] = field(
+        default_factory=lambda: {"agreement": None, "lr": None, "momentum": None, **NO_FIGURES}
+    )
+
+    def copy(self) -> OuterState:
+        """A state that shares no memory with this one, without the round under way."""
+        return OuterState(
+            [fragment.copy() for fragment in self.fragments],
+            self.rank_weights.copy(),
+            skipped_rounds=self.skipped_rounds,
+            resumption=self.resumption,
+            figures=self.figures,
+        )
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Numbers equal on all ranks, for a checkpoint."""
+        pending = self.pending
+        return {
+            "steps": self.steps,
+            "outer_rounds": self.outer_rounds,
+            "communications": self.communications,
+            "trained": int(self.trained),
+            "in_flight": 0 if pending is None else pending.fragment.part + 1,
+            "due": 0 if pending is None else pending.due,
+        }
+
+    def go_on_at(self, counters: Mapping[str, int]) -> None:
+        """Count from there. No round is under way."""
+        self.steps, self.outer_rounds = counters["steps"], counters["outer_rounds"]
+        self.communications = counters["communications"]
+        self.trained = bool(counters["trained"])
+        self.pending = None
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Anchors and the optimizers' state by key, equal on all ranks."""
+        return dict(pair for fragment in self.fragments for pair in fragment.named_state())
+
+    def digest(self) -> int:
+        """63 bits of the names and exact values of :meth:`named`."""
+        return _digest_of(self.named())
+
+
+class OuterLoop(Synchronizer):
+    """Lets ranks train by themselves, and averages what they have learnt every so many steps.
+
+    A step is an attempted one of the last optimizer. Between rounds nothing is sent. A round that
+    fails changes neither anchor nor weights.
+
+    Args:
+        local: the tensors of this rank.
+        group: averages them.
+        buckets: memory of the pseudo-gradients of each part, and with the last part of floating
+            buffers, which are no views of them.
+        state: to begin or go on with.
+        schedule: the steps at which rounds are launched and used.
+        ranks: decides on lost ranks.
+        commits: of the fragments' rounds, for residuals: a round that fails changes none.
+
+    Attributes:
+        engine: averages the pseudo-gradients.
+        communicators: (purpose, communicator) of the engine's lanes, for statistics.
+        state: as given.
+    """
+
+    def __init__(
+        self,
+        local: LocalTensors,
+        group: BaguaProcessGroup,
+        buckets: Sequence[BaguaBucket],
+        state: OuterState,
+        schedule: Schedule,
+        *,
+        ranks: FixedRanks,
+        commits: Sequence[Commit],
+    ) -> None:
+        super().__init__()
+        self._connections = group.connections
+        plan = build(buckets, group, local.name, self._connections.next_wrap())
+        self.engine = plan.engine
+        self.communicators = plan.communicators
+        self.non_finite = plan.non_finite
+        self.state = state
+        self._anchored = False
+        self._local = local
+        self._schedule = schedule
+        self._ranks = ranks
+        self._commits = commits
+        named = [dict(bucket.named_views()) for bucket in buckets]
+        self._means = {name: view for views in named for name, view in views.items()}
+        weights = {name for fragment in state.fragments for name in fragment.names}
+        self._buffers = {name: v for name, v in self._means.items() if name not in weights}
+        self._buckets = list(buckets)
+        self._bucket_rounds = 0  # launched, of all buckets
+        self._missed: Fragment | None = None  # whose round was under way at a failure
+        self._check = WeightsCheck(
+            env.get_check_weights_every() or 0, local.name, self._connections
+        )
+        self._attempts = StepAttempts(local.optimizers[-1], self._after_step)
+
+    # A round, in the order in which things happen.
+
+    def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
+        """A forward that trains begins; no round does."""
+        self._refuse_inside_anchor("a training forward")
+        self._resume()
+        return False
+
+    def _after_step(self) -> None:
+        self._refuse_inside_anchor("optimizer.step()")
+        self.state.steps += 1
+        self.state.trained = True
+        self._try(self._use_and_launch)
+        if self.state.steps == self._schedule.interval:
+            self.state.steps = 0
+
+    def _try(self, rounds: Callable[[], None]) -> None:
+        """Make rounds, whose failure is an error unless the ranks go on without those lost."""
+        failure = self._ranks.failure
+        if failure is not None and self._schedule.launched_after(self.state.steps) is not None:
+            raise failure  # and no training forward has come to replace the plan
+        self._ranks.attempt(rounds)
+
+    def _use_and_launch(self) -> None:
+        """Use the result and launch the round that are due after a step."""
+        pending = self.state.pending
+        if pending is not None:
+            pending.due -= 1
+            if pending.due == 0:
+                self._use(late=True)
+        part = self._schedule.launched_after(self.state.steps)
+        if part is not None:
+            self._launch(self.state.fragments[part], self._schedule.overlap)
+            if self._schedule.overlap == 0:
+                self._use(late=False)
+
+    def _launch(self, fragment: Fragment, due: int) -> None:
+        """Send the pseudo-gradients of a fragment. All ranks call it for the same rounds."""
+        self.engine.begin_round(part=fragment.part)
+        self._compare_anchors()
+        fragment.launch(self._local.weights(), self._means)
+        self._weigh(fragment)
+        if self._is_last(fragment):
+            _copy(self._local.floating_buffers(), self._buffers)
+        self.engine.mark_all()
+        self._ranks.confirm(self.engine)
+        self._bucket_rounds += sum(bucket.part == fragment.part for bucket in self._buckets)
+        self.state.pending = PendingRound(fragment, due)
+        self.state.trained = len(self.state.fragments) > 1
+
+    def _use(self, *, late: bool) -> None:
+        """Wait for the round under way and use its result. ``late``: steps were made meanwhile."""
+        state = self.state
+        fragment = self._receive()
+        assert fragment is not None
+        # Nothing has changed so far: what fails before leaves weights and anchors as they were.
+        state.pending = None
+        state.communications += 1
+        state.rank_weights.settle(fragment.part)
+        norm = math.sqrt(fragment.squared_norm(self._means))
+        if math.isfinite(norm):
+            agreement = norm / fragment.own_norm if fragment.own_norm > 0 else None
+            state.figures = {"agreement": agreement, **fragment.step(self._means)}
+            state.outer_rounds += 1
+            if late:
+                fragment.merge(self._local.weights())
+            else:
+                fragment.take_anchor(self._local.weights())
+        else:
+            state.skipped_rounds += 1
+            self._restart_non_finite(fragment)
+        if self._buffers and self._is_last(fragment):
+            self._share_buffers()
+
+    def _receive(self) -> Fragment | None:
+        """Wait until all ranks have the result of the round under way, if there is one."""
+        self.engine.wait()
+        pending = self.state.pending
+        if pending is None:
+            return None
+        if not pending.received:
+            self._ranks.confirmed(self.engine)
+            pending.received = True
+            self._commits[pending.fragment.part].commit()
+        return pending.fragment
+
+    # Parts of a round.
+
+    def _is_last(self, fragment: Fragment) -> bool:
+        return fragment.part == len(self.state.fragments) - 1
+
+    def _weigh(self, fragment: Fragment) -> None:
+        with part_of_the_round(self.engine):
+            factor = self.state.rank_weights.factor(
+                fragment.part, self._connections, self._local.name
+            )
+        for name in fragment.names if factor != 1 else ():
+            mean = self._means[name]
+            mean.zero_() if factor == 0 else mean.mul_(factor)
+
+    def _compare_anchors(self) -> None:
+        if self._check.due():
+            self.engine.await_agreement()
+            anchors = [pair for f in self.state.fragments for pair in f.named_anchors()]
+            with part_of_the_round(self.engine):
+                self._check.compare(anchors, self.state.outer_rounds)
+
+    def _restart_non_finite(self, fragment: Fragment) -> None:
+        """After a round that was not finite: find the ranks with NaN, which start anew."""
+        for bucket in self._buckets:
+            if bucket.part == fragment.part and not self._buffers.keys() & _names(bucket):
+                bucket.backend_tensor.zero_()  # the padding too, which no launch writes
+        own = _all_finite(self._local.weights().values())
+        broken = self._ranks_with_non_finite(not own)
+        whose = "No rank's weights hold NaN or infinity: the sum overflowed"
+        if broken:
+            whose = _STARTS_AGAIN.format(f"rank(s) {', '.join(map(str, broken))}")
+        if not own:
+            self.take_anchors()
+            _clear_non_finite(self._local.optimizers)
+        warnings.warn(
+            f"module '{self._local.name}': the average of an outer round is not finite, and "
+            f"changes nothing. {whose}. Other ranks keep their weights, for the next round.",
+            stacklevel=2,
+        )
+
+    def _ranks_with_non_finite(self, here: bool) -> list[int]:
+        """The ranks that call it with True. All call it."""
+        with part_of_the_round(self.engine):
+            flags = self._connections.gather_numbers(
+                "looking for ranks with NaN or infinity", int(here)
+            )
+        return [rank for rank, flag in enumerate(flags) if flag]
+
+    def _share_buffers(self) -> None:
+        """Give floating buffers their mean, others the lowest rank's values."""
+        buffers = self._local.floating_buffers()
+        if _all_finite(self._buffers.values()):
+            _copy(self._buffers, {name: buffers[name] for name in self._buffers})
+        else:
+            broken = self._ranks_with_non_finite(not _all_finite(buffers.values()))
+            sound = [rank for rank in range(self._connections.size) if rank not in broken]
+            with part_of_the_round(self.engine):
+                if sound:
+                    broadcast_tensors(list(buffers.values()), self._connections, sound[0])
+        with part_of_the_round(self.engine):
+            broadcast_tensors(self._local.other_buffers(), self._connections)
+
+    # Control.
+
+    def wait(self) -> None:
+        """Block until the engine is done; raise a failure of it."""
+        self.engine.wait()
+
+    def sync(self) -> None:
+        """A round of all fragments now, unless no rank has made a step since one. All call it."""
+        self._refuse_inside_anchor("sync()")
+        self._try(self._sync)
+
+    def _sync(self) -> None:
+        self._resume()
+        self.end_together()
+        (trained,) = self._connections.reduce_numbers(
+            "sync()", _C.ReduceOp.MAX, int(self.state.trained)
+        )
+        for fragment in self.state.fragments if trained else ():
+            self._launch(fragment, 0)
+            self._use(late=False)
+        self._start_at_anchors()
+
+    def _start_at_anchors(self) -> None:
+        self.take_anchors()
+        self.state.trained = False
+        self.state.steps = 0
+
+    def take_anchors(self) -> None:
+        """Give the weights the values of the anchors, rounded to their dtype."""
+        weights = self._local.weights()
+        for fragment in self.state.fragments:
+            fragment.take_anchor(weights)
+
+    @contextmanager
+    def anchor(self) -> Iterator[None]:
+        """Inside it the weights are the anchor's; afterwards they are this rank's, to the bit."""
+        self._refuse_inside_anchor("anchor()")
+        weights = self._local.weights()
+        own = {name: weight.detach().clone() for name, weight in weights.items()}
+        self.take_anchors()
+        self._anchored = True
+        try:
+            yield
+        finally:
+            self._anchored = False
+            _copy(own, weights)
+
+    def _refuse_inside_anchor(self, what: str) -> None:
+        if self._anchored:
+            raise _C.BaguaError(
+                f"module '{self._local.name}': {what} inside anchor(), where the weights are not "
+                "this rank's own. Leave the context first."
+            )
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Inside it no weights change: between steps nothing here touches them.
+
+        Raises:
+            BaguaError: the device has failed at what earlier rounds gave it.
+        """
+        self.engine.settle()
+        yield
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's, and ``outer``: of the last outer step."""
+        outer = {key: getattr(self.state, key) for key in ("skipped_rounds", "steps")}
+        outer |= {"rounds": self.state.outer_rounds, **self.state.figures}
+        return {**self.engine.stats(), "outer": outer}
+
+    def end_together(self) -> None:
+        """Use the result of a round under way, before another plan takes over."""
+        if self.state.pending is not None:
+            self._use(late=True)
+
+    def close(self) -> None:
+        """Count no more steps and stop the threads. Idempotent.
+
+        A round under way is given some seconds: other ranks may wait for this rank's part of it.
+        """
+        self._attempts.close()
+        if self.state.pending is not None:
+            with suppress(_C.BaguaError):  # this rank or another has failed, and raised that
+                finish_soon(self.engine, self._bucket_rounds)
+            self.state.pending = None
+        self.engine.stop()
+
+    # Checkpoints.
+
+    def named_state(self) -> dict[str, torch.Tensor]:
+        """Tensors by key that are equal on all ranks.
+
+        Waits for a round under way, whose result is saved as it is: using it early would make the
+        training depend on being saved.
+        """
+        state = self.state.named()
+        if self._schedule.overlap > 0:
+            self._receive()
+            state |= self.named_means()
+        return state
+
+    def named_means(self) -> dict[str, torch.Tensor]:
+        """Results of the last rounds by key; writes into the tensors take effect."""
+        return {f"mean/{name}": mean for name, mean in self._means.items()}
+
+    def named_own_state(self) -> dict[str, torch.Tensor]:
+        """Tensors by key that are this rank's; writes into them take effect."""
+        launched = [pair for f in self.state.fragments for pair in f.named_launched()]
+        return dict([*launched, *self.state.rank_weights.named_state()])
+
+    def digest(self) -> int | None:
+        """A hash of this rank's weights, by which a load knows them again."""
+        resumption = self.state.resumption
+        return _digest_of(self._local.weights()) if resumption is None else resumption.digest
+
+    def resume_at(self, counters: Mapping[str, int], digest: int | None) -> None:
+        """All tensors have been loaded, from a state with those ``counters``.
+
+        Ranks whose weights are those of that state, which have the ``digest``, go on from there. A
+        rank without them takes the anchor's. Should there be one, all do, in the next training
+        forward, and a result under way is used at once.
+        """
+        self.state.go_on_at(counters)
+        part = counters["in_flight"] - 1
+        if part >= 0:
+            fragment = self.state.fragments[part]
+            self.state.pending = PendingRound(fragment, counters["due"], received=True)
+        if digest is None or _digest_of(self._local.weights()) != digest:
+            self.take_anchors()
+        self.state.resumption = Resumption(digest)
+
+    def _resume(self) -> None:
+        resumption, self.state.resumption = self.state.resumption, None
+        if resumption is None:
+            return
+        found = int(_digest_of(self._local.weights()) == resumption.digest)
+        (all_found,) = self._connections.reduce_numbers(
+            "comparing the weights with those of the checkpoint", _C.ReduceOp.MIN, found
+        )
+        if not all_found:
+            self.end_together()
+            self._start_at_anchors()
+
+    # Another plan of the same rounds, with other ranks: Note [Elastic rounds].
+
+    def report(self) -> dict[str, int]:
+        """Counters for other ranks after a failed round, or before ranks join."""
+        pending = self.state.pending
+        self._missed = None if pending is None else pending.fragment
+        trained = self.state.trained or self._ranks.failure is not None
+        return self.state.counters | {"trained": int(trained)}
+
+    def use_result_of(self, before: OuterLoop, changed: int) -> None:
+        """Use the anchor of a round that failed here, after other ranks had made it.
+
+        ``changed``: rounds that have changed the anchor on those.
+        """
+        if before._missed is None or changed == before.state.outer_rounds:
+            return
+        fragment = self.state.fragments[before._missed.part]
+        before._commits[fragment.part].commit()
+        self.state.rank_weights.settle(fragment.part)
+        if self._schedule.overlap > 0:
+            fragment.merge(self._local.weights())
+        else:
+            fragment.take_anchor(self._local.weights())
+
+
+def _wide(weight: torch.Tensor) -> torch.Tensor:
+    """A dense copy in f32, of f64 in f64."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return torch.empty_like(weight, dtype=wide, requires_grad=False).copy_(weight.detach())
+
+
+def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
+    """Give the tensors of ``target`` the values of those of the same names."""
+    with torch.no_grad():
+        for name, tensor in target.items():
+            tensor.copy_(source[name])
+
+
+def _names(bucket: BaguaBucket) -> set[str]:
+    return {name for name, _ in bucket.named_views()}
+
+
+def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(bool(tensor.detach().isfinite().all()) for tensor in tensors)
+
+
+def _digest_of(tensors: Mapping[str, torch.Tensor]) -> int:
+    """63 bits of names and exact values."""
+    text = " ".join(f"{name}={int(digest(tensors[name]))}" for name in sorted(tensors))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _clear_non_finite(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Make NaN and infinity in the state of ``optimizers`` zero."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    value.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

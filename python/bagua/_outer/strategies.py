@@ -1,0 +1,117 @@
+"""Strategies given to an outer loop: the ranks' weights in the mean, and the loss of a rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import torch
+
+from bagua import _C
+from bagua._core.group.connections import Connections
+
+if TYPE_CHECKING:
+    from bagua._outer.loop import OuterLoop, OuterState
+
+__all__ = ["FixedRanks", "RankWeights", "SampleWeights"]
+
+
+class FixedRanks:
+    """A lost rank is an error. ``ElasticRanks`` goes on without it.
+
+    Attributes:
+        failure: of a round since the ranks changed last; None: there was none.
+        change_due: whether the ranks have to agree anew on who they are.
+    """
+
+    failure: _C.BaguaError | None = None
+    change_due = False
+
+    def attempt(self, rounds: Callable[[], None]) -> None:
+        """Call ``rounds``, which makes some."""
+        rounds()
+
+    def confirm(self, engine: _C.Engine) -> None:
+        """A round was launched: have ``Engine.wait`` return when all ranks have its result."""
+
+    def confirmed(self, engine: _C.Engine) -> None:
+        """All ranks have its result."""
+
+    def inherited_state(self) -> OuterState | None:
+        """The state that a new plan goes on with; None: it begins."""
+        return None
+
+    def begin(self, loop: OuterLoop) -> None:
+        """A plan has just been built: agree on what it goes on with."""
+
+    def change(self, loop: OuterLoop, name: str, replace: Callable[[bool], None]) -> None:
+        """Agree on the ranks where :attr:`change_due`, and replace the plan."""
+
+    def close(self) -> None:
+        """The module is wrapped again or closed."""
+
+
+class RankWeights:
+    """All ranks count alike."""
+
+    def count(self, samples: int) -> None:
+        """This rank has trained on so many more."""
+
+    def factor(self, part: int, connections: Connections, name: str) -> float:
+        """The factor for what fragment ``part`` launches. All ranks call it."""
+        return 1.0
+
+    def settle(self, part: int) -> None:
+        """The last round of a fragment has been made: its samples are in the anchor."""
+
+    def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(key, tensor) of this rank's; writes into the tensors take effect."""
+        yield from ()
+
+    def copy(self) -> RankWeights:
+        """Weights of the same counts."""
+        return copy.deepcopy(self)
+
+
+class SampleWeights(RankWeights):
+    """Weighs pseudo-gradients by the squares of the samples that ranks have trained on.
+
+    A rank of weight w scales its pseudo-gradients by w P / sum of w, so that the mean of P ranks is
+    the weighted one. With equal weights that is 1.
+
+    Args:
+        fragments: their number.
+    """
+
+    def __init__(self, fragments: int) -> None:
+        # By fragment: samples since its last round, and those of the round under way.
+        self._samples = torch.zeros(fragments, 2, dtype=torch.int64, device="cpu")
+
+    def count(self, samples: int) -> None:
+        self._samples[:, 0] += samples
+
+    def factor(self, part: int, connections: Connections, name: str) -> float:
+        """The factor for what fragment ``part`` launches. All ranks call it.
+
+        Raises:
+            BaguaError: another rank failed; no rank has counted samples.
+        """
+        own = int(self._samples[part, 0])
+        self._samples[part, 1] = own
+        counted = connections.gather_numbers("weighing an outer round", own)
+        total = sum(number**2 for number in counted)
+        if total == 0:
+            raise _C.BaguaError(
+                f"module '{name}': weight=\"samples\", but no rank has counted any since the "
+                "last round: call model.bagua_algorithm.count_samples() in each step"
+            )
+        return float(Fraction(own**2 * len(counted), total))
+
+    def settle(self, part: int) -> None:
+        self._samples[part, 0] -= self._samples[part, 1]
+        self._samples[part, 1] = 0
+
+    def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "samples", self._samples

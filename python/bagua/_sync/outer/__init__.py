@@ -1,1 +1,0 @@
-"""Local training: rounds at optimizer steps, of what the ranks have learnt since the last one."""

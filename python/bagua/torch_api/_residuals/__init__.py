@@ -1,1 +1,0 @@
-"""Residuals of what algorithms have sent."""

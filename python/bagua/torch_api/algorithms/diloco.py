@@ -1,0 +1,652 @@
+"""DiLoCo: an outer optimizer on the mean of what the ranks have learnt by themselves.
+
+Rounds are those of ``bagua._outer.loop``. Here are the arguments, the fragments of a module, the
+operations of buckets, and checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+
+from bagua import _C, BaguaError
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.bagua_tensor import record_of
+from bagua._core.state.ledger import Commit, Ledger, Page
+from bagua._core.state.saved_values import check_state, saved_count, saved_tensor
+from bagua._ops.compressed_all_reduce import CompressedAllReduce
+from bagua._outer.elastic import Elastic, ElasticRanks
+from bagua._outer.loop import (
+    REMEDY,
+    Fragment,
+    LocalTensors,
+    OuterLoop,
+    OuterState,
+    Schedule,
+)
+from bagua._outer.optimizer import GrowingMomentum, OuterOptimizer, OuterSGD, describe
+from bagua._outer.strategies import FixedRanks, RankWeights, SampleWeights
+from bagua._sync.synchronizer import Synchronizer
+from bagua.torch_api.algorithms._error_feedback import is_wide, warn_of_useless_residuals
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Traits
+from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
+
+if TYPE_CHECKING:
+    from bagua.torch_api._session import Session
+
+__all__ = ["DiLoCoAlgorithm", "DiLoCoAlgorithmImpl", "Elastic", "Fragments", "OuterSGD"]
+
+#: A number, names of modules per fragment, or a function from a parameter's name to its fragment.
+Fragments: TypeAlias = int | Sequence[Sequence[str]] | Callable[[str], int]
+
+_ERROR_RANKS = "error_ranks"
+
+_log = logging.getLogger("bagua")
+
+#: Outer momentum that costs accuracy over Muon: on text 0.8 costs 0.05 where 0.6 costs 0.01.
+_MUCH_FOR_MUON = 0.8
+
+
+class DiLoCoAlgorithm(Algorithm):
+    """Ranks train by themselves; every ``interval`` optimizer steps an outer step joins them.
+
+    All ranks hold an anchor of the weights, in float32, and its momentum. In a round each sends its
+    pseudo-gradient, the anchor minus its weights; the outer optimizer steps on the anchor with the
+    ranks' mean, and the weights become the anchor (DiLoCo, Douillard et al. 2023). Nothing is
+    sent between rounds. The moments of the optimizers given to ``with_bagua`` stay on their rank.
+
+    Steps are counted when the last of those optimizers has stepped, or a ``GradScaler`` has skipped
+    its step. So gradient accumulation needs no ``no_sync()``. All ranks make equally many steps.
+
+    Args:
+        outer_optimizer: ``OuterSGD(lr=1.0, momentum=0.0)`` is local SGD; ``nesterov=False`` is
+            SlowMo. Or a function that makes a ``torch.optim.Optimizer`` of the anchors, such as
+            ``lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)``; it is
+            called once for each fragment. None: begins as local SGD and raises momentum to
+            (0.7, 0.8) as far as rounds keep a direction.
+        interval: steps from one round to the next.
+        fragments: parts of the model that are averaged one after the other, at equal distances in
+            the interval: a number, which deals out the layers of the longest ``ModuleList`` or
+            ``Sequential`` in turn, what is outside of it to the last; lists of names of
+            modules; or a function from a parameter's name to its fragment's number.
+        overlap_steps: steps from the launch of a fragment's average to the use of its result, below
+            the steps from one fragment to the next; 0: it is waited for. Weights keep what they
+            learn meanwhile.
+        codec: for the pseudo-gradients, a name of ``bagua._C.codec_names()``; None: float32.
+        error_feedback: each rank adds to its pseudo-gradients what the codec has taken from those
+            of the last round, and likewise to the mean of its part of a bucket. Takes 8 bytes per
+            parameter, and 8 / ranks. None: with codecs of less than 16 bits.
+        hierarchical: exact inside a node, ``codec`` between the nodes' leaders.
+        weight: of a rank in the mean: ``"ranks"``, all alike; or ``"samples"``, the square of those
+            that it has trained on since the last round, which the training loop counts by
+            ``model.bagua_algorithm.count_samples(n)``.
+        warmup_steps: iterations with exact all-reduce of gradients before the first local step.
+        elastic: training goes on without lost ranks, see :class:`Elastic`; True: ``Elastic()``.
+            False: a lost rank is an error.
+
+    Raises:
+        TypeError: ``outer_optimizer`` makes no optimizer that steps on gradients and keeps
+            tensors; ``elastic`` is no :class:`Elastic`.
+        ValueError: unknown codec, or an argument out of its range; from ``with_bagua``: no
+            optimizer, or fragments that do not fit the module.
+    """
+
+    def __init__(
+        self,
+        outer_optimizer: OuterOptimizer | None = None,
+        interval: int = 100,
+        *,
+        fragments: Fragments = 1,
+        overlap_steps: int = 0,
+        codec: str | None = None,
+        error_feedback: bool | None = None,
+        hierarchical: bool = False,
+        weight: Literal["ranks", "samples"] = "ranks",
+        warmup_steps: int = 0,
+        elastic: Elastic | bool = False,
+    ) -> None:
+        if interval < 1:
+            raise ValueError(f"interval={interval} must be at least 1 optimizer step")
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps={warmup_steps} must be 0 or more iterations")
+        if overlap_steps < 0:
+            raise ValueError(f"overlap_steps={overlap_steps} must be 0 or more")
+        if weight not in ("ranks", "samples"):
+            raise ValueError(f'weight={weight!r} must be "ranks" or "samples"')
+        check_fragments(fragments)
+        if (number := number_of(fragments)) is not None:
+            Schedule(interval, number, overlap_steps)
+        self.outer_optimizer = outer_optimizer or GrowingMomentum()
+        self._optimizer_described = describe(self.outer_optimizer, "DiLoCoAlgorithm")
+        self.interval = interval
+        self.fragments = fragments
+        self.overlap_steps = overlap_steps
+        self.codec = codec
+        self.error_feedback = _feedback_of(codec, error_feedback)
+        self.hierarchical = hierarchical
+        self.weight = weight
+        self.warmup_steps = warmup_steps
+        self.elastic = _elastic_of(elastic)
+
+    def describe(self) -> str:
+        fragments = fragments_described(self.fragments)
+        shown = f"fragments={fragments} {self.elastic} {self._optimizer_described}"
+        return f"{super().describe()} {shown}"
+
+    def reify(self, process_group: BaguaProcessGroup) -> DiLoCoAlgorithmImpl:
+        return DiLoCoAlgorithmImpl(process_group, self)
+
+
+def _feedback_of(codec: str | None, error_feedback: bool | None) -> bool:
+    """Whether residuals are kept. Raises ValueError for an unknown codec."""
+    if codec is not None:
+        _C.make_codec(codec)
+    if error_feedback is None:
+        error_feedback = codec is not None and not is_wide(codec)
+    if not isinstance(error_feedback, bool):
+        raise ValueError(f"error_feedback={error_feedback!r} must be True, False or None")
+    warn_of_useless_residuals("DiLoCoAlgorithm", codec, error_feedback)
+    return error_feedback and codec is not None
+
+
+def _elastic_of(elastic: Elastic | bool) -> Elastic | None:
+    if isinstance(elastic, bool):
+        return Elastic() if elastic else None
+    if not isinstance(elastic, Elastic):
+        raise TypeError(
+            f"DiLoCoAlgorithm: elastic is True, False or Elastic(min_ranks=2), not {elastic!r}"
+        )
+    return elastic
+
+
+class DiLoCoAlgorithmImpl(AlgorithmImpl):
+    """Implementation of :class:`DiLoCoAlgorithm`: ``model.bagua_algorithm``.
+
+    A warm-up iteration is a forward and a backward outside ``no_sync()``.
+
+    Attributes:
+        owner: the algorithm's name in errors.
+    """
+
+    owner = "DiLoCoAlgorithm"
+    traits = Traits(
+        ranks_agree=False,
+        steps_on_gradients=False,
+        reads_grad_scale=False,
+        broadcast_buffers=False,
+        refuses_guard='it watches its own rounds. Leave guard= out: bagua_stats()["outer"] has '
+        "how far the ranks agree.",
+    )
+
+    def __init__(self, process_group: BaguaProcessGroup, arguments: DiLoCoAlgorithm) -> None:
+        comes_back = process_group.waits_to_join
+        elastic = arguments.elastic
+        self._ranks = (
+            FixedRanks() if elastic is None else ElasticRanks(process_group, elastic.min_ranks)
+        )
+        super().__init__(process_group)
+        self.arguments = arguments
+        # Completed iterations of the warm-up, which is over for the ranks that one comes back to.
+        self._warmed_up = arguments.warmup_steps if comes_back else 0
+        self._local = False  # the warm-up is over, as far as buckets are concerned
+        self._session: weakref.ref[Session] | None = None
+        self._loop: OuterLoop | None = None  # after the warm-up
+        self._parts: dict[str, int] = {}  # fragments of the weights
+        self._schedule = Schedule(arguments.interval, 1, 0)
+        self._commits: list[Commit] = []  # by fragment
+        self._pages: list[Page] = []  # residuals of the present buckets
+        self.ledger = Ledger(
+            self.owner, lambda: process_group.connections, hierarchical=arguments.hierarchical
+        )
+
+    # Set-up.
+
+    def need_reset(self) -> bool:
+        return self._local != (self._warmed_up >= self.arguments.warmup_steps)
+
+    def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
+        name = bagua_ddp.bagua_module_name
+        if not bagua_ddp.bagua_optimizers:
+            raise ValueError(
+                f"module '{name}': {self.owner} counts the steps of the "
+                "optimizers given to with_bagua: give it the one that trains the module"
+            )
+        self._session = weakref.ref(bagua_ddp)
+        self._loop = None
+        self._local = self._warmed_up >= self.arguments.warmup_steps
+        if not self._local:
+            self.ledger.load({}, [])
+            return super().init_tensors(bagua_ddp)
+        arguments = self.arguments
+        weights = bagua_ddp.bagua_build_params()
+        self._parts = _parts_of(arguments.fragments, bagua_ddp.module, [n for n, _ in weights])
+        count = max(self._parts.values(), default=0) + 1
+        self._schedule = Schedule(arguments.interval, count, arguments.overlap_steps)
+        self._commits, self._pages = [Commit() for _ in range(count)], []
+        # Memory for pseudo-gradients by fragment, then for floating buffers.
+        by_fragment = sorted(weights, key=lambda pair: self._parts[pair[0]])
+        named = [*by_fragment, *bagua_ddp.bagua_floating_buffers()]
+        return [_registered(tensor, key, name) for key, tensor in named]
+
+    def tensors_to_buckets(
+        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
+    ) -> list[BaguaBucket]:
+        if not self._local:
+            return super().tensors_to_buckets(tensors, do_flatten)
+        groups = [
+            [tensor for tensor in group if self._part_of(tensor) == part]
+            for part in (*range(self._schedule.fragments), None)
+            for group in tensors
+        ]
+        buckets = aligned_buckets(list(filter(None, groups)), True, self.process_group.size)
+        for bucket in buckets:
+            part = self._part_of(bucket.tensors[0])
+            bucket.part = self._schedule.fragments - 1 if part is None else part
+        return buckets
+
+    def _part_of(self, tensor: torch.Tensor) -> int | None:
+        """The fragment of the weight that a registered ``tensor`` stands for; None for a buffer."""
+        return self._parts.get(record_of(tensor).name)
+
+    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
+        bucket.clear_ops()
+        part = self._part_of(bucket.tensors[0])
+        if self._local and part is not None:
+            page = self.append_mean(bucket, self._commits[part].outcome)
+            self._pages += [] if page is None else [page]
+            return
+        bucket.append_centralized_synchronous_op(
+            hierarchical=self._local and self.arguments.hierarchical,
+            average=True,
+            group=self.process_group,
+        )
+
+    def append_mean(self, bucket: BaguaBucket, outcome: _C.RoundOutcome) -> Page | None:
+        """Append the operation that averages pseudo-gradients.
+
+        Returns:
+            Its residuals, which change with the ``outcome`` of a fragment's round; None: it has
+            none.
+        """
+        codec, hierarchical = self.arguments.codec, self.arguments.hierarchical
+        if codec is None or not self.arguments.error_feedback:
+            bucket.append_centralized_synchronous_op(
+                hierarchical=hierarchical,
+                average=True,
+                compression=codec,
+                group=self.process_group,
+            )
+            return None
+        operation = CompressedAllReduce.with_error_feedback(
+            bucket, codec, outcome, self.process_group, hierarchical=hierarchical
+        )
+        bucket.append_operation(operation)
+        return operation.page
+
+    def make_synchronizer(self, bagua_ddp: Session) -> Synchronizer:
+        if not self._local:
+            return super().make_synchronizer(bagua_ddp)
+        local = local_tensors(bagua_ddp)
+        self._loop = OuterLoop(
+            local,
+            self.process_group,
+            bagua_ddp.bagua_buckets,
+            self._ranks.inherited_state() or self._new_state(local),
+            self._schedule,
+            ranks=self._ranks,
+            commits=self._commits,
+        )
+        self._ranks.begin(self._loop)
+        self.ledger.take(*self._pages)
+        return self._loop
+
+    def _new_state(self, local: LocalTensors) -> OuterState:
+        """The state of rounds that begin with the present weights, equal on all ranks."""
+        arguments, count = self.arguments, self._schedule.fragments
+        weights: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+        for name, weight in local.weights().items():
+            weights[self._parts[name]][name] = weight
+        keeps = arguments.overlap_steps > 0
+        fragments = [
+            Fragment(part, named, arguments.outer_optimizer, keeps)
+            for part, named in enumerate(weights)
+        ]
+        self._log_rates(local, fragments[0])
+        samples = arguments.weight == "samples"
+        return OuterState(fragments, SampleWeights(count) if samples else RankWeights())
+
+    def _log_rates(self, local: LocalTensors, fragment: Fragment) -> None:
+        momentum = fragment.optimizer.param_groups[0].get("momentum")
+        if isinstance(self.arguments.outer_optimizer, GrowingMomentum):
+            _log.info(
+                "module '%s': the outer optimizer begins as local SGD, and goes up to lr=0.7, "
+                'momentum=0.8 while rounds keep a direction; bagua_stats()["outer"] has its rates',
+                local.name,
+            )
+        elif (momentum or 0) >= _MUCH_FOR_MUON and any(
+            type(optimizer).__name__ == "Muon" for optimizer in local.optimizers
+        ):
+            _log.warning(
+                "module '%s': with Muon inside an outer momentum of %s is much: leave "
+                "outer_optimizer out, or take OuterSGD(0.7, 0.6)",
+                local.name,
+                momentum,
+            )
+
+    def mark_pending(self, bagua_ddp: Session) -> bool:
+        if self._ranks.change_due and self._loop is not None:
+            self._change_ranks(self._loop)
+        return False
+
+    def _change_ranks(self, loop: OuterLoop) -> None:
+        session = self._wrapped()
+
+        def replace(joining: bool) -> None:
+            if joining:
+                session.welcome()
+            session.rebuild()
+
+        self._ranks.change(loop, session.bagua_module_name, replace)
+
+    def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
+        def finish_warm_up_iteration() -> None:
+            bagua_ddp.wait_pending_comm_ops()
+            self._warmed_up += 1
+
+        return finish_warm_up_iteration
+
+    def close(self) -> None:
+        self._loop = None
+        self._ranks.close()
+
+    # Control.
+
+    @contextmanager
+    def anchor(self) -> Iterator[None]:
+        """A context in which the model's weights are the anchor: to evaluate or to save.
+
+        The anchor is equal on all ranks; in the warm-up the weights are. Afterwards the weights are
+        this rank's own, to the bit. Buffers stay this rank's. It does not communicate.
+
+        Raises:
+            BaguaError: inside another ``anchor()``; a training step inside.
+        """
+        with nullcontext() if self._loop is None else self._loop.anchor():
+            yield
+
+    def sync(self) -> None:
+        """Make an outer round now, unless no rank has made a step since the last one.
+
+        All ranks call it, between two steps. Afterwards the weights are the anchor, and the next
+        round is ``interval`` steps away.
+
+        With ``elastic`` it is repeated with those that are left where a rank is lost.
+
+        Raises:
+            BaguaError: another rank failed, or does not come.
+        """
+        while self._loop is not None:
+            self._loop.sync()
+            if self._ranks.failure is None:
+                return
+            self._change_ranks(self._loop)
+
+    def count_samples(self, samples: int) -> None:
+        """With ``weight="samples"``: this rank has trained on so many more, tokens for example.
+
+        Call it after each step's forward. In the warm-up, and with other weights, nothing counts.
+
+        Raises:
+            ValueError: a negative number.
+        """
+        if samples < 0:
+            raise ValueError(f"count_samples({samples}): a number of samples is 0 or more")
+        if self._loop is not None:
+            self._loop.state.rank_weights.count(samples)
+
+    @property
+    def outer_rounds(self) -> int:
+        """Rounds that have changed the anchor."""
+        return 0 if self._loop is None else self._loop.state.outer_rounds
+
+    @property
+    def correlation(self) -> float | None:
+        """Cosine of the last mean pseudo-gradient with the outer momentum before it."""
+        return None if self._loop is None else self._loop.state.figures["correlation"]
+
+    @property
+    def gain(self) -> float | None:
+        """Length of the last outer step along the mean pseudo-gradient, in units of that."""
+        return None if self._loop is None else self._loop.state.figures["gain"]
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Anchor, momentum and counters: call it on every rank, between two steps.
+
+        They are enough to go on with any number of ranks, from the last round. With the same number
+        and every rank's own weights and optimizer state training goes on exactly.
+
+        Returns:
+            ``warmed_up``; after the warm-up counters, and of every parameter ``anchor/<name>``, of
+            its shape and f32 (f64), and the state of the outer optimizer as ``<key>/<name>``: of
+            ``OuterSGD`` its ``momentum`` and ``rate``, the factor of that in the last step (one
+            f64). ``rank<r>/weights`` is a digest by which this rank's weights are known again. With
+            ``overlap_steps`` also ``mean/<name>``, the
+            result that may be in flight, and ``rank<r>/launched/<name>``. With error feedback
+            ``error_ranks``, those with residuals (with ``hierarchical`` the nodes' leaders),
+            ``rank<r>/error/<name>``, and ``rank<r>/server/<first element>/<name>``, what the means
+            lose that rank r has encoded.
+        """
+        state: dict[str, Any] = {"warmed_up": self._warmed_up}
+        loop = self._loop
+        if loop is None:
+            return state
+        state |= {**loop.state.counters, "ranks": self.process_group.size}
+        state |= {key: value.clone() for key, value in loop.named_state().items()}
+        own = loop.named_own_state()
+        state |= {self._own(key): value.clone() for key, value in own.items()}
+        if self.ledger.pages:
+            residuals = self.ledger.state()
+            state |= {_ERROR_RANKS: residuals.pop("ranks"), **residuals} | loop.state.counters
+        digest = loop.digest()
+        return state if digest is None else state | {self._own("weights"): digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`: on every rank, after ``with_bagua``, between two steps.
+
+        If every rank's weights are those that were saved (loaded before or after this), training
+        goes on where it was. Otherwise all ranks' weights become the anchor, and up to
+        ``interval`` steps of each rank are lost. With error feedback another number of ranks than
+        saved it needs the dicts of all old ranks merged into one (``a | b | ...``): each rank then
+        starts from the mean of their residuals.
+
+        Raises:
+            ValueError: the state is of another algorithm, model or schedule; names the entry.
+        """
+        check_state(state, self.owner)
+        warmed_up = saved_count(state, "warmed_up", self.owner)
+        if self._local != (warmed_up >= self.arguments.warmup_steps):
+            self._warmed_up = warmed_up
+            self._wrapped().rebuild()
+        if self._loop is not None:
+            self._restore(self._loop, state)
+        self._warmed_up = warmed_up
+
+    def _restore(self, loop: OuterLoop, state: dict[str, Any]) -> None:
+        """Load all of a state, or raise ValueError and change nothing."""
+        counters = {key: saved_count(state, key, self.owner) for key in loop.state.counters}
+        self._check(counters)
+        same_ranks = saved_count(state, "ranks", self.owner) == self.process_group.size
+        fragments = [fragment.loaded(state) for fragment in loop.state.fragments]
+        views = loop.named_means() if self._schedule.overlap > 0 else {}
+        digest = None
+        if same_ranks:
+            if self._own("weights") in state:
+                digest = saved_count(state, self._own("weights"), self.owner)
+            views |= {self._own(key): view for key, view in loop.named_own_state().items()}
+        saved = [(view, saved_tensor(state, key, view, REMEDY)) for key, view in views.items()]
+        if _ERROR_RANKS in state and self.ledger.pages:
+            self.ledger.load(state | {"ranks": state[_ERROR_RANKS]})
+        else:  # saved in the warm-up, or without error feedback
+            self.ledger.load({})
+        for view, value in saved:
+            view.copy_(value)
+        for mine, loaded in zip(loop.state.fragments, fragments, strict=True):
+            mine.become(loaded)
+        loop.resume_at(counters, digest)
+
+    def _check(self, counters: dict[str, int]) -> None:
+        if counters["steps"] >= self._schedule.interval:
+            raise ValueError(
+                f"{self.owner}: saved after {counters['steps']} steps of an interval, which has "
+                f"only {self._schedule.interval} now. Give the interval that it was saved with, or "
+                "save after sync()."
+            )
+        if counters["in_flight"] > self._schedule.fragments:
+            raise ValueError(
+                f"{self.owner}: saved with fragment {counters['in_flight']} in flight, there are "
+                f"only {self._schedule.fragments} now. Give the fragments that it was saved with."
+            )
+
+    def _own(self, key: str) -> str:
+        return f"rank{self.process_group.rank}/{key}"
+
+    def _wrapped(self) -> Session:
+        session = None if self._session is None else self._session()
+        if session is None:
+            raise BaguaError(f"{self.owner}: its module has been deleted")
+        return session
+
+
+def local_tensors(session: Session) -> LocalTensors:
+    """What this rank trains of a wrapped module, which is not kept alive."""
+    this = weakref.ref(session)
+    name = session.bagua_module_name
+
+    def alive() -> Session:
+        if (session := this()) is None:
+            raise RuntimeError(f"module '{name}' has been deleted")
+        return session
+
+    return LocalTensors(
+        name,
+        session.bagua_optimizers,
+        weights=lambda: dict(alive().bagua_build_params()),
+        floating_buffers=lambda: dict(alive().bagua_floating_buffers()),
+        other_buffers=lambda: alive().bagua_whole_buffers(),
+    )
+
+
+def number_of(fragments: Fragments) -> int | None:
+    """The number of fragments; None where the parameters' names decide."""
+    if isinstance(fragments, int):
+        return fragments
+    return None if callable(fragments) else len(fragments)
+
+
+def check_fragments(fragments: Fragments) -> None:
+    """Raise TypeError or ValueError unless ``fragments`` is one of :data:`Fragments`."""
+    if callable(fragments):
+        return
+    if isinstance(fragments, bool) or not isinstance(fragments, (int, list, tuple)):
+        raise TypeError(
+            "fragments is a number, a list of lists of module names, or a function from a "
+            f"parameter's name to the number of its fragment, not {fragments!r}"
+        )
+    if isinstance(fragments, int):
+        if fragments < 1:
+            raise ValueError(f"fragments={fragments} must be at least 1")
+        return
+    if not fragments:
+        raise ValueError("fragments has no list of module names")
+    for names in fragments:
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"fragments: {names!r} is no list of module names")
+
+
+def fragments_described(fragments: Fragments) -> str:
+    """One line, equal on all ranks where they are given the same."""
+    if callable(fragments):
+        return getattr(fragments, "__qualname__", type(fragments).__name__)
+    return repr(fragments if isinstance(fragments, int) else [list(names) for names in fragments])
+
+
+def _parts_of(
+    fragments: Fragments, module: torch.nn.Module, names: Sequence[str]
+) -> dict[str, int]:
+    """The fragment of each parameter of ``names``.
+
+    Raises:
+        ValueError: a parameter is in none or in two, a fragment is empty, or there are no blocks to
+            make so many of; names it.
+    """
+    if isinstance(fragments, int):
+        parts = _strided(fragments, module, names)
+        count = fragments
+    elif callable(fragments):
+        parts = {name: fragments(name) for name in names}
+        for name, part in parts.items():
+            if isinstance(part, bool) or not isinstance(part, int) or part < 0:
+                raise ValueError(f"fragments('{name}') is {part!r}, not a number from 0")
+        count = max(parts.values(), default=-1) + 1
+    else:
+        parts = _listed(fragments, names)
+        count = len(fragments)
+    empty = sorted(set(range(count)) - set(parts.values()))
+    if empty and names:
+        raise ValueError(f"fragment(s) {empty} of {count} have no parameter that is trained")
+    return parts
+
+
+def _listed(fragments: Sequence[Sequence[str]], names: Sequence[str]) -> dict[str, int]:
+    parts = {}
+    for name in names:
+        found = [
+            part
+            for part, modules in enumerate(fragments)
+            if any(name == module or name.startswith(f"{module}.") for module in modules)
+        ]
+        if len(found) != 1:
+            where = f"in fragments {found}" if found else "in no fragment"
+            raise ValueError(f"parameter '{name}' is {where}; it must be in one")
+        parts[name] = found[0]
+    return parts
+
+
+def _strided(count: int, module: torch.nn.Module, names: Sequence[str]) -> dict[str, int]:
+    """Block b to fragment b mod ``count``; what is in no block to the last."""
+    if count == 1:
+        return dict.fromkeys(names, 0)
+    best: list[str] = []
+    for path, child in module.named_modules():
+        if isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)):
+            prefixes = [
+                f"{path}.{key}." if path else f"{key}." for key, _ in child.named_children()
+            ]
+            blocks = [p for p in prefixes if any(name.startswith(p) for name in names)]
+            best = max(best, blocks, key=len)
+    if len(best) < count:
+        raise ValueError(
+            f"fragments={count}: the module has no ModuleList or Sequential of that many layers "
+            f"with trained parameters, only of {len(best)}. Give lists of module names, or a "
+            "function from a parameter's name to its fragment."
+        )
+    parts = dict.fromkeys(names, count - 1)
+    for number, prefix in enumerate(best):
+        for name in names:
+            if name.startswith(prefix):
+                parts[name] = number % count
+    return parts
+
+
+def _registered(like: torch.Tensor, name: str, module_name: str) -> torch.Tensor:
+    """Registered memory for a pseudo-gradient or the mean of a buffer, in f32 (f64 of f64)."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    empty = torch.zeros_like(like, dtype=wide, requires_grad=False)
+    return empty.ensure_bagua_tensor(name, module_name)  # type: ignore[attr-defined,no-any-return]
