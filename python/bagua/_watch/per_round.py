@@ -1,4 +1,4 @@
-"""Statistics as numbers per round, for a ``SummaryWriter``."""
+"""Statistics per round: numbers for a ``SummaryWriter``, and three lines for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from bagua._core.group.connections import MOVED
 
-__all__ = ["Writer", "moved", "per_round", "source_of", "write_stats"]
+__all__ = ["Writer", "moved", "per_round", "source_of", "summary", "write_stats"]
 
 _TIMES = ("wire_ns", "encode_ns", "waiting_ns")  # of the buckets, in `total`
 _CLOCKED = (
@@ -112,3 +112,37 @@ def _counters(stats: Mapping[str, Any]) -> dict[str, int]:
     of_buckets = {key: stats["total"][key] for key in _TIMES}
     by_the_clock = {key: stats[key] for key in _CLOCKED if key in stats}
     return {**moved(stats), **of_buckets, **by_the_clock}
+
+
+def summary(algorithm: str, ranks: int, stats: Mapping[str, Any]) -> str:
+    """See ``BaguaModule.bagua_summary``; ``stats``: of ``BaguaModule.bagua_stats``."""
+    rounds, choice = stats["rounds"], stats.get("choice")
+    if choice:
+        algorithm += f" ({choice['chosen'] or choice['state']})"
+    if ranks == 1:
+        return f"{algorithm}, 1 rank: nothing is communicated"
+    begin = f"{algorithm}, {ranks} ranks"
+    if rounds == 0:
+        return f"{begin}: no round yet"
+    ops = sorted({op for bucket in stats["buckets"] for op in bucket["ops"]})
+    size = stats["total"]["bytes"]
+    sent = _megabytes(moved(stats)["bytes_sent"] / rounds)
+    exact = _megabytes(2 * size * (ranks - 1) / ranks)
+    hidden = stats["hidden_ns"] / stats["busy_ns"] if stats["busy_ns"] else 0.0
+    return "\n".join(
+        [
+            f"{begin}, {rounds} rounds of {_megabytes(size)}: {', '.join(ops)}",
+            f"sent {sent} per round and rank (an exact all-reduce: {exact})",
+            f"blocked {_milliseconds(stats['exposed_ns'] / rounds)} per round, at most "
+            f"{_milliseconds(stats['longest_wait_ns'])}; {hidden:.0%} of communication is hidden "
+            "behind computation",
+        ]
+    )
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:.3g} MB"
+
+
+def _milliseconds(nanoseconds: float) -> str:
+    return f"{nanoseconds / 1e6:.3g} ms"

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._sync.hooks import DroppedOnCopy
+from bagua._watch.per_round import summary
 from bagua.torch_api._session import Session, is_owned
 from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
@@ -137,6 +138,28 @@ class BaguaModule(torch.nn.Module):
             ``waiting_ns`` is its lane's time before the gate and ``exposed_ns`` training's.
         """
         return self.bagua_ddp.stats()
+
+    def bagua_summary(self) -> str:
+        """Three lines for people: the algorithm, bytes and time per round, of this rank.
+
+        A round is a synchronising step, or an outer round. Sums are those of :meth:`bagua_stats`,
+        so they begin anew when the buckets are built anew, as after a warm-up.
+
+        Returns:
+            - the algorithm (of ``auto`` its choice), ranks, rounds, size and operations of buckets;
+            - megabytes sent per round, and those of an exact all-reduce;
+            - milliseconds in which training was blocked, per round and at most, and the share of
+              communication that ran behind computation.
+
+        Example::
+
+            print(model.bagua_summary())
+            # ByteGrad, 2 ranks, 100 rounds of 34.8 MB: CompressedAllReduce(block_uint8, ...)
+            # sent 8.73 MB per round and rank (an exact all-reduce: 34.8 MB)
+            # blocked 12.5 ms per round, at most 60.1 ms; 64% of communication is hidden behind ...
+        """
+        algorithm = type(self.bagua_algorithm).__name__.removesuffix("AlgorithmImpl")
+        return summary(algorithm, len(self.process_group.ranks), self.bagua_stats())
 
     @property
     def require_backward_grad_sync(self) -> bool:
