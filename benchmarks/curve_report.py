@@ -1,7 +1,6 @@
-"""The page docs/curves.md, from the results of curves.py."""
+"""The tables of curves in docs/, from the results of curves.py."""
 
 import math
-import re
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,28 +11,19 @@ from curve_runs import warm_up_of
 from curve_tasks import TASKS
 
 RANKS = (2, 4)
-HEAD = """# Curves
+Places = dict[tuple[str, int], dict[str, dict[str, Any]]]
+ABOVE = """# For docs/which-algorithm.md
 
-Every algorithm on three tasks of real data, with 2 and 4 ranks, each of which trains on its own
-share. Loss and accuracy are those of the anchor where an algorithm has one, else of the mean of the
-ranks' weights, on held-out data.
-`make curves` makes all of it anew in about six hours on 2 cores, and writes this page to
-build/benchmarks/curves.md; runs that are kept in build/benchmarks/curves.json are not made again.
-
-- **Loss**: at the end, mean and 95 % interval over the seeds; their number where some are missing.
-  **Above exact**: mean difference from exact gradients, seed by seed. **Within noise**: yes where
-  the 95 % interval of these differences holds 0, and their mean is no larger than the interval of
-  exact gradients over their seeds. Unclear where only the former is so: seeds are too far apart.
-- Outer rounds of `diloco` have rates of (0.7, 0.5) where no others are named, local SGD's (1, 0).
-- `qadam` warms up for 40 steps.
-- **Sent**: by rank 0 in the whole run.
+Loss above that of exact gradients at the end of training, on held-out data: the mean over the
+seeds. Bold: above exact gradients by more than the noise. In parentheses: seeds lie too far apart
+to tell.
+"""
+CURVES = """# For docs/findings.md
 """
 SOONER = """\
-- **Sooner**: how many times sooner than exact gradients of the same seeds it had the loss with
-  which those ended, within noise: plus half of the 95 % interval over the seeds of exact gradients.
-  Steps of a warm-up count as exact ones.
-  Steps were timed on that network, in namespaces, the median of up to 100, or of 6 outer rounds;
-  those of a few milliseconds differ by a third from run to run. A dash: it never had that loss.
+Speed-up: how many times sooner than exact gradients a run reached the loss with which those ended,
+plus half of their 95 % interval. Steps of a warm-up count as exact ones. A dash: it never reached
+that loss.
 """
 
 
@@ -46,7 +36,7 @@ def interval(values: list[float]) -> float:
     return t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def sorted_by_place(runs: dict[str, Any]) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
+def sorted_by_place(runs: dict[str, Any]) -> Places:
     """(task, ranks) -> arm -> {"seeds": {seed: curve}, "seconds": {rate: seconds}}."""
     found: dict[Any, Any] = defaultdict(lambda: defaultdict(lambda: {"seeds": {}, "seconds": {}}))
     for key, result in runs.items():
@@ -130,43 +120,74 @@ def counted_seeds(count: int) -> str:
     return f"{count} seed{'s' if count > 1 else ''}"
 
 
-def table(arms: dict[str, dict[str, Any]]) -> str:
-    rates = sorted(
-        {rate for arm in arms.values() for rate in arm["seconds"]}, key=int, reverse=True
+def loss_of(arm: dict[str, Any], seeds: int) -> str:
+    """The last loss: mean and half of the 95 % interval; ``seeds``: those of exact gradients."""
+    losses = [curve["loss"][-1] for curve in arm["seeds"].values()]
+    if no_number(losses):
+        return f"no number with {no_number(losses)} of {counted_seeds(len(losses))}"
+    half = interval(losses)
+    text = f"{statistics.mean(losses):.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}")
+    return text + (f", {counted_seeds(len(losses))}" if len(losses) < seeds else "")
+
+
+def above_of(arm: dict[int, Any], exact: dict[int, Any]) -> str:
+    """The mean difference from exact gradients, marked as ``ABOVE`` says."""
+    differences = above(arm, exact)
+    if not differences:
+        return ""
+    if no_number(differences):
+        return "**NaN**"
+    text, words = f"{statistics.mean(differences):+.3f}", verdict(arm, exact)
+    return {"worse": f"**{text}**", "unclear": f"({text})", "one seed": f"({text})"}.get(
+        words, text
     )
-    head = ["algorithm", "loss", "above exact", "within noise", "accuracy", "sent, MB"]
-    head += [f"sooner at {rate} Mb/s" for rate in rates]
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    exact = arms["exact"]
-    for name, arm in arms.items():
-        curves = list(arm["seeds"].values())
-        losses = [c["loss"][-1] for c in curves]
-        half = interval(losses)
-        cells = [name, "" if no_number(losses) else f"{statistics.mean(losses):.3f}"]
-        cells[-1] += "" if math.isnan(half) else f" ± {half:.3f}"
-        if no_number(losses):
-            cells[-1] += f"no number with {no_number(losses)} of {counted_seeds(len(losses))}"
-        elif len(curves) < len(exact["seeds"]):
-            cells[-1] += f", {counted_seeds(len(curves))}"
-        if name == "exact":
-            cells += ["", ""]
-        else:
-            differences = above(arm["seeds"], exact["seeds"])
-            known = differences and not no_number(differences)
-            cells.append(f"{statistics.mean(differences):+.3f}" if known else "")
-            cells.append(verdict(arm["seeds"], exact["seeds"]))
-        cells.append(f"{statistics.mean(c['accuracy'][-1] for c in curves):.1%}")
-        cells.append(f"{statistics.mean(c['bytes'][-1] for c in curves) / 1e6:.2f}")
-        for rate in rates:
-            times = sooner(arm, exact, rate, warm_up_of(name))
-            cells.append("\N{EN DASH}" if math.isnan(times) else f"{times:.2f}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
-def not_trained(
-    places: dict[tuple[str, int], dict[str, dict[str, Any]]], names: Sequence[str]
-) -> list[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+
+def table_of_differences(places: Places, names: Sequence[str]) -> str:
+    """A row per algorithm, a column per task and number of ranks."""
+    columns = [place for place in sorted(places) if "exact" in places[place]]
+    head = ["algorithm", *(f"{task}, {ranks} ranks" for task, ranks in columns)]
+    rows = []
+    for name in names:
+        arms = [(places[place].get(name), places[place]["exact"]) for place in columns]
+        if name != "exact" and any(arm for arm, _ in arms):
+            differences = [above_of(a["seeds"], e["seeds"]) if a else "" for a, e in arms]
+            rows.append([name, *differences])
+    return table(head, rows)
+
+
+def table_of_task(by_ranks: dict[int, dict[str, Any]], names: Sequence[str]) -> str:
+    """A row per algorithm; loss, accuracy, bytes and speed-up on the slowest network by ranks."""
+    head, rows = ["algorithm"], {name: [name] for name in names}
+    for ranks, arms in by_ranks.items():
+        rate = min({r for arm in arms.values() for r in arm["seconds"]}, key=int, default=None)
+        head += [f"{ranks} ranks: loss", "accuracy", "MB sent"]
+        head += [] if rate is None else [f"speed-up, {rate} Mb/s"]
+        for name in names:
+            rows[name] += cells_of(name, arms, rate)
+    return table(head, [row for row in rows.values() if any(row[1:])])
+
+
+def cells_of(name: str, arms: dict[str, Any], rate: str | None) -> list[str]:
+    arm, exact = arms.get(name), arms["exact"]
+    if not arm or not arm["seeds"]:
+        return [""] * (3 if rate is None else 4)
+    curves = list(arm["seeds"].values())
+    cells = [loss_of(arm, len(exact["seeds"]))]
+    cells.append(f"{statistics.mean(c['accuracy'][-1] for c in curves):.1%}")
+    cells.append(f"{statistics.mean(c['bytes'][-1] for c in curves) / 1e6:.2f}")
+    if rate is not None:
+        times = sooner(arm, exact, rate, warm_up_of(name))
+        cells.append("\N{EN DASH}" if math.isnan(times) else f"{times:.2f}")
+    return cells
+
+
+def not_trained(places: Places, names: Sequence[str]) -> list[str]:
     """Lines that name the algorithms that a task lacks; empty if none does."""
     lines = []
     for task in TASKS:
@@ -179,21 +200,22 @@ def not_trained(
 
 
 def write_page(results: dict[str, Any], path: Path, names: Sequence[str]) -> None:
-    """Write the page; names: all algorithms, in the order of the rows."""
+    """Write the tables; names: all algorithms, in the order of the rows."""
     machine, places = results["machine"], sorted_by_place(results["runs"])
     timed = any(arm["seconds"] for arms in places.values() for arm in arms.values())
-    parts = [HEAD + SOONER if timed else HEAD]
+    parts = not_trained(places, names)
+    parts += [ABOVE, table_of_differences(places, names), CURVES]
     parts.append(
         f"Measured on {machine['cores']} cores of {machine['processor']}, torch "
         f"{machine['torch']}, on {machine['date']}.\n"
     )
-    parts += not_trained(places, names)
-    for (task, ranks), arms in sorted(places.items()):
-        arms = {name: arms[name] for name in names if name in arms and arms[name]["seeds"]}
-        if "exact" not in arms:
-            continue
-        steps = arms["exact"]["seeds"][min(arms["exact"]["seeds"])]["step"][-1]
-        parts.append(f"## {TASKS[task].title}: {ranks} ranks\n")
-        parts.append(f"{steps} steps, {counted_seeds(len(arms['exact']['seeds']))}.\n")
-        parts.append(table(arms) + "\n")
-    path.write_text(re.sub(r"\n{3,}", "\n\n", "\n".join(parts)))
+    parts += [SOONER] if timed else []
+    for task, description in TASKS.items():
+        by_ranks = {r: places[task, r] for r in RANKS if "exact" in places.get((task, r), {})}
+        for arms in list(by_ranks.values())[:1]:
+            seeds = arms["exact"]["seeds"]
+            steps = seeds[min(seeds)]["step"][-1]
+            parts.append(f"## {description.title}\n")
+            parts.append(f"{steps} steps, {counted_seeds(len(seeds))}.\n")
+            parts.append(table_of_task(by_ranks, names))
+    path.write_text("\n".join(parts))

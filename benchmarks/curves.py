@@ -7,7 +7,8 @@ Trains every task with every algorithm, 3 seeds, 2 and 4 ranks on this machine, 
 loss and accuracy of the mean of the ranks' weights on held-out data. Then times a step of each on
 networks of 1 Gb/s and 200 Mb/s (namespaces; needs root). Each run is kept in
 build/benchmarks/curves.json as it ends: a second start goes on where the first was ended. Writes
-build/benchmarks/curves.md: docs/curves.md is a copy. About 6 hours on 2 cores.
+build/benchmarks/curves.md: docs/which-algorithm.md and docs/findings.md have its tables. About 6
+hours on 2 cores.
 """
 
 import argparse
