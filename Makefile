@@ -134,7 +134,8 @@ wheel: venv ## Build wheel and source distribution into dist/, install the wheel
 
 DOCS := $(abspath build)/docs
 
-docs: $(DOCS)/.requirements ## Build the documentation site, build/site/index.html; dead links are errors
+docs: $(DOCS)/.requirements ## Build the documentation site, build/site/index.html; dead links and misspellings are errors
+	$(DOCS)/bin/codespell README.md CONTRIBUTING.md CHANGELOG.md docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
 $(DOCS)/.requirements: requirements-docs.txt

@@ -40,7 +40,7 @@ def test_the_readme_of_an_index_has_no_dead_links(monkeypatch):
     described = provider().dynamic_metadata("readme")
     assert described["content-type"] == "text/markdown"
     assert links_into_the_project(described["text"]) == []
-    assert "docs/algorithms.md" in described["text"]
+    assert "Which algorithm? has the other algorithms" in described["text"]
     monkeypatch.setenv("BAGUA_PROJECT_URL", "https://example.org/bagua/")
     text = provider().dynamic_metadata("readme")["text"]
     assert "](https://example.org/bagua/docs/algorithms.md)" in text

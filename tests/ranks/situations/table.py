@@ -1,19 +1,20 @@
-"""The list of docs/migrating.md: situations as in torch, better than torch, and refused."""
-
-import textwrap
+"""The table of docs/migrating.md: situations as in torch, better than torch, and refused."""
 
 from ranks.situations import rows, themes
 from ranks.situations.houses import OURS
 
 AS_TORCH = (rows.SAME, rows.RAISES, rows.ABSENT)
 NAMES = {"class": "the class", "with_bagua": "with_bagua"}
-COLUMNS = 120
-KINDS = {"Better here": {rows.BETTER}, "Refused or warned about": {rows.REFUSED, rows.WARNED}}
+KINDS = ({rows.BETTER}, {rows.REFUSED, rows.WARNED})
 
 
 def markdown():
     """Markdown of the expectations in the rows, which the tests compare with the results."""
-    lines, whole = [], []
+    lines = [
+        "| situations | as torch | better here | refused or warned about |",
+        "|---|---:|---|---|",
+    ]
+    whole = []
     for theme in themes.THEMES:
         table = themes.table(theme)
         apart = {row.name for row in table for h in OURS if row.of(h).kind not in AS_TORCH}
@@ -21,27 +22,12 @@ def markdown():
         if not apart:
             whole.append((about, len(table)))
             continue
-        lines += _item("- ", f"**{about}**: {len(table) - len(apart)} of {len(table)} as in torch.")
-        for title, kinds in KINDS.items():
-            for reason, names in _by_reason(table, kinds).items():
-                where = ", ".join(map(_named, names.items()))
-                lines += _item("  - ", f"{title}: {reason}. In {where}.")
+        reasons = ["; ".join(map(_counted, _by_reason(table, kinds).items())) for kinds in KINDS]
+        count = f"{len(table) - len(apart)} of {len(table)}"
+        lines.append(f"| {about} | {count} | {' | '.join(reasons)} |")
     count = sum(number for _, number in whole)
-    abouts = "; ".join(about[0].lower() + about[1:] for about, _ in whole)
-    lines += _item("- ", f"**Everything else**: {count} of {count} as in torch. ({abouts})")
+    lines.append(f"| everything else, in {len(whole)} themes | {count} of {count} | | |")
     return "\n".join(lines)
-
-
-def _item(bullet, text):
-    indent = " " * len(bullet)
-    return textwrap.wrap(
-        text,
-        COLUMNS,
-        initial_indent=bullet,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _by_reason(table, kinds):
@@ -63,7 +49,9 @@ def _reason(expected):
     return expected.reason
 
 
-def _named(entry):
-    name, houses = entry
-    only = "" if len(houses) == len(OURS) else f" ({NAMES[houses[0]]})"
-    return f"`{name}`{only}"
+def _counted(entry):
+    """A reason, and in how many situations it holds, of which implementation if of one only."""
+    reason, found = entry
+    houses = {house for houses in found.values() for house in houses}
+    only = f", {NAMES[houses.pop()]}" if len(houses) == 1 else ""
+    return f"{reason} ({len(found)}{only})"

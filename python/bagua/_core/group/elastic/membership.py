@@ -93,7 +93,7 @@ def store_needed() -> Iterator[None]:
         raise _C.BaguaError(
             "the job's store does not answer, without which the ranks cannot agree on who is left: "
             f"{error}. It must outlive ranks: that of torchrun's agent does, that of rank 0's own "
-            "process is lost with it (docs/reliability.md)."
+            "process is lost with it (docs/slow-networks.md)."
         ) from error
 
 

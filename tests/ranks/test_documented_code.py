@@ -1,0 +1,138 @@
+"""Every code block of README.md and the guide runs: see support/documented.py."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from support import documented, training
+from support.documented import REPOSITORY
+
+#: Pages whose fragments need other packages: tests/integrations/test_documented_code.py.
+ELSEWHERE = re.compile(r"lightning|accelerate|transformers|accelerator")
+#: Without those with arguments, which are files of docs/examples with tests of their own.
+SCRIPTS = [block for block in documented.scripts() if "parse_args" not in block.text]
+
+
+def wraps(block):
+    return re.search(
+        r"\.wrap\(|with_bagua\(|DistributedDataParallel\(|fsdp\.compress\(", block.text
+    )
+
+
+def fresh():
+    """A model with an optimizer, as fragments expect them."""
+    import torch
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)]
+    model = torch.nn.Sequential(*layers)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.01)}
+
+
+def take_steps(names, steps=3):
+    """Train what a fragment has wrapped, as its reader would."""
+    model, optimizer = names["model"], names["optimizer"]
+    for _ in range(steps):
+        optimizer.zero_grad()
+        names["loss_function"](model(names["inputs"]), names["targets"]).backward()
+        optimizer.step()
+
+
+@training.with_group
+def run_fragments(page, folder):
+    """The fragments of a page in turn; how many there were."""
+    import bagua.torch_api as bagua
+    import torch
+    from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
+
+    names = {"bagua": bagua, "torch": torch, "folder": folder, "step": 0}
+    names |= {"algorithm": GradientAllReduceAlgorithm(), **fresh()}
+    names |= {"inputs": torch.randn(16, 8), "targets": torch.randn(16, 1)}
+    names["loss_function"] = torch.nn.functional.mse_loss
+    blocks = [b for b in documented.fragments()[page] if not ELSEWHERE.search(b.text)]
+    for block in blocks:
+        names |= fresh() if wraps(block) else {}
+        try:
+            exec(compile(block.text, str(block), "exec"), names)
+            if wraps(block):
+                take_steps(names)
+        except Exception as error:
+            raise AssertionError(f"{block}: {type(error).__name__}: {error}") from error
+    abort = getattr(getattr(names["model"], "bagua_algorithm", None), "abort", None)
+    if abort:
+        abort(names["model"])
+    return len(blocks)
+
+
+@pytest.mark.parametrize("page", documented.fragments())
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_fragments_of_a_page_run_on_two_ranks(ranks, tmp_path, page):
+    first, second = ranks(2, run_fragments, page, str(tmp_path))
+    assert first == second <= len(documented.fragments()[page])
+
+
+@pytest.mark.parametrize("block", SCRIPTS, ids=str)
+def test_a_script_runs_on_two_ranks(run_script, block):
+    for end in run_script(2, block.text):
+        assert end.returncode == 0, f"{block}: {end.stderr}"
+
+
+def test_the_training_example_learns_and_resumes(run_script, tmp_path):
+    path = REPOSITORY / "docs/examples/train.py"
+    first, second = run_script(2, path, ["--folder", tmp_path])
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    accuracies = [float(a) for a in re.findall(r"accuracy ([\d.]+)", first.stdout)]
+    assert len(accuracies) == 4
+    assert accuracies[-1] > 0.9
+    assert re.search("^ByteGrad, 2 ranks, 20. rounds", first.stdout, re.M)
+    again, _ = run_script(2, path, ["--folder", tmp_path, "--steps", "250"])
+    assert re.findall(r"step (\d+)", again.stdout) == ["250"]
+
+
+def test_every_command_is_run_by_a_test_that_is_there():
+    for page in documented.pages():
+        for block in documented.blocks(page):
+            if block.language != "bash" or block.text.startswith("#!"):
+                continue
+            for command in block.commands():
+                owners = [test for rule, test in documented.COMMANDS if re.fullmatch(rule, command)]
+                assert owners, f"{block}: no test runs {command!r}"
+                assert (REPOSITORY / owners[0]).exists(), owners[0]
+
+
+def test_every_block_has_a_language():
+    for page in documented.pages():
+        for block in documented.blocks(page):
+            assert block.language in {"python", "bash", "text", "diff", "dockerfile"}, block
+
+
+def test_the_job_of_the_slurm_page_starts_both_nodes(tmp_path):
+    """With stand-ins for Slurm's programs and torchrun, which writes its arguments."""
+    job = REPOSITORY / "docs/examples/job.sbatch"
+    programs = {
+        "scontrol": 'test "$1 $2 $3" = "show hostnames a,b" && printf "a\\nb\\n"',
+        "srun": 'for n in 0 1; do SLURM_NODEID=$n "$@"; done',
+        "torchrun": 'echo "$GLOO_SOCKET_IFNAME: $@"',
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "a,b", "SLURM_NNODES": "2"}
+    end = subprocess.run(["bash", job], env=env, capture_output=True, text=True, check=True)
+    line = (
+        "eth0: --nnodes=2 --nproc_per_node=2 --node_rank={} --master_addr=a --master_port=29500 "
+        "--max-restarts=3 docs/examples/train.py --folder checkpoints"
+    )
+    assert end.stdout.splitlines() == [line.format(0), line.format(1)]
+
+
+def test_the_table_of_the_scaling_page_is_what_its_command_prints():
+    page = (REPOSITORY / "docs/scaling.md").read_text()
+    command = re.search(r"^python (benchmarks/scaling.*)$", page, re.M).group(1).split()
+    end = subprocess.run(
+        [sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert re.findall(r"\d+\.\d\d|\d+ ms", end.stdout)
+    for figure in re.findall(r"\b\d+\.\d\d\b", end.stdout):
+        assert f"| {figure} |" in page, figure
