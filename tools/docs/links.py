@@ -16,6 +16,16 @@ LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#|mailto:)([^)\s]+)\)")
 ROLE = re.compile(r":(?:attr|class|data|func|meth):(?=\s*<code)")
 
 
+VERSION = re.compile(r'^version = "(.+)"$', re.M)
+
+
+def on_config(config):
+    """The header of every page names the version."""
+    project = Path(config.config_file_path).with_name("pyproject.toml")
+    config.site_name += " " + VERSION.search(project.read_text()).group(1)
+    return config
+
+
 def on_page_content(html, **_):
     return ROLE.sub("", html)
 
