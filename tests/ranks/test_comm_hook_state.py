@@ -187,31 +187,3 @@ def test_wrong_states_are_refused(ranks):
         assert "has no 'rounds'" in other
         assert "was saved by ranks 0 1 2 and is loaded by 0 1: merge" in ranks_differ
         assert "remembers nothing" in stateless
-
-
-@training.with_group
-def merged():
-    """A state of three ranks, loaded by two: each starts from the mean residual."""
-    ddp, handle, optimizer = hooked.made("small_buckets", REMEMBERING["sparse"]())
-    steps(ddp, optimizer, 0, 2)
-    state, rank = handle.state_dict(), dist.get_rank()
-    names = [name for name, _ in ddp.module.named_parameters()]
-    errors = {name: training.gather(state[f"rank{rank}/error/{name}"])[0] for name in names}
-    three = {"rounds": 2, "ranks": "0 1 2", "communications": state["communications"]}
-    for other, factor in enumerate((1.0, 2.0, 6.0)):
-        three |= {f"rank{other}/error/{name}": error * factor for name, error in errors.items()}
-    handle.load_state_dict(three)
-    ddp.zero_grad()
-    (ddp(torch.ones(1, 5)) * 0).sum().backward()
-    after = handle.state_dict()
-    differences = []
-    for name, parameter in ddp.module.named_parameters():
-        remembered = training.mean_over_ranks(after[f"rank{rank}/error/{name}"])
-        differences.append(float((parameter.grad + remembered - 3 * errors[name]).abs().max()))
-    return max(differences), max(float(error.abs().max()) for error in errors.values())
-
-
-def test_a_merged_state_of_other_ranks_gives_each_the_mean(ranks):
-    for difference, size in ranks(2, merged):
-        assert difference < 1e-6
-        assert size > 1e-3

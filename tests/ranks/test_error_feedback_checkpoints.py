@@ -4,14 +4,12 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support import training
 from support.error_feedback import (
     ALGORITHMS,
     WITH_WARM_UP,
     all_bits,
-    error_of,
     gathered_gradients,
     load,
     make,
@@ -113,63 +111,17 @@ def merged(states):
 
 
 @ALGORITHMS
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (2, 1)])
-def test_another_number_of_ranks_starts_from_the_mean(ranks, name, before, after):
-    states = ranks(before, train_and_save, name, 6)
-    loaded = ranks(after, load_and_train, name, merged(states))
-    names = [key.split("/", 2)[2] for key in states[0][2] if key.startswith("rank0/error/")]
-    assert len(names) == 6
-    assert any(error_of(states[0][2], 0, parameter).abs().max() > 1e-3 for parameter in names)
-    for parameter in names:
-        mean = sum(error_of(states[r][2], r, parameter) for r in range(before)) / before
-        for rank in range(after):
-            torch.testing.assert_close(error_of(loaded[rank], rank, parameter), mean)
-    for key in (k for k in states[0][2] if k.startswith("query/")):
-        assert torch.equal(loaded[0][key], states[0][2][key])
-
-
-@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 2), (2, 4), (2, 1), (1, 3)])
-def test_the_whole_residual_of_both_sides_outlives_a_change_of_ranks(ranks, before, after):
-    states = ranks(before, train_and_save, "bytegrad", 6)
-    loaded = ranks(after, load_and_train, "bytegrad", merged(states))
-    names = [key.split("/", 2)[2] for key in states[0][2] if key.startswith("rank0/error/")]
-    expected = owed([state[2] for state in states], names)
-    found = owed(loaded, names)
-    assert before == 1 or any(value.abs().max() > 1e-3 for value in expected.values())
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-8)
-
-
-@ALGORITHMS
-def test_missing_entries_are_named(ranks, name):
-    states = ranks(3, train_and_save, name, 2)
-    expected = "rank1/error/.*saved by ranks 0 1 2 and is loaded by 0 1: merge"
-    with pytest.raises(Exception, match=expected):
-        ranks(2, load_and_train, name, states[0])
-
-
-@training.with_group
-def load_what_does_not_fit(name):
-    model, optimizer = wrapped(make(name))
-    train_step(model, optimizer, 0)
-    algorithm = model.bagua_algorithm
-    before = all_bits(algorithm.state_dict())
-    key = f"rank{dist.get_rank()}/error/0.weight"
-    for change, said in (
-        ({key: torch.zeros(3)}, r"0.weight' is \(3,\)"),
-        ({"rounds": None}, "no 'rounds'"),
-        ({"ranks": None}, "no 'ranks'"),
-    ):
-        state = {k: v for k, v in (algorithm.state_dict() | change).items() if v is not None}
-        with pytest.raises(ValueError, match=said):
-            algorithm.load_state_dict(state)
-    assert all_bits(algorithm.state_dict()) == before, "nothing was loaded"
-    return True
-
-
-@ALGORITHMS
-def test_a_state_that_does_not_fit_is_refused_whole(ranks, name):
-    assert ranks(2, load_what_does_not_fit, name) == [True] * 2
+def test_what_is_owed_outlives_a_change_of_ranks(ranks, name):
+    for before, after in ((3, 2), (1, 3)):
+        states = ranks(before, train_and_save, name, 6)
+        loaded = ranks(after, load_and_train, name, merged(states))
+        names = [key.split("/", 2)[2] for key in states[0][2] if key.startswith("rank0/error/")]
+        assert len(names) == 6
+        expected = owed([state[2] for state in states], names)
+        found = owed(loaded, names)
+        assert before == 1 or any(value.abs().max() > 1e-3 for value in expected.values())
+        for parameter, value in expected.items():
+            torch.testing.assert_close(found[parameter], value, rtol=1e-6, atol=1e-8)
 
 
 @training.with_group

@@ -391,3 +391,36 @@ def test_a_ledger_without_pages_refuses_entries():
             ledger.load(state)
         ledger.load({"rounds": 3})
         assert ledger.state() == {"rounds": 3}
+
+
+def test_a_state_shares_no_memory_with_the_ledger():
+    for _, plan, ranks, hierarchical in plans(20):
+        job = Job(random.Random(0), ranks, hierarchical).take(plan).fill(1)
+        before, state = job.states()[0], job.ledgers[0].state()
+        waiting = Job(random.Random(0), ranks, hierarchical).ledgers[0]
+        for ledger in (job.ledgers[0], waiting):
+            ledger.load(state)
+        aside = waiting.state()
+        for value in (*state.values(), *aside.values()):
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+        assert same(job.states()[0], before)
+        assert same(waiting.state(), before)
+
+
+def test_a_server_residual_with_a_gap_is_refused():
+    gaps = 0
+    for chance, plan, ranks, hierarchical in plans(40, kind="parts"):
+        state = merged(Job(chance, ranks, hierarchical).take(plan).fill(1).states())
+        long = [key for key, value in state.items() if "/server/" in key and value.numel() > 1]
+        for key in chance.sample(long, min(1, len(long))):
+            gaps += 1
+            ledger = Job(chance, 1, False).take(plan).ledgers[0]
+            said = rf"no server residual of '{plan_name(key)}' from element \d+ on: merge"
+            with pytest.raises(ValueError, match=said):
+                ledger.load(state | {key: state[key][:-1]})
+    assert gaps > 10
+
+
+def plan_name(key):
+    return key.rsplit("/", 1)[-1].replace(".", r"\.")

@@ -438,8 +438,6 @@ class Ledger:
         """Entries of a state, by parameter: those of ``pages``, and further ones."""
         rank, members, saved = self._connections().rank, self.members(), self._saved_ranks(state)
         found = {name: _Entries(len(members)) for page in pages for name in page.names}
-        for name, query in (pair for page in pages for pair in page.queries()):
-            saved_tensor(state, f"query/{name}", query, _HERE)
         for key, value in state.items():
             if (name := key.removeprefix("query/")) != key:
                 query = saved_tensor(state, key, _like(value), _HERE).detach().clone()
