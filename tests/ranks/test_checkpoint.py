@@ -140,7 +140,11 @@ def test_a_module_that_is_not_wrapped_is_refused():
 def states_pickle():
     model, optimizer = wrapped("decentralized-all", seed=0)
     steps(model, optimizer, range(2))
-    return pickle.loads(pickle.dumps(model.bagua_algorithm.state_dict()))
+    state = pickle.loads(pickle.dumps(model.bagua_algorithm.state_dict()))
+    other, _ = wrapped("decentralized-all", seed=1)
+    other.bagua_algorithm.load_state_dict(state)
+    assert other.bagua_algorithm.state_dict() == state
+    return state
 
 
 def test_an_algorithms_state_is_plain_data(ranks):

@@ -44,7 +44,7 @@ WAYS = {"files": through_files, "distributed": through_distributed_checkpoint}
 
 
 @training.with_group
-def resume_with_a_round_due(path):
+def resume_with_a_round_due(path, algorithm_first):
     """Rank 1's last step before the save was skipped, and the saving itself runs the round."""
     model, optimizers = make(1)
     train_step(model, optimizers, 0)
@@ -52,6 +52,8 @@ def resume_with_a_round_due(path):
     if dist.get_rank() != 1:
         optimizers[0].step()
     state = {"training": PerRank(model), "algorithm": model.bagua_algorithm}
+    if algorithm_first:
+        state = dict(reversed(state.items()))
     checkpoint.save(state, checkpoint_id=path)
     again, its_optimizers = make(1, seed=1)
     train_step(again, its_optimizers, 77)
@@ -66,7 +68,9 @@ def resume_with_a_round_due(path):
 
 
 def test_one_checkpoint_holds_all_ranks_training(ranks, tmp_path):
-    assert ranks(3, resume_with_a_round_due, str(tmp_path)) == [2 + GOES_ON] * 3
+    for first in (False, True):
+        folder = str(tmp_path / str(first))
+        assert ranks(3, resume_with_a_round_due, folder, first) == [2 + GOES_ON] * 3
 
 
 @training.with_group

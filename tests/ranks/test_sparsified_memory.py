@@ -75,6 +75,7 @@ def save_and_go_on(kind, by_layer):
         first.agg_grad(by_layer)(model, "avg")
     state = copy.deepcopy(first.state_dict())
     second = make(model, kind)
+    second.agg_grad(by_layer)(model, "avg")  # something else, to be forgotten
     second.load_state_dict(state)
     assert all_bits(second.state_dict()) == all_bits(state)
     for call in range(3, 23):

@@ -81,6 +81,8 @@ def toggle(name):
             moved.append(not torch.equal(before, model[0].weight))
             if name not in every_algorithm.OWN_WEIGHTS:
                 training.assert_ranks_agree(model)
+    communications = model.bagua_algorithm.state_dict().get("communications", 8)
+    assert int(communications) == 8
     return lines, len(model.bagua_build_params()), moved
 
 

@@ -256,7 +256,6 @@ class Handle:
                 f"{arguments} error_feedback=True"
             )
         if state:
-            self._rounds.settle()
             self._ledger.load(state)
 
     def close(self) -> None:

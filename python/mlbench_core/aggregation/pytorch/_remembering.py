@@ -175,7 +175,6 @@ class ErrorFeedbackAggregation(Aggregation):
             self._part_of([named[i] for i in together], outcome)
             for together in aggregated_together(tensors, by_layer)
         ]
-        self._ledger.put_aside(*self._ledger.pages)
         self._ledger.take(*(part.page for part in parts))
         self._parts, self._key = parts, key
 
