@@ -1,8 +1,11 @@
 """Every code block of README.md and the guide runs: see support/documented.py."""
 
+import inspect
+import json
 import re
 import subprocess
 import sys
+import textwrap
 
 import pytest
 from support import documented, training
@@ -10,6 +13,10 @@ from support.documented import REPOSITORY
 
 #: Pages whose fragments need other packages: tests/integrations/test_documented_code.py.
 ELSEWHERE = re.compile(r"lightning|accelerate|transformers|accelerator")
+NEEDS_NO_EXAMPLE = {
+    "destroy_process_group",
+    "init_process_group",
+}  # every script of the guide has them
 #: Without those with arguments, which are files of docs/examples with tests of their own.
 SCRIPTS = [block for block in documented.scripts() if "parse_args" not in block.text]
 
@@ -28,6 +35,35 @@ def fresh():
     layers = [torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)]
     model = torch.nn.Sequential(*layers)
     return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.01)}
+
+
+def public_objects():
+    """What scripts call, by name; names of the job's environment explain themselves."""
+    import bagua.torch_api as bagua
+    from bagua import comm_hooks, fsdp
+    from bagua.torch_api import algorithms, checkpoint
+    from bagua.torch_api.algorithms import diloco, q_adam
+    from bagua.torch_api.data_parallel import DistributedDataParallel
+
+    registered = [entry["algorithm"] for entry in algorithms.GlobalAlgorithmRegistry.values()]
+    functions = [
+        value for name in bagua.__all__ if inspect.isfunction(value := getattr(bagua, name))
+    ]
+    others = [q_adam.QAdamOptimizer, diloco.OuterSGD, diloco.Elastic, bagua.Guard]
+    others += [checkpoint.save_checkpoint, checkpoint.load_latest, checkpoint.PerRank]
+    others += [comm_hooks.register, fsdp.compress, DistributedDataParallel]
+    found = {value.__name__: value for value in [*registered, *functions, *others]}
+    return {
+        n: v for n, v in found.items() if not n.startswith("get_") and n not in NEEDS_NO_EXAMPLE
+    }
+
+
+def example_of(value):
+    """The code behind "Example::" in a docstring, or behind a sentence that ends with "::"."""
+    text = inspect.getdoc(value)
+    begin = re.search(r"^Example::\n\n|::\n\n(?=    state = )", text, re.M)
+    assert begin, f"{value.__name__} has no example"
+    return textwrap.dedent(re.match(r"(?:(?:    .*)?\n)+", text[begin.end() :] + "\n").group())
 
 
 def take_steps(names, steps=3):
@@ -63,6 +99,39 @@ def run_fragments(page, folder):
     if abort:
         abort(names["model"])
     return len(blocks)
+
+
+@training.with_group
+def run_example(name, folder):
+    import bagua.torch_api as bagua
+    import torch
+    import torch.distributed.checkpoint
+    import torch.utils.tensorboard
+    from bagua.torch_api import algorithms
+    from torch.distributed.fsdp import fully_shard
+
+    value = public_objects()[name]
+    names = {**vars(algorithms), **public_objects(), "bagua": bagua, "torch": torch}
+    names |= {"fully_shard": fully_shard, "dcp": torch.distributed.checkpoint, "folder": folder}
+    names |= {"path": folder, "step": 1, "loss_function": torch.nn.functional.mse_loss, **fresh()}
+    names |= {"inputs": torch.randn(16, 8), "targets": torch.randn(16, 1)}
+    names["algorithm"] = algorithms.DecentralizedAlgorithm()
+    if name in ("save_checkpoint", "PerRank"):
+        names["model"].with_bagua([names["optimizer"]], names["algorithm"])
+    exec(compile(example_of(value), name, "exec"), names)
+    if hasattr(getattr(names["model"], "bagua_algorithm", None), "abort"):
+        names["model"].bagua_algorithm.abort(names["model"])
+    promised = re.search(r"#.* (\[[\d, ]+\])$", example_of(value), re.M)
+    tensors = [v.flatten() for n, v in names.items() if isinstance(v, torch.Tensor)]
+    wanted = torch.tensor(json.loads(promised.group(1)), dtype=torch.float32) if promised else None
+    return wanted is None or any(t[: len(wanted)].equal(wanted) for t in tensors)
+
+
+@pytest.mark.parametrize("name", public_objects())
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_example_of_a_docstring_runs(ranks, tmp_path, name):
+    """And a rank has the numbers that a comment behind it promises."""
+    assert any(ranks(2, run_example, name, str(tmp_path)))
 
 
 @pytest.mark.parametrize("page", documented.fragments())

@@ -39,6 +39,10 @@ def test_links_to_files_that_are_no_pages_become_text_or_links_into_the_reposito
     assert rewritten(hooks, text) == f"[a](../cuda.md#x) {linked} [d](e.md)"
 
 
+def test_examples_begin_with_one_colon(hooks):
+    assert hooks.on_page_content("<p>Example::</p>") == "<p>Example:</p>"
+
+
 def test_roles_leave_the_name(hooks):
     html = "of :meth:<code>x</code> and :class: <code>y</code>, not :meth:z"
     assert hooks.on_page_content(html) == "of <code>x</code> and  <code>y</code>, not :meth:z"

@@ -1,6 +1,6 @@
 """For mkdocs: links to files that are no pages become their text, or links into the repository.
 
-Docstrings name others by roles, ":meth:`x`", of which the name stays.
+Docstrings name others by roles, ":meth:`x`", of which the name stays; of "Example::" one colon.
 
 Pages link to headers, scripts and tests beside docs/, which a site does not have. With
 BAGUA_PROJECT_URL, the address of the project's files, such links go there.
@@ -27,7 +27,7 @@ def on_config(config):
 
 
 def on_page_content(html, **_):
-    return ROLE.sub("", html)
+    return ROLE.sub("", html).replace("Example::</p>", "Example:</p>")
 
 
 def on_page_markdown(markdown, page, config, files):

@@ -54,6 +54,10 @@ class Elastic:
 
     Raises:
         ValueError: ``min_ranks`` is not positive.
+
+    Example::
+
+        algorithm = DiLoCoAlgorithm(elastic=Elastic(min_ranks=2))
     """
 
     min_ranks: int = 2

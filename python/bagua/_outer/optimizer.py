@@ -48,6 +48,10 @@ class OuterSGD:
 
     Raises:
         ValueError: ``lr`` is not positive, or ``momentum`` is not in [0, 1).
+
+    Example::
+
+        local_sgd = DiLoCoAlgorithm(OuterSGD(lr=1.0, momentum=0.0), interval=20)
     """
 
     lr: float = 0.7

@@ -70,6 +70,13 @@ def write_stats(
 
     Raises:
         TypeError: the model has no statistics, or the writer no ``add_scalar``.
+
+    Example::
+
+        writer = torch.utils.tensorboard.SummaryWriter(folder)
+        model = model.with_bagua([optimizer])
+        loss_function(model(inputs), targets).backward()
+        values = bagua.write_stats(model, writer, step=1)
     """
     if not callable(getattr(writer, "add_scalar", None)):
         raise TypeError(f"a writer has add_scalar(tag, value, step), {type(writer).__name__} not")

@@ -73,6 +73,12 @@ def serve_metrics(model: Any, port: int, address: str = "127.0.0.1") -> MetricsS
         ImportError: the package ``prometheus_client`` is not installed.
         TypeError: the model has no statistics.
         OSError: the port is taken.
+
+    Example::
+
+        model = model.with_bagua([optimizer])
+        server = bagua.serve_metrics(model, port=9400 + bagua.get_local_rank())
+        server.close()
     """
     try:
         import prometheus_client

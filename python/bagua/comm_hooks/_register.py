@@ -75,6 +75,13 @@ def register(
         RuntimeError: ``ddp`` has a hook, or its module is wrapped by ``with_bagua``.
         BaguaMismatchError: the ranks' models or arguments differ.
         BaguaError: a rank did not come, or was lost.
+
+    Example::
+
+        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        hook = register(ddp, "bytegrad")
+        loss_function(ddp(inputs), targets).backward()
+        hook.stats()["total"]["bytes_sent"]
     """
     _check_ddp(ddp)
     algorithm = _algorithm_named(algorithm)

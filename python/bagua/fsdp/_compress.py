@@ -66,6 +66,13 @@ def compress(
         RuntimeError: the model is compressed already.
         BaguaMismatchError: the ranks' models or arguments differ.
         BaguaError: a rank did not come, or was lost.
+
+    Example::
+
+        fully_shard(model)
+        handle = compress(model)
+        loss_function(model(inputs), targets).backward()
+        handle.stats()["total"]["bytes_sent"]
     """
     modules = _sharded_modules(model)
     codec = codec_named(codec)

@@ -67,8 +67,8 @@ def wrap(
     Args:
         model: any module; stays the same object.
         optimizers: the optimizers used for the module (a list).
-        algorithm: decides the messages and their time (``bagua.torch_api.algorithms``); None:
-            ``AutoAlgorithm()``, which measures and takes the fastest of its candidates.
+        algorithm: how and when ranks communicate (``bagua.torch_api.algorithms``). None:
+            ``AutoAlgorithm()``, which measures its candidates and keeps the fastest.
         process_group: who communicates: None for all ranks, a torch process group, a ``DeviceMesh``
             of one dimension, or a ``BaguaProcessGroup``.
         do_flatten: make gradients views of their buckets; False copies them in and out.
@@ -76,11 +76,10 @@ def wrap(
             used keeps its ``.grad``. Unused parameters never hang, with or without it.
         broadcast_buffers: give every rank the first rank's buffers before a training forward.
             None: as the algorithm has it.
-        grad_scaler: the scaler that the loss is multiplied with, if there is one. An algorithm that
-            remembers something of the gradients (QAdam) needs it to keep its memory unscaled; that
-            gradients are scaled by a scaler it was not given, no algorithm can know.
-        guard: measures during training what the algorithm loses, and warns where that is too much.
-            None: as the algorithm has it, most have none.
+        grad_scaler: the ``GradScaler`` of the loss. Algorithms with momentum or residuals need it
+            to keep them unscaled: if you use one and do not pass it, they are silently wrong.
+        guard: optional accuracy monitor, which warns if the algorithm loses too much. None: that of
+            the algorithm, off for most.
 
     Returns:
         ``model`` itself, now a :class:`BaguaModule`.
@@ -94,6 +93,12 @@ def wrap(
     Note:
         To ignore parameters or buffers, assign the list of their names (as in ``state_dict()``) to
         ``module._bagua_params_and_buffers_to_ignore`` before the call.
+
+    Example::
+
+        model = bagua.wrap(model, [optimizer], ByteGradAlgorithm())
+        loss_function(model(inputs), targets).backward()
+        optimizer.step()
     """
     algorithm = AutoAlgorithm() if algorithm is None else algorithm
     check_arguments("with_bagua", optimizers, algorithm, grad_scaler, guard)

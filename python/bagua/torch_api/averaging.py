@@ -30,6 +30,12 @@ def average_weights(model: torch.nn.Module) -> torch.nn.Module:
     Raises:
         TypeError: the module is not wrapped.
         BaguaError: another rank failed or does not answer.
+
+    Example::
+
+        model = model.with_bagua([optimizer], DecentralizedAlgorithm())
+        ...  # the training loop
+        torch.save(bagua.average_weights(model).state_dict(), f"{folder}/{bagua.get_rank()}.pt")
     """
     wrapped = model if isinstance(model, BaguaModule) else getattr(model, "module", None)
     if not isinstance(wrapped, BaguaModule):

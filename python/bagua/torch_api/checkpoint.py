@@ -150,6 +150,12 @@ def load_latest(
         BaguaError: there are checkpoints, and none is whole.
         ValueError: it is of another model or algorithm, or of another number of ranks that held
             different weights; names what does not fit.
+
+    Example::
+
+        model = model.with_bagua([optimizer])
+        state = {"model": model, "optimizer": optimizer, "algorithm": model.bagua_algorithm}
+        first = load_latest(folder, state) or 0
     """
     # Checks
     _check_state(state)

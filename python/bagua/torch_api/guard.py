@@ -87,6 +87,11 @@ class Guard:
 
     Raises:
         ValueError: a number below 1, or a threshold that is not positive.
+
+    Example::
+
+        model = model.with_bagua([optimizer], ByteGradAlgorithm(), guard=Guard(every=100))
+        model.bagua_stats()["guard"]["breaches"]
     """
 
     every: int = 50

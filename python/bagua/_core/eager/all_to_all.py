@@ -32,6 +32,12 @@ def alltoall(
     """Part j of rank i's ``send_tensor`` becomes part i of rank j's ``recv_tensor``.
 
     Both have the same number of elements, which n divides.
+
+    Example::
+
+        n, rank = bagua.get_world_size(), bagua.get_rank()
+        send, recv = torch.full([n], float(rank)), torch.empty(n)
+        bagua.alltoall(send, recv)  # with 2 ranks: [0, 1]
     """
     member = member_of(comm)
     if member is None:
@@ -45,7 +51,13 @@ def alltoall(
 
 
 def alltoall_inplace(tensor: torch.Tensor, comm: Communicator | CommMember | None = None) -> None:
-    """:func:`alltoall` from a copy of ``tensor`` into it."""
+    """:func:`alltoall` from a copy of ``tensor`` into it.
+
+    Example::
+
+        tensor = torch.full([bagua.get_world_size()], float(bagua.get_rank()))
+        bagua.alltoall_inplace(tensor)  # with 2 ranks: [0, 1]
+    """
     member = member_of(comm)
     if member is None:
         return
@@ -75,6 +87,11 @@ def alltoall_v(
     Raises:
         BaguaMismatchError: on every rank, if a part is not as long as its receiver expects; names
             the ranks and the counts. Nothing was exchanged then.
+
+    Example::
+
+        send, recv = torch.ones(3), torch.zeros(3)  # on 2 ranks, each with as many for both
+        bagua.alltoall_v(send, [1, 1], [0, 2], recv, [1, 1], [0, 2])  # [1, 0, 1]
     """
     member = member_of(comm)
     if member is None:
@@ -108,6 +125,11 @@ def alltoall_v_inplace(
 
     Raises:
         BaguaMismatchError: as :func:`alltoall_v`.
+
+    Example::
+
+        tensor = torch.full([2], float(bagua.get_rank()))  # on 2 ranks
+        bagua.alltoall_v_inplace(tensor, [1, 1], [0, 1])  # [0, 1]
     """
     member = member_of(comm)
     if member is None:

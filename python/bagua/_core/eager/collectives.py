@@ -48,14 +48,27 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def barrier(comm: Communicator | CommMember | None = None) -> None:
-    """Block until every rank is here and this process's device has nothing left to do."""
+    """Block until every rank is here and this process's device has nothing left to do.
+
+    Example::
+
+        bagua.barrier()
+    """
     member = member_of(comm)
     if member is not None:
         member.barrier()
 
 
 def send(tensor: torch.Tensor, dst: int, comm: Communicator | CommMember | None = None) -> None:
-    """Send the whole ``tensor`` to rank ``dst``, which calls :func:`recv`."""
+    """Send the whole ``tensor`` to rank ``dst``, which calls :func:`recv`.
+
+    Example::
+
+        if bagua.get_rank() == 0:
+            bagua.send(torch.ones(4), dst=1)
+        elif bagua.get_rank() == 1:
+            bagua.recv(torch.empty(4), src=0)
+    """
     member = member_of(comm)
     if member is None:
         return
@@ -67,7 +80,16 @@ def send(tensor: torch.Tensor, dst: int, comm: Communicator | CommMember | None 
 
 
 def recv(tensor: torch.Tensor, src: int, comm: Communicator | CommMember | None = None) -> None:
-    """Fill ``tensor`` with what rank ``src`` sends: as many elements, of the same dtype."""
+    """Fill ``tensor`` with what rank ``src`` sends: as many elements, of the same dtype.
+
+    Example::
+
+        received = torch.empty(4)
+        if bagua.get_rank() == 1:
+            bagua.recv(received, src=0)  # [1, 1, 1, 1]
+        elif bagua.get_rank() == 0:
+            bagua.send(torch.ones(4), dst=1)
+    """
     member = member_of(comm)
     if member is None:
         return
@@ -81,7 +103,13 @@ def recv(tensor: torch.Tensor, src: int, comm: Communicator | CommMember | None 
 def broadcast(
     tensor: torch.Tensor, src: int = 0, comm: Communicator | CommMember | None = None
 ) -> None:
-    """Replace every rank's ``tensor`` by that of rank ``src``."""
+    """Replace every rank's ``tensor`` by that of rank ``src``.
+
+    Example::
+
+        order = torch.randperm(10)
+        bagua.broadcast(order, src=0)  # the same on all ranks
+    """
     member = member_of(comm)
     if member is None:
         return
@@ -132,6 +160,12 @@ def allgather(
     """Give every rank the ``send_tensor`` of all: part i of ``recv_tensor`` is rank i's.
 
     ``recv_tensor`` has n times the elements of ``send_tensor``.
+
+    Example::
+
+        mine = torch.tensor([float(bagua.get_rank())])
+        all_of_them = torch.empty(bagua.get_world_size())
+        bagua.allgather(mine, all_of_them)  # with 2 ranks: [0, 1]
     """
     member = member_of(comm)
     if member is None:
@@ -145,7 +179,14 @@ def allgather(
 
 
 def allgather_inplace(tensor: torch.Tensor, comm: Communicator | CommMember | None = None) -> None:
-    """Give every rank all n equal parts of ``tensor``; rank r contributes its part r."""
+    """Give every rank all n equal parts of ``tensor``; rank r contributes its part r.
+
+    Example::
+
+        tensor = torch.zeros(bagua.get_world_size())
+        tensor[bagua.get_rank()] = 1.0 + bagua.get_rank()
+        bagua.allgather_inplace(tensor)  # with 2 ranks: [1, 2]
+    """
     member = member_of(comm)
     if member is None:
         return
@@ -168,6 +209,12 @@ def gather(
 
     ``recv_tensor`` has n times the elements of ``send_tensor`` on every rank; that of the others
     stays as it is.
+
+    Example::
+
+        mine = torch.tensor([float(bagua.get_rank())])
+        all_of_them = torch.zeros(bagua.get_world_size())
+        bagua.gather(mine, all_of_them, dst=0)  # rank 0 of 2: [0, 1]
     """
     member = member_of(comm)
     if member is None:
@@ -191,6 +238,12 @@ def gather_inplace(
 
     On ``dst`` the tensor has n times ``count`` elements, its own part already in place ``dst``; on
     the others it has ``count``.
+
+    Example::
+
+        count = bagua.get_world_size() if bagua.get_rank() == 0 else 1
+        tensor = torch.full([count], float(bagua.get_rank()))
+        bagua.gather_inplace(tensor, count=1, dst=0)  # rank 0 of 2: [0, 1]
     """
     member = member_of(comm)
     if member is None:
@@ -212,6 +265,11 @@ def scatter(
     """Give rank i part i of rank ``src``'s ``send_tensor``.
 
     ``send_tensor`` has n times the elements of ``recv_tensor`` on every rank.
+
+    Example::
+
+        parts, own = torch.arange(2.0 * bagua.get_world_size()), torch.empty(2)
+        bagua.scatter(parts, own, src=0)  # rank 1 of 2: [2, 3]
     """
     member = member_of(comm)
     if member is None:
@@ -235,6 +293,12 @@ def scatter_inplace(
 
     On ``src`` the tensor has n times ``count`` elements and stays as it is (its own part is part
     ``src``); on the others it has ``count`` and is replaced.
+
+    Example::
+
+        count = bagua.get_world_size() if bagua.get_rank() == 0 else 1
+        tensor = torch.arange(float(count))
+        bagua.scatter_inplace(tensor, count=1, src=0)  # rank 1 of 2: [1]
     """
     member = member_of(comm)
     if member is None:

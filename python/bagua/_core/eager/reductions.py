@@ -74,6 +74,11 @@ def allreduce(
     """Reduce the ranks' ``send_tensor`` into every rank's ``recv_tensor``.
 
     Both have the same number of elements and dtype; they may be one tensor.
+
+    Example::
+
+        mine, total = torch.tensor([1.0, bagua.get_rank()]), torch.empty(2)
+        bagua.allreduce(mine, total)  # with 2 ranks: [2, 1]
     """
     member = member_of(comm)
     if member is None:
@@ -93,7 +98,13 @@ def allreduce_inplace(
     op: ReduceOp = ReduceOp.SUM,
     comm: Communicator | CommMember | None = None,
 ) -> None:
-    """Replace every rank's ``tensor`` by the reduction of all."""
+    """Replace every rank's ``tensor`` by the reduction of all.
+
+    Example::
+
+        loss = torch.tensor([1.0 + bagua.get_rank()])
+        bagua.allreduce_inplace(loss, op=bagua.ReduceOp.AVG)  # with 2 ranks: [1.5]
+    """
     member = member_of(comm)
     if member is None:
         return
@@ -139,6 +150,11 @@ def reduce(
     Both have the same number of elements and dtype; ``recv_tensor`` of the others stays as it is.
     The result is that of :func:`allreduce`. For some sizes above 2 MiB times n,
     ``torch.distributed.reduce`` over gloo adds in another order than its own all-reduce.
+
+    Example::
+
+        mine, total = torch.ones(2), torch.zeros(2)
+        bagua.reduce(mine, total, dst=0)  # rank 0 of 2: [2, 2]
     """
     member = member_of(comm)
     if member is None:
@@ -158,7 +174,13 @@ def reduce_inplace(
     op: ReduceOp = ReduceOp.SUM,
     comm: Communicator | CommMember | None = None,
 ) -> None:
-    """Replace ``tensor`` of rank ``dst`` by the reduction of all; the others' stay as they are."""
+    """Replace ``tensor`` of rank ``dst`` by the reduction of all; the others' stay as they are.
+
+    Example::
+
+        counts = torch.ones(2)
+        bagua.reduce_inplace(counts, dst=0)  # rank 0 of 2: [2, 2]; rank 1: [1, 1]
+    """
     member = member_of(comm)
     if member is None:
         return
@@ -179,6 +201,12 @@ def reduce_scatter(
     """Give rank r the reduction of the ranks' r-th parts of ``send_tensor``.
 
     ``send_tensor`` has n times the elements of ``recv_tensor``.
+
+    Example::
+
+        n = bagua.get_world_size()
+        parts, own = torch.arange(2.0 * n), torch.empty(2)
+        bagua.reduce_scatter(parts, own)  # rank 1 of 2: [4, 6]
     """
     member = member_of(comm)
     if member is None:
@@ -203,7 +231,13 @@ def reduce_scatter_inplace(
     op: ReduceOp = ReduceOp.SUM,
     comm: Communicator | CommMember | None = None,
 ) -> None:
-    """:func:`reduce_scatter` into the first numel/n elements of ``tensor``; the rest stays."""
+    """:func:`reduce_scatter` into the first numel/n elements of ``tensor``; the rest stays.
+
+    Example::
+
+        tensor = torch.ones(2 * bagua.get_world_size())
+        bagua.reduce_scatter_inplace(tensor)  # with 2 ranks it begins with [2, 2]
+    """
     member = member_of(comm)
     if member is None:
         return

@@ -111,6 +111,14 @@ def init_process_group(
         BaguaError: a rank or the job's store was lost in the process.
         TypeError: ``store`` is none; a backend is given by its name.
         ValueError: a rank or size is missing or out of range.
+
+    Example::
+
+        import bagua.torch_api as bagua
+
+        bagua.init_process_group(timeout=timedelta(minutes=5))  # under torchrun
+        print(bagua.get_rank(), bagua.get_world_size())
+        bagua.destroy_process_group()
     """
     global _made_torch_group
     if is_initialized():

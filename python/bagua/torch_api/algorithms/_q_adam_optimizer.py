@@ -49,6 +49,11 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: an argument out of its range, or groups with different ``warmup_steps``.
+
+    Example::
+
+        optimizer = QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=100)
+        model = model.with_bagua([optimizer], QAdamAlgorithm(optimizer))
     """
 
     _source: weakref.ref[QAdamAlgorithmImpl] | None = None  # copies and pickles have none

@@ -46,6 +46,13 @@ class AsyncModelAverageAlgorithm(Algorithm):
 
     Raises:
         ValueError: an argument out of its range.
+
+    Example::
+
+        model = model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=100))
+        ...  # the training loop
+        model.bagua_algorithm.abort(model)
+        averaged = bagua.average_weights(model)
     """
 
     def __init__(

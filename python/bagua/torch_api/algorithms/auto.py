@@ -75,6 +75,12 @@ class AutoAlgorithm(Algorithm):
     Raises:
         TypeError, ValueError: an argument of another kind or out of range, by name.
         KeyError: a name that is not registered.
+
+    Example::
+
+        model = model.with_bagua([optimizer], AutoAlgorithm(max_error=0.1))
+        ...  # 42 steps
+        model.bagua_stats()["choice"]
     """
 
     def __init__(

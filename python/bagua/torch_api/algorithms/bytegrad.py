@@ -56,6 +56,11 @@ class ByteGradAlgorithm(Algorithm):
 
     Raises:
         ValueError: unknown codec; error feedback with ``hierarchical="sharded"``.
+
+    Example::
+
+        four_bits = ByteGradAlgorithm(codec="int4_block", error_feedback=True)
+        model = model.with_bagua([optimizer], four_bits)
     """
 
     def __init__(

@@ -55,6 +55,11 @@ class DecentralizedAlgorithm(Algorithm):
 
     Raises:
         ValueError: unknown mode, or an interval below 1.
+
+    Example::
+
+        algorithm = DecentralizedAlgorithm(peer_selection_mode="shift_one")
+        model = model.with_bagua([optimizer], algorithm)
     """
 
     def __init__(

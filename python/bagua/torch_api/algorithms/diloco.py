@@ -94,6 +94,13 @@ class DiLoCoAlgorithm(Algorithm):
             tensors; ``elastic`` is no :class:`Elastic`.
         ValueError: unknown codec, or an argument out of its range; from ``with_bagua``: no
             optimizer, or fragments that do not fit the module.
+
+    Example::
+
+        model = model.with_bagua([optimizer], DiLoCoAlgorithm(interval=100, codec="int4_block"))
+        ...  # the training loop
+        with model.bagua_algorithm.anchor(), torch.no_grad():
+            outputs = model(inputs)
     """
 
     def __init__(

@@ -23,6 +23,10 @@ class GradientAllReduceAlgorithm(Algorithm):
             With ``"sharded"`` every rank of a node communicates between nodes, with a share of
             each bucket: for nodes with several network cards.
         average: mean over the ranks; False gives the sum.
+
+    Example::
+
+        model = model.with_bagua([optimizer], GradientAllReduceAlgorithm())
     """
 
     def __init__(self, hierarchical: Hierarchy = False, average: bool = True) -> None:

@@ -46,6 +46,10 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
 
     Raises:
         ValueError: an interval below 1, or an unknown codec.
+
+    Example::
+
+        model = model.with_bagua([optimizer], LowPrecisionDecentralizedAlgorithm())
     """
 
     def __init__(

@@ -58,6 +58,11 @@ class PowerSGDAlgorithm(Algorithm):
         TypeError: ``exact_parameters`` is one string.
         ValueError: an argument out of range; from ``with_bagua``: a pattern that matches no
             parameter.
+
+    Example::
+
+        algorithm = PowerSGDAlgorithm(rank=4, exact_parameters=["*bias"])
+        model = model.with_bagua([optimizer], algorithm)
     """
 
     def __init__(

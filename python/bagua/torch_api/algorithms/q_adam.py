@@ -54,6 +54,11 @@ class QAdamAlgorithm(Algorithm):
         TypeError: the optimizer is no :class:`QAdamOptimizer`.
         ValueError: unknown codec, or error feedback with ``hierarchical="sharded"``; from
             ``with_bagua``: an optimizer that does not fit the module.
+
+    Example::
+
+        optimizer = QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=100)
+        model = model.with_bagua([optimizer], QAdamAlgorithm(optimizer))
     """
 
     def __init__(

@@ -54,6 +54,10 @@ class SparseAlgorithm(Algorithm):
         ValueError: an argument out of range, or an unknown codec; from ``with_bagua``: a pattern
             that matches no parameter.
         NotImplementedError: from ``with_bagua``: ``codec`` of gradients on another device.
+
+    Example::
+
+        model = model.with_bagua([optimizer], SparseAlgorithm(ratio=0.01))
     """
 
     def __init__(

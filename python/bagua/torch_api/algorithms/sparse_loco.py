@@ -47,6 +47,10 @@ class SparseLoCoAlgorithm(Algorithm):
     Raises:
         ValueError: an argument out of its range; from ``with_bagua``: no optimizer, fragments that
             do not fit the module, or weights that are not on the CPU.
+
+    Example::
+
+        model = model.with_bagua([optimizer], SparseLoCoAlgorithm(interval=30))
     """
 
     def __init__(

@@ -136,6 +136,12 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
         ValueError: devices, sizes or delayed parameters that do not fit, or an algorithm that
             cannot be guarded.
         BaguaMismatchError: the ranks' modules or arguments differ; names the first difference.
+
+    Example::
+
+        ddp = DistributedDataParallel(model, algorithm=ByteGradAlgorithm(), optimizers=[optimizer])
+        loss_function(ddp(inputs), targets).backward()
+        optimizer.step()
     """
 
     device: torch.device
