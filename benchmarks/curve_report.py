@@ -162,11 +162,11 @@ def table_of_differences(places: Places, names: Sequence[str]) -> str:
 
 
 def table_of_task(by_ranks: dict[int, dict[str, Any]], names: Sequence[str]) -> str:
-    """A row per algorithm; loss, accuracy, bytes and speed-up on the slowest network by ranks."""
+    """A row per algorithm; loss, accuracy and speed-up on the slowest network by ranks."""
     head, rows = ["algorithm"], {name: [name] for name in names}
     for ranks, arms in by_ranks.items():
         rate = min({r for arm in arms.values() for r in arm["seconds"]}, key=int, default=None)
-        head += [f"{ranks} ranks: loss", "accuracy", "MB sent"]
+        head += [f"{ranks} ranks: loss", "accuracy"]
         head += [] if rate is None else [f"speed-up, {rate} Mb/s"]
         for name in names:
             rows[name] += cells_of(name, arms, rate)
@@ -176,11 +176,10 @@ def table_of_task(by_ranks: dict[int, dict[str, Any]], names: Sequence[str]) -> 
 def cells_of(name: str, arms: dict[str, Any], rate: str | None) -> list[str]:
     arm, exact = arms.get(name), arms["exact"]
     if not arm or not arm["seeds"]:
-        return [""] * (3 if rate is None else 4)
+        return [""] * (2 if rate is None else 3)
     curves = list(arm["seeds"].values())
     cells = [loss_of(arm, len(exact["seeds"]))]
     cells.append(f"{statistics.mean(c['accuracy'][-1] for c in curves):.1%}")
-    cells.append(f"{statistics.mean(c['bytes'][-1] for c in curves) / 1e6:.2f}")
     if rate is not None:
         times = sooner(arm, exact, rate, warm_up_of(name))
         cells.append("\N{EN DASH}" if math.isnan(times) else f"{times:.2f}")

@@ -104,8 +104,8 @@ def test_the_page_has_a_row_for_each_algorithm(modules, tmp_path):
     report.write_page(curves.kept(results), tmp_path / "curves.md", ["exact", "bytegrad"])
     page = (tmp_path / "curves.md").read_text()
     assert "| bytegrad | +0.000 |\n" in page
-    assert "| exact | 1.050 ± 0.124 | 50.0% | 4.00 | 1.00 |\n" in page
-    assert "| bytegrad | 1.050 ± 0.124 | 50.0% | 1.00 | 4.13 |\n" in page
+    assert "| exact | 1.050 ± 0.124 | 50.0% | 1.00 |\n" in page
+    assert "| bytegrad | 1.050 ± 0.124 | 50.0% | 4.13 |\n" in page
     assert "Speed-up" in page
     assert "Not trained yet" in page
     assert "- digits with 4 ranks: everything\n" in page
@@ -121,9 +121,9 @@ def test_a_page_without_times_has_the_losses(modules, tmp_path):
     report.write_page(curves.kept(results), tmp_path / "curves.md", ["exact", "qadam"])
     page = (tmp_path / "curves.md").read_text()
     assert "- digits with 2 ranks: qadam\n" in page
-    assert "| exact | 2.000 | 50.0% | 2.00 |\n" in page  # of the digits
-    assert "| exact | 2.100 ± 1.271 | 50.0% | 2.00 |\n" in page
-    assert "| qadam | 2.150, 1 seed | 50.0% | 2.00 |\n" in page
+    assert "| exact | 2.000 | 50.0% |\n" in page  # of the digits
+    assert "| exact | 2.100 ± 1.271 | 50.0% |\n" in page
+    assert "| qadam | 2.150, 1 seed | 50.0% |\n" in page
     assert "| qadam |  | (-0.050) |\n" in page
     assert "Speed-up" not in page
 
@@ -137,7 +137,7 @@ def test_a_page_says_which_runs_have_come_to_nothing(modules, tmp_path):
             curves.keep(results, curves.key_of("text", arm, 2, "seed", seed), run)
     report.write_page(curves.kept(results), tmp_path / "curves.md", ["exact", "qadam"])
     page = (tmp_path / "curves.md").read_text()
-    assert "| qadam | no number with 1 of 2 seeds | 50.0% | 2.00 |\n" in page
+    assert "| qadam | no number with 1 of 2 seeds | 50.0% |\n" in page
     assert "| qadam | **NaN** |\n" in page
 
 

@@ -1,4 +1,4 @@
-"""Packages of continuous integration are pinned, and docs/security.md has a reason for each."""
+"""Packages of continuous integration are pinned, and CONTRIBUTING.md has a reason for each."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ def requirements(file):
 
 def packages_with_reasons():
     table = re.findall(
-        r"^\| ([a-z0-9, -]+) \| (.+) \|$", (ROOT / "docs/security.md").read_text(), re.M
+        r"^\| ([a-z0-9, -]+) \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M
     )
     return {name for names, reason in table for name in names.split(", ") if len(reason) > 5}
 
