@@ -1,6 +1,6 @@
 """Engine and ops on a fake device: nothing unordered, nothing freed too early, the CPU's results.
 
-What it proves and what it cannot: docs/cuda.md, "Kernels on a CPU".
+What it proves and what it cannot: csrc/codec/cuda/README.md, "Kernels on a CPU".
 """
 
 import os

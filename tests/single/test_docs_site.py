@@ -10,6 +10,7 @@ from support.documented import pages
 from support.programs.benchmark_programs import load_file
 
 REPOSITORY = Path(__file__).parents[2]
+BESIDE_CODE = ["tests/README.md", "csrc/codec/cuda/README.md"]
 MOST_LINES = {"findings.md": 250}  # tables, for those who ask how we know
 
 
@@ -75,7 +76,7 @@ def anchors_of(path):
 
 def test_links_outside_of_the_site_lead_somewhere():
     """mkdocs checks the links between pages; these it does not see."""
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md"):
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *BESIDE_CODE):
         for file, anchor in links_of(REPOSITORY / name):
             assert file.exists(), f"{name}: {file}"
             if anchor:
