@@ -32,6 +32,7 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.initial_state import broadcast_tensors
 from bagua._core.state.ledger import Commit
 from bagua._core.state.saved_values import saved_tensor
+from bagua._core.state.shards import local
 from bagua._core.state.weights_check import WeightsCheck, digest
 from bagua._outer.optimizer import NO_FIGURES, OuterOptimizer, figures, state_of
 from bagua._outer.step_attempts import StepAttempts
@@ -722,4 +723,4 @@ def _clear_non_finite(optimizers: Iterable[torch.optim.Optimizer]) -> None:
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
-                    value.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                    local(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

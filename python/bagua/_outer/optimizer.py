@@ -129,7 +129,7 @@ class _Momentum(torch.optim.Optimizer):
         super().__init__(anchors, {"lr": rates.lr, "momentum": rates.momentum, **NO_FIGURES})
         self._rule = rule
         self._anchors = anchors
-        rate = torch.zeros(1, dtype=torch.float64, device=anchors[0].device)
+        rate = torch.zeros((), dtype=torch.float64, device=anchors[0].device)
         for anchor in anchors:
             self.state[anchor] = {"momentum": torch.zeros_like(anchor), "rate": rate}
 

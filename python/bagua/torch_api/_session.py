@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from bagua import _C, BaguaError, __version__
@@ -25,6 +26,7 @@ from bagua._core.state.initial_state import (
     broadcast_tensors,
     communicating_optimizer,
 )
+from bagua._core.state.shards import is_sharded, ranks_of
 from bagua._core.state.snapshot import ModuleSnapshot
 from bagua._core.state.statistics import MainThreadTraffic, statistics
 from bagua._core.state.weights_check import WeightsCheck, sample
@@ -122,7 +124,7 @@ class Session:
         self._initial_state = initial_state
         self._grad_scaler = grad_scaler
         self._asked_guard = guard
-        self._snapshot = ModuleSnapshot(module)
+        self._snapshot = ModuleSnapshot(module, averaged_inside=self._averaged_inside(module))
         self._running = Synchronizer()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._watching = False
@@ -181,6 +183,7 @@ class Session:
         """
         self.process_group.refuse_before_joining()
         self._snapshot.refuse_unsupported(module, self.bagua_algorithm)
+        self._refuse_shards_of_the_group()
         if self.bagua_algorithm.traits.steps_on_gradients:
             return
         optimizer = communicating_optimizer(self.bagua_optimizers)
@@ -193,6 +196,31 @@ class Session:
                 "all parameters, such as torch.optim.AdamW, or an algorithm that averages "
                 "gradients: GradientAllReduceAlgorithm or ByteGradAlgorithm."
             )
+
+    def _averaged_inside(self, module: torch.nn.Module) -> bool:
+        """Whether torch averages gradients between ranks of which the group has only this one."""
+        if self.bagua_algorithm.traits.steps_on_gradients:
+            return False
+        group = set(self.process_group.ranks)
+        inside = [
+            group.isdisjoint({*dist.get_process_group_ranks(m.process_group)} - {dist.get_rank()})
+            for m in module.modules()
+            if isinstance(m, torch.nn.parallel.DistributedDataParallel)
+            and hasattr(m, "process_group")
+        ]
+        return bool(inside) and all(inside)
+
+    def _refuse_shards_of_the_group(self) -> None:
+        """Raise ValueError where ranks of the group hold different shards of a parameter."""
+        group = set(self.process_group.ranks)
+        for name, parameter in self.bagua_build_params():
+            if is_sharded(parameter) and len(between := group & ranks_of(parameter)) > 1:
+                raise ValueError(
+                    f"parameter '{name}' is a DTensor between ranks {sorted(between)}, which "
+                    "process_group= would average with each other. Give the ranks that hold the "
+                    'same shard in other islands: process_group=mesh["island"] of a mesh of '
+                    "islands and shards"
+                )
 
     def _guard_of(self, algorithm: AlgorithmImpl) -> GuardAtWork | None:
         """The guard that was asked for, or the algorithm's own.
@@ -319,7 +347,10 @@ class Session:
         handles = [module.register_state_dict_pre_hook(WeakHook(self._settle))]
         if on_forwards:
             handles += [
-                module.register_forward_pre_hook(outside_graphs(self.before_forward)),
+                # Before FSDP2 exchanges sharded parameters for whole ones.
+                module.register_forward_pre_hook(
+                    outside_graphs(self.before_forward), prepend=self._snapshot.sharded
+                ),
                 module.register_forward_hook(outside_graphs(self.after_forward)),
             ]
         if not self.bagua_algorithm.overrides("init_post_optimizer_step_hook"):

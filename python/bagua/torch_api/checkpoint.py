@@ -18,6 +18,7 @@ from bagua._core.group.job import as_bagua_group
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state import step_folder as _step_folder
 from bagua._core.state.saved_values import check_state, copied
+from bagua._core.state.shards import is_sharded
 from bagua._core.state.step_folder import Damaged, Leaves
 from bagua._core.state.weights_check import digest
 from bagua.torch_api._session import Session
@@ -56,7 +57,8 @@ def save_checkpoint(
         The folder of this rank's part.
 
     Raises:
-        TypeError: something of ``state`` has no ``state_dict`` or ``load_state_dict``.
+        TypeError: something of ``state`` has no ``state_dict`` or ``load_state_dict``, or has
+            DTensors.
         ValueError: ``step`` is negative or not rank 0's, or ``keep`` is below 1.
         OSError, RuntimeError: this rank cannot write (a full disk).
         pickle.UnpicklingError: ``state`` holds what ``weights_only=True`` does not load.
@@ -72,6 +74,7 @@ def save_checkpoint(
     # 1. A copy of one moment; 2. what rank 0 has alike.
     with _exclusive(state):
         mine = _leaves({name: copied(part.state_dict(), "cpu") for name, part in state.items()})
+    _refuse_shards(mine)
     table = _table(mine)
     if rank == 0:
         _step_folder.clear(folder)
@@ -307,6 +310,15 @@ def _tree(found: Leaves) -> dict[Any, Any]:
             place = place.setdefault(key, {})
         place[path[-1]] = value
     return root
+
+
+def _refuse_shards(found: Leaves) -> None:
+    for path, value in found.items():
+        if isinstance(value, torch.Tensor) and is_sharded(value):
+            raise TypeError(
+                f"save_checkpoint: '{'/'.join(map(str, path))}' is a DTensor, of which each rank "
+                "has a shard: save by torch.distributed.checkpoint.save(), which knows them"
+            )
 
 
 def _table(found: Leaves) -> dict[tuple[Any, ...], tuple[int, str]]:

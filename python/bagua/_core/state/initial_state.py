@@ -19,6 +19,7 @@ from bagua._core.state.optimizer_format import (
     read_description,
     tensor_like,
 )
+from bagua._core.state.shards import local, whole
 
 __all__ = ["InitialState", "broadcast_state", "broadcast_tensors", "communicating_optimizer"]
 
@@ -151,9 +152,9 @@ def broadcast_optimizer(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter, entries in zip(parameters, described.states, strict=True):
         if entries:
-            _fill(optimizer.state[parameter], entries, parameter.device, tensors)
+            _fill(optimizer.state[parameter], entries, parameter, tensors)
     for group, entries in zip(optimizer.param_groups, described.groups, strict=True):
-        _fill(group, entries, torch.device("cpu"), tensors)
+        _fill(group, entries, torch.empty(0, device="cpu"), tensors)
     # 3. Their values.
     broadcast_tensors(tensors, connections, source)
 
@@ -161,24 +162,25 @@ def broadcast_optimizer(
 def _fill(
     owner: dict[str, Any],
     entries: dict[str, Any],
-    device: torch.device,
+    parameter: torch.Tensor,
     tensors: list[torch.Tensor],
 ) -> None:
     for key, entry in entries.items():
-        owner[key] = _value_of(entry, owner.get(key), device, tensors)
+        owner[key] = _value_of(entry, owner.get(key), parameter, tensors)
 
 
 def _value_of(
-    entry: dict[str, Any], old: Any, device: torch.device, tensors: list[torch.Tensor]
+    entry: dict[str, Any], old: Any, parameter: torch.Tensor, tensors: list[torch.Tensor]
 ) -> Any:
     if "tensor" in entry:
-        tensors.append(tensor_like(entry, old, device))
-        return tensors[-1]
+        mine = local(old) if isinstance(old, torch.Tensor) else None
+        tensors.append(tensor_like(entry, mine, parameter.device))
+        return old if tensors[-1] is mine else whole(tensors[-1], parameter)
     if "value" in entry:
         return entry["value"]
     if "list" in entry:
-        return [_value_of(item, None, device, tensors) for item in entry["list"]]
-    return tuple(_value_of(item, None, device, tensors) for item in entry["tuple"])
+        return [_value_of(item, None, parameter, tensors) for item in entry["list"]]
+    return tuple(_value_of(item, None, parameter, tensors) for item in entry["tuple"])
 
 
 def _broadcast_text(

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from bagua import _C
+from bagua._core.state.shards import local
 
 __all__ = [
     "OptimizerState",
@@ -79,7 +80,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
 def _encode(value: Any, key: str) -> dict[str, Any]:
     if isinstance(value, torch.Tensor) and str(value.dtype).removeprefix("torch.") in _DTYPES:
         dtype = str(value.dtype).removeprefix("torch.")
-        return {"tensor": dtype, "shape": list(value.shape), "device": value.device.type}
+        return {"tensor": dtype, "shape": list(local(value).shape), "device": value.device.type}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"value": value}
     if isinstance(value, (list, tuple)):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bagua import _C
+from bagua._core.state.shards import is_sharded, local, place_of, reshard
 
 if TYPE_CHECKING:
     from bagua.torch_api.algorithms.base import AlgorithmImpl
@@ -27,12 +27,19 @@ _IGNORE = "_bagua_params_and_buffers_to_ignore"
 
 
 class ModuleSnapshot:
-    """Remembers a module without holding it."""
+    """Remembers a module without holding it.
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    Args:
+        averaged_inside: torch averages gradients between other ranks than those that communicate,
+            which is right.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, averaged_inside: bool = False) -> None:
+        self._averaged_inside = averaged_inside
         self.ignored = ignored_names(module)
         names, self._dicts, free = self._places(module)
         self._guard = _C.PlanGuard(names, self._dicts, free)
+        self.sharded = any(is_sharded(p) for p in module.parameters())
         # By id, which the guard keeps from being used again; pruning changes names.
         self._trained = {
             id(p): name for name, p in self.common_parameters(module) if p.requires_grad
@@ -52,6 +59,7 @@ class ModuleSnapshot:
 
     def _follow(self, module: torch.nn.Module) -> bool:
         """Accept other names and places of the same parameters; whether there were any."""
+        self._show_shards(module)
         if not self._guard.moved(self._dicts):
             return False
         names, dicts, free = self._places(module)
@@ -59,6 +67,11 @@ class ModuleSnapshot:
         if accepted:
             self._dicts = dicts
         return accepted
+
+    def _show_shards(self, module: torch.nn.Module) -> None:
+        """Undo FSDP2's exchange of sharded parameters for whole ones, where it is in force."""
+        if self.sharded and self._guard.moved(self._dicts):
+            reshard(module)
 
     def _all_ignored(self, prefix: str, child: torch.nn.Module) -> bool:
         names = [f"{prefix}.{name}" for name, _ in child.named_parameters()]
@@ -70,6 +83,7 @@ class ModuleSnapshot:
         Trainable at the wrap or accepted since, also where they are frozen now; with the names
         that they had then.
         """
+        self._show_shards(module)
         known = self._trained
         return [(known[id(p)], p) for _, p in self.common_parameters(module) if id(p) in known]
 
@@ -96,8 +110,9 @@ class ModuleSnapshot:
         ]
 
     def state(self, module: torch.nn.Module) -> list[torch.Tensor]:
-        """All parameters that are not ignored, frozen ones too, without autograd."""
-        return [p.data for name, p in module.named_parameters() if name not in self.ignored]
+        """All parameters that are not ignored, frozen ones too, without autograd; of shards those
+        of this rank."""
+        return [local(p.data) for name, p in module.named_parameters() if name not in self.ignored]
 
     def buffers(self, module: torch.nn.Module) -> list[torch.Tensor]:
         """All buffers that are not ignored."""
@@ -129,6 +144,7 @@ class ModuleSnapshot:
         Raises:
             BaguaError: names the first difference.
         """
+        self._show_shards(module)
         difference = self._guard.difference(self._dicts)
         if difference and self._follow(module):
             difference = self._guard.difference(self._dicts)
@@ -151,7 +167,7 @@ class ModuleSnapshot:
         Note [Torch's reducer] in the C++ core.
         """
         name = self._guard.reduced_by_torch()
-        if not name:
+        if not name or self._averaged_inside:
             return ""
         return (
             f"the gradient of parameter '{name}' is averaged by torch's DistributedDataParallel or "
@@ -176,6 +192,7 @@ class ModuleSnapshot:
         lines = [
             f"parameter {name}: {tuple(p.shape)} {p.dtype} {p.device.type}"
             f"{'' if p.requires_grad else ' frozen'}{' sparse' if id(p) in sparse else ''}"
+            f"{f' {place_of(p)}' if is_sharded(p) else ''}"
             for name, p in module.named_parameters()
             if name not in self.ignored
         ]
@@ -198,12 +215,14 @@ class ModuleSnapshot:
         chosen = type(algorithm).__name__.removesuffix("Impl")
         sparse = sparse_parameters(module)
         for name, parameter in self.trained(module):
-            if _is_dtensor(parameter):
+            if is_sharded(parameter) and not algorithm.traits.takes_shards:
                 raise TypeError(
                     f"parameter '{name}' is a DTensor, of a module that torch shards or "
                     "parallelises (fully_shard, replicate with a mesh, parallelize_module), which "
-                    f"{chosen} cannot communicate: wrap a module of plain parameters, or put its "
-                    f"name into {_IGNORE}"
+                    f"{chosen} cannot communicate: compress what FSDP2 sends by "
+                    "bagua.fsdp.compress(model), average islands of sharded ranks by "
+                    "DiLoCoAlgorithm, wrap a module of plain parameters, or put its name into "
+                    f"{_IGNORE}"
                 )
             if id(parameter) in sparse and not algorithm.traits.sparse_gradients:
                 raise NotImplementedError(
@@ -224,11 +243,6 @@ class ModuleSnapshot:
                     "float64, complex64 and complex128 can be communicated. Put its name into "
                     f"{_IGNORE}."
                 )
-
-
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    torchs: Any = sys.modules.get("torch.distributed.tensor")  # whose import is slow
-    return torchs is not None and isinstance(tensor, torchs.DTensor)
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:

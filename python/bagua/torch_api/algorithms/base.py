@@ -82,6 +82,8 @@ class Traits:
         complex_parameters: whether complex parameters can be communicated.
         sparse_gradients: whether gradients of sparse layout can be, those of
             ``torch.nn.Embedding(sparse=True)``.
+        takes_shards: whether parameters may be DTensors, of which each rank communicates its shard
+            with the ranks that hold the same shard.
         needs_flat_buckets: whether tensors must be views of their bucket.
         broadcast_buffers: whether training forwards give every rank the first rank's buffers,
             unless ``with_bagua(broadcast_buffers=...)`` says otherwise.
@@ -101,6 +103,7 @@ class Traits:
     shares_parameters: bool = False
     complex_parameters: bool = False
     sparse_gradients: bool = False
+    takes_shards: bool = False
     needs_flat_buckets: bool = False
     broadcast_buffers: bool = True
     reset_gives_state: bool = True

@@ -19,6 +19,7 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.ledger import Commit, Ledger, Page
 from bagua._core.state.saved_values import check_state, saved_count, saved_tensor
+from bagua._core.state.shards import is_sharded, label_of, local, place_of, whole
 from bagua._ops.compressed_all_reduce import CompressedAllReduce
 from bagua._outer.elastic import Elastic, ElasticRanks
 from bagua._outer.loop import (
@@ -186,6 +187,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         steps_on_gradients=False,
         reads_grad_scale=False,
         broadcast_buffers=False,
+        takes_shards=True,
         refuses_guard='it watches its own rounds. Leave guard= out: bagua_stats()["outer"] has '
         "how far the ranks agree.",
     )
@@ -224,6 +226,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
                 "optimizers given to with_bagua: give it the one that trains the module"
             )
         self._session = weakref.ref(bagua_ddp)
+        self._refuse_shards(bagua_ddp)
         self._loop = None
         self._local = self._warmed_up >= self.arguments.warmup_steps
         if not self._local:
@@ -238,7 +241,19 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         # Memory for pseudo-gradients by fragment, then for floating buffers.
         by_fragment = sorted(weights, key=lambda pair: self._parts[pair[0]])
         named = [*by_fragment, *bagua_ddp.bagua_floating_buffers()]
-        return [_registered(tensor, key, name) for key, tensor in named]
+        return [_registered(local(tensor), key, name) for key, tensor in named]
+
+    def _refuse_shards(self, session: Session) -> None:
+        """Raise ValueError where an argument needs plain parameters, and one is a DTensor."""
+        arguments = self.arguments
+        needs = ["warmup_steps"] if arguments.warmup_steps else []
+        needs += ["elastic"] if arguments.elastic else []
+        for name in self._shards() if needs else ():
+            raise ValueError(
+                f"module '{session.bagua_module_name}': parameter '{name}' is a DTensor, of which "
+                f"{self.owner} sends weights only, between a fixed number of ranks: leave "
+                f"{needs[0]}= out"
+            )
 
     def tensors_to_buckets(
         self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
@@ -449,20 +464,25 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
             ``error_ranks``, those with residuals (with ``hierarchical`` the nodes' leaders),
             ``rank<r>/error/<name>``, and ``rank<r>/server/<first element>/<name>``, what the means
             lose that rank r has encoded.
+
+            Of a parameter that is a DTensor the anchor, momentum and mean are DTensors of its
+            placements, for ``torch.distributed.checkpoint``. Then ``shards`` is the shape of the
+            mesh, and all under ``rank<r>/`` is under ``shard<place in the mesh>/ranks<number>/``.
         """
         state: dict[str, Any] = {"warmed_up": self._warmed_up}
         loop = self._loop
         if loop is None:
             return state
-        state |= {**loop.state.counters, "ranks": self.process_group.size}
         state |= {key: value.clone() for key, value in loop.named_state().items()}
         own = loop.named_own_state()
         state |= {self._own(key): value.clone() for key, value in own.items()}
+        if (digest := loop.digest()) is not None:
+            state[self._own("weights")] = digest
         if self.ledger.pages:
             residuals = self.ledger.state()
-            state |= {_ERROR_RANKS: residuals.pop("ranks"), **residuals} | loop.state.counters
-        digest = loop.digest()
-        return state if digest is None else state | {self._own("weights"): digest}
+            state |= {_ERROR_RANKS: residuals.pop("ranks"), **residuals}
+        state |= {**loop.state.counters, "ranks": self.process_group.size}
+        return self._to_shards(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`: on every rank, after ``with_bagua``, between two steps.
@@ -490,23 +510,38 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         counters = {key: saved_count(state, key, self.owner) for key in loop.state.counters}
         self._check(counters)
         same_ranks = saved_count(state, "ranks", self.owner) == self.process_group.size
+        state, same_shards = self._from_shards(state)
         fragments = [fragment.loaded(state) for fragment in loop.state.fragments]
         views = loop.named_means() if self._schedule.overlap > 0 else {}
         digest = None
-        if same_ranks:
+        if same_ranks and same_shards:
             if self._own("weights") in state:
                 digest = saved_count(state, self._own("weights"), self.owner)
             views |= {self._own(key): view for key, view in loop.named_own_state().items()}
         saved = [(view, saved_tensor(state, key, view, REMEDY)) for key, view in views.items()]
-        if _ERROR_RANKS in state and self.ledger.pages:
-            self.ledger.load(state | {"ranks": state[_ERROR_RANKS]})
-        else:  # saved in the warm-up, or without error feedback
-            self.ledger.load({})
+        self._restore_residuals(state, same_ranks, same_shards)
         for view, value in saved:
             view.copy_(value)
         for mine, loaded in zip(loop.state.fragments, fragments, strict=True):
             mine.become(loaded)
         loop.resume_at(counters, digest)
+
+    def _restore_residuals(
+        self, state: dict[str, Any], same_ranks: bool, same_shards: bool
+    ) -> None:
+        if not self.ledger.pages:
+            return
+        if _ERROR_RANKS not in state:  # saved in the warm-up, or without error feedback
+            self.ledger.load({})
+        elif same_shards and (same_ranks or not self._shards()):
+            self.ledger.load(state | {"ranks": state[_ERROR_RANKS]})
+        else:
+            _log.warning(
+                "module '%s': saved by other ranks, or with other shards: residuals of the codec "
+                "begin at zero",
+                self._wrapped().bagua_module_name,
+            )
+            self.ledger.load({})
 
     def _check(self, counters: dict[str, int]) -> None:
         if counters["steps"] >= self._schedule.interval:
@@ -520,6 +555,52 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
                 f"{self.owner}: saved with fragment {counters['in_flight']} in flight, there are "
                 f"only {self._schedule.fragments} now. Give the fragments that it was saved with."
             )
+
+    def _shards(self) -> dict[str, torch.Tensor]:
+        """The trained parameters that are DTensors, by name."""
+        parameters = self._wrapped().bagua_build_params()
+        return {name: parameter for name, parameter in parameters if is_sharded(parameter)}
+
+    def _to_shards(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state whose tensors are DTensors where their parameters are.
+
+        What is this rank's has its place in the mesh in its key.
+        """
+        parameters = self._shards()
+        if not parameters:
+            return state
+        place, shapes = label_of(parameters.values())
+        found: dict[str, Any] = {"shards": shapes}
+        for key, value in state.items():
+            own = self._of_shard(place) if key.startswith(self._own("")) else ""
+            found[own + key] = whole(value, parameters.get(key.partition("/")[2]))
+        return found
+
+    def _from_shards(self, state: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """What :meth:`_to_shards` was given, and whether the shards were the present ones.
+
+        Raises:
+            ValueError: a tensor has other placements than its parameter.
+        """
+        parameters = self._shards()
+        place, shapes = label_of(parameters.values())
+        found: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and is_sharded(value):
+                like = parameters.get(key.partition("/")[2])
+                here = "no DTensor" if like is None else place_of(like)
+                if place_of(value) != here:
+                    raise ValueError(
+                        f"{self.owner}: '{key}' is {place_of(value)} in the state, its parameter "
+                        f"{here}. Load it by torch.distributed.checkpoint, which shards it anew."
+                    )
+                value = local(value)
+            found[key.removeprefix(self._of_shard(place))] = value
+        return found, found.get("shards", "") == shapes
+
+    def _of_shard(self, place: str) -> str:
+        """Begins the keys of what is this rank's: other shards and ranks have other sizes there."""
+        return f"shard{place}/ranks{self.process_group.size}/"
 
     def _own(self, key: str) -> str:
         return f"rank{self.process_group.rank}/{key}"
@@ -544,7 +625,7 @@ def local_tensors(session: Session) -> LocalTensors:
     return LocalTensors(
         name,
         session.bagua_optimizers,
-        weights=lambda: dict(alive().bagua_build_params()),
+        weights=lambda: {name: local(p) for name, p in alive().bagua_build_params()},
         floating_buffers=lambda: dict(alive().bagua_floating_buffers()),
         other_buffers=lambda: alive().bagua_whole_buffers(),
     )
