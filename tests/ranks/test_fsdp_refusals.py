@@ -89,7 +89,7 @@ def sharded_together():
 def test_modules_that_are_sharded_together_have_one_residual(ranks):
     (first, keys), (second, _) = ranks(2, sharded_together)
     assert torch.equal(first, second)
-    assert keys == ["rank0/error/0", "rank0/error/FSDPSequential", "ranks"]
+    assert keys == ["communications", "rank0/error/0", "rank0/error/FSDPSequential", "ranks"]
 
 
 @sharded.with_torch_group

@@ -181,7 +181,7 @@ def test_ranks_that_load_their_own_states_continue_to_the_bit():
         fresh = Job(random.Random(0), ranks, hierarchical)
         for job in (used, fresh):
             for ledger, state in zip(job.ledgers, before, strict=True):
-                ledger.load(state | {"further": 1, "other/key": torch.ones(2)})
+                ledger.restore(state | {"further": 1, "other/key": torch.ones(2)})
             assert all(map(same, job.states(), before))
         assert all(map(same, fresh.take(plan).states(), before))
         # A second save has the values of its own time.
@@ -197,7 +197,7 @@ def test_own_states_in_other_buckets_owe_the_same():
         waiting = Job(random.Random(1), ranks, hierarchical)
         for job in (live, waiting):
             for ledger, state in zip(job.ledgers, before, strict=True):
-                ledger.load(state)
+                ledger.restore(state)
         for after in (live.states(), waiting.take(plan).states()):
             assert_owed(debt(after, plan), debt(before, plan))
             for key in (k for k in before[0] if k.startswith(("query/", "comm"))):
@@ -213,7 +213,7 @@ def test_merged_states_of_other_ranks_owe_the_same():
         waiting = Job(chance, after, False)
         for job in (live, waiting):
             for ledger in job.ledgers:
-                ledger.load(merged(before))
+                ledger.restore(merged(before))
         expected = debt(before, plan)
         assert_owed(debt(live.states(), plan), expected)
         assert_owed(debt(waiting.states(), plan), expected)
@@ -318,7 +318,7 @@ def test_a_state_that_does_not_fit_is_refused_whole_and_names_the_entry():
             for state in bad:
                 name = key.rsplit("/", 1)[-1]
                 with pytest.raises(ValueError, match=name.replace(".", r"\.")):
-                    ledger.load(state)
+                    ledger.restore(state)
                 refused += 1
                 assert same(job.states()[rank], before)
     assert refused > 500
@@ -328,7 +328,7 @@ def test_a_state_of_the_warm_up_clears_all():
     for chance, plan, ranks, hierarchical in plans(20):
         job = Job(chance, ranks, hierarchical).take(plan).fill(1)
         for ledger in job.ledgers:
-            ledger.load({"rounds": 3})
+            ledger.restore({"rounds": 3})
         for state in job.states():
             assert state["rounds"] == 3
             tensors = [v for v in state.values() if isinstance(v, torch.Tensor)]
@@ -344,10 +344,10 @@ def test_states_of_other_ranks_are_merged_or_refused_with_the_remedy():
         states = Job(chance, ranks + 1, False).take(plan).fill(1).states()
         job = Job(chance, ranks, False)
         with pytest.raises(ValueError, match=r"saved by ranks .* loaded by .*merge what all ranks"):
-            job.ledgers[0].load(states[0])
+            job.ledgers[0].restore(states[0])
         alone = Ledger("A", connections(0, [0] * ranks), only_same_ranks="because of shards")
         with pytest.raises(ValueError, match=r"'ranks' is .* in the state, .* because of shards"):
-            alone.load(merged(states))
+            alone.restore(merged(states))
 
 
 def test_own_tensors_are_of_the_ranks_that_saved_them():
@@ -367,20 +367,20 @@ def test_own_tensors_are_of_the_ranks_that_saved_them():
             assert (f"rank{rank}/left/x" in state) == member
             loaded = made(nodes, rank)
             loaded.own["left/x"].zero_()
-            loaded.load(state)
+            loaded.restore(state)
             assert loaded.own["left/x"].tolist() == [rank * member] * 2
             if member:
                 del state[f"rank{rank}/right/x"]
                 with pytest.raises(ValueError, match=f"no 'rank{rank}/right/x'"):
-                    loaded.load(state)
+                    loaded.restore(state)
         state = made(nodes, 0).state() | {"rounds": 4}
         elsewhere = made(others if not hierarchical else [1, *others], 0)
         if reason is None:
-            elsewhere.load(state)
+            elsewhere.restore(state)
             assert elsewhere.counters == {"rounds": 4}
         else:
             with pytest.raises(ValueError, match=r"'ranks' is .* because of neighbours"):
-                elsewhere.load(state)
+                elsewhere.restore(state)
 
 
 def test_a_ledger_without_pages_refuses_entries():
@@ -388,8 +388,8 @@ def test_a_ledger_without_pages_refuses_entries():
         state = Job(random.Random(0), ranks, False).take(plan).fill(1).states()[0]
         ledger = Ledger("A", connections(0, [0] * ranks), counters=["rounds"], pages=False)
         with pytest.raises(ValueError, match=r"A remembers \['rounds'\], but its state has"):
-            ledger.load(state)
-        ledger.load({"rounds": 3})
+            ledger.restore(state)
+        ledger.restore({"rounds": 3})
         assert ledger.state() == {"rounds": 3}
 
 
@@ -399,7 +399,7 @@ def test_a_state_shares_no_memory_with_the_ledger():
         before, state = job.states()[0], job.ledgers[0].state()
         waiting = Job(random.Random(0), ranks, hierarchical).ledgers[0]
         for ledger in (job.ledgers[0], waiting):
-            ledger.load(state)
+            ledger.restore(state)
         aside = waiting.state()
         for value in (*state.values(), *aside.values()):
             if isinstance(value, torch.Tensor):
@@ -418,7 +418,7 @@ def test_a_server_residual_with_a_gap_is_refused():
             ledger = Job(chance, 1, False).take(plan).ledgers[0]
             said = rf"no server residual of '{plan_name(key)}' from element \d+ on: merge"
             with pytest.raises(ValueError, match=said):
-                ledger.load(state | {key: state[key][:-1]})
+                ledger.restore(state | {key: state[key][:-1]})
     assert gaps > 10
 
 

@@ -54,8 +54,9 @@ def call(comm, number):
     calls[number % 4]()
 
 
-kinds = set()
-for group in range(8):
+kinds, group, begin = set(), 0, time.monotonic()
+while group < 8 or (not kinds and time.monotonic() < begin + 40):  # few calls on a busy machine
+    group += 1
     communicators = [communicator for communicator, _ in share(2, 0.3)]
     until = time.monotonic() + 0.25
 

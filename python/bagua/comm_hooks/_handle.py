@@ -170,7 +170,7 @@ class Handle:
             page = algorithm.append_compression(self._all_parameters())
         finally:
             algorithm.outcome = outcome
-        algorithm.ledger.load(state, [page])
+        algorithm.ledger.restore(state, [page])
         self._rounds_before = algorithm.ledger.counters["rounds"] - self._hook.round
         self._hook.renew(self._hook.round + 1)
 

@@ -256,7 +256,7 @@ class Handle:
                 f"{arguments} error_feedback=True"
             )
         if state:
-            self._ledger.load(state)
+            self._ledger.restore(state)
 
     def close(self) -> None:
         """End the thread and the connections. A backward after it raises. Idempotent."""

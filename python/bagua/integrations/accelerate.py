@@ -240,7 +240,7 @@ class _Checking:
         return prepared
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _new, (type(self).__mro__[2],), self.__dict__
+        return _new, (type(self).__mro__[2],), *super().__reduce_ex__(protocol)[2:]
 
 
 def _checking(original: type) -> type:

@@ -378,7 +378,7 @@ class Ledger:
         state[_COUNT] = torch.tensor([max(counts)], device="cpu")
         return state
 
-    def load(self, state: Mapping[str, Any], buckets: Sequence[Page] | None = None) -> None:
+    def restore(self, state: Mapping[str, Any], buckets: Sequence[Page] | None = None) -> None:
         """Restore :meth:`state`, perhaps the merged ones of other ranks; other keys are ignored.
 
         Args:

@@ -234,7 +234,7 @@ class AlgorithmImpl:
                 changed then.
         """
         self.update_ledger()
-        self.ledger.load(state)
+        self.ledger.restore(state)
         self.ledger_loaded()
 
     def update_ledger(self) -> None:

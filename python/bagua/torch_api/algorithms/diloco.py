@@ -230,7 +230,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         self._loop = None
         self._local = self._warmed_up >= self.arguments.warmup_steps
         if not self._local:
-            self.ledger.load({}, [])
+            self.ledger.restore({}, [])
             return super().init_tensors(bagua_ddp)
         arguments = self.arguments
         weights = bagua_ddp.bagua_build_params()
@@ -532,16 +532,16 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         if not self.ledger.pages:
             return
         if _ERROR_RANKS not in state:  # saved in the warm-up, or without error feedback
-            self.ledger.load({})
+            self.ledger.restore({})
         elif same_shards and (same_ranks or not self._shards()):
-            self.ledger.load(state | {"ranks": state[_ERROR_RANKS]})
+            self.ledger.restore(state | {"ranks": state[_ERROR_RANKS]})
         else:
             _log.warning(
                 "module '%s': saved by other ranks, or with other shards: residuals of the codec "
                 "begin at zero",
                 self._wrapped().bagua_module_name,
             )
-            self.ledger.load({})
+            self.ledger.restore({})
 
     def _check(self, counters: dict[str, int]) -> None:
         if counters["steps"] >= self._schedule.interval:

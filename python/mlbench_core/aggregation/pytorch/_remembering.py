@@ -114,7 +114,7 @@ class ErrorFeedbackAggregation(Aggregation):
         for key, name in named.items():
             like = torch.empty(self._parameters[name], device="meta")
             saved_tensor(state, key, like, "load what this class saved")
-        self._ledger.load(state, [])
+        self._ledger.restore(state, [])
         self._key, self._parts = (), []
 
     # Steps of a call.
