@@ -8,7 +8,6 @@ import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, cast
 
@@ -323,7 +322,7 @@ def _variables(store: c10d.Store, rank: int, size: int) -> dict[str, str]:
     host, port = store.get("server").decode().split()
     # 3.
     variables = {
-        **places[rank].variables(),
+        **{f"HOROVOD_{name.upper()}": str(value) for name, value in vars(places[rank]).items()},
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1" if one_node else socket.gethostbyname(host),
@@ -336,28 +335,16 @@ def _variables(store: c10d.Store, rank: int, size: int) -> dict[str, str]:
     return variables
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A rank among all, among those of its node, and among its peers: one per node."""
+def _places(nodes: list[int]) -> list[Any]:
+    """Horovod's description of every rank, among all and on its node; ``nodes``: that of each.
 
-    hostname: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
+    Peers, one per node, have the same rank among those of their node.
+    """
+    from horovod.runner.common.util.hosts import SlotInfo
 
-    def variables(self) -> dict[str, str]:
-        """Return the variables that horovodrun sets."""
-        return {f"HOROVOD_{name.upper()}": str(value) for name, value in vars(self).items()}
-
-
-def _places(nodes: list[int]) -> list[_Place]:
-    """``nodes``: the node of every rank. Peers have the same rank among those of their node."""
     local = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
     return [
-        _Place(
+        SlotInfo(
             hostname=f"node{node}",
             rank=rank,
             size=len(nodes),
@@ -370,14 +357,13 @@ def _places(nodes: list[int]) -> list[_Place]:
     ]
 
 
-def _serve(places: list[_Place]) -> int:
+def _serve(places: list[Any]) -> int:
     """Start Horovod's rendezvous server in a thread of this process; returns its port."""
-    from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousServer
 
     if _Rendezvous.server is not None:
         _Rendezvous.server.stop()
     _Rendezvous.server = RendezvousServer()
     port: int = _Rendezvous.server.start()
-    _Rendezvous.server.init([SlotInfo(**vars(place)) for place in places])
+    _Rendezvous.server.init(places)
     return port
