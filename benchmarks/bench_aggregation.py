@@ -32,7 +32,6 @@ def aggregations(model, with_horovod):
         SparsifiedAggregation,
     )
     from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
-    from mlbench_core.aggregation.pytorch.topology import ring
     from torch import distributed as dist
 
     rank = dist.get_rank()
@@ -41,7 +40,7 @@ def aggregations(model, with_horovod):
         "SparsifiedAggregation, 1 %": SparsifiedAggregation(model, ratio=0.01),
         "PowerAggregation, rank 1": PowerAggregation(model, reuse_query=True, rank=1),
         "PowerAggregation, rank 4": PowerAggregation(model, reuse_query=True, rank=4),
-        "DecentralizedAggregation, ring": DecentralizedAggregation(rank, ring(RANKS)[rank]),
+        "DecentralizedAggregation, ring": DecentralizedAggregation(rank, [1 - rank]),
     }
     if with_horovod and importlib.util.find_spec("horovod") is not None:
         made["AllReduceAggregationHVD"] = AllReduceAggregationHVD(RANKS)

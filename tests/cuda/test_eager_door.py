@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from mlbench_core.aggregation.pytorch import topology
 from mlbench_core.aggregation.pytorch.centralized import (
     AllReduceAggregation,
     PowerAggregation,
@@ -11,7 +10,7 @@ from mlbench_core.aggregation.pytorch.centralized import (
 )
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
 from ranks.test_power_aggregation import give_gradients, gradients
-from support import training
+from support import graphs, training
 from support.devices import cases_on_each, each_device
 from support.error_feedback import all_bits, wide_network
 
@@ -28,7 +27,7 @@ def aggregation_of(name, model, use_cuda):
     return {
         "all_reduce": lambda: AllReduceAggregation(size, use_cuda=use_cuda),
         "decentralized": lambda: DecentralizedAggregation(
-            rank, topology.ring(size)[rank], use_cuda=use_cuda
+            rank, graphs.ring(size)[rank], use_cuda=use_cuda
         ),
         "power": lambda: PowerAggregation(
             model, use_cuda, reuse_query=True, world_size=size, rank=2

@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
-from mlbench_core.aggregation.pytorch.topology import ring
-from support import faults, training
+from support import faults, graphs, training
 from support.eager_models import assert_unchanged, snapshot
 from torch import nn
 
@@ -14,7 +13,7 @@ BY = pytest.mark.parametrize("by_layer", [False, True], ids=["by-model", "by-lay
 KINDS = {
     "all_reduce": lambda: AllReduceAggregation(dist.get_world_size()),
     "decentralized": lambda: DecentralizedAggregation(
-        dist.get_rank(), ring(dist.get_world_size())[dist.get_rank()]
+        dist.get_rank(), graphs.ring(dist.get_world_size())[dist.get_rank()]
     ),
 }
 per_class = pytest.mark.parametrize("name", KINDS)

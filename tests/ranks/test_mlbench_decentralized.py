@@ -4,21 +4,20 @@ import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
-from mlbench_core.aggregation.pytorch import topology
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
 from oracle import neighbor_average as oracle
-from support import training
+from support import graphs, training
 from support.eager_models import Mixed, assert_unchanged, snapshot
 from torch import nn
 
 BY = pytest.mark.parametrize("by_layer", [False, True], ids=["by-model", "by-layer"])
 GRAPHS = {
-    "pair": topology.ring(2),
-    "ring-of-3": topology.ring(3),
-    "ring-of-4": topology.ring(4),
-    "complete-of-4": topology.complete(4),
-    "star-of-3": topology.star(3),
-    "star-of-4": topology.star(4, hub=3),
+    "pair": graphs.ring(2),
+    "ring-of-3": graphs.ring(3),
+    "ring-of-4": graphs.ring(4),
+    "complete-of-4": graphs.complete(4),
+    "star-of-3": graphs.star(3),
+    "star-of-4": graphs.star(4, hub=3),
     "path-of-3": [[1], [0, 2], [1]],
     "path-of-4": [[1], [0, 2], [1, 3], [2]],
     "pair-and-one-alone": [[2], [], [0]],
@@ -205,7 +204,7 @@ def train_with_gossip(steps):
     rank = dist.get_rank()
     model = training.network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    graph = topology.star(dist.get_world_size())
+    graph = graphs.star(dist.get_world_size())
     average = DecentralizedAggregation(rank, graph[rank]).agg_model()
     losses = []
     for _ in range(steps):

@@ -27,7 +27,7 @@ from torch import nn
 WITHOUT_OTHERS = """
 import sys
 import torch.distributed
-from mlbench_core.aggregation.pytorch import aggregation, centralized, decentralized, topology
+from mlbench_core.aggregation.pytorch import aggregation, centralized, decentralized
 assert not torch.distributed.is_initialized()
 foreign = {"horovod", "kubernetes", "sklearn", "tensorpack", "matplotlib"} & set(sys.modules)
 print("imported", sorted(foreign))

@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 from bagua import _C
-from mlbench_core.aggregation.pytorch import topology
 from mlbench_core.aggregation.pytorch.decentralized import metropolis_weights
 from oracle import neighbor_average as oracle
+from support import graphs
 from support.cases import over
 from support.threads.op_ranks import (
     BAD_VALUES,
@@ -25,10 +25,10 @@ MORE_THAN_A_SEGMENT = 8 * 131072 + 2048 + 5
 GRAPHS = {
     "alone": [[]],
     "pair": [[1], [0]],
-    "ring-of-3": topology.ring(3),
-    "ring-of-5": topology.ring(5),
-    "complete-of-4": topology.complete(4),
-    "star-of-5": topology.star(5, hub=2),
+    "ring-of-3": graphs.ring(3),
+    "ring-of-5": graphs.ring(5),
+    "complete-of-4": graphs.complete(4),
+    "star-of-5": graphs.star(5, hub=2),
     "path-of-4": [[1], [0, 2], [1, 3], [2]],
     "two-parts": [[1], [0], [3, 4], [2], [2], []],
 }
@@ -70,13 +70,13 @@ def test_more_than_a_segment_is_averaged_to_the_end():
 @over(n=[2, 3, 4, 7])
 def test_on_a_complete_graph_ranks_hold_the_same_bits(n, dtype):
     for numel in SIZES:
-        assert_same_bits(averaged(topology.complete(n), inputs(n, numel, dtype)))
+        assert_same_bits(averaged(graphs.complete(n), inputs(n, numel, dtype)))
 
 
 @over(n=[3, 5, 6, 7], dtype=[torch.float16, torch.bfloat16])
 def test_half_precision_is_summed_in_single_so_that_constants_stay(n, dtype):
     """A seventh, rounded to half precision, times seven is not one."""
-    for graph in (topology.complete(n), topology.star(n), topology.ring(n)):
+    for graph in (graphs.complete(n), graphs.star(n), graphs.ring(n)):
         brought = [torch.tensor([1.0, 3.14, 1e-3, 60000.0]).to(dtype)] * n
         for result in averaged(graph, brought):
             assert torch.equal(bits(result), bits(brought[0]))
@@ -112,10 +112,10 @@ def test_every_graph_is_averaged_without_deadlock_and_keeps_the_mean(size):
 @pytest.mark.parametrize(
     ("graph", "factor"),
     [
-        (topology.ring(5), 0.539345),
-        (topology.ring(8), 0.804738),
-        (topology.star(5), 0.8),
-        (topology.torus(2, 4), 0.5),
+        (graphs.ring(5), 0.539345),
+        (graphs.ring(8), 0.804738),
+        (graphs.star(5), 0.8),
+        (graphs.torus(2, 4), 0.5),
     ],
     ids=["ring-of-5", "ring-of-8", "star-of-5", "torus-of-8"],
 )
@@ -151,7 +151,7 @@ def test_the_spread_shrinks_at_least_by_the_spectral_gap(graph):
 def test_a_bad_value_reaches_the_neighbours_and_no_other_element(bad):
     brought = inputs(5, 100, torch.float32)
     brought[1][3] = bad
-    results = averaged(topology.ring(5), brought)
+    results = averaged(graphs.ring(5), brought)
     assert [not result[3].isfinite() for result in results] == [True, True, True, False, False]
     assert all(result.isfinite().sum() >= 99 for result in results)
 

@@ -137,7 +137,6 @@ def _exchange_neighbors(connections: Connections, own: list[int], mistake: str) 
             if rank not in graph[other]:
                 raise ValueError(
                     f"DecentralizedAggregation: rank {rank} lists {other}, but {other} does not "
-                    f"list {rank}; neighbours must be mutual (see "
-                    "mlbench_core.aggregation.pytorch.topology)"
+                    f"list {rank}; neighbours must be mutual"
                 )
     return graph
