@@ -6,9 +6,11 @@ from mlbench_core.aggregation.pytorch._all_reduce import (
     AVG_WORLD,
     AllReduceAggregation,
 )
+from mlbench_core.aggregation.pytorch._error_feedback import (
+    PowerAggregation,
+    SparsifiedAggregation,
+)
 from mlbench_core.aggregation.pytorch._horovod import AllReduceAggregationHVD
-from mlbench_core.aggregation.pytorch._power import PowerAggregation
-from mlbench_core.aggregation.pytorch._sparsified import SparsifiedAggregation
 
 __all__ = [
     "ALLREDUCE_AGGREGATION_OPS",

@@ -1,14 +1,17 @@
-"""Aggregations of gradients with residuals by parameter."""
+"""Aggregations of gradients that send a part of them, with residuals by parameter."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from bagua import _C
+from bagua._core.compression.low_rank import low_rank_matrices
+from bagua._core.compression.sparse_choice import check_ratio, number_sent, sparse_mean
+from bagua._core.group import environment as env
+from bagua._core.group.connections import Connections
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.ledger import Ledger, Page
 from bagua._core.state.saved_values import check_state, saved_tensor
@@ -21,20 +24,10 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     canonical_op,
 )
 
-__all__ = ["ErrorFeedbackAggregation", "Part"]
+__all__ = ["PowerAggregation", "SparsifiedAggregation"]
 
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Tensors that are aggregated together, in one flat tensor.
-
-    Attributes:
-        op: aggregates it.
-        page: its state.
-    """
-
-    op: _C.BucketOp
-    page: Page
+#: What aggregates the tensors that lie in one flat tensor, and its state.
+Part = tuple[_C.BucketOp, Page]
 
 
 class ErrorFeedbackAggregation(Aggregation):
@@ -55,6 +48,7 @@ class ErrorFeedbackAggregation(Aggregation):
         self._parameters = {
             name: p.shape for name, p in model.named_parameters() if p.is_floating_point()
         }
+        self._scratch = _C.Scratch()
         self._key: tuple[Any, ...] = ()
         self._parts: list[Part] = []
         self._ledger = Ledger(type(self).__name__, self._connections, counters=["calls"])
@@ -158,8 +152,8 @@ class ErrorFeedbackAggregation(Aggregation):
         parts = iter(self._parts)
 
         def aggregate(data: torch.Tensor) -> None:
-            part = next(parts)
-            part.op.run(data.view(-1), step=call, bucket=part.page.names[0])
+            operation, page = next(parts)
+            operation.run(data.view(-1), step=call, bucket=page.names[0])
 
         tensors = [tensor for _, tensor in named]
         self._staging.run(tensors, by_layer, self._device_for, aggregate)
@@ -175,7 +169,7 @@ class ErrorFeedbackAggregation(Aggregation):
             self._part_of([named[i] for i in together], outcome)
             for together in aggregated_together(tensors, by_layer)
         ]
-        self._ledger.take(*(part.page for part in parts))
+        self._ledger.take(*(page for _, page in parts))
         self._parts, self._key = parts, key
 
     def _part_of(self, together: list[tuple[str, torch.Tensor]], outcome: _C.RoundOutcome) -> Part:
@@ -193,3 +187,138 @@ class ErrorFeedbackAggregation(Aggregation):
             f"{type(self).__name__} aggregates gradients (agg_grad): of weights, what is not sent "
             "would be missing. Use AllReduceAggregation or DecentralizedAggregation for weights."
         )
+
+
+class PowerAggregation(ErrorFeedbackAggregation):
+    """Means of gradients, approximated with error feedback (T. Vogels et al., NeurIPS 2019).
+
+    Gradients of two and more dimensions become ``P Q^T`` with ``rank`` columns each, what that
+    loses is added to the next gradient; vectors are averaged exactly in the same messages, which
+    are two per call and dtype (two per parameter by layer). All ranks get the same bits. The
+    operations are ``avg_world`` and ``avg``.
+
+    Args:
+        model: whose gradients are aggregated; memory is kept by its parameters' names.
+        use_cuda: communicate CUDA tensors as they are; otherwise through CPU memory.
+        reuse_query: start from the last call's ``Q`` (warm start) instead of a random one.
+        world_size: number of ranks, checked by the first aggregation; 1: whatever it is.
+        rank: columns of the factors; at most the smaller side of each matrix.
+        process_group: default: all ranks.
+
+    Raises:
+        ValueError: an argument out of range; at the first aggregation: ``world_size`` is not the
+            number of ranks. At any: the model has other parameters.
+        NotImplementedError: at an aggregation: another operation, or weights.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        use_cuda: bool = False,
+        reuse_query: bool = False,
+        world_size: int = 1,
+        rank: int = 1,
+        *,
+        process_group: BaguaProcessGroup | None = None,
+    ) -> None:
+        # Checks
+        for name, number in (("world_size", world_size), ("rank", rank)):
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name} must be a positive integer, not {number!r}")
+
+        super().__init__(model, use_cuda, process_group=process_group)
+        self.world_size = world_size
+        self.reuse_query = reuse_query
+        self.rank = rank
+
+    def _check_group(self, connections: Connections) -> None:
+        if self.world_size not in (1, connections.size):
+            raise ValueError(
+                f"PowerAggregation was made with world_size={self.world_size}, but its group has "
+                f"{connections.size} rank(s); pass torch.distributed.get_world_size()"
+            )
+
+    def _describe(self, op: str, denom: object) -> list[str]:
+        return [f"rank {self.rank}, reuse_query {self.reuse_query}"]
+
+    def _make_part(
+        self,
+        flat: torch.Tensor,
+        named: list[tuple[str, torch.Tensor]],
+        outcome: _C.RoundOutcome,
+    ) -> Part:
+        matrices = low_rank_matrices(named, self.rank, min_compression_rate=1.0)
+        page = Page(flat, named, outcome, matrices=matrices)
+        operation = _C.LowRank(
+            self._communicator("data", flat.device),
+            self._scratch,
+            flat.numel(),
+            list(matrices.values()),
+            warm_start=self.reuse_query,
+            error_feedback=True,
+            seed=0,
+            memory=page.memory,
+        )
+        return operation, page
+
+
+class SparsifiedAggregation(ErrorFeedbackAggregation):
+    """Means of some elements of gradients, with error feedback (S. Stich et al., NeurIPS 2018).
+
+    Each rank sends the elements of largest magnitude, exactly selected from all gradients of a
+    dtype (by layer: from each parameter's); what it does not send is added to its next gradient.
+    Where sparse messages would not be smaller than all of it, the mean is exact. All ranks get the
+    same bits. The operations are ``avg_world`` and ``avg``.
+
+    Args:
+        model: whose gradients are aggregated; memory is kept by its parameters' names.
+        use_cuda: communicate CUDA tensors as they are; otherwise through CPU memory.
+        ratio: the part of the elements that is sent, at least one.
+        random_sparse: send elements drawn at random, the same on all ranks: each once before any
+            comes again. No index travels, and costs do not grow with the number of ranks.
+        process_group: default: all ranks.
+
+    Raises:
+        ValueError: ``ratio`` is out of range; at an aggregation: the model has other parameters.
+        NotImplementedError: at an aggregation: another operation, or weights.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        use_cuda: bool = False,
+        *,
+        ratio: float = 0.01,
+        random_sparse: bool = False,
+        process_group: BaguaProcessGroup | None = None,
+    ) -> None:
+        # Checks
+        check_ratio(ratio)
+
+        super().__init__(model, use_cuda, process_group=process_group)
+        self.ratio = ratio
+        self.random_sparse = random_sparse
+
+    def _describe(self, op: str, denom: object) -> list[str]:
+        return [
+            f"ratio {self.ratio}, random_sparse {self.random_sparse}",
+            f"BAGUA_CHECKSUM={int(env.get_checksum())}",
+        ]
+
+    def _make_part(
+        self,
+        flat: torch.Tensor,
+        named: list[tuple[str, torch.Tensor]],
+        outcome: _C.RoundOutcome,
+    ) -> Part:
+        page = Page(flat, named, outcome)
+        operation = sparse_mean(
+            self._communicator("data", flat.device),
+            self._scratch,
+            flat,
+            number_sent(flat.numel(), self.ratio),
+            page.memory,
+            random_sparse=self.random_sparse,
+            seed=0,
+        )
+        return operation, page
