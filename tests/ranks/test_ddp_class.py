@@ -163,7 +163,7 @@ def keeps_the_algorithm():
     assert isinstance(ddp, bagua.BaguaModule)
     assert ddp.bagua_train_step_counter == 3
     assert next(name for name, _ in ddp.bagua_build_params()) == "0.weight"
-    return ddp.bagua_buckets[0].ops[0].codec
+    return ddp.bagua_buckets[0].ops[0].arguments["codec"]
 
 
 def test_the_algorithm_is_never_dropped(ranks):

@@ -249,7 +249,7 @@ def test_replicas_that_do_not_fit_their_bucket_are_refused():
     with pytest.raises(ValueError, match="nonsense"):
         bucket.append_low_precision_decentralized_synchronous_op(*fits, compression="nonsense")
     op = bucket.append_low_precision_decentralized_synchronous_op(*fits)
-    assert op.codec == "minmax_uint8"
+    assert op.arguments["codec"] == "minmax_uint8"
 
 
 def test_arguments_that_make_no_sense_are_refused_by_name():

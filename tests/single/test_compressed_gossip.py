@@ -3,7 +3,7 @@
 import pytest
 import torch
 from bagua import _C
-from bagua._ops.compressed_gossip import mixing_weights as weights_of_library
+from bagua._ops.operations import mixing_weights as weights_of_library
 from oracle.codec import payload_bytes
 from oracle.low_precision_decentralized import Ring, mixing_weights
 from support.cases import over

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from bagua import _C
 from bagua._core.group.connections import Connections
-from bagua._ops.all_reduce import AllReduce
-from bagua._ops.contract.lane import Lane
+from bagua._ops.lane import Lane
+from bagua._ops.operations import all_reduce
 
 SUM, AVG = _C.ReduceOp.SUM, _C.ReduceOp.AVG
 
@@ -58,7 +58,7 @@ def test_a_hierarchical_operation_splits_one_group(nccl, monkeypatch, nodes, red
         def run():
             group = SimpleNamespace(connections=connections)
             lane = Lane("lane", torch.device("cuda"), group)
-            op = AllReduce(hierarchical=way, average=reduce is AVG, group=None).build(lane, None)
+            op = all_reduce(None, way, reduce is AVG).make(lane, None)
             flat = values[connections.rank].clone()
             op.run(flat, 1, 1.0, "bucket")
             return flat, sorted(purpose for _, purpose in lane.communicators)

@@ -1,1 +1,1 @@
-"""Bucket operations, one a file."""
+"""Operations of buckets, and the lane that they are built for."""

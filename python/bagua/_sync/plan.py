@@ -17,8 +17,8 @@ from bagua import _C
 from bagua._core.group import environment as env
 from bagua._core.group.connections import fingerprint
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._ops.contract.lane import Lane
-from bagua._ops.contract.operation import Operation
+from bagua._ops.lane import Lane
+from bagua._ops.operations import Operation
 
 if TYPE_CHECKING:
     from bagua.torch_api.bucket import BaguaBucket
@@ -76,9 +76,9 @@ def divided_first(
     anyway. So the mean of gradients is the sum of divided gradients, as in torch's DDP.
     """
     if bucket.gradients and bucket.backend_tensor.device.type == "cpu" and len(bucket.ops) == 1:
-        divided = bucket.ops[0].of_divided(group)
+        divided = bucket.ops[0].of_divided
         if divided is not None:
-            return [divided[0]], divided[1]
+            return [divided], 1.0 / (divided.group or group).size
     return bucket.ops, 1.0
 
 
@@ -158,7 +158,7 @@ def _build(
         slots = bucket.slots()
         bucket.position = (i, len(buckets))
         specs, adopt_scale = divided_first(bucket, group)
-        ops = [spec.build(builder, bucket) for spec in specs]
+        ops = [spec.make(builder, bucket) for spec in specs]
         if bucket.watched:
             ops[-1] = bucket.sampled = _C.Sampled(ops[-1])
         ops, rounds = counted(bucket, specs, ops)

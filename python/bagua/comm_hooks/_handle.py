@@ -14,7 +14,7 @@ from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
 from bagua._core.state.ledger import Page
 from bagua._core.state.saved_values import check_no_state
 from bagua._core.state.statistics import MainThreadTraffic, lane_statistics
-from bagua._ops.contract.lane import Lane
+from bagua._ops.lane import Lane
 from bagua._sync.plan import counted, divided_first
 from bagua.comm_hooks._bucket import HookedBucket
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
@@ -95,7 +95,7 @@ class Handle:
         bucket = HookedBucket(torchs, self._names)
         memory = self._append_operations(bucket, round)
         specs, scale = divided_first(bucket, self._group)
-        ops = [spec.build(self._lane, bucket) for spec in specs]
+        ops = [spec.make(self._lane, bucket) for spec in specs]
         ops, rounds = counted(bucket, specs, ops, self.non_finite.get(bucket.name))
         if rounds is not None:
             self.non_finite[bucket.name] = rounds
@@ -121,7 +121,8 @@ class Handle:
         """
         if bucket.name in self._pages:
             algorithm.ledger.put_aside(self._pages[bucket.name])
-        page = algorithm.append_compression(bucket)
+        page = bucket.append_operation(algorithm.compression(bucket)).page
+        assert page is not None
         algorithm.ledger.take(page)
         self._pages[bucket.name] = page
         return page
@@ -167,9 +168,10 @@ class Handle:
         # The memory of this page is no member of the rounds to come.
         outcome, algorithm.outcome = algorithm.outcome, _C.RoundOutcome()
         try:
-            page = algorithm.append_compression(self._all_parameters())
+            page = algorithm.compression(self._all_parameters()).page
         finally:
             algorithm.outcome = outcome
+        assert page is not None
         algorithm.ledger.restore(state, [page])
         self._rounds_before = algorithm.ledger.counters["rounds"] - self._hook.round
         self._hook.renew(self._hook.round + 1)

@@ -14,7 +14,7 @@ from bagua._core.group.implicit_group import ensure_initialised
 from bagua._core.group.job import as_bagua_group
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.snapshot import sparse_parameters
-from bagua._ops.contract.lane import Lane
+from bagua._ops.lane import Lane
 from bagua.comm_hooks._handle import Handle
 from bagua.torch_api._session import is_owned
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl

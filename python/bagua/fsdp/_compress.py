@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from bagua import _C
 from bagua._core.group.implicit_group import ensure_initialised
-from bagua._ops.compressed_all_reduce import codec_named
-from bagua._ops.contract.lane import Lane
+from bagua._ops.lane import Lane
+from bagua._ops.operations import codec_named
 from bagua.fsdp._collectives import AllGather, ReduceScatter
 from bagua.fsdp._handle import Handle, Options
 from bagua.fsdp._mesh import Groups, bagua_groups, mesh_of
@@ -76,7 +76,6 @@ def compress(
     """
     modules = _sharded_modules(model)
     codec = codec_named(codec)
-    _C.make_codec(codec)
     mesh, fields = mesh_of(model)
     if reduce_scatter is None:
         reduce_scatter = fields == ["shards"]

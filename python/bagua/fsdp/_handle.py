@@ -16,7 +16,7 @@ from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
 from bagua._core.state.ledger import Ledger, Page
 from bagua._core.state.saved_values import check_state
 from bagua._core.state.statistics import MainThreadTraffic, lane_statistics
-from bagua._ops.contract.lane import Lane
+from bagua._ops.lane import Lane
 from bagua.fsdp._mesh import Groups
 from bagua.fsdp._rounds import Rounds
 

@@ -9,8 +9,6 @@ import torch
 from typing_extensions import Self
 
 from bagua import _C
-from bagua._core.compression.low_rank import low_rank_matrices
-from bagua._core.compression.sparse_choice import number_sent
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import (
     bagua_getter_closure,
@@ -19,22 +17,9 @@ from bagua._core.state.bagua_tensor import (
     point_at,
     record_of,
 )
-from bagua._core.state.ledger import Page
-from bagua._ops.all_reduce import AllReduce
-from bagua._ops.all_reduce_rows import AllReduceRows
-from bagua._ops.average_weights import AverageWeights
-from bagua._ops.compressed_all_reduce import (
-    CompressedAllReduce,
-    codec_named,
-    codec_of_scatter_gather,
-)
-from bagua._ops.compressed_gossip import CompressedGossip
-from bagua._ops.contract.lane import Hierarchy
-from bagua._ops.contract.operation import Operation
-from bagua._ops.low_rank import LowRank
-from bagua._ops.momentum import UpdateMomentum
-from bagua._ops.sparse import Sparse
-from bagua._ops.user_functions import PythonFunction
+from bagua._ops import operations
+from bagua._ops.lane import Hierarchy
+from bagua._ops.operations import AverageWeights, Operation
 from bagua._sync.averaging_synchronizer import AsynchronousAverage, check_asynchronous_mode
 
 __all__ = ["BaguaBucket", "SparseBucket", "aligned_buckets", "bucket_of"]
@@ -221,21 +206,7 @@ class BaguaBucket:
         return self
 
     def append_operation(self, operation: T) -> T:
-        """Append an :class:`Operation`.
-
-        Raises:
-            ValueError: it does not fit this bucket, or has another value of ``hierarchical``.
-        """
-        hierarchical = getattr(operation, "hierarchical", False)
-        if isinstance(hierarchical, str) and (
-            hierarchical != "sharded" or not operation.takes_shares
-        ):
-            known = "True, False or 'sharded'" if operation.takes_shares else "True or False"
-            raise ValueError(
-                f"bucket '{self.name}': hierarchical={hierarchical!r} must be {known} for "
-                f"{type(operation).__name__}"
-            )
-        operation.check(self)
+        """Append an operation that a function of ``bagua._ops.operations`` has made for it."""
         self.ops.append(operation)
         return operation
 
@@ -260,13 +231,14 @@ class BaguaBucket:
         Raises:
             ValueError: unknown codec, or another value of ``hierarchical``.
         """
-        codec = codec_named(compression) if compression else None
-        if codec is None and scattergather:
-            codec = codec_of_scatter_gather(self.backend_tensor.dtype)
-        if codec is None:
-            self.append_operation(AllReduce(hierarchical, average, group))
+        codec = compression
+        if not codec and scattergather:
+            codec = operations.codec_of_scatter_gather(self.backend_tensor.dtype)
+        if codec:
+            operation = operations.compressed_all_reduce(self, codec, hierarchical, average, group)
         else:
-            self.append_operation(CompressedAllReduce(hierarchical, average, codec, group))
+            operation = operations.all_reduce(self, hierarchical, average, group)
+        self.append_operation(operation)
         return self
 
     def append_decentralized_synchronous_op(
@@ -291,96 +263,7 @@ class BaguaBucket:
             ValueError: unknown mode, or a ``peer_weight`` that does not fit.
         """
         return self.append_operation(
-            AverageWeights(peer_weight, hierarchical, peer_selection_mode, group)
-        )
-
-    def append_momentum_op(self, memories: Sequence[torch.Tensor], betas: torch.Tensor) -> Self:
-        """Make momenta of the bucket's gradients, for the op appended next to average.
-
-        Args:
-            memories: the momenta so far, one per tensor, of its shape and dtype. They are only
-                read: commit the averaged result yourself, once it is known to be finite. They are
-                in unscaled units, the bucket is scaled as the gradients are (``GradScaler``).
-            betas: f64 on CPU, one per tensor; may be written between two rounds.
-
-        Raises:
-            ValueError: the memories do not fit the tensors; names the first.
-        """
-        self.append_operation(UpdateMomentum.of(self.named_views(), memories, betas, self.name))
-        return self
-
-    def append_low_rank_op(
-        self,
-        rank: int,
-        outcome: _C.RoundOutcome,
-        hierarchical: bool = False,
-        group: BaguaProcessGroup | None = None,
-        *,
-        min_compression_rate: float = 2.0,
-        warm_start: bool = True,
-        error_feedback: bool = True,
-        seed: int = 0,
-    ) -> LowRank:
-        """Mean of the bucket over all ranks, matrices in it as products of two thin ones.
-
-        Args:
-            rank: columns of the factors.
-            outcome: one for all buckets whose memory changes together.
-            hierarchical: exact inside a node, low rank between the nodes' leaders.
-            group: default the group of the wrapped module.
-            min_compression_rate: matrices that get smaller by less are averaged exactly.
-            warm_start: start from the last round's factor instead of a random one.
-            error_feedback: add to the next round what this one loses.
-            seed: of the random factors, equal on all ranks.
-
-        Returns:
-            The op, which has a page of its state.
-        """
-        matrices = low_rank_matrices(self.named_views(), rank, min_compression_rate)
-        page = Page(
-            self.backend_tensor,
-            self.named_views(),
-            outcome,
-            error_feedback=error_feedback,
-            matrices=matrices,
-            seed=seed,
-        )
-        return self.append_operation(
-            LowRank(page, hierarchical, warm_start, error_feedback, seed, group)
-        )
-
-    def append_sparse_op(
-        self,
-        ratio: float,
-        outcome: _C.RoundOutcome,
-        hierarchical: bool = False,
-        group: BaguaProcessGroup | None = None,
-        *,
-        random_sparse: bool = False,
-        error_feedback: bool = True,
-        seed: int = 0,
-        codec: str | None = None,
-    ) -> Sparse:
-        """Mean of some elements of the bucket over all ranks; zeros elsewhere.
-
-        Args:
-            ratio: the part of the elements that is sent, at least one.
-            outcome: one for all buckets whose memory changes together.
-            hierarchical: exact inside a node, sparse between the nodes' leaders.
-            group: default the group of the wrapped module.
-            random_sparse: elements at random, instead of each rank's largest.
-            error_feedback: add to the next round what this one does not send.
-            seed: of ``random_sparse``, equal on all ranks.
-            codec: of the values that are sent; None: they travel as they are.
-
-        Returns:
-            The op, which has a page of its state.
-        """
-        flat, named = self.backend_tensor, self.named_views()
-        page = Page(flat, named, outcome, error_feedback=error_feedback)
-        k = number_sent(self.backend_tensor.numel(), ratio)
-        return self.append_operation(
-            Sparse(k, page, hierarchical, random_sparse, seed, group, codec)
+            operations.average_weights(self, peer_weight, hierarchical, peer_selection_mode, group)
         )
 
     def append_asynchronous_model_average_op(
@@ -414,7 +297,7 @@ class BaguaBucket:
         hierarchical: bool = True,
         compression: str = "MinMaxUInt8",
         group: BaguaProcessGroup | None = None,
-    ) -> CompressedGossip:
+    ) -> Operation:
         """Mix the bucket, whose tensors are weights, with both neighbours' on a ring of the ranks.
 
         Args:
@@ -427,15 +310,13 @@ class BaguaBucket:
             compression: a codec (``_C.codec_names()``) or Bagua's name ``"MinMaxUInt8"``.
             group: default the group of the wrapped module.
 
-        Returns:
-            The op, which holds the replicas.
-
         Raises:
             ValueError: unknown codec, or a replica that does not fit.
         """
-        replicas = (weight, left_peer_weight, right_peer_weight)
-        codec = codec_named(compression)
-        return self.append_operation(CompressedGossip(*replicas, hierarchical, codec, group))
+        replicas = {"weight": weight, "left": left_peer_weight, "right": right_peer_weight}
+        return self.append_operation(
+            operations.compressed_gossip(self, replicas, hierarchical, compression, group)
+        )
 
     def append_python_op(
         self,
@@ -454,7 +335,8 @@ class BaguaBucket:
             for index in range(len(self.tensors)):
                 self.copy_in(index)
 
-        self.append_operation(PythonFunction(python_function if self.flatten else on_copies))
+        function = python_function if self.flatten else on_copies
+        self.append_operation(operations.python_function(function))
         return self
 
 
@@ -472,7 +354,7 @@ class SparseBucket(BaguaBucket):
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
         super().__init__([tensor], name, flatten=False)
-        self._rows: AllReduceRows | None = None
+        self._rows: Operation | None = None
 
     def _check(self) -> None:
         """One tensor agrees with itself."""
@@ -524,7 +406,9 @@ class SparseBucket(BaguaBucket):
             )
         assert record.sparse is not None
         sizes = list(self.tensors[0].size())
-        self._rows = self.append_operation(AllReduceRows(record.sparse, sizes, average, group))
+        self._rows = self.append_operation(
+            operations.all_reduce_rows(record.sparse, sizes, average, group)
+        )
         return self
 
 

@@ -17,7 +17,7 @@ from bagua._core.group.connections import Connections
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.statistics import MainThreadTraffic
-from bagua._ops.contract.operation import Operation
+from bagua._ops.operations import Operation
 from bagua._sync.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
@@ -163,10 +163,10 @@ class _Watched:
             return _Sample(nan, nan, None)
         before, after, scale = taken
         own, result = (_doubles(values).view(places.shape) / scale for values in (before, after))
-        memory, residual = self.operation.remembered(), None
-        if memory is not None and (error := memory.value(0)).numel():
-            residual = _doubles(error[places.to(error.device)])
-        return _Sample(own, result, residual, getattr(self.operation, "average", True))
+        residual = self.operation.residual()
+        if residual is not None:
+            residual = _doubles(residual[places.to(residual.device)])
+        return _Sample(own, result, residual, self.operation.averages)
 
 
 class GuardAtWork:
@@ -290,9 +290,7 @@ class GuardAtWork:
                 self._breach(entry, figure)
 
     def _threshold(self, name: str, entry: _Watched) -> float:
-        memory = entry.operation.remembered()
-        remembers = memory is not None and memory.value(0).numel() > 0
-        if name == "relative_error" and remembers:
+        if name == "relative_error" and entry.operation.residual() is not None:
             return math.inf  # a round's error is sent later: the residual counts
         if name == "residual" and not self._adaptive:
             return math.inf

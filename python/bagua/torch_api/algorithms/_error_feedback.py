@@ -12,8 +12,10 @@ from bagua import _C
 from bagua._core.compression.exact_parameters import exact_parameters
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
-from bagua._core.state.ledger import Ledger, Page
-from bagua._ops.contract.lane import Hierarchy
+from bagua._core.state.ledger import Ledger
+from bagua._ops import operations
+from bagua._ops.lane import Hierarchy
+from bagua._ops.operations import Operation
 from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
 from bagua.torch_api.algorithms.base import AlgorithmImpl, Traits
 from bagua.torch_api.bucket import BaguaBucket
@@ -69,7 +71,7 @@ class ErrorFeedbackImpl(AlgorithmImpl):
 
     Parameters that ``exact`` names have buckets of their own, without a residual.
 
-    Subclasses define the op (:meth:`append_compression`).
+    Subclasses define the op (:meth:`compression`).
 
     Its state for checkpoints: ``rounds``, the communicated ones; from the end of the warm-up on
     ``ranks``, those with residuals (with ``hierarchical`` the nodes' leaders); ``communications``,
@@ -117,8 +119,8 @@ class ErrorFeedbackImpl(AlgorithmImpl):
             hierarchical=bool(self.hierarchical),
         )
 
-    def append_compression(self, bucket: BaguaBucket) -> Page:
-        """Append the compressing op to ``bucket`` and return the page of its state."""
+    def compression(self, bucket: BaguaBucket) -> Operation:
+        """The compressing op of ``bucket``, with a page of its state."""
         raise NotImplementedError
 
     @property
@@ -162,15 +164,19 @@ class ErrorFeedbackImpl(AlgorithmImpl):
             return
         if self._is_exact(bucket.tensors[0]):
             # All elements are no sparse message: the mean is exact, and takes part in the outcome.
-            bucket.append_sparse_op(
+            exact = operations.sparse(
+                bucket,
                 1.0,
                 self.outcome,
                 hierarchical=self.hierarchical,
                 group=self.process_group,
                 error_feedback=False,
             )
-        else:
-            self.ledger.take(self.append_compression(bucket))
+            bucket.append_operation(exact)
+            return
+        operation = bucket.append_operation(self.compression(bucket))
+        assert operation.page is not None
+        self.ledger.take(operation.page)
 
     def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
         def finish() -> None:

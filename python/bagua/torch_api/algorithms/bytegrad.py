@@ -9,9 +9,9 @@ import torch
 
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._core.state.ledger import Page
-from bagua._ops.compressed_all_reduce import CompressedAllReduce
-from bagua._ops.contract.lane import Hierarchy
+from bagua._ops import operations
+from bagua._ops.lane import Hierarchy
+from bagua._ops.operations import Operation
 from bagua.torch_api.algorithms._error_feedback import (
     ErrorFeedbackImpl,
     check_hierarchy,
@@ -145,16 +145,13 @@ class ByteGradFeedbackImpl(ErrorFeedbackImpl):
     ) -> list[BaguaBucket]:
         return aligned_buckets(tensors, do_flatten, self.process_group.size)
 
-    def append_compression(self, bucket: BaguaBucket) -> Page:
+    def compression(self, bucket: BaguaBucket) -> Operation:
         own = self._arguments
-        operation = CompressedAllReduce.with_error_feedback(
+        return operations.compressed_all_reduce(
             bucket,
             own.codec,
-            self.outcome,
+            self.hierarchical,
+            own.average,
             self.process_group,
-            hierarchical=self.hierarchical,
-            average=own.average,
+            outcome=self.outcome,
         )
-        bucket.append_operation(operation)
-        assert operation.page is not None
-        return operation.page

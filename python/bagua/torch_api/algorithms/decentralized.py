@@ -10,7 +10,7 @@ import torch
 
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.ledger import Ledger
-from bagua._ops.average_weights import AverageWeights, check_peer_selection_mode
+from bagua._ops.operations import AverageWeights, check_peer_selection_mode
 from bagua.torch_api.algorithms.base import Algorithm, LocalWeightsImpl
 from bagua.torch_api.algorithms.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithm,

@@ -20,7 +20,8 @@ from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.ledger import Commit, Ledger, Page
 from bagua._core.state.saved_values import check_state, saved_count, saved_tensor
 from bagua._core.state.shards import is_sharded, label_of, local, place_of, whole
-from bagua._ops.compressed_all_reduce import CompressedAllReduce
+from bagua._ops import operations
+from bagua._ops.operations import Operation
 from bagua._outer.elastic import Elastic, ElasticRanks
 from bagua._outer.loop import (
     REMEDY,
@@ -279,8 +280,9 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         bucket.clear_ops()
         part = self._part_of(bucket.tensors[0])
         if self._local and part is not None:
-            page = self.append_mean(bucket, self._commits[part].outcome)
-            self._pages += [] if page is None else [page]
+            operation = self.mean(bucket, self._commits[part].outcome)
+            self._pages += [] if operation.page is None else [operation.page]
+            bucket.append_operation(operation)
             return
         bucket.append_centralized_synchronous_op(
             hierarchical=self._local and self.arguments.hierarchical,
@@ -288,27 +290,21 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
             group=self.process_group,
         )
 
-    def append_mean(self, bucket: BaguaBucket, outcome: _C.RoundOutcome) -> Page | None:
-        """Append the operation that averages pseudo-gradients.
+    def mean(self, bucket: BaguaBucket, outcome: _C.RoundOutcome) -> Operation:
+        """The operation that averages pseudo-gradients.
 
-        Returns:
-            Its residuals, which change with the ``outcome`` of a fragment's round; None: it has
-            none.
+        Its residuals, if it has any, change with the ``outcome`` of a fragment's round.
         """
-        codec, hierarchical = self.arguments.codec, self.arguments.hierarchical
-        if codec is None or not self.arguments.error_feedback:
-            bucket.append_centralized_synchronous_op(
-                hierarchical=hierarchical,
-                average=True,
-                compression=codec,
-                group=self.process_group,
-            )
-            return None
-        operation = CompressedAllReduce.with_error_feedback(
-            bucket, codec, outcome, self.process_group, hierarchical=hierarchical
+        own = self.arguments
+        if own.codec is None:
+            return operations.all_reduce(bucket, own.hierarchical, group=self.process_group)
+        return operations.compressed_all_reduce(
+            bucket,
+            own.codec,
+            own.hierarchical,
+            group=self.process_group,
+            outcome=outcome if own.error_feedback else None,
         )
-        bucket.append_operation(operation)
-        return operation.page
 
     def make_synchronizer(self, bagua_ddp: Session) -> Synchronizer:
         if not self._local:

@@ -136,7 +136,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(LocalWeightsImpl):
         # Weights have just been broadcast: the own ones are those of both neighbours.
         own, left, right = (bucket.backend_tensor.to(torch.float32, copy=True) for _ in range(3))
         bucket.clear_ops()
-        operation = bucket.append_low_precision_decentralized_synchronous_op(
+        bucket.append_low_precision_decentralized_synchronous_op(
             own,
             left,
             right,
@@ -144,7 +144,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(LocalWeightsImpl):
             compression=self.codec,
             group=self.process_group,
         )
-        for kind, replica in operation.replicas().items():
+        for kind, replica in (("weight", own), ("left", left), ("right", right)):
             for name, place in bucket.named_views():
                 view = replica.as_strided(place.size(), place.stride(), place.storage_offset())
                 self.ledger.own[f"{kind}/{name}"] = view

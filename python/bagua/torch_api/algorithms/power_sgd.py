@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from bagua._core.compression.exact_parameters import check_patterns
 from bagua._core.compression.low_rank import check_compression_rate
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._core.state.ledger import Page
+from bagua._ops import operations
+from bagua._ops.operations import Operation
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl, check_warmup
 from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.bucket import BaguaBucket
@@ -112,9 +113,10 @@ class PowerSGDAlgorithmImpl(ErrorFeedbackImpl):
         )
         self._arguments = arguments
 
-    def append_compression(self, bucket: BaguaBucket) -> Page:
+    def compression(self, bucket: BaguaBucket) -> Operation:
         own = self._arguments
-        return bucket.append_low_rank_op(
+        return operations.low_rank(
+            bucket,
             own.rank,
             self.outcome,
             hierarchical=self.hierarchical,
@@ -123,4 +125,4 @@ class PowerSGDAlgorithmImpl(ErrorFeedbackImpl):
             error_feedback=own.error_feedback,
             seed=own.seed,
             group=self.process_group,
-        ).page
+        )

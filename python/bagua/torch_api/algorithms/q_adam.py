@@ -11,8 +11,8 @@ import torch
 from bagua import _C, BaguaError
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.ledger import Commit, Ledger
-from bagua._ops.compressed_all_reduce import CompressedAllReduce
-from bagua._ops.contract.lane import Hierarchy
+from bagua._ops import operations
+from bagua._ops.lane import Hierarchy
 from bagua.torch_api.algorithms._error_feedback import check_hierarchy, warn_of_useless_residuals
 from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Traits
@@ -182,14 +182,14 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         betas = torch.zeros(len(bucket.tensors), dtype=torch.float64, device="cpu")
         self._betas.append((betas, [self._groups[tensor] for tensor in bucket.tensors]))
         self._memories.update(zip(bucket.tensors, memories, strict=True))
-        bucket.append_momentum_op(memories, betas)
+        bucket.append_operation(operations.update_momentum(bucket, memories, betas))
         if self.error_feedback:
-            operation = CompressedAllReduce.with_error_feedback(
+            operation = operations.compressed_all_reduce(
                 bucket,
                 self.codec,
-                self._commit.outcome,
-                self.process_group,
-                hierarchical=bool(self.hierarchical),
+                bool(self.hierarchical),
+                group=self.process_group,
+                outcome=self._commit.outcome,
             )
             bucket.append_operation(operation)
             assert operation.page is not None

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from bagua._core.compression.exact_parameters import check_patterns
 from bagua._core.compression.sparse_choice import check_codec, check_ratio
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._core.state.ledger import Page
+from bagua._ops import operations
+from bagua._ops.operations import Operation
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl, check_warmup
 from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.bucket import BaguaBucket
@@ -108,9 +109,10 @@ class SparseAlgorithmImpl(ErrorFeedbackImpl):
         )
         self._arguments = arguments
 
-    def append_compression(self, bucket: BaguaBucket) -> Page:
+    def compression(self, bucket: BaguaBucket) -> Operation:
         own = self._arguments
-        return bucket.append_sparse_op(
+        return operations.sparse(
+            bucket,
             own.ratio,
             self.outcome,
             hierarchical=self.hierarchical,
@@ -119,4 +121,4 @@ class SparseAlgorithmImpl(ErrorFeedbackImpl):
             seed=own.seed,
             codec=own.codec,
             group=self.process_group,
-        ).page
+        )

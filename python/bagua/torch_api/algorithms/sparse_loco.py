@@ -9,8 +9,8 @@ import torch
 from bagua import _C
 from bagua._core.compression.sparse_choice import check_ratio
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._core.state.ledger import Page
-from bagua._ops.chunked_sparse import ChunkedSparse
+from bagua._ops import operations
+from bagua._ops.operations import Operation
 from bagua._outer.optimizer import OuterSGD
 from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.algorithms.diloco import (
@@ -114,7 +114,7 @@ class SparseLoCoAlgorithmImpl(DiLoCoAlgorithmImpl):
                 )
         return super().init_tensors(bagua_ddp)
 
-    def append_mean(self, bucket: BaguaBucket, outcome: _C.RoundOutcome) -> Page:
-        page = Page(bucket.backend_tensor, bucket.named_views(), outcome)
-        bucket.append_operation(ChunkedSparse(self._sent, self._decay, page, self.process_group))
-        return page
+    def mean(self, bucket: BaguaBucket, outcome: _C.RoundOutcome) -> Operation:
+        return operations.chunked_sparse(
+            bucket, self._sent, self._decay, outcome, self.process_group
+        )

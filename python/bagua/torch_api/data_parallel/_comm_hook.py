@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._ops.user_functions import CommHookFunction
+from bagua._ops import operations
 from bagua.torch_api._session import Session
 from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
@@ -57,7 +57,7 @@ class CommHook(GradientAllReduceAlgorithmImpl):
             sparse_gradients=False,
             takes_unfrozen=False,  # its state may be of the buckets
         )
-        self._op = CommHookFunction(hook, state)
+        self._op = operations.comm_hook(hook, state)
 
     def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         bucket.clear_ops()

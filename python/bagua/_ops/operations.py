@@ -1,0 +1,589 @@
+"""Operations of buckets, a function for each: what the ranks compare of it, how it is made in C++.
+
+Steps and bytes of each are in the header of the C++ op, whose name it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from bagua import _C
+from bagua._core.compression.low_rank import low_rank_matrices
+from bagua._core.compression.sparse_choice import number_sent, sparse_mean
+from bagua._core.group import environment
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.state.ledger import Page
+from bagua._ops.lane import Hierarchy, Lane, Members, among, among_weighted
+
+if TYPE_CHECKING:
+    from bagua.torch_api.bucket import BaguaBucket
+
+__all__ = [
+    "AverageWeights",
+    "Operation",
+    "all_reduce",
+    "all_reduce_rows",
+    "average_weights",
+    "check_peer_selection_mode",
+    "chunked_sparse",
+    "codec_named",
+    "codec_of_scatter_gather",
+    "comm_hook",
+    "compressed_all_reduce",
+    "compressed_gossip",
+    "low_rank",
+    "mixing_weights",
+    "python_function",
+    "sparse",
+    "update_momentum",
+]
+
+#: Bagua's spelling of its codec.
+_ALIASES = {"MinMaxUInt8": "minmax_uint8"}
+#: Choice of a rank's peers.
+_PEER_SELECTION_MODES = ("all", "shift_one")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Operation:
+    """One operation of a bucket.
+
+    Attributes:
+        name: of the C++ op.
+        arguments: by name, equal on all ranks: a part of the plan's fingerprint.
+        make: the C++ op. Every rank of the group calls it, in the same order: it may connect.
+        group: whose ranks communicate; None: that of the lane.
+        page: its state.
+        approximates: what a guard can compare, the mean of what the ranks put in, or weights of
+            their own; None: nothing, it is exact or of another kind.
+        averages: whether the result is a mean, not a sum.
+        result: where the values end up; None: in the bucket.
+        one_order: whether all ranks must run the module's buckets one after the other.
+        of_divided: the operation of equal result for gradients that were divided by the number of
+            ranks on their way into the bucket; None: there is none.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    make: Callable[[Lane, BaguaBucket], _C.BucketOp]
+    group: BaguaProcessGroup | None = None
+    page: Page | None = None
+    approximates: Literal["mean", "weights"] | None = None
+    averages: bool = True
+    result: torch.Tensor | None = None
+    one_order: bool = False
+    of_divided: Operation | None = None
+
+    def describe(self) -> str:
+        """One line, equal on all ranks."""
+        return " ".join([self.name, *(f"{key}={value}" for key, value in self.arguments.items())])
+
+    def residual(self) -> torch.Tensor | None:
+        """The residual of the whole bucket; None: there is no error feedback."""
+        error = None if self.page is None else self.page.memory.value(0)
+        return error if error is not None and error.numel() else None
+
+
+# Sums and means.
+
+
+def all_reduce(
+    bucket: BaguaBucket,
+    hierarchical: Hierarchy = False,
+    average: bool = True,
+    group: BaguaProcessGroup | None = None,
+) -> Operation:
+    """Sum or mean of the bucket, in its own dtype."""
+    _check_hierarchy(bucket, "AllReduce", hierarchical, shares=True)
+    reduce = _reduce_op(average)
+    divisible = average and not hierarchical
+
+    def make(lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
+        if not hierarchical and bucket.gradients and bucket.owns_memory:
+            return _C.AllReduce(lane.communicator(group), reduce, bucket.backend_tensor)
+        return among(lane, group, hierarchical, lambda ranks: _C.AllReduce(ranks, reduce), reduce)
+
+    return Operation(
+        name="AllReduce",
+        arguments={"hierarchical": hierarchical, "average": average},
+        make=make,
+        group=group,
+        of_divided=all_reduce(bucket, average=False, group=group) if divisible else None,
+    )
+
+
+def all_reduce_rows(
+    gradient: _C.SparseGradient,
+    sizes: list[int],
+    average: bool,
+    group: BaguaProcessGroup | None,
+) -> Operation:
+    """Sum or mean of a gradient that holds some rows only, which are gathered from all ranks.
+
+    Args:
+        gradient: shared by the slot and the C++ op.
+        sizes: of the parameter, the number of rows first.
+        average: mean instead of sum.
+        group: whose ranks communicate.
+    """
+
+    def make(lane: Lane, _: BaguaBucket) -> _C.BucketOp:
+        everyone = lane.communicator(group)
+        return _C.AllReduceRows(everyone, lane.scratch, gradient, sizes, _reduce_op(average))
+
+    arguments = {"sizes": sizes, "average": average}
+    return Operation(name="AllReduceRows", arguments=arguments, make=make, group=group)
+
+
+def codec_of_scatter_gather(dtype: torch.dtype) -> str | None:
+    """The codec that loses nothing of ``dtype`` and sums in f32; None where none is needed."""
+    return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)
+
+
+def codec_named(compression: str) -> str:
+    """The codec that ``compression`` names, in Bagua's spelling or in ours.
+
+    Raises:
+        ValueError: there is none; lists the known ones.
+    """
+    codec = _ALIASES.get(compression, compression)
+    _C.make_codec(codec)
+    return codec
+
+
+def compressed_all_reduce(
+    bucket: BaguaBucket,
+    codec: str,
+    hierarchical: Hierarchy = False,
+    average: bool = True,
+    group: BaguaProcessGroup | None = None,
+    *,
+    outcome: _C.RoundOutcome | None = None,
+) -> Operation:
+    """Sum or mean of the bucket in f32: compressed parts are exchanged twice.
+
+    Args:
+        bucket: of any floating dtype.
+        codec: a name, in Bagua's spelling or in ours.
+        hierarchical: exact inside a node.
+        average: mean instead of sum.
+        group: whose ranks communicate; with ``outcome`` not None.
+        outcome: of error feedback, one for all buckets whose residuals change together. They are of
+            whole buckets: not for ``hierarchical="sharded"``. None: no error feedback.
+
+    Raises:
+        ValueError: unknown codec.
+    """
+    _check_hierarchy(bucket, "CompressedAllReduce", hierarchical, shares=True)
+    codec, reduce = codec_named(codec), _reduce_op(average)
+    page: Page | None = None
+    if outcome is not None:
+        assert group is not None
+        page = _page_of_parts(bucket, outcome, group, bool(hierarchical))
+
+    def compressed(lane: Lane, bucket: BaguaBucket, members: Members) -> _C.BucketOp:
+        return _C.CompressedAllReduce(
+            members,
+            _C.make_codec(codec, lane.device.type),
+            lane.scratch,
+            reduce,
+            checksum=environment.get_checksum(),
+            memory=None if page is None else page.memory,
+            padding=0 if page is None else _padding(bucket),
+        )
+
+    def make(lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
+        return among(lane, group, hierarchical, partial(compressed, lane, bucket), reduce)
+
+    arguments = {"hierarchical": hierarchical, "average": average, "codec": codec}
+    return Operation(
+        name="CompressedAllReduce",
+        arguments=arguments | {"error_feedback": page is not None},
+        make=make,
+        group=group,
+        page=page,
+        approximates="mean",
+        averages=average,
+    )
+
+
+def _page_of_parts(
+    bucket: BaguaBucket, outcome: _C.RoundOutcome, group: BaguaProcessGroup, hierarchical: bool
+) -> Page:
+    """Residuals of the ranks that compress: all of them, or the nodes' leaders."""
+    connections = group.connections
+    members = list(range(connections.size))
+    if hierarchical:
+        members = _C.leaders(connections.node_of_ranks())
+    flat, named = bucket.backend_tensor, bucket.named_views()
+    return Page.of_parts(flat, named, outcome, members, connections.rank)
+
+
+def update_momentum(
+    bucket: BaguaBucket, memories: Sequence[torch.Tensor], betas: torch.Tensor
+) -> Operation:
+    """Gradients become momenta in place, ``beta * memory + (1 - beta) * gradient``.
+
+    Another operation averages them next.
+
+    Args:
+        bucket: of gradients, scaled as these are (``GradScaler``).
+        memories: the momenta so far, one per tensor, of its shape and dtype, in unscaled units.
+            They are only read: commit the averaged result once it is known to be finite.
+        betas: f64 on CPU, one per tensor; may be written between two rounds.
+
+    Raises:
+        ValueError: the memories do not fit the tensors; names the first.
+    """
+    named = bucket.named_views()
+    if len(memories) != len(named):
+        raise ValueError(
+            f"bucket '{bucket.name}': {len(memories)} memories for {len(named)} tensors"
+        )
+    for (name, view), memory in zip(named, memories, strict=True):
+        if (memory.shape, memory.dtype) != (view.shape, view.dtype):
+            raise ValueError(
+                f"bucket '{bucket.name}': the momentum of '{name}' is {memory.dtype} "
+                f"{tuple(memory.shape)}, its gradient is {view.dtype} {tuple(view.shape)}"
+            )
+    offsets = [int(view.storage_offset()) for _, view in named]
+    strides = [list(view.stride()) for _, view in named]
+
+    def make(lane: Lane, _: BaguaBucket) -> _C.BucketOp:
+        return _C.UpdateMomentum(list(memories), offsets, strides, betas, lane.scratch)
+
+    return Operation(name="UpdateMomentum", make=make)
+
+
+def low_rank(
+    bucket: BaguaBucket,
+    rank: int,
+    outcome: _C.RoundOutcome,
+    hierarchical: bool = False,
+    group: BaguaProcessGroup | None = None,
+    *,
+    min_compression_rate: float = 2.0,
+    warm_start: bool = True,
+    error_feedback: bool = True,
+    seed: int = 0,
+) -> Operation:
+    """Mean of the bucket, matrices in it as products of two thin ones (PowerSGD).
+
+    Args:
+        bucket: of any floating dtype.
+        rank: columns of the factors.
+        outcome: one for all buckets whose memory changes together.
+        hierarchical: exact inside a node, low rank between the nodes' leaders.
+        group: whose ranks communicate.
+        min_compression_rate: matrices that get smaller by less are averaged exactly.
+        warm_start: start from the last round's factor instead of a random one.
+        error_feedback: add to the next round what this one loses.
+        seed: of the random factors, equal on all ranks.
+    """
+    flat, named = bucket.backend_tensor, bucket.named_views()
+    matrices = low_rank_matrices(named, rank, min_compression_rate)
+    page = Page(flat, named, outcome, error_feedback=error_feedback, matrices=matrices, seed=seed)
+    drawn = {"warm_start": warm_start, "error_feedback": error_feedback, "seed": seed}
+
+    def approximated(lane: Lane, bucket: BaguaBucket, members: Members) -> _C.BucketOp:
+        return _C.LowRank(
+            members,
+            lane.scratch,
+            bucket.backend_tensor.numel(),
+            list(matrices.values()),
+            warm_start=warm_start,
+            error_feedback=error_feedback,
+            seed=seed,
+            memory=page.memory,
+        )
+
+    def make(lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
+        return among(lane, group, hierarchical, partial(approximated, lane, bucket))
+
+    return Operation(
+        name="LowRank",
+        arguments={"hierarchical": hierarchical, "matrices": matrices, **drawn},
+        make=make,
+        group=group,
+        page=page,
+        approximates="mean",
+    )
+
+
+def sparse(
+    bucket: BaguaBucket,
+    ratio: float,
+    outcome: _C.RoundOutcome,
+    hierarchical: bool = False,
+    group: BaguaProcessGroup | None = None,
+    *,
+    random_sparse: bool = False,
+    error_feedback: bool = True,
+    seed: int = 0,
+    codec: str | None = None,
+) -> Operation:
+    """Mean of some elements of the bucket; zeros elsewhere.
+
+    Args:
+        bucket: of any floating dtype.
+        ratio: the part of the elements that is sent, at least one.
+        outcome: one for all buckets whose memory changes together.
+        hierarchical: exact inside a node, sparse between the nodes' leaders.
+        group: whose ranks communicate.
+        random_sparse: elements at random, instead of each rank's largest.
+        error_feedback: add to the next round what this one does not send.
+        seed: of ``random_sparse``, equal on all ranks.
+        codec: of the values that are sent; None: they travel as they are.
+    """
+    k = number_sent(bucket.backend_tensor.numel(), ratio)
+    page = Page(bucket.backend_tensor, bucket.named_views(), outcome, error_feedback=error_feedback)
+    chosen = {"k": k, "random_sparse": random_sparse, "seed": seed, "codec": codec}
+
+    def selected(lane: Lane, bucket: BaguaBucket, members: Members) -> _C.BucketOp:
+        return sparse_mean(
+            members,
+            lane.scratch,
+            bucket.backend_tensor,
+            k,
+            page.memory,
+            random_sparse=random_sparse,
+            seed=seed,
+            codec=codec,
+        )
+
+    def make(lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
+        return among(lane, group, hierarchical, partial(selected, lane, bucket))
+
+    return Operation(
+        name="Sparse",
+        arguments={"hierarchical": hierarchical, "error_feedback": error_feedback, **chosen},
+        make=make,
+        group=group,
+        page=page,
+        approximates="mean",
+    )
+
+
+def chunked_sparse(
+    bucket: BaguaBucket,
+    k: int,
+    decay: float,
+    outcome: _C.RoundOutcome,
+    group: BaguaProcessGroup | None = None,
+) -> Operation:
+    """Mean of the ``k`` largest of each 4096 elements, in two bits; zeros elsewhere.
+
+    ``decay``: of the residual, from one round to the next.
+    """
+    page = Page(bucket.backend_tensor, bucket.named_views(), outcome)
+
+    def make(lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
+        return _C.ChunkedSparse(
+            lane.communicator(group),
+            lane.scratch,
+            k=k,
+            decay=decay,
+            numel=bucket.backend_tensor.numel() - _padding(bucket),
+            memory=page.memory,
+            checksum=environment.get_checksum(),
+        )
+
+    arguments = {"k": k, "of": _C.SPARSE_CHUNK_NUMEL, "decay": decay}
+    return Operation(name="ChunkedSparse", arguments=arguments, make=make, group=group, page=page)
+
+
+# Weights with peers.
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AverageWeights(Operation):
+    """The mean of weights in a memory beside the bucket's, which stays as it is.
+
+    Attributes:
+        communications: how often the op has run, one int64, written by the op; whoever goes on
+            from a checkpoint sets it before the next communication.
+    """
+
+    communications: torch.Tensor
+
+    def copy_back_peer_weight(self, bucket: BaguaBucket) -> None:
+        """Give the tensors of ``bucket`` the averaged values: after waiting for it."""
+        assert self.result is not None
+        with torch.no_grad():
+            bucket.backend_tensor.copy_(self.result)
+        bucket.copy_out()
+
+
+def check_peer_selection_mode(mode: str) -> None:
+    """Raise ValueError, naming ``mode`` and the known ones, if it is none of them."""
+    if mode not in _PEER_SELECTION_MODES:
+        raise ValueError(
+            f"unknown peer_selection_mode '{mode}'; known: {', '.join(_PEER_SELECTION_MODES)}"
+        )
+
+
+def average_weights(
+    bucket: BaguaBucket,
+    peer_weight: torch.Tensor,
+    hierarchical: bool,
+    peer_selection_mode: str,
+    group: BaguaProcessGroup | None,
+) -> AverageWeights:
+    """The mean with all ranks or with one peer, in ``peer_weight``.
+
+    Raises:
+        ValueError: an unknown mode, or a ``peer_weight`` that does not fit.
+    """
+    _check_hierarchy(bucket, "AverageWeights", hierarchical)
+    check_peer_selection_mode(peer_selection_mode)
+    flat = bucket.backend_tensor
+    if (peer_weight.shape, peer_weight.dtype) != (flat.shape, flat.dtype):
+        raise ValueError(
+            f"bucket '{bucket.name}': peer_weight is {peer_weight.dtype} "
+            f"{tuple(peer_weight.shape)}, the bucket is {flat.dtype} {tuple(flat.shape)}"
+        )
+    communications = torch.zeros((), dtype=torch.int64, device="cpu")
+
+    def with_all(members: Members) -> _C.BucketOp:
+        return _C.AllReduce(members, _C.ReduceOp.AVG)
+
+    def with_peer(lane: Lane, members: Members, sizes: list[int]) -> _C.BucketOp:
+        return _C.Gossip(members, communications, sizes, lane.scratch)
+
+    def make(lane: Lane, _: BaguaBucket) -> _C.BucketOp:
+        if peer_selection_mode == "all":
+            averaging = among(lane, group, hierarchical, with_all)
+        else:
+            averaging = among_weighted(lane, group, hierarchical, partial(with_peer, lane))
+        return _C.AverageWeights(peer_weight, communications, averaging)
+
+    return AverageWeights(
+        name="AverageWeights",
+        arguments={"hierarchical": hierarchical, "peers": peer_selection_mode},
+        make=make,
+        group=group,
+        approximates="weights",
+        result=peer_weight,
+        communications=communications,
+    )
+
+
+def mixing_weights(sizes: list[int], member: int) -> tuple[float, float]:
+    """The weights of the left and the right neighbour of ``member`` on a ring of ``sizes``.
+
+    A third each among equals. Otherwise Metropolis-Hastings: a member takes less from a smaller
+    one, so that the mean weighted by size is unchanged.
+    """
+    own = sizes[member]
+    neighbours = (_C.ring_left(member, len(sizes)), _C.ring_right(member, len(sizes)))
+    left, right = (min(1.0, sizes[neighbour] / own) / 3 for neighbour in neighbours)
+    return left, right
+
+
+def compressed_gossip(
+    bucket: BaguaBucket,
+    replicas: Mapping[str, torch.Tensor],
+    hierarchical: bool,
+    codec: str,
+    group: BaguaProcessGroup | None,
+) -> Operation:
+    """Mixing with both neighbours on a ring, through compressed differences from replicas.
+
+    Args:
+        bucket: of weights.
+        replicas: ``weight``, the neighbours' replica of this rank, bit for bit; and of both
+            neighbours ``left`` and ``right``. f32, one dimension, as long as the bucket; changed by
+            the op.
+        hierarchical: exact inside a node.
+        codec: a name, in Bagua's spelling or in ours.
+        group: whose ranks communicate.
+
+    Raises:
+        ValueError: an unknown codec, or a replica that does not fit.
+    """
+    _check_hierarchy(bucket, "CompressedGossip", hierarchical)
+    codec, flat = codec_named(codec), bucket.backend_tensor
+    for name, replica in replicas.items():
+        if (replica.shape, replica.dtype) != (flat.shape, torch.float32):
+            raise ValueError(
+                f"bucket '{bucket.name}': the replica '{name}' is {replica.dtype} "
+                f"{tuple(replica.shape)}, it must be torch.float32 {tuple(flat.shape)}"
+            )
+
+    def on_ring(lane: Lane, members: Members, sizes: list[int]) -> _C.BucketOp:
+        left, right = mixing_weights(sizes, members.rank)
+        return _C.CompressedGossip(
+            members,
+            _C.make_codec(codec, lane.device.type),
+            lane.scratch,
+            replicas["weight"],
+            replicas["left"],
+            replicas["right"],
+            left,
+            right,
+            checksum=environment.get_checksum(),
+        )
+
+    def make(lane: Lane, _: BaguaBucket) -> _C.BucketOp:
+        return among_weighted(lane, group, hierarchical, partial(on_ring, lane))
+
+    return Operation(
+        name="CompressedGossip",
+        arguments={"hierarchical": hierarchical, "codec": codec},
+        make=make,
+        group=group,
+        approximates="weights",
+    )
+
+
+# Functions of users.
+
+
+def python_function(function: Callable[[str], None]) -> Operation:
+    """A function called with the bucket's name on the lane's thread."""
+    return Operation(name="PythonOp", make=lambda *_: _C.PythonOp(function))
+
+
+def comm_hook(hook: Callable[..., Any], state: Any) -> Operation:
+    """A communication hook of torch's DistributedDataParallel: ``hook(state, GradBucket)``.
+
+    Hooks use process groups of the user's, which must see one order.
+    """
+
+    def make(_: Lane, bucket: BaguaBucket) -> _C.BucketOp:
+        index, count = bucket.position
+        return _C.CommHookOp(
+            hook,
+            state,
+            index=index,
+            count=count,
+            parameters=bucket.tensors,
+            offsets=[slot.offset for slot in bucket.slots()],
+        )
+
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    return Operation(name="CommHookOp", arguments={"hook": name}, make=make, one_order=True)
+
+
+def _reduce_op(average: bool) -> _C.ReduceOp:
+    return _C.ReduceOp.AVG if average else _C.ReduceOp.SUM
+
+
+def _padding(bucket: BaguaBucket) -> int:
+    return 0 if bucket.padding_tensor is None else bucket.padding_tensor.numel()
+
+
+def _check_hierarchy(
+    bucket: BaguaBucket, name: str, hierarchical: Hierarchy, *, shares: bool = False
+) -> None:
+    """Raise ValueError for another value; ``shares``: the op can run on shares of the bucket."""
+    if isinstance(hierarchical, str) and not (shares and hierarchical == "sharded"):
+        known = "True, False or 'sharded'" if shares else "True or False"
+        raise ValueError(
+            f"bucket '{bucket.name}': hierarchical={hierarchical!r} must be {known} for {name}"
+        )
