@@ -1,4 +1,4 @@
-"""The user's handle of a registered communication hook."""
+"""A registered communication hook: the user's handle, and torch's buckets as we see buckets."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from typing import Any, cast
 import torch
 
 from bagua import _C
-from bagua._core.group.connections import Connections
-from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
+from bagua._core.group.connections import fingerprint
 from bagua._core.state.ledger import Page
-from bagua._core.state.saved_values import check_no_state
-from bagua._core.state.statistics import MainThreadTraffic, lane_statistics
 from bagua._ops.lane import Lane
+from bagua._sync.handle import LaneHandle
 from bagua._sync.plan import counted, divided_first
-from bagua.comm_hooks._bucket import HookedBucket
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
 from bagua.torch_api.algorithms.base import AlgorithmImpl
+from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["Handle"]
 
 
-class Handle:
+class Handle(LaneHandle):
     """A communication hook at work; made by :func:`register`.
 
     The hook works as long as its ``DistributedDataParallel``, whether the handle is kept or not.
@@ -38,21 +36,12 @@ class Handle:
         grad_scaler: torch.amp.GradScaler | None,
         wrap: str,
     ) -> None:
+        super().__init__(module_name, lane, wrap, algorithm.ledger)
         self._algorithm = algorithm
-        self._lane = lane
         self._named = {name: (p.size(), p.stride(), p.dtype) for name, p in named}
         self._names = {id(parameter): name for name, parameter in named}
         self._pages: dict[str, Page] = {}  # by name of the bucket
         self._rounds_before = 0  # of the training that a loaded state is of
-        self._traffic = MainThreadTraffic(self._connections)
-        self.non_finite: dict[str, _C.NonFiniteRounds] = {}
-        self._running = _C.DynamicLane(
-            name=module_name,
-            incarnation=self._connections.incarnation(wrap),
-            ops=list(lane.communicators.values()),
-            control=self._connections.connect(f"{wrap}/control", "cpu"),
-            board=self._connections.board(wrap),
-        )
         scaled = (
             grad_scaler is not None
             and grad_scaler.is_enabled()
@@ -72,15 +61,6 @@ class Handle:
             grad_scale=grad_scaler.get_scale if scaled and grad_scaler else None,
             outcome=algorithm.outcome if isinstance(algorithm, ErrorFeedbackImpl) else None,
         )
-        close_at_exit(self)
-
-    @property
-    def _group(self) -> BaguaProcessGroup:
-        return self._lane.group
-
-    @property
-    def _connections(self) -> Connections:
-        return self._group.connections
 
     def attach(self, reducer: Any) -> None:
         """Make this the hook of torch's ``Reducer``.
@@ -94,11 +74,11 @@ class Handle:
         """Called by autograd's thread for a bucket that is new."""
         bucket = HookedBucket(torchs, self._names)
         memory = self._append_operations(bucket, round)
-        specs, scale = divided_first(bucket, self._group)
+        specs, scale = divided_first(bucket, self._lane.group)
         ops = [spec.make(self._lane, bucket) for spec in specs]
-        ops, rounds = counted(bucket, specs, ops, self.non_finite.get(bucket.name))
+        ops, rounds = counted(bucket, specs, ops, self._non_finite.get(bucket.name))
         if rounds is not None:
-            self.non_finite[bucket.name] = rounds
+            self._non_finite[bucket.name] = rounds
         return _C.BucketOperations(bucket.name, bucket.describe(), ops, scale, memory)
 
     def _append_operations(self, bucket: HookedBucket, round: int) -> _C.RoundMemory | None:
@@ -110,7 +90,7 @@ class Handle:
         warm_up = algorithm.warmup_steps - self._rounds_before  # its last round
         if round > warm_up:
             return self._compressed(algorithm, bucket).memory
-        bucket.append_centralized_synchronous_op(average=True, group=self._group)
+        bucket.append_centralized_synchronous_op(average=True, group=self._lane.group)
         self._hook.renew(warm_up + 1)
         return None
 
@@ -127,44 +107,15 @@ class Handle:
         self._pages[bucket.name] = page
         return page
 
-    def stats(self) -> dict[str, Any]:
-        """Bytes that this rank sent and times it took, since the hook was registered.
-
-        Returns:
-            As ``bagua_stats()`` of a wrapped module, without ``hidden_ns``, ``exposed_ns`` and
-            ``longest_wait_ns``: torch waits for the buckets, and does not say how long. Buckets are
-            named by their index; torch makes them anew after the first step.
-        """
-        return lane_statistics(self._running, self._lane.by_purpose, self.non_finite, self._traffic)
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of the algorithm: call it on every rank, between two steps.
-
-        Returns:
-            The same entries as ``module.bagua_algorithm.state_dict()`` after ``with_bagua``, by
-            names of ``ddp.module``'s parameters. Empty for algorithms that remember nothing.
-        """
-        algorithm = self._algorithm
-        if not isinstance(algorithm, ErrorFeedbackImpl):
-            return {}
+    def _settle(self) -> None:
         self._hook.settle()
-        algorithm.ledger.counters["rounds"] = self._rounds_before + self._hook.round
-        return algorithm.ledger.state()
+        if "rounds" in self._ledger.counters:
+            self._ledger.counters["rounds"] = self._rounds_before + self._hook.round
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`: on every rank, between two steps.
-
-        A state that ``with_bagua``'s algorithm has saved fits too. With another number of ranks
-        than saved it, give every rank the dicts of all old ranks merged into one (``a | b | ...``).
-
-        Raises:
-            ValueError: the state is of another algorithm, model or number of ranks; names the
-                entry. Nothing has changed then.
-        """
+    def _restore(self, state: Mapping[str, Any]) -> None:
         algorithm = self._algorithm
         if not isinstance(algorithm, ErrorFeedbackImpl):
-            check_no_state(state, type(algorithm).__name__)
-            return
+            return super()._restore(state)
         # The memory of this page is no member of the rounds to come.
         outcome, algorithm.outcome = algorithm.outcome, _C.RoundOutcome()
         try:
@@ -193,9 +144,60 @@ class Handle:
             widest = torch.promote_types(widest, dtype)
         return widest
 
-    def close(self) -> None:
-        """End the thread and the connections. A backward after it raises. Idempotent.
 
-        torch cannot take a hook back: construct ``DistributedDataParallel`` again to go on.
-        """
-        self._running.stop()
+class HookedBucket(BaguaBucket):
+    """Gradients of some parameters in memory that belongs to torch.
+
+    Args:
+        bucket: as torch hands it over.
+        names: of the parameters, by ``id``.
+        name: of the bucket; by default its index.
+    """
+
+    owns_memory = False
+
+    def __init__(
+        self, bucket: _C.GradientBucket, names: Mapping[int, str], name: str | None = None
+    ) -> None:
+        self._buffer = bucket.buffer
+        self._offsets = bucket.offsets
+        self.names = [names[id(parameter)] for parameter in bucket.parameters]
+        super().__init__(bucket.parameters, name or str(bucket.index), flatten=True)
+
+    def _check(self) -> None:
+        """Torch has made the bucket."""
+
+    def _carries_gradients(self) -> bool:
+        return True
+
+    def _allocate(self) -> None:
+        self.backend_tensor = self._buffer
+        self.padding_tensor = None
+        # Places only, which count from the start of the buffer wherever that lies in its storage.
+        flat = torch.empty(self._buffer.numel(), dtype=self._buffer.dtype, device="meta")
+        self._views = [
+            flat.as_strided(tensor.size(), _strides(tensor), offset)
+            for tensor, offset in zip(self.tensors, self._offsets, strict=True)
+        ]
+
+    def named_views(self) -> list[tuple[str, torch.Tensor]]:
+        return list(zip(self.names, self._views, strict=True))
+
+    def describe(self) -> str:
+        """One line, equal on all ranks."""
+        lines = [
+            f"{name} at {view.storage_offset()}: {view.size()} {view.stride()}"
+            for name, view in self.named_views()
+        ]
+        last = f" to '{self.names[-1]}'" if len(self.names) > 1 else ""
+        return f"{[op.describe() for op in self.ops]} on '{self.names[0]}'{last}, " + (
+            f"{len(lines)} parameters {fingerprint(lines):016x}"
+        )
+
+
+def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Strides of its gradient in torch's bucket: the parameter's own if it is dense."""
+    dense = torch.empty_like(parameter, device="meta").stride()
+    if dense == parameter.stride():
+        return dense
+    return torch.empty(parameter.size(), device="meta").stride()

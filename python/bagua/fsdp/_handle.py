@@ -1,4 +1,4 @@
-"""The communication of a sharded model, and the user's handle of it."""
+"""The communication of a sharded model: the user's handle of it, and its rounds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import torch.distributed as dist
 
 from bagua import _C
 from bagua._core.group import environment
-from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
+from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.ledger import Ledger, Page
 from bagua._core.state.saved_values import check_state
-from bagua._core.state.statistics import MainThreadTraffic, lane_statistics
 from bagua._ops.lane import Lane
+from bagua._sync.handle import LaneHandle
 from bagua.fsdp._mesh import Groups
-from bagua.fsdp._rounds import Rounds
 
 __all__ = ["Handle", "Options"]
 
@@ -39,7 +38,7 @@ class Options:
     read_scale: Callable[[], float]
 
 
-class Handle:
+class Handle(LaneHandle):
     """Compressed communication at work; made by :func:`compress`.
 
     It works as long as the model, whether the handle is kept or not.
@@ -54,39 +53,28 @@ class Handle:
         wrap: str,
         numels: Mapping[str, int],
     ) -> None:
-        self._name = model_name
-        self._options = options
-        self._groups = groups
-        self._lane = lane
         connections = lane.group.connections
-        self._traffic = MainThreadTraffic(connections)
         # In this order on every rank, or two would wait for each other.
         both = [groups.shards, groups.replicas]
         members = {group: lane.communicator(group) for group in both if group is not None}
-        self._members = members
-        self._codec = _C.make_codec(options.codec, lane.device.type)
-        self._operations: dict[tuple[Any, ...], _C.BucketOperations] = {}
-        self._non_finite: dict[str, _C.NonFiniteRounds] = {}
-        outcome = _C.RoundOutcome()
-        self._ledger = Ledger(
+        ledger = Ledger(
             "bagua.fsdp",
             lambda: connections,
             only_same_ranks="residuals are of shards, so load them with the number of ranks that "
             "saved them, or leave them out",
+            pages=options.error_feedback,
         )
+        super().__init__(model_name, lane, wrap, ledger)
+        self._groups = groups
+        self._members = members
+        self._codec = _C.make_codec(options.codec, lane.device.type)
+        self._operations: dict[tuple[Any, ...], _C.BucketOperations] = {}
+        outcome = _C.RoundOutcome()
         for module, numel in numels.items():
             flat = torch.empty(numel, device=lane.device)
-            self._ledger.take(Page(flat, [(module, flat)], outcome))
-        self._memories = {page.names[0]: page.memory for page in self._ledger.pages}
+            ledger.take(Page(flat, [(module, flat)], outcome))
+        self._memories = {page.names[0]: page.memory for page in ledger.pages}
         self._rounds = Rounds(self._memories, outcome, options.read_scale)
-        self._running = _C.DynamicLane(
-            name=model_name,
-            incarnation=connections.incarnation(wrap),
-            ops=list(members.values()),
-            control=connections.connect(f"{wrap}/control", "cpu"),
-            board=connections.board(wrap),
-        )
-        close_at_exit(self)
 
     @property
     def has_replicas(self) -> bool:
@@ -214,40 +202,10 @@ class Handle:
                 "compress()"
             )
 
-    # Interface of the user.
-
-    def stats(self) -> dict[str, Any]:
-        """Bytes that this rank sent and times it took, since ``compress``.
-
-        Returns:
-            As ``bagua_stats()`` of a wrapped module, without ``hidden_ns``, ``exposed_ns`` and
-            ``longest_wait_ns``. Buckets are ``<module>.gradients``, between shards,
-            ``<module>.replicas``, between replicas, and ``<module>.weights``, of those that go
-            through the codec. What torch sends itself does not count.
-        """
-        return lane_statistics(
-            self._running, self._lane.by_purpose, self._non_finite, self._traffic
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Residuals of this rank: call it on every rank, between two steps.
-
-        Returns:
-            ``ranks``, ``communications``, and one float32 tensor per module, under a key of this
-            rank's own. Empty without error feedback.
-        """
-        if not self._memories:
-            return {}
+    def _settle(self) -> None:
         self._rounds.settle()
-        return self._ledger.state()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`: on every rank, between two steps, with the ranks that saved.
-
-        Raises:
-            ValueError: the state is of another model, of other arguments or ranks; names the
-                entry. Nothing has changed then.
-        """
+    def _restore(self, state: Mapping[str, Any]) -> None:
         check_state(state, "bagua.fsdp")
         if bool(state) != bool(self._memories):
             arguments = "without" if state else "with"
@@ -255,9 +213,55 @@ class Handle:
                 f"bagua.fsdp: the state has {sorted(state)[:3]}, but compress() was called "
                 f"{arguments} error_feedback=True"
             )
-        if state:
-            self._ledger.restore(state)
+        super()._restore(state)
 
-    def close(self) -> None:
-        """End the thread and the connections. A backward after it raises. Idempotent."""
-        self._running.stop()
+
+class Rounds:
+    """Numbers the reductions of gradients by rounds, and ends what is remembered with them.
+
+    In a backward torch reduces the gradients of every module once over its shards, with hybrid
+    sharding once over its replicas, or not at all where no parameter of the module has one. So a
+    round ends where a module comes again.
+
+    Attributes:
+        number: of the round under way; 0 before the first one.
+        grad_scale: the factor that the gradients of this round carry.
+
+    Args:
+        memories: by name of the module.
+        outcome: of all memories.
+        read_scale: called as a round begins: the factor of its gradients.
+    """
+
+    def __init__(
+        self,
+        memories: Mapping[str, _C.RoundMemory],
+        outcome: _C.RoundOutcome,
+        read_scale: Callable[[], float],
+    ) -> None:
+        self._memories = memories
+        self._outcome = outcome
+        self._read_scale = read_scale
+        self._came: set[tuple[str, str]] = set()  # (module, ranks)
+        self.number = 0
+        self.grad_scale = 1.0
+
+    def reduce(self, module: str, over: str) -> None:
+        """The gradients of ``module`` are about to be reduced over its "shards" or "replicas"."""
+        if self.number == 0 or (module, over) in self._came:
+            self.settle()
+            self.number += 1
+            self._came = set()
+            self.grad_scale = self._read_scale()
+        self._came.add((module, over))
+
+    def settle(self) -> None:
+        """Between rounds: memories hold what they are to hold in the next one."""
+        if self.number == 0:
+            return
+        for module in self._memories:
+            if (module, "shards") not in self._came:
+                self._outcome.leave(self.number)
+                self._came.add((module, "shards"))
+        for memory in self._memories.values():
+            memory.value(0)

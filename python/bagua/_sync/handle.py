@@ -1,0 +1,86 @@
+"""``LaneHandle``: a lane of jobs inside a wrapper of torch's, and what users ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bagua import _C
+from bagua._core.group.connections import Connections
+from bagua._core.group.process_group import close_at_exit
+from bagua._core.state.ledger import Ledger
+from bagua._core.state.statistics import MainThreadTraffic, lane_statistics
+from bagua._ops.lane import Lane
+
+__all__ = ["LaneHandle"]
+
+
+class LaneHandle:
+    """Communication at work, as long as the wrapper of torch's, whether this is kept or not.
+
+    Args:
+        name: of the module, in errors.
+        lane: with all communicators that the operations need.
+        wrap: of the module among those of the lane's group.
+        ledger: the state of the operations.
+    """
+
+    def __init__(self, name: str, lane: Lane, wrap: str, ledger: Ledger) -> None:
+        self._name = name
+        self._lane = lane
+        self._ledger = ledger
+        self._traffic = MainThreadTraffic(self._connections)
+        self._non_finite: dict[str, _C.NonFiniteRounds] = {}  # by name of the bucket
+        self._running = _C.DynamicLane(
+            name=name,
+            incarnation=self._connections.incarnation(wrap),
+            ops=list(lane.communicators.values()),
+            control=self._connections.connect(f"{wrap}/control", "cpu"),
+            board=self._connections.board(wrap),
+        )
+        close_at_exit(self)
+
+    @property
+    def _connections(self) -> Connections:
+        return self._lane.group.connections
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes that this rank sent and times it took, since the communication began.
+
+        Returns:
+            As ``bagua_stats()`` of a wrapped module, without ``hidden_ns``, ``exposed_ns`` and
+            ``longest_wait_ns``: torch waits for the buckets, and does not say how long. What torch
+            sends itself does not count.
+        """
+        return lane_statistics(
+            self._running, self._lane.by_purpose, self._non_finite, self._traffic
+        )
+
+    def _settle(self) -> None:
+        """Called before the ledger is saved: between two steps."""
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self._ledger.restore(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint: call it on every rank, between two steps.
+
+        Returns:
+            Residuals and counters, what is of this rank alone under keys of its own. Empty where
+            nothing is remembered.
+        """
+        self._settle()
+        return self._ledger.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`: on every rank, between two steps.
+
+        Raises:
+            ValueError: the state is of another algorithm, model or number of ranks; names the
+                entry. Nothing has changed then.
+        """
+        self._restore(state)
+
+    def close(self) -> None:
+        """End the thread and the connections. A backward after it raises. Idempotent."""
+        self._running.stop()
