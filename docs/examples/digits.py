@@ -1,4 +1,4 @@
-"""Handwritten digits, learnt by ranks that each see only some of them.
+"""Trains on handwritten digits, of which each rank sees only some.
 
     torchrun --nproc_per_node=2 docs/examples/digits.py --algorithm bytegrad
 

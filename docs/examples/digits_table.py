@@ -80,9 +80,9 @@ def summarise(results):
 def print_table(rows, seeds):
     exact_bytes = rows["gradient_allreduce"]["bytes_sent_per_step"]
     print(f"\n{RANKS} ranks, each trained on half of the digits; mean of {seeds} seed(s).")
-    print("Accuracy on all digits: of the mean of the ranks' weights, and of the worst rank's own.")
+    print("Accuracy on all digits: first of the averaged weights, then of the worst single rank.")
     print("Sent: per rank and step, after the warm-up of qadam and async.\n")
-    print("| algorithm | of the mean | worst rank | time per step | sent | ratio to exact |")
+    print("| algorithm | averaged weights | worst rank | time per step | sent | ratio to exact |")
     print("|---|---:|---:|---:|---:|---:|")
     for algorithm, row in rows.items():
         sent = row["bytes_sent_per_step"]

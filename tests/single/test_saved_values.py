@@ -18,7 +18,7 @@ def test_a_count_is_a_whole_number(value):
     ids=str,
 )
 def test_invalid_counts_are_refused_by_name(value):
-    with pytest.raises(ValueError, match=r"A: 'steps' is .* in the state, which is no number"):
+    with pytest.raises(ValueError, match=r"A: 'steps' is .* in the state; it must be"):
         _saved_values.saved_count({"steps": value}, "steps", "A")
 
 
@@ -48,7 +48,7 @@ def test_values_that_cannot_be_copied_are_refused(value):
 def test_a_counter_that_cannot_be_is_refused(value):
     """A negative one would be a place outside of RandomSparse's order: it never came to an end."""
     counter = torch.zeros((), dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"'communications' is .*, no number of times"):
+    with pytest.raises(ValueError, match=r"'communications' is .* must be a non-negative integer"):
         _saved_values.saved_tensor({"communications": value}, "communications", counter, REMEDY)
 
 

@@ -1,4 +1,4 @@
-"""Handwritten digits, learnt by a sharded model (FSDP2) whose gradients travel in 8 bits.
+"""Trains a sharded model (FSDP2) on handwritten digits, with 8-bit gradients.
 
     torchrun --nproc_per_node=2 docs/examples/integrations/fsdp.py [--codec none]
     torchrun --nproc_per_node=4 docs/examples/integrations/fsdp.py --replicas 2

@@ -1,1 +1,1 @@
-"""Local training: rounds at optimizer steps, in which ranks average what they have learnt."""
+"""Local training: rounds at optimizer steps, in which ranks average their weight changes."""

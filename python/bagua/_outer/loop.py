@@ -156,7 +156,7 @@ class Fragment:
         _C.take_anchors(self._of(weights), self.anchors)
 
     def merge(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Give the weights the anchor's values plus what they have learnt since the launch."""
+        """Give the weights the anchor's values plus their changes since the launch."""
         _C.merge_anchors(self._of(weights), self.anchors, self._launched)
 
     def squared_norm(self, means: Mapping[str, torch.Tensor]) -> float:
@@ -318,7 +318,7 @@ class OuterState:
 
 
 class OuterLoop(Synchronizer):
-    """Lets ranks train by themselves, and averages what they have learnt every so many steps.
+    """Averages the weight changes of ranks that train locally, every so many steps.
 
     A step is an attempted one of the last optimizer. Between rounds nothing is sent. A round that
     fails changes neither anchor nor weights.

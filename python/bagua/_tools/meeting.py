@@ -11,18 +11,18 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["Meeting", "MissingWordError", "SilentStoreError"]
+__all__ = ["Meeting", "MissingReplyError", "StoreTimeoutError"]
 
 _PAUSES = (0.001, 0.02)  # seconds between two looks at the store: the first, and the longest
 _STORE_SECONDS = 5.0  # that one question to a living store may take
 _LONGEST_WORD = 1 << 20  # bytes
 
 
-class SilentStoreError(RuntimeError):
+class StoreTimeoutError(RuntimeError):
     """The job's store does not answer."""
 
 
-class MissingWordError(RuntimeError):
+class MissingReplyError(RuntimeError):
     """A rank has not written what was expected of it."""
 
 
@@ -43,7 +43,7 @@ class Meeting:
         """Put ``word``, anything that JSON has, under ``key``.
 
         Raises:
-            SilentStoreError: the store does not answer.
+            StoreTimeoutError: the store does not answer.
         """
         text = json.dumps(word)
         self._ask(lambda: self._store.set(key, text))
@@ -52,7 +52,7 @@ class Meeting:
         """Whether there is a word under ``key``.
 
         Raises:
-            SilentStoreError: the store does not answer.
+            StoreTimeoutError: the store does not answer.
         """
         return bool(self._ask(lambda: self._store.check([key])))
 
@@ -60,20 +60,20 @@ class Meeting:
         """The word under ``key``, which may come within ``seconds``.
 
         Raises:
-            MissingWordError: it did not come, or is none.
-            SilentStoreError: the store does not answer.
+            MissingReplyError: it did not come, or is none.
+            StoreTimeoutError: the store does not answer.
         """
         deadline, pause = time.monotonic() + seconds, _PAUSES[0]
         while not self.has(key):
             if time.monotonic() > deadline:
-                raise MissingWordError(f"no '{key}' within {seconds:g} s")
+                raise MissingReplyError(f"no '{key}' within {seconds:g} s")
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES[1])
         value = bytes(self._ask(lambda: self._store.get(key)))
         try:
             return json.loads(value) if len(value) <= _LONGEST_WORD else None
         except (ValueError, RecursionError) as error:
-            raise MissingWordError(f"'{key}' has {value[:40]!r}") from error
+            raise MissingReplyError(f"'{key}' has {value[:40]!r}") from error
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -81,9 +81,9 @@ class Meeting:
         try:
             answer = answers.get(timeout=_STORE_SECONDS)
         except queue.Empty:
-            raise SilentStoreError(f"no answer within {_STORE_SECONDS:g} s") from None
+            raise StoreTimeoutError(f"no answer within {_STORE_SECONDS:g} s") from None
         if isinstance(answer, RuntimeError):
-            raise SilentStoreError(str(answer).splitlines()[0]) from answer
+            raise StoreTimeoutError(str(answer).splitlines()[0]) from answer
         return answer
 
     def _serve(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from bagua._tools.meeting import Meeting, MissingWordError, SilentStoreError
+from bagua._tools.meeting import Meeting, MissingReplyError, StoreTimeoutError
 from bagua._tools.report import printable
 from bagua._watch.publisher import KEY, TIMES
 
@@ -101,7 +101,7 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         with _keys() as keys, _interruption() as interrupted:
             _show(job, keys, interrupted, arguments)
-    except SilentStoreError:
+    except StoreTimeoutError:
         return _fail(f"the job's store at {stores[0]} has gone")
     return 0
 
@@ -135,12 +135,12 @@ class _Job:
         """Read what the ranks have published.
 
         Raises:
-            SilentStoreError: the store does not answer.
+            StoreTimeoutError: the store does not answer.
         """
         for rank in range(max(1, self._world)):
             try:
                 word = publication_from(self._meeting.read(KEY.format(rank=rank), 0.0))
-            except MissingWordError:
+            except MissingReplyError:
                 continue
             known = self._now.get(rank)
             if word is None or (known and known["number"] == word["number"]):

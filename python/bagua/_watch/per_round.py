@@ -79,7 +79,10 @@ def write_stats(
         values = bagua.write_stats(model, writer, step=1)
     """
     if not callable(getattr(writer, "add_scalar", None)):
-        raise TypeError(f"a writer has add_scalar(tag, value, step), {type(writer).__name__} not")
+        raise TypeError(
+            f"{type(writer).__name__} has no add_scalar(tag, value, step) method; pass e.g. a "
+            "SummaryWriter"
+        )
     source = source_of(model)
     stats = source.stats()
     last = _last.setdefault(source, {})

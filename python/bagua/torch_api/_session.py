@@ -604,7 +604,7 @@ class Session:
         log_unfrozen(self.bagua_module_name, names)
         self.rebuild()
 
-    def welcome(self) -> None:
+    def admit_joining_ranks(self) -> None:
         """Take part in the wraps of ranks that join, before :meth:`rebuild`."""
         self._agree()
         if self.process_group.admission is not None:

@@ -17,7 +17,7 @@ has a key:
 - Other keys, of this rank, are of tensors that mean nothing to other ranks.
 
 A state dict has them, those of rank r under ``rank<r>/``, the counters, and under ``ranks`` the
-ranks that have residuals. What is owed in the mean, ``sum of error / P + server``, is preserved:
+ranks that have residuals. The mean residual, ``sum of error / P + server``, is preserved:
 
 - Ranks that load their own state continue to the bit. Where their parts of buckets are other ones,
   a rank adds P times its server residuals to its residual.

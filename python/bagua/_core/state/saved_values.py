@@ -64,8 +64,8 @@ def saved_count(state: Mapping[str, Any], key: str, owner: str) -> int:
     whole = isinstance(value, (int, float)) and value == value // 1
     if not whole or isinstance(value, bool) or not 0 <= value <= _MOST:
         raise ValueError(
-            f"{owner}: '{key}' is {str(value)[:80]} in the state, which is no number of times; the "
-            "checkpoint is damaged or of another algorithm"
+            f"{owner}: '{key}' is {str(value)[:80]} in the state; it must be a non-negative "
+            "integer: the checkpoint is damaged or of another algorithm"
         )
     return int(value)
 
@@ -95,5 +95,8 @@ def saved_tensor(
         )
     counts = not view.is_floating_point() and not view.is_complex()
     if counts and (value.is_floating_point() or bool((value < 0).any())):
-        raise ValueError(f"'{key}' is {str(value)[:80]} in the state, no number of times: {remedy}")
+        raise ValueError(
+            f"'{key}' is {str(value)[:80]} in the state; it must be a non-negative integer: "
+            f"{remedy}"
+        )
     return value

@@ -32,7 +32,7 @@ from bagua._tools.doctor.verdict import (
     ranks_text,
     slowest_direction,
 )
-from bagua._tools.meeting import Meeting, MissingWordError, SilentStoreError
+from bagua._tools.meeting import Meeting, MissingReplyError, StoreTimeoutError
 from bagua._tools.report import printable
 
 __all__ = ["DESCRIPTION", "add_arguments", "main"]
@@ -202,14 +202,14 @@ class _Examination:
             self._measure()
             self._reduce()
             return self._conclude()
-        except SilentStoreError as error:
+        except StoreTimeoutError as error:
             place = f"{env.get_master_addr()}:{os.environ.get('MASTER_PORT')}"
             return _say(
                 f"BROKEN: rank {self._rank}: the job's store at {place} has stopped answering "
                 f"({error}): the link between rank {self._rank} and the host of rank 0 is cut, or "
                 "the processes there have ended"
             )
-        except MissingWordError as error:
+        except MissingReplyError as error:
             return _say(f"BROKEN: rank {self._rank}: rank 0 has stopped answering ({error})")
         finally:
             if self._post is not None:
@@ -298,7 +298,7 @@ class _Examination:
             try:
                 left = max(0.0, deadline - time.monotonic())
                 words[rank] = self._meeting.read(f"measured/{number}/{rank}", left)
-            except MissingWordError:
+            except MissingReplyError:
                 self._lose(rank, "it has not told how fast its link is")
         failures = [word for word in words.values() if not isinstance(word, dict)]
         if len(words) < 2:
@@ -370,7 +370,7 @@ class _Examination:
             left = max(0.0, deadline - time.monotonic())
             try:
                 found[rank] = self._meeting.read(f"{key}/{rank}", left)
-            except MissingWordError:
+            except MissingReplyError:
                 self._lose(rank, f"it has not told {what}")
         return found
 

@@ -36,8 +36,8 @@ def check_hierarchy(owner: str, hierarchical: Hierarchy | None, error_feedback: 
     """Raise ValueError where residuals, which are of whole buckets, meet shares of buckets."""
     if error_feedback and hierarchical == "sharded":
         raise ValueError(
-            f'{owner}: error_feedback=True has no form for hierarchical="sharded"; take True or '
-            "False"
+            f'{owner}: error_feedback=True is not supported with hierarchical="sharded"; '
+            "take True or False"
         )
 
 

@@ -1,4 +1,4 @@
-"""DiLoCo: an outer optimizer on the mean of what the ranks have learnt by themselves.
+"""DiLoCo: local training, and an outer optimizer on the mean weight change of the ranks.
 
 Rounds are those of ``bagua._outer.loop``. Here are the arguments, the fragments of a module, the
 operations of buckets, and checkpoints.
@@ -55,7 +55,7 @@ _MUCH_FOR_MUON = 0.8
 
 
 class DiLoCoAlgorithm(Algorithm):
-    """Ranks train by themselves; every ``interval`` optimizer steps an outer step joins them.
+    """Local training; every ``interval`` optimizer steps an outer step averages the ranks' changes.
 
     All ranks hold an anchor of the weights, in float32, and its momentum. In a round each sends its
     pseudo-gradient, the anchor minus its weights; the outer optimizer steps on the anchor with the
@@ -366,7 +366,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
 
         def replace(joining: bool) -> None:
             if joining:
-                session.welcome()
+                session.admit_joining_ranks()
             session.rebuild()
 
         self._ranks.change(loop, session.bagua_module_name, replace)
