@@ -92,12 +92,12 @@ void GradientPath::begin_forward(bool communicates) {
     return;
   }
   engine_->check_process();
-  if (by_other_ways_ > 0) {
+  if (bypassed_output_ > 0) {
     refuse(concat(
         "round ", engine_->round() + (engine_->round_open() ? 0 : 1),
         ": parameters received gradients, but backward did not go through what the module's "
         "forward had returned and reached only ",
-        by_other_ways_.load(), " of ", needed_,
+        bypassed_output_.load(), " of ", needed_,
         " parameters, so nothing was communicated. Compute the loss from the module's output, or "
         "run such a backward after a forward inside no_sync(); then wrap again with with_bagua on "
         "every rank."));
@@ -182,8 +182,8 @@ void GradientPath::activate_inside_forward(GradientSlot& first) {
 }
 
 void GradientPath::forget_other_ways() {
-  by_other_ways_ = 0;
-  for (auto& slot : slots_) slot->by_other_way = false;
+  bypassed_output_ = 0;
+  for (auto& slot : slots_) slot->bypassed_output = false;
 }
 
 void GradientPath::queue_finish() {
@@ -255,8 +255,8 @@ bool GradientPath::count_hit(GradientSlot& slot) {
 }
 
 void GradientPath::on_other_way(GradientSlot& slot) {
-  if (std::exchange(slot.by_other_way, true)) return;
-  if (++by_other_ways_ < needed_) return;
+  if (std::exchange(slot.bypassed_output, true)) return;
+  if (++bypassed_output_ < needed_) return;
   activate(false);
   queue_finish();
 }

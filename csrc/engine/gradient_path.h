@@ -154,12 +154,12 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   std::atomic<int> partial_task_{-1};  // graph task of a backward that reaches chosen leaves only
   std::atomic<bool> left_{false};      // a slot was reached without a gradient
   std::atomic<size_t> fired_{0};       // slots that backward has reached in the round
-  std::atomic<size_t> by_other_ways_{0};  // slots reached since the forward, not by its output
-  size_t needed_ = 0;                     // slots whose parameters are not frozen
-  bool local_forwards_ = false;           // some forward was inside no_sync()
-  bool in_forward_ = false;               // a communicating forward has not returned
-  bool watched_ = false;                  // the forward's output has a graph
-  bool counted_ = false;                  // Note [Static graph]: the first round is over
+  std::atomic<size_t> bypassed_output_{0};  // slots reached since the forward, not by its output
+  size_t needed_ = 0;                       // slots whose parameters are not frozen
+  bool local_forwards_ = false;             // some forward was inside no_sync()
+  bool in_forward_ = false;                 // a communicating forward has not returned
+  bool watched_ = false;                    // the forward's output has a graph
+  bool counted_ = false;                    // Note [Static graph]: the first round is over
   double result_scale_ = 1.0;
   bool calls_after_gradients_ = false;
   bool warned_unused_ = false;

@@ -71,8 +71,8 @@ struct GradientSlot {
   uint32_t version = 0;  // of the parameter, when the backward began
   int hits = 0;          // Note [Static graph]
   int expected_hits = 0;
-  bool touched = false;       // a gradient came since the last round, communicated or not
-  bool by_other_way = false;  // a gradient came since the forward, not by its output
+  bool touched = false;          // a gradient came since the last round, communicated or not
+  bool bypassed_output = false;  // a gradient came since the forward, not by its output
 
  private:
   bool lends() const { return slot->adopt == Adopt::kGradView; }

@@ -1,4 +1,4 @@
-// Averages a bucket with one peer, another one in each round.
+// Averages a bucket with one scheduled peer per round.
 #pragma once
 
 #include <memory>

@@ -33,10 +33,10 @@ struct Pending {
   int64_t posted_ns;
 };
 
-// Where a failure was met, which decides how it is explained.
-enum class Met : uint8_t {
-  kInRound,  // in the round under way
-  kBetween,  // maybe after the last job of a round, before the first one of the next
+// Decides how a failure is explained.
+enum class FailurePoint : uint8_t {
+  kInRound,        // in the round under way
+  kBetweenRounds,  // maybe after the last job of a round, before the first one of the next
 };
 
 void check_job(const Job& job) {
@@ -80,10 +80,11 @@ struct DynamicLane::State : std::enable_shared_from_this<DynamicLane::State> {
   void await_agreement();
   void run(Pending& entry, std::optional<BucketAccount>& account);
   BucketStats& stats_of(const Job& job);
-  void fail(const std::exception_ptr& cause, Met met = Met::kInRound) noexcept;
+  void fail(const std::exception_ptr& cause, FailurePoint point = FailurePoint::kInRound) noexcept;
   void end_with(const std::exception_ptr& cause, const FailureBoard::News& news,
-                Met met = Met::kInRound) noexcept;
-  std::exception_ptr explain(const std::exception_ptr& cause, Blame blame, Met met) const noexcept;
+                FailurePoint point = FailurePoint::kInRound) noexcept;
+  std::exception_ptr explain(const std::exception_ptr& cause, Blame blame,
+                             FailurePoint point) const noexcept;
   void check_communicators() noexcept;
   void on_news(const FailureBoard::News& news);
   void end_pending(const std::exception_ptr& error) noexcept;
@@ -199,12 +200,12 @@ BucketStats& DynamicLane::State::stats_of(const Job& job) {
   return *found;
 }
 
-void DynamicLane::State::fail(const std::exception_ptr& cause, Met met) noexcept {
-  end_with(cause, {message_of(cause), blame_of(cause)}, met);
+void DynamicLane::State::fail(const std::exception_ptr& cause, FailurePoint point) noexcept {
+  end_with(cause, {message_of(cause), blame_of(cause)}, point);
 }
 
 void DynamicLane::State::end_with(const std::exception_ptr& cause, const FailureBoard::News& news,
-                                  Met met) noexcept {
+                                  FailurePoint point) noexcept {
   {
     const std::lock_guard lock(mutex);
     if (failure || stopped) return;
@@ -212,7 +213,7 @@ void DynamicLane::State::end_with(const std::exception_ptr& cause, const Failure
   }
   if (options.board) options.board->publish(news.text, news.blame);
   abort_communicators(news.text);
-  const std::exception_ptr error = explain(cause, news.blame, met);
+  const std::exception_ptr error = explain(cause, news.blame, point);
   {
     const std::lock_guard lock(mutex);
     explained = error;
@@ -232,11 +233,12 @@ void DynamicLane::State::check_communicators() noexcept {
 }
 
 std::exception_ptr DynamicLane::State::explain(const std::exception_ptr& cause, Blame blame,
-                                               Met met) const noexcept {
+                                               FailurePoint point) const noexcept {
   std::exception_ptr error = cause;
   try {
     if (options.board && blame != Blame::kAllRanks) {
-      const Position position{.number = round, .needed = round + (met == Met::kBetween ? 1 : 0)};
+      const Position position{.number = round,
+                              .needed = round + (point == FailurePoint::kBetweenRounds ? 1 : 0)};
       error = diagnose(cause, position, *options.board);
     }
     if (options.on_error) options.on_error(error);
@@ -359,7 +361,7 @@ void DynamicLane::interrupted() noexcept {
 void DynamicLane::transport_failed(const std::string& reason) noexcept {
   if (getpid() != process_) return;
   state_->fail(std::make_exception_ptr(TransportError(concat(state_->whoami(), ": ", reason))),
-               Met::kBetween);
+               FailurePoint::kBetweenRounds);
 }
 
 void DynamicLane::stop() noexcept {

@@ -26,8 +26,8 @@ struct DynamicLaneOptions {
   CountingCommunicators ops;                      // communicators of the jobs' ops
   std::shared_ptr<CountingCommunicator> control;  // CPU; for agreements only
   std::shared_ptr<FailureBoard> board{};          // null: failures of other ranks are not seen
-  // Called with each failure before a caller gets it: may throw it as another that the caller's
-  // surroundings recognise. Null: thrown as it is.
+  // Called before a failure is rethrown; may rethrow it as a type that the caller's framework
+  // handles. Null: rethrown as it is.
   std::function<void(const std::exception_ptr&)> on_error{};
 };
 
