@@ -10,7 +10,7 @@ from support.documented import pages
 from support.programs.benchmark_programs import load_file
 
 REPOSITORY = Path(__file__).parents[2]
-BESIDE_CODE = ["tests/README.md", "csrc/codec/cuda/README.md"]
+BESIDE_CODE = ["tests/README.md", "tests/ranks/situations/README.md", "csrc/codec/cuda/README.md"]
 MOST_LINES = {"findings.md": 250}  # tables, for those who ask how we know
 
 

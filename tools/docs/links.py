@@ -1,6 +1,7 @@
 """For mkdocs: links to files that are no pages become their text, or links into the repository.
 
 Docstrings name others by roles, ":meth:`x`", of which the name stays; of "Example::" one colon.
+Calls in tables may break behind brackets, commas and equal signs, so that phones show them.
 
 Pages link to headers, scripts and tests beside docs/, which a site does not have. With
 BAGUA_PROJECT_URL, the address of the project's files, such links go there.
@@ -16,6 +17,8 @@ LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#|mailto:)([^)\s]+)\)")
 ROLE = re.compile(r":(?:attr|class|data|func|meth):(?=\s*<code)")
 
 
+CELL = re.compile(r"<td\b.*?</td>", re.S)
+CALL = re.compile(r"(<code>)([^<]+)(</code>)")
 VERSION = re.compile(r'^version = "(.+)"$', re.M)
 
 
@@ -27,7 +30,13 @@ def on_config(config):
 
 
 def on_page_content(html, **_):
-    return ROLE.sub("", html).replace("Example::</p>", "Example:</p>")
+    html = ROLE.sub("", html).replace("Example::</p>", "Example:</p>")
+    return CELL.sub(lambda cell: CALL.sub(_breakable, cell.group()), html)
+
+
+def _breakable(code):
+    before, text, after = code.groups()
+    return before + re.sub(r"([(,=])(?=[^\s)])", r"\1<wbr>", text) + after
 
 
 def on_page_markdown(markdown, page, config, files):

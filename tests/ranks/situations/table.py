@@ -1,4 +1,4 @@
-"""The table of docs/migrating.md: situations as in torch, better than torch, and refused."""
+"""The table of README.md: situations as in torch, better than torch, and refused."""
 
 from ranks.situations import rows, themes
 from ranks.situations.houses import OURS

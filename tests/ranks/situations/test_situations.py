@@ -6,6 +6,7 @@ process of their own that forks the ranks; each is then a test of its own.
 
 import os
 import pickle
+import re
 import subprocess
 from pathlib import Path
 
@@ -90,6 +91,12 @@ def test_every_refusal_and_difference_from_torch_has_a_reason():
                 assert expected.reason, f"{row.name}, {house}"
 
 
-def test_the_documentation_has_the_table():
-    document = Path(__file__).parents[3] / "docs" / "migrating.md"
-    assert markdown() in document.read_text(), "put in what report.py --markdown prints"
+def test_the_documentation_has_the_table_and_its_sum():
+    table = markdown()
+    document = Path(__file__).with_name("README.md")
+    assert table in document.read_text(), "put in what report.py --markdown prints"
+    counts = [map(int, found) for found in re.findall(r"\| (\d+) of (\d+) \|", table)]
+    alike, total = map(sum, zip(*counts, strict=True))
+    page = document.parents[3] / "docs" / "migrating.md"
+    assert f"{alike} of {total} situations" in page.read_text()
+    assert f"The other {total - alike}:" in page.read_text()
