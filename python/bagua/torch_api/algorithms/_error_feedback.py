@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from bagua._ops import operations
 from bagua._ops.lane import Hierarchy
 from bagua._ops.operations import Operation
 from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
-from bagua.torch_api.algorithms.base import AlgorithmImpl, Traits
+from bagua.torch_api.algorithms.base import Traits, WarmUpImpl
 from bagua.torch_api.bucket import BaguaBucket
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def warn_of_useless_residuals(owner: str, codec: str | None, error_feedback: boo
     )
 
 
-class ErrorFeedbackImpl(AlgorithmImpl):
+class ErrorFeedbackImpl(WarmUpImpl):
     """Exact rounds first, then one compressing op per bucket, with a residual.
 
     Parameters that ``exact`` names have buckets of their own, without a residual.
@@ -91,6 +91,7 @@ class ErrorFeedbackImpl(AlgorithmImpl):
         ranks_agree=True, remembers_gradients=True, takes_uneven_inputs=True, takes_unfrozen=True
     )
     for_sgd = False
+    counter = "rounds"
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class ErrorFeedbackImpl(AlgorithmImpl):
         warmup_steps: int,
         exact: Sequence[str] = (),
     ) -> None:
-        super().__init__(process_group)
+        super().__init__(process_group, warmup_steps)
         check_warmup(warmup_steps)
         if not isinstance(hierarchical, bool | None):
             raise ValueError(  # now, not at the end of the warm-up
@@ -109,13 +110,11 @@ class ErrorFeedbackImpl(AlgorithmImpl):
         self.hierarchical = process_group.hierarchy(hierarchical)
         self.exact = exact
         self._exact_names: set[str] = set()
-        self.warmup_steps = warmup_steps
         self.outcome = _C.RoundOutcome()
-        self._compressing = False
         self.ledger = Ledger(
             type(self).__name__,
             lambda: process_group.connections,
-            counters=["rounds"],
+            counters=[self.counter],
             hierarchical=bool(self.hierarchical),
         )
 
@@ -123,18 +122,10 @@ class ErrorFeedbackImpl(AlgorithmImpl):
         """The compressing op of ``bucket``, with a page of its state."""
         raise NotImplementedError
 
-    @property
-    def _warmed_up(self) -> bool:
-        return self.ledger.counters["rounds"] >= self.warmup_steps
-
-    def need_reset(self) -> bool:
-        return self._compressing != self._warmed_up
-
     def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
         if self.for_sgd and not self.ledger.counters["rounds"]:
             owner = type(self).__name__.removesuffix("Impl")
             _warn_of_other_steps(owner, bagua_ddp.bagua_optimizers)
-        self._compressing = self._warmed_up
         self.outcome = _C.RoundOutcome()
         self.ledger.put_aside(*self.ledger.pages)
         all_names = bagua_ddp.module.named_parameters(remove_duplicate=False)
@@ -145,7 +136,7 @@ class ErrorFeedbackImpl(AlgorithmImpl):
     def tensors_to_buckets(
         self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
     ) -> list[BaguaBucket]:
-        if not (self._compressing and self._exact_names):
+        if self.warming_up or not self._exact_names:
             return super().tensors_to_buckets(tensors, do_flatten)
         groups = [
             [tensor for tensor in group if self._is_exact(tensor) == exact]
@@ -157,11 +148,7 @@ class ErrorFeedbackImpl(AlgorithmImpl):
     def _is_exact(self, tensor: torch.Tensor) -> bool:
         return record_of(tensor).name in self._exact_names
 
-    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
-        bucket.clear_ops()
-        if not self._compressing:
-            bucket.append_centralized_synchronous_op(average=True, group=self.process_group)
-            return
+    def later_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         if self._is_exact(bucket.tensors[0]):
             # All elements are no sparse message: the mean is exact, and takes part in the outcome.
             exact = operations.sparse(
@@ -177,13 +164,6 @@ class ErrorFeedbackImpl(AlgorithmImpl):
         operation = bucket.append_operation(self.compression(bucket))
         assert operation.page is not None
         self.ledger.take(operation.page)
-
-    def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
-        def finish() -> None:
-            bagua_ddp.wait_pending_comm_ops()
-            self.ledger.counters["rounds"] += 1
-
-        return finish
 
 
 def _warn_of_other_steps(owner: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:

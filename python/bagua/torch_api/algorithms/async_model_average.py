@@ -10,7 +10,7 @@ import torch
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.ledger import Ledger
 from bagua._sync.averaging_synchronizer import AsynchronousAverage, check_asynchronous_mode
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Traits
+from bagua.torch_api.algorithms.base import Algorithm, Traits, WarmUpImpl
 from bagua.torch_api.bucket import BaguaBucket
 
 if TYPE_CHECKING:
@@ -90,11 +90,8 @@ def _averaging(model: Any) -> AsyncModelAverageAlgorithmImpl:
     return algorithm
 
 
-class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
-    """Implementation of :class:`AsyncModelAverageAlgorithm`.
-
-    A warm-up iteration is a forward and a backward outside ``no_sync()``.
-    """
+class AsyncModelAverageAlgorithmImpl(WarmUpImpl):
+    """Implementation of :class:`AsyncModelAverageAlgorithm`."""
 
     traits = Traits(
         ranks_agree=False,
@@ -113,31 +110,26 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         sync_interval_ms: int = 500,
         warmup_steps: int = 0,
     ) -> None:
-        super().__init__(process_group)
+        super().__init__(process_group, warmup_steps)
         _check(peer_selection_mode, sync_interval_ms, warmup_steps)
         self.peer_selection_mode = peer_selection_mode
         self.sync_interval_ms = sync_interval_ms
-        self.warmup_steps = warmup_steps
         self.ledger = Ledger(
             type(self).__name__,
             lambda: process_group.connections,
-            counters=["warmed_up"],
+            counters=[self.counter],
             pages=False,
         )
-        self._averages = False  # buckets hold weights
         self._operations: list[AsynchronousAverage] = []
         self._aborted = False
 
     # Set-up.
 
     def need_reset(self) -> bool:
-        return not self._averages and self.ledger.counters["warmed_up"] >= self.warmup_steps
+        return self.warming_up and self.warmed_up  # averaging is not left again
 
-    def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
-        self._averages = self.ledger.counters["warmed_up"] >= self.warmup_steps
+    def later_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
         self._operations = []
-        if not self._averages:
-            return super().init_tensors(bagua_ddp)
         if not bagua_ddp.gradient_as_bucket_view:
             raise ValueError("asynchronous averaging needs do_flatten=True")
         named = [*bagua_ddp.bagua_build_params(), *bagua_ddp.bagua_floating_buffers()]
@@ -149,7 +141,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def tensors_to_buckets(
         self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
     ) -> list[BaguaBucket]:
-        if not self._averages:
+        if self.warming_up:
             return super().tensors_to_buckets(tensors, do_flatten)
         # One bucket of each dtype and device: all weights are of the same moment anyway.
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -159,11 +151,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             BaguaBucket(group, name=str(i), flatten=True) for i, group in enumerate(kinds.values())
         ]
 
-    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
-        bucket.clear_ops()
-        if not self._averages:
-            bucket.append_centralized_synchronous_op(average=True, group=self.process_group)
-            return
+    def later_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         operation = bucket.append_asynchronous_model_average_op(
             self.peer_selection_mode, self.process_group, sync_interval_ms=self.sync_interval_ms
         )
@@ -176,13 +164,6 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
                     operation.reset()
 
         return keep_averaging
-
-    def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
-        def finish_warm_up_iteration() -> None:
-            bagua_ddp.wait_pending_comm_ops()
-            self.ledger.counters["warmed_up"] += 1
-
-        return finish_warm_up_iteration
 
     # Control.
 

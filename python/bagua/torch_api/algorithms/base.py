@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bagua import _C, BaguaError
+from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.ledger import Ledger
@@ -26,8 +26,8 @@ __all__ = [
     "Algorithm",
     "AlgorithmImpl",
     "GlobalAlgorithmRegistry",
-    "LocalWeightsImpl",
     "Traits",
+    "WarmUpImpl",
     "check_arguments",
 ]
 
@@ -244,41 +244,57 @@ class AlgorithmImpl:
         """Called when the ledger has got a state: continue from it."""
 
 
-class LocalWeightsImpl(AlgorithmImpl):
-    """Weights travel instead of gradients, and stay as they are from forward to backward.
+class WarmUpImpl(AlgorithmImpl):
+    """Averages gradients exactly in the first rounds; then subclasses communicate in their way.
 
-    An iteration is a forward and a backward outside ``no_sync()``.
+    A round is a forward and a backward outside ``no_sync()``. Subclasses set a :attr:`ledger` that
+    counts them.
+
+    Attributes:
+        counter: of the rounds, in the ledger.
+        warmup_steps: rounds of the warm-up.
+        warming_up: whether the buckets are those of the warm-up.
     """
 
-    traits = Traits(
-        ranks_agree=False,
-        steps_on_gradients=False,
-        opens_at_forward=True,
-        reads_grad_scale=False,
-        broadcast_buffers=False,
-    )
-    _between_forward_and_backward = False
+    counter = "warmed_up"
 
-    def register_weights(self, bagua_ddp: Session) -> list[torch.Tensor]:
-        """All parameters that are trained, as the tensors to communicate."""
-        return [
-            parameter.ensure_bagua_tensor(name, bagua_ddp.bagua_module_name)  # type: ignore[attr-defined]
-            for name, parameter in bagua_ddp.bagua_build_params()
-        ]
+    def __init__(self, process_group: BaguaProcessGroup, warmup_steps: int) -> None:
+        super().__init__(process_group)
+        self.warmup_steps = warmup_steps
+        self.warming_up = True
 
-    def check_step(self, bagua_ddp: Session, danger: str) -> None:
-        """Refuse an optimizer's step inside an iteration; ``danger`` completes "..., ".
+    @property
+    def warmed_up(self) -> bool:
+        """Whether the rounds of the warm-up have been made."""
+        return self.ledger.counters[self.counter] >= self.warmup_steps
 
-        Raises:
-            BaguaError: a training forward has begun and its backward has not ended.
-        """
-        if self._between_forward_and_backward:
-            raise BaguaError(
-                f"module '{bagua_ddp.bagua_module_name}': optimizer.step() came between a training "
-                f"forward and the end of its backward, {danger}. Run other forwards in eval() or "
-                "under no_grad(), compute the loss from tensors that forward returns, and call "
-                "backward() without inputs=."
-            )
+    def need_reset(self) -> bool:
+        return self.warming_up == self.warmed_up
+
+    def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
+        self.warming_up = not self.warmed_up
+        return self.later_tensors(bagua_ddp) if self.warmed_up else super().init_tensors(bagua_ddp)
+
+    def later_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
+        """Register the tensors to communicate after the warm-up: by default gradients."""
+        return super().init_tensors(bagua_ddp)
+
+    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
+        bucket.clear_ops()
+        if self.warming_up:
+            bucket.append_centralized_synchronous_op(average=True, group=self.process_group)
+        else:
+            self.later_operations(bagua_ddp, bucket)
+
+    def later_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
+        """Append what ``bucket`` does after the warm-up."""
+
+    def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
+        def finish() -> None:
+            bagua_ddp.wait_pending_comm_ops()
+            self.ledger.counters[self.counter] += 1
+
+        return finish
 
 
 def check_arguments(

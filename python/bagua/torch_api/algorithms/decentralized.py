@@ -1,21 +1,20 @@
-"""Decentralized SGD: ranks average weights, with all others or with one peer a step."""
+"""Decentralized SGD: ranks average weights with others, or mix them with neighbours' in 8 bits."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bagua import _C, BaguaError
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.ledger import Ledger
-from bagua._ops.operations import AverageWeights, check_peer_selection_mode
-from bagua.torch_api.algorithms.base import Algorithm, LocalWeightsImpl
-from bagua.torch_api.algorithms.low_precision_decentralized import (
-    LowPrecisionDecentralizedAlgorithm,
-    LowPrecisionDecentralizedAlgorithmImpl,
-)
+from bagua._ops import operations
+from bagua._ops.operations import AverageWeights
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Traits
 from bagua.torch_api.bucket import BaguaBucket
 
 if TYPE_CHECKING:
@@ -29,12 +28,64 @@ __all__ = [
 ]
 
 
-def _check(peer_selection_mode: str, communication_interval: int) -> None:
-    check_peer_selection_mode(peer_selection_mode)
+def _check_interval(communication_interval: int) -> None:
     if communication_interval < 1:
         raise ValueError(
             f"communication_interval={communication_interval} must be at least 1 iteration"
         )
+
+
+class _LocalWeightsImpl(AlgorithmImpl):
+    """Weights travel instead of gradients, and stay as they are from forward to backward.
+
+    An iteration is a forward and a backward outside ``no_sync()``. Subclasses set a :attr:`ledger`
+    that counts them.
+    """
+
+    traits = Traits(
+        ranks_agree=False,
+        steps_on_gradients=False,
+        opens_at_forward=True,
+        reads_grad_scale=False,
+        broadcast_buffers=False,
+    )
+
+    def __init__(
+        self,
+        process_group: BaguaProcessGroup,
+        hierarchical: bool | None,
+        communication_interval: int,
+    ) -> None:
+        super().__init__(process_group)
+        _check_interval(communication_interval)
+        self.hierarchical = process_group.hierarchy(hierarchical)
+        self.communication_interval = communication_interval
+        self._between_forward_and_backward = False
+
+    def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
+        self._between_forward_and_backward = False
+        return [
+            parameter.ensure_bagua_tensor(name, bagua_ddp.bagua_module_name)  # type: ignore[attr-defined]
+            for name, parameter in bagua_ddp.bagua_build_params()
+        ]
+
+    def _communicates(self) -> bool:
+        """Whether the present iteration does."""
+        return self.ledger.counters["iterations"] % self.communication_interval == 0
+
+    def _check_step(self, bagua_ddp: Session, danger: str) -> None:
+        """Refuse an optimizer's step inside an iteration; ``danger`` completes "..., ".
+
+        Raises:
+            BaguaError: a training forward has begun and its backward has not ended.
+        """
+        if self._between_forward_and_backward:
+            raise BaguaError(
+                f"module '{bagua_ddp.bagua_module_name}': optimizer.step() came between a training "
+                f"forward and the end of its backward, {danger}. Run other forwards in eval() or "
+                "under no_grad(), compute the loss from tensors that forward returns, and call "
+                "backward() without inputs=."
+            )
 
 
 class DecentralizedAlgorithm(Algorithm):
@@ -68,7 +119,8 @@ class DecentralizedAlgorithm(Algorithm):
         peer_selection_mode: str = "all",
         communication_interval: int = 1,
     ) -> None:
-        _check(peer_selection_mode, communication_interval)
+        operations.check_peer_selection_mode(peer_selection_mode)
+        _check_interval(communication_interval)
         self.hierarchical = hierarchical
         self.peer_selection_mode = peer_selection_mode
         self.communication_interval = communication_interval
@@ -79,7 +131,7 @@ class DecentralizedAlgorithm(Algorithm):
         )
 
 
-class DecentralizedAlgorithmImpl(LocalWeightsImpl):
+class DecentralizedAlgorithmImpl(_LocalWeightsImpl):
     """Implementation of :class:`DecentralizedAlgorithm`.
 
     An iteration is a forward and a backward outside ``no_sync()``. The state for checkpoints has
@@ -87,7 +139,7 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
     whom the next communication is. Weights are not in it: save every rank's own.
     """
 
-    traits = replace(LocalWeightsImpl.traits, takes_unfrozen=True)
+    traits = replace(_LocalWeightsImpl.traits, takes_unfrozen=True)
 
     def __init__(
         self,
@@ -96,11 +148,9 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
         peer_selection_mode: str = "all",
         communication_interval: int = 1,
     ) -> None:
-        super().__init__(process_group)
-        _check(peer_selection_mode, communication_interval)
-        self.hierarchical = process_group.hierarchy(hierarchical)
+        super().__init__(process_group, hierarchical, communication_interval)
+        operations.check_peer_selection_mode(peer_selection_mode)
         self.peer_selection_mode = peer_selection_mode
-        self.communication_interval = communication_interval
         self.ledger = Ledger(
             type(self).__name__,
             lambda: process_group.connections,
@@ -108,15 +158,13 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
             pages=False,
         )
         self._operations: list[tuple[BaguaBucket, AverageWeights]] = []
-        self._between_forward_and_backward = False
         self._under_way = False  # weights are being averaged and have not been copied back
 
     def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
         self.update_ledger()
         self._operations = []
-        self._between_forward_and_backward = False
         self._under_way = False
-        return self.register_weights(bagua_ddp)
+        return super().init_tensors(bagua_ddp)
 
     def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         bucket.clear_ops()
@@ -132,12 +180,10 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
     def init_forward_pre_hook(self, bagua_ddp: Session) -> Callable[[Any], None]:
         def start(_: Any) -> None:
             self._between_forward_and_backward = True
-            if self._under_way:  # a second forward before the backward: its communication continues
-                return
-            if self.ledger.counters["iterations"] % self.communication_interval != 0:
-                return
-            self._under_way = True
-            bagua_ddp.mark_all_ready()
+            # A second forward before the backward: its communication continues.
+            if not self._under_way and self._communicates():
+                self._under_way = True
+                bagua_ddp.mark_all_ready()
 
         return start
 
@@ -158,7 +204,7 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
         self, bagua_ddp: Session
     ) -> Callable[[torch.optim.Optimizer], None]:
         def check(optimizer: torch.optim.Optimizer) -> None:
-            self.check_step(bagua_ddp, "when weights are on their way to other ranks")
+            self._check_step(bagua_ddp, "when weights are on their way to other ranks")
 
         return check
 
@@ -169,3 +215,169 @@ class DecentralizedAlgorithmImpl(LocalWeightsImpl):
     def ledger_loaded(self) -> None:
         for _, operation in self._operations:
             operation.communications.fill_(self.ledger.counters["communications"])
+
+
+class LowPrecisionDecentralizedAlgorithm(Algorithm):
+    """After the optimizer's step, weights are mixed with both neighbours' on a ring of the ranks.
+
+    What travels is the compressed difference from what the neighbours already know (DCD-PSGD:
+    H. Tang et al., *Communication Compression for Decentralized Training*, NeurIPS 2018; Bagua,
+    VLDB 2022). Ranks hold different weights; buffers stay each rank's own.
+
+    Args:
+        hierarchical: exact mean inside a node, the ring between the nodes' leaders. When all ranks
+            share one node, True is the mean over all ranks, and compresses nothing.
+            None: True where there are several nodes with several ranks on one, else False.
+        communication_interval: iterations from one communication to the next. The first iteration
+            communicates.
+        codec: a name of ``bagua._C.codec_names()``. The default has one range per 2048 elements;
+            ``"minmax_uint8"`` is Bagua's format, one range per bucket.
+
+    Raises:
+        ValueError: an interval below 1, or an unknown codec.
+
+    Example::
+
+        model = model.with_bagua([optimizer], LowPrecisionDecentralizedAlgorithm())
+    """
+
+    def __init__(
+        self,
+        hierarchical: bool | None = None,
+        communication_interval: int = 1,
+        *,
+        codec: str = "block_uint8",
+    ) -> None:
+        _check_interval(communication_interval)
+        _C.make_codec(codec)
+        self.hierarchical = hierarchical
+        self.communication_interval = communication_interval
+        self.codec = codec
+
+    def reify(self, process_group: BaguaProcessGroup) -> LowPrecisionDecentralizedAlgorithmImpl:
+        return LowPrecisionDecentralizedAlgorithmImpl(
+            process_group, self.hierarchical, self.communication_interval, codec=self.codec
+        )
+
+
+class LowPrecisionDecentralizedAlgorithmImpl(_LocalWeightsImpl):
+    """Implementation of :class:`LowPrecisionDecentralizedAlgorithm`.
+
+    An iteration is a forward and a backward outside ``no_sync()``. The round of a communicating one
+    is due from the end of its backward on, and runs exactly once: after the last optimizer's step,
+    or, if a step was skipped (``GradScaler``), before the next training forward or a checkpoint.
+
+    The state for checkpoints has ``iterations``, the completed ones; ``ranks``, those on the ring;
+    and, of the shape of each parameter and f32, ``rank<r>/weight/<name>``, ``rank<r>/left/<name>``
+    and ``rank<r>/right/<name>`` of ranks on the ring. Weights are not in it: save every rank's own
+    after it, since a round that is due runs first. It loads with the same ranks and nodes.
+    """
+
+    def __init__(
+        self,
+        process_group: BaguaProcessGroup,
+        hierarchical: bool | None = None,
+        communication_interval: int = 1,
+        *,
+        codec: str = "block_uint8",
+    ) -> None:
+        super().__init__(process_group, hierarchical, communication_interval)
+        _C.make_codec(codec)
+        self.codec = codec
+        self.ledger = Ledger(
+            type(self).__name__,
+            lambda: process_group.connections,
+            counters=["iterations"],
+            hierarchical=bool(self.hierarchical),
+            only_same_ranks="replicas would not be the neighbours' weights: load what this rank "
+            "saved, with the same ranks and nodes, or only the weights",
+            pages=False,
+        )
+        self._due = False  # the round of the last iteration has not run
+        self._optimizers: set[int] = set()  # ids of those that step the weights
+        self._stepped: set[int] = set()  # ids of those that did since the round became due
+        self._wrapper: weakref.ref[Session] | None = None
+
+    def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
+        named = bagua_ddp.bagua_build_params()
+        steps = {
+            id(optimizer): {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for optimizer in bagua_ddp.bagua_optimizers
+        }
+        lost = [name for name, p in named if not any(id(p) in own for own in steps.values())]
+        if lost:
+            raise RuntimeError(
+                f"module '{bagua_ddp.bagua_module_name}': parameters {lost} are in none of the "
+                "optimizers given to with_bagua, so no step would send them. Give their optimizer "
+                "too, freeze them, or put them into _bagua_params_and_buffers_to_ignore."
+            )
+        weights = {id(p) for _, p in named}
+        self._optimizers = {optimizer for optimizer, own in steps.items() if own & weights}
+        self._wrapper = weakref.ref(bagua_ddp)
+        self.ledger.own = {}
+        self._due = False
+        return super().init_tensors(bagua_ddp)
+
+    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
+        # Weights have just been broadcast: the own ones are those of both neighbours.
+        own, left, right = (bucket.backend_tensor.to(torch.float32, copy=True) for _ in range(3))
+        bucket.clear_ops()
+        bucket.append_low_precision_decentralized_synchronous_op(
+            own,
+            left,
+            right,
+            hierarchical=self.hierarchical,
+            compression=self.codec,
+            group=self.process_group,
+        )
+        for kind, replica in (("weight", own), ("left", left), ("right", right)):
+            for name, place in bucket.named_views():
+                view = replica.as_strided(place.size(), place.stride(), place.storage_offset())
+                self.ledger.own[f"{kind}/{name}"] = view
+
+    def init_forward_pre_hook(self, bagua_ddp: Session) -> Callable[[Any], None]:
+        def begin(_: Any) -> None:
+            self._between_forward_and_backward = True
+
+        return begin
+
+    def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
+        def end() -> None:
+            self._between_forward_and_backward = False
+            self._due = self._communicates()
+            self._stepped.clear()
+            self.ledger.counters["iterations"] += 1
+
+        return end
+
+    def init_post_optimizer_step_hook(
+        self, bagua_ddp: Session
+    ) -> Callable[[torch.optim.Optimizer], None]:
+        def after_step(optimizer: torch.optim.Optimizer) -> None:
+            self._check_step(bagua_ddp, "so backward would see other weights than forward")
+            self._stepped.add(id(optimizer))
+            if self._stepped >= self._optimizers and self.mark_pending(bagua_ddp):
+                bagua_ddp.wait_pending_comm_ops()
+
+        return after_step
+
+    def mark_pending(self, bagua_ddp: Session) -> bool:
+        if not self._due:
+            return False
+        self._due = False
+        bagua_ddp.mark_all_ready()
+        return True
+
+    def run_pending(self) -> None:
+        """Run the round that is due because a step was skipped, rather than in the next forward.
+
+        Other ranks wait for it inside their ``step()``: call it on every rank after ``step()``
+        where the loop has collectives of its own before the next training forward. Where nothing is
+        due it returns at once.
+        """
+        wrapper = self._wrapper() if self._wrapper is not None else None
+        if wrapper is not None and self.mark_pending(wrapper):
+            wrapper.wait_pending_comm_ops()
+
+    def update_ledger(self) -> None:
+        self.run_pending()

@@ -35,7 +35,7 @@ from bagua._outer.optimizer import GrowingMomentum, OuterOptimizer, OuterSGD, de
 from bagua._outer.strategies import FixedRanks, RankWeights, SampleWeights
 from bagua._sync.synchronizer import Synchronizer
 from bagua.torch_api.algorithms._error_feedback import is_wide, warn_of_useless_residuals
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Traits
+from bagua.torch_api.algorithms.base import Algorithm, Traits, WarmUpImpl
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
 
 if TYPE_CHECKING:
@@ -173,10 +173,8 @@ def _elastic_of(elastic: Elastic | bool) -> Elastic | None:
     return elastic
 
 
-class DiLoCoAlgorithmImpl(AlgorithmImpl):
+class DiLoCoAlgorithmImpl(WarmUpImpl):
     """Implementation of :class:`DiLoCoAlgorithm`: ``model.bagua_algorithm``.
-
-    A warm-up iteration is a forward and a backward outside ``no_sync()``.
 
     Attributes:
         owner: the algorithm's name in errors.
@@ -199,11 +197,8 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         self._ranks = (
             FixedRanks() if elastic is None else ElasticRanks(process_group, elastic.min_ranks)
         )
-        super().__init__(process_group)
+        super().__init__(process_group, arguments.warmup_steps)
         self.arguments = arguments
-        # Completed iterations of the warm-up, which is over for the ranks that one comes back to.
-        self._warmed_up = arguments.warmup_steps if comes_back else 0
-        self._local = False  # the warm-up is over, as far as buckets are concerned
         self._session: weakref.ref[Session] | None = None
         self._loop: OuterLoop | None = None  # after the warm-up
         self._parts: dict[str, int] = {}  # fragments of the weights
@@ -211,13 +206,15 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         self._commits: list[Commit] = []  # by fragment
         self._pages: list[Page] = []  # residuals of the present buckets
         self.ledger = Ledger(
-            self.owner, lambda: process_group.connections, hierarchical=arguments.hierarchical
+            self.owner,
+            lambda: process_group.connections,
+            counters=[self.counter],
+            hierarchical=arguments.hierarchical,
         )
+        if comes_back:  # the warm-up is over for the ranks that this one comes back to
+            self.ledger.counters[self.counter] = arguments.warmup_steps
 
     # Set-up.
-
-    def need_reset(self) -> bool:
-        return self._local != (self._warmed_up >= self.arguments.warmup_steps)
 
     def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
         name = bagua_ddp.bagua_module_name
@@ -229,10 +226,11 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         self._session = weakref.ref(bagua_ddp)
         self._refuse_shards(bagua_ddp)
         self._loop = None
-        self._local = self._warmed_up >= self.arguments.warmup_steps
-        if not self._local:
-            self.ledger.restore({}, [])
-            return super().init_tensors(bagua_ddp)
+        if not self.warmed_up:
+            self.ledger.restore(self.ledger.counters, [])
+        return super().init_tensors(bagua_ddp)
+
+    def later_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
         arguments = self.arguments
         weights = bagua_ddp.bagua_build_params()
         self._parts = _parts_of(arguments.fragments, bagua_ddp.module, [n for n, _ in weights])
@@ -242,7 +240,8 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         # Memory for pseudo-gradients by fragment, then for floating buffers.
         by_fragment = sorted(weights, key=lambda pair: self._parts[pair[0]])
         named = [*by_fragment, *bagua_ddp.bagua_floating_buffers()]
-        return [_registered(local(tensor), key, name) for key, tensor in named]
+        module_name = bagua_ddp.bagua_module_name
+        return [_registered(local(tensor), key, module_name) for key, tensor in named]
 
     def _refuse_shards(self, session: Session) -> None:
         """Raise ValueError where an argument needs plain parameters, and one is a DTensor."""
@@ -259,7 +258,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
     def tensors_to_buckets(
         self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
     ) -> list[BaguaBucket]:
-        if not self._local:
+        if self.warming_up:
             return super().tensors_to_buckets(tensors, do_flatten)
         groups = [
             [tensor for tensor in group if self._part_of(tensor) == part]
@@ -276,16 +275,15 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         """The fragment of the weight that a registered ``tensor`` stands for; None for a buffer."""
         return self._parts.get(record_of(tensor).name)
 
-    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
-        bucket.clear_ops()
+    def later_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         part = self._part_of(bucket.tensors[0])
-        if self._local and part is not None:
+        if part is not None:
             operation = self.mean(bucket, self._commits[part].outcome)
             self._pages += [] if operation.page is None else [operation.page]
             bucket.append_operation(operation)
             return
         bucket.append_centralized_synchronous_op(
-            hierarchical=self._local and self.arguments.hierarchical,
+            hierarchical=self.arguments.hierarchical,
             average=True,
             group=self.process_group,
         )
@@ -307,7 +305,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         )
 
     def make_synchronizer(self, bagua_ddp: Session) -> Synchronizer:
-        if not self._local:
+        if self.warming_up:
             return super().make_synchronizer(bagua_ddp)
         local = local_tensors(bagua_ddp)
         self._loop = OuterLoop(
@@ -370,13 +368,6 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
             session.rebuild()
 
         self._ranks.change(loop, session.bagua_module_name, replace)
-
-    def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
-        def finish_warm_up_iteration() -> None:
-            bagua_ddp.wait_pending_comm_ops()
-            self._warmed_up += 1
-
-        return finish_warm_up_iteration
 
     def close(self) -> None:
         self._loop = None
@@ -465,7 +456,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
             placements, for ``torch.distributed.checkpoint``. Then ``shards`` is the shape of the
             mesh, and all under ``rank<r>/`` is under ``shard<place in the mesh>/ranks<number>/``.
         """
-        state: dict[str, Any] = {"warmed_up": self._warmed_up}
+        state: dict[str, Any] = dict(self.ledger.counters)
         loop = self._loop
         if loop is None:
             return state
@@ -494,12 +485,12 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         """
         check_state(state, self.owner)
         warmed_up = saved_count(state, "warmed_up", self.owner)
-        if self._local != (warmed_up >= self.arguments.warmup_steps):
-            self._warmed_up = warmed_up
+        if self.warming_up == (warmed_up >= self.warmup_steps):
+            self.ledger.counters[self.counter] = warmed_up
             self._wrapped().rebuild()
         if self._loop is not None:
             self._restore(self._loop, state)
-        self._warmed_up = warmed_up
+        self.ledger.counters[self.counter] = warmed_up
 
     def _restore(self, loop: OuterLoop, state: dict[str, Any]) -> None:
         """Load all of a state, or raise ValueError and change nothing."""
@@ -528,7 +519,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         if not self.ledger.pages:
             return
         if _ERROR_RANKS not in state:  # saved in the warm-up, or without error feedback
-            self.ledger.restore({})
+            self.ledger.restore(self.ledger.counters)
         elif same_shards and (same_ranks or not self._shards()):
             self.ledger.restore(state | {"ranks": state[_ERROR_RANKS]})
         else:
@@ -537,7 +528,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
                 "begin at zero",
                 self._wrapped().bagua_module_name,
             )
-            self.ledger.restore({})
+            self.ledger.restore(self.ledger.counters)
 
     def _check(self, counters: dict[str, int]) -> None:
         if counters["steps"] >= self._schedule.interval:
