@@ -99,6 +99,29 @@ def test_pages_that_the_code_names_are_there():
     assert [name for name in sorted(named) if not (REPOSITORY / name).exists()] == []
 
 
+@pytest.mark.parametrize(
+    ("page", "answer"),
+    [
+        ("algorithms/bytegrad.md", "ByteGradAlgorithm())  # 8 bits"),
+        ("which-algorithm.md", "## What each one costs in loss"),
+        ("multi-node.md", "One command per machine"),
+        ("troubleshooting.md", "`rank 2 was killed, stopped or cut off"),
+        ("checkpoints.md", "load_latest(folder, state)"),
+        ("integrations/lightning.md", 'strategy=BaguaStrategy("bytegrad")'),
+        ("faq.md", "**Why is nothing compressed on one node?**"),
+    ],
+)
+def test_questions_of_newcomers_are_answered_one_click_from_the_first_page(page, answer):
+    first = REPOSITORY / "docs" / "index.md"
+    assert first.parent / page in [file for file, _ in links_of(first)]
+    assert answer in (first.parent / page).read_text()
+
+
+def test_calls_in_tables_may_break_behind_brackets(hooks):
+    html = "<td><code>f(a=1,b)</code></td><p><code>f(a)</code></p>"
+    assert hooks.on_page_content(html) == html.replace("f(a=1,b)", "f(<wbr>a=1,<wbr>b)")
+
+
 def test_pages_of_the_guide_are_short():
     for page in pages():
         lines = len(page.read_text().splitlines())

@@ -1,7 +1,7 @@
 """For mkdocs: links to files that are no pages become their text, or links into the repository.
 
 Docstrings name others by roles, ":meth:`x`", of which the name stays; of "Example::" one colon.
-Calls in tables may break behind brackets, commas and equal signs, so that phones show them.
+Calls in tables may break behind brackets and commas, so that phones show them.
 
 Pages link to headers, scripts and tests beside docs/, which a site does not have. With
 BAGUA_PROJECT_URL, the address of the project's files, such links go there.
@@ -36,7 +36,7 @@ def on_page_content(html, **_):
 
 def _breakable(code):
     before, text, after = code.groups()
-    return before + re.sub(r"([(,=])(?=[^\s)])", r"\1<wbr>", text) + after
+    return before + re.sub(r"([(,])(?=[^\s)])", r"\1<wbr>", text) + after
 
 
 def on_page_markdown(markdown, page, config, files):
