@@ -124,18 +124,3 @@ def failed_round_is_made_up():
 
 def test_the_round_after_a_failed_one_has_the_steps_of_both(ranks):
     assert ranks(2, failed_round_is_made_up) == [True, True]
-
-
-@training.with_group
-def drifted_anchor():
-    model, optimizer = wrapped(interval=1)
-    if dist.get_rank() == 1:
-        _, anchor = model.bagua_algorithm._loop.state.fragments[0].named_anchors()[0]
-        anchor.add_(1.0)
-    return training.error_of(lambda: own_step(model, optimizer, 0))
-
-
-def test_anchors_that_differ_are_found_by_the_check_of_weights(ranks):
-    for error in ranks(2, drifted_anchor, env={"BAGUA_CHECK_WEIGHTS_EVERY": "1"}):
-        assert error.startswith("BaguaMismatchError")
-        assert "'0.weight' (rank 0 against rank 1)" in error

@@ -5,12 +5,28 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import DecentralizedAlgorithm, GradientAllReduceAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from ranks.test_weights_check import EVERY, next_up, one_step, wrap, wrapped
 from support import every_algorithm, training
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 AGREE = [name for name in every_algorithm.SYNCHRONOUS if name not in every_algorithm.OWN_WEIGHTS]
+
+
+def wrapped(algorithm, model=None):
+    model = training.network(seed=dist.get_rank()) if model is None else model
+    optimizer = training.sgd(model)
+    return model.with_bagua([optimizer], algorithm), optimizer
+
+
+def one_step(model, optimizer, number):
+    training.train(model, optimizer, [training.batch(number, dist.get_rank())])
+
+
+def next_up(tensor, index):
+    """The smallest change that a value can have."""
+    with torch.no_grad():
+        flat = tensor.view(-1)
+        flat[index] = torch.nextafter(flat[index], torch.tensor(torch.inf))
 
 
 def first_error(model, optimizer, steps, before_step):
@@ -90,17 +106,40 @@ def test_ranks_whose_optimizers_differ_raise_after_the_first_step(ranks):
         assert "(ranks 0, 2 against rank 1)" in message
 
 
-def test_zero_turns_it_off_and_a_number_waits_for_its_step(ranks):
-    plan = (1, small, "2.weight", 4, 4, 9)
-    assert ranks(2, change, *plan, env={"BAGUA_CHECK_WEIGHTS_EVERY": "0"}) == [None] * 2
-    assert [step for step, _ in ranks(2, change, *plan, env=EVERY)] == [6, 6]
+def test_zero_turns_it_off(ranks):
+    env = {"BAGUA_CHECK_WEIGHTS_EVERY": "0"}
+    assert ranks(2, change, 1, small, "2.weight", 4, 4, 9, env=env) == [None] * 2
 
 
-def test_a_single_rank_with_the_default_is_an_error(ranks):
-    for message in ranks(2, wrap, env=[{}, EVERY]):
-        assert "[BAGUA_CHECK_WEIGHTS_EVERY=unset], rank 1 has [BAGUA_CHECK_WEIGHTS_EVERY=3]" in (
-            message
-        )
+@pytest.mark.parametrize(("every", "last"), [(1, 7), (3, 9)])
+def test_a_number_bounds_the_steps_until_a_change_is_found(ranks, every, last):
+    env = {"BAGUA_CHECK_WEIGHTS_EVERY": str(every)}
+    for name in ("0.bias", "2.weight", "4.bias"):
+        for step, _ in ranks(2, change, 1, large, name, 2, 7, 20, 0.01, env=env):
+            assert 7 <= step <= last
+
+
+@training.with_group
+def wrap():
+    return training.error_of(lambda: wrapped(GradientAllReduceAlgorithm()))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("often", "'often' is not an integer"), ("-1", "must be a number of steps, or 0")],
+)
+def test_a_bad_value_is_refused(ranks, value, words):
+    for message in ranks(2, wrap, env={"BAGUA_CHECK_WEIGHTS_EVERY": value}):
+        assert message.startswith("ValueError: ")
+        assert "BAGUA_CHECK_WEIGHTS_EVERY=" in message
+        assert words in message
+
+
+def test_ranks_with_different_values_get_an_error(ranks):
+    for first, env in (("2", {"BAGUA_CHECK_WEIGHTS_EVERY": "2"}), ("unset", {})):
+        for message in ranks(2, wrap, env=[env, {"BAGUA_CHECK_WEIGHTS_EVERY": "3"}]):
+            assert message.startswith("BaguaMismatchError: ")
+            assert f"[BAGUA_CHECK_WEIGHTS_EVERY={first}], rank 1 has" in message
 
 
 @training.with_group

@@ -27,13 +27,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua import _C
-from bagua._core.group import environment as env
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.initial_state import broadcast_tensors
 from bagua._core.state.ledger import Commit
 from bagua._core.state.saved_values import saved_tensor
 from bagua._core.state.shards import local
-from bagua._core.state.weights_check import WeightsCheck, digest
+from bagua._core.state.weights_check import digest
 from bagua._outer.optimizer import NO_FIGURES, OuterOptimizer, figures, state_of
 from bagua._outer.step_attempts import StepAttempts
 from bagua._outer.strategies import FixedRanks, RankWeights
@@ -369,9 +368,6 @@ class OuterLoop(Synchronizer):
         self._buckets = list(buckets)
         self._bucket_rounds = 0  # launched, of all buckets
         self._missed: Fragment | None = None  # whose round was under way at a failure
-        self._check = WeightsCheck(
-            env.get_check_weights_every() or 0, local.name, self._connections
-        )
         self._attempts = StepAttempts(local.optimizers[-1], self._after_step)
 
     # A round, in the order in which things happen.
@@ -413,7 +409,6 @@ class OuterLoop(Synchronizer):
     def _launch(self, fragment: Fragment, due: int) -> None:
         """Send the pseudo-gradients of a fragment. All ranks call it for the same rounds."""
         self.engine.begin_round(part=fragment.part)
-        self._compare_anchors()
         fragment.launch(self._local.weights(), self._means)
         self._weigh(fragment)
         if self._is_last(fragment):
@@ -473,13 +468,6 @@ class OuterLoop(Synchronizer):
         for name in fragment.names if factor != 1 else ():
             mean = self._means[name]
             mean.zero_() if factor == 0 else mean.mul_(factor)
-
-    def _compare_anchors(self) -> None:
-        if self._check.due():
-            self.engine.await_agreement()
-            anchors = [pair for f in self.state.fragments for pair in f.named_anchors()]
-            with part_of_the_round(self.engine):
-                self._check.compare(anchors, self.state.outer_rounds)
 
     def _restart_non_finite(self, fragment: Fragment) -> None:
         """After a round that was not finite: find the ranks with NaN, which start anew."""

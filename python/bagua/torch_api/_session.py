@@ -29,7 +29,7 @@ from bagua._core.state.initial_state import (
 from bagua._core.state.shards import is_sharded, ranks_of
 from bagua._core.state.snapshot import ModuleSnapshot
 from bagua._core.state.statistics import MainThreadTraffic, statistics
-from bagua._core.state.weights_check import WeightsCheck, sample
+from bagua._core.state.weights_check import sample
 from bagua._sync.bucketing import split_by_bucket_size
 from bagua._sync.hooks import WeakHook, outside_graphs, tensors_in
 from bagua._sync.optimizer_steps import MissingSteps, StepsInBackward
@@ -42,6 +42,8 @@ from bagua.torch_api.guard import Guard, GuardAtWork
 
 __all__ = ["Session", "UnevenInputs", "is_owned"]
 
+_CHECK_WEIGHTS_EVERY = 100  # rounds in which each element of the weights is compared once
+
 
 @dataclass(frozen=True)
 class UnevenInputs:
@@ -50,12 +52,10 @@ class UnevenInputs:
     Attributes:
         source: the rank whose buffers all ranks get: one that still has inputs.
         result_scale: factor for the communicated gradients.
-        complete: whether all ranks still have inputs.
     """
 
     source: int = 0
     result_scale: float = 1.0
-    complete: bool = True
 
 
 class Session:
@@ -134,7 +134,6 @@ class Session:
         self.guard = self._guard_of(self.bagua_algorithm)
         self._description = self._describe(module, algorithm)
         self._agree()
-        self._check_weights = self._make_weights_check()
         self._claim_parameters()
         self._build(gives_state=True)
         self._handles = self._install_hooks(module, on_forwards=hook_module)
@@ -276,11 +275,6 @@ class Session:
 
     # The wrap: initial state, buckets, operations, start.
 
-    def _make_weights_check(self) -> WeightsCheck:
-        never = self.bagua_algorithm.traits.ranks_agree is False
-        every = 0 if never else env.get_check_weights_every()
-        return WeightsCheck(every or 0, self.bagua_module_name, self.process_group.connections)
-
     def _claim_parameters(self) -> None:
         _claim(self)
         self._steps_in_backward = StepsInBackward(
@@ -334,11 +328,12 @@ class Session:
 
     def weights_sample(self) -> _C.WeightsSample | None:
         """The part of the weights that each round compares; None: nothing."""
-        alone = self.process_group.size == 1
-        compares = self.bagua_algorithm.traits.ranks_agree and env.get_check_weights_every() is None
-        if alone or not compares:
+        agree, every = self.bagua_algorithm.traits.ranks_agree, env.get_check_weights_every()
+        if every is None:
+            every = _CHECK_WEIGHTS_EVERY if agree else 0
+        if self.process_group.size == 1 or agree is False or every == 0:
             return None
-        return sample(self._snapshot.common_parameters(self.module))
+        return sample(self._snapshot.common_parameters(self.module), every)
 
     def _install_hooks(
         self, module: torch.nn.Module, *, on_forwards: bool
@@ -442,7 +437,7 @@ class Session:
         if gives:
             self._give_buffers()
         if first:
-            self._compare(with_buffers=gives)
+            self._compare()
 
     def _begin_round(self) -> bool:
         """Open a round, or continue the open one; return whether it has just begun."""
@@ -460,21 +455,8 @@ class Session:
             connections = self.process_group.connections
             broadcast_tensors(buffers, connections, self.uneven_inputs.source)
 
-    def _compare(self, *, with_buffers: bool) -> None:
-        """Compare the weights, and what the guard has sampled, where that is due.
-
-        ``with_buffers``: they have just been given.
-
-        Raises:
-            BaguaMismatchError: the check of the weights found a difference.
-        """
-        # Ranks without inputs make no optimizer steps: their weights are not the others'.
-        comparable = self.process_group.size > 1 and self.uneven_inputs.complete
-        if comparable and self._check_weights.due():
-            with_buffers = with_buffers and self.broadcast_buffers
-            named = self._snapshot.equal_everywhere(self.module, with_buffers)
-            with self.traffic.counted("check"), self._running.part_of_the_round():
-                self._check_weights.compare(named, self.bagua_train_step_counter)
+    def _compare(self) -> None:
+        """Compare what the guard has sampled, where that is due."""
         if self.guard is not None:
             self.guard.begin_round(self._running, self.traffic)
 
@@ -505,7 +487,7 @@ class Session:
         self.bagua_train_step_counter += 1
         self._snapshot.check(self.module, self.bagua_module_name)
         if self._begin_round():
-            self._compare(with_buffers=False)
+            self._compare()
         self.bagua_algorithm.init_forward_pre_hook(self)(())
 
     def before_inner_backward(self, loss: torch.Tensor) -> None:
@@ -576,7 +558,7 @@ class Session:
             return
         self._running.begin_without_inputs(self.uneven_inputs.result_scale)
         self._give_buffers()
-        self._compare(with_buffers=True)
+        self._compare()
         self._running.answer_with_zeros()
 
     # Changes while training goes on.

@@ -84,9 +84,9 @@ def get_default_bucket_size() -> int:
 
 
 def get_check_weights_every() -> int | None:
-    """Training steps from one comparison of all ranks' weights to the next; 0: none.
+    """Training steps within which ranks compare all their weights, a part in each; 0: none.
 
-    ``BAGUA_CHECK_WEIGHTS_EVERY``; None where it is unset: a part of them in every step.
+    ``BAGUA_CHECK_WEIGHTS_EVERY``; None where it is unset.
 
     Raises:
         ValueError: the variable is not an integer, or negative.

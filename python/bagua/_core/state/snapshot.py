@@ -118,15 +118,6 @@ class ModuleSnapshot:
         """All buffers that are not ignored."""
         return [b for name, b in module.named_buffers() if name not in self.ignored]
 
-    def equal_everywhere(
-        self, module: torch.nn.Module, with_buffers: bool
-    ) -> list[tuple[str, torch.Tensor]]:
-        """``(name, tensor)`` of values that the ranks of a synchronous algorithm share."""
-        named = [(name, p.data) for name, p in self.common_parameters(module)]
-        if with_buffers:
-            named += [(name, b) for name, b in module.named_buffers() if name not in self.ignored]
-        return named
-
     def floating_buffers(self, module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
         """``(name, buffer)`` of the buffers that have a mean."""
         return [

@@ -116,9 +116,7 @@ def meet(ddp: DistributedDataParallel, has_inputs: bool) -> None:
     means = getattr(inner.bagua_algorithm, "average", True)  # a sum is divided by nothing
     keep = ddp.divide_by_initial_world_size or not means
     scale = 1.0 if keep else inner.process_group.size / len(active)
-    inner.uneven_inputs = UnevenInputs(
-        max(active), scale, complete=len(active) == inner.process_group.size
-    )
+    inner.uneven_inputs = UnevenInputs(max(active), scale)
 
 
 @outside_graphs_lazily
