@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import select
 import shutil
-import signal
 import statistics
 import sys
-import termios
 import time
-import tty
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +42,7 @@ ranks (the seconds from one publication of their statistics to the next).
   blocked        share of the time that training was blocked
   slowest        the rank for which the others wait
 
-Keys: q ends it; it also ends with the job.
+It ends with the job, or by Ctrl-C.
 """
 
 _CLEAR = "\x1b[H\x1b[J"
@@ -99,10 +93,11 @@ def main(arguments: argparse.Namespace) -> int:
         return _fail(f"there is no job's store at {stores[0]}")
     job = _Job(Meeting(store), stores[0])
     try:
-        with _keys() as keys, _interruption() as interrupted:
-            _show(job, keys, interrupted, arguments)
+        _show(job, arguments)
     except StoreTimeoutError:
         return _fail(f"the job's store at {stores[0]} has gone")
+    except KeyboardInterrupt:
+        sys.stdout.write("\n")
     return 0
 
 
@@ -159,9 +154,8 @@ class _Job:
         return table(rows_of(self._now, self._before, ages), self._world, title)
 
 
-def _show(job: _Job, keys: int | None, interrupted: int, arguments: argparse.Namespace) -> None:
+def _show(job: _Job, arguments: argparse.Namespace) -> None:
     live = sys.stdout.isatty() and not arguments.once
-    ends = [interrupted] if keys is None else [interrupted, keys]
     while True:
         job.look()
         if live or job.complete or not arguments.once:
@@ -170,44 +164,7 @@ def _show(job: _Job, keys: int | None, interrupted: int, arguments: argparse.Nam
             sys.stdout.flush()
         if job.ended or (arguments.once and job.complete):
             return
-        ready, _, _ = select.select(ends, [], [], arguments.interval)
-        if interrupted in ready or (keys in ready and os.read(keys, 1) in b"q"):
-            return
-
-
-@contextlib.contextmanager
-def _interruption() -> Iterator[int]:
-    """A descriptor that can be read from after Ctrl-C, which raises nothing inside.
-
-    An exception could come in the midst of anything, and be lost in what Python calls by itself.
-    """
-    ours, theirs = os.pipe()
-    os.set_blocking(theirs, False)
-    # In this order, or the first moment would lose a Ctrl-C.
-    other = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
-    before = signal.signal(signal.SIGINT, lambda *_: None)
-    try:
-        yield ours
-    finally:
-        signal.signal(signal.SIGINT, before)
-        signal.set_wakeup_fd(other)
-        os.close(ours)
-        os.close(theirs)
-
-
-@contextlib.contextmanager
-def _keys() -> Iterator[int | None]:
-    """The descriptor of a terminal that gives single keys inside; None without a terminal."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        yield None
-        return
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    try:
-        tty.setcbreak(descriptor)
-        yield descriptor
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSANOW, before)
+        time.sleep(arguments.interval)
 
 
 def _fail(text: str) -> int:
