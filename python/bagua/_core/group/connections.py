@@ -278,16 +278,10 @@ class Connections:
     ) -> tuple[_C.CountingCommunicator, _C.CountingCommunicator | None]:
         """New communicators over this member's node and, on its leader, over the leaders of all
         nodes where there are several. Called by all members."""
-        nodes = self.node_of_ranks()
-        leaders, mine = _C.leaders(nodes), _C.node_members(nodes, self.rank)
-        device = torch.device(device)
-        if device.type == "cuda" and cuda_transport() == "nccl" and self.size > 1:
-            everyone = self._nccl(f"{name}/nodes", device, list(range(self.size)))
-            return self._split(everyone, mine, leaders)
-        node = self.connect(f"{name}/node{mine[0]}", device, mine)
-        if self.rank not in leaders or len(leaders) == 1:
-            return node, None
-        return node, self.connect(f"{name}/leaders", device, leaders)
+        leaders = _C.leaders(self.node_of_ranks())
+        several = {"leaders": leaders} if len(leaders) > 1 else {}
+        node, between = self._connect_own_node(name, device, several)
+        return node, between[0] if between else None
 
     def connect_shares(
         self, name: str, device: torch.device | str
@@ -297,35 +291,30 @@ class Connections:
         share for each member of the largest node, and none where there is one node. None for shares
         that this member has not. Called by all members."""
         nodes = self.node_of_ranks()
-        mine = _C.node_members(nodes, self.rank)
         members = [_C.node_members(nodes, leader) for leader in _C.leaders(nodes)]
         most = max(map(len, members)) if len(members) > 1 else 0
-        shares = [[node[share % len(node)] for node in members] for share in range(most)]
+        shares = {str(s): [node[s % len(node)] for node in members] for s in range(most)}
+        return self._connect_own_node(f"{name}/shares", device, shares)
+
+    def _connect_own_node(
+        self, name: str, device: torch.device | str, between: dict[str, list[int]]
+    ) -> tuple[_C.CountingCommunicator, list[_C.CountingCommunicator | None]]:
+        """New communicators over this member's node, and over those groups of ``between``, by name,
+        that it is in. Called by all members."""
+        mine = _C.node_members(self.node_of_ranks(), self.rank)
         device = torch.device(device)
         if device.type == "cuda" and cuda_transport() == "nccl" and self.size > 1:
-            everyone = self._nccl(f"{name}/shares", device, list(range(self.size)))
-            split = [everyone.split(ranks) for ranks in (mine, *shares)]
-            node, *between = [
-                None if one is None else _C.CountingCommunicator(one) for one in split
-            ]
+            # NCCL connects once, and hands what it has found to the smaller groups.
+            everyone = self._nccl(f"{name}/nodes", device, list(range(self.size)))
+            split = [everyone.split(ranks) for ranks in (mine, *between.values())]
+            node, *others = [None if one is None else _C.CountingCommunicator(one) for one in split]
             assert node is not None  # this member is of its node
-            return node, between
-        # In ascending order, or members with several shares would wait for each other.
-        name = f"{name}/shares"
+            return node, others
+        # In one order, or members of several groups would wait for each other.
         return self.connect(f"{name}/node{mine[0]}", device, mine), [
-            self.connect(f"{name}/{share}", device, ranks) if self.rank in ranks else None
-            for share, ranks in enumerate(shares)
+            self.connect(f"{name}/{group}", device, ranks) if self.rank in ranks else None
+            for group, ranks in between.items()
         ]
-
-    def _split(
-        self, everyone: _C.NcclCommunicator, mine: list[int], leaders: list[int]
-    ) -> tuple[_C.CountingCommunicator, _C.CountingCommunicator | None]:
-        """NCCL connects once, and hands what it has found to the smaller groups."""
-        node = everyone.split(mine)
-        assert node is not None  # this member is of its node
-        between = everyone.split(leaders) if len(leaders) > 1 else None
-        counted = _C.CountingCommunicator
-        return counted(node), None if between is None else counted(between)
 
     def _nccl(self, name: str, device: torch.device, members: list[int]) -> _C.NcclCommunicator:
         """A new communicator on NCCL for tensors of a CUDA device."""
