@@ -1,7 +1,9 @@
 """``python -m bagua``, also installed as the command ``bagua``."""
 
+import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import bagua
 
@@ -19,9 +21,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         sys.stdout.write(report_text(bagua._import_error))
         return 1
-    from bagua._tools import command
+    return _run(arguments)
 
-    return command.main(arguments)
+
+def _run(arguments: Sequence[str] | None) -> int:
+    from bagua._tools import top
+    from bagua._tools.doctor import examine
+    from bagua._tools.report import report_text
+
+    parser = argparse.ArgumentParser(
+        prog="bagua",
+        description="Without a command: print versions, processors, network and settings.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    commands.add_parser("report", help="print versions, processors, network and settings")
+    tools: dict[str, Any] = {"doctor": examine, "top": top}
+    for name, tool in tools.items():
+        command = commands.add_parser(
+            name,
+            help=tool.SUMMARY,
+            description=tool.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        tool.add_arguments(command)
+    chosen = parser.parse_args(arguments)
+    if chosen.command in tools:
+        return int(tools[chosen.command].main(chosen))
+    sys.stdout.write(report_text())
+    return 0
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import pytest
 import tomllib
 import torch
 from bagua import _C, _build
+from bagua.__main__ import main
 from bagua._tools import interfaces, report
-from bagua._tools.command import main
 
 PACKAGE = Path(bagua.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def test_under_another_torch_it_tells_what_it_can_and_fails(tmp_path, way):
     assert "CPU loops" not in text
 
 
-@pytest.mark.parametrize("command", [["-c", "import bagua"], ["-m", "bagua._tools.command"]])
+@pytest.mark.parametrize("command", [["-c", "import bagua"], ["-m", "bagua._tools.top"]])
 def test_under_another_torch_every_other_import_raises(tmp_path, command):
     end = under_another_torch(tmp_path, *command)
     assert end.returncode == 1

@@ -20,6 +20,7 @@ from bagua._watch.publisher import KEY, TIMES
 
 __all__ = [
     "DESCRIPTION",
+    "SUMMARY",
     "Publication",
     "Row",
     "add_arguments",
@@ -30,6 +31,7 @@ __all__ = [
     "table",
 ]
 
+SUMMARY = "show a running job, rank by rank"
 DESCRIPTION = """\
 Shows a running job that was started with BAGUA_TOP=1 in the environment of its
 ranks (the seconds from one publication of their statistics to the next).
