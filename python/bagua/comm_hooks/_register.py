@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from bagua import _C
-from bagua._core.group.implicit_group import ensure_initialised
-from bagua._core.group.job import as_bagua_group
+from bagua._core.group.job import as_bagua_group, ensure_initialised
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.snapshot import sparse_parameters
 from bagua._ops.lane import Lane

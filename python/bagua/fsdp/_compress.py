@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from bagua import _C
-from bagua._core.group.implicit_group import ensure_initialised
+from bagua._core.group.job import ensure_initialised
 from bagua._ops.lane import Lane
 from bagua._ops.operations import codec_named
 from bagua.fsdp._collectives import AllGather, ReduceScatter

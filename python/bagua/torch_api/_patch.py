@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers as rendezvous_handlers
 
 from bagua._core.group.communicator import CommMember, Communicator
-from bagua._core.group.implicit_group import ensure_initialised
 from bagua._core.group.incarnation import OWN_RENDEZVOUS, refuse_stale_addresses
-from bagua._core.group.job import as_bagua_group, known_bagua_group
+from bagua._core.group.job import as_bagua_group, ensure_initialised, known_bagua_group
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import METHODS, PROPERTIES
 from bagua._outer.step_attempts import attempt_of

@@ -43,6 +43,7 @@ from bagua._core.group.rendezvous import make_torch_group, rendezvous
 __all__ = [
     "as_bagua_group",
     "destroy_process_group",
+    "ensure_initialised",
     "from_ranks",
     "from_torch_group",
     "get_backend",
@@ -60,6 +61,8 @@ _incarnation = ""  # which start of the job, and of bagua in it, this is
 _torch_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, BaguaProcessGroup] = (
     weakref.WeakKeyDictionary()
 )
+#: The default group that ensure_initialised() has made, and the torch group that it was made over.
+_implicit: tuple[weakref.ref[BaguaProcessGroup], weakref.ref[dist.ProcessGroup]] | None = None
 _torch_group_counters: collections.Counter[str] = collections.Counter()
 
 
@@ -299,6 +302,33 @@ def known_bagua_group(group: dist.ProcessGroup) -> BaguaProcessGroup:
     if group not in _torch_groups:
         raise RuntimeError("this process group has no bagua group: call group.bagua_patch() first")
     return _torch_groups[group]
+
+
+def ensure_initialised() -> None:
+    """Make bagua's default group over torch.distributed's if there is none. All ranks call it.
+
+    A group that was made here follows torch's: when the script has destroyed that one and
+    initialised another, it is made again.
+
+    Raises:
+        RuntimeError: neither bagua nor torch.distributed is initialised.
+    """
+    global _implicit
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "there is no process group: call torch.distributed.init_process_group() or "
+            "bagua.init_process_group() first"
+        )
+    world = dist.group.WORLD
+    assert world is not None
+    if is_initialized():
+        own = _implicit is not None and _implicit[0]() is get_default_group()
+        outlived = _implicit is not None and _implicit[1]() is not world
+        if not (own and outlived):
+            return
+        destroy_process_group()
+    init_process_group()
+    _implicit = weakref.ref(get_default_group()), weakref.ref(world)
 
 
 def destroy_process_group() -> None:

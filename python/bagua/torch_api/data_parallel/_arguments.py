@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from bagua._core.group.implicit_group import ensure_initialised
-from bagua._core.group.job import as_bagua_group, group_of_mesh
+from bagua._core.group.job import as_bagua_group, ensure_initialised, group_of_mesh
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.initial_state import InitialState
 from bagua._core.state.snapshot import ignored_names

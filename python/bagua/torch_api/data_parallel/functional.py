@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from bagua._core.eager.reductions import allreduce_inplace
 from bagua._core.group.communicator import CommMember, Communicator, ReduceOp
-from bagua._core.group.implicit_group import ensure_initialised
-from bagua._core.group.job import as_bagua_group
+from bagua._core.group.job import as_bagua_group, ensure_initialised
 
 __all__ = ["ReduceOp", "all_reduce"]
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from bagua import _C
 from bagua._core.group.connections import MOVED, Connections, fingerprint, total_traffic
-from bagua._core.group.implicit_group import ensure_initialised
+from bagua._core.group.job import ensure_initialised
 from bagua._core.group.process_group import BaguaProcessGroup, get_default_group
 from torch.distributed import distributed_c10d as c10d
 
