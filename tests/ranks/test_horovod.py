@@ -121,7 +121,7 @@ def calls_of_horovod(by_layer):
 
     class Spy:
         def __getattr__(self, name):
-            if name in ("allreduce_", "grouped_allreduce_"):
+            if name == "allreduce_":
                 called.append(name)
             return getattr(real, name)
 
@@ -130,8 +130,8 @@ def calls_of_horovod(by_layer):
     return called
 
 
-def test_by_model_there_is_one_grouped_call_and_by_layer_one_per_tensor(horovod_ranks):
-    assert horovod_ranks(calls_of_horovod, False) == [["grouped_allreduce_"]] * SIZE
+def test_by_model_there_is_one_call_per_dtype_and_by_layer_one_per_tensor(horovod_ranks):
+    assert horovod_ranks(calls_of_horovod, False) == [["allreduce_"] * 2] * SIZE
     assert horovod_ranks(calls_of_horovod, True) == [["allreduce_"] * 6] * SIZE  # two are empty
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from bagua import _C
@@ -100,31 +99,16 @@ class AllReduceAggregation(Aggregation):
         if reason := self._refusal(data.dtype, op):
             raise ValueError(f"{type(self).__name__}: {reason}")
 
-        self._agg_together([data], op, denom)
-        return data
-
-    def _agg_together(self, batch: Sequence[torch.Tensor], op: str, denom: Denominator) -> None:
-        """Aggregate several tensors in place; their dtypes and the arguments are checked."""
         name = canonical_op(op)
-        if name not in _AVERAGES:
-            self._reduce_together(batch, _REDUCTIONS[name])
-            return
-        divisor = _number(denom) if name == AVG_CUSTOM else float(self.world_size)
-        if not self.divide_before:
-            self._reduce_together(batch, _C.ReduceOp.SUM)
-        for data in batch:
+        divisor = 1.0
+        if name in _AVERAGES:
+            divisor = _number(denom) if name == AVG_CUSTOM else float(self.world_size)
+        if divisor != 1.0 and self.divide_before:
             data.div_(divisor)
-        if self.divide_before:
-            self._reduce_together(batch, _C.ReduceOp.SUM)
-
-    def _reduce_together(self, batch: Sequence[torch.Tensor], op: _C.ReduceOp) -> None:
-        """Reduce tensors over all ranks, in place."""
-        for data in batch:
-            self._reduce(data, op)
-
-    def _reduce(self, data: torch.Tensor, op: _C.ReduceOp) -> torch.Tensor:
-        """Reduce one tensor over all ranks, in place."""
-        self._communicator("data", data.device).all_reduce(data, op)
+        reduction = _REDUCTIONS.get(name, _C.ReduceOp.SUM)
+        self._communicator("data", data.device).all_reduce(data, reduction)
+        if divisor != 1.0 and not self.divide_before:
+            data.div_(divisor)
         return data
 
 

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, cast
 
@@ -20,7 +19,6 @@ from bagua._core.group.rendezvous import rendezvous
 from torch.distributed import distributed_c10d as c10d
 
 from mlbench_core.aggregation.pytorch._all_reduce import AllReduceAggregation
-from mlbench_core.aggregation.pytorch.aggregation import Denominator, Kind
 
 __all__ = ["AllReduceAggregationHVD", "import_horovod"]
 
@@ -45,9 +43,7 @@ _TRAVELS_AS = {
 class AllReduceAggregationHVD(AllReduceAggregation):
     """:class:`AllReduceAggregation` with Horovod for communication; the results are the same.
 
-    By layer each tensor is reduced by one ``hvd.allreduce_``, by model the flat tensors of all
-    dtypes by one ``hvd.grouped_allreduce_`` (where there is one dtype, its flat tensor by
-    ``hvd.allreduce_``). Horovod adds or takes the extremes; averages are divided here. bfloat16
+    Horovod adds or takes the extremes, by ``hvd.allreduce_``; averages are divided here. bfloat16
     travels as float32, bytes and booleans as int32, because Horovod refuses them.
 
     It needs Horovod and no process group of torch or bagua, but works next to one. Constructing it
@@ -83,36 +79,9 @@ class AllReduceAggregationHVD(AllReduceAggregation):
                 "torchrun, leave hvd.init() to this class"
             )
 
-    def _aggregate(
-        self,
-        named: list[tuple[str, torch.Tensor]],
-        by_layer: bool,
-        op: str,
-        denom: Denominator,
-        *,
-        kind: Kind,
-    ) -> None:
-        if by_layer:
-            super()._aggregate(named, by_layer, op, denom, kind=kind)
-            return
-        self._staging.run_together(
-            [tensor for _, tensor in named],
-            self._device_for,
-            lambda batch: self._agg_together(batch, op, denom),
-        )
-
-    def _reduce_together(self, batch: Sequence[torch.Tensor], op: _C.ReduceOp) -> None:
-        for device in sorted({data.device for data in batch}, key=str):
-            here = [data for data in batch if data.device == device]
-            if len(here) == 1:
-                self._reduce(here[0], op)
-            else:
-                communicator = self._communicator("data", device)
-                cast("HorovodCommunicator", communicator).all_reduce_together(here, op)
-
 
 class HorovodCommunicator:
-    """Reductions and broadcasts through Horovod, counted as a ``CountingCommunicator`` counts.
+    """Reductions through Horovod, counted as a ``CountingCommunicator`` counts.
 
     All ranks make the same calls in the same order. Calls return when the result is there.
 
@@ -132,35 +101,21 @@ class HorovodCommunicator:
         self._bytes = 0
         self._messages = 0
 
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return int(self._horovod.rank())
-
     def all_reduce(self, tensor: torch.Tensor, op: _C.ReduceOp) -> None:
         """Reduce one contiguous tensor over all ranks, in place, by ``hvd.allreduce_``.
 
         Raises:
             horovod.torch.HorovodInternalError: a rank failed, has ended or shut Horovod down.
         """
-        on_wire = _widened(tensor)
-        self._horovod.allreduce_(on_wire, op=self._ops[op], name=self._called([tensor]))
-        self._count([on_wire])
-        _give_back([on_wire], [tensor])
-
-    def all_reduce_together(self, tensors: Sequence[torch.Tensor], op: _C.ReduceOp) -> None:
-        """As :meth:`all_reduce`, for tensors of one device, by ``hvd.grouped_allreduce_``."""
-        on_wire = [_widened(tensor) for tensor in tensors]
-        self._horovod.grouped_allreduce_(on_wire, op=self._ops[op], name=self._called(tensors))
-        self._count(on_wire)
-        _give_back(on_wire, tensors)
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Overwrite one contiguous tensor, of any dtype, with that of rank ``root``."""
-        data = tensor.view(-1).view(torch.uint8)
-        self._horovod.broadcast_(data, root, name=self._called([tensor]))
-        self._messages += 1
-        self._bytes += tensor.nbytes
+        on_wire = tensor.to(_TRAVELS_AS.get(tensor.dtype, tensor.dtype))
+        # A name has one shape, so that Horovod need not negotiate it in every step.
+        name = f"{self._name}/{tensor.dtype}x{tensor.numel()}"
+        self._horovod.allreduce_(on_wire, op=self._ops[op], name=name)
+        size = self._horovod.size()
+        self._messages += 2 * (size - 1)
+        self._bytes += 2 * on_wire.nbytes * (size - 1) // size
+        if on_wire is not tensor:
+            tensor.copy_(on_wire)
 
     def traffic(self) -> dict[str, int]:
         """Bytes and messages until now, as of gloo's ring; Horovod itself does not count."""
@@ -170,15 +125,6 @@ class HorovodCommunicator:
             "messages_sent": self._messages,
             "messages_received": self._messages,
         }
-
-    def _called(self, tensors: Sequence[torch.Tensor]) -> str:
-        """A name that has one shape, so that Horovod need not negotiate it in every step."""
-        return "/".join([self._name, *(f"{t.dtype}x{t.numel()}" for t in tensors)])
-
-    def _count(self, tensors: Sequence[torch.Tensor]) -> None:
-        size = self._horovod.size()
-        self._messages += 2 * (size - 1)
-        self._bytes += 2 * sum(tensor.nbytes for tensor in tensors) * (size - 1) // size
 
 
 class HorovodTransport(Connections):
@@ -235,17 +181,6 @@ class HorovodTransport(Connections):
                     f"{first_difference(everyone[0], theirs, other)}. "
                     "Build the same model with the same arguments on every rank."
                 )
-
-
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy that Horovod can reduce."""
-    return tensor.to(_TRAVELS_AS.get(tensor.dtype, tensor.dtype))
-
-
-def _give_back(on_wire: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    for sent, tensor in zip(on_wire, tensors, strict=True):
-        if sent is not tensor:
-            tensor.copy_(sent)
 
 
 class _Rendezvous:

@@ -48,19 +48,6 @@ class Staging:
                     aggregate(data)
         _copy_back(staged)  # 3.
 
-    def run_together(
-        self,
-        tensors: Sequence[torch.Tensor],
-        device_of: Callable[[torch.Tensor], torch.device],
-        aggregate: Callable[[Sequence[torch.Tensor]], None],
-    ) -> None:
-        """As :meth:`run`, but ``aggregate`` gets the flat tensors of all kinds in one call."""
-        staged = self._copy_in(tensors, device_of)
-        flats = [flat for flat, _, _ in staged if flat.numel() > 0]
-        if flats:
-            aggregate(flats)
-        _copy_back(staged)
-
     def _copy_in(
         self, tensors: Sequence[torch.Tensor], device_of: Callable[[torch.Tensor], torch.device]
     ) -> list[Staged]:
