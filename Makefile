@@ -67,10 +67,10 @@ demo: build ## Train on handwritten digits with 2 ranks; print the table, write 
 	OMP_NUM_THREADS=1 $(PY) docs/examples/digits_table.py $(ARGS)
 
 # BAGUA_TEST_INTEGRATIONS=0 skips their tests by name.
-test: build horovod $(if $(filter 0,$(BAGUA_TEST_INTEGRATIONS)),,integrations) ## Run all tests
+test: build horovod $(if $(filter 0,$(BAGUA_TEST_INTEGRATIONS)),,integrations) ## Run the tests that every change must pass
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-deep: build integrations ## Run the long tests: other libraries' own suites, more faults
+test-deep: build integrations ## Run the long tests: suites of torch and others, sanitizers, fuzzing, the model, faults
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder tests/deep $(ARGS)
 
 lint: venv ## Check layout, style and types

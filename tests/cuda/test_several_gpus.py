@@ -1,5 +1,5 @@
 """Tests of ranks with GPUs of their own: nodes, torch's DDP beside ours, contexts, and ranks
-that are lost, of which tests/faults has the body on CPU.
+that are lost, whose body tests/deep/test_random_faults.py has on CPU.
 """
 
 import copy
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
-from faults.test_faults import soak
+from deep.test_random_faults import soak
 from ranks.test_groups_and_nodes import environment_of_nodes
 from support import training
 from support.async_training import weights_of

@@ -29,13 +29,6 @@ def test_two_of_three_finish_when_one_is_killed(place, victim):
             assert f"rank(s) {', '.join(map(str, rest))} go on" in text
 
 
-@pytest.mark.timeout(300)
-def test_random_kills_and_returns_leave_equal_bits_and_the_loss_of_an_undisturbed_job():
-    loss, rounds = elastic_job.soak(faults=3, seed=2)
-    without = elastic_job.reference(rounds)
-    assert loss <= elastic_job.MOST_RATIO * without
-
-
 @pytest.mark.timeout(120)
 def test_fewer_than_min_ranks_raise():
     with Job(rounds=12, size=2) as job:

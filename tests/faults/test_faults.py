@@ -1,38 +1,9 @@
-"""Faults drawn at random, and the harness that judges what comes of them: `make soak` has more."""
+"""The judge of random faults. The faults: tests/deep/test_random_faults.py, and `make soak`."""
 
-import os
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 from faults import cases, verdict
 from faults.verdict import RankOutcome
-from support.processes import fork_server
-from support.processes.fork_server import FORKED_PYTHON
-
-SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
-
-
-def soak(*arguments):
-    """Output of a successful run of the program."""
-    command = [FORKED_PYTHON, str(SOAK), "--dry", *map(str, arguments)]
-    done = subprocess.run(
-        command,
-        env=os.environ | fork_server.variables(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    return done.stdout
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("form", "count"), [("processes", 24), ("threads", 80)])
-def test_random_faults_leave_no_hang_no_divergence_and_no_unnamed_error(form, count):
-    printed = soak("--form", form, "--faults", count, "--seed", 5000)
-    assert f"{count} cases: hang 0, silent divergence 0, unnamed error 0, crash 0" in printed
 
 
 def case_of(fault, form="processes", **changes):

@@ -7,7 +7,7 @@
    A step is what the code does under one lock, or one call of a transport or store. Nothing here
    has a deadline: what ends, ends by itself. No execution has a cycle (`pan -l` with -DNP), so that
    where no end state is invalid every wait ends, whatever the scheduler does. What the model
-   leaves out: tests/README.md, Concurrency. tests/single/test_model.py runs it. */
+   leaves out: tests/README.md, Concurrency. tests/deep/test_model.py runs it. */
 
 #ifndef RANKS
 #define RANKS 2

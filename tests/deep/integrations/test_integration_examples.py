@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from support.processes.pool import run_without_torchrun
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 EXAMPLES = REPOSITORY / "docs/examples/integrations"
-#: fsdp.py has arguments of its own: tests/ranks/test_fsdp_example.py.
+#: fsdp.py has arguments of its own: test_fsdp_example.py.
 SCRIPTS = [path.name for path in sorted(EXAMPLES.glob("*.py")) if path.name != "fsdp.py"]
 PAGES = REPOSITORY / "docs/integrations"
 

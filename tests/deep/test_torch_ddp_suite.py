@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks.torch_suite.expectations import FAILURES, NOT_HERE, PRIVATE_MEMBERS, TESTS
+from deep.torch_suite.expectations import FAILURES, NOT_HERE, PRIVATE_MEMBERS, TESTS
 from support.processes import fork_server
 from support.processes.fork_server import FORKED_PYTHON
 
 TESTS_FOLDER = Path(__file__).parents[1]
-PROGRAM = "ranks.torch_suite.run"
+PROGRAM = "deep.torch_suite.run"
 SUITE = Path(torch.__file__).parent / "testing/_internal/distributed/distributed_test.py"
 
 

@@ -1,6 +1,6 @@
 """torch's tests of DistributedDataParallel that its own class passes on a CPU, and what ours fails.
 
-`python -m ranks.torch_suite.run --ddp torch` says which they are for another version of torch.
+`python -m deep.torch_suite.run --ddp torch` says which they are for another version of torch.
 """
 
 #: Tests that make a DistributedDataParallel and ask for private members of torch's class.

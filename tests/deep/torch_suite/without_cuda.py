@@ -9,7 +9,7 @@ import functools
 import os
 
 import torch
-from ranks.torch_suite import cpu_sync_batch_norm
+from deep.torch_suite import cpu_sync_batch_norm
 from torch.overrides import TorchFunctionMode
 
 RANKS = 2

@@ -1,6 +1,6 @@
 """Runs torch's tests of DistributedDataParallel, each on ranks forked from this process.
 
-    cd tests && python -m ranks.torch_suite.run [--ddp torch] [--jobs N] [--output] [NAME ...]
+    cd tests && python -m deep.torch_suite.run [--ddp torch] [--jobs N] [--output] [NAME ...]
 
 puts our class in place of torch's (or leaves torch's) and prints a line of JSON for each test as it
 ends: its name, what became of it, the seconds it took, and what the ranks said.
@@ -25,8 +25,8 @@ from pathlib import Path
 import bagua.torch_api.data_parallel
 import torch
 import torch.distributed as dist
-from ranks.torch_suite.expectations import OVER_GLOO, TESTS
-from ranks.torch_suite.without_cuda import RANKS, cuda_calls_are_nothing, put_in_place, suite
+from deep.torch_suite.expectations import OVER_GLOO, TESTS
+from deep.torch_suite.without_cuda import RANKS, cuda_calls_are_nothing, put_in_place, suite
 from torch.testing._internal import common_utils
 
 # torch's stores look up the name of every client; without a name server that answers, each look-up

@@ -1,0 +1,40 @@
+"""Faults drawn at random leave nothing that the judge objects to. `make soak` draws more."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from faults import elastic_job
+from support.processes import fork_server
+from support.processes.fork_server import FORKED_PYTHON
+
+SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
+
+
+def soak(*arguments):
+    """Output of a successful run of the program."""
+    command = [FORKED_PYTHON, str(SOAK), "--dry", *map(str, arguments)]
+    done = subprocess.run(
+        command,
+        env=os.environ | fork_server.variables(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("form", "count"), [("processes", 24), ("threads", 80)])
+def test_random_faults_leave_no_hang_no_divergence_and_no_unnamed_error(form, count):
+    printed = soak("--form", form, "--faults", count, "--seed", 5000)
+    assert f"{count} cases: hang 0, silent divergence 0, unnamed error 0, crash 0" in printed
+
+
+@pytest.mark.timeout(300)
+def test_random_kills_and_returns_leave_equal_bits_and_the_loss_of_an_undisturbed_job():
+    loss, rounds = elastic_job.soak(faults=3, seed=2)
+    without = elastic_job.reference(rounds)
+    assert loss <= elastic_job.MOST_RATIO * without
