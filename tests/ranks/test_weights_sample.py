@@ -198,6 +198,11 @@ def test_where_ranks_hold_weights_of_their_own_nothing_is_compared(ranks, how):
     assert ranks(2, train_apart, how) == [(None, 2)] * 2
 
 
+def test_they_are_not_compared_where_a_number_is_set_either(ranks):
+    env = {"BAGUA_CHECK_WEIGHTS_EVERY": "1"}
+    assert ranks(2, train_apart, "decentralized", env=env) == [(None, 2)] * 2
+
+
 @training.with_group
 def sam(drifts):
     """Sharpness-aware minimisation as its authors advise for DDP: each rank goes its own way up."""
