@@ -408,17 +408,8 @@ class _FabricMethods:
     the module.
 
     Args:
-        algorithm: a registered name, or an object of ``bagua.torch_api.algorithms``.
-        flatten: gradients are views of their buckets.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision,
-            process_group_backend, timeout, start_method: as ``DDPStrategy`` has them.
-        find_unused_parameters, broadcast_buffers, bucket_cap_mb, static_graph, guard: as
-            ``bagua.torch_api.data_parallel.DistributedDataParallel`` has them.
-        bagua_kwargs: arguments of the algorithm, where it is given by name.
-
-    Raises:
-        TypeError: ``algorithm`` is something else, or does not take ``bagua_kwargs``.
-        ValueError: no algorithm has this name, or an argument is out of its range.
+        precision: as Fabric's ``DDPStrategy`` has it.
+        others: those of ``BaguaStrategy``, which raise the same.
     """
 
     #: Methods of Fabric's class that are overridden or called.

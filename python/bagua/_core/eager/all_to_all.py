@@ -1,6 +1,6 @@
 """Eager collectives in which every rank sends different data to every rank.
 
-The common contract is that of ``_collectives``.
+The common contract is that of ``reductions``.
 """
 
 from __future__ import annotations

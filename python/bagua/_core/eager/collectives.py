@@ -1,9 +1,6 @@
 """Eager collectives that move data, and the barrier. Data moves as bytes, so any dtype works.
 
-The common contract is that of ``_reductions``: ``comm`` is a communicator, None or
-``CommMember.WORLD`` for all ranks, or ``CommMember.NON_COMM_MEMBER``, with which a call does
-nothing. ``n`` is the number of members, ranks are ranks inside the communicator. Tensors are dense
-and contiguous, of any shape. ValueError and TypeError mean that nothing was sent.
+The common contract is that of ``reductions``.
 """
 
 from __future__ import annotations
