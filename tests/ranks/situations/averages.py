@@ -1,11 +1,12 @@
 """Averages of weights beside training, and weights that are swapped."""
 
 import torch
-from ranks.situations.networks import _adam, _loop
 from ranks.situations.rows import row
 from ranks.situations.values import (
+    adam,
     batch,
     everything,
+    loop,
     perceptron,
     sgd,
 )
@@ -23,7 +24,7 @@ def exponential_average_of_weights(wrap, rank, size):
     def loss(model, step):
         return model(batch(step, rank)).square().mean()
 
-    return _loop(wrap, rank, module, sgd(module), loss, after=after) | {"average": average}
+    return loop(wrap, rank, module, sgd(module), loss, after=after) | {"average": average}
 
 
 def evaluation_with_averaged_weights_swapped_in(wrap, rank, size):
@@ -93,7 +94,7 @@ def lookahead(wrap, rank, size):
     def loss(model, step):
         return model(batch(step, rank)).square().mean()
 
-    return _loop(wrap, rank, module, _adam(module), loss, 4, after)
+    return loop(wrap, rank, module, adam(module), loss, 4, after)
 
 
 SITUATIONS = [

@@ -2,12 +2,12 @@
 
 import torch
 from ranks.situations.language import Transformer, _text
-from ranks.situations.networks import _loop
 from ranks.situations.rows import ONLY_CLASS, refused, row
 from ranks.situations.values import (
     alone,
     batch,
     everything,
+    loop,
     sgd,
     square_losses,
 )
@@ -22,7 +22,7 @@ def _checkpointed(wrap, rank, reentrant, **arguments):
     def loss(model, step):
         return model(_text(step, rank), _text(step + 1, rank))[0]
 
-    return _loop(wrap, rank, module, optimizer, loss, **arguments)
+    return loop(wrap, rank, module, optimizer, loss, **arguments)
 
 
 def checkpointing_reentrant(wrap, rank, size):
@@ -70,7 +70,7 @@ def _shared_under_checkpoints(wrap, rank, reentrant, **arguments):
     def loss(model, step):
         return model(batch(step, rank).requires_grad_()).square().mean()
 
-    return _loop(wrap, rank, module, sgd(module), loss, **arguments)
+    return loop(wrap, rank, module, sgd(module), loss, **arguments)
 
 
 def a_shared_layer_under_reentrant_checkpoints_with_static_graph(wrap, rank, size):
@@ -97,7 +97,7 @@ def checkpoint_of_a_sequence(wrap, rank, size):
             return checkpoint_sequential(self.layers, 2, inputs, use_reentrant=False)
 
     module = Deep()
-    return _loop(
+    return loop(
         wrap, rank, module, sgd(module), lambda model, s: model(batch(s, rank)).square().mean()
     )
 

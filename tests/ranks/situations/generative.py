@@ -1,12 +1,13 @@
 """Adversarial training of generators, penalties, autoencoders, diffusion."""
 
 import torch
-from ranks.situations.networks import _adam, _loop
 from ranks.situations.rows import row
 from ranks.situations.values import (
+    adam,
     batch,
     classes,
     everything,
+    loop,
     sgd,
     weights,
 )
@@ -24,7 +25,7 @@ def _gan():
 def wgan_gp(wrap, rank, size):
     """The penalty differentiates the gradient of the wrapped critic."""
     g, d = _gan()
-    go, do = _adam(g), _adam(d)
+    go, do = adam(g), adam(d)
     generator, critic = wrap(g, go), wrap(d, do)
     for step in range(3):
         do.zero_grad()
@@ -64,7 +65,7 @@ def wgan_gp_with_separate_backwards(wrap, rank, size):
 def r1_penalty_every_second_step(wrap, rank, size):
     """StyleGAN2's lazy regularisation."""
     _, d = _gan()
-    do = _adam(d)
+    do = adam(d)
     critic = wrap(d, do)
     for step in range(4):
         do.zero_grad()
@@ -123,7 +124,7 @@ def gan_in_one_module(wrap, rank, size):
             return self.d(fake.detach()).mean() - self.d(real).mean()
 
     module = Both()
-    go, do = _adam(module.g), _adam(module.d)
+    go, do = adam(module.g), adam(module.d)
     model = wrap(module, find_unused_parameters=True)
     for step in range(3):
         for which, optimizer in (("d", do), ("g", go)):
@@ -155,7 +156,7 @@ def variational_autoencoder(wrap, rank, size):
         kl = -0.5 * (1 + log - mean.square() - log.exp()).mean()
         return (out - data).square().mean() + kl
 
-    return _loop(wrap, rank, module, _adam(module), loss)
+    return loop(wrap, rank, module, adam(module), loss)
 
 
 def diffusion(wrap, rank, size):
@@ -177,7 +178,7 @@ def diffusion(wrap, rank, size):
         noisy = batch(step, rank) * 0.5 + noise
         return (model(noisy, time) - noise).square().mean()
 
-    return _loop(wrap, rank, module, torch.optim.AdamW(module.parameters(), 0.01), loss)
+    return loop(wrap, rank, module, torch.optim.AdamW(module.parameters(), 0.01), loss)
 
 
 SITUATIONS = [

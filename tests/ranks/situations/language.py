@@ -1,11 +1,11 @@
 """Transformers, fine-tuning, adapters, experts."""
 
 import torch
-from ranks.situations.networks import _loop
 from ranks.situations.rows import row
 from ranks.situations.values import (
     batch,
     classes,
+    loop,
     weights,
 )
 from torch import nn
@@ -48,7 +48,7 @@ def language_model(wrap, rank, size):
     def loss(model, step):
         return model(_text(step, rank), _text(step + 1, rank))[0]
 
-    return _loop(wrap, rank, module, optimizer, loss)
+    return loop(wrap, rank, module, optimizer, loss)
 
 
 def fine_tuning_with_groups_and_warm_up(wrap, rank, size):
@@ -90,7 +90,7 @@ def low_rank_adaptation(wrap, rank, size):
 
     module = Adapted()
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.01)
-    return _loop(
+    return loop(
         wrap, rank, module, optimizer, lambda model, s: model(batch(s, rank)).square().mean()
     )
 
@@ -116,7 +116,7 @@ def mixture_of_experts(wrap, rank, size):
             return out
 
     module = Experts()
-    return _loop(
+    return loop(
         wrap,
         rank,
         module,

@@ -1,11 +1,11 @@
 """Autocast and gradient scaling."""
 
 import torch
-from ranks.situations.networks import _loop
 from ranks.situations.rows import row
 from ranks.situations.values import (
     batch,
     everything,
+    loop,
     normalised,
     perceptron,
     sgd,
@@ -22,7 +22,7 @@ def autocast(wrap, rank, size):
             out = model(batch(step, rank))
         return out.float().square().mean()
 
-    return _loop(wrap, rank, module, sgd(module), loss)
+    return loop(wrap, rank, module, sgd(module), loss)
 
 
 def autocast_with_a_gradient_scaler(wrap, rank, size):

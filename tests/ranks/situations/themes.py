@@ -24,18 +24,13 @@ THEMES = (
     "communicating",
     "copies",
     "joining",
-    "vision",
     "generative",
-    "reinforcement",
-    "self_supervised",
     "language",
     "meta_learning",
     "averages",
     "checkpointing",
     "precision",
-    "tasks",
     "optimizers",
-    "networks",
 )
 
 

@@ -90,6 +90,26 @@ def sgd(module, lr=0.1, **more):
     return torch.optim.SGD(module.parameters(), lr=lr, **more)
 
 
+def loop(wrap, rank, module, optimizer, loss, steps=3, after=None, **arguments):
+    """Trains the wrapped module: `loss(model, step)`, then `after(model, step)`."""
+    model = wrap(module, optimizer, **arguments)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        value = loss(model, step)
+        value.backward()
+        optimizer.step()
+        losses.append(copied(value))
+        if after is not None:
+            after(model, step)
+    return everything(module) | {"losses": torch.stack(losses)}
+
+
+def adam(module, **more):
+    """As those who train generators against critics take it."""
+    return torch.optim.Adam(module.parameters(), lr=0.01, betas=(0.5, 0.99), **more)
+
+
 def alone(module, optimizer, losses, steps):
     """Trains in one process on the mean of all ranks' losses: what is right.
 
