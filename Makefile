@@ -125,6 +125,7 @@ else
 	cmake --build build/cuda
 	tools/cuda_report $$(find build/cuda -name '*.cu.o')
 	$(PY) tools/cuda_import_check build/cuda/python/bagua
+	$(PY) tools/gpu_hour --dry-run --build build/cuda --out build/gpu/dry-run
 	rm -rf build/old_cuda
 	NVCC=$(NVCC) CUDACXX=$(CURDIR)/tools/old_nvcc cmake -S . -B build/old_cuda -G Ninja -DBAGUA_CUDA=ON -DPython_EXECUTABLE=$(PY)
 endif

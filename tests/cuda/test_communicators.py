@@ -10,7 +10,7 @@ import torch.distributed as dist
 from bagua import _C
 from bagua._core.group.connections import Connections
 from support import training
-from support.devices import each_device, ranks_on
+from support.devices import each_device, hosts_that_share_a_gpu, ranks_on
 from support.threads import communicator_conformance as conformance
 from support.threads.thread_ranks import run_thread_ranks
 
@@ -62,17 +62,8 @@ def test_one_process_on_each_gpu_conforms_over_nccl(ranks, comm):
 
 @pytest.mark.needs_cuda
 def test_two_processes_that_claim_to_be_two_hosts_conform_over_nccl_on_one_gpu(ranks):
-    """NCCL refuses two ranks of one host on one GPU, and looks at no more than the host's name."""
-    shared = {"TEST_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": "0", "BAGUA_COMM": "nccl"}
-    over_sockets = {
-        "NCCL_P2P_DISABLE": "1",
-        "NCCL_SHM_DISABLE": "1",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_SOCKET_IFNAME": "lo",
-    }
-    env = [{**shared, **over_sockets, "NCCL_HOSTID": f"host-{rank}"} for rank in range(2)]
     # Fresh processes: CUDA and NCCL read their variables once.
-    results = ranks(2, conform, "cuda", env=env, timeout=200, fresh=True)
+    results = ranks(2, conform, "cuda", env=hosts_that_share_a_gpu(2), timeout=200, fresh=True)
     assert results == [(rank, 2) for rank in range(2)]
 
 
