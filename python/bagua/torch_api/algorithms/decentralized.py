@@ -148,8 +148,8 @@ class DecentralizedAlgorithmImpl(_LocalWeightsImpl):
         peer_selection_mode: str = "all",
         communication_interval: int = 1,
     ) -> None:
-        super().__init__(process_group, hierarchical, communication_interval)
         operations.check_peer_selection_mode(peer_selection_mode)
+        super().__init__(process_group, hierarchical, communication_interval)
         self.peer_selection_mode = peer_selection_mode
         self.ledger = Ledger(
             type(self).__name__,
@@ -281,8 +281,8 @@ class LowPrecisionDecentralizedAlgorithmImpl(_LocalWeightsImpl):
         *,
         codec: str = "block_uint8",
     ) -> None:
-        super().__init__(process_group, hierarchical, communication_interval)
         _C.make_codec(codec)
+        super().__init__(process_group, hierarchical, communication_interval)
         self.codec = codec
         self.ledger = Ledger(
             type(self).__name__,
