@@ -16,6 +16,15 @@ DEEP = Path(TESTS, "deep")
 #: Files of 25 seconds and more, the longest first: begun last, they would keep one worker busy
 #: alone.
 LONG = [
+    "deep/test_kernel_sanitizers.py",
+    "deep/test_mutations.py",
+    "deep/test_elastic_jobs.py",
+    "deep/test_random_faults.py",
+    "deep/test_torch_ddp_suite.py",
+    "deep/test_model.py",
+    "deep/test_fsdp_example.py",
+    "deep/integrations/test_integration_examples.py",
+    "deep/test_fuzz.py",
     "single/test_kernel_emulation.py",
     "ranks/situations/test_situations.py",
     "ranks/test_doctor.py",
