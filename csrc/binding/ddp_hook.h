@@ -12,7 +12,7 @@
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "engine/dynamic/dynamic_lane.h"
-#include "op/memory/round_memory.h"
+#include "ledger/round_memory.h"
 
 namespace bagua {
 

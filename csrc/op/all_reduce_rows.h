@@ -9,8 +9,8 @@
 #include <ATen/core/Tensor.h>
 
 #include "comm/communicator.h"
+#include "ledger/scratch.h"
 #include "op/contract/bucket_op.h"
-#include "op/memory/scratch.h"
 
 namespace bagua {
 

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "base/check.h"
-#include "op/memory/communications.h"
+#include "ledger/communications.h"
 
 namespace bagua {
 

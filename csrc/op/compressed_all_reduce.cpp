@@ -7,7 +7,7 @@
 #include <ATen/ops/add.h>
 
 #include "base/check.h"
-#include "op/memory/communications.h"
+#include "ledger/communications.h"
 #include "op/tensors/all_finite.h"
 #include "op/wire/bucket_parts.h"
 

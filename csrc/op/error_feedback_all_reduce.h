@@ -4,14 +4,14 @@
 #include <memory>
 
 #include "comm/communicator.h"
-#include "op/memory/error_feedback.h"
+#include "ledger/error_feedback.h"
 
 namespace bagua {
 
 // For buckets whose sparse message would not be smaller, with the memory of the sparse ops: a
 // checkpoint of another number of ranks may contain residuals, and the rounds of all buckets
 // succeed or fail together.
-// Steps, with e as in op/memory/error_feedback.h:
+// Steps, with e as in ledger/error_feedback.h:
 //   1. g <- g + s e, where the residual is not zero;
 //   2. all_reduce: the mean over all ranks, in the bucket's dtype;
 //   3. e <- 0.

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "base/check.h"
-#include "op/memory/communications.h"
+#include "ledger/communications.h"
 #include "op/tensors/numel_at_once.h"
 #include "op/wire/part_layout.h"
 #include "topology/topology.h"

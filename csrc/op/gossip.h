@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "ledger/scratch.h"
 #include "op/contract/bucket_op.h"
-#include "op/memory/scratch.h"
 
 namespace bagua {
 

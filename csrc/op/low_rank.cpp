@@ -13,7 +13,7 @@
 #include "base/mixed_bits.h"
 #include "comm/device_stream.h"
 #include "comm/host_memory.h"
-#include "op/memory/communications.h"
+#include "ledger/communications.h"
 #include "op/tensors/all_finite.h"
 #include "op/tensors/arithmetic_dtype.h"
 #include "op/tensors/low_rank_groups.h"

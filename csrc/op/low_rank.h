@@ -5,10 +5,10 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "ledger/round_memory.h"
+#include "ledger/scratch.h"
 #include "math/low_rank_kernels.h"
 #include "op/contract/bucket_op.h"
-#include "op/memory/round_memory.h"
-#include "op/memory/scratch.h"
 #include "op/tensors/low_rank_device.h"
 #include "op/tensors/low_rank_layout.h"
 

@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "comm/communicator.h"
-#include "op/memory/error_feedback.h"
+#include "ledger/error_feedback.h"
 
 namespace bagua {
 
@@ -12,7 +12,7 @@ namespace bagua {
 // ceil(n / k) rounds, each of which sends k of the n elements; the last one sends the remainder.
 // The order of an epoch is a RandomOrder of `seed` and its number; the number of communications in
 // the memory identifies the round. So all ranks know the elements, and no indices are sent.
-// Steps, with m and e as in op/memory/error_feedback.h:
+// Steps, with m and e as in ledger/error_feedback.h:
 //   1. m = g / s + e;
 //   2. c = the elements of this round; e <- m - c;
 //   3. one all_reduce (sum) of their values and of one more, NaN where m is not finite anywhere;

@@ -5,15 +5,15 @@
 
 #include "codec/sparse_codec.h"
 #include "comm/communicator.h"
-#include "op/memory/error_feedback.h"
-#include "op/memory/late_values.h"
+#include "ledger/error_feedback.h"
+#include "ledger/late_values.h"
 #include "op/wire/framed_exchange.h"
 #include "op/wire/sparse_message.h"
 
 namespace bagua {
 
 // Top-k sparsification (Stich et al., *Sparsified SGD with Memory*, NeurIPS 2018, Algorithm 1).
-// Steps, with m and e as in op/memory/error_feedback.h:
+// Steps, with m and e as in ledger/error_feedback.h:
 //   1. m = g / s + e;
 //   2. c = the k elements of m of largest magnitude, exactly; e <- m - c;
 //      with a codec c is what its payload of them decodes to;

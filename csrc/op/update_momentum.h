@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
+#include "ledger/scratch.h"
 #include "op/contract/bucket_op.h"
-#include "op/memory/scratch.h"
 
 namespace bagua {
 

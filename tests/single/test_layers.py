@@ -15,8 +15,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 # From the ground up.
 CPP_FLOORS = (
-    *("base", "topology", "math", "codec", "health", "comm", "op/contract", "engine"),
-    *("op/tensors", "op/memory", "op/wire", "op", "binding"),
+    *("base", "topology", "math", "codec", "health", "comm", "op/contract", "op/tensors"),
+    *("ledger", "engine", "op/wire", "op", "binding"),
 )
 PYTHON_FLOORS = (
     *("bagua", "bagua/_core/group", "bagua/_core/eager", "bagua/_core/state"),
@@ -42,7 +42,7 @@ PYTHON_HEADERS = (
 # Headers of others -> the folders that may include them; the first line that matches decides.
 FOREIGN_MAY_BE_INCLUDED_BY = (
     (PYTHON_HEADERS, ("binding",)),
-    (r"(ATen|c10|caffe2|torch)/.*", ("health", "comm", "op", "engine", "binding")),
+    (r"(ATen|c10|caffe2|torch)/.*", ("health", "comm", "op", "ledger", "engine", "binding")),
 )
 
 PACKAGES = ("bagua", "mlbench_core")

@@ -8,7 +8,7 @@
 
 #include "base/check.h"
 #include "base/per_instruction_set.h"
-#include "op/memory/communications.h"
+#include "ledger/communications.h"
 #include "op/tensors/all_finite.h"
 
 namespace bagua {

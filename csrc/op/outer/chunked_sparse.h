@@ -6,10 +6,10 @@
 #include <string>
 
 #include "comm/communicator.h"
+#include "ledger/feedback.h"
+#include "ledger/round_memory.h"
+#include "ledger/scratch.h"
 #include "op/contract/bucket_op.h"
-#include "op/memory/feedback.h"
-#include "op/memory/round_memory.h"
-#include "op/memory/scratch.h"
 #include "op/wire/chunked_message.h"
 #include "op/wire/framed_exchange.h"
 

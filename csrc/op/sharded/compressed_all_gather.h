@@ -6,8 +6,8 @@
 
 #include "codec/codec.h"
 #include "comm/communicator.h"
+#include "ledger/scratch.h"
 #include "op/contract/bucket_op.h"
-#include "op/memory/scratch.h"
 #include "op/wire/framed_exchange.h"
 
 namespace bagua {

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "ledger/scratch.h"
 #include "op/contract/bucket_op.h"
 #include "op/hierarchical.h"
-#include "op/memory/scratch.h"
 
 namespace bagua {
 

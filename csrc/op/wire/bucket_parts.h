@@ -12,7 +12,7 @@
 
 #include "codec/codec.h"
 #include "comm/communicator.h"
-#include "op/memory/scratch.h"
+#include "ledger/scratch.h"
 #include "op/wire/codec_calls.h"
 #include "op/wire/framed_exchange.h"
 

@@ -12,7 +12,7 @@
 #include "codec/codec.h"
 #include "codec/fused_codec.h"
 #include "comm/device_stream.h"
-#include "op/memory/scratch.h"
+#include "ledger/scratch.h"
 #include "op/wire/part_layout.h"
 
 namespace bagua {

@@ -6,7 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "op/memory/late_values.h"
+#include "ledger/late_values.h"
 #include "op/wire/frame.h"
 
 namespace bagua {

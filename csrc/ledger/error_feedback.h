@@ -3,10 +3,10 @@
 
 #include <memory>
 
+#include "ledger/feedback.h"
+#include "ledger/round_memory.h"
+#include "ledger/scratch.h"
 #include "op/contract/bucket_op.h"
-#include "op/memory/feedback.h"
-#include "op/memory/round_memory.h"
-#include "op/memory/scratch.h"
 #include "op/tensors/arithmetic_dtype.h"
 
 namespace bagua {

@@ -1,4 +1,4 @@
-#include "op/memory/round_memory.h"
+#include "ledger/round_memory.h"
 
 #include <algorithm>
 #include <utility>

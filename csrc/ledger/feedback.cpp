@@ -1,4 +1,4 @@
-#include "op/memory/feedback.h"
+#include "ledger/feedback.h"
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/where.h>

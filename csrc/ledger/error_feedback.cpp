@@ -1,9 +1,9 @@
-#include "op/memory/error_feedback.h"
+#include "ledger/error_feedback.h"
 
 #include <utility>
 
 #include "base/check.h"
-#include "op/memory/communications.h"
+#include "ledger/communications.h"
 #include "op/tensors/all_finite.h"
 
 namespace bagua {

@@ -4,7 +4,7 @@
 #include <memory>
 #include <utility>
 
-#include "op/memory/round_memory.h"
+#include "ledger/round_memory.h"
 
 namespace bagua {
 

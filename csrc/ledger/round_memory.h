@@ -9,7 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "op/memory/late_values.h"
+#include "ledger/late_values.h"
 #include "op/tensors/all_finite.h"
 
 namespace bagua {
