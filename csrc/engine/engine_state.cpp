@@ -17,10 +17,6 @@
 namespace bagua {
 namespace {
 
-// Delay before wait() asks the store whether another rank failed, and how often it
-// asks then: a step that is merely slow must not load the store.
-constexpr auto kPollInterval = std::chrono::milliseconds(500);
-
 std::vector<std::vector<size_t>> slots_of(const std::vector<Lane>& lanes) {
   std::vector<std::vector<size_t>> counts;
   for (const Lane& lane : lanes) {
@@ -246,7 +242,7 @@ void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::functio
                           const char* what) {
   using std::chrono::steady_clock;
   const auto deadline = steady_clock::now() + options.timeout;
-  auto next_poll = steady_clock::now() + kPollInterval;
+  auto next_poll = steady_clock::now() + kBetweenNews;
   StragglerWatch stragglers(options.stragglers, options.board, options.timeout, what);
   clock.caller_blocks(now_ns());
   while (!failure && !stopped && !done_now()) {
@@ -255,7 +251,7 @@ void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::functio
     look_for_signals(lock, what);
     const bool late = steady_clock::now() >= deadline;
     if (!late && steady_clock::now() < next_poll) continue;
-    next_poll = steady_clock::now() + kPollInterval;
+    next_poll = steady_clock::now() + kBetweenNews;
     const int64_t my_round = round.number();
     const std::string me = whoami(), buckets_left = outstanding();
     lock.unlock();

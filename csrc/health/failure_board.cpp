@@ -21,8 +21,7 @@ constexpr const char* kFailedKey = "failed";      // kind, "3: reason" of the fi
 constexpr const char* kFailuresKey = "failures";  // "3 0 ": all that failed, in order
 constexpr const char* kExitsKey = "exits";  // "rank rounds" of each rank that exited, "0 12 3 7 "
 constexpr char kCause = '!', kSecondary = '?', kAlike = '=';  // kinds
-constexpr milliseconds kBeat(500);
-constexpr milliseconds kPatience(2000);  // with a store that does not answer
+constexpr milliseconds kPatience(2000);                       // with a store that does not answer
 
 std::string beat_key(int rank) { return concat("beat/", rank); }
 
@@ -180,7 +179,7 @@ void FailureBoard::beat(std::function<std::optional<Whereabouts>()> where, OnNew
         *told = true;
         on_news(*news);
       },
-      kBeat);
+      kBetweenNews);
 }
 
 void FailureBoard::note(Whereabouts here) {

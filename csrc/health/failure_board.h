@@ -16,9 +16,13 @@
 
 namespace bagua {
 
+// Time between two heartbeats, and between two looks at the news while a rank waits: a step that is
+// merely slow must not load the store.
+inline constexpr std::chrono::milliseconds kBetweenNews(500);
+
 // A notice board in a c10d store; the caller gives each group a store prefix of its own.
 //
-// Each rank writes a heartbeat with its position twice a second, by a thread of the board
+// Each rank writes a heartbeat with its position every kBetweenNews, by a thread of the board
 // (StoreWorker). They are read only after a failure.
 //
 // Thread safety: all methods. Ownership: a clone of the store, so that a blocked user of the
