@@ -1,4 +1,5 @@
 // Dynamic lanes, and the communication hook of torch's DistributedDataParallel that feeds one.
+#include <algorithm>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -12,9 +13,9 @@
 
 #include "base/check.h"
 #include "binding/bindings.h"
-#include "binding/ddp_hook.h"
 #include "binding/interruptible.h"
-#include "engine/dynamic/dynamic_lane.h"
+#include "engine/ddp_hook.h"
+#include "engine/jobs.h"
 
 namespace bagua {
 
@@ -64,14 +65,39 @@ std::function<Result(Args...)> called_with_gil(const std::optional<py::function>
   };
 }
 
+// Returns once all futures of the lane are completed, with errors or not. If a signal handler
+// raises meanwhile, the lane ends, and that is thrown: Note [Signals].
+void await_interruptibly(const std::shared_ptr<DynamicLane>& lane,
+                         const std::vector<DynamicLane::Future>& futures) {
+  const auto completed = [](const DynamicLane::Future& one) { return one->completed(); };
+  if (std::all_of(futures.begin(), futures.end(), completed)) return;
+  try {
+    run_interruptibly([futures] {
+      for (const DynamicLane::Future& future : futures) future->wait();
+    });
+  } catch (const py::error_already_set&) {
+    lane->interrupted();
+    throw;
+  }
+}
+
+// In a callback of autograd's.
+void await_before_torch(const std::shared_ptr<DynamicLane>& lane,
+                        const std::vector<DynamicLane::Future>& futures) {
+  try {
+    await_interruptibly(lane, futures);
+  } catch (py::error_already_set& error) {
+    throw_to_autograd(error);
+  }
+}
+
 // The future of a job.
 class Posted {
  public:
   Posted(std::shared_ptr<DynamicLane> lane, DynamicLane::Future future)
       : lane_(std::move(lane)), future_(std::move(future)) {}
   void wait() const {
-    await_interruptibly(*lane_, {future_});
-    const py::gil_scoped_release no_gil;
+    await_interruptibly(lane_, {future_});
     future_->waitAndThrow();
   }
   bool done() const { return future_->completed(); }
@@ -83,7 +109,7 @@ class Posted {
 
 void bind_lane(py::module_& m) {
   py::class_<Posted>(m, "Posted", "A job of a DynamicLane.")
-      .def("wait", &Posted::wait, "Block until it is done; raise its failure.")
+      .def("wait", &Posted::wait, ReleaseGil(), "Block until it is done; raise its failure.")
       .def_property_readonly("done", &Posted::done);
 
   py::class_<DynamicLane, std::shared_ptr<DynamicLane>>(
@@ -151,7 +177,8 @@ void bind_hook(py::module_& m) {
                     .operations = called_with_gil<BucketOperations, const GradientBucket&, int64_t>(
                         operations),
                     .grad_scale = called_with_gil<float>(grad_scale),
-                    .outcome = std::move(outcome)});
+                    .outcome = std::move(outcome),
+                    .wait = await_before_torch});
           }),
           py::arg("lane"), py::arg("operations"), py::kw_only(),
           py::arg("grad_scale").none(true) = py::none(), py::arg("outcome").none(true) = py::none(),

@@ -16,7 +16,7 @@
 #include "device_streams/host_memory_communicator.h"
 #include "device_streams/nccl_on_streams.h"
 #include "device_streams/subjects.h"
-#include "engine/dynamic/dynamic_lane.h"
+#include "engine/jobs.h"
 #include "op/async_average.h"
 
 namespace bagua::fake {

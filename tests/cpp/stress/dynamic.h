@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "engine/dynamic/dynamic_lane.h"
+#include "engine/jobs.h"
 #include "stress/checks.h"
 #include "stress/world.h"
 

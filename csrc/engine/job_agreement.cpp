@@ -1,4 +1,4 @@
-#include "engine/dynamic/job_agreement.h"
+#include "engine/job_agreement.h"
 
 #include <algorithm>
 #include <array>

@@ -11,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
-#include "engine/dynamic/dynamic_lane.h"
+#include "engine/jobs.h"
 #include "ledger/round_memory.h"
 
 namespace bagua {
@@ -36,6 +36,10 @@ struct DdpHookOptions {
   // Called at the first bucket of each round: the factor that the gradients carry. Null: 1.
   std::function<float()> grad_scale{};
   std::shared_ptr<RoundOutcome> outcome{};  // of all memories; null: there are none
+  // Blocks until all these futures of the lane are completed, with errors or not; what it throws
+  // goes through autograd. Null: torch waits for them.
+  std::function<void(const std::shared_ptr<DynamicLane>&, const std::vector<DynamicLane::Future>&)>
+      wait{};
 };
 
 // Note [Rounds of torch's DistributedDataParallel]
@@ -93,10 +97,6 @@ class DdpHook final {
   int64_t renewed_at_ = 0;                    // round; 0: none
   std::vector<DynamicLane::Future> futures_;  // of the round
 };
-
-// Returns once all futures of the lane are completed, with errors or not. If a signal handler
-// raises meanwhile, the lane ends, and that is thrown: Note [Signals].
-void await_interruptibly(DynamicLane& lane, const std::vector<DynamicLane::Future>& futures);
 
 // Makes `hook` the communication hook of `reducer`. Throws if that has one.
 void register_hook(c10d::Reducer& reducer, std::shared_ptr<DdpHook> hook);

@@ -1,15 +1,42 @@
 // Compares a module with its parameters at the wrap.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
-#include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
+#include <ATen/core/Tensor.h>
 
 namespace bagua {
+
+// What a dictionary of a module holds under one key. Pointers are Python's.
+struct Place {
+  const char* key;
+  const void* object;        // compared by identity only
+  const at::Tensor* tensor;  // null for a module or None
+};
+
+// The contents of several dictionaries, one after the other.
+struct Places {
+  std::vector<Place> all;
+  std::vector<size_t> ends;  // of each dictionary, in `all`
+
+  size_t size() const { return ends.size(); }
+  std::span<const Place> operator[](size_t dict) const {
+    const size_t begin = dict == 0 ? 0 : ends[dict - 1];
+    return std::span(all).subspan(begin, ends[dict] - begin);
+  }
+};
+
+// Questions about the object of a place that holds a tensor.
+struct PlaceQuestions {
+  bool (*is_parameter)(const void* object);
+  bool (*is_expert)(const void* object);
+};
 
 // Note [Plan guard]
 // Hooks sit on the parameters that existed at the wrap. A parameter that is replaced
@@ -20,27 +47,27 @@ namespace bagua {
 // place of the same parameter object (pruning, a parametrization), whose hook stays: moved() and
 // accept_places().
 //
-// Holds no reference to the module: the caller passes the same dictionaries to every call, in the
+// Holds no reference to the module: the caller reads the same dictionaries for every call, in the
 // same order, until accept_places() has taken others. Needs the GIL.
 class PlanGuard {
  public:
-  // `names`: of the modules; `dicts`: for each its _parameters and its _modules, alternating.
+  // `names`: of the modules; `places`: for each its _parameters and its _modules, alternating.
   // `ignored`: names of parameters and modules that may change.
-  PlanGuard(std::vector<std::string> names, const pybind11::list& dicts,
-            const std::unordered_set<std::string>& ignored);
+  PlanGuard(std::vector<std::string> names, const Places& places,
+            const std::unordered_set<std::string>& ignored, PlaceQuestions questions);
 
   // The first difference in words, or an empty string. `unfreezing`: a parameter that was frozen at
   // the wrap and is trainable now is none.
-  std::string difference(const pybind11::list& dicts, bool unfreezing = false) const;
+  std::string difference(const Places& places, bool unfreezing = false) const;
 
   // Whether a place holds another parameter or module than expected, or places were added or
   // removed. Cheap where not.
-  bool moved(const pybind11::list& dicts) const;
+  bool moved(const Places& places) const;
 
   // Expects from now on the places of the module as it is now, and returns true, if they hold the
   // parameters that were expected and no other. Parameters are compared with what they were at the
   // wrap. The arguments are those of the constructor.
-  bool accept_places(std::vector<std::string> names, const pybind11::list& dicts,
+  bool accept_places(std::vector<std::string> names, const Places& places,
                      const std::unordered_set<std::string>& ignored);
 
   // Trainable parameters count as if they had been so at the wrap. The caller communicates them.
@@ -53,13 +80,13 @@ class PlanGuard {
   // Whether a backward through the module as it is now can reach a parameter that is trainable. Not
   // where all are frozen, nor where functional_call() has put leaves in place of all;
   // other tensors may have been computed from the parameters. True if none was trainable.
-  bool trains(const pybind11::list& dicts) const;
+  bool trains(const Places& places) const;
 
  private:
   struct Entry {
     std::string name;
-    PyObject* object;   // compared by identity only; null if anything may be there
-    at::Tensor tensor;  // undefined for a module or None
+    const void* object;  // compared by identity only; null if anything may be there
+    at::Tensor tensor;   // undefined for a module or None
     bool requires_grad;
     bool expert;  // each rank has its own, which bagua leaves alone
     at::ScalarType dtype;
@@ -67,12 +94,12 @@ class PlanGuard {
     std::vector<int64_t> sizes;
   };
   using Entries = std::vector<std::vector<Entry>>;  // one list per dictionary
-  static Entries entries_of(const std::vector<std::string>& names, const pybind11::list& dicts,
-                            const std::unordered_set<std::string>& ignored);
-  static std::unordered_map<PyObject*, const Entry*> parameters_of(const Entries& all);
-  std::string compare(const Entry& entry, PyObject* object, bool unfreezing) const;
-  static bool reaches(const Entry& entry, PyObject* object);
+  Entries entries_of(const std::vector<std::string>& names, const Places& places,
+                     const std::unordered_set<std::string>& ignored) const;
+  static std::unordered_map<const void*, const Entry*> parameters_of(const Entries& all);
+  std::string compare(const Entry& entry, const Place& place, bool unfreezing) const;
 
+  PlaceQuestions questions_;
   std::vector<std::string> names_;
   Entries expected_;
 };

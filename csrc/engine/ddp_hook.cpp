@@ -1,4 +1,4 @@
-#include "binding/ddp_hook.h"
+#include "engine/ddp_hook.h"
 
 #include <algorithm>
 #include <unordered_set>
@@ -6,16 +6,10 @@
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include "base/check.h"
-#include "binding/bindings.h"
-#include "binding/interruptible.h"
 
 namespace bagua {
-
-namespace py = pybind11;
-
 namespace {
 
 GradientBucket contents_of(c10d::GradBucket& bucket) {
@@ -148,27 +142,9 @@ DynamicLane::Future DdpHook::run(c10d::GradBucket& torchs) {
 // last bucket, without looking for signals. This callback runs before it. A rank that has joined
 // runs the hook outside of a backward, where there are no callbacks.
 void DdpHook::await_before_torch() const {
-  if (torch::autograd::get_current_graph_task_id() < 0) return;
-  torch::autograd::Engine::get_default_engine().queue_callback([lane = lane_, futures = futures_] {
-    try {
-      await_interruptibly(*lane, futures);
-    } catch (py::error_already_set& error) {
-      throw_to_autograd(error);
-    }
-  });
-}
-
-void await_interruptibly(DynamicLane& lane, const std::vector<DynamicLane::Future>& futures) {
-  const auto completed = [](const DynamicLane::Future& one) { return one->completed(); };
-  if (std::all_of(futures.begin(), futures.end(), completed)) return;
-  try {
-    run_interruptibly([futures] {
-      for (const DynamicLane::Future& future : futures) future->wait();
-    });
-  } catch (const py::error_already_set&) {
-    lane.interrupted();
-    throw;
-  }
+  if (!options_.wait || torch::autograd::get_current_graph_task_id() < 0) return;
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [lane = lane_, futures = futures_, wait = options_.wait] { wait(lane, futures); });
 }
 
 void register_hook(c10d::Reducer& reducer, std::shared_ptr<DdpHook> hook) {

@@ -1,4 +1,4 @@
-#include "engine/dynamic/dynamic_lane.h"
+#include "engine/jobs.h"
 
 #include <algorithm>
 #include <atomic>
@@ -17,7 +17,7 @@
 #include "comm/abort_all.h"
 #include "comm/device_stream.h"
 #include "comm/tensor_checks.h"
-#include "engine/dynamic/job_agreement.h"
+#include "engine/job_agreement.h"
 #include "health/diagnose.h"
 #include "health/failure.h"
 
