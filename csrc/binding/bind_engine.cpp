@@ -224,13 +224,7 @@ void bind_round_state(py::module_& m) {
       .def_property_readonly("launched_done", &RoundState::launched_done);
 }
 
-}  // namespace
-
-void bind_engine(py::module_& m) {
-  bind_plan(m);
-  bind_round_state(m);
-  bind_weights_sample(m);
-
+void bind_rounds(py::module_& m) {
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](std::vector<Lane> lanes, std::string name, uint64_t fingerprint,
                        uint64_t incarnation, double timeout_s,
@@ -287,10 +281,9 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("slots", &Engine::slots)
       .def_property_readonly("used", [](const Engine& engine) { return engine.used(); })
       .def("stats", [](const Engine& engine) { return stats_dict(engine.stats()); });
+}
 
-  m.def("accounting_ns", &accounting_ns, py::arg("communicators"), py::arg("repeats"), ReleaseGil(),
-        "Nanoseconds that one bucket's statistics cost; for benchmarks.");
-
+void bind_gradient_path(py::module_& m) {
   py::class_<GradientPath, std::shared_ptr<GradientPath>>(m, "GradientPath")
       .def(py::init([](std::shared_ptr<Engine> engine, bool install_hooks, bool find_unused,
                        bool static_graph, std::vector<std::pair<std::string, at::Tensor>> weights,
@@ -333,6 +326,19 @@ void bind_engine(py::module_& m) {
       .def("adopt", py::overload_cast<SlotId>(&GradientPath::adopt), py::arg("slot"), ReleaseGil())
       .def("answer_with_zeros", &GradientPath::answer_with_zeros, ReleaseGil())
       .def("remove_hooks", &GradientPath::remove_hooks);
+}
+
+}  // namespace
+
+void bind_engine(py::module_& m) {
+  bind_plan(m);
+  bind_round_state(m);
+  bind_weights_sample(m);
+  bind_rounds(m);
+  bind_gradient_path(m);
+
+  m.def("accounting_ns", &accounting_ns, py::arg("communicators"), py::arg("repeats"), ReleaseGil(),
+        "Nanoseconds that one bucket's statistics cost; for benchmarks.");
 }
 
 }  // namespace bagua

@@ -35,49 +35,31 @@ std::optional<at::Tensor> or_none(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional(tensor) : std::nullopt;
 }
 
-void bind_sharded(py::module_& m) {
-  py::class_<ShardedHierarchical, BucketOp, std::shared_ptr<ShardedHierarchical>>(
-      m, "ShardedHierarchical", "inner: by share; None for those of other ranks of the node.")
-      .def(py::init([](std::shared_ptr<Communicator> node,
-                       std::vector<std::shared_ptr<BucketOp>> inner,
-                       std::shared_ptr<Scratch> scratch, int ranks, int nodes, ReduceOp op) {
-             return std::make_shared<ShardedHierarchical>(
-                 std::move(node), std::move(inner), std::move(scratch),
-                 NodeShare{.ranks = ranks, .nodes = nodes, .op = op});
-           }),
-           py::arg("node"), py::arg("inner"), py::arg("scratch"), py::arg("ranks"),
-           py::arg("nodes"), py::arg("op"));
-
-  py::class_<CompressedReduceScatter, BucketOp, std::shared_ptr<CompressedReduceScatter>>(
-      m, "CompressedReduceScatter", "Afterwards part `rank` of the bucket has the result.")
-      .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,
-                       std::shared_ptr<Scratch> scratch, double divisor,
-                       std::shared_ptr<RoundMemory> memory, bool checksum) {
-             return std::make_shared<CompressedReduceScatter>(
-                 std::move(communicator), std::move(codec), std::move(scratch), divisor,
-                 std::move(memory), checksum_if(checksum));
-           }),
-           py::arg("communicator"), py::arg("codec"), py::arg("scratch"), py::kw_only(),
-           py::arg("divisor"), py::arg("memory").none(true) = py::none(),
-           py::arg("checksum") = false);
-
-  py::class_<CompressedAllGather, BucketOp, std::shared_ptr<CompressedAllGather>>(
-      m, "CompressedAllGather", "Before it part `rank` of the bucket is what this rank brings.")
-      .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,
-                       std::shared_ptr<Scratch> scratch, bool checksum) {
-             return std::make_shared<CompressedAllGather>(std::move(communicator), std::move(codec),
-                                                          std::move(scratch),
-                                                          checksum_if(checksum));
-           }),
-           py::arg("communicator"), py::arg("codec"), py::arg("scratch"), py::kw_only(),
-           py::arg("checksum") = false);
-}
-
-}  // namespace
-
-void bind_op(py::module_& m) {
+void bind_ledger(py::module_& m) {
   py::class_<Scratch, std::shared_ptr<Scratch>>(m, "Scratch").def(py::init<>());
 
+  py::class_<RoundOutcome, std::shared_ptr<RoundOutcome>>(m, "RoundOutcome")
+      .def(py::init<>())
+      .def(
+          "leave", [](RoundOutcome& outcome, int64_t round) { outcome.leave(round, {}); },
+          py::arg("round"), "For a memory that takes no part in the round.")
+      .def_property_readonly("newest", &RoundOutcome::newest);
+
+  py::class_<RoundMemory, std::shared_ptr<RoundMemory>>(m, "RoundMemory")
+      .def(py::init<std::vector<at::Tensor>, std::shared_ptr<RoundOutcome>>(), py::arg("initial"),
+           py::arg("outcome"))
+      .def("value", [](RoundMemory& memory, size_t i) { return memory.value(i).detach(); })
+      .def("next", [](RoundMemory& memory, size_t i) { return memory.next(i).detach(); })
+      .def(
+          "leave",
+          [](RoundMemory& memory, int64_t round, bool finite) {
+            memory.leave(round, {.here = finite, .there = {}});
+          },
+          py::arg("step"), py::arg("finite"))
+      .def("set", &RoundMemory::set, py::arg("i"), py::arg("value"));
+}
+
+void bind_bucket_op(py::module_& m) {
   py::class_<BucketOp, std::shared_ptr<BucketOp>>(m, "BucketOp")
       .def("describe", &BucketOp::describe)
       .def(
@@ -112,27 +94,9 @@ void bind_op(py::module_& m) {
             return std::make_tuple(sample->before, sample->after, sample->grad_scale);
           },
           "(elements before the op, after it, the round's grad_scale), once.");
+}
 
-  py::class_<RoundOutcome, std::shared_ptr<RoundOutcome>>(m, "RoundOutcome")
-      .def(py::init<>())
-      .def(
-          "leave", [](RoundOutcome& outcome, int64_t round) { outcome.leave(round, {}); },
-          py::arg("round"), "For a memory that takes no part in the round.")
-      .def_property_readonly("newest", &RoundOutcome::newest);
-
-  py::class_<RoundMemory, std::shared_ptr<RoundMemory>>(m, "RoundMemory")
-      .def(py::init<std::vector<at::Tensor>, std::shared_ptr<RoundOutcome>>(), py::arg("initial"),
-           py::arg("outcome"))
-      .def("value", [](RoundMemory& memory, size_t i) { return memory.value(i).detach(); })
-      .def("next", [](RoundMemory& memory, size_t i) { return memory.next(i).detach(); })
-      .def(
-          "leave",
-          [](RoundMemory& memory, int64_t round, bool finite) {
-            memory.leave(round, {.here = finite, .there = {}});
-          },
-          py::arg("step"), py::arg("finite"))
-      .def("set", &RoundMemory::set, py::arg("i"), py::arg("value"));
-
+void bind_all_reduce(py::module_& m) {
   py::class_<AllReduce, BucketOp, std::shared_ptr<AllReduce>>(m, "AllReduce")
       .def(py::init<std::shared_ptr<Communicator>, ReduceOp>(), py::arg("communicator"),
            py::arg("op"))
@@ -174,8 +138,44 @@ void bind_op(py::module_& m) {
 
   m.def("part_stride", &part_stride, py::arg("numel"), py::arg("parts"),
         "Elements between the parts into which ranks cut a bucket.");
+}
 
-  bind_sharded(m);
+void bind_hierarchical(py::module_& m) {
+  py::class_<ShardedHierarchical, BucketOp, std::shared_ptr<ShardedHierarchical>>(
+      m, "ShardedHierarchical", "inner: by share; None for those of other ranks of the node.")
+      .def(py::init([](std::shared_ptr<Communicator> node,
+                       std::vector<std::shared_ptr<BucketOp>> inner,
+                       std::shared_ptr<Scratch> scratch, int ranks, int nodes, ReduceOp op) {
+             return std::make_shared<ShardedHierarchical>(
+                 std::move(node), std::move(inner), std::move(scratch),
+                 NodeShare{.ranks = ranks, .nodes = nodes, .op = op});
+           }),
+           py::arg("node"), py::arg("inner"), py::arg("scratch"), py::arg("ranks"),
+           py::arg("nodes"), py::arg("op"));
+
+  py::class_<CompressedReduceScatter, BucketOp, std::shared_ptr<CompressedReduceScatter>>(
+      m, "CompressedReduceScatter", "Afterwards part `rank` of the bucket has the result.")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,
+                       std::shared_ptr<Scratch> scratch, double divisor,
+                       std::shared_ptr<RoundMemory> memory, bool checksum) {
+             return std::make_shared<CompressedReduceScatter>(
+                 std::move(communicator), std::move(codec), std::move(scratch), divisor,
+                 std::move(memory), checksum_if(checksum));
+           }),
+           py::arg("communicator"), py::arg("codec"), py::arg("scratch"), py::kw_only(),
+           py::arg("divisor"), py::arg("memory").none(true) = py::none(),
+           py::arg("checksum") = false);
+
+  py::class_<CompressedAllGather, BucketOp, std::shared_ptr<CompressedAllGather>>(
+      m, "CompressedAllGather", "Before it part `rank` of the bucket is what this rank brings.")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,
+                       std::shared_ptr<Scratch> scratch, bool checksum) {
+             return std::make_shared<CompressedAllGather>(std::move(communicator), std::move(codec),
+                                                          std::move(scratch),
+                                                          checksum_if(checksum));
+           }),
+           py::arg("communicator"), py::arg("codec"), py::arg("scratch"), py::kw_only(),
+           py::arg("checksum") = false);
 
   py::class_<Hierarchical, BucketOp, std::shared_ptr<Hierarchical>>(m, "Hierarchical")
       .def(py::init([](std::shared_ptr<Communicator> node, std::shared_ptr<BucketOp> inner,
@@ -186,7 +186,9 @@ void bind_op(py::module_& m) {
            }),
            py::arg("node"), py::arg("inner").none(true), py::arg("ranks"), py::arg("nodes"),
            py::arg("op"));
+}
 
+void bind_decentralized(py::module_& m) {
   py::class_<AverageWeights, BucketOp, std::shared_ptr<AverageWeights>>(m, "AverageWeights")
       .def(py::init<at::Tensor, at::Tensor, std::shared_ptr<BucketOp>>(), py::arg("peer_weight"),
            py::arg("communications"), py::arg("inner"));
@@ -209,6 +211,24 @@ void bind_op(py::module_& m) {
            py::arg("communicator"), py::arg("own_weight"), py::arg("neighbors"),
            py::arg("scratch"));
 
+  py::class_<CompressedGossip, BucketOp, std::shared_ptr<CompressedGossip>>(m, "CompressedGossip")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,
+                       std::shared_ptr<Scratch> scratch, at::Tensor weight,
+                       at::Tensor left_peer_weight, at::Tensor right_peer_weight, double mix_left,
+                       double mix_right, bool checksum) {
+             return std::make_shared<CompressedGossip>(
+                 std::move(communicator), std::move(codec), std::move(scratch),
+                 Replicas{.own = std::move(weight),
+                          .left = std::move(left_peer_weight),
+                          .right = std::move(right_peer_weight)},
+                 MixingWeights{.left = mix_left, .right = mix_right}, checksum_if(checksum));
+           }),
+           py::arg("communicator"), py::arg("codec"), py::arg("scratch"), py::arg("weight"),
+           py::arg("left_peer_weight"), py::arg("right_peer_weight"), py::arg("mix_left"),
+           py::arg("mix_right"), py::kw_only(), py::arg("checksum") = false);
+}
+
+void bind_momentum_and_low_rank(py::module_& m) {
   py::class_<UpdateMomentum, BucketOp, std::shared_ptr<UpdateMomentum>>(m, "UpdateMomentum")
       .def(py::init([](const std::vector<at::Tensor>& memories, const std::vector<int64_t>& offsets,
                        const std::vector<std::vector<int64_t>>& strides, at::Tensor betas,
@@ -244,37 +264,11 @@ void bind_op(py::module_& m) {
            py::kw_only(), py::arg("warm_start"), py::arg("error_feedback"), py::arg("seed"),
            py::arg("memory"));
 
-  m.def(
-      "checksum_on_device",
-      [](const at::Tensor& payload) {
-        BAGUA_CHECK_ARG(payload.scalar_type() == at::kByte && payload.is_contiguous() &&
-                            payload.dim() == 1 && payload.numel() % 4 == 0,
-                        "a payload is a contiguous uint8 tensor of one dimension and a multiple of "
-                        "4 bytes.");
-        return static_cast<uint64_t>(checksum_on_device(payload).item<int64_t>());
-      },
-      py::arg("payload"), py::call_guard<py::gil_scoped_release>(),
-      "payload_checksum() by tensor operations, as ops compute it on devices; for tests.");
-
   m.def("orthonormalise", &orthonormalise, py::arg("batch"),
         py::call_guard<py::gil_scoped_release>());
+}
 
-  py::class_<CompressedGossip, BucketOp, std::shared_ptr<CompressedGossip>>(m, "CompressedGossip")
-      .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,
-                       std::shared_ptr<Scratch> scratch, at::Tensor weight,
-                       at::Tensor left_peer_weight, at::Tensor right_peer_weight, double mix_left,
-                       double mix_right, bool checksum) {
-             return std::make_shared<CompressedGossip>(
-                 std::move(communicator), std::move(codec), std::move(scratch),
-                 Replicas{.own = std::move(weight),
-                          .left = std::move(left_peer_weight),
-                          .right = std::move(right_peer_weight)},
-                 MixingWeights{.left = mix_left, .right = mix_right}, checksum_if(checksum));
-           }),
-           py::arg("communicator"), py::arg("codec"), py::arg("scratch"), py::arg("weight"),
-           py::arg("left_peer_weight"), py::arg("right_peer_weight"), py::arg("mix_left"),
-           py::arg("mix_right"), py::kw_only(), py::arg("checksum") = false);
-
+void bind_python_ops(py::module_& m) {
   py::class_<PythonOp, BucketOp, std::shared_ptr<PythonOp>>(m, "PythonOp")
       .def(py::init<py::function>(), py::arg("function"));
 
@@ -287,6 +281,30 @@ void bind_op(py::module_& m) {
            }),
            py::arg("hook"), py::arg("state"), py::kw_only(), py::arg("index"), py::arg("count"),
            py::arg("parameters"), py::arg("offsets"));
+}
+
+}  // namespace
+
+void bind_op(py::module_& m) {
+  bind_ledger(m);
+  bind_bucket_op(m);
+  bind_all_reduce(m);
+  bind_hierarchical(m);
+  bind_decentralized(m);
+  bind_momentum_and_low_rank(m);
+  bind_python_ops(m);
+
+  m.def(
+      "checksum_on_device",
+      [](const at::Tensor& payload) {
+        BAGUA_CHECK_ARG(payload.scalar_type() == at::kByte && payload.is_contiguous() &&
+                            payload.dim() == 1 && payload.numel() % 4 == 0,
+                        "a payload is a contiguous uint8 tensor of one dimension and a multiple of "
+                        "4 bytes.");
+        return static_cast<uint64_t>(checksum_on_device(payload).item<int64_t>());
+      },
+      py::arg("payload"), py::call_guard<py::gil_scoped_release>(),
+      "payload_checksum() by tensor operations, as ops compute it on devices; for tests.");
 }
 
 }  // namespace bagua
