@@ -78,6 +78,8 @@ class Terminal:
     def __init__(self, argv):
         self._ours, theirs = pty.openpty()
         termios.tcsetwinsize(theirs, (24, 80))
+        # A shell's background job ignores interrupts, and so would its children.
+        argv = ["env", "--default-signal=INT", *argv]
         self.process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs)
         self._theirs = theirs
         self.text = ""
