@@ -19,6 +19,11 @@ def test_the_emulation_runs_a_correct_kernel():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.parametrize("check", ["random_shared_memory", "random_order"])
+def test_each_cta_comes_in_its_turn_by_chance_and_finds_random_words(check):
+    assert run("plain", "emulation_faults", check).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

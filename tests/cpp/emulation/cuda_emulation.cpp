@@ -1,11 +1,17 @@
 #include "emulation/cuda_emulation.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <numeric>
+#include <random>
+#include <span>
 #include <string>
 #include <vector>
+
+#include <link.h>
 
 #include "emulation/fiber.h"
 
@@ -52,6 +58,43 @@ Thread* current = nullptr;
 char start_order = 0;
 char end_order = 0;
 char barrier_order[2] = {};
+
+// The same in every run, so that what it finds is found again.
+std::mt19937_64 random_words;
+
+// All shared memory: the thread-local memory of the program itself, which comes first.
+std::span<std::byte> shared_memory() {
+  static const std::span<std::byte> found = [] {
+    std::span<std::byte> own;
+    dl_iterate_phdr(
+        [](dl_phdr_info* program, size_t, void* result) {
+          const std::span segments(program->dlpi_phdr, program->dlpi_phnum);
+          for (const auto& segment : segments) {
+            if (segment.p_type != PT_TLS) continue;
+            *static_cast<std::span<std::byte>*>(result) = {
+                static_cast<std::byte*>(program->dlpi_tls_data), segment.p_memsz};
+          }
+          return 1;
+        },
+        &own);
+    return own;
+  }();
+  return found;
+}
+
+void fill_shared_memory() {
+  const std::span<std::byte> memory = shared_memory();
+  if (memory.empty()) return;  // under AddressSanitizer
+  static const std::vector<uint64_t> words = [&] {
+    std::vector<uint64_t> made(memory.size() / sizeof(uint64_t) + 2);
+    std::generate(made.begin(), made.end(), std::ref(random_words));
+    return made;
+  }();
+  // Another word for each variable each time.
+  const size_t shift = random_words() % sizeof(uint64_t);
+  std::memcpy(memory.data(), reinterpret_cast<const std::byte*>(words.data()) + shift,
+              memory.size());
+}
 
 std::string place(const Location& location) {
   return std::string(location.file_name()) + ":" + std::to_string(location.line());
@@ -224,8 +267,12 @@ void run(const char* name, unsigned grid, unsigned block, const std::function<vo
     fibers.emplace_back();
     threads.emplace_back();
   }
-  for (unsigned i = 0; i < grid; ++i) {
-    blockIdx.x = i;
+  std::vector<unsigned> order(grid);
+  std::iota(order.begin(), order.end(), 0u);
+  std::shuffle(order.begin(), order.end(), random_words);
+  for (const unsigned block_index : order) {
+    blockIdx.x = block_index;
+    fill_shared_memory();
     run_block(thread);
   }
 }

@@ -1,9 +1,10 @@
 // As much of CUDA as our kernels use, on the CPU, for tests: csrc/base/launch.h includes this
 // header where BAGUA_EMULATE_CUDA is defined, and g++ compiles the kernels' sources unchanged.
 //
-// Every CUDA thread is a fiber on the caller's thread; the CTAs of a grid run one after the other.
-// A fiber runs until it meets a barrier or an operation of its warp. What a GPU would leave
-// undefined ends the program with a message and exit status 3:
+// Every CUDA thread is a fiber on the caller's thread; the CTAs of a grid run one after the other,
+// in a random order, and each finds random words in its shared memory. A fiber runs until it meets
+// a barrier or an operation of its warp. What a GPU would leave undefined ends the program with a
+// message and exit status 3:
 // - an access of 4, 8 or 16 bytes at once to an address that is no multiple of that;
 // - __syncthreads that some threads meet elsewhere, or never;
 // - operations of a warp that a lane of the mask does not reach, or with another mask, or by a lane
@@ -25,8 +26,14 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __forceinline__ inline __attribute__((always_inline))
-// One CTA at a time: its shared memory is there once.
+// One CTA at a time: its shared memory is there once. As the program's thread-local memory it is
+// one piece, which is filled with random words before each CTA; AddressSanitizer watches the ends
+// of plain static variables only.
+#ifdef __SANITIZE_ADDRESS__
 #define __shared__ static
+#else
+#define __shared__ static thread_local
+#endif
 
 struct dim3 {
   unsigned x = 1;

@@ -1,7 +1,8 @@
 // Kernels with mistakes, one per run: what cuda_emulation.h promises to find. Status 0 means that
-// nothing was found, as it should be for `correct`.
+// nothing was found, as it should be for `correct`, or that the emulation is as random as it says.
 //
 //   emulation_faults NAME
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -48,6 +49,35 @@ bool check_correct() {
     }
   }
   return results[kThreads] == 3 * kThreads;
+}
+
+constexpr int kBlocks = 64;
+
+// Each CTA reads what nobody has written in its shared memory.
+__global__ void uninitialised(unsigned* words) {
+  __shared__ unsigned nothing[kThreads];
+  if (threadIdx.x == 0) words[blockIdx.x] = nothing[0];
+  nothing[threadIdx.x] = words[0];  // or the compiler would know what nobody has written
+}
+
+bool check_shared_memory_is_random() {
+  unsigned words[kBlocks] = {};
+  launch("uninitialised", uninitialised, kBlocks, kThreads, nullptr, &words[0]);
+  for (unsigned i = 1; i < kBlocks; ++i) {
+    if (words[i] != words[0]) return true;
+  }
+  return false;
+}
+
+// The CTAs' indices in the order in which they run; words[kBlocks] counts them.
+__global__ void in_order(unsigned* words) {
+  if (threadIdx.x == 0) words[atomicAdd(&words[kBlocks], 1u)] = blockIdx.x;
+}
+
+bool check_blocks_run_in_random_order() {
+  unsigned words[kBlocks + 1] = {};
+  launch("in_order", in_order, kBlocks, kThreads, nullptr, &words[0]);
+  return !std::is_sorted(words, words + kBlocks);
 }
 
 __global__ void misaligned_load(unsigned* words) {
@@ -126,6 +156,17 @@ __global__ void shuffle_as_fence(unsigned* words) {
   if (threadIdx.x < 32) words[threadIdx.x] = of_warp;
 }
 
+struct Check {
+  const char* name;
+  bool (*passes)();
+};
+
+constexpr Check kChecks[] = {
+    {"correct", check_correct},
+    {"random_shared_memory", check_shared_memory_is_random},
+    {"random_order", check_blocks_run_in_random_order},
+};
+
 struct Fault {
   const char* name;
   void (*kernel)(unsigned*);
@@ -153,7 +194,9 @@ constexpr Fault kFaults[] = {
 
 int main(int argc, char** argv) {
   const char* const name = argc > 1 ? argv[1] : "";
-  if (std::strcmp(name, "correct") == 0) return bagua::check_correct() ? 0 : 1;
+  for (const bagua::Check& check : bagua::kChecks) {
+    if (std::strcmp(name, check.name) == 0) return check.passes() ? 0 : 1;
+  }
   alignas(16) unsigned words[bagua::kThreads] = {};
   for (const bagua::Fault& fault : bagua::kFaults) {
     if (std::strcmp(name, fault.name) != 0) continue;
