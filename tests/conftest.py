@@ -16,6 +16,7 @@ DEEP = Path(TESTS, "deep")
 #: Files of 25 seconds and more, the longest first: begun last, they would keep one worker busy
 #: alone.
 LONG = [
+    "deep/test_kernels_of_ptx.py",
     "deep/test_kernel_sanitizers.py",
     "deep/test_mutations.py",
     "deep/test_elastic_jobs.py",

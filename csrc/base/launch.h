@@ -23,8 +23,8 @@ void launch(const char* name, void (*kernel)(Parameters...), int64_t grid, int b
               " blocks are more than a grid may have");
 #ifdef BAGUA_EMULATE_CUDA
   static_cast<void>(stream);
-  emulation::run(name, static_cast<unsigned>(grid), static_cast<unsigned>(block),
-                 [&] { kernel(arguments...); });
+  emulation::start<Parameters...>(name, kernel, static_cast<unsigned>(grid),
+                                  static_cast<unsigned>(block), arguments...);
 #else
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid));

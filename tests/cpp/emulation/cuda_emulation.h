@@ -55,6 +55,28 @@ inline int skipped_barrier = 0;
 // Runs `thread` as every thread of grid CTAs of `block` threads; `name` is the kernel's.
 void run(const char* name, unsigned grid, unsigned block, const std::function<void()>& thread);
 
+// A kernel in place of that of the sources, which is given its parameters as a GPU is. Null: there
+// is none. ../ptx has some; programs that are linked without it have none.
+using Translated = void (*)(const std::byte* parameters);
+Translated translation_of(const char* name, const void* kernel, size_t parameter_bytes);
+
+// Runs the kernel, or its translation.
+template <typename... Parameters, typename... Arguments>
+void start(const char* name, void (*kernel)(Parameters...), unsigned grid, unsigned block,
+           const Arguments&... arguments) {
+  alignas(16) std::byte packed[(0 + ... + (sizeof(Parameters) + alignof(Parameters)))];
+  size_t used = 0;
+  const auto pack = [&]<typename Parameter>(const Parameter& parameter) {
+    used = (used + alignof(Parameter) - 1) / alignof(Parameter) * alignof(Parameter);
+    __builtin_memcpy(packed + used, &parameter, sizeof(Parameter));
+    used += sizeof(Parameter);
+  };
+  (pack.template operator()<Parameters>(arguments), ...);
+  const Translated translated = translation_of(name, reinterpret_cast<void*>(kernel), used);
+  if (translated != nullptr) return run(name, grid, block, [&] { translated(packed); });
+  run(name, grid, block, [&] { kernel(arguments...); });
+}
+
 using Location = std::source_location;
 
 void sync_threads(const Location& location);
