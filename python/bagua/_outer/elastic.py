@@ -133,7 +133,6 @@ class ElasticRanks(FixedRanks):
     # A round.
 
     def attempt(self, rounds: Callable[[], None]) -> None:
-        """Call ``rounds``, unless a round before has failed, and note a failure."""
         if self.failure is not None:
             return
         try:
@@ -144,15 +143,11 @@ class ElasticRanks(FixedRanks):
             self.failure = error
 
     def confirm(self, engine: _C.Engine) -> None:
-        """Have :meth:`Engine.wait` end the open round when all ranks have its result.
-
-        All slots are marked. Ranks tell each other whether they have seen a request to join.
-        """
+        # All slots are marked. Ranks tell each other whether they have seen a request to join.
         seen = self._membership.unsettled(self._membership.requests())
         engine.exchange_used([int(seen)] * engine.slots)
 
     def confirmed(self, engine: _C.Engine) -> None:
-        """All ranks have the result of the round, for all that this rank knows."""
         self._newcomers = self._newcomers or any(engine.used)
 
     # A change of ranks.

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -34,15 +35,23 @@ from bagua._core.state.saved_values import saved_tensor
 from bagua._core.state.shards import local
 from bagua._core.state.weights_check import digest
 from bagua._outer.optimizer import NO_FIGURES, OuterOptimizer, figures, state_of
-from bagua._outer.step_attempts import StepAttempts
 from bagua._outer.strategies import FixedRanks, RankWeights
+from bagua._sync.hooks import DroppedOnCopy
 from bagua._sync.plan import build, finish_soon, part_of_the_round
 from bagua._sync.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
     from bagua.torch_api.bucket import BaguaBucket
 
-__all__ = ["REMEDY", "Fragment", "LocalTensors", "OuterLoop", "OuterState", "Schedule"]
+__all__ = [
+    "REMEDY",
+    "Fragment",
+    "LocalTensors",
+    "OuterLoop",
+    "OuterState",
+    "Schedule",
+    "attempt_of",
+]
 
 REMEDY = "the checkpoint is of another model or algorithm, or of other overlap_steps"
 _STARTS_AGAIN = (
@@ -316,6 +325,49 @@ class OuterState:
         return _digest_of(self.named())
 
 
+class _StepAttempts(DroppedOnCopy):
+    """Calls ``attempted`` after each ``step()`` of ``optimizer``.
+
+    A step that a ``GradScaler`` skips on this rank counts: ranks skip different ones, and must
+    meet after equal numbers of steps. ``attempted`` is a method; its object is not kept alive.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, attempted: Callable[[], None]) -> None:
+        self.count = 0
+        self._attempted = weakref.WeakMethod(attempted)
+        self._handle = optimizer.register_step_post_hook(self)
+        watchers = _watched.setdefault(optimizer, [])
+        watchers[:] = [watcher for watcher in watchers if watcher() is not None]
+        watchers.append(weakref.ref(self))
+
+    def __call__(self, *_: Any) -> None:
+        """Count an attempt."""
+        self.count += 1
+        if (attempted := self._attempted()) is not None:
+            attempted()
+
+    def close(self) -> None:
+        """Count no more. Idempotent."""
+        self._handle.remove()
+        self._attempted = lambda: None  # type: ignore[assignment]
+
+
+_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[_StepAttempts]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@contextmanager
+def attempt_of(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside it ``optimizer`` steps, or a scaler finds that it cannot."""
+    watchers = [watcher() for watcher in _watched.get(optimizer, [])]
+    before = [(watcher, watcher.count) for watcher in watchers if watcher is not None]
+    yield
+    for watcher, count in before:
+        if watcher.count == count:
+            watcher()
+
+
 class OuterLoop(Synchronizer):
     """Averages the weight changes of ranks that train locally, every so many steps.
 
@@ -368,12 +420,11 @@ class OuterLoop(Synchronizer):
         self._buckets = list(buckets)
         self._bucket_rounds = 0  # launched, of all buckets
         self._missed: Fragment | None = None  # whose round was under way at a failure
-        self._attempts = StepAttempts(local.optimizers[-1], self._after_step)
+        self._attempts = _StepAttempts(local.optimizers[-1], self._after_step)
 
     # A round, in the order in which things happen.
 
     def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
-        """A forward that trains begins; no round does."""
         self._refuse_inside_anchor("a training forward")
         self._resume()
         return False
@@ -461,10 +512,8 @@ class OuterLoop(Synchronizer):
         return fragment.part == len(self.state.fragments) - 1
 
     def _weigh(self, fragment: Fragment) -> None:
-        with part_of_the_round(self.engine):
-            factor = self.state.rank_weights.factor(
-                fragment.part, self._connections, self._local.name
-            )
+        weights = self.state.rank_weights
+        factor = weights.factor(fragment.part, self._gather, self._local.name)
         for name in fragment.names if factor != 1 else ():
             mean = self._means[name]
             mean.zero_() if factor == 0 else mean.mul_(factor)
@@ -490,11 +539,13 @@ class OuterLoop(Synchronizer):
 
     def _ranks_with_non_finite(self, here: bool) -> list[int]:
         """The ranks that call it with True. All call it."""
-        with part_of_the_round(self.engine):
-            flags = self._connections.gather_numbers(
-                "looking for ranks with NaN or infinity", int(here)
-            )
+        flags = self._gather("looking for ranks with NaN or infinity", int(here))
         return [rank for rank, flag in enumerate(flags) if flag]
+
+    def _gather(self, what: str, number: int) -> list[int]:
+        """All ranks' numbers. All call it; ``what`` they do is for errors."""
+        with part_of_the_round(self.engine):
+            return self._connections.gather_numbers(what, number)
 
     def _share_buffers(self) -> None:
         """Give floating buffers their mean, others the lowest rank's values."""
@@ -513,7 +564,6 @@ class OuterLoop(Synchronizer):
     # Control.
 
     def wait(self) -> None:
-        """Block until the engine is done; raise a failure of it."""
         self.engine.wait()
 
     def sync(self) -> None:
@@ -564,15 +614,8 @@ class OuterLoop(Synchronizer):
                 "this rank's own. Leave the context first."
             )
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Inside it no weights change: between steps nothing here touches them.
-
-        Raises:
-            BaguaError: the device has failed at what earlier rounds gave it.
-        """
+    def settle(self) -> None:
         self.engine.settle()
-        yield
 
     def stats(self) -> dict[str, Any]:
         """The engine's, and ``outer``: of the last outer step."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from bagua import _C
-from bagua._core.group.connections import Connections
 
 if TYPE_CHECKING:
     from bagua._outer.loop import OuterLoop, OuterState
@@ -59,8 +58,14 @@ class RankWeights:
     def count(self, samples: int) -> None:
         """This rank has trained on so many more."""
 
-    def factor(self, part: int, connections: Connections, name: str) -> float:
-        """The factor for what fragment ``part`` launches. All ranks call it."""
+    def factor(self, part: int, gather: Callable[[str, int], list[int]], name: str) -> float:
+        """The factor for what fragment ``part`` launches. All ranks call it.
+
+        Args:
+            part: of the fragment.
+            gather: returns the numbers of all ranks, as ``Connections.gather_numbers``.
+            name: of the module.
+        """
         return 1.0
 
     def settle(self, part: int) -> None:
@@ -92,15 +97,10 @@ class SampleWeights(RankWeights):
     def count(self, samples: int) -> None:
         self._samples[:, 0] += samples
 
-    def factor(self, part: int, connections: Connections, name: str) -> float:
-        """The factor for what fragment ``part`` launches. All ranks call it.
-
-        Raises:
-            BaguaError: another rank failed; no rank has counted samples.
-        """
+    def factor(self, part: int, gather: Callable[[str, int], list[int]], name: str) -> float:
         own = int(self._samples[part, 0])
         self._samples[part, 1] = own
-        counted = connections.gather_numbers("weighing an outer round", own)
+        counted = gather("weighing an outer round", own)
         total = sum(number**2 for number in counted)
         if total == 0:
             raise _C.BaguaError(

@@ -202,7 +202,6 @@ class AveragingSynchronizer(Synchronizer):
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Inside it no average is applied."""
         held = self.lane.inside
         self.lane.enter()
         try:
@@ -212,27 +211,20 @@ class AveragingSynchronizer(Synchronizer):
                 self.lane.leave()
 
     def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
-        """Enter the gate. Gradients stay where they are.
-
-        In the forward that follows the warm-up the hooks of this object come too late.
-        """
+        # In the forward that follows the warm-up the hooks of this object come too late.
         self._before_forward(training=True)
         return False
 
     def wait(self) -> None:
-        """Raise the failure that ended averaging, if one did: nothing is launched by steps."""
         self.lane.check()
 
     def stats(self) -> dict[str, Any]:
-        """The lane's, for :func:`bagua._core.state.statistics.statistics`."""
         return self.lane.stats()
 
     def hook_ids(self) -> list[int]:
-        """Ids of the hooks, for copies that must not have them."""
         return [handle.id for handle in self._handles]
 
     def end_together(self) -> None:
-        """End averaging, together with the other ranks, before another plan takes over."""
         self.lane.pause()
 
     def announce_end(self) -> None:
@@ -241,7 +233,6 @@ class AveragingSynchronizer(Synchronizer):
         self.lane.ask_to_pause()
 
     def close(self) -> None:
-        """Remove the hooks and end the thread, without asking the other ranks. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -126,44 +126,27 @@ class EngineSynchronizer(Synchronizer):
     # One step, in the order in which things happen.
 
     def begin_forward(self, communicates: bool) -> None:
-        """Say before a forward with gradients whether its backwards communicate."""
         self._path.begin_forward(communicates)
 
     def call_after_gradients(self, enabled: bool) -> None:
-        """Say whether optimizers step inside backward."""
         self._path.call_after_gradients(enabled)
 
     def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
-        """Open a round, or continue an open one; False if it was called for that one before.
-
-        ``grad_scale``: the factor that the gradients of this forward will carry. What has been
-        communicated is multiplied by ``result_scale`` at the end of backward.
-        """
         self._path.begin_round(grad_scale, result_scale)
         before, self._begun = self._begun, self.engine.round
         return self._begun != before
 
     def begin_without_inputs(self, result_scale: float) -> None:
-        """Open a round of the ranks that still have inputs, on one that has none."""
         self.engine.begin_round(check_weights=False)  # no inputs, no optimizer's step
         self.step_begins(1.0, result_scale)
 
     def agree_on_unfreezing(self, names: list[str]) -> None:
-        """Block until all ranks are about to unfreeze ``names``; this synchronizer ends then.
-
-        Raises:
-            BaguaMismatchError: a rank has begun a round instead, or unfreezes others.
-        """
         digest = hashlib.blake2b("\n".join(names).encode(), digest_size=8).digest()
         self.engine.begin_round(frozen=int.from_bytes(digest, "little"))
         self.engine.await_agreement()
 
     @contextmanager
     def part_of_the_round(self) -> Iterator[None]:
-        """Messages of the main thread inside belong to the open round, and fail with it.
-
-        Opens a round if none is, and begins when the ranks agree on it.
-        """
         if not self.engine.round_open:
             self.engine.begin_round()
         self.engine.await_agreement()
@@ -171,12 +154,10 @@ class EngineSynchronizer(Synchronizer):
             yield
 
     def watch(self, outputs: list[torch.Tensor]) -> None:
-        """After a forward that communicates: so does every backward through ``outputs``."""
         self._path.watch(outputs)
 
     @property
     def in_backward(self) -> bool:
-        """Whether this thread is inside a backward that is communicated."""
         return self._path.in_backward
 
     def mark_tensor_ready(self, tensor: torch.Tensor) -> None:
@@ -200,7 +181,6 @@ class EngineSynchronizer(Synchronizer):
         self.engine.mark_ready(slot)
 
     def mark_all(self) -> None:
-        """Mark every tensor that is not marked yet."""
         for bucket in self._buckets:
             if bucket.gradients or bucket.check_flatten():
                 continue
@@ -210,61 +190,38 @@ class EngineSynchronizer(Synchronizer):
         self.engine.mark_all()
 
     def answer_with_zeros(self) -> None:
-        """The open round, of a rank without inputs: it contributes zeros; no ``.grad`` changes."""
         self._path.answer_with_zeros()
 
     def wait(self) -> None:
-        """Block until the buckets that were launched are done."""
         self.engine.wait()
         for bucket in self._buckets:
             if not bucket.gradients:
                 bucket.copy_out()
 
     def finish_soon(self) -> None:
-        """Give the buckets that were marked some seconds: other ranks may be gone.
-
-        Raises:
-            BaguaError: something failed on this rank.
-        """
         if finish_soon(self.engine, self.engine.round * len(self._buckets)):
             self.wait()
 
     @property
     def synchronising(self) -> bool:
-        """Whether a round is open."""
         return self.engine.round_open
 
     @property
     def communicating(self) -> bool:
-        """Whether the backward that is running is communicated."""
         return self._path.communicating
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Inside it no weights change: between steps nothing here touches them.
-
-        Raises:
-            BaguaError: the device has failed at what earlier steps gave it.
-        """
-        self.engine.settle()
-        yield
 
     # Control.
 
     def settle(self) -> None:
-        """Raise a failure of the device at what earlier steps gave it."""
         self.engine.settle()
 
     def hook_ids(self) -> list[int]:
-        """Ids of the hooks, for copies that must not have them."""
         return [handle.id for handle in self._handles]
 
     def stats(self) -> dict[str, Any]:
-        """The engine's, for :func:`bagua._core.state.statistics.statistics`."""
         return self.engine.stats()
 
     def close(self) -> None:
-        """Remove the hooks and stop the threads. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

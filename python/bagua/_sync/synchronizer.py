@@ -43,14 +43,14 @@ class Synchronizer:
         """Say whether optimizers step inside backward."""
 
     def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
-        """A forward that trains begins.
+        """A forward that trains begins: open a round, or continue the open one.
 
         Args:
             grad_scale: the factor that the gradients of this forward will carry.
             result_scale: factor for the communicated values, at the end of backward.
 
         Returns:
-            Whether it has opened a round.
+            Whether it has opened a round: False if it was called for the open one before.
 
         Raises:
             BaguaError: this rank or another has failed.
@@ -67,7 +67,11 @@ class Synchronizer:
         yield
 
     def agree_on_unfreezing(self, names: list[str]) -> None:
-        """Block until all ranks are about to unfreeze ``names``; this synchronizer ends then."""
+        """Block until all ranks are about to unfreeze ``names``; this synchronizer ends then.
+
+        Raises:
+            BaguaMismatchError: a rank has begun a round instead, or unfreezes others.
+        """
 
     def watch(self, outputs: list[torch.Tensor]) -> None:
         """After a forward that communicates: so does every backward through ``outputs``."""
@@ -100,11 +104,16 @@ class Synchronizer:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Inside it no weights change but by the caller."""
+        """Inside it no weights change but by the caller.
+
+        Raises:
+            BaguaError: the device has failed at what earlier steps gave it.
+        """
+        self.settle()
         yield
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the C++ core."""
+        """Counters of the C++ core, for :func:`bagua._core.state.statistics.statistics`."""
         return NOTHING
 
     def hook_ids(self) -> list[int]:
@@ -115,7 +124,11 @@ class Synchronizer:
         """Raise a failure of the device at what earlier steps gave it."""
 
     def finish_soon(self) -> None:
-        """Give the buckets that were marked some seconds: other ranks may be gone."""
+        """Give the buckets that were marked some seconds: other ranks may be gone.
+
+        Raises:
+            BaguaError: something failed on this rank.
+        """
 
     def end_together(self) -> None:
         """End work between steps on all ranks, before another synchronizer replaces this one."""
