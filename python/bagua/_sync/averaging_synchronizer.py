@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -45,12 +45,12 @@ class AsynchronousAverage:
 
     sync_interval_ms: int
     group: BaguaProcessGroup | None
-    lane: _C.PeriodicLane | None = None  # made with the plan
+    plan: AveragingSynchronizer | None = None  # of the wrapped module
 
-    def _made(self) -> _C.PeriodicLane:
-        if self.lane is None:
+    def _made(self) -> AveragingSynchronizer:
+        if self.plan is None:
             raise RuntimeError("the operation's bucket is not part of a wrapped module yet")
-        return self.lane
+        return self.plan
 
     def describe(self) -> str:
         """One line, equal on all ranks: a part of the plan's fingerprint."""
@@ -66,19 +66,19 @@ class AsynchronousAverage:
 
     def abort(self) -> None:
         """End averaging: returns once every rank has called it."""
-        self._made().pause()
+        self._made().end_together()
 
     def reset(self) -> None:
         """Average again. Every rank calls it."""
-        self._made().resume()
+        self._made().lane.resume()
 
     def check(self) -> None:
         """Raise the BaguaError that ended averaging, if one did."""
-        self._made().check()
+        self._made().lane.check()
 
     def get_status(self) -> bool:
         """Whether averaging runs."""
-        return self._made().running
+        return self._made().lane.running
 
 
 class AveragingSynchronizer(Synchronizer):
@@ -115,7 +115,8 @@ class AveragingSynchronizer(Synchronizer):
         self.non_finite = {bucket["name"]: rounds} if device.type == "cpu" else {}
         self._operations = operations
         for op in operations:
-            op.lane = self.lane
+            op.plan = self
+        self._apart = _ShardsApart(self._buckets)
         self._owner = weakref.ref(ddp)
         names = {name for name, _ in ddp.bagua_floating_buffers()}
         self._buffers = {
@@ -144,11 +145,11 @@ class AveragingSynchronizer(Synchronizer):
 
         def before_step(*_: Any) -> None:
             if (plan := this()) is not None:
-                plan.lane.enter()
+                plan.enter()
 
         def after_step(*_: Any) -> None:
             if (plan := this()) is not None:
-                plan.lane.leave()
+                plan.leave()
 
         handles = [
             ddp.module.register_forward_pre_hook(before_forward),
@@ -162,20 +163,20 @@ class AveragingSynchronizer(Synchronizer):
     def _before_forward(self, training: bool) -> None:
         if self._backward_ran:
             self._backward_ran = False
-            self.lane.leave()
+            self.leave()
         if not training:
             if not self.lane.inside:
-                self.lane.enter()
+                self.enter()
                 self._inside_forward = True
             return
         self.lane.check()
-        self.lane.enter()
+        self.enter()
         self._take_back()
 
     def _after_forward(self, output: Any) -> None:
         if self._inside_forward:
             self._inside_forward = False
-            self.lane.leave()
+            self.leave()
         elif not self._steps_are_seen:
             this = weakref.ref(self)
 
@@ -196,19 +197,31 @@ class AveragingSynchronizer(Synchronizer):
                 if buffer is not bucket.tensors[index]:
                     bucket.tensors[index] = buffer.ensure_bagua_tensor(name, self._name)  # type: ignore[attr-defined]
         for bucket in self._buckets:
-            if not bucket.check_flatten():
+            if bucket.flatten and not bucket.check_flatten():
                 for index in range(len(bucket.tensors)):
                     bucket.copy_in(index)
+
+    def enter(self) -> None:
+        """Training begins to use the weights: no average is applied from now on."""
+        if not self.lane.inside:
+            self.lane.enter()
+            self._apart.take_averages()
+
+    def leave(self) -> None:
+        """Averages may be applied."""
+        if self.lane.inside:
+            self._apart.give_weights()
+            self.lane.leave()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         held = self.lane.inside
-        self.lane.enter()
+        self.enter()
         try:
             yield
         finally:
             if not held:
-                self.lane.leave()
+                self.leave()
 
     def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
         # In the forward that follows the warm-up the hooks of this object come too late.
@@ -226,6 +239,11 @@ class AveragingSynchronizer(Synchronizer):
 
     def end_together(self) -> None:
         self.lane.pause()
+        self._end_outside()
+
+    def _end_outside(self) -> None:
+        if not self.lane.inside:
+            self._apart.take_averages()
 
     def announce_end(self) -> None:
         """:meth:`close` will follow because the program ends well."""
@@ -248,8 +266,33 @@ class AveragingSynchronizer(Synchronizer):
                 with suppress(_C.BaguaError):  # others ended before: nothing is left to end
                     self.lane.pause(_SECONDS_FOR_OTHERS_TO_END)
         self.lane.stop()
+        self._end_outside()
         for op in self._operations:
-            op.lane = None  # the last reference closes the sockets
+            op.plan = None  # the last reference closes the sockets
+
+
+class _ShardsApart:
+    """Shards that stay in torch's memory. Their bucket has a copy while training is outside."""
+
+    def __init__(self, buckets: Sequence[BaguaBucket]) -> None:
+        apart = [bucket for bucket in buckets if not bucket.flatten]
+        self._buckets = [(bucket, i) for bucket in apart for i in range(len(bucket.tensors))]
+        self._versions = [-1] * len(self._buckets)
+
+    def give_weights(self) -> None:
+        """Training leaves the gate: the lane averages what the shards hold."""
+        for bucket, i in self._buckets:
+            bucket.copy_in(i)
+        self._versions = [bucket.effective(i)._version for bucket, i in self._buckets]
+
+    def take_averages(self) -> None:
+        """Training enters it: shards that nobody has changed outside get what was averaged."""
+        with torch.no_grad():
+            for number, (bucket, i) in enumerate(self._buckets):
+                shard = bucket.effective(i)
+                if shard._version == self._versions[number]:
+                    shard.copy_(bucket.view_of(i))
+                    self._versions[number] = shard._version
 
 
 def _only_operation(bucket: BaguaBucket) -> AsynchronousAverage:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bagua import _C
+from bagua._core.state.shards import is_sharded
 from bagua.torch_api.distributed import BaguaModule
 
 __all__ = ["average_weights"]
@@ -28,7 +29,7 @@ def average_weights(model: torch.nn.Module) -> torch.nn.Module:
         A module of the class that the module had before it was wrapped.
 
     Raises:
-        TypeError: the module is not wrapped.
+        TypeError: the module is not wrapped, or a parameter is a DTensor.
         BaguaError: another rank failed or does not answer.
 
     Example::
@@ -41,6 +42,14 @@ def average_weights(model: torch.nn.Module) -> torch.nn.Module:
     if not isinstance(wrapped, BaguaModule):
         raise TypeError("average_weights takes a module after with_bagua")
     ddp = wrapped.bagua_ddp
+    for name, parameter in wrapped.named_parameters():
+        if is_sharded(parameter):
+            raise TypeError(
+                f"average_weights copies a module, which torch cannot where parameters are "
+                f"DTensors, such as '{name}'. Average the shards of a state instead, on all ranks: "
+                "torch.distributed.all_reduce(value.to_local(), ReduceOp.AVG, group=...) with the "
+                "group of the islands, for each value of model.state_dict()"
+            )
     with ddp.exclusive():
         copied: Any = copy.deepcopy(wrapped)
     within = ddp.module is getattr(wrapped, "module", None)  # a DistributedDataParallel

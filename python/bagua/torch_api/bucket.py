@@ -159,7 +159,7 @@ class BaguaBucket:
     def copy_in(self, index: int) -> None:
         """Bring a tensor that is no view of the flat memory (any more) into it."""
         tensor, view = self.tensors[index], self._views[index]
-        effective = self._effective(index)
+        effective = self.effective(index)
         if effective.data_ptr() == view.data_ptr():
             return
         with torch.no_grad():
@@ -173,7 +173,7 @@ class BaguaBucket:
             return
         with torch.no_grad():
             for index, view in enumerate(self._views):
-                self._effective(index).copy_(view)
+                self.effective(index).copy_(view)
 
     def flattened_tensor(self) -> torch.Tensor:
         """A contiguous copy of all communicated tensors, padding included."""
@@ -184,11 +184,11 @@ class BaguaBucket:
     def check_flatten(self) -> bool:
         """Whether the communicated tensors are views of the flat memory."""
         return all(
-            self._effective(index).data_ptr() == view.data_ptr()
+            self.effective(index).data_ptr() == view.data_ptr()
             for index, view in enumerate(self._views)
         )
 
-    def _effective(self, index: int) -> torch.Tensor:
+    def effective(self, index: int) -> torch.Tensor:
         """The communicated tensor; its place in the flat memory while there is none (no grad)."""
         effective: torch.Tensor | None = bagua_getter_closure(self.tensors[index])
         return self._views[index] if effective is None else effective

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["is_sharded", "label_of", "local", "place_of", "ranks_of", "reshard", "whole"]
+__all__ = [
+    "Shards",
+    "copied_between_shards",
+    "is_sharded",
+    "local",
+    "place_of",
+    "ranks_of",
+    "reshard",
+    "whole",
+]
 
 
 def _loaded(module: str) -> Any:
@@ -56,9 +65,68 @@ def place_of(tensor: Any) -> str:
     return f"{placements} of a mesh {tuple(mesh.shape)}, shard {tuple(mesh.get_coordinate())}"
 
 
-def label_of(tensors: Iterable[Any]) -> tuple[str, str]:
+class Shards:
+    """Parameters of which this rank holds shards, as the state of an algorithm has them.
+
+    In a state dict the tensors of such a parameter are DTensors of its placements, for
+    ``torch.distributed.checkpoint``; ``shards`` is the shape of the mesh, and what is under
+    ``rank<r>/`` otherwise is under ``shard<place in the mesh>/ranks<number>/rank<r>/``. Without
+    DTensors a state stays as it is.
+
+    Args:
+        owner: the algorithm's name in errors.
+        named: all trained parameters.
+        rank: of this process among those that hold the same shards.
+        ranks: their number.
+
+    Attributes:
+        parameters: the DTensors, by name.
+    """
+
+    def __init__(
+        self, owner: str, named: Iterable[tuple[str, torch.Tensor]], rank: int, ranks: int
+    ) -> None:
+        self.parameters = {name: p for name, p in named if is_sharded(p)}
+        self._owner = owner
+        self._own = f"rank{rank}/"
+        place, self._shapes = _label_of(self.parameters.values())
+        self._place = f"shard{place}/ranks{ranks}/"
+
+    def saved(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state of plain tensors as it is saved."""
+        if not self.parameters:
+            return state
+        found: dict[str, Any] = {"shards": self._shapes}
+        for key, value in state.items():
+            own = self._place if key.startswith(self._own) else ""
+            like = self.parameters.get(key.partition("/")[2])
+            found[own + key] = whole(value, like) if isinstance(value, torch.Tensor) else value
+        return found
+
+    def loaded(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+        """A state of plain tensors, and whether the present shards have saved it.
+
+        Raises:
+            ValueError: a tensor has other placements than its parameter.
+        """
+        found: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and is_sharded(value):
+                like = self.parameters.get(key.partition("/")[2])
+                here = "no DTensor" if like is None else place_of(like)
+                if place_of(value) != here:
+                    raise ValueError(
+                        f"{self._owner}: '{key}' is {place_of(value)} in the state, its parameter "
+                        f"{here}. Load it by torch.distributed.checkpoint, which shards it anew."
+                    )
+                value = local(value)
+            found[key.removeprefix(self._place)] = value
+        return found, found.get("shards", "") == self._shapes
+
+
+def _label_of(tensors: Iterable[Any]) -> tuple[str, str]:
     """(this rank's place in the meshes of ``tensors``, their shapes); empty without DTensors."""
-    meshes = {tensor.device_mesh for tensor in tensors if is_sharded(tensor)}
+    meshes = {tensor.device_mesh for tensor in tensors}
     places = sorted((tuple(mesh.shape), tuple(mesh.get_coordinate())) for mesh in meshes)
     shapes = ["x".join(map(str, shape)) for shape, _ in places]
     own = [".".join(map(str, coordinate)) for _, coordinate in places]
@@ -68,6 +136,23 @@ def label_of(tensors: Iterable[Any]) -> tuple[str, str]:
 def ranks_of(tensor: Any) -> set[int]:
     """Global ranks that hold shards of a DTensor."""
     return set(tensor.device_mesh.mesh.flatten().tolist())
+
+
+def copied_between_shards(named: Sequence[tuple[str, torch.Tensor]]) -> str | None:
+    """The first of ``named`` that several ranks hold, if others among them are shards."""
+    if not any(is_sharded(tensor) for _, tensor in named):
+        return None
+    for name, tensor in named:
+        if not is_sharded(tensor) or any(
+            ranks > 1 and not placement.is_shard()
+            for ranks, placement in zip(
+                tensor.device_mesh.shape,  # type: ignore[attr-defined]
+                tensor.placements,  # type: ignore[attr-defined]
+                strict=True,
+            )
+        ):
+            return name
+    return None
 
 
 def reshard(module: torch.nn.Module) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.ledger import Ledger
+from bagua._core.state.shards import copied_between_shards, is_sharded, local
 from bagua._sync.averaging_synchronizer import AsynchronousAverage, check_asynchronous_mode
 from bagua.torch_api.algorithms.base import Algorithm, Traits, WarmUpImpl
 from bagua.torch_api.bucket import BaguaBucket
@@ -98,6 +99,7 @@ class AsyncModelAverageAlgorithmImpl(WarmUpImpl):
         steps_on_gradients=False,
         opens_at_forward=True,
         needs_flat_buckets=True,
+        takes_shards=True,
         refuses_guard="ranks average whenever they come to it, so there is no round in which all "
         "of them could compare weights. Leave guard= out; bagua_stats() counts averages that were "
         "not finite.",
@@ -132,10 +134,18 @@ class AsyncModelAverageAlgorithmImpl(WarmUpImpl):
         self._operations = []
         if not bagua_ddp.gradient_as_bucket_view:
             raise ValueError("asynchronous averaging needs do_flatten=True")
-        named = [*bagua_ddp.bagua_build_params(), *bagua_ddp.bagua_floating_buffers()]
+        parameters = bagua_ddp.bagua_build_params()
+        if copied := copied_between_shards(parameters):
+            raise ValueError(
+                f"module '{bagua_ddp.bagua_module_name}': several ranks of an island hold all of "
+                f"parameter '{copied}', and would average it at different times: take "
+                "DiLoCoAlgorithm or DecentralizedAlgorithm"
+            )
         return [
-            tensor.ensure_bagua_tensor(name, bagua_ddp.bagua_module_name)  # type: ignore[attr-defined]
-            for name, tensor in named
+            tensor.ensure_bagua_tensor(  # type: ignore[attr-defined]
+                name, bagua_ddp.bagua_module_name, getter_closure=local
+            )
+            for name, tensor in [*parameters, *bagua_ddp.bagua_floating_buffers()]
         ]
 
     def tensors_to_buckets(
@@ -143,12 +153,15 @@ class AsyncModelAverageAlgorithmImpl(WarmUpImpl):
     ) -> list[BaguaBucket]:
         if self.warming_up:
             return super().tensors_to_buckets(tensors, do_flatten)
-        # One bucket of each dtype and device: all weights are of the same moment anyway.
-        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        # One bucket of each dtype and device: all weights are of the same moment anyway. FSDP2
+        # gathers shards from memory of its own, where they stay.
+        kinds: dict[tuple[torch.dtype, torch.device, bool], list[torch.Tensor]] = {}
         for tensor in (tensor for group in tensors for tensor in group):
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+            kind = (tensor.dtype, tensor.device, is_sharded(tensor))
+            kinds.setdefault(kind, []).append(tensor)
         return [
-            BaguaBucket(group, name=str(i), flatten=True) for i, group in enumerate(kinds.values())
+            BaguaBucket(group, name=str(i), flatten=not apart)
+            for i, ((_, _, apart), group) in enumerate(kinds.items())
         ]
 
     def later_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:

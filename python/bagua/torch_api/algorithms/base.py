@@ -12,6 +12,7 @@ from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.ledger import Ledger
+from bagua._core.state.shards import is_sharded
 from bagua._core.state.snapshot import sparse_parameters
 from bagua._sync.averaging_synchronizer import AveragingSynchronizer
 from bagua._sync.engine_synchronizer import EngineSynchronizer
@@ -29,6 +30,7 @@ __all__ = [
     "Traits",
     "WarmUpImpl",
     "check_arguments",
+    "refuse_shards",
 ]
 
 
@@ -272,6 +274,8 @@ class WarmUpImpl(AlgorithmImpl):
         return self.warming_up == self.warmed_up
 
     def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
+        if self.warmup_steps:
+            refuse_shards(bagua_ddp, "warmup_steps")
         self.warming_up = not self.warmed_up
         return self.later_tensors(bagua_ddp) if self.warmed_up else super().init_tensors(bagua_ddp)
 
@@ -295,6 +299,18 @@ class WarmUpImpl(AlgorithmImpl):
             self.ledger.counters[self.counter] += 1
 
         return finish
+
+
+def refuse_shards(session: Session, argument: str) -> None:
+    """Raise ValueError where a parameter is a DTensor, with which ``argument`` cannot be given."""
+    for name, parameter in session.bagua_build_params():
+        if is_sharded(parameter):
+            algorithm = type(session.bagua_algorithm).__name__.removesuffix("Impl")
+            raise ValueError(
+                f"module '{session.bagua_module_name}': parameter '{name}' is a DTensor, of which "
+                f"{algorithm} sends weights only, between a fixed number of ranks: leave "
+                f"{argument}= out"
+            )
 
 
 def check_arguments(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,8 @@ import torch
 from bagua import _C, BaguaError
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.ledger import Ledger
+from bagua._core.state.saved_values import check_state
+from bagua._core.state.shards import Shards, is_sharded, local
 from bagua._ops import operations
 from bagua._ops.operations import AverageWeights
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Traits
@@ -26,6 +28,12 @@ __all__ = [
     "LowPrecisionDecentralizedAlgorithm",
     "LowPrecisionDecentralizedAlgorithmImpl",
 ]
+
+
+_ONLY_THE_SAME = (
+    "replicas would not be the neighbours' weights: load what this rank saved, with the same ranks "
+    "and nodes, or only the weights"
+)
 
 
 def _check_interval(communication_interval: int) -> None:
@@ -48,6 +56,7 @@ class _LocalWeightsImpl(AlgorithmImpl):
         opens_at_forward=True,
         reads_grad_scale=False,
         broadcast_buffers=False,
+        takes_shards=True,
     )
 
     def __init__(
@@ -65,9 +74,18 @@ class _LocalWeightsImpl(AlgorithmImpl):
     def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
         self._between_forward_and_backward = False
         return [
-            parameter.ensure_bagua_tensor(name, bagua_ddp.bagua_module_name)  # type: ignore[attr-defined]
+            parameter.ensure_bagua_tensor(  # type: ignore[attr-defined]
+                name, bagua_ddp.bagua_module_name, getter_closure=local
+            )
             for name, parameter in bagua_ddp.bagua_build_params()
         ]
+
+    def tensors_to_buckets(
+        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
+    ) -> list[BaguaBucket]:
+        # FSDP2 gathers shards from memory of its own, where they stay.
+        apart = any(is_sharded(tensor) for group in tensors for tensor in group)
+        return super().tensors_to_buckets(tensors, do_flatten and not apart)
 
     def _communicates(self) -> bool:
         """Whether the present iteration does."""
@@ -284,13 +302,13 @@ class LowPrecisionDecentralizedAlgorithmImpl(_LocalWeightsImpl):
         _C.make_codec(codec)
         super().__init__(process_group, hierarchical, communication_interval)
         self.codec = codec
+        self._name = type(self).__name__
         self.ledger = Ledger(
-            type(self).__name__,
+            self._name,
             lambda: process_group.connections,
             counters=["iterations"],
             hierarchical=bool(self.hierarchical),
-            only_same_ranks="replicas would not be the neighbours' weights: load what this rank "
-            "saved, with the same ranks and nodes, or only the weights",
+            only_same_ranks=_ONLY_THE_SAME,
             pages=False,
         )
         self._due = False  # the round of the last iteration has not run
@@ -381,3 +399,18 @@ class LowPrecisionDecentralizedAlgorithmImpl(_LocalWeightsImpl):
 
     def update_ledger(self) -> None:
         self.run_pending()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._shards().saved(super().state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_state(state, self._name)
+        plain, same = self._shards().loaded(state)
+        if not same:
+            raise ValueError(f"{self._name}: saved with other shards: {_ONLY_THE_SAME}")
+        super().load_state_dict(plain)
+
+    def _shards(self) -> Shards:
+        session = None if self._wrapper is None else self._wrapper()
+        named = [] if session is None else session.bagua_build_params()
+        return Shards(self._name, named, self.process_group.rank, self.process_group.size)

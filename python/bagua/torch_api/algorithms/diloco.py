@@ -19,7 +19,7 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.ledger import Commit, Ledger, Page
 from bagua._core.state.saved_values import check_state, saved_count, saved_tensor
-from bagua._core.state.shards import is_sharded, label_of, local, place_of, whole
+from bagua._core.state.shards import Shards, local
 from bagua._ops import operations
 from bagua._ops.operations import Operation
 from bagua._outer.elastic import Elastic, ElasticRanks
@@ -35,7 +35,7 @@ from bagua._outer.optimizer import GrowingMomentum, OuterOptimizer, OuterSGD, de
 from bagua._outer.strategies import FixedRanks, RankWeights, SampleWeights
 from bagua._sync.synchronizer import Synchronizer
 from bagua.torch_api.algorithms._error_feedback import is_wide, warn_of_useless_residuals
-from bagua.torch_api.algorithms.base import Algorithm, Traits, WarmUpImpl
+from bagua.torch_api.algorithms.base import Algorithm, Traits, WarmUpImpl, refuse_shards
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
 
 if TYPE_CHECKING:
@@ -224,7 +224,8 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
                 "optimizers given to with_bagua: give it the one that trains the module"
             )
         self._session = weakref.ref(bagua_ddp)
-        self._refuse_shards(bagua_ddp)
+        if self.arguments.elastic:
+            refuse_shards(bagua_ddp, "elastic")
         self._loop = None
         if not self.warmed_up:
             self.ledger.restore(self.ledger.counters, [])
@@ -242,18 +243,6 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         named = [*by_fragment, *bagua_ddp.bagua_floating_buffers()]
         module_name = bagua_ddp.bagua_module_name
         return [_registered(local(tensor), key, module_name) for key, tensor in named]
-
-    def _refuse_shards(self, session: Session) -> None:
-        """Raise ValueError where an argument needs plain parameters, and one is a DTensor."""
-        arguments = self.arguments
-        needs = ["warmup_steps"] if arguments.warmup_steps else []
-        needs += ["elastic"] if arguments.elastic else []
-        for name in self._shards() if needs else ():
-            raise ValueError(
-                f"module '{session.bagua_module_name}': parameter '{name}' is a DTensor, of which "
-                f"{self.owner} sends weights only, between a fixed number of ranks: leave "
-                f"{needs[0]}= out"
-            )
 
     def tensors_to_buckets(
         self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
@@ -469,7 +458,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
             residuals = self.ledger.state()
             state |= {_ERROR_RANKS: residuals.pop("ranks"), **residuals}
         state |= {**loop.state.counters, "ranks": self.process_group.size}
-        return self._to_shards(state)
+        return self._shards().saved(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`: on every rank, after ``with_bagua``, between two steps.
@@ -497,7 +486,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         counters = {key: saved_count(state, key, self.owner) for key in loop.state.counters}
         self._check(counters)
         same_ranks = saved_count(state, "ranks", self.owner) == self.process_group.size
-        state, same_shards = self._from_shards(state)
+        state, same_shards = self._shards().loaded(state)
         fragments = [fragment.loaded(state) for fragment in loop.state.fragments]
         views = loop.named_means() if self._schedule.overlap > 0 else {}
         digest = None
@@ -520,7 +509,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
             return
         if _ERROR_RANKS not in state:  # saved in the warm-up, or without error feedback
             self.ledger.restore(self.ledger.counters)
-        elif same_shards and (same_ranks or not self._shards()):
+        elif same_shards and (same_ranks or not self._shards().parameters):
             self.ledger.restore(state | {"ranks": state[_ERROR_RANKS]})
         else:
             _log.warning(
@@ -543,51 +532,9 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
                 f"only {self._schedule.fragments} now. Give the fragments that it was saved with."
             )
 
-    def _shards(self) -> dict[str, torch.Tensor]:
-        """The trained parameters that are DTensors, by name."""
-        parameters = self._wrapped().bagua_build_params()
-        return {name: parameter for name, parameter in parameters if is_sharded(parameter)}
-
-    def _to_shards(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state whose tensors are DTensors where their parameters are.
-
-        What is this rank's has its place in the mesh in its key.
-        """
-        parameters = self._shards()
-        if not parameters:
-            return state
-        place, shapes = label_of(parameters.values())
-        found: dict[str, Any] = {"shards": shapes}
-        for key, value in state.items():
-            own = self._of_shard(place) if key.startswith(self._own("")) else ""
-            found[own + key] = whole(value, parameters.get(key.partition("/")[2]))
-        return found
-
-    def _from_shards(self, state: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        """What :meth:`_to_shards` was given, and whether the shards were the present ones.
-
-        Raises:
-            ValueError: a tensor has other placements than its parameter.
-        """
-        parameters = self._shards()
-        place, shapes = label_of(parameters.values())
-        found: dict[str, Any] = {}
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and is_sharded(value):
-                like = parameters.get(key.partition("/")[2])
-                here = "no DTensor" if like is None else place_of(like)
-                if place_of(value) != here:
-                    raise ValueError(
-                        f"{self.owner}: '{key}' is {place_of(value)} in the state, its parameter "
-                        f"{here}. Load it by torch.distributed.checkpoint, which shards it anew."
-                    )
-                value = local(value)
-            found[key.removeprefix(self._of_shard(place))] = value
-        return found, found.get("shards", "") == shapes
-
-    def _of_shard(self, place: str) -> str:
-        """Begins the keys of what is this rank's: other shards and ranks have other sizes there."""
-        return f"shard{place}/ranks{self.process_group.size}/"
+    def _shards(self) -> Shards:
+        group = self.process_group
+        return Shards(self.owner, self._wrapped().bagua_build_params(), group.rank, group.size)
 
     def _own(self, key: str) -> str:
         return f"rank{self.process_group.rank}/{key}"
