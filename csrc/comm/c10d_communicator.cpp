@@ -4,10 +4,7 @@
 #include <exception>
 #include <utility>
 
-#include <unistd.h>
-
 #include "base/check.h"
-#include "base/owner_process.h"
 #include "comm/flat_copy.h"
 #include "comm/tensor_checks.h"
 #include "health/error_text.h"
@@ -48,18 +45,12 @@ void wait(const c10::intrusive_ptr<c10d::Work>& work) {
 
 C10dCommunicator::C10dCommunicator(c10::intrusive_ptr<c10d::Backend> backend)
     : Communicator({backend->getRank(), backend->getSize()}),
-      process_(getpid()),
       backend_(std::move(backend)),
       is_gloo_(backend_->getBackendName() == "gloo"),
       is_nccl_(backend_->getBackendName() == "nccl"),
       send_tags_(group().size, 0),
       recv_tags_(group().size, 0),
       refusal_(group()) {}
-
-C10dCommunicator::~C10dCommunicator() {
-  // After fork the backend's threads exist in the parent only, and its sockets are the parent's.
-  if (getpid() != process_) static_cast<void>(backend_.release());
-}
 
 void C10dCommunicator::all_reduce(at::Tensor& tensor, ReduceOp op) {
   check_all_reduce(tensor, op);
@@ -220,7 +211,7 @@ std::vector<at::Tensor> C10dCommunicator::fragments(const at::Tensor& tensor) co
 // gloo::IoException is no c10::Error, hence std::exception.
 template <typename Body>
 void C10dCommunicator::guarded(CallSite site, Body body) {
-  check_owner(process_, "a communicator");
+  backend_.check("a communicator");
   refusal_.check(site.call);
   try {
     body(site);
@@ -237,7 +228,7 @@ void C10dCommunicator::fail(const CallSite& site, const std::string& what) {
 }
 
 void C10dCommunicator::abort(const std::string& reason) noexcept {
-  if (getpid() != process_) return;
+  if (!backend_.here()) return;
   refusal_.refuse(concat("aborted: ", reason));
   if (group().size == 1) return;
   try {

@@ -8,6 +8,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "base/owner_process.h"
 #include "comm/call_site.h"
 #include "comm/communicator.h"
 #include "comm/refusal.h"
@@ -30,7 +31,6 @@ namespace bagua {
 class C10dCommunicator final : public Communicator {
  public:
   explicit C10dCommunicator(c10::intrusive_ptr<c10d::Backend> backend);
-  ~C10dCommunicator() override;
 
   void all_reduce(at::Tensor& tensor, ReduceOp op) override;
   void all_gather(const at::Tensor& input, at::Tensor& output) override;
@@ -60,8 +60,7 @@ class C10dCommunicator final : public Communicator {
   std::vector<at::Tensor> fragments(const at::Tensor& tensor) const;
   [[noreturn]] void fail(const CallSite& site, const std::string& what);
 
-  const int process_;  // pid: a forked child touches nothing
-  c10::intrusive_ptr<c10d::Backend> backend_;
+  const OwnersOnly<c10::intrusive_ptr<c10d::Backend>> backend_;
   const bool is_gloo_;
   const bool is_nccl_;
   std::vector<uint32_t> send_tags_;  // by peer: messages so far, counted alike on both sides

@@ -6,10 +6,8 @@
 #include <utility>
 
 #include <ATen/record_function.h>
-#include <unistd.h>
 
 #include "base/check.h"
-#include "base/owner_process.h"
 #include "engine/engine_state.h"
 #include "health/failure.h"
 
@@ -44,29 +42,18 @@ void check_lanes(const std::vector<Lane>& lanes, const EngineOptions& options) {
 
 }  // namespace
 
-Engine::Engine(std::vector<Lane> lanes, EngineOptions options) : process_(getpid()) {
-  check_lanes(lanes, options);
-  const std::string name = options.name;
-  const size_t count = lanes.size();
-  state_ = std::make_shared<State>(std::move(lanes), std::move(options));
-  if (state_->options.board) state_->options.board->beat_while_alive(state_);
-  for (size_t i = 0; i < count; ++i) {
-    threads_.push_back(std::make_unique<LaneThread>(concat("bagua-lane", i)));
-  }
+Engine::Engine(std::vector<Lane> lanes, EngineOptions options)
+    : state_([&] {
+        check_lanes(lanes, options);
+        return std::make_shared<State>(std::move(lanes), std::move(options));
+      }()) {
+  if (state_->options.board) state_->options.board->beat_while_alive(state_.pointer());
 }
 
-Engine::~Engine() {
-  if (getpid() == process_) {
-    stop();
-    return;
-  }
-  // After fork the threads exist in the parent only: nothing may be joined, freed or closed here.
-  new auto(std::move(threads_));
-  new auto(std::move(state_));
-}
+Engine::~Engine() { stop(); }
 
 void Engine::stop() noexcept {
-  if (getpid() != process_) return;
+  if (!state_.here()) return;
   State& state = *state_;
   int64_t rounds = 0;
   bool failed = false;
@@ -92,7 +79,7 @@ void Engine::stop() noexcept {
     }
   }
   bool idle = true;
-  for (const auto& thread : threads_) idle = thread->stop() && idle;
+  for (const auto& thread : state.threads) idle = thread->stop() && idle;
   if (idle) return state.leave_lanes();
   state.abort_communicators("the engine of module '" + state.options.name + "' was stopped");
   state.leave_lanes();
@@ -136,16 +123,15 @@ void Engine::begin_round(const RoundOpening& opening) {
   state.error.clear();
   for (State::Progress& bucket : state.progress) bucket.ready.clear();
   if (alone) return;
-  threads_[0]->post(
-      [shared = state_, round = state.round.number(), opening, weights = std::move(weights)] {
-        shared->run_agreement(round, opening, weights);
-      });
+  state.threads[0]->post(
+      [shared = state_.pointer(), round = state.round.number(), opening,
+       weights = std::move(weights)] { shared->run_agreement(round, opening, weights); });
 }
 
-void Engine::check_process() const { check_owner(process_, kOwned); }
+void Engine::check_process() const { state_.check(kOwned); }
 
 void Engine::note_forward() {
-  if (getpid() != process_) return;  // a child may evaluate
+  if (!state_.here()) return;  // a child may evaluate
   State& state = *state_;
   if (!state.options.weights || state.options.control->group().size == 1) return;
   int64_t next = 0;
@@ -205,7 +191,8 @@ void Engine::mark(size_t slot) {
   const RoundState::Launch launch = state.round.launch_from(index);
   for (size_t next = launch.first; next < launch.first + launch.count; ++next) {
     if (!state.round.takes_part(next)) continue;
-    threads_[launch.lane]->post([shared = state_, next] { shared->run_bucket(next); });
+    state.threads[launch.lane]->post(
+        [shared = state_.pointer(), next] { shared->run_bucket(next); });
   }
 }
 
@@ -221,7 +208,7 @@ void Engine::exchange_used(std::vector<uint8_t> used) {
   BAGUA_CHECK_ARG(used.size() == state.used.size(), "exchange_used takes one byte per slot.");
   state.used = std::move(used);
   state.round.exchange_begins();
-  threads_[0]->post([shared = state_] { shared->run_exchange_used(); });
+  state.threads[0]->post([shared = state_.pointer()] { shared->run_exchange_used(); });
 }
 
 const std::vector<uint8_t>& Engine::used() const { return state_->used; }
@@ -269,13 +256,13 @@ void Engine::fail(const std::string& reason, bool timed_out) {
 }
 
 void Engine::note_error(const std::exception_ptr& error) noexcept {
-  if (getpid() != process_) return;
+  if (!state_.here()) return;
   const std::lock_guard lock(state_->mutex);
   if (state_->round.open()) state_->error = message_of(error);
 }
 
 void Engine::abort(const std::string& reason) noexcept {
-  if (getpid() != process_) return;
+  if (!state_.here()) return;
   state_->fail(std::make_exception_ptr(Error(reason)));
 }
 

@@ -10,10 +10,10 @@
 #include <vector>
 
 #include "base/check_signals.h"
+#include "base/owner_process.h"
 #include "comm/counting_communicator.h"
 #include "engine/accounting.h"
 #include "engine/bucket.h"
-#include "engine/lane_thread.h"
 #include "health/failure_board.h"
 #include "health/straggler_watch.h"
 
@@ -152,9 +152,7 @@ class Engine {
   struct State;
   void mark(size_t slot);  // under the lock
 
-  int process_;  // pid: after fork nothing is joined or closed
-  std::shared_ptr<State> state_;
-  std::vector<std::unique_ptr<LaneThread>> threads_;
+  OwnersOnly<std::shared_ptr<State>> state_;
 };
 
 }  // namespace bagua

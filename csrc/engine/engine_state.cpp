@@ -53,6 +53,7 @@ Engine::State::State(std::vector<Lane> lane_list, EngineOptions engine_options)
       buckets.push_back(std::move(bucket));
     }
     state.communicators = std::move(lane.communicators);
+    threads.push_back(std::make_unique<LaneThread>(concat("bagua-lane", lanes.size())));
     lanes.push_back(std::move(state));
   }
   used.assign(round.slots(), 0);

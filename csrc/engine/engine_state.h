@@ -12,6 +12,7 @@
 
 #include "comm/device_stream.h"
 #include "engine/engine.h"
+#include "engine/lane_thread.h"
 #include "engine/round_state.h"
 #include "engine/weights_sample.h"
 
@@ -70,6 +71,7 @@ struct Engine::State {
   EngineOptions options;
   std::vector<Bucket> buckets;
   std::vector<LaneState> lanes;
+  std::vector<std::unique_ptr<LaneThread>> threads;  // of the lanes
 
   mutable std::mutex mutex;
   std::condition_variable changed;

@@ -10,14 +10,13 @@
 
 #include <ATen/ScalarOps.h>
 #include <ATen/record_function.h>
-#include <unistd.h>
 
 #include "base/check.h"
-#include "base/owner_process.h"
 #include "comm/abort_all.h"
 #include "comm/device_stream.h"
 #include "comm/tensor_checks.h"
 #include "engine/job_agreement.h"
+#include "engine/lane_thread.h"
 #include "health/diagnose.h"
 #include "health/failure.h"
 
@@ -56,7 +55,9 @@ std::vector<c10::Device> devices_of(const at::Tensor& tensor) {
 // Lives as long as the lane or its thread, which may be blocked in a transport. One mutex; it is
 // never held while an op runs, a future is completed or the store is queried.
 struct DynamicLane::State : std::enable_shared_from_this<DynamicLane::State> {
-  DynamicLaneOptions options;
+  explicit State(DynamicLaneOptions lane_options);
+
+  const DynamicLaneOptions options;
 
   mutable std::mutex mutex;
   mutable std::condition_variable changed;
@@ -71,6 +72,7 @@ struct DynamicLane::State : std::enable_shared_from_this<DynamicLane::State> {
   std::vector<BucketStats> stats;
   OverlapClock clock;
   std::optional<c10::Stream> stream;
+  LaneThread thread{"bagua-lane"};
   std::unique_ptr<LaneThread> explainer;  // of a failure that the board's thread has found
 
   std::string whoami() const;
@@ -276,33 +278,24 @@ void DynamicLane::State::abort_communicators(const std::string& reason) const no
   abort_all(all, reason);
 }
 
-DynamicLane::DynamicLane(DynamicLaneOptions options)
-    : process_(getpid()), state_(std::make_shared<State>()) {
+DynamicLane::State::State(DynamicLaneOptions lane_options) : options(std::move(lane_options)) {
   BAGUA_CHECK_ARG(options.control, "a dynamic lane needs a control communicator.");
   for (const auto& communicator : options.ops) {
     BAGUA_CHECK_ARG(communicator && communicator != options.control,
                     "a dynamic lane's ops and its agreements need communicators of their own.");
   }
-  state_->options = std::move(options);
-  if (state_->options.board) {
-    state_->options.board->beat_while_alive(state_,
-                                            [weak = std::weak_ptr(state_)](const auto& news) {
-                                              if (const auto state = weak.lock())
-                                                state->on_news(news);
-                                            });
-  }
-  thread_ = std::make_unique<LaneThread>("bagua-lane");
 }
 
-DynamicLane::~DynamicLane() {
-  if (getpid() == process_) {
-    stop();
-    return;
-  }
-  // After fork the thread exists in the parent only: nothing may be joined, freed or closed here.
-  new auto(std::move(thread_));
-  new auto(std::move(state_));
+DynamicLane::DynamicLane(DynamicLaneOptions options)
+    : state_(std::make_shared<State>(std::move(options))) {
+  if (!state_->options.board) return;
+  state_->options.board->beat_while_alive(
+      state_.pointer(), [weak = std::weak_ptr(state_.pointer())](const auto& news) {
+        if (const auto state = weak.lock()) state->on_news(news);
+      });
 }
+
+DynamicLane::~DynamicLane() { stop(); }
 
 DynamicLane::Future DynamicLane::post(Job job) {
   // Checks
@@ -330,12 +323,12 @@ DynamicLane::Future DynamicLane::post(Job job) {
     state_->pending.push_back(
         {std::move(job), std::move(text), hash, future, std::move(ready), now_ns()});
   }
-  thread_->post([shared = state_] { shared->run_next(); });
+  state_->thread.post([shared = state_.pointer()] { shared->run_next(); });
   return future;
 }
 
 void DynamicLane::check() const {
-  check_owner(process_, "the communication of a hook");
+  state_.check("the communication of a hook");
   State& state = *state_;
   state.check_communicators();
   std::unique_lock lock(state.mutex);
@@ -347,25 +340,25 @@ void DynamicLane::check() const {
 }
 
 void DynamicLane::abort(const std::string& reason) noexcept {
-  if (getpid() != process_) return;
+  if (!state_.here()) return;
   state_->fail(std::make_exception_ptr(Error(reason)));
 }
 
 void DynamicLane::interrupted() noexcept {
-  if (getpid() != process_) return;
+  if (!state_.here()) return;
   const int rank = state_->options.control->group().rank;
   abort(concat(state_->whoami(), ": rank ", rank,
                " was interrupted while it waited for its buckets"));
 }
 
 void DynamicLane::transport_failed(const std::string& reason) noexcept {
-  if (getpid() != process_) return;
+  if (!state_.here()) return;
   state_->fail(std::make_exception_ptr(TransportError(concat(state_->whoami(), ": ", reason))),
                FailurePoint::kBetweenRounds);
 }
 
 void DynamicLane::stop() noexcept {
-  if (getpid() != process_) return;
+  if (!state_.here()) return;
   State& state = *state_;
   int64_t rounds = 0;
   bool failed = false;
@@ -379,7 +372,7 @@ void DynamicLane::stop() noexcept {
   }
   // A rank that failed has published that: its exit is the consequence, not the cause.
   if (state.options.board && !failed) state.options.board->publish_exit(rounds);
-  if (!thread_->stop()) {
+  if (!state.thread.stop()) {
     state.abort_communicators("the communication of module '" + state.options.name +
                               "' was stopped");
   }

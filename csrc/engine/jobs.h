@@ -11,10 +11,10 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include "base/owner_process.h"
 #include "comm/counting_communicator.h"
 #include "engine/accounting.h"
 #include "engine/engine.h"
-#include "engine/lane_thread.h"
 #include "health/failure_board.h"
 #include "op/contract/bucket_op.h"
 
@@ -93,9 +93,7 @@ class DynamicLane {
  private:
   struct State;
 
-  int process_;  // pid: after fork nothing is joined or closed
-  std::shared_ptr<State> state_;
-  std::unique_ptr<LaneThread> thread_;
+  OwnersOnly<std::shared_ptr<State>> state_;
 };
 
 }  // namespace bagua

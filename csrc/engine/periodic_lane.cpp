@@ -7,12 +7,11 @@
 #include <utility>
 
 #include <ATen/record_function.h>
-#include <unistd.h>
 
 #include "base/check.h"
-#include "base/owner_process.h"
 #include "comm/device_stream.h"
 #include "engine/accounting.h"
+#include "engine/lane_thread.h"
 #include "health/diagnose.h"
 #include "health/failure.h"
 
@@ -20,9 +19,13 @@ namespace bagua {
 
 // Lives as long as the lane or its thread, which may be blocked in a transport.
 struct PeriodicLane::State {
-  std::shared_ptr<PeriodicOp> op;
-  std::shared_ptr<WeightGate> gate;
-  PeriodicLaneOptions options;
+  State(std::shared_ptr<PeriodicOp> lane_op, std::shared_ptr<WeightGate> lane_gate,
+        PeriodicLaneOptions lane_options);
+
+  const std::shared_ptr<PeriodicOp> op;
+  const std::shared_ptr<WeightGate> gate;
+  const PeriodicLaneOptions options;
+  LaneThread thread{"bagua-average"};
 
   mutable std::mutex mutex;
   std::condition_variable changed;
@@ -128,29 +131,23 @@ bool PeriodicLane::State::await_end(std::unique_lock<std::mutex>& lock,
   return true;
 }
 
-PeriodicLane::PeriodicLane(std::shared_ptr<PeriodicOp> op, std::shared_ptr<WeightGate> gate,
-                           PeriodicLaneOptions options)
-    : process_(getpid()), gate_(std::move(gate)), state_(std::make_shared<State>()) {
-  BAGUA_CHECK_ARG(op && gate_ && options.communicator && options.clock,
+PeriodicLane::State::State(std::shared_ptr<PeriodicOp> lane_op,
+                           std::shared_ptr<WeightGate> lane_gate, PeriodicLaneOptions lane_options)
+    : op(std::move(lane_op)), gate(std::move(lane_gate)), options(std::move(lane_options)) {
+  BAGUA_CHECK_ARG(op && gate && options.communicator && options.clock,
                   "a periodic lane needs an op, a gate, a communicator and a clock.");
   BAGUA_CHECK_ARG(options.interval.count() >= 0, "the interval of a periodic lane is ",
                   options.interval.count(), " ms; it must be 0 or more.");
-  state_->op = std::move(op);
-  state_->gate = gate_;
-  state_->options = std::move(options);
-  if (state_->options.board) state_->options.board->beat_while_alive(state_);
-  thread_ = std::make_unique<LaneThread>("bagua-average");
 }
 
-PeriodicLane::~PeriodicLane() {
-  if (getpid() == process_) {
-    stop();
-    return;
-  }
-  // After fork the thread exists in the parent only: nothing may be joined, freed or closed here.
-  new auto(std::move(thread_));
-  new auto(std::move(state_));
+PeriodicLane::PeriodicLane(std::shared_ptr<PeriodicOp> op, std::shared_ptr<WeightGate> gate,
+                           PeriodicLaneOptions options)
+    : gate_(gate),
+      state_(std::make_shared<State>(std::move(op), std::move(gate), std::move(options))) {
+  if (state_->options.board) state_->options.board->beat_while_alive(state_.pointer());
 }
+
+PeriodicLane::~PeriodicLane() { stop(); }
 
 void PeriodicLane::resume() {
   check();
@@ -164,11 +161,12 @@ void PeriodicLane::resume() {
   }
   state_->op->training_leaves();  // the thread does not run yet
   // Not under the caller's profiler, which may end before the rounds do.
-  thread_->post([shared = state_] { shared->loop(); }, LaneThread::Inherit::kNothing);
+  state_->thread.post([shared = state_.pointer()] { shared->loop(); },
+                      LaneThread::Inherit::kNothing);
 }
 
 void PeriodicLane::ask_to_pause() {
-  check_owner(process_, "asynchronous averaging");
+  state_.check("asynchronous averaging");
   leave();
   {
     std::lock_guard lock(state_->mutex);
@@ -206,7 +204,7 @@ void PeriodicLane::throw_not_paused(int64_t rounds) {
 }
 
 void PeriodicLane::enter() {
-  check_owner(process_, "asynchronous averaging");
+  state_.check("asynchronous averaging");
   RECORD_FUNCTION("bagua::WeightGate::enter", {});
   gate_->enter();
   state_->op->training_enters();
@@ -224,7 +222,7 @@ bool PeriodicLane::running() const {
 }
 
 void PeriodicLane::check() {
-  check_owner(process_, "asynchronous averaging");
+  state_.check("asynchronous averaging");
   std::exception_ptr failure;
   int64_t rounds = 0;
   {
@@ -246,7 +244,7 @@ void PeriodicLane::check() {
 }
 
 void PeriodicLane::stop() noexcept {
-  if (getpid() != process_) return;
+  if (!state_.here()) return;
   bool was_running = false, failed = false;
   int64_t rounds = 0;
   {
@@ -260,7 +258,7 @@ void PeriodicLane::stop() noexcept {
   // A rank that exits after a failure is not its cause.
   if (state_->options.board && !failed) state_->options.board->publish_exit(rounds);
   state_->op->interrupt();
-  thread_->stop();
+  state_->thread.stop();
   if (was_running) {
     state_->options.communicator->abort("module '" + state_->options.name + "' stopped averaging");
   }

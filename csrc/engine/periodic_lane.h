@@ -8,10 +8,10 @@
 
 #include "base/check_signals.h"
 #include "base/clock.h"
+#include "base/owner_process.h"
 #include "base/weight_gate.h"
 #include "comm/counting_communicator.h"
 #include "engine/engine.h"
-#include "engine/lane_thread.h"
 #include "health/failure_board.h"
 #include "op/contract/periodic_op.h"
 
@@ -78,10 +78,8 @@ class PeriodicLane {
   struct State;
   [[noreturn]] void throw_not_paused(int64_t rounds);
 
-  int process_;  // pid: after fork nothing is joined or closed
   std::shared_ptr<WeightGate> gate_;
-  std::shared_ptr<State> state_;
-  std::unique_ptr<LaneThread> thread_;
+  OwnersOnly<std::shared_ptr<State>> state_;
 };
 
 }  // namespace bagua

@@ -9,7 +9,6 @@
 
 #include <pthread.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <unistd.h>
 
 #include "base/check.h"
 #include "base/join_or_leave.h"
@@ -91,17 +90,14 @@ void StoreWorker::State::loop() {
 }
 
 StoreWorker::StoreWorker(const c10::intrusive_ptr<c10d::Store>& store)
-    : process_(getpid()), state_(std::make_shared<State>()) {
+    : state_(std::make_shared<State>()) {
   state_->store = clone_of(store);
-  state_->thread = std::thread([state = state_] { state->loop(); });
+  state_->thread = std::thread([state = state_.pointer()] { state->loop(); });
   pthread_setname_np(state_->thread.native_handle(), "bagua-store");
 }
 
 StoreWorker::~StoreWorker() {
-  if (getpid() != process_) {
-    new auto(std::move(state_));  // the thread exists in the parent only
-    return;
-  }
+  if (!state_.here()) return;
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   state.stopping = true;
@@ -110,7 +106,7 @@ StoreWorker::~StoreWorker() {
 }
 
 bool StoreWorker::ask(Question question, Milliseconds patience) noexcept {
-  if (getpid() != process_) return false;
+  if (!state_.here()) return false;
   State& state = *state_;
   auto order = std::make_shared<State::Order>();
   order->question = std::move(question);

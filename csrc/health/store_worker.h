@@ -7,6 +7,8 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include "base/owner_process.h"
+
 namespace c10d {
 class Store;
 }
@@ -39,8 +41,7 @@ class StoreWorker final {
 
  private:
   struct State;
-  const int process_;  // pid
-  std::shared_ptr<State> state_;
+  OwnersOnly<std::shared_ptr<State>> state_;
 };
 
 }  // namespace bagua

@@ -9,9 +9,9 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
-#include <unistd.h>
 
 #include "base/check.h"
+#include "base/owner_process.h"
 #include "comm/call_site.h"
 #include "comm/device_stream.h"
 #include "comm/flat_copy.h"
@@ -34,19 +34,9 @@ class NcclRanks final : public NcclCommunicator {
         handle_(std::move(handle)),
         device_(device),
         library_(std::move(library)),
-        process_(getpid()) {
-    if (!device_.is_cpu() && !is_local_) {
-      watchdog_ = std::make_unique<NcclWatchdog>(handle_, group);
-    }
-  }
-
-  ~NcclRanks() override {
-    if (getpid() == process_) return;
-    // After fork the thread and the device exist in the parent only: nothing may be joined or
-    // freed.
-    watchdog_.release();
-    new auto(std::move(handle_));
-  }
+        watchdog_(device_.is_cpu() || is_local_
+                      ? nullptr
+                      : std::make_unique<NcclWatchdog>(handle_.pointer(), group)) {}
 
   void all_reduce(at::Tensor& tensor, ReduceOp op) override {
     check_all_reduce(tensor, op);
@@ -173,11 +163,11 @@ class NcclRanks final : public NcclCommunicator {
   void start(const CallSite& site, const Start& start_on) {
     const auto stream = static_cast<cudaStream_t>(current_stream_handle(device_));
     std::optional<c10::Event> begins;
-    if (watchdog_) begins = recorded();
+    if (watchdog_.pointer()) begins = recorded();
     handle_->call(site, [&](const NcclFunctions& nccl, ncclComm_t comm) {
       return start_on(nccl, comm, stream);
     });
-    if (watchdog_) watchdog_->watch(site, std::move(*begins), recorded());
+    if (watchdog_.pointer()) watchdog_->watch(site, std::move(*begins), recorded());
   }
 
   c10::Event recorded() const {
@@ -197,11 +187,11 @@ class NcclRanks final : public NcclCommunicator {
   }
 
   const bool is_local_;
-  std::shared_ptr<NcclHandle> handle_;
+  const OwnersOnly<std::shared_ptr<NcclHandle>> handle_;
   const at::Device device_;
   const std::shared_ptr<const NcclLibrary> library_;
-  const int process_;                       // pid: after fork nothing is joined or closed
-  std::unique_ptr<NcclWatchdog> watchdog_;  // null: nothing to watch; joins before the handle ends
+  // Null: nothing to watch. Joins before the handle ends.
+  const OwnersOnly<std::unique_ptr<NcclWatchdog>> watchdog_;
 };
 
 void connect(NcclHandle& handle, const NcclOptions& options) {
