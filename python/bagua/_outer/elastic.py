@@ -112,6 +112,7 @@ class ElasticRanks(FixedRanks):
         # Until the plan after a change is complete.
         self._transfer: StateTransfer | None = None
         self._before: OuterLoop | None = None
+        self._missed: int | None = None  # the fragment whose round was under way
         own = group.ranks[group.rank]
         if group.membership is None:
             group.membership = Membership(elastic_store(group.store), own, group.timeout)
@@ -132,8 +133,10 @@ class ElasticRanks(FixedRanks):
 
     # A round.
 
-    def attempt(self, rounds: Callable[[], None]) -> None:
+    def attempt(self, rounds: Callable[[], None], *, due: bool) -> None:
         if self.failure is not None:
+            if due:
+                raise self.failure  # and no training forward has come to replace the plan
             return
         try:
             rounds()
@@ -163,8 +166,10 @@ class ElasticRanks(FixedRanks):
         Raises:
             BaguaError: too few ranks are left, this one was given up, or changes fail repeatedly.
         """
-        self._before = loop
-        report = loop.report()
+        self._before, pending = loop, loop.state.pending
+        self._missed = None if pending is None else pending.fragment.part
+        trained = loop.state.trained or self.failure is not None
+        report = loop.state.counters | {"trained": int(trained)}
         for attempt in range(_MOST_ATTEMPTS):
             change = self._membership.change(report, self._least)
             self._warn(name, report, change)
@@ -211,11 +216,21 @@ class ElasticRanks(FixedRanks):
         if own in transfer.joined:
             loop.take_anchors()
         elif own in transfer.behind and before is not None:
-            loop.use_result_of(before, changed=transfer.counters["outer_rounds"])
+            self._use_missed(before, loop, changed=transfer.counters["outer_rounds"])
         loop.state.go_on_at(transfer.counters)
         agreed = f"anchors and momenta {loop.state.digest()}"
         self._group.connections.agree("their anchors", [agreed])
         self._group.admission = None
+
+    def _use_missed(self, before: OuterLoop, loop: OuterLoop, changed: int) -> None:
+        """Use the anchor of a round that failed here, after other ranks had made it.
+
+        ``changed``: rounds that have changed the anchor on those.
+        """
+        if self._missed is not None and changed != before.state.outer_rounds:
+            before.commit(self._missed)
+            loop.state.rank_weights.settle(self._missed)
+            loop.give_anchor(loop.state.fragments[self._missed], late=loop.overlaps)
 
     def _give_anchors(self, loop: OuterLoop, transfer: StateTransfer) -> None:
         takers = sorted(transfer.joined + transfer.behind)

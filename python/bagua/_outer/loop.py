@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ from bagua._core.state.shards import local
 from bagua._core.state.weights_check import digest
 from bagua._outer.optimizer import NO_FIGURES, OuterOptimizer, figures, state_of
 from bagua._outer.strategies import FixedRanks, RankWeights
-from bagua._sync.hooks import DroppedOnCopy
+from bagua._sync.optimizer_steps import StepAttempts
 from bagua._sync.plan import build, finish_soon, part_of_the_round
 from bagua._sync.synchronizer import Synchronizer
 
@@ -50,7 +49,6 @@ __all__ = [
     "OuterLoop",
     "OuterState",
     "Schedule",
-    "attempt_of",
 ]
 
 REMEDY = "the checkpoint is of another model or algorithm, or of other overlap_steps"
@@ -58,6 +56,330 @@ _STARTS_AGAIN = (
     "The weights of {} hold NaN or infinity: they become the anchor again, and the non-finite "
     "elements of the optimizers' state zero"
 )
+
+
+class OuterLoop(Synchronizer):
+    """Averages the weight changes of ranks that train locally, every so many steps.
+
+    A step is an attempted one of the last optimizer. Between rounds nothing is sent. A round that
+    fails changes neither anchor nor weights.
+
+    Args:
+        local: the tensors of this rank.
+        group: averages them.
+        buckets: memory of the pseudo-gradients of each part, and with the last part of floating
+            buffers, which are no views of them.
+        state: to begin or go on with.
+        schedule: the steps at which rounds are launched and used.
+        ranks: decides on lost ranks.
+        commits: of the fragments' rounds, for residuals: a round that fails changes none.
+
+    Attributes:
+        engine: averages the pseudo-gradients.
+        communicators: (purpose, communicator) of the engine's lanes, for statistics.
+        state: as given.
+    """
+
+    def __init__(
+        self,
+        local: LocalTensors,
+        group: BaguaProcessGroup,
+        buckets: Sequence[BaguaBucket],
+        state: OuterState,
+        schedule: Schedule,
+        *,
+        ranks: FixedRanks,
+        commits: Sequence[Commit],
+    ) -> None:
+        super().__init__()
+        self._connections = group.connections
+        plan = build(buckets, group, local.name, self._connections.next_wrap())
+        self.engine = plan.engine
+        self.communicators = plan.communicators
+        self.non_finite = plan.non_finite
+        self.state = state
+        self._anchored = False
+        self._local = local
+        self._schedule = schedule
+        self._ranks = ranks
+        self._commits = commits
+        named = [dict(bucket.named_views()) for bucket in buckets]
+        self._means = {name: view for views in named for name, view in views.items()}
+        weights = {name for fragment in state.fragments for name in fragment.names}
+        self._buffers = {name: v for name, v in self._means.items() if name not in weights}
+        self._buckets = list(buckets)
+        self._bucket_rounds = 0  # launched, of all buckets
+        self._attempts = StepAttempts(local.optimizers[-1], self._after_step)
+
+    # A round: the steps above, in the order in which they happen.
+
+    def _after_step(self) -> None:
+        """1. This rank has made a step: use the result and launch the round that are due."""
+        self._refuse_inside_anchor("optimizer.step()")
+        self.state.steps += 1
+        self.state.trained = True
+        self._attempt(self._make_rounds)
+        if self.state.steps == self._schedule.interval:
+            self.state.steps = 0
+
+    def _make_rounds(self) -> None:
+        if self.state.result_due():
+            self._use(late=True)
+        part = self._schedule.launched_after(self.state.steps)
+        if part is not None:
+            self._launch(self.state.fragments[part], self._schedule.overlap)
+            if not self.overlaps:
+                self._use(late=False)
+
+    def _launch(self, fragment: Fragment, due: int) -> None:
+        """2. Send the pseudo-gradients of a fragment. All ranks call it for the same rounds."""
+        self.engine.begin_round(part=fragment.part)
+        fragment.launch(self._local.weights(), self._means)
+        self._weigh(fragment)
+        if self._is_last(fragment):
+            _copy(self._local.floating_buffers(), self._buffers)
+        self.engine.mark_all()
+        self._ranks.confirm(self.engine)
+        self._bucket_rounds += sum(bucket.part == fragment.part for bucket in self._buckets)
+        self.state.begin_round(fragment, due)
+
+    def _receive(self) -> None:
+        """3. Wait until all ranks have the mean of the round under way, if there is one."""
+        self.engine.wait()
+        pending = self.state.pending
+        if pending is not None and not pending.received:
+            self._ranks.confirmed(self.engine)
+            pending.received = True
+            self.commit(pending.fragment.part)
+
+    def _use(self, *, late: bool) -> None:
+        """4. Step with the mean of the round under way. ``late``: steps were made meanwhile."""
+        self._receive()
+        # Nothing has changed so far: what fails before leaves weights and anchors as they were.
+        fragment = self.state.end_round()
+        norm = math.sqrt(fragment.squared_norm(self._means))
+        if math.isfinite(norm):
+            self.state.count_step(norm, fragment, fragment.step(self._means))
+            self.give_anchor(fragment, late=late)
+        else:
+            self.state.skipped_rounds += 1
+            self._restart_non_finite(fragment)
+        if self._buffers and self._is_last(fragment):
+            self._share_buffers()
+
+    def give_anchor(self, fragment: Fragment, *, late: bool) -> None:
+        """5. Give the weights the new anchor. ``late``: and what they have changed meanwhile."""
+        weights = self._local.weights()
+        if late:
+            fragment.merge(weights)
+        else:
+            fragment.take_anchor(weights)
+
+    # Parts of a round.
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether steps are made while a round is under way."""
+        return self._schedule.overlap > 0
+
+    def _attempt(self, rounds: Callable[[], None]) -> None:
+        due = self._schedule.launched_after(self.state.steps) is not None
+        self._ranks.attempt(rounds, due=due)
+
+    def _is_last(self, fragment: Fragment) -> bool:
+        return fragment.part == len(self.state.fragments) - 1
+
+    def commit(self, part: int) -> None:
+        """Keep the residuals of the last round of a fragment, whose result is used."""
+        self._commits[part].commit()
+
+    def _weigh(self, fragment: Fragment) -> None:
+        weights = self.state.rank_weights
+        factor = weights.factor(fragment.part, self._gather, self._local.name)
+        for name in fragment.names if factor != 1 else ():
+            mean = self._means[name]
+            mean.zero_() if factor == 0 else mean.mul_(factor)
+
+    def _restart_non_finite(self, fragment: Fragment) -> None:
+        """After a round that was not finite: find the ranks with NaN, which start anew."""
+        for bucket in self._buckets:
+            if bucket.part == fragment.part and not self._buffers.keys() & _names(bucket):
+                bucket.backend_tensor.zero_()  # the padding too, which no launch writes
+        own = _all_finite(self._local.weights().values())
+        broken = self._ranks_with_non_finite(not own)
+        whose = "No rank's weights hold NaN or infinity: the sum overflowed"
+        if broken:
+            whose = _STARTS_AGAIN.format(f"rank(s) {', '.join(map(str, broken))}")
+        if not own:
+            self.take_anchors()
+            _clear_non_finite(self._local.optimizers)
+        warnings.warn(
+            f"module '{self._local.name}': the average of an outer round is not finite, and "
+            f"changes nothing. {whose}. Other ranks keep their weights, for the next round.",
+            stacklevel=2,
+        )
+
+    def _ranks_with_non_finite(self, here: bool) -> list[int]:
+        """The ranks that call it with True. All call it."""
+        flags = self._gather("looking for ranks with NaN or infinity", int(here))
+        return [rank for rank, flag in enumerate(flags) if flag]
+
+    def _gather(self, what: str, number: int) -> list[int]:
+        """All ranks' numbers. All call it; ``what`` they do is for errors."""
+        with part_of_the_round(self.engine):
+            return self._connections.gather_numbers(what, number)
+
+    def _share_buffers(self) -> None:
+        """Give floating buffers their mean, others the lowest rank's values."""
+        buffers = self._local.floating_buffers()
+        if _all_finite(self._buffers.values()):
+            _copy(self._buffers, {name: buffers[name] for name in self._buffers})
+        else:
+            broken = self._ranks_with_non_finite(not _all_finite(buffers.values()))
+            sound = [rank for rank in range(self._connections.size) if rank not in broken]
+            with part_of_the_round(self.engine):
+                if sound:
+                    broadcast_tensors(list(buffers.values()), self._connections, sound[0])
+        with part_of_the_round(self.engine):
+            broadcast_tensors(self._local.other_buffers(), self._connections)
+
+    # Control.
+
+    def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
+        self._refuse_inside_anchor("a training forward")
+        self._resume()
+        return False
+
+    def wait(self) -> None:
+        self.engine.wait()
+
+    def sync(self) -> None:
+        """A round of all fragments now, unless no rank has made a step since one. All call it."""
+        self._refuse_inside_anchor("sync()")
+        self._attempt(self._sync)
+
+    def _sync(self) -> None:
+        self._resume()
+        self.end_together()
+        (trained,) = self._connections.reduce_numbers(
+            "sync()", _C.ReduceOp.MAX, int(self.state.trained)
+        )
+        for fragment in self.state.fragments if trained else ():
+            self._launch(fragment, 0)
+            self._use(late=False)
+        self._start_at_anchors()
+
+    def _start_at_anchors(self) -> None:
+        self.take_anchors()
+        self.state.trained = False
+        self.state.steps = 0
+
+    def take_anchors(self) -> None:
+        """Give the weights the values of the anchors, rounded to their dtype."""
+        for fragment in self.state.fragments:
+            self.give_anchor(fragment, late=False)
+
+    @contextmanager
+    def anchor(self) -> Iterator[None]:
+        """Inside it the weights are the anchor's; afterwards they are this rank's, to the bit."""
+        self._refuse_inside_anchor("anchor()")
+        weights = self._local.weights()
+        own = {name: weight.detach().clone() for name, weight in weights.items()}
+        self.take_anchors()
+        self._anchored = True
+        try:
+            yield
+        finally:
+            self._anchored = False
+            _copy(own, weights)
+
+    def _refuse_inside_anchor(self, what: str) -> None:
+        if self._anchored:
+            raise _C.BaguaError(
+                f"module '{self._local.name}': {what} inside anchor(), where the weights are not "
+                "this rank's own. Leave the context first."
+            )
+
+    def settle(self) -> None:
+        self.engine.settle()
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's, and ``outer``: of the last outer step."""
+        outer = {key: getattr(self.state, key) for key in ("skipped_rounds", "steps")}
+        outer |= {"rounds": self.state.outer_rounds, **self.state.figures}
+        return {**self.engine.stats(), "outer": outer}
+
+    def end_together(self) -> None:
+        """Use the result of a round under way, before another plan takes over."""
+        if self.state.pending is not None:
+            self._use(late=True)
+
+    def close(self) -> None:
+        """Count no more steps and stop the threads. Idempotent.
+
+        A round under way is given some seconds: other ranks may wait for this rank's part of it.
+        """
+        self._attempts.close()
+        if self.state.pending is not None:
+            with suppress(_C.BaguaError):  # this rank or another has failed, and raised that
+                finish_soon(self.engine, self._bucket_rounds)
+            self.state.pending = None
+        self.engine.stop()
+
+    # Checkpoints.
+
+    def named_state(self) -> dict[str, torch.Tensor]:
+        """Tensors by key that are equal on all ranks.
+
+        Waits for a round under way, whose result is saved as it is: using it early would make the
+        training depend on being saved.
+        """
+        if self.overlaps:
+            self._receive()
+        return self.state.named() | self.named_means()
+
+    def named_means(self) -> dict[str, torch.Tensor]:
+        """Results that may be under way, by key; writes into the tensors take effect."""
+        means = self._means if self.overlaps else {}
+        return {f"mean/{name}": mean for name, mean in means.items()}
+
+    def named_own_state(self) -> dict[str, torch.Tensor]:
+        """Tensors by key that are this rank's; writes into them take effect."""
+        launched = [pair for f in self.state.fragments for pair in f.named_launched()]
+        return dict([*launched, *self.state.rank_weights.named_state()])
+
+    def digest(self) -> int | None:
+        """A hash of this rank's weights, by which a load knows them again."""
+        resumption = self.state.resumption
+        return _digest_of(self._local.weights()) if resumption is None else resumption.digest
+
+    def resume_at(self, counters: Mapping[str, int], digest: int | None) -> None:
+        """All tensors have been loaded, from a state with those ``counters``.
+
+        Ranks whose weights are those of that state, which have the ``digest``, go on from there. A
+        rank without them takes the anchor's. Should there be one, all do, in the next training
+        forward, and a result under way is used at once.
+        """
+        self.state.go_on_at(counters)
+        part = counters["in_flight"] - 1
+        if part >= 0:
+            fragment = self.state.fragments[part]
+            self.state.pending = PendingRound(fragment, counters["due"], received=True)
+        if digest is None or _digest_of(self._local.weights()) != digest:
+            self.take_anchors()
+        self.state.resumption = Resumption(digest)
+
+    def _resume(self) -> None:
+        resumption, self.state.resumption = self.state.resumption, None
+        if resumption is None:
+            return
+        found = int(_digest_of(self._local.weights()) == resumption.digest)
+        (all_found,) = self._connections.reduce_numbers(
+            "comparing the weights with those of the checkpoint", _C.ReduceOp.MIN, found
+        )
+        if not all_found:
+            self.end_together()
+            self._start_at_anchors()
 
 
 class Schedule:
@@ -296,6 +618,34 @@ class OuterState:
             figures=self.figures,
         )
 
+    def begin_round(self, fragment: Fragment, due: int) -> None:
+        """The round of ``fragment`` is under way; its result is used after ``due`` steps."""
+        self.pending = PendingRound(fragment, due)
+        self.trained = len(self.fragments) > 1
+
+    def result_due(self) -> bool:
+        """Count a step; whether the result of the round under way is used after it."""
+        if self.pending is None:
+            return False
+        self.pending.due -= 1
+        return self.pending.due == 0
+
+    def end_round(self) -> Fragment:
+        """All ranks have the result of the round under way: its fragment."""
+        assert self.pending is not None
+        fragment, self.pending = self.pending.fragment, None
+        self.communications += 1
+        self.rank_weights.settle(fragment.part)
+        return fragment
+
+    def count_step(
+        self, norm: float, fragment: Fragment, figures: Mapping[str, float | None]
+    ) -> None:
+        """An outer step of ``figures`` was made, with means of that ``norm``."""
+        agreement = norm / fragment.own_norm if fragment.own_norm > 0 else None
+        self.figures = {"agreement": agreement, **figures}
+        self.outer_rounds += 1
+
     @property
     def counters(self) -> dict[str, int]:
         """Numbers equal on all ranks, for a checkpoint."""
@@ -323,402 +673,6 @@ class OuterState:
     def digest(self) -> int:
         """63 bits of the names and exact values of :meth:`named`."""
         return _digest_of(self.named())
-
-
-class _StepAttempts(DroppedOnCopy):
-    """Calls ``attempted`` after each ``step()`` of ``optimizer``.
-
-    A step that a ``GradScaler`` skips on this rank counts: ranks skip different ones, and must
-    meet after equal numbers of steps. ``attempted`` is a method; its object is not kept alive.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, attempted: Callable[[], None]) -> None:
-        self.count = 0
-        self._attempted = weakref.WeakMethod(attempted)
-        self._handle = optimizer.register_step_post_hook(self)
-        watchers = _watched.setdefault(optimizer, [])
-        watchers[:] = [watcher for watcher in watchers if watcher() is not None]
-        watchers.append(weakref.ref(self))
-
-    def __call__(self, *_: Any) -> None:
-        """Count an attempt."""
-        self.count += 1
-        if (attempted := self._attempted()) is not None:
-            attempted()
-
-    def close(self) -> None:
-        """Count no more. Idempotent."""
-        self._handle.remove()
-        self._attempted = lambda: None  # type: ignore[assignment]
-
-
-_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[_StepAttempts]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-@contextmanager
-def attempt_of(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside it ``optimizer`` steps, or a scaler finds that it cannot."""
-    watchers = [watcher() for watcher in _watched.get(optimizer, [])]
-    before = [(watcher, watcher.count) for watcher in watchers if watcher is not None]
-    yield
-    for watcher, count in before:
-        if watcher.count == count:
-            watcher()
-
-
-class OuterLoop(Synchronizer):
-    """Averages the weight changes of ranks that train locally, every so many steps.
-
-    A step is an attempted one of the last optimizer. Between rounds nothing is sent. A round that
-    fails changes neither anchor nor weights.
-
-    Args:
-        local: the tensors of this rank.
-        group: averages them.
-        buckets: memory of the pseudo-gradients of each part, and with the last part of floating
-            buffers, which are no views of them.
-        state: to begin or go on with.
-        schedule: the steps at which rounds are launched and used.
-        ranks: decides on lost ranks.
-        commits: of the fragments' rounds, for residuals: a round that fails changes none.
-
-    Attributes:
-        engine: averages the pseudo-gradients.
-        communicators: (purpose, communicator) of the engine's lanes, for statistics.
-        state: as given.
-    """
-
-    def __init__(
-        self,
-        local: LocalTensors,
-        group: BaguaProcessGroup,
-        buckets: Sequence[BaguaBucket],
-        state: OuterState,
-        schedule: Schedule,
-        *,
-        ranks: FixedRanks,
-        commits: Sequence[Commit],
-    ) -> None:
-        super().__init__()
-        self._connections = group.connections
-        plan = build(buckets, group, local.name, self._connections.next_wrap())
-        self.engine = plan.engine
-        self.communicators = plan.communicators
-        self.non_finite = plan.non_finite
-        self.state = state
-        self._anchored = False
-        self._local = local
-        self._schedule = schedule
-        self._ranks = ranks
-        self._commits = commits
-        named = [dict(bucket.named_views()) for bucket in buckets]
-        self._means = {name: view for views in named for name, view in views.items()}
-        weights = {name for fragment in state.fragments for name in fragment.names}
-        self._buffers = {name: v for name, v in self._means.items() if name not in weights}
-        self._buckets = list(buckets)
-        self._bucket_rounds = 0  # launched, of all buckets
-        self._missed: Fragment | None = None  # whose round was under way at a failure
-        self._attempts = _StepAttempts(local.optimizers[-1], self._after_step)
-
-    # A round, in the order in which things happen.
-
-    def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
-        self._refuse_inside_anchor("a training forward")
-        self._resume()
-        return False
-
-    def _after_step(self) -> None:
-        self._refuse_inside_anchor("optimizer.step()")
-        self.state.steps += 1
-        self.state.trained = True
-        self._try(self._use_and_launch)
-        if self.state.steps == self._schedule.interval:
-            self.state.steps = 0
-
-    def _try(self, rounds: Callable[[], None]) -> None:
-        """Make rounds, whose failure is an error unless the ranks go on without those lost."""
-        failure = self._ranks.failure
-        if failure is not None and self._schedule.launched_after(self.state.steps) is not None:
-            raise failure  # and no training forward has come to replace the plan
-        self._ranks.attempt(rounds)
-
-    def _use_and_launch(self) -> None:
-        """Use the result and launch the round that are due after a step."""
-        pending = self.state.pending
-        if pending is not None:
-            pending.due -= 1
-            if pending.due == 0:
-                self._use(late=True)
-        part = self._schedule.launched_after(self.state.steps)
-        if part is not None:
-            self._launch(self.state.fragments[part], self._schedule.overlap)
-            if self._schedule.overlap == 0:
-                self._use(late=False)
-
-    def _launch(self, fragment: Fragment, due: int) -> None:
-        """Send the pseudo-gradients of a fragment. All ranks call it for the same rounds."""
-        self.engine.begin_round(part=fragment.part)
-        fragment.launch(self._local.weights(), self._means)
-        self._weigh(fragment)
-        if self._is_last(fragment):
-            _copy(self._local.floating_buffers(), self._buffers)
-        self.engine.mark_all()
-        self._ranks.confirm(self.engine)
-        self._bucket_rounds += sum(bucket.part == fragment.part for bucket in self._buckets)
-        self.state.pending = PendingRound(fragment, due)
-        self.state.trained = len(self.state.fragments) > 1
-
-    def _use(self, *, late: bool) -> None:
-        """Wait for the round under way and use its result. ``late``: steps were made meanwhile."""
-        state = self.state
-        fragment = self._receive()
-        assert fragment is not None
-        # Nothing has changed so far: what fails before leaves weights and anchors as they were.
-        state.pending = None
-        state.communications += 1
-        state.rank_weights.settle(fragment.part)
-        norm = math.sqrt(fragment.squared_norm(self._means))
-        if math.isfinite(norm):
-            agreement = norm / fragment.own_norm if fragment.own_norm > 0 else None
-            state.figures = {"agreement": agreement, **fragment.step(self._means)}
-            state.outer_rounds += 1
-            if late:
-                fragment.merge(self._local.weights())
-            else:
-                fragment.take_anchor(self._local.weights())
-        else:
-            state.skipped_rounds += 1
-            self._restart_non_finite(fragment)
-        if self._buffers and self._is_last(fragment):
-            self._share_buffers()
-
-    def _receive(self) -> Fragment | None:
-        """Wait until all ranks have the result of the round under way, if there is one."""
-        self.engine.wait()
-        pending = self.state.pending
-        if pending is None:
-            return None
-        if not pending.received:
-            self._ranks.confirmed(self.engine)
-            pending.received = True
-            self._commits[pending.fragment.part].commit()
-        return pending.fragment
-
-    # Parts of a round.
-
-    def _is_last(self, fragment: Fragment) -> bool:
-        return fragment.part == len(self.state.fragments) - 1
-
-    def _weigh(self, fragment: Fragment) -> None:
-        weights = self.state.rank_weights
-        factor = weights.factor(fragment.part, self._gather, self._local.name)
-        for name in fragment.names if factor != 1 else ():
-            mean = self._means[name]
-            mean.zero_() if factor == 0 else mean.mul_(factor)
-
-    def _restart_non_finite(self, fragment: Fragment) -> None:
-        """After a round that was not finite: find the ranks with NaN, which start anew."""
-        for bucket in self._buckets:
-            if bucket.part == fragment.part and not self._buffers.keys() & _names(bucket):
-                bucket.backend_tensor.zero_()  # the padding too, which no launch writes
-        own = _all_finite(self._local.weights().values())
-        broken = self._ranks_with_non_finite(not own)
-        whose = "No rank's weights hold NaN or infinity: the sum overflowed"
-        if broken:
-            whose = _STARTS_AGAIN.format(f"rank(s) {', '.join(map(str, broken))}")
-        if not own:
-            self.take_anchors()
-            _clear_non_finite(self._local.optimizers)
-        warnings.warn(
-            f"module '{self._local.name}': the average of an outer round is not finite, and "
-            f"changes nothing. {whose}. Other ranks keep their weights, for the next round.",
-            stacklevel=2,
-        )
-
-    def _ranks_with_non_finite(self, here: bool) -> list[int]:
-        """The ranks that call it with True. All call it."""
-        flags = self._gather("looking for ranks with NaN or infinity", int(here))
-        return [rank for rank, flag in enumerate(flags) if flag]
-
-    def _gather(self, what: str, number: int) -> list[int]:
-        """All ranks' numbers. All call it; ``what`` they do is for errors."""
-        with part_of_the_round(self.engine):
-            return self._connections.gather_numbers(what, number)
-
-    def _share_buffers(self) -> None:
-        """Give floating buffers their mean, others the lowest rank's values."""
-        buffers = self._local.floating_buffers()
-        if _all_finite(self._buffers.values()):
-            _copy(self._buffers, {name: buffers[name] for name in self._buffers})
-        else:
-            broken = self._ranks_with_non_finite(not _all_finite(buffers.values()))
-            sound = [rank for rank in range(self._connections.size) if rank not in broken]
-            with part_of_the_round(self.engine):
-                if sound:
-                    broadcast_tensors(list(buffers.values()), self._connections, sound[0])
-        with part_of_the_round(self.engine):
-            broadcast_tensors(self._local.other_buffers(), self._connections)
-
-    # Control.
-
-    def wait(self) -> None:
-        self.engine.wait()
-
-    def sync(self) -> None:
-        """A round of all fragments now, unless no rank has made a step since one. All call it."""
-        self._refuse_inside_anchor("sync()")
-        self._try(self._sync)
-
-    def _sync(self) -> None:
-        self._resume()
-        self.end_together()
-        (trained,) = self._connections.reduce_numbers(
-            "sync()", _C.ReduceOp.MAX, int(self.state.trained)
-        )
-        for fragment in self.state.fragments if trained else ():
-            self._launch(fragment, 0)
-            self._use(late=False)
-        self._start_at_anchors()
-
-    def _start_at_anchors(self) -> None:
-        self.take_anchors()
-        self.state.trained = False
-        self.state.steps = 0
-
-    def take_anchors(self) -> None:
-        """Give the weights the values of the anchors, rounded to their dtype."""
-        weights = self._local.weights()
-        for fragment in self.state.fragments:
-            fragment.take_anchor(weights)
-
-    @contextmanager
-    def anchor(self) -> Iterator[None]:
-        """Inside it the weights are the anchor's; afterwards they are this rank's, to the bit."""
-        self._refuse_inside_anchor("anchor()")
-        weights = self._local.weights()
-        own = {name: weight.detach().clone() for name, weight in weights.items()}
-        self.take_anchors()
-        self._anchored = True
-        try:
-            yield
-        finally:
-            self._anchored = False
-            _copy(own, weights)
-
-    def _refuse_inside_anchor(self, what: str) -> None:
-        if self._anchored:
-            raise _C.BaguaError(
-                f"module '{self._local.name}': {what} inside anchor(), where the weights are not "
-                "this rank's own. Leave the context first."
-            )
-
-    def settle(self) -> None:
-        self.engine.settle()
-
-    def stats(self) -> dict[str, Any]:
-        """The engine's, and ``outer``: of the last outer step."""
-        outer = {key: getattr(self.state, key) for key in ("skipped_rounds", "steps")}
-        outer |= {"rounds": self.state.outer_rounds, **self.state.figures}
-        return {**self.engine.stats(), "outer": outer}
-
-    def end_together(self) -> None:
-        """Use the result of a round under way, before another plan takes over."""
-        if self.state.pending is not None:
-            self._use(late=True)
-
-    def close(self) -> None:
-        """Count no more steps and stop the threads. Idempotent.
-
-        A round under way is given some seconds: other ranks may wait for this rank's part of it.
-        """
-        self._attempts.close()
-        if self.state.pending is not None:
-            with suppress(_C.BaguaError):  # this rank or another has failed, and raised that
-                finish_soon(self.engine, self._bucket_rounds)
-            self.state.pending = None
-        self.engine.stop()
-
-    # Checkpoints.
-
-    def named_state(self) -> dict[str, torch.Tensor]:
-        """Tensors by key that are equal on all ranks.
-
-        Waits for a round under way, whose result is saved as it is: using it early would make the
-        training depend on being saved.
-        """
-        state = self.state.named()
-        if self._schedule.overlap > 0:
-            self._receive()
-            state |= self.named_means()
-        return state
-
-    def named_means(self) -> dict[str, torch.Tensor]:
-        """Results of the last rounds by key; writes into the tensors take effect."""
-        return {f"mean/{name}": mean for name, mean in self._means.items()}
-
-    def named_own_state(self) -> dict[str, torch.Tensor]:
-        """Tensors by key that are this rank's; writes into them take effect."""
-        launched = [pair for f in self.state.fragments for pair in f.named_launched()]
-        return dict([*launched, *self.state.rank_weights.named_state()])
-
-    def digest(self) -> int | None:
-        """A hash of this rank's weights, by which a load knows them again."""
-        resumption = self.state.resumption
-        return _digest_of(self._local.weights()) if resumption is None else resumption.digest
-
-    def resume_at(self, counters: Mapping[str, int], digest: int | None) -> None:
-        """All tensors have been loaded, from a state with those ``counters``.
-
-        Ranks whose weights are those of that state, which have the ``digest``, go on from there. A
-        rank without them takes the anchor's. Should there be one, all do, in the next training
-        forward, and a result under way is used at once.
-        """
-        self.state.go_on_at(counters)
-        part = counters["in_flight"] - 1
-        if part >= 0:
-            fragment = self.state.fragments[part]
-            self.state.pending = PendingRound(fragment, counters["due"], received=True)
-        if digest is None or _digest_of(self._local.weights()) != digest:
-            self.take_anchors()
-        self.state.resumption = Resumption(digest)
-
-    def _resume(self) -> None:
-        resumption, self.state.resumption = self.state.resumption, None
-        if resumption is None:
-            return
-        found = int(_digest_of(self._local.weights()) == resumption.digest)
-        (all_found,) = self._connections.reduce_numbers(
-            "comparing the weights with those of the checkpoint", _C.ReduceOp.MIN, found
-        )
-        if not all_found:
-            self.end_together()
-            self._start_at_anchors()
-
-    # Another plan of the same rounds, with other ranks: Note [Elastic rounds].
-
-    def report(self) -> dict[str, int]:
-        """Counters for other ranks after a failed round, or before ranks join."""
-        pending = self.state.pending
-        self._missed = None if pending is None else pending.fragment
-        trained = self.state.trained or self._ranks.failure is not None
-        return self.state.counters | {"trained": int(trained)}
-
-    def use_result_of(self, before: OuterLoop, changed: int) -> None:
-        """Use the anchor of a round that failed here, after other ranks had made it.
-
-        ``changed``: rounds that have changed the anchor on those.
-        """
-        if before._missed is None or changed == before.state.outer_rounds:
-            return
-        fragment = self.state.fragments[before._missed.part]
-        before._commits[fragment.part].commit()
-        self.state.rank_weights.settle(fragment.part)
-        if self._schedule.overlap > 0:
-            fragment.merge(self._local.weights())
-        else:
-            fragment.take_anchor(self._local.weights())
 
 
 def _wide(weight: torch.Tensor) -> torch.Tensor:

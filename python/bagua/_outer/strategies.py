@@ -28,8 +28,8 @@ class FixedRanks:
     failure: _C.BaguaError | None = None
     change_due = False
 
-    def attempt(self, rounds: Callable[[], None]) -> None:
-        """Call ``rounds``, which makes some."""
+    def attempt(self, rounds: Callable[[], None], *, due: bool) -> None:
+        """Call ``rounds``, which makes some; ``due``: one is launched."""
         rounds()
 
     def confirm(self, engine: _C.Engine) -> None:

@@ -1,9 +1,11 @@
-"""Optimizer steps that a wrap must know of: those inside backward, and those that never come."""
+"""Optimizer steps: those inside backward, attempted ones, and those that never come."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +17,7 @@ from bagua._sync.hooks import DroppedOnCopy
 if TYPE_CHECKING:
     from bagua.torch_api.algorithms.base import AlgorithmImpl
 
-__all__ = ["MissingSteps", "StepsInBackward"]
+__all__ = ["MissingSteps", "StepAttempts", "StepsInBackward", "attempt_of"]
 
 _TORCHS = "torch.distributed.optim.apply_optimizer_in_backward"
 
@@ -136,6 +138,49 @@ class MissingSteps:
                 "step() is called: make it before the wrap, or call with_bagua again, on every "
                 "rank, with the new one."
             )
+
+
+class StepAttempts(DroppedOnCopy):
+    """Calls ``attempted`` after each ``step()`` of ``optimizer``.
+
+    A step that a ``GradScaler`` skips on this rank counts: ranks skip different ones, and must
+    meet after equal numbers of steps. ``attempted`` is a method; its object is not kept alive.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, attempted: Callable[[], None]) -> None:
+        self.count = 0
+        self._attempted = weakref.WeakMethod(attempted)
+        self._handle = optimizer.register_step_post_hook(self)
+        watchers = _watched.setdefault(optimizer, [])
+        watchers[:] = [watcher for watcher in watchers if watcher() is not None]
+        watchers.append(weakref.ref(self))
+
+    def __call__(self, *_: Any) -> None:
+        """Count an attempt."""
+        self.count += 1
+        if (attempted := self._attempted()) is not None:
+            attempted()
+
+    def close(self) -> None:
+        """Count no more. Idempotent."""
+        self._handle.remove()
+        self._attempted = lambda: None  # type: ignore[assignment]
+
+
+_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[StepAttempts]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@contextmanager
+def attempt_of(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside it ``optimizer`` steps, or a scaler finds that it cannot."""
+    watchers = [watcher() for watcher in _watched.get(optimizer, [])]
+    before = [(watcher, watcher.count) for watcher in watchers if watcher is not None]
+    yield
+    for watcher, count in before:
+        if watcher.count == count:
+            watcher()
 
 
 class _Counter(DroppedOnCopy):

@@ -14,7 +14,7 @@ from bagua._core.group.incarnation import OWN_RENDEZVOUS, refuse_stale_addresses
 from bagua._core.group.job import as_bagua_group, ensure_initialised, known_bagua_group
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import METHODS, PROPERTIES
-from bagua._outer.loop import attempt_of
+from bagua._sync.optimizer_steps import attempt_of
 from bagua.torch_api._session import Session
 from bagua.torch_api.algorithms.auto import AutoAlgorithm
 from bagua.torch_api.algorithms.base import Algorithm, check_arguments

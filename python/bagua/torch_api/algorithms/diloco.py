@@ -488,7 +488,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         same_ranks = saved_count(state, "ranks", self.owner) == self.process_group.size
         state, same_shards = self._shards().loaded(state)
         fragments = [fragment.loaded(state) for fragment in loop.state.fragments]
-        views = loop.named_means() if self._schedule.overlap > 0 else {}
+        views = loop.named_means()
         digest = None
         if same_ranks and same_shards:
             if self._own("weights") in state:
