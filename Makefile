@@ -47,7 +47,7 @@ build: $(VENV)/.installed ## Build and install the package into .venv (what chan
 
 # Without isolation and dependencies, or pip would fetch another torch to build against.
 $(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
-	$(PY) -m pip install --no-build-isolation --no-deps .
+	$(PY) -m pip install -v --no-build-isolation --no-deps .
 	touch $@
 
 horovod: $(VENV)/.horovod ## Build Horovod from PyPI into .venv, for its tests (3 minutes, once; the wheel is kept)

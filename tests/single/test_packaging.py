@@ -28,6 +28,41 @@ def test_a_source_distribution_takes_any_torch_that_is_supported():
         provider().dynamic_metadata("version")
 
 
+def test_what_a_build_lacks_is_told_in_a_line_before_anything_is_compiled(monkeypatch, tmp_path):
+    build = provider()
+    assert build.missing() is None
+    programs = {"cmake", "ninja", "c++", "g++", "clang++"}
+    monkeypatch.setattr(build.shutil, "which", lambda name: name if name in programs else None)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.delenv("CXX", raising=False)
+    assert build.missing() is None
+    monkeypatch.setattr(build.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert "no Python.h" in build.missing()
+    programs -= {"c++", "g++", "clang++"}
+    assert build.missing().startswith("there is no C++ compiler. Install g++ >= 12")
+    monkeypatch.setenv("CXX", "ccache none")
+    assert build.missing().startswith("CXX=ccache is no program")
+    programs.remove("ninja")
+    assert build.missing() == "there is no ninja. pip install ninja"
+    programs.remove("cmake")
+    assert build.missing() == "there is no cmake. pip install cmake"
+    monkeypatch.setattr(build, "version", lambda _: "2.9.1+cpu")
+    assert build.missing() == "torch 2.9.1+cpu is too old. Install torch >= 2.11."
+    with pytest.raises(SystemExit, match="bagua cannot be built: torch 2"):
+        build.dynamic_metadata("dependencies", {"pinned": True})
+
+
+def test_memory_for_fewer_compilers_than_are_started_is_told(tmp_path):
+    build = provider()
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 3145728 kB\nSwapFree: 1 kB\n")
+    memory = build.memory_gib(tmp_path / "meminfo")
+    assert 3.0 < memory < 3.01
+    assert build.too_many_compilers(memory, 2) is None
+    assert "set CMAKE_BUILD_PARALLEL_LEVEL=2" in build.too_many_compilers(memory, 3)
+    assert "end other programs or add swap" in build.too_many_compilers(1.4, 1)
+    assert build.memory_gib(tmp_path / "none") == float("inf")
+
+
 def links_into_the_project(text):
     return [target for target in re.findall(r"\]\(([^)]*)\)", text) if "://" not in target]
 
