@@ -9,6 +9,7 @@ import pytest
 from faults import elastic_job
 from faults.elastic_job import Job
 from faults.elastic_rank import EXIT_OF_AN_ERROR, TIMEOUT
+from faults.test_elastic import finish_without
 from support.processes.pool import run_on_network
 from support.programs.benchmark_programs import load
 
@@ -17,6 +18,14 @@ unavailable = network.why_unavailable()
 
 RANKS = 4
 TIMES = int(os.environ.get("BAGUA_TEST_DOUBLE_KILLS", "8"))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("victim", "place"), [(1, "launch"), (0, "between"), (0, "mean"), (1, "mean")]
+)
+def test_two_of_three_finish_wherever_one_is_killed(victim, place):
+    finish_without(victim, place)
 
 
 @pytest.mark.timeout(1200)

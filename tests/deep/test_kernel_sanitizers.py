@@ -1,6 +1,6 @@
-"""The CUDA kernels on the CPU under AddressSanitizer and ThreadSanitizer.
+"""The CUDA kernels on the CPU under AddressSanitizer and ThreadSanitizer, and of every size.
 
-Without sanitizers: tests/single/test_kernel_emulation.py.
+Of few sizes: tests/single/test_kernel_emulation.py.
 """
 
 import pytest
@@ -10,6 +10,11 @@ from support.programs.kernel_emulation import run
 pytestmark = kernel_emulation.marks
 #: Addresses and barriers depend on the width of the elements, and bfloat16's is float16's.
 WIDTHS = ["float32", "float16"]
+
+
+def test_kernels_give_the_bytes_of_the_cpu_codecs_at_every_size():
+    dtypes = ["float32", "float16", "bfloat16"]
+    kernel_emulation.assert_kernels_give_the_bytes_of_the_cpu("plain", dtypes=dtypes)
 
 
 @pytest.mark.parametrize(("variant", "extent"), [("address", "--quick"), ("thread", "--races")])

@@ -1,4 +1,7 @@
-"""torch.compile and the wrappers: either way round, the training is the uncompiled one."""
+"""torch.compile and the wrappers: either way round, the training is the uncompiled one.
+
+Each algorithm in each way, and Inductor: tests/deep/test_compiled_ways.py.
+"""
 
 import copy
 
@@ -117,19 +120,31 @@ def train(way, name, backend):
     return model.bagua_stats()["rounds"], graphs
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_compiled_training_is_the_uncompiled(ranks, way, name):
+def assert_compiled_is_uncompiled(ranks, way, name):
     for rounds, graphs in ranks(2, train, way, name, "eager", timeout=120.0):
         assert rounds == 3
         expected = 3 if way == "by_regions" else 1
         assert graphs == expected, "the model is one graph, and is not compiled again"
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_compiled_backward_communicates_too(ranks, way):
+def assert_a_compiled_backward_communicates(ranks, way):
     for rounds, graphs in ranks(3, train, way, "exact", "aot_eager", timeout=120.0):
         assert (rounds, graphs) == (3, 3 if way == "by_regions" else 1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_training_is_the_uncompiled(ranks, way):
+    assert_compiled_is_uncompiled(ranks, way, "exact")
+
+
+@pytest.mark.parametrize("name", ["bytegrad", "decentralized"])
+def test_compiled_training_of_an_algorithm_is_the_uncompiled(ranks, name):
+    assert_compiled_is_uncompiled(ranks, "compiled_wrap", name)
+
+
+@pytest.mark.parametrize("way", ["wrapped_compiled", "by_regions"])
+def test_a_compiled_backward_communicates_too(ranks, way):
+    assert_a_compiled_backward_communicates(ranks, way)
 
 
 @training.with_group
@@ -160,9 +175,3 @@ def ignored_names():
 def test_names_to_ignore_are_the_models_also_when_it_is_compiled(ranks):
     trained = ["_orig_mod.0.weight", "_orig_mod.0.bias", "_orig_mod.2.weight"]
     assert ranks(2, ignored_names) == [(trained, 2)] * 2
-
-
-@pytest.mark.timeout(300)
-def test_inductor(ranks):
-    answers = ranks(2, train, "compiled_wrap", "exact", "inductor", timeout=250.0, fresh=True)
-    assert answers == [(3, 1)] * 2

@@ -1,4 +1,4 @@
-"""The CUDA kernels, run on the CPU. Under sanitizers: tests/deep/test_kernel_sanitizers.py."""
+"""The CUDA kernels, run on the CPU. Every size and sanitizers: deep/test_kernel_sanitizers.py."""
 
 import re
 
@@ -10,8 +10,8 @@ pytestmark = kernel_emulation.marks
 
 
 def test_kernels_give_the_bytes_of_the_cpu_codecs():
-    dtypes = ["float32", "float16", "bfloat16"]
-    kernel_emulation.assert_kernels_give_the_bytes_of_the_cpu("plain", dtypes=dtypes)
+    dtypes = ["float32", "float16"]
+    kernel_emulation.assert_kernels_give_the_bytes_of_the_cpu("plain", "--quick", dtypes=dtypes)
 
 
 def test_the_emulation_runs_a_correct_kernel():

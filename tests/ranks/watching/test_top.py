@@ -12,9 +12,12 @@ import sys
 import termios
 import threading
 import time
+from datetime import timedelta
 
+import bagua.torch_api as bagua
 import pytest
 import torch.distributed as dist
+from bagua.__main__ import main
 from bagua._tools.top import stores_here
 from support.processes.pool import new_store
 
@@ -38,7 +41,7 @@ stop = torch.zeros(1)
 while not stop.item():
     optimizer.zero_grad()
     loss = model(torch.ones(4, 64)).square().mean()
-    time.sleep(0.05 * rank)
+    time.sleep(0.15 * rank)
     loss.backward()
     optimizer.step()
     stop.fill_((folder / "stop").exists())
@@ -115,7 +118,7 @@ class Terminal:
         return code
 
 
-def test_a_live_table_names_the_rank_that_the_others_wait_for(run_script, tmp_path):
+def test_tables_of_a_job_name_the_rank_that_the_others_wait_for(run_script, tmp_path):
     with job(run_script, tmp_path, {"BAGUA_TOP": "0.2"}) as store:
         terminal = Terminal([*TOP, store, "--interval", "0.2"])
         screen = terminal.read_until(r"\n +1 .* slowest")
@@ -130,10 +133,7 @@ def test_a_live_table_names_the_rank_that_the_others_wait_for(run_script, tmp_pa
         terminal.interrupt()
         assert terminal.end() == 0
         assert "Traceback" not in terminal.text
-
-
-def test_it_ends_with_the_job(run_script, tmp_path):
-    with job(run_script, tmp_path, {"BAGUA_TOP": "0.2"}) as store:
+        assert_one_table_without_a_terminal(store)
         terminal = Terminal([*TOP, store, "--interval", "0.1"])
         terminal.read_until(r"\n +1 .* slowest")
         (tmp_path / "stop").touch()
@@ -141,9 +141,8 @@ def test_it_ends_with_the_job(run_script, tmp_path):
     assert code in (0, 1), "the last publications were seen, or the store was gone before"
 
 
-def test_one_table_without_a_terminal(run_script, tmp_path):
-    with job(run_script, tmp_path, {"BAGUA_TOP": "0.1"}) as store:
-        end = subprocess.run([*TOP, store, "--once"], capture_output=True, text=True, timeout=60)
+def assert_one_table_without_a_terminal(store):
+    end = subprocess.run([*TOP, store, "--once"], capture_output=True, text=True, timeout=60)
     assert end.returncode == 0, end.stderr
     assert "\x1b" not in end.stdout
     lines = end.stdout.splitlines()
@@ -161,30 +160,29 @@ bagua.destroy_process_group()
 assert not any(thread.name == "bagua-top" for thread in threading.enumerate())
 """
     with job(run_script, tmp_path, variables, after) as store:
-        time.sleep(0.5)
         host, port = store.split(":")
         keys = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+        if on:
+            keys.wait(["bagua/top/0"], timedelta(seconds=SECONDS))
         assert keys.check(["bagua/top/0"]) == on
 
 
-def test_a_wrong_variable_is_refused(run_script):
-    source = "import bagua.torch_api as bagua; bagua.env.get_top_seconds()"
-    (end,) = run_script(1, source, env={"BAGUA_TOP": "yes"})
-    assert "BAGUA_TOP='yes' must be a number of seconds, or 0 for no publication" in end.stderr
+def test_a_wrong_variable_is_refused(monkeypatch):
+    monkeypatch.setenv("BAGUA_TOP", "yes")
+    with pytest.raises(ValueError, match="BAGUA_TOP='yes' must be a number of seconds, or 0"):
+        bagua.env.get_top_seconds()
 
 
-def top(*arguments):
-    return subprocess.run([*TOP, *arguments], capture_output=True, text=True, timeout=60)
+def test_without_a_job_the_variable_is_named(capsys):
+    assert main(["top", "127.0.0.1:1", "--once"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "there is no job's store at 127.0.0.1:1" in err
 
 
-def test_without_a_job_the_variable_is_named():
-    end = top("127.0.0.1:1", "--once")
-    assert (end.returncode, end.stdout) == (1, "")
-    assert "there is no job's store at 127.0.0.1:1" in end.stderr
-
-
-def test_what_is_no_address_is_refused():
-    assert "29500 is no HOST:PORT" in top("29500").stderr
+def test_what_is_no_address_is_refused(capsys):
+    assert main(["top", "29500"]) == 1
+    assert "29500 is no HOST:PORT" in capsys.readouterr().err
 
 
 def test_jobs_of_this_machine_are_found():
