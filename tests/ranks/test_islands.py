@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import warnings
 
 import bagua.torch_api as bagua_api
 import pytest
@@ -73,6 +74,7 @@ INSIDE = {
 }
 EXACTLY = {
     "diloco": lambda: DiLoCoAlgorithm(RULE, INTERVAL),
+    "diloco, growing momentum": lambda: DiLoCoAlgorithm(interval=INTERVAL),
     "decentralized": DecentralizedAlgorithm,
     "decentralized, one peer": lambda: DecentralizedAlgorithm(
         peer_selection_mode="shift_one", communication_interval=2
@@ -163,7 +165,7 @@ def test_islands_train_as_plain_ones_and_send_their_shards(ranks, inside):
             assert distance < (1e-5 if name in EXACTLY else 0.1), name
             assert loss < 1e-5 or name in IN_FEW_BITS, name
             if inside == "fsdp":  # messages to say who is there are not halved
-                most = 0.55 if name == "diloco" else 0.65
+                most = 0.55 if name.startswith("diloco") and name in EXACTLY else 0.65
                 assert sent < most * of_plain, (name, sent, of_plain)
 
 
@@ -302,6 +304,33 @@ def test_what_islands_cannot_do_is_refused_with_the_remedy(ranks):
 
 
 @sharded.with_torch_group
+def not_finite():
+    """Rounds with a NaN in one shard of one island: counters, and weights that are finite."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "shard"))
+    model = by_fsdp(network(), mesh["shard"])
+    optimizer = sgd(model)
+    model.with_bagua([optimizer], DiLoCoAlgorithm(RULE, 2), mesh["island"])
+    train(model, optimizer, range(3), dist.get_rank())
+    before = model.bagua_algorithm.state_dict()
+    if dist.get_rank() == 3:
+        shard_of(next(model.parameters())).view(-1)[0] = float("nan")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.bagua_algorithm.sync()
+    assert any("rank(s) 1 hold NaN" in str(w.message) for w in caught)
+    outer = model.bagua_stats()["outer"]
+    kept = [
+        torch.equal(shard_of(p), shard_of(before[f"anchor/{name}"]))
+        for name, p in model.named_parameters()
+    ]
+    return all(kept), outer["rounds"], outer["skipped_rounds"]
+
+
+def test_an_island_with_a_shard_of_nan_starts_again_as_a_whole(ranks):
+    assert ranks(4, not_finite) == [(True, 1, 1)] * 4
+
+
+@sharded.with_torch_group
 def streaming():
     """Fragments in flight, few bits, and an optimizer that has state before the wrap."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "shard"))
@@ -320,10 +349,15 @@ def streaming():
         train(model, optimizer, range(8), dist.get_rank())
         model.bagua_algorithm.sync()
         agree[type(algorithm).__name__, "weights"] = agree_on(model.parameters(), mesh)
-        with model.bagua_algorithm.anchor():
-            loss_of(model.eval(), 0, 0)
-        before = agree_on(model.parameters(), mesh)
-        agree[type(algorithm).__name__, "anchor"] = before
+        train(model, optimizer, range(8, 9), dist.get_rank())
+        losses = [loss_of(model.eval(), 0, 0).item()]
+        with model.bagua_algorithm.anchor(), torch.no_grad():
+            agree[type(algorithm).__name__, "anchor"] = agree_on(model.parameters(), mesh)
+            losses.append(loss_of(model, 0, 0).item())
+        with torch.no_grad():  # FSDP2 has left whole parameters, those of the anchor
+            losses.append(loss_of(model, 0, 0).item())
+        assert losses[0] == losses[2] != losses[1]
+        model.train()
         assert all(isinstance(p, DTensor) for p in moments)
     return agree
 
@@ -373,7 +407,7 @@ def wrapped(mesh, seed=0):
     torch.manual_seed(seed)
     model = by_fsdp(network(), mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    algorithm = DiLoCoAlgorithm(RULE, 4, overlap_steps=1, codec="int4_block")
+    algorithm = DiLoCoAlgorithm(interval=4, overlap_steps=1, codec="int4_block")
     return model.with_bagua([optimizer], algorithm, mesh["island"]), optimizer
 
 

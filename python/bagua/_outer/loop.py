@@ -33,7 +33,14 @@ from bagua._core.state.ledger import Commit
 from bagua._core.state.saved_values import saved_tensor
 from bagua._core.state.shards import local
 from bagua._core.state.weights_check import digest
-from bagua._outer.optimizer import NO_FIGURES, OuterOptimizer, figures, state_of
+from bagua._outer.optimizer import (
+    NO_FIGURES,
+    InnerProduct,
+    OuterOptimizer,
+    figures,
+    made,
+    state_of,
+)
 from bagua._outer.strategies import FixedRanks, RankWeights
 from bagua._sync.optimizer_steps import StepAttempts
 from bagua._sync.plan import build, finish_soon, part_of_the_round
@@ -205,7 +212,7 @@ class OuterLoop(Synchronizer):
         for bucket in self._buckets:
             if bucket.part == fragment.part and not self._buffers.keys() & _names(bucket):
                 bucket.backend_tensor.zero_()  # the padding too, which no launch writes
-        own = _all_finite(self._local.weights().values())
+        own = self._local.all_true(_all_finite(self._local.weights().values()))
         broken = self._ranks_with_non_finite(not own)
         whose = "No rank's weights hold NaN or infinity: the sum overflowed"
         if broken:
@@ -283,15 +290,14 @@ class OuterLoop(Synchronizer):
     def anchor(self) -> Iterator[None]:
         """Inside it the weights are the anchor's; afterwards they are this rank's, to the bit."""
         self._refuse_inside_anchor("anchor()")
-        weights = self._local.weights()
-        own = {name: weight.detach().clone() for name, weight in weights.items()}
+        own = {name: weight.detach().clone() for name, weight in self._local.weights().items()}
         self.take_anchors()
         self._anchored = True
         try:
             yield
         finally:
             self._anchored = False
-            _copy(own, weights)
+            _copy(own, self._local.weights())
 
     def _refuse_inside_anchor(self, what: str) -> None:
         if self._anchored:
@@ -373,9 +379,9 @@ class OuterLoop(Synchronizer):
         resumption, self.state.resumption = self.state.resumption, None
         if resumption is None:
             return
-        found = int(_digest_of(self._local.weights()) == resumption.digest)
+        found = self._local.all_true(_digest_of(self._local.weights()) == resumption.digest)
         (all_found,) = self._connections.reduce_numbers(
-            "comparing the weights with those of the checkpoint", _C.ReduceOp.MIN, found
+            "comparing the weights with those of the checkpoint", _C.ReduceOp.MIN, int(found)
         )
         if not all_found:
             self.end_together()
@@ -428,6 +434,7 @@ class LocalTensors:
         weights: the trained ones by name.
         floating_buffers: by name; a round gives them their mean.
         other_buffers: a round gives them the values of the lowest rank.
+        all_true: whether a flag is True on all ranks that hold shards of the same weights.
     """
 
     name: str
@@ -435,6 +442,7 @@ class LocalTensors:
     weights: Callable[[], dict[str, torch.Tensor]]
     floating_buffers: Callable[[], dict[str, torch.Tensor]]
     other_buffers: Callable[[], list[torch.Tensor]]
+    all_true: Callable[[bool], bool]
 
 
 class Fragment:
@@ -447,6 +455,7 @@ class Fragment:
         weights: by name, equal on all ranks. The anchors begin as these, in f32 (f64 of f64).
         factory: makes the outer optimizer.
         keeps: the weights at a launch are kept, for :meth:`merge`.
+        inner_product: of tensors as ``weights``; over all shards, where they are shards.
 
     Attributes:
         names: of its weights.
@@ -454,14 +463,20 @@ class Fragment:
     """
 
     def __init__(
-        self, part: int, weights: Mapping[str, torch.Tensor], factory: OuterOptimizer, keeps: bool
+        self,
+        part: int,
+        weights: Mapping[str, torch.Tensor],
+        factory: OuterOptimizer,
+        keeps: bool,
+        inner_product: InnerProduct = _C.inner_product,
     ) -> None:
         self.part = part
         self.names = list(weights)
         self.anchors = [_wide(weight) for weight in weights.values()]
-        self.optimizer = factory(self.anchors)
+        self.optimizer = made(factory, self.anchors, inner_product)
         self.own_norm = 0.0
         self._factory = factory
+        self._inner_product = inner_product
         self._launched = [weight.detach().clone() for weight in weights.values()] if keeps else []
 
     def launch(
@@ -470,7 +485,7 @@ class Fragment:
         """Write this rank's pseudo-gradients into ``means``."""
         own = self._of(means)
         _C.take_deltas(self._of(weights), self.anchors, own, self._launched)
-        self.own_norm = math.sqrt(_C.inner_product(own, own))
+        self.own_norm = math.sqrt(self._inner_product(own, own))
 
     def step(self, means: Mapping[str, torch.Tensor]) -> dict[str, float | None]:
         """Make a step of the outer optimizer; its figures."""
@@ -492,7 +507,7 @@ class Fragment:
     def squared_norm(self, means: Mapping[str, torch.Tensor]) -> float:
         """Squared norm of the mean; not finite if an element is not."""
         own = self._of(means)
-        return _C.inner_product(own, own)
+        return self._inner_product(own, own)
 
     def named_anchors(self) -> list[tuple[str, torch.Tensor]]:
         """(name of the weight, its anchor)."""
@@ -543,7 +558,8 @@ class Fragment:
 
     def _new(self) -> Fragment:
         """A fragment with the anchors of this one, and an optimizer that has made no step."""
-        twin = Fragment(self.part, dict(self.named_anchors()), self._factory, keeps=False)
+        anchors = dict(self.named_anchors())
+        twin = Fragment(self.part, anchors, self._factory, False, self._inner_product)
         twin._launched = [kept.clone() for kept in self._launched]
         groups = zip(self.optimizer.param_groups, twin.optimizer.param_groups, strict=True)
         for mine, theirs in groups:

@@ -15,16 +15,21 @@ from bagua import _C
 __all__ = [
     "NO_FIGURES",
     "GrowingMomentum",
+    "InnerProduct",
     "OuterOptimizer",
     "OuterSGD",
     "describe",
     "figures",
+    "made",
     "state_of",
 ]
 
 #: Makes an optimizer of the anchors (f32 or f64, of the parameters' shapes) of a fragment. Its
 #: ``step()`` takes the mean pseudo-gradients as ``.grad``.
 OuterOptimizer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+
+#: The sum of the products of two lists of tensors.
+InnerProduct: TypeAlias = Callable[[list[torch.Tensor], list[torch.Tensor]], float]
 
 #: Figures of a step that only :class:`OuterSGD` has.
 NO_FIGURES: dict[str, float | None] = {"correlation": None, "gain": None}
@@ -122,11 +127,15 @@ class _Momentum(torch.optim.Optimizer):
 
     The state of an anchor is its ``momentum``, and the ``rate`` of that in the last step, one f64
     for all. The group has the figures of the last step.
+
+    Attributes:
+        inner_product: of anchors, means and momenta; where they are shards, over all shards.
     """
 
     def __init__(self, anchors: list[torch.Tensor], rule: OuterSGD | GrowingMomentum) -> None:
         rates = rule.step_after(0.0, None)
         super().__init__(anchors, {"lr": rates.lr, "momentum": rates.momentum, **NO_FIGURES})
+        self.inner_product: InnerProduct = _C.inner_product
         self._rule = rule
         self._anchors = anchors
         rate = torch.zeros((), dtype=torch.float64, device=anchors[0].device)
@@ -139,8 +148,8 @@ class _Momentum(torch.optim.Optimizer):
         means = [anchor.grad for anchor in anchors if anchor.grad is not None]
         momenta = [self.state[anchor]["momentum"] for anchor in anchors]
         rate = self.state[anchors[0]]["rate"]
-        squared, along = _C.inner_product(means, means), _C.inner_product(momenta, means)
-        lengths = math.sqrt(squared * _C.inner_product(momenta, momenta))
+        squared, along = self.inner_product(means, means), self.inner_product(momenta, means)
+        lengths = math.sqrt(squared * self.inner_product(momenta, momenta))
         correlation = along / lengths if 0 < lengths < math.inf else None
         step = self._rule.step_after(rate.item(), correlation)
         for anchor in anchors:
@@ -150,6 +159,16 @@ class _Momentum(torch.optim.Optimizer):
         self.param_groups[0].update(
             lr=step.lr, momentum=step.momentum, correlation=correlation, gain=gain
         )
+
+
+def made(
+    factory: OuterOptimizer, anchors: list[torch.Tensor], inner_product: InnerProduct
+) -> torch.optim.Optimizer:
+    """The optimizer of ``anchors``, whose :data:`InnerProduct` may be over more than they."""
+    optimizer = factory(anchors)
+    if isinstance(optimizer, _Momentum):
+        optimizer.inner_product = inner_product
+    return optimizer
 
 
 def figures(optimizer: torch.optim.Optimizer) -> dict[str, float | None]:

@@ -152,7 +152,10 @@ class AveragingSynchronizer(Synchronizer):
                 plan.leave()
 
         handles = [
-            ddp.module.register_forward_pre_hook(before_forward),
+            # Before FSDP2 gathers shards, where buckets have copies of them.
+            ddp.module.register_forward_pre_hook(
+                before_forward, prepend=not all(bucket.flatten for bucket in self._buckets)
+            ),
             ddp.module.register_forward_hook(after_forward, always_call=True),
         ]
         for optimizer in ddp.bagua_optimizers:
@@ -205,7 +208,7 @@ class AveragingSynchronizer(Synchronizer):
         """Training begins to use the weights: no average is applied from now on."""
         if not self.lane.inside:
             self.lane.enter()
-            self._apart.take_averages()
+            self._take_averages()
 
     def leave(self) -> None:
         """Averages may be applied."""
@@ -243,7 +246,11 @@ class AveragingSynchronizer(Synchronizer):
 
     def _end_outside(self) -> None:
         if not self.lane.inside:
-            self._apart.take_averages()
+            self._take_averages()
+
+    def _take_averages(self) -> None:
+        if self._apart.take_averages() and (ddp := self._owner()) is not None:
+            ddp.show_shards()
 
     def announce_end(self) -> None:
         """:meth:`close` will follow because the program ends well."""
@@ -285,14 +292,19 @@ class _ShardsApart:
             bucket.copy_in(i)
         self._versions = [bucket.effective(i)._version for bucket, i in self._buckets]
 
-    def take_averages(self) -> None:
-        """Training enters it: shards that nobody has changed outside get what was averaged."""
+    def take_averages(self) -> bool:
+        """Training enters it: shards that nobody has changed outside get what was averaged.
+
+        Returns:
+            Whether there are shards.
+        """
         with torch.no_grad():
             for number, (bucket, i) in enumerate(self._buckets):
                 shard = bucket.effective(i)
                 if shard._version == self._versions[number]:
                     shard.copy_(bucket.view_of(i))
                     self._versions[number] = shard._version
+        return bool(self._buckets)
 
 
 def _only_operation(bucket: BaguaBucket) -> AsynchronousAverage:

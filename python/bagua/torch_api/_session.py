@@ -163,6 +163,10 @@ class Session:
         """
         return self._snapshot.trained(self.module)
 
+    def show_shards(self) -> None:
+        """Have the next forward gather shards anew, where FSDP2 has left whole parameters."""
+        self._snapshot.show_shards(self.module)
+
     def bagua_floating_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """``(name, buffer)`` of all floating buffers that are not ignored."""
         return self._snapshot.floating_buffers(self.module)

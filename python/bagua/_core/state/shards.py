@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from bagua import _C
 
 __all__ = [
     "Shards",
+    "WholeSums",
     "copied_between_shards",
     "is_sharded",
     "local",
@@ -56,6 +61,50 @@ def whole(shard: torch.Tensor, like: Any) -> torch.Tensor:
         stride=like.stride(),
     )
     return made
+
+
+class WholeSums:
+    """Sums over all elements of tensors of which this rank has parts.
+
+    All ranks that hold shards of one parameter call its methods together, and get equal bits.
+
+    Args:
+        parameters: of which the tensors given later are this rank's parts, in this order.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        #: By mesh and number of copies of a shard in it: positions of the parameters.
+        self._kinds: dict[tuple[Any, int], list[int]] = {}
+        for position, parameter in enumerate(parameters):
+            kind: tuple[Any, int] = (None, 1)
+            if is_sharded(parameter):
+                tensor: Any = parameter
+                places = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+                copies = math.prod(ranks for ranks, place in places if not place.is_shard())
+                kind = (tensor.device_mesh, copies)
+            self._kinds.setdefault(kind, []).append(position)
+
+    def inner_product(self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
+        """The sum of the products, in f64."""
+        total = 0.0
+        for (mesh, copies), positions in self._kinds.items():
+            own = _C.inner_product([left[i] for i in positions], [right[i] for i in positions])
+            total += _sum_over(mesh, own / copies)
+        return total
+
+    def all_true(self, flag: bool) -> bool:
+        """Whether ``flag`` is True on all ranks."""
+        return sum(_sum_over(mesh, float(not flag)) for mesh, _ in self._kinds) == 0
+
+
+def _sum_over(mesh: Any, value: float) -> float:
+    """The sum of the values of the ranks of a mesh; None: of this rank alone."""
+    if mesh is None:
+        return value
+    total = torch.tensor([value], dtype=torch.float64, device=mesh.device_type)
+    for dimension in range(mesh.ndim):
+        dist.all_reduce(total, group=mesh.get_group(dimension))
+    return total.item()
 
 
 def place_of(tensor: Any) -> str:

@@ -59,7 +59,7 @@ class ModuleSnapshot:
 
     def _follow(self, module: torch.nn.Module) -> bool:
         """Accept other names and places of the same parameters; whether there were any."""
-        self._show_shards(module)
+        self.show_shards(module)
         if not self._guard.moved(self._dicts):
             return False
         names, dicts, free = self._places(module)
@@ -68,7 +68,7 @@ class ModuleSnapshot:
             self._dicts = dicts
         return accepted
 
-    def _show_shards(self, module: torch.nn.Module) -> None:
+    def show_shards(self, module: torch.nn.Module) -> None:
         """Undo FSDP2's exchange of sharded parameters for whole ones, where it is in force."""
         if self.sharded and self._guard.moved(self._dicts):
             reshard(module)
@@ -83,7 +83,7 @@ class ModuleSnapshot:
         Trainable at the wrap or accepted since, also where they are frozen now; with the names
         that they had then.
         """
-        self._show_shards(module)
+        self.show_shards(module)
         known = self._trained
         return [(known[id(p)], p) for _, p in self.common_parameters(module) if id(p) in known]
 
@@ -135,7 +135,7 @@ class ModuleSnapshot:
         Raises:
             BaguaError: names the first difference.
         """
-        self._show_shards(module)
+        self.show_shards(module)
         difference = self._guard.difference(self._dicts)
         if difference and self._follow(module):
             difference = self._guard.difference(self._dicts)

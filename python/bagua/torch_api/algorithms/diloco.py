@@ -19,7 +19,7 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.ledger import Commit, Ledger, Page
 from bagua._core.state.saved_values import check_state, saved_count, saved_tensor
-from bagua._core.state.shards import Shards, local
+from bagua._core.state.shards import Shards, WholeSums, local
 from bagua._ops import operations
 from bagua._ops.operations import Operation
 from bagua._outer.elastic import Elastic, ElasticRanks
@@ -296,12 +296,12 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
     def make_synchronizer(self, bagua_ddp: Session) -> Synchronizer:
         if self.warming_up:
             return super().make_synchronizer(bagua_ddp)
-        local = local_tensors(bagua_ddp)
+        tensors = local_tensors(bagua_ddp)
         self._loop = OuterLoop(
-            local,
+            tensors,
             self.process_group,
             bagua_ddp.bagua_buckets,
-            self._ranks.inherited_state() or self._new_state(local),
+            self._ranks.inherited_state() or self._new_state(tensors),
             self._schedule,
             ranks=self._ranks,
             commits=self._commits,
@@ -310,36 +310,41 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         self.ledger.take(*self._pages)
         return self._loop
 
-    def _new_state(self, local: LocalTensors) -> OuterState:
+    def _new_state(self, tensors: LocalTensors) -> OuterState:
         """The state of rounds that begin with the present weights, equal on all ranks."""
         arguments, count = self.arguments, self._schedule.fragments
         weights: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
-        for name, weight in local.weights().items():
+        for name, weight in self._wrapped().bagua_build_params():
             weights[self._parts[name]][name] = weight
-        keeps = arguments.overlap_steps > 0
         fragments = [
-            Fragment(part, named, arguments.outer_optimizer, keeps)
+            Fragment(
+                part,
+                {name: local(weight) for name, weight in named.items()},
+                arguments.outer_optimizer,
+                arguments.overlap_steps > 0,
+                WholeSums(list(named.values())).inner_product,
+            )
             for part, named in enumerate(weights)
         ]
-        self._log_rates(local, fragments[0])
+        self._log_rates(tensors, fragments[0])
         samples = arguments.weight == "samples"
         return OuterState(fragments, SampleWeights(count) if samples else RankWeights())
 
-    def _log_rates(self, local: LocalTensors, fragment: Fragment) -> None:
+    def _log_rates(self, tensors: LocalTensors, fragment: Fragment) -> None:
         momentum = fragment.optimizer.param_groups[0].get("momentum")
         if isinstance(self.arguments.outer_optimizer, GrowingMomentum):
             _log.info(
                 "module '%s': the outer optimizer begins as local SGD, and goes up to lr=0.7, "
                 'momentum=0.8 while rounds keep a direction; bagua_stats()["outer"] has its rates',
-                local.name,
+                tensors.name,
             )
         elif (momentum or 0) >= _MUCH_FOR_MUON and any(
-            type(optimizer).__name__ == "Muon" for optimizer in local.optimizers
+            type(optimizer).__name__ == "Muon" for optimizer in tensors.optimizers
         ):
             _log.warning(
                 "module '%s': with Muon inside an outer momentum of %s is much: leave "
                 "outer_optimizer out, or take OuterSGD(0.7, 0.6)",
-                local.name,
+                tensors.name,
                 momentum,
             )
 
@@ -562,6 +567,7 @@ def local_tensors(session: Session) -> LocalTensors:
         weights=lambda: {name: local(p) for name, p in alive().bagua_build_params()},
         floating_buffers=lambda: dict(alive().bagua_floating_buffers()),
         other_buffers=lambda: alive().bagua_whole_buffers(),
+        all_true=WholeSums([p for _, p in session.bagua_build_params()]).all_true,
     )
 
 
