@@ -69,6 +69,7 @@ if(BAGUA_WITH_CUDA)
   # -fmad=false: the bytes must be those of the CPU codecs.
   add_library(bagua_kernels OBJECT
     csrc/codec/cuda/chunk_codec_cuda.cu
+    csrc/codec/cuda/frame_kernels_cuda.cu
     csrc/codec/cuda/fused_codec_cuda.cu
     csrc/codec/cuda/fused_slice_codec_cuda.cu
     csrc/codec/cuda/sparse_codec_cuda.cu

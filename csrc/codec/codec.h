@@ -23,6 +23,7 @@ struct Chunk {
   int64_t numel;
 };
 
+class FrameKernels;
 class FusedCodec;
 
 // Turns chunks of numbers into payloads of fewer bytes and back.
@@ -74,6 +75,9 @@ class Codec {
   // The kernels that join this codec with the arithmetic around it; null where there are none, as
   // on CPU. The codec's own.
   virtual const FusedCodec* fused() const { return nullptr; }
+
+  // The kernels of frames in front of payloads; null on CPU. They live as long as the codec.
+  virtual const FrameKernels* frames() const { return nullptr; }
 
   // The name in the table of codecs.h.
   virtual const std::string& name() const = 0;

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "codec/codec.h"
+#include "codec/frame_kernels.h"
 #include "codec/index_code.h"
 
 namespace bagua {
@@ -47,6 +48,9 @@ class SparseCodec {
   // many of rank r's indices are not as take() writes them; if any, the sum is NaN everywhere.
   virtual void add(const SparseShape& shape, const SparseMessages& messages, void* sum,
                    int32_t* faults, std::byte* scratch, StreamHandle stream) const = 0;
+
+  // The kernels of frames in front of messages. They live as long as the codec.
+  virtual const FrameKernels& frames() const = 0;
 };
 
 // With CUDA kernels. Throws Error where the build has none.

@@ -14,9 +14,11 @@ c10::impl::VirtualGuardImpl runtime_of(c10::Device device) {
 
 }  // namespace
 
+c10::Stream current_stream(c10::Device device) { return runtime_of(device).getStream(device); }
+
 void* current_stream_handle(c10::Device device) {
   if (device.is_cpu()) return nullptr;
-  return runtime_of(device).getStream(device).native_handle();
+  return current_stream(device).native_handle();
 }
 
 std::optional<c10::Stream> side_stream(c10::Device device) {
@@ -38,7 +40,7 @@ void synchronize(c10::Device device) {
 
 void StreamPoints::note_current_stream() {
   if (device_.is_cpu()) return;
-  const c10::Stream stream = runtime_of(device_).getStream(device_);
+  const c10::Stream stream = current_stream(device_);
   if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) {
     streams_.push_back(stream);
   }
@@ -60,7 +62,7 @@ void StreamPoints::block(const c10::Stream& stream) {
 }
 
 void StreamPoints::block_current_stream() {
-  if (!streams_.empty()) block(runtime_of(device_).getStream(device_));
+  if (!streams_.empty()) block(current_stream(device_));
 }
 
 void StreamPoints::synchronize() {
@@ -70,7 +72,7 @@ void StreamPoints::synchronize() {
 void current_stream_waits_for(const c10::Stream& stream) {
   c10::Event event(stream.device_type());
   event.record(stream);
-  event.block(runtime_of(stream.device()).getStream(stream.device()));
+  event.block(current_stream(stream.device()));
 }
 
 }  // namespace bagua

@@ -13,6 +13,9 @@
 
 namespace bagua {
 
+// The calling thread's current stream on `device`, which is not the CPU.
+c10::Stream current_stream(c10::Device device);
+
 // The cudaStream_t of the calling thread's current stream on `device`; null on CPU.
 void* current_stream_handle(c10::Device device);
 

@@ -19,8 +19,14 @@ class LateValues {
   void fetch(const at::Tensor& values) {
     at::Tensor copy = host_memory(values.sizes(), values.scalar_type(), values.device());
     copy.copy_(values, /*non_blocking=*/true);
+    expect(std::move(copy), values.device());
+  }
+
+  // `copy`, of host_memory(), is complete when the current stream of `device` has done what it has
+  // been given.
+  void expect(at::Tensor copy, at::Device device) {
     fetched_.push_back(std::move(copy));
-    if (!until_) until_.emplace(values.device());
+    if (!until_) until_.emplace(device);
     until_->note_current_stream();
     until_->record();
   }

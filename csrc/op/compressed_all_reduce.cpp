@@ -75,7 +75,8 @@ void CompressedAllReduce::run(at::Tensor& flat, const Round& round) {
   if (codec_->fused() == nullptr) {
     sum = scratch_->get(Scratch::kSum, parts.stride, at::kFloat, flat.device());
   }
-  exchange_.begin(round);
+  exchange_.begin(round, codec_->frames());
+  announce_gather(exchange_, parts, round);
   // 1. and 2.
   scatter(exchange_, parts, round, [&](int64_t first, int64_t end) {
     reduce(parts, sum, first, end);  // 3. and 4.
@@ -108,7 +109,8 @@ void CompressedAllReduce::run_with_residuals(at::Tensor& flat, const Round& roun
   const bool in_place = flat.scalar_type() == at::kFloat;
   results.flat =
       in_place ? flat : scratch_->get(Scratch::kScaled, flat.numel(), at::kFloat, flat.device());
-  exchange_.begin(round);
+  exchange_.begin(round, codec_->frames());
+  announce_gather(exchange_, parts, round);
   // 2. to 4.
   scatter(exchange_, parts, round,
           in_f64 ? reduce_in_f64(parts, results.flat) : reduce_with_residuals(parts, results.flat),

@@ -164,7 +164,7 @@ void CompressedGossip::run(at::Tensor& flat, const Round& round) {
                       : scratch_->get(Scratch::kSum, threads * (difference_numel + product_numel),
                                       at::kFloat, device),
       .calls = CodecCalls(*codec_, kWire, device, *scratch_)};
-  exchange_.begin(round);
+  exchange_.begin(round, codec_->frames());
   // 1.
   for_tiles(device, 0, layout.tiles(),
             [&](int64_t first, int64_t end) { encode(work, first, end); });

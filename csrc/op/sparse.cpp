@@ -49,7 +49,7 @@ uint64_t Sparse::fingerprint(const SparseMessage& layout, const at::Tensor& m,
 void Sparse::exchange(at::Tensor& m, at::Tensor& sum, const Round& round) {
   const int64_t ranks = exchange_.group().size;
   const SparseMessage layout(feedback_.numel(), k_, m.scalar_type(), values_.get());
-  exchange_.begin(round);
+  exchange_.begin(round, /*kernels=*/nullptr);
   at::Tensor message = scratch_->get(Scratch::kSend, layout.bytes(), at::kByte, at::kCPU);
   at::Tensor messages =
       scratch_->get(Scratch::kReceive, ranks * layout.bytes(), at::kByte, at::kCPU);
@@ -79,7 +79,7 @@ void Sparse::exchange_on_device(at::Tensor& m, at::Tensor& sum, const Round& rou
   const SparseMessage layout(feedback_.numel(), k_, m.scalar_type());
   const SparseShape& shape = layout.shape();
   if (!codec_) codec_ = make_cuda_sparse_codec();
-  exchange_.begin(round);
+  exchange_.begin(round, &codec_->frames());
   check_earlier(layout, round);
   at::Tensor message = scratch_->get(Scratch::kSend, layout.bytes(), at::kByte, device);
   at::Tensor messages = scratch_->get(Scratch::kReceive, ranks * layout.bytes(), at::kByte, device);

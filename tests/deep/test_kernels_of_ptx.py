@@ -20,6 +20,7 @@ BUILD = ROOT / "build" / "kernels_of_ptx"
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 KERNELS = [
     "csrc/codec/cuda/chunk_codec_cuda.cu",
+    "csrc/codec/cuda/frame_kernels_cuda.cu",
     "csrc/codec/cuda/fused_codec_cuda.cu",
     "csrc/codec/cuda/fused_slice_codec_cuda.cu",
     "csrc/codec/cuda/sparse_codec_cuda.cu",

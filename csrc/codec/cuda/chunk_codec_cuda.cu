@@ -7,6 +7,7 @@
 #include "codec/cuda/chunk_codec_cuda.h"
 #include "codec/cuda/decode_kernels.cuh"
 #include "codec/cuda/encode_kernels.cuh"
+#include "codec/cuda/frame_kernels_cuda.h"
 #include "codec/cuda/fused_codec_cuda.h"
 #include "codec/cuda/range_kernels.cuh"
 #include "codec/cuda/residual_kernels.cuh"
@@ -91,6 +92,8 @@ class ChunkCodecCuda final : public Codec {
   int64_t block_numel() const override { return Format::kBlockNumel; }
 
   const FusedCodec* fused() const override { return fused_.get(); }
+
+  const FrameKernels* frames() const override { return &cuda_frame_kernels(); }
 
   const std::string& name() const override { return name_; }
 

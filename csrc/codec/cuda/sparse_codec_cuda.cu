@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "base/launch.h"
+#include "codec/cuda/frame_kernels_cuda.h"
 #include "codec/cuda/sparse_kernels.cuh"
 #include "codec/sparse_codec.h"
 
@@ -114,6 +115,8 @@ class SparseCodecCuda final : public SparseCodec {
              shape.numel, shape.k, indices, faults, static_cast<T*>(sum));
     });
   }
+
+  const FrameKernels& frames() const override { return cuda_frame_kernels(); }
 };
 
 }  // namespace

@@ -66,7 +66,7 @@ void ChunkedSparse::exchange(at::Tensor& flat, const Round& round) {
   at::Tensor& p = feedback_.kept();
   const uint64_t fingerprint = frame_fingerprint(
       "chunked sparse", static_cast<int>(flat.scalar_type()), rule_.numel, rule_.k, round.bucket);
-  exchange_.begin(round);
+  exchange_.begin(round, /*kernels=*/nullptr);
   at::Tensor message = scratch_->get(Scratch::kSend, layout_.bytes(), at::kByte, at::kCPU);
   at::Tensor messages =
       scratch_->get(Scratch::kReceive, ranks * layout_.bytes(), at::kByte, at::kCPU);

@@ -23,7 +23,7 @@ void CompressedAllGather::run(at::Tensor& flat, const Round& round) {
   if (group.size == 1) return;
   const at::Tensor values = codec_values(flat, *scratch_);
   const BucketParts parts = cut(values, group, *codec_, *scratch_);
-  exchange_.begin(round);
+  exchange_.begin(round, codec_->frames());
   // 1.
   {
     RECORD_FUNCTION("bagua::encode", {});

@@ -72,7 +72,7 @@ void CompressedReduceScatter::run(at::Tensor& flat, const Round& round) {
   const Group group = exchange_.group();
   check_divides(flat, group, round);
   if (feedback_) feedback_->check(flat, round);
-  exchange_.begin(round);
+  exchange_.begin(round, codec_->frames());
   const at::Tensor values =
       feedback_ ? feedback_->corrected(flat, round) : codec_values(flat, *scratch_);
   const double divisor = feedback_ ? divisor_ / round.grad_scale : divisor_;

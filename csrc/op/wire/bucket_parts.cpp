@@ -95,17 +95,20 @@ void scatter(FramedExchange& exchange, const BucketParts& parts, const Round& ro
                     });
 }
 
+void announce_gather(FramedExchange& exchange, const BucketParts& parts, const Round& round) {
+  exchange.announce(parts.send, parts.own_to_others(), round);
+}
+
 void gather(FramedExchange& exchange, const BucketParts& parts, const Round& round) {
-  const auto mine = [&](int) { return parts.group.rank; };
   const auto theirs = [](int peer) { return peer; };
   std::vector<Chunk> chunks;
-  exchange.exchange(parts.send, parts.with_others(mine, mine), parts.receive,
+  exchange.exchange(parts.send, parts.own_to_others(), parts.send,
                     parts.with_others(theirs, theirs), Arrival::kMessage, round,
                     [&](std::span<const ArrivedTiles> arrived) {
                       RECORD_FUNCTION("bagua::decode", {});
                       chunks.clear();
                       for (const ArrivedTiles& tiles : arrived) {
-                        parts.append(chunks, tiles.payload.peer, tiles, parts.receive);
+                        parts.append(chunks, tiles.payload.peer, tiles, parts.send);
                       }
                       parts.calls.decode_all(chunks);
                     });

@@ -25,7 +25,7 @@ struct BucketParts {
   Group group;
   int64_t stride;       // elements between parts
   PayloadRows send;     // row p: part p
-  PayloadRows receive;  // row p: what rank p has sent
+  PayloadRows receive;  // row p: rank p's version of this rank's part
   const Codec& codec;
   CodecCalls calls;
 
@@ -46,6 +46,12 @@ struct BucketParts {
       if (peer != group.rank) payloads.push_back({row(peer), peer, layout(part(peer))});
     }
     return payloads;
+  }
+
+  // This rank's part, in its row, for each other rank.
+  std::vector<Payload> own_to_others() const {
+    const auto mine = [this](int) { return group.rank; };
+    return with_others(mine, mine);
   }
 };
 
@@ -82,8 +88,11 @@ void round_trip(const BucketParts& parts);
 void scatter(FramedExchange& exchange, const BucketParts& parts, const Round& round,
              const OnTiles& arrived, Encoded encoded = Encoded::kUnchanged);
 
-// Sends this rank's row of `send`, its encoded part, to all ranks, and decodes theirs into the
-// bucket as they arrive.
+// Says before scatter() that gather() follows in this run (FramedExchange::announce).
+void announce_gather(FramedExchange& exchange, const BucketParts& parts, const Round& round);
+
+// Sends this rank's row of `send`, its encoded part, to all ranks. Theirs arrive in the other rows
+// of `send`, and are decoded into the bucket as they do.
 void gather(FramedExchange& exchange, const BucketParts& parts, const Round& round);
 
 // Tiles [first, end) of this rank's part as chunks: `x` from its first element on, the payload in a

@@ -1,6 +1,7 @@
 #include "op/wire/device_frames.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include <ATen/ops/arange.h>
@@ -19,35 +20,16 @@ constexpr int64_t kLowWord = 0xffffffff;
 // Words that are multiplied at a time: each takes 32 bytes for a while.
 constexpr int64_t kWordsAtOnce = int64_t{1} << 22;
 
-// The frames of all rows as one tensor of words.
-at::Tensor frames_of(const at::Tensor& buffer, int64_t stride, size_t rows) {
-  return buffer.view(at::kLong).as_strided({static_cast<int64_t>(rows), kFrameWords},
-                                           {stride / 8, 1}, buffer.storage_offset() / 8);
+bool has_checksum(const DeviceFrame& frame) { return frame.frame.checksum == Checksum::kOn; }
+
+at::Tensor checksum_of(const DeviceFrame& frame) {
+  return checksum_on_device(frame.buffer.narrow(0, frame.offset + kFrameBytes,
+                                                static_cast<int64_t>(frame.frame.payload_bytes)));
 }
 
-at::Tensor host_words(size_t rows, at::Device device) {
-  return host_memory({static_cast<int64_t>(rows), kFrameWords}, at::kLong, device);
-}
-
-std::byte* row_of(const at::Tensor& words, size_t row) {
-  return static_cast<std::byte*>(words.data_ptr()) + row * kFrameBytes;
-}
-
-// Checksum of the payload of each row, 0 for a row without a message.
-at::Tensor checksums_of(const at::Tensor& buffer, int64_t stride,
-                        const std::vector<Frame>& frames) {
-  std::vector<at::Tensor> checksums;
-  for (size_t row = 0; row < frames.size(); ++row) {
-    const auto bytes = static_cast<int64_t>(frames[row].payload_bytes);
-    const auto first = static_cast<int64_t>(row) * stride + kFrameBytes;
-    checksums.push_back(
-        checksum_on_device(bytes == 0 ? buffer.narrow(0, 0, 0) : buffer.narrow(0, first, bytes)));
-  }
-  return at::stack(checksums);
-}
-
-bool with_checksum(const std::vector<Frame>& frames) {
-  return frames.front().checksum == Checksum::kOn;
+// The frame's last word.
+at::Tensor checksum_word(const DeviceFrame& frame) {
+  return frame.buffer.narrow(0, frame.offset + kFrameBytes - 8, 8).view(at::kLong).squeeze(0);
 }
 
 }  // namespace
@@ -66,38 +48,79 @@ at::Tensor checksum_on_device(const at::Tensor& payload) {
   return sum;
 }
 
-void DeviceFrames::write(const at::Tensor& buffer, int64_t stride,
-                         const std::vector<Frame>& frames) const {
-  if (frames.empty()) return;
-  const at::Tensor words = host_words(frames.size(), buffer.device());
-  for (size_t row = 0; row < frames.size(); ++row) write_frame(frames[row], row_of(words, row));
-  frames_of(buffer, stride, frames.size()).copy_(words.to(buffer.device(), /*non_blocking=*/true));
-  if (!with_checksum(frames)) return;
-  frames_of(buffer, stride, frames.size())
-      .select(1, kFrameWords - 1)
-      .copy_(checksums_of(buffer, stride, frames));
+void DeviceFrames::announce(std::vector<DeviceFrame> frames) { announced_ = std::move(frames); }
+
+void DeviceFrames::write(const FrameKernels& kernels, const std::vector<DeviceFrame>& frames) {
+  std::vector<PlacedFrame> placed;
+  for (const DeviceFrame& frame : frames) {
+    if (std::erase(ahead_, frame.place()) > 0) continue;
+    placed.push_back({frame.place(), frame_words(frame.frame, 0)});
+  }
+  const std::vector<DeviceFrame> announced = std::exchange(announced_, {});
+  for (const DeviceFrame& frame : announced) {
+    placed.push_back({frame.place(), frame_words(frame.frame, 0)});
+    ahead_.push_back(frame.place());
+  }
+  if (!placed.empty()) {
+    const at::Tensor& buffer = (frames.empty() ? announced : frames).front().buffer;
+    kernels.write(placed, current_stream_handle(buffer.device()));
+  }
+  for (const DeviceFrame& frame : frames) {
+    if (has_checksum(frame)) checksum_word(frame).copy_(checksum_of(frame));
+  }
 }
 
-void DeviceFrames::fetch(const at::Tensor& buffer, int64_t stride, std::vector<Frame> expected,
-                         std::vector<int> peers) {
-  if (peers.empty()) return;
-  fetched_.fetch(frames_of(buffer, stride, peers.size()).contiguous());
-  if (with_checksum(expected)) fetched_.fetch(checksums_of(buffer, stride, expected));
-  expected_.push_back({std::move(expected), std::move(peers)});
+void DeviceFrames::fetch(const FrameKernels& kernels, std::vector<DeviceFrame> frames) {
+  std::ranges::move(frames, std::back_inserter(arrived_));
+  if (!ahead_.empty() || arrived_.empty()) return;
+  const std::vector<DeviceFrame> all = std::exchange(arrived_, {});
+  const at::Device device = all.front().buffer.device();
+  std::vector<const std::byte*> places;
+  std::vector<at::Tensor> checksums;
+  for (const DeviceFrame& frame : all) {
+    places.push_back(frame.place());
+    expected_.push_back({frame.frame, frame.peer});
+    if (has_checksum(frame)) checksums.push_back(checksum_of(frame));
+  }
+  at::Tensor words = words_for(static_cast<int64_t>(all.size()), device);
+  kernels.read(places, static_cast<FrameWords*>(words.mutable_data_ptr()),
+               current_stream_handle(device));
+  used_by_current_stream(words, device);
+  words_.expect(std::move(words), device);
+  if (!checksums.empty()) checksums_.fetch(at::stack(checksums));
+}
+
+at::Tensor DeviceFrames::words_for(int64_t frames, at::Device device) {
+  at::Tensor words;
+  if (!spare_.empty()) {
+    words = std::move(spare_.back());
+    spare_.pop_back();
+  }
+  if (!words.defined() || words.size(0) != frames) {
+    words = host_memory({frames, kFrameWords}, at::kLong, device);
+  }
+  return words;
 }
 
 void DeviceFrames::check(const std::string& bucket) {
-  const std::vector<at::Tensor> fetched = fetched_.take();
-  auto next = fetched.begin();
-  for (const auto& [frames, peers] : std::exchange(expected_, {})) {
-    const at::Tensor& words = *next++;
-    const int64_t* checksums =
-        with_checksum(frames) ? (next++)->const_data_ptr<int64_t>() : nullptr;
-    for (size_t row = 0; row < peers.size(); ++row) {
-      if (peers[row] == kNobody) continue;
-      const uint64_t checksum = checksums ? static_cast<uint64_t>(checksums[row]) : 0;
-      check_frame(row_of(words, row), frames[row], checksum, peers[row], bucket);
-    }
+  announced_.clear();
+  ahead_.clear();
+  arrived_.clear();
+  const std::vector<Expected> expected = std::exchange(expected_, {});
+  std::vector<FrameWords> seen;
+  for (at::Tensor& words : words_.take()) {
+    const auto* rows = static_cast<const FrameWords*>(words.const_data_ptr());
+    seen.insert(seen.end(), rows, rows + words.size(0));
+    spare_.push_back(std::move(words));
+  }
+  std::vector<int64_t> checksums;
+  for (const at::Tensor& fetched : checksums_.take()) {
+    const auto* values = fetched.const_data_ptr<int64_t>();
+    checksums.insert(checksums.end(), values, values + fetched.numel());
+  }
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const uint64_t checksum = checksums.empty() ? 0 : static_cast<uint64_t>(checksums[i]);
+    check_frame(seen[i], expected[i].frame, checksum, expected[i].peer, bucket);
   }
 }
 

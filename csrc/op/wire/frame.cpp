@@ -12,21 +12,12 @@ namespace {
 constexpr uint64_t kMagic = 0x31656D6172664742;              // "BGframe1" in little endian
 constexpr uint64_t kMagicWithChecksum = 0x316B636568634742;  // "BGcheck1"
 
-using Words = std::array<uint64_t, 4>;
-static_assert(sizeof(Words) == kFrameBytes);
 constexpr size_t kWordsOfPlan = 3;  // the last one is about the payload
 
 uint64_t mix(uint64_t hash, const void* data, size_t size) {
   const auto* bytes = static_cast<const unsigned char*>(data);
   for (size_t i = 0; i < size; ++i) hash = (hash ^ bytes[i]) * 0x100000001b3;  // FNV-1a
   return hash;
-}
-
-Words words_of(const Frame& frame, uint64_t checksum) {
-  if (frame.checksum == Checksum::kOn) {
-    return {kMagicWithChecksum, frame.fingerprint, frame.round, checksum};
-  }
-  return {kMagic, frame.fingerprint, frame.round, frame.payload_bytes};
 }
 
 // Checksum of the payload behind the frame; 0 where none is compared.
@@ -36,7 +27,7 @@ uint64_t checksum_behind(const Frame& frame, const std::byte* message) {
 }
 
 // The first `count` words.
-void check_words(const Words& seen, const Words& wanted, size_t count, int peer,
+void check_words(const FrameWords& seen, const FrameWords& wanted, size_t count, int peer,
                  const std::string& bucket) {
   const char* names[] = {"magic", "fingerprint of codec, dtype and sizes", "round",
                          "payload bytes"};
@@ -62,25 +53,28 @@ uint64_t frame_fingerprint(const std::string& codec, int dtype, int64_t part_num
   return mix(hash, bucket.data(), bucket.size());
 }
 
-void write_frame(const Frame& frame, std::byte* message) {
-  write_frame(frame, checksum_behind(frame, message), message);
+FrameWords frame_words(const Frame& frame, uint64_t checksum) {
+  if (frame.checksum == Checksum::kOn) {
+    return {kMagicWithChecksum, frame.fingerprint, frame.round, checksum};
+  }
+  return {kMagic, frame.fingerprint, frame.round, frame.payload_bytes};
 }
 
-void write_frame(const Frame& frame, uint64_t checksum, std::byte* out) {
-  const Words words = words_of(frame, checksum);
-  std::memcpy(out, words.data(), sizeof words);
+void write_frame(const Frame& frame, std::byte* message) {
+  const FrameWords words = frame_words(frame, checksum_behind(frame, message));
+  std::memcpy(message, words.data(), sizeof words);
 }
 
 void check_frame(const std::byte* message, const Frame& expected, int peer,
                  const std::string& bucket) {
-  check_frame(message, expected, checksum_behind(expected, message), peer, bucket);
+  FrameWords seen;
+  std::memcpy(seen.data(), message, sizeof seen);
+  check_frame(seen, expected, checksum_behind(expected, message), peer, bucket);
 }
 
-void check_frame(const std::byte* in, const Frame& expected, uint64_t checksum, int peer,
+void check_frame(const FrameWords& seen, const Frame& expected, uint64_t checksum, int peer,
                  const std::string& bucket) {
-  Words seen;
-  std::memcpy(seen.data(), in, sizeof seen);
-  const Words wanted = words_of(expected, checksum);
+  const FrameWords wanted = frame_words(expected, checksum);
   if (expected.checksum == Checksum::kOff) {
     return check_words(seen, wanted, wanted.size(), peer, bucket);
   }

@@ -5,9 +5,11 @@
 #include <cstdint>
 #include <string>
 
+#include "codec/frame_kernels.h"
+
 namespace bagua {
 
-inline constexpr int64_t kFrameBytes = 32;
+inline constexpr int64_t kFrameBytes = sizeof(FrameWords);
 
 // Whether frames carry a checksum of their payload; equal on all ranks.
 enum class Checksum : uint8_t { kOff, kOn };
@@ -33,8 +35,8 @@ void check_frame(const std::byte* message, const Frame& expected, int peer,
 
 // The same where the payload is elsewhere. `checksum`: its payload_checksum(); not looked at
 // without Checksum::kOn.
-void write_frame(const Frame& frame, uint64_t checksum, std::byte* out);
-void check_frame(const std::byte* in, const Frame& expected, uint64_t checksum, int peer,
+FrameWords frame_words(const Frame& frame, uint64_t checksum);
+void check_frame(const FrameWords& seen, const Frame& expected, uint64_t checksum, int peer,
                  const std::string& bucket);
 
 // For describe(), behind what else is said.

@@ -36,17 +36,16 @@ std::byte* frame_at(const PayloadRows& rows, const Message& message) {
   return rows.row(message.payload->row) + message.payload->layout.message_offset(message.segment);
 }
 
-// Frames of the rows up to the last one of a payload, which on a device is one message, or none if
-// it is empty.
-std::vector<Frame> device_frames(std::span<const Payload> payloads, const Round& round,
-                                 Checksum checksum) {
-  std::vector<Frame> frames;
+// Frames of messages in device memory, where a payload is one message, or none if it is empty. A
+// row that goes to several peers has one frame.
+std::vector<DeviceFrame> device_frames(const PayloadRows& rows, std::span<const Payload> payloads,
+                                       const Round& round, Checksum checksum) {
+  std::vector<DeviceFrame> frames;
+  int64_t last = -1;
   for (const auto& [row, peer, layout] : payloads) {
-    if (layout.segments() == 0) continue;
-    if (std::cmp_greater_equal(row, frames.size())) {
-      frames.resize(row + 1, Frame{.checksum = checksum});
-    }
-    frames[row] = layout.frame(0, round.number, round.bucket, checksum);
+    if (layout.segments() == 0 || std::exchange(last, row) == row) continue;
+    frames.push_back({rows.bytes, row * rows.stride,
+                      layout.frame(0, round.number, round.bucket, checksum), peer});
   }
   return frames;
 }
@@ -55,6 +54,11 @@ std::vector<Frame> device_frames(std::span<const Payload> payloads, const Round&
 
 FramedExchange::FramedExchange(std::shared_ptr<Communicator> communicator, Checksum checksum)
     : communicator_(std::move(communicator)), checksum_(checksum) {}
+
+void FramedExchange::begin(const Round& round, const FrameKernels* kernels) {
+  kernels_ = kernels;
+  device_frames_.check(round.bucket);
+}
 
 void FramedExchange::exchange(const PayloadRows& send, std::span<const Payload> sends,
                               const PayloadRows& receive, std::span<const Payload> receives,
@@ -88,7 +92,9 @@ void FramedExchange::exchange(const PayloadRows& send, std::span<const Payload> 
     arrived(together);
     together.clear();
   });
-  if (!on_cpu) fetch_frames(receive, receives, round);
+  if (!on_cpu) {
+    device_frames_.fetch(*kernels_, device_frames(receive, receives, round, checksum_));
+  }
 }
 
 void FramedExchange::all_gather(uint64_t fingerprint, at::Tensor& message, at::Tensor& messages,
@@ -108,17 +114,23 @@ void FramedExchange::all_gather(uint64_t fingerprint, at::Tensor& message, at::T
     }
     return;
   }
-  device_frames_.write(message, bytes, {frame});
+  device_frames_.write(*kernels_, {{message, 0, frame, communicator_->group().rank}});
   communicator_->all_gather(message, messages);
-  std::vector<int> ranks(size);
-  for (int rank = 0; rank < size; ++rank) ranks[rank] = rank;
-  device_frames_.fetch(messages, bytes, std::vector<Frame>(size, frame), std::move(ranks));
+  std::vector<DeviceFrame> arrived;
+  for (int rank = 0; rank < size; ++rank) arrived.push_back({messages, rank * bytes, frame, rank});
+  device_frames_.fetch(*kernels_, std::move(arrived));
+}
+
+void FramedExchange::announce(const PayloadRows& send, std::span<const Payload> sends,
+                              const Round& round) {
+  if (send.bytes.is_cpu()) return;
+  device_frames_.announce(device_frames(send, sends, round, checksum_));
 }
 
 void FramedExchange::write_frames(const PayloadRows& rows, std::span<const Payload> payloads,
                                   const Round& round) {
   if (!rows.bytes.is_cpu()) {
-    return device_frames_.write(rows.bytes, rows.stride, device_frames(payloads, round, checksum_));
+    return device_frames_.write(*kernels_, device_frames(rows, payloads, round, checksum_));
   }
   int64_t written = -1;  // a row that goes to several peers has one frame
   for (const Payload& payload : payloads) {
@@ -128,16 +140,6 @@ void FramedExchange::write_frames(const PayloadRows& rows, std::span<const Paylo
                   frame_at(rows, message));
     }
   }
-}
-
-void FramedExchange::fetch_frames(const PayloadRows& rows, std::span<const Payload> payloads,
-                                  const Round& round) {
-  std::vector<Frame> expected = device_frames(payloads, round, checksum_);
-  std::vector<int> peers(expected.size(), DeviceFrames::kNobody);
-  for (const auto& [row, peer, layout] : payloads) {
-    if (layout.segments() > 0) peers[row] = peer;
-  }
-  device_frames_.fetch(rows.bytes, rows.stride, std::move(expected), std::move(peers));
 }
 
 }  // namespace bagua

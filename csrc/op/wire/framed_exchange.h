@@ -61,8 +61,13 @@ class FramedExchange final {
   Group group() const { return communicator_->group(); }
   Checksum checksum() const { return checksum_; }
 
-  // Begins a run: on a device, compares what the last run has received.
-  void begin(const Round& round) { device_frames_.check(round.bucket); }
+  // Begins a run: on a device, compares what the last run has received. `kernels`: of the codec,
+  // which outlives the run; null on CPU.
+  void begin(const Round& round, const FrameKernels* kernels);
+
+  // Says before the first exchange of a run what the second one, the last, will send. Neither may
+  // receive into rows that the other one sends or receives.
+  void announce(const PayloadRows& send, std::span<const Payload> sends, const Round& round);
 
   // Payloads to send are complete in their rows, which are sorted; their frames are written here.
   void exchange(const PayloadRows& send, std::span<const Payload> sends, const PayloadRows& receive,
@@ -76,10 +81,10 @@ class FramedExchange final {
 
  private:
   void write_frames(const PayloadRows& rows, std::span<const Payload> payloads, const Round& round);
-  void fetch_frames(const PayloadRows& rows, std::span<const Payload> payloads, const Round& round);
 
   std::shared_ptr<Communicator> communicator_;
   Checksum checksum_;
+  const FrameKernels* kernels_ = nullptr;
   DeviceFrames device_frames_;  // unused on CPU
 };
 

@@ -6,6 +6,7 @@
 
 #include "codec/factory.h"
 #include "device_streams/noting.h"
+#include "device_streams/noting_frames.h"
 #include "device_streams/noting_fused_codec.h"
 
 namespace bagua::fake {
@@ -68,11 +69,13 @@ class NotingCodec final : public Codec {
   }
   int64_t block_numel() const override { return codec_->block_numel(); }
   const FusedCodec* fused() const override { return &fused_; }
+  const FrameKernels* frames() const override { return &frames_; }
   const std::string& name() const override { return codec_->name(); }
 
  private:
   std::shared_ptr<const Codec> codec_;
   const NotingFusedCodec fused_;
+  const NotingFrames frames_;
 };
 
 }  // namespace bagua::fake

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "device_streams/noting.h"
+#include "device_streams/noting_frames.h"
 #include "kernels/sparse_reference.h"
 #include "op/sparse.h"
 
@@ -43,12 +44,15 @@ class NotingSparseCodec final : public SparseCodec {
     reference_.add(shape, messages, sum, faults, nullptr, nullptr);
   }
 
+  const FrameKernels& frames() const override { return frames_; }
+
  private:
   static int64_t message_bytes(const SparseShape& shape) {
     return shape.values_bytes + shape.indices_bytes;
   }
 
   const SparseReference reference_;
+  const NotingFrames frames_;
 };
 
 inline Sparse::Options noting_sparse_options(Checksum checksum = Checksum::kOff) {

@@ -24,6 +24,7 @@
 #include "emulation/cuda_emulation.h"
 #include "kernels/comparison.h"
 #include "kernels/data.h"
+#include "kernels/frames.h"
 #include "kernels/fused.h"
 #include "kernels/low_rank.h"
 #include "kernels/sparse.h"
@@ -203,13 +204,14 @@ int main(int argc, char** argv) {
       bagua::emulation::skipped_barrier = std::atoi(argv[++i]);
     }
   }
+  bagua::fill_data_if_the_flag_is_set();
+  bagua::compare_frames(*bagua::make_cuda_codec("fp16")->frames());
   bagua::for_each_codec([&](const auto& line) {
     bagua::compare_all<float>(line.name, inputs);
     bagua::compare_all<bagua::Half>(line.name, inputs);
     if (inputs == bagua::Inputs::kAll) bagua::compare_all<bagua::BFloat16>(line.name, inputs);
   });
   bagua::compare_divisions(inputs == bagua::Inputs::kAll ? 20000 : 500);
-  bagua::fill_data_if_the_flag_is_set();
   bagua::compare_sparse_messages(inputs != bagua::Inputs::kAll);
   bagua::compare_low_rank(inputs != bagua::Inputs::kAll);
   std::printf("all equal\n");

@@ -9,6 +9,7 @@
 
 #include "codec/index_code.h"
 #include "codec/sparse_codec.h"
+#include "kernels/frame_reference.h"
 #include "math/top_k.h"
 
 namespace bagua {
@@ -52,11 +53,15 @@ class SparseReference final : public SparseCodec {
     });
   }
 
+  const FrameKernels& frames() const override { return frames_; }
+
  private:
   template <typename Visit>
   static void visit(const SparseShape& shape, Visit function) {
     shape.element_bytes == 4 ? function(float{}) : function(double{});
   }
+
+  const FrameReference frames_;
 };
 
 }  // namespace bagua

@@ -45,6 +45,7 @@ PROGRAMS = {
     "kernels": (
         "tests/cpp/kernels/kernels.cpp",
         "csrc/codec/cuda/chunk_codec_cuda.cu",
+        "csrc/codec/cuda/frame_kernels_cuda.cu",
         "csrc/codec/cuda/fused_codec_cuda.cu",
         "csrc/codec/cuda/fused_slice_codec_cuda.cu",
         "csrc/codec/cuda/sparse_codec_cuda.cu",
