@@ -27,6 +27,8 @@ ErrorFeedback::ErrorFeedback(const char* op, int64_t numel, std::shared_ptr<Roun
   dtype_ = error.scalar_type();
 }
 
+at::Device ErrorFeedback::device() const { return memory_->value(kError).device(); }
+
 int64_t ErrorFeedback::communications() const {
   return memory_->value(kCommunications).item<int64_t>();
 }

@@ -7,22 +7,26 @@
 #include <ATen/ops/index_select.h>
 
 #include "base/check.h"
+#include "comm/device_stream.h"
 #include "comm/host_memory.h"
-#include "math/random_order.h"
 #include "op/tensors/all_finite.h"
 
 namespace bagua {
 
 RandomSparse::RandomSparse(std::shared_ptr<Communicator> communicator,
                            std::shared_ptr<Scratch> scratch, int64_t numel, int64_t k,
-                           uint64_t seed, std::shared_ptr<RoundMemory> memory)
+                           uint64_t seed, std::shared_ptr<RoundMemory> memory,
+                           std::shared_ptr<const OrderKernel> order)
     : communicator_(std::move(communicator)),
       scratch_(std::move(scratch)),
       k_(k),
       seed_(seed),
-      feedback_("RandomSparse", numel, std::move(memory), scratch_) {
+      feedback_("RandomSparse", numel, std::move(memory), scratch_),
+      order_(std::move(order)) {
   BAGUA_CHECK_ARG(k <= numel && (k >= 1 || numel == 0), "RandomSparse: k = ", k,
                   " must be between 1 and the ", numel, " elements of the bucket.");
+  if (order_ || !feedback_.device().is_cuda()) return;
+  order_ = make_cuda_order_kernel();
 }
 
 at::Tensor RandomSparse::elements_of_round(at::Device device) const {
@@ -30,6 +34,12 @@ at::Tensor RandomSparse::elements_of_round(at::Device device) const {
   const int64_t done = feedback_.communications();
   const RandomOrder order(n, seed_, done / rounds);
   const int64_t first = done % rounds * k_, count = std::min(k_, n - first);
+  if (!device.is_cpu() && order_) {
+    at::Tensor elements = scratch_->get(Scratch::kIndices, count, at::kLong, device);
+    order_->fill(order, first, count, elements.mutable_data_ptr<int64_t>(),
+                 current_stream_handle(device));
+    return elements;
+  }
   // Memory of its own on a device, which may read it while the next round is begun.
   at::Tensor elements = device.is_cpu() ? scratch_->get(Scratch::kIndices, count, at::kLong, device)
                                         : host_memory({count}, at::kLong, device);

@@ -5,6 +5,7 @@
 
 #include "comm/communicator.h"
 #include "ledger/error_feedback.h"
+#include "math/random_order.h"
 
 namespace bagua {
 
@@ -23,9 +24,12 @@ namespace bagua {
 // Bytes sent per rank: as an all_reduce of k + 1 elements of f32 (f64 for f64 buckets).
 class RandomSparse final : public BucketOp {
  public:
-  // `numel`: elements of the bucket; 1 <= k <= numel (0 if it is empty).
+  // `numel`: elements of the bucket; 1 <= k <= numel (0 if it is empty). `order`: computes the
+  // elements of a round on a device; null: the CUDA kernel of this build, or the host, which copies
+  // them, where it has none.
   RandomSparse(std::shared_ptr<Communicator> communicator, std::shared_ptr<Scratch> scratch,
-               int64_t numel, int64_t k, uint64_t seed, std::shared_ptr<RoundMemory> memory);
+               int64_t numel, int64_t k, uint64_t seed, std::shared_ptr<RoundMemory> memory,
+               std::shared_ptr<const OrderKernel> order = nullptr);
   void run(at::Tensor& flat, const Round& round) override;
   std::string describe() const override;
 
@@ -37,6 +41,7 @@ class RandomSparse final : public BucketOp {
   int64_t k_;
   uint64_t seed_;
   ErrorFeedback feedback_;
+  std::shared_ptr<const OrderKernel> order_;
 };
 
 }  // namespace bagua

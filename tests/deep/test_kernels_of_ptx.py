@@ -26,11 +26,13 @@ KERNELS = [
     "csrc/codec/cuda/sparse_codec_cuda.cu",
     "csrc/comm/nccl/fill_if_set.cu",
     "csrc/math/cuda/low_rank_kernels_cuda.cu",
+    "csrc/math/cuda/random_order_cuda.cu",
 ]
 OTHERS = [
     "csrc/codec/chunk_codec_cpu.cpp",
     "csrc/codec/index_code.cpp",
     "csrc/math/low_rank_plan.cpp",
+    "csrc/math/random_order.cpp",
     "csrc/math/top_k.cpp",
     "tests/cpp/emulation/cuda_emulation.cpp",
     "tests/cpp/emulation/fiber.cpp",

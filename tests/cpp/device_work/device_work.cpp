@@ -19,6 +19,7 @@
 #include "comm/thread_communicator.h"
 #include "device_streams/noting_codec.h"
 #include "device_streams/noting_low_rank.h"
+#include "device_streams/noting_order.h"
 #include "device_streams/noting_sparse_codec.h"
 #include "device_work/uncounted_communicator.h"
 #include "fake_device/fake_device_torch.h"
@@ -176,7 +177,8 @@ std::vector<Case> cases() {
   all.push_back(op_case("random_sparse", [](const Rank& rank) {
     const int64_t numel = rank.flat.numel();
     return std::make_shared<RandomSparse>(rank.communicator, std::make_shared<Scratch>(), numel,
-                                          numel / kSparseShare, 7, error_memory(numel));
+                                          numel / kSparseShare, 7, error_memory(numel),
+                                          std::make_shared<NotingOrder>());
   }));
   return all;
 }
