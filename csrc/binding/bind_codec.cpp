@@ -223,13 +223,18 @@ void bind_codec(py::module_& m) {
   define_methods(codec);
   m.def(
       "make_codec",
-      [](const std::string& name, const std::string& device_type) {
-        const Processor processor = processor_of(c10::Device(device_type).type());
+      [](const std::string& name, const std::string& device) {
+        const c10::Device on(device);
+        const Processor processor = processor_of(on.type());
+        c10::OptionalDeviceGuard guard;
+        if (on.is_cuda() && on.has_index() && has_cuda_codecs()) guard.reset_device(on);
         return std::const_pointer_cast<Codec>(make_codec(name, processor));
       },
-      py::arg("name"), py::arg("device_type") = "cpu",
-      "The codec called `name`, for tensors of `device_type` ('cpu' or 'cuda'). ValueError, with\n"
-      "the names there are, if none is; BaguaError if this build has no CUDA kernels.");
+      py::arg("name"), py::arg("device") = "cpu",
+      "The codec called `name`, for tensors of `device` ('cpu', 'cuda' or 'cuda:1'), whose "
+      "kernels\n"
+      "are loaded there, or on the current device. ValueError, with the names there are, if none\n"
+      "is; BaguaError if this build has no CUDA kernels.");
   m.def("payload_checksum", &checksum_of, py::arg("payload"),
         "The 64 bits that stand in front of `payload` (uint8, on CPU) with BAGUA_CHECKSUM=1:\n"
         "docs/wire-format.md.");

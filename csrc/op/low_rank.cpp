@@ -8,6 +8,7 @@
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
+#include <c10/core/DeviceGuard.h>
 
 #include "base/check.h"
 #include "base/mixed_bits.h"
@@ -78,7 +79,10 @@ LowRank::LowRank(std::shared_ptr<Communicator> communicator, std::shared_ptr<Scr
   check_communications(communications, "LowRank");
   const at::Device device = queries.device();
   std::shared_ptr<const LowRankKernels> kernels = options_.kernels;
-  if (device.is_cuda() && !kernels) kernels = make_cuda_low_rank_kernels();
+  if (device.is_cuda() && !kernels) {
+    const c10::DeviceGuard on_device(device);
+    kernels = make_cuda_low_rank_kernels();
+  }
   if (device.is_cuda() && kernels && layout_.numel > 0) {
     device_ = std::make_unique<const LowRankDevice>(layout_, device, std::move(kernels));
   }

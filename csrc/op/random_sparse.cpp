@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <ATen/ops/index_select.h>
+#include <c10/core/DeviceGuard.h>
 
 #include "base/check.h"
 #include "comm/device_stream.h"
@@ -26,6 +27,7 @@ RandomSparse::RandomSparse(std::shared_ptr<Communicator> communicator,
   BAGUA_CHECK_ARG(k <= numel && (k >= 1 || numel == 0), "RandomSparse: k = ", k,
                   " must be between 1 and the ", numel, " elements of the bucket.");
   if (order_ || !feedback_.device().is_cuda()) return;
+  const c10::DeviceGuard on_device(feedback_.device());
   order_ = make_cuda_order_kernel();
 }
 

@@ -2,7 +2,10 @@
 
 #include <utility>
 
+#include <c10/core/DeviceGuard.h>
+
 #include "base/check.h"
+#include "codec/cuda/chunk_codec_cuda.h"
 #include "comm/device_stream.h"
 
 namespace bagua {
@@ -25,6 +28,9 @@ Sparse::Sparse(std::shared_ptr<Communicator> communicator, std::shared_ptr<Scrat
       codec_(std::move(options.device)) {
   BAGUA_CHECK_ARG(k <= numel && (k >= 1 || numel == 0), "Sparse: k = ", k,
                   " must be between 1 and the ", numel, " elements of the bucket.");
+  if (codec_ || !feedback_.device().is_cuda() || !has_cuda_codecs()) return;
+  const c10::DeviceGuard on_device(feedback_.device());
+  codec_ = make_cuda_sparse_codec();
 }
 
 void Sparse::run(at::Tensor& flat, const Round& round) {

@@ -102,6 +102,27 @@ class ChunkCodecCuda final : public Codec {
   const std::unique_ptr<const FusedCodec> fused_;
 };
 
+// See Note [Kernels are loaded where they are made].
+void load_kernels(const Codec& codec) {
+  const LoadsKernels here;
+  float x = 0;
+  std::byte payload{};
+  const Chunk chunk{&x, &payload, 1};
+  const std::span chunks(&chunk, 1);
+  const FusedCodec& fused = *codec.fused();
+  for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+    codec.encode(chunks, dtype, nullptr, nullptr);
+    codec.decode(chunks, dtype, nullptr);
+    codec.decode_add(chunks, dtype, 1.0f, nullptr);
+    fused.encode_sum(chunks, {}, 1.0f, dtype, nullptr, nullptr);
+    fused.encode_combined(chunks, {}, {}, dtype, nullptr, nullptr);
+    fused.decode_add_three(chunks, {}, {}, dtype, nullptr);
+  }
+  codec.encode_residual(chunks, nullptr, nullptr);
+  fused.encode_sum_residual(chunks, {}, 1.0f, {}, nullptr, nullptr);
+  load_kernels(*codec.frames());
+}
+
 }  // namespace
 
 bool has_cuda_codecs() { return true; }
@@ -111,6 +132,7 @@ std::shared_ptr<const Codec> make_cuda_codec(const std::string& name) {
   for_each_codec([&]<typename Format>(const CodecLine<Format>& line) {
     if (name == line.name) codec = std::make_shared<const ChunkCodecCuda<Format>>(name);
   });
+  if (codec != nullptr) load_kernels(*codec);
   return codec;
 }
 

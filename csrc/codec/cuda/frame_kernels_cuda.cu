@@ -47,4 +47,11 @@ const FrameKernels& cuda_frame_kernels() {
   return kernels;
 }
 
+void load_kernels(const FrameKernels& kernels) {
+  const PlacedFrame frame{};
+  const std::byte* const place = nullptr;
+  kernels.write({&frame, 1}, nullptr);
+  kernels.read({&place, 1}, nullptr, nullptr);
+}
+
 }  // namespace bagua

@@ -122,7 +122,24 @@ class SparseCodecCuda final : public SparseCodec {
 }  // namespace
 
 std::shared_ptr<const SparseCodec> make_cuda_sparse_codec() {
-  return std::make_shared<const SparseCodecCuda>();
+  auto codec = std::make_shared<const SparseCodecCuda>();
+  const LoadsKernels here;
+  for (const int64_t element_bytes : {4, 8}) {
+    for (const IndexCoding coding : {IndexCoding::kPacked, IndexCoding::kBitmap}) {
+      const SparseShape shape{.numel = 1,
+                              .k = 1,
+                              .element_bytes = element_bytes,
+                              .coding = coding,
+                              .bits = 1,
+                              .values_bytes = 32,
+                              .indices_bytes = 32};
+      codec->take(shape, nullptr, nullptr, nullptr, nullptr);
+      codec->add(shape, {.first = nullptr, .stride = 64, .ranks = 1}, nullptr, nullptr, nullptr,
+                 nullptr);
+    }
+  }
+  load_kernels(codec->frames());
+  return codec;
 }
 
 }  // namespace bagua

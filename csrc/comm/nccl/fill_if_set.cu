@@ -14,6 +14,10 @@ uint32_t* make_device_flag() {
   static std::byte* page = nullptr;
   static size_t used = kPageBytes;
   const std::lock_guard lock(mutex);
+  {
+    const LoadsKernels here;
+    fill_if_set(nullptr, nullptr, 1, nullptr);
+  }
   if (used == kPageBytes) {
     void* memory = nullptr;
     const cudaError_t error =

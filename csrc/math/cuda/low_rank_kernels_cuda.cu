@@ -76,7 +76,22 @@ class LowRankKernelsCuda final : public LowRankKernels {
 }  // namespace
 
 std::shared_ptr<const LowRankKernels> make_cuda_low_rank_kernels() {
-  return std::make_shared<const LowRankKernelsCuda>();
+  auto kernels = std::make_shared<const LowRankKernelsCuda>();
+  const LoadsKernels here;
+  LowRankPlan plan{};
+  plan.matrices = plan.band_count = plan.tile_count = plan.query_count = 1;
+  for (const LowRankDType dtype : {LowRankDType::kFloat32, LowRankDType::kFloat16,
+                                   LowRankDType::kBFloat16, LowRankDType::kFloat64}) {
+    LowRankMemory memory{};
+    memory.dtype = dtype;
+    memory.scale = 1;
+    kernels->project_rows(plan, memory, nullptr);
+    kernels->orthonormalise(plan, memory, nullptr);
+    kernels->project_columns(plan, memory, nullptr);
+    kernels->keep_queries(plan, memory, nullptr);
+    kernels->reconstruct(plan, memory, nullptr);
+  }
+  return kernels;
 }
 
 }  // namespace bagua

@@ -33,7 +33,10 @@ class OrderKernelCuda final : public OrderKernel {
 }  // namespace
 
 std::shared_ptr<const OrderKernel> make_cuda_order_kernel() {
-  return std::make_shared<const OrderKernelCuda>();
+  auto kernel = std::make_shared<const OrderKernelCuda>();
+  const LoadsKernels here;
+  kernel->fill(RandomOrder(1, 0, 0), 0, 1, nullptr, nullptr);
+  return kernel;
 }
 
 }  // namespace bagua

@@ -189,7 +189,7 @@ def compressed_all_reduce(
     def compressed(lane: Lane, bucket: BaguaBucket, members: Members) -> _C.BucketOp:
         return _C.CompressedAllReduce(
             members,
-            _C.make_codec(codec, lane.device.type),
+            _C.make_codec(codec, str(lane.device)),
             lane.scratch,
             reduce,
             checksum=environment.get_checksum(),
@@ -519,7 +519,7 @@ def compressed_gossip(
         left, right = mixing_weights(sizes, members.rank)
         return _C.CompressedGossip(
             members,
-            _C.make_codec(codec, lane.device.type),
+            _C.make_codec(codec, str(lane.device)),
             lane.scratch,
             replicas["weight"],
             replicas["left"],

@@ -67,7 +67,7 @@ class Handle(LaneHandle):
         super().__init__(model_name, lane, wrap, ledger)
         self._groups = groups
         self._members = members
-        self._codec = _C.make_codec(options.codec, lane.device.type)
+        self._codec = _C.make_codec(options.codec, str(lane.device))
         self._operations: dict[tuple[Any, ...], _C.BucketOperations] = {}
         outcome = _C.RoundOutcome()
         for module, numel in numels.items():

@@ -7,6 +7,7 @@
 #include <deque>
 #include <numeric>
 #include <random>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -275,6 +276,23 @@ void run(const char* name, unsigned grid, unsigned block, const std::function<vo
     fill_shared_memory();
     run_block(thread);
   }
+}
+
+namespace {
+
+std::set<const void*>& loaded_kernels() {
+  static std::set<const void*> kernels;
+  return kernels;
+}
+
+}  // namespace
+
+void load(const void* kernel) { loaded_kernels().insert(kernel); }
+
+void refuse_unless_loaded(const char* name, const void* kernel) {
+  if (!must_be_loaded || loaded_kernels().contains(kernel)) return;
+  kernel_name = name;
+  fail("launched without having been loaded before");
 }
 
 [[gnu::weak]] Translated translation_of(const char*, const void*, size_t) { return nullptr; }

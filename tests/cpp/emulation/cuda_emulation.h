@@ -55,6 +55,12 @@ inline int skipped_barrier = 0;
 // Runs `thread` as every thread of grid CTAs of `block` threads; `name` is the kernel's.
 void run(const char* name, unsigned grid, unsigned block, const std::function<void()>& thread);
 
+// Notes that a program has asked for the kernel before its first launch. With must_be_loaded a
+// launch of another one ends the program: on a GPU it might wait for kernels that spin.
+inline bool must_be_loaded = false;
+void load(const void* kernel);
+void refuse_unless_loaded(const char* name, const void* kernel);
+
 // A kernel in place of that of the sources, which is given its parameters as a GPU is. Null: there
 // is none. ../ptx has some; programs that are linked without it have none.
 using Translated = void (*)(const std::byte* parameters);
@@ -64,6 +70,7 @@ Translated translation_of(const char* name, const void* kernel, size_t parameter
 template <typename... Parameters, typename... Arguments>
 void start(const char* name, void (*kernel)(Parameters...), unsigned grid, unsigned block,
            const Arguments&... arguments) {
+  refuse_unless_loaded(name, reinterpret_cast<const void*>(kernel));
   alignas(16) std::byte packed[(0 + ... + (sizeof(Parameters) + alignof(Parameters)))];
   size_t used = 0;
   const auto pack = [&]<typename Parameter>(const Parameter& parameter) {

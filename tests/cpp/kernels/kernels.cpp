@@ -127,6 +127,7 @@ void compare_large_chunk(const Pair& pair) {
 
 // A raised flag sets every byte of the data and no other; a flag that is not raised sets none.
 void fill_data_if_the_flag_is_set() {
+  emulation::load(reinterpret_cast<const void*>(&fill_bytes_if_set));  // as make_device_flag() does
   for (const int64_t bytes : {0, 1, 511, 512, 513, 32 * 512, 70 * 512 + 3}) {
     for (const uint32_t flag : {0u, 1u}) {
       const int64_t margin = 3;
@@ -205,6 +206,7 @@ int main(int argc, char** argv) {
       bagua::emulation::skipped_barrier = std::atoi(argv[++i]);
     }
   }
+  bagua::emulation::must_be_loaded = true;
   bagua::fill_data_if_the_flag_is_set();
   bagua::compare_frames(*bagua::make_cuda_codec("fp16")->frames());
   bagua::compare_random_orders();

@@ -37,7 +37,7 @@ def reduce_everywhere(
     connections = Connections(store, rank, list(range(size)), timeout)
     communicator = connections.connect("doctor", device)
     average = _C.ReduceOp.AVG
-    codec = _C.make_codec(_CODEC, device.type)
+    codec = _C.make_codec(_CODEC, str(device))
     ops = {
         "exact": _C.AllReduce(communicator, average),
         "8-bit": _C.CompressedAllReduce(communicator, codec, _C.Scratch(), average),
