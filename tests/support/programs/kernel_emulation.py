@@ -1,7 +1,8 @@
 """Builds and runs the programs that emulate the CUDA kernels on the CPU.
 
 They are kernels/ and emulation/ of tests/cpp; they need g++ alone, no torch and no CUDA. A variant
-is kept in build/kernel_emulation and made anew only when the sources change.
+is kept in build/kernel_emulation and made anew only when the sources change. So is that of
+tests/deep/test_kernels_of_ptx.py, whose kernels nvcc makes.
 """
 
 import hashlib
@@ -15,7 +16,15 @@ from pathlib import Path
 import pytest
 from bagua import _C
 
-__all__ = ["VARIANTS", "assert_kernels_give_the_bytes_of_the_cpu", "marks", "run"]
+__all__ = [
+    "REPOSITORY",
+    "VARIANTS",
+    "assert_kernels_give_the_bytes_of_the_cpu",
+    "compile_object",
+    "kept",
+    "marks",
+    "run",
+]
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 BUILD = REPOSITORY / "build" / "kernel_emulation"
@@ -76,8 +85,10 @@ def sources():
     return [file for file in files if file.suffix in suffixes]
 
 
-def fingerprint():
+def fingerprint(*more):
     digest = hashlib.sha256(Path(__file__).read_bytes())
+    for each in more:
+        digest.update(each)
     digest.update(subprocess.check_output(["g++", "--version"]))
     for file in sources():
         digest.update(file.name.encode() + file.read_bytes())
@@ -111,17 +122,22 @@ def build(variant, folder):
         object_file.unlink()
 
 
-def programs(variant):
-    """The folder with the variant's programs."""
-    folder = BUILD / f"{variant}-{fingerprint()}"
+def kept(name, make, *more):
+    """A folder that ``make(folder)`` fills, again when a source or ``more`` (bytes) change."""
+    folder = BUILD / f"{name}-{fingerprint(*more)}"
     if not folder.exists():
-        for old in BUILD.glob(f"{variant}-*"):
+        for old in BUILD.glob(f"{name}-*"):
             shutil.rmtree(old)
-        unfinished = BUILD / f"unfinished-{variant}-{os.getpid()}"
+        unfinished = BUILD / f"unfinished-{name}-{os.getpid()}"
         unfinished.mkdir(parents=True)
-        build(variant, unfinished)
+        make(unfinished)
         unfinished.rename(folder)
     return folder
+
+
+def programs(variant):
+    """The folder with the variant's programs."""
+    return kept(variant, lambda folder: build(variant, folder))
 
 
 def run(variant, program, *arguments):
