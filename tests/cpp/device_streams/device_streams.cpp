@@ -319,6 +319,19 @@ void asynchronous_averaging_keeps_out_of_training() {
   expect_no_race("asynchronous averaging");
 }
 
+// The flag of an aborted all-reduce is this rank's own: that a rank wants to pause says nothing of
+// the others.
+void asynchronous_averaging_does_not_pause_after_an_abort() {
+  const auto comm = std::make_shared<AbortableCommunicator>(kRanks);
+  AsyncAverage op(comm, {gradient(1).to(kFake)}, std::make_shared<WeightGate>());
+  const OnStream guard(7);
+  expect(!op.run(true), "a healthy pause was refused");
+  comm->break_next();
+  const std::string message = message_of_call([&] { op.run(true); });
+  expect(message.find("an earlier call failed") != std::string::npos, "the pause said '", message,
+         "'");
+}
+
 void host_memory_waits_for_the_device() {
   HostCommunicator comm(std::make_shared<HostMemoryCommunicator>(kRanks, std::vector{10, 11}));
   const at::Tensor brought = gradient(1);
@@ -356,6 +369,7 @@ extern "C" int device_streams(const char* nccl_library) {
     results_of_an_aborted_collective_are_not_used();
     jobs_of_an_aborted_communicator_are_not_used();
     asynchronous_averaging_keeps_out_of_training();
+    asynchronous_averaging_does_not_pause_after_an_abort();
     if (nccl_library) {
       asynchronous_averaging_waits_for_ranks_outside_the_gate(nccl_library);
       partial_sums_do_not_reach_the_weights(nccl_library);
