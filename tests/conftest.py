@@ -26,6 +26,7 @@ LONG = [
     "deep/test_fsdp_example.py",
     "deep/integrations/test_integration_examples.py",
     "deep/test_fuzz.py",
+    "deep/integrations/test_lightning_processes.py",
     "deep/test_doctor_faults.py",
     "deep/test_compiled_ways.py",
     "deep/test_device_work.py",

@@ -2,15 +2,12 @@
 
 import copy
 import os
-import sys
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support import training
-from support.processes.pool import run_without_torchrun
 
 OPTIONS = {
     "plain": {},
@@ -55,32 +52,6 @@ def test_exact_training_is_that_of_ddp_to_the_bit(ranks, options):
 def test_the_other_package_has_the_strategy_too(ranks):
     for ddp, ours in ranks(2, as_ddp, "pytorch_lightning", {}):
         assert ours == ddp
-
-
-IMPORTS = """
-import logging, sys
-import {first}
-import {first}.utilities.rank_zero as messages
-logger = messages.rank_zero_module.log.name
-from bagua.lightning import BaguaFabricStrategy, BaguaStrategy, strategies
-assert messages.rank_zero_module.log.name == logger, messages.rank_zero_module.log.name
-assert {other!r} not in sys.modules
-assert BaguaStrategy is strategies[{package!r}]
-assert issubclass(BaguaStrategy, {first}.strategies.DDPStrategy)
-assert not issubclass(strategies[{other!r}], {first}.strategies.DDPStrategy)
-assert {other!r} in sys.modules
-"""
-
-
-@pytest.mark.parametrize(
-    ("package", "other"), [("lightning", "pytorch_lightning"), ("pytorch_lightning", "lightning")]
-)
-def test_the_package_in_use_is_the_only_one_that_is_imported(package, other):
-    """Each takes the messages of both into its own logger."""
-    first = "lightning.pytorch" if package == "lightning" else package
-    program = IMPORTS.format(first=first, package=package, other=other)
-    end = run_without_torchrun([sys.executable, "-c", program])
-    assert end.returncode == 0, end.stderr
 
 
 def compiled():
@@ -194,31 +165,6 @@ def resumed(name, folder):
 def test_a_resumed_training_is_the_uninterrupted_one_to_the_bit(ranks, tmp_path, name):
     for whole, parts in ranks(2, resumed, name, str(tmp_path)):
         assert parts == whole
-
-
-def saved_by_children(path):
-    from integrations import lightning_children
-
-    lightning_children.trained(path)
-
-
-@pytest.mark.timeout(240)
-def test_residuals_of_forked_and_spawned_ranks_reach_the_checkpoint(ranks, tmp_path):
-    """Lightning starts them as in a notebook; the process that saves is none of the ranks."""
-    ranks(2, saved_by_children, str(tmp_path / "popen.ckpt"))
-    program = Path(__file__).with_name("lightning_children.py")
-    end = run_without_torchrun([sys.executable, program, str(tmp_path)], timeout=220)
-    assert end.returncode == 0, end.stderr
-    states = [
-        torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["bagua"]["algorithm"]
-        for name in ("popen", "fork", "spawn")
-    ]
-    assert {key.split("/")[0] for key in states[0]} >= {"rank0", "rank1"}
-    plain = [
-        {key: v.tolist() if isinstance(v, torch.Tensor) else v for key, v in state.items()}
-        for state in states
-    ]
-    assert plain[0] == plain[1] == plain[2]
 
 
 def copied_after_training():
