@@ -9,13 +9,13 @@
 namespace bagua {
 namespace {
 
-constexpr int64_t kPieceBytes = 1 << 20;
+constexpr int64_t kStepBytes = 1 << 20;
 
 // A bucket in pieces, as one rank works on it.
 class PiecesInPlace final {
  public:
   PiecesInPlace(Group group, const InPlaceValues& values)
-      : group_(group), values_(values), step_(kPieceBytes / element()) {}
+      : group_(group), values_(values), step_(kStepBytes / element()) {}
 
   int64_t count() const { return (values_.numel + step_ - 1) / step_; }
 

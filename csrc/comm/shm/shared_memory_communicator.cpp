@@ -42,13 +42,13 @@ void copy_bytes(std::byte* target, const std::byte* source, int64_t bytes) {
 
 // Bytes of a piece of an all-reduce, of all parts together: what is shown, joined and copied is
 // still in the caches then.
-constexpr int64_t kPieceBytes = 128 << 10;
-static_assert(kPieceBytes <= static_cast<int64_t>(kHalfBytes));
+constexpr int64_t kReducedBytes = 128 << 10;
+static_assert(kReducedBytes <= static_cast<int64_t>(kHalfBytes));
 
 // Bytes of a piece for each of `size` ranks.
 int64_t place_bytes(int size) {
   constexpr auto kLine = static_cast<int64_t>(kLineBytes);
-  return kPieceBytes / size / kLine * kLine;
+  return kReducedBytes / size / kLine * kLine;
 }
 
 }  // namespace

@@ -7,7 +7,7 @@
 namespace bagua {
 namespace {
 
-using Group = LowRankLayout::Group;
+using MatrixGroup = LowRankLayout::Group;
 
 at::Tensor view_of(const at::Tensor& memory, int64_t first, at::IntArrayRef sizes,
                    at::IntArrayRef strides) {
@@ -15,21 +15,24 @@ at::Tensor view_of(const at::Tensor& memory, int64_t first, at::IntArrayRef size
 }
 
 // [members, rows, columns] of memory that is as long as the bucket.
-at::Tensor matrices(const LowRankLayout& layout, const Group& group, const at::Tensor& memory) {
+at::Tensor matrices(const LowRankLayout& layout, const MatrixGroup& group,
+                    const at::Tensor& memory) {
   const LowRankMatrix& m = layout.placed[group.first].matrix;
   return view_of(memory, m.offset, {group.members, m.rows, m.columns},
                  {group.offset_step, m.columns, 1});
 }
 
 // [members, rank, rows]
-at::Tensor left_factors(const LowRankLayout& layout, const Group& group, const at::Tensor& left) {
+at::Tensor left_factors(const LowRankLayout& layout, const MatrixGroup& group,
+                        const at::Tensor& left) {
   const LowRankLayout::Placed& placed = layout.placed[group.first];
   const LowRankMatrix& m = placed.matrix;
   return view_of(left, placed.left, {group.members, m.rank, m.rows}, {group.left_step, m.rows, 1});
 }
 
 // [members, rank, columns]
-at::Tensor right_factors(const LowRankLayout& layout, const Group& group, const at::Tensor& right) {
+at::Tensor right_factors(const LowRankLayout& layout, const MatrixGroup& group,
+                         const at::Tensor& right) {
   const LowRankLayout::Placed& placed = layout.placed[group.first];
   const LowRankMatrix& m = placed.matrix;
   return view_of(right, placed.right, {group.members, m.rank, m.columns},
@@ -37,11 +40,12 @@ at::Tensor right_factors(const LowRankLayout& layout, const Group& group, const 
 }
 
 // [members, numel] of memory that is as long as the bucket, or of the first message.
-at::Tensor ranges(const LowRankLayout& layout, const Group& group, const at::Tensor& memory) {
+at::Tensor ranges(const LowRankLayout& layout, const MatrixGroup& group, const at::Tensor& memory) {
   const LowRankLayout::Range& range = layout.rest[group.first];
   return view_of(memory, range.offset, {group.members, range.numel}, {group.offset_step, 1});
 }
-at::Tensor sent_ranges(const LowRankLayout& layout, const Group& group, const at::Tensor& left) {
+at::Tensor sent_ranges(const LowRankLayout& layout, const MatrixGroup& group,
+                       const at::Tensor& left) {
   return view_of(left, layout.rest_left[group.first],
                  {group.members, layout.rest[group.first].numel}, {group.left_step, 1});
 }
@@ -50,7 +54,7 @@ at::Tensor sent_ranges(const LowRankLayout& layout, const Group& group, const at
 
 void project_rows(const LowRankLayout& layout, const LowRankValues& values) {
   // Before M, which may take the bucket's memory.
-  for (const Group& group : layout.rest_groups) {
+  for (const MatrixGroup& group : layout.rest_groups) {
     sent_ranges(layout, group, values.left).copy_(ranges(layout, group, values.flat));
   }
   if (values.scale != 1.0 && layout.rest_numel > 0) {
@@ -63,7 +67,7 @@ void project_rows(const LowRankLayout& layout, const LowRankValues& values) {
   } else if (values.scale != 1.0 || !work.is_same(values.flat)) {
     work.copy_(values.flat).mul_(1.0 / values.scale);
   }
-  for (const Group& group : layout.groups) {
+  for (const MatrixGroup& group : layout.groups) {
     const at::Tensor q = right_factors(layout, group, values.queries);
     at::Tensor p = left_factors(layout, group, values.left);
     at::bmm_out(p, q, matrices(layout, group, work).mT());
@@ -71,14 +75,14 @@ void project_rows(const LowRankLayout& layout, const LowRankValues& values) {
 }
 
 void project_columns(const LowRankLayout& layout, const LowRankValues& values) {
-  for (const Group& group : layout.groups) {
+  for (const MatrixGroup& group : layout.groups) {
     at::Tensor q = right_factors(layout, group, values.right);
     at::bmm_out(q, left_factors(layout, group, values.left), matrices(layout, group, values.work));
   }
 }
 
 void reconstruct(const LowRankLayout& layout, const LowRankValues& values, int ranks) {
-  for (const Group& group : layout.groups) {
+  for (const MatrixGroup& group : layout.groups) {
     const at::Tensor p = left_factors(layout, group, values.left).mT();
     const at::Tensor q = right_factors(layout, group, values.right);
     at::Tensor x = matrices(layout, group, values.flat);
@@ -98,7 +102,7 @@ void reconstruct(const LowRankLayout& layout, const LowRankValues& values, int r
   at::Tensor means = values.left.narrow(0, layout.left_numel, layout.rest_numel);
   means.div_(ranks);
   if (values.scale != 1.0) means.mul_(values.scale);
-  for (const Group& group : layout.rest_groups) {
+  for (const MatrixGroup& group : layout.rest_groups) {
     ranges(layout, group, values.flat).copy_(sent_ranges(layout, group, values.left));
     if (values.error.defined()) ranges(layout, group, values.work).zero_();
   }
@@ -106,7 +110,7 @@ void reconstruct(const LowRankLayout& layout, const LowRankValues& values, int r
 
 void keep_queries(const LowRankLayout& layout, const LowRankValues& values,
                   const std::vector<at::Tensor>& vanished, const at::Tensor& next) {
-  for (const Group& group : layout.groups) {
+  for (const MatrixGroup& group : layout.groups) {
     const LowRankLayout::Placed& placed = layout.placed[group.first];
     const int64_t p_numel = placed.matrix.rows * placed.matrix.rank;
     const LowRankLayout::Batch& batch = layout.batches[placed.batch];
