@@ -41,8 +41,8 @@ OF_NVCC = ["-std=c++20", "-O3", "-fmad=false", "-Icsrc", "-arch=compute_90", "-p
 OF_GXX = "-w -fno-strict-aliasing"  # what a translation leaves unused is no mistake
 # File of kernels, an instruction of it, what it becomes, and what the program then says.
 FAULTS = [
-    ("csrc/comm/nccl/fill_if_set.cu", "setp.lt.s64", "setp.le.s64", "fill_bytes_if_set, .* wrong"),
-    ("csrc/math/cuda/random_order_cuda.cu", "xor.b64", "or.b64", "fill_order: place .* is wrong"),
+    ("csrc/comm/nccl/fill_if_set.cu", "setp.ge.s64", "setp.gt.s64", "fill_bytes_if_set, .* wrong"),
+    ("csrc/math/cuda/random_order_cuda.cu", ", 30;", ", 29;", "fill_order: place .* is wrong"),
 ]
 
 pytestmark = [
@@ -130,7 +130,9 @@ def test_a_wrong_instruction_is_found(folder, tmp_path, source, instruction, wro
 
     name = f"{translate(source, tmp_path, change)}.ptx.o"
     objects = [tmp_path / name, *(file for file in folder.glob("*.o") if file.name != name)]
-    done = subprocess.run([link(objects, tmp_path), "--races"], capture_output=True, text=True)
+    run = [link(objects, tmp_path), "--races"]
+    # Bytes that a wrong kernel writes may be those of the names that the program prints.
+    done = subprocess.run(run, capture_output=True, text=True, errors="replace", timeout=600)
     assert done.returncode != 0
     assert re.search(said, done.stdout), done.stdout[-2000:]
 
