@@ -1,5 +1,4 @@
 // Dynamic lanes, and the communication hook of torch's DistributedDataParallel that feeds one.
-#include <algorithm>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -65,27 +64,13 @@ std::function<Result(Args...)> called_with_gil(const std::optional<py::function>
   };
 }
 
-// Returns once all futures of the lane are completed, with errors or not. If a signal handler
-// raises meanwhile, the lane ends, and that is thrown: Note [Signals].
-void await_interruptibly(const std::shared_ptr<DynamicLane>& lane,
-                         const std::vector<DynamicLane::Future>& futures) {
-  const auto completed = [](const DynamicLane::Future& one) { return one->completed(); };
-  if (std::all_of(futures.begin(), futures.end(), completed)) return;
-  try {
-    run_interruptibly([futures] {
-      for (const DynamicLane::Future& future : futures) future->wait();
-    });
-  } catch (const py::error_already_set&) {
-    lane->interrupted();
-    throw;
-  }
-}
-
 // In a callback of autograd's.
 void await_before_torch(const std::shared_ptr<DynamicLane>& lane,
                         const std::vector<DynamicLane::Future>& futures) {
+  std::optional<py::gil_scoped_release> no_gil;
+  if (PyGILState_Check()) no_gil.emplace();
   try {
-    await_interruptibly(lane, futures);
+    lane->wait(futures);
   } catch (py::error_already_set& error) {
     throw_to_autograd(error);
   }
@@ -97,7 +82,7 @@ class Posted {
   Posted(std::shared_ptr<DynamicLane> lane, DynamicLane::Future future)
       : lane_(std::move(lane)), future_(std::move(future)) {}
   void wait() const {
-    await_interruptibly(lane_, {future_});
+    lane_->wait({future_});
     future_->waitAndThrow();
   }
   bool done() const { return future_->completed(); }
@@ -124,7 +109,8 @@ void bind_lane(py::module_& m) {
                                                                   .ops = std::move(ops),
                                                                   .control = std::move(control),
                                                                   .board = std::move(board),
-                                                                  .on_error = as_core_error()}),
+                                                                  .on_error = as_core_error(),
+                                                                  .check_signals = check_signals}),
                                                  delete_without_gil<DynamicLane>);
            }),
            py::kw_only(), py::arg("name"), py::arg("incarnation"), py::arg("ops"),

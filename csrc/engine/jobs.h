@@ -11,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include "base/check_signals.h"
 #include "base/owner_process.h"
 #include "comm/counting_communicator.h"
 #include "engine/accounting.h"
@@ -29,6 +30,7 @@ struct DynamicLaneOptions {
   // Called before a failure is rethrown; may rethrow it as a type that the caller's framework
   // handles. Null: rethrown as it is.
   std::function<void(const std::exception_ptr&)> on_error{};
+  CheckSignals check_signals{};  // in wait(); what it throws ends the lane
 };
 
 // Work on a tensor; shared by all jobs that do it.
@@ -54,8 +56,8 @@ struct Job {
 // while a job runs. Ordering: jobs run in the order of post(). On a device they run on a stream of
 // the lane's own, after the work that the posting thread's current stream had been given, and a
 // future is completed with that stream's event: its wait() orders the waiter's current stream.
-// May fail: the first failure of a job, of the agreement, or of another rank (its board is read
-// twice a second while jobs are pending) is published and explained (Note [Diagnosis]); all pending
+// May fail: the first failure of a job, of the agreement, or of another rank (read with each
+// heartbeat while jobs are pending) is published and explained (Note [Diagnosis]); all pending
 // futures and later calls of post() and check() have it as their error.
 class DynamicLane {
  public:
@@ -76,8 +78,8 @@ class DynamicLane {
   // published, on the other ranks.
   void abort(const std::string& reason) noexcept;
 
-  // Ends everything as abort() does, because the caller's wait for a job was interrupted.
-  void interrupted() noexcept;
+  // Blocks until all of these futures are completed, with errors or not.
+  void wait(const std::vector<Future>& futures);
 
   // Ends everything as abort() does, where a transport outside of the lane failed: another rank may
   // be the cause, and is looked for (Note [Diagnosis]). check() then throws what was found.
