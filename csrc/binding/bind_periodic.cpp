@@ -7,7 +7,7 @@
 
 #include "binding/bindings.h"
 #include "binding/interruptible.h"
-#include "engine/periodic_lane.h"
+#include "engine/periodic.h"
 #include "op/async_average.h"
 
 namespace bagua {

@@ -1,7 +1,7 @@
 // Weights that are averaged while every rank trains them.
 #pragma once
 
-#include "engine/periodic_lane.h"
+#include "engine/periodic.h"
 #include "op/async_average.h"
 #include "stress/world.h"
 

@@ -1,4 +1,4 @@
-#include "engine/periodic_lane.h"
+#include "engine/periodic.h"
 
 #include <algorithm>
 #include <condition_variable>
