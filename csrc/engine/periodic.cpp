@@ -1,7 +1,6 @@
 #include "engine/periodic.h"
 
 #include <algorithm>
-#include <condition_variable>
 #include <exception>
 #include <mutex>
 #include <utility>
@@ -11,28 +10,42 @@
 #include "base/check.h"
 #include "comm/device_stream.h"
 #include "engine/accounting.h"
-#include "engine/lane_thread.h"
-#include "health/diagnose.h"
+#include "engine/lane.h"
 #include "health/failure.h"
 
 namespace bagua {
 
-// Lives as long as the lane or its thread, which may be blocked in a transport.
-struct PeriodicLane::State {
+namespace {
+
+constexpr const char* kOwned = "asynchronous averaging";
+
+LaneCoreOptions core_options(const PeriodicOp* op, const WeightGate* gate,
+                             const PeriodicLaneOptions& options) {
+  BAGUA_CHECK_ARG(op && gate && options.communicator && options.clock,
+                  "a periodic lane needs an op, a gate, a communicator and a clock.");
+  BAGUA_CHECK_ARG(options.interval.count() >= 0, "the interval of a periodic lane is ",
+                  options.interval.count(), " ms; it must be 0 or more.");
+  return {.name = options.name,
+          .group = options.communicator->group(),
+          .board = options.board,
+          .check_signals = options.check_signals,
+          .control = nullptr,
+          .ops = {options.communicator}};
+}
+
+}  // namespace
+
+// Rounds one after the other, from resume() to the moment at which all ranks want to pause.
+struct PeriodicLane::State final : LaneCore {
   State(std::shared_ptr<PeriodicOp> lane_op, std::shared_ptr<WeightGate> lane_gate,
         PeriodicLaneOptions lane_options);
 
   const std::shared_ptr<PeriodicOp> op;
   const std::shared_ptr<WeightGate> gate;
   const PeriodicLaneOptions options;
-  LaneThread thread{"bagua-average"};
 
-  mutable std::mutex mutex;
-  std::condition_variable changed;
   bool running = false;
   bool wants_to_pause = false;
-  bool stopped = false;
-  std::exception_ptr failure;
   bool failure_known = false;  // to the training thread
   int64_t rounds = 0;          // in which all ranks took part, to tell others how far this one got
   int64_t averages = 0;
@@ -41,12 +54,24 @@ struct PeriodicLane::State {
   int64_t waited_ns = 0;  // at the gate
   Traffic traffic;
 
-  Whereabouts whereabouts() const;
+  Whereabouts whereabouts() const override;
+  std::string place() const override { return kOwned; }
+  Position position() const override { return {.number = rounds, .needed = rounds + 1}; }
+  int64_t rounds_done() const override { return rounds; }
+  void interrupt() noexcept override { op->interrupt(); }
+
   void loop();
   bool run_round();
-  void fail(const std::exception_ptr& cause) noexcept;
-  bool await_end(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit);
 };
+
+PeriodicLane::State::State(std::shared_ptr<PeriodicOp> lane_op,
+                           std::shared_ptr<WeightGate> lane_gate, PeriodicLaneOptions lane_options)
+    : LaneCore(core_options(lane_op.get(), lane_gate.get(), lane_options)),
+      op(std::move(lane_op)),
+      gate(std::move(lane_gate)),
+      options(std::move(lane_options)) {
+  threads.push_back(std::make_unique<LaneThread>("bagua-average"));
+}
 
 Whereabouts PeriodicLane::State::whereabouts() const {
   const std::lock_guard lock(mutex);
@@ -85,7 +110,7 @@ void PeriodicLane::State::loop() {
       if (stopped) break;
     }
   } catch (...) {
-    fail(std::current_exception());
+    fail(with_context(whoami() + ": ", std::current_exception()));
   }
   {
     std::lock_guard lock(mutex);
@@ -94,64 +119,18 @@ void PeriodicLane::State::loop() {
   changed.notify_all();
 }
 
-void PeriodicLane::State::fail(const std::exception_ptr& cause) noexcept {
-  const Group group = options.communicator->group();
-  const std::string message = concat("module '", options.name, "', rank ", group.rank, " of ",
-                                     group.size, ", asynchronous averaging: ", message_of(cause));
-  {
-    std::lock_guard lock(mutex);
-    if (stopped) return;  // the consequence of stop(), not a failure
-    failure = with_message(cause, message);
-  }
-  if (options.board) options.board->publish(message, blame_of(cause));
-  options.communicator->abort(message);
-}
-
-// Whether the rounds have ended within the limit.
-bool PeriodicLane::State::await_end(std::unique_lock<std::mutex>& lock,
-                                    std::chrono::milliseconds limit) {
-  using std::chrono::steady_clock;
-  const auto deadline = steady_clock::now() + limit;
-  const auto over = [&] { return !running; };
-  while (
-      !changed.wait_until(lock, std::min(deadline, steady_clock::now() + kBetweenSignals), over)) {
-    if (steady_clock::now() >= deadline) return false;
-    if (!options.check_signals) continue;
-    lock.unlock();
-    try {
-      options.check_signals();
-    } catch (...) {
-      const int rank = options.communicator->group().rank;
-      fail(std::make_exception_ptr(Error(
-          concat("rank ", rank, " was interrupted while it waited for the others to end it"))));
-      throw;
-    }
-    lock.lock();
-  }
-  return true;
-}
-
-PeriodicLane::State::State(std::shared_ptr<PeriodicOp> lane_op,
-                           std::shared_ptr<WeightGate> lane_gate, PeriodicLaneOptions lane_options)
-    : op(std::move(lane_op)), gate(std::move(lane_gate)), options(std::move(lane_options)) {
-  BAGUA_CHECK_ARG(op && gate && options.communicator && options.clock,
-                  "a periodic lane needs an op, a gate, a communicator and a clock.");
-  BAGUA_CHECK_ARG(options.interval.count() >= 0, "the interval of a periodic lane is ",
-                  options.interval.count(), " ms; it must be 0 or more.");
-}
-
 PeriodicLane::PeriodicLane(std::shared_ptr<PeriodicOp> op, std::shared_ptr<WeightGate> gate,
                            PeriodicLaneOptions options)
     : gate_(gate),
       state_(std::make_shared<State>(std::move(op), std::move(gate), std::move(options))) {
-  if (state_->options.board) state_->options.board->beat_while_alive(state_.pointer());
+  state_->begin(LaneCore::News::kIgnored);
 }
 
 PeriodicLane::~PeriodicLane() { stop(); }
 
 void PeriodicLane::resume() {
   check();
-  if (state_->options.communicator->group().size == 1) return;
+  if (state_->core.group.size == 1) return;
   {
     std::lock_guard lock(state_->mutex);
     BAGUA_CHECK(!state_->stopped, "module '", state_->options.name,
@@ -161,12 +140,12 @@ void PeriodicLane::resume() {
   }
   state_->op->training_leaves();  // the thread does not run yet
   // Not under the caller's profiler, which may end before the rounds do.
-  state_->thread.post([shared = state_.pointer()] { shared->loop(); },
-                      LaneThread::Inherit::kNothing);
+  state_->threads[0]->post([shared = state_.pointer()] { shared->loop(); },
+                           LaneThread::Inherit::kNothing);
 }
 
 void PeriodicLane::ask_to_pause() {
-  state_.check("asynchronous averaging");
+  state_.check(kOwned);
   leave();
   {
     std::lock_guard lock(state_->mutex);
@@ -180,7 +159,10 @@ bool PeriodicLane::pause(std::optional<std::chrono::milliseconds> limit) {
   bool known = false;
   {
     std::unique_lock lock(state_->mutex);
-    if (!state_->await_end(lock, limit.value_or(state_->options.timeout))) {
+    const auto deadline =
+        std::chrono::steady_clock::now() + limit.value_or(state_->options.timeout);
+    const auto over = [&] { return !state_->running; };
+    if (!state_->await(lock, deadline, over, "the others to end it")) {
       if (limit) return false;
       const int64_t rounds = state_->rounds;
       lock.unlock();
@@ -195,7 +177,7 @@ bool PeriodicLane::pause(std::optional<std::chrono::milliseconds> limit) {
 
 void PeriodicLane::throw_not_paused(int64_t rounds) {
   const PeriodicLaneOptions& options = state_->options;
-  const Group group = options.communicator->group();
+  const Group& group = state_->core.group;
   throw TimeoutError(
       concat("module '", options.name, "', rank ", group.rank, " of ", group.size,
              ": asynchronous averaging has not ended within ", options.timeout.count(),
@@ -204,7 +186,7 @@ void PeriodicLane::throw_not_paused(int64_t rounds) {
 }
 
 void PeriodicLane::enter() {
-  state_.check("asynchronous averaging");
+  state_.check(kOwned);
   RECORD_FUNCTION("bagua::WeightGate::enter", {});
   gate_->enter();
   state_->op->training_enters();
@@ -222,20 +204,14 @@ bool PeriodicLane::running() const {
 }
 
 void PeriodicLane::check() {
-  state_.check("asynchronous averaging");
-  std::exception_ptr failure;
-  int64_t rounds = 0;
+  state_.check(kOwned);
   {
     std::lock_guard lock(state_->mutex);
     if (!state_->failure) return;
-    failure = state_->failure;
     state_->failure_known = true;
-    rounds = state_->rounds;
   }
   leave();
-  if (state_->options.board) {
-    failure = diagnose(failure, {.number = rounds, .needed = rounds + 1}, *state_->options.board);
-  }
+  const std::exception_ptr failure = state_->explained();
   std::rethrow_exception(with_message(
       failure,
       concat(message_of(failure),
@@ -245,23 +221,9 @@ void PeriodicLane::check() {
 
 void PeriodicLane::stop() noexcept {
   if (!state_.here()) return;
-  bool was_running = false, failed = false;
-  int64_t rounds = 0;
-  {
-    std::lock_guard lock(state_->mutex);
-    if (std::exchange(state_->stopped, true)) return;
-    was_running = state_->running;
-    failed = state_->failure != nullptr;
-    rounds = state_->rounds;
-  }
-  state_->changed.notify_all();
-  // A rank that exits after a failure is not its cause.
-  if (state_->options.board && !failed) state_->options.board->publish_exit(rounds);
-  state_->op->interrupt();
-  state_->thread.stop();
-  if (was_running) {
-    state_->options.communicator->abort("module '" + state_->options.name + "' stopped averaging");
-  }
+  const std::string reason = "module '" + state_->core.name + "' stopped averaging";
+  const bool was_running = running();
+  if (state_->stop(reason) && was_running) state_->abort_communicators(reason);
 }
 
 EngineStats PeriodicLane::stats() const {
