@@ -2,7 +2,6 @@
 
 #include <optional>
 #include <string>
-#include <unordered_set>
 #include <utility>
 
 #include <ATen/record_function.h>
@@ -16,73 +15,20 @@ namespace {
 
 constexpr const char* kOwned = "the communication of a wrapped module";
 
-void check_lanes(const std::vector<Lane>& lanes, const EngineOptions& options) {
-  BAGUA_CHECK_ARG(!lanes.empty(), "an engine needs a lane.");
-  BAGUA_CHECK_ARG(options.control, "an engine needs a control communicator.");
-  std::unordered_set<const void*> owned{options.control.get()};
-  std::unordered_set<std::string> names;
-  std::optional<at::Device> device;
-  for (const Lane& lane : lanes) {
-    for (const auto& communicator : lane.communicators) {
-      BAGUA_CHECK_ARG(owned.insert(communicator.get()).second,
-                      "a communicator belongs to one lane, or to the main thread; never both.");
-    }
-    for (const Bucket& bucket : lane.buckets) {
-      bucket.check();
-      if (!device) device = bucket.flat.device();
-      BAGUA_CHECK_ARG(bucket.flat.device() == *device, "bucket '", bucket.name, "' is on ",
-                      bucket.flat.device().str(), ", others are on ", device->str(),
-                      "; all tensors of a wrapped module must be on one device.");
-      for (const Slot& slot : bucket.slots) {
-        BAGUA_CHECK_ARG(names.insert(slot.name).second, "slot '", slot.name, "' occurs twice.");
-      }
-    }
-  }
-}
-
 }  // namespace
 
 Engine::Engine(std::vector<Lane> lanes, EngineOptions options)
-    : state_([&] {
-        check_lanes(lanes, options);
-        return std::make_shared<State>(std::move(lanes), std::move(options));
-      }()) {
-  if (state_->options.board) state_->options.board->beat_while_alive(state_.pointer());
+    : state_(std::make_shared<State>(std::move(lanes), std::move(options))) {
+  state_->begin(LaneCore::News::kEndWaits);
 }
 
 Engine::~Engine() { stop(); }
 
 void Engine::stop() noexcept {
   if (!state_.here()) return;
-  State& state = *state_;
-  int64_t rounds = 0;
-  bool failed = false;
-  std::string error;
-  {
-    std::lock_guard lock(state.mutex);
-    if (std::exchange(state.stopped, true)) return;
-    failed = state.failure != nullptr;
-    if (state.round.open() && !state.error.empty()) {
-      error = concat(state.whoami(), ": ", state.error);
-    }
-    // A round that this rank has not waited for is not done: others may wait for more of it, such
-    // as which slots were used.
-    rounds = state.round.number() - (state.round.open() ? 1 : 0);
+  if (state_->stop("the engine of module '" + state_->core.name + "' was stopped")) {
+    state_->leave_lanes();
   }
-  state.changed.notify_all();
-  // A rank that failed has published that: its exit is the consequence, not the cause.
-  if (state.options.board && !failed) {
-    if (error.empty()) {
-      state.options.board->publish_exit(rounds);
-    } else {
-      state.options.board->publish(error, Blame::kThisRank);
-    }
-  }
-  bool idle = true;
-  for (const auto& thread : state.threads) idle = thread->stop() && idle;
-  if (idle) return state.leave_lanes();
-  state.abort_communicators("the engine of module '" + state.options.name + "' was stopped");
-  state.leave_lanes();
 }
 
 void Engine::begin_round(const RoundOpening& opening) {
@@ -91,7 +37,7 @@ void Engine::begin_round(const RoundOpening& opening) {
   std::unique_lock lock(state.mutex);
   if (state.failure) state.rethrow(lock);
   BAGUA_CHECK(!state.stopped, state.whoami(), ": the engine has been stopped; wrap again.");
-  state.check_communicators(lock);
+  state.check_device(lock);
   if (state.round.open() && state.round.untouched()) {
     state.grad_scale = opening.grad_scale;
     return;
@@ -102,16 +48,13 @@ void Engine::begin_round(const RoundOpening& opening) {
                state.round.slots(),
                " tensors were never ready (an exception in backward, or a backward that reached "
                "only a part of the model). Wrap the model again with with_bagua on every rank.");
-    lock.unlock();
-    abort(reason);
-    lock.lock();
-    state.rethrow(lock);
+    state.fail_and_throw(lock, std::make_exception_ptr(Error(reason)));
   }
   if (state.round.open()) {
     state.block(lock, [&] { return state.round.launched_done(); }, "the previous round");
     state.order_after_lanes();
   }
-  const bool alone = state.options.control->group().size == 1;
+  const bool alone = state.core.group.size == 1;
   std::optional<WeightsDigest> weights;
   if (state.options.weights && opening.check_weights && !alone) {
     lock.unlock();
@@ -133,7 +76,7 @@ void Engine::check_process() const { state_.check(kOwned); }
 void Engine::note_forward() {
   if (!state_.here()) return;  // a child may evaluate
   State& state = *state_;
-  if (!state.options.weights || state.options.control->group().size == 1) return;
+  if (!state.options.weights || state.core.group.size == 1) return;
   int64_t next = 0;
   {
     const std::lock_guard lock(state.mutex);
@@ -222,7 +165,7 @@ void Engine::wait() {
   if (!state.round.open()) return;
   state.block(lock, [&] { return state.round.launched_done(); }, "its buckets");
   state.order_after_lanes();
-  state.check_communicators(lock);
+  state.check_device(lock);
   state.round.end();
 }
 
@@ -240,7 +183,7 @@ void Engine::settle() {
     given.synchronize();
   }
   std::unique_lock lock(state.mutex);
-  state.check_communicators(lock);
+  state.check_device(lock);
 }
 
 void Engine::fail(const std::string& reason, bool timed_out) {
@@ -248,11 +191,8 @@ void Engine::fail(const std::string& reason, bool timed_out) {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   const std::string message = concat(state.whoami(), ": ", reason);
-  lock.unlock();
-  state.fail(timed_out ? std::make_exception_ptr(TimeoutError(message))
-                       : std::make_exception_ptr(TransportError(message)));
-  lock.lock();
-  state.rethrow(lock);
+  state.fail_and_throw(lock, timed_out ? std::make_exception_ptr(TimeoutError(message))
+                                       : std::make_exception_ptr(TransportError(message)));
 }
 
 void Engine::note_error(const std::exception_ptr& error) noexcept {

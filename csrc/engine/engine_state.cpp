@@ -2,15 +2,14 @@
 
 #include <algorithm>
 #include <cstring>
+#include <unordered_set>
 #include <utility>
 
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 
 #include "base/check.h"
-#include "comm/abort_all.h"
 #include "engine/agreement.h"
-#include "health/diagnose.h"
 #include "health/failure.h"
 #include "health/straggler_watch.h"
 
@@ -34,10 +33,45 @@ std::vector<int32_t> parts_of(const std::vector<Lane>& lanes) {
   return parts;
 }
 
+// Throws if the lanes cannot be run.
+LaneCoreOptions core_options(const std::vector<Lane>& lanes, const EngineOptions& options) {
+  BAGUA_CHECK_ARG(!lanes.empty(), "an engine needs a lane.");
+  BAGUA_CHECK_ARG(options.control, "an engine needs a control communicator.");
+  CountingCommunicators all;
+  std::unordered_set<const void*> owned{options.control.get()};
+  std::unordered_set<std::string> names;
+  std::optional<at::Device> device;
+  for (const Lane& lane : lanes) {
+    for (const auto& communicator : lane.communicators) {
+      BAGUA_CHECK_ARG(owned.insert(communicator.get()).second,
+                      "a communicator belongs to one lane, or to the main thread; never both.");
+      all.push_back(communicator);
+    }
+    for (const Bucket& bucket : lane.buckets) {
+      bucket.check();
+      if (!device) device = bucket.flat.device();
+      BAGUA_CHECK_ARG(bucket.flat.device() == *device, "bucket '", bucket.name, "' is on ",
+                      bucket.flat.device().str(), ", others are on ", device->str(),
+                      "; all tensors of a wrapped module must be on one device.");
+      for (const Slot& slot : bucket.slots) {
+        BAGUA_CHECK_ARG(names.insert(slot.name).second, "slot '", slot.name, "' occurs twice.");
+      }
+    }
+  }
+  return {.name = options.name,
+          .group = options.control->group(),
+          .board = options.board,
+          .check_signals = options.check_signals,
+          .control = options.control,
+          .ops = std::move(all)};
+}
+
 }  // namespace
 
 Engine::State::State(std::vector<Lane> lane_list, EngineOptions engine_options)
-    : options(std::move(engine_options)), round(slots_of(lane_list), parts_of(lane_list)) {
+    : LaneCore(core_options(lane_list, engine_options)),
+      options(std::move(engine_options)),
+      round(slots_of(lane_list), parts_of(lane_list)) {
   for (Lane& lane : lane_list) {
     LaneState state;
     for (Bucket& bucket : lane.buckets) {
@@ -59,10 +93,12 @@ Engine::State::State(std::vector<Lane> lane_list, EngineOptions engine_options)
   used.assign(round.slots(), 0);
 }
 
-std::string Engine::State::whoami() const {
-  const Group group = options.control->group();
-  return concat("module '", options.name, "', rank ", group.rank, " of ", group.size, ", round ",
-                round.number());
+// A round that this rank has not waited for is not done: others may wait for more of it, such as
+// which slots were used.
+int64_t Engine::State::rounds_done() const { return round.number() - (round.open() ? 1 : 0); }
+
+std::string Engine::State::error_of_caller() const {
+  return round.open() && !error.empty() ? concat(whoami(), ": ", error) : "";
 }
 
 Whereabouts Engine::State::whereabouts() const {
@@ -90,46 +126,13 @@ void Engine::State::leave_lanes() const noexcept {
   }
 }
 
-void Engine::State::check_communicators(std::unique_lock<std::mutex>& lock) {
+void Engine::State::check_device(std::unique_lock<std::mutex>& lock) {
   const auto on_device = [](const LaneState& lane) { return lane.stream.has_value(); };
   if (std::none_of(lanes.begin(), lanes.end(), on_device)) return;  // lanes have caught it
-  const std::string me = whoami();
   lock.unlock();
-  try {
-    for (const LaneState& lane : lanes) {
-      for (const auto& communicator : lane.communicators) communicator->check();
-    }
-  } catch (...) {
-    fail(with_context(me + ", after its buckets were put on the device: ",
-                      std::current_exception()));
-  }
+  check_communicators();
   lock.lock();
   if (failure) rethrow(lock);
-}
-
-void Engine::State::fail(const std::exception_ptr& cause) noexcept {
-  end_with(cause, {message_of(cause), blame_of(cause)});
-}
-
-void Engine::State::end_with(const std::exception_ptr& cause,
-                             const FailureBoard::News& news) noexcept {
-  {
-    std::lock_guard lock(mutex);
-    if (failure) return;
-    failure = cause;
-    failed_alike = news.blame == Blame::kAllRanks;
-  }
-  changed.notify_all();
-  if (options.board) options.board->publish(news.text, news.blame);
-  abort_communicators(news.text);
-}
-
-void Engine::State::abort_communicators(const std::string& reason) const noexcept {
-  std::vector<std::shared_ptr<Communicator>> all{options.control};
-  for (const LaneState& lane : lanes) {
-    all.insert(all.end(), lane.communicators.begin(), lane.communicators.end());
-  }
-  abort_all(all, reason);
 }
 
 void Engine::State::run_agreement(int64_t for_round, const RoundOpening& opening,
@@ -149,9 +152,8 @@ void Engine::State::run_agreement(int64_t for_round, const RoundOpening& opening
     }
     std::lock_guard lock(mutex);
     round.agree(for_round);
-  } catch (const MismatchError& error) {
-    const FailureBoard::News news{error.what(), Blame::kAllRanks};
-    end_with(error_of(news, whoami()), news);
+  } catch (const MismatchError& difference) {
+    end_with(difference);
   } catch (...) {
     fail(with_context(whoami() + ": ", std::current_exception()));
   }
@@ -173,28 +175,20 @@ void Engine::State::run_bucket(size_t index) {
     account.emplace(lanes[entry.lane].communicators, clock);
     lanes[entry.lane].running = index;
   }
-  const BucketOp* running = nullptr;
   try {
     const std::optional<c10::Stream>& stream = lanes[entry.lane].stream;
     const c10::OptionalStreamGuard on_lane_stream(stream);
-    if (stream) entry.ready.block(*stream);
-    // A codec that met a NaN left it in the padding too, where nothing would ever overwrite it.
-    if (at::Tensor padding = bucket.padding(); padding.numel() > 0) padding.zero_();
-    const Round context{.number = this_round, .grad_scale = scale, .bucket = bucket.name};
-    for (const auto& op : bucket.ops) {
-      running = op.get();
-      RECORD_FUNCTION("bagua::" + bucket.name + "::" + op->describe(), {});
-      op->run(bucket.flat, context);
-    }
-    for (const auto& communicator : lanes[entry.lane].communicators) {
-      communicator->invalidate_if_aborted(bucket.flat);
-    }
+    run_ops({.flat = bucket.flat,
+             .ops = bucket.ops,
+             .communicators = lanes[entry.lane].communicators,
+             .round = {.number = this_round, .grad_scale = scale, .bucket = bucket.name}},
+            [&] {
+              if (stream) entry.ready.block(*stream);
+              // A codec that met a NaN left it in the padding, where nothing would overwrite it.
+              if (at::Tensor padding = bucket.padding(); padding.numel() > 0) padding.zero_();
+            });
   } catch (...) {
-    fail(
-        with_context(concat(whoami(), ", bucket '", bucket.name, "' (", bucket.bytes(), " bytes), ",
-                            running ? running->describe() : "before its first op", ": "),
-                     std::current_exception()));
-    return;
+    return fail(with_context(whoami() + ", ", std::current_exception()));
   }
   {
     std::lock_guard lock(mutex);
@@ -214,7 +208,7 @@ void Engine::State::run_exchange_used() {
     at::Tensor mask = at::empty({static_cast<int64_t>(used.size())}, at::kByte);
     std::memcpy(mask.data_ptr(), used.data(), used.size());
     lock.unlock();
-    if (options.control->group().size > 1) options.control->all_reduce(mask, ReduceOp::kMax);
+    if (core.group.size > 1) options.control->all_reduce(mask, ReduceOp::kMax);
     lock.lock();
     std::memcpy(used.data(), mask.data_ptr(), used.size());
     round.exchange_done();
@@ -239,78 +233,41 @@ std::string Engine::State::outstanding() const {
   return names.empty() ? "none" : names;
 }
 
+void Engine::State::time_out(std::unique_lock<std::mutex>& lock, const char* what) {
+  const int64_t my_round = round.number();
+  const std::string me = whoami(), buckets_left = outstanding();
+  lock.unlock();
+  if (const auto news = options.board ? options.board->news(my_round) : std::nullopt) {
+    end_with(error_of(*news, me), *news);
+  } else {
+    fail(std::make_exception_ptr(TimeoutError(
+        concat(me, ": no result within ", options.timeout.count(), " ms while waiting for ", what,
+               "; buckets outstanding: ", buckets_left,
+               ". Another rank is slower, stopped, or makes fewer synchronising steps; raise "
+               "timeout= of init_process_group if it is merely slow."))));
+  }
+  lock.lock();
+}
+
 void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done_now,
                           const char* what) {
-  using std::chrono::steady_clock;
-  const auto deadline = steady_clock::now() + options.timeout;
-  auto next_poll = steady_clock::now() + kBetweenNews;
+  const std::string me = whoami();
+  const int64_t my_round = round.number();
+  const auto over = [&] { return failure || stopped || done_now(); };
+  const auto deadline = std::chrono::steady_clock::now() + options.timeout;
   StragglerWatch stragglers(options.stragglers, options.board, options.timeout, what);
-  clock.caller_blocks(now_ns());
-  while (!failure && !stopped && !done_now()) {
-    const auto slice = std::min({deadline, next_poll, steady_clock::now() + kBetweenSignals});
-    if (changed.wait_until(lock, slice, [&] { return failure || stopped || done_now(); })) break;
-    look_for_signals(lock, what);
-    const bool late = steady_clock::now() >= deadline;
-    if (!late && steady_clock::now() < next_poll) continue;
-    next_poll = steady_clock::now() + kBetweenNews;
-    const int64_t my_round = round.number();
-    const std::string me = whoami(), buckets_left = outstanding();
-    lock.unlock();
-    std::optional<FailureBoard::News> news;
-    if (options.board) news = options.board->news(my_round);
-    if (news) {
-      end_with(error_of(*news, me), *news);
-    } else if (late) {
-      fail(std::make_exception_ptr(TimeoutError(
-          concat(me, ": no result within ", options.timeout.count(), " ms while waiting for ", what,
-                 "; buckets outstanding: ", buckets_left,
-                 ". Another rank is slower, stopped, or makes fewer synchronising steps; raise "
-                 "timeout= of init_process_group if it is merely slow."))));
-    } else {
-      stragglers.look(me, my_round);
-    }
-    lock.lock();
+  {
+    const CallerBlocked blocked(clock);
+    const auto look = [&] { stragglers.look(me, my_round); };
+    if (!await(lock, deadline, over, what, look)) time_out(lock, what);
   }
-  clock.caller_goes_on(now_ns());
   if (stragglers.reported() && !failure && !stopped) {
-    const std::string me = whoami();
     lock.unlock();
     stragglers.over(me);
     lock.lock();
   }
   if (failure) rethrow(lock);
-  BAGUA_CHECK(!stopped, whoami(), ": the engine was stopped while waiting for ", what, ".");
-}
-
-void Engine::State::look_for_signals(std::unique_lock<std::mutex>& lock, const char* what) {
-  if (!options.check_signals) return;
-  const std::string me = whoami();
-  lock.unlock();
-  try {
-    options.check_signals();
-  } catch (...) {
-    fail(std::make_exception_ptr(Error(concat(me, ": rank ", options.control->group().rank,
-                                              " was interrupted while it waited for ", what))));
-    lock.lock();
-    clock.caller_goes_on(now_ns());
-    throw;
-  }
-  lock.lock();
-}
-
-void Engine::State::rethrow(std::unique_lock<std::mutex>& lock) {
-  const std::exception_ptr cause = failure;
-  const int64_t my_round = round.number();
-  const bool alike = failed_alike;
-  std::exception_ptr explained = diagnosed;
-  lock.unlock();
-  if (!options.board || alike) std::rethrow_exception(cause);
-  if (!explained) {
-    explained = diagnose(cause, {.number = my_round}, *options.board);
-    const std::lock_guard relock(mutex);
-    diagnosed = explained;
-  }
-  std::rethrow_exception(explained);
+  BAGUA_CHECK(!stopped, me, ": the engine was stopped while waiting for ", what, ".");
 }
 
 }  // namespace bagua

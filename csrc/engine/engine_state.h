@@ -1,26 +1,23 @@
 // State that an engine's lanes share with it; private to engine/.
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
-#include <exception>
 #include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/check.h"
 #include "comm/device_stream.h"
 #include "engine/engine.h"
-#include "engine/lane_thread.h"
+#include "engine/lane.h"
 #include "engine/round_state.h"
 #include "engine/weights_sample.h"
 
 namespace bagua {
 
-// Lives as long as the engine or the last lane thread that is still blocked in a transport.
-// One mutex; it is never held while an op runs or the store is queried.
-struct Engine::State {
+// Rounds over buckets that are fixed up front: which of them run, and what callers wait for.
+struct Engine::State final : LaneCore {
   struct Progress {
     size_t lane;
     int64_t ready_ns;
@@ -48,39 +45,30 @@ struct Engine::State {
   void leave_lanes() const noexcept;  // the order at shutdown, when the device may be gone already
 
   // Throws a failure of work that the lanes have put on a device.
-  void check_communicators(std::unique_lock<std::mutex>& lock);
-
-  // Keeps the first failure, publishes it, and makes every communicator refuse further calls.
-  void fail(const std::exception_ptr& failure) noexcept;
-  void end_with(const std::exception_ptr& failure, const FailureBoard::News& news) noexcept;
-  void abort_communicators(const std::string& reason) const noexcept;
+  void check_device(std::unique_lock<std::mutex>& lock);
 
   // Blocks until `done` holds under the lock; see Engine::wait for what it throws. The time counts
   // as exposed.
   void block(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done,
              const char* what);
-  // Publishes what options.check_signals throws, and throws it.
-  void look_for_signals(std::unique_lock<std::mutex>& lock, const char* what);
-  [[noreturn]] void rethrow(std::unique_lock<std::mutex>& lock);
   // Throws the stored failure, or if no round is open.
   void check_open(std::unique_lock<std::mutex>& lock);
   std::string outstanding() const;
-  std::string whoami() const;
-  Whereabouts whereabouts() const;  // takes the lock
+  // The end of a wait that took too long, which another rank may have caused.
+  void time_out(std::unique_lock<std::mutex>& lock, const char* what);
+
+  Whereabouts whereabouts() const override;
+  std::string place() const override { return concat("round ", round.number()); }
+  Position position() const override { return {.number = round.number()}; }
+  int64_t rounds_done() const override;
+  std::string error_of_caller() const override;
 
   EngineOptions options;
   std::vector<Bucket> buckets;
   std::vector<LaneState> lanes;
-  std::vector<std::unique_ptr<LaneThread>> threads;  // of the lanes
 
-  mutable std::mutex mutex;
-  std::condition_variable changed;
   std::vector<Progress> progress;
-  std::exception_ptr failure;
-  bool failed_alike = false;     // every rank has the failure: it needs no explanation
-  std::exception_ptr diagnosed;  // the failure, explained; made once
-  std::string error;             // what autograd has thrown in the open round
-  bool stopped = false;
+  std::string error;  // what autograd has thrown in the open round
   RoundState round;
   float grad_scale = 1.0f;
   std::vector<uint8_t> used;
