@@ -104,13 +104,13 @@ void bind_lane(py::module_& m) {
       .def(py::init([](std::string name, uint64_t incarnation, CountingCommunicators ops,
                        std::shared_ptr<CountingCommunicator> control,
                        std::shared_ptr<FailureBoard> board) {
-             return std::shared_ptr<DynamicLane>(new DynamicLane({.name = std::move(name),
-                                                                  .incarnation = incarnation,
-                                                                  .ops = std::move(ops),
-                                                                  .control = std::move(control),
-                                                                  .board = std::move(board),
-                                                                  .on_error = as_core_error(),
-                                                                  .check_signals = check_signals}),
+             LaneOptions options{.name = std::move(name),
+                                 .control = std::move(control),
+                                 .ops = std::move(ops),
+                                 .board = std::move(board),
+                                 .check_signals = check_signals,
+                                 .on_error = as_core_error()};
+             return std::shared_ptr<DynamicLane>(new DynamicLane(std::move(options), incarnation),
                                                  delete_without_gil<DynamicLane>);
            }),
            py::kw_only(), py::arg("name"), py::arg("incarnation"), py::arg("ops"),

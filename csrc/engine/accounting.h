@@ -60,18 +60,6 @@ class OverlapClock {
   int64_t exposed_before_ = 0;  // when the first of the running lanes began
 };
 
-// The caller is blocked while it lives. Made and destroyed under the engine's mutex.
-class CallerBlocked {
- public:
-  explicit CallerBlocked(OverlapClock& clock) : clock_(clock) { clock_.caller_blocks(now_ns()); }
-  ~CallerBlocked() { clock_.caller_goes_on(now_ns()); }
-  CallerBlocked(const CallerBlocked&) = delete;
-  CallerBlocked& operator=(const CallerBlocked&) = delete;
-
- private:
-  OverlapClock& clock_;
-};
-
 // From the beginning of a bucket's ops to their end.
 class BucketAccount {
  public:

@@ -44,8 +44,8 @@ std::vector<int32_t> parts_of(const std::vector<Lane>& lanes) {
   return parts;
 }
 
-// Throws if the lanes cannot be run.
-LaneCoreOptions core_options(const std::vector<Lane>& lanes, const EngineOptions& options) {
+// Of all lanes. Throws if they cannot be run.
+LaneOptions options_of(const std::vector<Lane>& lanes, const EngineOptions& options) {
   BAGUA_CHECK_ARG(!lanes.empty(), "an engine needs a lane.");
   BAGUA_CHECK_ARG(options.control, "an engine needs a control communicator.");
   CountingCommunicators all;
@@ -70,11 +70,10 @@ LaneCoreOptions core_options(const std::vector<Lane>& lanes, const EngineOptions
     }
   }
   return {.name = options.name,
-          .group = options.control->group(),
-          .board = options.board,
-          .check_signals = options.check_signals,
           .control = options.control,
-          .ops = std::move(all)};
+          .ops = std::move(all),
+          .board = options.board,
+          .check_signals = options.check_signals};
 }
 
 }  // namespace
@@ -110,8 +109,7 @@ struct Engine::State final : LaneCore {
   // Throws a failure of work that the lanes have put on a device.
   void check_device(std::unique_lock<std::mutex>& lock);
 
-  // Blocks until `done` holds under the lock; see Engine::wait for what it throws. The time counts
-  // as exposed.
+  // Blocks until `done` holds under the lock; see Engine::wait for what it throws.
   void block(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done,
              const char* what);
   // Throws the stored failure, or if no round is open.
@@ -135,11 +133,10 @@ struct Engine::State final : LaneCore {
   RoundState round;
   float grad_scale = 1.0f;
   std::vector<uint8_t> used;
-  OverlapClock clock;
 };
 
 Engine::State::State(std::vector<Lane> lane_list, EngineOptions engine_options)
-    : LaneCore(core_options(lane_list, engine_options)),
+    : LaneCore(options_of(lane_list, engine_options)),
       options(std::move(engine_options)),
       round(slots_of(lane_list), parts_of(lane_list)) {
   for (Lane& lane : lane_list) {
@@ -278,7 +275,7 @@ void Engine::State::run_exchange_used() {
     at::Tensor mask = at::empty({static_cast<int64_t>(used.size())}, at::kByte);
     std::memcpy(mask.data_ptr(), used.data(), used.size());
     lock.unlock();
-    if (core.group.size > 1) options.control->all_reduce(mask, ReduceOp::kMax);
+    if (group.size > 1) options.control->all_reduce(mask, ReduceOp::kMax);
     lock.lock();
     std::memcpy(used.data(), mask.data_ptr(), used.size());
     round.exchange_done();
@@ -326,11 +323,8 @@ void Engine::State::block(std::unique_lock<std::mutex>& lock, const std::functio
   const auto over = [&] { return failure || stopped || done_now(); };
   const auto deadline = std::chrono::steady_clock::now() + options.timeout;
   StragglerWatch stragglers(options.stragglers, options.board, options.timeout, what);
-  {
-    const CallerBlocked blocked(clock);
-    const auto look = [&] { stragglers.look(me, my_round); };
-    if (!await(lock, deadline, over, what, look)) time_out(lock, what);
-  }
+  const auto look = [&] { stragglers.look(me, my_round); };
+  if (!await(lock, deadline, over, what, look)) time_out(lock, what);
   if (stragglers.reported() && !failure && !stopped) {
     lock.unlock();
     stragglers.over(me);
@@ -377,7 +371,7 @@ void Engine::begin_round(const RoundOpening& opening) {
     state.block(lock, [&] { return state.round.launched_done(); }, "the previous round");
     state.order_after_lanes();
   }
-  const bool alone = state.core.group.size == 1;
+  const bool alone = state.group.size == 1;
   std::optional<WeightsDigest> weights;
   if (state.options.weights && opening.check_weights && !alone) {
     lock.unlock();
@@ -399,7 +393,7 @@ void Engine::check_process() const { state_.check(kOwned); }
 void Engine::note_forward() {
   if (!state_.here()) return;  // a child may evaluate
   State& state = *state_;
-  if (!state.options.weights || state.core.group.size == 1) return;
+  if (!state.options.weights || state.group.size == 1) return;
   int64_t next = 0;
   {
     const std::lock_guard lock(state.mutex);

@@ -14,7 +14,6 @@
 #include "comm/device_stream.h"
 #include "comm/tensor_checks.h"
 #include "engine/job_agreement.h"
-#include "engine/lane.h"
 #include "health/failure.h"
 
 namespace bagua {
@@ -41,36 +40,31 @@ std::vector<c10::Device> devices_of(const at::Tensor& tensor) {
   return {tensor.device()};
 }
 
-LaneCoreOptions core_options(const DynamicLaneOptions& options) {
+LaneOptions checked(LaneOptions options) {
   BAGUA_CHECK_ARG(options.control, "a dynamic lane needs a control communicator.");
   for (const auto& communicator : options.ops) {
     BAGUA_CHECK_ARG(communicator && communicator != options.control,
                     "a dynamic lane's ops and its agreements need communicators of their own.");
   }
-  return {.name = options.name,
-          .group = options.control->group(),
-          .board = options.board,
-          .check_signals = options.check_signals,
-          .control = options.control,
-          .ops = options.ops,
-          .on_error = options.on_error};
+  return options;
 }
 
 }  // namespace
 
 // Jobs in call order, each with its future.
 struct DynamicLane::State final : LaneCore {
-  explicit State(DynamicLaneOptions lane_options);
+  State(LaneOptions options, uint64_t number)
+      : LaneCore(checked(std::move(options))), incarnation(number) {
+    threads.push_back(std::make_unique<LaneThread>("bagua-lane"));
+  }
 
-  const DynamicLaneOptions options;
-
+  const uint64_t incarnation;
   std::deque<Pending> pending;  // the first one may be running
   bool running = false;
   int64_t done = 0;
   int64_t agreed = 0;             // jobs that the ranks have compared
   std::atomic<int64_t> round{0};  // of the last job that was posted
   std::vector<BucketStats> stats;
-  OverlapClock clock;
   std::optional<c10::Stream> stream;
 
   Whereabouts whereabouts() const override;
@@ -87,11 +81,6 @@ struct DynamicLane::State final : LaneCore {
   void wake_waiters() noexcept;
 };
 
-DynamicLane::State::State(DynamicLaneOptions lane_options)
-    : LaneCore(core_options(lane_options)), options(std::move(lane_options)) {
-  threads.push_back(std::make_unique<LaneThread>("bagua-lane"));
-}
-
 Whereabouts DynamicLane::State::whereabouts() const {
   const std::lock_guard lock(mutex);
   if (pending.empty()) return {round, false, concat("computing, ", done, " jobs are done")};
@@ -100,7 +89,7 @@ Whereabouts DynamicLane::State::whereabouts() const {
 }
 
 void DynamicLane::State::await_agreement() {
-  QueuedJobs mine{.incarnation = options.incarnation, .first = 0, .jobs = {}, .first_text = {}};
+  QueuedJobs mine{.incarnation = incarnation, .first = 0, .jobs = {}, .first_text = {}};
   {
     const std::lock_guard lock(mutex);
     if (done < agreed) return;
@@ -109,7 +98,7 @@ void DynamicLane::State::await_agreement() {
     for (const Pending& entry : pending) mine.jobs.push_back(entry.hash);
   }
   RECORD_FUNCTION("bagua::agreement", {});
-  const size_t count = agree_on_jobs(*options.control, mine);
+  const size_t count = agree_on_jobs(*core.control, mine);
   const std::lock_guard lock(mutex);
   agreed += static_cast<int64_t>(count);
 }
@@ -121,7 +110,7 @@ void DynamicLane::State::run(Pending& entry, std::optional<BucketAccount>& accou
   const c10::OptionalStreamGuard on_own_stream(stream);
   run_ops({.flat = flat,
            .ops = plan.ops,
-           .communicators = options.ops,
+           .communicators = core.ops,
            .round = {.number = entry.job.round,
                      .grad_scale = entry.job.grad_scale,
                      .bucket = plan.name}},
@@ -167,7 +156,7 @@ void DynamicLane::State::run_next() {
     const std::lock_guard lock(mutex);
     if (failure || stopped) return;
     running = true;
-    account.emplace(options.ops, clock);
+    account.emplace(core.ops, clock);
     entry = &pending.front();
   }
   try {
@@ -205,8 +194,8 @@ void DynamicLane::State::end_pending(const std::exception_ptr& error) noexcept {
   wake_waiters();
 }
 
-DynamicLane::DynamicLane(DynamicLaneOptions options)
-    : state_(std::make_shared<State>(std::move(options))) {
+DynamicLane::DynamicLane(LaneOptions options, uint64_t incarnation)
+    : state_(std::make_shared<State>(std::move(options), incarnation)) {
   state_->begin(LaneCore::News::kEndWaits);
 }
 
@@ -282,7 +271,7 @@ EngineStats DynamicLane::stats() const {
   const State& state = *state_;
   const std::lock_guard lock(state.mutex);
   return {.buckets = state.stats,
-          .control = state.options.control->traffic(),
+          .control = state.core.control->traffic(),
           .rounds = state.rounds_done(),
           .busy_ns = state.clock.busy_ns(),
           .hidden_ns = 0,

@@ -2,8 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <exception>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -11,27 +9,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
-#include "base/check_signals.h"
 #include "base/owner_process.h"
-#include "comm/counting_communicator.h"
-#include "engine/accounting.h"
 #include "engine/engine.h"
-#include "health/failure_board.h"
+#include "engine/lane.h"
 #include "op/contract/bucket_op.h"
 
 namespace bagua {
-
-struct DynamicLaneOptions {
-  std::string name;                               // of the module, for error messages
-  uint64_t incarnation;                           // equal on all ranks, and of no other lane
-  CountingCommunicators ops;                      // communicators of the jobs' ops
-  std::shared_ptr<CountingCommunicator> control;  // CPU; for agreements only
-  std::shared_ptr<FailureBoard> board{};          // null: failures of other ranks are not seen
-  // Called before a failure is rethrown; may rethrow it as a type that the caller's framework
-  // handles. Null: rethrown as it is.
-  std::function<void(const std::exception_ptr&)> on_error{};
-  CheckSignals check_signals{};  // in wait(); what it throws ends the lane
-};
 
 // Work on a tensor; shared by all jobs that do it.
 struct JobPlan {
@@ -63,7 +46,8 @@ class DynamicLane {
  public:
   using Future = c10::intrusive_ptr<c10::ivalue::Future>;
 
-  explicit DynamicLane(DynamicLaneOptions options);
+  // `incarnation`: equal on all ranks, and of no other lane.
+  DynamicLane(LaneOptions options, uint64_t incarnation);
   ~DynamicLane();
   DynamicLane(const DynamicLane&) = delete;
   DynamicLane& operator=(const DynamicLane&) = delete;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <ATen/record_function.h>
+#include <c10/util/ScopeExit.h>
 
 #include "base/check.h"
 #include "comm/abort_all.h"
@@ -11,7 +12,8 @@
 
 namespace bagua {
 
-LaneCore::LaneCore(LaneCoreOptions options) : core(std::move(options)) {}
+LaneCore::LaneCore(LaneOptions options)
+    : core(std::move(options)), group((core.control ? core.control : core.ops.at(0))->group()) {}
 
 void LaneCore::begin(News news) {
   if (!core.board) return;
@@ -22,8 +24,7 @@ void LaneCore::begin(News news) {
 }
 
 std::string LaneCore::whoami() const {
-  return concat("module '", core.name, "', rank ", core.group.rank, " of ", core.group.size, ", ",
-                place());
+  return concat("module '", core.name, "', rank ", group.rank, " of ", group.size, ", ", place());
 }
 
 void LaneCore::fail(const std::exception_ptr& cause, FailurePoint point) noexcept {
@@ -105,6 +106,8 @@ bool LaneCore::await(std::unique_lock<std::mutex>& lock, Deadline deadline,
                      const std::function<bool()>& done, const char* what,
                      const std::function<void()>& between) {
   using std::chrono::steady_clock;
+  clock.caller_blocks(now_ns());
+  const auto goes_on = c10::make_scope_exit([this] { clock.caller_goes_on(now_ns()); });
   while (
       !changed.wait_until(lock, std::min(deadline, steady_clock::now() + kBetweenSignals), done)) {
     if (steady_clock::now() >= deadline) return false;
@@ -113,8 +116,8 @@ bool LaneCore::await(std::unique_lock<std::mutex>& lock, Deadline deadline,
     try {
       if (core.check_signals) core.check_signals();
     } catch (...) {
-      fail(std::make_exception_ptr(Error(
-          concat(me, ": rank ", core.group.rank, " was interrupted while it waited for ", what))));
+      fail(std::make_exception_ptr(
+          Error(concat(me, ": rank ", group.rank, " was interrupted while it waited for ", what))));
       lock.lock();
       throw;
     }

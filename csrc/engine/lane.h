@@ -21,13 +21,12 @@
 
 namespace bagua {
 
-struct LaneCoreOptions {
-  std::string name;  // of the module, for error messages
-  Group group;
-  std::shared_ptr<FailureBoard> board;            // null: failures of other ranks are not seen
-  CheckSignals check_signals;                     // null: waits end by themselves only
-  std::shared_ptr<CountingCommunicator> control;  // null: there is none
-  CountingCommunicators ops;                      // of all threads
+struct LaneOptions {
+  std::string name;                               // of the module, for error messages
+  std::shared_ptr<CountingCommunicator> control;  // CPU; for agreements only; null: there are none
+  CountingCommunicators ops;                      // communicators of the ops
+  std::shared_ptr<FailureBoard> board{};          // null: failures of other ranks are not seen
+  CheckSignals check_signals{};                   // while a caller waits; what it throws ends it
   // Called before a failure is rethrown; may rethrow it as a type that the caller's framework
   // handles. Null: rethrown as it is.
   std::function<void(const std::exception_ptr&)> on_error{};
@@ -49,7 +48,7 @@ enum class FailurePoint : uint8_t {
 // published, and explained once, before a caller gets it (Note [Diagnosis]); all communicators
 // refuse further calls then. What fails after stop() is its consequence and changes nothing.
 struct LaneCore : std::enable_shared_from_this<LaneCore> {
-  explicit LaneCore(LaneCoreOptions options);
+  explicit LaneCore(LaneOptions options);
   virtual ~LaneCore() = default;
   LaneCore(const LaneCore&) = delete;
   LaneCore& operator=(const LaneCore&) = delete;
@@ -78,7 +77,8 @@ struct LaneCore : std::enable_shared_from_this<LaneCore> {
   std::exception_ptr explained() noexcept;
   [[noreturn]] void rethrow(std::unique_lock<std::mutex>& lock);
 
-  // Blocks until `done` holds under the lock; false at the deadline. `what`: the awaited event.
+  // Blocks until `done` holds under the lock; false at the deadline. The time counts as exposed.
+  // `what`: the awaited event.
   // `between`: called now and then without the lock; may be null. What check_signals throws ends
   // the lane, and is thrown.
   using Deadline = std::chrono::steady_clock::time_point;
@@ -100,11 +100,13 @@ struct LaneCore : std::enable_shared_from_this<LaneCore> {
   virtual void interrupt() noexcept {}                        // ends an op that waits for this rank
   virtual void on_failure() noexcept {}                       // the lane has failed
 
-  const LaneCoreOptions core;
+  const LaneOptions core;
+  const Group group;
   mutable std::mutex mutex;
   std::condition_variable changed;
   std::exception_ptr failure;  // as it came
   bool stopped = false;
+  OverlapClock clock;
   std::vector<std::unique_ptr<LaneThread>> threads;
 
  private:

@@ -19,18 +19,17 @@ namespace {
 
 constexpr const char* kOwned = "asynchronous averaging";
 
-LaneCoreOptions core_options(const PeriodicOp* op, const WeightGate* gate,
-                             const PeriodicLaneOptions& options) {
+LaneOptions options_of(const PeriodicOp* op, const WeightGate* gate,
+                       const PeriodicLaneOptions& options) {
   BAGUA_CHECK_ARG(op && gate && options.communicator && options.clock,
                   "a periodic lane needs an op, a gate, a communicator and a clock.");
   BAGUA_CHECK_ARG(options.interval.count() >= 0, "the interval of a periodic lane is ",
                   options.interval.count(), " ms; it must be 0 or more.");
   return {.name = options.name,
-          .group = options.communicator->group(),
-          .board = options.board,
-          .check_signals = options.check_signals,
           .control = nullptr,
-          .ops = {options.communicator}};
+          .ops = {options.communicator},
+          .board = options.board,
+          .check_signals = options.check_signals};
 }
 
 }  // namespace
@@ -66,7 +65,7 @@ struct PeriodicLane::State final : LaneCore {
 
 PeriodicLane::State::State(std::shared_ptr<PeriodicOp> lane_op,
                            std::shared_ptr<WeightGate> lane_gate, PeriodicLaneOptions lane_options)
-    : LaneCore(core_options(lane_op.get(), lane_gate.get(), lane_options)),
+    : LaneCore(options_of(lane_op.get(), lane_gate.get(), lane_options)),
       op(std::move(lane_op)),
       gate(std::move(lane_gate)),
       options(std::move(lane_options)) {
@@ -130,7 +129,7 @@ PeriodicLane::~PeriodicLane() { stop(); }
 
 void PeriodicLane::resume() {
   check();
-  if (state_->core.group.size == 1) return;
+  if (state_->group.size == 1) return;
   {
     std::lock_guard lock(state_->mutex);
     BAGUA_CHECK(!state_->stopped, "module '", state_->options.name,
@@ -177,7 +176,7 @@ bool PeriodicLane::pause(std::optional<std::chrono::milliseconds> limit) {
 
 void PeriodicLane::throw_not_paused(int64_t rounds) {
   const PeriodicLaneOptions& options = state_->options;
-  const Group& group = state_->core.group;
+  const Group& group = state_->group;
   throw TimeoutError(
       concat("module '", options.name, "', rank ", group.rank, " of ", group.size,
              ": asynchronous averaging has not ended within ", options.timeout.count(),

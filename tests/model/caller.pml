@@ -1,7 +1,7 @@
-/* The training thread: csrc/engine/engine.cpp, and State::block of engine_state.cpp. */
+/* The training thread: csrc/engine/engine.cpp, and LaneCore::stop of lane.cpp. */
 
-/* State::block, inside a step. The code looks at the board twice a second, the model at once or
-   at any later moment. */
+/* Engine::State::block, inside a step. The code looks at the board with each heartbeat, on a thread
+   of its own, the model at once or at any later moment. */
 inline block(r, condition) {
   do
 #ifndef MISTAKE_WAIT_DOES_NOT_LOOK_AT_FAILURE
@@ -68,7 +68,7 @@ inline launch(r, b, l, launches) {
 #define WAITS_IN(r, c) (meeting[c].place[r].brought != NOTHING)
 #define MAY_TAKE_A_SECOND(r, l) (IS_FINE || WAITS_IN(r, l) || (l == 0 && WAITS_IN(r, CONTROL)))
 
-/* Engine::stop */
+/* LaneCore::stop */
 inline stop(r) {
   atomic {
     rank[r].stopped = true;

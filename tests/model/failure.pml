@@ -1,6 +1,6 @@
-/* How a rank fails: csrc/engine/engine_state.cpp. */
+/* How a rank fails: csrc/engine/lane.cpp. */
 
-/* What State::fail and Engine::stop end with. */
+/* What LaneCore::end_with and stop end with. */
 inline abort_all(r) {
   abort_communicator(r, CONTROL);
   abort_communicator(r, 0);
@@ -38,13 +38,13 @@ inline forget_tasks(r) {
   }
 }
 
-/* State::fail */
+/* LaneCore::end_with */
 inline fail(r) {
   if
-  :: atomic { rank[r].failure -> skip }
+  :: atomic { rank[r].failure || rank[r].stopped -> skip }
   :: MERGED {
        atomic {
-         !rank[r].failure ->
+         !rank[r].failure && !rank[r].stopped ->
          assert(FAULT != NONE);
          rank[r].failure = true;
 #ifndef MISTAKE_FAILURE_WAKES_NOBODY

@@ -1,4 +1,4 @@
-/* A lane thread: csrc/engine/lane_thread.cpp, engine_state.cpp, agreement.cpp. */
+/* A lane thread: csrc/engine/lane_thread.cpp, engine.cpp, agreement.cpp. */
 
 /* LaneThread::State::loop */
 proctype Lane(byte r; byte l) {

@@ -1,5 +1,5 @@
 /* What the threads of a rank share, and what ranks tell each other beside the wire:
-   csrc/engine/engine_state.{h,cpp}, lane_thread.cpp, csrc/health/failure_board.h. */
+   csrc/engine/engine.cpp, lane.h, lane_thread.cpp, csrc/health/failure_board.h. */
 
 /* Engine::State and LaneThread::State of each rank. */
 typedef Rank {

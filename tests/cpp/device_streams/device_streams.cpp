@@ -287,7 +287,7 @@ void jobs_of_an_aborted_communicator_are_not_used() {
   const auto alone = std::make_shared<ThreadHub>(1, std::chrono::seconds(20));
   const auto control =
       std::make_shared<CountingCommunicator>(std::make_shared<ThreadCommunicator>(alone, 0));
-  DynamicLane lane({.name = "m", .incarnation = 1, .ops = {comm}, .control = control});
+  DynamicLane lane({.name = "m", .control = control, .ops = {comm}}, /*incarnation=*/1);
   const auto plan = std::make_shared<JobPlan>(
       JobPlan{.name = "b",
               .description = "mean",

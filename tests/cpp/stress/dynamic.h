@@ -31,12 +31,12 @@ class RankLane {
       if (disturbance) plan.ops.push_back(std::make_shared<DisturbingOp>(rank, disturbance));
       plans_.push_back(std::make_shared<JobPlan>(std::move(plan)));
     }
-    lane_ = std::make_unique<DynamicLane>(DynamicLaneOptions{
-        .name = "stress",
-        .incarnation = 2,
-        .ops = {communicator},
-        .control = world.connect(world.control, rank),
-        .board = std::make_shared<FailureBoard>(world.store, rank, world.ranks)});
+    lane_ = std::make_unique<DynamicLane>(
+        LaneOptions{.name = "stress",
+                    .control = world.connect(world.control, rank),
+                    .ops = {communicator},
+                    .board = std::make_shared<FailureBoard>(world.store, rank, world.ranks)},
+        /*incarnation=*/2);
   }
 
   DynamicLane& lane() { return *lane_; }
