@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import comm_hooks
+from bagua._core.group.elastic.membership import Membership
 from bagua.torch_api.algorithms import (
     AsyncModelAverageAlgorithm,
     ByteGradAlgorithm,
@@ -155,3 +156,27 @@ def wait_for_the_job(how):
 @pytest.mark.parametrize("how", ["store", "rank 0"])
 def test_ctrl_c_ends_the_wait_for_the_job_at_once(ranks, how):
     assert ranks(1, wait_for_the_job, how, fresh=True, init=False)[0] < AT_ONCE
+
+
+def leave_while_joining():
+    """On the rank that joins the seconds until it has ended; on the member the next generation."""
+    store = dist.distributed_c10d._get_default_store()
+    elastic = dist.PrefixStore("elastic", store)
+    member = Membership(elastic, dist.get_rank(), datetime.timedelta(seconds=TIMEOUT))
+    if faults.is_last():
+        store.wait(["founded"])
+        seconds = interrupted(member.join)
+        del member
+        store.set("interrupted", "")
+        return seconds
+    member.found([0])
+    store.set("founded", "")
+    store.wait(["interrupted"])
+    assert member.unsettled(member.requests())
+    return member.change({}, 1)
+
+
+def test_ctrl_c_ends_a_rank_that_waits_to_join_and_the_members_go_on(ranks):
+    change, seconds = ranks(2, leave_while_joining)
+    assert seconds < AT_ONCE
+    assert (change.members, change.joined, change.lost) == ([0], [], [])
