@@ -135,7 +135,9 @@ inline double tolerance(const BucketPlan& bucket, int ranks) {
   // Within [-1, 1] everything is.
   if (bucket.codec == "bit2_block") return scale * 1.02 * 2.0;
   if (bucket.codec == "bf16") return scale * 1.02 / 128;
-  return scale * (bucket.codec == "fp16" ? 1.02 / 1024 : 1e-6);
+  if (bucket.codec == "fp16") return scale * 1.02 / 1024;
+  TORCH_CHECK(bucket.codec.empty(), "codec '", bucket.codec, "' needs a tolerance here.");
+  return scale * 1e-6;
 }
 
 }  // namespace bagua::stress

@@ -48,8 +48,10 @@ def check_warmup(warmup_steps: int) -> None:
 
 
 def is_wide(codec: str) -> bool:
-    """Whether ``codec`` rounds to 16 bits, each element by itself."""
-    return codec in ("fp16", "bf16")
+    """Whether ``codec`` keeps 16 bits or more of an element."""
+    numel = 1024
+    payload = _C.make_codec(codec).payload_bytes(torch.float32, numel)
+    return payload >= 2 * numel
 
 
 def warn_of_useless_residuals(owner: str, codec: str | None, error_feedback: bool) -> None:
