@@ -157,7 +157,7 @@ void GradientPath::activate(bool rooted) {
     if (rooted && options_.before_backward) options_.before_backward();
     fired_ = 0;
     rooted_ = left_ = false;
-    forget_other_ways();
+    forget_bypassed_outputs();
     for (auto& slot : slots_) {
       slot->version = version_of(slot->parameter);
       slot->result = GradientSlot::Result::kInPlace;
@@ -181,7 +181,7 @@ void GradientPath::activate_inside_forward(GradientSlot& first) {
   activate(true);
 }
 
-void GradientPath::forget_other_ways() {
+void GradientPath::forget_bypassed_outputs() {
   bypassed_output_ = 0;
   for (auto& slot : slots_) slot->bypassed_output = false;
 }
@@ -218,7 +218,7 @@ void GradientPath::on_gradient(GradientSlot& slot, const at::Tensor& incoming) {
     } else if (partial_task_ == autograd::get_current_graph_task_id()) {
       activate(true);
     } else if (expecting_ && watched_) {
-      return on_other_way(slot);
+      return on_bypassed_output(slot);
     } else if (expecting_) {
       activate(false);
     } else {
@@ -254,7 +254,7 @@ bool GradientPath::count_hit(GradientSlot& slot) {
   return slot.hits >= slot.expected_hits;
 }
 
-void GradientPath::on_other_way(GradientSlot& slot) {
+void GradientPath::on_bypassed_output(GradientSlot& slot) {
   if (std::exchange(slot.bypassed_output, true)) return;
   if (++bypassed_output_ < needed_) return;
   activate(false);
@@ -279,7 +279,7 @@ void GradientPath::finish() {
   phase_ = kIdle;
   expecting_ = opened_ = false;
   partial_task_ = -1;
-  forget_other_ways();
+  forget_bypassed_outputs();
   check_versions();
   mark_remaining();
   if (options_.after_backward) {

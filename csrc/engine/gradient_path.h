@@ -124,13 +124,13 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   void activate(bool rooted);
   void activate_inside_forward(GradientSlot& first);
   uint64_t frozen_slots() const;  // RoundOpening::frozen
-  void forget_other_ways();
+  void forget_bypassed_outputs();
   void queue_finish();
   void on_backward();
   void on_gradient(GradientSlot& slot, const at::Tensor& incoming);
   void leave_for_the_end();
   bool count_hit(GradientSlot& slot);
-  void on_other_way(GradientSlot& slot);
+  void on_bypassed_output(GradientSlot& slot);
   void on_past_wrapper(GradientSlot& slot);
   [[noreturn]] void refuse(const std::string& reason) const;
   void refuse_torch_reducer() const;

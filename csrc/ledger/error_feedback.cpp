@@ -62,9 +62,9 @@ void ErrorFeedback::finish(at::Tensor& flat, at::Tensor& sum, int ranks, const R
   leave(flat, round);
 }
 
-void ErrorFeedback::pay(at::Tensor& flat, const Round& round) {
+void ErrorFeedback::add_and_clear(at::Tensor& flat, const Round& round) {
   if (!remembers_) return;
-  add_owed(flat, memory_->value(kError), round.grad_scale);
+  add_residual(flat, memory_->value(kError), round.grad_scale);
   memory_->next(kError).zero_();
 }
 

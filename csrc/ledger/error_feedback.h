@@ -44,7 +44,7 @@ class ErrorFeedback {
   void finish(at::Tensor& flat, at::Tensor& sum, int ranks, const Round& round);
 
   // For an op that sends everything, instead of corrected() and finish(): g <- g + s e, and e <- 0.
-  void pay(at::Tensor& flat, const Round& round);
+  void add_and_clear(at::Tensor& flat, const Round& round);
   // At the end of a round: it counts if the bucket, equal on all ranks, is finite.
   void leave(const at::Tensor& flat, const Round& round);
 

@@ -21,11 +21,11 @@ void Feedback::leave(int64_t round, const Finite& finite) {
   memory_->leave(round, finite);
 }
 
-void add_owed(at::Tensor& flat, const at::Tensor& owed, float scale) {
-  if (!owed.is_cpu()) {
-    flat.add_(at::where(owed.eq(0), -0.0, owed.mul(scale)));
-  } else if (owed.any().item<bool>()) {
-    flat.add_(owed, scale);
+void add_residual(at::Tensor& flat, const at::Tensor& residual, float scale) {
+  if (!residual.is_cpu()) {
+    flat.add_(at::where(residual.eq(0), -0.0, residual.mul(scale)));
+  } else if (residual.any().item<bool>()) {
+    flat.add_(residual, scale);
   }
 }
 

@@ -35,8 +35,8 @@ class Feedback {
   size_t index_;
 };
 
-// flat += scale * owed, for an op that sends everything. Elements that owe nothing keep their bits:
-// those of -0 as well.
-void add_owed(at::Tensor& flat, const at::Tensor& owed, float scale);
+// flat += scale * residual, for an op that sends everything. Where the residual is zero, flat keeps
+// its bits: those of -0 as well.
+void add_residual(at::Tensor& flat, const at::Tensor& residual, float scale);
 
 }  // namespace bagua

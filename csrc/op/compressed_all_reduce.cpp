@@ -92,7 +92,7 @@ void CompressedAllReduce::run_with_residuals(at::Tensor& flat, const Round& roun
   const float scale = round.grad_scale;
   if (group.size == 1 || flat.numel() == 0) {
     const at::Tensor& worker = residuals_->worker.residual();
-    add_owed(flat, at::add(worker, residuals_->server.residual()), scale);
+    add_residual(flat, at::add(worker, residuals_->server.residual()), scale);
     residuals_->worker.kept().zero_();
     residuals_->server.kept().zero_();
     return leave(flat, round);

@@ -15,7 +15,7 @@ ErrorFeedbackAllReduce::ErrorFeedbackAllReduce(std::shared_ptr<Communicator> com
 void ErrorFeedbackAllReduce::run(at::Tensor& flat, const Round& round) {
   feedback_.check(flat, round);
   // 1.
-  feedback_.pay(flat, round);
+  feedback_.add_and_clear(flat, round);
   // 2.
   if (communicator_->group().size > 1) communicator_->all_reduce(flat, ReduceOp::kAvg);
   // 3.

@@ -100,7 +100,7 @@ void LowRank::check(const at::Tensor& flat, const Round& round) {
 
 void LowRank::run(at::Tensor& flat, const Round& round) {
   check(flat, round);
-  if (communicator_->group().size == 1) return pay_alone(flat, round);
+  if (communicator_->group().size == 1) return run_alone(flat, round);
   const at::ScalarType dtype = arithmetic_dtype(flat.scalar_type());
   const auto scratch = [&](Scratch::Use use, int64_t numel) {
     return scratch_->get(use, numel, dtype, flat.device());
@@ -172,7 +172,7 @@ void LowRank::count_communication() {
 }
 
 // A single rank sends nothing, but may have a residual from a larger world.
-void LowRank::pay_alone(at::Tensor& flat, const Round& round) {
+void LowRank::run_alone(at::Tensor& flat, const Round& round) {
   if (options_.error_feedback) {
     flat.add_(memory_->value(kError), round.grad_scale);
     memory_->next(kError).zero_();

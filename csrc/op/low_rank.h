@@ -61,7 +61,7 @@ class LowRank final : public BucketOp {
   struct Job;
   enum Memory { kError, kQueries, kCommunications };
 
-  void pay_alone(at::Tensor& flat, const Round& round);
+  void run_alone(at::Tensor& flat, const Round& round);
   void check(const at::Tensor& flat, const Round& round);
   at::Tensor queries(const at::Tensor& flat, const Round& round);
   void run_with_kernels(const Job& job, const Round& round);

@@ -50,8 +50,7 @@ ChunkedSparse::ChunkedSparse(std::shared_ptr<Communicator> communicator,
 void ChunkedSparse::run(at::Tensor& flat, const Round& round) {
   check(flat, round);
   if (exchange_.group().size == 1) {
-    const at::Tensor owed = at::mul(feedback_.residual(), rule_.decay);
-    add_owed(flat, owed, 1.0f);
+    add_residual(flat, at::mul(feedback_.residual(), rule_.decay), 1.0f);
     feedback_.kept().zero_();
   } else {
     exchange(flat, round);

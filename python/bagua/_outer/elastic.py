@@ -233,8 +233,10 @@ class ElasticRanks(FixedRanks):
             loop.give_anchor(loop.state.fragments[self._missed], late=loop.overlaps)
 
     def _give_anchors(self, loop: OuterLoop, transfer: StateTransfer) -> None:
-        takers = sorted(transfer.joined + transfer.behind)
-        some = self._group.connect_some("outer", [transfer.source, *takers]) if takers else None
+        joining = sorted(transfer.joined + transfer.behind)
+        if not joining:
+            return
+        some = self._group.connect_some("outer", [transfer.source, *joining])
         if some is None:
             return
         with some.collective_phase(f"giving the anchor of rank {transfer.source}"):

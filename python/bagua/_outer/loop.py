@@ -60,8 +60,8 @@ __all__ = [
 
 REMEDY = "the checkpoint is of another model or algorithm, or of other overlap_steps"
 _STARTS_AGAIN = (
-    "The weights of {} hold NaN or infinity: they become the anchor again, and the non-finite "
-    "elements of the optimizers' state zero"
+    "The weights of {} hold NaN or infinity: they are reset to the anchor, and the non-finite "
+    "elements of the optimizers' state to zero"
 )
 
 

@@ -307,7 +307,7 @@ class Session:
     def give_state(self, source: int, buffers: bool) -> None:
         """Give every rank the parameters, optimizer state and perhaps buffers of ``source``.
 
-        While ranks join a group at work, every rank is the giver, 0, and those that join.
+        While ranks join a group at work, the ranks are the source, 0, and those that join.
         """
         tensors = self._snapshot.state(self.module)
         tensors += self._snapshot.buffers(self.module) if buffers else []
