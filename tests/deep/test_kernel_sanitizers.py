@@ -26,7 +26,8 @@ def test_a_missing_barrier_in_the_kernels_is_found_as_a_race():
     result = run("thread", "kernels", "--races", "--skip-barrier", "1")
     assert result.returncode != 0
     assert "data race" in result.stderr
-    assert "range_kernels.cuh:" in result.stderr
+    # The barrier that each kernel comes to first is left out, so the race is in the first of them.
+    assert "fill_if_set.cuh:" in result.stderr
 
 
 @pytest.mark.parametrize("variant", ["address", "thread"])
