@@ -44,7 +44,7 @@ std::vector<int32_t> parts_of(const std::vector<Lane>& lanes) {
   return parts;
 }
 
-// Of all lanes. Throws if they cannot be run.
+// The options of the core that runs all lanes. Throws if they cannot be run.
 LaneOptions options_of(const std::vector<Lane>& lanes, const EngineOptions& options) {
   BAGUA_CHECK_ARG(!lanes.empty(), "an engine needs a lane.");
   BAGUA_CHECK_ARG(options.control, "an engine needs a control communicator.");

@@ -1,4 +1,4 @@
-// What all lanes have in common, whatever decides when their work runs.
+// The part that all lanes share, whatever decides when their work runs.
 #pragma once
 
 #include <chrono>
