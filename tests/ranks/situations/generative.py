@@ -1,18 +1,14 @@
-"""Adversarial training of generators, penalties, autoencoders, diffusion."""
+"""Adversarial training of generators, and penalties."""
 
 import torch
 from ranks.situations.rows import row
 from ranks.situations.values import (
     adam,
     batch,
-    classes,
     everything,
-    loop,
-    sgd,
     weights,
 )
 from torch import nn
-from torch.nn import functional
 
 
 def _gan():
@@ -42,43 +38,6 @@ def wgan_gp(wrap, rank, size):
             (-critic(generator(batch(step + 20, rank, 4, 3))).mean()).backward()
             go.step()
     return weights(g, "g") | weights(d, "d")
-
-
-def wgan_gp_with_separate_backwards(wrap, rank, size):
-    """The common form: three backwards of three forwards add up before one step."""
-    _g, d = _gan()
-    do = sgd(d)
-    critic = wrap(d, do)
-    for step in range(3):
-        do.zero_grad()
-        real, fake = batch(step, rank, 4, 5), batch(step + 10, rank, 4, 5)
-        (-critic(real).mean()).backward()
-        critic(fake).mean().backward()
-        mixed = (real + fake).div(2).requires_grad_()
-        output = critic(mixed)
-        (slope,) = torch.autograd.grad(output.sum(), mixed, create_graph=True)
-        ((slope.norm(dim=1) - 1).square().mean() + 0 * output.sum()).backward()
-        do.step()
-    return weights(d, "d")
-
-
-def r1_penalty_every_second_step(wrap, rank, size):
-    """StyleGAN2's lazy regularisation."""
-    _, d = _gan()
-    do = adam(d)
-    critic = wrap(d, do)
-    for step in range(4):
-        do.zero_grad()
-        functional.softplus(-critic(batch(step, rank))).mean().backward()
-        do.step()
-        if step % 2 == 0:
-            do.zero_grad()
-            real = batch(step, rank).requires_grad_()
-            output = critic(real)
-            (slope,) = torch.autograd.grad(output.sum(), real, create_graph=True)
-            (slope.square().sum() + 0 * output[0, 0]).backward()
-            do.step()
-    return everything(d)
 
 
 def cycle_gan(wrap, rank, size):
@@ -134,59 +93,8 @@ def gan_in_one_module(wrap, rank, size):
     return everything(module)
 
 
-def variational_autoencoder(wrap, rank, size):
-    """Noise of each rank's own, several outputs, one of them not in the loss."""
-
-    class Vae(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.encoder, self.decoder = nn.Linear(5, 4), nn.Linear(2, 5)
-
-        def forward(self, inputs, noise):
-            mean, log = self.encoder(inputs).chunk(2, 1)
-            code = mean + noise * (0.5 * log).exp()
-            return self.decoder(code), mean, log, code
-
-    module = Vae()
-
-    def loss(model, step):
-        data = batch(step, rank)
-        out, mean, log, _ = model(data, batch(step + 60, rank, 4, 2))
-        kl = -0.5 * (1 + log - mean.square() - log.exp()).mean()
-        return (out - data).square().mean() + kl
-
-    return loop(wrap, rank, module, adam(module), loss)
-
-
-def diffusion(wrap, rank, size):
-    """Another time step on each rank."""
-
-    class Denoiser(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.time, self.net = nn.Embedding(10, 5), nn.Linear(5, 5)
-
-        def forward(self, noisy, time):
-            return self.net(noisy + self.time(time))
-
-    module = Denoiser()
-
-    def loss(model, step):
-        noise, time = batch(step + 70, rank), classes(step, rank, 10)
-        noisy = batch(step, rank) * 0.5 + noise
-        return (model(noisy, time) - noise).square().mean()
-
-    return loop(wrap, rank, module, torch.optim.AdamW(module.parameters(), 0.01), loss)
-
-
 SITUATIONS = [
     row(wgan_gp),
-    row(wgan_gp_with_separate_backwards),
-    row(r1_penalty_every_second_step),
     row(cycle_gan),
     row(gan_in_one_module),
-    row(variational_autoencoder),
-    row(diffusion),
 ]

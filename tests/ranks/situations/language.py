@@ -1,4 +1,4 @@
-"""Transformers, fine-tuning, adapters, experts."""
+"""Transformers, fine-tuning, experts."""
 
 import torch
 from ranks.situations.rows import row
@@ -74,27 +74,6 @@ def fine_tuning_with_groups_and_warm_up(wrap, rank, size):
     return weights(module) | {"norms": torch.stack(norms)}
 
 
-def low_rank_adaptation(wrap, rank, size):
-    """LoRA: the base is frozen, adapters train."""
-
-    class Adapted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.base = nn.Linear(5, 4).requires_grad_(False)
-            self.down = nn.Linear(5, 2, bias=False)
-            self.up = nn.Linear(2, 4, bias=False)
-
-        def forward(self, inputs):
-            return self.base(inputs) + self.up(self.down(inputs))
-
-    module = Adapted()
-    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.01)
-    return loop(
-        wrap, rank, module, optimizer, lambda model, s: model(batch(s, rank)).square().mean()
-    )
-
-
 def mixture_of_experts(wrap, rank, size):
     """Which experts have tokens depends on the rank and the step."""
 
@@ -129,6 +108,5 @@ def mixture_of_experts(wrap, rank, size):
 SITUATIONS = [
     row(language_model),
     row(fine_tuning_with_groups_and_warm_up),
-    row(low_rank_adaptation),
     row(mixture_of_experts),
 ]

@@ -88,23 +88,6 @@ def tied_weights(wrap, rank, size):
     return everything(module) | {"tied": tied.again.weight is tied.encoder.weight}
 
 
-def tied_embedding_and_output(wrap, rank, size):
-    """A language model: the output layer has the embedding's weight."""
-    torch.manual_seed(0)
-    embedding, output = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
-    output.weight = embedding.weight
-    module = nn.Sequential(embedding, output)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        tokens = torch.tensor([[(step + rank) % 7, (step + 2 * rank + 1) % 7]])
-        optimizer.zero_grad()
-        logits = model(tokens)
-        nn.functional.cross_entropy(logits.view(-1, 7), tokens.view(-1)).backward()
-        optimizer.step()
-    return everything(module)
-
-
 def weights_tied_after_the_wrap(wrap, rank, size):
     """Values are copied into the other weight after the wrap, as a way to tie by value."""
     module = perceptron(features=7, outputs=7)
@@ -161,21 +144,6 @@ def recurrent_use_of_the_model(wrap, rank, size):
     return everything(module)
 
 
-def truncated_back_propagation_through_time(wrap, rank, size):
-    torch.manual_seed(0)
-    module = nn.GRU(5, 4, batch_first=True)
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    hidden = None
-    for step in range(3):
-        optimizer.zero_grad()
-        output, hidden = model(batch(step, rank, 2, 3, 5), hidden)
-        hidden = hidden.detach()
-        output.square().mean().backward()
-        optimizer.step()
-    return everything(module)
-
-
 def one_optimizer_over_two_wrapped_models(wrap, rank, size):
     one, other = perceptron(0), perceptron(1)
     optimizer = torch.optim.Adam(itertools.chain(one.parameters(), other.parameters()), lr=0.01)
@@ -206,12 +174,10 @@ SITUATIONS = [
     row(two_models_backward_in_other_order_than_forward),
     row(three_models_trained_in_turn),
     row(tied_weights),
-    row(tied_embedding_and_output),
     row(weights_tied_after_the_wrap),
     row(the_same_layer_twice_in_a_forward),
     row(the_same_model_twice_in_a_loss),
     row(recurrent_use_of_the_model),
-    row(truncated_back_propagation_through_time),
     row(one_optimizer_over_two_wrapped_models),
     row(unwrapped_part_trained_beside),
 ]
