@@ -1,4 +1,4 @@
-"""Saved in the middle and loaded into fresh objects: the uninterrupted run, bit for bit."""
+"""Saved at any step, loaded into objects that did other things: the same training, to the bit."""
 
 import functools
 import pickle
@@ -10,23 +10,38 @@ import torch.distributed.checkpoint as dcp
 from bagua.torch_api.algorithms import Algorithm, QAdamOptimizer
 from bagua.torch_api.checkpoint import PerRank
 from support import training
+from support.error_feedback import all_bits
 from torch import nn
 
-BEFORE, AFTER = 5, 20
+AFTER = 12
+WARM_UP = 3
+#: In the warm-up, at its end, and after it.
+SAVED_AFTER = (1, WARM_UP, WARM_UP + 1, 8)
 
+LOW_RANK = {"rank": 2, "min_compression_rate": 1.0, "warmup_steps": WARM_UP}
+FEW_BITS = {"hierarchical": False, "codec": "bit2_block", "error_feedback": True}
 ALGORITHMS = {
     "exact": ("gradient_allreduce", {}),
     "bytegrad": ("bytegrad", {"hierarchical": False}),
+    "bytegrad-feedback": ("bytegrad", FEW_BITS),
     "decentralized-all": ("decentralized", {"hierarchical": False}),
     "decentralized-shift-one": (
         "decentralized",
         {"hierarchical": False, "peer_selection_mode": "shift_one", "communication_interval": 2},
     ),
     "low-precision": ("low_precision_decentralized", {"hierarchical": False}),
+    "low-precision-interval": (
+        "low_precision_decentralized",
+        {"hierarchical": False, "communication_interval": 2},
+    ),
     "qadam": ("qadam", {"hierarchical": False}),
-    "power-sgd": ("power_sgd", {"rank": 2, "min_compression_rate": 1.0, "warmup_steps": 0}),
-    "sparse": ("sparse", {"ratio": 0.1}),
-    "random-sparse": ("sparse", {"ratio": 0.1, "random_sparse": True}),
+    "qadam-feedback": ("qadam", FEW_BITS),
+    "power-sgd": ("power_sgd", LOW_RANK),
+    "power-sgd-exact-parameters": ("power_sgd", LOW_RANK | {"exact_parameters": ["0.*"]}),
+    "sparse": ("sparse", {"ratio": 0.1, "warmup_steps": WARM_UP}),
+    "random-sparse": ("sparse", {"ratio": 0.1, "random_sparse": True, "warmup_steps": WARM_UP}),
+    "diloco-in-flight": ("diloco", {"interval": 4, "overlap_steps": 2}),
+    "sparse-loco-in-flight": ("sparse_loco", {"interval": 4, "overlap_steps": 2}),
     "async-in-its-warm-up": ("async", {"warmup_steps": 100}),
 }
 
@@ -40,7 +55,7 @@ def wrapped(chosen, seed):
     name, arguments = ALGORITHMS[chosen]
     model = network(seed)
     if name == "qadam":
-        optimizer = QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=3)
+        optimizer = QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=WARM_UP)
         arguments = arguments | {"q_adam_optimizer": optimizer}
     else:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -52,61 +67,56 @@ def steps(model, optimizer, numbers):
     training.train(model, [optimizer], data)
 
 
-def state_bits(model):
-    return training.bits([*model.parameters(), *model.buffers()])
+def through_dcp(saved, loaded, path):
+    """Reads the entries that the loading object has, so it must be in the phase that was saved."""
+
+    def parts(model):
+        return {"training": PerRank(model), "algorithm": model.bagua_algorithm}
+
+    dcp.save(parts(saved[0]), checkpoint_id=path)
+    yield
+    dcp.load(parts(loaded[0]), checkpoint_id=path)
+
+
+def through_a_file_of_each_rank(saved, loaded, path):
+    file = f"{path}-rank{dist.get_rank()}"
+    torch.save([part.state_dict() for part in (*saved, saved[0].bagua_algorithm)], file)
+    yield
+    states = torch.load(file, weights_only=True)
+    for part, state in zip((*loaded, loaded[0].bagua_algorithm), states, strict=True):
+        part.load_state_dict(state)
 
 
 @training.with_group
-def interrupted(chosen, path):
-    """(bits of the uninterrupted run, bits of the one that was saved and loaded)."""
-    model, optimizer = wrapped(chosen, seed=0)
-    steps(model, optimizer, range(BEFORE))
-    dcp.save({"training": PerRank(model), "algorithm": model.bagua_algorithm}, checkpoint_id=path)
-    steps(model, optimizer, range(BEFORE, BEFORE + AFTER))
+def interrupted(chosen, way, folder):
+    """Whether the loaded training goes on as the one that was saved, by steps before the save."""
+    same = {}
+    for before in SAVED_AFTER:
+        model, optimizer = saved = wrapped(chosen, seed=0)
+        steps(model, optimizer, range(before))
+        again, its_optimizer = loaded = wrapped(chosen, seed=1)
+        other_steps = before if way is through_dcp else (WARM_UP + 2) * (before % 2)
+        steps(again, its_optimizer, range(50, 50 + other_steps))
+        transfer = way(saved, loaded, f"{folder}/{before}")
+        next(transfer)
+        steps(model, optimizer, range(before, before + AFTER))
+        assert next(transfer, "loaded") == "loaded"
+        steps(again, its_optimizer, range(before, before + AFTER))
+        results = [
+            (training.model_bits(m), all_bits(m.bagua_algorithm.state_dict()))
+            for m in (model, again)
+        ]
+        same[before] = results[0] == results[1]
+    return same, training.model_bits(model)
 
-    loaded, loaded_optimizer = wrapped(chosen, seed=1)
-    assert state_bits(loaded) != state_bits(model)
-    dcp.load({"training": PerRank(loaded), "algorithm": loaded.bagua_algorithm}, checkpoint_id=path)
-    steps(loaded, loaded_optimizer, range(BEFORE, BEFORE + AFTER))
-    return state_bits(model), state_bits(loaded)
 
-
+@pytest.mark.parametrize("way", [through_dcp, through_a_file_of_each_rank])
 @pytest.mark.parametrize("chosen", ALGORITHMS)
-def test_twenty_steps_after_loading_are_those_of_the_uninterrupted_run(ranks, tmp_path, chosen):
-    results = ranks(3, interrupted, chosen, str(tmp_path))
-    for rank, (uninterrupted, loaded) in enumerate(results):
-        assert loaded == uninterrupted, f"rank {rank}"
+def test_training_goes_on_to_the_bit(ranks, tmp_path, chosen, way):
+    same, weights = zip(*ranks(3, interrupted, chosen, way, str(tmp_path)), strict=True)
+    assert same == (dict.fromkeys(SAVED_AFTER, True),) * 3
     if chosen.startswith(("decentralized", "low-precision")):
-        assert len({weights for weights, _ in results}) == 3, "nothing of a rank's own was tried"
-
-
-@training.with_group
-def saved_by_hand(chosen, path):
-    model, optimizer = wrapped(chosen, seed=0)
-    steps(model, optimizer, range(BEFORE))
-    file = f"{path}/rank{dist.get_rank()}.pt"
-    torch.save(
-        {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "algorithm": model.bagua_algorithm.state_dict(),
-        },
-        file,
-    )
-    steps(model, optimizer, range(BEFORE, BEFORE + AFTER))
-    loaded, loaded_optimizer = wrapped(chosen, seed=1)
-    state = torch.load(file, weights_only=True)
-    loaded.load_state_dict(state["model"])
-    loaded_optimizer.load_state_dict(state["optimizer"])
-    loaded.bagua_algorithm.load_state_dict(state["algorithm"])
-    steps(loaded, loaded_optimizer, range(BEFORE, BEFORE + AFTER))
-    return state_bits(model), state_bits(loaded)
-
-
-@pytest.mark.parametrize("chosen", ALGORITHMS)
-def test_the_same_with_torch_save_on_every_rank(ranks, tmp_path, chosen):
-    for rank, (uninterrupted, loaded) in enumerate(ranks(2, saved_by_hand, chosen, str(tmp_path))):
-        assert loaded == uninterrupted, f"rank {rank}"
+        assert len(set(weights)) == 3, "nothing of a rank's own was tried"
 
 
 @training.with_group
