@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LinearLR
 
 BATCH = 32
-EVALUATE_EVERY = 4  # steps
+EVALUATE_EVERY = 12  # steps
 WARM_UP = {"qadam": 40, "power_sgd": 100, "async": 120}  # steps with exact gradients
 
 
