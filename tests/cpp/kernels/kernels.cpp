@@ -2,11 +2,12 @@
 // and low-rank products with plain loops. Prints what it ran; ends with status 1 and details at the
 // first difference.
 //
-//   kernels [--quick | --races] [--skip-barrier N]
+//   kernels [--quick | --races] [--every-dtype] [--skip-barrier N]
 //
 // --quick: fewer sizes, and one of the two dtypes of two bytes, for sanitizers. --races: also few
 // patterns, for ThreadSanitizer: races depend on sizes and alignment, numbers choose between few
-// paths. --skip-barrier: see cuda_emulation.h.
+// paths. --every-dtype: all of them with few sizes too, so that every kernel runs. --skip-barrier:
+// see cuda_emulation.h.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -199,13 +200,17 @@ void compare_all(const std::string& codec, Inputs inputs) {
 
 int main(int argc, char** argv) {
   bagua::Inputs inputs = bagua::Inputs::kAll;
+  bool every_dtype = false;
   for (int i = 1; i < argc; ++i) {
     if (std::strcmp(argv[i], "--quick") == 0) inputs = bagua::Inputs::kQuick;
     if (std::strcmp(argv[i], "--races") == 0) inputs = bagua::Inputs::kRaces;
+    if (std::strcmp(argv[i], "--every-dtype") == 0) every_dtype = true;
     if (std::strcmp(argv[i], "--skip-barrier") == 0 && i + 1 < argc) {
       bagua::emulation::skipped_barrier = std::atoi(argv[++i]);
     }
   }
+  const bool few = inputs != bagua::Inputs::kAll;
+  every_dtype = every_dtype || !few;
   bagua::emulation::must_be_loaded = true;
   bagua::fill_data_if_the_flag_is_set();
   bagua::compare_frames(*bagua::make_cuda_codec("fp16")->frames());
@@ -213,11 +218,11 @@ int main(int argc, char** argv) {
   bagua::for_each_codec([&](const auto& line) {
     bagua::compare_all<float>(line.name, inputs);
     bagua::compare_all<bagua::Half>(line.name, inputs);
-    if (inputs == bagua::Inputs::kAll) bagua::compare_all<bagua::BFloat16>(line.name, inputs);
+    if (every_dtype) bagua::compare_all<bagua::BFloat16>(line.name, inputs);
   });
-  bagua::compare_divisions(inputs == bagua::Inputs::kAll ? 20000 : 500);
-  bagua::compare_sparse_messages(inputs != bagua::Inputs::kAll);
-  bagua::compare_low_rank(inputs != bagua::Inputs::kAll);
+  bagua::compare_divisions(few ? 500 : 20000);
+  bagua::compare_sparse_messages(few);
+  bagua::compare_low_rank(few, every_dtype);
   std::printf("all equal\n");
   return 0;
 }
