@@ -13,7 +13,7 @@ from support import training
 from support.error_feedback import all_bits
 from torch import nn
 
-AFTER = 12
+AFTER = 8
 WARM_UP = 3
 #: In the warm-up, at its end, and after it.
 SAVED_AFTER = (1, WARM_UP, WARM_UP + 1, 8)

@@ -11,9 +11,6 @@ from oracle.compressed_all_reduce import compressed_all_reduce
 from support import training
 
 CODECS = _C.codec_names()
-BUCKETS = pytest.mark.parametrize(
-    "env", [{}, training.SMALL_BUCKETS], ids=["one_bucket", "small_buckets"]
-)
 
 
 def flat_gradients(bucket, gradients):
@@ -54,13 +51,13 @@ def train_as_the_oracle(codec, average, do_flatten, hidden):
     return training.model_bits(model), len(model.bagua_buckets)
 
 
-@BUCKETS
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("size", [2, 3, 4], ids=lambda n: f"{n}_ranks")
-def test_compressed_gradients_have_the_bits_of_the_oracle(ranks, size, codec, env):
+@pytest.mark.parametrize(("size", "buckets"), [(2, 4), (3, 1), (4, 4)])
+def test_compressed_gradients_have_the_bits_of_the_oracle(ranks, size, codec, buckets):
+    env = {} if buckets == 1 else training.SMALL_BUCKETS
     results = ranks(size, train_as_the_oracle, codec, True, True, 7, env=env)
     assert len(set(results)) == 1
-    assert results[0][1] == (1 if env == {} else 4)
+    assert results[0][1] == buckets
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -69,7 +66,7 @@ def test_parts_of_several_blocks_have_the_bits_of_the_oracle(ranks, codec):
     assert len(set(results)) == 1
 
 
-@BUCKETS
+@pytest.mark.parametrize("env", [{}, training.SMALL_BUCKETS], ids=["one_bucket", "small_buckets"])
 def test_compressed_training_without_flattening_and_a_second_run_give_the_same_bits(ranks, env):
     first = ranks(3, train_as_the_oracle, "block_uint8", True, True, 33, env=env)
     assert first == ranks(3, train_as_the_oracle, "block_uint8", True, True, 33, env=env)
@@ -96,29 +93,32 @@ def test_compressed_training_reaches_the_loss_of_exact_training(ranks, codec):
         assert compressed == pytest.approx(exact, rel=rel)
 
 
+#: A number, and where it is: in the first element, the last of a rank's part, a block, the last.
+BAD = [(float(bad), at) for bad in ("nan", "inf", "-inf") for at in (0, 1364, 2048, 4094)]
+
+
 @training.with_group
-def one_bad_gradient(codec, bad, position):
+def bad_gradients(codec):
+    """By step, every other of which has a bad number on rank 1: whether all gradients are finite,
+    and how many ranks hold other ones."""
     model = torch.nn.Linear(65, 63, bias=False)
     model.with_bagua([], training.algorithm(codec))
-    finite = []
-    for step in range(2):
-        model.zero_grad()
-        gradient = torch.ones(63, 65)
-        if step == 0 and dist.get_rank() == 1:
-            gradient.view(-1)[position] = float(bad)
-        ((model.weight * gradient).sum() + model(torch.zeros(1, 65)).sum()).backward()
-        finite.append(bool(model.weight.grad.isfinite().all()))
-        digests = training.gather(training.bits([model.weight.grad.isfinite()]))
-        assert len(set(digests)) == 1
-    return finite, bool(model.weight.grad.isfinite().all())
+    found = []
+    for bad, position in BAD:
+        for value in (bad, 1.0):
+            model.zero_grad()
+            gradient = torch.ones(63, 65)
+            if dist.get_rank() == 1:
+                gradient.view(-1)[position] = value
+            ((model.weight * gradient).sum() + model(torch.zeros(1, 65)).sum()).backward()
+            finite = model.weight.grad.isfinite()
+            found.append((bool(finite.all()), len(set(training.gather(training.bits([finite]))))))
+    return found
 
 
 @pytest.mark.parametrize("codec", ["exact", *CODECS])
-@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize("position", [0, 1364, 2048, 4094], ids=["first", "edge", "block", "last"])
-def test_a_bad_gradient_on_one_rank_is_seen_by_all_for_one_step(ranks, codec, bad, position):
-    results = ranks(3, one_bad_gradient, codec, bad, position)
-    assert results == [([False, True], True)] * 3
+def test_a_bad_gradient_on_one_rank_is_seen_by_all_for_one_step(ranks, codec):
+    assert ranks(3, bad_gradients, codec) == [[(False, 1), (True, 1)] * len(BAD)] * 3
 
 
 @training.with_group

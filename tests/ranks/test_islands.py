@@ -140,7 +140,7 @@ def against_plain_islands(inside, name):
     twin.with_bagua([of_twin], make(), mesh["island"].get_group())
     # All ranks of a tensor-parallel island see the same inputs.
     data = island if "tensor-parallel" in inside else rank
-    for begin in range(0, 4 * INTERVAL, INTERVAL):
+    for begin in range(0, 3 * INTERVAL, INTERVAL):
         steps = range(begin, begin + INTERVAL)
         train(model, optimizer, steps, data)
         train(twin, of_twin, steps, data, mesh)
@@ -160,7 +160,8 @@ def against_plain_islands(inside, name):
 
 @pytest.mark.parametrize("inside", INSIDE)
 def test_islands_train_as_plain_ones_and_send_their_shards(ranks, inside):
-    for name in (*EXACTLY, *IN_FEW_BITS):
+    every = (*EXACTLY, *IN_FEW_BITS)
+    for name in every if inside == "fsdp" else ("diloco, growing momentum", "low precision"):
         for distance, loss, (sent, of_plain) in ranks(4, against_plain_islands, inside, name):
             assert distance < (1e-5 if name in EXACTLY else 0.1), name
             assert loss < 1e-5 or name in IN_FEW_BITS, name

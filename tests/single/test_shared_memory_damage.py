@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-SEEDS = int(os.environ.get("BAGUA_TEST_DAMAGES", "6"))
+SEEDS = int(os.environ.get("BAGUA_TEST_DAMAGES", "3"))
 
 # Ranks are threads, so that what rank 1 may write is in this process's list of mappings.
 SCRIPT = """
