@@ -45,7 +45,6 @@ LONG = [
     "ranks/test_hard_times.py",
     "ranks/test_comm_hook_failures.py",
     "single/test_device_streams.py",
-    "ranks/test_error_feedback_checkpoints.py",
     "single/test_shared_memory_damage.py",
     "ranks/test_guard.py",
     "ranks/test_weights_sample.py",

@@ -8,6 +8,7 @@ from bagua._core.state import step_folder as _step_folder
 from bagua.torch_api.checkpoint import load_latest, save_checkpoint
 from support import every_algorithm, training
 from support.checkpoint_training import file, refusal, state_bits, steps, train_and_save, wrapped
+from support.error_feedback import owed
 
 BEFORE, AFTER = 5, 20
 RESUMED_TO_THE_BIT = [*every_algorithm.SYNCHRONOUS, "async"]
@@ -53,26 +54,25 @@ def test_asynchronous_averaging_goes_on(ranks, tmp_path):
     assert ranks(2, save_while_averaging, str(tmp_path)) == [(10, warmed_up)] * 2
 
 
-def mean_error(states, name):
-    errors = [state[f"rank{rank}/error/{name}"] for rank, state in enumerate(states)]
-    return sum(errors) / len(errors)
+WITH_RESIDUALS = ["bytegrad-feedback", "power_sgd", "sparse", "random_sparse"]
 
 
-@pytest.mark.parametrize("name", ["gradient_allreduce", "qadam", "power_sgd", "sparse"])
+@pytest.mark.parametrize("name", ["gradient_allreduce", "qadam", *WITH_RESIDUALS])
 def test_from_three_to_two_to_four_ranks_training_goes_on(ranks, tmp_path, name):
     saved = None
     for size, upto in ((3, 6), (2, 10), (4, 14)):
         results = ranks(size, train_and_save, name, str(tmp_path), upto, size)
         first, _, loaded, after = zip(*results, strict=True)
         assert set(first) == {upto - 4 if saved else 0}
-        owed = 0.0
-        for key in [k for k in (saved or [{}])[0] if k.startswith("rank0/error/")]:
-            parameter = key.removeprefix("rank0/error/")
-            mean = mean_error(saved, parameter)
-            owed += mean.abs().sum().item()
-            for rank in range(size):
-                torch.testing.assert_close(loaded[rank][f"rank{rank}/error/{parameter}"], mean)
-        assert owed > 0 or not saved or name not in ("power_sgd", "sparse")
+        keys = [key for key in (saved or [{}])[0] if key.startswith("rank0/error/")]
+        names = [key.removeprefix("rank0/error/") for key in keys]
+        assert len(names) == 6 or not saved or name not in WITH_RESIDUALS
+        expected = owed(saved, names)
+        for parameter, found in owed(loaded, names).items():
+            torch.testing.assert_close(found, expected[parameter], rtol=1e-6, atol=1e-7)
+            own = [loaded[rank][f"rank{rank}/error/{parameter}"] for rank in range(size)]
+            assert all(torch.equal(error, own[0]) for error in own)
+        assert not names or any(value.abs().max() > 1e-3 for value in expected.values())
         saved = after
 
 

@@ -1,10 +1,13 @@
-"""State of communication hooks: saved and loaded, skipped buckets, warm-up, wrong states."""
+"""State of communication hooks: saved, loaded, in new buckets, of skipped ones, refused."""
+
+import copy
 
 import pytest
 import torch
 import torch.distributed as dist
-from bagua.torch_api.algorithms import PowerSGDAlgorithm, SparseAlgorithm
+from bagua.torch_api.algorithms import ByteGradAlgorithm, PowerSGDAlgorithm, SparseAlgorithm
 from support import hooked, training
+from support.error_feedback import owed
 
 STEPS = 3
 REMEMBERING = {
@@ -15,6 +18,11 @@ REMEMBERING = {
     "random_sparse": lambda **more: SparseAlgorithm(0.1, random_sparse=True, **more),
 }
 algorithms = pytest.mark.parametrize("name", REMEMBERING)
+NAMES = [name for name, _ in hooked.network().named_parameters()]
+
+
+def two_residuals(**_):
+    return ByteGradAlgorithm(hierarchical=False, codec="int4_block", error_feedback=True)
 
 
 def steps(ddp, optimizer, first, count):
@@ -27,7 +35,8 @@ def steps(ddp, optimizer, first, count):
 @training.with_group
 def resumed(name, warmup):
     def fresh():
-        return hooked.made("small_buckets", REMEMBERING[name](warmup_steps=warmup))
+        make = REMEMBERING.get(name, two_residuals)
+        return hooked.made("small_buckets", make(warmup_steps=warmup))
 
     ddp, handle, optimizer = fresh()
     steps(ddp, optimizer, 0, STEPS)
@@ -35,7 +44,7 @@ def resumed(name, warmup):
     saved = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, saved)
     steps(ddp, optimizer, STEPS, STEPS)
     other, other_handle, other_optimizer = fresh()
-    steps(other, other_optimizer, 40, 1)  # something else, to be forgotten
+    steps(other, other_optimizer, 40, 2)  # something else, to be forgotten, in the new buckets
     other.module.load_state_dict(saved[1])
     other_optimizer.load_state_dict(saved[2])
     other_handle.load_state_dict(saved[0])
@@ -52,10 +61,93 @@ def resumed(name, warmup):
     return training.model_bits(ddp) == training.model_bits(other), mine["rounds"]
 
 
-@algorithms
-@pytest.mark.parametrize("warmup", [0, 2, 4])
+@pytest.mark.parametrize(
+    ("name", "warmup"),
+    [("power_sgd", 0), ("power_sgd", 4), ("sparse", 2), ("random_sparse", 0), ("two residuals", 0)],
+)
 def test_training_goes_on_from_a_state_bit_by_bit(ranks, name, warmup):
-    assert ranks(2, resumed, name, warmup) == [(True, 2 * STEPS)] * 2
+    assert ranks(3, resumed, name, warmup) == [(True, 2 * STEPS)] * 3
+
+
+def exact_mean(ddp, step):
+    """By name, of this step's gradients of all ranks, without the hook."""
+    twin = copy.deepcopy(ddp.module)
+    twin.zero_grad()
+    hooked.loss_of(twin, step, dist.get_rank()).backward()
+    return {name: training.mean_over_ranks(p.grad.double()) for name, p in twin.named_parameters()}
+
+
+def conserved(ddp, handle, steps, before):
+    """Largest distance of exact means, and what was owed, from results and what is owed.
+
+    The weights stay, so that the steps' gradients are the ranks' own.
+    """
+    total = {name: value.clone() for name, value in before.items()}
+    for step in steps:
+        for name, mean in exact_mean(ddp, step).items():
+            total[name] += mean
+        ddp.zero_grad()
+        hooked.plain_step(ddp, step)
+        for name, p in ddp.module.named_parameters():
+            total[name] -= p.grad.double()
+    after = owed(training.gather(handle.state_dict()), NAMES)
+    assert all(value.any() for value in after.values())
+    return max(float((total[name] - after[name]).abs().max()) for name in NAMES)
+
+
+def nothing():
+    return {name: torch.zeros_like(p).double() for name, p in hooked.network().named_parameters()}
+
+
+@training.with_group
+def over_new_buckets():
+    ddp, handle, _ = hooked.made("small_buckets", two_residuals())
+    return conserved(ddp, handle, range(STEPS), nothing())
+
+
+@pytest.mark.parametrize("size", [2, 3], ids=lambda n: f"{n}-ranks")
+def test_nothing_is_lost_when_torch_makes_its_buckets_anew(ranks, size):
+    assert max(ranks(size, over_new_buckets)) < 1e-6
+
+
+@training.with_group
+def resumed_in_new_buckets():
+    ddp, handle, _ = hooked.made("small_buckets", two_residuals())
+    for step in range(STEPS):
+        ddp.zero_grad()
+        hooked.plain_step(ddp, step)
+    state = handle.state_dict()
+    other, of_other, _ = hooked.made("small_buckets", two_residuals())
+    of_other.load_state_dict(state)
+    assert of_other.state_dict().keys() == state.keys()
+    before = owed(training.gather(state), NAMES)
+    return conserved(other, of_other, range(STEPS, 2 * STEPS), before)
+
+
+def test_a_state_goes_into_buckets_of_other_parts_without_a_loss(ranks):
+    assert max(ranks(3, resumed_in_new_buckets)) < 1e-6
+
+
+@training.with_group
+def save_two_residuals():
+    ddp, handle, _ = hooked.made("small_buckets", two_residuals())
+    for step in range(STEPS):
+        ddp.zero_grad()
+        hooked.plain_step(ddp, step)
+    return handle.state_dict()
+
+
+@training.with_group
+def load_two_residuals(merged, before):
+    ddp, handle, _ = hooked.made("small_buckets", two_residuals())
+    handle.load_state_dict(merged)
+    return conserved(ddp, handle, range(STEPS), before)
+
+
+def test_the_merged_state_of_other_ranks_owes_the_same(ranks):
+    states = ranks(3, save_two_residuals)
+    merged = {key: value for state in states for key, value in state.items()}
+    assert max(ranks(2, load_two_residuals, merged, owed(states, NAMES))) < 1e-6
 
 
 @training.with_group

@@ -1,6 +1,4 @@
-"""Decentralized SGD when steps are not plain: other forwards, odd models, saving, new buckets."""
-
-import copy
+"""Decentralized SGD when steps are not plain: other forwards, odd models, new buckets."""
 
 import bagua.torch_api as bagua
 import pytest
@@ -127,41 +125,6 @@ def test_a_rank_that_exits_early_is_an_error_on_the_others(ranks):
     assert left == "left"
     assert "rank 1 exited after 1 rounds" in first
     assert "rank 1 exited after 1 rounds" in third
-
-
-def state_of(model, optimizer):
-    parts = (model, optimizer, model.bagua_algorithm)
-    return [copy.deepcopy(part.state_dict()) for part in parts]
-
-
-@training.with_group
-def resume(mode, interval):
-    """Whether training goes on to the bit after a save in the middle of a period."""
-    chosen = DecentralizedAlgorithm(False, mode, interval)
-    model = training.network()
-    optimizer = training.sgd(model)
-    model.with_bagua([optimizer], chosen)
-    for step in range(3):
-        train_step(model, optimizer, step)
-    saved = state_of(model, optimizer)
-    again = training.network(seed=1)
-    its_optimizer = training.sgd(again)
-    again.with_bagua([its_optimizer], chosen)
-    for part, state in zip((again, its_optimizer, again.bagua_algorithm), saved, strict=True):
-        part.load_state_dict(state)
-    for step in range(3, 23):
-        train_step(model, optimizer, step)
-        train_step(again, its_optimizer, step)
-        assert training.model_bits(model) == training.model_bits(again), f"step {step}"
-    return again.bagua_algorithm.state_dict()
-
-
-@MODE
-@pytest.mark.parametrize("interval", [1, 2])
-def test_training_goes_on_to_the_bit_from_a_saved_state(ranks, mode, interval):
-    communications = -(-23 // interval)
-    state = {"iterations": 23, "communications": communications}
-    assert ranks(3, resume, mode, interval) == [state] * 3
 
 
 class Rebucketed(DecentralizedAlgorithmImpl):

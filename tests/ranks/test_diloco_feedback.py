@@ -19,7 +19,7 @@ from support import training
 from support.error_feedback import owed
 from torch import nn
 
-ROUNDS = 4
+ROUNDS = 3  # the third has residuals of residuals
 INTERVAL = 2
 
 
@@ -70,8 +70,9 @@ def train_as_the_oracle(codec):
     return training.bits(model.parameters()), model.bagua_stats()["buckets"][0]["ops"]
 
 
-@pytest.mark.parametrize("codec", ["int4_block", "bit2_block"])
-@pytest.mark.parametrize("size", [2, 3, 4], ids=lambda n: f"{n}_ranks")
+@pytest.mark.parametrize(
+    ("size", "codec"), [(2, "bit2_block"), (3, "int4_block"), (4, "bit2_block")]
+)
 def test_anchors_have_the_bits_of_the_oracle(ranks, size, codec):
     results = ranks(size, train_as_the_oracle, codec, env=training.SMALL_BUCKETS)
     assert len({bits for bits, _ in results}) == 1
@@ -134,7 +135,7 @@ def test_what_is_owed_is_the_same_on_another_number_of_ranks(ranks, overlap):
     expected = owed(states, names)
     assert all(value.any() for value in expected.values())
     merged = {key: value for state in states for key, value in state.items()}
-    for size in (1, 2, 4):
+    for size in (1, 4):
         loaded = ranks(size, load, merged | {"overlap": overlap})
         found = owed(loaded, names)
         for name in names:

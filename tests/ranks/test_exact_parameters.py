@@ -9,14 +9,7 @@ from bagua.torch_api.algorithms import (
     SparseAlgorithm,
 )
 from support import training
-from support.error_feedback import (
-    all_bits,
-    gathered_gradients,
-    load,
-    saved,
-    train_step,
-    wrapped,
-)
+from support.error_feedback import all_bits, gathered_gradients, train_step, wrapped
 from torch import nn
 
 STEPS = 4
@@ -76,26 +69,6 @@ def overflow_in_an_exact_bucket(kind):
 @per_kind
 def test_an_overflow_in_an_exact_bucket_changes_no_residual(ranks, kind):
     assert ranks(2, overflow_in_an_exact_bucket, kind) == [True, True]
-
-
-@training.with_group
-def resume(kind, saved_after):
-    model, optimizer = wrapped(KINDS[kind](warmup_steps=2))
-    for step in range(saved_after):
-        train_step(model, optimizer, step)
-    again, its_optimizer = wrapped(KINDS[kind](warmup_steps=2), seed=1)
-    load(again, its_optimizer, saved(model, optimizer))
-    for step in range(saved_after, saved_after + STEPS):
-        train_step(model, optimizer, step)
-        train_step(again, its_optimizer, step)
-    states = [all_bits(m.bagua_algorithm.state_dict()) for m in (model, again)]
-    return training.model_bits(model) == training.model_bits(again), states[0] == states[1]
-
-
-@pytest.mark.parametrize("saved_after", [1, 4], ids=["in-the-warm-up", "after-it"])
-@per_kind
-def test_training_goes_on_to_the_bit(ranks, kind, saved_after):
-    assert ranks(2, resume, kind, saved_after) == [(True, True)] * 2
 
 
 class Tied(nn.Module):

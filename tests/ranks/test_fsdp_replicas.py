@@ -247,37 +247,6 @@ def test_replicated_modules_are_reduced_through_the_codec(ranks):
 
 
 @sharded.with_torch_group
-def resumed(folder):
-    """Weights after ten steps, and those of the training that was saved after five and loaded."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    def start():
-        model = hybrid((2, 2))
-        bagua.fsdp.compress(model)
-        return model, sharded.adam(model)
-
-    model, optimizer = start()
-    sharded.train(model, optimizer, 5)
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-    sharded.train(model, optimizer, 5, first=5)
-    other, others_optimizer = start()
-    weights, moments = get_state_dict(other, others_optimizer)
-    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-    set_state_dict(other, others_optimizer, model_state_dict=weights, optim_state_dict=moments)
-    sharded.train(other, others_optimizer, 5, first=5)
-    return sharded.full_weights(model), sharded.full_weights(other)
-
-
-def test_training_resumes_to_the_bit_through_dcp(ranks, tmp_path):
-    results = ranks(4, resumed, str(tmp_path))
-    for uninterrupted, continued in results:
-        assert torch.equal(uninterrupted, continued)
-        assert torch.equal(uninterrupted, results[0][0])
-
-
-@sharded.with_torch_group
 def two_models_and_a_group_of_shards():
     """Two hybrid models and one that is sharded over the ranks of one replica, side by side."""
     mesh = mesh_of((2, 2))

@@ -58,8 +58,7 @@ def bad_gradient(kind, by_layer, bad):
 
 
 @KINDS
-@BY_LAYER
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("by_layer", "bad"), [(False, float("nan")), (True, float("inf"))])
 def test_a_bad_value_on_one_rank_leaves_all_memory(ranks, kind, by_layer, bad):
     assert ranks(2, bad_gradient, kind, by_layer, bad) == [(True, True, True)] * 2
 
@@ -78,7 +77,7 @@ def save_and_go_on(kind, by_layer):
     second.agg_grad(by_layer)(model, "avg")  # something else, to be forgotten
     second.load_state_dict(state)
     assert all_bits(second.state_dict()) == all_bits(state)
-    for call in range(3, 23):
+    for call in range(3, 9):
         results = []
         for aggregation in (first, second):
             give_gradients(model, call)
@@ -92,39 +91,4 @@ def save_and_go_on(kind, by_layer):
 @KINDS
 @BY_LAYER
 def test_a_saved_memory_goes_on_to_the_bit(ranks, kind, by_layer):
-    assert ranks(2, save_and_go_on, kind, by_layer) == [22] * 2
-
-
-@training.with_group
-def train_and_save(kind):
-    model = wide_network()
-    aggregation = make(model, kind)
-    for call in range(4):
-        give_gradients(model, call)
-        aggregation.agg_grad()(model, "avg")
-    return aggregation.state_dict()
-
-
-@training.with_group
-def load(kind, state):
-    model = wide_network()
-    aggregation = make(model, kind)
-    aggregation.load_state_dict(state)
-    loaded = aggregation.state_dict()
-    give_gradients(model, 9)
-    aggregation.agg_grad()(model, "avg")
-    assert len(set(training.gather(training.bits(gradients(model).values())))) == 1
-    return loaded
-
-
-@KINDS
-def test_another_number_of_ranks_starts_from_the_mean(ranks, kind):
-    states = ranks(3, train_and_save, kind)
-    merged = {key: value for state in states for key, value in state.items()}
-    loaded = ranks(2, load, kind, merged)
-    for name, _ in wide_network().named_parameters():
-        mean = sum(error_of(states[r], r, name) for r in range(3)) / 3
-        for rank in range(2):
-            torch.testing.assert_close(error_of(loaded[rank], rank, name), mean)
-    with pytest.raises(AssertionError, match="merge what all ranks saved"):
-        ranks(2, load, kind, states[0])
+    assert ranks(2, save_and_go_on, kind, by_layer) == [8] * 2

@@ -1,8 +1,5 @@
 """Helpers for tests of algorithms with error feedback."""
 
-import copy
-import io
-
 import bagua.torch_api as bagua  # noqa: F401 - gives modules with_bagua
 import pytest
 import torch
@@ -105,17 +102,3 @@ def all_bits(state, but=""):
     tensors = [state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor)]
     rest = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor) and k != but}
     return training.bits(tensors), rest
-
-
-def saved(model, optimizer):
-    """As a file would have it."""
-    file = io.BytesIO()
-    parts = (model, optimizer, model.bagua_algorithm)
-    torch.save([part.state_dict() for part in parts], file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def load(model, optimizer, state):
-    for part, of_part in zip((model, optimizer, model.bagua_algorithm), state, strict=True):
-        part.load_state_dict(copy.deepcopy(of_part))
