@@ -83,8 +83,7 @@ struct Bit2Block {
   BAGUA_HD static Encoding<Header<T>, Quantiser> encoding(const Values& values) {
     const float squares = values.template collect<SumOfSquares>().sum[0];
     const float mean = squares / static_cast<float>(values.numel());
-    const bool fits = mean <= kLargestFinite<float>;
-    int32_t threshold = fits ? magnitude_bits(__builtin_sqrtf(mean)) : kNoMagnitude;
+    int32_t threshold = magnitude_bits(__builtin_sqrtf(mean));
     const auto sides = values.template collect<Sides>(threshold);
     const auto count = static_cast<float>(sides.above[0]);
     const float others = static_cast<float>(values.numel()) - count;
