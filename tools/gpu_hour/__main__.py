@@ -8,7 +8,6 @@ the build. A step that has passed is not repeated by a later call, unless it is 
 """
 
 import argparse
-import gzip
 import importlib.util
 import json
 import os
@@ -17,6 +16,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import time
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def arguments():
     parser.add_argument("--out", type=Path, default=WORK / "results", help="at most 8 files")
     parser.add_argument("--seconds", type=int, default=3600, help="for this call")
     parser.add_argument("--build", type=Path, default=WORK / "cmake", help="CMake's folder")
-    parser.add_argument("--prebuilt", type=Path, help="extension.so.gz of an earlier call")
+    parser.add_argument("--prebuilt", type=Path, help="extension.tar.gz of an earlier call")
     parser.add_argument("--dry-run", action="store_true", help="the CPU in the GPU's place")
     known = parser.parse_args()
     if unknown := set(known.steps) - set(STEPS):
@@ -140,9 +140,10 @@ def machine(hour, seconds):
 def build(hour, seconds):
     end = time.monotonic() + seconds
     shutil.copytree(ROOT / "python", hour.package, dirs_exist_ok=True)
-    extension = hour.package / "bagua" / EXTENSION
+    package = hour.package / "bagua"
     if hour.options.prebuilt:
-        extension.write_bytes(gzip.decompress(hour.options.prebuilt.read_bytes()))
+        with tarfile.open(hour.options.prebuilt) as built:
+            built.extractall(package, filter="data")
         return hour.run(sys.executable, "-c", IS_THERE, seconds=seconds)
     query = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
     said = hour.run(*query, seconds=30)[1].split() if hour.tool("nvidia-smi") else []
@@ -150,7 +151,7 @@ def build(hour, seconds):
     status, log = hour.run(
         *("cmake", "-S", ROOT, "-B", hour.options.build, "-G", "Ninja"),
         *("-DBAGUA_CUDA=ON", "-DBAGUA_NCCL=ON", f"-DPython_EXECUTABLE={sys.executable}"),
-        f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={hour.package / 'bagua'}",
+        f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package}",
         *own,
         seconds=seconds,
     )
@@ -163,8 +164,10 @@ def build(hour, seconds):
         log += more
     if status == 0 and not hour.options.dry_run:
         stripped = WORK / "stripped.so"
-        subprocess.run(["strip", "-o", stripped, extension], check=True)
-        (hour.out / "extension.so.gz").write_bytes(gzip.compress(stripped.read_bytes(), 6))
+        subprocess.run(["strip", "-o", stripped, package / EXTENSION], check=True)
+        with tarfile.open(hour.out / "extension.tar.gz", "w:gz") as built:
+            built.add(stripped, EXTENSION)
+            built.add(package / "_build.py", "_build.py")
     return status, log
 
 
