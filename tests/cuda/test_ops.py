@@ -21,6 +21,11 @@ EXACT_RANKS = [1, 2, 4]
 ROUNDS = 3
 
 
+def copy_on_cpu(tensor):
+    """A copy where the tensor is on CPU too: the op goes on to change it."""
+    return tensor.to("cpu", copy=True)
+
+
 def run_compressed(n, codec, op, brought, device):
     """The ranks' buckets, on CPU, after one run."""
     kind = torch.device(device).type
@@ -83,7 +88,7 @@ def run_gossip(n, codec, start, added, device):
         for k, of_ranks in enumerate(added):
             flat += of_ranks[comm.rank].to(device)
             op.run(flat, step=k + 1)
-            seen.append([tensor.cpu() for tensor in (flat, *replicas)])
+            seen.append([copy_on_cpu(tensor) for tensor in (flat, *replicas)])
         return seen
 
     return run_thread_ranks(n, run)
@@ -138,7 +143,7 @@ def test_sparse_means_choose_the_elements_of_the_cpu(kind, dtype, device):
         for step, brought in enumerate(rounds):
             flat = brought[comm.rank].to(where, copy=True)
             op.run(flat, step=step + 1)
-            seen.append((flat.cpu(), memory.value(0).cpu()))
+            seen.append((copy_on_cpu(flat), copy_on_cpu(memory.value(0))))
         return seen
 
     results, on_cpu = run_thread_ranks(3, run, device), run_thread_ranks(3, run, "cpu")

@@ -80,3 +80,10 @@ def test_a_seed_gives_the_same_case_and_seeds_give_all_faults():
         assert drawn == [cases.draw(form, seed) for seed in range(400)]
         assert {case.fault for case in drawn} == set(faults) - {"none"}
         assert all(case.place in faults[case.fault][1] for case in drawn)
+
+
+def test_an_algorithm_may_refuse_a_bad_value_that_has_spread():
+    spread = case_of("nan")
+    refused = told("the averaged momentum of '0.bias' is not finite")
+    assert kinds(spread, [refused] * 3) == []
+    assert verdict.UNEXPECTED in kinds(spread, [refused, refused, told()])

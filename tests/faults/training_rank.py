@@ -106,11 +106,14 @@ class Injection:
         os._exit(0)
 
     def _train_in_a_child(self):
-        """Raises if a child did, or did not end as a script that is refused."""
+        """Raises if a child did, or did not end as a script that is refused: at its first round,
+        which some algorithms have after several steps of the optimizer."""
         pid = os.fork()
         if pid == 0:
+            self.mine = False
             try:
-                self.train()
+                for _ in range(STEPS):
+                    self.train()
             except bagua.BaguaError:
                 ctypes.pythonapi.Py_Exit(EXIT_OF_AN_ERROR)
             os._exit(0)
@@ -165,13 +168,13 @@ def train(case, rank, folder, journal):
         inputs, targets = training.batch(step, rank, rows=8)
 
         def train(inputs=inputs, targets=targets):
+            optimizer.zero_grad()
             nn.functional.mse_loss(model(inputs.to(dtype)), targets.to(dtype)).backward()
+            optimizer.step()
 
         injection.train = train
         injection.at("between")
-        optimizer.zero_grad()
         train()
-        optimizer.step()
         if asynchronous:
             time.sleep(ASYNC_PAUSE)
         parameters = list(model.parameters())

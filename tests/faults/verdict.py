@@ -50,8 +50,15 @@ def _is_left_alone(case, rank):
     return case.fault == "none" or rank != case.victim
 
 
+def _has_seen_the_value(case, outcome):
+    """Whether it ended because a value that has spread is not finite, as QAdam does."""
+    return case.outcome == SPREADS and "is not finite" in outcome.text
+
+
 def _unnamed(case, rank, outcome):
     if outcome.error is None or not _is_left_alone(case, rank) or case.outcome == GOES_ON:
+        return []
+    if _has_seen_the_value(case, outcome):
         return []
     others = [case.victim]
     if case.outcome == MISMATCH:  # a mismatch has two sides
@@ -67,7 +74,8 @@ def _unnamed(case, rank, outcome):
 def _unexpected(case, rank, outcome):
     said = f"{outcome.error}: {outcome.text}" if outcome.error else "no error"
     if case.outcome in (GOES_ON, SPREADS):
-        return [] if outcome.done else [f"rank {rank} did not go on to the end: {said}"]
+        good = outcome.done or _has_seen_the_value(case, outcome)
+        return [] if good else [f"rank {rank} did not go on to the end: {said}"]
     if case.outcome == MISMATCH:
         good = outcome.error == "BaguaMismatchError"
         return [] if good else [f"rank {rank} raised no mismatch: {said}"]
