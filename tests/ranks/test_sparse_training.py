@@ -95,6 +95,20 @@ def test_training_follows_the_oracle_and_ranks_agree(ranks, n, kind):
     assert ranks(n, train_and_compare, kind, torch.float32) == [[op_of(kind)]] * n
 
 
+@training.with_group
+def residuals_without_feedback(kind):
+    model, optimizer = wrapped(sparse(kind, error_feedback=False))
+    for step in range(2):
+        train_step(model, optimizer, step)
+    state = model.bagua_algorithm.state_dict()
+    return sum(float(v.abs().sum()) for key, v in state.items() if "/error/" in key)
+
+
+@per_kind
+def test_without_error_feedback_what_is_not_sent_is_lost(ranks, kind):
+    assert ranks(2, residuals_without_feedback, kind) == [0.0, 0.0]
+
+
 @per_kind
 def test_buckets_for_which_sparse_messages_do_not_pay_are_averaged_exactly(ranks, kind):
     results = ranks(2, train_and_compare, kind, torch.float32, env=training.SMALL_BUCKETS)
