@@ -52,6 +52,28 @@ def test_checkpointed_blocks_train_as_one_process_does(ranks, reentrant, do_flat
     assert ranks(3, train_checkpointed, reentrant, False, do_flatten) == [3, 3, 3]
 
 
+@training.with_group
+def train_in_one_checkpoint(reentrant):
+    """The wrapped module itself is called again in backward."""
+    model = training.network()
+    alone = copy.deepcopy(model)
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], GradientAllReduceAlgorithm())
+
+    def loss(module, data):
+        inputs = data[0].requires_grad_()
+        outputs = checkpoint(module, inputs, use_reentrant=reentrant)
+        return nn.functional.mse_loss(outputs, data[1])
+
+    training.train_on_ranks(model, optimizer, loss=loss)
+    training.assert_close(model, training.train_alone(alone, training.sgd(alone)))
+    return model.bagua_stats()["rounds"]
+
+
+def test_a_wrapped_module_that_is_recomputed_trains_as_one_process_does(ranks):
+    assert ranks(2, train_in_one_checkpoint, False) == [3, 3]
+
+
 def test_a_block_used_twice_trains_under_checkpoints_that_are_not_reentrant(ranks):
     assert ranks(3, train_checkpointed, False, True, True) == [3, 3, 3]
 

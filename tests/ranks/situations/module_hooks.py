@@ -41,6 +41,15 @@ def tensor_hook_before_the_wrap(wrap, rank, size):
     return grads(module)
 
 
+def gradients_from_before_the_wrap(wrap, rank, size):
+    """They are equal on all ranks, and later ones are added."""
+    module = linear()
+    module(x(0)).sum().backward()
+    model = wrap(module)
+    model(x(rank)).sum().backward()
+    return grads(module)
+
+
 def tensor_hook_that_masks(wrap, rank, size):
     """Pruning: gradients of pruned elements are zero."""
     mask = torch.tensor([[1.0, 0.0]])
@@ -207,6 +216,7 @@ def queue_callback_at_the_end_of_backward(wrap, rank, size):
 SITUATIONS = [
     row(tensor_hook_that_scales),
     row(tensor_hook_before_the_wrap),
+    row(gradients_from_before_the_wrap),
     row(tensor_hook_that_masks),
     row(gradient_reversal),
     row(full_backward_hook_on_a_layer),
