@@ -39,6 +39,9 @@ PROCESS_FAULTS = {
     "other algorithm": (MISMATCH, ["wrap"]),
     "other buckets": (MISMATCH, ["wrap"]),
 }
+if training.device_type() == "cuda":
+    # torch's monitor of NCCL waits for a stopped store, and the end of torch's group for it.
+    del PROCESS_FAULTS["store stopped"]
 THREAD_FAULTS = {
     "none": (GOES_ON, ["between"]),
     "raise": (ERROR, ["before", "after"]),
@@ -105,9 +108,7 @@ def draw(form, seed, fault=None, algorithm=None):
     algorithms = (
         every_algorithm.on_test_device() if form == "processes" else list(THREAD_OPERATIONS)
     )
-    # torch's monitor of NCCL waits for a stopped store, and the end of torch's group for it.
-    left_out = {"none", "store stopped"} if training.device_type() == "cuda" else {"none"}
-    drawn_fault = chance.choice([name for name in faults if name not in left_out])
+    drawn_fault = chance.choice([name for name in faults if name != "none"])
     fault = fault or drawn_fault
     drawn_algorithm = chance.choice(algorithms)
     algorithm = algorithm or drawn_algorithm

@@ -51,8 +51,9 @@ def _is_left_alone(case, rank):
 
 
 def _has_seen_the_value(case, outcome):
-    """Whether it ended because a value that has spread is not finite, as QAdam does."""
-    return case.outcome == SPREADS and "is not finite" in outcome.text
+    """Whether QAdam refused a value that has spread: it would stay in the momentum for ever."""
+    refuses = case.outcome == SPREADS and case.algorithm == "qadam"
+    return refuses and "is not finite" in outcome.text
 
 
 def _unnamed(case, rank, outcome):
