@@ -38,12 +38,7 @@ class Checkpointed(nn.Module):
 @training.with_group
 def train_checkpointed(reentrant, shared, do_flatten):
     model = Checkpointed(reentrant, shared)
-    alone = copy.deepcopy(model)
-    optimizer = training.sgd(model)
-    model.with_bagua([optimizer], GradientAllReduceAlgorithm(), None, do_flatten)
-    training.train_on_ranks(model, optimizer)
-    training.assert_close(model, training.train_alone(alone, training.sgd(alone)))
-    return model.bagua_stats()["rounds"]
+    return training.train_as_one_process(model, do_flatten=do_flatten)
 
 
 @KIND
@@ -53,25 +48,18 @@ def test_checkpointed_blocks_train_as_one_process_does(ranks, reentrant, do_flat
 
 
 @training.with_group
-def train_in_one_checkpoint(reentrant):
+def train_in_one_checkpoint():
     """The wrapped module itself is called again in backward."""
-    model = training.network()
-    alone = copy.deepcopy(model)
-    optimizer = training.sgd(model)
-    model.with_bagua([optimizer], GradientAllReduceAlgorithm())
 
     def loss(module, data):
-        inputs = data[0].requires_grad_()
-        outputs = checkpoint(module, inputs, use_reentrant=reentrant)
+        outputs = checkpoint(module, data[0], use_reentrant=False)
         return nn.functional.mse_loss(outputs, data[1])
 
-    training.train_on_ranks(model, optimizer, loss=loss)
-    training.assert_close(model, training.train_alone(alone, training.sgd(alone)))
-    return model.bagua_stats()["rounds"]
+    return training.train_as_one_process(training.network(), loss)
 
 
 def test_a_wrapped_module_that_is_recomputed_trains_as_one_process_does(ranks):
-    assert ranks(2, train_in_one_checkpoint, False) == [3, 3]
+    assert ranks(2, train_in_one_checkpoint) == [3, 3]
 
 
 def test_a_block_used_twice_trains_under_checkpoints_that_are_not_reentrant(ranks):

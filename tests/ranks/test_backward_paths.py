@@ -1,7 +1,5 @@
 """A backward through the output of the wrapped module's forward ends a step."""
 
-import copy
-
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
@@ -36,13 +34,7 @@ def keep_loss(model, data):
 
 @training.with_group
 def train_with_a_kept_loss(returned):
-    model = KeepsItsLoss(returned)
-    alone = copy.deepcopy(model)
-    optimizer = training.sgd(model)
-    model.with_bagua([optimizer], GradientAllReduceAlgorithm())
-    training.train_on_ranks(model, optimizer, loss=keep_loss)
-    training.assert_close(model, training.train_alone(alone, training.sgd(alone), loss=keep_loss))
-    return model.bagua_stats()["rounds"]
+    return training.train_as_one_process(KeepsItsLoss(returned), keep_loss)
 
 
 def test_a_module_that_returns_no_tensor_is_synchronised(ranks):
@@ -81,11 +73,6 @@ def test_a_backward_that_misses_the_output_and_a_parameter_is_found_by_the_next_
 
 @training.with_group
 def penalise_weights(how):
-    model = training.network()
-    alone = copy.deepcopy(model)
-    optimizer = training.sgd(model)
-    model.with_bagua([optimizer], GradientAllReduceAlgorithm())
-
     def loss(m, data):
         error = training.squared_error(m, data)
         weights = list(m.parameters())[1:] if how == "separate, not all" else m.parameters()
@@ -95,9 +82,7 @@ def penalise_weights(how):
         penalty.backward()
         return error
 
-    training.train_on_ranks(model, optimizer, loss=loss)
-    training.assert_close(model, training.train_alone(alone, training.sgd(alone), loss=loss))
-    return model.bagua_stats()["rounds"]
+    return training.train_as_one_process(training.network(), loss)
 
 
 def test_a_penalty_on_weights_is_part_of_the_step(ranks):
@@ -127,17 +112,10 @@ class WithToken(nn.Module):
 
 @training.with_group
 def use_a_parameter_in_the_loss_only():
-    model = WithToken()
-    alone = copy.deepcopy(model)
-    optimizer = training.sgd(model)
-    model.with_bagua([optimizer], GradientAllReduceAlgorithm())
-
     def loss(m, data):
         return training.squared_error(m, data) + (m.token * data[0]).square().mean()
 
-    training.train_on_ranks(model, optimizer, loss=loss)
-    training.assert_close(model, training.train_alone(alone, training.sgd(alone), loss=loss))
-    return model.bagua_stats()["rounds"]
+    return training.train_as_one_process(WithToken(), loss)
 
 
 def test_a_parameter_that_only_the_loss_uses_is_synchronised(ranks):

@@ -153,6 +153,16 @@ def train_alone(model, optimizers, steps=3, loss=squared_error, size=None):
     return train(model, optimizers, [whole_batch(step, size) for step in range(steps)], loss)
 
 
+def train_as_one_process(model, loss=squared_error, do_flatten=True):
+    """Trains with exact gradients on ranks, compares with the oracle; returns the rounds."""
+    alone = copy.deepcopy(model)
+    optimizer = sgd(model)
+    model.with_bagua([optimizer], GradientAllReduceAlgorithm(), None, do_flatten)
+    train_on_ranks(model, optimizer, loss=loss)
+    assert_close(model, train_alone(alone, sgd(alone), loss=loss))
+    return model.bagua_stats()["rounds"]
+
+
 def bits(tensors):
     """A digest of the tensors' exact values."""
     digest = hashlib.blake2b(digest_size=8)
