@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -217,6 +218,20 @@ class AlgorithmImpl:
         for the communication.
         """
         return False
+
+    @contextmanager
+    def anchor(self) -> Iterator[None]:
+        """A context in which the weights are those that the ranks share, to evaluate or to save.
+
+        By default they are as training has left them.
+        """
+        yield
+
+    def sync(self) -> None:
+        """End local training for now: afterwards the weights are the anchor. All ranks call it.
+
+        By default nothing is done.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """State of the algorithm between steps, for a checkpoint.

@@ -374,10 +374,11 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         """A context in which the model's weights are the anchor: to evaluate or to save.
 
         The anchor is equal on all ranks; in the warm-up the weights are. Afterwards the weights are
-        this rank's own, to the bit. Buffers stay this rank's. It does not communicate.
+        this rank's own, to the bit. Buffers stay this rank's. It does not communicate. Inside
+        another ``anchor()`` it changes nothing.
 
         Raises:
-            BaguaError: inside another ``anchor()``; a training step inside.
+            BaguaError: a training step or ``sync()`` inside.
         """
         with nullcontext() if self._loop is None else self._loop.anchor():
             yield
