@@ -28,6 +28,10 @@ def digest(module):
     return hashlib.sha256(state).hexdigest()
 
 
+def parameters(module):
+    return [parameter.detach().tolist() for parameter in module.parameters()]
+
+
 def strategy(name, package="lightning", **arguments):
     """Lightning's own of that name, or bagua's with the algorithm of that name."""
     if name.startswith("ddp"):
@@ -35,7 +39,7 @@ def strategy(name, package="lightning", **arguments):
     if name in ("bytegrad", "sparse", "qadam") or name.endswith("decentralized"):
         arguments = {"hierarchical": False} | arguments
     if name == "diloco":
-        arguments = {"interval": 4} | arguments
+        arguments = {"interval": 5} | arguments
     if name == "power_sgd":
         arguments = {"rank": 1, "warmup_steps": 0} | arguments
     return bagua.lightning.strategies[package](name, **arguments)

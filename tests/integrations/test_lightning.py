@@ -118,6 +118,69 @@ def test_the_strategy_has_a_name_and_fits_again(ranks):
         assert ours == ddp
 
 
+def validated(folder, interval):
+    """Weights at each moment of a training in rounds, by hooks of its module."""
+    from integrations import lightning_training as lt
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    module = lt.classifier()
+    seen = {"validated": [], "trained": [], "anchors": []}
+
+    def validation_step(batch, batch_idx):
+        seen["validated"].append(lt.parameters(module))
+
+    def on_train_epoch_end():
+        seen["trained"].append(lt.parameters(module))
+        with module.trainer.strategy.model.bagua_ddp.bagua_algorithm.anchor():
+            seen["anchors"].append(lt.parameters(module))
+
+    module.validation_step, module.on_train_epoch_end = validation_step, on_train_epoch_end
+    trainer = lt.fit(
+        module,
+        lt.strategy("diloco", interval=interval),
+        callbacks=[ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
+        enable_checkpointing=True,
+        num_sanity_val_steps=0,
+    )
+    trainer.save_checkpoint(f"{folder}/end.ckpt")
+    return seen, lt.parameters(module)
+
+
+def test_rounds_validate_and_save_the_anchor_and_end_with_equal_weights(ranks, tmp_path):
+    (seen, end), (others, other_end) = ranks(2, validated, str(tmp_path), 5)
+    assert seen["anchors"] == others["anchors"]
+    assert seen["trained"][0] != others["trained"][0]
+    for part in (seen, others):
+        steps = len(part["validated"]) // 2
+        assert part["validated"] == [a for a in part["anchors"] for _ in range(steps)]
+        assert part["trained"][0] != part["anchors"][0]
+    assert end == other_end
+    for name, weights in (("epoch=0", seen["anchors"][0]), ("end", end)):
+        saved = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["state_dict"]
+        assert [value.tolist() for key, value in saved.items() if "running" not in key] == [
+            *weights[:4],
+            saved["net.1.num_batches_tracked"].tolist(),
+            *weights[4:],
+        ]
+
+
+def saved_in_a_validation(folder):
+    """A checkpoint of ModelCheckpoint between two rounds, in a validation of its anchor."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    callback = ModelCheckpoint(
+        folder, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=False
+    )
+    options = {"max_epochs": 3, "num_sanity_val_steps": 0}
+    whole, _ = trained("diloco", callbacks=[callback], enable_checkpointing=True, **options)
+    return whole, trained("diloco", ckpt_path=f"{folder}/epoch=0.ckpt", **options)[0]
+
+
+def test_a_checkpoint_of_a_validation_has_the_weights_for_training_too(ranks, tmp_path):
+    for whole, parts in ranks(2, saved_in_a_validation, str(tmp_path)):
+        assert parts == whole
+
+
 def learns(name):
     from integrations import lightning_training as lt
 
@@ -212,11 +275,12 @@ def resume(name, path):
 
 
 def test_another_number_of_ranks_resumes_what_has_one_meaning(ranks, tmp_path):
-    paths = {name: str(tmp_path / name) for name in ("sparse", "decentralized")}
+    paths = {name: str(tmp_path / name) for name in ("sparse", "diloco", "decentralized")}
     for name, path in paths.items():
         ranks(2, saved, name, path)
-    ((error, _),) = ranks(1, resume, "sparse", paths["sparse"])
-    assert error is None
+    for name in ("sparse", "diloco"):
+        ((error, _),) = ranks(1, resume, name, paths[name])
+        assert error is None
     ((error, _),) = ranks(1, resume, "decentralized", paths["decentralized"])
     assert "resume with the number of ranks that saved it" in error
 

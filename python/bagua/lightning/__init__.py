@@ -14,8 +14,9 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,11 +24,9 @@ from typing import Any
 
 import torch
 
-from bagua._core.eager.objects import gather_plain_objects
-from bagua._core.group.process_group import get_default_group
 from bagua._core.state.saved_values import copied
+from bagua.torch_api._rank_state import of_all_ranks, rank_state, restore, shared_weights
 from bagua.torch_api.algorithms import Algorithm, GlobalAlgorithmRegistry, QAdamOptimizer
-from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from bagua.torch_api.guard import Guard
 
@@ -47,8 +46,9 @@ _NEEDS_OPTIMIZER = "qadam"
 _FITTING = "fit"
 #: The start method whose ranks are programs of their own, which go on after training.
 _PROGRAMS = "popen"
-#: Of a checkpoint: ``{"name": ..., "algorithm": ..., "ranks": [...]}``.
+#: Of a checkpoint: the state of all ranks.
 _KEY = "bagua"
+_REMEDY = "give the strategy that algorithm, or begin with the weights of the checkpoint alone"
 
 
 class _TrainerMethods:
@@ -76,8 +76,9 @@ class _TrainerMethods:
     #: Methods of Lightning's class that are overridden or called.
     NEEDED = (
         *("setup_distributed", "setup", "configure_ddp", "determine_ddp_device_ids"),
-        *("pre_backward", "post_backward", "teardown", "lightning_module_state_dict"),
-        *("save_checkpoint", "load_optimizer_state_dict", "_configure_launcher"),
+        *("pre_backward", "post_backward", "on_validation_start", "on_validation_end"),
+        *("teardown", "lightning_module_state_dict", "save_checkpoint"),
+        *("load_optimizer_state_dict", "_configure_launcher"),
     )
     #: Starts ranks as children of this process; set by the subclass.
     launcher_class: type
@@ -122,7 +123,9 @@ class _TrainerMethods:
             guard=guard,
         )
         self._start_method = start_method
-        self._end_of_fit: _RankState | None = None
+        self._end_of_fit: dict[str, Any] = {}
+        self._anchor = ExitStack()  # of a validation
+        self._validating = False
         #: An entry of a checkpoint, in rank 0's process and in the one that started the ranks.
         self.end_of_children: dict[str, Any] | None = None
         super().__init__(
@@ -153,7 +156,7 @@ class _TrainerMethods:
     def setup(self, trainer: Any) -> None:
         """Make the optimizers, then wrap: algorithms that own them need both."""
         super().setup(trainer)  # type: ignore[misc]
-        self._end_of_fit = self.end_of_children = None
+        self._end_of_fit, self.end_of_children = {}, None
         if trainer.state.fn == _FITTING:
             self.model = self._setup_model(self.model)
 
@@ -190,17 +193,37 @@ class _TrainerMethods:
         interrupted: bool = self.lightning_module.trainer.interrupted
         return interrupted
 
+    def on_validation_start(self) -> None:
+        """Validate with the weights that the ranks share, if the algorithm has such."""
+        super().on_validation_start()  # type: ignore[misc]
+        self._validate(True)
+
+    def on_validation_end(self) -> None:
+        """Go on with this rank's weights."""
+        self._validate(False)
+        super().on_validation_end()  # type: ignore[misc]
+
+    def _validate(self, validating: bool) -> None:
+        """Have the module the weights for validation, or those for training."""
+        self._anchor.close()
+        self._validating = validating
+        wrapper = self._wrapper
+        if validating and wrapper is not None:
+            self._anchor.enter_context(wrapper.bagua_ddp.bagua_algorithm.anchor())
+
     def teardown(self) -> None:
-        """Unwrap the module. Its weights stay as they are on this rank."""
+        """Unwrap the module. Its weights are those that the ranks share, or this rank's."""
+        self._validate(False)
         wrapper = self._wrapper
         if wrapper is not None:
             if not self._interrupted:
                 wrapper.bagua_ddp.pause()
-                own = _RankState.of(wrapper, self.optimizers)
+                own = rank_state(wrapper.bagua_ddp)
                 if self._start_method == _PROGRAMS:
                     self._end_of_fit = own
                 else:
-                    self.end_of_children = own.of_all_ranks()
+                    self.end_of_children = of_all_ranks(own)
+                wrapper.bagua_ddp.bagua_algorithm.sync()
             wrapper.bagua_ddp.close()
             self.model = self.lightning_module
         super().teardown()  # type: ignore[misc]
@@ -208,11 +231,11 @@ class _TrainerMethods:
     # Checkpoints.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's weights, of one moment; a file gets those of rank 0."""
+        """The weights that the ranks share, or this rank's; a file gets those of rank 0."""
         wrapper = self._wrapper
         if wrapper is None or wrapper.bagua_ddp.bagua_algorithm.traits.ranks_agree is not False:
             return super().lightning_module_state_dict()  # type: ignore[misc,no-any-return]
-        with wrapper.bagua_ddp.exclusive():
+        with shared_weights(wrapper.bagua_ddp):
             state: dict[str, Any] = copied(super().lightning_module_state_dict())  # type: ignore[misc]
         return state
 
@@ -227,8 +250,9 @@ class _TrainerMethods:
     def _add_state(self, checkpoint: dict[str, Any]) -> None:
         entry, own = self.end_of_children, self._end_of_fit
         if (wrapper := self._wrapper) is not None:
-            own = _RankState.of(wrapper, self.optimizers)
-        if own is not None and (own.algorithm or own.training):
+            with self._own_weights():
+                own = rank_state(wrapper.bagua_ddp)
+        if own:
             if self._interrupted:
                 warnings.warn(
                     "training was interrupted, so the checkpoint has no state of bagua's "
@@ -237,9 +261,19 @@ class _TrainerMethods:
                     stacklevel=2,
                 )
             else:
-                entry = own.of_all_ranks()
+                entry = of_all_ranks(own)
         if entry is not None:
             checkpoint[_KEY] = entry
+
+    @contextmanager
+    def _own_weights(self) -> Iterator[None]:
+        """This rank's weights for a moment, also in a validation."""
+        validating = self._validating
+        self._validate(False)
+        try:
+            yield
+        finally:
+            self._validate(validating)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of the algorithm too, which is wrapped already.
@@ -250,7 +284,7 @@ class _TrainerMethods:
         """
         super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
         if (wrapper := self._wrapper) is not None:
-            _restore(checkpoint, wrapper, self.optimizers)
+            restore(wrapper.bagua_ddp, checkpoint.get(_KEY), _REMEDY)
 
 
 class _LauncherMethods:
@@ -283,123 +317,6 @@ class _LauncherMethods:
             shutil.rmtree(Path(name).parent)
 
 
-@dataclass(frozen=True)
-class _RankState:
-    """State of one rank, between two steps. Plain data: a Trainer that holds it can be copied.
-
-    Attributes:
-        name: the algorithm's.
-        algorithm: its ``state_dict()``.
-        training: this rank's weights and optimizers, where ranks hold different ones.
-    """
-
-    name: str
-    algorithm: dict[str, Any]
-    training: dict[str, Any]
-
-    @classmethod
-    def of(
-        cls, wrapper: DistributedDataParallel, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> _RankState:
-        """Copy the state of this rank."""
-        ddp = wrapper.bagua_ddp
-        algorithm = ddp.bagua_algorithm
-        training: dict[str, Any] = {}
-        with ddp.exclusive():
-            if algorithm.traits.ranks_agree is False:
-                training = {
-                    "model": wrapper.module.state_dict(),
-                    "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                }
-            return cls(_name_of(algorithm), copied(algorithm.state_dict()), copied(training))
-
-    def of_all_ranks(self) -> dict[str, Any] | None:
-        """The entry of a checkpoint, on rank 0; None on the others, and where there is no state.
-
-        Every rank of the default group calls it.
-
-        Raises:
-            BaguaError: another rank failed.
-        """
-        if not (self.algorithm or self.training):
-            return None
-        group, part = get_default_group(), self.algorithm
-        if group.rank != 0:  # entries without a rank are equal on all
-            part = {key: v for key, v in part.items() if key.startswith(f"rank{group.rank}/")}
-        parts = gather_plain_objects(
-            {"algorithm": part, "training": self.training}, 0, group.get_global_communicator()
-        )
-        if parts is None:
-            return None
-        merged: dict[str, Any] = {}
-        for other in parts:
-            merged |= other["algorithm"]
-        ranks = [other["training"] for other in parts]
-        return {"name": self.name, "algorithm": merged, "ranks": ranks}
-
-
-def _name_of(algorithm: AlgorithmImpl) -> str:
-    return type(algorithm).__name__.removesuffix("Impl")
-
-
-def _restore(
-    checkpoint: Mapping[str, Any],
-    wrapper: DistributedDataParallel,
-    optimizers: Sequence[torch.optim.Optimizer],
-) -> None:
-    """Restore what ``save_checkpoint`` has put there. Every rank calls it, after the wrap.
-
-    Raises:
-        ValueError: it is of another algorithm or, where ranks hold different weights, of another
-            number of ranks.
-    """
-    ddp = wrapper.bagua_ddp
-    algorithm = ddp.bagua_algorithm
-    name = _name_of(algorithm)
-    if _KEY not in checkpoint:
-        if algorithm.state_dict():
-            warnings.warn(
-                f"the checkpoint has no state of {name}: it begins anew, with the weights of the "
-                "checkpoint",
-                stacklevel=2,
-            )
-        return
-    saved = checkpoint[_KEY]
-    try:
-        if algorithm.traits.ranks_agree is False:
-            _load_training(saved["ranks"], wrapper, optimizers)
-        algorithm.load_state_dict(saved["algorithm"])
-    except ValueError as error:
-        if saved["name"] == name:
-            raise
-        raise ValueError(
-            f"the checkpoint is of {saved['name']}, and this training of {name}: give the strategy "
-            "that algorithm, or begin with the weights alone, by load_from_checkpoint() and fit() "
-            f"without ckpt_path ({error})"
-        ) from error
-
-
-def _load_training(
-    saved: Sequence[Mapping[str, Any]],
-    wrapper: DistributedDataParallel,
-    optimizers: Sequence[torch.optim.Optimizer],
-) -> None:
-    ddp = wrapper.bagua_ddp
-    group = ddp.process_group
-    if len(saved) != group.size or not all(saved):
-        raise ValueError(
-            f"the checkpoint has the weights of {sum(map(bool, saved))} ranks, and "
-            f"{type(ddp.bagua_algorithm).__name__} trains {group.size} here, each with its own: "
-            "resume with the number of ranks that saved it, or start from its weights alone, with "
-            "load_from_checkpoint()"
-        )
-    own = saved[group.rank]
-    with ddp.exclusive():
-        wrapper.module.load_state_dict(own["model"])
-        for optimizer, state in zip(optimizers, own["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-
-
 class _FabricMethods:
     """Fabric trains by one of bagua's algorithms: ``Fabric(strategy=BaguaFabricStrategy(...))``.
 
@@ -415,7 +332,8 @@ class _FabricMethods:
     #: Methods of Fabric's class that are overridden or called.
     NEEDED = (
         *("setup_module_and_optimizers", "setup_module", "setup_optimizer"),
-        *("_setup_distributed", "_determine_ddp_device_ids"),
+        *("_setup_distributed", "_determine_ddp_device_ids", "get_module_state_dict"),
+        *("save_checkpoint", "load_checkpoint"),
     )
 
     # Attributes of Fabric's classes.
@@ -452,6 +370,7 @@ class _FabricMethods:
             static_graph=static_graph,
             guard=guard,
         )
+        self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -502,7 +421,57 @@ class _FabricMethods:
     ) -> DistributedDataParallel:
         device_ids = self._determine_ddp_device_ids()  # type: ignore[attr-defined]
         scaler = getattr(self.precision, "scaler", None)
-        return self._wrapping.wrap(module, device_ids, optimizers, scaler)
+        wrapper = self._wrapping.wrap(module, device_ids, optimizers, scaler)
+        self._wrappers.add(wrapper)
+        return wrapper
+
+    @contextmanager
+    def anchor(self) -> Iterator[None]:
+        """A context in which modules have the weights that the ranks share, to evaluate them.
+
+        That is the anchor of ``diloco`` and ``sparse_loco``. With other algorithms weights are as
+        training has left them. It does not communicate.
+        """
+        with ExitStack() as stack:
+            for wrapper in list(self._wrappers):
+                stack.enter_context(wrapper.bagua_ddp.bagua_algorithm.anchor())
+            yield
+
+    # Checkpoints.
+
+    def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
+        """The weights that the ranks share, or this rank's; a file gets those of rank 0."""
+        if not isinstance(module, DistributedDataParallel):
+            return super().get_module_state_dict(module)  # type: ignore[misc,no-any-return]
+        with shared_weights(module.bagua_ddp):
+            state: dict[str, Any] = copied(super().get_module_state_dict(module))  # type: ignore[misc]
+        return state
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *others: Any, **named: Any) -> None:
+        """Add the state of the algorithm, of all ranks, to what rank 0 writes."""
+        for name, wrapper in _wrappers_in(state):
+            entry = of_all_ranks(rank_state(wrapper.bagua_ddp))
+            state = state if entry is None else {**state, f"{_KEY}/{name}": entry}
+        super().save_checkpoint(path, state, *others, **named)  # type: ignore[misc]
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, *others: Any, **named: Any
+    ) -> dict[str, Any]:
+        """Load the state of the algorithm too.
+
+        Raises:
+            ValueError: the checkpoint is of another algorithm or, where ranks hold different
+                weights and no anchor, of another number of ranks.
+        """
+        rest: dict[str, Any] = super().load_checkpoint(path, state, *others, **named)  # type: ignore[misc]
+        for name, wrapper in _wrappers_in(state):
+            restore(wrapper.bagua_ddp, rest.pop(f"{_KEY}/{name}", None), _REMEDY)
+        return rest
+
+
+def _wrappers_in(state: Any) -> list[tuple[str, DistributedDataParallel]]:
+    items = state.items() if isinstance(state, Mapping) else ()
+    return [(name, part) for name, part in items if isinstance(part, DistributedDataParallel)]
 
 
 class _Wrapping:

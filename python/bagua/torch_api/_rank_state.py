@@ -1,0 +1,124 @@
+"""Checkpoints of other libraries: the weights that ranks share, and the state of each rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from bagua._core.eager.objects import gather_plain_objects
+from bagua._core.group.process_group import get_default_group
+from bagua._core.state.saved_values import copied
+from bagua.torch_api._session import Session
+
+__all__ = ["of_all_ranks", "rank_state", "restore", "shared_weights"]
+
+_NAME = "algorithm_name"
+_SIZE = "world_size"
+_TRAINING = "/training"
+
+
+@contextmanager
+def shared_weights(session: Session) -> Iterator[None]:
+    """Inside it the weights are those to save: of one moment, and the anchor if there is one."""
+    if session.bagua_algorithm.traits.ranks_agree is not False:
+        yield
+        return
+    with session.exclusive(), session.bagua_algorithm.anchor():
+        yield
+
+
+def rank_state(session: Session) -> dict[str, Any]:
+    """A copy of the state of this rank between two steps; empty where nothing is remembered.
+
+    Plain data: the algorithm's ``state_dict()``, its name, the number of ranks, and where ranks
+    hold different weights, under ``rank<r>/training``, this rank's weights and optimizers.
+    """
+    algorithm = session.bagua_algorithm
+    with session.exclusive():
+        state = dict(algorithm.state_dict())
+        if algorithm.traits.ranks_agree is False:
+            state[f"rank{session.process_group.rank}{_TRAINING}"] = {
+                "model": session.module.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in session.bagua_optimizers],
+            }
+        about = {_NAME: _name_of(session), _SIZE: session.process_group.size}
+        return copied(state | about) if state else {}
+
+
+def of_all_ranks(state: dict[str, Any]) -> dict[str, Any] | None:
+    """The ranks' states as one, on rank 0; None on the others, and where there is no state.
+
+    Every rank of the default group calls it.
+
+    Raises:
+        BaguaError: another rank failed.
+    """
+    if not state:
+        return None
+    group = get_default_group()
+    if group.rank != 0:  # entries without a rank are equal on all
+        state = {key: v for key, v in state.items() if key.startswith(f"rank{group.rank}/")}
+    parts = gather_plain_objects(state, 0, group.get_global_communicator())
+    return None if parts is None else {key: v for part in parts for key, v in part.items()}
+
+
+def restore(session: Session, saved: Mapping[str, Any] | None, remedy: str) -> None:
+    """Restore a state, after the checkpoint's weights were loaded. Every rank calls it.
+
+    Args:
+        saved: of all ranks or, of the same number of ranks, this rank's; None: the checkpoint has
+            none. Then the algorithm begins anew, with a warning.
+        remedy: what a user can do who has a checkpoint of another algorithm.
+
+    Raises:
+        ValueError: it is of another algorithm or, where ranks hold different weights and have no
+            anchor, of another number of ranks.
+    """
+    algorithm, name = session.bagua_algorithm, _name_of(session)
+    if saved is None:
+        if algorithm.state_dict():
+            warnings.warn(
+                f"the checkpoint has no state of {name}: it begins anew, with the weights of the "
+                "checkpoint",
+                stacklevel=3,
+            )
+        if algorithm.overrides("anchor"):
+            session.rebuild()
+        return
+    about = {_NAME, _SIZE, *(key for key in saved if key.endswith(_TRAINING))}
+    state = {key: value for key, value in saved.items() if key not in about}
+    try:
+        if algorithm.traits.ranks_agree is False:
+            _load_training(session, saved)
+        algorithm.load_state_dict(state)
+    except ValueError as error:
+        other = saved.get(_NAME, "a communication hook")
+        if other == name:
+            raise
+        raise ValueError(
+            f"the checkpoint is of {other}, and this training of {name}: {remedy} ({error})"
+        ) from error
+
+
+def _name_of(session: Session) -> str:
+    return type(session.bagua_algorithm).__name__.removesuffix("Impl")
+
+
+def _load_training(session: Session, saved: Mapping[str, Any]) -> None:
+    group = session.process_group
+    size = saved.get(_SIZE, 0)
+    if size != group.size:
+        if session.bagua_algorithm.overrides("anchor"):
+            return  # ranks begin with the anchor
+        raise ValueError(
+            f"the checkpoint has the weights of {size} ranks, and {_name_of(session)} trains "
+            f"{group.size} here, each with its own: resume with the number of ranks that saved it, "
+            "or start from its weights alone"
+        )
+    own = saved[f"rank{group.rank}{_TRAINING}"]
+    with session.exclusive():
+        session.module.load_state_dict(own["model"])
+        for optimizer, state in zip(session.bagua_optimizers, own["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
