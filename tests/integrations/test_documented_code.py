@@ -17,6 +17,8 @@ def setting(folder):
     data = torch.utils.data.TensorDataset(inputs, inputs[:, :5].argmax(1))
     return {
         "model": model,
+        "inputs": inputs,
+        "torch": torch,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "loader": torch.utils.data.DataLoader(data, batch_size=16),
     }
@@ -52,6 +54,7 @@ def with_lightning(folder):
 
 def with_fabric(folder):
     names = run_blocks("docs/integrations/lightning.md", setting(folder), "L.Fabric")
+    run_blocks("docs/integrations/lightning.md", names, "fabric.strategy")
     names["loader"] = names["fabric"].setup_dataloaders(names["loader"])
     steps(names, names["fabric"].backward)
     return names["model"]._forward_module.bagua_ddp.stats()["rounds"]
@@ -66,17 +69,21 @@ def with_accelerate(folder):
     return names["hooks"].stats()["rounds"]
 
 
-def with_accelerate_without_its_wrapper(folder):
+def with_rounds_by_accelerate(folder):
     from accelerate import Accelerator
+    from bagua.integrations.accelerate import use
     from bagua.torch_api.algorithms import DiLoCoAlgorithm
     from integrations import accelerate_state
 
     accelerate_state.forget()
     names = setting(folder)
-    names |= {"accelerator": Accelerator(), "algorithm": DiLoCoAlgorithm(interval=1)}
-    run_blocks("docs/migrating.md", names, "accelerator.")
-    steps(names, names["accelerator"].backward)
-    return names["model"].bagua_algorithm.outer_rounds
+    names |= {"accelerator": Accelerator(cpu=True), "use": use, "DiLoCoAlgorithm": DiLoCoAlgorithm}
+    run_blocks("docs/integrations/accelerate.md", names, "anchor")
+    algorithm = names["model"].bagua_algorithm
+    for _ in range(2):
+        steps(names, names["accelerator"].backward)
+        algorithm.sync()
+    return algorithm.outer_rounds
 
 
 def with_transformers(folder):
@@ -118,7 +125,7 @@ def run(name, folder):
         "with_lightning",
         "with_fabric",
         "with_accelerate",
-        "with_accelerate_without_its_wrapper",
+        "with_rounds_by_accelerate",
         "with_transformers",
     ],
 )

@@ -9,7 +9,6 @@ import weakref
 import pytest
 import torch
 from bagua.torch_api.algorithms import (
-    AsyncModelAverageAlgorithm,
     ByteGradAlgorithm,
     PowerSGDAlgorithm,
     SparseAlgorithm,
@@ -330,11 +329,6 @@ def refusals():
         handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
         use(accelerator(kwargs_handlers=[handler]), "bytegrad")
 
-    def averages_weights():
-        own = accelerator()
-        use(own, AsyncModelAverageAlgorithm())
-        own.prepare(network())
-
     def no_handler():
         own = accelerator()
         del own.ddp_handler
@@ -345,7 +339,7 @@ def refusals():
         own.state.distributed_type = type(own.distributed_type).FSDP
         use(own, "bytegrad")
 
-    cases = (prepared, twice, with_a_hook, averages_weights, no_handler, sharded)
+    cases = (prepared, twice, with_a_hook, no_handler, sharded)
     errors = {case.__name__: training.error_of(case) for case in cases}
     errors["accelerator"] = training.error_of(lambda: use(network(), "bytegrad"))
     errors["algorithm"] = training.error_of(lambda: use(accelerator(), 3))
@@ -357,7 +351,6 @@ REFUSED = {
     "prepared": "RuntimeError: use: a model is prepared already",
     "twice": "RuntimeError: use was called for this accelerator already",
     "with_a_hook": "ValueError: use: the accelerator's handler has comm_hook=",
-    "averages_weights": "NotImplementedError: comm_hooks.register: AsyncModelAverageAlgorithm",
     "no_handler": "RuntimeError: use: accelerate 1.15.0 has no Accelerator.ddp_handler",
     "sharded": "NotImplementedError: use: this Accelerator trains by FSDP",
     "accelerator": "TypeError: use takes an accelerate.Accelerator, not a Sequential",

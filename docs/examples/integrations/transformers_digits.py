@@ -12,7 +12,11 @@ import tempfile
 
 import torch
 from bagua.integrations.transformers import use
-from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
+from bagua.torch_api.algorithms import (
+    ByteGradAlgorithm,
+    DiLoCoAlgorithm,
+    GradientAllReduceAlgorithm,
+)
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -21,6 +25,7 @@ from transformers import Trainer, TrainingArguments
 ALGORITHMS = {
     "exact": GradientAllReduceAlgorithm(),
     "bytegrad": ByteGradAlgorithm(),
+    "diloco": DiLoCoAlgorithm(interval=20, codec="int4_block"),
 }
 
 

@@ -21,7 +21,7 @@ from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 
-__all__ = ["register"]
+__all__ = ["is_hook", "register"]
 
 _MARK = "_bagua_comm_hook"
 _REDUCE_GRADIENTS = (GradientAllReduceAlgorithmImpl, ByteGradAlgorithmImpl, ErrorFeedbackImpl)
@@ -116,6 +116,20 @@ def register(
     with contextlib.suppress(AttributeError, TypeError):  # torch's own, for its logging only
         logger._set_comm_hook_name(f"bagua.{type(algorithm).__name__}")
     return handle
+
+
+def is_hook(algorithm: str | Algorithm) -> bool:
+    """Whether a communication hook can do all that ``algorithm`` does. Every rank calls it.
+
+    Raises:
+        ValueError: no algorithm has this name.
+    """
+    ensure_initialised()
+    try:
+        _reified(_algorithm_named(algorithm), as_bagua_group(None))
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _check_ddp(ddp: Any) -> None:

@@ -1,8 +1,9 @@
-"""Compressed gradients under Hugging Face Accelerate: ``use(accelerator, algorithm)``.
+"""Bagua's algorithms under Hugging Face Accelerate: ``use(accelerator, algorithm)``.
 
 Accelerate constructs torch's ``DistributedDataParallel`` in ``prepare``, and asks its handler of
 ``DistributedDataParallelKwargs`` to register a communication hook. :func:`use` replaces that
-handler by one that registers a hook of :mod:`bagua.comm_hooks`.
+handler by one that registers a hook of :mod:`bagua.comm_hooks`. For algorithms that do more than
+reduce gradients, ``prepare`` calls ``with_bagua`` in place of ``DistributedDataParallel``.
 """
 
 from __future__ import annotations
@@ -10,18 +11,25 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import accelerate
 import torch
 import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
 from bagua import comm_hooks
-from bagua.torch_api._session import is_owned
+from bagua._core.state.saved_values import copied
+from bagua.comm_hooks._register import is_hook
+from bagua.torch_api import wrap
+from bagua.torch_api._rank_state import rank_state, restore, shared_weights
+from bagua.torch_api._session import Session, is_owned
 from bagua.torch_api.algorithms import Algorithm
+from bagua.torch_api.distributed import BaguaModule
 
 __all__ = ["TESTED", "Hooks", "install", "use"]
 
@@ -32,8 +40,47 @@ TESTED = "1.15.0"
 _BY_TORCH = {"NO", "MULTI_CPU", "MULTI_GPU"}
 
 
+class Wrapped:
+    """The session of a model that ``prepare`` has given to ``with_bagua``, like a hook's handle."""
+
+    def __init__(self, model: BaguaModule) -> None:
+        self._model = weakref.ref(model)
+
+    @property
+    def session(self) -> Session:
+        """What ``with_bagua`` has left on the model.
+
+        Raises:
+            RuntimeError: the model has been deleted.
+        """
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the model that prepare() has wrapped has been deleted")
+        return model.bagua_ddp
+
+    def stats(self) -> dict[str, Any]:
+        """``bagua_stats()`` of the model."""
+        return self.session.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: the algorithm's and, where ranks differ, weights and optimizers."""
+        return rank_state(self.session)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`; an empty one begins anew, with a warning.
+
+        Raises:
+            ValueError: it is of another algorithm, or of another number of ranks that each train
+                weights of their own.
+        """
+        restore(self.session, state or None, "give use() that algorithm")
+
+
+Handle: TypeAlias = comm_hooks.Handle | Wrapped
+
+
 class Hooks:
-    """The communication hooks of the models that an ``Accelerator`` has prepared.
+    """The communication hooks, or wraps, of the models that an ``Accelerator`` has prepared.
 
     A pickle or a copy has none of them, like the ``DistributedDataParallel`` in it.
 
@@ -42,17 +89,21 @@ class Hooks:
     """
 
     def __init__(self) -> None:
-        self.handles: list[comm_hooks.Handle] = []
+        self.handles: list[Handle] = []
         self._modules: list[weakref.ref[torch.nn.Module]] = []
+        self._loading: tuple[list[Handle], list[dict[str, Any]]] = ([], [])
 
-    def add(
-        self, ddp: torch.nn.parallel.DistributedDataParallel, handle: comm_hooks.Handle
-    ) -> None:
-        """Remember the hook of ``ddp``."""
-        self.handles.append(handle)
-        self._modules.append(weakref.ref(ddp.module))
+    def add(self, module: torch.nn.Module, handle: Handle) -> None:
+        """Remember the hook of ``module``, in place of one that it had."""
+        kept = [
+            pair
+            for pair in zip(self._modules, self.handles, strict=True)
+            if pair[0]() is not module
+        ]
+        self._modules = [known for known, _ in kept] + [weakref.ref(module)]
+        self.handles = [known for _, known in kept] + [handle]
 
-    def of(self, models: Iterable[torch.nn.Module]) -> list[comm_hooks.Handle]:
+    def of(self, models: Iterable[torch.nn.Module]) -> list[Handle]:
         """The hooks of ``models``, given as they were before or after ``prepare``, in order."""
         known = {
             id(module()): handle
@@ -69,12 +120,19 @@ class Hooks:
         """Write this rank's state, as a hook of ``Accelerator.save_state``."""
         save_hooks(self.of(models), folder)
 
-    def load(self, models: list[torch.nn.Module], folder: str) -> None:
-        """Load this rank's state, as a hook of ``Accelerator.load_state``."""
-        load_hooks(self.of(models), folder)
+    def read(self, models: list[torch.nn.Module], folder: str) -> None:
+        """Read this rank's state, as a hook of ``Accelerator.load_state``."""
+        handles = self.of(models)
+        self._loading = handles, read_hooks(handles, folder)
+
+    def restore(self) -> None:
+        """Load what was read, after all else was loaded."""
+        handles, states = self._loading
+        self._loading = [], []
+        _load(handles, states)
 
     def stats(self) -> dict[str, Any]:
-        """Statistics of the last prepared model's hook: see ``bagua.comm_hooks.Handle.stats``.
+        """Statistics of the last prepared model, as ``bagua.comm_hooks.Handle.stats`` has them.
 
         Raises:
             RuntimeError: no model has been prepared, or this is the only process.
@@ -87,17 +145,21 @@ class Hooks:
 
 
 def use(accelerator: accelerate.Accelerator, algorithm: str | Algorithm) -> Hooks:
-    """Have ``accelerator`` reduce gradients by ``algorithm``. Call it on every rank::
+    """Have ``accelerator`` train by ``algorithm``. Call it on every rank::
 
         accelerator = Accelerator()
         hooks = use(accelerator, ByteGradAlgorithm())
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
 
-    It comes before ``prepare``, once. Models that are prepared afterwards get a hook.
-    ``accelerator.save_state`` and ``load_state`` include what the algorithm remembers.
+    It comes before ``prepare``, once. Models that are prepared afterwards get a communication hook
+    where the algorithm reduces gradients only. With any other there is no
+    ``DistributedDataParallel``: ``prepare`` gives the model and its optimizers, in one call, to
+    ``with_bagua``. ``accelerator.save_state`` and ``load_state`` include what the algorithm
+    remembers; weights that differ between ranks are saved by each rank, and of ``diloco`` and
+    ``sparse_loco`` the anchor is what ``save_state``, ``save_model`` and ``get_state_dict`` show.
 
     Args:
-        algorithm: one that reduces gradients, as ``bagua.comm_hooks.register`` takes it.
+        algorithm: a registered name, or an object of ``bagua.torch_api.algorithms``.
 
     Returns:
         The hooks, for their statistics.
@@ -105,7 +167,8 @@ def use(accelerator: accelerate.Accelerator, algorithm: str | Algorithm) -> Hook
     Raises:
         TypeError: ``accelerator`` or ``algorithm`` is something else.
         RuntimeError: a model has been prepared before, or ``use`` was called before; this release
-            of Accelerate has no handler of ``DistributedDataParallel``.
+            of Accelerate has no handler of ``DistributedDataParallel``. From ``prepare``: a model
+            without the optimizer that the algorithm needs.
         NotImplementedError: the accelerator shards models (FSDP, DeepSpeed, ...) or compiles with
             XLA.
         ValueError: the accelerator's handler has a communication hook of its own.
@@ -123,7 +186,7 @@ def use(accelerator: accelerate.Accelerator, algorithm: str | Algorithm) -> Hook
     hooks = Hooks()
     install(accelerator, algorithm, hooks)
     accelerator.register_save_state_pre_hook(hooks.save)
-    accelerator.register_load_state_pre_hook(hooks.load)
+    accelerator.register_load_state_pre_hook(hooks.read)
     return hooks
 
 
@@ -205,12 +268,54 @@ class _Handler(DistributedDataParallelKwargs):  # type: ignore[misc]
         """Called by ``prepare`` with what it has wrapped."""
         _, scaler, algorithm, hooks = self._bagua
         handle = comm_hooks.register(model, algorithm, grad_scaler=scaler)
-        hooks.add(model, handle)
+        hooks.add(model.module, handle)
+
+    @property
+    def hooks(self) -> Hooks:
+        """The hooks and wraps of the prepared models."""
+        return self._bagua[3]
+
+    @cached_property
+    def wraps(self) -> bool:
+        """Whether the algorithm does more than a communication hook can. Every rank asks."""
+        return not is_hook(self._bagua[2])
+
+    def finish(self, parts: Sequence[Any], ranks: int) -> None:
+        """Check, or wrap, the modules of a call of ``prepare`` between several ``ranks``."""
+        optimizers = [part for part in parts if isinstance(part, AcceleratedOptimizer)]
+        for part in parts:
+            if isinstance(part, torch.nn.Module):
+                if self.wraps:
+                    self._wrap(part, [optimizer.optimizer for optimizer in optimizers])
+                else:
+                    self.refuse_unhooked(part, ranks)
+
+    def _wrap(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        _, scaler, algorithm, hooks = self._bagua
+        if isinstance(algorithm, str):
+            algorithm = Algorithm.init(algorithm)
+        trained = {id(p) for p in model.parameters() if p.requires_grad}
+        own = [
+            optimizer
+            for optimizer in optimizers
+            if any(id(p) in trained for group in optimizer.param_groups for p in group["params"])
+        ]
+        if not trained or (not own and hooks.of([model])):
+            return
+        if not own:
+            raise RuntimeError(
+                f"use: prepare() got {type(model).__name__} without its optimizer, between whose "
+                f"steps {type(algorithm).__name__} communicates. Prepare them in one call: "
+                "model, optimizer = accelerator.prepare(model, optimizer)"
+            )
+        # safetensors loads no weights that are views of a bucket.
+        wrapped = wrap(model, own, algorithm, do_flatten=None, grad_scaler=scaler)
+        hooks.add(model, Wrapped(wrapped))
 
     def refuse_unhooked(self, model: torch.nn.Module, ranks: int) -> None:
         """Raise RuntimeError for a result of ``prepare`` that the ranks would train apart."""
         trained = [p for p in model.parameters() if p.requires_grad]
-        if not trained or self._bagua[3].of([model]) or is_owned(trained[0]):
+        if not trained or self.hooks.of([model]) or is_owned(trained[0]):
             return
         raise RuntimeError(
             f"use: the {ranks} ranks would train {type(model).__name__} apart: prepare() has not "
@@ -222,7 +327,7 @@ class _Handler(DistributedDataParallelKwargs):  # type: ignore[misc]
 
 
 class _Checking:
-    """Has ``Accelerator.prepare`` raise for a module that it leaves without a hook."""
+    """Methods of an ``Accelerator`` that differ with an algorithm."""
 
     num_processes: int
     ddp_handler: _Handler
@@ -231,13 +336,40 @@ class _Checking:
         """As Accelerate's.
 
         Raises:
-            RuntimeError: the ranks would train a module apart, as it was prepared for evaluation.
+            RuntimeError: the ranks would train a module apart, as it was prepared for evaluation;
+                the algorithm needs the optimizer of a module in the same call.
         """
         prepared = super().prepare(*args, **options)  # type: ignore[misc]
-        for part in prepared if isinstance(prepared, tuple) else (prepared,):
-            if self.num_processes > 1 and isinstance(part, torch.nn.Module):
-                self.ddp_handler.refuse_unhooked(part, self.num_processes)
+        if self.num_processes > 1:
+            parts = prepared if isinstance(prepared, tuple) else (prepared,)
+            self.ddp_handler.finish(parts, self.num_processes)
         return prepared
+
+    def prepare_model(
+        self,
+        model: torch.nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> Any:
+        """As Accelerate's, without ``DistributedDataParallel`` where ``prepare`` wraps."""
+        alone = evaluation_mode or (self.num_processes > 1 and self.ddp_handler.wraps)
+        return super().prepare_model(model, device_placement, alone)  # type: ignore[misc]
+
+    def get_state_dict(self, model: torch.nn.Module, *args: Any, **options: Any) -> Any:
+        """As Accelerate's; of weights that differ between ranks a copy, of the anchor if any."""
+        if not isinstance(model, BaguaModule):
+            return super().get_state_dict(model, *args, **options)  # type: ignore[misc]
+        with shared_weights(model.bagua_ddp):
+            return copied(super().get_state_dict(model, *args, **options))  # type: ignore[misc]
+
+    def load_state(self, *args: Any, **options: Any) -> None:
+        """As Accelerate's, and the algorithm's state.
+
+        Raises:
+            ValueError: it is of another algorithm; see ``bagua.comm_hooks.Handle``.
+        """
+        super().load_state(*args, **options)  # type: ignore[misc]
+        self.ddp_handler.hooks.restore()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _new, (type(self).__mro__[2],), *super().__reduce_ex__(protocol)[2:]
@@ -256,7 +388,7 @@ def _file(folder: str | PathLike[str], rank: int) -> Path:
     return Path(folder) / f"bagua_{rank}.pt"
 
 
-def save_hooks(handles: Sequence[comm_hooks.Handle], folder: str | PathLike[str]) -> None:
+def save_hooks(handles: Sequence[Handle], folder: str | PathLike[str]) -> None:
     """Write this rank's state into ``folder``. Every rank calls it, between two steps.
 
     Nothing is written for algorithms that remember nothing.
@@ -269,27 +401,40 @@ def save_hooks(handles: Sequence[comm_hooks.Handle], folder: str | PathLike[str]
     torch.save(state, _file(folder, dist.get_rank()))
 
 
-def load_hooks(handles: Sequence[comm_hooks.Handle], folder: str | PathLike[str]) -> None:
+def load_hooks(handles: Sequence[Handle], folder: str | PathLike[str]) -> None:
     """Load what :func:`save_hooks` has written. Every rank calls it, before the first step.
+
+    Raises:
+        ValueError: see :func:`read_hooks`; or a state is of another algorithm or model.
+    """
+    _load(handles, read_hooks(handles, folder))
+
+
+def _load(handles: Sequence[Handle], states: Sequence[dict[str, Any]]) -> None:
+    for handle, state in zip(handles, states, strict=True):
+        if state or isinstance(handle, Wrapped):
+            handle.load_state_dict(state)
+
+
+def read_hooks(handles: Sequence[Handle], folder: str | PathLike[str]) -> list[dict[str, Any]]:
+    """The states that :func:`save_hooks` has written for ``handles``, empty where there are none.
 
     With another number of ranks every rank gets the mean of the residuals, and reads all files.
 
     Raises:
-        ValueError: the state is of another algorithm or model, of another number of models, or
-            files of ranks are missing; names what does not fit.
+        ValueError: the states are of another number of models, or files of ranks are missing;
+            names what does not fit.
     """
-    remembering = [handle for handle in handles if handle.state_dict()]
     present = sorted(Path(folder).glob("bagua_*.pt"))
-    if not present:
-        if remembering:
-            warnings.warn(
-                f"{folder} has no state of bagua's hooks: residuals begin at zero, with the "
-                "weights of the checkpoint",
-                stacklevel=3,
-            )
-        return
-    for handle, state in zip(handles, _states(folder, present, len(handles)), strict=True):
-        handle.load_state_dict(state)
+    if present:
+        return _states(folder, present, len(handles))
+    if any(isinstance(handle, comm_hooks.Handle) and handle.state_dict() for handle in handles):
+        warnings.warn(
+            f"{folder} has no state of bagua's hooks: residuals begin at zero, with the weights of "
+            "the checkpoint",
+            stacklevel=3,
+        )
+    return [{} for _ in handles]
 
 
 def _states(

@@ -1,14 +1,15 @@
-"""Compressed gradients under ``transformers.Trainer``: ``use(trainer, algorithm)``."""
+"""Bagua's algorithms under ``transformers.Trainer``: ``use(trainer, algorithm)``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import transformers
 
 from bagua.integrations import accelerate as _accelerate
-from bagua.integrations.accelerate import Hooks, load_hooks, save_hooks
+from bagua.integrations.accelerate import Hooks, Wrapped, load_hooks, save_hooks
 from bagua.torch_api.algorithms import Algorithm
 
 __all__ = ["TESTED", "use"]
@@ -21,11 +22,15 @@ TESTED = "5.23.0"
 _SAVE = "_save_optimizer_and_scheduler"
 _LOAD = "_load_optimizer_and_scheduler"
 _NEW_ACCELERATOR = "create_accelerator_and_postprocess"
-_METHODS = (_SAVE, _LOAD, _NEW_ACCELERATOR)
+#: Those at the end of local training, and those that evaluate or save the model.
+_LOAD_BEST = "_load_best_model"
+_TRAIN = "train"
+_SHOWN = ("evaluate", "predict", "save_model")
+_METHODS = (_SAVE, _LOAD, _NEW_ACCELERATOR, _LOAD_BEST, _TRAIN, *_SHOWN)
 
 
 def use(trainer: transformers.Trainer, algorithm: str | Algorithm) -> Hooks:
-    """Have ``trainer`` reduce gradients by ``algorithm``. Call it on every rank::
+    """Have ``trainer`` train by ``algorithm``. Call it on every rank::
 
         trainer = Trainer(model, arguments, train_dataset=data)
         hooks = use(trainer, ByteGradAlgorithm())
@@ -34,8 +39,12 @@ def use(trainer: transformers.Trainer, algorithm: str | Algorithm) -> Hooks:
     Checkpoints of the trainer include what the algorithm remembers, one file per rank. ``train``
     raises RuntimeError where the trainer has left the module of several ranks without a hook.
 
+    With an algorithm that does more than reduce gradients the model is given to ``with_bagua``,
+    without ``DistributedDataParallel``. With ``diloco`` and ``sparse_loco`` ``train`` evaluates and
+    saves the anchor, and ends with an outer round, so that all ranks end with the same weights.
+
     Args:
-        algorithm: one that reduces gradients, as ``bagua.comm_hooks.register`` takes it.
+        algorithm: a registered name, or an object of ``bagua.torch_api.algorithms``.
 
     Returns:
         The hooks, for their statistics.
@@ -76,7 +85,49 @@ def use(trainer: transformers.Trainer, algorithm: str | Algorithm) -> Hooks:
         _NEW_ACCELERATOR,
         lambda: _accelerate.install(trainer.accelerator, algorithm, hooks),
     )
+    _extend_rounds(trainer, hooks)
     return hooks
+
+
+def _extend_rounds(trainer: Any, hooks: Hooks) -> None:
+    """Evaluate and save the weights that ranks share while training, and end with them."""
+
+    @contextmanager
+    def shared() -> Iterator[None]:
+        with ExitStack() as stack:
+            for part in _wrapped(hooks) if trainer.is_in_train else ():
+                stack.enter_context(part.session.bagua_algorithm.anchor())
+            yield
+
+    train, load_best_model = getattr(trainer, _TRAIN), getattr(trainer, _LOAD_BEST)
+    ended = False
+
+    def end() -> None:
+        nonlocal ended
+        for part in () if ended else _wrapped(hooks):
+            part.session.pause()
+            part.session.bagua_algorithm.sync()
+        ended = True
+
+    def train_to_the_end(*arguments: Any, **options: Any) -> Any:
+        nonlocal ended
+        ended = False
+        result = train(*arguments, **options)
+        end()
+        return result
+
+    def end_and_load_best_model() -> None:
+        end()
+        load_best_model()
+
+    setattr(trainer, _TRAIN, train_to_the_end)
+    setattr(trainer, _LOAD_BEST, end_and_load_best_model)
+    for name in _SHOWN:
+        _surround(trainer, name, shared)
+
+
+def _wrapped(hooks: Hooks) -> list[Wrapped]:
+    return [handle for handle in hooks.handles[-1:] if isinstance(handle, Wrapped)]
 
 
 def _extend(trainer: Any, name: str, after: Callable[..., None]) -> None:
@@ -88,3 +139,14 @@ def _extend(trainer: Any, name: str, after: Callable[..., None]) -> None:
         after(*arguments)
 
     setattr(trainer, name, extended)
+
+
+def _surround(trainer: Any, name: str, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Have ``trainer``'s method run inside ``context``."""
+    method = getattr(trainer, name)
+
+    def surrounded(*arguments: Any, **options: Any) -> Any:
+        with context():
+            return method(*arguments, **options)
+
+    setattr(trainer, name, surrounded)

@@ -50,7 +50,7 @@ def wrap(
     optimizers: Sequence[torch.optim.Optimizer],
     algorithm: Algorithm | None = None,
     process_group: Any = None,
-    do_flatten: bool = True,
+    do_flatten: bool | None = True,
     *,
     find_unused_parameters: bool = False,
     broadcast_buffers: bool | None = None,
@@ -70,7 +70,8 @@ def wrap(
             ``AutoAlgorithm()``, which measures its candidates and keeps the fastest.
         process_group: who communicates: None for all ranks, a torch process group, a ``DeviceMesh``
             of one dimension, or a ``BaguaProcessGroup``.
-        do_flatten: make gradients views of their buckets; False copies them in and out.
+        do_flatten: make gradients views of their buckets; False copies them in and out. None: views
+            only where the algorithm needs them.
         find_unused_parameters: ranks exchange which parameters were used, and one that no rank
             used keeps its ``.grad``. Unused parameters never hang, with or without it.
         broadcast_buffers: give every rank the first rank's buffers before a training forward.
