@@ -51,6 +51,7 @@ def test_the_anchor_can_be_evaluated_and_leaves_no_trace(ranks):
 def inside_anchor():
     model, optimizer = wrapped(interval=3)
     own_step(model, optimizer, 0)
+    own = training.bits(model.parameters())
     errors = []
     with model.bagua_algorithm.anchor():
         errors.append(training.error_of(lambda: model(training.batch(0, 0)[0])))
@@ -59,6 +60,7 @@ def inside_anchor():
         with model.bagua_algorithm.anchor():
             assert_weights_are_the_anchor(model)
         assert_weights_are_the_anchor(model)
+    assert training.bits(model.parameters()) == own
     for step in range(1, 3):
         own_step(model, optimizer, step)
     assert model.bagua_algorithm.outer_rounds == 1

@@ -122,7 +122,6 @@ class OuterLoop(Synchronizer):
 
     def _after_step(self) -> None:
         """1. This rank has made a step: use the result and launch the round that are due."""
-        self._refuse_inside_anchor("optimizer.step()")
         self.state.steps += 1
         self.state.trained = True
         self._attempt(self._make_rounds)
@@ -295,11 +294,17 @@ class OuterLoop(Synchronizer):
         own = {name: weight.detach().clone() for name, weight in self._local.weights().items()}
         self.take_anchors()
         self._anchored = True
+        hooks = [o.register_step_pre_hook(self._refuse_step) for o in self._local.optimizers]
         try:
             yield
         finally:
+            for hook in hooks:
+                hook.remove()
             self._anchored = False
             _copy(own, self._local.weights())
+
+    def _refuse_step(self, *_: Any) -> None:
+        self._refuse_inside_anchor("optimizer.step()")
 
     def _refuse_inside_anchor(self, what: str) -> None:
         if self._anchored:
