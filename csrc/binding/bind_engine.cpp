@@ -8,6 +8,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include "base/check.h"
+#include "base/drop.h"
 #include "binding/bindings.h"
 #include "binding/interruptible.h"
 #include "engine/engine.h"
@@ -339,6 +340,8 @@ void bind_engine(py::module_& m) {
 
   m.def("accounting_ns", &accounting_ns, py::arg("communicators"), py::arg("repeats"), ReleaseGil(),
         "Nanoseconds that one bucket's statistics cost; for benchmarks.");
+  m.def("end_drops", &end_drops, ReleaseGil(),
+        "At exit: from now on no thread of ours needs the GIL to drop what it refers to.");
 }
 
 }  // namespace bagua

@@ -12,6 +12,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pthread.h>
 
+#include "base/drop.h"
 #include "base/join_or_leave.h"
 
 namespace bagua {
@@ -38,7 +39,7 @@ struct LaneThread::State {
       tasks.pop_front();
       lock.unlock();
       run(task);
-      task = {};  // drops tensors before completion is visible to anyone who waits for the lane
+      drop(std::move(task));  // before completion is visible to anyone who waits for the lane
       lock.lock();
     }
     finished = true;

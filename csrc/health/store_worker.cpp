@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/check.h"
+#include "base/drop.h"
 #include "base/join_or_leave.h"
 
 namespace bagua {
@@ -92,7 +93,10 @@ void StoreWorker::State::loop() {
 StoreWorker::StoreWorker(const c10::intrusive_ptr<c10d::Store>& store)
     : state_(std::make_shared<State>()) {
   state_->store = clone_of(store);
-  state_->thread = std::thread([state = state_.pointer()] { state->loop(); });
+  state_->thread = std::thread([state = state_.pointer()]() mutable {
+    state->loop();
+    drop(std::move(state));
+  });
   pthread_setname_np(state_->thread.native_handle(), "bagua-store");
 }
 

@@ -161,3 +161,33 @@ def test_a_rank_whose_lane_is_blocked_exits_after_its_timeout(run_script):
     first, second = run_script(2, source, timeout=60.0)
     assert (first.returncode, second.returncode) == (6, 0), first.stderr + second.stderr
     assert "no result within 5000 ms" in first.stdout or "Timed out" in first.stdout
+
+
+LATE_DROPS = """
+import atexit, time, weakref
+
+class Argument:
+    pass
+
+def drops():
+    argument = Argument()
+    reference = weakref.ref(argument)
+    _C.interruptible(lambda argument: None, argument)
+    del argument
+    deadline = time.monotonic() + seconds
+    while reference() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    print("kept" if reference() else "dropped")
+
+atexit.register(drops)  # runs after what is registered later
+import bagua.torch_api
+from bagua import _C
+seconds = 30.0
+drops()
+seconds = 1.0
+"""
+
+
+def test_threads_drop_nothing_once_the_interpreter_ends(run_script):
+    (end,) = run_script(1, LATE_DROPS)
+    assert end.stdout == "dropped\nkept\n", end.stderr

@@ -361,6 +361,7 @@ def _leave(process: int) -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        _C.end_drops()
 
 
 def _keep_torch_groups() -> None:
