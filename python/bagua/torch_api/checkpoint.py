@@ -353,7 +353,9 @@ class PerRank:
         dcp.load(state, checkpoint_id=path)
 
     Save and load between two steps, on every rank, with the number of ranks that saved. Weights
-    that are being averaged asynchronously are copied at one moment.
+    that are being averaged asynchronously are copied at one moment. Ranks are those of the module's
+    group: where several groups train different parameters of the same names, as stages of a
+    pipeline do, give each group keys of its own (``f"stage{stage}/training"``).
 
     Args:
         model: a module after ``with_bagua``.
