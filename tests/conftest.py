@@ -17,7 +17,7 @@ DEEP = Path(TESTS, "deep")
 #: alone.
 LONG = [
     "deep/test_kernels_of_ptx.py",
-    "deep/test_kernel_sanitizers.py",
+    "deep/test_kernel_emulation.py",
     "deep/test_mutations.py",
     "deep/test_elastic_jobs.py",
     "deep/test_random_faults.py",
@@ -30,7 +30,9 @@ LONG = [
     "deep/test_doctor_faults.py",
     "deep/test_compiled_ways.py",
     "deep/test_device_work.py",
-    "single/test_kernel_emulation.py",
+    "deep/test_device_streams.py",
+    "deep/test_nccl_watchdog.py",
+    "deep/test_curves.py",
     "ranks/situations/test_situations.py",
     "ranks/test_doctor.py",
     "faults/test_elastic.py",
@@ -44,7 +46,6 @@ LONG = [
     "ranks/test_exit.py",
     "ranks/test_hard_times.py",
     "ranks/test_comm_hook_failures.py",
-    "single/test_device_streams.py",
     "single/test_shared_memory_damage.py",
     "ranks/test_guard.py",
     "ranks/test_weights_sample.py",

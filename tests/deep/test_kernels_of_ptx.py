@@ -1,7 +1,7 @@
 """What nvcc makes of the CUDA kernels, its PTX, run on the CPU beside the CPU codecs.
 
 Each kernel's PTX becomes C++ (support/programs/ptx_to_cpp.py) and takes the place of the kernel
-that g++ compiles, in the program of tests/single/test_kernel_emulation.py.
+that g++ compiles, in the program of test_kernel_emulation.py.
 """
 
 import os
@@ -112,7 +112,7 @@ def program(folder):
 
 
 def test_ptx_of_every_kernel_gives_the_bytes_of_the_cpu_codecs(program):
-    # Of every size the same sources run as g++ compiles them: test_kernel_sanitizers.py.
+    # Of every size the same sources run as g++ compiles them: test_kernel_emulation.py.
     run = [program, "--quick", "--every-dtype"]
     done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

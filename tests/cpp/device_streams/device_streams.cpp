@@ -1,5 +1,5 @@
 // Runs the engine and its ops on tensors of a fake device, finds work that no event orders, and
-// compares the results with the CPU's. A library that tests/single/test_device_streams.py runs.
+// compares the results with the CPU's. A library that tests/deep/test_device_streams.py runs.
 #include <atomic>
 #include <functional>
 #include <iostream>
