@@ -1,4 +1,4 @@
-"""The scripts of docs/slow-networks.md train islands of ranks, and resume to the bit."""
+"""The scripts of docs/islands.md train islands of ranks, and resume to the bit."""
 
 import json
 from pathlib import Path
