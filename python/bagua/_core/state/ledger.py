@@ -41,6 +41,7 @@ import torch
 from bagua import _C
 from bagua._core.group.connections import Connections
 from bagua._core.state.saved_values import check_no_state, check_state, saved_count, saved_tensor
+from bagua._core.state.shards import Shards
 
 __all__ = ["Commit", "Ledger", "Matrices", "Page"]
 
@@ -234,6 +235,8 @@ class Ledger:
         hierarchical: only the nodes' leaders have residuals.
         only_same_ranks: why other ranks cannot load a state; None: they can.
         pages: whether there may be any; otherwise a state with entries is refused.
+        shards: of parameters at the time of the call, where they may be DTensors; a state that
+            other shards have saved is refused.
 
     Attributes:
         counters: by name.
@@ -250,6 +253,7 @@ class Ledger:
         hierarchical: bool = False,
         only_same_ranks: str | None = None,
         pages: bool = True,
+        shards: Callable[[], Shards] | None = None,
     ) -> None:
         self.counters = dict.fromkeys(counters, 0)
         self.own: dict[str, torch.Tensor] = {}
@@ -259,6 +263,7 @@ class Ledger:
         self._hierarchical = hierarchical
         self._only_same_ranks = only_same_ranks
         self._takes_pages = pages
+        self._shards = shards
         self._aside: dict[str, _Entries] = {}
         self._communications = 0  # behind what is aside
         self._ranks = 0  # among which the residuals of the pages count
@@ -350,6 +355,10 @@ class Ledger:
 
     def state(self) -> dict[str, Any]:
         """All entries, copied, and the counters."""
+        state = self._state()
+        return state if self._shards is None else self._shards().saved(state)
+
+    def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = dict(self.counters)
         if not (self.pages or self._aside or self._communications or self.own):
             return state
@@ -390,6 +399,10 @@ class Ledger:
             ValueError: something is missing or does not fit, names the entry; nothing has changed.
         """
         check_state(state, self._owner)
+        if self._shards is not None:
+            state, same_shards = self._shards().loaded(state)
+            if not same_shards:
+                raise ValueError(f"{self._owner}: saved with other shards: {self._only_same_ranks}")
         if not (self._takes_pages or self.own):
             check_no_state(state, self._owner, but=self.counters)
         pages = self.pages if buckets is None else buckets

@@ -12,7 +12,6 @@ import torch
 from bagua import _C, BaguaError
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.ledger import Ledger
-from bagua._core.state.saved_values import check_state
 from bagua._core.state.shards import Shards, is_sharded, local
 from bagua._ops import operations
 from bagua._ops.operations import AverageWeights
@@ -310,6 +309,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(_LocalWeightsImpl):
             hierarchical=bool(self.hierarchical),
             only_same_ranks=_ONLY_THE_SAME,
             pages=False,
+            shards=self._shards,
         )
         self._due = False  # the round of the last iteration has not run
         self._optimizers: set[int] = set()  # ids of those that step the weights
@@ -399,16 +399,6 @@ class LowPrecisionDecentralizedAlgorithmImpl(_LocalWeightsImpl):
 
     def update_ledger(self) -> None:
         self.run_pending()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._shards().saved(super().state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        check_state(state, self._name)
-        plain, same = self._shards().loaded(state)
-        if not same:
-            raise ValueError(f"{self._name}: saved with other shards: {_ONLY_THE_SAME}")
-        super().load_state_dict(plain)
 
     def _shards(self) -> Shards:
         session = None if self._wrapper is None else self._wrapper()
