@@ -10,6 +10,7 @@ import bagua.torch_api as bagua
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm, OuterSGD
+from bagua.torch_api.algorithms.diloco import DiLoCoAlgorithmImpl
 from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 from curve_tasks import Task, evaluate, loss_of
 from torch import nn
@@ -70,6 +71,11 @@ ARMS = {
 OF_A_NETWORK = {"auto": registered("auto")}
 
 
+def makes_rounds(model: nn.Module) -> bool:
+    """Whether ranks train by themselves from one exchange to the next, and share an anchor."""
+    return isinstance(model.bagua_algorithm, DiLoCoAlgorithmImpl)
+
+
 class Training:
     """A task on this rank, trained by an arm."""
 
@@ -107,7 +113,7 @@ class Training:
     def measure(self) -> tuple[float, float]:
         """(loss, accuracy) of the anchor where there is one, else of the mean of the weights."""
         held_out = (self.test_inputs, self.test_targets)
-        if not hasattr(self.model.bagua_algorithm, "anchor"):
+        if not makes_rounds(self.model):
             return evaluate(bagua.average_weights(self.model), *held_out)
         with self.model.bagua_algorithm.anchor():
             return evaluate(self.model, *held_out)
@@ -152,7 +158,7 @@ def seconds_per_step(task: Task, arm: str, data: tuple[torch.Tensor, ...]) -> fl
         return time.perf_counter() - start
 
     first = [timed_step() for _ in range(warm_up_of(arm) + 4)]
-    if hasattr(training.model.bagua_algorithm, "anchor"):
+    if makes_rounds(training.model):
         rounds = [[timed_step() for _ in range(INTERVAL)] for _ in range(6)]
         seconds = [statistics.mean(of_round) for of_round in rounds]
     else:
