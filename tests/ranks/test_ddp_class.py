@@ -203,34 +203,6 @@ def test_attributes_are_those_of_torch_and_upstream(ranks):
 
 
 @training.with_group
-def starting_state(arguments):
-    model = normalised()
-    model[1].running_mean.fill_(dist.get_rank())
-    ddp = DistributedDataParallel(model, **arguments)
-    weights = training.gather(training.bits(ddp.parameters()))
-    at_wrap = training.gather(model[1].running_mean[0].item())
-    training.squared_error(ddp, training.batch(0, dist.get_rank())).backward()
-    model.eval()
-    agree = len(set(training.gather(training.bits(p.grad for p in ddp.parameters())))) == 1
-    return len(set(weights)) == 1, at_wrap, ddp.broadcast_buffers, agree
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({}, (True, [0.0, 0.0], True, True)),
-        ({"init_sync": False}, (False, [0.0, 1.0], True, True)),
-        ({"broadcast_buffers": False}, (True, [0.0, 1.0], False, True)),
-        ({"forward_sync_buffers": False}, (True, [0.0, 0.0], False, True)),
-    ],
-    ids=str,
-)
-def test_state_broadcast_at_the_wrap(ranks, arguments, expected):
-    apart = {"BAGUA_CHECK_WEIGHTS_EVERY": "0"}  # else a step with different weights is an error
-    assert ranks(2, starting_state, arguments, env=apart) == [expected] * 2
-
-
-@training.with_group
 def ignored():
     model = normalised()
     TorchDDP._set_params_and_buffers_to_ignore_for_model(model, ["3.bias", "1.running_mean"])
@@ -246,56 +218,3 @@ def test_names_to_ignore_are_those_inside_the_module(ranks):
 
 def backward_of(model):
     training.squared_error(model, training.batch(0, dist.get_rank())).backward()
-
-
-@training.with_group
-def called_directly():
-    ddp = DistributedDataParallel(training.network())
-    backward_of(ddp)
-    before = ddp.bagua_stats()["rounds"]
-    with torch.no_grad():
-        ddp(torch.zeros(2, 5))
-        ddp.eval()(torch.zeros(2, 5))
-    with ddp.no_sync():
-        ddp.train()(torch.zeros(2, 5)).sum().backward()
-    return ddp.bagua_stats()["rounds"] - before
-
-
-def test_a_module_without_gradients_communicates_nothing(ranks):
-    assert ranks(2, called_directly) == [0, 0]
-
-
-def steps_of(wrap, mode):
-    """Gradients and buffers, summed over three steps on one model."""
-    ddp = wrap(normalised())
-    ddp.train()
-    if mode == "eval":
-        ddp.eval()
-    elif mode == "module_eval":
-        ddp.module.eval()
-    elif mode == "child_eval":
-        ddp.module[1].eval()
-    elif mode == "root_eval":
-        ddp.eval()
-        ddp.module[1].train()
-    seen = []
-    for step in range(3):
-        ddp.zero_grad()
-        training.squared_error(ddp, training.batch(step, dist.get_rank())).backward()
-        seen += [p.grad.clone() for p in ddp.parameters()]
-        seen += [b.clone() for b in ddp.buffers()]
-    return seen
-
-
-@training.with_group
-def modes(mode):
-    for mine, theirs in zip(
-        steps_of(DistributedDataParallel, mode), steps_of(TorchDDP, mode), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-
-
-@RANKS
-@pytest.mark.parametrize("mode", ["train", "eval", "module_eval", "child_eval", "root_eval"])
-def test_training_mode_never_decides_what_is_communicated(ranks, n, mode):
-    ranks(n, modes, mode)

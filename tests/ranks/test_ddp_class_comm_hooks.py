@@ -12,12 +12,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
-    post_localSGD_hook,
     powerSGD_hook,
     quantization_hooks,
 )
-from torch.distributed.algorithms.model_averaging import averagers
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 STEPS = 6
@@ -316,29 +313,6 @@ def alone():
 
 def test_ranks_may_differ_after_a_hook_that_does_nothing(ranks):
     assert ranks(2, alone, env={"BAGUA_CHECK_WEIGHTS_EVERY": "0"}) == [2, 2]
-
-
-@training.with_group
-def local_sgd():
-    results = []
-    for wrap in (DistributedDataParallel, TorchDDP):
-        ddp = wrap(network())
-        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-        state = post_localSGD_hook.PostLocalSGDState(
-            process_group=None, subgroup=alone[dist.get_rank()], start_localSGD_iter=2
-        )
-        ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-        averager = averagers.PeriodicModelAverager(period=3, warmup_steps=2)
-        optimizer = PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), averager)
-        steps(ddp, optimizer, 0, 7)
-        results.append([p.detach().clone() for p in ddp.parameters()])
-    for p, q in zip(*results, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-    return len(set(training.gather(training.bits(results[0]))))
-
-
-def test_post_local_sgd_is_torchs(ranks):
-    assert len(set(ranks(3, local_sgd, env={"BAGUA_CHECK_WEIGHTS_EVERY": "0"}))) == 1
 
 
 @training.with_group

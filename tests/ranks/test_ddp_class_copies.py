@@ -14,7 +14,6 @@ from bagua.torch_api.algorithms import AsyncModelAverageAlgorithm, ByteGradAlgor
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from support import training
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 
 def normalised(seed=0):
@@ -76,28 +75,6 @@ def copies(arguments):
 )
 def test_copies_train_synchronised(ranks, arguments):
     ranks(2, copies, arguments)
-
-
-@training.with_group
-def beside_torch():
-    results = []
-    for wrap in (DistributedDataParallel, TorchDDP):
-        ddp = wrap(normalised())
-        backward_of(ddp)
-        twin = copy.deepcopy(ddp)
-        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            backward_of(twin)
-            optimizer.step()
-        results.append(list(twin.state_dict().items()))
-    for (name, p), (their_name, q) in zip(*results, strict=True):
-        assert name == their_name
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-
-def test_a_copy_trains_as_torchs(ranks):
-    ranks(3, beside_torch)
 
 
 @training.with_group

@@ -1,6 +1,5 @@
-"""Uneven inputs: join() beside that of torch's DistributedDataParallel."""
+"""Uneven inputs: join() with other algorithms and layouts. Beside torch: situations/joining.py."""
 
-import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,19 +16,7 @@ from bagua.torch_api.data_parallel import DistributedDataParallel
 from support import training
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-
-# How many inputs each rank has.
-UNEVEN = {
-    "rank_0_first": (1, 4),
-    "rank_0_last": (5, 2),
-    "one_has_none": (0, 3),
-    "even": (3, 3),
-    "three_ranks": (1, 4, 2),
-    "two_last_of_three": (3, 1, 3),
-}
-INPUTS = pytest.mark.parametrize("inputs", UNEVEN.values(), ids=UNEVEN.keys())
 
 
 def network():
@@ -37,15 +24,12 @@ def network():
     return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3))
 
 
-def train(ddp, inputs, accumulate=False, **join):
+def train(ddp, inputs, **join):
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     rank = dist.get_rank()
     with ddp.join(**join):
         for step in range(inputs[rank]):
             optimizer.zero_grad()
-            if accumulate:
-                with ddp.no_sync():
-                    training.squared_error(ddp, training.batch(50 + step, rank)).backward()
             training.squared_error(ddp, training.batch(step, rank)).backward()
             optimizer.step()
     return ddp
@@ -64,13 +48,6 @@ def beside_torch(inputs, join, wrap=None):
     return len(set(digests)), len(set(grads)), mine.bagua_stats()["rounds"]
 
 
-@INPUTS
-@pytest.mark.parametrize("initial", [True, False], ids=["all_ranks", "active_ranks"])
-def test_uneven_inputs_train_as_in_torch(ranks, inputs, initial):
-    results = ranks(len(inputs), beside_torch, inputs, {"divide_by_initial_world_size": initial})
-    assert results == [(1, 1, max(inputs) + 1)] * len(inputs)
-
-
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -83,17 +60,6 @@ def test_uneven_inputs_train_as_in_torch(ranks, inputs, initial):
 def test_uneven_inputs_in_other_layouts(ranks, wrap):
     join = {"divide_by_initial_world_size": False}
     assert ranks(3, beside_torch, (1, 4, 2), join, wrap) == [(1, 1, 5)] * 3
-
-
-@training.with_group
-def accumulated(inputs):
-    mine = train(DistributedDataParallel(network(), broadcast_buffers=False), inputs, True)
-    digests = training.gather(training.bits(mine.parameters()))
-    return len(set(digests)), mine.bagua_stats()["rounds"]
-
-
-def test_accumulation_inside_join_needs_no_answer(ranks):
-    assert ranks(2, accumulated, (1, 3)) == [(1, 3)] * 2
 
 
 @training.with_group
@@ -112,30 +78,6 @@ def every_forward_is_no_step(inputs):
 
 def test_forwards_without_backward_inside_join_need_no_answer(ranks):
     assert ranks(2, every_forward_is_no_step, (1, 4)) == [4, 4]
-
-
-@training.with_group
-def with_bytegrad(inputs, average):
-    """Against exact arithmetic of the same rounds."""
-    algorithm = ByteGradAlgorithm(hierarchical=False, average=average)
-    mine = DistributedDataParallel(network(), algorithm=algorithm)
-    exact = DistributedDataParallel(
-        network(), algorithm=GradientAllReduceAlgorithm(average=average)
-    )
-    for ddp in (mine, exact):
-        train(ddp, inputs, divide_by_initial_world_size=False)
-    assert len(set(training.gather(training.bits(mine.parameters())))) == 1
-    difference = max(
-        float((p - q).detach().abs().max() / q.detach().abs().max())
-        for p, q in zip(mine.parameters(), exact.parameters(), strict=True)
-    )
-    return difference
-
-
-@pytest.mark.parametrize("average", [True, False], ids=["mean", "sum"])
-def test_compressed_gradients_join_too(ranks, average):
-    for difference in ranks(3, with_bytegrad, (1, 4, 2), average):
-        assert 0 < difference < 0.05
 
 
 class Branching(nn.Module):
@@ -162,25 +104,6 @@ def unused_everywhere(inputs):
 
 def test_unused_parameters_are_exchanged_with_ranks_without_inputs(ranks):
     assert ranks(2, unused_everywhere, (1, 3)) == [(True, True)] * 2
-
-
-@training.with_group
-def early(inputs):
-    ddp = DistributedDataParallel(network())
-    try:
-        train(ddp, inputs, throw_on_early_termination=True)
-    except RuntimeError as error:
-        return str(error), ddp.bagua_stats()["rounds"]
-    return None, None
-
-
-def test_early_termination_raises_on_all_ranks(ranks):
-    answers = ranks(3, early, (2, 4, 4))
-    assert answers[0] == ("Rank 0 exhausted all inputs.", 2)
-    for message, rounds in answers[1:]:
-        assert message.startswith("Detected at least one rank that exhausted inputs")
-        assert rounds == 2
-    assert ranks(2, early, (2, 2)) == [(None, None)] * 2
 
 
 @training.with_group
@@ -242,63 +165,6 @@ def test_ranks_without_inputs_send_zeros_and_accumulated_gradients(ranks, name, 
     ranks(len(inputs), lossy, name, inputs)
 
 
-@training.with_group
-def zeroed_after_the_step(arguments, inputs):
-    """Two epochs, in which zero_grad() comes last: the second begins with clean gradients."""
-    answers = []
-    for wrap in (DistributedDataParallel, TorchDDP):
-        ddp = wrap(network(), **arguments)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        rank = dist.get_rank()
-        for epoch in range(2):
-            with ddp.join():
-                for step in range(inputs[rank]):
-                    batch = training.batch(10 * epoch + step, rank)
-                    training.squared_error(ddp, batch).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-            kept = [None if p.grad is None else p.grad.clone() for p in ddp.parameters()]
-            assert all(gradient is None for gradient in kept)
-        answers.append(list(ddp.state_dict().values()))
-    for p, q in zip(*answers, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("view", [False, True], ids=["copied", "views"])
-def test_nothing_of_others_rounds_is_left_after_join(ranks, view):
-    ranks(2, zeroed_after_the_step, {"gradient_as_bucket_view": view}, (1, 3))
-
-
-@training.with_group
-def own_gradients(inputs):
-    """After join() each rank has the gradients of its own last step, as in torch."""
-    answers = []
-    for wrap in (DistributedDataParallel, TorchDDP):
-        ddp = train(wrap(network()), inputs)
-        answers.append([p.grad for p in ddp.parameters()])
-    for p, q in zip(*answers, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-
-def test_gradients_after_join_are_those_of_the_own_last_step(ranks):
-    ranks(3, own_gradients, (1, 4, 2))
-
-
-@training.with_group
-def in_eval(inputs):
-    answers = []
-    for wrap in (DistributedDataParallel, TorchDDP):
-        ddp = wrap(network()).eval()
-        train(ddp, inputs)
-        answers.append(list(ddp.state_dict().values()))
-    for p, q in zip(*answers, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-
-def test_join_in_evaluation_mode_with_gradients(ranks):
-    ranks(2, in_eval, (1, 3))
-
-
 def test_join_can_be_disabled_and_is_for_synchronous_gradients_only(ranks):
     ranks(2, disabled)
 
@@ -323,27 +189,3 @@ def optimizer_state(inputs):
 
 def test_optimizers_of_the_wrap_go_on_equal_after_join(ranks):
     assert ranks(3, optimizer_state, (1, 3, 0)) == [(3, 1)] * 3
-
-
-@training.with_group
-def with_zero(inputs):
-    """torch's ZeroRedundancyOptimizer, of which each rank updates a part, in the same context."""
-    expected = train(TorchDDP(network()), inputs)
-    ddp = DistributedDataParallel(network())
-    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
-    rank = dist.get_rank()
-    with Join([ddp, optimizer]):
-        for step in range(inputs[rank]):
-            training.squared_error(ddp, training.batch(step, rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    training.assert_close(ddp, expected)
-
-
-def test_ranks_without_inputs_get_the_gradients_that_other_joinables_need(ranks):
-    ranks(2, with_zero, (1, 3))
-
-
-def test_bagua_is_imported_for_its_patches():
-    assert hasattr(nn.Module, "with_bagua")
-    assert bagua.data_parallel.DistributedDataParallel is DistributedDataParallel

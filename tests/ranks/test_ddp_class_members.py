@@ -6,8 +6,6 @@ import torch.distributed as dist
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from support import training
 from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp
-from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 
@@ -18,45 +16,6 @@ def normalised(seed=0):
 
 def backward_of(model, step=0):
     training.squared_error(model, training.batch(step, dist.get_rank())).backward()
-
-
-@training.with_group
-def unwrapped():
-    ddp = DistributedDataParallel(normalised())
-    assert isinstance(ddp, TorchDDP)
-    return type(ddp.module if isinstance(ddp, TorchDDP) else ddp).__name__
-
-
-def test_libraries_that_ask_for_torchs_class_unwrap_ours(ranks):
-    assert ranks(2, unwrapped) == ["Sequential"] * 2
-
-
-@training.with_group
-def checkpointed():
-    keys = []
-    for wrap in (DistributedDataParallel, TorchDDP):
-        ddp = wrap(normalised())
-        optimizer = torch.optim.AdamW(ddp.parameters())
-        backward_of(ddp)
-        optimizer.step()
-        model_state = dcp.get_model_state_dict(ddp)
-        optimizer_state = dcp.get_optimizer_state_dict(ddp, optimizer)
-        keys.append((list(model_state), list(optimizer_state["state"])))
-        fresh = wrap(normalised(seed=7))
-        other = torch.optim.AdamW(fresh.parameters())
-        dcp.set_model_state_dict(fresh, model_state)
-        dcp.set_optimizer_state_dict(fresh, other, optimizer_state)
-        for p, q in zip(ddp.state_dict().values(), fresh.state_dict().values(), strict=True):
-            assert torch.equal(p, q)
-        moments = [entry["exp_avg"] for entry in optimizer.state_dict()["state"].values()]
-        restored = [entry["exp_avg"] for entry in other.state_dict()["state"].values()]
-        assert all(map(torch.equal, moments, restored))
-    assert keys[0] == keys[1]
-    return any(key.startswith("module.") for key in keys[0][0] + keys[0][1])
-
-
-def test_checkpoint_keys_have_no_prefix(ranks):
-    assert ranks(2, checkpointed) == [False] * 2
 
 
 class Branches(nn.Module):
@@ -100,31 +59,6 @@ def test_unused_parameters_of_a_static_graph_are_left_alone(ranks, how):
 
 
 @training.with_group
-def sharded():
-    """Embeddings of which each rank has rows, and names, of its own."""
-    results = []
-    for wrap in (DistributedDataParallel, TorchDDP):
-        torch.manual_seed(0)
-        rank = dist.get_rank()
-        model = nn.ModuleDict({"dense": nn.Linear(3, 2)})
-        model[f"shard{rank}"] = nn.Embedding(4 + rank, 3)
-        names = [f"shard{rank}.weight"]
-        wrap._set_params_and_buffers_to_ignore_for_model(model, names)
-        model.forward = lambda i, m=model, r=rank: m["dense"](m[f"shard{r}"](i))
-        ddp = wrap(model)
-        ddp(torch.tensor([0, 1])).square().sum().backward()
-        results.append([p.grad for p in ddp.parameters()])
-        assert len(list(wrap._get_data_parallel_params(ddp))) == 2
-    for p, q in zip(*results, strict=True):
-        torch.testing.assert_close(p, q)
-    return tuple(results[0][2].shape)
-
-
-def test_ignored_parameters_may_differ_between_ranks(ranks):
-    assert ranks(2, sharded) == [(4, 3), (5, 3)]
-
-
-@training.with_group
 def delayed():
     results = []
     for wrap in (DistributedDataParallel, TorchDDP):
@@ -155,31 +89,6 @@ def listed():
 
 def test_each_bucket_may_have_a_limit_of_its_own(ranks):
     assert ranks(2, listed) == [[3, 4, 1]] * 2
-
-
-@training.with_group
-def functional():
-    """Weights passed in get gradients, the module's own do not."""
-    results = []
-    for wrap in (DistributedDataParallel, TorchDDP):
-        ddp = wrap(normalised(), broadcast_buffers=False)
-        weights = {name: p.detach().clone() for name, p in ddp.named_parameters()}
-        passed = {name: p.requires_grad_() for name, p in weights.items()}
-        inputs, targets = training.batch(0, dist.get_rank())
-        output = functional_call(ddp, passed, (inputs,))
-        nn.functional.mse_loss(output, targets).backward()
-        assert all(p.grad is None for p in ddp.parameters())
-        # Functions of the parameters, as in MAML: gradients reach the module's own.
-        again = wrap(normalised(), broadcast_buffers=False)
-        fast = {name: 2 * p for name, p in again.named_parameters()}
-        nn.functional.mse_loss(functional_call(again, fast, (inputs,)), targets).backward()
-        results.append([p.grad for p in passed.values()] + [p.grad for p in again.parameters()])
-    for p, q in zip(*results, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-
-def test_functional_call_on_the_wrapper(ranks):
-    ranks(2, functional)
 
 
 @training.with_group

@@ -1,6 +1,7 @@
 """Situations around a step, under every algorithm.
 
-The result is that of the same algorithm in the plain way, to the bit, or an error names the cause.
+Weights and state are those of the same algorithm in the plain way, to the bit, or an error names
+the cause.
 """
 
 import pytest
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from support import training
 from support.every_algorithm import ALGORITHMS, LOCAL, OWN_WEIGHTS, SYNCHRONOUS, wrapped
 from torch import nn
+from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
 
 STEPS = 6
 GRADIENTS = [name for name in SYNCHRONOUS if name not in OWN_WEIGHTS]
@@ -19,16 +22,27 @@ KEEP_GRADIENTS = [name for name in GRADIENTS if name != "qadam"]
 
 
 class Returns(nn.Module):
-    """Returns its parameter and its input besides the output."""
+    """Returns its parameter and its input besides the output; may compute it twice."""
 
     def __init__(self):
         super().__init__()
         self.layers = training.network()
-        self.more = False
+        self.more = self.recomputes = False
 
     def forward(self, x):
+        if self.recomputes:
+            x = x.detach().requires_grad_()
+            return (checkpoint(self.layers, x, use_reentrant=True),)
         output = self.layers(x)
         return (output, self.layers[0].weight, x) if self.more else (output,)
+
+
+class UsesNotAll(Returns):
+    """Has a layer that no forward uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
 
 
 def plain(model, optimizer, step):
@@ -56,7 +70,7 @@ def data_of_gradients_replaced(model, optimizer, step):
     data, target = training.batch(step, dist.get_rank())
     optimizer.zero_grad()
     nn.functional.mse_loss(model(data)[0], target).backward()
-    for parameter in model.parameters():
+    for parameter in model.layers.parameters():
         parameter.grad.data = parameter.grad.data * 1.0
     optimizer.step()
 
@@ -69,16 +83,16 @@ def gradients_kept(model, optimizer, step):
     plain(model, optimizer, step)
     for gradient, copy in before:
         assert torch.equal(gradient, copy)
-    kept[:] = [view for p in model.parameters() for view in (p.grad, p.grad.view(-1))]
+    kept[:] = [view for p in model.layers.parameters() for view in (p.grad, p.grad.view(-1))]
 
 
 def gradients_of_the_users(model, optimizer, step):
     data, target = training.batch(step, dist.get_rank())
-    own = [torch.zeros_like(p) for p in model.parameters()]
-    for parameter, gradient in zip(model.parameters(), own, strict=True):
+    own = [torch.zeros_like(p) for p in model.layers.parameters()]
+    for parameter, gradient in zip(model.layers.parameters(), own, strict=True):
         parameter.grad = gradient
     nn.functional.mse_loss(model(data)[0], target).backward()
-    for parameter, gradient in zip(model.parameters(), own, strict=True):
+    for parameter, gradient in zip(model.layers.parameters(), own, strict=True):
         assert torch.equal(parameter.grad, gradient)
     optimizer.step()
 
@@ -88,8 +102,19 @@ def returned_parameter(model, optimizer, step):
     plain(model, optimizer, step)
 
 
-def forward_without_backward(model, optimizer, step):
-    model(training.batch(step, dist.get_rank())[0])
+def other_forwards(model, optimizer, step):
+    """Without a backward on one rank, without gradients, and with those of this rank alone."""
+    if step in (1, 2) and dist.get_rank() == 0:
+        model(training.batch(step, 0)[0])
+    with torch.no_grad():
+        model(training.batch(step, 0)[0])
+    with model.no_sync():
+        model(training.batch(step, 9)[0])[0].sum().backward()
+    plain(model, optimizer, step)
+
+
+def recomputed(model, optimizer, step):
+    model.recomputes = True
     plain(model, optimizer, step)
 
 
@@ -110,29 +135,44 @@ SITUATIONS = [
     gradients_kept,
     gradients_of_the_users,
     returned_parameter,
-    forward_without_backward,
+    other_forwards,
+    recomputed,
     another_model_trains_through_it_while_it_is_frozen,
 ]
 
 
-def train(name, situation):
+def train(name, situation, **arguments):
     torch.manual_seed(0)
-    model, optimizer = wrapped(name, Returns())
+    model, optimizer = wrapped(name, UsesNotAll(), **arguments)
     kept.clear()
     for step in range(STEPS):
         situation(model, optimizer, step)
     return model
 
 
+def result(model):
+    """Digests of the weights and gradients of used layers, and of the algorithm's state."""
+    leaves, _ = _pytree.tree_flatten(model.bagua_algorithm.state_dict())
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    return training.model_bits(model.layers), training.bits(tensors), others
+
+
 @training.with_group
 def compare(name):
-    """The situations whose weights differ from the plain training's, or part the ranks."""
-    expected = training.model_bits(train(name, plain))
+    """The situations whose result differs from the plain training's, or parts the ranks."""
+    expected = result(train(name, plain))
     different = []
-    for situation in SITUATIONS:
-        model = train(name, situation)
-        if training.model_bits(model) != expected:
-            different.append(situation.__name__)
+    for situation, arguments in [
+        *((situation, {}) for situation in SITUATIONS),
+        (plain, {"find_unused_parameters": True}),
+        (recomputed, {"find_unused_parameters": True}),
+        *((situation, {"do_flatten": False}) for situation in [plain, gradients_kept]),
+        *((situation, {"do_flatten": False}) for situation in [other_forwards, recomputed]),
+    ]:
+        model = train(name, situation, **arguments)
+        if result(model) != expected:
+            different.append((situation.__name__, *arguments))
         elif model.bagua_algorithm.traits.ranks_agree:
             training.assert_ranks_agree(model)
     return different
@@ -140,7 +180,7 @@ def compare(name):
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_no_situation_changes_the_trained_weights(ranks, name):
-    assert ranks(3, compare, name) == [[]] * 3
+    assert ranks(3, compare, name, env=training.SMALL_BUCKETS) == [[]] * 3
 
 
 def step_in_a_hook(model):

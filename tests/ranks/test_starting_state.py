@@ -44,60 +44,6 @@ def test_parameters_buffers_and_frozen_parameters_of_rank_0_are_broadcast(ranks)
     assert ranks(3, wrap_different_models) == [(3, True)] * 3
 
 
-@training.with_group
-def train_with_buffers(broadcast_buffers):
-    model = Normalised(seed=0)
-    model.with_bagua(
-        [training.sgd(model)], GradientAllReduceAlgorithm(), broadcast_buffers=broadcast_buffers
-    )
-    seen = []
-    model.norm.register_forward_pre_hook(
-        lambda norm, _: seen.append(training.bits(norm.buffers())) if norm.training else None
-    )
-    for step in range(3):
-        training.squared_error(model, training.batch(step, dist.get_rank())).backward()
-    training.assert_ranks_agree(model)
-    before = training.bits(model.norm.buffers())
-    model.eval()
-    with torch.no_grad():
-        model(torch.ones(1, training.FEATURES))
-    return seen, before, training.bits(model.norm.buffers())
-
-
-@pytest.mark.parametrize("broadcast_buffers", [None, True], ids=["default", "true"])
-def test_buffers_of_rank_0_enter_the_forward_after_a_communicated_one(ranks, broadcast_buffers):
-    seen, before, after = zip(*ranks(3, train_with_buffers, broadcast_buffers), strict=True)
-    assert seen[0] == seen[1] == seen[2]
-    assert len(set(seen[0])) == 3
-    assert len(set(before)) == 3  # each rank has normalised other inputs
-    assert after == (before[0],) * 3  # the evaluation is such a forward too
-
-
-def test_without_broadcast_buffers_every_rank_keeps_its_own(ranks):
-    (first, *own_1), (second, *own_2) = ranks(2, train_with_buffers, False)
-    assert all(before == after for before, after in (own_1, own_2))  # an evaluation shares none
-    assert first[0] == second[0]
-    assert first[1] != second[1]
-    assert first[2] != second[2]
-
-
-@training.with_group
-def buffers_as_ddp_has_them():
-    ours, theirs = Normalised(seed=0), Normalised(seed=0)
-    for model in (ours, theirs):
-        model.frozen.requires_grad_(False)
-    ours.with_bagua([], GradientAllReduceAlgorithm())
-    ddp = nn.parallel.DistributedDataParallel(theirs)
-    for step in range(3):
-        for model in (ours, ddp):
-            training.squared_error(model, training.batch(step, dist.get_rank())).backward()
-    return training.bits(ours.buffers()) == training.bits(theirs.buffers())
-
-
-def test_buffers_have_the_bits_that_they_have_under_ddp(ranks):
-    assert ranks(3, buffers_as_ddp_has_them) == [True] * 3
-
-
 def stepped_adam(model, lr):
     optimizer = torch.optim.Adam(model.parameters(), lr=lr, betas=(0.5 + lr, 0.9), amsgrad=True)
     training.train(model, optimizer, [training.batch(step, 0) for step in range(2)])
