@@ -10,7 +10,6 @@ Every arm trains for the same steps, from the same weights, on the same batches.
 """
 
 import argparse
-import contextlib
 import json
 import math
 import sysconfig
@@ -25,7 +24,6 @@ from bagua.torch_api.algorithms import (
     DiLoCoAlgorithm,
     GradientAllReduceAlgorithm,
     OuterSGD,
-    SparseLoCoAlgorithm,
 )
 from common import machine, write_results
 from rank_processes import figures_of
@@ -49,7 +47,6 @@ def arms(interval):
         "DiLoCo, 2 bits without error feedback": DiLoCoAlgorithm(
             OUTER, interval, codec="bit2_block", error_feedback=False
         ),
-        "SparseLoCo": SparseLoCoAlgorithm(interval=interval),
         "DiLoCo, 2 fragments, overlap": DiLoCoAlgorithm(
             OUTER,
             interval,
@@ -105,9 +102,8 @@ def loss_of(model, data, offsets):
 
 def validation(model, held_out):
     """The loss of the anchor, or of weights that all ranks share, on all of the held-out bytes."""
-    anchor = getattr(model.bagua_algorithm, "anchor", contextlib.nullcontext)
     offsets = torch.arange(0, len(held_out) - CONTEXT - 1, CONTEXT)
-    with anchor(), torch.no_grad():
+    with model.bagua_algorithm.anchor(), torch.no_grad():
         losses = [loss_of(model, held_out, part) for part in offsets.split(256)]
     return torch.stack(losses).mean().item()
 
@@ -139,7 +135,7 @@ def train(algorithm, steps):
         schedule.step()
         if step == steps // 2:
             curve[step] = round(validation(model, held_out), 4)
-    if isinstance(algorithm, (DiLoCoAlgorithm, SparseLoCoAlgorithm)):
+    if isinstance(algorithm, DiLoCoAlgorithm):
         model.bagua_algorithm.sync()
     curve[steps] = round(validation(model, held_out), 4)
     return {

@@ -32,7 +32,6 @@ WAYS = {
         "diloco",
         {"interval": INTERVAL, "overlap_steps": 10, **IN_4_BITS},
     ),
-    "sparse_loco": ("sparse_loco", {"interval": INTERVAL}),
 }
 EVERY_STEP = ("ddp", "bytegrad int4_block, error feedback")
 

@@ -65,7 +65,6 @@ ARMS = {
     "diloco (0.7, 0.8) int4_block, error feedback": registered(
         "diloco", outer_optimizer=OuterSGD(0.7, 0.8), interval=INTERVAL, **IN_4_BITS
     ),
-    "sparse_loco": registered("sparse_loco", interval=INTERVAL),
 }
 #: What curves.py has not: `auto` chooses by the network, which losses over steps do not have.
 OF_A_NETWORK = {"auto": registered("auto")}

@@ -28,7 +28,7 @@ from support import every_algorithm
 RUNNERS = {"processes": processes.run, "threads": threads.run}
 #: By form its faults and its algorithms.
 GRID = {
-    "processes": (cases.PROCESS_FAULTS, every_algorithm.on_test_device()),
+    "processes": (cases.PROCESS_FAULTS, list(every_algorithm.ALGORITHMS)),
     "threads": (cases.THREAD_FAULTS, cases.THREAD_OPERATIONS),
 }
 KINDS = [

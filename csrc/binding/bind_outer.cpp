@@ -1,37 +1,13 @@
-// Local training: the outer step, what weights and anchor exchange, and chunked sparse means.
-#include <utility>
-
-#include <ATen/ops/empty.h>
+// Local training: the outer step, and what weights and anchor exchange.
 #include <pybind11/stl.h>
 
-#include "base/check.h"
 #include "binding/bindings.h"
 #include "op/outer/anchored_weights.h"
-#include "op/outer/chunked_sparse.h"
 #include "op/outer/outer_step.h"
 
 namespace bagua {
 
 namespace py = pybind11;
-
-namespace {
-
-at::Tensor take_chunks(at::Tensor x, int64_t k) {
-  BAGUA_CHECK_ARG(x.is_cpu() && x.dim() == 1 && x.is_contiguous() && x.scalar_type() == at::kFloat,
-                  "x must be contiguous float32 of one dimension on the CPU, not ", x.toString(),
-                  x.sizes(), ".");
-  const ChunkedMessage layout(x.numel(), k);
-  at::Tensor message = at::empty({layout.bytes()}, at::TensorOptions(at::kByte));
-  auto* const bytes = static_cast<std::byte*>(message.data_ptr());
-  const py::gil_scoped_release no_gil;
-  for (int64_t chunk = 0; chunk < layout.chunks(); ++chunk) {
-    layout.take(chunk, x.mutable_data_ptr<float>(), bytes);
-  }
-  layout.write_padding(bytes);
-  return message.narrow(0, kFrameBytes, layout.bytes() - kFrameBytes);
-}
-
-}  // namespace
 
 void bind_outer(py::module_& m) {
   m.def(
@@ -60,26 +36,6 @@ void bind_outer(py::module_& m) {
         merge_anchors(weights, anchors, launched);
       },
       py::arg("weights"), py::arg("anchors"), py::arg("launched"), ReleaseGil());
-
-  using Comm = std::shared_ptr<Communicator>;
-  using Memory = std::shared_ptr<RoundMemory>;
-  py::class_<ChunkedSparse, BucketOp, std::shared_ptr<ChunkedSparse>>(m, "ChunkedSparse")
-      .def(py::init([](Comm communicator, std::shared_ptr<Scratch> scratch, int64_t k, double decay,
-                       int64_t numel, Memory memory, bool checksum) {
-             const ChunkedSparseRule rule{.k = k, .decay = decay, .numel = numel};
-             return std::make_shared<ChunkedSparse>(std::move(communicator), std::move(scratch),
-                                                    rule, std::move(memory), checksum_if(checksum));
-           }),
-           py::arg("communicator"), py::arg("scratch"), py::kw_only(), py::arg("k"),
-           py::arg("decay"), py::arg("numel"), py::arg("memory"), py::arg("checksum") = false);
-  m.attr("SPARSE_CHUNK_NUMEL") = kSparseChunkNumel;
-  m.def(
-      "chunked_message_bytes",
-      [](int64_t numel, int64_t k) { return ChunkedMessage(numel, k).bytes(); }, py::arg("numel"),
-      py::arg("k"), "Bytes of the message that ChunkedSparse sends to every other rank.");
-  m.def("take_chunks", &take_chunks, py::arg("x"), py::arg("k"),
-        "The payload (uint8) of that message for x, float32 of one dimension on the CPU, which\n"
-        "becomes what the message loses: docs/wire-format.md.");
 }
 
 }  // namespace bagua

@@ -1,8 +1,7 @@
 // The loops over the elements of one chunk, for any element type and format.
 //
 // They are written for the compiler's vectoriser: no branches inside, no calls that are not
-// inlined. Included by chunk_codec_cpu.cpp and value_blocks.cpp only, which compile them once per
-// instruction set.
+// inlined. Included by chunk_codec_cpu.cpp only, which compiles them once per instruction set.
 #pragma once
 
 #include <algorithm>

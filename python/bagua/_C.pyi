@@ -16,14 +16,10 @@ from bagua._C_dynamic import GradientBucket as GradientBucket
 from bagua._C_dynamic import Posted as Posted
 from bagua._C_nccl import NcclCommunicator as NcclCommunicator
 from bagua._C_nccl import NcclLibrary as NcclLibrary
-from bagua._C_outer import SPARSE_CHUNK_NUMEL as SPARSE_CHUNK_NUMEL
-from bagua._C_outer import ChunkedSparse as ChunkedSparse
-from bagua._C_outer import chunked_message_bytes as chunked_message_bytes
 from bagua._C_outer import inner_product as inner_product
 from bagua._C_outer import merge_anchors as merge_anchors
 from bagua._C_outer import outer_step as outer_step
 from bagua._C_outer import take_anchors as take_anchors
-from bagua._C_outer import take_chunks as take_chunks
 from bagua._C_outer import take_deltas as take_deltas
 from bagua._C_periodic import ManualClock as ManualClock
 from bagua._C_periodic import PeriodicLane as PeriodicLane

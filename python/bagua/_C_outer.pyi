@@ -2,10 +2,6 @@
 
 import torch
 
-from bagua._C import BucketOp, Communicator, RoundMemory, Scratch
-
-SPARSE_CHUNK_NUMEL: int
-
 def outer_step(
     anchors: list[torch.Tensor],
     momenta: list[torch.Tensor],
@@ -28,18 +24,3 @@ def merge_anchors(
     anchors: list[torch.Tensor],
     launched: list[torch.Tensor],
 ) -> None: ...
-def chunked_message_bytes(numel: int, k: int) -> int: ...
-def take_chunks(x: torch.Tensor, k: int) -> torch.Tensor: ...
-
-class ChunkedSparse(BucketOp):
-    def __init__(
-        self,
-        communicator: Communicator,
-        scratch: Scratch,
-        *,
-        k: int,
-        decay: float,
-        numel: int,
-        memory: RoundMemory,
-        checksum: bool = False,
-    ) -> None: ...

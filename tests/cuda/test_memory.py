@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from support import training
 from support.devices import each_device
-from support.every_algorithm import ON_DEVICES, wrapped
+from support.every_algorithm import ALGORITHMS, wrapped
 
 WARM_UP, STEPS = 10, 50
 #: Steps after which `auto` has chosen: the residuals of the candidate at work are memory, too.
@@ -56,7 +56,7 @@ def measure(name):
 
 
 @each_device
-@pytest.mark.parametrize("name", ON_DEVICES)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_steps_and_models_leave_no_memory_behind(ranks, name, device):
     for start, before, after, end in ranks(2, measure, name, env=training.on_device(device)):
         assert before > start

@@ -106,7 +106,7 @@ def draw(form, seed, fault=None, algorithm=None):
     chance = random.Random(f"{form} {seed}")
     faults = PROCESS_FAULTS if form == "processes" else THREAD_FAULTS
     algorithms = (
-        every_algorithm.on_test_device() if form == "processes" else list(THREAD_OPERATIONS)
+        list(every_algorithm.ALGORITHMS) if form == "processes" else list(THREAD_OPERATIONS)
     )
     drawn_fault = chance.choice([name for name in faults if name != "none"])
     fault = fault or drawn_fault

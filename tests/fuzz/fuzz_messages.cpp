@@ -7,7 +7,6 @@
 #include <ATen/ops/zeros.h>
 
 #include "base/check.h"
-#include "chunked_message.h"
 #include "codec/factory.h"
 #include "engine/agreement.h"
 #include "health/failure_board.h"
@@ -282,8 +281,6 @@ constexpr Target kTargets[] = {
     {"compressed_op", compressed_op, compressed_ops},
     {"sparse_op", sparse_op, sparse_ops},
     {"rows_op", rows_op, rows_ops},
-    {"chunked_message", chunked_message, chunked_messages},
-    {"chunked_op", chunked_op, chunked_ops},
     {"shared_ring", shared_ring, shared_rings},
 };
 

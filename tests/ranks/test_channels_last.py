@@ -18,7 +18,7 @@ ELEMENTWISE = [
     "bytegrad-bf16",
     "decentralized-all",
     "decentralized-shift-one",
-    *(name for name in every_algorithm.LOCAL if name != "sparse_loco"),
+    *every_algorithm.LOCAL,
     "qadam",
 ]
 #: Blocks of codes: their ranges depend on it.
@@ -27,7 +27,6 @@ BLOCKWISE = [
     "bytegrad-minmax",
     "bytegrad-feedback",
     "low_precision_decentralized",
-    "sparse_loco",
 ]
 WITH_RESIDUALS = ["power_sgd", "sparse", "random_sparse"]
 

@@ -41,7 +41,6 @@ ALGORITHMS = {
     "sparse": ("sparse", {"ratio": 0.1, "warmup_steps": WARM_UP}),
     "random-sparse": ("sparse", {"ratio": 0.1, "random_sparse": True, "warmup_steps": WARM_UP}),
     "diloco-in-flight": ("diloco", {"interval": 4, "overlap_steps": 2}),
-    "sparse-loco-in-flight": ("sparse_loco", {"interval": 4, "overlap_steps": 2}),
     "async-in-its-warm-up": ("async", {"warmup_steps": 100}),
 }
 

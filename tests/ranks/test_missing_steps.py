@@ -28,7 +28,7 @@ def train_with_another_optimizer(name):
     return STEPS, ""
 
 
-DEPENDENT = ["diloco", "diloco-streaming", "sparse_loco", *every_algorithm.PEERS]
+DEPENDENT = ["diloco", "diloco-streaming", *every_algorithm.PEERS]
 
 
 @pytest.mark.parametrize("name", DEPENDENT)

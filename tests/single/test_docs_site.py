@@ -53,7 +53,7 @@ def test_every_algorithm_is_in_the_reference_and_in_the_table_of_choices():
     names = ("api.md", "algorithms.md", "which-algorithm.md")
     pages = [(REPOSITORY / "docs" / name).read_text() for name in names]
     registered = GlobalAlgorithmRegistry.items()
-    assert len(registered) > 10
+    assert len(registered) >= 10
     for name, entry in registered:
         assert all(entry["algorithm"].__name__ in page for page in pages), name
         assert (REPOSITORY / f"docs/algorithms/{name}.md").exists(), name

@@ -7,7 +7,7 @@ Rank r minimises |x - t_r|² / 2, so that its gradient is x - t_r and all togeth
 import pytest
 import torch
 from bagua import _C
-from oracle import chunked_sparse, decentralized, sparse
+from oracle import decentralized, sparse
 from oracle.compressed_all_reduce import compressed_all_reduce, parts, with_residuals
 from oracle.low_precision_decentralized import Ring
 from support.threads.low_rank_ranks import Rank
@@ -77,15 +77,6 @@ def zeros(sizes):
     return [torch.zeros(size) for size in sizes]
 
 
-def chunks(comm):
-    memory = _C.RoundMemory([torch.zeros(NUMEL), torch.zeros(1, dtype=torch.int64)], outcome())
-    return _C.ChunkedSparse(comm, _C.Scratch(), k=256, decay=0.95, numel=NUMEL, memory=memory)
-
-
-def outcome():
-    return _C.RoundOutcome()
-
-
 def draws():
     """An oracle of random elements."""
     done = [0]
@@ -126,13 +117,6 @@ EQUAL = {
     "random": (
         lambda comm: make_sparse(comm, "random", NUMEL, K, memory_of(NUMEL, torch.float32)),
         lambda: Remembered(draws(), zeros(EVERYONE)),
-    ),
-    "chunks": (
-        chunks,
-        lambda: Remembered(
-            lambda gradients, errors: chunked_sparse.mean(gradients, errors, 256, 0.95),
-            zeros(EVERYONE),
-        ),
     ),
 }
 

@@ -20,7 +20,6 @@ ALGORITHMS = {
     "low_precision_decentralized": ("low_precision_decentralized", {"hierarchical": False}),
     "diloco": ("diloco", {"interval": 3}),
     "diloco-streaming": ("diloco", {"interval": 4, "overlap_steps": 2}),
-    "sparse_loco": ("sparse_loco", {"interval": 3}),
     "qadam": ("qadam", {"hierarchical": False}),
     "power_sgd": ("power_sgd", {"rank": 2, "min_compression_rate": 1.0, "warmup_steps": 0}),
     "sparse": ("sparse", {"ratio": 0.1}),
@@ -30,19 +29,10 @@ ALGORITHMS = {
 }
 #: Those whose results do not depend on time.
 SYNCHRONOUS = [name for name in ALGORITHMS if name not in ("async", "auto")]
-#: Those that train models on a device.
-ON_DEVICES = [name for name in ALGORITHMS if name != "sparse_loco"]
-
-
-def on_test_device():
-    """Those that train where `training.device()` is."""
-    return list(ALGORITHMS) if training.device_type() == "cpu" else ON_DEVICES
-
-
 #: Those that average weights with peers while forward and backward run.
 PEERS = ["decentralized-all", "decentralized-shift-one", "low_precision_decentralized"]
 #: Those whose ranks train by themselves between rounds.
-LOCAL = ["diloco", "diloco-streaming", "sparse_loco"]
+LOCAL = ["diloco", "diloco-streaming"]
 #: Those whose ranks hold weights of their own.
 OWN_WEIGHTS = [*PEERS, *LOCAL]
 

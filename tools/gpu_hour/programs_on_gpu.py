@@ -25,7 +25,7 @@ from bagua import _C
 from ranks.test_groups_and_nodes import environment_of_nodes
 from support import training
 from support.devices import hosts_that_share_a_gpu
-from support.every_algorithm import ON_DEVICES, SYNCHRONOUS, made, wrapped
+from support.every_algorithm import ALGORITHMS, SYNCHRONOUS, made, wrapped
 from support.processes.pool import Pool, new_store, torchrun_environment
 from support.threads.low_rank_ranks import Rank
 from support.threads.sparse_ranks import make, memory_of
@@ -109,7 +109,7 @@ def train_alone(name):
 def smoke():
     attempt("a tensor", lambda: torch.zeros(1, device=DEVICE).add_(1).item())
     attempt("codecs", match_codecs)
-    for name in few(ON_DEVICES):
+    for name in few(list(ALGORITHMS)):
         attempt(f"alone: {name}", train_alone, name)
 
 
@@ -153,7 +153,7 @@ def two():
     attempt("two ranks: async", on_hosts, 2, test_algorithms.average_asynchronously)
     for name in few(first[:2]):
         attempt(f"two ranks, two lanes: {name}", train_two, name, test_algorithms.TWO_LANES)
-    for name in [] if DRY else [n for n in SYNCHRONOUS if n in ON_DEVICES and n not in first]:
+    for name in [] if DRY else [n for n in SYNCHRONOUS if n not in first]:
         attempt(f"two ranks: {name}", train_two, name, test_algorithms.ONE_BUCKET)
 
 

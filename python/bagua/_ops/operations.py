@@ -30,7 +30,6 @@ __all__ = [
     "all_reduce_rows",
     "average_weights",
     "check_peer_selection_mode",
-    "chunked_sparse",
     "codec_named",
     "codec_of_scatter_gather",
     "comm_hook",
@@ -367,34 +366,6 @@ def sparse(
         page=page,
         approximates="mean",
     )
-
-
-def chunked_sparse(
-    bucket: BaguaBucket,
-    k: int,
-    decay: float,
-    outcome: _C.RoundOutcome,
-    group: BaguaProcessGroup | None = None,
-) -> Operation:
-    """Mean of the ``k`` largest of each 4096 elements, in two bits; zeros elsewhere.
-
-    ``decay``: of the residual, from one round to the next.
-    """
-    page = Page(bucket.backend_tensor, bucket.named_views(), outcome)
-
-    def make(lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
-        return _C.ChunkedSparse(
-            lane.communicator(group),
-            lane.scratch,
-            k=k,
-            decay=decay,
-            numel=bucket.backend_tensor.numel() - _padding(bucket),
-            memory=page.memory,
-            checksum=environment.get_checksum(),
-        )
-
-    arguments = {"k": k, "of": _C.SPARSE_CHUNK_NUMEL, "decay": decay}
-    return Operation(name="ChunkedSparse", arguments=arguments, make=make, group=group, page=page)
 
 
 # Weights with peers.

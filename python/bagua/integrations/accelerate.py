@@ -155,8 +155,8 @@ def use(accelerator: accelerate.Accelerator, algorithm: str | Algorithm) -> Hook
     where the algorithm reduces gradients only. With any other there is no
     ``DistributedDataParallel``: ``prepare`` gives the model and its optimizers, in one call, to
     ``with_bagua``. ``accelerator.save_state`` and ``load_state`` include what the algorithm
-    remembers; weights that differ between ranks are saved by each rank, and of ``diloco`` and
-    ``sparse_loco`` the anchor is what ``save_state``, ``save_model`` and ``get_state_dict`` show.
+    remembers; weights that differ between ranks are saved by each rank, and of ``diloco`` the
+    anchor is what ``save_state``, ``save_model`` and ``get_state_dict`` show.
 
     Args:
         algorithm: a registered name, or an object of ``bagua.torch_api.algorithms``.

@@ -40,8 +40,8 @@ def use(trainer: transformers.Trainer, algorithm: str | Algorithm) -> Hooks:
     raises RuntimeError where the trainer has left the module of several ranks without a hook.
 
     With an algorithm that does more than reduce gradients the model is given to ``with_bagua``,
-    without ``DistributedDataParallel``. With ``diloco`` and ``sparse_loco`` ``train`` evaluates and
-    saves the anchor, and ends with an outer round, so that all ranks end with the same weights.
+    without ``DistributedDataParallel``. With ``diloco`` ``train`` evaluates and saves the
+    anchor, and ends with an outer round, so that all ranks end with the same weights.
 
     Args:
         algorithm: a registered name, or an object of ``bagua.torch_api.algorithms``.

@@ -429,7 +429,7 @@ class _FabricMethods:
     def anchor(self) -> Iterator[None]:
         """A context in which modules have the weights that the ranks share, to evaluate them.
 
-        That is the anchor of ``diloco`` and ``sparse_loco``. With other algorithms weights are as
+        That is the anchor of ``diloco``. With other algorithms weights are as
         training has left them. It does not communicate.
         """
         with ExitStack() as stack:

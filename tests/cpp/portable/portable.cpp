@@ -9,7 +9,6 @@
 #include "base/mixed_bits.h"
 #include "codec/factory.h"
 #include "codec/index_code.h"
-#include "codec/value_blocks.h"
 #include "math/checksum.h"
 #include "math/finite.h"
 #include "math/random_order.h"
@@ -121,7 +120,7 @@ void codecs() {
 }
 
 void sparse() {
-  Sum chosen, indices, values, places, finite;
+  Sum chosen, indices, places, finite;
   for (const int64_t n : {64, 1000, 70000}) {
     for (const int64_t k : {int64_t{1}, n / 20 + 1, n / 2}) {
       auto x = numbers<float>(n + k, n, 1.0f);
@@ -136,15 +135,6 @@ void sparse() {
       unpack_indices(packed.data(), k, n, read.data());
       indices.put(packed);
       indices.put(read);
-      const auto sent = numbers<float>(n * k, k, 1e-3f);
-      std::vector<std::byte> headers(value_headers_bytes(k));
-      std::vector<uint8_t> codes(value_codes_bytes(k));
-      std::vector<float> back(k);
-      encode_values(sent.data(), k, headers.data(), codes.data());
-      decode_values(headers.data(), codes.data(), k, back.data());
-      values.put(headers);
-      values.put(codes);
-      values.put(back);
       const RandomOrder order(n, 5, static_cast<uint64_t>(k));
       std::vector<int64_t> drawn;
       for (int64_t place = 0; place < k; ++place) drawn.push_back(order.at(place));
@@ -156,7 +146,6 @@ void sparse() {
   }
   print("top_k", "indices", chosen);
   print("index code", "bytes", indices);
-  print("value blocks", "bytes", values);
   print("random order", "places", places);
   print("finite", "answers", finite);
 }

@@ -36,7 +36,6 @@ from bagua.torch_api.algorithms.gradient_allreduce import (
 from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithm
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
 from bagua.torch_api.algorithms.sparse import SparseAlgorithm
-from bagua.torch_api.algorithms.sparse_loco import SparseLoCoAlgorithm
 
 __all__ = [
     "Algorithm",
@@ -56,7 +55,6 @@ __all__ = [
     "QAdamAlgorithm",
     "QAdamOptimizer",
     "SparseAlgorithm",
-    "SparseLoCoAlgorithm",
     "Traits",
     "async_model_average",
     "auto",
@@ -88,9 +86,6 @@ GlobalAlgorithmRegistry.register(
 )
 GlobalAlgorithmRegistry.register(
     "diloco", DiLoCoAlgorithm, "local steps, joined by an outer optimizer every so many"
-)
-GlobalAlgorithmRegistry.register(
-    "sparse_loco", SparseLoCoAlgorithm, "local steps, of which the largest are sent in two bits"
 )
 GlobalAlgorithmRegistry.register(
     "qadam", QAdamAlgorithm, "Adam with 8-bit momentum after a warm-up of exact gradients"

@@ -50,6 +50,7 @@ _ERROR_RANKS = "error_ranks"
 
 _log = logging.getLogger("bagua")
 
+_OWNER = "DiLoCoAlgorithm"  # in errors
 #: Outer momentum that costs accuracy over Muon: on text 0.8 costs 0.05 where 0.6 costs 0.01.
 _MUCH_FOR_MUON = 0.8
 
@@ -131,7 +132,7 @@ class DiLoCoAlgorithm(Algorithm):
         if (number := number_of(fragments)) is not None:
             Schedule(interval, number, overlap_steps)
         self.outer_optimizer = outer_optimizer or GrowingMomentum()
-        self._optimizer_described = describe(self.outer_optimizer, "DiLoCoAlgorithm")
+        self._optimizer_described = describe(self.outer_optimizer, _OWNER)
         self.interval = interval
         self.fragments = fragments
         self.overlap_steps = overlap_steps
@@ -143,7 +144,7 @@ class DiLoCoAlgorithm(Algorithm):
         self.elastic = _elastic_of(elastic)
 
     def describe(self) -> str:
-        fragments = fragments_described(self.fragments)
+        fragments = _fragments_described(self.fragments)
         shown = f"fragments={fragments} {self.elastic} {self._optimizer_described}"
         return f"{super().describe()} {shown}"
 
@@ -174,13 +175,8 @@ def _elastic_of(elastic: Elastic | bool) -> Elastic | None:
 
 
 class DiLoCoAlgorithmImpl(WarmUpImpl):
-    """Implementation of :class:`DiLoCoAlgorithm`: ``model.bagua_algorithm``.
+    """Implementation of :class:`DiLoCoAlgorithm`: ``model.bagua_algorithm``."""
 
-    Attributes:
-        owner: the algorithm's name in errors.
-    """
-
-    owner = "DiLoCoAlgorithm"
     traits = Traits(
         ranks_agree=False,
         steps_on_gradients=False,
@@ -206,7 +202,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         self._commits: list[Commit] = []  # by fragment
         self._pages: list[Page] = []  # residuals of the present buckets
         self.ledger = Ledger(
-            self.owner,
+            _OWNER,
             lambda: process_group.connections,
             counters=[self.counter],
             hierarchical=arguments.hierarchical,
@@ -220,7 +216,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         name = bagua_ddp.bagua_module_name
         if not bagua_ddp.bagua_optimizers:
             raise ValueError(
-                f"module '{name}': {self.owner} counts the steps of the "
+                f"module '{name}': {_OWNER} counts the steps of the "
                 "optimizers given to with_bagua: give it the one that trains the module"
             )
         self._session = weakref.ref(bagua_ddp)
@@ -267,7 +263,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
     def later_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         part = self._part_of(bucket.tensors[0])
         if part is not None:
-            operation = self.mean(bucket, self._commits[part].outcome)
+            operation = self._mean(bucket, self._commits[part].outcome)
             self._pages += [] if operation.page is None else [operation.page]
             bucket.append_operation(operation)
             return
@@ -277,7 +273,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
             group=self.process_group,
         )
 
-    def mean(self, bucket: BaguaBucket, outcome: _C.RoundOutcome) -> Operation:
+    def _mean(self, bucket: BaguaBucket, outcome: _C.RoundOutcome) -> Operation:
         """The operation that averages pseudo-gradients.
 
         Its residuals, if it has any, change with the ``outcome`` of a fragment's round.
@@ -478,8 +474,8 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         Raises:
             ValueError: the state is of another algorithm, model or schedule; names the entry.
         """
-        check_state(state, self.owner)
-        warmed_up = saved_count(state, "warmed_up", self.owner)
+        check_state(state, _OWNER)
+        warmed_up = saved_count(state, "warmed_up", _OWNER)
         if self.warming_up == (warmed_up >= self.warmup_steps):
             self.ledger.counters[self.counter] = warmed_up
             self._wrapped().rebuild()
@@ -489,16 +485,16 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
 
     def _restore(self, loop: OuterLoop, state: dict[str, Any]) -> None:
         """Load all of a state, or raise ValueError and change nothing."""
-        counters = {key: saved_count(state, key, self.owner) for key in loop.state.counters}
+        counters = {key: saved_count(state, key, _OWNER) for key in loop.state.counters}
         self._check(counters)
-        same_ranks = saved_count(state, "ranks", self.owner) == self.process_group.size
+        same_ranks = saved_count(state, "ranks", _OWNER) == self.process_group.size
         state, same_shards = self._shards().loaded(state)
         fragments = [fragment.loaded(state) for fragment in loop.state.fragments]
         views = loop.named_means()
         digest = None
         if same_ranks and same_shards:
             if self._own("weights") in state:
-                digest = saved_count(state, self._own("weights"), self.owner)
+                digest = saved_count(state, self._own("weights"), _OWNER)
             views |= {self._own(key): view for key, view in loop.named_own_state().items()}
         saved = [(view, saved_tensor(state, key, view, REMEDY)) for key, view in views.items()]
         self._restore_residuals(state, same_ranks, same_shards)
@@ -528,19 +524,19 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
     def _check(self, counters: dict[str, int]) -> None:
         if counters["steps"] >= self._schedule.interval:
             raise ValueError(
-                f"{self.owner}: saved after {counters['steps']} steps of an interval, which has "
+                f"{_OWNER}: saved after {counters['steps']} steps of an interval, which has "
                 f"only {self._schedule.interval} now. Give the interval that it was saved with, or "
                 "save after sync()."
             )
         if counters["in_flight"] > self._schedule.fragments:
             raise ValueError(
-                f"{self.owner}: saved with fragment {counters['in_flight']} in flight, there are "
+                f"{_OWNER}: saved with fragment {counters['in_flight']} in flight, there are "
                 f"only {self._schedule.fragments} now. Give the fragments that it was saved with."
             )
 
     def _shards(self) -> Shards:
         group = self.process_group
-        return Shards(self.owner, self._wrapped().bagua_build_params(), group.rank, group.size)
+        return Shards(_OWNER, self._wrapped().bagua_build_params(), group.rank, group.size)
 
     def _own(self, key: str) -> str:
         return f"rank{self.process_group.rank}/{key}"
@@ -548,7 +544,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
     def _wrapped(self) -> Session:
         session = None if self._session is None else self._session()
         if session is None:
-            raise BaguaError(f"{self.owner}: its module has been deleted")
+            raise BaguaError(f"{_OWNER}: its module has been deleted")
         return session
 
 
@@ -599,7 +595,7 @@ def check_fragments(fragments: Fragments) -> None:
             raise TypeError(f"fragments: {names!r} is no list of module names")
 
 
-def fragments_described(fragments: Fragments) -> str:
+def _fragments_described(fragments: Fragments) -> str:
     """One line, equal on all ranks where they are given the same."""
     if callable(fragments):
         return getattr(fragments, "__qualname__", type(fragments).__name__)
