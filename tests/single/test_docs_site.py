@@ -125,7 +125,7 @@ def test_calls_in_tables_may_break_behind_brackets(hooks):
 def test_pages_of_the_guide_are_short():
     for page in pages():
         lines = len(page.read_text().splitlines())
-        assert lines <= (120 if page.name == "README.md" else MOST_LINES.get(page.name, 150)), page
+        assert lines <= (130 if page.name == "README.md" else MOST_LINES.get(page.name, 150)), page
 
 
 def test_pictures_have_words_and_are_drawings():
