@@ -5,7 +5,6 @@
 
 #include "base/check.h"
 #include "binding/bindings.h"
-#include "codec/codec.h"
 #include "codec/index_code.h"
 #include "math/random_order.h"
 #include "math/top_k.h"
@@ -122,15 +121,13 @@ void bind_sparse(py::module_& m) {
   using Memory = std::shared_ptr<RoundMemory>;
   py::class_<Sparse, BucketOp, std::shared_ptr<Sparse>>(m, "Sparse")
       .def(py::init([](Comm communicator, std::shared_ptr<Scratch> scratch, int64_t numel,
-                       int64_t k, Memory memory, std::shared_ptr<Codec> codec, bool checksum) {
-             const Sparse::Options options{
-                 .checksum = checksum_if(checksum), .values = std::move(codec), .device = {}};
+                       int64_t k, Memory memory, bool checksum) {
+             const Sparse::Options options{.checksum = checksum_if(checksum), .device = {}};
              return std::make_shared<Sparse>(std::move(communicator), std::move(scratch), numel, k,
                                              std::move(memory), options);
            }),
            py::arg("communicator"), py::arg("scratch"), py::arg("numel"), py::arg("k"),
-           py::arg("memory"), py::arg("codec") = nullptr, py::kw_only(),
-           py::arg("checksum") = false);
+           py::arg("memory"), py::kw_only(), py::arg("checksum") = false);
   py::class_<RandomSparse, BucketOp, std::shared_ptr<RandomSparse>>(m, "RandomSparse")
       .def(py::init<Comm, std::shared_ptr<Scratch>, int64_t, int64_t, uint64_t, Memory>(),
            py::arg("communicator"), py::arg("scratch"), py::arg("numel"), py::arg("k"),
@@ -141,11 +138,11 @@ void bind_sparse(py::module_& m) {
            py::arg("scratch"), py::arg("numel"), py::arg("memory"));
   m.def(
       "sparse_message_bytes",
-      [](int64_t numel, int64_t k, at::ScalarType values, const Codec* codec) {
+      [](int64_t numel, int64_t k, at::ScalarType values) {
         check_counts(k, numel);
-        return SparseMessage(numel, k, values, codec).bytes();
+        return SparseMessage(numel, k, values).bytes();
       },
-      py::arg("numel"), py::arg("k"), py::arg("values"), py::arg("codec") = nullptr,
+      py::arg("numel"), py::arg("k"), py::arg("values"),
       "Bytes of the message that Sparse sends to every other rank.");
 }
 

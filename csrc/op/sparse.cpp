@@ -24,7 +24,6 @@ Sparse::Sparse(std::shared_ptr<Communicator> communicator, std::shared_ptr<Scrat
       scratch_(std::move(scratch)),
       k_(k),
       feedback_("Sparse", numel, std::move(memory), scratch_),
-      values_(std::move(options.values)),
       codec_(std::move(options.device)) {
   BAGUA_CHECK_ARG(k <= numel && (k >= 1 || numel == 0), "Sparse: k = ", k,
                   " must be between 1 and the ", numel, " elements of the bucket.");
@@ -54,22 +53,21 @@ uint64_t Sparse::fingerprint(const SparseMessage& layout, const at::Tensor& m,
 // Steps 2 to 4 on the CPU.
 void Sparse::exchange(at::Tensor& m, at::Tensor& sum, const Round& round) {
   const int64_t ranks = exchange_.group().size;
-  const SparseMessage layout(feedback_.numel(), k_, m.scalar_type(), values_.get());
+  const SparseMessage layout(feedback_.numel(), k_, m.scalar_type());
   exchange_.begin(round, /*kernels=*/nullptr);
   at::Tensor message = scratch_->get(Scratch::kSend, layout.bytes(), at::kByte, at::kCPU);
   at::Tensor messages =
       scratch_->get(Scratch::kReceive, ranks * layout.bytes(), at::kByte, at::kCPU);
-  SparseMessage::Work work{scratch_->get(Scratch::kIndices, k_, at::kInt, at::kCPU), {}};
-  if (values_) work.values = scratch_->get(Scratch::kValues, k_, at::kFloat, at::kCPU);
+  at::Tensor indices = scratch_->get(Scratch::kIndices, k_, at::kInt, at::kCPU);
   // 2.
-  layout.take(m, message, work);
+  layout.take(m, message, indices);
   // 3.
   exchange_.all_gather(fingerprint(layout, m, round), message, messages, round);
   // 4.
   const at::Tensor rows = messages.view({ranks, layout.bytes()});
   for (int64_t rank = 0; rank < ranks; ++rank) {
     try {
-      layout.add(rows.select(0, rank), sum, work);
+      layout.add(rows.select(0, rank), sum, indices);
     } catch (const Error& error) {
       throw_corrupted(rank, error.what(), round);
     }
@@ -80,8 +78,6 @@ void Sparse::exchange(at::Tensor& m, at::Tensor& sum, const Round& round) {
 void Sparse::exchange_on_device(at::Tensor& m, at::Tensor& sum, const Round& round) {
   const int64_t ranks = exchange_.group().size;
   const at::Device device = m.device();
-  BAGUA_CHECK(!values_, "bucket '", round.bucket, "' is on ", device.str(),
-              ", where the values of sparse gradients travel without a codec: give no codec=.");
   const SparseMessage layout(feedback_.numel(), k_, m.scalar_type());
   const SparseShape& shape = layout.shape();
   if (!codec_) codec_ = make_cuda_sparse_codec();
@@ -119,8 +115,7 @@ void Sparse::check_earlier(const SparseMessage& layout, const Round& round) {
 std::string Sparse::describe() const {
   return concat("Sparse(", k_, " of ", feedback_.numel(), ", ranks ", exchange_.group().size,
                 feedback_.remembers() ? "" : ", no error feedback",
-                values_ ? concat(", ", values_->name()) : "", checksum_text(exchange_.checksum()),
-                ")");
+                checksum_text(exchange_.checksum()), ")");
 }
 
 }  // namespace bagua

@@ -16,7 +16,6 @@ namespace bagua {
 // Steps, with m and e as in ledger/error_feedback.h:
 //   1. m = g / s + e;
 //   2. c = the k elements of m of largest magnitude, exactly; e <- m - c;
-//      with a codec c is what its payload of them decodes to;
 //   3. all_gather of c, as values and indices;
 //   4. sum what all ranks sent, in order of ranks;
 //   5. g <- sum * s / P.
@@ -31,7 +30,6 @@ class Sparse final : public BucketOp {
   // `numel`: elements of the bucket; 1 <= k <= numel (0 if it is empty).
   struct Options {
     Checksum checksum = Checksum::kOff;
-    std::shared_ptr<const Codec> values{};        // null: they travel as they are; on the CPU only
     std::shared_ptr<const SparseCodec> device{};  // null: the CUDA kernels of this build
   };
   Sparse(std::shared_ptr<Communicator> communicator, std::shared_ptr<Scratch> scratch,
@@ -49,7 +47,6 @@ class Sparse final : public BucketOp {
   std::shared_ptr<Scratch> scratch_;
   int64_t k_;
   ErrorFeedback feedback_;
-  std::shared_ptr<const Codec> values_;
   std::shared_ptr<const SparseCodec> codec_;
   LateValues faults_;  // on a device: of the round before, by rank
 };

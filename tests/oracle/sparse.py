@@ -2,14 +2,12 @@
 
     p_r = g_r / s + e_r;  c_r = C(p_r);  e_r <- p_r - c_r;  g <- s / P * sum of c_r in rank order
 
-C keeps some elements as they are, or as a codec decodes what it encodes of them, in f32 and in
-their order, and makes the others zero.
+C keeps some elements as they are and makes the others zero.
 """
 
 import math
 
 import torch
-from oracle import codec as codecs
 
 
 def wide(dtype):
@@ -25,11 +23,11 @@ def largest(p, k):
     return mask
 
 
-def top_k(brought, errors, k, scale=1.0, codec=None):
+def top_k(brought, errors, k, scale=1.0):
     """The bucket that all ranks get, and every rank's new error."""
     kept = [g.to(wide(g.dtype)) / scale + e for g, e in zip(brought, errors, strict=True)]
     masks = [largest(p, k) for p in kept]
-    return _combine(brought, errors, kept, masks, scale, codec)
+    return _combine(brought, errors, kept, masks, scale)
 
 
 def random_k(brought, errors, elements, scale=1.0):
@@ -43,18 +41,9 @@ def random_k(brought, errors, elements, scale=1.0):
     return _combine(brought, errors, kept, [mask] * len(brought), scale)
 
 
-def sent(p, mask, codec):
-    result = torch.where(mask, p, 0.0)
-    if codec is not None:
-        values = p[mask].float()
-        payload = codecs.encode(codec, values)
-        result[mask] = codecs.decode(codec, payload, torch.float32, values.numel()).to(p.dtype)
-    return result
-
-
-def _combine(brought, errors, kept, masks, scale, codec=None):
+def _combine(brought, errors, kept, masks, scale):
     total = torch.zeros_like(kept[0])
-    parts = [sent(p, mask, codec) for p, mask in zip(kept, masks, strict=True)]
+    parts = [torch.where(mask, p, 0.0) for p, mask in zip(kept, masks, strict=True)]
     for part in parts:
         total += part
     result = (total / (len(brought) / scale)).to(brought[0].dtype)

@@ -42,7 +42,7 @@ def expected(kind, brought, errors, communications):
     k = max(1, round(ARGUMENTS[kind]["ratio"] * numel))
     dense = numel * brought[0].element_size()
     if kind != "random":
-        if ranks * _C.sparse_message_bytes(numel, k, wide, None) >= 2 * dense:
+        if ranks * _C.sparse_message_bytes(numel, k, wide) >= 2 * dense:
             return None
         return oracle.top_k(brought, errors, k)
     if (k + 1) * wide.itemsize >= dense:

@@ -5,7 +5,6 @@ import contextlib
 import pytest
 import torch
 from bagua import _C
-from bagua._core.compression.sparse_choice import sparse_mean
 from support.threads.sparse_ranks import make, memory_of
 from support.threads.thread_ranks import run_thread_ranks
 
@@ -19,24 +18,6 @@ def test_the_bytes_on_the_wire_are_as_computed():
     size = _C.sparse_message_bytes(10000, 100, torch.float32)
     assert size == 32 + 416 + 192  # a frame, 100 values, 100 indices of 14 bits
     assert run_thread_ranks(3, run) == [2 * size] * 3
-
-
-@pytest.mark.parametrize(
-    ("codec", "values"), [("int4_block", 32 + 64), ("bf16", 224), ("bit2_block", 32 + 32)]
-)
-def test_a_codec_makes_the_values_smaller(codec, values):
-    size = _C.sparse_message_bytes(10000, 100, torch.float32, _C.make_codec(codec))
-    assert size == 32 + values + 192
-
-
-def test_a_codec_of_values_is_refused_on_other_devices():
-    comm = _C.ThreadCommunicator(_C.ThreadHub(2, 1.0), 0)
-    flat = torch.empty(10000, device="meta")
-    memory = memory_of(10000, flat.dtype)
-    with pytest.raises(NotImplementedError, match=r"codec='bf16' .* these are on meta"):
-        sparse_mean(
-            comm, _C.Scratch(), flat, 100, memory, random_sparse=False, seed=0, codec="bf16"
-        )
 
 
 NUMEL, K = 1000, 20  # indices of 10 bits, packed

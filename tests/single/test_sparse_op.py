@@ -35,29 +35,6 @@ def test_every_round_has_the_bits_of_the_oracle(kind, numel, dtype, n):
             assert torch.equal(results[rank][step][1], errors[rank]), f"round {step}, rank {rank}"
 
 
-@per_ranks
-@per_dtype
-@pytest.mark.parametrize("codec", _C.codec_names())
-def test_values_through_a_codec_have_the_bits_of_the_oracle(codec, dtype, n):
-    rounds, k = bring(n, 5003, dtype), 300
-    results = run_rounds(n, "top-k", k, rounds, codec=codec)
-    expected = expected_rounds("top-k", k, rounds, codec=codec)
-    for step, (result, errors) in enumerate(expected):
-        assert_same_bits([seen[step][0] for seen in results])
-        assert torch.equal(results[0][step][0], result), f"round {step}"
-        for rank in range(n):
-            assert torch.equal(results[rank][step][1], errors[rank]), f"round {step}, rank {rank}"
-
-
-def test_what_a_codec_loses_of_the_values_stays_in_the_residual():
-    rounds = bring(3, 997, torch.float64, rounds=30)
-    results = run_rounds(3, "top-k", 300, rounds, codec="bit2_block")
-    brought = sum(sum(g) for g in rounds) / 3
-    sent = sum(flat for flat, _ in results[0])
-    owed = sum(seen[-1][1] for seen in results) / 3
-    torch.testing.assert_close(sent + owed, brought, rtol=1e-10, atol=1e-10)
-
-
 @per_kind
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**-4, 3.0])
 def test_memory_is_in_unscaled_units(kind, scale):

@@ -324,7 +324,6 @@ def sparse(
     random_sparse: bool = False,
     error_feedback: bool = True,
     seed: int = 0,
-    codec: str | None = None,
 ) -> Operation:
     """Mean of some elements of the bucket; zeros elsewhere.
 
@@ -337,11 +336,10 @@ def sparse(
         random_sparse: elements at random, instead of each rank's largest.
         error_feedback: add to the next round what this one does not send.
         seed: of ``random_sparse``, equal on all ranks.
-        codec: of the values that are sent; None: they travel as they are.
     """
     k = number_sent(bucket.backend_tensor.numel(), ratio)
     page = Page(bucket.backend_tensor, bucket.named_views(), outcome, error_feedback=error_feedback)
-    chosen = {"k": k, "random_sparse": random_sparse, "seed": seed, "codec": codec}
+    chosen = {"k": k, "random_sparse": random_sparse, "seed": seed}
 
     def selected(lane: Lane, bucket: BaguaBucket, members: Members) -> _C.BucketOp:
         return sparse_mean(
@@ -352,7 +350,6 @@ def sparse(
             page.memory,
             random_sparse=random_sparse,
             seed=seed,
-            codec=codec,
         )
 
     def make(lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:

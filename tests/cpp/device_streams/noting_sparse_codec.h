@@ -56,7 +56,7 @@ class NotingSparseCodec final : public SparseCodec {
 };
 
 inline Sparse::Options noting_sparse_options(Checksum checksum = Checksum::kOff) {
-  return {.checksum = checksum, .values = {}, .device = std::make_shared<NotingSparseCodec>()};
+  return {.checksum = checksum, .device = std::make_shared<NotingSparseCodec>()};
 }
 
 }  // namespace bagua::fake

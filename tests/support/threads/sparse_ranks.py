@@ -22,22 +22,21 @@ def memory_of(numel, dtype, outcome=None, remembers=True, device="cpu"):
     return _C.RoundMemory([error, torch.zeros(1, dtype=torch.int64)], outcome or _C.RoundOutcome())
 
 
-def make(comm, kind, numel, k, memory, seed=3, codec=None):
+def make(comm, kind, numel, k, memory, seed=3):
     if kind == "random":
         return _C.RandomSparse(comm, _C.Scratch(), numel, k, seed, memory)
     if kind == "exact":
         return _C.ErrorFeedbackAllReduce(comm, _C.Scratch(), numel, memory)
-    of_values = None if codec is None else _C.make_codec(codec)
-    return _C.Sparse(comm, _C.Scratch(), numel, k, memory, of_values)
+    return _C.Sparse(comm, _C.Scratch(), numel, k, memory)
 
 
-def run_rounds(n, kind, k, rounds, scale=1.0, remembers=True, codec=None):
+def run_rounds(n, kind, k, rounds, scale=1.0, remembers=True):
     """By rank: the bucket and the error after each round. `rounds`: by round, what ranks bring."""
     numel, dtype = rounds[0][0].numel(), rounds[0][0].dtype
 
     def run(comm):
         memory = memory_of(numel, dtype, remembers=remembers)
-        op = make(comm, kind, numel, k, memory, codec=codec)
+        op = make(comm, kind, numel, k, memory)
         seen = []
         for step, brought in enumerate(rounds):
             flat = brought[comm.rank].clone()
@@ -49,14 +48,14 @@ def run_rounds(n, kind, k, rounds, scale=1.0, remembers=True, codec=None):
     return run_thread_ranks(n, run)
 
 
-def expected_rounds(kind, k, rounds, scale=1.0, remembers=True, codec=None):
+def expected_rounds(kind, k, rounds, scale=1.0, remembers=True):
     n, numel, dtype = len(rounds[0]), rounds[0][0].numel(), rounds[0][0].dtype
     errors = [torch.zeros(numel, dtype=oracle.wide(dtype))] * n
     done = 0
     for brought in rounds:
         before = errors
         if kind == "top-k":
-            result, errors = oracle.top_k(brought, errors, k, scale, codec)
+            result, errors = oracle.top_k(brought, errors, k, scale)
         else:
             elements = oracle.elements_of_round(
                 lambda number: _C.random_order(numel, 3, number), numel, max(k, 1), done

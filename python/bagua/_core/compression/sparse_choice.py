@@ -7,25 +7,13 @@ import torch
 from bagua import _C
 from bagua._core.group import environment as env
 
-__all__ = ["check_codec", "check_ratio", "number_sent", "sparse_mean"]
+__all__ = ["check_ratio", "number_sent", "sparse_mean"]
 
 
 def check_ratio(ratio: float) -> None:
     """Raise ValueError for what is no part of a whole."""
     if not 0 < ratio <= 1:
         raise ValueError(f"ratio={ratio} must be above 0 and at most 1, the part of the elements")
-
-
-def check_codec(codec: str | None, random_sparse: bool) -> None:
-    """Raise ValueError for an unknown codec, and for one of elements drawn at random."""
-    if codec is None:
-        return
-    _C.make_codec(codec)
-    if random_sparse:
-        raise ValueError(
-            f"codec={codec!r} is for the largest elements: those drawn at random are summed on "
-            "their way. Leave out codec= or random_sparse=True"
-        )
 
 
 def number_sent(numel: int, ratio: float) -> int:
@@ -42,11 +30,8 @@ def sparse_mean(
     *,
     random_sparse: bool,
     seed: int,
-    codec: str | None = None,
 ) -> _C.BucketOp:
     """The mean of ``k`` elements of buckets like ``flat``, or the exact one where that costs less.
-
-    ``codec``: of the values that are sent; None: they travel as they are.
 
     With P members and S bytes of bucket a ring sends 2 (P - 1) / P * S. The largest elements cost
     P - 1 messages, random ones a ring of ``k + 1`` elements.
@@ -57,16 +42,9 @@ def sparse_mean(
     if random_sparse:
         pays = (k + 1) * values.itemsize < dense
     else:
-        of_values = None if codec is None else _C.make_codec(codec)
-        message = _C.sparse_message_bytes(numel, k, values, of_values)
-        pays = ranks * message < 2 * dense
+        pays = ranks * _C.sparse_message_bytes(numel, k, values) < 2 * dense
     if ranks == 1 or not pays:
         return _C.ErrorFeedbackAllReduce(members, scratch, numel, memory)
     if random_sparse:
         return _C.RandomSparse(members, scratch, numel, k, seed, memory)
-    if of_values is not None and flat.device.type != "cpu":
-        raise NotImplementedError(
-            f"codec={codec!r} of the values of sparse gradients is for gradients on the CPU, these "
-            f"are on {flat.device}: leave it out"
-        )
-    return _C.Sparse(members, scratch, numel, k, memory, of_values, checksum=env.get_checksum())
+    return _C.Sparse(members, scratch, numel, k, memory, checksum=env.get_checksum())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bagua._core.compression.exact_parameters import check_patterns
-from bagua._core.compression.sparse_choice import check_codec, check_ratio
+from bagua._core.compression.sparse_choice import check_ratio
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops import operations
 from bagua._ops.operations import Operation
@@ -41,9 +41,6 @@ class SparseAlgorithm(Algorithm):
         error_feedback: False: elements that are not sent are lost.
         warmup_steps: rounds that average exactly before the first sparse one.
         seed: of ``random_sparse``. Global random generators are not used.
-        codec: of the values that are sent, a name of ``bagua._C.codec_names()``; the residual keeps
-            what it loses of them. None: they travel as they are. On the CPU, and not with
-            ``random_sparse``.
         exact_parameters: names of parameters that are averaged exactly, or patterns of
             :mod:`fnmatch`.
 
@@ -52,9 +49,8 @@ class SparseAlgorithm(Algorithm):
 
     Raises:
         TypeError: ``exact_parameters`` is one string.
-        ValueError: an argument out of range, or an unknown codec; from ``with_bagua``: a pattern
-            that matches no parameter.
-        NotImplementedError: from ``with_bagua``: ``codec`` of gradients on another device.
+        ValueError: an argument out of range; from ``with_bagua``: a pattern that matches no
+            parameter.
 
     Example::
 
@@ -70,11 +66,9 @@ class SparseAlgorithm(Algorithm):
         error_feedback: bool = True,
         warmup_steps: int = 0,
         seed: int = 0,
-        codec: str | None = None,
         exact_parameters: Sequence[str] = (),
     ) -> None:
         check_ratio(ratio)
-        check_codec(codec, random_sparse)
         check_warmup(warmup_steps)
         self.ratio = ratio
         self.hierarchical = hierarchical
@@ -82,7 +76,6 @@ class SparseAlgorithm(Algorithm):
         self.error_feedback = error_feedback
         self.warmup_steps = warmup_steps
         self.seed = seed
-        self.codec = codec
         self.exact_parameters = check_patterns(exact_parameters)
 
     def describe(self) -> str:
@@ -119,6 +112,5 @@ class SparseAlgorithmImpl(ErrorFeedbackImpl):
             random_sparse=own.random_sparse,
             error_feedback=own.error_feedback,
             seed=own.seed,
-            codec=own.codec,
             group=self.process_group,
         )
