@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
 
 from bagua import _C
-from bagua._core.compression.exact_parameters import exact_parameters
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.ledger import Ledger
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ErrorFeedbackImpl",
     "check_hierarchy",
+    "check_patterns",
     "check_warmup",
     "is_wide",
     "warn_of_useless_residuals",
@@ -39,6 +40,20 @@ def check_hierarchy(owner: str, hierarchical: Hierarchy | None, error_feedback: 
             f'{owner}: error_feedback=True is not supported with hierarchical="sharded"; '
             "take True or False"
         )
+
+
+def check_patterns(patterns: Sequence[str]) -> tuple[str, ...]:
+    """The patterns as a tuple.
+
+    Raises:
+        TypeError: one string instead of several.
+    """
+    if isinstance(patterns, str):
+        raise TypeError(
+            f"exact_parameters={patterns!r} is one string: give a list of names or patterns, such "
+            f"as [{patterns!r}]"
+        )
+    return tuple(patterns)
 
 
 def check_warmup(warmup_steps: int) -> None:
@@ -131,7 +146,7 @@ class ErrorFeedbackImpl(WarmUpImpl):
         self.outcome = _C.RoundOutcome()
         self.ledger.put_aside(*self.ledger.pages)
         all_names = bagua_ddp.module.named_parameters(remove_duplicate=False)
-        exact = exact_parameters(self.exact, all_names)
+        exact = _exact_parameters(self.exact, all_names)
         self._exact_names = {name for name, p in bagua_ddp.bagua_build_params() if id(p) in exact}
         return super().init_tensors(bagua_ddp)
 
@@ -189,3 +204,28 @@ def _warn_of_other_steps(owner: str, optimizers: Sequence[torch.optim.Optimizer]
             stacklevel=2,
         )
         return
+
+
+def _exact_parameters(
+    patterns: Sequence[str], named: Iterable[tuple[str, torch.nn.Parameter]]
+) -> set[int]:
+    """The ``id`` of each parameter that has a name which a pattern matches.
+
+    Args:
+        patterns: with the wildcards of :mod:`fnmatch`.
+        named: all names of all parameters.
+
+    Raises:
+        ValueError: a pattern matches none; names it.
+    """
+    named = list(named)
+    chosen = set()
+    for pattern in patterns:
+        matched = {id(parameter) for name, parameter in named if fnmatchcase(name, pattern)}
+        if not matched:
+            names = ", ".join(name for name, _ in named[:8]) + (", ..." if named[8:] else "")
+            raise ValueError(
+                f"exact_parameters: {pattern!r} matches no parameter of the model; it has {names}"
+            )
+        chosen |= matched
+    return chosen

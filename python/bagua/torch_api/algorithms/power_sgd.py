@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bagua._core.compression.exact_parameters import check_patterns
 from bagua._core.compression.low_rank import check_compression_rate
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops import operations
 from bagua._ops.operations import Operation
-from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl, check_warmup
+from bagua.torch_api.algorithms._error_feedback import (
+    ErrorFeedbackImpl,
+    check_patterns,
+    check_warmup,
+)
 from bagua.torch_api.algorithms.base import Algorithm
 from bagua.torch_api.bucket import BaguaBucket
 
