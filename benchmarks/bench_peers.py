@@ -23,11 +23,10 @@ import bagua.torch_api as bagua
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import DiLoCoAlgorithm
-from bench_time_to_loss import TrainingWithDdp
 from common import keep_cases
-from curve_runs import Training
+from curve_runs import Training, TrainingWithDdp
 from curve_tasks import TASKS, evaluate
-from network import DEVICE, HEADER_BYTES
+from network import bytes_on_the_device
 from rank_processes import figures_of
 
 RANKS = 2
@@ -40,16 +39,6 @@ def own_address():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 1))
         return probe.getsockname()[0]
-
-
-def bytes_on_the_device():
-    """Payload that this rank has sent: bytes on its device without packet headers."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, counts = line.partition(":")
-        if name.strip() == DEVICE:
-            sent, packets = counts.split()[8:10]
-            return int(sent) - HEADER_BYTES * int(packets)
-    raise RuntimeError(f"there is no {DEVICE}: run on --rates of numbers")
 
 
 class Diloco(Training):

@@ -14,6 +14,7 @@ from bagua.torch_api.algorithms.diloco import DiLoCoAlgorithmImpl
 from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 from curve_tasks import Task, evaluate, loss_of
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 WARM_UP = 40  # steps with exact gradients, of the algorithms that begin so
 
@@ -120,6 +121,18 @@ class Training:
     def close(self) -> None:
         if self.arm == "async":
             self.model.bagua_algorithm.abort(self.model)
+
+
+class TrainingWithDdp(Training):
+    """The same by torch's class, over gloo."""
+
+    def wrap(self) -> torch.optim.Optimizer:
+        optimizer = self.task.optimizer(self.model.parameters())
+        self.model = DistributedDataParallel(self.model)
+        return optimizer
+
+    def measure(self) -> tuple[float, float]:
+        return evaluate(self.model.module, self.test_inputs, self.test_targets)
 
 
 def curve(

@@ -25,6 +25,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 DEVICE = "eth0"  # the name inside every namespace
 HEADER_BYTES = 66  # Ethernet 14, IPv4 20, TCP 20 and its time stamp option 12
@@ -248,3 +249,13 @@ def _command(*argv: str) -> str:
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(argv)} failed: {done.stderr.strip()}")
     return done.stdout
+
+
+def bytes_on_the_device() -> int:
+    """Payload that this rank, in a namespace, has sent: bytes on its device without headers."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == DEVICE:
+            sent, packets = counts.split()[8:10]
+            return int(sent) - HEADER_BYTES * int(packets)
+    raise NetworkUnavailableError(f"there is no {DEVICE}: run on a rate that is a number")
