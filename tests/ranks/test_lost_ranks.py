@@ -36,7 +36,7 @@ def skip_a_backward(name):
 def test_a_rank_that_skips_a_backward_ends_the_wait_of_the_others_at_the_timeout(ranks, name):
     *others, skipped = ranks(3, skip_a_backward, name)
     assert skipped is None
-    assert any(error.startswith("BaguaTimeoutError") for error, _ in others)
+    assert any(error.startswith("BaguaTimeoutError") for error, _ in others), others
     for error, seconds in others:
         assert "rank 0 of 3, round 2" in error or "rank 1 of 3, round 2" in error
         assert seconds < SHORT + SECONDS_UNTIL_TOLD
