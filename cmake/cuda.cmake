@@ -74,8 +74,7 @@ if(BAGUA_WITH_CUDA)
     csrc/codec/cuda/fused_slice_codec_cuda.cu
     csrc/codec/cuda/sparse_codec_cuda.cu
     csrc/comm/nccl/fill_if_set.cu
-    csrc/math/cuda/low_rank_kernels_cuda.cu
-    csrc/math/cuda/random_order_cuda.cu)
+    csrc/math/cuda/low_rank_kernels_cuda.cu)
   target_include_directories(bagua_kernels PUBLIC csrc)
   target_compile_options(bagua_kernels PRIVATE -fmad=false -Xptxas=-v)
   if(BAGUA_STRICT)  # a spilled register is an error

@@ -6,10 +6,8 @@
 #include "base/check.h"
 #include "binding/bindings.h"
 #include "codec/index_code.h"
-#include "math/random_order.h"
 #include "math/top_k.h"
 #include "op/error_feedback_all_reduce.h"
-#include "op/random_sparse.h"
 #include "op/sparse.h"
 
 namespace py = pybind11;
@@ -105,17 +103,6 @@ void bind_sparse(py::module_& m) {
   m.def("unpack_indices", &unpack, py::arg("bytes"), py::arg("k"), py::arg("n"),
         "The k uint32 indices below n that pack_indices wrote; BaguaError if the bytes are not\n"
         "such indices.");
-  m.def(
-      "random_order",
-      [](int64_t n, uint64_t seed, uint64_t number) {
-        check_counts(0, n);
-        const RandomOrder order(n, seed, number);
-        at::Tensor places = at::empty({n}, at::TensorOptions(at::kLong));
-        for (int64_t i = 0; i < n; ++i) places.mutable_data_ptr<int64_t>()[i] = order.at(i);
-        return places;
-      },
-      py::arg("n"), py::arg("seed"), py::arg("number"),
-      "All places (int64) of the permutation of n that RandomSparse has for an epoch.");
 
   using Comm = std::shared_ptr<Communicator>;
   using Memory = std::shared_ptr<RoundMemory>;
@@ -128,10 +115,6 @@ void bind_sparse(py::module_& m) {
            }),
            py::arg("communicator"), py::arg("scratch"), py::arg("numel"), py::arg("k"),
            py::arg("memory"), py::kw_only(), py::arg("checksum") = false);
-  py::class_<RandomSparse, BucketOp, std::shared_ptr<RandomSparse>>(m, "RandomSparse")
-      .def(py::init<Comm, std::shared_ptr<Scratch>, int64_t, int64_t, uint64_t, Memory>(),
-           py::arg("communicator"), py::arg("scratch"), py::arg("numel"), py::arg("k"),
-           py::arg("seed"), py::arg("memory"));
   py::class_<ErrorFeedbackAllReduce, BucketOp, std::shared_ptr<ErrorFeedbackAllReduce>>(
       m, "ErrorFeedbackAllReduce")
       .def(py::init<Comm, std::shared_ptr<Scratch>, int64_t, Memory>(), py::arg("communicator"),

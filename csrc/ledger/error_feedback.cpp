@@ -29,10 +29,6 @@ ErrorFeedback::ErrorFeedback(const char* op, int64_t numel, std::shared_ptr<Roun
 
 at::Device ErrorFeedback::device() const { return memory_->value(kError).device(); }
 
-int64_t ErrorFeedback::communications() const {
-  return memory_->value(kCommunications).item<int64_t>();
-}
-
 void ErrorFeedback::check(const at::Tensor& flat, const Round& round) const {
   BAGUA_CHECK_ARG(flat.numel() == numel_ && at::isFloatingType(flat.scalar_type()) &&
                       arithmetic_dtype(flat.scalar_type()) == dtype_ &&

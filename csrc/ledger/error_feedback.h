@@ -32,7 +32,6 @@ class ErrorFeedback {
   int64_t numel() const { return numel_; }
   bool remembers() const { return remembers_; }
   at::Device device() const;  // of e
-  int64_t communications() const;
 
   // Throws std::invalid_argument, naming the bucket, where it does not fit the memory.
   void check(const at::Tensor& flat, const Round& round) const;

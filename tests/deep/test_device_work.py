@@ -40,7 +40,6 @@ BUDGETS = {
     "update_momentum": (2, 0, 0, 20),
     "low_rank": (7, 2, 0, 30),
     "sparse": (22, 1, 0, 50),
-    "random_sparse": (22, 1, 0, 41),
 }
 
 

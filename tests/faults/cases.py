@@ -62,7 +62,6 @@ THREAD_OPERATIONS = [
     "compressed_gossip",
     "low_rank",
     "sparse",
-    "random_sparse",
 ]
 
 

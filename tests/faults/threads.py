@@ -76,8 +76,6 @@ def operation(name, comm, flat):
         return _C.LowRank(comm, scratch, numel, matrices, memory=memory, **options), []
     if name == "sparse":
         return _C.Sparse(comm, scratch, numel, 1 + numel // 10, _memory(numel)), []
-    if name == "random_sparse":
-        return _C.RandomSparse(comm, scratch, numel, 1 + numel // 10, 3, _memory(numel)), []
     return _C.CompressedAllReduce(comm, _C.make_codec(name), scratch, mean), []
 
 

@@ -26,34 +26,11 @@ def largest(p, k):
 def top_k(brought, errors, k, scale=1.0):
     """The bucket that all ranks get, and every rank's new error."""
     kept = [g.to(wide(g.dtype)) / scale + e for g, e in zip(brought, errors, strict=True)]
-    masks = [largest(p, k) for p in kept]
-    return _combine(brought, errors, kept, masks, scale)
-
-
-def random_k(brought, errors, elements, scale=1.0):
-    """The same for elements that all ranks have drawn."""
-    kept = [g.to(wide(g.dtype)) / scale + e for g, e in zip(brought, errors, strict=True)]
-    mask = torch.zeros(brought[0].numel(), dtype=torch.bool)
-    mask[elements] = True
-    if not all(p.isfinite().all() for p in kept):
-        result = torch.where(mask, math.nan, 0.0).to(brought[0].dtype)
-        return result, errors
-    return _combine(brought, errors, kept, [mask] * len(brought), scale)
-
-
-def _combine(brought, errors, kept, masks, scale):
+    parts = [torch.where(largest(p, k), p, 0.0) for p in kept]
     total = torch.zeros_like(kept[0])
-    parts = [torch.where(mask, p, 0.0) for p, mask in zip(kept, masks, strict=True)]
     for part in parts:
         total += part
     result = (total / (len(brought) / scale)).to(brought[0].dtype)
     if not result.isfinite().all():
         return result, errors
     return result, [p - part for p, part in zip(kept, parts, strict=True)]
-
-
-def elements_of_round(orders, n, k, communications):
-    """Which elements a random round sends; `orders(number)` is the permutation of an epoch."""
-    rounds = max(1, -(-n // k))
-    first = communications % rounds * k
-    return orders(communications // rounds)[first : first + k]

@@ -28,7 +28,7 @@ BLOCKWISE = [
     "bytegrad-feedback",
     "low_precision_decentralized",
 ]
-WITH_RESIDUALS = ["power_sgd", "sparse", "random_sparse"]
+WITH_RESIDUALS = ["power_sgd", "sparse"]
 
 
 class Convolutions(nn.Module):

@@ -39,7 +39,6 @@ ALGORITHMS = {
     "power-sgd": ("power_sgd", LOW_RANK),
     "power-sgd-exact-parameters": ("power_sgd", LOW_RANK | {"exact_parameters": ["0.*"]}),
     "sparse": ("sparse", {"ratio": 0.1, "warmup_steps": WARM_UP}),
-    "random-sparse": ("sparse", {"ratio": 0.1, "random_sparse": True, "warmup_steps": WARM_UP}),
     "diloco-in-flight": ("diloco", {"interval": 4, "overlap_steps": 2}),
     "async-in-its-warm-up": ("async", {"warmup_steps": 100}),
 }

@@ -54,7 +54,7 @@ def test_asynchronous_averaging_goes_on(ranks, tmp_path):
     assert ranks(2, save_while_averaging, str(tmp_path)) == [(10, warmed_up)] * 2
 
 
-WITH_RESIDUALS = ["bytegrad-feedback", "power_sgd", "sparse", "random_sparse"]
+WITH_RESIDUALS = ["bytegrad-feedback", "power_sgd", "sparse"]
 
 
 @pytest.mark.parametrize("name", ["gradient_allreduce", "qadam", *WITH_RESIDUALS])

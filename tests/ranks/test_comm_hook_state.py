@@ -15,7 +15,6 @@ REMEMBERING = {
         2, **{"min_compression_rate": 1.0, "warmup_steps": 0} | more
     ),
     "sparse": lambda **more: SparseAlgorithm(0.05, **more),
-    "random_sparse": lambda **more: SparseAlgorithm(0.1, random_sparse=True, **more),
 }
 algorithms = pytest.mark.parametrize("name", REMEMBERING)
 NAMES = [name for name, _ in hooked.network().named_parameters()]
@@ -63,7 +62,7 @@ def resumed(name, warmup):
 
 @pytest.mark.parametrize(
     ("name", "warmup"),
-    [("power_sgd", 0), ("power_sgd", 4), ("sparse", 2), ("random_sparse", 0), ("two residuals", 0)],
+    [("power_sgd", 0), ("power_sgd", 4), ("sparse", 2), ("two residuals", 0)],
 )
 def test_training_goes_on_from_a_state_bit_by_bit(ranks, name, warmup):
     assert ranks(3, resumed, name, warmup) == [(True, 2 * STEPS)] * 3

@@ -106,7 +106,6 @@ BREACHES = {
     "bytegrad": "relative_error",
     "bytegrad-feedback": "residual",
     "power_sgd": "residual",
-    "random_sparse": "residual",
     "low_precision_decentralized": "consensus",
     "decentralized-shift-one": "consensus",
 }

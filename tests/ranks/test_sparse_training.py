@@ -4,7 +4,6 @@ import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
-from bagua import _C
 from bagua.torch_api.algorithms.sparse import SparseAlgorithm
 from oracle import sparse as oracle
 from support import training
@@ -16,21 +15,11 @@ from support.error_feedback import (
 )
 
 STEPS = 8
-SEED = 5
 ELEMENTS = sum(p.numel() for p in wide_network().parameters())
-KINDS = {
-    "largest": {},
-    "random": {"random_sparse": True, "seed": SEED},
-}
-per_kind = pytest.mark.parametrize("kind", list(KINDS))
 
 
-def sparse(kind="largest", **arguments):
-    return SparseAlgorithm(**({"ratio": 0.05} | KINDS[kind] | arguments))
-
-
-def op_of(kind):
-    return "RandomSparse" if kind == "random" else "Sparse"
+def sparse(ratio=0.05, **arguments):
+    return SparseAlgorithm(ratio, **arguments)
 
 
 def ops_of(model):
@@ -41,21 +30,10 @@ def flat_of(tensors, names):
     return torch.cat([tensors[name].reshape(-1) for name in names])
 
 
-def expected(kind, brought, errors, communications):
-    numel = brought[0].numel()
-    k = max(1, round(0.05 * numel))
-    if kind == "random":
-        elements = oracle.elements_of_round(
-            lambda number: _C.random_order(numel, SEED, number), numel, k, communications
-        )
-        return oracle.random_k(brought, errors, elements)
-    return oracle.top_k(brought, errors, k)
-
-
 @training.with_group
-def train_and_compare(kind, dtype):
+def train_and_compare(dtype):
     """Every round against the oracle, bucket by bucket, from the residual before it."""
-    model, optimizer = wrapped(sparse(kind), dtype=dtype)
+    model, optimizer = wrapped(sparse(), dtype=dtype)
     size = dist.get_world_size()
     for step in range(STEPS):
         states = training.gather(model.bagua_algorithm.state_dict())
@@ -77,55 +55,45 @@ def train_and_compare(kind, dtype):
                 flat_of({n: s[f"rank{r}/error/{n}"] for n in names}, names)
                 for r, s in enumerate(states)
             ]
-            done = int(states[0]["communications"])
-            result, errors = expected(kind, brought, errors, done)
-            if kind != "random":
-                assert torch.equal(flat_of(got, names), result)
-            else:  # gloo adds in an order of its own
-                torch.testing.assert_close(flat_of(got, names), result)
+            k = max(1, round(0.05 * brought[0].numel()))
+            result, errors = oracle.top_k(brought, errors, k)
+            assert torch.equal(flat_of(got, names), result)
             for rank in range(size):
                 assert torch.equal(flat_of(owed[rank], names), errors[rank])
     return sorted(set(ops_of(model)))
 
 
-@per_kind
 @pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
-def test_training_follows_the_oracle_and_ranks_agree(ranks, n, kind):
-    assert ranks(n, train_and_compare, kind, torch.float32) == [[op_of(kind)]] * n
+def test_training_follows_the_oracle_and_ranks_agree(ranks, n):
+    assert ranks(n, train_and_compare, torch.float32) == [["Sparse"]] * n
 
 
 @training.with_group
-def residuals_without_feedback(kind):
-    model, optimizer = wrapped(sparse(kind, error_feedback=False))
+def residuals_without_feedback():
+    model, optimizer = wrapped(sparse(error_feedback=False))
     for step in range(2):
         train_step(model, optimizer, step)
     state = model.bagua_algorithm.state_dict()
     return sum(float(v.abs().sum()) for key, v in state.items() if "/error/" in key)
 
 
-@per_kind
-def test_without_error_feedback_what_is_not_sent_is_lost(ranks, kind):
-    assert ranks(2, residuals_without_feedback, kind) == [0.0, 0.0]
+def test_without_error_feedback_what_is_not_sent_is_lost(ranks):
+    assert ranks(2, residuals_without_feedback) == [0.0, 0.0]
 
 
-@per_kind
-def test_buckets_for_which_sparse_messages_do_not_pay_are_averaged_exactly(ranks, kind):
-    results = ranks(2, train_and_compare, kind, torch.float32, env=training.SMALL_BUCKETS)
-    if kind == "random":
-        assert results == [["RandomSparse"]] * 2  # of three elements it sends one and a flag
-    else:
-        assert results == [["ErrorFeedbackAllReduce", "Sparse"]] * 2
+def test_buckets_for_which_sparse_messages_do_not_pay_are_averaged_exactly(ranks):
+    results = ranks(2, train_and_compare, torch.float32, env=training.SMALL_BUCKETS)
+    assert results == [["ErrorFeedbackAllReduce", "Sparse"]] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
-@per_kind
-def test_other_dtypes_follow_the_oracle(ranks, dtype, kind):
-    assert ranks(2, train_and_compare, kind, dtype) == [[op_of(kind)]] * 2
+def test_other_dtypes_follow_the_oracle(ranks, dtype):
+    assert ranks(2, train_and_compare, dtype) == [["Sparse"]] * 2
 
 
 @training.with_group
-def count_bytes(kind, ratio):
-    model, optimizer = wrapped(sparse(kind, ratio=ratio))
+def count_bytes(ratio):
+    model, optimizer = wrapped(sparse(ratio))
     for step in range(3):
         train_step(model, optimizer, step)
     before = model.bagua_stats()["buckets"][0]["bytes_sent"]
@@ -136,12 +104,9 @@ def count_bytes(kind, ratio):
 def test_bytes_are_those_of_the_messages(ranks):
     k = round(0.05 * ELEMENTS)
     message = 32 + -(-4 * k // 32) * 32 + 32  # a frame, values, indices of 8 bits
-    assert ranks(3, count_bytes, "largest", 0.05)[0] == (2 * message, ["Sparse"])
-    ring = 2 * 4 * (k + 1) * 2 // 3
-    sent, ops = ranks(3, count_bytes, "random", 0.05)[0]
-    assert (abs(sent - ring) <= 8, ops) == (True, ["RandomSparse"])
-    for kind in ("largest", "random"):
-        assert ranks(2, count_bytes, kind, 1.0)[0] == (4 * ELEMENTS, ["ErrorFeedbackAllReduce"])
+    assert ranks(3, count_bytes, 0.05)[0] == (2 * message, ["Sparse"])
+    assert ranks(3, count_bytes, 0.001)[0] == (2 * (32 + 32 + 32), ["Sparse"])  # of one element
+    assert ranks(2, count_bytes, 1.0)[0] == (4 * ELEMENTS, ["ErrorFeedbackAllReduce"])
 
 
 @training.with_group

@@ -12,17 +12,8 @@ from support.error_feedback import error_of, wide_network
 from torch import nn
 
 BY_LAYER = pytest.mark.parametrize("by_layer", [False, True], ids=["by-model", "by-layer"])
-ARGUMENTS = {
-    "largest": {"ratio": 0.05},
-    "random": {"ratio": 0.2, "random_sparse": True},
-}
-KINDS = pytest.mark.parametrize("kind", list(ARGUMENTS))
+RATIO = 0.05
 CALLS = 5
-SEED = 0  # of the random elements
-
-
-def make(model, kind, **arguments):
-    return SparsifiedAggregation(model, **(ARGUMENTS[kind] | arguments))
 
 
 def groups_of(model, by_layer):
@@ -35,29 +26,22 @@ def flat_of(tensors, names):
     return torch.cat([tensors[name].reshape(-1) for name in names])
 
 
-def expected(kind, brought, errors, communications):
+def expected(brought, errors):
     """As the class has it: (result, errors), or None where messages do not pay."""
     numel, ranks = brought[0].numel(), len(brought)
     wide = oracle.wide(brought[0].dtype)
-    k = max(1, round(ARGUMENTS[kind]["ratio"] * numel))
+    k = max(1, round(RATIO * numel))
     dense = numel * brought[0].element_size()
-    if kind != "random":
-        if ranks * _C.sparse_message_bytes(numel, k, wide) >= 2 * dense:
-            return None
-        return oracle.top_k(brought, errors, k)
-    if (k + 1) * wide.itemsize >= dense:
+    if ranks * _C.sparse_message_bytes(numel, k, wide) >= 2 * dense:
         return None
-    order = oracle.elements_of_round(
-        lambda number: _C.random_order(numel, SEED, number), numel, k, communications
-    )
-    return oracle.random_k(brought, errors, order)
+    return oracle.top_k(brought, errors, k)
 
 
 @training.with_group
-def aggregate_and_compare(kind, by_layer, dtype):
+def aggregate_and_compare(by_layer, dtype):
     model = wide_network(dtype=dtype)
     size = dist.get_world_size()
-    aggregation = make(model, kind)
+    aggregation = SparsifiedAggregation(model, ratio=RATIO)
     aggregate = aggregation.agg_grad(by_layer=by_layer)
     errors = {name: [torch.zeros_like(p)] * size for name, p in model.named_parameters()}
     errors = {name: [e.to(oracle.wide(dtype)) for e in each] for name, each in errors.items()}
@@ -76,41 +60,38 @@ def aggregate_and_compare(kind, by_layer, dtype):
             for name in names:
                 errors[name] = [error_of(after[r], r, name) for r in range(size)]
             owed = [flat_of({n: errors[n][r] for n in names}, names) for r in range(size)]
-            wanted = expected(kind, flats, own, call)
+            wanted = expected(flats, own)
             if wanted is None:
                 torch.testing.assert_close(got, sum(flats) / size, atol=1e-3, rtol=1e-3)
                 assert not any(e.any() for e in owed)
                 continue
             compared += 1
-            torch.testing.assert_close(got, wanted[0])
-            assert kind == "random" or torch.equal(got, wanted[0]), "in order of ranks"
+            assert torch.equal(got, wanted[0]), "in order of ranks"
             assert all(torch.equal(e, w) for e, w in zip(owed, wanted[1], strict=True))
         digests = training.gather(training.bits(gradients(model).values()))
         assert len(set(digests)) == 1
     return compared
 
 
-@KINDS
 @BY_LAYER
 @pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
-def test_calls_follow_the_oracle_and_ranks_agree(ranks, n, by_layer, kind):
-    results = ranks(n, aggregate_and_compare, kind, by_layer, torch.float32)
+def test_calls_follow_the_oracle_and_ranks_agree(ranks, n, by_layer):
+    results = ranks(n, aggregate_and_compare, by_layer, torch.float32)
     assert len(set(results)) == 1
-    assert results[0] >= CALLS if by_layer and kind == "random" else results[0] % CALLS == 0
+    assert results[0] % CALLS == 0
     if not by_layer:
         assert results[0] == CALLS
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
-@KINDS
-def test_other_dtypes_follow_the_oracle(ranks, dtype, kind):
-    assert ranks(2, aggregate_and_compare, kind, False, dtype) == [CALLS] * 2
+def test_other_dtypes_follow_the_oracle(ranks, dtype):
+    assert ranks(2, aggregate_and_compare, False, dtype) == [CALLS] * 2
 
 
 @training.with_group
-def count_bytes(arguments):
+def count_bytes(ratio):
     model = nn.Linear(100, 50)
-    aggregation = SparsifiedAggregation(model, **arguments)
+    aggregation = SparsifiedAggregation(model, ratio=ratio)
     counted = []
     for call in range(2):
         give_gradients(model, call)
@@ -123,14 +104,11 @@ def count_bytes(arguments):
 def test_bytes_are_those_of_the_messages(ranks):  # and 1 KiB is the agreement
     message = 32 + 416 + 192  # 100 values, 100 indices of 13 bits
     hundred = 100 / 5050
-    for sent, changed in ranks(2, count_bytes, {"ratio": hundred}):
+    for sent, changed in ranks(2, count_bytes, hundred):
         assert sent == message
         assert 100 <= changed <= 200
-    for sent, changed in ranks(2, count_bytes, {"ratio": hundred, "random_sparse": True}):
-        assert (sent, changed) == (4 * 101, 100)
     dense = 4 * 101 * 50
-    for arguments in ({"ratio": 1.0}, {"ratio": 1.0, "random_sparse": True}):
-        assert ranks(2, count_bytes, arguments) == [(dense, 101 * 50)] * 2
+    assert ranks(2, count_bytes, 1.0) == [(dense, 101 * 50)] * 2
 
 
 class Awkward(nn.Module):
@@ -148,11 +126,11 @@ class Awkward(nn.Module):
 
 
 @training.with_group
-def aggregate_awkward(kind, by_layer):
+def aggregate_awkward(by_layer):
     """All inputs of the ranks have arrived or are in a residual."""
     model = Awkward()
     state = torch.get_rng_state()
-    aggregation = make(model, kind)
+    aggregation = SparsifiedAggregation(model, ratio=RATIO)
     size = dist.get_world_size()
     brought, sent = {}, {}
     for call in range(6):
@@ -177,11 +155,10 @@ def aggregate_awkward(kind, by_layer):
     return sorted(sent)
 
 
-@KINDS
 @BY_LAYER
-def test_awkward_models_are_aggregated(ranks, kind, by_layer):
+def test_awkward_models_are_aggregated(ranks, by_layer):
     names = ["conv.weight", "empty", "half.weight", "scalar", "unused.weight"]
-    assert ranks(3, aggregate_awkward, kind, by_layer) == [names] * 3
+    assert ranks(3, aggregate_awkward, by_layer) == [names] * 3
 
 
 @training.with_group

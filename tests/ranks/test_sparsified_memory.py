@@ -5,17 +5,18 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from mlbench_core.aggregation.pytorch.centralized import SparsifiedAggregation
 from ranks.test_power_aggregation import give_gradients, gradients
-from ranks.test_sparsified_aggregation import BY_LAYER, KINDS, make
+from ranks.test_sparsified_aggregation import BY_LAYER, RATIO
 from support import training
 from support.error_feedback import all_bits, error_of, wide_network
 
 
 @training.with_group
-def change_what_is_trained(kind):
+def change_what_is_trained():
     """A parameter that is frozen for a while keeps its residual."""
     model = wide_network()
-    aggregation = make(model, kind)
+    aggregation = SparsifiedAggregation(model, ratio=RATIO)
     rank = dist.get_rank()
     give_gradients(model, 0)
     aggregation.agg_grad()(model, "avg")
@@ -31,15 +32,14 @@ def change_what_is_trained(kind):
     return kept, bool(before.any()), bool(model[5].weight.grad.any())
 
 
-@KINDS
-def test_a_residual_survives_freezing(ranks, kind):
-    assert ranks(2, change_what_is_trained, kind) == [(True, True, True)] * 2
+def test_a_residual_survives_freezing(ranks):
+    assert ranks(2, change_what_is_trained) == [(True, True, True)] * 2
 
 
 @training.with_group
-def bad_gradient(kind, by_layer, bad):
+def bad_gradient(by_layer, bad):
     model = wide_network()
-    aggregation = make(model, kind)
+    aggregation = SparsifiedAggregation(model, ratio=RATIO)
     aggregate = aggregation.agg_grad(by_layer)
     for call in range(2):
         give_gradients(model, call)
@@ -57,23 +57,22 @@ def bad_gradient(kind, by_layer, bad):
     return kept, seen, all(p.grad.isfinite().all() for p in model.parameters())
 
 
-@KINDS
 @pytest.mark.parametrize(("by_layer", "bad"), [(False, float("nan")), (True, float("inf"))])
-def test_a_bad_value_on_one_rank_leaves_all_memory(ranks, kind, by_layer, bad):
-    assert ranks(2, bad_gradient, kind, by_layer, bad) == [(True, True, True)] * 2
+def test_a_bad_value_on_one_rank_leaves_all_memory(ranks, by_layer, bad):
+    assert ranks(2, bad_gradient, by_layer, bad) == [(True, True, True)] * 2
 
 
 @training.with_group
-def save_and_go_on(kind, by_layer):
+def save_and_go_on(by_layer):
     model = wide_network()
-    first = make(model, kind)
+    first = SparsifiedAggregation(model, ratio=RATIO)
     for call in range(3):
         give_gradients(model, call)
         if call == 1 and dist.get_rank() == 0:
             model[0].weight.grad[0, 0] = torch.inf  # a call that does not count
         first.agg_grad(by_layer)(model, "avg")
     state = copy.deepcopy(first.state_dict())
-    second = make(model, kind)
+    second = SparsifiedAggregation(model, ratio=RATIO)
     second.agg_grad(by_layer)(model, "avg")  # something else, to be forgotten
     second.load_state_dict(state)
     assert all_bits(second.state_dict()) == all_bits(state)
@@ -88,7 +87,6 @@ def save_and_go_on(kind, by_layer):
     return int(first.state_dict()["communications"])
 
 
-@KINDS
 @BY_LAYER
-def test_a_saved_memory_goes_on_to_the_bit(ranks, kind, by_layer):
-    assert ranks(2, save_and_go_on, kind, by_layer) == [8] * 2
+def test_a_saved_memory_goes_on_to_the_bit(ranks, by_layer):
+    assert ranks(2, save_and_go_on, by_layer) == [8] * 2

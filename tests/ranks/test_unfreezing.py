@@ -19,12 +19,11 @@ FOLLOWING = [
     "bytegrad",
     "power_sgd",
     "sparse",
-    "random_sparse",
     "decentralized-all",
     "decentralized-shift-one",
     "auto",
 ]
-WITH_RESIDUALS = ["power_sgd", "sparse", "random_sparse", "bytegrad-feedback"]
+WITH_RESIDUALS = ["power_sgd", "sparse", "bytegrad-feedback"]
 NOT_FOLLOWING = [
     name
     for name in every_algorithm.ALGORITHMS

@@ -51,11 +51,6 @@ KINDS = {
         1,
         lambda p: (p - 1) * _C.sparse_message_bytes(NUMEL, 20, torch.float32),
     ),
-    "random": (
-        lambda comm: make(comm, "random", NUMEL, 20, memory_of(NUMEL, torch.float32)),
-        2,
-        lambda p: 2 * (p - 1) / p * 4 * 21,
-    ),
     "low rank": (
         lambda comm: Rank(comm).op,
         4,

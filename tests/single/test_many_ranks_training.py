@@ -77,20 +77,6 @@ def zeros(sizes):
     return [torch.zeros(size) for size in sizes]
 
 
-def draws():
-    """An oracle of random elements."""
-    done = [0]
-
-    def step(gradients, errors):
-        elements = sparse.elements_of_round(
-            lambda number: _C.random_order(NUMEL, 3, number), NUMEL, K, done[0]
-        )
-        done[0] += 1
-        return sparse.random_k(gradients, errors, elements)
-
-    return step
-
-
 EVERYONE = [NUMEL] * MANY
 #: Name -> (op, oracle of all ranks' gradients)
 EQUAL = {
@@ -113,10 +99,6 @@ EQUAL = {
         lambda: Remembered(
             lambda gradients, errors: sparse.top_k(gradients, errors, K), zeros(EVERYONE)
         ),
-    ),
-    "random": (
-        lambda comm: make_sparse(comm, "random", NUMEL, K, memory_of(NUMEL, torch.float32)),
-        lambda: Remembered(draws(), zeros(EVERYONE)),
     ),
 }
 

@@ -46,7 +46,6 @@ def test_values_that_cannot_be_copied_are_refused(value):
 
 @pytest.mark.parametrize("value", [-1, 2.5, torch.tensor(-(2**63)), torch.tensor(1.0)], ids=str)
 def test_a_counter_that_cannot_be_is_refused(value):
-    """A negative one would be a place outside of RandomSparse's order: it never came to an end."""
     counter = torch.zeros((), dtype=torch.int64)
     with pytest.raises(ValueError, match=r"'communications' is .* must be a non-negative integer"):
         _saved_values.saved_tensor({"communications": value}, "communications", counter, REMEDY)

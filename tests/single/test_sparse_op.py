@@ -14,7 +14,6 @@ from support.threads.sparse_ranks import (
     k_of,
     make,
     memory_of,
-    per_kind,
     per_size,
     run_rounds,
 )
@@ -23,49 +22,45 @@ from support.threads.thread_ranks import run_thread_ranks
 
 @per_ranks
 @per_dtype
-@per_kind
 @per_size
-def test_every_round_has_the_bits_of_the_oracle(kind, numel, dtype, n):
+def test_every_round_has_the_bits_of_the_oracle(numel, dtype, n):
     rounds, k = bring(n, numel, dtype), k_of(numel)
-    results = run_rounds(n, kind, k, rounds)
-    for step, (result, errors) in enumerate(expected_rounds(kind, k, rounds)):
+    results = run_rounds(n, k, rounds)
+    for step, (result, errors) in enumerate(expected_rounds(k, rounds)):
         assert_same_bits([seen[step][0] for seen in results])
         assert torch.equal(results[0][step][0], result), f"round {step}"
         for rank in range(n):
             assert torch.equal(results[rank][step][1], errors[rank]), f"round {step}, rank {rank}"
 
 
-@per_kind
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**-4, 3.0])
-def test_memory_is_in_unscaled_units(kind, scale):
+def test_memory_is_in_unscaled_units(scale):
     plain = bring(3, 1000, torch.float32)
     scaled = [[g * scale for g in brought] for brought in plain]
-    results = run_rounds(3, kind, 20, scaled, scale=scale)
-    for step, (result, errors) in enumerate(expected_rounds(kind, 20, scaled, scale)):
+    results = run_rounds(3, 20, scaled, scale=scale)
+    for step, (result, errors) in enumerate(expected_rounds(20, scaled, scale)):
         assert torch.equal(results[0][step][0], result)
         assert torch.equal(results[1][step][1], errors[1])
     if math.log2(scale).is_integer():
-        unscaled = run_rounds(3, kind, 20, plain)
+        unscaled = run_rounds(3, 20, plain)
         for ours, theirs in zip(results, unscaled, strict=True):
             assert torch.equal(ours[-1][0], theirs[-1][0] * scale)
             assert torch.equal(ours[-1][1], theirs[-1][1])
 
 
-@per_kind
-def test_without_error_feedback_there_is_no_residual(kind):
+def test_without_error_feedback_there_is_no_residual():
     rounds = bring(3, 1000, torch.float32)
-    results = run_rounds(3, kind, 20, rounds, remembers=False)
-    for step, (result, _) in enumerate(expected_rounds(kind, 20, rounds, remembers=False)):
+    results = run_rounds(3, 20, rounds, remembers=False)
+    for step, (result, _) in enumerate(expected_rounds(20, rounds, remembers=False)):
         assert torch.equal(results[2][step][0], result)
     assert results[0][-1][1].numel() == 0
 
 
-@per_kind
 @per_ranks
-def test_inputs_are_sent_or_in_the_residual(kind, n):
+def test_inputs_are_sent_or_in_the_residual(n):
     """sum over t of the mean of g = sum over t of the result + the mean of the errors."""
     rounds = bring(n, 997, torch.float64, rounds=30)
-    results = run_rounds(n, kind, 13, rounds)
+    results = run_rounds(n, 13, rounds)
     brought = sum(sum(g) for g in rounds) / n
     sent = sum(flat for flat, _ in results[0])
     owed = sum(seen[-1][1] for seen in results) / n
@@ -73,10 +68,9 @@ def test_inputs_are_sent_or_in_the_residual(kind, n):
     torch.testing.assert_close(sent + owed, brought, rtol=1e-10, atol=1e-10)
 
 
-@per_kind
-def test_sent_elements_and_residual_are_the_corrected_gradient_to_the_bit(kind):
+def test_sent_elements_and_residual_are_the_corrected_gradient_to_the_bit():
     rounds = bring(1, 1000, torch.float32)
-    [seen] = run_rounds(1, kind, 20, rounds)
+    [seen] = run_rounds(1, 20, rounds)
     error = torch.zeros(1000)
     for (flat, after), [g] in zip(seen, rounds, strict=True):
         corrected = g + error
@@ -86,19 +80,17 @@ def test_sent_elements_and_residual_are_the_corrected_gradient_to_the_bit(kind):
         error = after
 
 
-@per_kind
 @per_ranks
-def test_all_elements_are_the_exact_mean(kind, n):
+def test_all_elements_are_the_exact_mean(n):
     rounds = bring(n, 500, torch.float64, rounds=2)
-    results = run_rounds(n, kind, 500, rounds)
+    results = run_rounds(n, 500, rounds)
     for step, brought in enumerate(rounds):
         torch.testing.assert_close(results[0][step][0], sum(brought) / n, rtol=1e-12, atol=1e-12)
         assert all(not seen[step][1].any() for seen in results)
 
 
-@per_kind
-def test_zeros_stay_zeros(kind):
-    for flat, error in run_rounds(3, kind, 5, [[torch.zeros(100)] * 3] * 3)[1]:
+def test_zeros_stay_zeros():
+    for flat, error in run_rounds(3, 5, [[torch.zeros(100)] * 3] * 3)[1]:
         assert not flat.any()
         assert not error.any()
 
@@ -107,7 +99,7 @@ def test_the_error_stays_within_the_bound_of_the_theory():
     """||e|| <= 2 sqrt(1 - d) / d max ||g|| for a contraction by d = k / n."""
     n, k = 1000, 20
     rounds = bring(1, n, torch.float64, rounds=150)
-    [seen] = run_rounds(1, "top-k", k, rounds)
+    [seen] = run_rounds(1, k, rounds)
     delta = k / n
     bound = 2 * math.sqrt(1 - delta) / delta * max(g.norm() for [g] in rounds)
     assert 0 < max(error.norm() for _, error in seen) <= bound
@@ -116,44 +108,40 @@ def test_the_error_stays_within_the_bound_of_the_theory():
 def test_top_k_sends_every_element_within_a_bounded_number_of_steps():
     numel, k = 50, 3
     g = 1 + torch.arange(numel) / numel  # constant, the largest twice the smallest
-    seen = run_rounds(1, "top-k", k, [[g]] * 60)[0]
+    seen = run_rounds(1, k, [[g]] * 60)[0]
     sent = sum((flat != 0).int() for flat, _ in seen)
     assert (sent > 0).all()
 
 
-@per_kind
 @per_dtype
 @pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)
-def test_a_bad_value_reaches_all_ranks_and_no_memory(kind, dtype, bad):
+def test_a_bad_value_reaches_all_ranks_and_no_memory(dtype, bad):
     rounds = bring(3, 1000, dtype)
     rounds[2][1][777] = bad
-    results = run_rounds(3, kind, 20, rounds)
+    results = run_rounds(3, 20, rounds)
     for rank in range(3):
         assert not results[rank][2][0].isfinite().all()
         assert torch.equal(results[rank][2][1], results[rank][1][1]), "memory is as it was"
         assert results[rank][3][0].isfinite().all()
     assert_same_bits([seen[2][0].isfinite() for seen in results])
-    for step, (result, errors) in enumerate(expected_rounds(kind, 20, rounds)):
+    for step, (result, errors) in enumerate(expected_rounds(20, rounds)):
         torch.testing.assert_close(results[0][step][0], result, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(results[0][step][1], errors[0])
 
 
-@per_kind
-def test_more_bad_values_than_are_sent_are_seen(kind):
+def test_more_bad_values_than_are_sent_are_seen():
     rounds = [[torch.full((100,), math.inf), torch.zeros(100)]]
-    for [(flat, error)] in run_rounds(2, kind, 3, rounds):
+    for [(flat, error)] in run_rounds(2, 3, rounds):
         assert not flat.isfinite().all()
         assert not error.any()
 
 
-@per_kind
-def test_a_result_that_overflows_the_buckets_dtype_leaves_memory(kind):
+def test_a_result_that_overflows_the_buckets_dtype_leaves_memory():
     big = torch.full((100,), 60000.0, dtype=torch.float16)
     rounds = [[big.clone(), big.clone()], [big.clone(), big.clone()]]
-    k = 100 if kind == "random" else 60
-    results = run_rounds(2, kind, k, rounds[:1], remembers=True)
+    results = run_rounds(2, 60, rounds[:1])
     assert results[0][0][0].isfinite().all()
-    results = run_rounds(2, "top-k", 60, rounds)  # the second time 40 elements owe 120000
+    results = run_rounds(2, 60, rounds)  # the second time 40 elements owe 120000
     for seen in results:
         assert seen[1][0].isinf().any()
         assert torch.equal(seen[1][1], seen[0][1])
@@ -162,7 +150,7 @@ def test_a_result_that_overflows_the_buckets_dtype_leaves_memory(kind):
 def test_one_bad_bucket_leaves_the_memory_of_the_others():
     def run(comm):
         outcome = _C.RoundOutcome()
-        kinds = ["top-k", "random", "exact"]
+        kinds = ["top-k", "top-k", "exact"]
         memories = [memory_of(50, torch.float32, outcome) for _ in kinds]
         ops = [make(comm, kind, 50, 5, m) for kind, m in zip(kinds, memories, strict=True)]
         seen = []
@@ -216,7 +204,7 @@ def test_invalid_arguments_are_refused_and_named():
     with pytest.raises(ValueError, match="k = 0 must be between 1 and the 5 elements"):
         make(alone(), "top-k", 5, 0, memory_of(5, torch.float32))
     with pytest.raises(ValueError, match="k = 6 must be between 1 and the 5 elements"):
-        make(alone(), "random", 5, 6, memory_of(5, torch.float32))
+        make(alone(), "top-k", 5, 6, memory_of(5, torch.float32))
     memory = _C.RoundMemory([torch.zeros(5)], _C.RoundOutcome())
     with pytest.raises(ValueError, match="Sparse remembers two tensors"):
         make(alone(), "top-k", 5, 1, memory)
@@ -231,8 +219,8 @@ def test_ops_describe_themselves():
     memory = memory_of(5, torch.float32)
     assert make(alone(), "top-k", 5, 2, memory).describe() == "Sparse(2 of 5, ranks 1)"
     forgets = memory_of(5, torch.float32, remembers=False)
-    described = make(alone(), "random", 5, 2, forgets).describe()
-    assert described == "RandomSparse(2 of 5, seed 3, ranks 1, no error feedback)"
+    described = make(alone(), "top-k", 5, 2, forgets).describe()
+    assert described == "Sparse(2 of 5, ranks 1, no error feedback)"
     assert (
         make(alone(), "exact", 5, 2, memory).describe() == "ErrorFeedbackAllReduce(mean, ranks 1)"
     )

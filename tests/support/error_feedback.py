@@ -22,11 +22,10 @@ def make(name, **arguments):
             2, **{"min_compression_rate": 1.0, "warmup_steps": 0} | arguments
         ),
         "sparse": lambda: SparseAlgorithm(0.05, **arguments),
-        "random_sparse": lambda: SparseAlgorithm(0.1, random_sparse=True, **arguments),
     }[name]()
 
 
-WITH_WARM_UP = ["power_sgd", "sparse", "random_sparse"]
+WITH_WARM_UP = ["power_sgd", "sparse"]
 ALGORITHMS = pytest.mark.parametrize("name", ["bytegrad", *WITH_WARM_UP])
 
 

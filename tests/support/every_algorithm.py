@@ -23,7 +23,6 @@ ALGORITHMS = {
     "qadam": ("qadam", {"hierarchical": False}),
     "power_sgd": ("power_sgd", {"rank": 2, "min_compression_rate": 1.0, "warmup_steps": 0}),
     "sparse": ("sparse", {"ratio": 0.1}),
-    "random_sparse": ("sparse", {"ratio": 0.1, "random_sparse": True}),
     "auto": ("auto", {}),
     "async": ("async", {"sync_interval_ms": 1, "warmup_steps": WARM_UP}),
 }

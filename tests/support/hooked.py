@@ -16,7 +16,6 @@ ALGORITHMS = {
     "bytegrad": lambda: ByteGradAlgorithm(hierarchical=False),
     "power_sgd": lambda: PowerSGDAlgorithm(2, min_compression_rate=1.0, warmup_steps=0),
     "sparse": lambda: SparseAlgorithm(0.05),
-    "random_sparse": lambda: SparseAlgorithm(0.1, random_sparse=True),
 }
 
 

@@ -321,11 +321,9 @@ def sparse(
     hierarchical: bool = False,
     group: BaguaProcessGroup | None = None,
     *,
-    random_sparse: bool = False,
     error_feedback: bool = True,
-    seed: int = 0,
 ) -> Operation:
-    """Mean of some elements of the bucket; zeros elsewhere.
+    """Mean of the largest elements of each rank's bucket; zeros elsewhere.
 
     Args:
         bucket: of any floating dtype.
@@ -333,31 +331,20 @@ def sparse(
         outcome: one for all buckets whose memory changes together.
         hierarchical: exact inside a node, sparse between the nodes' leaders.
         group: whose ranks communicate.
-        random_sparse: elements at random, instead of each rank's largest.
         error_feedback: add to the next round what this one does not send.
-        seed: of ``random_sparse``, equal on all ranks.
     """
     k = number_sent(bucket.backend_tensor.numel(), ratio)
     page = Page(bucket.backend_tensor, bucket.named_views(), outcome, error_feedback=error_feedback)
-    chosen = {"k": k, "random_sparse": random_sparse, "seed": seed}
 
     def selected(lane: Lane, bucket: BaguaBucket, members: Members) -> _C.BucketOp:
-        return sparse_mean(
-            members,
-            lane.scratch,
-            bucket.backend_tensor,
-            k,
-            page.memory,
-            random_sparse=random_sparse,
-            seed=seed,
-        )
+        return sparse_mean(members, lane.scratch, bucket.backend_tensor, k, page.memory)
 
     def make(lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
         return among(lane, group, hierarchical, partial(selected, lane, bucket))
 
     return Operation(
         name="Sparse",
-        arguments={"hierarchical": hierarchical, "error_feedback": error_feedback, **chosen},
+        arguments={"hierarchical": hierarchical, "error_feedback": error_feedback, "k": k},
         make=make,
         group=group,
         page=page,

@@ -17,7 +17,6 @@
 #include "device_streams/loopback_communicator.h"
 #include "device_streams/noting_codec.h"
 #include "device_streams/noting_low_rank.h"
-#include "device_streams/noting_order.h"
 #include "device_streams/noting_sparse_codec.h"
 #include "engine/engine.h"
 #include "fake_device/fake_device_torch.h"
@@ -29,7 +28,6 @@
 #include "op/gossip.h"
 #include "op/low_rank.h"
 #include "op/neighbor_average.h"
-#include "op/random_sparse.h"
 #include "op/sharded/compressed_all_gather.h"
 #include "op/sharded/compressed_reduce_scatter.h"
 #include "op/sharded/sharded_hierarchical.h"
@@ -214,16 +212,6 @@ std::vector<Subject> subjects() {
                                     memory({zeros_on(device, kNumel), counter()}),
                                     noting_sparse_options(Checksum::kOn));
   });
-  for (const bool has_kernel : {true, false}) {
-    const std::string by = has_kernel ? "" : " by the host";
-    add("random sparse" + by, at::kFloat, 0, [=](at::Device device) {
-      std::shared_ptr<const OrderKernel> order;
-      if (has_kernel) order = std::make_shared<NotingOrder>();
-      return std::make_shared<RandomSparse>(loopback(), std::make_shared<Scratch>(), kNumel, 500, 7,
-                                            memory({zeros_on(device, kNumel), counter()}),
-                                            std::move(order));
-    });
-  }
   add("error feedback", at::kFloat, 0, [=](at::Device device) {
     return std::make_shared<ErrorFeedbackAllReduce>(loopback(), std::make_shared<Scratch>(), kNumel,
                                                     memory({gradient(9).to(device), counter()}));

@@ -19,7 +19,6 @@
 #include "comm/thread_communicator.h"
 #include "device_streams/noting_codec.h"
 #include "device_streams/noting_low_rank.h"
-#include "device_streams/noting_order.h"
 #include "device_streams/noting_sparse_codec.h"
 #include "device_work/uncounted_communicator.h"
 #include "fake_device/fake_device_torch.h"
@@ -30,7 +29,6 @@
 #include "op/gossip.h"
 #include "op/low_rank.h"
 #include "op/neighbor_average.h"
-#include "op/random_sparse.h"
 #include "op/sparse.h"
 #include "op/update_momentum.h"
 
@@ -173,12 +171,6 @@ std::vector<Case> cases() {
     return std::make_shared<Sparse>(rank.communicator, std::make_shared<Scratch>(), numel,
                                     numel / kSparseShare, error_memory(numel),
                                     noting_sparse_options());
-  }));
-  all.push_back(op_case("random_sparse", [](const Rank& rank) {
-    const int64_t numel = rank.flat.numel();
-    return std::make_shared<RandomSparse>(rank.communicator, std::make_shared<Scratch>(), numel,
-                                          numel / kSparseShare, 7, error_memory(numel),
-                                          std::make_shared<NotingOrder>());
   }));
   return all;
 }

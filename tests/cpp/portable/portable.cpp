@@ -11,7 +11,6 @@
 #include "codec/index_code.h"
 #include "math/checksum.h"
 #include "math/finite.h"
-#include "math/random_order.h"
 #include "math/thin_factors.h"
 #include "math/top_k.h"
 #include "op/wire/frame.h"
@@ -120,7 +119,7 @@ void codecs() {
 }
 
 void sparse() {
-  Sum chosen, indices, places, finite;
+  Sum chosen, indices, finite;
   for (const int64_t n : {64, 1000, 70000}) {
     for (const int64_t k : {int64_t{1}, n / 20 + 1, n / 2}) {
       auto x = numbers<float>(n + k, n, 1.0f);
@@ -135,10 +134,6 @@ void sparse() {
       unpack_indices(packed.data(), k, n, read.data());
       indices.put(packed);
       indices.put(read);
-      const RandomOrder order(n, 5, static_cast<uint64_t>(k));
-      std::vector<int64_t> drawn;
-      for (int64_t place = 0; place < k; ++place) drawn.push_back(order.at(place));
-      places.put(drawn);
       const bool all[] = {all_finite(x.data(), DType::kFloat32, n),
                           all_finite(x.data() + 4, DType::kFloat32, n - 4)};
       finite.put(all, sizeof all);
@@ -146,7 +141,6 @@ void sparse() {
   }
   print("top_k", "indices", chosen);
   print("index code", "bytes", indices);
-  print("random order", "places", places);
   print("finite", "answers", finite);
 }
 

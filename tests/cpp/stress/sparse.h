@@ -3,7 +3,6 @@
 
 #include <limits>
 
-#include "op/random_sparse.h"
 #include "op/sparse.h"
 #include "stress/gossip.h"
 
@@ -36,12 +35,8 @@ class SparseLane {
     const auto scratch = std::make_shared<Scratch>();
     const std::vector<at::Tensor> initial{zeros(plan.numel, at::kFloat), zeros(1, at::kLong)};
     memory_ = std::make_shared<RoundMemory>(initial, std::move(outcome));
-    if (lane == 0) {
-      op_ = std::make_unique<Sparse>(communicator, scratch, plan.numel, plan.k, memory_,
-                                     Sparse::Options{});
-    } else {
-      op_ = std::make_unique<RandomSparse>(communicator, scratch, plan.numel, plan.k, 7, memory_);
-    }
+    op_ = std::make_unique<Sparse>(communicator, scratch, plan.numel, plan.k, memory_,
+                                   Sparse::Options{});
   }
 
   void run(int round) noexcept try {
@@ -70,7 +65,7 @@ class SparseLane {
   int rank_, lane_;
   at::Tensor flat_;
   std::shared_ptr<RoundMemory> memory_;
-  std::unique_ptr<BucketOp> op_;
+  std::unique_ptr<Sparse> op_;
   std::exception_ptr error_;
   const std::string bucket_ = "stress";
 };

@@ -31,7 +31,6 @@ ALGORITHMS = [
     "bytegrad",
     "qadam",
     "power_sgd",
-    "random_sparse",
     "decentralized-all",
     "decentralized-shift-one",
     "low_precision_decentralized",

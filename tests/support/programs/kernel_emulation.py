@@ -60,9 +60,7 @@ PROGRAMS = {
         "csrc/codec/cuda/sparse_codec_cuda.cu",
         "csrc/codec/index_code.cpp",
         "csrc/math/cuda/low_rank_kernels_cuda.cu",
-        "csrc/math/cuda/random_order_cuda.cu",
         "csrc/math/low_rank_plan.cpp",
-        "csrc/math/random_order.cpp",
         "csrc/math/top_k.cpp",
         REFERENCE,  # the last: of inline functions that several have, the first is linked
     ),

@@ -9,7 +9,6 @@ from support.threads.thread_ranks import run_thread_ranks
 
 SIZES = [0, 1, 31, 4096, 5003]
 ROUNDS = 4
-per_kind = pytest.mark.parametrize("kind", ["top-k", "random"])
 per_size = pytest.mark.parametrize("numel", SIZES)
 
 
@@ -22,21 +21,20 @@ def memory_of(numel, dtype, outcome=None, remembers=True, device="cpu"):
     return _C.RoundMemory([error, torch.zeros(1, dtype=torch.int64)], outcome or _C.RoundOutcome())
 
 
-def make(comm, kind, numel, k, memory, seed=3):
-    if kind == "random":
-        return _C.RandomSparse(comm, _C.Scratch(), numel, k, seed, memory)
-    if kind == "exact":
-        return _C.ErrorFeedbackAllReduce(comm, _C.Scratch(), numel, memory)
-    return _C.Sparse(comm, _C.Scratch(), numel, k, memory)
+def make(comm, kind, numel, k, memory):
+    return {
+        "top-k": lambda: _C.Sparse(comm, _C.Scratch(), numel, k, memory),
+        "exact": lambda: _C.ErrorFeedbackAllReduce(comm, _C.Scratch(), numel, memory),
+    }[kind]()
 
 
-def run_rounds(n, kind, k, rounds, scale=1.0, remembers=True):
+def run_rounds(n, k, rounds, scale=1.0, remembers=True):
     """By rank: the bucket and the error after each round. `rounds`: by round, what ranks bring."""
     numel, dtype = rounds[0][0].numel(), rounds[0][0].dtype
 
     def run(comm):
         memory = memory_of(numel, dtype, remembers=remembers)
-        op = make(comm, kind, numel, k, memory)
+        op = make(comm, "top-k", numel, k, memory)
         seen = []
         for step, brought in enumerate(rounds):
             flat = brought[comm.rank].clone()
@@ -48,20 +46,11 @@ def run_rounds(n, kind, k, rounds, scale=1.0, remembers=True):
     return run_thread_ranks(n, run)
 
 
-def expected_rounds(kind, k, rounds, scale=1.0, remembers=True):
+def expected_rounds(k, rounds, scale=1.0, remembers=True):
     n, numel, dtype = len(rounds[0]), rounds[0][0].numel(), rounds[0][0].dtype
     errors = [torch.zeros(numel, dtype=oracle.wide(dtype))] * n
-    done = 0
     for brought in rounds:
-        before = errors
-        if kind == "top-k":
-            result, errors = oracle.top_k(brought, errors, k, scale)
-        else:
-            elements = oracle.elements_of_round(
-                lambda number: _C.random_order(numel, 3, number), numel, max(k, 1), done
-            )
-            result, errors = oracle.random_k(brought, errors, elements, scale)
-        done += errors is not before
+        result, errors = oracle.top_k(brought, errors, k, scale)
         if not remembers:
             errors = [torch.zeros_like(error) for error in errors]
         yield result, errors

@@ -27,24 +27,16 @@ def sparse_mean(
     flat: torch.Tensor,
     k: int,
     memory: _C.RoundMemory,
-    *,
-    random_sparse: bool,
-    seed: int,
 ) -> _C.BucketOp:
-    """The mean of ``k`` elements of buckets like ``flat``, or the exact one where that costs less.
+    """The mean of each rank's ``k`` largest elements of buckets like ``flat``, or of all of them.
 
-    With P members and S bytes of bucket a ring sends 2 (P - 1) / P * S. The largest elements cost
-    P - 1 messages, random ones a ring of ``k + 1`` elements.
+    That is exact, and is taken where it costs less: with P members and S bytes of bucket a ring
+    sends 2 (P - 1) / P * S, the largest elements P - 1 messages.
     """
     numel, ranks = flat.numel(), members.size
     values = torch.promote_types(flat.dtype, torch.float32)
     dense = numel * flat.element_size()
-    if random_sparse:
-        pays = (k + 1) * values.itemsize < dense
-    else:
-        pays = ranks * _C.sparse_message_bytes(numel, k, values) < 2 * dense
+    pays = ranks * _C.sparse_message_bytes(numel, k, values) < 2 * dense
     if ranks == 1 or not pays:
         return _C.ErrorFeedbackAllReduce(members, scratch, numel, memory)
-    if random_sparse:
-        return _C.RandomSparse(members, scratch, numel, k, seed, memory)
     return _C.Sparse(members, scratch, numel, k, memory, checksum=env.get_checksum())

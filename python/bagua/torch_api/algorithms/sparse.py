@@ -1,4 +1,4 @@
-"""Sparse gradients: the largest elements, or some at random, with error feedback."""
+"""Sparse gradients: the largest elements, with error feedback."""
 
 from __future__ import annotations
 
@@ -39,11 +39,8 @@ class SparseAlgorithm(Algorithm):
         ratio: the part of each bucket's elements that is sent, at least one.
         hierarchical: exact inside a node, sparse between the nodes' leaders.
             None: True where there are several nodes with several ranks on one, else False.
-        random_sparse: send elements drawn at random, equal on all ranks, without replacement.
-            No indices are sent, and costs do not grow with the number of ranks.
         error_feedback: False: elements that are not sent are lost.
         warmup_steps: rounds that average exactly before the first sparse one.
-        seed: of ``random_sparse``. Global random generators are not used.
         exact_parameters: names of parameters that are averaged exactly, or patterns of
             :mod:`fnmatch`.
 
@@ -65,20 +62,16 @@ class SparseAlgorithm(Algorithm):
         ratio: float = 0.01,
         hierarchical: bool | None = None,
         *,
-        random_sparse: bool = False,
         error_feedback: bool = True,
         warmup_steps: int = 0,
-        seed: int = 0,
         exact_parameters: Sequence[str] = (),
     ) -> None:
         check_ratio(ratio)
         check_warmup(warmup_steps)
         self.ratio = ratio
         self.hierarchical = hierarchical
-        self.random_sparse = random_sparse
         self.error_feedback = error_feedback
         self.warmup_steps = warmup_steps
-        self.seed = seed
         self.exact_parameters = check_patterns(exact_parameters)
 
     def describe(self) -> str:
@@ -112,8 +105,6 @@ class SparseAlgorithmImpl(ErrorFeedbackImpl):
             own.ratio,
             self.outcome,
             hierarchical=self.hierarchical,
-            random_sparse=own.random_sparse,
             error_feedback=own.error_feedback,
-            seed=own.seed,
             group=self.process_group,
         )

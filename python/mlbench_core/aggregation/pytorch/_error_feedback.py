@@ -274,8 +274,6 @@ class SparsifiedAggregation(ErrorFeedbackAggregation):
         model: whose gradients are aggregated; memory is kept by its parameters' names.
         use_cuda: communicate CUDA tensors as they are; otherwise through CPU memory.
         ratio: the part of the elements that is sent, at least one.
-        random_sparse: send elements drawn at random, the same on all ranks: each once before any
-            comes again. No index travels, and costs do not grow with the number of ranks.
         process_group: default: all ranks.
 
     Raises:
@@ -289,7 +287,6 @@ class SparsifiedAggregation(ErrorFeedbackAggregation):
         use_cuda: bool = False,
         *,
         ratio: float = 0.01,
-        random_sparse: bool = False,
         process_group: BaguaProcessGroup | None = None,
     ) -> None:
         # Checks
@@ -297,11 +294,10 @@ class SparsifiedAggregation(ErrorFeedbackAggregation):
 
         super().__init__(model, use_cuda, process_group=process_group)
         self.ratio = ratio
-        self.random_sparse = random_sparse
 
     def _describe(self, op: str, denom: object) -> list[str]:
         return [
-            f"ratio {self.ratio}, random_sparse {self.random_sparse}",
+            f"ratio {self.ratio}",
             f"BAGUA_CHECKSUM={int(env.get_checksum())}",
         ]
 
@@ -318,7 +314,5 @@ class SparsifiedAggregation(ErrorFeedbackAggregation):
             flat,
             number_sent(flat.numel(), self.ratio),
             page.memory,
-            random_sparse=self.random_sparse,
-            seed=0,
         )
         return operation, page
