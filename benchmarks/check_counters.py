@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from network import DEVICE, HEADER_BYTES, Network, NetworkUnavailableError
+from network import Network, NetworkUnavailableError, bytes_on_the_device
 
 TOLERANCE = 0.02
 # What a rank may send without being counted: the messages that line up the ranks, address lookups.
@@ -34,9 +34,7 @@ def payload_retransmitted() -> int:
 
 def payload_sent() -> int:
     """Payload bytes that left this namespace's device, each counted once."""
-    folder = Path("/sys/class/net") / DEVICE / "statistics"
-    sent, packets = (int((folder / name).read_text()) for name in ("tx_bytes", "tx_packets"))
-    return sent - HEADER_BYTES * packets - payload_retransmitted()
+    return bytes_on_the_device() - payload_retransmitted()
 
 
 def rank_main(megabytes: float) -> None:
