@@ -153,8 +153,10 @@ void sparse_messages_need_kernels() {
 // Infinity passes through every op to the result, and no memory changes.
 void what_is_not_finite_is_seen_without_waiting() {
   for (const std::string name : {"low rank", "low rank by ATen", "sparse", "error feedback"}) {
+    bool found = false;
     for (const Subject& subject : subjects()) {
       if (subject.name != name) continue;
+      found = true;
       const std::vector<at::Tensor> flats = make_flats(subject, kFake);
       const std::unique_ptr<Engine> engine = make_engine(subject, flats);
       const std::vector<at::Tensor> plain = make_flats(subject, kFake);
@@ -172,6 +174,7 @@ void what_is_not_finite_is_seen_without_waiting() {
       round(*never, plain, 1);
       expect(flats[1].cpu().equal(plain[1].cpu()), name, ": a round that was not finite counts");
     }
+    expect(found, "no subject is '", name, "'");
   }
 }
 
