@@ -1,1 +1,1 @@
-"""Residuals, matrices and selections of compressed operations."""
+"""What compressed operations send of a bucket: matrices, or the largest elements."""
