@@ -12,8 +12,9 @@ from support.processes.pool import run_without_torchrun
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 EXAMPLES = REPOSITORY / "docs/examples/integrations"
-#: fsdp.py has arguments of its own: test_fsdp_example.py.
-SCRIPTS = [path.name for path in sorted(EXAMPLES.glob("*.py")) if path.name != "fsdp.py"]
+SCRIPTS = [path.name for path in sorted(EXAMPLES.glob("*.py"))]
+#: Without --algorithm: test_fsdp_example.py and test_island_example.py run these.
+WITHOUT_ALGORITHM = {"fsdp.py", "lightning_islands.py"}
 PAGES = REPOSITORY / "docs/integrations"
 
 
@@ -36,7 +37,7 @@ def result_in(output):
     return json.loads(next(line for line in output.splitlines() if line.startswith('{"rank"')))
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", sorted(set(SCRIPTS) - WITHOUT_ALGORITHM))
 def test_an_example_is_as_good_as_exact_with_a_quarter_of_the_bytes(ranks, script):
     exact, compressed = (ranks(2, run, script, name) for name in ("exact", "bytegrad"))
     for results in (exact, compressed):
