@@ -1,11 +1,13 @@
 """Seconds per step of training with outer rounds, on slow networks, against compute alone.
 
     python benchmarks/bench_rounds.py [--quick] [--rates 200 20] [--ranks 2 4]
+    python benchmarks/bench_rounds.py --islands [--quick] [--rates 20]
 
 The transformer of curves.py (0.86 million parameters, AdamW), a round every 50 steps; figures are
 means over whole rounds. All ways train in the same processes in turn. Networks are namespaces
-(network.py) and need root; "none" is this machine without one. Prints JSON and keeps it under
-build/benchmarks/.
+(network.py) and need root; "none" is this machine without one. --islands: two of two ranks, in
+which FSDP2 shards the model at 400 Mb/s; "compute" is an island that meets nobody. Prints JSON and
+keeps it under build/benchmarks/.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from common import machine, write_results
 from rank_processes import figures_of
 
 INTERVAL = 50
+ISLANDS, INSIDE_MBIT = 2, 400
 IN_4_BITS = {"codec": "int4_block", "error_feedback": True}
 #: Name -> registered name and arguments; None: this rank by itself.
 WAYS = {
@@ -34,23 +37,33 @@ WAYS = {
     ),
 }
 EVERY_STEP = ("ddp", "bytegrad int4_block, error feedback")
+WAYS_OF_ISLANDS = ("compute", "diloco int4_block", "diloco int4_block, overlap")
 
 
 class Training:
-    def __init__(self, name, data):
+    """One way. mesh: of the ranks, ``(island, shard)``; None: no islands."""
+
+    def __init__(self, name, data, mesh=None):
         import torch
         from bagua.torch_api.algorithms import Algorithm
         from curve_tasks import TASKS
+        from torch.distributed.fsdp import fully_shard
 
         self.task, self.data = TASKS["text"], data
         torch.manual_seed(0)
         self.model = self.task.make_model()
+        if mesh is not None:
+            fully_shard(self.model, mesh=mesh["shard"])
         self.optimizer = self.task.optimizer(self.model.parameters())
         if name == "ddp":
             self.model = torch.nn.parallel.DistributedDataParallel(self.model)
         elif WAYS[name] is not None:
             algorithm, arguments = WAYS[name]
-            self.model.with_bagua([self.optimizer], Algorithm.init(algorithm, **arguments))
+            self.model.with_bagua(
+                [self.optimizer],
+                Algorithm.init(algorithm, **arguments),
+                process_group=mesh and mesh["island"],
+            )
 
     def step(self):
         from curve_tasks import loss_of
@@ -76,11 +89,15 @@ def time_on_rank(arguments):
     torch.set_num_threads(1)
     bagua.init_process_group(backend="gloo")
     data = text_data(bagua.get_rank(), bagua.get_world_size())[:2]
-    trainings = {name: Training(name, data) for name in WAYS}
+    ways, mesh = WAYS, None
+    if arguments.islands:
+        shape, names = (ISLANDS, bagua.get_world_size() // ISLANDS), ("island", "shard")
+        ways, mesh = WAYS_OF_ISLANDS, dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    trainings = {name: Training(name, data, mesh) for name in ways}
     for name, training in trainings.items():  # rounds are launched in the middle of a turn
         for _ in range(0 if name in EVERY_STEP else INTERVAL // 2):
             training.step()
-    seconds, sent = {name: [] for name in WAYS}, {}
+    seconds, sent = {name: [] for name in ways}, {}
     for turn in range(1 + arguments.turns):  # the first one warms up
         for name, training in trainings.items():
             steps = arguments.every_step if name in EVERY_STEP else INTERVAL
@@ -92,15 +109,15 @@ def time_on_rank(arguments):
                 seconds[name].append((time.perf_counter() - start) / steps)
             if before is not None:
                 sent[name] = (training.bytes_sent() - before) / steps
-    figures = {
-        name: {
+    figures = {}
+    for name in ways:
+        figures[name] = {
             "seconds_per_step": statistics.median(seconds[name]),
             "to_compute": ratio(seconds[name], seconds["compute"]),
-            "speed_over_ddp": ratio(seconds["ddp"], seconds[name]),
             "bytes_sent_per_step": sent.get(name),
         }
-        for name in WAYS
-    }
+        if "ddp" in ways:
+            figures[name]["speed_over_ddp"] = ratio(seconds["ddp"], seconds[name])
     if bagua.get_rank() == 0:
         arguments.rank_output.write_text(json.dumps(figures))
     dist.barrier()
@@ -114,6 +131,7 @@ def ratio(above, below):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a first impression")
+    parser.add_argument("--islands", action="store_true", help="two, of two ranks each")
     parser.add_argument("--rates", nargs="+", default=["200", "20"], help="Mbit/s or none")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--turns", type=int, default=5)
@@ -124,16 +142,17 @@ def main():
         return time_on_rank(arguments)
     turns = 1 if arguments.quick else arguments.turns
     result = {"machine": machine(), "interval": INTERVAL, "turns": turns, "networks": {}}
+    islands = {"ranks_per_link": 2, "inside": INSIDE_MBIT} if arguments.islands else {}
     for rate in arguments.rates:
         steps = INTERVAL if rate == "none" else max(2, int(rate) // 20)
-        for ranks in arguments.ranks:
+        for ranks in [2 * ISLANDS] if islands else arguments.ranks:
             load = os.getloadavg()[0]
-            options = ["--turns", turns, "--every-step", steps]
-            figures = figures_of(rate, sys.argv[0], options, ranks)
+            options = ["--turns", turns, "--every-step", steps, *["--islands"][: len(islands)]]
+            figures = figures_of(rate, sys.argv[0], options, ranks, **islands)
             result["networks"][f"{rate} Mb/s, {ranks} ranks"] = {"load": load, "ways": figures}
     print(json.dumps(result, indent=2))
     if not arguments.quick:
-        write_results("bench_rounds", result)
+        write_results("bench_islands" if islands else "bench_rounds", result)
     return None
 
 

@@ -46,7 +46,7 @@ def run_rate(arguments, rate):
     steps = 2 if arguments.quick else 10 if rate == "none" else max(2, int(rate) // 200)
     options = ["--arms", *arguments.arms, "--pairs", arguments.pairs, "--steps", steps]
     options += ["--device", arguments.device]
-    return figures_of(rate, __file__, options, arguments.ranks, arguments.mtu)
+    return figures_of(rate, __file__, options, arguments.ranks, mtu=arguments.mtu)
 
 
 def of_device(arguments):

@@ -185,10 +185,13 @@ class Network:
 
     def shape(self, rank: int, rate_mbit: float) -> None:
         """Give the link of a rank another rate, in megabits per second each way."""
-        burst = max(MIN_BURST_BYTES, int(rate_mbit * 1e6 / 8 * BURST_SECONDS))
-        rate = ["rate", f"{rate_mbit}mbit", "burst", str(burst), "latency", QUEUE_SECONDS]
         for namespace, device in ((self.namespace(rank), DEVICE), (self._hub, f"port{rank}")):
-            _command("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *rate)
+            _shape(namespace, device, rate_mbit)
+
+    def shape_inside(self, rank: int, rate_mbit: float) -> None:
+        """Give the programs in a rank's namespace this rate from one to another, in total."""
+        _command("ip", "-n", self.namespace(rank), "link", "set", "lo", "mtu", str(self.mtu))
+        _shape(self.namespace(rank), "lo", rate_mbit)
 
     def set_link(self, rank: int, state: str) -> None:
         """Take the link of a rank ``"down"``, or ``"up"`` again."""
@@ -228,6 +231,12 @@ class Network:
         _command("ip", "netns", "add", name)
         self._namespaces.append(name)
         _command("ip", "-n", name, "link", "set", "lo", "up")
+
+
+def _shape(namespace: str, device: str, rate_mbit: float) -> None:
+    burst = max(MIN_BURST_BYTES, int(rate_mbit * 1e6 / 8 * BURST_SECONDS))
+    rate = ["rate", f"{rate_mbit}mbit", "burst", str(burst), "latency", QUEUE_SECONDS]
+    _command("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *rate)
 
 
 def _exit_cleanly(signal_number: int, _: object) -> None:

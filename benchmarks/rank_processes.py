@@ -9,22 +9,23 @@ import tempfile
 from pathlib import Path
 
 
-def figures_of(rate, program, options, ranks, mtu=1500):
+def figures_of(rate, program, options, ranks, **network):
     """The figures that rank 0 of a program writes when it runs on all ranks with `--rank-output`.
 
-    rate, mtu: as for `run_on`. options: of the program.
+    rate, network: as for `run_on`. options: of the program.
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "figures.json"
         argv = [sys.executable, program, "--rank-output", str(output), *map(str, options)]
-        run_on(rate, argv, ranks, mtu)
+        run_on(rate, argv, ranks, **network)
         return json.loads(output.read_text())
 
 
-def run_on(rate, argv, ranks, mtu=1500):
+def run_on(rate, argv, ranks, mtu=1500, ranks_per_link=1, inside=None):
     """Run one process per rank, all with `argv`, and wait until they have ended well.
 
     rate: Mbit/s each way, or "none": the loopback device, unshaped. mtu: of shaped networks.
+    ranks_per_link: neighbours that share a link; inside: Mbit/s from one of them to another.
     Ends this program where a rank fails.
     """
     port = _free_port()
@@ -33,13 +34,19 @@ def run_on(rate, argv, ranks, mtu=1500):
         return _wait_for([subprocess.Popen(argv, env=own) for own in environments])
     from network import Network
 
-    with Network(ranks=ranks, rate_mbit=int(rate), mtu=mtu) as network:
-        _wait_for(
-            [
-                network.popen(rank, argv, {**environments[rank], **network.environment(rank)})
-                for rank in range(ranks)
-            ]
-        )
+    with Network(ranks=ranks // ranks_per_link, rate_mbit=int(rate), mtu=mtu) as network:
+        processes = []
+        for rank, own in enumerate(environments):
+            link, local = divmod(rank, ranks_per_link)
+            if inside and local == 0:
+                network.shape_inside(link, inside)
+            variables = {**own, **network.environment(link)}
+            if ranks_per_link > 1:
+                places = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local}
+                variables |= {name: str(place) for name, place in places.items()}
+                variables["LOCAL_WORLD_SIZE"] = str(ranks_per_link)
+            processes.append(network.popen(link, argv, variables))
+        _wait_for(processes)
 
 
 def _environment(rank, ranks, port):
