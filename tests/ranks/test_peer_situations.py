@@ -83,14 +83,14 @@ def test_a_rank_that_exits_early_is_an_error_on_the_others(ranks, name):
 
 
 def rebucketed(implementation):
-    """An algorithm that asks for new buckets at its third step."""
+    """An algorithm that asks for new buckets at its fourth forward."""
 
     class Rebucketed(implementation):
         asked = 0
 
         def need_reset(self):
             self.asked += 1
-            return self.asked == 3
+            return self.asked == 4
 
     return training.Own(Rebucketed, False)
 

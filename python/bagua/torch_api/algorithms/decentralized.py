@@ -333,7 +333,6 @@ class LowPrecisionDecentralizedAlgorithmImpl(_LocalWeightsImpl):
         self._optimizers = {optimizer for optimizer, own in steps.items() if own & weights}
         self._wrapper = weakref.ref(bagua_ddp)
         self.ledger.own = {}
-        self._due = False
         return super().init_tensors(bagua_ddp)
 
     def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
