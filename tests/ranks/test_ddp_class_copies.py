@@ -4,7 +4,6 @@ import copy
 import gc
 import io
 import pickle
-from pathlib import Path
 
 import bagua.torch_api as bagua
 import pytest
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from bagua.torch_api.algorithms import AsyncModelAverageAlgorithm, ByteGradAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from support import training
+from support.processes.thread_names import thread_names
 from torch import nn
 
 
@@ -103,19 +103,15 @@ def deleted():
     ddp = DistributedDataParallel(normalised())
     backward_of(ddp)
     inner = ddp.module
-    assert any(thread.startswith("bagua-lane") for thread in lane_threads())
+    assert any(name.startswith("bagua-lane") for name in thread_names())
     gc.disable()
     try:
         del ddp
-        lanes = [t for t in lane_threads() if t.startswith("bagua-lane")]
+        lanes = [name for name in thread_names() if name.startswith("bagua-lane")]
     finally:
         gc.enable()
     backward_of(inner)
     return lanes, len(set(training.gather(training.bits(p.grad for p in inner.parameters()))))
-
-
-def lane_threads():
-    return [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
 
 
 def test_deleting_the_wrapper_frees_its_threads_and_leaves_the_module(ranks):

@@ -1,13 +1,13 @@
 """Failures of an engine: on this rank, on the other ranks, and at its destruction."""
 
 import gc
-import os
 import threading
 import time
 
 import pytest
 import torch
 from bagua import _C
+from support.processes.thread_names import thread_names
 from support.threads.engine_ranks import (
     SECONDS,
     Meeting,
@@ -270,11 +270,7 @@ def test_a_lane_that_was_given_up_keeps_its_memory_until_it_ends():
 
 def test_an_engine_frees_its_threads_and_memory():
     def lanes_alive():
-        names = []
-        for thread in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{thread}/comm") as name:
-                names.append(name.read().strip())
-        return sum(name.startswith("bagua-lane") for name in names)
+        return sum(name.startswith("bagua-lane") for name in thread_names())
 
     before = lanes_alive()
     engine = alone(plan("b", ones()), lanes=3)
