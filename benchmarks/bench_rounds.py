@@ -22,7 +22,7 @@ from common import machine, write_results
 from rank_processes import figures_of
 
 INTERVAL = 50
-ISLANDS, INSIDE_MBIT = 2, 400
+ISLANDS, RANKS_OF_AN_ISLAND, INSIDE_MBIT = 2, 2, 400
 IN_4_BITS = {"codec": "int4_block", "error_feedback": True}
 #: Name -> registered name and arguments; None: this rank by itself.
 WAYS = {
@@ -62,7 +62,7 @@ class Training:
             self.model.with_bagua(
                 [self.optimizer],
                 Algorithm.init(algorithm, **arguments),
-                process_group=mesh and mesh["island"],
+                process_group=None if mesh is None else mesh["island"],
             )
 
     def step(self):
@@ -91,7 +91,7 @@ def time_on_rank(arguments):
     data = text_data(bagua.get_rank(), bagua.get_world_size())[:2]
     ways, mesh = WAYS, None
     if arguments.islands:
-        shape, names = (ISLANDS, bagua.get_world_size() // ISLANDS), ("island", "shard")
+        shape, names = (ISLANDS, RANKS_OF_AN_ISLAND), ("island", "shard")
         ways, mesh = WAYS_OF_ISLANDS, dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
     trainings = {name: Training(name, data, mesh) for name in ways}
     for name, training in trainings.items():  # rounds are launched in the middle of a turn
@@ -142,17 +142,20 @@ def main():
         return time_on_rank(arguments)
     turns = 1 if arguments.quick else arguments.turns
     result = {"machine": machine(), "interval": INTERVAL, "turns": turns, "networks": {}}
-    islands = {"ranks_per_link": 2, "inside": INSIDE_MBIT} if arguments.islands else {}
+    sizes, kind, links = arguments.ranks, [], {}
+    if arguments.islands:
+        sizes, kind = [ISLANDS * RANKS_OF_AN_ISLAND], ["--islands"]
+        links = {"ranks_per_link": RANKS_OF_AN_ISLAND, "inside": INSIDE_MBIT}
     for rate in arguments.rates:
         steps = INTERVAL if rate == "none" else max(2, int(rate) // 20)
-        for ranks in [2 * ISLANDS] if islands else arguments.ranks:
+        for ranks in sizes:
             load = os.getloadavg()[0]
-            options = ["--turns", turns, "--every-step", steps, *["--islands"][: len(islands)]]
-            figures = figures_of(rate, sys.argv[0], options, ranks, **islands)
+            options = ["--turns", turns, "--every-step", steps, *kind]
+            figures = figures_of(rate, sys.argv[0], options, ranks, **links)
             result["networks"][f"{rate} Mb/s, {ranks} ranks"] = {"load": load, "ways": figures}
     print(json.dumps(result, indent=2))
     if not arguments.quick:
-        write_results("bench_islands" if islands else "bench_rounds", result)
+        write_results("bench_islands" if arguments.islands else "bench_rounds", result)
     return None
 
 

@@ -25,41 +25,36 @@ def run_on(rate, argv, ranks, mtu=1500, ranks_per_link=1, inside=None):
     """Run one process per rank, all with `argv`, and wait until they have ended well.
 
     rate: Mbit/s each way, or "none": the loopback device, unshaped. mtu: of shaped networks.
-    ranks_per_link: neighbours that share a link; inside: Mbit/s from one of them to another.
+    ranks_per_link: neighbours that share a link, as one node. inside: Mbit/s between these.
     Ends this program where a rank fails.
     """
-    port = _free_port()
-    environments = [_environment(rank, ranks, port) for rank in range(ranks)]
+    local = ranks if ranks_per_link == 1 else ranks_per_link
+    places = [_place(rank, ranks, local) for rank in range(ranks)]
     if rate == "none":
-        return _wait_for([subprocess.Popen(argv, env=own) for own in environments])
+        here = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+        return _wait_for([subprocess.Popen(argv, env=here | place) for place in places])
     from network import Network
 
     with Network(ranks=ranks // ranks_per_link, rate_mbit=int(rate), mtu=mtu) as network:
-        processes = []
-        for rank, own in enumerate(environments):
-            link, local = divmod(rank, ranks_per_link)
-            if inside and local == 0:
+        if inside is not None:
+            for link in range(network.ranks):
                 network.shape_inside(link, inside)
-            variables = {**own, **network.environment(link)}
-            if ranks_per_link > 1:
-                places = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local}
-                variables |= {name: str(place) for name, place in places.items()}
-                variables["LOCAL_WORLD_SIZE"] = str(ranks_per_link)
-            processes.append(network.popen(link, argv, variables))
-        _wait_for(processes)
+        _wait_for(
+            [
+                network.popen(rank // ranks_per_link, argv, place)
+                for rank, place in enumerate(places)
+            ]
+        )
 
 
-def _environment(rank, ranks, port):
-    """Of one rank: all ranks count as one node. network.py adds what belongs to its namespaces."""
+def _place(rank, ranks, local):
+    """Variables of one rank, of which `local` count as one node. network.py has the addresses."""
     return {
-        **os.environ,
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank % local),
+        "LOCAL_WORLD_SIZE": str(local),
         "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
     }
 
 
