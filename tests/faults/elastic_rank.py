@@ -2,7 +2,9 @@
 
 Trains until ROUNDS outer rounds are made, or as many as FOLDER/last says. After each round it
 appends to FOLDER/<rank>.jsonl: the round, a digest of anchor and momentum, and the members. DEATH
-is where the process kills itself: "between:5", "launch:5" or "mean:5", in its sixth round.
+is where the process kills itself: "between:5", "launch:5" or "mean:5", in its sixth round. With
+ISLAND, ISLANDS and ISLANDS_STORE it is a rank of that island, whose ranks shard the model.
+ARGUMENTS, a dict in JSON, are of the algorithm.
 """
 
 import datetime
@@ -18,11 +20,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import bagua.torch_api as bagua
 from bagua._core.group.elastic import pulse
-from bagua._outer.elastic import ElasticRanks
+from bagua._core.state.shards import local
+from bagua._outer.elastic import Elastic, ElasticRanks
 from bagua._outer.loop import Fragment
 from bagua.torch_api.algorithms import DiLoCoAlgorithm
 from support import training
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 TIMEOUT = 15.0
 INTERVAL = 4
@@ -65,12 +70,26 @@ def due(model):
     return model.bagua_algorithm.outer_rounds == int(place.split(":")[1])
 
 
+def sharded(model):
+    mesh = init_device_mesh("cpu", (bagua.get_world_size(),))
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 def train(folder, rounds, place):
-    rank = bagua.get_rank()
+    rank, group = bagua.get_rank(), None
     model = network()
+    if "ISLAND" in os.environ:
+        island, islands = int(os.environ["ISLAND"]), int(os.environ["ISLANDS"])
+        store = os.environ["ISLANDS_STORE"]
+        group = bagua.communication.connect_islands(store, island, islands)
+        rank += island * bagua.get_world_size()
+        model = sharded(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    algorithm = DiLoCoAlgorithm(interval=INTERVAL, elastic=True)
-    model.with_bagua([optimizer], algorithm)
+    elastic = Elastic(min_ranks=int(os.environ.get("MIN_RANKS", "2")))
+    arguments = json.loads(os.environ.get("ARGUMENTS", "{}"))
+    algorithm = DiLoCoAlgorithm(interval=INTERVAL, elastic=elastic, **arguments)
+    model.with_bagua([optimizer], algorithm, process_group=group)
     outer = model.bagua_algorithm
     if place == "launch":
         kill_in(Fragment, "launch", model)
@@ -96,7 +115,9 @@ def train(folder, rounds, place):
             if outer.outer_rounds > before:
                 state = outer.state_dict()
                 shared = [
-                    v for k, v in state.items() if k.startswith(("anchor/", "momentum/", "rate/"))
+                    local(v)
+                    for k, v in state.items()
+                    if k.startswith(("anchor/", "momentum/", "rate/"))
                 ]
                 members = model.process_group.ranks
                 note(round=outer.outer_rounds, bits=training.bits(shared), members=members)
@@ -115,7 +136,8 @@ def main():
     torch.set_num_threads(1)
     folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
     place = sys.argv[3].split(":")[0] if len(sys.argv) > 3 else ""
-    bagua.init_process_group(timeout=datetime.timedelta(seconds=TIMEOUT), elastic=True)
+    elastic = "ISLAND" not in os.environ
+    bagua.init_process_group(timeout=datetime.timedelta(seconds=TIMEOUT), elastic=elastic)
     try:
         train(folder, rounds, place)
     except bagua.BaguaError as error:

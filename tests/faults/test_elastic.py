@@ -12,11 +12,10 @@ def finish_without(victim, place):
     """Three ranks train, one is killed in its sixth round, at the place; the others end as two."""
     with Job(rounds=12) as job:
         job.start_all({victim: f"{place}:5"})
-        losses = job.finish()
+        job.finish()
         assert job.processes[victim].wait() == -signal.SIGKILL
         assert job.judge() == 12
         rest = [rank for rank in range(3) if rank != victim]
-        assert len(set(losses)) == 1
         for rank in rest:
             assert job.made(rank) == (12, rest)
             text = job.output(rank).read_text()

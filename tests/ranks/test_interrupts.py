@@ -165,7 +165,7 @@ def leave_while_joining():
     member = Membership(elastic, dist.get_rank(), datetime.timedelta(seconds=TIMEOUT))
     if faults.is_last():
         store.wait(["founded"])
-        seconds = interrupted(member.join)
+        seconds = interrupted(lambda: member.join(member.ask()))
         del member
         store.set("interrupted", "")
         return seconds

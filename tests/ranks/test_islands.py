@@ -294,7 +294,7 @@ def test_what_islands_cannot_do_is_refused_with_the_remedy(ranks):
         assert "parameter '0.weight' is a DTensor between ranks [" in found["everyone"]
         assert 'process_group=mesh["island"]' in found["everyone"]
         assert "leave warmup_steps= out" in found["warm-up"]
-        assert "leave elastic= out" in found["elastic"]
+        assert "leave elastic= out, or give it with process_group=conn" in found["elastic"]
         assert "leave warmup_steps= out" in found["warm-up of averages"]
         assert "hold all of parameter '2.bias'" in found["copies"]
         assert found["placements"].startswith("BaguaMismatchError")

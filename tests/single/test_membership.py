@@ -88,7 +88,7 @@ def test_a_rank_that_comes_back_is_in_the_next_generation(founded):
     del members[1]._life
     back = Membership(store, 1, TIMEOUT)
     with ThreadPoolExecutor(1) as thread:
-        asking = thread.submit(back.join)
+        asking = thread.submit(lambda: back.join(back.ask()))
         while members[0].requests() == 0:
             pass
         stayed = changes([members[0], members[2]])
@@ -113,10 +113,12 @@ def test_nobody_joins_a_job_that_is_gone(founded):
     store, members = founded
     for member in members:
         del member._life
+    back = Membership(store, 1, TIMEOUT)
+    request = back.ask()
     with pytest.raises(
         BaguaError, match="no member of generation 0, rank\\(s\\) 0, 1, 2, is alive"
     ):
-        Membership(store, 1, TIMEOUT).join()
+        back.join(request)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"members": 3}', '{"members": {"a": 1}}', "7"])

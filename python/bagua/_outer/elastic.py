@@ -14,16 +14,25 @@ carries what the lost round would have.
 3. Ranks that join get the model, buffers and the state of the optimizers from the same rank, then
    anchor, momentum and counters; their weights begin as the anchor.
 4. All compare their anchors before they go on.
+
+Note [Islands of several ranks]
+Each rank of an island has a group of its own with those of its rank in other islands, and between
+its collectives it has some with the ranks of its island. So all ranks of an island must fail in the
+same rounds: what fails between islands is held until :meth:`ElasticRanks.receive`, where the ranks
+of the island agree whether all have the mean. A rank that has it while another one has not reports
+a failure to its group. The first ranks of the islands decide on the members, for all groups.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
 from bagua._core.group.elastic.arrival import elastic_store
@@ -47,10 +56,10 @@ class Elastic:
 
     A round that fails changes nothing; in the next training forward the others agree through the
     job's store on who is left. After ``init_process_group(elastic=True)`` a rank that is started
-    again comes back in ``with_bagua``.
+    again comes back in ``with_bagua``; so does an island after ``connect_islands``.
 
     Args:
-        min_ranks: all ranks raise when fewer are left.
+        min_ranks: all ranks raise when fewer are left; of islands, when fewer islands are left.
 
     Raises:
         ValueError: ``min_ranks`` is not positive.
@@ -113,9 +122,19 @@ class ElasticRanks(FixedRanks):
         self._transfer: StateTransfer | None = None
         self._before: OuterLoop | None = None
         self._missed: int | None = None  # the fragment whose round was under way
-        own = group.ranks[group.rank]
+        self._held: _C.BaguaError | None = None
+        self._engine: _C.Engine | None = None  # of the plan after a change, until all have one
+        island = group.island
+        self._island = None if island is None else island.group.connections
+        self._called = "rank" if island is None else "island"
         if group.membership is None:
-            group.membership = Membership(elastic_store(group.store), own, group.timeout)
+            group.membership = Membership(
+                elastic_store(group.store if island is None else island.store),
+                group.ranks[group.rank],
+                group.timeout,
+                leads=island is None or island.group.rank == 0,
+                called=self._called,
+            )
         self._membership = group.membership
         if self._membership.owner() is not None:
             raise ValueError(
@@ -123,7 +142,8 @@ class ElasticRanks(FixedRanks):
                 "own process group, or wrap one module that holds both"
             )
         if group.waits_to_join:
-            self._enter(self._membership.join())
+            (request,) = self._in_island(self._membership.ask())
+            self._enter(self._membership.join(request))
         self._membership.owner = weakref.ref(self)
 
     @property
@@ -140,10 +160,18 @@ class ElasticRanks(FixedRanks):
             return
         try:
             rounds()
+        except _C.BaguaError as error:
+            if error is not self.failure:
+                raise
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        try:
+            yield
         except _C.BaguaMismatchError:
             raise
         except _C.BaguaError as error:
-            self.failure = error
+            self._held = error
 
     def confirm(self, engine: _C.Engine) -> None:
         # All slots are marked. Ranks tell each other whether they have seen a request to join.
@@ -151,7 +179,42 @@ class ElasticRanks(FixedRanks):
         engine.exchange_used([int(seen)] * engine.slots)
 
     def confirmed(self, engine: _C.Engine) -> None:
+        """All have the result of the round under way."""
         self._newcomers = self._newcomers or any(engine.used)
+
+    def receive(self, engine: _C.Engine) -> None:
+        failure, self._held = self._held, None
+        if failure is None:
+            try:
+                engine.wait()
+                self.confirmed(engine)
+            except _C.BaguaMismatchError:
+                raise
+            except _C.BaguaError as error:
+                failure = error
+        failed, newcomers = self._in_island(int(failure is not None), int(self._newcomers))
+        self._newcomers = bool(newcomers)
+        if failed:
+            self.failure = self._failed(failure, engine)
+            del failure  # or this frame and its traceback would keep each other alive
+            raise self.failure
+
+    def _failed(self, failure: _C.BaguaError | None, engine: _C.Engine | None) -> _C.BaguaError:
+        """The failure of this rank or, where there is none, of its island, for ``engine`` too."""
+        reason = failure or _C.BaguaError("another rank of this island has failed")
+        if engine is not None:
+            engine.abort(str(reason))
+        return reason
+
+    def _in_island(self, *numbers: int) -> list[int]:
+        """The maximum of each number over the ranks of this island, which all call it.
+
+        Raises:
+            BaguaError: one of them was lost.
+        """
+        if self._island is None:
+            return list(numbers)
+        return self._island.reduce_numbers("a round of this island", _C.ReduceOp.MAX, *numbers)
 
     # A change of ranks.
 
@@ -174,20 +237,27 @@ class ElasticRanks(FixedRanks):
             change = self._membership.change(report, self._least)
             self._warn(name, report, change)
             self._enter(change)
+            failure = None
             try:
                 with store_needed():
                     replace(bool(change.joined))
-                break
             except _C.BaguaMismatchError:
                 raise
             except _C.BaguaError as error:
-                self.failure = error
-                if attempt + 1 == _MOST_ATTEMPTS:
-                    raise
-        self.failure, self._newcomers, self._before = None, False, None
+                failure = error
+            (failed,) = self._in_island(int(failure is not None))
+            if not failed:
+                break
+            self.failure = self._failed(failure, self._engine)
+            if attempt + 1 == _MOST_ATTEMPTS:
+                raise self.failure
+        self.failure, self._newcomers, self._before, self._engine = None, False, None, None
 
     def _enter(self, change: Change) -> None:
-        self._group.replace_members(change.members, self._membership.connections_store())
+        name = f"generation{change.generation}/connections"
+        store = c10d.PrefixStore(name, elastic_store(self._group.store))
+        self._group.replace_members(change.members, store)
+        self._engine = None
         self._transfer = transfer = StateTransfer.after(change)
         if transfer.joined:
             some = [transfer.source, *transfer.joined]
@@ -211,6 +281,7 @@ class ElasticRanks(FixedRanks):
         transfer, self._transfer = self._transfer, None
         if transfer is None:
             return
+        self._engine = loop.engine
         self._give_anchors(loop, transfer)
         own, before = self._group.ranks[self._group.rank], self._before
         if own in transfer.joined:
@@ -246,18 +317,19 @@ class ElasticRanks(FixedRanks):
 
     def _warn(self, name: str, report: Report, change: Change) -> None:
         number = report["communications"] + 1
-        left = f"rank(s) {_listed(sorted(change.reports))} go on"
+        called = f"{self._called}(s)"
+        left = f"{called} {_listed(sorted(change.reports))} go on"
         reason = str(self.failure).split("\n", maxsplit=1)[0]
         if change.lost:
             _warn(
-                f"module '{name}': lost rank(s) {_listed(change.lost)} in outer round {number}, "
+                f"module '{name}': lost {called} {_listed(change.lost)} in outer round {number}, "
                 f"{left}: {reason}"
             )
         elif self.failure is not None:
             _warn(f"module '{name}': outer round {number} failed without a loss, {left}: {reason}")
         if change.joined:
-            joined = _listed(change.joined)
-            _warn(f"module '{name}': rank(s) {joined} came back before outer round {number}")
+            joined = f"{called} {_listed(change.joined)}"
+            _warn(f"module '{name}': {joined} came back before outer round {number}")
 
     def close(self) -> None:
         """Let another module make the group's changes."""

@@ -139,22 +139,22 @@ class OuterLoop(Synchronizer):
 
     def _launch(self, fragment: Fragment, due: int) -> None:
         """2. Send the pseudo-gradients of a fragment. All ranks call it for the same rounds."""
-        self.engine.begin_round(part=fragment.part)
         fragment.launch(self._local.weights(), self._means)
-        self._weigh(fragment)
         if self._is_last(fragment):
             _copy(self._local.floating_buffers(), self._buffers)
-        self.engine.mark_all()
-        self._ranks.confirm(self.engine)
+        with self._ranks.held():
+            self.engine.begin_round(part=fragment.part)
+            self._weigh(fragment)
+            self.engine.mark_all()
+            self._ranks.confirm(self.engine)
         self._bucket_rounds += sum(bucket.part == fragment.part for bucket in self._buckets)
         self.state.begin_round(fragment, due)
 
     def _receive(self) -> None:
         """3. Wait until all ranks have the mean of the round under way, if there is one."""
-        self.engine.wait()
         pending = self.state.pending
         if pending is not None and not pending.received:
-            self._ranks.confirmed(self.engine)
+            self._ranks.receive(self.engine)
             pending.received = True
             self.commit(pending.fragment.part)
 
@@ -169,9 +169,11 @@ class OuterLoop(Synchronizer):
             self.give_anchor(fragment, late=late)
         else:
             self.state.skipped_rounds += 1
-            self._restart_non_finite(fragment)
+            with self._ranks.held():
+                self._restart_non_finite(fragment)
         if self._buffers and self._is_last(fragment):
-            self._share_buffers()
+            with self._ranks.held():
+                self._share_buffers()
 
     def give_anchor(self, fragment: Fragment, *, late: bool) -> None:
         """5. Give the weights the new anchor. ``late``: and what they have changed meanwhile."""
@@ -267,9 +269,11 @@ class OuterLoop(Synchronizer):
     def _sync(self) -> None:
         self._resume()
         self.end_together()
-        (trained,) = self._connections.reduce_numbers(
-            "sync()", _C.ReduceOp.MAX, int(self.state.trained)
-        )
+        trained = 1
+        with self._ranks.held():
+            (trained,) = self._connections.reduce_numbers(
+                "sync()", _C.ReduceOp.MAX, int(self.state.trained)
+            )
         for fragment in self.state.fragments if trained else ():
             self._launch(fragment, 0)
             self._use(late=False)

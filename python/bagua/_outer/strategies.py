@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -32,11 +33,16 @@ class FixedRanks:
         """Call ``rounds``, which makes some; ``due``: one is launched."""
         rounds()
 
+    def held(self) -> AbstractContextManager[None]:
+        """What fails inside between ranks may be raised by :meth:`receive` instead."""
+        return nullcontext()
+
     def confirm(self, engine: _C.Engine) -> None:
         """A round was launched: have ``Engine.wait`` return when all ranks have its result."""
 
-    def confirmed(self, engine: _C.Engine) -> None:
-        """All ranks have its result."""
+    def receive(self, engine: _C.Engine) -> None:
+        """Wait until all ranks have the result of the round under way."""
+        engine.wait()
 
     def inherited_state(self) -> OuterState | None:
         """The state that a new plan goes on with; None: it begins."""

@@ -204,7 +204,7 @@ class Session:
         """Whether torch averages gradients between ranks of which the group has only this one."""
         if self.bagua_algorithm.traits.steps_on_gradients:
             return False
-        group = set(self.process_group.ranks)
+        group = self.process_group.torch_ranks
         inside = [
             group.isdisjoint({*dist.get_process_group_ranks(m.process_group)} - {dist.get_rank()})
             for m in module.modules()
@@ -215,7 +215,7 @@ class Session:
 
     def _refuse_shards_of_the_group(self) -> None:
         """Raise ValueError where ranks of the group hold different shards of a parameter."""
-        group = set(self.process_group.ranks)
+        group = self.process_group.torch_ranks
         for name, parameter in self.bagua_build_params():
             if is_sharded(parameter) and len(between := group & ranks_of(parameter)) > 1:
                 raise ValueError(

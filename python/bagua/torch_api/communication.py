@@ -38,6 +38,7 @@ from bagua._core.group.communicator import (
     comm,
 )
 from bagua._core.group.job import (
+    connect_islands,
     destroy_process_group,
     from_torch_group,
     get_backend,
@@ -75,6 +76,7 @@ __all__ = [
     "broadcast_object",
     "close_at_exit",
     "comm",
+    "connect_islands",
     "destroy_process_group",
     "from_torch_group",
     "gather",

@@ -78,9 +78,18 @@ class Connections:
     of its own, or on CUDA an NCCL communicator of its own, constructed directly over a prefix of
     the store: ``dist.new_group`` would have to be called by non-members too, in the same order on
     all ranks.
+
+    ``node``: number of this member's node, by default the launcher's.
     """
 
-    def __init__(self, store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta) -> None:
+    def __init__(
+        self,
+        store: c10d.Store,
+        rank: int,
+        ranks: list[int],
+        timeout: timedelta,
+        node: int | None = None,
+    ) -> None:
         self.store = store
         self.rank = rank
         self.ranks = ranks
@@ -93,8 +102,9 @@ class Connections:
         self._in_phase = False
         self._watch: _PhaseWatch | None = None
         self._wraps = 0
+        self._node = env.get_node_rank() if node is None else node
         if rank >= 0:  # before anyone can wait for it
-            store.set(f"node/{rank}", str(env.get_node_rank()))
+            store.set(f"node/{rank}", str(self._node))
 
     @property
     def size(self) -> int:
@@ -371,7 +381,7 @@ class Connections:
         timeout = self.timeout.total_seconds()
         store = self._store_of(f"{name}/shm", members)
         try:
-            return _C.share_memory(store, rank, size, env.get_node_rank(), timeout, refusal)
+            return _C.share_memory(store, rank, size, self._node, timeout, refusal)
         except _C.BaguaError as error:
             raise self._not_connected(rank, size, error) from error
 

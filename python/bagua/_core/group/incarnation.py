@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import distributed_c10d as c10d
@@ -13,7 +14,13 @@ from bagua import _C
 from bagua._core.group import environment as env
 from bagua._core.group.store_values import wait_for_keys
 
-__all__ = ["OWN_RENDEZVOUS", "agree_on_incarnation", "count_visits", "refuse_stale_addresses"]
+__all__ = [
+    "OWN_RENDEZVOUS",
+    "Callers",
+    "agree_on_incarnation",
+    "count_visits",
+    "refuse_stale_addresses",
+]
 
 #: URL with which bagua asks torch for the store that torchrun's agent serves.
 OWN_RENDEZVOUS = "env://?for=bagua"
@@ -21,7 +28,17 @@ _LONGEST_PAUSE = 0.02  # seconds between two looks of rank 0 at the store
 _GRACE = timedelta(seconds=10)  # that ranks give rank 0, which may have come after them
 
 
-def agree_on_incarnation(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> str:
+@dataclass(frozen=True)
+class Callers:
+    """How errors call those that agree on a name, and what each of them has to call."""
+
+    one: str = "rank"
+    call: str = "bagua.init_process_group()"
+
+
+def agree_on_incarnation(
+    store: c10d.Store, rank: int, size: int, timeout: timedelta, callers: Callers = Callers()
+) -> str:
     """A name shared by exactly the live processes that call this.
 
     After a restart the store still holds what dead processes wrote under the same ranks. torchrun's
@@ -40,7 +57,7 @@ def agree_on_incarnation(store: c10d.Store, rank: int, size: int, timeout: timed
     if size == 1:
         return secrets.token_hex(8)
     if rank == 0:
-        return _receive(store, size, timeout)
+        return _receive(store, size, timeout, callers)
     number = secrets.token_hex(8)
     store.set(f"bagua/hello/{rank}", number)
     answer = f"bagua/welcome/{number}"
@@ -48,17 +65,18 @@ def agree_on_incarnation(store: c10d.Store, rank: int, size: int, timeout: timed
         wait_for_keys(store, [answer], timeout)
     except _C.BaguaTimeoutError as error:
         raise _C.BaguaTimeoutError(
-            f"rank {rank} of {size}: rank 0 did not answer within {timeout.total_seconds():g} s. "
-            "Check that it runs and calls bagua.init_process_group() too."
+            f"{callers.one} {rank} of {size}: {callers.one} 0 did not answer within "
+            f"{timeout.total_seconds():g} s. Check that it runs and calls {callers.call} too."
         ) from error
     name = str(store.get(answer).decode())
     store.set(f"bagua/{name}/came/{rank}", "")
     wait_for_keys(store, [f"bagua/{name}/missing"], timeout + _GRACE)
-    _raise_if_missing(store.get(f"bagua/{name}/missing").decode(), rank, size, timeout)
+    missing = store.get(f"bagua/{name}/missing").decode()
+    _raise_if_missing(missing, rank, size, timeout, callers)
     return name
 
 
-def _receive(store: c10d.Store, size: int, timeout: timedelta) -> str:
+def _receive(store: c10d.Store, size: int, timeout: timedelta, callers: Callers) -> str:
     name = secrets.token_hex(8)
     missing = set(range(1, size))
     answered: set[tuple[int, bytes]] = set()
@@ -76,7 +94,7 @@ def _receive(store: c10d.Store, size: int, timeout: timedelta) -> str:
         if not missing or time.monotonic() > deadline:
             text = ", ".join(map(str, sorted(missing)))
             store.set(f"bagua/{name}/missing", text)
-            _raise_if_missing(text, 0, size, timeout)
+            _raise_if_missing(text, 0, size, timeout, callers)
             return name
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
@@ -92,12 +110,15 @@ def count_visits(store: c10d.Store, rank: int) -> str:
     return f"{restarts}.{store.add(f'bagua/{restarts}/visits/{rank}', 1)}"
 
 
-def _raise_if_missing(missing: str, rank: int, size: int, timeout: timedelta) -> None:
+def _raise_if_missing(
+    missing: str, rank: int, size: int, timeout: timedelta, callers: Callers
+) -> None:
     if missing:
+        one = callers.one
         raise _C.BaguaTimeoutError(
-            f"rank {rank} of {size}: {'ranks' if ',' in missing else 'rank'} {missing} did not "
-            f"come within {timeout.total_seconds():g} s. Check that every rank runs and calls "
-            "bagua.init_process_group() too."
+            f"{one} {rank} of {size}: {one}{'s' if ',' in missing else ''} {missing} did not come "
+            f"within {timeout.total_seconds():g} s. Check that every {one} runs and calls "
+            f"{callers.call} too."
         )
 
 

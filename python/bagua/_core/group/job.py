@@ -27,21 +27,24 @@ from bagua._core.group.elastic.arrival import (
     register_backend,
 )
 from bagua._core.group.incarnation import (
+    Callers,
     agree_on_incarnation,
     count_visits,
     refuse_stale_addresses,
 )
 from bagua._core.group.process_group import (
     BaguaProcessGroup,
+    Island,
     close_all,
     get_default_group,
     is_initialized,
     set_default_group,
 )
-from bagua._core.group.rendezvous import make_torch_group, rendezvous
+from bagua._core.group.rendezvous import connect_store, make_torch_group, rendezvous
 
 __all__ = [
     "as_bagua_group",
+    "connect_islands",
     "destroy_process_group",
     "ensure_initialised",
     "from_ranks",
@@ -54,6 +57,7 @@ __all__ = [
 ]
 
 _DEFAULT = "0"  # name of the default group
+_ISLANDS = "islands"
 _LONGEST_LINE = 300  # characters of an error, repeated in one line
 _made_torch_group = False
 _group_counter = 0
@@ -232,6 +236,76 @@ def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaPr
     _group_counter += 1
     name = str(_group_counter)
     return BaguaProcessGroup(members, name, _store_of(name), default.timeout, stream)
+
+
+def connect_islands(
+    store: c10d.Store | str, island: int, islands: int, timeout: timedelta | None = None
+) -> BaguaProcessGroup:
+    """The group in which this process meets those of its rank in other islands.
+
+    An island is a job of its own, with its own ``torchrun`` and world of torch, of which the others
+    know nothing: when one of its ranks is lost, torchrun ends and starts all of them. All processes
+    of all islands call this after ``init_process_group()``, and give the group to ``with_bagua``.
+    With ``DiLoCoAlgorithm(elastic=True)`` the others go on without a lost island, and one that is
+    started again comes back there.
+
+    Args:
+        store: of all islands, or its address as ``"host:port"``: a ``TCPStore`` that outlives them.
+            That of torchrun's agent of one island does while that agent lives.
+        island: number of this one, from 0.
+        islands: how many there are at the start.
+        timeout: after which an island that does not answer is given up; default that of the
+            default group.
+
+    Raises:
+        RuntimeError: before ``init_process_group()``.
+        ValueError: ``island`` is out of range, ``store`` no address, or an island has another
+            number of ranks than those before it.
+        BaguaError: the store cannot be reached, or islands do not come.
+
+    Example::
+
+        bagua.init_process_group()
+        group = bagua.communication.connect_islands("10.0.0.1:29500", island=0, islands=2)
+        model = model.with_bagua(
+            [optimizer], DiLoCoAlgorithm(elastic=True), process_group=group
+        )
+    """
+    inside = get_default_group()
+    if not 0 <= island < islands:
+        raise ValueError(f"connect_islands: island={island} is not in 0 to {islands - 1}")
+    timeout = timeout or inside.timeout
+    keys = c10d.PrefixStore(
+        f"bagua/{_ISLANDS}", connect_store(store, timeout) if isinstance(store, str) else store
+    )
+    comes_back, name = False, 0
+    if inside.rank == 0:
+        at_work = job_at_work(keys, _ISLANDS)
+        comes_back = at_work is not None
+        callers = Callers("island", "connect_islands()")
+        incarnation = at_work or agree_on_incarnation(keys, island, islands, timeout, callers)
+        announce(keys, incarnation)
+        name = int(incarnation, 16)
+    # A name has 64 bits, a number of the collective 63.
+    back, high, low = inside.connections.reduce_numbers(
+        "connecting the islands", _C.ReduceOp.MAX, int(comes_back), *divmod(name, 2**32)
+    )
+    everyone = c10d.PrefixStore(f"bagua/{high * 2**32 + low:016x}/{_ISLANDS}", keys)
+    size = everyone.compare_set("ranks", "", str(inside.size)).decode()
+    if size != str(inside.size):
+        raise ValueError(
+            f"connect_islands: island {island} has {inside.size} ranks, others have {size}. Each "
+            "rank meets that of its number in other islands: give all equally many"
+        )
+    group = BaguaProcessGroup(
+        [island] if back else range(islands),
+        _ISLANDS,
+        c10d.PrefixStore(f"rank{inside.rank}", everyone),
+        timeout,
+        island=Island(island, inside, everyone),
+    )
+    group.waits_to_join = bool(back)
+    return group
 
 
 def from_torch_group(group: dist.ProcessGroup, stream: Any = None) -> BaguaProcessGroup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -19,6 +20,7 @@ from bagua._core.group.elastic.membership import Membership
 __all__ = [
     "BaguaProcessGroup",
     "Hierarchy",
+    "Island",
     "close_all",
     "close_at_exit",
     "get_communicator",
@@ -81,11 +83,27 @@ def close_all() -> None:
         raise failures[0]
 
 
+@dataclass(frozen=True)
+class Island:
+    """What a process stands for in a group of islands: see ``connect_islands``.
+
+    Attributes:
+        number: of the island, which is this process's rank in the group.
+        group: the ranks of the island; this process meets those of its rank in other islands.
+        store: of all processes of all islands.
+    """
+
+    number: int
+    group: BaguaProcessGroup
+    store: c10d.Store
+
+
 class BaguaProcessGroup:
     """A set of ranks that communicate.
 
     Attributes:
-        ranks: the global ranks of the members, sorted.
+        ranks: the global ranks of the members, sorted; of a group of islands their numbers.
+        island: that this process stands for, in a group of islands.
         group_name: name of the group in the store.
         stream: the CUDA stream asked for, or None.
         timeout: after which a member that does not answer is given up.
@@ -104,8 +122,10 @@ class BaguaProcessGroup:
         store: c10d.Store,
         timeout: timedelta,
         stream: Any = None,
+        island: Island | None = None,
     ) -> None:
         self.group_name = group_name
+        self.island = island
         self.stream = stream
         self.timeout = timeout
         self.store = store
@@ -118,8 +138,19 @@ class BaguaProcessGroup:
 
     def _connect(self, ranks: Sequence[int], store: c10d.Store) -> None:
         self.ranks = sorted(ranks)
-        rank = self.ranks.index(dist.get_rank()) if dist.get_rank() in self.ranks else -1
-        self.connections = Connections(store, rank, self.ranks, self.timeout)
+        rank = self.ranks.index(self._own) if self._own in self.ranks else -1
+        node = None if self.island is None else self.island.number
+        self.connections = Connections(store, rank, self.ranks, self.timeout, node)
+
+    @property
+    def _own(self) -> int:
+        """This process among :attr:`ranks`."""
+        return dist.get_rank() if self.island is None else self.island.number
+
+    @property
+    def torch_ranks(self) -> set[int]:
+        """The members that are in torch's world, which is one island, by their rank there."""
+        return set(self.ranks) if self.island is None else {dist.get_rank()}
 
     def replace_members(self, ranks: Sequence[int], store: c10d.Store) -> None:
         """From now on the group is these global ranks, with new connections over ``store``.
@@ -157,11 +188,11 @@ class BaguaProcessGroup:
 
     def connect_some(self, name: str, ranks: Sequence[int]) -> Connections | None:
         """New connections of those global ``ranks``, numbered in that order; None on others."""
-        own = dist.get_rank()
-        if own not in ranks:
+        if self._own not in ranks:
             return None
         store = c10d.PrefixStore(name, self.connections.store)
-        return Connections(store, ranks.index(own), list(ranks), self.timeout)
+        node = None if self.island is None else self.island.number
+        return Connections(store, ranks.index(self._own), list(ranks), self.timeout, node)
 
     def refuse_before_joining(self) -> None:
         """Raise BaguaError in a process that has come back to a job, and does not belong to it."""

@@ -14,7 +14,7 @@ from bagua import _C
 from bagua._core.group.connections import Connections
 from bagua._core.group.incarnation import OWN_RENDEZVOUS
 
-__all__ = ["make_torch_group", "rendezvous"]
+__all__ = ["connect_store", "make_torch_group", "rendezvous"]
 
 _log = logging.getLogger("bagua")
 
@@ -82,6 +82,32 @@ def rendezvous(
             "rank 0; check that all ranks run and that MASTER_ADDR and MASTER_PORT are its."
         ) from error
     return rank, world_size, found
+
+
+def connect_store(address: str, timeout: timedelta) -> c10d.Store:
+    """A connection to the store at ``address``, ``"host:port"``.
+
+    Raises:
+        ValueError: it is no address.
+        BaguaError: there is no store, or it does not answer.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"store={address!r} is no address, such as '10.0.0.1:29500'")
+    sockets = _C.OpenedSockets()
+    try:
+        store: c10d.Store = _C.interruptible(
+            lambda: dist.TCPStore(  # type: ignore[attr-defined]
+                host.strip("[]"), int(port), is_master=False, timeout=timeout
+            )
+        )
+    except dist.DistError as error:
+        raise _C.BaguaError(
+            f"there is no store at {address}: {error}. It is that of a torchrun agent with "
+            "--master-addr and --master-port, or a TCPStore of your own, and must outlive ranks"
+        ) from error
+    sockets.give_up_after(timeout.total_seconds())
+    return store
 
 
 def make_torch_group(

@@ -316,15 +316,18 @@ class WarmUpImpl(AlgorithmImpl):
         return finish
 
 
-def refuse_shards(session: Session, argument: str) -> None:
-    """Raise ValueError where a parameter is a DTensor, with which ``argument`` cannot be given."""
+def refuse_shards(session: Session, argument: str, unless: str = "") -> None:
+    """Raise ValueError where a parameter is a DTensor, with which ``argument`` cannot be given.
+
+    ``unless``: how it can.
+    """
+    remedy = f"leave {argument}= out" + (f", or give it {unless}" if unless else "")
     for name, parameter in session.bagua_build_params():
         if is_sharded(parameter):
             algorithm = type(session.bagua_algorithm).__name__.removesuffix("Impl")
             raise ValueError(
                 f"module '{session.bagua_module_name}': parameter '{name}' is a DTensor, of which "
-                f"{algorithm} sends weights only, between a fixed number of ranks: leave "
-                f"{argument}= out"
+                f"{algorithm} sends weights only, between a fixed number of ranks: {remedy}"
             )
 
 

@@ -220,8 +220,8 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
                 "optimizers given to with_bagua: give it the one that trains the module"
             )
         self._session = weakref.ref(bagua_ddp)
-        if self.arguments.elastic:
-            refuse_shards(bagua_ddp, "elastic")
+        if self.arguments.elastic and self.process_group.island is None:
+            refuse_shards(bagua_ddp, "elastic", "with process_group=connect_islands(...)")
         self._loop = None
         if not self.warmed_up:
             self.ledger.restore(self.ledger.counters, [])

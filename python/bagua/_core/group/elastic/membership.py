@@ -13,6 +13,9 @@ more than one, however the network is cut: the store is the referee.
    proposal is the decision.
 4. A member that is not in it, because it was taken for dead, raises. So do all if fewer are left
    than they must be.
+
+A member of several processes, an island, has one that does this, its leader. The others read the
+decision: all of them have agreed that there is to be one.
 """
 
 from __future__ import annotations
@@ -102,8 +105,10 @@ class Membership:
 
     Args:
         store: of the group, for all of its generations.
-        rank: the global one of this process.
+        rank: the global one of this process, or the number of its island.
         timeout: after which a member that lives and does not come is given up.
+        leads: False: another process of this member writes and decides.
+        called: what members are called in errors.
 
     Attributes:
         owner: returns what makes the group's changes, for one wrapped module at a time, or None.
@@ -111,33 +116,41 @@ class Membership:
         lives: names of the members' lives, by global rank.
     """
 
-    def __init__(self, store: c10d.Store, rank: int, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        store: c10d.Store,
+        rank: int,
+        timeout: timedelta,
+        *,
+        leads: bool = True,
+        called: str = "rank",
+    ) -> None:
         self.owner: Callable[[], object | None] = lambda: None
         self.generation = 0
         self.lives: dict[int, str] = {}
         self._store = store
         self._rank = rank
-        self._life = Life(store)
+        self._life = Life(store) if leads else None
         self._timeout = timeout
+        self._called = called
         self._settled_requests = 0
-
-    def connections_store(self) -> c10d.Store:
-        """Keys of the connections of the present generation."""
-        return c10d.PrefixStore(f"generation{self.generation}/connections", self._store)
 
     def found(self, ranks: list[int]) -> None:
         """Begin the first generation. All ``ranks`` (global) call it; waits for them."""
         with store_needed():
-            self._store.set(f"founder/{self._rank}", self._life.name)
-            keys = [f"founder/{rank}" for rank in ranks]
-            wait_for_keys(self._store, keys, self._timeout)
-            self.lives = {
-                rank: self._store.get(key).decode() for rank, key in zip(ranks, keys, strict=True)
-            }
-            self._store.compare_set(_members_key(0), "", Decision(self.lives, {}, 0).text())
+            if self._life is not None:
+                self._store.set(f"founder/{self._rank}", self._life.name)
+                keys = [f"founder/{rank}" for rank in ranks]
+                wait_for_keys(self._store, keys, self._timeout)
+                founders = zip(ranks, keys, strict=True)
+                lives = {rank: self._store.get(key).decode() for rank, key in founders}
+                self._store.compare_set(_members_key(0), "", Decision(lives, {}, 0).text())
+            self.lives = self._await_decision(0).members
 
     def requests(self) -> int:
-        """How many processes have asked to join; 0 if the store does not answer."""
+        """How many have asked to join; 0 if the store does not answer, or another one looks."""
+        if self._life is None:
+            return 0
         try:
             return int(self._store.add("requests", 0))
         except dist.DistError:
@@ -159,20 +172,22 @@ class Membership:
         """
         with store_needed():
             number = self.generation + 1
-            here = f"generation{number}/here"
-            self._store.set(f"{here}/{self._rank}", json.dumps(report))
-            decision = self._decide(number)
-            members = decision.members
-            if members.get(self._rank) != self._life.name:
+            if self._life is not None:
+                here = f"generation{number}/here"
+                self._store.set(f"{here}/{self._rank}", json.dumps(report))
+                self._decide(number)
+            decision = self._await_decision(number)
+            members, called = decision.members, self._called
+            if members.get(self._rank) != self.lives.get(self._rank):
                 raise _C.BaguaError(
-                    f"rank {self._rank} was taken for dead by rank(s) {_listed(members)}, which "
-                    f"have gone on without it since generation {number}. Start it again to have it "
-                    "come back."
+                    f"{called} {self._rank} was taken for dead by {called}(s) {_listed(members)}, "
+                    f"which have gone on without it since generation {number}. Start it again to "
+                    "have it come back."
                 )
             lost = sorted(rank for rank in self.lives if rank not in decision.stay())
             if len(members) < least:
                 raise _C.BaguaError(
-                    f"rank(s) {_listed(lost)} of {len(self.lives)} were lost, and the "
+                    f"{called}(s) {_listed(lost)} of {len(self.lives)} were lost, and the "
                     f"{len(members)} left are fewer than min_ranks={least}. Restart the job "
                     "from its last checkpoint, or allow fewer ranks."
                 )
@@ -188,8 +203,13 @@ class Membership:
         joined = sorted(decision.joined.values())
         return Change(number, sorted(decision.members), joined, lost, reports)
 
-    def _decide(self, number: int) -> Decision:
-        """The decision of generation ``number``, which this process may make."""
+    def _await_decision(self, number: int) -> Decision:
+        """The decision of generation ``number``; waits as long as one may take."""
+        wait_for_keys(self._store, [_members_key(number)], 3 * self._timeout)
+        return _decision(self._store, number)
+
+    def _decide(self, number: int) -> None:
+        """Have the decision of generation ``number`` be made, perhaps by this process."""
         pulse, key = Pulse(self._store), _members_key(number)
         deadline = time.monotonic() + 2 * self._timeout.total_seconds()
         while not self._store.check([key]):
@@ -207,7 +227,6 @@ class Membership:
                 self._store.compare_set(key, "", proposal.text())
             else:
                 time.sleep(_PAUSE)
-        return _decision(self._store, number)
 
     def _here(self, number: int) -> list[int]:
         key = f"generation{number}/here"
@@ -236,30 +255,42 @@ class Membership:
                 unknown = True
         return joining, unknown
 
-    def join(self) -> Change:
-        """Ask to belong to the newest generation, and wait for the one after it.
+    def ask(self) -> int:
+        """Ask to belong to the newest generation; the number of the request. 0: another one asks.
+
+        Raises:
+            BaguaError: the store is gone.
+        """
+        if self._life is None:
+            return 0
+        with store_needed():
+            request = int(self._store.add("requests", 1))
+            self._store.set(f"request/{request}", json.dumps([self._rank, self._life.name]))
+            return request
+
+    def join(self, request: int) -> Change:
+        """Wait for the generation after the newest, which answers a ``request``.
 
         Raises:
             BaguaError: its members are gone; the store is gone.
         """
         with store_needed():
-            request = int(self._store.add("requests", 1))
-            self._store.set(f"request/{request}", json.dumps([self._rank, self._life.name]))
             pulse, answer = Pulse(self._store), f"request/{request}/answer"
             while not self._store.check([answer]):
                 number, lives = newest_generation(self._store)
                 silent = [pulse.silent(life) for life in lives.values()]
                 if all(silent):
                     raise _C.BaguaError(
-                        f"rank {self._rank} came back, and no member of generation {number}, "
-                        f"rank(s) {_listed(lives)}, is alive any more. Start all ranks again."
+                        f"{self._called} {self._rank} came back, and no member of generation "
+                        f"{number}, {self._called}(s) {_listed(lives)}, is alive any more. Start "
+                        "all again."
                     )
                 time.sleep(_PAUSE)
             number = stored_number(self._store, answer, 2**31)
             if number == 0:
                 raise _C.BaguaError(
-                    f"rank {self._rank} came back, and its heartbeats did not reach the others "
-                    "while they decided. Start it again."
+                    f"{self._called} {self._rank} came back, and its heartbeats did not reach the "
+                    "others while they decided. Start it again."
                 )
             return self._enter(number, _decision(self._store, number), [])
 

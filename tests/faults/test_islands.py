@@ -1,0 +1,33 @@
+"""Islands of two ranks of which one is killed. More of them: tests/deep/test_random_faults.py."""
+
+import pytest
+from faults.elastic_rank import EXIT_OF_AN_ERROR
+from faults.island_job import RANKS, IslandJob
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("victim", "place"), [(5, "launch"), (0, "mean"), (3, "between")])
+def test_two_of_three_islands_finish_when_a_rank_of_one_is_killed(victim, place):
+    """Its island's other rank ends by itself, after it has met other islands without it or not."""
+    lost = victim // RANKS
+    rest = [island for island in range(3) if island != lost]
+    with IslandJob(rounds=12, islands=3) as job:
+        job.start_all({victim: f"{place}:5"})
+        job.finish()
+        job.wait_until("all end", lambda: all(p.poll() is not None for p in job.processes.values()))
+        assert job.judge() == 12
+        for process in job.ranks_of(*rest):
+            assert job.made(process) == (12, rest)
+            text = job.output(process).read_text()
+            assert f"lost island(s) {lost} in outer round " in text, text
+            assert f"island(s) {rest[0]}, {rest[1]} go on" in text
+
+
+@pytest.mark.timeout(120)
+def test_fewer_islands_than_min_ranks_raise():
+    with IslandJob(rounds=12, islands=2, least=2) as job:
+        job.start_all({3: "between:5"})
+        for process in job.ranks_of(0):
+            assert job.processes[process].wait(60) == EXIT_OF_AN_ERROR
+            text = job.output(process).read_text()
+            assert "island(s) 1 of 2 were lost, and the 1 left are fewer than min_ranks=2" in text

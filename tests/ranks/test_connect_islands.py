@@ -1,0 +1,161 @@
+"""Islands that are worlds of torch of their own. Lost ones: tests/faults/test_islands.py."""
+
+import os
+from datetime import timedelta
+
+import bagua.torch_api as bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms import DiLoCoAlgorithm
+from bagua.torch_api.communication import connect_islands
+from ranks.test_elastic_rounds import fail_round
+from ranks.test_islands import INTERVAL, by_fsdp, loss_of, network, sgd, shard_of
+from support import sharded, training
+from support.processes.pool import new_store, torchrun_environment
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+
+def on_islands(ranks, sizes, function, *args):
+    """Results of `function(address, island, *args)` on islands of that many ranks."""
+    stores = [new_store() for _ in sizes]
+    of_all = new_store()
+    variables = [
+        torchrun_environment(rank, size, store.port) | {"ISLAND": str(island)}
+        for island, (size, store) in enumerate(zip(sizes, stores, strict=True))
+        for rank in range(size)
+    ]
+    address = f"127.0.0.1:{of_all.port}"
+    return ranks(sum(sizes), function, address, *args, env=variables, init=False)
+
+
+def train(model, group, source):
+    optimizer = sgd(model)
+    model.with_bagua([optimizer], DiLoCoAlgorithm(interval=INTERVAL, codec="int4_block"), group)
+    for step in range(3 * INTERVAL):
+        optimizer.zero_grad()
+        loss_of(model, step, source).backward()
+        optimizer.step()
+    sent = model.bagua_stats()["total"]["bytes_sent"]
+    return training.bits(map(shard_of, model.parameters())), sent
+
+
+@sharded.with_torch_group
+def train_in_one_world():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "shard"))
+    torch.manual_seed(0)
+    return train(by_fsdp(network(), mesh["shard"]), mesh["island"], dist.get_rank())
+
+
+@training.with_group
+def train_in_two_worlds(address):
+    island = int(os.environ["ISLAND"])
+    torch.manual_seed(island)  # the weights of the first island are given to the other
+    model = by_fsdp(network(), init_device_mesh("cpu", (2,)))
+    group = connect_islands(address, island, 2)
+    assert (group.ranks, group.rank, group.size) == ([0, 1], island, 2)
+    return train(model, group, 2 * island + dist.get_rank())
+
+
+def test_islands_of_own_worlds_train_and_send_as_those_of_one(ranks):
+    together = ranks(4, train_in_one_world)
+    apart = on_islands(ranks, (2, 2), train_in_two_worlds)
+    for (bits, sent), (expected, of_one) in zip(apart, together, strict=True):
+        assert bits == expected
+        assert abs(sent - of_one) < 0.1 * of_one  # that says who is there is not counted alike
+    assert apart[0][0] == apart[2][0] != apart[1][0] == apart[3][0]
+
+
+@training.with_group
+def train_with_torchs_ddp_inside(address):
+    island = int(os.environ["ISLAND"])
+    group = connect_islands(address, island, 2)
+    torch.manual_seed(0)
+    return train(TorchDDP(network()), group, 2 * island + dist.get_rank())[0]
+
+
+def test_torchs_ddp_averages_inside_of_an_island(ranks):
+    assert len(set(on_islands(ranks, (2, 2), train_with_torchs_ddp_inside))) == 1
+
+
+@training.with_group
+def one_rank_fails(address, method):
+    """Rounds, and digests of the weights, where the third rank of four fails in the second round.
+
+    At its launch ("confirm"), or when its group has the result ("confirmed").
+    """
+    island = int(os.environ["ISLAND"])
+    torch.manual_seed(0)
+    model = by_fsdp(network(), init_device_mesh("cpu", (2,)))
+    optimizer = sgd(model)
+    algorithm = DiLoCoAlgorithm(interval=INTERVAL, codec="int4_block", elastic=True)
+    model.with_bagua([optimizer], algorithm, connect_islands(address, island, 2))
+    restore = fail_round(2, 0, method) if island == 1 else lambda: None
+    step, rounds = 0, []
+    try:
+        while model.bagua_algorithm.outer_rounds < 4:
+            optimizer.zero_grad()
+            loss_of(model, step, 2 * island + dist.get_rank()).backward()
+            before = model.bagua_algorithm.outer_rounds
+            optimizer.step()
+            step += 1
+            if model.bagua_algorithm.outer_rounds > before:
+                rounds.append(training.bits(map(shard_of, model.parameters())))
+    finally:
+        restore()
+    return rounds, step
+
+
+@pytest.mark.filterwarnings("ignore:module")
+@pytest.mark.parametrize("method", ["confirm", "confirmed"])
+def test_an_island_fails_as_a_whole_where_one_of_its_ranks_does(ranks, method):
+    results = on_islands(ranks, (2, 2), one_rank_fails, method)
+    for (rounds, steps), (others, _) in zip(results[:2], results[2:], strict=True):
+        if method == "confirmed":  # the others have made the round, which this one takes over
+            rounds = [rounds[0], *rounds[2:]]
+        assert rounds == others
+        assert steps == 5 * INTERVAL
+
+
+@training.with_group
+def connect(address, timeout=None):
+    """What is said against it."""
+    try:
+        connect_islands(address, int(os.environ["ISLAND"]), 2, timeout)
+    except (bagua.BaguaError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_islands_of_different_sizes_are_refused(ranks):
+    errors = on_islands(ranks, (2, 1), connect)
+    assert any(errors)
+    for error, own, other in zip(errors, (2, 2, 1), (1, 1, 2), strict=True):
+        assert not error or f"has {own} ranks, others have {other}" in error
+
+
+def test_an_island_that_does_not_come_is_named(ranks):
+    (error,) = on_islands(ranks, (1,), connect, timedelta(seconds=1))
+    assert error.startswith("BaguaTimeoutError: island 0 of 2: island 1 did not come within 1 s.")
+    assert "calls connect_islands() too" in error
+
+
+@training.with_group
+def bad_arguments():
+    late = timedelta(seconds=1)
+    return [
+        training.error_of(lambda: connect_islands("127.0.0.1:1", 0, 2, late)),
+        training.error_of(lambda: connect_islands("here", 0, 2)),
+        training.error_of(lambda: connect_islands("127.0.0.1:1", 2, 2)),
+    ]
+
+
+@pytest.mark.timeout(60)
+def test_a_store_or_an_island_that_cannot_be_is_refused_with_the_remedy(ranks):
+    (found,) = ranks(1, bad_arguments, init=False)
+    assert found[0].startswith("BaguaError: there is no store at 127.0.0.1:1: ")
+    assert "store='here' is no address, such as '10.0.0.1:29500'" in found[1]
+    assert "island=2 is not in 0 to 1" in found[2]
+    with pytest.raises(RuntimeError, match=r"call bagua\.init_process_group\(\)"):
+        bagua.communication.connect_islands("127.0.0.1:1", 0, 2)
