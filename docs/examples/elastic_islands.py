@@ -67,7 +67,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--store", required=True, help="host:port of the store of all islands")
     parser.add_argument("--island", type=int, required=True, help="number of this one, from 0")
-    parser.add_argument("--islands", type=int, required=True)
+    parser.add_argument("--islands", type=int, required=True, help="that begin together")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--interval", type=int, default=20)
     train(**vars(parser.parse_args()))

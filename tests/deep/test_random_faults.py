@@ -35,11 +35,19 @@ def test_random_faults_leave_no_hang_no_divergence_and_no_unnamed_error(form, co
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("kind", "strike"),
-    [(elastic_job.Job, elastic_job.strike), (island_job.IslandJob, island_job.strike)],
-    ids=["ranks", "islands"],
+    ("kind", "strike", "grace"),
+    [
+        (elastic_job.Job, elastic_job.strike, None),
+        (island_job.IslandJob, island_job.strike, None),
+        (island_job.IslandJob, island_job.strike, "0.5"),
+    ],
+    ids=["ranks", "islands", "late islands"],
 )
-def test_random_kills_and_returns_leave_equal_bits_and_the_loss_of_an_undisturbed_job(kind, strike):
+def test_random_kills_and_returns_leave_equal_bits_and_the_loss_of_an_undisturbed_job(
+    monkeypatch, kind, strike, grace
+):
+    if grace is not None:
+        monkeypatch.setenv("GRACE", grace)
     loss, rounds = elastic_job.soak(3, seed=2, kind=kind, strike=strike)
     without = elastic_job.reference(rounds, kind)
     assert loss <= elastic_job.MOST_RATIO * without

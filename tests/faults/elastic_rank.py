@@ -4,7 +4,8 @@ Trains until ROUNDS outer rounds are made, or as many as FOLDER/last says. After
 appends to FOLDER/<rank>.jsonl: the round, a digest of anchor and momentum, and the members. DEATH
 is where the process kills itself: "between:5", "launch:5" or "mean:5", in its sixth round. With
 ISLAND, ISLANDS and ISLANDS_STORE it is a rank of that island, whose ranks shard the model.
-ARGUMENTS, a dict in JSON, are of the algorithm.
+ARGUMENTS, a dict in JSON, are of the algorithm. GRACE is that of its rounds, and SECONDS what a
+step takes at least.
 """
 
 import datetime
@@ -12,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -86,7 +88,8 @@ def train(folder, rounds, place):
         rank += island * bagua.get_world_size()
         model = sharded(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    elastic = Elastic(min_ranks=int(os.environ.get("MIN_RANKS", "2")))
+    grace = float(os.environ["GRACE"]) if "GRACE" in os.environ else None
+    elastic = Elastic(min_ranks=int(os.environ.get("MIN_RANKS", "2")), grace=grace)
     arguments = json.loads(os.environ.get("ARGUMENTS", "{}"))
     algorithm = DiLoCoAlgorithm(interval=INTERVAL, elastic=elastic, **arguments)
     model.with_bagua([optimizer], algorithm, process_group=group)
@@ -101,18 +104,19 @@ def train(folder, rounds, place):
             notes.write(json.dumps({"rank": rank, "pid": os.getpid(), **what}) + "\n")
 
         note(begins=outer.outer_rounds, members=model.process_group.ranks)
-        step = 1000 * os.getpid()
+        step, noted = 1000 * os.getpid(), outer.outer_rounds
         while not ended(folder, outer.outer_rounds, rounds):
             step += 1
             optimizer.zero_grad()
             inputs, targets = data(step, 256)
             (model(inputs) - targets).square().mean().backward()
-            before = outer.outer_rounds
-            optimizer.param_groups[0]["lr"] = RATE / (1 + before / 15)
+            optimizer.param_groups[0]["lr"] = RATE / (1 + outer.outer_rounds / 15)
+            time.sleep(float(os.environ.get("SECONDS", "0")))
             if place == "between" and due(model):
                 die()
             optimizer.step()
-            if outer.outer_rounds > before:
+            if outer.outer_rounds > noted:
+                noted = outer.outer_rounds
                 state = outer.state_dict()
                 shared = [
                     local(v)
@@ -120,7 +124,8 @@ def train(folder, rounds, place):
                     if k.startswith(("anchor/", "momentum/", "rate/"))
                 ]
                 members = model.process_group.ranks
-                note(round=outer.outer_rounds, bits=training.bits(shared), members=members)
+                bits = training.bits(shared)
+                note(round=outer.outer_rounds, bits=bits, members=members, at=time.monotonic())
         with outer.anchor(), torch.no_grad():
             model.eval()
             inputs, targets = data(0, 4096)

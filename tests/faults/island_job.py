@@ -1,8 +1,11 @@
 """Islands of ranks that are killed and started again, and their judge.
 
-By hand: `python tests/faults/island_job.py --faults 30 --seed 1`.
+By hand: `python tests/faults/island_job.py --faults 30 --seed 1`. With GRACE=0.5 in the environment
+rounds do not wait longer for islands that are late, and some are only stopped for a while.
 """
 
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,12 +21,12 @@ RANKS = 2  # of an island
 class IslandJob(elastic_job.Job):
     """Islands, each with a store of its own as its torchrun would serve, and one store of all."""
 
-    def __init__(self, rounds=elastic_job.UNENDING, islands=2, least=1):
-        super().__init__(rounds, islands * RANKS)
+    def __init__(self, rounds=elastic_job.UNENDING, islands=2, least=1, later=0):
+        super().__init__(rounds, (islands + later) * RANKS)
         self.islands = islands
         self._least = least
-        self._stores = [pool.new_store() for _ in range(islands)]
-        self._starts = [0] * islands
+        self._stores = [pool.new_store() for _ in range(islands + later)]
+        self._starts = [0] * (islands + later)
 
     def environment(self, process):
         island, rank = divmod(process, RANKS)
@@ -61,11 +64,13 @@ class IslandJob(elastic_job.Job):
 
 
 def strike(job, chance):
-    """A rank is killed, its island ends, the others go on, and it comes back."""
+    """A rank is killed, its island ends, the others go on, and it comes back; or it is stopped."""
     victim = chance.randrange(job.islands * RANKS)
     island = victim // RANKS
     rest = [other for other in range(job.islands) if other != island]
     time.sleep(chance.uniform(0.0, 0.5))
+    if "GRACE" in os.environ and chance.random() < 0.5:
+        return stop(job, chance, victim)
     job.processes[victim].kill()
     others = [job.processes[p] for p in job.ranks_of(island)]
     if chance.random() < 0.5:  # as torchrun does; else they notice it, and end by themselves
@@ -78,6 +83,32 @@ def strike(job, chance):
     job.start_island(island)
     job.wait_for_islands(*range(job.islands))
     return f"island {island} by its rank {victim % RANKS}"
+
+
+def stop(job, chance, victim):
+    """A rank stops for a while: its island is late, or taken for dead, ends and starts again."""
+    island = victim // RANKS
+    own = [job.processes[p] for p in job.ranks_of(island)]
+    seconds = chance.uniform(0.2, 4.0)
+    job.processes[victim].send_signal(signal.SIGSTOP)
+    time.sleep(seconds)
+    job.processes[victim].send_signal(signal.SIGCONT)
+    everyone = list(range(job.islands))
+    back = [job.made(p)[0] for p in job.ranks_of(*everyone)]
+
+    def over():
+        made = [job.made(p) for p in job.ranks_of(*everyone)]
+        together = all(members == everyone for _, members in made)
+        newer = all(rounds > before for (rounds, _), before in zip(made, back, strict=True))
+        return (together and newer) or all(p.poll() is not None for p in own)
+
+    job.wait_until("the island is back, or ends", over)
+    text = f"island {island} stopped for {seconds:.1f} s"
+    if own[0].poll() is None:
+        return text
+    job.start_island(island)
+    job.wait_for_islands(*everyone)
+    return f"{text}, and was started again"
 
 
 def main():

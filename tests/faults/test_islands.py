@@ -31,3 +31,15 @@ def test_fewer_islands_than_min_ranks_raise():
             assert job.processes[process].wait(60) == EXIT_OF_AN_ERROR
             text = job.output(process).read_text()
             assert "island(s) 1 of 2 were lost, and the 1 left are fewer than min_ranks=2" in text
+
+
+@pytest.mark.timeout(120)
+def test_an_island_joins_that_was_not_there_at_the_start():
+    with IslandJob(islands=1, later=1) as job:
+        job.start_island(0)
+        job.wait_for_islands(0)
+        job.start_island(1)
+        job.wait_for_islands(0, 1)
+        job.finish()
+        assert job.judge() > 30
+        assert "island(s) 1 came back before outer round" in job.output(0).read_text()

@@ -147,7 +147,7 @@ def bad_arguments():
     return [
         training.error_of(lambda: connect_islands("127.0.0.1:1", 0, 2, late)),
         training.error_of(lambda: connect_islands("here", 0, 2)),
-        training.error_of(lambda: connect_islands("127.0.0.1:1", 2, 2)),
+        training.error_of(lambda: connect_islands("127.0.0.1:1", -1, 2)),
     ]
 
 
@@ -156,6 +156,6 @@ def test_a_store_or_an_island_that_cannot_be_is_refused_with_the_remedy(ranks):
     (found,) = ranks(1, bad_arguments, init=False)
     assert found[0].startswith("BaguaError: there is no store at 127.0.0.1:1: ")
     assert "store='here' is no address, such as '10.0.0.1:29500'" in found[1]
-    assert "island=2 is not in 0 to 1" in found[2]
+    assert "island=-1 of islands=2 is none" in found[2]
     with pytest.raises(RuntimeError, match=r"call bagua\.init_process_group\(\)"):
         bagua.communication.connect_islands("127.0.0.1:1", 0, 2)

@@ -1,5 +1,6 @@
 """Agreement on members through a store; ranks are threads, and heartbeats of the dead end."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -103,7 +104,7 @@ def test_a_request_of_the_dead_is_passed_over(founded):
     store, members = founded
     gone = Membership(store, 1, TIMEOUT)
     number = store.add("requests", 1)
-    store.set(f"request/{number}", f'[1, "{gone._life.name}"]')
+    store.set(f"request/{number}", f'[1, "{gone._life.name}", false]')
     del gone._life, members[1]._life
     for change in changes([members[0], members[2]]):
         assert (change.members, change.joined) == ([0, 2], [])
@@ -144,3 +145,55 @@ def test_a_lost_store_is_an_error_that_says_so(founded):
     (error,) = changes(members[:1])
     assert "the job's store does not answer" in str(error)
     assert members[0].requests() == 0
+
+
+def gathered(members, grace=20.0, least=2):
+    """What members find that come to a round one after the other, some tenths of a second apart."""
+
+    def come(place):
+        time.sleep(0.3 * place)
+        return members[place].gather(least, grace)
+
+    return at_once(*(lambda place=place: come(place) for place in range(len(members))))
+
+
+def test_members_that_all_come_change_nothing(founded):
+    _, members = founded
+    assert gathered(members) == gathered(members) == [(False, False)] * 3
+
+
+def test_a_living_member_is_late_after_the_grace_and_returns_as_it_is(founded):
+    _, members = founded
+    begin = time.monotonic()
+    assert gathered(members[:2], grace=0.2) == [(True, False)] * 2
+    assert time.monotonic() - begin < 1.4, "it lives: nobody waits until it is silent"
+    assert members[2].gather(2, 0.2) == (True, True)
+    changed = changes(members[:2])
+    assert [(change.members, change.lost) for change in changed] == [([0, 1], [2])] * 2
+    request = members[2].ask(returns=True)
+    assert gathered(members[:2]) == [(True, False)] * 2, "before the round it is taken in"
+    *stayed, back = at_once(
+        lambda: members[0].change({"rounds": 0}, 2),
+        lambda: members[1].change({"rounds": 1}, 2),
+        lambda: members[2].join(request),
+    )
+    assert stayed == [back] * 2
+    assert (back.members, back.joined, back.returned) == ([0, 1, 2], [], [2])
+    assert gathered(members) == [(False, False)] * 3
+
+
+def test_a_round_does_not_wait_for_the_dead(founded):
+    _, members = founded
+    del members[2]._life
+    begin = time.monotonic()
+    assert gathered(members[:2], grace=20.0) == [(True, False)] * 2
+    assert time.monotonic() - begin < 10
+
+
+def test_the_others_decide_when_the_first_that_came_is_dead(founded):
+    store, members = founded
+    store.compare_set("generation0/round1/first", "", "0")
+    del members[0]._life
+    begin = time.monotonic()
+    assert gathered(members[1:], grace=0.2) == [(True, False)] * 2
+    assert time.monotonic() - begin < TIMEOUT.total_seconds() / 2

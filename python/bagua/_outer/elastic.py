@@ -15,6 +15,14 @@ carries what the lost round would have.
    anchor, momentum and counters; their weights begin as the anchor.
 4. All compare their anchors before they go on.
 
+Note [Late ranks]
+With a grace a round begins with an agreement in the store on who has come in time
+(:meth:`Membership.gather`). If not all have, or others wait to join, the ranks that have change
+before the round, which is made in the next training forward. A rank that was late learns it when
+it comes. It asks to join and keeps its weights, optimizers and residuals; it gets anchors, momentum
+and counters, and its weights move with the anchors: what it has trained is in the next
+pseudo-gradient.
+
 Note [Islands of several ranks]
 Each rank of an island has a group of its own with those of its rank in other islands, and between
 its collectives it has some with the ranks of its island. So all ranks of an island must fail in the
@@ -25,6 +33,7 @@ a failure to its group. The first ranks of the islands decide on the members, fo
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -49,6 +58,8 @@ __all__ = ["Elastic", "ElasticRanks"]
 #: Changes in a row that may fail before the training does.
 _MOST_ATTEMPTS = 5
 
+_log = logging.getLogger("bagua")
+
 
 @dataclass(frozen=True)
 class Elastic:
@@ -60,9 +71,12 @@ class Elastic:
 
     Args:
         min_ranks: all ranks raise when fewer are left; of islands, when fewer islands are left.
+        grace: seconds that a round waits for late ranks at most. Once ``min_ranks`` have come it
+            waits twice as long as those took to come, at least a second, and goes on without the
+            others; a late rank's steps count in its next round. None: it waits for all that live.
 
     Raises:
-        ValueError: ``min_ranks`` is not positive.
+        ValueError: ``min_ranks`` or ``grace`` is not positive.
 
     Example::
 
@@ -70,8 +84,11 @@ class Elastic:
     """
 
     min_ranks: int = 2
+    grace: float | None = None
 
     def __post_init__(self) -> None:
+        if self.grace is not None and not self.grace > 0:
+            raise ValueError(f"Elastic: grace={self.grace} must be positive seconds")
         if self.min_ranks < 1:
             raise ValueError(f"Elastic: min_ranks={self.min_ranks} must be at least 1")
 
@@ -82,7 +99,7 @@ class StateTransfer:
 
     Attributes:
         source: the lowest rank that has made most rounds.
-        behind: ranks that have made one less.
+        behind: ranks that have made one less, or more where they were late.
         joined: new ones.
         counters: those of ``source``.
     """
@@ -98,7 +115,7 @@ class StateTransfer:
         rounds = {rank: report["communications"] for rank, report in change.reports.items()}
         most = max(rounds.values())
         source = min(rank for rank in rounds if rounds[rank] == most)
-        behind = sorted(rank for rank in rounds if rounds[rank] < most)
+        behind = sorted([*change.returned, *(r for r in rounds if rounds[r] < most)])
         return StateTransfer(source, behind, change.joined, change.reports[source])
 
 
@@ -107,17 +124,19 @@ class ElasticRanks(FixedRanks):
 
     Args:
         group: whose members change, in place. In a process that comes back this joins it.
-        least: ranks without which nobody goes on.
+        elastic: the arguments.
 
     Raises:
         ValueError: another wrapped module makes the group's changes.
         BaguaError: the job that this process comes back to is gone.
     """
 
-    def __init__(self, group: BaguaProcessGroup, least: int) -> None:
+    def __init__(self, group: BaguaProcessGroup, elastic: Elastic) -> None:
         self._group = group
-        self._least = least
+        self._elastic = elastic
         self._newcomers = False
+        self._late = False  # this rank, until it has come back
+        self._told_late: set[int] = set()
         # Until the plan after a change is complete.
         self._transfer: StateTransfer | None = None
         self._before: OuterLoop | None = None
@@ -148,10 +167,20 @@ class ElasticRanks(FixedRanks):
 
     @property
     def change_due(self) -> bool:  # type: ignore[override]
-        """Whether a round has failed, or processes wait to join; equal on all ranks in time."""
-        return self.failure is not None or self._newcomers
+        """Whether a round has failed or been postponed, or processes wait to join; equal on all
+        ranks in time."""
+        return self.failure is not None or self._newcomers or self._late
 
     # A round.
+
+    def gathered(self, part: int) -> bool:
+        grace = self._elastic.grace
+        if grace is None:
+            return True
+        changes, self._late = self._membership.gather(self._elastic.min_ranks, grace)
+        if changes:
+            self._newcomers, self.postponed = True, part
+        return not changes
 
     def attempt(self, rounds: Callable[[], None], *, due: bool) -> None:
         if self.failure is not None:
@@ -174,8 +203,10 @@ class ElasticRanks(FixedRanks):
             self._held = error
 
     def confirm(self, engine: _C.Engine) -> None:
-        # All slots are marked. Ranks tell each other whether they have seen a request to join.
-        seen = self._membership.unsettled(self._membership.requests())
+        # All slots are marked. Ranks tell each other whether they have seen a request to join. With
+        # a grace that is settled before rounds: what a late rank has trained is to be in one.
+        seen = self._elastic.grace is None
+        seen = seen and self._membership.unsettled(self._membership.requests())
         engine.exchange_used([int(seen)] * engine.slots)
 
     def confirmed(self, engine: _C.Engine) -> None:
@@ -232,9 +263,14 @@ class ElasticRanks(FixedRanks):
         self._before, pending = loop, loop.state.pending
         self._missed = None if pending is None else pending.fragment.part
         trained = loop.state.trained or self.failure is not None
-        report = loop.state.counters | {"trained": int(trained)}
+        postponed = -1 if self.postponed is None else self.postponed
+        report = loop.state.counters | {"trained": int(trained), "postponed": postponed + 1}
         for attempt in range(_MOST_ATTEMPTS):
-            change = self._membership.change(report, self._least)
+            if self._late and attempt == 0:
+                (request,) = self._in_island(self._membership.ask(returns=True))
+                change = self._membership.join(request)
+            else:
+                change = self._membership.change(report, self._elastic.min_ranks)
             self._warn(name, report, change)
             self._enter(change)
             failure = None
@@ -251,7 +287,8 @@ class ElasticRanks(FixedRanks):
             self.failure = self._failed(failure, self._engine)
             if attempt + 1 == _MOST_ATTEMPTS:
                 raise self.failure
-        self.failure, self._newcomers, self._before, self._engine = None, False, None, None
+        self.failure, self._newcomers, self._late = None, False, False
+        self._before, self._engine = None, None
 
     def _enter(self, change: Change) -> None:
         name = f"generation{change.generation}/connections"
@@ -286,9 +323,13 @@ class ElasticRanks(FixedRanks):
         own, before = self._group.ranks[self._group.rank], self._before
         if own in transfer.joined:
             loop.take_anchors()
+        elif self._late and before is not None:
+            loop.follow(before)
         elif own in transfer.behind and before is not None:
             self._use_missed(before, loop, changed=transfer.counters["outer_rounds"])
         loop.state.go_on_at(transfer.counters)
+        postponed = transfer.counters["postponed"] - 1
+        self.postponed = None if postponed < 0 else postponed
         agreed = f"anchors and momenta {loop.state.digest()}"
         self._group.connections.agree("their anchors", [agreed])
         self._group.admission = None
@@ -320,7 +361,14 @@ class ElasticRanks(FixedRanks):
         called = f"{self._called}(s)"
         left = f"{called} {_listed(sorted(change.reports))} go on"
         reason = str(self.failure).split("\n", maxsplit=1)[0]
-        if change.lost:
+        if change.lost and self.failure is None and self._elastic.grace is not None:
+            late = f"{called} {_listed(change.lost)} did not come in time to outer round {number}"
+            text = f"module '{name}': {late}, {left}"
+            if not self._told_late.issuperset(change.lost):
+                self._told_late.update(change.lost)
+                _warn(f"{text}. Later times are logged.")
+            _log.info(text)
+        elif change.lost:
             _warn(
                 f"module '{name}': lost {called} {_listed(change.lost)} in outer round {number}, "
                 f"{left}: {reason}"

@@ -132,10 +132,13 @@ class OuterLoop(Synchronizer):
         if self.state.result_due():
             self._use(late=True)
         part = self._schedule.launched_after(self.state.steps)
-        if part is not None:
-            self._launch(self.state.fragments[part], self._schedule.overlap)
-            if not self.overlaps:
-                self._use(late=False)
+        if part is not None and self._ranks.gathered(part):
+            self._round(part)
+
+    def _round(self, part: int) -> None:
+        self._launch(self.state.fragments[part], self._schedule.overlap)
+        if not self.overlaps:
+            self._use(late=False)
 
     def _launch(self, fragment: Fragment, due: int) -> None:
         """2. Send the pseudo-gradients of a fragment. All ranks call it for the same rounds."""
@@ -264,6 +267,7 @@ class OuterLoop(Synchronizer):
     def sync(self) -> None:
         """A round of all fragments now, unless no rank has made a step since one. All call it."""
         self._refuse_inside_anchor("sync()")
+        self._ranks.postponed = None  # this round is of all fragments
         self._attempt(self._sync)
 
     def _sync(self) -> None:
@@ -283,6 +287,18 @@ class OuterLoop(Synchronizer):
         self.take_anchors()
         self.state.trained = False
         self.state.steps = 0
+
+    def make_postponed(self) -> None:
+        """Make the round that waited for a change of ranks. All call it before a forward."""
+        part, self._ranks.postponed = self._ranks.postponed, None
+        if part is not None:
+            self._attempt(lambda: self._round(part))
+
+    def follow(self, before: OuterLoop) -> None:
+        """Move the weights with the anchors, which were those of ``before``."""
+        weights = self._local.weights()
+        for fragment, old in zip(self.state.fragments, before.state.fragments, strict=True):
+            fragment.follow(weights, old.anchors)
 
     def take_anchors(self) -> None:
         """Give the weights the values of the anchors, rounded to their dtype."""
@@ -514,6 +530,15 @@ class Fragment:
     def merge(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Give the weights the anchor's values plus their changes since the launch."""
         _C.merge_anchors(self._of(weights), self.anchors, self._launched)
+
+    def follow(self, weights: Mapping[str, torch.Tensor], before: list[torch.Tensor]) -> None:
+        """Give the weights the anchor's values plus their changes since the anchors ``before``."""
+        own = self._of(weights)
+        changes = [torch.empty_like(anchor) for anchor in before]
+        _C.take_deltas(own, before, changes, [])
+        _C.take_anchors(own, self.anchors)
+        for weight, change in zip(own, changes, strict=True):
+            weight.sub_(change)
 
     def squared_norm(self, means: Mapping[str, torch.Tensor]) -> float:
         """Squared norm of the mean; not finite if an element is not."""

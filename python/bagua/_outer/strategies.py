@@ -24,10 +24,16 @@ class FixedRanks:
     Attributes:
         failure: of a round since the ranks changed last; None: there was none.
         change_due: whether the ranks have to agree anew on who they are.
+        postponed: the fragment whose round is made after that; None: there is none.
     """
 
     failure: _C.BaguaError | None = None
     change_due = False
+    postponed: int | None = None
+
+    def gathered(self, part: int) -> bool:
+        """The round of a fragment is due: whether to make it now, with these ranks."""
+        return True
 
     def attempt(self, rounds: Callable[[], None], *, due: bool) -> None:
         """Call ``rounds``, which makes some; ``due``: one is launched."""

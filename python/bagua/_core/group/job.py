@@ -252,14 +252,14 @@ def connect_islands(
     Args:
         store: of all islands, or its address as ``"host:port"``: a ``TCPStore`` that outlives them.
             That of torchrun's agent of one island does while that agent lives.
-        island: number of this one, from 0.
+        island: number of this one, from 0. One of ``islands`` or more joins a job at work.
         islands: how many there are at the start.
         timeout: after which an island that does not answer is given up; default that of the
             default group.
 
     Raises:
         RuntimeError: before ``init_process_group()``.
-        ValueError: ``island`` is out of range, ``store`` no address, or an island has another
+        ValueError: ``island`` is negative, ``store`` no address, or an island has another
             number of ranks than those before it.
         BaguaError: the store cannot be reached, or islands do not come.
 
@@ -272,8 +272,8 @@ def connect_islands(
         )
     """
     inside = get_default_group()
-    if not 0 <= island < islands:
-        raise ValueError(f"connect_islands: island={island} is not in 0 to {islands - 1}")
+    if island < 0 or islands < 1:
+        raise ValueError(f"connect_islands: island={island} of islands={islands} is none")
     timeout = timeout or inside.timeout
     keys = c10d.PrefixStore(
         f"bagua/{_ISLANDS}", connect_store(store, timeout) if isinstance(store, str) else store
@@ -282,6 +282,11 @@ def connect_islands(
     if inside.rank == 0:
         at_work = job_at_work(keys, _ISLANDS)
         comes_back = at_work is not None
+        if at_work is None and island >= islands:
+            raise _C.BaguaError(
+                f"island {island} joins a job of {islands} islands, from 0, that is at work, and "
+                "there is none. Start those first, all of them with elastic=True"
+            )
         callers = Callers("island", "connect_islands()")
         incarnation = at_work or agree_on_incarnation(keys, island, islands, timeout, callers)
         announce(keys, incarnation)

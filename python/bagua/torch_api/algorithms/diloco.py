@@ -190,9 +190,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
     def __init__(self, process_group: BaguaProcessGroup, arguments: DiLoCoAlgorithm) -> None:
         comes_back = process_group.waits_to_join
         elastic = arguments.elastic
-        self._ranks = (
-            FixedRanks() if elastic is None else ElasticRanks(process_group, elastic.min_ranks)
-        )
+        self._ranks = FixedRanks() if elastic is None else ElasticRanks(process_group, elastic)
         super().__init__(process_group, arguments.warmup_steps)
         self.arguments = arguments
         self._session: weakref.ref[Session] | None = None
@@ -347,6 +345,8 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
     def mark_pending(self, bagua_ddp: Session) -> bool:
         if self._ranks.change_due and self._loop is not None:
             self._change_ranks(self._loop)
+        if self._loop is not None:
+            self._loop.make_postponed()
         return False
 
     def _change_ranks(self, loop: OuterLoop) -> None:
@@ -391,10 +391,11 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
             BaguaError: another rank failed, or does not come.
         """
         while self._loop is not None:
+            if self._ranks.change_due:
+                self._change_ranks(self._loop)
             self._loop.sync()
             if self._ranks.failure is None:
                 return
-            self._change_ranks(self._loop)
 
     def count_samples(self, samples: int) -> None:
         """With ``weight="samples"``: this rank has trained on so many more, tokens for example.

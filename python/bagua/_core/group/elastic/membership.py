@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -38,6 +38,7 @@ from bagua._core.group.store_values import stored_number, stored_value, wait_for
 __all__ = ["Change", "Membership", "Report", "newest_generation", "store_needed"]
 
 _PAUSE = 0.05  # seconds between two looks at the store
+_SOMEONE_JOINS = -1  # among the late ones of a round
 
 #: Counters of a member.
 Report = dict[str, int]
@@ -51,6 +52,7 @@ class Change:
         generation: its number.
         members: global ranks, ascending.
         joined: those of them that are new.
+        returned: those of them that were late for a round, and are not new.
         lost: global ranks that no longer belong.
         reports: of the members that stay, by global rank.
     """
@@ -58,6 +60,7 @@ class Change:
     generation: int
     members: list[int]
     joined: list[int]
+    returned: list[int]
     lost: list[int]
     reports: dict[int, Report]
 
@@ -70,11 +73,13 @@ class Decision:
         members: names of their lives, by global rank.
         joined: global ranks of the new ones, by number of their request.
         requests: how many there had been, answered or not.
+        returned: those of the new ones that were late, and keep their state.
     """
 
     members: dict[int, str]
     joined: dict[int, int]
     requests: int
+    returned: list[int]
 
     def stay(self) -> list[int]:
         """Global ranks of the members that are not new, ascending."""
@@ -134,6 +139,8 @@ class Membership:
         self._timeout = timeout
         self._called = called
         self._settled_requests = 0
+        self._gathered = 0  # rounds of this generation
+        self._late: list[int] = []  # that the next generation goes on without
 
     def found(self, ranks: list[int]) -> None:
         """Begin the first generation. All ``ranks`` (global) call it; waits for them."""
@@ -144,7 +151,7 @@ class Membership:
                 wait_for_keys(self._store, keys, self._timeout)
                 founders = zip(ranks, keys, strict=True)
                 lives = {rank: self._store.get(key).decode() for rank, key in founders}
-                self._store.compare_set(_members_key(0), "", Decision(lives, {}, 0).text())
+                self._store.compare_set(_members_key(0), "", Decision(lives, {}, 0, []).text())
             self.lives = self._await_decision(0).members
 
     def requests(self) -> int:
@@ -159,6 +166,49 @@ class Membership:
     def unsettled(self, requests: int) -> bool:
         """Whether ``requests`` are more than the last change has looked at."""
         return requests > self._settled_requests
+
+    def gather(self, least: int, grace: float) -> tuple[bool, bool]:
+        """Wait for the members before a round, and decide which of them are late. All call it.
+
+        Once ``least`` are there they wait twice as long as they took to come, at least a second and
+        at most ``grace`` seconds. The member that came first decides.
+
+        Returns:
+            Whether the members change before the round, and whether this one is late.
+
+        Raises:
+            BaguaError: the store is gone, or no decision comes.
+        """
+        self._gathered += 1
+        key = f"generation{self.generation}/round{self._gathered}"
+        with store_needed():
+            if self._life is not None:
+                self._store.set(f"{key}/here/{self._rank}", "")
+                first = int(self._store.compare_set(f"{key}/first", "", str(self._rank)))
+                self._open(key, first, least, grace)
+            wait_for_keys(self._store, [f"{key}/late"], 3 * self._timeout)
+            late = stored_value(self._store, f"{key}/late", lambda v: [int(rank) for rank in v])
+            self._late = [rank for rank in late if rank != _SOMEONE_JOINS]
+            return bool(late), self._rank in self._late
+
+    def _open(self, key: str, first: int, least: int, grace: float) -> None:
+        """Have it be decided who is late for a round, perhaps by this process."""
+        pulse, began, complete = Pulse(self._store), time.monotonic(), 0.0
+        while not self._store.check([f"{key}/late"]):
+            now = time.monotonic() - began
+            here = [r for r in self.lives if self._store.check([f"{key}/here/{r}"])]
+            missing = {r: life for r, life in self.lives.items() if r not in here}
+            waited_for = [rank for rank, life in missing.items() if not pulse.silent(life)]
+            decides = first == self._rank or pulse.silent(self.lives[first])
+            if len(here) < least:
+                complete = now
+            over = now - complete > min(grace, max(1.0, 2 * complete))
+            if now > self._timeout.total_seconds() or (decides and (over or not waited_for)):
+                joins = [_SOMEONE_JOINS] if self.unsettled(self.requests()) else []
+                late = json.dumps([*missing, *joins])
+                self._store.compare_set(f"{key}/late", "", late)
+            else:
+                time.sleep(_PAUSE)
 
     def change(self, report: Report, least: int) -> Change:
         """Agree on the next generation: Note [Generations]. All members call it.
@@ -200,8 +250,10 @@ class Membership:
         reports = {rank: _report(self._store, f"{here}/{rank}") for rank in decision.stay()}
         self.generation, self.lives = number, decision.members
         self._settled_requests = decision.requests
-        joined = sorted(decision.joined.values())
-        return Change(number, sorted(decision.members), joined, lost, reports)
+        self._late, self._gathered = [], 0
+        returned = sorted(decision.returned)
+        joined = sorted(rank for rank in decision.joined.values() if rank not in returned)
+        return Change(number, sorted(decision.members), joined, returned, lost, reports)
 
     def _await_decision(self, number: int) -> Decision:
         """The decision of generation ``number``; waits as long as one may take."""
@@ -214,16 +266,18 @@ class Membership:
         deadline = time.monotonic() + 2 * self._timeout.total_seconds()
         while not self._store.check([key]):
             here = self._here(number)
-            missing = {rank: life for rank, life in self.lives.items() if rank not in here}
+            expected = {r: life for r, life in self.lives.items() if r not in self._late}
+            missing = {rank: life for rank, life in expected.items() if rank not in here}
             # All are asked: each look counts the time since the last change.
             waited_for = [rank for rank, life in missing.items() if not pulse.silent(life)]
             requests = self.requests()
             joining, unknown = self._joining(pulse, here, requests)
             if time.monotonic() > deadline or not (waited_for or unknown):
                 members = {rank: self.lives[rank] for rank in here}
-                members |= {rank: life for rank, life in joining.values()}
-                joined = {request: rank for request, (rank, _) in joining.items()}
-                proposal = Decision(members, joined, requests)
+                members |= {request.rank: request.life for request in joining.values()}
+                joined = {number: request.rank for number, request in joining.items()}
+                returned = [request.rank for request in joining.values() if request.returns]
+                proposal = Decision(members, joined, requests, returned)
                 self._store.compare_set(key, "", proposal.text())
             else:
                 time.sleep(_PAUSE)
@@ -234,29 +288,31 @@ class Membership:
 
     def _joining(
         self, pulse: Pulse, here: list[int], requests: int
-    ) -> tuple[dict[int, tuple[int, str]], bool]:
-        """(rank, life) of the living processes that wait to join, by number of their request, and
-        whether it is not known yet of another one whether it lives."""
-        joining: dict[int, tuple[int, str]] = {}
+    ) -> tuple[dict[int, _Request], bool]:
+        """The requests of living processes that wait to join, by number, and whether it is not
+        known yet of another one whether it lives."""
+        joining: dict[int, _Request] = {}
         unknown = False
         for number in range(1, requests + 1):
             keys = [f"request/{number}", f"request/{number}/answer"]
             if not self._store.check(keys[:1]) or self._store.check(keys[1:]):
                 continue
-            rank, life = _request(self._store, keys[0])
-            if rank in here:  # a second process of a rank that lives
+            request = _request(self._store, keys[0])
+            if request.rank in here:  # a second process of a rank that lives
                 continue
-            if pulse.silent(life):
+            if pulse.silent(request.life):
                 self._store.set(keys[1], "0")
-            elif pulse.beats(life):
-                joining = {n: other for n, other in joining.items() if other[0] != rank}
-                joining[number] = (rank, life)
+            elif pulse.beats(request.life):
+                joining = {n: other for n, other in joining.items() if other.rank != request.rank}
+                joining[number] = request
             else:
                 unknown = True
         return joining, unknown
 
-    def ask(self) -> int:
+    def ask(self, *, returns: bool = False) -> int:
         """Ask to belong to the newest generation; the number of the request. 0: another one asks.
+
+        ``returns``: this process was late, and keeps its state.
 
         Raises:
             BaguaError: the store is gone.
@@ -265,7 +321,8 @@ class Membership:
             return 0
         with store_needed():
             request = int(self._store.add("requests", 1))
-            self._store.set(f"request/{request}", json.dumps([self._rank, self._life.name]))
+            text = json.dumps([self._rank, self._life.name, returns])
+            self._store.set(f"request/{request}", text)
             return request
 
     def join(self, request: int) -> Change:
@@ -317,12 +374,19 @@ def _decision(store: c10d.Store, generation: int) -> Decision:
             {int(rank): str(life) for rank, life in value["members"].items()},
             {int(request): int(rank) for request, rank in value["joined"].items()},
             int(value["requests"]),
+            [int(rank) for rank in value["returned"]],
         ),
     )
 
 
-def _request(store: c10d.Store, key: str) -> tuple[int, str]:
-    return stored_value(store, key, lambda value: (int(value[0]), str(value[1])))
+class _Request(NamedTuple):
+    rank: int
+    life: str
+    returns: bool
+
+
+def _request(store: c10d.Store, key: str) -> _Request:
+    return stored_value(store, key, lambda v: _Request(int(v[0]), str(v[1]), bool(v[2])))
 
 
 def _report(store: c10d.Store, key: str) -> Report:
