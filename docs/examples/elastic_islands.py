@@ -41,7 +41,7 @@ def train(store, island, islands, rounds, interval):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     # 2. Between islands. One that comes back waits here for the others' next round.
     group = bagua.communication.connect_islands(store, island, islands)
-    algorithm = DiLoCoAlgorithm(interval=interval, elastic=Elastic(min_ranks=1))
+    algorithm = DiLoCoAlgorithm(interval=interval, elastic=Elastic(quorum=1))
     model = model.with_bagua([optimizer], algorithm, process_group=group)
     outer = model.bagua_algorithm
     step, made, first = 0, outer.outer_rounds, bagua.get_rank() == 0

@@ -89,7 +89,7 @@ def train(folder, rounds, place):
         model = sharded(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     grace = float(os.environ["GRACE"]) if "GRACE" in os.environ else None
-    elastic = Elastic(min_ranks=int(os.environ.get("MIN_RANKS", "2")), grace=grace)
+    elastic = Elastic(quorum=int(os.environ.get("QUORUM", "2")), grace=grace)
     arguments = json.loads(os.environ.get("ARGUMENTS", "{}"))
     algorithm = DiLoCoAlgorithm(interval=INTERVAL, elastic=elastic, **arguments)
     model.with_bagua([optimizer], algorithm, process_group=group)

@@ -33,12 +33,12 @@ def test_two_of_three_finish_when_one_is_killed(victim, place):
 
 
 @pytest.mark.timeout(120)
-def test_fewer_than_min_ranks_raise():
+def test_fewer_than_the_quorum_raise():
     with Job(rounds=12, size=2) as job:
         job.start_all({1: "between:5"})
         assert job.processes[0].wait(elastic_job.PATIENCE) == EXIT_OF_AN_ERROR
         text = job.output(0).read_text()
-        assert "rank(s) 1 of 2 were lost, and the 1 left are fewer than min_ranks=2" in text
+        assert "rank(s) 1 of 2 were lost, and the 1 left are fewer than quorum=2" in text
 
 
 @pytest.mark.timeout(120)

@@ -232,8 +232,8 @@ def test_an_elastic_job_begins_without_torchs_group(ranks):
         assert "makes torch.distributed's default group itself" in error
 
 
-def test_min_ranks_is_at_least_one():
-    with pytest.raises(ValueError, match="min_ranks=0"):
-        Elastic(min_ranks=0)
-    with pytest.raises(TypeError, match=r"elastic is True, False or Elastic\(min_ranks=2\)"):
+def test_a_quorum_is_at_least_one():
+    with pytest.raises(ValueError, match="quorum=0"):
+        Elastic(quorum=0)
+    with pytest.raises(TypeError, match=r"elastic is True, False or Elastic\(quorum=2\)"):
         DiLoCoAlgorithm(elastic=2)

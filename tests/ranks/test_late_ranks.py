@@ -47,7 +47,7 @@ def one_is_late(form):
     """(members after each round of this rank, largest change of what a late rank had trained)."""
     model = training.network()
     optimizer = training.sgd(model)
-    elastic = Elastic(min_ranks=2, grace=1.0)
+    elastic = Elastic(quorum=2, grace=1.0)
     algorithm = DiLoCoAlgorithm(OuterSGD(0.7, 0.5), INTERVAL, elastic=elastic, **FORMS[form])
     model.with_bagua([optimizer], algorithm)
     outer, step, members, made = model.bagua_algorithm, 0, [], 0

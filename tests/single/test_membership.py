@@ -81,7 +81,7 @@ def test_too_few_raise_on_all(founded):
     _, members = founded
     del members[0]._life
     for error in changes(members[1:], least=3):
-        assert "rank(s) 0 of 3 were lost, and the 2 left are fewer than min_ranks=3" in str(error)
+        assert "rank(s) 0 of 3 were lost, and the 2 left are fewer than quorum=3" in str(error)
 
 
 def test_a_rank_that_comes_back_is_in_the_next_generation(founded):

@@ -70,27 +70,27 @@ class Elastic:
     again comes back in ``with_bagua``; so does an island after ``connect_islands``.
 
     Args:
-        min_ranks: all ranks raise when fewer are left; of islands, when fewer islands are left.
-        grace: seconds that a round waits for late ranks at most. Once ``min_ranks`` have come it
-            waits twice as long as those took to come, at least a second, and goes on without the
-            others; a late rank's steps count in its next round. None: it waits for all that live.
+        quorum: ranks, or islands, that a round needs: all raise when fewer are left.
+        grace: seconds that a round waits for late ranks at most. Once the quorum has come it
+            waits twice as long as that took, at least a second, and goes on without the others; a
+            late rank's steps count in its next round. None: it waits for all that live.
 
     Raises:
-        ValueError: ``min_ranks`` or ``grace`` is not positive.
+        ValueError: ``quorum`` or ``grace`` is not positive.
 
     Example::
 
-        algorithm = DiLoCoAlgorithm(elastic=Elastic(min_ranks=2))
+        algorithm = DiLoCoAlgorithm(elastic=Elastic(quorum=2))
     """
 
-    min_ranks: int = 2
+    quorum: int = 2
     grace: float | None = None
 
     def __post_init__(self) -> None:
         if self.grace is not None and not self.grace > 0:
             raise ValueError(f"Elastic: grace={self.grace} must be positive seconds")
-        if self.min_ranks < 1:
-            raise ValueError(f"Elastic: min_ranks={self.min_ranks} must be at least 1")
+        if self.quorum < 1:
+            raise ValueError(f"Elastic: quorum={self.quorum} must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class ElasticRanks(FixedRanks):
         grace = self._elastic.grace
         if grace is None:
             return True
-        changes, self._late = self._membership.gather(self._elastic.min_ranks, grace)
+        changes, self._late = self._membership.gather(self._elastic.quorum, grace)
         if changes:
             self._newcomers, self.postponed = True, part
         return not changes
@@ -270,7 +270,7 @@ class ElasticRanks(FixedRanks):
                 (request,) = self._in_island(self._membership.ask(returns=True))
                 change = self._membership.join(request)
             else:
-                change = self._membership.change(report, self._elastic.min_ranks)
+                change = self._membership.change(report, self._elastic.quorum)
             self._warn(name, report, change)
             self._enter(change)
             failure = None

@@ -169,7 +169,7 @@ def _elastic_of(elastic: Elastic | bool) -> Elastic | None:
         return Elastic() if elastic else None
     if not isinstance(elastic, Elastic):
         raise TypeError(
-            f"DiLoCoAlgorithm: elastic is True, False or Elastic(min_ranks=2), not {elastic!r}"
+            f"DiLoCoAlgorithm: elastic is True, False or Elastic(quorum=2), not {elastic!r}"
         )
     return elastic
 

@@ -238,7 +238,7 @@ class Membership:
             if len(members) < least:
                 raise _C.BaguaError(
                     f"{called}(s) {_listed(lost)} of {len(self.lives)} were lost, and the "
-                    f"{len(members)} left are fewer than min_ranks={least}. Restart the job "
+                    f"{len(members)} left are fewer than quorum={least}. Restart the job "
                     "from its last checkpoint, or allow fewer ranks."
                 )
             for request in decision.joined:
