@@ -7,7 +7,13 @@ import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
-from bagua.torch_api.algorithms import DiLoCoAlgorithm
+import torch.distributed.checkpoint as dcp
+from bagua.torch_api.algorithms import (
+    DecentralizedAlgorithm,
+    DiLoCoAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
+)
+from bagua.torch_api.checkpoint import PerRank
 from bagua.torch_api.communication import connect_islands
 from ranks.test_elastic_rounds import fail_round
 from ranks.test_islands import INTERVAL, by_fsdp, loss_of, network, sgd, shard_of
@@ -65,6 +71,49 @@ def test_islands_of_own_worlds_train_and_send_as_those_of_one(ranks):
         assert bits == expected
         assert abs(sent - of_one) < 0.1 * of_one  # that says who is there is not counted alike
     assert apart[0][0] == apart[2][0] != apart[1][0] == apart[3][0]
+
+
+ALGORITHMS = {
+    "diloco": lambda: DiLoCoAlgorithm(interval=INTERVAL, overlap_steps=1, codec="int4_block"),
+    "decentralized": lambda: DecentralizedAlgorithm(peer_selection_mode="shift_one"),
+    "low precision": LowPrecisionDecentralizedAlgorithm,
+}
+
+
+@training.with_group
+def save_and_load(address, folder, name):
+    """Bits after steps behind a checkpoint, and after those of another start from it."""
+    island = int(os.environ["ISLAND"])
+
+    def wrapped():
+        model = by_fsdp(network(), init_device_mesh("cpu", (2,)))
+        optimizer = sgd(model)
+        model.with_bagua([optimizer], ALGORITHMS[name](), connect_islands(address, island, 2))
+        return optimizer, model, {"training": PerRank(model), "algorithm": model.bagua_algorithm}
+
+    def steps(model, optimizer, numbers):
+        for step in numbers:
+            optimizer.zero_grad()
+            loss_of(model, step, 2 * island + dist.get_rank()).backward()
+            optimizer.step()
+        return training.bits(map(shard_of, model.parameters()))
+
+    torch.manual_seed(0)
+    optimizer, model, state = wrapped()
+    steps(model, optimizer, range(2 * INTERVAL))
+    dcp.save(state, checkpoint_id=f"{folder}/{island}")
+    bits = steps(model, optimizer, range(2 * INTERVAL, 4 * INTERVAL))
+    bagua.destroy_process_group()
+    bagua.init_process_group()
+    optimizer, model, state = wrapped()
+    dcp.load(state, checkpoint_id=f"{folder}/{island}")
+    return bits, steps(model, optimizer, range(2 * INTERVAL, 4 * INTERVAL))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_islands_go_on_to_the_bit_from_folders_of_their_own(ranks, tmp_path, name):
+    for bits, again in on_islands(ranks, (2, 2), save_and_load, str(tmp_path), name):
+        assert bits == again
 
 
 @training.with_group
