@@ -16,6 +16,7 @@ from faults import elastic_job
 from support.processes import pool
 
 RANKS = 2  # of an island
+MOST_STARTS = 3  # of an island after one fault
 
 
 class IslandJob(elastic_job.Job):
@@ -35,7 +36,7 @@ class IslandJob(elastic_job.Job):
             "ISLAND": str(island),
             "ISLANDS": str(self.islands),
             "ISLANDS_STORE": f"127.0.0.1:{self._store.port}",
-            "MIN_RANKS": str(self._least),
+            "QUORUM": str(self._least),
         }
 
     def start_island(self, island, deaths=None):
@@ -70,7 +71,12 @@ def strike(job, chance):
     rest = [other for other in range(job.islands) if other != island]
     time.sleep(chance.uniform(0.0, 0.5))
     if "GRACE" in os.environ and chance.random() < 0.5:
-        return stop(job, chance, victim)
+        seconds = chance.uniform(0.2, 4.0)
+        job.processes[victim].send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        job.processes[victim].send_signal(signal.SIGCONT)
+        starts = train_together(job, island)
+        return f"island {island} stopped for {seconds:.1f} s, started {starts} times"
     job.processes[victim].kill()
     others = [job.processes[p] for p in job.ranks_of(island)]
     if chance.random() < 0.5:  # as torchrun does; else they notice it, and end by themselves
@@ -80,35 +86,31 @@ def strike(job, chance):
     if chance.random() < 0.5:  # else it may be back before the others miss it
         job.wait_for_islands(*rest)
     job.wait_until("the island ends", lambda: all(p.poll() is not None for p in others))
-    job.start_island(island)
-    job.wait_for_islands(*range(job.islands))
-    return f"island {island} by its rank {victim % RANKS}"
+    starts = train_together(job, island)
+    return f"island {island} by its rank {victim % RANKS}, started {starts} times"
 
 
-def stop(job, chance, victim):
-    """A rank stops for a while: its island is late, or taken for dead, ends and starts again."""
-    island = victim // RANKS
-    own = [job.processes[p] for p in job.ranks_of(island)]
-    seconds = chance.uniform(0.2, 4.0)
-    job.processes[victim].send_signal(signal.SIGSTOP)
-    time.sleep(seconds)
-    job.processes[victim].send_signal(signal.SIGCONT)
+def train_together(job, island):
+    """Wait until all islands train, and start one again that has ended, as torchrun does.
+
+    Returns how often. A stopped one is late, or taken for dead; so may be one on a busy machine.
+    """
     everyone = list(range(job.islands))
-    back = [job.made(p)[0] for p in job.ranks_of(*everyone)]
+    for starts in range(MOST_STARTS + 1):
+        own = [job.processes[p] for p in job.ranks_of(island)]
+        before = {p: job.made(p)[0] for p in job.ranks_of(*everyone)}
 
-    def over():
-        made = [job.made(p) for p in job.ranks_of(*everyone)]
-        together = all(members == everyone for _, members in made)
-        newer = all(rounds > before for (rounds, _), before in zip(made, back, strict=True))
-        return (together and newer) or all(p.poll() is not None for p in own)
+        def over(own=own, before=before):
+            made = {p: job.made(p) for p in before}
+            together = all(made[p][1] == everyone and made[p][0] > before[p] for p in before)
+            return together or all(p.poll() is not None for p in own)
 
-    job.wait_until("the island is back, or ends", over)
-    text = f"island {island} stopped for {seconds:.1f} s"
-    if own[0].poll() is None:
-        return text
-    job.start_island(island)
-    job.wait_for_islands(*everyone)
-    return f"{text}, and was started again"
+        job.wait_until(f"island {island} is back, or ends", over)
+        if own[0].poll() is None:
+            return starts
+        if starts < MOST_STARTS:
+            job.start_island(island)
+    job.fail(f"island {island} was started {MOST_STARTS} times, and has ended again")
 
 
 def main():
