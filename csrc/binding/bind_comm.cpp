@@ -91,8 +91,6 @@ void bind_communicator(py::module_& m) {
       "Raise BaguaError or BaguaTimeoutError, and refuse further calls after such a failure.")
       .def_property_readonly("rank", [](const Communicator& self) { return self.group().rank; })
       .def_property_readonly("size", [](const Communicator& self) { return self.group().size; })
-      .def_property_readonly("shares_memory", &Communicator::shares_memory,
-                             "Whether its ranks, all on one host, move bytes through memory.")
       .def("all_reduce", &all_reduce, py::arg("tensor"), py::arg("op"),
            "In place; the same bits on every rank. AVG (floating dtypes) divides by the size.")
       .def("all_gather", &all_gather, py::arg("input"), py::arg("output"),

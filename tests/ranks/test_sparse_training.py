@@ -68,19 +68,6 @@ def test_training_follows_the_oracle_and_ranks_agree(ranks, n):
     assert ranks(n, train_and_compare, torch.float32) == [["Sparse"]] * n
 
 
-@training.with_group
-def residuals_without_feedback():
-    model, optimizer = wrapped(sparse(error_feedback=False))
-    for step in range(2):
-        train_step(model, optimizer, step)
-    state = model.bagua_algorithm.state_dict()
-    return sum(float(v.abs().sum()) for key, v in state.items() if "/error/" in key)
-
-
-def test_without_error_feedback_what_is_not_sent_is_lost(ranks):
-    assert ranks(2, residuals_without_feedback) == [0.0, 0.0]
-
-
 def test_buckets_for_which_sparse_messages_do_not_pay_are_averaged_exactly(ranks):
     results = ranks(2, train_and_compare, torch.float32, env=training.SMALL_BUCKETS)
     assert results == [["ErrorFeedbackAllReduce", "Sparse"]] * 2

@@ -39,7 +39,6 @@ class SparseAlgorithm(Algorithm):
         ratio: the part of each bucket's elements that is sent, at least one.
         hierarchical: exact inside a node, sparse between the nodes' leaders.
             None: True where there are several nodes with several ranks on one, else False.
-        error_feedback: False: elements that are not sent are lost.
         warmup_steps: rounds that average exactly before the first sparse one.
         exact_parameters: names of parameters that are averaged exactly, or patterns of
             :mod:`fnmatch`.
@@ -62,7 +61,6 @@ class SparseAlgorithm(Algorithm):
         ratio: float = 0.01,
         hierarchical: bool | None = None,
         *,
-        error_feedback: bool = True,
         warmup_steps: int = 0,
         exact_parameters: Sequence[str] = (),
     ) -> None:
@@ -70,7 +68,6 @@ class SparseAlgorithm(Algorithm):
         check_warmup(warmup_steps)
         self.ratio = ratio
         self.hierarchical = hierarchical
-        self.error_feedback = error_feedback
         self.warmup_steps = warmup_steps
         self.exact_parameters = check_patterns(exact_parameters)
 
@@ -105,6 +102,5 @@ class SparseAlgorithmImpl(ErrorFeedbackImpl):
             own.ratio,
             self.outcome,
             hierarchical=self.hierarchical,
-            error_feedback=own.error_feedback,
             group=self.process_group,
         )
