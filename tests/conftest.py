@@ -36,6 +36,7 @@ LONG = [
     "ranks/situations/test_situations.py",
     "ranks/test_doctor.py",
     "faults/test_elastic.py",
+    "faults/test_islands.py",
     "ranks/test_lost_ranks.py",
     "ranks/watching/test_top.py",
     "ranks/test_compile.py",

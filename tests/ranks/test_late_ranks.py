@@ -10,7 +10,7 @@ from ranks.test_diloco import assert_outer_state_agrees, own_step
 from support import training
 
 INTERVAL, ROUNDS, LATE = 4, 6, 2  # rank
-SECONDS = 4.0  # for which it stops
+SECONDS = 3.0  # for which it stops
 FORMS = {
     "exact": {},
     "streaming": {"fragments": 2, "overlap_steps": 1},
