@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bagua._sync.bucketing import split_by_bucket_size
+from bagua.torch_api.bucket import split_by_bucket_size
 
 KIB = 1024
 

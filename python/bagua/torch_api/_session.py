@@ -30,14 +30,13 @@ from bagua._core.state.shards import is_sharded, ranks_of
 from bagua._core.state.snapshot import ModuleSnapshot
 from bagua._core.state.statistics import MainThreadTraffic, statistics
 from bagua._core.state.weights_check import sample
-from bagua._sync.bucketing import split_by_bucket_size
 from bagua._sync.hooks import WeakHook, outside_graphs, tensors_in
 from bagua._sync.optimizer_steps import MissingSteps, StepsInBackward
 from bagua._sync.plan import log_plan, log_unfrozen
 from bagua._sync.synchronizer import Synchronizer
 from bagua._watch.publisher import publish
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
-from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.bucket import BaguaBucket, split_by_bucket_size
 from bagua.torch_api.guard import Guard, GuardAtWork
 
 __all__ = ["Session", "UnevenInputs", "is_owned"]

@@ -339,8 +339,8 @@ class Membership:
                 if all(silent):
                     raise _C.BaguaError(
                         f"{self._called} {self._rank} came back, and no member of generation "
-                        f"{number}, {self._called}(s) {_listed(lives)}, is alive any more. Start "
-                        "all again."
+                        f"{number}, {self._called}(s) {_listed(lives)}, is alive any more. If they "
+                        "have not ended with the training, start all again."
                     )
                 time.sleep(_PAUSE)
             number = stored_number(self._store, answer, 2**31)
