@@ -208,6 +208,7 @@ def test_a_rank_that_is_told_of_a_difference_raises_it_as_its_own(how):
         late.begin_round()
     results = endings(2, lambda rank: run_round(others[rank]))
     if how == "by_a_lost_connection":
+        meeting.store.wait(["failed"])  # a rank may raise before its thread has said so
         elsewhere.connect(elsewhere.control, 0).abort("gone")
         late.begin_round()
     with pytest.raises(_C.BaguaMismatchError) as caught:
