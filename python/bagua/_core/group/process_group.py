@@ -138,9 +138,13 @@ class BaguaProcessGroup:
 
     def _connect(self, ranks: Sequence[int], store: c10d.Store) -> None:
         self.ranks = sorted(ranks)
-        rank = self.ranks.index(self._own) if self._own in self.ranks else -1
+        self.connections = self._connections_of(self.ranks, store)
+
+    def _connections_of(self, ranks: list[int], store: c10d.Store) -> Connections:
+        """New ones between ``ranks``, numbered in that order."""
+        rank = ranks.index(self._own) if self._own in ranks else -1
         node = None if self.island is None else self.island.number
-        self.connections = Connections(store, rank, self.ranks, self.timeout, node)
+        return Connections(store, rank, ranks, self.timeout, node)
 
     @property
     def _own(self) -> int:
@@ -190,9 +194,7 @@ class BaguaProcessGroup:
         """New connections of those global ``ranks``, numbered in that order; None on others."""
         if self._own not in ranks:
             return None
-        store = c10d.PrefixStore(name, self.connections.store)
-        node = None if self.island is None else self.island.number
-        return Connections(store, ranks.index(self._own), list(ranks), self.timeout, node)
+        return self._connections_of(list(ranks), c10d.PrefixStore(name, self.connections.store))
 
     def refuse_before_joining(self) -> None:
         """Raise BaguaError in a process that has come back to a job, and does not belong to it."""
