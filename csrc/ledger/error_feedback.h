@@ -1,4 +1,4 @@
-// Residual of sparse ops, added in the next round.
+// Residual of an op that sends a part of its bucket, added in the next round.
 #pragma once
 
 #include <memory>

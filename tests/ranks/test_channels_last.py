@@ -11,17 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 STEPS = 5
-#: Algorithms whose arithmetic does not depend on the order of elements in memory.
-ELEMENTWISE = [
-    "gradient_allreduce",
-    "bytegrad-fp16",
-    "bytegrad-bf16",
-    "decentralized-all",
-    "decentralized-shift-one",
-    *every_algorithm.LOCAL,
-    "qadam",
-]
-#: Blocks of codes: their ranges depend on it.
+#: Blocks of codes: their ranges depend on the order of elements in memory.
 BLOCKWISE = [
     "bytegrad",
     "bytegrad-minmax",
@@ -29,6 +19,10 @@ BLOCKWISE = [
     "low_precision_decentralized",
 ]
 WITH_RESIDUALS = ["power_sgd", "sparse"]
+#: Algorithms whose arithmetic does not depend on it.
+ELEMENTWISE = [
+    name for name in every_algorithm.SYNCHRONOUS if name not in (*BLOCKWISE, *WITH_RESIDUALS)
+]
 
 
 class Convolutions(nn.Module):
@@ -152,8 +146,3 @@ def send_the_same_gradient(name):
 @pytest.mark.parametrize("name", WITH_RESIDUALS)
 def test_what_was_sent_and_the_residual_are_the_gradient(ranks, name):
     assert ranks(3, send_the_same_gradient, name) == [[True, True]] * 3
-
-
-def test_all_algorithms_are_here():
-    here = [*ELEMENTWISE, *BLOCKWISE, *WITH_RESIDUALS]
-    assert sorted(here) == sorted(every_algorithm.SYNCHRONOUS)

@@ -14,20 +14,18 @@ from support import every_algorithm, training
 from support.error_feedback import owed
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-FOLLOWING = [
-    "gradient_allreduce",
-    "bytegrad",
-    "power_sgd",
-    "sparse",
-    "decentralized-all",
-    "decentralized-shift-one",
-    "auto",
-]
 WITH_RESIDUALS = ["power_sgd", "sparse", "bytegrad-feedback"]
+#: Those with state per parameter that is not of the ledger, or with weights in flight.
 NOT_FOLLOWING = [
+    *every_algorithm.LOCAL,
+    "low_precision_decentralized",
+    "qadam",
+    "async",
+]
+FOLLOWING = [
     name
     for name in every_algorithm.ALGORITHMS
-    if name not in FOLLOWING and not name.startswith("bytegrad")
+    if name not in NOT_FOLLOWING and not name.startswith("bytegrad-")
 ]
 
 
