@@ -41,6 +41,8 @@ TRAFFIC = (*MOVED, "shm_bytes", "wire_ns")
 
 #: Seconds between two looks of a phase at the ranks that have exited.
 _BETWEEN_LOOKS_S = 1.0
+#: Seconds that the end of a phase waits for the answer to its last look.
+_SECONDS_FOR_AN_ANSWER = 2.0
 
 _log = logging.getLogger("bagua")
 
@@ -503,7 +505,10 @@ class _PhaseWatch(threading.Thread):
         self.start()
 
     def __exit__(self, *_: Any) -> None:
+        # A thread that comes back from a question to the store while the interpreter ends would end
+        # the process: Note [Drops at exit].
         self._over.set()
+        self.join(_SECONDS_FOR_AN_ANSWER)
 
     def run(self) -> None:
         start = time.monotonic()
