@@ -66,12 +66,12 @@ $(VENV)/.integrations: $(VENV)/.requirements requirements-integrations.txt
 demo: build ## Train on handwritten digits with 2 ranks; print the table, write demo.png
 	OMP_NUM_THREADS=1 $(PY) docs/examples/digits_table.py $(ARGS)
 
-# BAGUA_TEST_INTEGRATIONS=0 skips their tests by name.
-test: build horovod $(if $(filter 0,$(BAGUA_TEST_INTEGRATIONS)),,integrations) ## Run the tests that every change must pass
+test: build ## Run the tests that every change must pass
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-deep: build integrations ## Run the long tests: suites of torch and others, sanitizers, fuzzing, the model, faults
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder tests/deep $(ARGS)
+test-deep: build horovod integrations ## Run the long tests: launchers, other packages, faults, CUDA code on a CPU, fuzzing, the model
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
+	  tests/deep tests/integrations $(ARGS)
 
 lint: venv ## Check layout, style and types
 	ruff check .
@@ -147,10 +147,10 @@ $(DOCS)/.requirements: requirements-docs.txt
 soak: build horovod ## What counts on luck, many times: 1200 faults, 50 ends and slow starts, 20 restarts, 2000 killed writers
 	OMP_NUM_THREADS=1 $(PY) benchmarks/soak.py --faults 1200
 	BAGUA_TEST_EXITS=50 BAGUA_TEST_STARTS=50 OMP_NUM_THREADS=1 \
-	  $(PY) -m pytest tests/ranks/test_exit.py tests/ranks/test_horovod_launchers.py \
-	  tests/ranks/test_compressed_starts.py -k every $(ARGS)
+	  $(PY) -m pytest tests/ranks/test_exit.py tests/deep/test_horovod_launchers.py \
+	  tests/deep/test_compressed_starts.py -k every $(ARGS)
 	BAGUA_TEST_RESTARTS=20 BAGUA_TEST_KILLED_WRITERS=2000 OMP_NUM_THREADS=1 \
-	  $(PY) -m pytest tests/ranks/test_restarts.py tests/single/test_killed_writers.py -k moment $(ARGS)
+	  $(PY) -m pytest tests/deep/test_restarts.py tests/deep/test_killed_writers.py -k moment $(ARGS)
 	BAGUA_TEST_DOUBLE_KILLS=50 OMP_NUM_THREADS=1 $(PY) -m pytest tests/deep/test_elastic_jobs.py $(ARGS)
 	$(MAKE) soak-schedules ARGS=
 
@@ -170,7 +170,7 @@ clean: ## Remove what was built; .venv stays
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 # Joined by +: at the same time, since each of them leaves a core idle for a while.
-CI_STAGES := venv build lint+docs+horovod cuda-check integrations test test-deep sanitize demo
+CI_STAGES := venv build lint+docs cuda-check test horovod integrations test-deep sanitize demo
 
 ci: ## All of it, as the continuous integration does: install, lint, docs, CUDA, Horovod, tests, sanitize, demo
 	@begin=$$SECONDS; \

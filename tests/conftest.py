@@ -10,7 +10,8 @@ import pytest
 TESTS = str(Path(__file__).parent)
 if TESTS not in sys.path:
     sys.path.insert(0, TESTS)
-DEEP = Path(TESTS, "deep")
+#: Folders whose tests run only where they are named, as `make test-deep` does.
+DEEP = [Path(TESTS, "deep"), Path(TESTS, "integrations")]
 
 
 #: Files of 25 seconds and more, the longest first: begun last, they would keep one worker busy
@@ -23,6 +24,9 @@ LONG = [
     "deep/test_random_faults.py",
     "deep/test_torch_ddp_suite.py",
     "deep/test_model.py",
+    "integrations/test_lightning.py",
+    "deep/test_doctor.py",
+    "deep/test_island_jobs.py",
     "deep/test_fsdp_example.py",
     "deep/integrations/test_integration_examples.py",
     "deep/test_fuzz.py",
@@ -32,22 +36,21 @@ LONG = [
     "deep/test_device_work.py",
     "deep/test_device_streams.py",
     "deep/test_nccl_watchdog.py",
+    "deep/test_hard_times.py",
+    "deep/test_top.py",
+    "deep/test_restarts.py",
     "deep/test_curves.py",
     "ranks/situations/test_situations.py",
-    "ranks/test_doctor.py",
-    "faults/test_elastic.py",
-    "faults/test_islands.py",
-    "ranks/test_lost_ranks.py",
-    "ranks/watching/test_top.py",
-    "ranks/test_compile.py",
+    "ranks/test_checkpoint.py",
     "ranks/test_situations_of_algorithms.py",
+    "ranks/test_exit.py",
+    "ranks/test_lost_ranks.py",
+    "ranks/test_compile.py",
+    "ranks/test_interrupts.py",
+    "ranks/test_islands.py",
     "ranks/test_compressed_training.py",
     "ranks/test_fsdp_failures.py",
-    "integrations/test_lightning.py",
-    "ranks/test_exit.py",
-    "ranks/test_hard_times.py",
     "ranks/test_comm_hook_failures.py",
-    "single/test_shared_memory_damage.py",
     "ranks/test_guard.py",
     "ranks/test_weights_sample.py",
 ]
@@ -81,7 +84,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """The long tests of tests/deep run where they are named: `make test-deep`."""
-    if collection_path == DEEP and not any("deep" in argument for argument in config.args):
+    """Nothing of the folders in DEEP, unless an argument is of one."""
+    if collection_path in DEEP and not any(collection_path.name in arg for arg in config.args):
         return True
     return None

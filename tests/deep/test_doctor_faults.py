@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from ranks.test_doctor import (
+from deep.test_doctor import (
     assert_a_fault_of_rank_1_is_named,
     examine_on,
     measured,

@@ -4,7 +4,6 @@ Only the ranks import those packages: they take seconds.
 """
 
 import functools
-import os
 
 import pytest
 from support.processes import pool
@@ -17,9 +16,3 @@ def ranks():
     """As that of tests/ranks, for packages that make the process group themselves."""
     with pool.Pool() as processes:
         yield functools.partial(processes, timeout=SECONDS, init=False)
-
-
-def pytest_runtest_setup(item):
-    """With BAGUA_TEST_INTEGRATIONS=0 these tests are skipped; without the packages they fail."""
-    if os.environ.get("BAGUA_TEST_INTEGRATIONS") == "0":
-        pytest.skip("BAGUA_TEST_INTEGRATIONS=0")

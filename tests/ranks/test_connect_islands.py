@@ -1,4 +1,4 @@
-"""Islands that are worlds of torch of their own. Lost ones: tests/faults/test_islands.py."""
+"""Islands that are worlds of torch of their own. Lost ones: tests/deep/test_island_jobs.py."""
 
 import os
 from datetime import timedelta

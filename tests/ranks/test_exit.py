@@ -49,7 +49,9 @@ def test_a_script_that_just_ends_exits_with_zero_every_time(run_script):
     algorithms = ["GradientAllReduceAlgorithm()", BYTEGRAD]
 
     def run(i):
-        return run_script(2, script(algorithm=algorithms[i % 2]), timeout=100.0, anew=(i + i // 2) % 2)
+        return run_script(
+            2, script(algorithm=algorithms[i % 2]), timeout=100.0, anew=(i + i // 2) % 2
+        )
 
     with ThreadPoolExecutor(2) as pairs:
         for ends in pairs.map(run, range(RUNS)):

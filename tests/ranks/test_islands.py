@@ -469,7 +469,7 @@ def logged(call):
 
 def test_islands_go_on_to_the_bit_and_other_islands_from_the_anchor(ranks, tmp_path):
     saved = ranks(4, save_islands, str(tmp_path))
-    for shape in ((2, 2), (3, 1), (1, 3), (3, 2)):
+    for shape in ((2, 2), (3, 1), (3, 2)):
         found = ranks(shape[0] * shape[1], load_islands, str(tmp_path), shape)
         for rank, (outer, bits, lines) in enumerate(found):
             assert outer.keys() == saved[0][0].keys()

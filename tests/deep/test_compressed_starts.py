@@ -9,7 +9,7 @@ from support.programs.benchmark_programs import load
 network = load("network")
 
 #: `make soak` asks for 50.
-STARTS = int(os.environ.get("BAGUA_TEST_STARTS", "10"))
+STARTS = int(os.environ.get("BAGUA_TEST_STARTS", "4"))
 MBIT = 200
 STEPS = 4
 

@@ -1,6 +1,6 @@
 """`bagua doctor` names the broken link, version or setting, within a bounded time.
 
-More faults: tests/deep/test_doctor_faults.py.
+More faults: test_doctor_faults.py.
 """
 
 import os

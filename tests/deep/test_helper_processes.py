@@ -50,7 +50,7 @@ def lose_a_rank_with_a_helper(how):
 def test_a_helper_that_outlives_its_rank_does_not_delay_the_news(how, transport, run_script):
     script = (
         f"import sys; sys.path.insert(0, {TESTS!r})\n"
-        "from ranks.test_helper_processes import lose_a_rank_with_a_helper\n"
+        "from deep.test_helper_processes import lose_a_rank_with_a_helper\n"
         f"print(lose_a_rank_with_a_helper({how!r}))\n"
     )
     survivor, killed = run_script(2, script, env={"BAGUA_COMM": transport})

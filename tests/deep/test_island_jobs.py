@@ -1,4 +1,4 @@
-"""Islands of two ranks of which one is killed. More of them: tests/deep/test_random_faults.py."""
+"""Islands of two ranks of which one is killed. More of them: test_random_faults.py."""
 
 import pytest
 from faults.elastic_rank import EXIT_OF_AN_ERROR
