@@ -23,7 +23,8 @@ inline constexpr std::chrono::milliseconds kBetweenNews(500);
 // A notice board in a c10d store; the caller gives each group a store prefix of its own.
 //
 // Each rank writes a heartbeat with its position every kBetweenNews, by a thread of the board
-// (StoreWorker). Heartbeats of others are read only after a failure; failures and exits by each poll.
+// (StoreWorker). Heartbeats of others are read only after a failure; failures and exits by each
+// poll.
 //
 // Thread safety: all methods. Ownership: a clone of the store, so that a blocked user of the
 // original does not block the board. May fail: never, and no call takes more than a few seconds;
