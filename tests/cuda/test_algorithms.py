@@ -10,7 +10,7 @@ from support import training
 from support.async_training import train_until, weights_of
 from support.devices import cases_on_each, each_place, ranks_on
 from support.error_feedback import wide_network
-from support.every_algorithm import OWN_WEIGHTS, SYNCHRONOUS, WARM_UP, wrapped
+from support.every_algorithm import CODECS, OWN_WEIGHTS, SYNCHRONOUS, WARM_UP, wrapped
 
 STEPS = 20
 ONE_BUCKET = {}
@@ -40,7 +40,7 @@ def train(name):
     return start, weights_of(model).cpu(), model.bagua_stats()["rounds"]
 
 
-@cases_on_each("place", name=SYNCHRONOUS, env=[ONE_BUCKET, TWO_LANES])
+@cases_on_each("place", name=[*CODECS, *SYNCHRONOUS], env=[ONE_BUCKET, TWO_LANES])
 def test_twenty_steps_are_those_of_the_cpu(ranks, name, env, place):
     n = ranks_on(place)
     results = ranks(n, train, name, env=env | training.on_device(place), timeout=60)

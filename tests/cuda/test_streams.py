@@ -12,7 +12,7 @@ import torch.distributed as dist
 from bagua import _C
 from support import training
 from support.devices import cases_on_each, delay, each_device, side_stream
-from support.every_algorithm import SYNCHRONOUS, wrapped
+from support.every_algorithm import CODECS, SYNCHRONOUS, wrapped
 from support.threads.engine_ranks import alone, plan
 from torch import nn
 
@@ -92,7 +92,7 @@ def train(name, network, kind):
 
 @cases_on_each(
     "device",
-    name=SYNCHRONOUS,
+    name=[*CODECS, *SYNCHRONOUS],
     kind=["default", "side"],
 )
 def test_late_gradients_give_the_bits_of_early_ones(ranks, name, kind, device):

@@ -6,9 +6,7 @@ import bagua.torch_api as bagua
 import pytest
 import torch
 from bagua.torch_api.algorithms import (
-    Algorithm,
     ByteGradAlgorithm,
-    GlobalAlgorithmRegistry,
     GradientAllReduceAlgorithm,
 )
 from support import every_algorithm, faults
@@ -64,10 +62,6 @@ def test_another_model_on_one_rank_is_found_at_the_wrap(ranks, kind):
 ARGUMENTS = {
     "algorithm": ({"algorithm": ByteGradAlgorithm(hierarchical=False)}, "ByteGradAlgorithm"),
     "average": ({"algorithm": GradientAllReduceAlgorithm(average=False)}, "'average': False"),
-    "hierarchical": (
-        {"algorithm": GradientAllReduceAlgorithm(hierarchical=True)},
-        "'hierarchical': True",
-    ),
     "do-flatten": ({"do_flatten": False}, "do_flatten=False"),
     "find-unused": ({"find_unused_parameters": True}, "find_unused_parameters=True"),
     "buffers": ({"broadcast_buffers": False}, "broadcast_buffers=False"),
@@ -84,14 +78,6 @@ def test_other_arguments_on_one_rank_are_found_at_the_wrap(ranks, kind):
     for error in ranks(2, wrap_with_other_arguments, kind):
         assert error.startswith("BaguaMismatchError: ranks differ in the model or the arguments")
         assert ARGUMENTS[kind][1] in error.split("rank 1 has")[1]
-
-
-@faults.with_bagua_group
-def wrap_with_another_codec():
-    codec = "fp16" if faults.is_last() else "block_uint8"
-    return faults.error_of(
-        faults.wrapped, algorithm=ByteGradAlgorithm(hierarchical=False, codec=codec)
-    )
 
 
 @faults.with_bagua_group
@@ -112,11 +98,10 @@ def wrap_with_another_bucket_size():
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (wrap_with_another_codec, "'codec': 'fp16'"),
         (wrap_with_another_optimizer, "optimizers ['Adam']"),
         (wrap_with_another_bucket_size, "bucket size 100"),
     ],
-    ids=["codec", "optimizer", "bucket-size"],
+    ids=["optimizer", "bucket-size"],
 )
 def test_another_setting_on_one_rank_is_found_at_the_wrap(ranks, function, words):
     for error in ranks(2, function):
@@ -258,17 +243,6 @@ def wrap_with_lanes(value):
 def test_a_number_of_lanes_that_is_none_is_named(ranks, value):
     (error,) = ranks(1, wrap_with_lanes, value, env={"BAGUA_LANES": "1"})
     assert f"BAGUA_LANES={value} must be a whole number between 1 and 16" in error
-
-
-def test_unknown_names_list_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown codec 'zip'.*minmax_uint8, block_uint8"):
-        ByteGradAlgorithm(codec="zip")
-    with pytest.raises(KeyError, match=r"unknown algorithm 'zip'; registered: gradient_allreduce"):
-        Algorithm.init("zip")
-    with pytest.raises(ValueError, match="'bytegrad' is registered already"):
-        GlobalAlgorithmRegistry.register("bytegrad", ByteGradAlgorithm)
-    with pytest.raises(TypeError, match="must be a str, not int"):
-        GlobalAlgorithmRegistry.register(3, ByteGradAlgorithm)
 
 
 def test_a_wrap_before_initialisation_says_what_to_call():

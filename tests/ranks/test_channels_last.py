@@ -21,7 +21,9 @@ BLOCKWISE = [
 WITH_RESIDUALS = ["power_sgd", "sparse"]
 #: Algorithms whose arithmetic does not depend on it.
 ELEMENTWISE = [
-    name for name in every_algorithm.SYNCHRONOUS if name not in (*BLOCKWISE, *WITH_RESIDUALS)
+    name
+    for name in (*every_algorithm.SYNCHRONOUS, *every_algorithm.CODECS)
+    if name not in (*BLOCKWISE, *WITH_RESIDUALS)
 ]
 
 

@@ -11,7 +11,15 @@ from support.checkpoint_training import file, refusal, state_bits, steps, train_
 from support.error_feedback import owed
 
 BEFORE, AFTER = 5, 20
-RESUMED_TO_THE_BIT = [*every_algorithm.SYNCHRONOUS, "async"]
+#: What is in a state: test_checkpoint.py.
+RESUMED_TO_THE_BIT = [
+    "gradient_allreduce",
+    "bytegrad-feedback",
+    "low_precision_decentralized",
+    "diloco-streaming",
+    "qadam",
+    "async",
+]
 
 
 @training.with_group

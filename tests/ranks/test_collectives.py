@@ -133,26 +133,6 @@ def test_data_of_any_dtype_arrives(ranks, function):
     assert_everything_arrived(ranks(2, move_all, function, 2, cases), function, cases)
 
 
-@training.with_group
-def send_around(size):
-    rank = bagua.get_rank()
-    received = torch.zeros(2, 2, dtype=torch.float64)
-    mine = torch.full((2, 2), float(rank), dtype=torch.float64)
-    for sender in range(size):
-        if rank == sender:
-            bagua.send(mine, (rank + 1) % size)
-        elif rank == (sender + 1) % size:
-            bagua.recv(received, sender)
-    return received.tolist()
-
-
-@pytest.mark.parametrize("size", [2, 3, 4], ids="n{}".format)
-def test_a_message_is_received_by_its_peer(ranks, size):
-    for rank, received in enumerate(ranks(size, send_around, size)):
-        left = float((rank - 1) % size)
-        assert received == [[left, left], [left, left]]
-
-
 def unequal_parts(size):
     """Rank i sends i + j elements to rank j, so some send nothing; one element between parts."""
     counts = [[sender + receiver for receiver in range(size)] for sender in range(size)]

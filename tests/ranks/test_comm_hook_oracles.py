@@ -219,6 +219,7 @@ def sent_and_remembered(situation, name):
             got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             total[key] = total.get(key, 0) + got - training.mean_over_ranks(local)
         optimizer.step()
+    training.assert_ranks_agree(ddp)
     state = handle.state_dict()
     rank = dist.get_rank()
     return max(

@@ -16,10 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 RANKS = pytest.mark.parametrize("n", [2, 3], ids="{}_ranks".format)
 every_situation = pytest.mark.parametrize("situation", hooked.SITUATIONS)
-real_situations = pytest.mark.parametrize(
-    "situation", [situation for situation in hooked.SITUATIONS if situation != "complex"]
-)
-every_algorithm = pytest.mark.parametrize("name", hooked.ALGORITHMS)
 
 
 @training.with_group
@@ -40,24 +36,6 @@ def test_the_exact_hook_gives_the_bits_of_the_class_without_a_hook(ranks, n, sit
     for stats in ranks(n, beside_plain, situation):
         assert stats["rounds"] == hooked.STEPS
         assert stats["total"]["bytes_sent"] > 0
-
-
-@training.with_group
-def ranks_alike(situation, name):
-    ddp, handle, optimizer = hooked.made(situation, hooked.ALGORITHMS[name]())
-    digests = hooked.train(situation, ddp, optimizer)
-    assert all(p.isfinite().all() for p in ddp.parameters())
-    return digests, handle.stats()["rounds"]
-
-
-@RANKS
-@real_situations
-@every_algorithm
-def test_ranks_hold_the_same_bits(ranks, n, situation, name):
-    first, *others = ranks(n, ranks_alike, situation, name)
-    assert first[1] == hooked.STEPS
-    assert len(set(first[0])) == hooked.STEPS  # something is learned
-    assert others == [first] * (n - 1)
 
 
 @training.with_group

@@ -51,8 +51,11 @@ def train_as_the_oracle(codec, average, do_flatten, hidden):
     return training.model_bits(model), len(model.bagua_buckets)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(("size", "buckets"), [(2, 4), (3, 1), (4, 4)])
+#: Every codec's bits: tests/single/test_ops.py.
+CASES = [(2, "bit2_block", 4), (3, "block_uint8", 1), (3, "minmax_uint8", 4), (4, "fp16", 4)]
+
+
+@pytest.mark.parametrize(("size", "codec", "buckets"), CASES)
 def test_compressed_gradients_have_the_bits_of_the_oracle(ranks, size, codec, buckets):
     env = {} if buckets == 1 else training.SMALL_BUCKETS
     results = ranks(size, train_as_the_oracle, codec, True, True, 7, env=env)

@@ -13,7 +13,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
     powerSGD_hook,
-    quantization_hooks,
 )
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -208,7 +207,7 @@ def failing(hook):
 def test_errors_in_a_hook_are_raised_by_backward_on_all_ranks(ranks, hook, text):
     for message in ranks(2, failing, hook, fresh=True):
         assert text in message
-        assert "CommHook(" in message
+        assert f"CommHook({hook.__name__})" in message
 
 
 @training.with_group
@@ -232,27 +231,6 @@ def refused():
     with pytest.raises(RuntimeError, match="a forward waits for its backward; call it between"):
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     loss.backward()
-
-
-# Hooks of torch that fail with torch's class too: on gloo, and always.
-BROKEN = {
-    "per_tensor": (lambda: dist.group.WORLD, quantization_hooks.quantization_pertensor_hook),
-    "batched_power_sgd": (power_sgd_state, powerSGD_hook.batched_powerSGD_hook),
-}
-
-
-@training.with_group
-def broken(name):
-    make_state, hook = BROKEN[name]
-    ddp = DistributedDataParallel(network())
-    ddp.register_comm_hook(make_state(), hook)
-    with pytest.raises(RuntimeError, match=rf"CommHook\({hook.__name__}\): .*Error"):
-        steps(ddp, training.sgd(ddp), 0, 4)
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_hook_that_fails_in_torch_fails_by_name(ranks, name):
-    ranks(2, broken, name, fresh=True)
 
 
 def annotated(state, bucket: int):

@@ -1,6 +1,5 @@
 """Accesses of libraries to torch's DistributedDataParallel, made to ours."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.data_parallel import DistributedDataParallel
@@ -16,46 +15,6 @@ def normalised(seed=0):
 
 def backward_of(model, step=0):
     training.squared_error(model, training.batch(step, dist.get_rank())).backward()
-
-
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used = nn.Linear(5, 3)
-        self.unused = nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.used(x)
-
-
-def decayed(make):
-    torch.manual_seed(0)
-    ddp = make(Branches())
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        backward_of(ddp, step)
-        assert ddp.module.unused.weight.grad is None
-        optimizer.step()
-    return list(ddp.parameters())
-
-
-@training.with_group
-def static(how):
-    arguments = {
-        "static_graph": {"static_graph": True},
-        "skip": {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
-    }
-    results = []
-    for wrap in (DistributedDataParallel, TorchDDP):
-        results.append(decayed(lambda m, w=wrap: w(m, **arguments[how])))
-    for p, q in zip(*results, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("how", ["static_graph", "skip"])
-def test_unused_parameters_of_a_static_graph_are_left_alone(ranks, how):
-    ranks(2, static, how)
 
 
 @training.with_group

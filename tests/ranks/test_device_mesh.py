@@ -19,21 +19,6 @@ def wrap(how, model, group):
 
 
 @training.with_group
-def train_over_a_mesh(how):
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    model, optimizer = wrap(how, training.network(seed=dist.get_rank()), mesh)
-    training.train_on_ranks(model, optimizer)
-    alone = training.network()
-    training.train_alone(alone, training.sgd(alone))
-    training.assert_close(model, alone)
-
-
-@HOUSES
-def test_a_mesh_of_one_dimension_is_its_group(ranks, how):
-    ranks(3, train_over_a_mesh, how)
-
-
-@training.with_group
 def train_over_a_slice(how):
     """Two replicas of two parts: ranks 0 and 2 have different data, and so have 1 and 3."""
     rank = dist.get_rank()

@@ -276,21 +276,6 @@ def test_models_over_the_same_groups_do_not_meet(ranks):
 
 
 @sharded.with_torch_group
-def clipped():
-    model = hybrid((2, 2))
-    bagua.fsdp.compress(model)
-    sharded.backward(model, 0)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    return norm.full_tensor().item()
-
-
-def test_gradients_are_clipped_alike(ranks):
-    norms = ranks(4, clipped)
-    assert len(set(norms)) == 1
-    assert norms[0] > 0.01
-
-
-@sharded.with_torch_group
 def refusals():
     from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module

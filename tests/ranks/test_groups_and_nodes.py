@@ -2,7 +2,6 @@
 
 import bagua.torch_api as bagua
 import pytest
-import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import (
     Algorithm,
@@ -60,16 +59,6 @@ def test_the_exact_hierarchical_result_weighs_every_rank_the_same(ranks, sizes, 
     assert f"ranks {len(sizes)}" in results[0][2][0]
 
 
-@NODES
-def test_the_compressed_hierarchical_result_weighs_every_rank_the_same(ranks, sizes):
-    results = ranks(
-        sum(sizes), gradients_over_nodes, "minmax_uint8", True, env=environment_of_nodes(sizes)
-    )
-    for worst, caught, _ in results:
-        assert 0 < worst < 2 * 3 / 255
-        assert caught == []
-
-
 def test_on_one_node_hierarchical_averages_are_exact(ranks):
     for worst, caught, _ in ranks(3, gradients_over_nodes, "minmax_uint8", True):
         assert worst < 1e-6
@@ -116,32 +105,6 @@ def test_ranks_that_ask_differently_are_told_so_at_once(ranks):
 
 
 @training.with_group
-def train_in_two_torch_groups():
-    rank = dist.get_rank()
-    pairs = [[0, 2], [1, 3]]
-    groups = [dist.new_group(pair) for pair in pairs]
-    mine = rank % 2
-    model = training.network(seed=rank)
-    optimizer = training.sgd(model)
-    model.with_bagua([optimizer], GradientAllReduceAlgorithm(), process_group=groups[mine])
-    data = [training.batch(step, rank) for step in range(3)]
-    training.train(model, optimizer, data)
-    alone = training.network(seed=pairs[mine][0])
-    both = [[training.batch(step, member) for member in pairs[mine]] for step in range(3)]
-    whole = [tuple(torch.cat(side) for side in zip(*parts, strict=True)) for parts in both]
-    training.train(alone, training.sgd(alone), whole)
-    training.assert_close(model, alone)
-    return training.model_bits(model), model.process_group.ranks, model.process_group.rank
-
-
-def test_a_torch_sub_group_trains_by_itself(ranks):
-    results = ranks(4, train_in_two_torch_groups)
-    assert [where for _, *where in results] == [[[0, 2], 0], [[1, 3], 0], [[0, 2], 1], [[1, 3], 1]]
-    digests = [digest for digest, *_ in results]
-    assert digests[0] == digests[2] != digests[1] == digests[3]
-
-
-@training.with_group
 def train_in_a_bagua_group():
     group = bagua.communication.new_group([2, 1])
     if dist.get_rank() == 0:
@@ -158,15 +121,3 @@ def test_a_bagua_sub_group_trains_and_non_members_get_an_error(ranks):
     outsider, first, second = ranks(3, train_in_a_bagua_group)
     assert "not a member of the group with ranks [1, 2]" in outsider
     assert first == second
-
-
-@training.with_group
-def pass_what_is_no_group():
-    model = training.network()
-    return training.error_of(
-        lambda: model.with_bagua([], GradientAllReduceAlgorithm(), process_group=[0, 1])
-    )
-
-
-def test_objects_that_are_no_group_are_refused_by_type(ranks):
-    assert "TypeError: process_group must be None" in ranks(1, pass_what_is_no_group)[0]

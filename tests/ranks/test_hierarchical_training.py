@@ -20,25 +20,6 @@ def algorithm(kind, way):
     return ByteGradAlgorithm(hierarchical=way, codec=kind)
 
 
-@training.with_group
-def train_over_nodes(way):
-    model = training.network(seed=dist.get_rank())
-    optimizer = training.sgd(model)
-    model.with_bagua([optimizer], algorithm("exact", way))
-    training.train_on_ranks(model, optimizer, steps=8)
-    alone = training.network(seed=0)
-    training.train_alone(alone, training.sgd(alone), steps=8)
-    training.assert_close(model, alone)
-    return training.model_bits(model)
-
-
-@WAYS
-@NODES
-def test_training_over_nodes_is_training_on_all_data(ranks, sizes, way):
-    bits = ranks(sum(sizes), train_over_nodes, way, env=environment_of_nodes(sizes))
-    assert len(set(bits)) == 1
-
-
 class Weighted(nn.Module):
     """Its gradients are the inputs."""
 

@@ -24,7 +24,7 @@ def conform():
     return comm.rank, comm.size
 
 
-@pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
+@pytest.mark.parametrize("n", [2], ids=lambda n: f"{n}-ranks")
 def test_gloo_ranks_conform_through_host_memory(ranks, n):
     results = ranks(n, conform, env={"BAGUA_COMM": "gloo"}, timeout=100)
     assert results == [(rank, n) for rank in range(n)]

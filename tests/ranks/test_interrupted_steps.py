@@ -1,44 +1,9 @@
 """Exceptions in the middle of a step: what is left of it, and what the next step says."""
 
-import copy
-
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from support import training
-
-
-def wrapped():
-    model = training.network()
-    optimizer = training.sgd(model)
-    return model.with_bagua([optimizer], GradientAllReduceAlgorithm()), optimizer
-
-
-@training.with_group
-def raise_between_forward_and_backward(everywhere):
-    model, optimizer = wrapped()
-    alone = copy.deepcopy(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        try:
-            loss = training.squared_error(model, training.batch(step, dist.get_rank()))
-            if step == 1 and (everywhere or dist.get_rank() == 1):
-                raise ValueError("bad batch")
-        except ValueError:
-            loss = training.squared_error(model, training.batch(step, dist.get_rank()))
-        loss.backward()
-        optimizer.step()
-        training.assert_ranks_agree(model)
-    training.assert_close(model, training.train_alone(alone, training.sgd(alone)))
-    return model.bagua_stats()["rounds"]
-
-
-def test_after_an_exception_between_forward_and_backward_on_all_ranks_training_goes_on(ranks):
-    assert ranks(3, raise_between_forward_and_backward, True) == [3, 3, 3]
-
-
-def test_after_an_exception_between_forward_and_backward_on_one_rank_training_goes_on(ranks):
-    assert ranks(3, raise_between_forward_and_backward, False) == [3, 3, 3]
 
 
 class RaisesInBackward(torch.autograd.Function):
@@ -102,6 +67,7 @@ def test_an_exception_within_backward_on_one_rank_reaches_the_others(ranks):
     for part in UNFINISHED:
         assert part in results[1][1]
     for first, _ in (results[0], results[2]):
+        assert first.startswith("BaguaError")
         assert "rank 1" in first
         for part in UNFINISHED:
             assert part in first

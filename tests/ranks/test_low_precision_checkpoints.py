@@ -95,28 +95,6 @@ def test_training_on_nodes_goes_on_to_the_bit(ranks, sizes):
 
 
 @training.with_group
-def look_at_a_state():
-    model, optimizers = make(1)
-    for step in range(2):
-        train_step(model, optimizers, step)
-    state = model.bagua_algorithm.state_dict()
-    before = copy.deepcopy(state)
-    train_step(model, optimizers, 2)
-    assert all(torch.equal(state[key], before[key]) for key in before if "/" in key), "copies"
-    return {key: getattr(value, "dtype", value) for key, value in state.items()}
-
-
-def test_a_state_has_counters_and_this_ranks_replicas_by_name(ranks):
-    for rank, state in enumerate(ranks(3, look_at_a_state)):
-        assert state.pop("iterations") == 2
-        assert state.pop("ranks") == "0 1 2"
-        names = ("0.weight", "0.bias", "2.weight", "2.bias")
-        kinds = ("weight", "left", "right")
-        assert set(state) == {f"rank{rank}/{kind}/{name}" for kind in kinds for name in names}
-        assert set(state.values()) == {torch.float32}
-
-
-@training.with_group
 def load_what_does_not_fit():
     model, optimizers = make(1)
     train_step(model, optimizers, 0)

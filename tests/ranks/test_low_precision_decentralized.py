@@ -206,38 +206,6 @@ def test_a_quarter_of_the_bytes_goes_to_each_neighbour(ranks):
             assert messages * 0.25 < share < messages * 0.252
 
 
-@training.with_group
-def learn(steps):
-    """The losses of the mean weights and of the worst rank, over that of exact training."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    targets = torch.randn(training.FEATURES, training.OUTPUTS)
-    data = []
-    for r in range(size):  # every rank's inputs lie elsewhere, and its noise is its own
-        inputs = torch.randn(32, training.FEATURES) + r
-        data.append((inputs, inputs @ targets + 0.1 * torch.randn(32, training.OUTPUTS)))
-    everything = tuple(torch.cat(side) for side in zip(*data, strict=True))
-    model, alone = training.network(), training.network()
-    optimizer, its = (torch.optim.SGD(m.parameters(), lr=0.02) for m in (model, alone))
-    model.with_bagua([optimizer], LowPrecisionDecentralizedAlgorithm(False))
-    training.train(model, optimizer, [data[rank]] * steps)
-    training.train(alone, its, [everything] * steps)
-    mean = copy.deepcopy(alone)
-    with torch.no_grad():
-        for p, q in zip(mean.parameters(), model.parameters(), strict=True):
-            p.copy_(training.mean_over_ranks(q))
-    losses = [training.squared_error(m, everything).item() for m in (model, mean, alone)]
-    start = training.squared_error(training.network(), everything).item()
-    return losses, start
-
-
-def test_ranks_with_different_data_get_close_to_exact_training(ranks):
-    for (own, mean, exact), start in ranks(4, learn, 300):
-        assert exact < 0.5 * start
-        assert mean < exact + 0.02 * (start - exact)
-        assert own < exact + 0.05 * (start - exact)
-
-
 def test_replicas_that_do_not_fit_their_bucket_are_refused():
     tensor = torch.zeros(3).ensure_bagua_tensor("weight", "module")
     bucket = BaguaBucket([tensor], "b", flatten=True)

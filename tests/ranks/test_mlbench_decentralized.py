@@ -92,20 +92,6 @@ def history(ranks, graph, steps, values):
     return results.transpose(0, 1)
 
 
-@per_graph
-def test_the_mean_stays_and_the_spread_shrinks_by_the_spectral_gap(ranks, graph):
-    values = [1.0, -2.5, 7.25, 3.0][: len(graph)]
-    steps = history(ranks, graph, 12, values)
-    factor = oracle.contraction(oracle.metropolis(graph))
-    spreads = [oracle.spread(list(values)) for values in steps]
-    mean = steps[0].mean(0)
-    for number, (now, before) in enumerate(zip(spreads[1:], spreads, strict=False), 1):
-        torch.testing.assert_close(steps[number].mean(0), mean, rtol=0, atol=1e-13)
-        assert now <= factor * before + 1e-13
-    if factor < 0.99:
-        assert spreads[-1] <= factor**12 * spreads[0] + 1e-13
-
-
 def test_two_ranks_that_list_each_other_twice_keep_a_constant_to_the_bit(ranks):
     """A ring of two, built as a list of the one before and the one after: 1.0 stays 1.0."""
     steps = history(ranks, [[1, 1], [0, 0]], 3, [1.0, 1.0])
@@ -196,30 +182,3 @@ def average_in_a_group():
 
 def test_ranks_and_neighbours_count_inside_the_group(ranks):
     assert ranks(3, average_in_a_group) == [[0.0], [1.5], [1.5]]
-
-
-@training.with_group
-def train_with_gossip(steps):
-    """Adapt, then combine: a step of SGD on the rank's own data, then the average."""
-    rank = dist.get_rank()
-    model = training.network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    graph = graphs.star(dist.get_world_size())
-    average = DecentralizedAggregation(rank, graph[rank]).agg_model()
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = training.squared_error(model, training.batch(0, rank))
-        loss.backward()
-        optimizer.step()
-        average(model, "avg_world")
-        losses.append(loss.item())
-    vectors = training.gather(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    return losses, oracle.spread(vectors)
-
-
-def test_training_with_neighbours_converges_and_ranks_stay_near(ranks):
-    results = ranks(3, train_with_gossip, 30)
-    first, last = (sum(losses[step] for losses, _ in results) for step in (0, -1))
-    assert last < 0.7 * first
-    assert all(0 < spread < 0.5 for _, spread in results)

@@ -9,7 +9,15 @@ import pytest
 import torch.distributed as dist
 from bagua import BaguaError
 from support import training
-from support.every_algorithm import ALGORITHMS, OWN_WEIGHTS, PEERS, SYNCHRONOUS, WARM_UP, wrapped
+from support.every_algorithm import (
+    ALGORITHMS,
+    CODECS,
+    OWN_WEIGHTS,
+    PEERS,
+    SYNCHRONOUS,
+    WARM_UP,
+    wrapped,
+)
 
 PLACE = (2, 3)
 VALUES = {"nan": math.nan, "plus-inf": math.inf, "minus-inf": -math.inf}
@@ -24,7 +32,7 @@ ARRIVES = {
 }
 #: What raises in the step, before it changes anything: its momentum would stay so for ever.
 RAISES = {"qadam": "the averaged momentum of '0.weight' and 0 others is not finite"}
-GRADIENTS = [name for name in (*SYNCHRONOUS, "auto") if name not in OWN_WEIGHTS]
+GRADIENTS = [name for name in (*SYNCHRONOUS, *CODECS, "auto") if name not in OWN_WEIGHTS]
 WARM = WARM_UP + 1
 SMALL = training.SMALL_BUCKETS
 
@@ -153,4 +161,4 @@ def test_averages_that_are_not_finite_are_counted(ranks):
 
 
 def test_no_algorithm_is_forgotten():
-    assert {*GRADIENTS, *OWN_WEIGHTS, "async"} == {*ALGORITHMS}
+    assert {*GRADIENTS, *OWN_WEIGHTS, "async"} == {*ALGORITHMS, *CODECS}

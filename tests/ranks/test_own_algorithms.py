@@ -117,31 +117,6 @@ def test_own_hooks_are_called_in_the_order_of_a_step(ranks, do_flatten):
             assert sorted(called) == sorted(step)
 
 
-class RaisesOnLastRank(HalvedGradients):
-    def init_operations(self, bagua_ddp, bucket):
-        def refuse(name):
-            if self.process_group.rank == self.process_group.size - 1:
-                raise LookupError("no idea")
-
-        bucket.append_python_op(refuse)
-        bucket.append_centralized_synchronous_op()
-
-
-@training.with_group
-def raise_in_a_python_op():
-    model = training.network()
-    model.with_bagua([], training.Own(RaisesOnLastRank))
-    loss = training.squared_error(model, training.batch(0, dist.get_rank()))
-    return training.error_of(loss.backward)
-
-
-def test_an_exception_in_a_python_op_reaches_all_ranks_with_bucket_and_rank(ranks):
-    for message in ranks(3, raise_in_a_python_op):
-        assert "no idea" in message
-        assert "bucket 'all'" in message
-        assert "rank 2" in message
-
-
 class MarksTwice(HandMarked):
     def init_backward_hook(self, bagua_ddp):
         def hook(parameter_name, parameter):

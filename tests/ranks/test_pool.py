@@ -222,36 +222,3 @@ def test_threads_that_start_the_first_scripts_share_the_servers(monkeypatch):
     with ThreadPoolExecutor(8) as threads:
         servers = set(threads.map(fork_server._server, [0, 1] * 4))
     assert len(servers) == len(started) == 2
-
-
-#: Counts what a forked server asks about accelerators: the driver that it would initialise stays
-#: unusable in every child.
-ASKS_NOTHING = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
-import fork_server
-asked = []
-def note(*arguments):
-    asked.append(arguments)
-torch.cuda.is_available = torch.xpu.is_available = note
-torch._C._accelerator_getAccelerator = note
-fork_server._import_torch()
-assert not asked, asked
-"""
-
-
-def is_in_bad_fork():
-    return torch.cuda._is_in_bad_fork()
-
-
-def test_a_server_of_forked_ranks_asks_for_no_accelerator(ranks):
-    folder = str(Path(fork_server.__file__).parent)
-    done = subprocess.run(
-        [sys.executable, "-c", ASKS_NOTHING, folder],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    assert ranks(2, is_in_bad_fork) == [False, False]

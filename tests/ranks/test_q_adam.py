@@ -184,26 +184,6 @@ def test_under_another_algorithm_the_optimizer_makes_its_own_momentum(ranks):
     assert ranks(2, rewrap, "closed") == [2, 2]
 
 
-@training.with_group
-def train_to_the_end():
-    model, twin = training.network(), training.network()
-    optimizer = QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=20)
-    adam = torch.optim.Adam(twin.parameters(), lr=0.01)
-    model.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical=False))
-    for step in range(60):
-        q_adam.train_step(model, optimizer, step % 4)
-        whole = training.whole_batch(step % 4, dist.get_world_size())
-        training.train(twin, adam, [whole])
-    data = training.whole_batch(0, dist.get_world_size())
-    with torch.no_grad():
-        return [training.squared_error(m.eval(), data).item() for m in (model, twin)]
-
-
-def test_the_loss_of_adam_is_reached(ranks):
-    for compressed, exact in ranks(3, train_to_the_end):
-        assert compressed == pytest.approx(exact, rel=0.05)
-
-
 def test_a_copy_of_the_optimizer_is_its_own():
     model = training.network()
     optimizer = q_adam.optimizer_of(model)

@@ -280,17 +280,3 @@ def test_an_op_that_the_dtype_does_not_have_is_a_type_error(ranks):
                 assert error.startswith("TypeError")
                 assert message in error
             assert works == [2.0, 2.0]
-
-
-def test_the_ops_have_their_documented_numbers():
-    numbers_of = {op.name: op.value for op in ReduceOp}
-    assert numbers_of == {
-        "SUM": 0,
-        "PRODUCT": 1,
-        "MIN": 2,
-        "MAX": 3,
-        "BOR": 7,
-        "BAND": 8,
-        "BXOR": 9,
-        "AVG": 10,
-    }

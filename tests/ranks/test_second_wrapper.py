@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from support import every_algorithm, training
+from support import training
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import fully_shard
@@ -84,20 +84,6 @@ def test_a_module_inside_torchs_wrapper_is_refused_at_the_wrap_until_that_is_gon
         for refusal, name in zip(refusals, names, strict=True):
             assert refusal.startswith("RuntimeError: module '")
             assert f"the gradient of parameter '{name}' {AVERAGED_TWICE}" in refusal
-
-
-@training.with_group
-def wrap_with_every_algorithm(name):
-    network = training.network()
-    model, _ = every_algorithm.wrapped(name, network)
-    outer = TorchDDP(model)
-    return training.error_of(lambda: step(outer))
-
-
-@pytest.mark.parametrize("name", every_algorithm.ALGORITHMS)
-def test_every_algorithm_refuses_torchs_wrapper_around_it(ranks, name):
-    for message in ranks(2, wrap_with_every_algorithm, name):
-        assert AVERAGED_TWICE in message
 
 
 @training.with_group

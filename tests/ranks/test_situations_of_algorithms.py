@@ -245,30 +245,3 @@ def step_in_backward(name):
 @pytest.mark.parametrize("name", KEEP_GRADIENTS)
 def test_optimizers_applied_in_backward_step_with_the_communicated_gradient(ranks, name):
     assert ranks(2, step_in_backward, name) == [True, True]
-
-
-class Normalised(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(
-            nn.Linear(training.FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, training.OUTPUTS)
-        )
-
-    def forward(self, x):
-        return (self.layers(x),)
-
-
-@training.with_group
-def statistics_at_validation(name):
-    model, optimizer = wrapped(name, Normalised())
-    for step in range(STEPS):
-        plain(model, optimizer, step)
-    with torch.no_grad():
-        model.eval()(training.batch(0, 0)[0])
-    return len(set(training.gather(training.bits(model.buffers()))))
-
-
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_all_ranks_validate_with_the_first_ranks_statistics(ranks, name):
-    assert ranks(3, statistics_at_validation, name) == [1, 1, 1]

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from bagua import _C
 from bagua.torch_api.algorithms import (
     GradientAllReduceAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
@@ -73,10 +72,7 @@ def scales_with_overflow(name, bad):
     return scales, moved
 
 
-CODECS = ["exact", *_C.codec_names()]
-
-
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", ["exact", "block_uint8"])
 def test_the_scaler_skips_the_step_on_all_ranks_when_one_overflows(ranks, name):
     results = ranks(3, scale_with_overflow_on_one_rank, name)
     assert results == [[([8.0, 4.0, 4.0], [True, False, True])] * 3] * 3

@@ -80,25 +80,6 @@ def test_a_copy_is_an_ordinary_module_that_trains_alone_and_can_be_wrapped(ranks
 
 
 @training.with_group
-def look_at_the_state_dict():
-    model, optimizer = wrapped()
-    keys = list(model.state_dict())
-    saved = copy.deepcopy(model.state_dict())
-    training.train_on_ranks(model, optimizer, steps=2)
-    model.load_state_dict(saved)
-    restored = training.bits(model.parameters()) == training.bits(saved.values())
-    training.train_on_ranks(model, optimizer, steps=1)
-    plain = Perceptron()
-    plain.load_state_dict(saved)
-    return keys, restored, type(model).__name__, isinstance(model, Perceptron)
-
-
-def test_the_state_dict_has_the_keys_of_the_unwrapped_module_and_loads_into_both(ranks):
-    keys = ["first.weight", "first.bias", "head.weight", "head.bias"]
-    assert ranks(2, look_at_the_state_dict) == [(keys, True, "Perceptron", True)] * 2
-
-
-@training.with_group
 def change_the_algorithm():
     model, optimizer = wrapped()
     rounds = []
@@ -155,60 +136,6 @@ def train_two_models():
 
 def test_two_wrapped_models_train_in_one_process(ranks):
     assert all(ranks(3, train_two_models))
-
-
-def adversarial_steps(generator, critic, steps, noise_and_real):
-    """A GAN: two forwards of the critic, then its backward, in turns with the generator's."""
-    for_generator, for_critic = training.sgd(generator, lr=0.05), training.sgd(critic, lr=0.05)
-
-    def run(after_step):
-        for step in range(steps):
-            noise, real = noise_and_real(step)
-            for_critic.zero_grad()
-            fake = generator(noise)
-            (critic(fake.detach()).mean() - critic(real).mean()).backward()
-            for_critic.step()
-            for_generator.zero_grad()
-            (-critic(fake).mean()).backward()
-            for_generator.step()
-            after_step()
-
-    return run
-
-
-@training.with_group
-def train_adversaries():
-    def pair():
-        torch.manual_seed(0)
-        generator = nn.Sequential(nn.Linear(training.FEATURES, 6), nn.Tanh())
-        return generator, nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1))
-
-    def data(step, rank):
-        torch.manual_seed(100 * step + rank)
-        return torch.randn(4, training.FEATURES), torch.randn(4, 6)
-
-    def whole(step):
-        parts = [data(step, rank) for rank in range(dist.get_world_size())]
-        return tuple(torch.cat(side) for side in zip(*parts, strict=True))
-
-    generator, critic = pair()
-    generator.with_bagua([], GradientAllReduceAlgorithm())
-    critic.with_bagua([], GradientAllReduceAlgorithm())
-
-    def agree():
-        training.assert_ranks_agree(generator)
-        training.assert_ranks_agree(critic)
-
-    adversarial_steps(generator, critic, 3, lambda step: data(step, dist.get_rank()))(agree)
-    alone = pair()
-    adversarial_steps(*alone, 3, whole)(lambda: None)
-    training.assert_close(generator, alone[0])
-    training.assert_close(critic, alone[1])
-    return True
-
-
-def test_a_generator_and_its_critic_train_in_turns(ranks):
-    assert all(ranks(3, train_adversaries))
 
 
 NOTHING_BUT_WITH_BAGUA = """
