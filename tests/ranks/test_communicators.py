@@ -43,21 +43,6 @@ def test_ranks_are_counted_inside_the_group_and_others_are_untouched(ranks, memb
 
 
 @training.with_group
-def send_inside_a_sub_group():
-    ours = communication.new_group([1, 2]).get_global_communicator()
-    tensor = torch.tensor([float(bagua.get_rank())])
-    if bagua.get_rank() == 2:
-        bagua.send(tensor, 0, ours)
-    else:
-        bagua.recv(tensor, 1, ours)
-    return tensor.item()
-
-
-def test_send_and_receive_count_ranks_inside_the_group(ranks):
-    assert ranks(3, send_inside_a_sub_group) == [0.0, 2.0, 2.0]
-
-
-@training.with_group
 def ranks_seen_by_node(members):
     group = communication.new_group(members)
     seen = []

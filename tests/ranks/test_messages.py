@@ -7,6 +7,7 @@ import bagua.torch_api as bagua
 import pytest
 import torch
 from bagua.torch_api import communication
+from ranks.test_groups_and_nodes import environment_of_nodes
 from support import faults, training
 
 SHORT = 4.0
@@ -60,9 +61,12 @@ def test_a_message_between_two_ranks_waits_for_no_other(ranks, size, pair):
 
 
 @functools.partial(faults.with_bagua_group, timeout=SHORT)
-def two_of_a_sub_group():
+def two_of_a_part(of):
     """Ranks inside the communicator are 0, 1 and 2; the one in the middle does nothing."""
-    ours = communication.new_group([1, 2, 3]).get_global_communicator()
+    if of == "group":
+        ours = communication.new_group([1, 2, 3]).get_global_communicator()
+    else:
+        ours = communication.get_default_group().get_intra_node_communicator()
     tensor = torch.tensor([float(bagua.get_rank())])
     if bagua.get_rank() == 3:
         bagua.send(tensor, 0, ours)
@@ -72,8 +76,10 @@ def two_of_a_sub_group():
     return tensor.item()
 
 
-def test_the_two_are_counted_inside_the_communicator(ranks):
-    assert ranks(4, two_of_a_sub_group) == [0.0, 3.0, 2.0, 3.0]
+@pytest.mark.parametrize("of", ["group", "node"])
+def test_the_two_are_counted_inside_the_communicator(ranks, of):
+    nodes = environment_of_nodes([1, 3])
+    assert ranks(4, two_of_a_part, of, env=nodes) == [0.0, 3.0, 2.0, 3.0]
 
 
 @functools.partial(faults.with_bagua_group, timeout=SHORT)
