@@ -1,7 +1,6 @@
 """Local training and what surrounds a step: scalers, buffers, dtypes, compilation."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -258,17 +257,13 @@ def logged(kind, rule):
     """What the library logs from a wrap and two rounds, by level."""
     model = nn.Linear(5, 3, bias=False)
     optimizer = kind(model.parameters(), lr=0.01)
-    log, handler, seen = logging.getLogger("bagua"), logging.Handler(), []
-    handler.emit = lambda record: seen.append((record.levelname, record.getMessage()))
-    log.setLevel(logging.INFO)
-    log.addHandler(handler)
-    try:
+
+    def train():
         model.with_bagua([optimizer], DiLoCoAlgorithm(rule, 1))
         for step in range(2):
             own_step(model, optimizer, step)
-    finally:
-        log.removeHandler(handler)
-    return seen
+
+    return training.log_of(train)
 
 
 def test_the_outer_rates_are_logged_once_and_much_momentum_over_muon_is_hinted_at(ranks):

@@ -52,70 +52,46 @@ for step in range(1000):
 """
 
 
+def dies(fate, victim, options="{}", where="backward", shape=(3,), timeout=60):
+    return DIES.format(
+        fate=fate, victim=victim, options=options, where=where, shape=shape, timeout=timeout
+    )
+
+
+KILLED, STOPPED = (f"os.kill(os.getpid(), signal.{name})" for name in ("SIGKILL", "SIGSTOP"))
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("options", ["{}", "{'weights': True}"], ids=["gradients", "weights"])
 def test_the_survivors_of_a_killed_rank_name_it(run_script, options, where):
-    script = DIES.format(
-        victim=2,
-        fate="os.kill(os.getpid(), signal.SIGKILL)",
-        timeout=60,
-        options=options,
-        where=where,
-        shape=(3,),
-    )
-    *survivors, killed = run_script(3, script, timeout=40.0)
-    assert killed.returncode == -signal.SIGKILL
-    for rank, end in enumerate(survivors):
-        assert end.returncode == 7, f"rank {rank}: {end.stdout}{end.stderr}"
-        seconds, text = end.stdout.split(" ", 1)
-        assert float(seconds) < SECONDS_UNTIL_TOLD, end.stdout
+    ends = run_script(3, dies(KILLED, 2, options, where), timeout=40.0)
+    assert ends[2].returncode == -signal.SIGKILL
+    for rank, text in faults.told(ends, 2, SECONDS_UNTIL_TOLD).items():
         assert text.startswith("BaguaError rank 2 was killed, stopped or cut off"), text
         assert f"module 'FSDPSequential', rank {rank} of 3" in text
 
 
 @pytest.mark.parametrize("options", ["{}", "{'reduce_scatter': True}"], ids=["exact", "8_bit"])
 def test_the_survivors_in_all_replicas_name_a_killed_rank(run_script, options):
-    script = DIES.format(
-        victim=3,
-        fate="os.kill(os.getpid(), signal.SIGKILL)",
-        timeout=60,
-        options=options,
-        where="backward",
-        shape=(2, 2),
-    )
-    *survivors, killed = run_script(4, script, timeout=60.0)
-    assert killed.returncode == -signal.SIGKILL
-    for rank, end in enumerate(survivors):
-        assert end.returncode == 7, f"rank {rank}: {end.stdout}{end.stderr}"
-        seconds, text = end.stdout.split(" ", 1)
-        assert float(seconds) < SECONDS_UNTIL_TOLD, end.stdout
+    ends = run_script(4, dies(KILLED, 3, options, shape=(2, 2)), timeout=60.0)
+    assert ends[3].returncode == -signal.SIGKILL
+    for rank, text in faults.told(ends, 3, SECONDS_UNTIL_TOLD).items():
         assert text.startswith("BaguaError rank 3 was killed, stopped or cut off"), text
         assert f"module 'FSDPSequential', rank {rank} of 4" in text
 
 
 @pytest.mark.parametrize("options", ["{}", "{'weights': True}"], ids=["gradients", "weights"])
 def test_a_stopped_rank_is_named_at_the_timeout(run_script, options):
-    fate = "os.kill(os.getpid(), signal.SIGSTOP)"
-    script = DIES.format(
-        victim=2, fate=fate, timeout=SHORT, options=options, where="forward", shape=(3,)
-    )
-    *survivors, stopped = run_script(3, script, timeout=60.0)
-    assert stopped.returncode == 7, stopped.stdout + stopped.stderr
-    for rank, end in enumerate(survivors):
-        assert end.returncode == 7, f"rank {rank}: {end.stdout}{end.stderr}"
-        seconds, text = end.stdout.split(" ", 1)
-        assert SHORT - 1 < float(seconds) < SHORT + SECONDS_UNTIL_TOLD, end.stdout
+    ends = run_script(3, dies(STOPPED, 2, options, "forward", timeout=SHORT), timeout=60.0)
+    assert ends[2].returncode == 7, ends[2].stdout + ends[2].stderr
+    for text in faults.told(ends, 2, SHORT + SECONDS_UNTIL_TOLD, SHORT - 1).values():
         assert "rank 2 was killed, stopped or cut off: silent for over a second" in text
 
 
 def test_a_rank_that_exits_is_named(run_script):
-    script = DIES.format(
-        victim=1, fate="sys.exit(0)", timeout=60, options="{}", where="backward", shape=(3,)
-    )
-    ends = run_script(3, script, timeout=40.0)
-    for rank in (0, 2):
-        assert ends[rank].returncode == 7, f"rank {rank}: {ends[rank].stdout}{ends[rank].stderr}"
-        assert "rank 1 exited after 5 rounds" in ends[rank].stdout
+    ends = run_script(3, dies("sys.exit(0)", 1), timeout=40.0)
+    for text in faults.told(ends, 1, SECONDS_UNTIL_TOLD).values():
+        assert "rank 1 exited after 5 rounds" in text
 
 
 @sharded.with_torch_group

@@ -1,6 +1,7 @@
 """Islands of ranks, sharded or parallel inside, that train locally and meet in outer rounds."""
 
 import copy
+import functools
 import logging
 import warnings
 
@@ -444,7 +445,8 @@ def load_islands(folder, shape):
     if shape == (2, 2):
         state = {"training": PerRank(model), **state}
     planner = DefaultLoadPlanner(allow_partial_load=shape != (2, 2))
-    lines = logged(lambda: dcp.load(state, checkpoint_id=folder, planner=planner))
+    load = functools.partial(dcp.load, state, checkpoint_id=folder, planner=planner)
+    lines = [line for _, line in training.log_of(load, logging.WARNING)]
     outer, _ = full_outer_state(model)
     if shape != (2, 2):
         state = model.bagua_algorithm.state_dict()
@@ -453,18 +455,6 @@ def load_islands(folder, shape):
     train(model, optimizer, range(8, 17), dist.get_rank())
     assert shape == (2, 2) or model.bagua_algorithm.outer_rounds == 4
     return outer, training.bits(map(shard_of, model.parameters())), lines
-
-
-def logged(call):
-    """The library's warnings in its log."""
-    log, handler, lines = logging.getLogger("bagua"), logging.Handler(logging.WARNING), []
-    handler.emit = lambda record: lines.append(record.getMessage())
-    log.addHandler(handler)
-    try:
-        call()
-    finally:
-        log.removeHandler(handler)
-    return lines
 
 
 def test_islands_go_on_to_the_bit_and_other_islands_from_the_anchor(ranks, tmp_path):

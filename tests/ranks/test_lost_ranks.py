@@ -118,54 +118,74 @@ def test_a_failing_op_of_a_user_raises_on_every_rank(ranks):
         assert "ZeroDivisionError: of the op" in error
 
 
+WRAPS = {
+    "module": "model.with_bagua([], GradientAllReduceAlgorithm())",
+    "hook": "hooked(model)",
+}
 DIES = """
 import os, signal, sys, time, datetime
 import torch
 import bagua.torch_api as bagua
+from bagua import comm_hooks
 from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
+
+def hooked(model):
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    comm_hooks.register(ddp, ByteGradAlgorithm(hierarchical=False))
+    return ddp
 
 torch.manual_seed(0)
 bagua.init_process_group(timeout=datetime.timedelta(seconds={timeout}))
 store = torch.distributed.distributed_c10d._get_default_store()
 model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
-model = model.with_bagua([], GradientAllReduceAlgorithm())
+model = {wrap}
 for step in range(1000):
+    if step == 5 and bagua.get_rank() == 0:
+        time.sleep({pause})
     start = time.monotonic()
     loss = model(torch.randn(4, 300)).sum()
     if step == 0:
         store.set(str(bagua.get_rank()), str(os.getpid()))
-    if step == 5 and bagua.get_rank() == {victim} and {forward}:
-        os.kill(os.getpid(), {signal})
+    if step == 5 and bagua.get_rank() == {victim} and {in_the_round}:
+        {fate}
     try:
         loss.backward()
     except bagua.BaguaError as error:
         print(round(time.monotonic() - start, 1), type(error).__name__, error)
-        if "{signal}" == "signal.SIGSTOP" and bagua.get_rank() != {victim}:
+        if "SIGSTOP" in "{fate}" and bagua.get_rank() != {victim}:
             time.sleep(1.0)  # or the other survivor would take this one for silent
             os.kill(int(store.get("{victim}")), signal.SIGCONT)
         sys.exit(7)
     if step == 5 and bagua.get_rank() == {victim}:
-        os.kill(os.getpid(), {signal})
+        {fate}
 """
+KILLED, STOPPED = (f"os.kill(os.getpid(), signal.{name})" for name in ("SIGKILL", "SIGSTOP"))
+
+
+def dies(wrap, fate, victim=2, in_the_round=True, timeout=60, pause=0):
+    """A script in which `fate` is met in the sixth step; pause: seconds that rank 0 is late."""
+    return DIES.format(
+        wrap=WRAPS[wrap],
+        fate=fate,
+        victim=victim,
+        in_the_round=in_the_round,
+        timeout=timeout,
+        pause=pause,
+    )
 
 
 @pytest.mark.parametrize("victim", [0, 2], ids=lambda rank: f"rank-{rank}")
-@pytest.mark.parametrize("place", ["in-the-round", "between-rounds"])
-def test_the_survivors_of_a_killed_rank_say_so_and_end_cleanly(run_script, place, victim):
-    script = DIES.format(
-        victim=victim,
-        forward=place == "in-the-round",
-        signal="signal.SIGKILL",
-        timeout=60,
-    )
-    ends = run_script(3, script, timeout=40.0)
+@pytest.mark.parametrize(
+    ("wrap", "in_the_round"),
+    [("module", True), ("module", False), ("hook", True)],
+    ids=["in-the-round", "between-rounds", "hook"],
+)
+def test_the_survivors_of_a_killed_rank_say_so_and_end_cleanly(
+    run_script, wrap, in_the_round, victim
+):
+    ends = run_script(3, dies(wrap, KILLED, victim, in_the_round), timeout=40.0)
     assert ends[victim].returncode == -signal.SIGKILL
-    for rank, end in enumerate(ends):
-        if rank == victim:
-            continue
-        assert end.returncode == 7, f"rank {rank}: {end.stdout}{end.stderr}"
-        seconds, text = end.stdout.split(" ", 1)
-        assert float(seconds) < SECONDS_UNTIL_TOLD, end.stdout
+    for rank, text in faults.told(ends, victim, SECONDS_UNTIL_TOLD).items():
         assert f"Seen here: module 'Sequential', rank {rank} of 3, round" in text
         for ornament in ("third_party", "typically", "Check the logs"):
             assert ornament not in text
@@ -175,16 +195,20 @@ def test_the_survivors_of_a_killed_rank_say_so_and_end_cleanly(run_script, place
         assert verdict or (hosts_the_store and "The job's store does not answer" in text), text
 
 
-def test_a_stopped_rank_is_named_at_the_timeout_and_raises_when_it_goes_on(run_script):
-    script = DIES.format(victim=2, forward=True, signal="signal.SIGSTOP", timeout=SHORT)
-    *survivors, stopped = run_script(3, script, timeout=40.0)
-    for rank, end in enumerate(survivors):
-        assert end.returncode == 7, f"rank {rank}: {end.stdout}{end.stderr}"
-        seconds, text = end.stdout.split(" ", 1)
-        assert SHORT - 1 < float(seconds) < SHORT + SECONDS_UNTIL_TOLD, end.stdout
-        assert (
-            "rank 2 was killed, stopped or cut off: silent for over a second, last in round "
-            in text
-        )
-    assert stopped.returncode == 7, stopped.stdout + stopped.stderr
-    assert "module 'Sequential', rank 2 of 3, round 6" in stopped.stdout
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_stopped_rank_is_named_at_the_timeout_and_raises_when_it_goes_on(run_script, wrap):
+    ends = run_script(3, dies(wrap, STOPPED, timeout=SHORT), timeout=40.0)
+    for text in faults.told(ends, 2, SHORT + SECONDS_UNTIL_TOLD, SHORT - 1).values():
+        silent = "rank 2 was killed, stopped or cut off: silent for over a second, last in round "
+        assert silent in text
+    assert ends[2].returncode == 7, ends[2].stdout + ends[2].stderr
+    assert "module 'Sequential', rank 2 of 3, round 6" in ends[2].stdout
+
+
+@pytest.mark.parametrize("pause", [0, 3], ids=["together", "one later"])
+def test_the_survivors_of_a_rank_that_exits_name_it(run_script, pause):
+    """Later: when the other survivor has failed, and published that it has."""
+    ends = run_script(3, dies("hook", "sys.exit(0)", pause=pause))
+    assert ends[2].returncode == 0, ends[2].stderr
+    for text in faults.told(ends, 2, SECONDS_UNTIL_TOLD).values():
+        assert text.startswith("BaguaError rank 2 exited after 5 rounds"), text

@@ -146,19 +146,11 @@ def test_every_op_and_lane_has_a_name_in_profiles(ranks, lanes, tmp_path):
 
 @training.with_group
 def messages_of_training():
-    records = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    logger = logging.getLogger("bagua")
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    try:
+    def wrap_twice():
         model = trained(GradientAllReduceAlgorithm(hierarchical=True), steps=1)
         model.with_bagua([], ByteGradAlgorithm(hierarchical=False))
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-    return [(record.levelname, record.getMessage()) for record in records]
+
+    return training.log_of(wrap_twice, logging.DEBUG)
 
 
 def test_the_log_tells_of_wraps_and_connections(ranks):

@@ -1,6 +1,5 @@
 """Ranks of one host use shared memory, all of them or none, and say why not."""
 
-import logging
 import resource
 
 import bagua.torch_api as bagua
@@ -102,18 +101,11 @@ def test_only_the_ranks_of_a_node_share_memory(ranks):
 
 def why_not():
     """The records of bagua's log, after two wraps."""
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("bagua")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        wrapped = [traffic_of_steps(GradientAllReduceAlgorithm())[1] for _ in range(2)]
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-    lines = [text for text in records if "gloo instead of shared memory" in text]
+    wrapped = []
+    records = training.log_of(
+        lambda: wrapped.extend(traffic_of_steps(GradientAllReduceAlgorithm())[1] for _ in range(2))
+    )
+    lines = [text for _, text in records if "gloo instead of shared memory" in text]
     return lines, [shm_bytes for tables in wrapped for shm_bytes, _ in tables]
 
 

@@ -3,8 +3,6 @@
 `tests/ranks/situations/freezing.py` compares the exact algorithm with torch.
 """
 
-import logging
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,29 +27,6 @@ FOLLOWING = [
 ]
 
 
-class Lines(logging.Handler):
-    """Collects what is logged about unfreezing."""
-
-    def __init__(self):
-        super().__init__(logging.INFO)
-        self.lines = []
-
-    def emit(self, record):
-        if "as unfrozen" in record.getMessage():
-            self.lines.append(record.getMessage())
-
-    def __enter__(self):
-        log = logging.getLogger("bagua")
-        self.level = log.level
-        log.addHandler(self)
-        log.setLevel(logging.INFO)
-        return self.lines
-
-    def __exit__(self, *_):
-        logging.getLogger("bagua").removeHandler(self)
-        logging.getLogger("bagua").setLevel(self.level)
-
-
 def step(model, optimizer, number):
     optimizer.zero_grad()
     training.squared_error(model, training.batch(number, dist.get_rank())).backward()
@@ -69,7 +44,8 @@ def toggle(name):
     """The half that was frozen at the wrap and the other one in turn."""
     model, optimizer = every_algorithm.wrapped(name, half_frozen())
     moved = []
-    with Lines() as lines:
+
+    def train():
         for number in range(8):
             model[0].requires_grad_(number % 2 == 1)
             model[2].requires_grad_(number % 2 == 0)
@@ -78,6 +54,8 @@ def toggle(name):
             moved.append(not torch.equal(before, model[0].weight))
             if name not in every_algorithm.OWN_WEIGHTS:
                 training.assert_ranks_agree(model)
+
+    lines = [line for _, line in training.log_of(train) if "as unfrozen" in line]
     communications = model.bagua_algorithm.state_dict().get("communications", 8)
     assert int(communications) == 8
     return lines, len(model.bagua_build_params()), moved

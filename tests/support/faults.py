@@ -87,3 +87,15 @@ def barrier_of_store(name):
     store.add(f"barrier/{name}", 1)
     while store.add(f"barrier/{name}", 0) < dist.get_world_size():
         time.sleep(0.01)
+
+
+def told(ends, victim, most, least=0.0):
+    """By rank what those beside the victim have printed: scripts that write the seconds of a wait
+    and its error, and exit with 7. The seconds are between `least` and `most`."""
+    texts = {}
+    for rank, end in enumerate(ends):
+        if rank != victim:
+            assert end.returncode == 7, f"rank {rank}: {end.stdout}{end.stderr}"
+            seconds, texts[rank] = end.stdout.split(" ", 1)
+            assert least <= float(seconds) < most, end.stdout
+    return texts

@@ -7,6 +7,7 @@ process can be given what all ranks saw. Models and data are on `device()`.
 import copy
 import functools
 import hashlib
+import logging
 import os
 import warnings
 from datetime import timedelta
@@ -231,3 +232,18 @@ def warnings_of(function):
         warnings.simplefilter("always")
         function()
     return [str(warning.message) for warning in caught]
+
+
+def log_of(function, least=logging.INFO):
+    """(level, message) of what the library logs in `function`, from the level `least` on."""
+    log, handler, seen = logging.getLogger("bagua"), logging.Handler(least), []
+    handler.emit = lambda record: seen.append((record.levelname, record.getMessage()))
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(least)
+    try:
+        function()
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+    return seen
