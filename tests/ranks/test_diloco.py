@@ -219,36 +219,6 @@ def test_momentum_grows_only_while_rounds_keep_a_direction():
 
 
 @training.with_group
-def against_exact_training(dtype):
-    """The largest distance from DistributedDataParallel's weights, in units of the last place."""
-    model = training.network().to(dtype)
-    twin = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.with_bagua([optimizer], DiLoCoAlgorithm(OuterSGD(1.0, 0.0), interval=1))
-    of_twin = torch.optim.SGD(twin.parameters(), lr=0.1)
-    worst = 0.0
-    for step in range(5):
-        with torch.no_grad():
-            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-                q.copy_(p)  # of one step only: differences would be trained further
-        own_step(model, optimizer, step, dtype)
-        of_twin.zero_grad()
-        losses = [training.squared_error(twin, batch) for batch in batches(step, dtype)]
-        (sum(losses) / len(losses)).backward()
-        of_twin.step()
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            unit = torch.finfo(dtype).eps * q.detach().abs().clamp(min=0.1)
-            worst = max(worst, ((p - q).detach().abs() / unit).max().item())
-    return worst
-
-
-@RANKS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
-def test_with_interval_one_and_plain_averaging_it_is_exact_training(ranks, n, dtype):
-    assert all(worst <= 2 for worst in ranks(n, against_exact_training, dtype))
-
-
-@training.with_group
 def idle_rounds(dtype):
     """Whether 50 rounds in which nobody trains move the anchor or the weights."""
     model = training.network().to(dtype)
@@ -313,58 +283,6 @@ def test_steps_without_a_round_send_nothing(ranks, codec, most):
             assert total == 2 * (2 * 2 * numel * 4 // 3), "two rounds of 2 S (P - 1) / P"
         else:
             assert 0 < total < most * 2 * (2 * 2 * numel * 4 // 3)
-
-
-@training.with_group
-def with_codec(codec):
-    """Each round's mean against the exact one, and whether ranks agree."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 300), nn.Tanh(), nn.Linear(300, 3))
-    optimizer = adamw(model)
-    rule = OuterSGD(1.0, 0.0)
-    model.with_bagua([optimizer], DiLoCoAlgorithm(rule, 5, codec=codec))
-    errors = []
-    for step in range(10):
-        optimizer.zero_grad()
-        training.squared_error(model, batches(step)[dist.get_rank()]).backward()
-        last = (step + 1) % 5 == 0
-        if last:
-            before = {
-                name: a.clone()
-                for name, a in model.bagua_algorithm._loop.state.fragments[0].named_anchors()
-            }
-            trained = copy.deepcopy(model)
-            twin = copy.deepcopy(optimizer)
-            for group, own in zip(twin.param_groups, [list(trained.parameters())], strict=True):
-                for p, q in zip(group["params"], model.parameters(), strict=True):
-                    p.grad = q.grad
-                with torch.no_grad():
-                    for p, q in zip(group["params"], own, strict=True):
-                        p.copy_(q)
-                    twin.step()
-                    deltas = {
-                        name: before[name] - p
-                        for (name, _), p in zip(
-                            model.named_parameters(), group["params"], strict=True
-                        )
-                    }
-        optimizer.step()
-        if last:
-            assert_outer_state_agrees(model)
-            assert_weights_are_the_anchor(model)
-            wrong = right = 0.0
-            for name, p in model.named_parameters():
-                mean = training.mean_over_ranks(deltas[name].detach())
-                wrong += ((before[name] - p.detach() - mean) ** 2).sum().item()
-                right += (mean**2).sum().item()
-            errors.append((wrong / right) ** 0.5)
-    return errors
-
-
-@pytest.mark.parametrize(("codec", "most"), [("block_uint8", 0.02), ("int4_block", 0.3)])
-def test_a_codec_changes_the_mean_by_its_error_and_ranks_agree(ranks, codec, most):
-    for errors in ranks(3, with_codec, codec):
-        assert all(1e-6 < error < most for error in errors), errors
 
 
 def test_between_nodes_only_leaders_send(ranks):

@@ -71,7 +71,7 @@ def train_as_the_oracle(codec):
 
 
 @pytest.mark.parametrize(
-    ("size", "codec"), [(2, "bit2_block"), (3, "int4_block"), (4, "bit2_block")]
+    ("size", "codec"), [(2, "bit2_block"), (3, "int4_block"), (4, "block_uint8")]
 )
 def test_anchors_have_the_bits_of_the_oracle(ranks, size, codec):
     results = ranks(size, train_as_the_oracle, codec, env=training.SMALL_BUCKETS)

@@ -228,33 +228,3 @@ def train_over_nodes():
 def test_between_nodes_only_leaders_remember(ranks):
     results = ranks(4, train_over_nodes, env=environment_of_nodes([2, 2]))
     assert results == [True, False, True, False]
-
-
-@training.with_group
-def momentum_error(error_feedback):
-    """How far the sum of 30 momenta is from that of exact ones, of equal gradients."""
-    model, optimizer = wrapped(error_feedback=error_feedback)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for step in range(WARM_UP):
-        train_step(model, optimizer, step)
-    wanted, total = 0.0, 0.0
-    for _ in range(30):
-        memory = torch.cat([optimizer.state[p]["exp_avg"].reshape(-1) for p in model.parameters()])
-        by_rank = [
-            training.local_gradients(model, training.squared_error, training.batch(7, rank))
-            for rank in range(dist.get_world_size())
-        ]
-        names = [name for name, _ in model.named_parameters()]
-        mean = sum(flatten([own[n] for n in names], 1) for own in by_rank) / len(by_rank)
-        wanted = wanted + local_momentum(memory, mean, 0.9)
-        train_step(model, optimizer, 7)
-        sent = [optimizer.state[p]["exp_avg"].reshape(-1) for p in model.parameters()]
-        total = total + torch.cat(sent)
-    return ((total - wanted).norm() / wanted.norm()).item()
-
-
-def test_error_feedback_keeps_the_sum_of_the_momenta(ranks):
-    [with_feedback, _] = ranks(2, momentum_error, True)
-    [without, _] = ranks(2, momentum_error, False)
-    assert with_feedback < 0.5 * without
