@@ -85,6 +85,8 @@ def pytest_runtest_setup(item):
 
 def pytest_ignore_collect(collection_path, config):
     """Nothing of the folders in DEEP, unless an argument is of one."""
-    if collection_path in DEEP and not any(collection_path.name in arg for arg in config.args):
-        return True
-    return None
+    if collection_path not in DEEP:
+        return None
+    start = config.invocation_params.dir
+    asked = [Path(start, argument.split("::")[0]).resolve() for argument in config.args]
+    return None if any(path.is_relative_to(collection_path.resolve()) for path in asked) else True
