@@ -1,4 +1,4 @@
-"""Activation checkpoints of a whole module, and accumulated. More: situations/checkpointing.py."""
+"""An activation checkpoint of the whole wrapped module. More: situations/checkpointing.py."""
 
 from support import training
 from torch import nn

@@ -111,7 +111,7 @@ def interrupted(chosen, way, saved_after, folder):
 @pytest.mark.parametrize("way", [through_dcp, through_a_file_of_each_rank])
 @pytest.mark.parametrize("chosen", ALGORITHMS)
 def test_training_goes_on_to_the_bit(ranks, tmp_path, chosen, way):
-    # What is in a state a file shows at each moment; the other way moves the same state.
+    # Files show the contents of a state at each moment; the other way moves the same state.
     saved_after = SAVED_AFTER if way is through_a_file_of_each_rank else SAVED_AFTER[-1:]
     results = ranks(3, interrupted, chosen, way, saved_after, str(tmp_path))
     same, weights = zip(*results, strict=True)

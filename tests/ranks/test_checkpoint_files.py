@@ -11,7 +11,7 @@ from support.checkpoint_training import file, refusal, state_bits, steps, train_
 from support.error_feedback import owed
 
 BEFORE, AFTER = 5, 20
-#: What is in a state: test_checkpoint.py.
+#: One of each kind of state; test_checkpoint.py has the contents of all.
 RESUMED_TO_THE_BIT = [
     "gradient_allreduce",
     "bytegrad-feedback",

@@ -58,13 +58,10 @@ def dies(fate, victim, options="{}", where="backward", shape=(3,), timeout=60):
     )
 
 
-KILLED, STOPPED = (f"os.kill(os.getpid(), signal.{name})" for name in ("SIGKILL", "SIGSTOP"))
-
-
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("options", ["{}", "{'weights': True}"], ids=["gradients", "weights"])
 def test_the_survivors_of_a_killed_rank_name_it(run_script, options, where):
-    ends = run_script(3, dies(KILLED, 2, options, where), timeout=40.0)
+    ends = run_script(3, dies(faults.KILLED, 2, options, where), timeout=40.0)
     assert ends[2].returncode == -signal.SIGKILL
     for rank, text in faults.told(ends, 2, SECONDS_UNTIL_TOLD).items():
         assert text.startswith("BaguaError rank 2 was killed, stopped or cut off"), text
@@ -73,7 +70,7 @@ def test_the_survivors_of_a_killed_rank_name_it(run_script, options, where):
 
 @pytest.mark.parametrize("options", ["{}", "{'reduce_scatter': True}"], ids=["exact", "8_bit"])
 def test_the_survivors_in_all_replicas_name_a_killed_rank(run_script, options):
-    ends = run_script(4, dies(KILLED, 3, options, shape=(2, 2)), timeout=60.0)
+    ends = run_script(4, dies(faults.KILLED, 3, options, shape=(2, 2)), timeout=60.0)
     assert ends[3].returncode == -signal.SIGKILL
     for rank, text in faults.told(ends, 3, SECONDS_UNTIL_TOLD).items():
         assert text.startswith("BaguaError rank 3 was killed, stopped or cut off"), text
@@ -82,7 +79,7 @@ def test_the_survivors_in_all_replicas_name_a_killed_rank(run_script, options):
 
 @pytest.mark.parametrize("options", ["{}", "{'weights': True}"], ids=["gradients", "weights"])
 def test_a_stopped_rank_is_named_at_the_timeout(run_script, options):
-    ends = run_script(3, dies(STOPPED, 2, options, "forward", timeout=SHORT), timeout=60.0)
+    ends = run_script(3, dies(faults.STOPPED, 2, options, "forward", timeout=SHORT), timeout=60.0)
     assert ends[2].returncode == 7, ends[2].stdout + ends[2].stderr
     for text in faults.told(ends, 2, SHORT + SECONDS_UNTIL_TOLD, SHORT - 1).values():
         assert "rank 2 was killed, stopped or cut off: silent for over a second" in text

@@ -1,10 +1,12 @@
 """Ranks that skip, stop, leave or die: the others say which, soon, and can end cleanly."""
 
+import datetime
 import functools
 import signal
 
 import bagua.torch_api as bagua
 import pytest
+import torch.distributed as dist
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from support import faults
 
@@ -13,9 +15,18 @@ SHORT = 4.0  # seconds of timeout where a test waits for it
 SECONDS_UNTIL_TOLD = 4.0
 
 
+@faults.with_bagua_group
+def skip_a_backward_in_a_group_of_its_own():
+    group = dist.new_group(timeout=datetime.timedelta(seconds=SHORT))
+    return until_told(*faults.wrapped(process_group=group))
+
+
 @functools.partial(faults.with_bagua_group, timeout=SHORT)
 def skip_a_backward():
-    model, optimizer = faults.wrapped()
+    return until_told(*faults.wrapped())
+
+
+def until_told(model, optimizer):
     faults.step(model, optimizer)
     if faults.is_last():
         faults.loss_of(model)  # a forward, and then nothing
@@ -26,8 +37,9 @@ def skip_a_backward():
     return result
 
 
-def test_a_rank_that_skips_a_backward_ends_the_wait_of_the_others_at_the_timeout(ranks):
-    *others, skipped = ranks(3, skip_a_backward)
+@pytest.mark.parametrize("skip", [skip_a_backward, skip_a_backward_in_a_group_of_its_own])
+def test_a_rank_that_skips_a_backward_ends_the_wait_of_the_others_at_the_timeout(ranks, skip):
+    *others, skipped = ranks(3, skip)
     assert skipped is None
     assert any(error.startswith("BaguaTimeoutError") for error, _ in others), others
     for error, seconds in others:
@@ -159,7 +171,6 @@ for step in range(1000):
     if step == 5 and bagua.get_rank() == {victim}:
         {fate}
 """
-KILLED, STOPPED = (f"os.kill(os.getpid(), signal.{name})" for name in ("SIGKILL", "SIGSTOP"))
 
 
 def dies(wrap, fate, victim=2, in_the_round=True, timeout=60, pause=0):
@@ -183,7 +194,7 @@ def dies(wrap, fate, victim=2, in_the_round=True, timeout=60, pause=0):
 def test_the_survivors_of_a_killed_rank_say_so_and_end_cleanly(
     run_script, wrap, in_the_round, victim
 ):
-    ends = run_script(3, dies(wrap, KILLED, victim, in_the_round), timeout=40.0)
+    ends = run_script(3, dies(wrap, faults.KILLED, victim, in_the_round), timeout=40.0)
     assert ends[victim].returncode == -signal.SIGKILL
     for rank, text in faults.told(ends, victim, SECONDS_UNTIL_TOLD).items():
         assert f"Seen here: module 'Sequential', rank {rank} of 3, round" in text
@@ -197,7 +208,7 @@ def test_the_survivors_of_a_killed_rank_say_so_and_end_cleanly(
 
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_a_stopped_rank_is_named_at_the_timeout_and_raises_when_it_goes_on(run_script, wrap):
-    ends = run_script(3, dies(wrap, STOPPED, timeout=SHORT), timeout=40.0)
+    ends = run_script(3, dies(wrap, faults.STOPPED, timeout=SHORT), timeout=40.0)
     for text in faults.told(ends, 2, SHORT + SECONDS_UNTIL_TOLD, SHORT - 1).values():
         silent = "rank 2 was killed, stopped or cut off: silent for over a second, last in round "
         assert silent in text

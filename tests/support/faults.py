@@ -89,6 +89,10 @@ def barrier_of_store(name):
         time.sleep(0.01)
 
 
+#: Statements for scripts that `told` judges.
+KILLED, STOPPED = (f"os.kill(os.getpid(), signal.{name})" for name in ("SIGKILL", "SIGSTOP"))
+
+
 def told(ends, victim, most, least=0.0):
     """By rank what those beside the victim have printed: scripts that write the seconds of a wait
     and its error, and exit with 7. The seconds are between `least` and `most`."""

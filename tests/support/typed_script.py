@@ -1,4 +1,4 @@
-"""What a type checker knows of a user's script: `make lint` checks it, nothing runs it."""
+"""A user's script for type checkers: `make lint` checks it, nothing runs it."""
 
 from typing import Any
 
