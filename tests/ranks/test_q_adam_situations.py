@@ -110,16 +110,20 @@ def test_clipping_after_unscaling_sees_the_momentum(ranks):
 
 
 class Branches(torch.nn.Module):
-    """One branch is never used; the other, from the third step on, by rank 0 alone."""
+    """One branch is never used; the other, from the third step on, by rank 0 alone.
+
+    One parameter has no elements.
+    """
 
     def __init__(self):
         super().__init__()
         self.unused = torch.nn.Linear(2, 2)
         self.network = training.network()
         self.sometimes = torch.nn.Linear(training.FEATURES, training.OUTPUTS)
+        self.empty = torch.nn.Parameter(torch.zeros(0, 3))
 
     def forward(self, inputs, branch=True):
-        output = self.network(inputs)
+        output = self.network(inputs) + self.empty.sum()
         return output + self.sometimes(inputs) if branch else output
 
 

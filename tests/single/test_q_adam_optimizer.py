@@ -246,10 +246,12 @@ def step_operation_by_operation(optimizer, group, p, averaged):
     state["step"] += 1
     step = state["step"].item()
     last = min(step, group["warmup_steps"])
-    denominator = state["exp_avg_sq"].sqrt().div_((1 - beta2**last) ** 0.5).add_(group["eps"])
-    limit = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5) * (1 - beta1**step)
-    denominator = denominator.maximum(state["exp_avg"].abs().div(limit))
-    p.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - beta1**step))
+    longest = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
+    limit = longest * (1 - beta1**step)
+    denominator = state["exp_avg_sq"].sqrt().div_((1 - beta2**last) ** 0.5 / limit)
+    denominator.add_(limit * group["eps"])
+    denominator = denominator.maximum(state["exp_avg"].abs())
+    p.addcdiv_(state["exp_avg"], denominator, value=-longest * group["lr"])
 
 
 @pytest.mark.parametrize("averaged", [False, True], ids=["alone", "averaged"])

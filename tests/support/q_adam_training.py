@@ -8,7 +8,11 @@ from support import training
 
 WARM_UP = 3
 STEPS = 8
-TOLERANCE = {torch.float16: {"rtol": 1e-3, "atol": 2e-4}}  # of weights
+# Of weights. Moves are up to 0.064 long, and in bfloat16 each rounding of one takes up to 1.3e-4.
+TOLERANCE = {
+    torch.float16: {"rtol": 1e-3, "atol": 2e-4},
+    torch.bfloat16: {"rtol": 1.6e-2, "atol": 2e-4},
+}
 
 
 def groups(model):

@@ -194,17 +194,20 @@ class QAdamOptimizer(torch.optim.Optimizer):
         for state in states:
             state["step"] += 1
         steps = [state["step"].item() for state in states]
-        denominators = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
-        last = group["warmup_steps"]
-        torch._foreach_div_(denominators, [(1 - beta2 ** min(step, last)) ** 0.5 for step in steps])
-        torch._foreach_add_(denominators, group["eps"])
-        # |momentum| / denominator is at most c (1 - beta1^t).
         longest = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
-        least = torch._foreach_abs(momenta)
-        torch._foreach_div_(least, [longest * (1 - beta1**step) for step in steps])
-        torch._foreach_maximum_(denominators, least)
-        rates = [-float(group["lr"]) / (1 - beta1**step) for step in steps]
-        torch._foreach_addcdiv_(parameters, momenta, denominators, rates)
+        limits = [longest * (1 - beta1**step) for step in steps]
+        last = group["warmup_steps"]
+        scales = [(1 - beta2 ** min(step, last)) ** 0.5 for step in steps]
+        denominators = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
+        torch._foreach_div_(denominators, [a / b for a, b in zip(scales, limits, strict=True)])
+        torch._foreach_add_(denominators, [limit * group["eps"] for limit in limits])
+        # At least |momentum|, and negative at the end. In place, since memory for another copy of
+        # the parameters would take as much time as all the rest.
+        torch._foreach_maximum_(denominators, momenta)
+        torch._foreach_neg_(denominators)
+        torch._foreach_minimum_(denominators, momenta)
+        rate = longest * float(group["lr"])
+        torch._foreach_addcdiv_(parameters, momenta, denominators, rate)
 
 
 def _check(group: dict[str, Any]) -> None:
