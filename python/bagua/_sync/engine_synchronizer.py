@@ -6,6 +6,7 @@ import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.snapshot import warn_past_wrapper, warn_unused
+from bagua._sync.hooks import WeakHook
 from bagua._sync.plan import build, finish_soon, part_of_the_round
 from bagua._sync.synchronizer import Synchronizer
 
@@ -91,22 +93,6 @@ class EngineSynchronizer(Synchronizer):
             if (ddp := owner()) is not None:
                 ddp.bagua_algorithm.init_pre_backward_hook(ddp)()
 
-        def open_round() -> None:
-            if (ddp := owner()) is not None:
-                ddp.open_round_in_backward()
-
-        def after_gradients() -> None:
-            if (ddp := owner()) is not None:
-                ddp.after_gradients()
-
-        def on_past_wrapper(name: str) -> None:
-            if (ddp := owner()) is not None:
-                warn_past_wrapper(ddp.bagua_module_name, name)
-
-        def on_unused(names: list[str]) -> None:
-            if (ddp := owner()) is not None:
-                warn_unused(ddp.bagua_module_name, names)
-
         if own_marks:
             self._handles = _backward_hooks(ddp)
         return _C.GradientPath(
@@ -115,12 +101,12 @@ class EngineSynchronizer(Synchronizer):
             find_unused=ddp.find_unused_parameters,
             static_graph=ddp.static_graph,
             weights=weights,
-            open_round=open_round,
+            open_round=WeakHook(ddp.open_round_in_backward),
             before_backward=before_backward if checks else None,
             after_backward=None if plain and not own_wait else after_backward,
-            after_gradients=after_gradients,
-            on_unused=on_unused,
-            on_past_wrapper=on_past_wrapper,
+            after_gradients=WeakHook(ddp.after_gradients),
+            on_unused=partial(warn_unused, ddp.bagua_module_name),
+            on_past_wrapper=partial(warn_past_wrapper, ddp.bagua_module_name),
         )
 
     # One step, in the order in which things happen.
@@ -214,9 +200,6 @@ class EngineSynchronizer(Synchronizer):
 
     def settle(self) -> None:
         self.engine.settle()
-
-    def hook_ids(self) -> list[int]:
-        return [handle.id for handle in self._handles]
 
     def stats(self) -> dict[str, Any]:
         return self.engine.stats()
