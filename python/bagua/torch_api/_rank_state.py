@@ -11,6 +11,7 @@ from bagua._core.eager.objects import gather_plain_objects
 from bagua._core.group.process_group import get_default_group
 from bagua._core.state.saved_values import copied
 from bagua.torch_api._session import Session
+from bagua.torch_api.algorithms.base import name_of
 
 __all__ = ["of_all_ranks", "rank_state", "restore", "shared_weights"]
 
@@ -43,7 +44,7 @@ def rank_state(session: Session) -> dict[str, Any]:
                 "model": session.module.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in session.bagua_optimizers],
             }
-        about = {_NAME: _name_of(session), _SIZE: session.process_group.size}
+        about = {_NAME: name_of(algorithm), _SIZE: session.process_group.size}
         return copied(state | about) if state else {}
 
 
@@ -76,7 +77,8 @@ def restore(session: Session, saved: Mapping[str, Any] | None, remedy: str) -> N
         ValueError: it is of another algorithm or, where ranks hold different weights and have no
             anchor, of another number of ranks.
     """
-    algorithm, name = session.bagua_algorithm, _name_of(session)
+    algorithm = session.bagua_algorithm
+    name = name_of(algorithm)
     if saved is None:
         if algorithm.state_dict():
             warnings.warn(
@@ -102,20 +104,16 @@ def restore(session: Session, saved: Mapping[str, Any] | None, remedy: str) -> N
         ) from error
 
 
-def _name_of(session: Session) -> str:
-    return type(session.bagua_algorithm).__name__.removesuffix("Impl")
-
-
 def _load_training(session: Session, saved: Mapping[str, Any]) -> None:
-    group = session.process_group
+    group, name = session.process_group, name_of(session.bagua_algorithm)
     size = saved.get(_SIZE, 0)
     if size != group.size:
         if session.bagua_algorithm.overrides("anchor"):
             return  # ranks begin with the anchor
         raise ValueError(
-            f"the checkpoint has the weights of {size} ranks, and {_name_of(session)} trains "
-            f"{group.size} here, each with its own: resume with the number of ranks that saved it, "
-            "or start from its weights alone"
+            f"the checkpoint has the weights of {size} ranks, and {name} trains {group.size} here, "
+            "each with its own: resume with the number of ranks that saved it, or start from its "
+            "weights alone"
         )
     own = saved[f"rank{group.rank}{_TRAINING}"]
     with session.exclusive():

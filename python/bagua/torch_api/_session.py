@@ -35,7 +35,7 @@ from bagua._sync.optimizer_steps import MissingSteps, StepsInBackward
 from bagua._sync.plan import log_plan, log_unfrozen
 from bagua._sync.synchronizer import Synchronizer
 from bagua._watch.publisher import publish
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, name_of
 from bagua.torch_api.bucket import BaguaBucket, split_by_bucket_size
 from bagua.torch_api.guard import Guard, GuardAtWork
 
@@ -190,7 +190,7 @@ class Session:
             return
         optimizer = communicating_optimizer(self.bagua_optimizers)
         if optimizer is not None:
-            name = _name_of(self.bagua_algorithm)
+            name = name_of(self.bagua_algorithm)
             raise NotImplementedError(
                 f"module '{self.bagua_module_name}': {type(optimizer).__name__} communicates in "
                 f"its step(), and with {name} each rank steps on gradients of its own data, so "
@@ -368,7 +368,7 @@ class Session:
             return None
         missing = MissingSteps(
             self.bagua_module_name,
-            _name_of(self.bagua_algorithm),
+            name_of(self.bagua_algorithm),
             self.bagua_optimizers,
             [p for _, p in self.bagua_build_params()],
         )
@@ -686,10 +686,6 @@ class Session:
     def _stop(self) -> None:
         running, self._running = self._running, Synchronizer()
         running.close()
-
-
-def _name_of(algorithm: AlgorithmImpl) -> str:
-    return type(algorithm).__name__.removesuffix("Impl")
 
 
 # A parameter belongs to one wrapped module, or to several that all copy their gradients and all

@@ -17,7 +17,7 @@ from bagua._ops import operations
 from bagua._ops.lane import Hierarchy
 from bagua._ops.operations import Operation
 from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
-from bagua.torch_api.algorithms.base import Traits, WarmUpImpl
+from bagua.torch_api.algorithms.base import Traits, WarmUpImpl, name_of
 from bagua.torch_api.bucket import BaguaBucket
 
 if TYPE_CHECKING:
@@ -141,8 +141,7 @@ class ErrorFeedbackImpl(WarmUpImpl):
 
     def init_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
         if self.for_sgd and not self.ledger.counters["rounds"]:
-            owner = type(self).__name__.removesuffix("Impl")
-            _warn_of_other_steps(owner, bagua_ddp.bagua_optimizers)
+            _warn_of_other_steps(name_of(self), bagua_ddp.bagua_optimizers)
         self.outcome = _C.RoundOutcome()
         self.ledger.put_aside(*self.ledger.pages)
         all_names = bagua_ddp.module.named_parameters(remove_duplicate=False)

@@ -31,6 +31,7 @@ __all__ = [
     "Traits",
     "WarmUpImpl",
     "check_arguments",
+    "name_of",
     "refuse_shards",
 ]
 
@@ -316,6 +317,11 @@ class WarmUpImpl(AlgorithmImpl):
         return finish
 
 
+def name_of(algorithm: AlgorithmImpl) -> str:
+    """The name of its :class:`Algorithm`, for messages."""
+    return type(algorithm).__name__.removesuffix("Impl")
+
+
 def refuse_shards(session: Session, argument: str, unless: str = "") -> None:
     """Raise ValueError where a parameter is a DTensor, with which ``argument`` cannot be given.
 
@@ -324,10 +330,10 @@ def refuse_shards(session: Session, argument: str, unless: str = "") -> None:
     remedy = f"leave {argument}= out" + (f", or give it {unless}" if unless else "")
     for name, parameter in session.bagua_build_params():
         if is_sharded(parameter):
-            algorithm = type(session.bagua_algorithm).__name__.removesuffix("Impl")
             raise ValueError(
                 f"module '{session.bagua_module_name}': parameter '{name}' is a DTensor, of which "
-                f"{algorithm} sends weights only, between a fixed number of ranks: {remedy}"
+                f"{name_of(session.bagua_algorithm)} sends weights only, between a fixed number of "
+                f"ranks: {remedy}"
             )
 
 
