@@ -34,10 +34,9 @@ a failure to its group. The first ranks of the islands decide on the members, fo
 from __future__ import annotations
 
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,6 +48,7 @@ from bagua._core.group.elastic.membership import Change, Membership, Report, sto
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.initial_state import broadcast_optimizer, broadcast_tensors
 from bagua._outer.strategies import FixedRanks
+from bagua._sync.plan import warn
 
 if TYPE_CHECKING:
     from bagua._outer.loop import OuterLoop, OuterState
@@ -366,18 +366,18 @@ class ElasticRanks(FixedRanks):
             text = f"module '{name}': {late}, {left}"
             if not self._told_late.issuperset(change.lost):
                 self._told_late.update(change.lost)
-                _warn(f"{text}. Later times are logged.")
+                warn(f"{text}. Later times are logged.")
             _log.info(text)
         elif change.lost:
-            _warn(
+            warn(
                 f"module '{name}': lost {called} {_listed(change.lost)} in outer round {number}, "
                 f"{left}: {reason}"
             )
         elif self.failure is not None:
-            _warn(f"module '{name}': outer round {number} failed without a loss, {left}: {reason}")
+            warn(f"module '{name}': outer round {number} failed without a loss, {left}: {reason}")
         if change.joined:
             joined = f"{called} {_listed(change.joined)}"
-            _warn(f"module '{name}': {joined} came back before outer round {number}")
+            warn(f"module '{name}': {joined} came back before outer round {number}")
 
     def close(self) -> None:
         """Let another module make the group's changes."""
@@ -386,9 +386,3 @@ class ElasticRanks(FixedRanks):
 
 def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _warn(text: str) -> None:
-    """A lost rank is no reason to end the others, not even where warnings are errors."""
-    with suppress(Warning):
-        warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 import warnings
@@ -30,12 +29,9 @@ __all__ = [
     "describe",
     "divided_first",
     "finish_soon",
-    "log_plan",
-    "log_unfrozen",
     "part_of_the_round",
+    "warn",
 ]
-
-_log = logging.getLogger("bagua")
 
 #: Time for which a closed module waits for other ranks.
 _SECONDS_FOR_A_LAST_ROUND = 10.0
@@ -82,10 +78,10 @@ def divided_first(
     return bucket.ops, 1.0
 
 
-def _warn_stragglers(report: str) -> None:
-    """A slow rank is no reason to end a step, not even where warnings are errors."""
+def warn(text: str) -> None:
+    """Warn of what is no reason to end a step, not even where warnings are errors."""
     with contextlib.suppress(Warning):
-        warnings.warn(report, RuntimeWarning, stacklevel=2)
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _number_of_lanes(buckets: Sequence[BaguaBucket]) -> int:
@@ -178,7 +174,7 @@ def _build(
         control=connections.connect(f"{wrap}/control", "cpu"),
         board=connections.board(wrap),
         straggler_after_s=env.get_straggler_seconds(),
-        on_straggler=_warn_stragglers,
+        on_straggler=warn,
         weights=weights,
     )
     names = [slot for lane in order for slot in lane]
@@ -222,23 +218,3 @@ def finish_soon(engine: _C.Engine, bucket_rounds: int) -> bool:
             return True
         time.sleep(0.005)
     return False
-
-
-def log_unfrozen(name: str, unfrozen: Sequence[str]) -> None:
-    """Log that the plan is built anew."""
-    _log.info("module '%s': new buckets, as unfrozen: %s", name, ", ".join(unfrozen))
-
-
-def log_plan(
-    name: str, algorithm: str, group: BaguaProcessGroup, buckets: Sequence[BaguaBucket]
-) -> None:
-    """Log the plan that has been built."""
-    _log.info(
-        "module '%s': %s, %s: %d tensors of %d bytes in %d bucket(s)",
-        name,
-        algorithm,
-        group.connections.whereabouts(),
-        sum(len(bucket.tensors) for bucket in buckets),
-        sum(bucket.bytes() for bucket in buckets),
-        len(buckets),
-    )

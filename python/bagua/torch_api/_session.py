@@ -6,6 +6,7 @@ training step, changes while training goes on, and the end.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,7 +33,6 @@ from bagua._core.state.statistics import MainThreadTraffic, statistics
 from bagua._core.state.weights_check import sample
 from bagua._sync.hooks import WeakHook, outside_graphs, tensors_in
 from bagua._sync.optimizer_steps import MissingSteps, StepsInBackward
-from bagua._sync.plan import log_plan, log_unfrozen
 from bagua._sync.synchronizer import Synchronizer
 from bagua._watch.publisher import publish
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, name_of
@@ -40,6 +40,8 @@ from bagua.torch_api.bucket import BaguaBucket, split_by_bucket_size
 from bagua.torch_api.guard import Guard, GuardAtWork
 
 __all__ = ["Session", "UnevenInputs", "is_owned"]
+
+_log = logging.getLogger("bagua")
 
 _CHECK_WEIGHTS_EVERY = 100  # rounds in which each element of the weights is compared once
 
@@ -293,10 +295,15 @@ class Session:
         self.traffic = MainThreadTraffic(self.process_group.connections)
         if not self.bagua_buckets:
             return
-        algorithm = self.bagua_algorithm
-        self._running = algorithm.make_synchronizer(self)
-        log_plan(
-            self.bagua_module_name, type(algorithm).__name__, self.process_group, self.bagua_buckets
+        self._running = self.bagua_algorithm.make_synchronizer(self)
+        _log.info(
+            "module '%s': %s, %s: %d tensors of %d bytes in %d bucket(s)",
+            self.bagua_module_name,
+            type(self.bagua_algorithm).__name__,
+            self.process_group.connections.whereabouts(),
+            sum(len(bucket.tensors) for bucket in self.bagua_buckets),
+            sum(bucket.bytes() for bucket in self.bagua_buckets),
+            len(self.bagua_buckets),
         )
 
     def _give_initial_state(self) -> None:
@@ -586,7 +593,9 @@ class Session:
         _release(self)
         self._steps_in_backward.close()
         self._claim_parameters()
-        log_unfrozen(self.bagua_module_name, names)
+        _log.info(
+            "module '%s': new buckets, as unfrozen: %s", self.bagua_module_name, ", ".join(names)
+        )
         self.rebuild()
 
     def admit_joining_ranks(self) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,6 +16,7 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.statistics import MainThreadTraffic
 from bagua._ops.operations import Operation
+from bagua._sync.plan import warn
 from bagua._sync.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
@@ -308,7 +307,7 @@ class GuardAtWork:
         )
         _log.info("%s", text)
         if self._speaks and figure not in self._warned:
-            _warn(text)
+            warn(text)
         self._warned.add(figure)
 
     def _count_non_finite(self, counters: Mapping[str, _C.NonFiniteRounds]) -> None:
@@ -324,7 +323,7 @@ class GuardAtWork:
             return
         self._warned.add("nonfinite")
         if self._speaks_of_non_finite:
-            _warn(
+            warn(
                 f"module '{self._module_name}': {share:.0%} of the last rounds held NaN or "
                 f"infinity, more than nonfinite={self.guard.nonfinite:g}. Exact averages would not "
                 "be finite either: lower the learning rate, clip gradients, or check the loss and "
@@ -421,8 +420,3 @@ def _doubles(values: torch.Tensor) -> torch.Tensor:
 def _reduce(values: torch.Tensor, op: _C.ReduceOp, connections: Connections) -> None:
     if connections.size > 1:
         connections.main_communicator("cpu").all_reduce(values, op)
-
-
-def _warn(text: str) -> None:
-    with contextlib.suppress(Warning):  # no reason to end a step
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
