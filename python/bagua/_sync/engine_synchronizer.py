@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua import _C
-from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.snapshot import warn_past_wrapper, warn_unused
 from bagua._sync.hooks import WeakHook
@@ -21,33 +20,18 @@ from bagua._sync.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
     from bagua.torch_api._session import Session
-    from bagua.torch_api.bucket import BaguaBucket
 
 __all__ = ["EngineSynchronizer"]
 
 
 class EngineSynchronizer(Synchronizer):
-    """The engine of a module's buckets, from one (re)build of the buckets to the next.
-
-    Args:
-        buckets: by default all of the module.
-        group: of the ranks whose steps are rounds together; by default the module's.
-
-    Attributes:
-        engine: runs the buckets.
-    """
+    """The engine of a module's buckets, from one (re)build of the buckets to the next."""
 
     makes_rounds = True
 
-    def __init__(
-        self,
-        ddp: Session,
-        buckets: Sequence[BaguaBucket] | None = None,
-        group: BaguaProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, ddp: Session) -> None:
         super().__init__()
-        buckets = ddp.bagua_buckets if buckets is None else buckets
-        group = group or ddp.process_group
+        buckets, group = ddp.bagua_buckets, ddp.process_group
         wrap = group.connections.next_wrap()
         plan = build(buckets, group, ddp.bagua_module_name, wrap, ddp.weights_sample())
         self.engine = plan.engine
@@ -147,11 +131,7 @@ class EngineSynchronizer(Synchronizer):
         return self._path.in_backward
 
     def mark_tensor_ready(self, tensor: torch.Tensor) -> None:
-        """Mark a registered tensor, for ``bagua_mark_communication_ready``.
-
-        Raises:
-            BaguaError: it has been marked in the open round.
-        """
+        """Mark a registered tensor, for ``bagua_mark_communication_ready``."""
         name = record_of(tensor).name
         bucket, index = self._places[name]
         slot = self._slots[name]
