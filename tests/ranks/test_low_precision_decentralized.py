@@ -8,7 +8,6 @@ import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm, decentralized
 from bagua.torch_api.algorithms.decentralized import (
     LowPrecisionDecentralizedAlgorithm,
-    LowPrecisionDecentralizedAlgorithmImpl,
 )
 from bagua.torch_api.bucket import BaguaBucket
 from oracle import low_precision_decentralized as oracle
@@ -221,14 +220,10 @@ def test_replicas_that_do_not_fit_their_bucket_are_refused():
 
 
 def test_arguments_that_make_no_sense_are_refused_by_name():
-    public, implementation = (
-        LowPrecisionDecentralizedAlgorithm,
-        lambda *a, **k: LowPrecisionDecentralizedAlgorithmImpl(None, *a, **k),
-    )
-    for make in (public, implementation):
-        with pytest.raises(ValueError, match="communication_interval=0 must be at least 1"):
-            make(True, 0)
-        with pytest.raises(ValueError, match="nonsense"):
-            make(codec="nonsense")
+    public = LowPrecisionDecentralizedAlgorithm
+    with pytest.raises(ValueError, match="communication_interval=0 must be at least 1"):
+        public(True, 0)
+    with pytest.raises(ValueError, match="nonsense"):
+        public(codec="nonsense")
     assert isinstance(Algorithm.init("low_precision_decentralized"), public)
     assert decentralized.LowPrecisionDecentralizedAlgorithm is public

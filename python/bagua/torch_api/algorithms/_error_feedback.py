@@ -43,11 +43,7 @@ def check_hierarchy(owner: str, hierarchical: Hierarchy | None, error_feedback: 
 
 
 def check_patterns(patterns: Sequence[str]) -> tuple[str, ...]:
-    """The patterns as a tuple.
-
-    Raises:
-        TypeError: one string instead of several.
-    """
+    """The patterns as a tuple; TypeError for one string."""
     if isinstance(patterns, str):
         raise TypeError(
             f"exact_parameters={patterns!r} is one string: give a list of names or patterns, such "
@@ -118,7 +114,6 @@ class ErrorFeedbackImpl(WarmUpImpl):
         exact: Sequence[str] = (),
     ) -> None:
         super().__init__(process_group, warmup_steps)
-        check_warmup(warmup_steps)
         if not isinstance(hierarchical, bool | None):
             raise ValueError(  # now, not at the end of the warm-up
                 f"{type(self).__name__}: hierarchical={hierarchical!r} must be True or False for "
@@ -208,15 +203,7 @@ def _warn_of_other_steps(owner: str, optimizers: Sequence[torch.optim.Optimizer]
 def _exact_parameters(
     patterns: Sequence[str], named: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> set[int]:
-    """The ``id`` of each parameter that has a name which a pattern matches.
-
-    Args:
-        patterns: with the wildcards of :mod:`fnmatch`.
-        named: all names of all parameters.
-
-    Raises:
-        ValueError: a pattern matches none; names it.
-    """
+    """The ``id`` of each parameter that has a name which a pattern matches; each matches some."""
     named = list(named)
     chosen = set()
     for pattern in patterns:

@@ -20,14 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl"]
 
 
-def _check(peer_selection_mode: str, sync_interval_ms: int, warmup_steps: int) -> None:
-    check_asynchronous_mode(peer_selection_mode)
-    if sync_interval_ms < 0:
-        raise ValueError(f"sync_interval_ms={sync_interval_ms} must be 0 or more milliseconds")
-    if warmup_steps < 0:
-        raise ValueError(f"warmup_steps={warmup_steps} must be 0 or more iterations")
-
-
 class AsyncModelAverageAlgorithm(Algorithm):
     """Weights are averaged by a thread of their own (Bagua, VLDB 2022, asynchronous centralized).
 
@@ -62,7 +54,11 @@ class AsyncModelAverageAlgorithm(Algorithm):
         sync_interval_ms: int = 500,
         warmup_steps: int = 0,
     ) -> None:
-        _check(peer_selection_mode, sync_interval_ms, warmup_steps)
+        check_asynchronous_mode(peer_selection_mode)
+        if sync_interval_ms < 0:
+            raise ValueError(f"sync_interval_ms={sync_interval_ms} must be 0 or more milliseconds")
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps={warmup_steps} must be 0 or more iterations")
         self.peer_selection_mode = peer_selection_mode
         self.sync_interval_ms = sync_interval_ms
         self.warmup_steps = warmup_steps
@@ -113,7 +109,6 @@ class AsyncModelAverageAlgorithmImpl(WarmUpImpl):
         warmup_steps: int = 0,
     ) -> None:
         super().__init__(process_group, warmup_steps)
-        _check(peer_selection_mode, sync_interval_ms, warmup_steps)
         self.peer_selection_mode = peer_selection_mode
         self.sync_interval_ms = sync_interval_ms
         self.ledger = Ledger(

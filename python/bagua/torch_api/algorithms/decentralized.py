@@ -65,7 +65,6 @@ class _LocalWeightsImpl(AlgorithmImpl):
         communication_interval: int,
     ) -> None:
         super().__init__(process_group)
-        _check_interval(communication_interval)
         self.hierarchical = process_group.hierarchy(hierarchical)
         self.communication_interval = communication_interval
         self._between_forward_and_backward = False
@@ -91,11 +90,7 @@ class _LocalWeightsImpl(AlgorithmImpl):
         return self.ledger.counters["iterations"] % self.communication_interval == 0
 
     def _check_step(self, bagua_ddp: Session, danger: str) -> None:
-        """Refuse an optimizer's step inside an iteration; ``danger`` completes "..., ".
-
-        Raises:
-            BaguaError: a training forward has begun and its backward has not ended.
-        """
+        """Refuse an optimizer's step inside an iteration; ``danger`` completes "..., "."""
         if self._between_forward_and_backward:
             raise BaguaError(
                 f"module '{bagua_ddp.bagua_module_name}': optimizer.step() came between a training "
@@ -165,7 +160,6 @@ class DecentralizedAlgorithmImpl(_LocalWeightsImpl):
         peer_selection_mode: str = "all",
         communication_interval: int = 1,
     ) -> None:
-        operations.check_peer_selection_mode(peer_selection_mode)
         super().__init__(process_group, hierarchical, communication_interval)
         self.peer_selection_mode = peer_selection_mode
         self.ledger = Ledger(
@@ -298,7 +292,6 @@ class LowPrecisionDecentralizedAlgorithmImpl(_LocalWeightsImpl):
         *,
         codec: str = "block_uint8",
     ) -> None:
-        _C.make_codec(codec)
         super().__init__(process_group, hierarchical, communication_interval)
         self.codec = codec
         self._name = type(self).__name__

@@ -19,13 +19,6 @@ from bagua.torch_api.bucket import BaguaBucket
 __all__ = ["PowerSGDAlgorithm", "PowerSGDAlgorithmImpl"]
 
 
-def _check(rank: int, min_compression_rate: float, warmup_steps: int) -> None:
-    if rank < 1:
-        raise ValueError(f"rank={rank}: a matrix is approximated by at least rank 1")
-    check_compression_rate(min_compression_rate)
-    check_warmup(warmup_steps)
-
-
 class PowerSGDAlgorithm(Algorithm):
     """Low-rank gradients (T. Vogels et al., *PowerSGD*, NeurIPS 2019, Algorithms 1 and 2).
 
@@ -81,7 +74,10 @@ class PowerSGDAlgorithm(Algorithm):
         seed: int = 0,
         exact_parameters: Sequence[str] = (),
     ) -> None:
-        _check(rank, min_compression_rate, warmup_steps)
+        if rank < 1:
+            raise ValueError(f"rank={rank}: a matrix is approximated by at least rank 1")
+        check_compression_rate(min_compression_rate)
+        check_warmup(warmup_steps)
         self.rank = rank
         self.hierarchical = hierarchical
         self.warmup_steps = warmup_steps
