@@ -72,11 +72,7 @@ class ErrorFeedbackAggregation(Aggregation):
     def agg_model(
         self, by_layer: bool = False, *, include_buffers: bool = False
     ) -> Callable[..., None]:
-        """Refused: parts of the weights that are not sent would be lost.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Refused: parts of the weights that are not sent would be lost."""
         self._refuse_weights()
 
     def state_dict(self) -> dict[str, Any]:

@@ -81,13 +81,9 @@ class AllReduceAggregationHVD(AllReduceAggregation):
 
 
 class HorovodCommunicator:
-    """Reductions through Horovod, counted as a ``CountingCommunicator`` counts.
+    """Reductions through ``horovod.torch``, counted as a ``CountingCommunicator`` counts.
 
     All ranks make the same calls in the same order. Calls return when the result is there.
-
-    Args:
-        horovod: the module ``horovod.torch``, initialised.
-        name: distinguishes its messages; equal on all ranks.
     """
 
     def __init__(self, horovod: ModuleType, name: str) -> None:
@@ -102,11 +98,7 @@ class HorovodCommunicator:
         self._messages = 0
 
     def all_reduce(self, tensor: torch.Tensor, op: _C.ReduceOp) -> None:
-        """Reduce one contiguous tensor over all ranks, in place, by ``hvd.allreduce_``.
-
-        Raises:
-            horovod.torch.HorovodInternalError: a rank failed, has ended or shut Horovod down.
-        """
+        """Reduce one contiguous tensor over all ranks, in place, by ``hvd.allreduce_``."""
         on_wire = tensor.to(_TRAVELS_AS.get(tensor.dtype, tensor.dtype))
         # A name has one shape, so that Horovod need not negotiate it in every step.
         name = f"{self._name}/{tensor.dtype}x{tensor.numel()}"
@@ -128,11 +120,7 @@ class HorovodCommunicator:
 
 
 class HorovodTransport(Connections):
-    """The ranks of Horovod; every aggregation has its own.
-
-    Args:
-        horovod: the module ``horovod.torch``, initialised.
-    """
+    """The ranks of ``horovod.torch``, which is initialised; every aggregation has its own."""
 
     _objects = itertools.count(1)
 
@@ -152,22 +140,12 @@ class HorovodTransport(Connections):
         *,
         sums_of_torch: bool = False,
     ) -> _C.CountingCommunicator:
-        """A communicator over all ranks, with Horovod's sums.
-
-        Raises:
-            NotImplementedError: ``members`` are not all ranks.
-        """
-        if members is not None and len(members) != self.size:
-            raise NotImplementedError(f"Horovod reaches all {self.size} ranks, not {members}")
+        """A communicator over all ranks, which ``members`` are, with Horovod's sums."""
         made = HorovodCommunicator(self._horovod, f"bagua/{self._number}/{name}")
         return cast("_C.CountingCommunicator", made)  # it has the methods that are called here
 
     def agree(self, what: str, lines: list[str]) -> None:
-        """Check that all ranks describe ``what`` with the same lines.
-
-        Raises:
-            BaguaMismatchError: on every rank, listing the first difference from rank 0.
-        """
+        """Check that all ranks describe ``what`` with the same lines."""
         text = torch.tensor(list(json.dumps(lines).encode()), dtype=torch.uint8, device="cpu")
         name = f"bagua/{self._number}/lines"
         length = torch.tensor([text.numel()], device="cpu")
@@ -190,11 +168,7 @@ class _Rendezvous:
 
 
 def import_horovod() -> ModuleType:
-    """The module ``horovod.torch``.
-
-    Raises:
-        ImportError: it is not installed, or not built for this torch; says how to get it.
-    """
+    """The module ``horovod.torch``, or an ImportError that says how to get it."""
     try:
         horovod = importlib.import_module("horovod.torch")
     except ImportError as error:
@@ -216,10 +190,6 @@ def _start(horovod: ModuleType) -> None:
     Under ``horovodrun`` (or ``mpirun``, with a Horovod built for it) the launcher has said
     everything. Under torchrun the processes find each other through torch's store, with or without
     an initialised ``torch.distributed``. Without a launcher this process is alone.
-
-    Raises:
-        ValueError: the launcher's environment variables are incomplete, or Horovod cannot start.
-        torch.distributed.DistStoreError: another rank did not come within the store's timeout.
     """
     if horovod.is_initialized():
         return

@@ -32,13 +32,10 @@ class Staging:
     ) -> None:
         """Aggregate tensors, each dtype and device together or each tensor by itself.
 
-        1. Copy the tensors of each dtype and device into the flat memory.
+        1. Copy the tensors of each dtype and device into flat memory, where ``device_of`` says.
         2. ``aggregate(flat)`` changes it in place: a one-dimensional tensor, or with ``by_layer``
            one in the shape of each tensor. It is not called for empty ones.
         3. When all of them succeeded, copy back into the tensors' own memory.
-
-        Args:
-            device_of: where a tensor's flat memory is to be.
         """
         staged = self._copy_in(tensors, device_of)  # 1.
         # 2.
@@ -46,7 +43,9 @@ class Staging:
             for data in views if by_layer else [flat]:
                 if data.numel() > 0:
                     aggregate(data)
-        _copy_back(staged)  # 3.
+        # 3.
+        for _, views, members in staged:
+            torch._foreach_copy_(members, views)
 
     def _copy_in(
         self, tensors: Sequence[torch.Tensor], device_of: Callable[[torch.Tensor], torch.device]
@@ -80,8 +79,3 @@ def _by_kind(tensors: Sequence[torch.Tensor]) -> dict[Kind, list[int]]:
     for index, tensor in enumerate(tensors):
         groups.setdefault((tensor.dtype, tensor.device), []).append(index)
     return groups
-
-
-def _copy_back(staged: Sequence[Staged]) -> None:
-    for _, views, members in staged:
-        torch._foreach_copy_(members, views)

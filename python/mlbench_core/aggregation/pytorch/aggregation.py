@@ -128,13 +128,11 @@ class Aggregation(ABC):
     def _agg_gradients_by_model(
         self, model: torch.nn.Module, op: str, denom: Denominator = None
     ) -> None:
-        """Aggregate all gradients at once, in place."""
         self._run(model, op, denom, by_layer=False, kind="gradient")
 
     def _agg_gradients_by_layer(
         self, model: torch.nn.Module, op: str, denom: Denominator = None
     ) -> None:
-        """Aggregate each parameter's gradient by itself, in place."""
         self._run(model, op, denom, by_layer=True, kind="gradient")
 
     def _agg_weights_by_model(
@@ -145,7 +143,6 @@ class Aggregation(ABC):
         *,
         include_buffers: bool = False,
     ) -> None:
-        """Aggregate all parameters at once, in place."""
         self._run(model, op, denom, by_layer=False, kind="weight", buffers=include_buffers)
 
     def _agg_weights_by_layer(
@@ -156,7 +153,6 @@ class Aggregation(ABC):
         *,
         include_buffers: bool = False,
     ) -> None:
-        """Aggregate each parameter by itself, in place."""
         self._run(model, op, denom, by_layer=True, kind="weight", buffers=include_buffers)
 
     def traffic(self) -> dict[str, int]:
@@ -187,7 +183,8 @@ class Aggregation(ABC):
         what = f"{type(self).__name__} of {kind}s"
         arguments = ["by layer" if by_layer else "by model", *self._describe(op, denom)]
         candidates = _candidates_of(model, kind, buffers, lambda dtype: self._refusal(dtype, op))
-        present = self._agree(what, arguments, candidates)
+        control = self._communicator("agreement", "cpu")
+        present = _agree_on(self._connections(), control, what, arguments, candidates)
         # 3.
         made: list[tuple[torch.Tensor, torch.Tensor]] = []
         named: list[tuple[str, torch.Tensor]] = []
@@ -204,13 +201,6 @@ class Aggregation(ABC):
         for owner, gradient in made:
             owner.grad = gradient
 
-    def _agree(
-        self, what: str, arguments: list[str], candidates: list[_Candidate]
-    ) -> list[_Candidate]:
-        connections = self._connections()
-        control = self._communicator("agreement", "cpu")
-        return _agree_on(connections, control, what, arguments, candidates)
-
     def _aggregate(
         self,
         named: list[tuple[str, torch.Tensor]],
@@ -220,10 +210,7 @@ class Aggregation(ABC):
         *,
         kind: Kind,
     ) -> None:
-        """Replace the tensors, in place. ``named`` has the same names and shapes on all ranks.
-
-        ``kind``: ``"gradient"`` or ``"weight"``.
-        """
+        """Replace the tensors, in place. ``named`` has the same names and shapes on all ranks."""
 
         def aggregate(data: torch.Tensor) -> None:
             result = self._agg(data, op, denom)
@@ -246,8 +233,7 @@ class Aggregation(ABC):
     def _connections(self) -> Connections:
         """The group, checked against the arguments when it is first asked for."""
         if self._joined is None:
-            expected = self._expected_size()
-            connections = _member_transport(self._process_group, expected)
+            connections = _member_transport(self._process_group, self._expected_size())
             self._check_group(connections)
             self._joined = connections
         return self._joined
@@ -264,11 +250,7 @@ class Aggregation(ABC):
 
 
 def canonical_op(op: str) -> CanonicalOp:
-    """The one name of an operation: ``avg`` is ``avg_world``, ``custom_avg`` is ``avg_custom``.
-
-    Raises:
-        NotImplementedError: there is no such operation.
-    """
+    """The one name of an operation: ``avg`` is ``avg_world``, ``custom_avg`` is ``avg_custom``."""
     if op not in _NAMES:
         raise NotImplementedError(f"op={op!r} is not known; there are {', '.join(_NAMES)}")
     return _NAMES[op]
@@ -276,18 +258,12 @@ def canonical_op(op: str) -> CanonicalOp:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A tensor that may be aggregated.
-
-    Attributes:
-        owner: the parameter, or the buffer.
-        tensor: its gradient, or itself without autograd; None for a gradient that is not there.
-        refusal: why the tensor cannot be aggregated; empty if it can be.
-    """
+    """A tensor that may be aggregated."""
 
     name: str
-    owner: torch.Tensor
-    tensor: torch.Tensor | None
-    refusal: str
+    owner: torch.Tensor  # the parameter, or the buffer
+    tensor: torch.Tensor | None  # its gradient, if there is one, or itself without autograd
+    refusal: str  # why the tensor cannot be aggregated; empty if it can be
 
     def describe(self) -> str:
         """Description that is equal on all ranks."""
@@ -299,9 +275,7 @@ def _candidates_of(
 ) -> list[_Candidate]:
     """The parameters or their gradients, tied ones once, in the module's order.
 
-    Args:
-        buffers: the floating-point buffers too.
-        refusal_of: why tensors of a dtype cannot be aggregated, or empty.
+    ``buffers``: the floating-point buffers too.
     """
     owners: dict[str, torch.Tensor] = dict(model.named_parameters())
     if buffers:
@@ -337,15 +311,9 @@ def _agree_on(
     arguments: list[str],
     candidates: Sequence[_Candidate],
 ) -> list[_Candidate]:
-    """The candidates that some rank has. All ranks call it.
+    """The candidates that some rank has. All ranks call it, and raise where they differ.
 
-    Args:
-        what: the call, for messages.
-        arguments: lines that describe it; equal on all ranks, as names, shapes and dtypes are.
-
-    Raises:
-        BaguaMismatchError: on every rank, with the first difference between two of them.
-        ValueError: on every rank, if one of them has a tensor that cannot be aggregated.
+    ``arguments`` describe the call ``what``; equal on all ranks, as names, shapes and dtypes are.
     """
     states = [
         _REFUSED if candidate.refusal else _ABSENT if candidate.tensor is None else _PRESENT

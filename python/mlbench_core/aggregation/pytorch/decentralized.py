@@ -117,11 +117,7 @@ def metropolis_weights(
 def _exchange_neighbors(connections: Connections, own: list[int], mistake: str) -> list[list[int]]:
     """Every rank's neighbours, exchanged once through the store. All ranks call it.
 
-    Args:
-        mistake: the error in this rank's arguments, or empty.
-
-    Raises:
-        ValueError: on every rank, if one of them made a mistake or a list is not mutual.
+    ``mistake``: the error in this rank's arguments, or empty; all ranks raise it.
     """
     key = f"aggregation/{connections.next_wrap()}/neighbours"
     keys = [f"{key}/{rank}" for rank in range(connections.size)]
