@@ -18,23 +18,14 @@ Members = _C.CountingCommunicator
 
 @dataclass
 class Lane:
-    """One lane under construction; its communicators are connected on demand.
+    """One lane under construction; its communicators are connected on demand."""
 
-    Attributes:
-        name: unique within the job.
-        device: of the buckets.
-        group: for operations that name none.
-        sums_of_torch: whether sums over all ranks have the bits of torch's own; see
-            ``Connections.connect``.
-        communicators: by (ranks, purpose); purposes are "all", "node", "leaders", and for shares
-            "leaders" with a number.
-    """
-
-    name: str
+    name: str  # unique within the job
     device: torch.device
-    group: BaguaProcessGroup
-    sums_of_torch: bool = False
+    group: BaguaProcessGroup  # for operations that name none
+    sums_of_torch: bool = False  # see Connections.connect
     scratch: _C.Scratch = field(default_factory=_C.Scratch)
+    #: By (ranks, purpose): "all", "node", "leaders", and for shares "leaders" with a number.
     communicators: dict[tuple[str, str], Members] = field(default_factory=dict)
     _shares: dict[str, tuple[Members, list[Members | None]]] = field(default_factory=dict)
 
@@ -44,7 +35,6 @@ class Lane:
         return [(purpose, members) for (_, purpose), members in self.communicators.items()]
 
     def connections(self, group: BaguaProcessGroup | None) -> Connections:
-        """Connections of ``group``, or of the lane's own group."""
         return (group or self.group).connections
 
     def communicator(self, group: BaguaProcessGroup | None) -> Members:

@@ -1,6 +1,9 @@
 """Operations of buckets, a function for each: what the ranks compare of it, how it is made in C++.
 
-Steps and bytes of each are in the header of the C++ op, whose name it has.
+Steps and bytes of each are in the header of the C++ op, whose name it has. The function says what
+the method of ``BaguaBucket`` or the algorithm that calls it does not: ``group`` are the ranks that
+communicate (None: those of the lane), ``hierarchical`` means exact inside a node, and one
+``outcome`` is shared by all buckets whose memory changes together.
 """
 
 from __future__ import annotations
@@ -31,7 +34,6 @@ __all__ = [
     "average_weights",
     "check_peer_selection_mode",
     "codec_named",
-    "codec_of_scatter_gather",
     "comm_hook",
     "compressed_all_reduce",
     "compressed_gossip",
@@ -124,11 +126,7 @@ def all_reduce_rows(
 ) -> Operation:
     """Sum or mean of a gradient that holds some rows only, which are gathered from all ranks.
 
-    Args:
-        gradient: shared by the slot and the C++ op.
-        sizes: of the parameter, the number of rows first.
-        average: mean instead of sum.
-        group: whose ranks communicate.
+    ``gradient`` is shared by the slot and the C++ op; ``sizes`` are those of the parameter.
     """
 
     def make(lane: Lane, _: BaguaBucket) -> _C.BucketOp:
@@ -139,17 +137,8 @@ def all_reduce_rows(
     return Operation(name="AllReduceRows", arguments=arguments, make=make, group=group)
 
 
-def codec_of_scatter_gather(dtype: torch.dtype) -> str | None:
-    """The codec that loses nothing of ``dtype`` and sums in f32; None where none is needed."""
-    return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)
-
-
 def codec_named(compression: str) -> str:
-    """The codec that ``compression`` names, in Bagua's spelling or in ours.
-
-    Raises:
-        ValueError: there is none; lists the known ones.
-    """
+    """The codec that ``compression`` names, in Bagua's spelling or in ours, or ValueError."""
     codec = _ALIASES.get(compression, compression)
     _C.make_codec(codec)
     return codec
@@ -166,17 +155,8 @@ def compressed_all_reduce(
 ) -> Operation:
     """Sum or mean of the bucket in f32: compressed parts are exchanged twice.
 
-    Args:
-        bucket: of any floating dtype.
-        codec: a name, in Bagua's spelling or in ours.
-        hierarchical: exact inside a node.
-        average: mean instead of sum.
-        group: whose ranks communicate; with ``outcome`` not None.
-        outcome: of error feedback, one for all buckets whose residuals change together. They are of
-            whole buckets: not for ``hierarchical="sharded"``. None: no error feedback.
-
-    Raises:
-        ValueError: unknown codec.
+    ``outcome``: of error feedback, whose residuals are of whole buckets: with ``group``, and not
+    for ``hierarchical="sharded"``. None: no error feedback.
     """
     _check_hierarchy(bucket, "CompressedAllReduce", hierarchical, shares=True)
     codec, reduce = codec_named(codec), _reduce_op(average)
@@ -240,10 +220,6 @@ def update_momentum(
         ValueError: the memories do not fit the tensors; names the first.
     """
     named = bucket.named_views()
-    if len(memories) != len(named):
-        raise ValueError(
-            f"bucket '{bucket.name}': {len(memories)} memories for {len(named)} tensors"
-        )
     for (name, view), memory in zip(named, memories, strict=True):
         if (memory.shape, memory.dtype) != (view.shape, view.dtype):
             raise ValueError(
@@ -271,19 +247,7 @@ def low_rank(
     error_feedback: bool = True,
     seed: int = 0,
 ) -> Operation:
-    """Mean of the bucket, matrices in it as products of two thin ones (PowerSGD).
-
-    Args:
-        bucket: of any floating dtype.
-        rank: columns of the factors.
-        outcome: one for all buckets whose memory changes together.
-        hierarchical: exact inside a node, low rank between the nodes' leaders.
-        group: whose ranks communicate.
-        min_compression_rate: matrices that get smaller by less are averaged exactly.
-        warm_start: start from the last round's factor instead of a random one.
-        error_feedback: add to the next round what this one loses.
-        seed: of the random factors, equal on all ranks.
-    """
+    """Mean of the bucket, matrices in it as products of two thin ones: ``PowerSGDAlgorithm``."""
     flat, named = bucket.backend_tensor, bucket.named_views()
     matrices = low_rank_matrices(named, rank, min_compression_rate)
     page = Page(flat, named, outcome, error_feedback=error_feedback, matrices=matrices, seed=seed)
@@ -323,16 +287,7 @@ def sparse(
     *,
     error_feedback: bool = True,
 ) -> Operation:
-    """Mean of the largest elements of each rank's bucket; zeros elsewhere.
-
-    Args:
-        bucket: of any floating dtype.
-        ratio: the part of the elements that is sent, at least one.
-        outcome: one for all buckets whose memory changes together.
-        hierarchical: exact inside a node, sparse between the nodes' leaders.
-        group: whose ranks communicate.
-        error_feedback: add to the next round what this one does not send.
-    """
+    """Mean of the largest elements of each rank's bucket, zeros elsewhere: ``SparseAlgorithm``."""
     k = number_sent(bucket.backend_tensor.numel(), ratio)
     page = Page(bucket.backend_tensor, bucket.named_views(), outcome, error_feedback=error_feedback)
 
@@ -389,11 +344,7 @@ def average_weights(
     peer_selection_mode: str,
     group: BaguaProcessGroup | None,
 ) -> AverageWeights:
-    """The mean with all ranks or with one peer, in ``peer_weight``.
-
-    Raises:
-        ValueError: an unknown mode, or a ``peer_weight`` that does not fit.
-    """
+    """The mean with all ranks or with one peer, in ``peer_weight``."""
     _check_hierarchy(bucket, "AverageWeights", hierarchical)
     check_peer_selection_mode(peer_selection_mode)
     flat = bucket.backend_tensor
@@ -449,17 +400,8 @@ def compressed_gossip(
 ) -> Operation:
     """Mixing with both neighbours on a ring, through compressed differences from replicas.
 
-    Args:
-        bucket: of weights.
-        replicas: ``weight``, the neighbours' replica of this rank, bit for bit; and of both
-            neighbours ``left`` and ``right``. f32, one dimension, as long as the bucket; changed by
-            the op.
-        hierarchical: exact inside a node.
-        codec: a name, in Bagua's spelling or in ours.
-        group: whose ranks communicate.
-
-    Raises:
-        ValueError: an unknown codec, or a replica that does not fit.
+    ``replicas``: ``weight``, the neighbours' replica of this rank, bit for bit; and of both
+    neighbours ``left`` and ``right``. They are changed by the op.
     """
     _check_hierarchy(bucket, "CompressedGossip", hierarchical)
     codec, flat = codec_named(codec), bucket.backend_tensor

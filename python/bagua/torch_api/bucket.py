@@ -240,7 +240,9 @@ class BaguaBucket:
         """
         codec = compression
         if not codec and scattergather:
-            codec = operations.codec_of_scatter_gather(self.backend_tensor.dtype)
+            # They lose nothing of the dtype, and sum in f32; others need none.
+            sums = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+            codec = sums.get(self.backend_tensor.dtype)
         if codec:
             operation = operations.compressed_all_reduce(self, codec, hierarchical, average, group)
         else:
@@ -400,11 +402,7 @@ class SparseBucket(BaguaBucket):
         compression: str | None = None,
         group: BaguaProcessGroup | None = None,
     ) -> Self:
-        """Exact sum or mean: rows are gathered from all ranks, whatever ``hierarchical`` says.
-
-        Raises:
-            NotImplementedError: ``compression``.
-        """
+        """Exact sum or mean: rows are gathered from all ranks, whatever ``hierarchical`` says."""
         record = record_of(self.tensors[0])
         if compression is not None:
             raise NotImplementedError(
