@@ -95,19 +95,12 @@ class Elastic:
 
 @dataclass(frozen=True)
 class StateTransfer:
-    """The rank that gives its state, and those that take it, in global ranks.
+    """The rank that gives its state, and those that take it, in global ranks."""
 
-    Attributes:
-        source: the lowest rank that has made most rounds.
-        behind: ranks that have made one less, or more where they were late.
-        joined: new ones.
-        counters: those of ``source``.
-    """
-
-    source: int
-    behind: list[int]
-    joined: list[int]
-    counters: Report
+    source: int  # the lowest rank that has made most rounds
+    behind: list[int]  # that have made one less, or more where they were late
+    joined: list[int]  # new ones
+    counters: Report  # those of ``source``
 
     @staticmethod
     def after(change: Change) -> StateTransfer:
@@ -122,13 +115,7 @@ class StateTransfer:
 class ElasticRanks(FixedRanks):
     """The ranks of an elastic algorithm's group: they are fewer after a loss, and may come back.
 
-    Args:
-        group: whose members change, in place. In a process that comes back this joins it.
-        elastic: the arguments.
-
-    Raises:
-        ValueError: another wrapped module makes the group's changes.
-        BaguaError: the job that this process comes back to is gone.
+    The members of ``group`` change in place. In a process that comes back this joins it.
     """
 
     def __init__(self, group: BaguaProcessGroup, elastic: Elastic) -> None:
@@ -238,11 +225,7 @@ class ElasticRanks(FixedRanks):
         return reason
 
     def _in_island(self, *numbers: int) -> list[int]:
-        """The maximum of each number over the ranks of this island, which all call it.
-
-        Raises:
-            BaguaError: one of them was lost.
-        """
+        """The maximum of each number over the ranks of this island, which all call it."""
         if self._island is None:
             return list(numbers)
         return self._island.reduce_numbers("a round of this island", _C.ReduceOp.MAX, *numbers)
@@ -250,15 +233,9 @@ class ElasticRanks(FixedRanks):
     # A change of ranks.
 
     def change(self, loop: OuterLoop, name: str, replace: Callable[[bool], None]) -> None:
-        """Agree on the members, and replace the plan. All that are left call it.
+        """Agree on the members, and replace the plan, which was ``loop``. All left call it.
 
-        Args:
-            loop: the plan until now.
-            name: of the module.
-            replace: builds the plan; its argument is whether ranks join.
-
-        Raises:
-            BaguaError: too few ranks are left, this one was given up, or changes fail repeatedly.
+        ``replace`` builds the new one; its argument is whether ranks join.
         """
         self._before, pending = loop, loop.state.pending
         self._missed = None if pending is None else pending.fragment.part
@@ -308,10 +285,6 @@ class ElasticRanks(FixedRanks):
         """Begin the first generation, or give a plan after a change the state to go on with.
 
         All members call it.
-
-        Raises:
-            BaguaMismatchError: the ranks' anchors differ.
-            BaguaError: a rank was lost.
         """
         if not self._membership.lives:
             self._membership.found(self._group.ranks)
@@ -335,10 +308,7 @@ class ElasticRanks(FixedRanks):
         self._group.admission = None
 
     def _use_missed(self, before: OuterLoop, loop: OuterLoop, changed: int) -> None:
-        """Use the anchor of a round that failed here, after other ranks had made it.
-
-        ``changed``: rounds that have changed the anchor on those.
-        """
+        """Use the anchor of a round that failed here, after others had made ``changed`` of them."""
         if self._missed is not None and changed != before.state.outer_rounds:
             before.commit(self._missed)
             loop.state.rank_weights.settle(self._missed)

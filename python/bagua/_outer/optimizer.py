@@ -80,9 +80,7 @@ class OuterSGD:
     def gain(self, mean_squared: float, momentum_and_mean: float) -> float:
         """Progress of this step along the mean, in units of the mean.
 
-        Args:
-            mean_squared: squared norm of the mean, not zero.
-            momentum_and_mean: inner product of the momentum before the step with the mean.
+        From its squared norm, not zero, and its inner product with the momentum before the step.
         """
         along = self.momentum * momentum_and_mean / mean_squared
         if self.nesterov:
@@ -109,11 +107,9 @@ class GrowingMomentum:
         return _Momentum(anchors, self)
 
     def step_after(self, momentum: float, correlation: float | None) -> OuterSGD:
-        """The next step's rates.
+        """The next step's rates, after one with ``momentum``; 0 in the first round.
 
-        Args:
-            momentum: of the fragment's step before; 0 in the first round.
-            correlation: cosine of ``d`` and ``m``; None: one of them is zero.
+        ``correlation``: cosine of ``d`` and ``m``; None: one of them is zero.
         """
         if correlation is not None:
             # Sums of another order, as of another device, give equal rates.
@@ -127,9 +123,6 @@ class _Momentum(torch.optim.Optimizer):
 
     The state of an anchor is its ``momentum``, and the ``rate`` of that in the last step, one f64
     for all. The group has the figures of the last step.
-
-    Attributes:
-        inner_product: of anchors, means and momenta; where they are shards, over all shards.
     """
 
     def __init__(self, anchors: list[torch.Tensor], rule: OuterSGD | GrowingMomentum) -> None:
@@ -180,11 +173,7 @@ def figures(optimizer: torch.optim.Optimizer) -> dict[str, float | None]:
 def describe(factory: OuterOptimizer, owner: str) -> str:
     """One line of the optimizer that ``factory`` makes, equal on all ranks where it is the same.
 
-    Tries it on an anchor of one element.
-
-    Raises:
-        TypeError: it is no function, makes no optimizer, or one that steps need more for than
-            gradients; names ``owner``, an algorithm.
+    Tries it on an anchor of one element. TypeError, for ``owner``, where it cannot be used.
     """
     if not callable(factory) or isinstance(factory, torch.optim.Optimizer):
         raise TypeError(

@@ -19,17 +19,11 @@ __all__ = ["FixedRanks", "RankWeights", "SampleWeights"]
 
 
 class FixedRanks:
-    """A lost rank is an error. ``ElasticRanks`` goes on without it.
+    """A lost rank is an error. ``ElasticRanks`` goes on without it."""
 
-    Attributes:
-        failure: of a round since the ranks changed last; None: there was none.
-        change_due: whether the ranks have to agree anew on who they are.
-        postponed: the fragment whose round is made after that; None: there is none.
-    """
-
-    failure: _C.BaguaError | None = None
-    change_due = False
-    postponed: int | None = None
+    failure: _C.BaguaError | None = None  # of a round since the ranks changed last
+    change_due = False  # the ranks have to agree anew on who they are
+    postponed: int | None = None  # the fragment whose round is made after that
 
     def gathered(self, part: int) -> bool:
         """The round of a fragment is due: whether to make it now, with these ranks."""
@@ -73,10 +67,7 @@ class RankWeights:
     def factor(self, part: int, gather: Callable[[str, int], list[int]], name: str) -> float:
         """The factor for what fragment ``part`` launches. All ranks call it.
 
-        Args:
-            part: of the fragment.
-            gather: returns the numbers of all ranks, as ``Connections.gather_numbers``.
-            name: of the module.
+        ``gather``: as ``Connections.gather_numbers``; ``name``: of the module.
         """
         return 1.0
 
@@ -97,9 +88,6 @@ class SampleWeights(RankWeights):
 
     A rank of weight w scales its pseudo-gradients by w P / sum of w, so that the mean of P ranks is
     the weighted one. With equal weights that is 1.
-
-    Args:
-        fragments: their number.
     """
 
     def __init__(self, fragments: int) -> None:

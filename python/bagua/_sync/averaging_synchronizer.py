@@ -295,8 +295,7 @@ class _ShardsApart:
     def take_averages(self) -> bool:
         """Training enters it: shards that nobody has changed outside get what was averaged.
 
-        Returns:
-            Whether there are shards.
+        False: there are no shards.
         """
         with torch.no_grad():
             for number, (bucket, i) in enumerate(self._buckets):

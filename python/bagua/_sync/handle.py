@@ -18,11 +18,7 @@ __all__ = ["LaneHandle"]
 class LaneHandle:
     """Communication at work, as long as the wrapper of torch's, whether this is kept or not.
 
-    Args:
-        name: of the module, in errors.
-        lane: with all communicators that the operations need.
-        wrap: of the module among those of the lane's group.
-        ledger: the state of the operations.
+    ``lane`` has all communicators that the operations need; ``ledger`` is their state.
     """
 
     def __init__(self, name: str, lane: Lane, wrap: str, ledger: Ledger) -> None:

@@ -32,9 +32,6 @@ class StepsInBackward:
     torch registers a hook per parameter that steps as soon as the gradient is accumulated, which
     would be this rank's own. As in torch's DDP those hooks are removed, and the steps are made when
     the gradients have been communicated.
-
-    Args:
-        named: the parameters that are trained.
     """
 
     def __init__(
@@ -51,11 +48,7 @@ class StepsInBackward:
         self.take_over()
 
     def take_over(self) -> bool:
-        """Remove the hooks of the parameters; whether there are optimizers.
-
-        Raises:
-            NotImplementedError: the algorithm must see the optimizer's ``step()``.
-        """
+        """Remove the hooks of the parameters; whether there are optimizers."""
         torchs: Any = sys.modules.get(_TORCHS)
         hooks = torchs.param_to_optim_hook_handle_map if torchs is not None else {}
         if len(hooks) == self._known:
@@ -120,11 +113,7 @@ class MissingSteps:
         return sum(parameter._version for parameter in self._sample)
 
     def at_forward(self) -> None:
-        """Count a training forward whose backward communicates.
-
-        Raises:
-            BaguaError: too many, without a step of a given optimizer.
-        """
+        """Count a training forward whose backward communicates; raise after too many."""
         before, self._versions = self._versions, self._read()
         if before == self._versions or self._state.stepping:
             return
@@ -156,7 +145,6 @@ class StepAttempts(DroppedOnCopy):
         watchers.append(weakref.ref(self))
 
     def __call__(self, *_: Any) -> None:
-        """Count an attempt."""
         self.count += 1
         if (attempted := self._attempted()) is not None:
             attempted()

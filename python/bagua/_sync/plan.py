@@ -119,10 +119,6 @@ def build(
     """Build the engine of a module.
 
     Every rank of ``group`` calls it with equal buckets, and samples of equal ``weights``.
-
-    Raises:
-        BaguaMismatchError: the ranks' buckets differ; lists the first difference.
-        BaguaError: a rank did not come, or was lost.
     """
     with group.connections.collective_phase(f"connecting module '{name}'"):
         plan = _build(buckets, group, name, wrap, weights)
@@ -185,11 +181,7 @@ def _build(
 
 @contextlib.contextmanager
 def part_of_the_round(engine: _C.Engine) -> Iterator[None]:
-    """Messages of the main thread inside belong to the round of ``engine``, and fail with it.
-
-    Raises:
-        BaguaError: says where the other ranks are.
-    """
+    """Messages of the main thread inside belong to the round of ``engine``, and fail with it."""
     try:
         yield
     except _C.BaguaMismatchError:

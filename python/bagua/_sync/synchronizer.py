@@ -18,21 +18,16 @@ class Synchronizer:
     """Communicates for a wrapped module, from one (re)build of its buckets to the next.
 
     This one communicates nothing: it is that of a module without buckets.
-
-    Attributes:
-        makes_rounds: whether the ranks' steps are rounds that all of them take part in. The methods
-            of rounds do nothing elsewhere.
-        communicators: (purpose, communicator) of its lanes, for statistics.
-        non_finite: by bucket, the counter of its rounds with NaN or infinity; none on CUDA.
     """
 
+    #: Whether steps are rounds that all ranks take part in; methods of rounds do nothing elsewhere.
     makes_rounds = False
-    communicators: list[tuple[str, _C.CountingCommunicator]]
-    non_finite: dict[str, _C.NonFiniteRounds]
 
     def __init__(self) -> None:
-        self.communicators = []
-        self.non_finite = {}
+        #: (Purpose, communicator) of the lanes, for statistics.
+        self.communicators: list[tuple[str, _C.CountingCommunicator]] = []
+        #: By bucket, the counter of its rounds with NaN or infinity; none on CUDA.
+        self.non_finite: dict[str, _C.NonFiniteRounds] = {}
 
     # One step, in the order in which things happen.
 
@@ -45,15 +40,8 @@ class Synchronizer:
     def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
         """A forward that trains begins: open a round, or continue the open one.
 
-        Args:
-            grad_scale: the factor that the gradients of this forward will carry.
-            result_scale: factor for the communicated values, at the end of backward.
-
-        Returns:
-            Whether it has opened a round: False if it was called for the open one before.
-
-        Raises:
-            BaguaError: this rank or another has failed.
+        Gradients will carry the factor ``grad_scale``, and communicated values get ``result_scale``
+        at the end of backward. False if it was called for the open round before.
         """
         return False
 
@@ -67,11 +55,7 @@ class Synchronizer:
         yield
 
     def agree_on_unfreezing(self, names: list[str]) -> None:
-        """Block until all ranks are about to unfreeze ``names``; this synchronizer ends then.
-
-        Raises:
-            BaguaMismatchError: a rank has begun a round instead, or unfreezes others.
-        """
+        """Block until all ranks are about to unfreeze ``names``; this synchronizer ends then."""
 
     def watch(self, outputs: list[torch.Tensor]) -> None:
         """After a forward that communicates: so does every backward through ``outputs``."""
@@ -104,11 +88,7 @@ class Synchronizer:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Inside it no weights change but by the caller.
-
-        Raises:
-            BaguaError: the device has failed at what earlier steps gave it.
-        """
+        """Inside it no weights change but by the caller."""
         self.settle()
         yield
 
@@ -124,11 +104,7 @@ class Synchronizer:
         """Raise a failure of the device at what earlier steps gave it."""
 
     def finish_soon(self) -> None:
-        """Give the buckets that were marked some seconds: other ranks may be gone.
-
-        Raises:
-            BaguaError: something failed on this rank.
-        """
+        """Give the buckets that were marked some seconds: other ranks may be gone."""
 
     def end_together(self) -> None:
         """End work between steps on all ranks, before another synchronizer replaces this one."""

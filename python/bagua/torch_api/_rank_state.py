@@ -52,9 +52,6 @@ def of_all_ranks(state: dict[str, Any]) -> dict[str, Any] | None:
     """The ranks' states as one, on rank 0; None on the others, and where there is no state.
 
     Every rank of the default group calls it.
-
-    Raises:
-        BaguaError: another rank failed.
     """
     if not state:
         return None

@@ -48,36 +48,19 @@ _CHECK_WEIGHTS_EVERY = 100  # rounds in which each element of the weights is com
 
 @dataclass(frozen=True)
 class UnevenInputs:
-    """Differences of a round in which some ranks may have run out of inputs.
+    """Differences of a round in which some ranks may have run out of inputs."""
 
-    Attributes:
-        source: the rank whose buffers all ranks get: one that still has inputs.
-        result_scale: factor for the communicated gradients.
-    """
-
-    source: int = 0
-    result_scale: float = 1.0
+    source: int = 0  # the rank whose buffers all ranks get: one that still has inputs
+    result_scale: float = 1.0  # factor for the communicated gradients
 
 
 class Session:
     """The hooks, buckets and lanes of one wrapped module.
 
-    Holds the module weakly: deleting the module frees threads, sockets and memory.
-
-    Attributes:
-        guard: watches what the algorithm loses; None: nobody does.
-        require_backward_grad_sync: whether forwards communicate; set through ``BaguaModule``.
-        scales_gradients: whether the wrap was given a scaler that multiplies the loss.
-        joining: whether rounds are those of ``join()``, in which ranks may have no inputs: they
-            open at the forward in ``eval()`` too, once per round.
-        uneven_inputs: differences of the next round in which ranks may have run out of inputs.
-        buffers_due: whether the next forward gets the first rank's buffers: it is the first, or the
-            forward before communicated.
+    Holds the module weakly: deleting the module frees threads, sockets and memory. Arguments are
+    those of ``with_bagua`` and ``DistributedDataParallel``.
 
     Args:
-        gradient_as_bucket_view: None: only where the algorithm needs it.
-        static_graph: every backward reaches the same parameters, each equally often.
-        bucket_bytes: after which a bucket is closed; None: ``BAGUA_DEFAULT_BUCKET_SIZE``.
         initial_state: broadcast by the first rank.
         hook_module: False: the caller calls :meth:`before_forward` and :meth:`after_forward`.
     """
@@ -106,10 +89,13 @@ class Session:
         self.bagua_module_name = bagua_module_name or type(module).__name__
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
-        self.require_backward_grad_sync = True
+        self.require_backward_grad_sync = True  # set through BaguaModule
         self.scales_gradients = grad_scaler is not None and grad_scaler.is_enabled()
+        # Rounds are those of join(): they open at the forward in eval() too, once per round.
         self.joining = False
-        self.uneven_inputs = UnevenInputs()
+        self.uneven_inputs = UnevenInputs()  # of the next round
+        # The next forward gets the first rank's buffers: it is the first, or the one before
+        # communicated.
         self.buffers_due = True
         self.bagua_train_step_counter = 0
         self.bagua_buckets: list[BaguaBucket] = []
@@ -169,22 +155,15 @@ class Session:
         self._snapshot.show_shards(self.module)
 
     def bagua_floating_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """``(name, buffer)`` of all floating buffers that are not ignored."""
         return self._snapshot.floating_buffers(self.module)
 
     def bagua_whole_buffers(self) -> list[torch.Tensor]:
-        """All buffers that are neither floating nor ignored."""
         return [b for b in self._snapshot.buffers(self.module) if not b.is_floating_point()]
 
     # The wrap: checks of this rank alone.
 
     def _check(self, module: torch.nn.Module) -> None:
-        """Refuse what cannot be trained, before anything is sent.
-
-        Raises:
-            TypeError, NotImplementedError, RuntimeError: names the parameter or optimizer, and
-                what can be used instead.
-        """
+        """Refuse what cannot be trained, before anything is sent."""
         self.process_group.refuse_before_joining()
         self._snapshot.refuse_unsupported(module, self.bagua_algorithm)
         self._refuse_shards_of_the_group()
@@ -227,11 +206,7 @@ class Session:
                 )
 
     def _guard_of(self, algorithm: AlgorithmImpl) -> GuardAtWork | None:
-        """The guard that was asked for, or the algorithm's own.
-
-        Raises:
-            ValueError: the algorithm cannot be guarded; with the reason and what to do.
-        """
+        """The guard that was asked for, or the algorithm's own."""
         traits = algorithm.traits
         guard = traits.default_guard if self._asked_guard is None else self._asked_guard
         if guard is None:
@@ -270,11 +245,7 @@ class Session:
         return lines + self._snapshot.describe(module)
 
     def _agree(self) -> None:
-        """Check that all ranks have described the same. All ranks call it.
-
-        Raises:
-            BaguaMismatchError: on all ranks, naming the first difference.
-        """
+        """Check that all ranks have described the same. All ranks call it."""
         what = "the model or the arguments of with_bagua"
         self.process_group.connections.agree(what, self._description)
 
@@ -437,8 +408,7 @@ class Session:
     def _open_round(self, *, syncs: bool, opens: bool) -> None:
         """Open a round or continue the open one, if the forward ``opens``; give buffers.
 
-        A forward gets them at the moments of torch's DDP: it is the first, or the forward before
-        communicated. ``syncs``: whether the forward's backward would communicate.
+        ``syncs``: whether the forward's backward would communicate.
         """
         first = opens and self._begin_round()
         due = opens if self.joining else self.buffers_due
@@ -466,7 +436,6 @@ class Session:
             broadcast_tensors(buffers, connections, self.uneven_inputs.source)
 
     def _compare(self) -> None:
-        """Compare what the guard has sampled, where that is due."""
         if self.guard is not None:
             self.guard.begin_round(self._running, self.traffic)
 
@@ -477,14 +446,7 @@ class Session:
             self._running.watch(tensors_in(output))
 
     def open_round_in_backward(self) -> None:
-        """Open the round of a backward whose forward has not opened it.
-
-        That forward was in ``eval()``, or has had a backward already.
-
-        Raises:
-            BaguaError: inside ``join()``, or with an algorithm that averages weights, a forward has
-                one backward.
-        """
+        """Open the round of a backward whose forward was in ``eval()`` or has had a backward."""
         if self.joining or self.bagua_algorithm.traits.opens_at_forward:
             where = "Inside join()"
             if not self.joining:
@@ -525,19 +487,11 @@ class Session:
         self._steps_in_backward.step()
 
     def mark_all_ready(self) -> None:
-        """Mark every registered tensor that is not marked yet.
-
-        Raises:
-            BaguaError: no round is open, or something failed on this rank or another.
-        """
+        """Mark every registered tensor that is not marked yet."""
         self._running.mark_all()
 
     def wait_pending_comm_ops(self) -> None:
-        """Block until the buckets that were launched are done.
-
-        Raises:
-            BaguaError: something failed on this rank or another.
-        """
+        """Block until the buckets that were launched are done; raise what failed on any rank."""
         self._running.wait()
 
     @property
@@ -547,7 +501,7 @@ class Session:
 
     @property
     def synchronising(self) -> bool:
-        """Whether a round is open: the next backward that communicates is in it."""
+        """Whether a round is open."""
         return self._running.synchronising
 
     @property
@@ -574,12 +528,7 @@ class Session:
     # Changes while training goes on.
 
     def _take_changes(self, module: torch.nn.Module) -> None:
-        """Check that the module is as it was at the wrap; take unfrozen parameters.
-
-        Raises:
-            BaguaError: it has changed; names the first difference.
-            BaguaMismatchError: another rank has not unfrozen the same.
-        """
+        """Check that the module is as it was at the wrap; take unfrozen parameters."""
         between = self._running.makes_rounds and not self.synchronising
         takes = between and self.bagua_algorithm.traits.takes_unfrozen
         if not self._snapshot.check(module, self.bagua_module_name, unfreezing=takes):
@@ -645,11 +594,7 @@ class Session:
     # The end.
 
     def close(self) -> None:
-        """Remove all hooks and stop the threads. The module keeps its weights. Idempotent.
-
-        Raises:
-            BaguaError: see :meth:`end_with_group`.
-        """
+        """Remove all hooks and stop the threads. The module keeps its weights. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -677,8 +622,7 @@ class Session:
     def _finish_rounds(self) -> BaguaError | None:
         """Give the round that an earlier iteration has left some seconds to run.
 
-        Returns:
-            A failure of the device at the last steps, which no step has raised.
+        Returns a failure of the device at the last steps, which no step has raised.
         """
         if not self._running.makes_rounds:
             return None
@@ -713,11 +657,7 @@ def _shares(session: Session) -> bool:
 
 
 def _claim(session: Session) -> None:
-    """Register all trained parameters of ``session``.
-
-    Raises:
-        RuntimeError: one belongs to another wrapped module, and one of the two cannot share it.
-    """
+    """Register all trained parameters of ``session``, or raise where another cannot share one."""
     named = session.bagua_build_params()
     for name, parameter in named:
         for other in (reference() for reference in _owners_of(parameter)):

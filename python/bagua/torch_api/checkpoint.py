@@ -185,11 +185,7 @@ def load_latest(
 
 
 def _newest(folder: Path, joined: BaguaProcessGroup) -> tuple[int, int] | None:
-    """The newest step that all ranks can load, and how many saved it; warns of those refused.
-
-    Raises:
-        BaguaError: there are checkpoints, and none can be loaded.
-    """
+    """The newest step that all ranks can load, and how many saved it; warns of those refused."""
     steps = broadcast_object(_step_folder.steps(folder), 0, joined.get_global_communicator())
     refused: list[str] = []
     for step in reversed(steps):
@@ -261,11 +257,7 @@ def _of_rank(place: Path, rank: int) -> Leaves:
 
 
 def _of_all_ranks(place: Path, saved: int, size: int, state: Mapping[str, Any]) -> Leaves:
-    """State that ``saved`` ranks saved, for another number of ranks.
-
-    Raises:
-        ValueError: two ranks have different values where one is needed.
-    """
+    """State that ``saved`` ranks saved, for another number of ranks."""
     of_first = {
         (name, *buffer)
         for name, ddp in _wrapped_in(state)

@@ -116,21 +116,14 @@ class Guard:
 
 @dataclass(eq=False)
 class _Watched:
-    """A bucket whose last operation approximates something.
-
-    Attributes:
-        places: of the sample that was asked for; None: none was.
-        suspected: the figures that were above their thresholds in the last sample.
-        figures: the last ones.
-        breached: the figures that were above their thresholds twice in a row.
-    """
+    """A bucket whose last operation approximates something."""
 
     bucket: BaguaBucket
     operation: Operation
-    places: torch.Tensor | None = None
-    suspected: frozenset[str] = frozenset()
-    figures: Mapping[str, float] = field(default_factory=dict)
-    breached: frozenset[str] = frozenset()
+    places: torch.Tensor | None = None  # of the sample that was asked for
+    suspected: frozenset[str] = frozenset()  # figures above their thresholds in the last sample
+    figures: Mapping[str, float] = field(default_factory=dict)  # the last ones
+    breached: frozenset[str] = frozenset()  # those above their thresholds twice in a row
 
     @property
     def tensors(self) -> str:
@@ -176,12 +169,7 @@ class GuardAtWork:
     begins: optimizers have stepped by then, on which residuals may wait. Nothing of that round has
     been sent. Figures are reduced over the ranks, so all ranks find the same.
 
-    Args:
-        guard: what to measure, and the thresholds.
-        module_name: for messages.
-        process_group: whose ranks communicate.
-        ranks_agree: whether all ranks hold the same results.
-        adaptive: whether an optimizer divides by the magnitude of past gradients.
+    ``adaptive``: whether an optimizer divides by the magnitude of past gradients.
     """
 
     def __init__(
@@ -221,9 +209,6 @@ class GuardAtWork:
         """Compare what was sampled, warn, and ask for new samples.
 
         Called once as each round begins, before anything of it is sent. All ranks call it.
-
-        Raises:
-            BaguaError: another rank failed.
         """
         asked = [entry for entry in self._watched if entry.places is not None]
         if asked:
@@ -333,27 +318,16 @@ class GuardAtWork:
 
 @dataclass(frozen=True)
 class _Sample:
-    """One bucket's elements on this rank, in runs of neighbours; f64, on the CPU, unscaled.
+    """One bucket's elements on this rank, in runs of neighbours; f64, on the CPU, unscaled."""
 
-    Attributes:
-        own: what this rank has put in, or its weights; (runs, elements of a run).
-        result: what the ranks have made of it; None: of weights, whose ranks differ.
-        residual: of error feedback at these elements; None: there is none.
-        averages: whether the result is a mean, not a sum.
-    """
-
-    own: torch.Tensor
-    result: torch.Tensor | None
-    residual: torch.Tensor | None
-    averages: bool = True
+    own: torch.Tensor  # what this rank has put in, or its weights; (runs, elements of a run)
+    result: torch.Tensor | None  # what the ranks have made of it; None: of weights, which differ
+    residual: torch.Tensor | None  # of error feedback at these elements, if there is any
+    averages: bool = True  # the result is a mean, not a sum
 
 
 def _places_of(numel: int, elements: int, seed: int) -> torch.Tensor:
-    """About ``elements`` places in a bucket of ``numel``, in runs; equal on ranks of one ``seed``.
-
-    Returns:
-        int64, of shape (runs, elements of a run).
-    """
+    """About ``elements`` places in a bucket of ``numel``, (runs, elements of a run)."""
     width = min(_RUN, numel)
     runs = (max(1, elements // width), 1)
     generator = torch.Generator(device="cpu").manual_seed(seed)

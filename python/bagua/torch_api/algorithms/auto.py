@@ -134,19 +134,13 @@ def label_of(algorithm: Algorithm) -> str:
 
 @dataclass(eq=False)
 class Trial:
-    """A candidate, and what was measured of it.
-
-    Attributes:
-        seconds: of a step; None: not tried.
-        error: what the guard found that its first round loses; None: not measured.
-        excluded: the reason for which it is not tried again; empty: it may be.
-    """
+    """A candidate, and what was measured of it."""
 
     algorithm: Algorithm
     label: str
-    seconds: float | None = None
-    error: float | None = None
-    excluded: str = ""
+    seconds: float | None = None  # of a step; None: not tried
+    error: float | None = None  # what the guard found that its first round loses
+    excluded: str = ""  # the reason for which it is not tried again
 
 
 class Selection:
@@ -159,20 +153,17 @@ class Selection:
         trials: in this order; the first one is exact, and never excluded.
         max_error: of a candidate that may be chosen.
         agree: makes a rank's number the largest of all ranks'.
-
-    Attributes:
-        at_work: the candidate that is to communicate now.
-        chosen: whether it is the choice; False: it is being tried.
-        why: the choice was made, or the trials were begun.
-        turns: how often the candidates were tried to the end.
     """
+
+    at_work: Trial  # the candidate that is to communicate now
+    chosen: bool  # False: it is being tried
 
     def __init__(
         self, trials: Sequence[Trial], max_error: float, agree: Callable[[float], float]
     ) -> None:
         self.trials = list(trials)
-        self.why = ""
-        self.turns = 0
+        self.why = ""  # the choice was made, or the trials were begun
+        self.turns = 0  # how often the candidates were tried to the end
         self._max_error = max_error
         self._agree = agree
         self._reference: float | None = None  # seconds of a step since the choice
@@ -319,13 +310,7 @@ def _seconds(trial: Trial) -> float:
 
 
 class AutoAlgorithmImpl(AlgorithmImpl):
-    """Implementation of :class:`AutoAlgorithm`: an inner one at work, and the selection.
-
-    Attributes:
-        inner: the implementation that communicates.
-        selection: of the candidate that is to communicate.
-        clock: of steps, in seconds.
-    """
+    """Implementation of :class:`AutoAlgorithm`: an inner one at work, and the selection."""
 
     clock: Callable[[], float] = staticmethod(time.perf_counter)
 
@@ -429,7 +414,6 @@ class AutoAlgorithmImpl(AlgorithmImpl):
     # The choice.
 
     def statistics(self) -> dict[str, Any]:
-        """``{"choice": ...}``, see ``BaguaModule.bagua_stats``."""
         return {"choice": self.selection.values()}
 
     def _exclude_unsupported(self, bagua_ddp: Session) -> None:
@@ -513,13 +497,9 @@ class AutoAlgorithmImpl(AlgorithmImpl):
         bagua_ddp = None if self._ddp is None else self._ddp()
         if bagua_ddp is not None and self._built is not chosen:
             bagua_ddp.rebuild()
-        inner = _without_choice(state)
+        inner = {key: value for key, value in state.items() if key != "choice"}
         if inner or not self.inner.state_dict():
             self.inner.load_state_dict(inner)
-
-
-def _without_choice(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if key != "choice"}
 
 
 def _largest(connections: Connections, value: float) -> float:

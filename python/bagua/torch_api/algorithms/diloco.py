@@ -272,10 +272,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         )
 
     def _mean(self, bucket: BaguaBucket, outcome: _C.RoundOutcome) -> Operation:
-        """The operation that averages pseudo-gradients.
-
-        Its residuals, if it has any, change with the ``outcome`` of a fragment's round.
-        """
+        """The operation that averages pseudo-gradients; ``outcome`` is of the fragment's rounds."""
         own = self.arguments
         if own.codec is None:
             return operations.all_reduce(bucket, own.hierarchical, group=self.process_group)
@@ -606,12 +603,7 @@ def _fragments_described(fragments: Fragments) -> str:
 def _parts_of(
     fragments: Fragments, module: torch.nn.Module, names: Sequence[str]
 ) -> dict[str, int]:
-    """The fragment of each parameter of ``names``.
-
-    Raises:
-        ValueError: a parameter is in none or in two, a fragment is empty, or there are no blocks to
-            make so many of; names it.
-    """
+    """The fragment of each parameter of ``names``."""
     if isinstance(fragments, int):
         parts = _strided(fragments, module, names)
         count = fragments

@@ -1,4 +1,7 @@
-"""Arguments of torch's DistributedDataParallel: their meaning here, and which are refused."""
+"""Arguments of torch's DistributedDataParallel: their meaning here, and which are refused.
+
+What each function raises is what the class documents.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +56,6 @@ def check_delayed(
     """Check the parameters whose reduction is to be delayed until ``hooked`` is ready.
 
     They are reduced in the buckets of all others: the result is the same.
-
-    Raises:
-        ValueError: one argument without the other, or a parameter that is none of the module's.
     """
     if (named is None) != (hooked is None):
         raise ValueError(
@@ -73,13 +73,7 @@ def check_delayed(
 
 
 def check_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that are not ignored.
-
-    Raises:
-        TypeError: ``module`` is no module, or is wrapped by with_bagua.
-        RuntimeError: none needs a gradient, or one is lazy and has no shape yet.
-        ValueError: they are on different types of device.
-    """
+    """The parameters that are not ignored, after checking that they can be trained."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, not {module!r}")
     if isinstance(module, BaguaModule) and not isinstance(module, TorchDDP):
@@ -109,12 +103,7 @@ def check_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 def devices(
     parameters: Sequence[torch.nn.Parameter], device_ids: Any, output_device: Any
 ) -> tuple[list[int] | None, int | None]:
-    """``device_ids`` and ``output_device`` as indices; None where the module dictates them.
-
-    Raises:
-        ValueError: more than one id, ids for a CPU or multi-device module, or another device than
-            the module's.
-    """
+    """``device_ids`` and ``output_device`` as indices; None where the module dictates them."""
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
             f"device_ids={device_ids} must be None or one device: start one process per device"
@@ -152,30 +141,19 @@ def _index(device: Any, device_type: str) -> int | None:
 
 @dataclass(frozen=True)
 class Groups:
-    """The group that communicates: as torch has it, and as bagua has it.
-
-    Attributes:
-        shown: a torch group where there is one.
-        default: whether these are all ranks.
-    """
+    """The group that communicates: as torch has it, where it does, and as bagua has it."""
 
     shown: dist.ProcessGroup | BaguaProcessGroup
     bagua: BaguaProcessGroup
 
     @property
     def default(self) -> bool:
+        """Whether these are all ranks."""
         return self.shown is dist.group.WORLD
 
 
 def groups(process_group: Any, device_mesh: Any) -> Groups:
-    """The groups of ``process_group``: None, torch's or bagua's; or of a mesh of one dimension.
-
-    Raises:
-        RuntimeError: both are given, ``device_mesh`` has more dimensions, or no process group
-            exists.
-        ValueError: ``process_group`` is a mesh of more dimensions.
-        TypeError: ``process_group`` is none of these.
-    """
+    """The groups of ``process_group``: None, torch's or bagua's; or of a mesh of one dimension."""
     process_group = group_of_mesh(process_group)
     if device_mesh is not None:
         if process_group is not None:
@@ -202,11 +180,7 @@ def groups(process_group: Any, device_mesh: Any) -> Groups:
 def bucket_bytes(
     bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
 ) -> int | tuple[int, ...] | None:
-    """MiB to bytes: one limit, or one for each bucket, of which the last holds for the rest.
-
-    Raises:
-        ValueError: not positive.
-    """
+    """MiB to bytes: one limit, or one for each bucket, of which the last holds for the rest."""
     if bucket_cap_mb_list:
         return tuple(_bytes_of("bucket_cap_mb_list", cap) for cap in bucket_cap_mb_list)
     return None if bucket_cap_mb is None else _bytes_of("bucket_cap_mb", bucket_cap_mb)

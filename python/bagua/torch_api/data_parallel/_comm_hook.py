@@ -44,7 +44,6 @@ class CommHook(GradientAllReduceAlgorithmImpl):
     """Gradients through a user's hook, which also divides by the number of ranks.
 
     What an unknown hook returns is its own affair (``noop_hook``, local SGD): ranks need not agree.
-
     """
 
     def __init__(self, process_group: BaguaProcessGroup, state: Any, hook: Hook) -> None:
@@ -65,13 +64,7 @@ class CommHook(GradientAllReduceAlgorithmImpl):
 
 
 def register(ddp: Session, state: Any, hook: Hook) -> None:
-    """Replace the communication of ``ddp`` by ``hook``. Every rank calls it, between two steps.
-
-    Raises:
-        TypeError, ValueError: ``hook`` is no hook.
-        RuntimeError: there is one already, a forward waits for its backward, or the algorithm is no
-            exact all-reduce of gradients.
-    """
+    """See ``DistributedDataParallel.register_comm_hook``."""
     _check_hook(hook)
     _check_algorithm(ddp.bagua_algorithm)
     if ddp.synchronising:

@@ -35,7 +35,7 @@ class Shadow(JoinHook):
     """Steps of one rank once it has no inputs left."""
 
     def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
-        torch_group(ddp, "join()")  # raises where there is none
+        torch_group(ddp)  # raises where there is none
         ddp.divide_by_initial_world_size = divide_by_initial_world_size
         self._ddp = ddp
         self._own_gradients: list[tuple[torch.nn.Parameter, torch.Tensor | None]] | None = None
@@ -121,11 +121,7 @@ def meet(ddp: DistributedDataParallel, has_inputs: bool) -> None:
 
 @outside_graphs_lazily
 def announce(ddp: DistributedDataParallel) -> None:
-    """Steps 1 and 2 of Note [Uneven inputs], before each forward on a rank that has inputs.
-
-    Raises:
-        NotImplementedError: the algorithm communicates more than gradients.
-    """
+    """Steps 1 and 2 of Note [Uneven inputs], before each forward on a rank that has inputs."""
     ddp.bagua_ddp.joining = True
     if not ddp.bagua_ddp.opens_round():
         return
@@ -141,20 +137,16 @@ def _who(ddp: DistributedDataParallel, this_one: bool) -> list[int]:
     group = ddp.bagua_ddp.process_group
     says = torch.zeros(group.size, device=ddp.join_device)
     says[group.rank] = float(this_one)
-    dist.all_reduce(says, group=torch_group(ddp, "join()"))
+    dist.all_reduce(says, group=torch_group(ddp))
     return [rank for rank, said in enumerate(says.tolist()) if said]
 
 
-def torch_group(ddp: Any, caller: str) -> dist.ProcessGroup:
-    """The torch group of the wrapped module.
-
-    Raises:
-        NotImplementedError: it was wrapped with a bagua group of some of the ranks.
-    """
+def torch_group(ddp: Any) -> dist.ProcessGroup:
+    """The torch group of the wrapped module, or an error: bagua's group has some of the ranks."""
     group = ddp.process_group
     if not isinstance(group, dist.ProcessGroup):
         raise NotImplementedError(
-            f"{caller} needs a torch process group: pass the one of torch.distributed.new_group() "
+            "join() needs a torch process group: pass the one of torch.distributed.new_group() "
             "as process_group="
         )
     return group

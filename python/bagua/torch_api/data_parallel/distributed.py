@@ -249,12 +249,7 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
 
     @outside_graphs_lazily
     def _start_copy(self) -> None:
-        """Begin to communicate, as this is a copy of a wrapper that did. Every rank calls it.
-
-        Raises:
-            RuntimeError: the wrapper had another group than the default one, or its algorithm
-                needs a scaler.
-        """
+        """Begin to communicate, as this is a copy of a wrapper that did. Every rank calls it."""
         if not self._wrap.default_group:
             raise RuntimeError(
                 "this DistributedDataParallel is a copy or was unpickled, and its process group "
@@ -412,7 +407,7 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """For ``Join``."""
-        return _join.torch_group(self, "join()")
+        return _join.torch_group(self)
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         """Cut inputs along ``dim``, one part per device."""
