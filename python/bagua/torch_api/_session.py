@@ -10,7 +10,6 @@ import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,19 +38,11 @@ from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, name_of
 from bagua.torch_api.bucket import BaguaBucket, split_by_bucket_size
 from bagua.torch_api.guard import Guard, GuardAtWork
 
-__all__ = ["Session", "UnevenInputs", "is_owned"]
+__all__ = ["Session", "is_owned"]
 
 _log = logging.getLogger("bagua")
 
 _CHECK_WEIGHTS_EVERY = 100  # rounds in which each element of the weights is compared once
-
-
-@dataclass(frozen=True)
-class UnevenInputs:
-    """Differences of a round in which some ranks may have run out of inputs."""
-
-    source: int = 0  # the rank whose buffers all ranks get: one that still has inputs
-    result_scale: float = 1.0  # factor for the communicated gradients
 
 
 class Session:
@@ -93,7 +84,8 @@ class Session:
         self.scales_gradients = grad_scaler is not None and grad_scaler.is_enabled()
         # Rounds are those of join(): they open at the forward in eval() too, once per round.
         self.joining = False
-        self.uneven_inputs = UnevenInputs()  # of the next round
+        self.buffers_source = 0  # the rank whose buffers all get: one that still has inputs
+        self.result_scale = 1.0  # for communicated gradients of ranks of which some have no inputs
         # The next forward gets the first rank's buffers: it is the first, or the one before
         # communicated.
         self.buffers_due = True
@@ -360,10 +352,6 @@ class Session:
 
         One in training mode opens its round here, one in ``eval()`` in its backward: a rank that
         evaluates alone, with gradients enabled, does not wait.
-
-        Raises:
-            BaguaError: the module has changed since the wrap, its process group is gone, or another
-                rank failed.
         """
         self._watching = False
         if self._running.in_backward:
@@ -424,7 +412,7 @@ class Session:
         scale = 1.0
         if self._grad_scaler is not None and self.bagua_algorithm.traits.reads_grad_scale:
             scale = self._grad_scaler.get_scale()
-        return self._running.step_begins(scale, self.uneven_inputs.result_scale)
+        return self._running.step_begins(scale, self.result_scale)
 
     def _give_buffers(self) -> None:
         """Give every rank the buffers of one, as a part of the open round or the next."""
@@ -433,7 +421,7 @@ class Session:
             return
         with self.traffic.counted("buffers"), self._running.part_of_the_round():
             connections = self.process_group.connections
-            broadcast_tensors(buffers, connections, self.uneven_inputs.source)
+            broadcast_tensors(buffers, connections, self.buffers_source)
 
     def _compare(self) -> None:
         if self.guard is not None:
@@ -520,7 +508,7 @@ class Session:
         """Answer a round of the ranks that still have inputs, with zero gradients."""
         if not self._running.makes_rounds:
             return
-        self._running.begin_without_inputs(self.uneven_inputs.result_scale)
+        self._running.begin_without_inputs(self.result_scale)
         self._give_buffers()
         self._compare()
         self._running.answer_with_zeros()
@@ -604,9 +592,6 @@ class Session:
         """Stop the threads because the process group ends.
 
         From then on a forward that would communicate raises. Idempotent.
-
-        Raises:
-            BaguaError: the device has failed at the last steps, and no step has raised that.
         """
         if self._ended:
             return

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 
 from bagua._core.state.bagua_tensor import record_of
 from bagua._sync.hooks import outside_graphs_lazily
-from bagua.torch_api._session import Session, UnevenInputs
+from bagua.torch_api._session import Session
 
 if TYPE_CHECKING:
     from bagua.torch_api.data_parallel.distributed import DistributedDataParallel
@@ -76,7 +76,7 @@ class Shadow(JoinHook):
         ddp = self._ddp
         source = max(_who(ddp, is_last_joiner))
         inner = ddp.bagua_ddp
-        inner.uneven_inputs = UnevenInputs()
+        inner.buffers_source, inner.result_scale = 0, 1.0
         inner.joining = False
         inner.give_state(source, buffers=inner.broadcast_buffers)
         for parameter, gradient in self._own_gradients or ():
@@ -116,7 +116,7 @@ def meet(ddp: DistributedDataParallel, has_inputs: bool) -> None:
     means = getattr(inner.bagua_algorithm, "average", True)  # a sum is divided by nothing
     keep = ddp.divide_by_initial_world_size or not means
     scale = 1.0 if keep else inner.process_group.size / len(active)
-    inner.uneven_inputs = UnevenInputs(max(active), scale)
+    inner.buffers_source, inner.result_scale = max(active), scale
 
 
 @outside_graphs_lazily
