@@ -182,25 +182,16 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._betas.append((betas, [self._groups[tensor] for tensor in bucket.tensors]))
         self._memories.update(zip(bucket.tensors, memories, strict=True))
         bucket.append_operation(operations.update_momentum(bucket, memories, betas))
-        if self.error_feedback:
-            operation = operations.compressed_all_reduce(
-                bucket,
-                self.codec,
-                bool(self.hierarchical),
-                group=self.process_group,
-                outcome=self._commit.outcome,
-            )
-            bucket.append_operation(operation)
-            assert operation.page is not None
-            self.ledger.take(operation.page)
-            return
-        bucket.append_centralized_synchronous_op(
-            hierarchical=self.hierarchical,
-            average=True,
-            scattergather=True,
-            compression=self.codec,
+        operation = operations.compressed_all_reduce(
+            bucket,
+            self.codec,
+            self.hierarchical,
             group=self.process_group,
+            outcome=self._commit.outcome if self.error_feedback else None,
         )
+        bucket.append_operation(operation)
+        if operation.page is not None:
+            self.ledger.take(operation.page)
 
     def init_forward_pre_hook(self, bagua_ddp: Session) -> Callable[[Any], None]:
         def start(_: Any) -> None:
@@ -245,12 +236,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         return finish
 
     def use_momentum(self) -> None:
-        """Called by the optimizer's step, which takes ``.grad`` for momentum.
-
-        Raises:
-            BaguaError: nothing has been averaged since the last step, or momenta that are not
-                finite.
-        """
+        """Called by the optimizer's step, which takes ``.grad`` for momentum."""
         if not self._fresh:
             raise BaguaError(
                 "QAdamOptimizer.step(): no backward was communicated since the last step, so "
