@@ -12,7 +12,6 @@ from torch.distributed.rendezvous import _rendezvous_handlers as rendezvous_hand
 from bagua._core.group.communicator import CommMember, Communicator
 from bagua._core.group.incarnation import OWN_RENDEZVOUS, refuse_stale_addresses
 from bagua._core.group.job import as_bagua_group, ensure_initialised, known_bagua_group
-from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import METHODS, PROPERTIES
 from bagua._sync.optimizer_steps import attempt_of
 from bagua.torch_api._session import Session
@@ -154,14 +153,9 @@ def bagua_get_intra_node_communicator(self: dist.ProcessGroup) -> Communicator |
     return known_bagua_group(self).get_intra_node_communicator()
 
 
-def _bagua_pg(self: dist.ProcessGroup) -> BaguaProcessGroup:
-    """The bagua group; RuntimeError before ``bagua_patch()``."""
-    return known_bagua_group(self)
-
-
 GROUP_ATTRIBUTES = {
     "bagua_patch": bagua_patch,
-    "bagua_pg": property(_bagua_pg),
+    "bagua_pg": property(known_bagua_group),
     "bagua_get_global_communicator": bagua_get_global_communicator,
     "bagua_get_inter_node_communicator": bagua_get_inter_node_communicator,
     "bagua_get_intra_node_communicator": bagua_get_intra_node_communicator,

@@ -188,7 +188,7 @@ class AlgorithmImpl:
         What it raises ends the backward. Not called for ``torch.autograd.grad`` and
         ``backward(inputs=...)``, nor where the module's output holds no tensors.
         """
-        return _nothing_at_all
+        return _nothing
 
     def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
         """Called at the end of backward: by default wait for communication."""
@@ -372,11 +372,7 @@ def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     parameter.grad = gradient
 
 
-def _nothing(_: Any) -> None:
-    return None
-
-
-def _nothing_at_all() -> None:
+def _nothing(*_: Any) -> None:
     return None
 
 
