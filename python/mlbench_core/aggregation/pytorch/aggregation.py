@@ -375,9 +375,6 @@ def _member_transport(
     Without a group it is bagua's default group, which is made over torch.distributed's where the
     script has initialised that one only. A process without either is alone if it declares that by
     ``world_size=1``, or if no launcher says otherwise.
-
-    Raises:
-        RuntimeError: there is no group but there are other ranks, or this process is no member.
     """
     if process_group is not None:
         connections = process_group.connections
