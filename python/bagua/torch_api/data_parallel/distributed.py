@@ -360,7 +360,7 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
                 ``torch.futures.Future`` of one tensor like ``bucket.buffer()``.
 
         Raises:
-            TypeError: ``hook`` is no hook.
+            TypeError, ValueError: ``hook`` is no hook.
             RuntimeError: one is registered, a forward waits for its backward, or the algorithm is
                 another than GradientAllReduceAlgorithm.
         """
