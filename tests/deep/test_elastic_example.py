@@ -16,10 +16,10 @@ ROUNDS = 30
 
 KILLS_ITS_USER = """
 import os, runpy, signal, sys, time
-from bagua._core.group.elastic import pulse
+from bagua._core.group import membership
 from bagua._outer.elastic import ElasticRanks
 
-pulse.SECONDS_OF_SILENCE = 2.0
+membership.SECONDS_OF_SILENCE = 2.0
 confirm, rounds = ElasticRanks.confirm, 0
 own = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 dies = own == (os.environ.get("DIES"), "0")

@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import bagua.torch_api as bagua
-from bagua._core.group.elastic import pulse
+from bagua._core.group import membership
 from bagua._core.state.shards import local
 from bagua._outer.elastic import Elastic, ElasticRanks
 from bagua._outer.loop import Fragment
@@ -35,7 +35,7 @@ TIMEOUT = 15.0
 INTERVAL = 4
 RATE = 0.03
 EXIT_OF_AN_ERROR = 7
-pulse.SECONDS_OF_SILENCE = 2.0
+membership.SECONDS_OF_SILENCE = 2.0
 
 
 def network():

@@ -117,11 +117,11 @@ DIES = """
 import datetime, os, signal, sys
 import torch
 import bagua.torch_api as bagua
-from bagua._core.group.elastic import pulse
+from bagua._core.group import membership
 from bagua._outer.elastic import ElasticRanks
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, OuterSGD
 
-pulse.SECONDS_OF_SILENCE = 2.0
+membership.SECONDS_OF_SILENCE = 2.0
 torch.manual_seed(0)
 bagua.init_process_group(timeout=datetime.timedelta(seconds=15), elastic=True)
 rank = bagua.get_rank()

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import comm_hooks
-from bagua._core.group.elastic.membership import Membership
+from bagua._core.group.membership import Membership
 from bagua.torch_api.algorithms import (
     AsyncModelAverageAlgorithm,
     ByteGradAlgorithm,

@@ -7,15 +7,15 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from bagua import BaguaError
-from bagua._core.group.elastic import pulse
-from bagua._core.group.elastic.membership import Membership, newest_generation
+from bagua._core.group import membership
+from bagua._core.group.membership import Membership, newest_generation
 
 TIMEOUT = timedelta(seconds=20)
 
 
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch):
-    monkeypatch.setattr(pulse, "SECONDS_OF_SILENCE", 1.5)
+    monkeypatch.setattr(membership, "SECONDS_OF_SILENCE", 1.5)
 
 
 @pytest.fixture

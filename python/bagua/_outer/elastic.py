@@ -43,8 +43,13 @@ from typing import TYPE_CHECKING
 from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
-from bagua._core.group.elastic.arrival import elastic_store
-from bagua._core.group.elastic.membership import Change, Membership, Report, store_needed
+from bagua._core.group.membership import (
+    Change,
+    Membership,
+    Report,
+    elastic_store,
+    store_needed,
+)
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.initial_state import broadcast_optimizer, broadcast_tensors
 from bagua._outer.strategies import FixedRanks

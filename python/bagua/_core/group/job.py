@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,18 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bagua import _C
 from bagua._core.group import environment as env
-from bagua._core.group.elastic.arrival import (
-    BACKEND,
-    announce,
-    job_at_work,
-    register_backend,
-)
 from bagua._core.group.incarnation import (
     Callers,
     agree_on_incarnation,
     count_visits,
     refuse_stale_addresses,
 )
+from bagua._core.group.membership import announce, job_at_work
 from bagua._core.group.process_group import (
     BaguaProcessGroup,
     Island,
@@ -57,6 +52,7 @@ __all__ = [
 ]
 
 _DEFAULT = "0"  # name of the default group
+_ELASTIC = "bagua_elastic"  # name of torch's backend in an elastic job
 _ISLANDS = "islands"
 _LONGEST_LINE = 300  # characters of an error, repeated in one line
 _made_torch_group = False
@@ -156,8 +152,8 @@ def init_process_group(
         _begin(at_work or agree_on_incarnation(store, rank, world_size, patience))
         if elastic:
             announce(store, _incarnation)
-            register_backend()
-            backend = BACKEND
+            _register_elastic()
+            backend = _ELASTIC
             keys = store
         fresh_keys = c10d.PrefixStore(f"bagua/{_incarnation}/torch", store)
         make_torch_group(backend or _default_backend(), fresh_keys, rank, world_size, timeout)
@@ -196,6 +192,44 @@ def _end_in_one_line() -> None:
             sys.stderr.write(f"bagua: {rank}{kind.__name__}: {text}\n")
 
     sys.excepthook = print_and_repeat
+
+
+# Collectives of torch's group, by the names that torch.distributed calls.
+_COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "monitored_barrier"),
+    *("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "allgather_coalesced"),
+    *("gather", "scatter", "reduce_scatter", "_reduce_scatter_base", "alltoall", "alltoall_base"),
+    *("reduce_scatter_tensor_coalesced", "send", "recv", "recv_anysource"),
+)
+
+
+def _register_elastic() -> None:
+    """Make the backend of elastic jobs known to torch.distributed. Idempotent."""
+    if _ELASTIC not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            _ELASTIC,
+            lambda store, rank, size, timeout: _NoTransport(rank, size),  # type: ignore[call-arg]
+            devices=["cpu", "cuda"],
+        )
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(
+        "torch.distributed's collectives do not work in an elastic job: its groups cannot lose "
+        "members, nor be joined. bagua.get_rank() and bagua.get_world_size() do; so do bagua's own "
+        "collectives, among the ranks of the moment."
+    )
+
+
+class _NoTransport(dist.ProcessGroup):
+    """torch's default group of an elastic job: a rank and a world size."""
+
+    def getBackendName(self) -> str:
+        return _ELASTIC
+
+
+for _name in _COLLECTIVES:
+    setattr(_NoTransport, _name, _refuse)
 
 
 def _store_of(group_name: str, keys: c10d.Store | None = None) -> c10d.Store:

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from bagua import _C
 from bagua._core.group.communicator import CommMember, Communicator
 from bagua._core.group.connections import Connections
-from bagua._core.group.elastic.membership import Membership
+from bagua._core.group.membership import Membership
 
 __all__ = [
     "BaguaProcessGroup",

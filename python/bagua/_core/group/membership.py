@@ -1,4 +1,6 @@
-"""The members of an elastic group, agreed upon through the job's store.
+"""The members of an elastic group: who lives, who belongs, and how a process comes back.
+
+They agree through the job's store.
 
 Note [Generations]
 A generation is a set of members with connections of their own, whose keys have a prefix of their
@@ -21,6 +23,7 @@ decision: all of them have agreed that there is to be one.
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,13 +35,25 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
-from bagua._core.group.elastic.pulse import Life, Pulse
 from bagua._core.group.store_values import stored_number, stored_value, wait_for_keys
 
-__all__ = ["Change", "Membership", "Report", "newest_generation", "store_needed"]
+__all__ = [
+    "Change",
+    "Membership",
+    "Report",
+    "announce",
+    "elastic_store",
+    "job_at_work",
+    "newest_generation",
+    "store_needed",
+]
 
 _PAUSE = 0.05  # seconds between two looks at the store
 _SOMEONE_JOINS = -1  # among the late ones of a round
+_KEY = "bagua/elastic"  # the incarnation that began last
+#: A process whose heartbeat has not changed for so long is dead, stopped or cut off. There are two
+#: heartbeats a second, from a thread that does not need the interpreter.
+SECONDS_OF_SILENCE = 5.0
 
 #: Counters of a member.
 Report = dict[str, int]
@@ -88,6 +103,55 @@ class Decision:
     def text(self) -> str:
         """For the store."""
         return json.dumps(asdict(self))
+
+
+class Life:
+    """Heartbeats of this process, until the object is deleted.
+
+    Attributes:
+        name: random; no other process has had it.
+    """
+
+    def __init__(self, store: c10d.Store) -> None:
+        self.name = secrets.token_hex(8)
+        self._board = _C.FailureBoard(_lives(store, self.name), 0, 1)
+        self._board.beat(0, "alive")
+
+
+class _Seen(NamedTuple):
+    beat: bytes
+    at: float
+
+
+class Pulse:
+    """Watches the heartbeats of other processes: :meth:`silent` is asked again and again."""
+
+    def __init__(self, store: c10d.Store) -> None:
+        self._store = store
+        self._first: dict[str, bytes] = {}
+        self._last: dict[str, _Seen] = {}
+
+    def silent(self, name: str) -> bool:
+        """Whether the heartbeat of that :class:`Life` has not changed for some seconds."""
+        beat, now = self._look(name), time.monotonic()
+        self._first.setdefault(name, beat)
+        last = self._last.get(name)
+        if last is None or last.beat != beat:
+            self._last[name] = _Seen(beat, now)
+            return False
+        return now - last.at > SECONDS_OF_SILENCE
+
+    def beats(self, name: str) -> bool:
+        """Whether the heartbeat has changed since :meth:`silent` was first asked."""
+        return name in self._first and self._look(name) != self._first[name]
+
+    def _look(self, name: str) -> bytes:
+        store = _lives(self._store, name)
+        return bytes(store.get("beat/0")) if store.check(["beat/0"]) else b""
+
+
+def _lives(store: c10d.Store, name: str) -> c10d.Store:
+    return c10d.PrefixStore(f"life/{name}", store)
 
 
 @contextmanager
@@ -196,7 +260,7 @@ class Membership:
         pulse, began, complete = Pulse(self._store), time.monotonic(), 0.0
         while not self._store.check([f"{key}/late"]):
             now = time.monotonic() - began
-            here = [r for r in self.lives if self._store.check([f"{key}/here/{r}"])]
+            here = self._here(key)
             missing = {r: life for r, life in self.lives.items() if r not in here}
             waited_for = [rank for rank, life in missing.items() if not pulse.silent(life)]
             decides = first == self._rank or pulse.silent(self.lives[first])
@@ -247,7 +311,12 @@ class Membership:
 
     def _enter(self, number: int, decision: Decision, lost: list[int]) -> Change:
         here = f"generation{number}/here"
-        reports = {rank: _report(self._store, f"{here}/{rank}") for rank in decision.stay()}
+        reports = {
+            rank: stored_value(
+                self._store, f"{here}/{rank}", lambda v: {str(k): int(n) for k, n in v.items()}
+            )
+            for rank in decision.stay()
+        }
         self.generation, self.lives = number, decision.members
         self._settled_requests = decision.requests
         self._late, self._gathered = [], 0
@@ -265,7 +334,7 @@ class Membership:
         pulse, key = Pulse(self._store), _members_key(number)
         deadline = time.monotonic() + 2 * self._timeout.total_seconds()
         while not self._store.check([key]):
-            here = self._here(number)
+            here = self._here(f"generation{number}")
             expected = {r: life for r, life in self.lives.items() if r not in self._late}
             missing = {rank: life for rank, life in expected.items() if rank not in here}
             # All are asked: each look counts the time since the last change.
@@ -282,9 +351,8 @@ class Membership:
             else:
                 time.sleep(_PAUSE)
 
-    def _here(self, number: int) -> list[int]:
-        key = f"generation{number}/here"
-        return [rank for rank in self.lives if self._store.check([f"{key}/{rank}"])]
+    def _here(self, key: str) -> list[int]:
+        return [rank for rank in self.lives if self._store.check([f"{key}/here/{rank}"])]
 
     def _joining(
         self, pulse: Pulse, here: list[int], requests: int
@@ -297,7 +365,9 @@ class Membership:
             keys = [f"request/{number}", f"request/{number}/answer"]
             if not self._store.check(keys[:1]) or self._store.check(keys[1:]):
                 continue
-            request = _request(self._store, keys[0])
+            request = stored_value(
+                self._store, keys[0], lambda v: _Request(int(v[0]), str(v[1]), bool(v[2]))
+            )
             if request.rank in here:  # a second process of a rank that lives
                 continue
             if pulse.silent(request.life):
@@ -385,15 +455,33 @@ class _Request(NamedTuple):
     returns: bool
 
 
-def _request(store: c10d.Store, key: str) -> _Request:
-    return stored_value(store, key, lambda v: _Request(int(v[0]), str(v[1]), bool(v[2])))
-
-
-def _report(store: c10d.Store, key: str) -> Report:
-    return stored_value(
-        store, key, lambda value: {str(name): int(count) for name, count in value.items()}
-    )
-
-
 def _listed(ranks: Mapping[int, Any] | list[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))
+
+
+def announce(store: c10d.Store, incarnation: str) -> None:
+    """The job's store tells processes that come later which start of the job is at work."""
+    store.set(_KEY, incarnation)
+
+
+def elastic_store(group_store: c10d.Store) -> c10d.Store:
+    """Keys of the generations of a group."""
+    return c10d.PrefixStore("elastic", group_store)
+
+
+def job_at_work(store: c10d.Store, group: str) -> str | None:
+    """The incarnation whose ranks train, one of which this process was; None: all begin.
+
+    Takes some seconds where there was one and its processes are dead. ``group``: its elastic group.
+    """
+    if not store.check([_KEY]):
+        return None
+    incarnation = str(store.get(_KEY).decode())
+    its_store = elastic_store(c10d.PrefixStore(f"bagua/{incarnation}/{group}", store))
+    _, lives = newest_generation(its_store)
+    pulse = Pulse(its_store)
+    while not all([pulse.silent(life) for life in lives.values()]):
+        if any(pulse.beats(life) for life in lives.values()):
+            return incarnation
+        time.sleep(_PAUSE)
+    return None

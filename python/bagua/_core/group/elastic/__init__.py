@@ -1,1 +1,0 @@
-"""Groups that outlive members: who lives, who belongs, and how a process comes back."""
