@@ -20,12 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bagua import _C
 from bagua._core.group import environment as env
-from bagua._core.group.incarnation import (
-    Callers,
-    agree_on_incarnation,
-    count_visits,
-    refuse_stale_addresses,
-)
+from bagua._core.group.connections import Connections
 from bagua._core.group.membership import announce, job_at_work
 from bagua._core.group.process_group import (
     BaguaProcessGroup,
@@ -35,7 +30,13 @@ from bagua._core.group.process_group import (
     is_initialized,
     set_default_group,
 )
-from bagua._core.group.rendezvous import connect_store, make_torch_group, rendezvous
+from bagua._core.group.rendezvous import (
+    agree_on_incarnation,
+    connect_store,
+    count_visits,
+    refuse_stale_addresses,
+    rendezvous,
+)
 
 __all__ = [
     "as_bagua_group",
@@ -156,9 +157,32 @@ def init_process_group(
             backend = _ELASTIC
             keys = store
         fresh_keys = c10d.PrefixStore(f"bagua/{_incarnation}/torch", store)
-        make_torch_group(backend or _default_backend(), fresh_keys, rank, world_size, timeout)
+        _make_torch_group(backend or _default_backend(), fresh_keys, rank, world_size, timeout)
         _made_torch_group = True
     _make_default_group(timeout, comes_back, keys or c10d._get_default_store())
+
+
+def _make_torch_group(
+    backend: str, store: c10d.Store, rank: int, world_size: int, timeout: timedelta | None
+) -> None:
+    """torch's default group, over keys of its own.
+
+    Raises:
+        BaguaError: it could not be made; says where the other ranks are.
+    """
+    everyone = list(range(world_size))
+    connections = Connections(store, rank, everyone, timeout or c10d.default_pg_timeout)
+    with connections.collective_phase("init_process_group"):
+        sockets = _C.OpenedSockets()
+        try:
+            _C.interruptible(
+                lambda: dist.init_process_group(
+                    backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+                )
+            )
+        except RuntimeError as error:
+            raise _C.BaguaError(f"the ranks could not connect to each other: {error}") from error
+        sockets.keep_from_children()
 
 
 def _make_default_group(timeout: timedelta | None, comes_back: bool, keys: c10d.Store) -> None:
@@ -321,8 +345,9 @@ def connect_islands(
                 f"island {island} joins a job of {islands} islands, from 0, that is at work, and "
                 "there is none. Start those first, all of them with elastic=True"
             )
-        callers = Callers("island", "connect_islands()")
-        incarnation = at_work or agree_on_incarnation(keys, island, islands, timeout, callers)
+        incarnation = at_work or agree_on_incarnation(
+            keys, island, islands, timeout, called="island", call="connect_islands()"
+        )
         announce(keys, incarnation)
         name = int(incarnation, 16)
     # A name has 64 bits, a number of the collective 63.

@@ -1,9 +1,11 @@
-"""Rank, world size and store of this process: from torchrun, from the caller, or alone."""
+"""How the processes of a job find each other: place, store, and the name of this start."""
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -11,10 +13,22 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from bagua import _C
-from bagua._core.group.connections import Connections
-from bagua._core.group.incarnation import OWN_RENDEZVOUS
+from bagua._core.group import environment as env
+from bagua._core.group.store_values import wait_for_keys
 
-__all__ = ["connect_store", "make_torch_group", "rendezvous"]
+__all__ = [
+    "OWN_RENDEZVOUS",
+    "agree_on_incarnation",
+    "connect_store",
+    "count_visits",
+    "refuse_stale_addresses",
+    "rendezvous",
+]
+
+#: URL with which bagua asks torch for the store that torchrun's agent serves.
+OWN_RENDEZVOUS = "env://?for=bagua"
+_LONGEST_PAUSE = 0.02  # seconds between two looks of rank 0 at the store
+_GRACE = timedelta(seconds=10)  # that ranks give rank 0, which may have come after them
 
 _log = logging.getLogger("bagua")
 
@@ -110,24 +124,112 @@ def connect_store(address: str, timeout: timedelta) -> c10d.Store:
     return store
 
 
-def make_torch_group(
-    backend: str, store: c10d.Store, rank: int, world_size: int, timeout: timedelta | None
-) -> None:
-    """torch's default group, over keys of its own.
+def agree_on_incarnation(
+    store: c10d.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    *,
+    called: str = "rank",
+    call: str = "bagua.init_process_group()",
+) -> str:
+    """A name shared by exactly the live processes that call this.
+
+    After a restart the store still holds what dead processes wrote under the same ranks. torchrun's
+    restart count does not distinguish them: the agent whose process died counts a restart, the
+    agents of other nodes see a change of membership and count nothing. So keys that a dead process
+    may have written are never taken for fresh:
+
+    1. Every rank but 0 writes a random number of its own and waits for the answer to that number.
+    2. Rank 0 draws the name and answers every number it finds, until each rank has confirmed, under
+       that name, that it is present. Numbers of dead ranks are answered too, without effect.
+    3. Rank 0 publishes that all are present, or which ranks are missing.
+
+    ``called``, ``call``: what errors call those that agree, and what each of them has to call.
 
     Raises:
-        BaguaError: it could not be made; says where the other ranks are.
+        BaguaTimeoutError: rank 0 does not answer, or names missing ranks.
     """
-    everyone = list(range(world_size))
-    connections = Connections(store, rank, everyone, timeout or c10d.default_pg_timeout)
-    with connections.collective_phase("init_process_group"):
-        sockets = _C.OpenedSockets()
+    if size == 1:
+        return secrets.token_hex(8)
+    if rank == 0:
+        name = secrets.token_hex(8)
+        missing = _receive(store, name, size, timeout)
+    else:
+        number = secrets.token_hex(8)
+        store.set(f"bagua/hello/{rank}", number)
+        answer = f"bagua/welcome/{number}"
         try:
-            _C.interruptible(
-                lambda: dist.init_process_group(
-                    backend, store=store, rank=rank, world_size=world_size, timeout=timeout
-                )
-            )
-        except RuntimeError as error:
-            raise _C.BaguaError(f"the ranks could not connect to each other: {error}") from error
-        sockets.keep_from_children()
+            wait_for_keys(store, [answer], timeout)
+        except _C.BaguaTimeoutError as error:
+            raise _C.BaguaTimeoutError(
+                f"{called} {rank} of {size}: {called} 0 did not answer within "
+                f"{timeout.total_seconds():g} s. Check that it runs and calls {call} too."
+            ) from error
+        name = str(store.get(answer).decode())
+        store.set(f"bagua/{name}/came/{rank}", "")
+        wait_for_keys(store, [f"bagua/{name}/missing"], timeout + _GRACE)
+        missing = store.get(f"bagua/{name}/missing").decode()
+    if missing:
+        raise _C.BaguaTimeoutError(
+            f"{called} {rank} of {size}: {called}{'s' if ',' in missing else ''} {missing} did not "
+            f"come within {timeout.total_seconds():g} s. Check that every {called} runs and calls "
+            f"{call} too."
+        )
+    return name
+
+
+def _receive(store: c10d.Store, name: str, size: int, timeout: timedelta) -> str:
+    """Rank 0's part; the ranks that are missing."""
+    missing = set(range(1, size))
+    answered: set[tuple[int, bytes]] = set()
+    pause, deadline = 0.0005, time.monotonic() + timeout.total_seconds()
+    while True:
+        for rank in sorted(missing):
+            if not store.check([f"bagua/hello/{rank}"]):
+                continue
+            number = store.get(f"bagua/hello/{rank}")
+            if (rank, number) not in answered:
+                store.set(f"bagua/welcome/{number.decode()}", name)
+                answered.add((rank, number))
+            elif store.check([f"bagua/{name}/came/{rank}"]):
+                missing.discard(rank)
+        if not missing or time.monotonic() > deadline:
+            text = ", ".join(map(str, sorted(missing)))
+            store.set(f"bagua/{name}/missing", text)
+            return text
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def count_visits(store: c10d.Store, rank: int) -> str:
+    """A name for bagua's next start over a group of torch's, whose store is the group's alone.
+
+    Waits for no rank, since only members of a subgroup may use bagua. Ranks that start equally
+    often, which the script must ensure, get the same name.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"{restarts}.{store.add(f'bagua/{restarts}/visits/{rank}', 1)}"
+
+
+def refuse_stale_addresses(init_method: str | None) -> None:
+    """Refuse a group that torch.distributed makes by ``init_method`` in a restarted job.
+
+    torchrun's store serves all restarts, and torch's keys in it are equal for all of them, so ranks
+    read the addresses of dead processes. They are refused, wait until a timeout, or make a group
+    that breaks.
+
+    Raises:
+        RuntimeError: names the remedy.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    by_launcher = (init_method or "").startswith(("env://", "tcp://"))
+    if restarts == "0" or not shared or not by_launcher or env.get_world_size() == 1:
+        return
+    raise RuntimeError(
+        f"torchrun has restarted this job (TORCHELASTIC_RESTART_COUNT={restarts}), and its store "
+        "still has the addresses of the processes before, which torch.distributed's "
+        "init_process_group() would take for those of this start. Call bagua.init_process_group() "
+        "instead: it makes torch's default group as well, under keys of this start alone."
+    )
