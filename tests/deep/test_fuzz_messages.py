@@ -9,7 +9,7 @@ import torch.distributed as dist
 from bagua import BaguaError, BaguaMismatchError
 from bagua._core.eager import objects as _objects
 from bagua._core.group import store_values as _store_values
-from bagua._core.state import optimizer_format as _optimizer_format
+from bagua._core.state import initial_state as _initial_state
 from support.mutations import attempt, chances, changed_bytes, json_of
 
 INPUTS = 4000
@@ -45,25 +45,22 @@ def entries_of(rows):
 
 def announced(entry):
     if "tensor" in entry:
-        return _optimizer_format.tensor_like(entry, None, torch.device("cpu")).nbytes
+        return _initial_state.tensor_like(entry, None, torch.device("cpu")).nbytes
     return sum(announced(item) for key in ("list", "tuple") for item in entry.get(key, []))
 
 
 @pytest.mark.parametrize("make", [adam, lbfgs])
 def test_a_description_is_read_back(make):
     optimizer = make()
-    text = _optimizer_format.describe_optimizer(optimizer)
-    read = _optimizer_format.read_description(text.encode(), optimizer)
-    assert {"states": read.states, "groups": read.groups} == {
-        "states": json.loads(text)["state"],
-        "groups": json.loads(text)["groups"],
-    }
+    text = _initial_state.describe_optimizer(optimizer)
+    states, groups = _initial_state.read_description(text.encode(), optimizer)
+    assert {"state": states, "groups": groups} == json.loads(text)
 
 
 @pytest.mark.parametrize("make", [adam, lbfgs])
 def test_any_description_of_an_optimizer_is_refused_by_name_or_fits_in_memory(make):
     optimizer = make()
-    text = _optimizer_format.describe_optimizer(optimizer)
+    text = _initial_state.describe_optimizer(optimizer)
     whole = json.loads(text)
     refused = 0
     for number, chance in chances(INPUTS, SEED):
@@ -72,14 +69,15 @@ def test_any_description_of_an_optimizer_is_refused_by_name_or_fits_in_memory(ma
         else:
             data = json_of(chance, whole)
         read, message = attempt(
-            BaguaMismatchError, _optimizer_format.read_description, data, optimizer
+            BaguaMismatchError, _initial_state.read_description, data, optimizer
         )
         if read is None:
             refused += 1
             assert "was refused: " in message, number
             continue
-        assert [len(read.states), len(read.groups)] == [2, 1], number
-        assert sum(announced(e) for e in entries_of([*read.states, *read.groups])) < 2**25, number
+        states, groups = read
+        assert [len(states), len(groups)] == [2, 1], number
+        assert sum(announced(e) for e in entries_of([*states, *groups])) < 2**25, number
     assert INPUTS * 0.4 < refused < INPUTS
 
 
@@ -100,10 +98,10 @@ HOSTILE = {
 @pytest.mark.parametrize(("entry", "why"), HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_entry_is_refused_with_the_reason(entry, why):
     optimizer = adam()
-    described = json.loads(_optimizer_format.describe_optimizer(optimizer))
+    described = json.loads(_initial_state.describe_optimizer(optimizer))
     described["state"][1]["exp_avg"] = {"list": [entry]} if "value" in entry else entry
     with pytest.raises(BaguaMismatchError, match=r"state\[1\]\['exp_avg'\]") as raised:
-        _optimizer_format.read_description(json.dumps(described).encode(), optimizer)
+        _initial_state.read_description(json.dumps(described).encode(), optimizer)
     assert why in str(raised.value)
 
 
@@ -117,23 +115,23 @@ WHOLE = {
 @pytest.mark.parametrize(("change", "why"), WHOLE.values(), ids=WHOLE.keys())
 def test_a_description_of_another_optimizer_is_refused(change, why):
     optimizer = adam()
-    described = json.loads(_optimizer_format.describe_optimizer(optimizer))
+    described = json.loads(_initial_state.describe_optimizer(optimizer))
     change(described)
     with pytest.raises(BaguaMismatchError, match="came from another rank was refused") as raised:
-        _optimizer_format.read_description(json.dumps(described).encode(), optimizer)
+        _initial_state.read_description(json.dumps(described).encode(), optimizer)
     assert why in str(raised.value)
 
 
 def test_deep_nesting_and_long_numbers_are_refused():
     for text in (b"[" * 100000, b'{"state": ' + b"9" * 5000 + b"}", b"\xff\xfe", b""):
         with pytest.raises(BaguaMismatchError, match="it is no JSON text"):
-            _optimizer_format.read_description(text, adam())
+            _initial_state.read_description(text, adam())
     entry = {"value": 0}
     for _ in range(20):
         entry = {"list": [entry]}
     text = json.dumps({"state": [{}, {}], "groups": [{"deep": entry}]}).encode()
     with pytest.raises(BaguaMismatchError, match="nested deeper"):
-        _optimizer_format.read_description(text, adam())
+        _initial_state.read_description(text, adam())
 
 
 def test_any_bytes_of_an_object_are_an_object_or_an_error():
