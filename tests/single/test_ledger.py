@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bagua import _C
-from bagua._core.compression.low_rank import low_rank_matrices
+from bagua._core.compression import low_rank_matrices
 from bagua._core.state.ledger import Commit, Ledger, Page
 
 SHAPES = [(), (1,), (7,), (3, 5), (0,), (4, 3, 2, 2), (64,), (12, 9)]

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from bagua import _C
-from bagua._core.compression.low_rank import low_rank_matrices
-from bagua._core.compression.sparse_choice import number_sent, sparse_mean
+from bagua._core.compression import low_rank_matrices, number_sent, sparse_mean
 from bagua._core.group import environment
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.ledger import Page

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bagua._core.compression.sparse_choice import check_ratio
+from bagua._core.compression import check_ratio
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops import operations
 from bagua._ops.operations import Operation

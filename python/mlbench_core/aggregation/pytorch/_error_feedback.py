@@ -8,8 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from bagua import _C
-from bagua._core.compression.low_rank import low_rank_matrices
-from bagua._core.compression.sparse_choice import check_ratio, number_sent, sparse_mean
+from bagua._core.compression import check_ratio, low_rank_matrices, number_sent, sparse_mean
 from bagua._core.group import environment as env
 from bagua._core.group.connections import Connections
 from bagua._core.group.process_group import BaguaProcessGroup
