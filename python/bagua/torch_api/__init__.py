@@ -1,10 +1,13 @@
 """The user's surface: ``import bagua.torch_api as bagua``."""
 
 from bagua import BaguaError, BaguaMismatchError, BaguaTimeoutError
-from bagua._core.eager.all_to_all import alltoall, alltoall_inplace, alltoall_v, alltoall_v_inplace
 from bagua._core.eager.collectives import (
     allgather,
     allgather_inplace,
+    alltoall,
+    alltoall_inplace,
+    alltoall_v,
+    alltoall_v_inplace,
     barrier,
     broadcast,
     gather,

@@ -1,14 +1,12 @@
 """Process groups and eager collectives: their public address."""
 
-from bagua._core.eager.all_to_all import (
+from bagua._core.eager.collectives import (
+    allgather,
+    allgather_inplace,
     alltoall,
     alltoall_inplace,
     alltoall_v,
     alltoall_v_inplace,
-)
-from bagua._core.eager.collectives import (
-    allgather,
-    allgather_inplace,
     barrier,
     broadcast,
     broadcast_coalesced,
