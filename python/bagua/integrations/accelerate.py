@@ -24,7 +24,6 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 
 from bagua import comm_hooks
 from bagua._core.state.saved_values import copied
-from bagua.comm_hooks._register import is_hook
 from bagua.torch_api import wrap
 from bagua.torch_api._rank_state import rank_state, restore, shared_weights
 from bagua.torch_api._session import Session, is_owned
@@ -278,7 +277,7 @@ class _Handler(DistributedDataParallelKwargs):  # type: ignore[misc]
     @cached_property
     def wraps(self) -> bool:
         """Whether the algorithm does more than a communication hook can. Every rank asks."""
-        return not is_hook(self._bagua[2])
+        return not comm_hooks.is_hook(self._bagua[2])
 
     def finish(self, parts: Sequence[Any], ranks: int) -> None:
         """Check, or wrap, the modules of a call of ``prepare`` between several ``ranks``."""
