@@ -294,7 +294,7 @@ def refusals():
     fully_shard(parallel, mesh=mesh["shard"])
     errors["tensor"] = faults.error_of(compress, parallel)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bagua.fsdp._compress.all_reduce_can_be_replaced", lambda: False)
+        patch.setattr("bagua.fsdp.all_reduce_can_be_replaced", lambda: False)
         errors["torch"] = faults.error_of(compress, model)
     return errors
 

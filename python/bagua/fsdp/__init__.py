@@ -1,6 +1,559 @@
 """Compressed gradients, and weights, in torch's FSDP2 (``torch.distributed.fsdp.fully_shard``)."""
 
-from bagua.fsdp._compress import compress
-from bagua.fsdp._handle import Handle
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from bagua import _C
+from bagua._core.group import environment as env
+from bagua._core.group.job import as_bagua_group, ensure_initialised, from_ranks
+from bagua._core.group.process_group import BaguaProcessGroup, get_default_group
+from bagua._core.state.ledger import Ledger, Page
+from bagua._core.state.saved_values import check_state
+from bagua._ops.lane import Lane
+from bagua._ops.operations import codec_named
+from bagua._sync.handle import LaneHandle
+from bagua.fsdp._collectives import AllGather, ReduceScatter, all_reduce_can_be_replaced
 
 __all__ = ["Handle", "compress"]
+
+_HOOKS = ("set_custom_reduce_scatter", "set_custom_all_gather")
+_compressed: weakref.WeakSet[FSDPModule] = weakref.WeakSet()
+
+
+# The ranks over which torch has sharded and replicated a model.
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Ranks that communicate for one model.
+
+    Attributes:
+        everyone: all ranks of the mesh.
+        shards: ranks that hold the shards of one copy of the model; None with ``replicate()``.
+        replicas: ranks that hold the same shards of all copies; None without hybrid sharding.
+    """
+
+    everyone: BaguaProcessGroup
+    shards: BaguaProcessGroup | None
+    replicas: BaguaProcessGroup | None
+
+
+def mesh_of(model: torch.nn.Module) -> tuple[DeviceMesh, list[str]]:
+    """The mesh of all sharded parameters and, for each of its dimensions, a field of Groups.
+
+    Raises:
+        NotImplementedError: the parameters are on several meshes, or sharded over more than one
+            dimension; names a parameter.
+        ValueError: no parameter is sharded.
+    """
+    found: tuple[DeviceMesh, list[str]] | None = None
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue  # ignored by fully_shard
+        placements = parameter.placements
+        fields = ["shards" if p.is_shard() else "replicas" for p in placements]
+        known = all(p.is_shard() or p.is_replicate() for p in placements)
+        if not known or fields not in (["shards"], ["replicas"], ["replicas", "shards"]):
+            raise NotImplementedError(
+                f"bagua.fsdp.compress: parameter '{name}' has the placements {placements}: tensor "
+                "parallelism is not supported. Shard over a mesh of one dimension, or of two of "
+                "which the second shards (HSDP): fully_shard(module, mesh=mesh['replicate', "
+                "'shard'])"
+            )
+        if found is not None and (parameter.device_mesh, fields) != found:
+            raise NotImplementedError(
+                f"bagua.fsdp.compress: parameter '{name}' is sharded over {parameter.device_mesh}, "
+                f"others over {found[0]}; all must be sharded over one mesh"
+            )
+        found = (parameter.device_mesh, fields)
+    if found is None:
+        raise ValueError("bagua.fsdp.compress: the model has no sharded parameters")
+    return found
+
+
+def bagua_groups(mesh: DeviceMesh, fields: list[str]) -> Groups:
+    """The groups of :func:`mesh_of`'s result. All ranks of the mesh call it."""
+    ranks = mesh.mesh.flatten().tolist()
+    of_dimensions: list[dist.ProcessGroup] = [mesh.get_group(i) for i in range(mesh.ndim)]
+    if ranks == get_default_group().ranks:
+        everyone = as_bagua_group(None)
+    elif mesh.ndim == 1:
+        everyone = as_bagua_group(of_dimensions[0])
+    else:
+        everyone = from_ranks(ranks, of_dimensions[0])
+    if mesh.ndim == 1:
+        groups = {fields[0]: everyone}
+    else:
+        groups = dict(zip(fields, map(as_bagua_group, of_dimensions), strict=True))
+    return Groups(everyone, groups.get("shards"), groups.get("replicas"))
+
+
+# The communication at work.
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of ``compress``.
+
+    Attributes:
+        reduce_scatter: whether gradients are reduced over shards through the codec.
+        read_scale: the factor that gradients carry.
+    """
+
+    codec: str
+    weights: bool
+    reduce_scatter: bool
+    error_feedback: bool
+    read_scale: Callable[[], float]
+
+
+class Handle(LaneHandle):
+    """Compressed communication at work; made by :func:`compress`.
+
+    It works as long as the model, whether the handle is kept or not.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        options: Options,
+        groups: Groups,
+        lane: Lane,
+        wrap: str,
+        numels: Mapping[str, int],
+    ) -> None:
+        connections = lane.group.connections
+        # In this order on every rank, or two would wait for each other.
+        both = [groups.shards, groups.replicas]
+        members = {group: lane.communicator(group) for group in both if group is not None}
+        ledger = Ledger(
+            "bagua.fsdp",
+            lambda: connections,
+            only_same_ranks="residuals are of shards, so load them with the number of ranks that "
+            "saved them, or leave them out",
+            pages=options.error_feedback,
+        )
+        super().__init__(model_name, lane, wrap, ledger)
+        self._groups = groups
+        self._members = members
+        self._codec = _C.make_codec(options.codec, str(lane.device))
+        self._operations: dict[tuple[Any, ...], _C.BucketOperations] = {}
+        outcome = _C.RoundOutcome()
+        for module, numel in numels.items():
+            flat = torch.empty(numel, device=lane.device)
+            ledger.take(Page(flat, [(module, flat)], outcome))
+        self._memories = {page.names[0]: page.memory for page in ledger.pages}
+        self._rounds = Rounds(self._memories, outcome, options.read_scale)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether gradients are reduced over replicas, too."""
+        return self._groups.replicas is not None
+
+    def is_of_replicas(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether ``group`` has the ranks that hold the same shards."""
+        replicas = self._groups.replicas
+        return replicas is not None and dist.get_process_group_ranks(group) == replicas.ranks
+
+    # Calls of the collectives, on autograd's threads and the main thread, one at a time.
+
+    def reduce_scatter(
+        self, module: str, flat: torch.Tensor, divisor: float, group: dist.ProcessGroup
+    ) -> None:
+        """Sum ``flat``, 1-D, over all ranks; its part of this rank has the result / ``divisor``."""
+        self._rounds.reduce(module, "shards")
+        memory = self._memories.get(module)
+        members = self._of(module, group, self._groups.shards)
+
+        def make() -> _C.BucketOp:
+            return _C.CompressedReduceScatter(
+                members,
+                self._codec,
+                self._lane.scratch,
+                divisor=divisor,
+                memory=memory,
+                checksum=env.get_checksum(),
+            )
+
+        if memory is not None:
+            self._check_numel(module, flat, memory)
+        self._run(f"{module}.gradients", flat, (divisor,), make)
+
+    def all_reduce(self, module: str, flat: torch.Tensor, mean: bool) -> None:
+        """Replace ``flat``, 1-D, by its mean or sum over all replicas."""
+        assert self._groups.replicas is not None
+        self._rounds.reduce(module, "replicas")
+        members = self._members[self._groups.replicas]
+        op = _C.ReduceOp.AVG if mean else _C.ReduceOp.SUM
+
+        def make() -> _C.BucketOp:
+            return _C.CompressedAllReduce(
+                members,
+                self._codec,
+                self._lane.scratch,
+                op,
+                checksum=env.get_checksum(),
+            )
+
+        self._run(f"{module}.replicas", flat, (mean,), make)
+
+    def all_gather(self, module: str, flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Fill ``flat``, 1-D, of which this rank's part is there, with the parts of all ranks."""
+        members = self._of(module, group, self._groups.shards)
+
+        def make() -> _C.BucketOp:
+            return _C.CompressedAllGather(
+                members,
+                self._codec,
+                self._lane.scratch,
+                checksum=env.get_checksum(),
+            )
+
+        self._run(f"{module}.weights", flat, (), make)
+
+    @contextmanager
+    def outside_the_lane(self, what: str, module: str) -> Iterator[None]:
+        """Have failures of torch's own collectives inside explained as those of the lane."""
+        self._running.check()
+        try:
+            yield
+        except RuntimeError as error:
+            self._running.transport_failed(f"{what} of '{module}': {error}")
+            self._running.check()
+            raise
+
+    def _run(
+        self,
+        bucket: str,
+        flat: torch.Tensor,
+        arguments: tuple[Any, ...],
+        make: Callable[[], _C.BucketOp],
+    ) -> None:
+        key = (bucket, flat.dtype, flat.device, *arguments)
+        if key not in self._operations:
+            self._operations[key] = self._watched(bucket, flat, make())
+        self._running.post(
+            self._operations[key],
+            flat,
+            round=max(1, self._rounds.number),
+            grad_scale=self._rounds.grad_scale,
+        ).wait()
+
+    def _watched(self, bucket: str, flat: torch.Tensor, op: _C.BucketOp) -> _C.BucketOperations:
+        """The operations of a bucket; on CPU they count the rounds that were not finite."""
+        description = op.describe()
+        if flat.device.type == "cpu":
+            rounds = self._non_finite.setdefault(bucket, _C.NonFiniteRounds())
+            op = _C.CountNonFinite(op, rounds)
+        return _C.BucketOperations(bucket, description, [op])
+
+    def _of(
+        self, module: str, group: dist.ProcessGroup, expected: BaguaProcessGroup | None
+    ) -> _C.CountingCommunicator:
+        """The communicator of ``expected``, which must be the ranks of ``group``."""
+        ranks = dist.get_process_group_ranks(group)
+        if expected is None or ranks != expected.ranks:
+            raise NotImplementedError(
+                f"bagua.fsdp: module '{module}' of '{self._name}' communicates over ranks {ranks}, "
+                f"but over {expected.ranks if expected else 'none'} when compress() was called; "
+                "call it after the last fully_shard"
+            )
+        return self._members[expected]
+
+    def _check_numel(self, module: str, flat: torch.Tensor, memory: _C.RoundMemory) -> None:
+        expected = memory.value(0).numel()
+        if flat.numel() != expected:
+            raise RuntimeError(
+                f"bagua.fsdp: the gradients of '{module}' have {flat.numel()} elements, but its "
+                f"residual has {expected}: parameters were frozen, unfrozen or left without a "
+                "gradient, which error_feedback=True does not allow. Call "
+                "set_reduce_scatter_unused_params(True), where torch has it, and freeze before "
+                "compress()"
+            )
+
+    def _settle(self) -> None:
+        self._rounds.settle()
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        check_state(state, "bagua.fsdp")
+        if bool(state) != bool(self._memories):
+            arguments = "without" if state else "with"
+            raise ValueError(
+                f"bagua.fsdp: the state has {sorted(state)[:3]}, but compress() was called "
+                f"{arguments} error_feedback=True"
+            )
+        super()._restore(state)
+
+
+class Rounds:
+    """Numbers the reductions of gradients by rounds, and ends what is remembered with them.
+
+    In a backward torch reduces the gradients of every module once over its shards, with hybrid
+    sharding once over its replicas, or not at all where no parameter of the module has one. So a
+    round ends where a module comes again.
+
+    Attributes:
+        number: of the round under way; 0 before the first one.
+        grad_scale: the factor that the gradients of this round carry.
+
+    Args:
+        memories: by name of the module.
+        outcome: of all memories.
+        read_scale: called as a round begins: the factor of its gradients.
+    """
+
+    def __init__(
+        self,
+        memories: Mapping[str, _C.RoundMemory],
+        outcome: _C.RoundOutcome,
+        read_scale: Callable[[], float],
+    ) -> None:
+        self._memories = memories
+        self._outcome = outcome
+        self._read_scale = read_scale
+        self._came: set[tuple[str, str]] = set()  # (module, ranks)
+        self.number = 0
+        self.grad_scale = 1.0
+
+    def reduce(self, module: str, over: str) -> None:
+        """The gradients of ``module`` are about to be reduced over its "shards" or "replicas"."""
+        if self.number == 0 or (module, over) in self._came:
+            self.settle()
+            self.number += 1
+            self._came = set()
+            self.grad_scale = self._read_scale()
+        self._came.add((module, over))
+
+    def settle(self) -> None:
+        """Between rounds: memories hold what they are to hold in the next one."""
+        if self.number == 0:
+            return
+        for module in self._memories:
+            if (module, "shards") not in self._came:
+                self._outcome.leave(self.number)
+                self._came.add((module, "shards"))
+        for memory in self._memories.values():
+            memory.value(0)
+
+
+# Beginning it.
+
+
+def compress(
+    model: torch.nn.Module,
+    codec: str = "block_uint8",
+    *,
+    weights: bool = False,
+    reduce_scatter: bool | None = None,
+    error_feedback: bool = False,
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> Handle:
+    """Have every FSDP module of ``model`` reduce its gradients through ``codec``.
+
+    Every rank calls it, once, after the last ``fully_shard`` and before the first forward.
+    Initialises bagua over ``torch.distributed`` if that has not been done.
+
+    Args:
+        model: after ``fully_shard`` on a mesh of one dimension, or of two with hybrid sharding
+            (HSDP), or after ``replicate()``.
+        codec: ``"block_uint8"`` or another one of docs/wire-format.md. The all-reduce over replicas
+            always goes through it.
+        weights: whether weights are gathered through the codec, too. Shards and checkpoints stay
+            exact; forward and backward see rounded weights, equal on all ranks.
+        reduce_scatter: whether the reduce-scatter of gradients over the shards goes through the
+            codec. Default: with a mesh of one dimension yes; with hybrid sharding no, as shards are
+            near each other then.
+        error_feedback: whether each rank adds to its gradients what compression has taken from
+            those of the last step. Takes 8 bytes per parameter of the whole model on every rank.
+            Not with replicas.
+        grad_scaler: the scaler that the loss is multiplied with, if there is one; needed for
+            ``error_feedback`` only.
+
+    Returns:
+        Statistics and residuals. It need not be kept.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: no module of it is sharded, the codec is unknown, or an argument asks for
+            nothing.
+        NotImplementedError: tensor parallelism, several meshes, error feedback with replicas, or a
+            torch without the interface.
+        RuntimeError: the model is compressed already.
+        BaguaMismatchError: the ranks' models or arguments differ.
+        BaguaError: a rank did not come, or was lost.
+
+    Example::
+
+        fully_shard(model)
+        handle = compress(model)
+        loss_function(model(inputs), targets).backward()
+        handle.stats()["total"]["bytes_sent"]
+    """
+    modules = _sharded_modules(model)
+    codec = codec_named(codec)
+    mesh, fields = mesh_of(model)
+    if reduce_scatter is None:
+        reduce_scatter = fields == ["shards"]
+    _check_arguments(fields, weights, reduce_scatter, error_feedback)
+    ensure_initialised()
+    groups = bagua_groups(mesh, fields)
+    scaled = error_feedback and grad_scaler is not None and grad_scaler.is_enabled()
+    options = Options(
+        codec=codec,
+        weights=weights,
+        reduce_scatter=reduce_scatter,
+        error_feedback=error_feedback,
+        read_scale=grad_scaler.get_scale if scaled and grad_scaler is not None else _one,
+    )
+    names = _names_of_groups(modules, type(model).__name__)
+    handle = _connect(model, names, mesh.device_type, groups, options, scaled)
+    for module, name in names.items():
+        _install(module, name, handle, options)
+    return handle
+
+
+def _check_arguments(
+    fields: list[str], weights: bool, reduce_scatter: bool, error_feedback: bool
+) -> None:
+    sharded, replicated = "shards" in fields, "replicas" in fields
+    if not sharded and (weights or reduce_scatter):
+        name = "weights" if weights else "reduce_scatter"
+        raise ValueError(
+            f"bagua.fsdp.compress: {name}=True, but no parameter is sharded: after replicate() "
+            "ranks exchange nothing but the all-reduce of gradients; leave it out"
+        )
+    if not (replicated or weights or reduce_scatter):
+        raise ValueError(
+            "bagua.fsdp.compress: reduce_scatter=False without weights=True compresses nothing: "
+            "the mesh has no replicas. Leave reduce_scatter out"
+        )
+    if replicated and error_feedback:
+        raise NotImplementedError(
+            "bagua.fsdp.compress: error_feedback=True is not supported with replicas (hybrid "
+            "sharding, replicate()); use codec='block_uint8' without it"
+        )
+    if replicated and not all_reduce_can_be_replaced():
+        raise NotImplementedError(
+            "bagua.fsdp.compress: torch.distributed.all_reduce of torch "
+            f"{torch.__version__} does not honour __torch_function__, by which the all-reduce over "
+            "replicas is compressed; shard over a mesh of one dimension"
+        )
+
+
+def _connect(
+    model: torch.nn.Module,
+    names: dict[FSDPModule, str],
+    device_type: str,
+    groups: Groups,
+    options: Options,
+    scaled: bool,
+) -> Handle:
+    """The communication of ``model``, once the ranks agree on it."""
+    model_name = type(model).__name__
+    description = [
+        f"{options.codec} weights={options.weights} reduce_scatter={options.reduce_scatter} "
+        f"error_feedback={options.error_feedback} scaled={scaled}"
+    ]
+    description += [
+        f"module {name}" for name, m in model.named_modules() if isinstance(m, FSDPModule)
+    ]
+    description += [f"{name}: {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
+    connections = groups.everyone.connections
+    with connections.collective_phase(f"compressing the communication of '{model_name}'"):
+        connections.agree("the model or the arguments of bagua.fsdp.compress", description)
+        wrap = connections.next_wrap()
+        # Groups of shards and replicas have names of their own for what is wrapped.
+        lane_name = f"{groups.everyone.group_name}/{wrap}/lane0"
+        lane = Lane(lane_name, torch.device(device_type), groups.everyone)
+        numels = {}
+        if options.error_feedback:
+            numels = _reduced_numels(model, names, groups.everyone.size)
+        handle = Handle(model_name, options, groups, lane, wrap, numels)
+        # A rank must not go on while another is still connecting to it.
+        connections.reduce_numbers("compressing the communication", _C.ReduceOp.SUM, 0)
+    return handle
+
+
+def _one() -> float:
+    return 1.0
+
+
+def _sharded_modules(model: Any) -> dict[str, FSDPModule]:
+    """By name, outer ones first."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"bagua.fsdp.compress takes a torch.nn.Module, not {type(model).__name__}")
+    missing = [hook for hook in _HOOKS if not hasattr(FSDPModule, hook)]
+    if missing:
+        raise NotImplementedError(
+            f"bagua.fsdp.compress needs FSDPModule.{missing[0]}, which torch {torch.__version__} "
+            "does not have; torch 2.11 to 2.13 have it"
+        )
+    modules = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
+    if not modules:
+        raise ValueError(
+            f"bagua.fsdp.compress: no module of '{type(model).__name__}' is sharded; call "
+            "torch.distributed.fsdp.fully_shard(model) first (FSDP1's FullyShardedDataParallel is "
+            "not supported)"
+        )
+    for name, module in modules.items():
+        if module in _compressed:
+            raise RuntimeError(
+                f"bagua.fsdp.compress: module '{name}' is compressed already; call it once, on the "
+                "outermost module"
+            )
+    return modules
+
+
+def _names_of_groups(modules: dict[str, FSDPModule], model_name: str) -> dict[FSDPModule, str]:
+    """A name for each module; modules that were sharded together communicate under one."""
+    names: dict[FSDPModule, str] = {}
+    first: dict[int, str] = {}
+    for name, module in modules.items():
+        names[module] = first.setdefault(id(module._get_fsdp_state()), name or model_name)
+    return names
+
+
+def _reduced_numels(
+    model: torch.nn.Module, names: dict[FSDPModule, str], ranks: int
+) -> dict[str, int]:
+    """Elements that each module reduces: of its parameters' gradients, padded to equal shards."""
+    numels: dict[str, int] = {}
+
+    def visit(module: torch.nn.Module, owner: str | None) -> None:
+        owner = names[module] if isinstance(module, FSDPModule) else owner
+        for parameter in module.parameters(recurse=False):
+            if owner is None or parameter in seen or not parameter.requires_grad:
+                continue
+            seen.add(parameter)
+            if isinstance(parameter, DTensor):
+                dimension: int = parameter.placements[0].dim  # type: ignore[attr-defined]
+                length = parameter.size(dimension)
+                rows = parameter.numel() // max(1, length)
+                numels[owner] = numels.get(owner, 0) + -(-length // ranks) * ranks * rows
+        for child in module.children():
+            visit(child, owner)
+
+    seen: set[torch.nn.Parameter] = set()
+    visit(model, None)
+    return numels
+
+
+def _install(module: FSDPModule, name: str, handle: Handle, options: Options) -> None:
+    reduce_scatter: Any = ReduceScatter(handle, name, options.reduce_scatter)
+    all_gather: Any = AllGather(handle, name, options.weights)
+    module.set_custom_reduce_scatter(reduce_scatter)
+    module.set_custom_all_gather(all_gather)
+    if options.error_feedback and hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+    _compressed.add(module)
