@@ -24,7 +24,7 @@ DOCTOR = """
 import os, sys, time
 import bagua
 from bagua.__main__ import main
-from bagua._tools.doctor import cards, examine, sums
+from bagua._tools.doctor import examine, sums
 rank = int(os.environ["RANK"])
 {before}
 sys.exit(main(["doctor", "--timeout", "3", "--start", "20", *{arguments!r}]))

@@ -1,9 +1,14 @@
 """Sentences of `bagua doctor` about measurements that no single machine can make."""
 
 import pytest
-from bagua._tools.doctor.cards import Card, card_from, own_card
 from bagua._tools.doctor.links import Measured, all_pairs, rounds_of_pairs
-from bagua._tools.doctor.verdict import findings_of_cards, findings_of_links
+from bagua._tools.doctor.verdict import (
+    Card,
+    card_from,
+    findings_of_cards,
+    findings_of_links,
+    own_card,
+)
 
 FAST = Measured(1e-4, 0.0, 100e6, 100e6)
 SLOW = FAST._replace(received=10e6)

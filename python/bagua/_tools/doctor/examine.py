@@ -21,14 +21,16 @@ from torch.distributed import distributed_c10d as c10d
 from bagua import BaguaError
 from bagua._core.group import environment as env
 from bagua._core.group.rendezvous import agree_on_incarnation
-from bagua._tools.doctor.cards import Card, card_from, own_card
 from bagua._tools.doctor.links import Measured, Place, Post, all_pairs, measure, rounds_of_pairs
 from bagua._tools.doctor.sums import ELEMENTS, findings_of_sums, reduce_everywhere
 from bagua._tools.doctor.verdict import (
+    Card,
     Finding,
     Pair,
+    card_from,
     findings_of_cards,
     findings_of_links,
+    own_card,
     ranks_text,
     slowest_direction,
 )
