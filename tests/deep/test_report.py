@@ -14,7 +14,7 @@ import tomllib
 import torch
 from bagua import _C, _build
 from bagua.__main__ import main
-from bagua._tools import interfaces, report
+from bagua._tools import report
 
 PACKAGE = Path(bagua.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
@@ -152,20 +152,20 @@ def test_another_torch_than_the_builds_is_told_with_both_versions():
 
 
 def test_the_interface_that_a_variable_names_is_gloos():
-    address, reason = interfaces.gloo_address({"GLOO_SOCKET_IFNAME": "lo"})
+    address, reason = report.gloo_address({"GLOO_SOCKET_IFNAME": "lo"})
     assert (address, reason) == ("127.0.0.1", "GLOO_SOCKET_IFNAME=lo")
-    assert interfaces.gloo_address({"GLOO_SOCKET_IFNAME": "none0"})[0] is None
+    assert report.gloo_address({"GLOO_SOCKET_IFNAME": "none0"})[0] is None
 
 
 def test_without_the_variable_it_is_the_host_names_address(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    assert interfaces.gloo_address({})[0] in ("127.0.0.1", "::1")
+    assert report.gloo_address({})[0] in ("127.0.0.1", "::1")
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    assert interfaces.gloo_address({})[0] == "127.0.0.1"
+    assert report.gloo_address({})[0] == "127.0.0.1"
 
 
 def test_interfaces_are_those_of_the_system():
-    found = {one.name: one for one in interfaces.interfaces()}
+    found = {one.name: one for one in report.interfaces()}
     assert found.keys() == set(os.listdir("/sys/class/net"))
     assert found["lo"].mtu == int(Path("/sys/class/net/lo/mtu").read_text())
     assert found["lo"].up

@@ -16,8 +16,7 @@ import bagua
 from bagua import _C, _build
 from bagua._core.group import environment as env
 from bagua._tools.doctor.links import Measured
-from bagua._tools.interfaces import gloo_address, interfaces
-from bagua._tools.report import architectures, printable
+from bagua._tools.report import architectures, gloo_address, interfaces, printable
 
 __all__ = [
     "Card",
