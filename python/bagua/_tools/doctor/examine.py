@@ -57,38 +57,18 @@ _MANY_LINKS = 66
 _COLUMNS = 80
 _MOST_FINDINGS = 30
 _MOST_BYTES = 64 * 1024**2
+_TOLERANCE = "a link between nodes T times slower than the fastest one is broken (4)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``bagua doctor``."""
-    parser.add_argument(
-        "--timeout",
-        type=_positive,
-        default=10.0,
-        metavar="S",
-        help="seconds after which a link or a rank counts as dead (10)",
-    )
-    parser.add_argument(
-        "--start",
-        type=_positive,
-        default=60.0,
-        metavar="S",
-        help="seconds within which all ranks must have started (60)",
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=_positive,
-        default=4.0,
-        metavar="T",
-        help="a link between nodes T times slower than the fastest one is broken (4)",
-    )
-    parser.add_argument(
-        "--at-least",
-        type=_positive,
-        default=0.0,
-        metavar="MB/S",
-        help="a link slower than that is broken, also inside a node",
-    )
+    for name, default, unit, meaning in (
+        ("--timeout", 10.0, "S", "seconds after which a link or a rank counts as dead (10)"),
+        ("--start", 60.0, "S", "seconds within which all ranks must have started (60)"),
+        ("--tolerance", 4.0, "T", _TOLERANCE),
+        ("--at-least", 0.0, "MB/S", "a link slower than that is broken, also inside a node"),
+    ):
+        parser.add_argument(name, type=_positive, default=default, metavar=unit, help=meaning)
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -382,7 +362,6 @@ class _Examination:
         self._lost.add(rank)
         self._findings.append(
             Finding(
-                True,
                 f"{ranks_text([rank])} ({host}) has stopped answering rank 0 through the job's "
                 f"store: {reason}. Its process has ended or hangs, or the link between ranks 0 and "
                 f"{rank} is cut",

@@ -65,7 +65,7 @@ def findings_of_sums(results: dict[int, Any]) -> list[Finding]:
     failed = {rank: result for rank, result in results.items() if isinstance(result, str)}
     if failed:
         rank, reason = next(iter(failed.items()))
-        return [Finding(True, f"the all-reduce failed on {ranks_text(list(failed))}: {reason}")]
+        return [Finding(f"the all-reduce failed on {ranks_text(list(failed))}: {reason}")]
     found = []
     for name, limit in _LIMITS.items():
         wrong = {rank: result[name]["error"] for rank, result in results.items()}
@@ -74,7 +74,6 @@ def findings_of_sums(results: dict[int, Any]) -> list[Finding]:
             worst = max(wrong.values())
             found.append(
                 Finding(
-                    True,
                     f"the {name} all-reduce is wrong on {ranks_text(list(wrong))}: relative error "
                     f"{worst:.2g}, at most {limit:g} is right",
                 )
@@ -84,7 +83,7 @@ def findings_of_sums(results: dict[int, Any]) -> list[Finding]:
             digests.setdefault(result[name]["digest"], []).append(rank)
         if len(digests) > 1:
             parts = " against ".join(ranks_text(ranks) for ranks in digests.values())
-            found.append(Finding(True, f"the {name} all-reduce gave different bits: {parts}"))
+            found.append(Finding(f"the {name} all-reduce gave different bits: {parts}"))
     return found
 
 

@@ -100,14 +100,14 @@ def card_from(word: Any) -> Card | None:
 class Finding(NamedTuple):
     """One sentence about the cluster; ``broken``: training would fail or suffer."""
 
-    broken: bool
     text: str
+    broken: bool = True
 
 
 def findings_of_cards(cards: Mapping[int, Card]) -> list[Finding]:
     """Settings and versions that do not fit together."""
     found = [
-        Finding(True, f"rank {rank} ({card.host}): {card.reason} is no interface with an address")
+        Finding(f"rank {rank} ({card.host}): {card.reason} is no interface with an address")
         for rank, card in cards.items()
         if not card.address
     ]
@@ -126,7 +126,7 @@ def findings_of_cards(cards: Mapping[int, Card]) -> list[Finding]:
                 by_value.setdefault(str(getattr(card, field)), []).append(rank)
         if len(by_value) > 1:
             parts = (f"{value} on {ranks_text(ranks)}" for value, ranks in by_value.items())
-            found.append(Finding(broken, f"ranks differ in the {what}: {', '.join(parts)}"))
+            found.append(Finding(f"ranks differ in the {what}: {', '.join(parts)}", broken))
     return found
 
 
@@ -150,7 +150,6 @@ def findings_of_links(
     found = _cut(cards, unreachable)
     found += [
         Finding(
-            True,
             f"the link between ranks {a} and {b} ({hosts(cards, (a, b))}) is up, but fails under "
             f"load: {reason}. Compare the MTU of the interfaces and of what is between them",
         )
@@ -161,9 +160,9 @@ def findings_of_links(
     clocks = {b: link.ahead for (a, b), link in measured.items() if a == 0}
     found += [
         Finding(
-            False,
             f"the clock of rank {rank} ({cards[rank].host}) is {abs(ahead):.1f} s "
             f"{'ahead of' if ahead > 0 else 'behind'} that of rank 0: times in logs do not compare",
+            broken=False,
         )
         for rank, ahead in clocks.items()
         if abs(ahead) > _CLOCK_SECONDS
@@ -199,7 +198,6 @@ def _cut(cards: Mapping[int, Card], unreachable: Mapping[Pair, str]) -> list[Fin
         alone = []
     found = [
         Finding(
-            True,
             f"rank {rank} ({cards[rank].host}) is cut off: no connection between it and "
             f"{ranks_text([other for other in cards if other != rank])}, in either direction "
             f"({_one_reason(unreachable, rank)}){_advice(cards[rank])}",
@@ -208,7 +206,6 @@ def _cut(cards: Mapping[int, Card], unreachable: Mapping[Pair, str]) -> list[Fin
     ]
     found += [
         Finding(
-            True,
             f"the link between ranks {a} and {b} ({hosts(cards, (a, b))}) is cut: no connection "
             f"in either direction ({unreachable[a, b]}){_advice(cards[a], cards[b])}",
         )
@@ -217,7 +214,6 @@ def _cut(cards: Mapping[int, Card], unreachable: Mapping[Pair, str]) -> list[Fin
     ]
     found += [
         Finding(
-            True,
             f"rank {a} cannot open a connection to rank {b} ({hosts(cards, (a, b))}): {reason}. "
             f"The other direction works: look for a firewall before rank {b}",
         )
@@ -263,14 +259,12 @@ def _slow(
         names = ", ".join(sorted({cards[rank].host for rank in ranks}))
         found.append(
             Finding(
-                True,
                 f"all links between {ranks_text(ranks)} ({names}) and other nodes are slow: "
                 f"{speed_text(min(own))} to {speed_text(max(own))}; {alike}",
             )
         )
     found += [
         Finding(
-            True,
             f"the link between ranks {a} and {b} ({hosts(cards, (a, b))}) is slow: "
             f"{speed_text(speed)}{f'; {alike}' if between else ''}",
         )
@@ -284,9 +278,9 @@ def _unequal(cards: Mapping[int, Card], measured: Mapping[Pair, Measured]) -> li
     """Links between nodes that are much faster in one direction."""
     return [
         Finding(
-            False,
             f"the link between ranks {a} and {b} ({hosts(cards, (a, b))}) has unequal directions: "
             f"{speed_text(link.sent)} from rank {a} to rank {b}, {speed_text(link.received)} back",
+            broken=False,
         )
         for (a, b), link in measured.items()
         if cards[a].node != cards[b].node
