@@ -78,10 +78,7 @@ class WholeSums:
         for position, parameter in enumerate(parameters):
             kind: tuple[Any, int] = (None, 1)
             if is_sharded(parameter):
-                tensor: Any = parameter
-                places = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-                copies = math.prod(ranks for ranks, place in places if not place.is_shard())
-                kind = (tensor.device_mesh, copies)
+                kind = (parameter.device_mesh, _copies(parameter))  # type: ignore[attr-defined]
             self._kinds.setdefault(kind, []).append(position)
 
     def inner_product(self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
@@ -95,6 +92,12 @@ class WholeSums:
     def all_true(self, flag: bool) -> bool:
         """Whether ``flag`` is True on all ranks."""
         return sum(_sum_over(mesh, float(not flag)) for mesh, _ in self._kinds) == 0
+
+
+def _copies(tensor: Any) -> int:
+    """How many ranks hold each shard of a DTensor."""
+    places = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(ranks for ranks, place in places if not place.is_shard())
 
 
 def _sum_over(mesh: Any, value: float) -> float:
@@ -192,14 +195,7 @@ def copied_between_shards(named: Sequence[tuple[str, torch.Tensor]]) -> str | No
     if not any(is_sharded(tensor) for _, tensor in named):
         return None
     for name, tensor in named:
-        if not is_sharded(tensor) or any(
-            ranks > 1 and not placement.is_shard()
-            for ranks, placement in zip(
-                tensor.device_mesh.shape,  # type: ignore[attr-defined]
-                tensor.placements,  # type: ignore[attr-defined]
-                strict=True,
-            )
-        ):
+        if not is_sharded(tensor) or _copies(tensor) > 1:
             return name
     return None
 
