@@ -82,35 +82,27 @@ class Hooks:
     """The communication hooks, or wraps, of the models that an ``Accelerator`` has prepared.
 
     A pickle or a copy has none of them, like the ``DistributedDataParallel`` in it.
-
-    Attributes:
-        handles: one per model, in the order of preparation; empty where there is one process.
     """
 
     def __init__(self) -> None:
-        self.handles: list[Handle] = []
-        self._modules: list[weakref.ref[torch.nn.Module]] = []
+        self._known: list[tuple[weakref.ref[torch.nn.Module], Handle]] = []
         self._loading: tuple[list[Handle], list[dict[str, Any]]] = ([], [])
+
+    @property
+    def handles(self) -> list[Handle]:
+        """One per model, in the order of preparation; empty where there is one process."""
+        return [handle for _, handle in self._known]
 
     def add(self, module: torch.nn.Module, handle: Handle) -> None:
         """Remember the hook of ``module``, in place of one that it had."""
-        kept = [
-            pair
-            for pair in zip(self._modules, self.handles, strict=True)
-            if pair[0]() is not module
-        ]
-        self._modules = [known for known, _ in kept] + [weakref.ref(module)]
-        self.handles = [known for _, known in kept] + [handle]
+        kept = [pair for pair in self._known if pair[0]() is not module]
+        self._known = [*kept, (weakref.ref(module), handle)]
 
     def of(self, models: Iterable[torch.nn.Module]) -> list[Handle]:
         """The hooks of ``models``, given as they were before or after ``prepare``, in order."""
-        known = {
-            id(module()): handle
-            for module, handle in zip(self._modules, self.handles, strict=True)
-            if module() is not None
-        }
-        inner = [id(module) for model in models for module in model.modules()]
-        return [known[key] for key in inner if key in known]
+        known = {module(): handle for module, handle in self._known}
+        inner = [module for model in models for module in model.modules()]
+        return [known[module] for module in inner if module in known]
 
     def __reduce__(self) -> Any:
         return Hooks, ()
