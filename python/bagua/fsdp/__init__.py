@@ -414,7 +414,7 @@ def compress(
         weights=weights,
         reduce_scatter=reduce_scatter,
         error_feedback=error_feedback,
-        read_scale=grad_scaler.get_scale if scaled and grad_scaler is not None else _one,
+        read_scale=grad_scaler.get_scale if scaled and grad_scaler else lambda: 1.0,
     )
     names = _names_of_groups(modules, type(model).__name__)
     handle = _connect(model, names, mesh.device_type, groups, options, scaled)
@@ -483,10 +483,6 @@ def _connect(
         # A rank must not go on while another is still connecting to it.
         connections.reduce_numbers("compressing the communication", _C.ReduceOp.SUM, 0)
     return handle
-
-
-def _one() -> float:
-    return 1.0
 
 
 def _sharded_modules(model: Any) -> dict[str, FSDPModule]:

@@ -72,11 +72,6 @@ def is_sparse(tensor: torch.Tensor) -> bool:
     return record_of(tensor).sparse is not None
 
 
-def _no_grad_set(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    with torch.no_grad():
-        tensor.set_(value.untyped_storage(), value.storage_offset(), value.size(), value.stride())
-
-
 def is_bagua_tensor(self: torch.Tensor) -> bool:
     """Whether the tensor has been registered."""
     return self in _records
@@ -158,7 +153,9 @@ def point_at(tensor: torch.Tensor, record: Record, view: torch.Tensor) -> None:
     if record.setter is not None:
         record.setter(tensor, view)
     else:
-        _no_grad_set(bagua_getter_closure(tensor), view)
+        storage, offset = view.untyped_storage(), view.storage_offset()
+        with torch.no_grad():
+            bagua_getter_closure(tensor).set_(storage, offset, view.size(), view.stride())
 
 
 def bagua_ensure_grad(self: torch.Tensor) -> torch.Tensor:
