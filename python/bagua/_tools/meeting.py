@@ -27,7 +27,8 @@ class MissingReplyError(RuntimeError):
 
 
 class Meeting:
-    """The keys of one store. One thread uses it.
+    """The keys of one store. One thread uses it. A store that does not answer raises
+    :class:`StoreTimeoutError`.
 
     The store is asked by a thread of its own, which is left to itself when the store's host no
     longer answers: clients of torch's store then wait without a limit.
@@ -40,20 +41,12 @@ class Meeting:
         threading.Thread(target=self._serve, name="bagua-store", daemon=True).start()
 
     def write(self, key: str, word: Any) -> None:
-        """Put ``word``, anything that JSON has, under ``key``.
-
-        Raises:
-            StoreTimeoutError: the store does not answer.
-        """
+        """Put ``word``, anything that JSON has, under ``key``."""
         text = json.dumps(word)
         self._ask(lambda: self._store.set(key, text))
 
     def has(self, key: str) -> bool:
-        """Whether there is a word under ``key``.
-
-        Raises:
-            StoreTimeoutError: the store does not answer.
-        """
+        """Whether there is a word under ``key``."""
         return bool(self._ask(lambda: self._store.check([key])))
 
     def read(self, key: str, seconds: float) -> Any:
@@ -61,7 +54,6 @@ class Meeting:
 
         Raises:
             MissingReplyError: it did not come, or is none.
-            StoreTimeoutError: the store does not answer.
         """
         deadline, pause = time.monotonic() + seconds, _PAUSES[0]
         while not self.has(key):

@@ -129,11 +129,7 @@ class _Job:
         return max((word["world"] for word in self._now.values()), default=0)
 
     def look(self) -> None:
-        """Read what the ranks have published.
-
-        Raises:
-            StoreTimeoutError: the store does not answer.
-        """
+        """Read what the ranks have published."""
         for rank in range(max(1, self._world)):
             try:
                 word = publication_from(self._meeting.read(KEY.format(rank=rank), 0.0))

@@ -182,11 +182,7 @@ def use(accelerator: accelerate.Accelerator, algorithm: str | Algorithm) -> Hook
 
 
 def install(accelerator: accelerate.Accelerator, algorithm: str | Algorithm, hooks: Hooks) -> None:
-    """Have ``accelerator`` add a hook of ``algorithm`` to ``hooks`` for each model it prepares.
-
-    Raises:
-        See :func:`use`.
-    """
+    """Have ``accelerator`` add a hook of ``algorithm`` to ``hooks`` for each model it prepares."""
     # Checks
     _check_accelerator(accelerator)
     before = accelerator.ddp_handler or DistributedDataParallelKwargs()
@@ -393,11 +389,7 @@ def save_hooks(handles: Sequence[Handle], folder: str | PathLike[str]) -> None:
 
 
 def load_hooks(handles: Sequence[Handle], folder: str | PathLike[str]) -> None:
-    """Load what :func:`save_hooks` has written. Every rank calls it, before the first step.
-
-    Raises:
-        ValueError: see :func:`read_hooks`; or a state is of another algorithm or model.
-    """
+    """Load what :func:`save_hooks` has written. Every rank calls it, before the first step."""
     _load(handles, read_hooks(handles, folder))
 
 

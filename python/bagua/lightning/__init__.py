@@ -481,10 +481,6 @@ class _Wrapping:
         algorithm: a registered name, or an object.
         arguments: of the algorithm, where it is given by name.
         wrapper: arguments of ``DistributedDataParallel``.
-
-    Raises:
-        TypeError: ``algorithm`` is something else, or does not take ``arguments``.
-        ValueError: no algorithm has this name, or an argument is out of its range.
     """
 
     def __init__(
@@ -572,11 +568,7 @@ def _init(name: str, arguments: Mapping[str, Any]) -> Algorithm:
 
 
 def _packages_in_use() -> list[str]:
-    """The packages that have been imported; if none has, the first that is installed.
-
-    Raises:
-        ImportError: no package is installed.
-    """
+    """The packages that have been imported; if none has, the first that is installed."""
     installed = [package for package in _MODULES if find_spec(package) is not None]
     if not installed:
         raise ImportError(

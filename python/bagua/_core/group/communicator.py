@@ -150,10 +150,6 @@ class Communicator:
 
         Only collectives are counted for the errors, because other members make no call here. A
         message has the number of the next collective.
-
-        Raises:
-            BaguaTimeoutError: ``peer`` did not answer in the group's time.
-            BaguaError: as :meth:`run`.
         """
 
         def move(connected: _C.Communicator) -> None:

@@ -170,11 +170,7 @@ class Connections:
         return None
 
     def _await_keys(self, keys: list[str], store: c10d.Store | None = None) -> None:
-        """Wait until the store has ``keys``.
-
-        Raises:
-            BaguaError: a member has exited, or the timeout has passed.
-        """
+        """Wait until the store has ``keys``."""
         watch = self._watch
         wait_for_keys(
             store or self.store, keys, self.timeout, (lambda: watch.exited) if watch else None

@@ -1,4 +1,7 @@
-"""Settings of the launcher, read from the environment at every call."""
+"""Settings of the launcher, read from the environment at every call.
+
+A variable with a value that it does not take raises ValueError.
+"""
 
 import math
 import os
@@ -87,9 +90,6 @@ def get_check_weights_every() -> int | None:
     """Training steps within which ranks compare all their weights, a part in each; 0: none.
 
     ``BAGUA_CHECK_WEIGHTS_EVERY``; None where it is unset.
-
-    Raises:
-        ValueError: the variable is not an integer, or negative.
     """
     if "BAGUA_CHECK_WEIGHTS_EVERY" not in os.environ:
         return None
@@ -102,11 +102,7 @@ def get_check_weights_every() -> int | None:
 
 
 def get_checksum() -> bool:
-    """Whether compressed messages carry a checksum (``BAGUA_CHECKSUM``, "0" or "1", default 0).
-
-    Raises:
-        ValueError: the variable is neither.
-    """
+    """Whether compressed messages carry a checksum (``BAGUA_CHECKSUM``, "0" or "1", default 0)."""
     value = os.environ.get("BAGUA_CHECKSUM") or "0"
     if value not in ("0", "1"):
         raise ValueError(f"BAGUA_CHECKSUM={value!r} must be 0 or 1")
@@ -117,9 +113,6 @@ def get_straggler_seconds() -> float:
     """Seconds that a step may wait for other ranks before a warning names them; 0: no warnings.
 
     ``BAGUA_STRAGGLER_SECONDS``, default 10.
-
-    Raises:
-        ValueError: the variable is not a number of seconds.
     """
     return _seconds("BAGUA_STRAGGLER_SECONDS", "10", "no warnings")
 
@@ -128,9 +121,6 @@ def get_top_seconds() -> float:
     """Seconds from one publication of statistics for ``bagua top`` to the next; 0: none.
 
     ``BAGUA_TOP``, default 0.
-
-    Raises:
-        ValueError: the variable is not a number of seconds.
     """
     return _seconds("BAGUA_TOP", "0", "no publication")
 
@@ -156,9 +146,6 @@ def get_comm() -> str | None:
     ranks of a host share, or an error. auto: through such memory where all of a group can, else
     over gloo, as is the default but for exact sums of ``bagua.comm_hooks``, which are torch's on
     gloo; CUDA tensors as by default.
-
-    Raises:
-        ValueError: the variable is none of these.
     """
     comm = os.environ.get("BAGUA_COMM") or None
     if comm not in (None, "nccl", "c10d", "gloo", "shm", "auto"):

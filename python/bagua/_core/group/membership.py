@@ -170,7 +170,7 @@ def store_needed() -> Iterator[None]:
 
 
 class Membership:
-    """This process in an elastic group. Main thread only.
+    """This process in an elastic group. Main thread only; without the store BaguaError is raised.
 
     Args:
         store: of the group, for all of its generations.
@@ -239,9 +239,6 @@ class Membership:
 
         Returns:
             Whether the members change before the round, and whether this one is late.
-
-        Raises:
-            BaguaError: the store is gone, or no decision comes.
         """
         self._gathered += 1
         key = f"generation{self.generation}/round{self._gathered}"
@@ -282,7 +279,7 @@ class Membership:
             least: members without which nobody goes on.
 
         Raises:
-            BaguaError: this process was taken for dead, too few are left, or the store is gone.
+            BaguaError: this process was taken for dead, or too few are left.
         """
         with store_needed():
             number = self.generation + 1
@@ -383,9 +380,6 @@ class Membership:
         """Ask to belong to the newest generation; the number of the request. 0: another one asks.
 
         ``returns``: this process was late, and keeps its state.
-
-        Raises:
-            BaguaError: the store is gone.
         """
         if self._life is None:
             return 0
@@ -399,7 +393,7 @@ class Membership:
         """Wait for the generation after the newest, which answers a ``request``.
 
         Raises:
-            BaguaError: its members are gone; the store is gone.
+            BaguaError: its members are gone.
         """
         with store_needed():
             pulse, answer = Pulse(self._store), f"request/{request}/answer"

@@ -1,4 +1,7 @@
-"""Values that another rank puts in the store: waited for, and checked before use."""
+"""Values that another rank puts in the store: waited for, and checked before use.
+
+Something else than what is expected raises BaguaError.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +57,7 @@ def wait_for_keys(
 
 
 def stored_number(store: c10d.Store, key: str, below: int) -> int:
-    """The number from 0 up to, not including, ``below`` that is under ``key``.
-
-    Raises:
-        BaguaError: there is something else.
-    """
+    """The number from 0 up to, not including, ``below`` that is under ``key``."""
     value = bytes(store.get(key))
     if not (0 < len(value) <= 20 and value.isdigit() and int(value) < below):
         _refuse(key, value, f"no number from 0 to {below - 1}")
@@ -66,11 +65,7 @@ def stored_number(store: c10d.Store, key: str, below: int) -> int:
 
 
 def stored_lines(store: c10d.Store, key: str) -> list[str]:
-    """The lines of text, a JSON list, that are under ``key``.
-
-    Raises:
-        BaguaError: there is something else.
-    """
+    """The lines of text, a JSON list, that are under ``key``."""
     value = bytes(store.get(key))
     try:
         lines = json.loads(value) if len(value) <= _MOST_BYTES else None
@@ -82,11 +77,7 @@ def stored_lines(store: c10d.Store, key: str) -> list[str]:
 
 
 def stored_value(store: c10d.Store, key: str, read: Callable[[Any], Value]) -> Value:
-    """Have ``read`` convert the JSON that is under ``key``.
-
-    Raises:
-        BaguaError: there is something else, which ``read`` fails at.
-    """
+    """Have ``read`` convert the JSON under ``key``; it raises where that is something else."""
     value = bytes(store.get(key))
     try:
         if len(value) <= _MOST_BYTES:

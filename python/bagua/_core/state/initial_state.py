@@ -227,11 +227,7 @@ def _broadcast_text(
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """The description of all state and hyper-parameters.
-
-    Raises:
-        TypeError: one of them is neither a tensor nor plain data.
-    """
+    """The description of all state and hyper-parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [
         {str(key): _encode(value, str(key)) for key, value in optimizer.state.get(p, {}).items()}
@@ -274,10 +270,6 @@ def read_description(
     Returns:
         The entries of each parameter, in the order of the groups, and those of each group without
         the parameters.
-
-    Raises:
-        BaguaMismatchError: the text is no such description, or asks for more memory than any state
-            of these parameters takes. Nothing has been allocated or changed.
     """
     try:
         read = json.loads(text.decode())

@@ -1,4 +1,7 @@
-"""Entries of a state dict: copied, and checked, since its file may be of another program."""
+"""Entries of a state dict: copied, and checked, since its file may be of another program.
+
+What is missing or something else raises ValueError, which names the entry.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +54,7 @@ def check_no_state(state: Any, owner: str, but: Iterable[str] = ()) -> None:
 
 
 def saved_count(state: Mapping[str, Any], key: str, owner: str) -> int:
-    """The count under ``key``: a whole number.
-
-    Raises:
-        ValueError: it is missing, or something else; names the entry.
-    """
+    """The count under ``key``: a whole number."""
     if key not in state:
         raise ValueError(f"{owner}: the state has no '{key}': it is of another algorithm")
     value = state[key]
@@ -76,9 +75,6 @@ def saved_tensor(
     """The tensor under ``key``, which is to be copied into ``view``: of its shape, of real numbers.
 
     Where ``view`` holds whole numbers, it counts something: none may be negative.
-
-    Raises:
-        ValueError: it is missing, or something else; names the entry, and says the ``remedy``.
     """
     if key not in state:
         raise ValueError(f"the state has no '{key}': {remedy}")

@@ -125,12 +125,7 @@ def _meet(patience: timedelta) -> tuple[int, int, c10d.Store] | str:
 
 
 def _store(rank: int, size: int, patience: timedelta) -> c10d.Store:
-    """The job's store: the agent's, or else one that rank 0 makes, which waits for no rank.
-
-    Raises:
-        BaguaError: it could not be made or reached.
-        ValueError: an environment variable is missing or no number.
-    """
+    """The job's store: the agent's, or else one that rank 0 makes, which waits for no rank."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(f"environment variable(s) {', '.join(missing)} not set; use torchrun")

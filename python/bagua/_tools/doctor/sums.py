@@ -30,9 +30,6 @@ def reduce_everywhere(
 
     Returns, for ``"exact"`` and ``"8-bit"``: ``error``, relative to the mean that torch computes
     from all ranks' inputs, ``seconds``, and ``digest`` of the result.
-
-    Raises:
-        BaguaError: the ranks could not connect, or the transport failed.
     """
     connections = Connections(store, rank, list(range(size)), timeout)
     communicator = connections.connect("doctor", device)
