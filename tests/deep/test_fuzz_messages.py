@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from bagua import BaguaError, BaguaMismatchError
 from bagua._core.eager import objects as _objects
-from bagua._core.group import store_values as _store_values
+from bagua._core.group import rendezvous as _rendezvous
 from bagua._core.state import initial_state as _initial_state
 from support.mutations import attempt, chances, changed_bytes, json_of
 
@@ -164,7 +164,7 @@ def stored(value):
 def test_any_value_of_the_store_is_a_number_or_refused():
     for number, chance in chances(INPUTS, SEED):
         data = changed_bytes(chance, b"1234567")
-        read, message = attempt(BaguaError, _store_values.stored_number, stored(data), "key", 2**31)
+        read, message = attempt(BaguaError, _rendezvous.stored_number, stored(data), "key", 2**31)
         expected = "under 'key', which is no number from 0 to"
         assert expected in message if read is None else 0 <= read < 2**31, number
 
@@ -173,7 +173,7 @@ def test_any_value_of_the_store_is_lines_or_refused():
     lines = ["bagua 1.0", "parameter weight: (3, 5) torch.float32 cpu"]
     for number, chance in chances(INPUTS, SEED):
         data = changed_bytes(chance, json.dumps(lines).encode())
-        read, message = attempt(BaguaError, _store_values.stored_lines, stored(data), "key")
+        read, message = attempt(BaguaError, _rendezvous.stored_lines, stored(data), "key")
         if read is None:
             assert "under 'key', which is no list of lines" in message, number
         else:

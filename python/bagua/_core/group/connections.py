@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from bagua import _C
 from bagua._core.group import environment as env
 from bagua._core.group.nccl_library import gpu_identity, nccl_library
-from bagua._core.group.store_values import stored_lines, stored_number, wait_for_keys
+from bagua._core.group.rendezvous import stored_lines, stored_number, wait_for_keys
 
 __all__ = [
     "MOVED",

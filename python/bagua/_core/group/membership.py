@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
-from bagua._core.group.store_values import stored_number, stored_value, wait_for_keys
+from bagua._core.group.rendezvous import stored_number, stored_value, wait_for_keys
 
 __all__ = [
     "Change",

@@ -9,7 +9,7 @@ import torch
 from bagua import _C
 from bagua._core.group.connections import Connections
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._core.group.store_values import wait_for_keys
+from bagua._core.group.rendezvous import wait_for_keys
 
 from mlbench_core.aggregation.pytorch.aggregation import (
     Aggregation,
