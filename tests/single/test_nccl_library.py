@@ -8,7 +8,6 @@ import pytest
 import torch
 from bagua import _C
 from bagua._core.group import connections as _transport
-from bagua._core.group import nccl_library as _nccl_library
 from bagua.torch_api import env
 from support.processes.pool import run_script
 
@@ -107,11 +106,11 @@ def test_without_a_gpu_nccl_makes_an_id_and_fails_to_connect_with_a_typed_error(
 
 def test_the_library_of_the_wheel_comes_before_those_of_torch_and_the_loader(monkeypatch):
     monkeypatch.delenv("BAGUA_NCCL_LIBRARY", raising=False)
-    paths = _nccl_library.nccl_paths()
+    paths = _transport.nccl_paths()
     assert os.path.samefile(paths[0], LIBRARY)
     assert paths[-1] == "libnccl.so.2"
     monkeypatch.setenv("BAGUA_NCCL_LIBRARY", "/opt/nccl/libnccl.so.2")
-    assert _nccl_library.nccl_paths() == ["/opt/nccl/libnccl.so.2"]
+    assert _transport.nccl_paths() == ["/opt/nccl/libnccl.so.2"]
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def _gpus() -> list[str]:
 
 def _nccl() -> list[str]:
     from bagua import _C
-    from bagua._core.group.nccl_library import nccl_library
+    from bagua._core.group.connections import nccl_library
 
     if not _C.has_nccl:
         return ["not in this build"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
+import importlib.util
 import json
 import logging
 import secrets
@@ -13,6 +15,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +24,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
 from bagua._core.group import environment as env
-from bagua._core.group.nccl_library import gpu_identity, nccl_library
 from bagua._core.group.rendezvous import stored_lines, stored_number, wait_for_keys
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "cuda_transport",
     "fingerprint",
     "first_difference",
+    "nccl_library",
     "total_traffic",
 ]
 
@@ -38,6 +41,8 @@ __all__ = [
 MOVED = ("bytes_sent", "bytes_received", "messages_sent", "messages_received")
 #: Names of all counters of a communicator.
 TRAFFIC = (*MOVED, "shm_bytes", "wire_ns")
+
+_NCCL = "libnccl.so.2"
 
 #: Seconds between two looks of a phase at the ranks that have exited.
 _BETWEEN_LOOKS_S = 1.0
@@ -533,6 +538,38 @@ class _PhaseWatch(threading.Thread):
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def gpu_identity(device: torch.device) -> str:
+    """Identity of the GPU behind a CUDA device, in whatever process and order it is visible."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def nccl_paths() -> list[str]:
+    """Paths of NCCL to try in a process that has not loaded it, the best one first.
+
+    ``BAGUA_NCCL_LIBRARY`` alone where it is set. Else the wheel that torch's CUDA wheels depend on
+    (``nvidia-nccl-cu12``, ``-cu13``), torch's own folder of libraries, and what the loader finds.
+    """
+    chosen = env.get_nccl_library()
+    if chosen is not None:
+        return [chosen]
+    has_wheels = importlib.util.find_spec("nvidia") is not None
+    wheel = importlib.util.find_spec("nvidia.nccl") if has_wheels else None
+    roots = list(wheel.submodule_search_locations or []) if wheel else []
+    files = [Path(root) / "lib" / _NCCL for root in [*roots, str(Path(torch.__file__).parent)]]
+    return [*(str(file) for file in files if file.exists()), _NCCL]
+
+
+@functools.cache
+def nccl_library() -> _C.NcclLibrary:
+    """The NCCL of this process: the one it has loaded already, else the first of ``nccl_paths()``.
+
+    Raises:
+        BaguaError: none could be loaded (the message lists the paths), it is too old, or this
+            build has no NCCL.
+    """
+    return _C.NcclLibrary.find(nccl_paths())
 
 
 def _ranks_with_one_gpu(store: c10d.Store, size: int) -> list[int]:
