@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from bagua._core.state import weights_check as _weights_check
-from bagua._core.state.weights_check import digest
+from bagua._core.state import saved_values as _saved_values
+from bagua._core.state.saved_values import digest
 
 DTYPES = [
     torch.float16,
@@ -51,8 +51,8 @@ def test_order_counts():
 
 
 def test_chunks_are_distinguished(monkeypatch):
-    monkeypatch.setattr(_weights_check, "_CHUNK", 8)
-    _weights_check._factors.cache_clear()
+    monkeypatch.setattr(_saved_values, "_CHUNK", 8)
+    _saved_values._factors.cache_clear()
     try:
         tensor = values(35, torch.float32)
         seen = {int(digest(flip_lowest_bit(tensor, index))) for index in range(35)}
@@ -60,7 +60,7 @@ def test_chunks_are_distinguished(monkeypatch):
         seen |= {int(digest(tensor)), int(digest(moved))}
         assert len(seen) == 37
     finally:
-        _weights_check._factors.cache_clear()
+        _saved_values._factors.cache_clear()
 
 
 def test_values_count_in_their_logical_order_whatever_the_memory():

@@ -30,9 +30,8 @@ from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.initial_state import broadcast_tensors
 from bagua._core.state.ledger import Commit
-from bagua._core.state.saved_values import saved_tensor
+from bagua._core.state.saved_values import digest, saved_tensor
 from bagua._core.state.shards import local
-from bagua._core.state.weights_check import digest
 from bagua._outer.optimizer import (
     NO_FIGURES,
     InnerProduct,

@@ -27,9 +27,8 @@ from bagua._core.state.initial_state import (
     communicating_optimizer,
 )
 from bagua._core.state.shards import is_sharded, ranks_of
-from bagua._core.state.snapshot import ModuleSnapshot
+from bagua._core.state.snapshot import ModuleSnapshot, sample
 from bagua._core.state.statistics import MainThreadTraffic, statistics
-from bagua._core.state.weights_check import sample
 from bagua._sync.hooks import WeakHook, outside_graphs, tensors_in
 from bagua._sync.optimizer_steps import MissingSteps, StepsInBackward
 from bagua._sync.synchronizer import Synchronizer

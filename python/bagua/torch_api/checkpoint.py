@@ -17,10 +17,9 @@ from bagua._core.eager.objects import broadcast_object, gather_plain_objects
 from bagua._core.group.job import as_bagua_group
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state import step_folder as _step_folder
-from bagua._core.state.saved_values import check_state, copied
+from bagua._core.state.saved_values import check_state, copied, digest
 from bagua._core.state.shards import is_sharded
 from bagua._core.state.step_folder import Damaged, Leaves
-from bagua._core.state.weights_check import digest
 from bagua.torch_api._session import Session
 from bagua.torch_api.distributed import BaguaModule
 

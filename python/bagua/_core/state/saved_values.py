@@ -1,4 +1,5 @@
-"""Entries of a state dict: copied, and checked, since its file may be of another program.
+"""Entries of a state dict: copied, compared, and checked, since its file may be of another
+program.
 
 What is missing or something else raises ValueError, which names the entry.
 """
@@ -6,14 +7,21 @@ What is missing or something else raises ValueError, which names the entry.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-__all__ = ["check_no_state", "check_state", "copied", "saved_count", "saved_tensor"]
+__all__ = ["check_no_state", "check_state", "copied", "digest", "saved_count", "saved_tensor"]
 
 _MOST = 2**63 - 1
 _SHOWN = 3  # names of entries in a message
+#: Elements that are hashed at once: bounds the memory to a few times eight bytes of it.
+_CHUNK = 2**18
+#: Odd numbers: multiplying by them modulo 2**64 loses nothing.
+_MULTIPLIER = -7046029254386353131
+_CHUNK_MULTIPLIER = 6364136223846793005
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 def copied(value: Any, device: str | None = None) -> Any:
@@ -96,3 +104,24 @@ def saved_tensor(
             f"{remedy}"
         )
     return value
+
+
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """64 bits of the exact bits of ``tensor`` and their order, on its device (int64, no dims).
+
+    The sum of all elements' bits, each times an odd number that depends on its place, modulo 2**64:
+    a change of one element always changes it.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    result = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    factors = _factors(tensor.device)
+    for part in bits.split(_CHUNK):
+        products = part.to(torch.int64) * factors[: part.numel()]
+        result = result * _CHUNK_MULTIPLIER + products.sum()
+    return result
+
+
+@lru_cache(maxsize=4)
+def _factors(device: torch.device) -> torch.Tensor:
+    return (torch.arange(_CHUNK, device=device) * _MULTIPLIER).bitwise_or(1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ModuleSnapshot",
     "ignored_names",
+    "sample",
     "sparse_parameters",
     "warn_past_wrapper",
     "warn_unused",
@@ -261,6 +264,28 @@ def ignored_names(module: torch.nn.Module) -> set[str]:
     if "_orig_mod" in module._modules:  # torch.compile(model), whose names were given to the model
         names = {f"_orig_mod.{name.removeprefix('_orig_mod.')}" for name in names}
     return names
+
+
+def sample(named: Sequence[tuple[str, torch.Tensor]], every: int) -> _C.WeightsSample | None:
+    """The sample of ``named`` that the core compares, all of them in ``every`` rounds; None if
+    there is nothing to compare: ``BAGUA_CHECK_WEIGHTS_EVERY``.
+
+    Parameters are held, not their memory: ``parameter.data = x`` is seen. Those on another device
+    than most are left out, and tensor subclasses, whose values may lie anywhere.
+    """
+    plain = [
+        (name, tensor)
+        for name, tensor in named
+        if type(tensor) in (torch.nn.Parameter, torch.Tensor) and tensor.layout == torch.strided
+    ]
+    sizes: Counter[torch.device] = Counter()
+    for _, tensor in plain:
+        if not tensor.is_meta:
+            sizes[tensor.device] += tensor.numel()
+    if not sizes.total():
+        return None
+    device, _ = sizes.most_common(1)[0]
+    return _C.WeightsSample([(n, t) for n, t in plain if t.device == device], every)
 
 
 def warn_unused(module_name: str, names: list[str]) -> None:
