@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from bagua import _C
-from bagua._core.group.connections import Connections
+from bagua._core.group.connections import Connections, MainThreadTraffic
 from bagua._core.group.process_group import close_at_exit
 from bagua._core.state.ledger import Ledger
-from bagua._core.state.statistics import MainThreadTraffic, lane_statistics
+from bagua._core.state.statistics import lane_statistics
 from bagua._ops.lane import Lane
 
 __all__ = ["LaneHandle"]

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from bagua import _C, BaguaError, __version__
 from bagua._core.group import environment as env
+from bagua._core.group.connections import MainThreadTraffic
 from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
 from bagua._core.state.bagua_tensor import bagua_getter_closure, is_sparse
 from bagua._core.state.initial_state import (
@@ -28,7 +29,7 @@ from bagua._core.state.initial_state import (
 )
 from bagua._core.state.shards import is_sharded, ranks_of
 from bagua._core.state.snapshot import ModuleSnapshot, sample
-from bagua._core.state.statistics import MainThreadTraffic, statistics
+from bagua._core.state.statistics import statistics
 from bagua._sync.hooks import WeakHook, outside_graphs, tensors_in
 from bagua._sync.optimizer_steps import MissingSteps, StepsInBackward
 from bagua._sync.synchronizer import Synchronizer

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua import _C
-from bagua._core.group.connections import Connections
+from bagua._core.group.connections import Connections, MainThreadTraffic
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
-from bagua._core.state.statistics import MainThreadTraffic
 from bagua._ops.operations import Operation
 from bagua._sync.plan import warn
 from bagua._sync.synchronizer import Synchronizer

@@ -30,6 +30,8 @@ __all__ = [
     "MOVED",
     "TRAFFIC",
     "Connections",
+    "MainThreadTraffic",
+    "add_traffic",
     "cuda_transport",
     "fingerprint",
     "first_difference",
@@ -66,6 +68,13 @@ def total_traffic(
     for communicator in communicators:
         total.update(communicator.traffic())
     return total
+
+
+def add_traffic(table: dict[str, dict[str, int]], purpose: str, traffic: dict[str, int]) -> None:
+    """Count ``traffic``, of one communicator, among that of its ``purpose``."""
+    entry = table.setdefault(purpose, dict.fromkeys(TRAFFIC, 0))
+    for key in TRAFFIC:
+        entry[key] += traffic[key]
 
 
 def cuda_transport() -> str:
@@ -474,6 +483,26 @@ class Connections:
             f"ranks differ in {what}. First difference: {first_difference(first, second, other)}. "
             "Build the same model with the same arguments on every rank."
         )
+
+
+class MainThreadTraffic:
+    """Counts what the main thread sends for one module between rounds, by purpose."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self.by_purpose: dict[str, dict[str, int]] = {}
+
+    @contextmanager
+    def counted(self, purpose: str) -> Iterator[None]:
+        """Count what goes over the main thread's communicators inside."""
+        before = self._connections.main_traffic()
+        try:
+            yield
+        finally:
+            after = self._connections.main_traffic()
+            add_traffic(
+                self.by_purpose, purpose, {key: after[key] - before[key] for key in TRAFFIC}
+            )
 
 
 def _gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bagua import _C
-from bagua._core.group.connections import TRAFFIC, Connections
+from bagua._core.group.connections import TRAFFIC, MainThreadTraffic, add_traffic
 
-__all__ = ["NOTHING", "MainThreadTraffic", "lane_statistics", "statistics"]
+__all__ = ["NOTHING", "lane_statistics", "statistics"]
 
 _TIMES = ("encode_ns", "busy_ns", "waiting_ns", "hidden_ns")
 # torch waits for the results of a dynamic lane, which does not learn for how long.
@@ -22,24 +21,6 @@ NOTHING: dict[str, Any] = {
     "rounds": 0,
     **dict.fromkeys(("busy_ns", "hidden_ns", "exposed_ns", "longest_wait_ns"), 0),
 }
-
-
-class MainThreadTraffic:
-    """Counts what the main thread sends for one module between rounds, by purpose."""
-
-    def __init__(self, connections: Connections) -> None:
-        self._connections = connections
-        self.by_purpose: dict[str, dict[str, int]] = {}
-
-    @contextmanager
-    def counted(self, purpose: str) -> Iterator[None]:
-        """Count what goes over the main thread's communicators inside."""
-        before = self._connections.main_traffic()
-        try:
-            yield
-        finally:
-            after = self._connections.main_traffic()
-            _add(self.by_purpose, purpose, {key: after[key] - before[key] for key in TRAFFIC})
 
 
 def statistics(
@@ -66,9 +47,11 @@ def statistics(
     total["nonfinite_rounds"] = None if None in counts else sum(counts)
     by_purpose: dict[str, dict[str, int]] = {}
     for name, communicator in communicators:
-        _add(by_purpose, re.sub(r"\d+$", "", name), communicator.traffic())  # node0, node1, ...
+        add_traffic(
+            by_purpose, re.sub(r"\d+$", "", name), communicator.traffic()
+        )  # node0, node1, ...
     for purpose, traffic in main.by_purpose.copy().items():  # the main thread may be adding
-        _add(by_purpose, purpose, traffic)
+        add_traffic(by_purpose, purpose, traffic)
     return {**counters, "total": total, "communicators": by_purpose}
 
 
@@ -84,9 +67,3 @@ def lane_statistics(
         for key in _NOT_MEASURED:
             table.pop(key, None)
     return stats
-
-
-def _add(table: dict[str, dict[str, int]], purpose: str, traffic: dict[str, int]) -> None:
-    entry = table.setdefault(purpose, dict.fromkeys(TRAFFIC, 0))
-    for key in TRAFFIC:
-        entry[key] += traffic[key]
