@@ -26,9 +26,9 @@ from bagua._core.eager.reductions import (
     reduce_scatter_inplace,
 )
 from bagua._core.group import environment as env
-from bagua._core.group.communicator import ReduceOp
 from bagua._core.group.environment import get_local_rank, get_local_size, get_rank, get_world_size
 from bagua._core.group.job import destroy_process_group, get_backend, init_process_group
+from bagua._core.group.process_group import ReduceOp
 from bagua._core.state.bagua_tensor import BaguaTensor
 from bagua._watch.per_round import write_stats
 from bagua._watch.prometheus import serve_metrics

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers as rendezvous_handlers
 
-from bagua._core.group.communicator import CommMember, Communicator
 from bagua._core.group.job import as_bagua_group, ensure_initialised, known_bagua_group
+from bagua._core.group.process_group import CommMember, Communicator
 from bagua._core.group.rendezvous import OWN_RENDEZVOUS, refuse_stale_addresses
 from bagua._core.state.bagua_tensor import METHODS, PROPERTIES
 from bagua._sync.optimizer_steps import attempt_of

@@ -29,12 +29,6 @@ from bagua._core.eager.reductions import (
     reduce_scatter,
     reduce_scatter_inplace,
 )
-from bagua._core.group.communicator import (
-    CommMember,
-    Communicator,
-    ReduceOp,
-    comm,
-)
 from bagua._core.group.job import (
     connect_islands,
     destroy_process_group,
@@ -45,7 +39,11 @@ from bagua._core.group.job import (
 )
 from bagua._core.group.process_group import (
     BaguaProcessGroup,
+    CommMember,
+    Communicator,
+    ReduceOp,
     close_at_exit,
+    comm,
     get_communicator,
     get_default_group,
     is_initialized,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bagua._core.group.communicator import Communicator, ReduceOp
+from bagua._core.group.process_group import Communicator, ReduceOp
 
 __all__ = [
     "check_count",

@@ -22,8 +22,7 @@ from bagua._core.eager.checks import (
     check_same_kind,
     check_tensor,
 )
-from bagua._core.group.communicator import CommMember, Communicator
-from bagua._core.group.process_group import member_of
+from bagua._core.group.process_group import CommMember, Communicator, member_of
 
 __all__ = [
     "allgather",

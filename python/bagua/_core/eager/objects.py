@@ -12,8 +12,7 @@ import torch
 from bagua import _C
 from bagua._core.eager.checks import check_rank
 from bagua._core.eager.collectives import allgather, broadcast, recv, send
-from bagua._core.group.communicator import CommMember, Communicator
-from bagua._core.group.process_group import member_of
+from bagua._core.group.process_group import CommMember, Communicator, member_of
 
 __all__ = ["broadcast_object", "gather_plain_objects"]
 

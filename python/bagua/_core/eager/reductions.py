@@ -33,8 +33,7 @@ from bagua._core.eager.checks import (
     check_tensor,
 )
 from bagua._core.eager.collectives import as_bytes, coalesced
-from bagua._core.group.communicator import CommMember, Communicator, ReduceOp
-from bagua._core.group.process_group import member_of
+from bagua._core.group.process_group import CommMember, Communicator, ReduceOp, member_of
 
 __all__ = [
     "allreduce",

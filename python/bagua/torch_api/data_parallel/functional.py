@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from bagua._core.eager.reductions import allreduce_inplace
-from bagua._core.group.communicator import CommMember, Communicator, ReduceOp
 from bagua._core.group.job import as_bagua_group, ensure_initialised
+from bagua._core.group.process_group import CommMember, Communicator, ReduceOp
 
 __all__ = ["ReduceOp", "all_reduce"]
 
