@@ -11,8 +11,6 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["Meeting", "MissingReplyError", "StoreTimeoutError"]
-
 _PAUSES = (0.001, 0.02)  # seconds between two looks at the store: the first, and the longest
 _STORE_SECONDS = 5.0  # that one question to a living store may take
 _LONGEST_WORD = 1 << 20  # bytes

@@ -19,8 +19,6 @@ import torch
 import bagua
 from bagua import _build
 
-__all__ = ["VARIABLES", "architectures", "printable", "report_text"]
-
 #: The variables that bagua reads.
 VARIABLES = (
     "BAGUA_AUTOTUNE",

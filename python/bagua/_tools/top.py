@@ -18,19 +18,6 @@ from bagua._tools.meeting import Meeting, MissingReplyError, StoreTimeoutError
 from bagua._tools.report import printable
 from bagua._watch.publisher import KEY, TIMES
 
-__all__ = [
-    "DESCRIPTION",
-    "SUMMARY",
-    "Publication",
-    "Row",
-    "add_arguments",
-    "main",
-    "publication_from",
-    "rows_of",
-    "stores_here",
-    "table",
-]
-
 SUMMARY = "show a running job, rank by rank"
 DESCRIPTION = """\
 Shows a running job that was started with BAGUA_TOP=1 in the environment of its

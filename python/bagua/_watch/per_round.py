@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 from bagua._core.group.connections import MOVED
 
-__all__ = ["Writer", "moved", "per_round", "source_of", "summary", "write_stats"]
-
 _TIMES = ("wire_ns", "encode_ns", "waiting_ns")  # of the buckets, in `total`
 _CLOCKED = (
     "busy_ns",

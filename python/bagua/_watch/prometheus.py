@@ -10,8 +10,6 @@ from bagua._core.group import environment as env
 from bagua._core.group.process_group import close_at_exit
 from bagua._watch.per_round import source_of
 
-__all__ = ["MetricsServer", "serve_metrics"]
-
 _NANO = 1e-9
 # Name of the metric -> its text, the key of the statistics and the factor to the metric's unit.
 _OF_COMMUNICATORS = {

@@ -18,8 +18,6 @@ from bagua._core.group import environment as env
 from bagua._core.group.process_group import close_at_exit
 from bagua._watch.per_round import moved
 
-__all__ = ["KEY", "TIMES", "Publisher", "publish"]
-
 #: Key of a rank's statistics in the job's store.
 KEY = "bagua/top/{rank}"
 #: Times in a publication, in nanoseconds, summed over the modules of the process.

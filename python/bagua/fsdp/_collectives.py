@@ -12,8 +12,6 @@ from torch.distributed import distributed_c10d as c10d
 if TYPE_CHECKING:
     from bagua.fsdp import Handle
 
-__all__ = ["AllGather", "ReduceScatter", "all_reduce_can_be_replaced", "divisor_of"]
-
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

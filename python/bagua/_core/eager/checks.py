@@ -12,19 +12,6 @@ import torch
 
 from bagua._core.group.process_group import Communicator, ReduceOp
 
-__all__ = [
-    "check_count",
-    "check_divisible",
-    "check_numel",
-    "check_pair",
-    "check_parts",
-    "check_peer",
-    "check_rank",
-    "check_reducible",
-    "check_same_kind",
-    "check_tensor",
-]
-
 BITWISE = (ReduceOp.BOR, ReduceOp.BAND, ReduceOp.BXOR)
 CPU_DTYPES = (
     torch.float16,

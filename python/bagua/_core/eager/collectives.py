@@ -24,25 +24,6 @@ from bagua._core.eager.checks import (
 )
 from bagua._core.group.process_group import CommMember, Communicator, member_of
 
-__all__ = [
-    "allgather",
-    "allgather_inplace",
-    "alltoall",
-    "alltoall_inplace",
-    "alltoall_v",
-    "alltoall_v_inplace",
-    "as_bytes",
-    "barrier",
-    "broadcast",
-    "broadcast_coalesced",
-    "gather",
-    "gather_inplace",
-    "recv",
-    "scatter",
-    "scatter_inplace",
-    "send",
-]
-
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as uint8, one dimension, unknown to autograd."""

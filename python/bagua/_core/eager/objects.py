@@ -14,8 +14,6 @@ from bagua._core.eager.checks import check_rank
 from bagua._core.eager.collectives import allgather, broadcast, recv, send
 from bagua._core.group.process_group import CommMember, Communicator, member_of
 
-__all__ = ["broadcast_object", "gather_plain_objects"]
-
 # Memory for what comes is made as it comes: a wrong length costs no more than this.
 _PIECE_BYTES = 64 * 1024**2
 # torch.load reads older formats too; only torch.save's present one, a zip archive, is sent.

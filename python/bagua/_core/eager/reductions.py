@@ -35,16 +35,6 @@ from bagua._core.eager.checks import (
 from bagua._core.eager.collectives import as_bytes, coalesced
 from bagua._core.group.process_group import CommMember, Communicator, ReduceOp, member_of
 
-__all__ = [
-    "allreduce",
-    "allreduce_coalesced_inplace",
-    "allreduce_inplace",
-    "reduce",
-    "reduce_inplace",
-    "reduce_scatter",
-    "reduce_scatter_inplace",
-]
-
 # AVG is divided afterwards: the mean of small integers is exact.
 TRANSPORTS_OPS = {
     ReduceOp.SUM: _C.ReduceOp.SUM,

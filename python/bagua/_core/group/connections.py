@@ -26,19 +26,6 @@ from bagua import _C
 from bagua._core.group import environment as env
 from bagua._core.group.rendezvous import stored_lines, stored_number, wait_for_keys
 
-__all__ = [
-    "MOVED",
-    "TRAFFIC",
-    "Connections",
-    "MainThreadTraffic",
-    "add_traffic",
-    "cuda_transport",
-    "fingerprint",
-    "first_difference",
-    "nccl_library",
-    "total_traffic",
-]
-
 #: Names of what a communicator has moved.
 MOVED = ("bytes_sent", "bytes_received", "messages_sent", "messages_received")
 #: Names of all counters of a communicator.

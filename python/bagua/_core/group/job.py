@@ -38,20 +38,6 @@ from bagua._core.group.rendezvous import (
     rendezvous,
 )
 
-__all__ = [
-    "as_bagua_group",
-    "connect_islands",
-    "destroy_process_group",
-    "ensure_initialised",
-    "from_ranks",
-    "from_torch_group",
-    "get_backend",
-    "group_of_mesh",
-    "init_process_group",
-    "known_bagua_group",
-    "new_group",
-]
-
 _DEFAULT = "0"  # name of the default group
 _ELASTIC = "bagua_elastic"  # name of torch's backend in an elastic job
 _ISLANDS = "islands"

@@ -37,17 +37,6 @@ from torch.distributed import distributed_c10d as c10d
 from bagua import _C
 from bagua._core.group.rendezvous import stored_number, stored_value, wait_for_keys
 
-__all__ = [
-    "Change",
-    "Membership",
-    "Report",
-    "announce",
-    "elastic_store",
-    "job_at_work",
-    "newest_generation",
-    "store_needed",
-]
-
 _PAUSE = 0.05  # seconds between two looks at the store
 _SOMEONE_JOINS = -1  # among the late ones of a round
 _KEY = "bagua/elastic"  # the incarnation that began last

@@ -22,24 +22,6 @@ from bagua._core.group import environment as env
 from bagua._core.group.connections import TRAFFIC, Connections, cuda_transport, total_traffic
 from bagua._core.group.membership import Membership
 
-__all__ = [
-    "BaguaProcessGroup",
-    "CommMember",
-    "Communicator",
-    "Hierarchy",
-    "Island",
-    "ReduceOp",
-    "close_all",
-    "close_at_exit",
-    "comm",
-    "get_communicator",
-    "get_default_group",
-    "is_initialized",
-    "member_of",
-    "set_default_group",
-]
-
-
 #: False: among all ranks. True: among the nodes' leaders. "sharded": each rank of a node takes part
 #: between the nodes, with a share of the bucket.
 Hierarchy = bool | Literal["sharded"]

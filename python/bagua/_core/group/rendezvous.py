@@ -22,19 +22,6 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from bagua import _C
 from bagua._core.group import environment as env
 
-__all__ = [
-    "OWN_RENDEZVOUS",
-    "agree_on_incarnation",
-    "connect_store",
-    "count_visits",
-    "refuse_stale_addresses",
-    "rendezvous",
-    "stored_lines",
-    "stored_number",
-    "stored_value",
-    "wait_for_keys",
-]
-
 #: URL with which bagua asks torch for the store that torchrun's agent serves.
 OWN_RENDEZVOUS = "env://?for=bagua"
 _LONGEST_PAUSE = 0.02  # seconds between two looks of rank 0 at the store

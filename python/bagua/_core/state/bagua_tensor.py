@@ -18,8 +18,6 @@ from bagua import _C
 if TYPE_CHECKING:
     from bagua._sync.engine_synchronizer import EngineSynchronizer
 
-__all__ = ["BaguaTensor"]
-
 #: The type that annotations name: a ``torch.Tensor`` with the methods of this module.
 BaguaTensor = torch.Tensor
 

@@ -21,8 +21,6 @@ from bagua import _C
 from bagua._core.group.connections import Connections
 from bagua._core.state.shards import local, whole
 
-__all__ = ["InitialState", "broadcast_state", "broadcast_tensors", "communicating_optimizer"]
-
 #: Broadcast by the first rank at the wrap: parameters, buffers and optimizer state; the same
 #: without buffers; or nothing, when the caller has seen to it that ranks are equal.
 InitialState = Literal["all", "without buffers", "nothing"]

@@ -43,8 +43,6 @@ from bagua._core.group.connections import Connections
 from bagua._core.state.saved_values import check_no_state, check_state, saved_count, saved_tensor
 from bagua._core.state.shards import Shards
 
-__all__ = ["Commit", "Ledger", "Matrices", "Page"]
-
 _COUNT = "communications"
 _ERROR = re.compile(r"rank(\d{1,9})/error/(.*)", re.DOTALL)
 _SERVER = re.compile(r"rank(\d{1,9})/server/(\d{1,18})/(.*)", re.DOTALL)

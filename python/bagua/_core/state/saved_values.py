@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_no_state", "check_state", "copied", "digest", "saved_count", "saved_tensor"]
-
 _MOST = 2**63 - 1
 _SHOWN = 3  # names of entries in a message
 #: Elements that are hashed at once: bounds the memory to a few times eight bytes of it.

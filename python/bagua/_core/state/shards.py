@@ -12,18 +12,6 @@ import torch.distributed as dist
 
 from bagua import _C
 
-__all__ = [
-    "Shards",
-    "WholeSums",
-    "copied_between_shards",
-    "is_sharded",
-    "local",
-    "place_of",
-    "ranks_of",
-    "reshard",
-    "whole",
-]
-
 
 def _loaded(module: str) -> Any:
     """A module of torch whose import is slow, if something has imported it."""

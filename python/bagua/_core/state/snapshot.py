@@ -15,15 +15,6 @@ from bagua._core.state.shards import is_sharded, local, place_of, reshard
 if TYPE_CHECKING:
     from bagua.torch_api.algorithms.base import AlgorithmImpl
 
-__all__ = [
-    "ModuleSnapshot",
-    "ignored_names",
-    "sample",
-    "sparse_parameters",
-    "warn_past_wrapper",
-    "warn_unused",
-]
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 _IGNORE = "_bagua_params_and_buffers_to_ignore"

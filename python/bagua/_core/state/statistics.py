@@ -9,8 +9,6 @@ from typing import Any
 from bagua import _C
 from bagua._core.group.connections import TRAFFIC, MainThreadTraffic, add_traffic
 
-__all__ = ["NOTHING", "lane_statistics", "statistics"]
-
 _TIMES = ("encode_ns", "busy_ns", "waiting_ns", "hidden_ns")
 # torch waits for the results of a dynamic lane, which does not learn for how long.
 _NOT_MEASURED = ("hidden_ns", "exposed_ns", "longest_wait_ns")

@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-__all__ = [
-    *("Damaged", "Leaves", "check", "clear", "hidden", "is_tensor", "part_of", "place_of"),
-    *("publish", "read", "remove", "steps", "write"),
-]
-
 #: A state as values by their paths: the keys from its root.
 Leaves = dict[tuple[Any, ...], Any]
 

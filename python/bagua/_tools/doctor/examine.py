@@ -37,8 +37,6 @@ from bagua._tools.doctor.verdict import (
 from bagua._tools.meeting import Meeting, MissingReplyError, StoreTimeoutError
 from bagua._tools.report import printable
 
-__all__ = ["DESCRIPTION", "SUMMARY", "add_arguments", "main"]
-
 SUMMARY = "check the links between the ranks of a job; started by torchrun"
 DESCRIPTION = """\
 Start it as you start the training, on every machine:

@@ -12,8 +12,6 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Measured", "Place", "Post", "all_pairs", "measure", "rounds_of_pairs"]
-
 _GREETING = struct.Struct("!32sII")  # secret of the job, rank that connects, rank that is meant
 _NUMBER = struct.Struct("!d")
 _TRIPS = 32  # round trips from which the latency and the clocks are taken

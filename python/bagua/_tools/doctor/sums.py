@@ -15,8 +15,6 @@ from bagua import _C
 from bagua._core.group.connections import Connections
 from bagua._tools.doctor.verdict import Finding, ranks_text
 
-__all__ = ["ELEMENTS", "findings_of_sums", "reduce_everywhere"]
-
 ELEMENTS = 100_003  # of float32; no number of ranks from 2 on divides it
 _CODEC = "block_uint8"
 # Largest relative errors, of the Euclidean norm: float32 sums, and two roundings to 8 bits.

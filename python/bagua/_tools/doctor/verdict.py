@@ -18,16 +18,6 @@ from bagua._core.group import environment as env
 from bagua._tools.doctor.links import Measured
 from bagua._tools.report import architectures, gloo_address, interfaces, printable
 
-__all__ = [
-    "Card",
-    "Finding",
-    "card_from",
-    "findings_of_cards",
-    "findings_of_links",
-    "own_card",
-    "slowest_direction",
-]
-
 Pair = tuple[int, int]
 
 _CLOCK_SECONDS = 1.0  # by which clocks may differ without a remark
