@@ -205,7 +205,7 @@ class _Examination:
             except OSError as error:
                 card = card._replace(address="", reason=f"{card.reason} ({error})")
         self._meeting.write(f"card/{self._rank}", card._asdict())
-        for rank, word in self._words("card", "its description").items():
+        for rank, word in self._words("card", "its description", self._by()).items():
             described = card_from(word)
             if described is None:
                 self._lose(rank, "its description makes no sense")
@@ -225,7 +225,7 @@ class _Examination:
         if self._rank != 0:
             return
         # Connecting takes up to two timeouts.
-        words = self._words("connected", "whom it has reached", self._arguments.timeout)
+        words = self._words("connected", "whom it has reached", self._by(self._arguments.timeout))
         for rank, word in words.items():
             for other, reason in word.items() if isinstance(word, dict) else ():
                 self._unreachable[rank, int(other)] = str(reason)
@@ -269,13 +269,7 @@ class _Examination:
 
     def _note_link(self, number: int, pair: Pair, deadline: float) -> None:
         """Rank 0 reads what both ends of a link have measured, until ``deadline``."""
-        words: dict[int, Any] = {}
-        for rank in set(pair) - self._lost:
-            try:
-                left = max(0.0, deadline - time.monotonic())
-                words[rank] = self._meeting.read(f"measured/{number}/{rank}", left)
-            except MissingReplyError:
-                self._lose(rank, "it has not told how fast its link is")
+        words = self._words(f"measured/{number}", "how fast its link is", deadline, pair)
         failures = [word for word in words.values() if not isinstance(word, dict)]
         if len(words) < 2:
             self._links[pair] = "no answer"
@@ -286,18 +280,18 @@ class _Examination:
             self._links[pair] = Measured(**words[pair[0]])
 
     def _reduce(self) -> None:
-        links = self._links
         if self._rank == 0:
+            links = self._links.items()
+            measured = {pair: link for pair, link in links if isinstance(link, Measured)}
             self._findings += findings_of_links(
                 self._cards,
                 self._unreachable,
-                {pair: link for pair, link in links.items() if isinstance(link, Measured)},
+                measured,
                 self._broke,
                 self._arguments.tolerance,
                 self._arguments.at_least * 1e6,
             )
-            good = [pair for pair, link in links.items() if isinstance(link, Measured)]
-            whole = sorted(good) == all_pairs(self._size)
+            whole = sorted(measured) == all_pairs(self._size)
             self._meeting.write("reduce", whole and not self._lost)
         if not self._meeting.read("reduce", self._longest()):
             return
@@ -314,7 +308,7 @@ class _Examination:
         word = _within(reduce, 2 * limit.total_seconds(), "it hangs")
         self._meeting.write(f"sums/{self._rank}", word)
         if self._rank == 0:
-            self._sums = self._words("sums", "its result", 2 * limit.total_seconds())
+            self._sums = self._words("sums", "its result", self._by(2 * limit.total_seconds()))
             self._findings += findings_of_sums(self._sums)
 
     def _conclude(self) -> int:
@@ -338,17 +332,22 @@ class _Examination:
             while not self._meeting.has(f"left/{rank}") and time.monotonic() < deadline:
                 time.sleep(0.01)
 
-    def _words(self, key: str, what: str, more_seconds: float = 0.0) -> dict[int, Any]:
-        """The word under ``key`` of every rank that is left; a rank without one is lost."""
+    def _words(
+        self, key: str, what: str, deadline: float, ranks: Iterable[int] | None = None
+    ) -> dict[int, Any]:
+        """The word under ``key`` of every rank, or of ``ranks``; a rank without one is lost."""
         found = {}
-        deadline = time.monotonic() + self._limit() + more_seconds
-        for rank in sorted(set(range(self._size)) - self._lost):
+        for rank in sorted(set(ranks or range(self._size)) - self._lost):
             left = max(0.0, deadline - time.monotonic())
             try:
                 found[rank] = self._meeting.read(f"{key}/{rank}", left)
             except MissingReplyError:
                 self._lose(rank, f"it has not told {what}")
         return found
+
+    def _by(self, more_seconds: float = 0.0) -> float:
+        """The time by which another rank's word is expected."""
+        return time.monotonic() + self._limit() + more_seconds
 
     def _lose(self, rank: int, reason: str) -> None:
         host = self._cards[rank].host if rank in self._cards else "host unknown"
