@@ -75,11 +75,7 @@ class Handle(LaneHandle):
         )
 
     def attach(self, reducer: Any) -> None:
-        """Make this the hook of torch's ``Reducer``.
-
-        Raises:
-            RuntimeError: it has one.
-        """
+        """Make this the hook of torch's ``Reducer``."""
         self._hook.register(reducer)
 
     def _operations(self, torchs: _C.GradientBucket, round: int) -> _C.BucketOperations:
@@ -307,11 +303,7 @@ def register(
 
 
 def is_hook(algorithm: str | Algorithm) -> bool:
-    """Whether a communication hook can do all that ``algorithm`` does. Every rank calls it.
-
-    Raises:
-        ValueError: no algorithm has this name.
-    """
+    """Whether a communication hook can do all that ``algorithm`` does. Every rank calls it."""
     ensure_initialised()
     try:
         _reified(_algorithm_named(algorithm), as_bagua_group(None))

@@ -50,13 +50,7 @@ class Groups:
 
 
 def mesh_of(model: torch.nn.Module) -> tuple[DeviceMesh, list[str]]:
-    """The mesh of all sharded parameters and, for each of its dimensions, a field of Groups.
-
-    Raises:
-        NotImplementedError: the parameters are on several meshes, or sharded over more than one
-            dimension; names a parameter.
-        ValueError: no parameter is sharded.
-    """
+    """The mesh of all sharded parameters and, for each of its dimensions, a field of Groups."""
     found: tuple[DeviceMesh, list[str]] | None = None
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
@@ -305,12 +299,7 @@ class Rounds:
 
     Attributes:
         number: of the round under way; 0 before the first one.
-        grad_scale: the factor that the gradients of this round carry.
-
-    Args:
-        memories: by name of the module.
-        outcome: of all memories.
-        read_scale: called as a round begins: the factor of its gradients.
+        grad_scale: the factor that the gradients of this round carry, read as it begins.
     """
 
     def __init__(

@@ -16,11 +16,12 @@ _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class _Collective:
-    """Collective of one module; keeps the handle alive, as torch keeps it."""
+    """Collective of one module, by a codec or by torch; keeps the handle alive, as torch keeps it."""
 
-    def __init__(self, handle: Handle, module: str) -> None:
+    def __init__(self, handle: Handle, module: str, compressed: bool) -> None:
         self._handle = handle
         self._module = module
+        self._compressed = compressed
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -34,14 +35,7 @@ class ReduceScatter(_Collective):
 
     With hybrid sharding the shards are then reduced over the replicas, in the memory that
     ``allocate`` has returned.
-
-    Args:
-        compressed: whether through the codec; otherwise by torch.
     """
-
-    def __init__(self, handle: Handle, module: str, compressed: bool) -> None:
-        super().__init__(handle, module)
-        self._compressed = compressed
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -88,16 +82,7 @@ class ReduceScatter(_Collective):
 
 
 class AllGather(_Collective):
-    """Gathers the weights of a module from the shards of all ranks.
-
-    Args:
-        compressed: whether through the codec; otherwise, and for dtypes that a codec does not take,
-            by torch.
-    """
-
-    def __init__(self, handle: Handle, module: str, compressed: bool) -> None:
-        super().__init__(handle, module)
-        self._compressed = compressed
+    """Gathers the weights of a module from the shards of all ranks, some dtypes by torch always."""
 
     def __call__(
         self,
@@ -131,11 +116,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 def divisor_of(op: Any, ranks: int) -> float:
-    """The number by which ``op``, a reduction of torch's, divides the sum over ``ranks`` ranks.
-
-    Raises:
-        NotImplementedError: it is no sum or mean.
-    """
+    """The number by which ``op``, a reduction of torch's, divides the sum over ``ranks`` ranks."""
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:

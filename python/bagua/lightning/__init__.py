@@ -583,15 +583,7 @@ def _packages_in_use() -> list[str]:
 
 
 def _register(package: str) -> tuple[Any, Any]:
-    """Register ``"bagua"`` with a package, which is imported; for its Trainer and its Fabric.
-
-    Returns:
-        The two strategies.
-
-    Raises:
-        KeyError: there is no such package.
-        ImportError: it is not installed, or lacks a method that is overridden or called.
-    """
+    """Register ``"bagua"`` with a package, for Trainer and Fabric; returns the two strategies."""
     trainers, fabrics = map(importlib.import_module, _MODULES[package])
     strategy = _subclass(trainers, "DDPStrategy", _TrainerMethods, "BaguaStrategy")
     strategy.launcher_class = _subclass(

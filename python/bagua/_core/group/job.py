@@ -151,11 +151,7 @@ def init_process_group(
 def _make_torch_group(
     backend: str, store: c10d.Store, rank: int, world_size: int, timeout: timedelta | None
 ) -> None:
-    """torch's default group, over keys of its own.
-
-    Raises:
-        BaguaError: it could not be made; says where the other ranks are.
-    """
+    """torch's default group, over keys of its own."""
     everyone = list(range(world_size))
     connections = Connections(store, rank, everyone, timeout or c10d.default_pg_timeout)
     with connections.collective_phase("init_process_group"):
@@ -374,11 +370,7 @@ def from_ranks(
 
 
 def group_of_mesh(group: Any) -> Any:
-    """The torch group of a ``DeviceMesh`` of one dimension; anything else as it is.
-
-    Raises:
-        ValueError: the mesh has more dimensions; names them.
-    """
+    """The torch group of a ``DeviceMesh`` of one dimension; anything else as it is."""
     if not isinstance(group, DeviceMesh):
         return group
     if group.ndim != 1:
@@ -418,11 +410,7 @@ def as_bagua_group(group: Any, stream: Any = None) -> BaguaProcessGroup:
 
 
 def known_bagua_group(group: dist.ProcessGroup) -> BaguaProcessGroup:
-    """The bagua group that :func:`as_bagua_group` has made for a torch group.
-
-    Raises:
-        RuntimeError: it has made none.
-    """
+    """The bagua group that :func:`as_bagua_group` has made for a torch group."""
     if group not in _torch_groups:
         raise RuntimeError("this process group has no bagua group: call group.bagua_patch() first")
     return _torch_groups[group]

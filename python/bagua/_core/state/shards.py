@@ -144,11 +144,7 @@ class Shards:
         return found
 
     def loaded(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-        """A state of plain tensors, and whether the present shards have saved it.
-
-        Raises:
-            ValueError: a tensor has other placements than its parameter.
-        """
+        """A state of plain tensors, and whether the present shards have saved it."""
         found: dict[str, Any] = {}
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and is_sharded(value):

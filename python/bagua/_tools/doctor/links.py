@@ -96,11 +96,7 @@ class Post:
         return failures
 
     def connection(self, other: int) -> socket.socket:
-        """The connection that the lower rank has opened.
-
-        Raises:
-            OSError: the other rank has not opened it in time.
-        """
+        """The connection that the lower rank has opened."""
         if self._rank < other:
             return self._opened[other]
         with self._arrival:
@@ -152,9 +148,6 @@ def measure(connection: socket.socket, first: bool, most_bytes: int) -> Measured
     2. Transfers in each direction, larger and larger until one takes a tenth of a second or has
        ``most_bytes`` bytes, then three of that size, of which the median counts. The receiver times
        the last half of each, and tells the sender.
-
-    Raises:
-        OSError: the connection broke, or a step took longer than its timeout.
     """
     if first:
         latency, ahead = _ask_clock(connection)
