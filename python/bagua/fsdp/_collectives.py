@@ -16,7 +16,7 @@ _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class _Collective:
-    """Collective of one module, by a codec or by torch; keeps the handle alive, as torch keeps it."""
+    """Collective of one module, by a codec or by torch; keeps the handle alive."""
 
     def __init__(self, handle: Handle, module: str, compressed: bool) -> None:
         self._handle = handle

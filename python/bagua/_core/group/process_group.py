@@ -193,7 +193,6 @@ class Communicator:
             BaguaTimeoutError: a member did not answer in the group's time.
             BaguaError: the communicator was aborted, its group destroyed, or the transport failed.
         """
-        self._start(name)
         self._calls += 1
         self._move(name, self._calls, device, None, move, sums_of_torch)
 
@@ -210,14 +209,7 @@ class Communicator:
             other = peer if connected.size == self.nranks() else 1 - connected.rank
             connected.exchange([(data, other) for data in sends], [(data, other) for data in recvs])
 
-        self._start(name)
         self._move(name, self._calls + 1, (sends + recvs)[0].device, peer, move)
-
-    def _start(self, name: str) -> None:
-        if self._ended is not None:
-            raise _C.BaguaError(f"{name}: {self._ended}")
-        if self._board is None:
-            self._board = self._connections.board(f"eager/{self._name}", self._members)
 
     def _move(
         self,
@@ -228,6 +220,10 @@ class Communicator:
         move: Callable[[_C.Communicator], None],
         sums_of_torch: bool = False,
     ) -> None:
+        if self._ended is not None:
+            raise _C.BaguaError(f"{name}: {self._ended}")
+        if self._board is None:
+            self._board = self._connections.board(f"eager/{self._name}", self._members)
         self._note(call, name, waits=True)
         try:
             connected = self._connect(device, peer, sums_of_torch)
@@ -257,7 +253,7 @@ class Communicator:
         Connecting all of them is collective, so the two members of a message know alike.
         """
         label = self._connections.label(device)
-        if sums_of_torch and device.type == "cpu":
+        if sums_of_torch:
             label += "/sums"
         if self.nranks() == 2 or (label, None) in self._connected:
             peer = None
