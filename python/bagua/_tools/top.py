@@ -12,8 +12,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
+from bagua import BaguaError
+from bagua._core.group.rendezvous import connect_store
 from bagua._tools.meeting import Meeting, MissingReplyError, StoreTimeoutError
 from bagua._tools.report import printable
 from bagua._watch.publisher import KEY, TIMES
@@ -71,14 +71,11 @@ def main(arguments: argparse.Namespace) -> int:
             which
             or "no job on this machine publishes; start it with BAGUA_TOP=1, or give HOST:PORT"
         )
-    host, _, port = stores[0].rpartition(":")
-    if not host or not port.isdigit():
-        return _fail(f"{stores[0]} is no HOST:PORT")
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, int(port), is_master=False, wait_for_workers=False, timeout=_PATIENCE
-        )
-    except dist.DistError:
+        store = connect_store(stores[0], _PATIENCE)
+    except ValueError:
+        return _fail(f"{stores[0]} is no HOST:PORT")
+    except BaguaError:
         return _fail(f"there is no job's store at {stores[0]}")
     job = _Job(Meeting(store), stores[0])
     try:

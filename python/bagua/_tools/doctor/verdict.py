@@ -190,7 +190,8 @@ def _cut(cards: Mapping[int, Card], unreachable: Mapping[Pair, str]) -> list[Fin
         Finding(
             f"rank {rank} ({cards[rank].host}) is cut off: no connection between it and "
             f"{ranks_text([other for other in cards if other != rank])}, in either direction "
-            f"({_one_reason(unreachable, rank)}){_advice(cards[rank])}",
+            f"({next(unreachable[pair] for pair in unreachable if rank in pair)})"
+            f"{_advice(cards[rank])}",
         )
         for rank in alone
     ]
@@ -211,10 +212,6 @@ def _cut(cards: Mapping[int, Card], unreachable: Mapping[Pair, str]) -> list[Fin
         if (b, a) not in unreachable
     ]
     return found
-
-
-def _one_reason(unreachable: Mapping[Pair, str], rank: int) -> str:
-    return next(reason for pair, reason in unreachable.items() if rank in pair)
 
 
 def _advice(*cards: Card) -> str:
