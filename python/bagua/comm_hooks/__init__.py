@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -54,11 +55,7 @@ class Handle(LaneHandle):
         self._names = {id(parameter): name for name, parameter in named}
         self._pages: dict[str, Page] = {}  # by name of the bucket
         self._rounds_before = 0  # of the training that a loaded state is of
-        scaled = (
-            grad_scaler is not None
-            and grad_scaler.is_enabled()
-            and algorithm.traits.reads_grad_scale
-        )
+        scaled = grad_scaler is not None and algorithm.traits.reads_grad_scale
         owner = weakref.ref(self)
 
         def operations(bucket: _C.GradientBucket, round: int) -> _C.BucketOperations:
@@ -142,15 +139,11 @@ class Handle(LaneHandle):
             tensors.append(torch.empty_strided(size, stride, dtype=dtype, device="meta"))
             offsets.append(numel)
             numel += size.numel()
-        buffer = torch.empty(numel, dtype=self._widest(), device="meta")
+        dtypes = (dtype for _, _, dtype in self._named.values())
+        widest = functools.reduce(torch.promote_types, dtypes, torch.float16)
+        buffer = torch.empty(numel, dtype=widest, device="meta")
         names = {id(tensor): name for tensor, name in zip(tensors, self._named, strict=True)}
         return HookedBucket(_C.GradientBucket(0, buffer, tensors, offsets), names, "every")
-
-    def _widest(self) -> torch.dtype:
-        widest = torch.float16
-        for _, _, dtype in self._named.values():
-            widest = torch.promote_types(widest, dtype)
-        return widest
 
 
 class HookedBucket(BaguaBucket):
@@ -291,7 +284,7 @@ def register(
         exact = isinstance(impl, GradientAllReduceAlgorithmImpl)
         lane = Lane(f"{wrap}/lane0", device, group, sums_of_torch=exact)
         lane = _connected(lane, impl)
-        handle = Handle(module_name, impl, lane, named, grad_scaler, wrap)
+        handle = Handle(module_name, impl, lane, named, grad_scaler if scaled else None, wrap)
         # A rank must not go on while another is still connecting to it.
         connections.reduce_numbers("registering a communication hook", _C.ReduceOp.SUM, 0)
     handle.attach(ddp.reducer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,19 +26,17 @@ Getter = Callable[[torch.Tensor], torch.Tensor]
 Setter = Callable[[torch.Tensor, torch.Tensor], None]
 
 
+@dataclass(eq=False)
 class Record:
     """Registration of one tensor."""
 
-    def __init__(
-        self, name: str, module_name: str | None, getter: Getter | None, setter: Setter | None
-    ) -> None:
-        self.name = name
-        self.module_name = module_name
-        self.getter = getter
-        self.setter = setter
-        self.marker: weakref.ref[EngineSynchronizer] | None = None
-        #: On their way to the other ranks: gradients of sparse layout; None: they are dense.
-        self.sparse: _C.SparseGradient | None = None
+    name: str
+    module_name: str | None
+    getter: Getter | None
+    setter: Setter | None
+    marker: weakref.ref[EngineSynchronizer] | None = None
+    #: On their way to the other ranks: gradients of sparse layout; None: they are dense.
+    sparse: _C.SparseGradient | None = None
 
 
 _records: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

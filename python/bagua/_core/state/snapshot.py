@@ -246,12 +246,8 @@ def sparse_parameters(module: torch.nn.Module) -> set[int]:
 
 def ignored_names(module: torch.nn.Module) -> set[str]:
     """Names of the parameters and buffers that the user has excluded."""
-    names: set[str] = set()
-    for attribute in (
-        _IGNORE,
-        "_ddp_params_and_buffers_to_ignore",
-    ):
-        names.update(getattr(module, attribute, []))
+    attributes = (_IGNORE, "_ddp_params_and_buffers_to_ignore")
+    names = {name for attribute in attributes for name in getattr(module, attribute, [])}
     if "_orig_mod" in module._modules:  # torch.compile(model), whose names were given to the model
         names = {f"_orig_mod.{name.removeprefix('_orig_mod.')}" for name in names}
     return names
