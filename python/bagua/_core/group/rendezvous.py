@@ -24,7 +24,6 @@ from bagua._core.group import environment as env
 
 #: URL with which bagua asks torch for the store that torchrun's agent serves.
 OWN_RENDEZVOUS = "env://?for=bagua"
-_LONGEST_PAUSE = 0.02  # seconds between two looks of rank 0 at the store
 _GRACE = timedelta(seconds=10)  # that ranks give rank 0, which may have come after them
 
 _log = logging.getLogger("bagua")
@@ -186,7 +185,7 @@ def _receive(store: c10d.Store, name: str, size: int, timeout: timedelta) -> str
     """Rank 0's part; the ranks that are missing."""
     missing = set(range(1, size))
     answered: set[tuple[int, bytes]] = set()
-    pause, deadline = 0.0005, time.monotonic() + timeout.total_seconds()
+    pause, deadline = _PAUSES[0], time.monotonic() + timeout.total_seconds()
     while True:
         for rank in sorted(missing):
             if not store.check([f"bagua/hello/{rank}"]):
@@ -202,7 +201,7 @@ def _receive(store: c10d.Store, name: str, size: int, timeout: timedelta) -> str
             store.set(f"bagua/{name}/missing", text)
             return text
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = min(2 * pause, _PAUSES[1])
 
 
 def count_visits(store: c10d.Store, rank: int) -> str:

@@ -125,7 +125,8 @@ def _messages(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     filled = [tensor for tensor in tensors if tensor.numel() > 0]
     if not filled:
         return []
-    groups, _ = dist._compute_bucket_assignment_by_size(filled, [_MESSAGE_BYTES])
+    limits = [_MESSAGE_BYTES]
+    groups, _ = dist._compute_bucket_assignment_by_size(filled, limits)  # type: ignore[attr-defined]
     return [[filled[number] for number in group] for group in groups]
 
 
