@@ -355,7 +355,15 @@ class Connections:
             refusal = "BAGUA_COMM is gloo"
         elif sums_of_torch and comm not in ("shm", "auto"):
             refusal = "sums as torch's"
-        shared, reason, on_one_node = self._share_memory(name, members, refusal)
+        # The same on all members; the launcher may have them on one node where there is none.
+        rank, size, timeout = members.index(self.rank), len(members), self.timeout.total_seconds()
+        store = self._store_of(f"{name}/shm", members)
+        try:
+            shared, reason, on_one_node = _C.share_memory(
+                store, rank, size, self._node, timeout, refusal
+            )
+        except _C.BaguaError as error:
+            raise self._not_connected(rank, size, error) from error
         if shared is not None:
             return shared
         if comm == "shm":
@@ -368,21 +376,6 @@ class Connections:
             self._told_why_unshared = True
             _log.info("ranks %s use gloo instead of shared memory: %s", members, reason)
         return _C.C10dCommunicator(self.backend(name, "cpu", members))
-
-    def _share_memory(
-        self, name: str, members: list[int], refusal: str
-    ) -> tuple[_C.SharedMemoryCommunicator | None, str, bool]:
-        """A communicator, or why there is none, and whether the launcher has all on one node.
-
-        The same on all members. ``refusal``: why this member does not want one.
-        """
-        rank, size = members.index(self.rank), len(members)
-        timeout = self.timeout.total_seconds()
-        store = self._store_of(f"{name}/shm", members)
-        try:
-            return _C.share_memory(store, rank, size, self._node, timeout, refusal)
-        except _C.BaguaError as error:
-            raise self._not_connected(rank, size, error) from error
 
     def _not_connected(self, rank: int, size: int, error: RuntimeError) -> _C.BaguaError:
         late = _C.is_timeout_of_transport(str(error)) or isinstance(error, _C.BaguaTimeoutError)
