@@ -403,10 +403,6 @@ def read_hooks(handles: Sequence[Handle], folder: str | PathLike[str]) -> list[d
     """The states that :func:`save_hooks` has written for ``handles``, empty where there are none.
 
     With another number of ranks every rank gets the mean of the residuals, and reads all files.
-
-    Raises:
-        ValueError: the states are of another number of models, or files of ranks are missing;
-            names what does not fit.
     """
     present = sorted(Path(folder).glob("bagua_*.pt"))
     if present:

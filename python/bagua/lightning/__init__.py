@@ -513,16 +513,8 @@ class _Wrapping:
         grad_scaler: torch.amp.GradScaler | None,
         schedulers: int = 0,
     ) -> DistributedDataParallel:
-        """Wrap ``module``. Every rank calls it, after its optimizers were made.
-
-        Args:
-            grad_scaler: that of the precision plugin, if it has one.
-            schedulers: number of learning rate schedulers.
-
-        Raises:
-            ValueError: QAdam without exactly one ``QAdamOptimizer``, or with several schedulers.
-            See ``DistributedDataParallel`` for others.
-        """
+        """Wrap ``module`` for every rank, after its optimizers were made; ``grad_scaler``: of the
+        precision plugin; ``schedulers``: number of those of the learning rate."""
         return DistributedDataParallel(
             module,
             device_ids,

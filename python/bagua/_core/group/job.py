@@ -421,9 +421,6 @@ def ensure_initialised() -> None:
 
     A group that was made here follows torch's: when the script has destroyed that one and
     initialised another, it is made again.
-
-    Raises:
-        RuntimeError: neither bagua nor torch.distributed is initialised.
     """
     global _implicit
     if not dist.is_initialized():

@@ -49,11 +49,7 @@ def close_at_exit(resource: Closable) -> None:
 
 
 def close_all() -> None:
-    """Close everything that was given to :func:`close_at_exit`, and forget all groups.
-
-    Raises:
-        BaguaError: of a resource; the others are closed too.
-    """
+    """Close everything that was given to :func:`close_at_exit`, and forget all groups."""
     resources = list(_live)
     # An uncaught exception is on its way out: the other ranks are not to be waited for.
     if getattr(sys, "last_value", None) is None:
@@ -506,12 +502,7 @@ def get_communicator(group_name: str, comm_name: str) -> Communicator | CommMemb
 
 
 def member_of(comm: Communicator | CommMember | None) -> Communicator | None:
-    """The communicator that a collective's ``comm=`` stands for; None: nothing to do here.
-
-    Raises:
-        RuntimeError: before ``init_process_group``.
-        TypeError: ``comm`` is not a communicator.
-    """
+    """The communicator that a collective's ``comm=`` stands for; None: nothing to do here."""
     if comm is None or comm is CommMember.WORLD:
         comm = get_default_group().get_global_communicator()
     if comm is CommMember.NON_COMM_MEMBER:

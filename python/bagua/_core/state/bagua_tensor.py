@@ -43,11 +43,7 @@ _records: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def record_of(tensor: torch.Tensor) -> Record:
-    """The record of a registered tensor.
-
-    Raises:
-        RuntimeError: the tensor has not been registered.
-    """
+    """The record of a registered tensor."""
     record = _records.get(tensor)
     if record is None:
         raise RuntimeError("not a Bagua tensor; call ensure_bagua_tensor(name, module_name) first")
