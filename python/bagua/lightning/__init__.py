@@ -513,8 +513,7 @@ class _Wrapping:
         grad_scaler: torch.amp.GradScaler | None,
         schedulers: int = 0,
     ) -> DistributedDataParallel:
-        """Wrap ``module`` for every rank, after its optimizers were made; ``grad_scaler``: of the
-        precision plugin; ``schedulers``: number of those of the learning rate."""
+        """Wrap ``module``. Every rank calls it, after its optimizers were made."""
         return DistributedDataParallel(
             module,
             device_ids,

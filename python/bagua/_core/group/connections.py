@@ -355,7 +355,7 @@ class Connections:
             refusal = "BAGUA_COMM is gloo"
         elif sums_of_torch and comm not in ("shm", "auto"):
             refusal = "sums as torch's"
-        # The same on all members; the launcher may have them on one node where there is none.
+        # All members get the same: a communicator, or why there is none though they are on a node.
         rank, size, timeout = members.index(self.rank), len(members), self.timeout.total_seconds()
         store = self._store_of(f"{name}/shm", members)
         try:

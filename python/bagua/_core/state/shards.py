@@ -13,14 +13,9 @@ import torch.distributed as dist
 from bagua import _C
 
 
-def _loaded(module: str) -> Any:
-    """A module of torch whose import is slow, if something has imported it."""
-    return sys.modules.get(module)
-
-
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is a DTensor."""
-    torchs = _loaded("torch.distributed.tensor")
+    torchs = sys.modules.get("torch.distributed.tensor")  # whose import is slow
     return torchs is not None and isinstance(tensor, torchs.DTensor)
 
 
@@ -40,7 +35,7 @@ def whole(shard: torch.Tensor, like: Any) -> torch.Tensor:
     """
     if not is_sharded(like) or local(like).shape != shard.shape:
         return shard
-    made: torch.Tensor = _loaded("torch.distributed.tensor").DTensor.from_local(
+    made: torch.Tensor = sys.modules["torch.distributed.tensor"].DTensor.from_local(
         shard,
         like.device_mesh,
         like.placements,
@@ -186,7 +181,7 @@ def copied_between_shards(named: Sequence[tuple[str, torch.Tensor]]) -> str | No
 
 def reshard(module: torch.nn.Module) -> None:
     """Have FSDP2's modules show their shards, which the outermost one does not after a forward."""
-    torchs = _loaded("torch.distributed.fsdp")
+    torchs = sys.modules.get("torch.distributed.fsdp")
     if torchs is not None:
         for child in module.modules():
             if isinstance(child, torchs.FSDPModule):
