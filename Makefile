@@ -91,14 +91,13 @@ THREAD_SANITIZER = OMP_NUM_THREADS=1 \
   TSAN_OPTIONS="suppressions=$(CURDIR)/tests/cpp/tsan.supp halt_on_error=1 second_deadlock_stack=1" \
   $(FIXED_ADDRESSES)
 
-sanitize: venv ## Run the C++ stress programs under ThreadSanitizer, then under Address- and UBSanitizer
+sanitize: venv ## Run the C++ programs of the tests under ThreadSanitizer, then under Address- and UBSanitizer
 	cmake -S . -B build/tsan -G Ninja -DBAGUA_SANITIZE=thread -DPython_EXECUTABLE=$(PY)
-	cmake --build build/tsan --target stress schedules
-	$(THREAD_SANITIZER) bash -c 'build/tsan/stress && build/tsan/stress_nccl && build/tsan/schedules --count 500'
+	cmake --build build/tsan --target schedules stress_nccl
+	$(THREAD_SANITIZER) bash -c 'build/tsan/stress_nccl && build/tsan/schedules --count 700'
 	cmake -S . -B build/asan -G Ninja -DBAGUA_SANITIZE=address,undefined -DPython_EXECUTABLE=$(PY)
-	cmake --build build/asan --target stress schedules
-	OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 build/asan/stress
-	OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 build/asan/schedules --count 500
+	cmake --build build/asan --target schedules stress_nccl
+	OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 build/asan/schedules --count 700
 	UBSAN_OPTIONS=print_stacktrace=1 build/asan/stress_nccl
 	$(MAKE) fuzz ARGS="--seconds 1"
 

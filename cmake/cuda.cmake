@@ -26,7 +26,7 @@ elseif(BAGUA_CUDA)
   set(BAGUA_WITH_CUDA ON)
 endif()
 if(BAGUA_SANITIZE)
-  set(BAGUA_WITH_CUDA OFF)  # the stress program runs on CPU
+  set(BAGUA_WITH_CUDA OFF)  # the sanitized programs run on CPU
 endif()
 message(STATUS "CUDA kernels: ${BAGUA_WITH_CUDA} (BAGUA_CUDA=${BAGUA_CUDA})")
 

@@ -104,7 +104,6 @@ inline void expect_told(const World& world, const std::vector<Fate>& fates,
 inline void wrap_again(const World& before, Random& random) {
   World world = before;
   world.meet_anew();
-  world.store = c10::make_intrusive<TurbulentStore>(world.turbulence);
   const uint64_t seed = random();
   Results results(world.ranks);
   const auto endings = run_ranks(world, [&](int rank) {

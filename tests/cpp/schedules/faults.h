@@ -77,6 +77,7 @@ inline void an_op_that_throws_is_told_everywhere(Random& random, const Delays& d
   expect_everywhere(endings, is_exception ? "no memory" : "unknown error");
   expect_everywhere(endings, concat("rank ", culprit, " of ", world.ranks, ", round ", round,
                                     ", bucket '", bucket, "'"));
+  expect_everywhere(endings, "DisturbingOp");
 }
 
 inline void a_rank_that_exits_is_named(Random& random, const Delays& delays) {

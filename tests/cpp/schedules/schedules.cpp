@@ -20,6 +20,11 @@
 #include "schedules/fates.h"
 #include "schedules/faults.h"
 #include "schedules/rounds.h"
+#include "stress/dynamic.h"
+#include "stress/gossip.h"
+#include "stress/low_rank.h"
+#include "stress/shared_memory.h"
+#include "stress/sparse.h"
 
 namespace bagua::stress {
 namespace {
@@ -46,6 +51,14 @@ constexpr std::array kScenarios{
              another_plan_is_found_before_bytes_are_mixed, 1},
     Scenario{"averages keep the sum in any order", averages_keep_the_sum_in_any_order, 3},
     Scenario{"a lane ends at any moment", a_lane_ends_at_any_moment, 2},
+    Scenario{"replicas are the neighbours' weights", replicas_are_the_neighbours_weights, 1},
+    Scenario{"low-rank memories change together", low_rank_memories_change_together, 1},
+    Scenario{"sparse memories change together", sparse_memories_change_together, 1},
+    Scenario{"jobs of dynamic lanes give equal bits", jobs_of_dynamic_lanes_give_equal_bits, 1},
+    Scenario{"a dynamic lane that ends is told to every rank",
+             a_dynamic_lane_that_ends_is_told_to_every_rank, 1},
+    Scenario{"shared memory carries every call", shared_memory_carries_every_call, 1},
+    Scenario{"buckets are reduced in place", buckets_are_reduced_in_place, 1},
 };
 
 size_t draw_scenario(Random& random) {

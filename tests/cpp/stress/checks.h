@@ -53,9 +53,12 @@ inline void check_against_mean(const World& world, size_t index, int64_t round,
   }
 }
 
+inline bool same_bits(const at::Tensor& one, const at::Tensor& other) {
+  return one.nbytes() == 0 || std::memcmp(one.data_ptr(), other.data_ptr(), one.nbytes()) == 0;
+}
+
 inline void expect_same_bits(const at::Tensor& one, const at::Tensor& other, size_t bucket) {
-  expect(std::memcmp(one.data_ptr(), other.data_ptr(), one.nbytes()) == 0,
-         "ranks hold different bits in bucket ", bucket);
+  expect(same_bits(one, other), "ranks hold different bits in bucket ", bucket);
 }
 
 // The error that ended each rank (but `but`) must hold these words.
@@ -68,8 +71,8 @@ inline void expect_everywhere(const std::vector<Ending>& endings, const std::str
   }
 }
 
-// One rank at least ended at its deadline, the others (but `but`) there or by its failure, which
-// they may see before their own deadline.
+// One rank at least ended at its deadline, by a TimeoutError; the others (but `but`) there or by
+// its failure, which they may see before their own deadline.
 inline void expect_deadline(const std::vector<Ending>& endings, const std::string& words, int but) {
   const auto holds = [](const Ending& ending, const std::string& text) {
     return ending.error.find(text) != std::string::npos;
@@ -82,6 +85,8 @@ inline void expect_deadline(const std::vector<Ending>& endings, const std::strin
   expect(std::any_of(endings.begin(), endings.end(),
                      [&](const Ending& ending) { return holds(ending, words); }),
          "no rank was told '", words, "'");
+  expect(std::any_of(endings.begin(), endings.end(), [](const Ending& e) { return e.timed_out; }),
+         "no rank threw a TimeoutError");
 }
 
 }  // namespace bagua::stress

@@ -8,7 +8,6 @@
 
 #include "engine/jobs.h"
 #include "stress/checks.h"
-#include "stress/world.h"
 
 namespace bagua::stress {
 
@@ -63,8 +62,8 @@ class RankLane {
   std::unique_ptr<DynamicLane> lane_;
 };
 
-inline void jobs_of_dynamic_lanes_give_equal_bits(Random& random) {
-  const World world(random, 1, milliseconds(20000));
+inline void jobs_of_dynamic_lanes_give_equal_bits(Random& random, const Delays& delays) {
+  const World world(random, 1, kPatient, {}, delays);
   const int rounds = between(random, 1, 6);
   std::vector<std::vector<at::Tensor>> results(world.ranks);
   const auto endings = run_ranks(world, [&](int rank) {
@@ -84,8 +83,8 @@ inline void jobs_of_dynamic_lanes_give_equal_bits(Random& random) {
 }
 
 // The culprit's op throws, or it aborts or stops its lane from another thread.
-inline void a_dynamic_lane_that_ends_is_told_to_every_rank(Random& random) {
-  const World world(random, 2, milliseconds(3000));
+inline void a_dynamic_lane_that_ends_is_told_to_every_rank(Random& random, const Delays& delays) {
+  const World world(random, 2, kPatient, {}, delays);
   const int culprit = between(random, 0, world.ranks - 1);
   const int fate = between(random, 0, 2);
   const int64_t round = between(random, 1, 4);

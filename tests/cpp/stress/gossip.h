@@ -1,19 +1,13 @@
 // Weights mixed on a ring: replicas of different ranks stay the same bits.
 #pragma once
 
-#include <cstring>
-
 #include "op/compressed_gossip.h"
-#include "stress/world.h"
+#include "stress/checks.h"
 
 namespace bagua::stress {
 
-inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  return std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0;
-}
-
-inline void replicas_are_the_neighbours_weights(Random& random) {
-  const World world(random, 1, milliseconds(20000));
+inline void replicas_are_the_neighbours_weights(Random& random, const Delays& delays) {
+  const World world(random, 1, kPatient, {}, delays);
   const int64_t numel = between(random, 1, between(random, 0, 9) == 0 ? 1500000 : 5000);
   const int rounds = between(random, 1, 4);
   const std::vector<std::string> codecs = codec_names();
@@ -24,7 +18,7 @@ inline void replicas_are_the_neighbours_weights(Random& random) {
     replicas.push_back({.own = zeros(), .left = zeros(), .right = zeros()});
   }
   const auto endings = run_ranks(world, [&](int rank) {
-    CompressedGossip op(world.places[0]->connect(rank), make_codec(codec),
+    CompressedGossip op(world.connect(world.places[0], rank), make_codec(codec),
                         std::make_shared<Scratch>(), replicas[rank],
                         {.left = 1.0 / 3, .right = 1.0 / 3});
     at::Tensor weights = at::empty({numel}).zero_();

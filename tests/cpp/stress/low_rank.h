@@ -3,18 +3,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <thread>
 
 #include "op/low_rank.h"
-#include "stress/world.h"
+#include "stress/checks.h"
 
 namespace bagua::stress {
-
-inline bool same_values(const at::Tensor& a, const at::Tensor& b) {
-  return a.nbytes() == 0 || std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0;
-}
 
 // One lane of one rank: an op, its memory and its bucket.
 struct LowRankLane {
@@ -42,7 +37,7 @@ inline LowRankLane make_low_rank_lane(const World& world, int rank, int lane, Ra
                               at::empty({1}, at::kLong).zero_()},
       outcome);
   made.op = std::make_unique<LowRank>(
-      world.places[lane]->connect(rank), std::make_shared<Scratch>(), numel, matrices,
+      world.connect(world.places[lane], rank), std::make_shared<Scratch>(), numel, matrices,
       LowRankOptions{
           .warm_start = between(random, 0, 1) == 1, .error_feedback = error_feedback, .seed = 7},
       made.memory);
@@ -50,8 +45,8 @@ inline LowRankLane make_low_rank_lane(const World& world, int rank, int lane, Ra
   return made;
 }
 
-inline void low_rank_memories_change_together(Random& random) {
-  const World world(random, 1, milliseconds(20000));
+inline void low_rank_memories_change_together(Random& random, const Delays& delays) {
+  const World world(random, 1, kPatient, {}, delays);
   const int rounds = between(random, 1, 5);
   const int bad_round = between(random, 0, rounds), bad_lane = between(random, 0, world.lanes - 1);
   const uint64_t shapes = random();
@@ -91,8 +86,8 @@ inline void low_rank_memories_change_together(Random& random) {
   for (const Ending& ending : endings) expect(ending.error.empty(), ending.error);
   for (int rank = 1; rank < world.ranks; ++rank) {
     for (int i = 0; i < world.lanes; ++i) {
-      expect(same_values(all[rank][i].flat, all[0][i].flat) &&
-                 same_values(all[rank][i].memory->value(1), all[0][i].memory->value(1)),
+      expect(same_bits(all[rank][i].flat, all[0][i].flat) &&
+                 same_bits(all[rank][i].memory->value(1), all[0][i].memory->value(1)),
              "rank ", rank, " differs from rank 0 in lane ", i);
     }
   }

@@ -1,4 +1,4 @@
-// Where the ranks of a stress program meet.
+// Where the ranks of a schedule meet.
 #pragma once
 
 #include <chrono>
@@ -33,12 +33,6 @@ class MeetingPlace {
     shared.links.resize(ranks_);
     return std::make_unique<SharedMemoryCommunicator>(Group{rank, ranks_}, std::move(shared),
                                                       timeout_);
-  }
-
-  // Lives as long as this and every communicator.
-  std::shared_ptr<void> held() const {
-    if (hub_) return hub_;
-    return bells_;
   }
 
  private:

@@ -1,4 +1,4 @@
-// What the ranks of a stress program have in common: a plan drawn at random, and where they meet.
+// What the ranks of a schedule have in common: a plan drawn at random, and where they meet.
 #pragma once
 
 #include <algorithm>
@@ -19,6 +19,9 @@ namespace bagua::stress {
 
 using std::chrono::milliseconds;
 using Random = std::mt19937_64;
+using Delays = std::shared_ptr<Turbulence>;
+
+constexpr milliseconds kPatient{20000};
 
 inline int between(Random& random, int low, int high) {
   return std::uniform_int_distribution<int>(low, high)(random);
@@ -57,20 +60,15 @@ struct PlanLimits {
 
 // The places and the store in which the ranks meet, and a plan drawn at random, equal on all ranks.
 struct World {
-  World(Random& random, int least_ranks, milliseconds engine_timeout, const PlanLimits& limits = {},
-        std::shared_ptr<Turbulence> delays = nullptr)
+  World(Random& random, int least_ranks, milliseconds engine_timeout, const PlanLimits& limits,
+        const Delays& delays)
       : ranks(between(random, least_ranks, limits.ranks)),
         lanes(between(random, 1, limits.lanes)),
         timeout(engine_timeout),
-        turbulence(std::move(delays)),
+        turbulence(delays),
         kind(between(random, 0, 2) == 0 ? MeetingPlace::Kind::kSharedMemory
                                         : MeetingPlace::Kind::kHub) {
     meet_anew();
-    if (turbulence) {
-      store = c10::make_intrusive<TurbulentStore>(turbulence);
-    } else {
-      store = c10::make_intrusive<c10d::HashStore>();
-    }
     const std::vector<std::string> codecs = codec_names();
     for (int i = between(random, 1, limits.buckets); i > 0; --i) {
       BucketPlan bucket;
@@ -85,9 +83,11 @@ struct World {
     }
   }
 
-  // Makes places that no rank has been to.
+  // Makes a store and places that no rank has been to.
   void meet_anew() {
-    const auto place = [&] { return std::make_shared<MeetingPlace>(kind, ranks, kPlaceTimeout); };
+    store = c10::make_intrusive<TurbulentStore>(turbulence);
+    // The places wait for longer than any engine: it is the engine's own deadline that is tried.
+    const auto place = [&] { return std::make_shared<MeetingPlace>(kind, ranks, kPatient); };
     control = place();
     places.clear();
     for (int i = 0; i < lanes; ++i) places.push_back(place());
@@ -96,23 +96,17 @@ struct World {
   // The communicator of `rank` in a place.
   std::shared_ptr<CountingCommunicator> connect(const std::shared_ptr<MeetingPlace>& place,
                                                 int rank) const {
-    std::unique_ptr<Communicator> own = place->connect(rank);
-    if (turbulence) own = std::make_unique<TurbulentCommunicator>(std::move(own), turbulence);
-    return std::make_shared<CountingCommunicator>(std::move(own));
+    return std::make_shared<CountingCommunicator>(
+        std::make_unique<TurbulentCommunicator>(place->connect(rank), turbulence));
   }
 
   // See Turbulence::point.
-  void point() const {
-    if (turbulence) turbulence->point();
-  }
-
-  // Longer than any engine's: it is the engine's own deadline that is tried here.
-  static constexpr milliseconds kPlaceTimeout{20000};
+  void point() const { turbulence->point(); }
 
   int ranks;
   int lanes;
   milliseconds timeout;
-  std::shared_ptr<Turbulence> turbulence;  // null: no delays
+  Delays turbulence;
   MeetingPlace::Kind kind;
   std::vector<BucketPlan> buckets;
   std::shared_ptr<MeetingPlace> control;

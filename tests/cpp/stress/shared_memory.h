@@ -69,18 +69,19 @@ inline void call_and_check(Communicator& comm, int call, int kind, int64_t numel
 }
 
 // All ranks make the same random calls; one of them ends that, by an abort, by leaving, or not.
-inline void shared_memory_carries_every_call(Random& random) {
+inline void shared_memory_carries_every_call(Random& random, const Delays& delays) {
   enum class End { kNone, kAbort, kLeave };
-  const World world(random, 2, milliseconds(20000));
+  const World world(random, 2, kPatient, {}, delays);
   const auto end = static_cast<End>(between(random, 0, 2));
   const int ends = between(random, 0, world.ranks - 1);
   const int calls = between(random, 1, 12);
   const uint64_t seed = random();
   const milliseconds delay{between(random, 0, 5)};
-  const MeetingPlace place(MeetingPlace::Kind::kSharedMemory, world.ranks, milliseconds(20000));
+  const auto place =
+      std::make_shared<MeetingPlace>(MeetingPlace::Kind::kSharedMemory, world.ranks, kPatient);
   const auto endings = run_ranks(world, [&](int rank) {
     Random own(seed);  // the same calls on all ranks
-    const std::unique_ptr<Communicator> comm = place.connect(rank);
+    const auto comm = world.connect(place, rank);
     std::thread aborter([&, aborts = end == End::kAbort && rank == ends] {
       std::this_thread::sleep_for(delay);
       if (aborts) comm->abort("the reason");
@@ -106,8 +107,8 @@ inline void shared_memory_carries_every_call(Random& random) {
 }
 
 // A bucket in place, call after call, on memory that the ranks map once.
-inline void buckets_are_reduced_in_place(Random& random) {
-  const World world(random, 2, milliseconds(20000));
+inline void buckets_are_reduced_in_place(Random& random, const Delays& delays) {
+  const World world(random, 2, kPatient, {}, delays);
   const int64_t numel = between(random, 1, between(random, 0, 3) == 0 ? 600000 : 3000);
   const int calls = between(random, 1, 12);
   SharedGroup shared{.bells = make_bells(world.ranks), .memory = {}, .links = {}};
@@ -122,10 +123,11 @@ inline void buckets_are_reduced_in_place(Random& random) {
   const auto endings = run_ranks(world, [&](int rank) {
     const Group group{rank, world.ranks};
     const Refusal refusal(group);
-    const PeerWaits waits(group, shared, refusal, milliseconds(20000));
+    const PeerWaits waits(group, shared, refusal, kPatient);
     Meetings meetings(waits, shared);
     for (int call = 0; call < calls; ++call) {
       buckets[rank].copy_(numbers(rank, call, numel));
+      world.point();
       const CallSite site = CallSite::of("all_reduce", buckets[rank]);
       meetings.describe(site, SharedCall::kReduceInPlace, ReduceOp::kSum, 1);
       reduce_in_place(meetings, site, values, ReduceOp::kSum);

@@ -4,12 +4,11 @@
 #include <limits>
 
 #include "op/sparse.h"
-#include "stress/gossip.h"
+#include "stress/checks.h"
 
 namespace bagua::stress {
 
-// What all ranks know: where lanes meet, and which rank brings an infinity, in which lane and
-// round.
+// What all ranks know: which rank brings an infinity, in which lane and round.
 struct SparsePlan {
   explicit SparsePlan(Random& random, int ranks)
       : numel(between(random, 1, between(random, 0, 9) == 0 ? 300000 : 5000)),
@@ -17,21 +16,20 @@ struct SparsePlan {
         rounds(between(random, 2, 6)),
         bad_round(between(random, 1, rounds)),
         bad_rank(between(random, 0, ranks - 1)),
-        bad_lane(between(random, 0, 1)) {
-    for (auto& hub : hubs) hub = std::make_shared<ThreadHub>(ranks, World::kPlaceTimeout);
-  }
+        bad_lane(between(random, 0, 1)) {}
 
   int64_t numel, k;
   int rounds, bad_round, bad_rank, bad_lane;
-  std::array<std::shared_ptr<ThreadHub>, 2> hubs;
 };
 
 // One lane of one rank.
 class SparseLane {
  public:
-  SparseLane(const SparsePlan& plan, int rank, int lane, std::shared_ptr<RoundOutcome> outcome)
+  // The second lane meets in the place that an engine would have for its control messages.
+  SparseLane(const World& world, const SparsePlan& plan, int rank, int lane,
+             std::shared_ptr<RoundOutcome> outcome)
       : plan_(plan), rank_(rank), lane_(lane), flat_(zeros(plan.numel, at::kFloat)) {
-    const auto communicator = std::make_shared<ThreadCommunicator>(plan.hubs[lane], rank);
+    const auto communicator = world.connect(lane == 0 ? world.places[0] : world.control, rank);
     const auto scratch = std::make_shared<Scratch>();
     const std::vector<at::Tensor> initial{zeros(plan.numel, at::kFloat), zeros(1, at::kLong)};
     memory_ = std::make_shared<RoundMemory>(initial, std::move(outcome));
@@ -70,13 +68,13 @@ class SparseLane {
   const std::string bucket_ = "stress";
 };
 
-inline void sparse_memories_change_together(Random& random) {
-  const World world(random, 1, milliseconds(20000));
+inline void sparse_memories_change_together(Random& random, const Delays& delays) {
+  const World world(random, 1, kPatient, {}, delays);
   const SparsePlan plan(random, world.ranks);
   std::vector<std::vector<at::Tensor>> results(world.ranks);
   const auto endings = run_ranks(world, [&](int rank) {
     const auto outcome = std::make_shared<RoundOutcome>();
-    SparseLane first(plan, rank, 0, outcome), second(plan, rank, 1, outcome);
+    SparseLane first(world, plan, rank, 0, outcome), second(world, plan, rank, 1, outcome);
     for (int round = 1; round <= plan.rounds; ++round) {
       std::thread beside([&] { second.run(round); });
       first.run(round);

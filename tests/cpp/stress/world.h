@@ -1,4 +1,4 @@
-// Ranks for the stress program: threads of one process, each with an engine of its own.
+// Ranks of a schedule: threads of one process, each with an engine of its own.
 #pragma once
 
 #include <algorithm>
