@@ -143,8 +143,8 @@ $(DOCS)/.requirements: requirements-docs.txt
 	$(DOCS)/bin/python -m pip install --progress-bar off --quiet -r requirements-docs.txt
 	touch $@
 
-soak: build horovod ## What counts on luck, many times: 1200 faults, 50 ends and slow starts, 20 restarts, 2000 killed writers
-	OMP_NUM_THREADS=1 $(PY) benchmarks/soak.py --faults 1200
+soak: build horovod ## What counts on luck, many times: 600 faults, 50 ends and slow starts, 20 restarts, 2000 killed writers
+	OMP_NUM_THREADS=1 $(PY) benchmarks/soak.py
 	BAGUA_TEST_EXITS=50 BAGUA_TEST_STARTS=50 OMP_NUM_THREADS=1 \
 	  $(PY) -m pytest tests/ranks/test_exit.py tests/deep/test_horovod_launchers.py \
 	  tests/deep/test_compressed_starts.py -k every $(ARGS)

@@ -119,5 +119,5 @@ def test_lost_ranks_are_named_and_leave_no_hang(monkeypatch, place):
     for name, value in training.on_device(place).items():
         monkeypatch.setenv(name, value)
     at_once = max(1, gpus() // 4) if place == "nccl" else 2
-    printed = soak("--form", "processes", "--faults", 24, "--seed", 9000, "--at-once", at_once)
+    printed = soak("--faults", 24, "--seed", 9000, "--at-once", at_once)
     assert "24 cases: hang 0, silent divergence 0, unnamed error 0, crash 0" in printed

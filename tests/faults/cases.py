@@ -3,7 +3,6 @@
 import random
 from dataclasses import asdict, dataclass
 
-from bagua import _C
 from support import every_algorithm, training
 
 #: Seconds after which a rank gives up waiting for another.
@@ -15,7 +14,7 @@ ERROR = "error"  # a BaguaError that names the victim
 MISMATCH = "mismatch"  # BaguaMismatchError on all ranks, the victim too
 SPREADS = "spreads"  # to the end; the victim's bad value reaches all
 #: fault: (what comes of it, where it can happen)
-PROCESS_FAULTS = {
+FAULTS = {
     "none": (GOES_ON, ["between"]),
     "kill": (ERROR, ["wrap", "between", "forward", "backward", "optimizer", "any"]),
     "exit": (ERROR, ["wrap", "between", "forward", "backward", "optimizer"]),
@@ -41,38 +40,16 @@ PROCESS_FAULTS = {
 }
 if training.device_type() == "cuda":
     # torch's monitor of NCCL waits for a stopped store, and the end of torch's group for it.
-    del PROCESS_FAULTS["store stopped"]
-THREAD_FAULTS = {
-    "none": (GOES_ON, ["between"]),
-    "raise": (ERROR, ["before", "after"]),
-    "abort": (ERROR, ["any"]),
-    "leave": (ERROR, ["between", "begun"]),
-    "hold": (ERROR, ["between", "begun", "marking"]),
-    "slow": (GOES_ON, ["between", "begun", "before", "after"]),
-    "other plan": (ERROR, ["wrap"]),
-    "other incarnation": (ERROR, ["wrap"]),
-    "store fails": (GOES_ON, ["between"]),
-}
-#: What the buckets of thread ranks do.
-THREAD_OPERATIONS = [
-    "all_reduce",
-    *_C.codec_names(),
-    "average_weights",
-    "gossip",
-    "compressed_gossip",
-    "low_rank",
-    "sparse",
-]
+    del FAULTS["store stopped"]
 
 
 @dataclass(frozen=True)
 class Case:
     """One fault in one training. `seconds`: how long, or after which time for place "any"."""
 
-    form: str  # "processes" or "threads"
     fault: str
     place: str
-    algorithm: str  # of every_algorithm, or of THREAD_OPERATIONS
+    algorithm: str
     ranks: int
     victim: int
     step: int
@@ -83,8 +60,7 @@ class Case:
 
     @property
     def outcome(self):
-        faults = PROCESS_FAULTS if self.form == "processes" else THREAD_FAULTS
-        return faults[self.fault][0]
+        return FAULTS[self.fault][0]
 
     @property
     def undisturbed(self):
@@ -94,32 +70,27 @@ class Case:
 
     def __str__(self):
         return (
-            f"{self.form}, seed {self.seed}: {self.fault} of rank {self.victim} of {self.ranks} at "
+            f"seed {self.seed}: {self.fault} of rank {self.victim} of {self.ranks} at "
             f"{self.place}, step {self.step}, {self.seconds:.2f} s; {self.algorithm}, "
             f"{self.lanes} lane(s), store of {self.store}"
         )
 
 
-def draw(form, seed, fault=None, algorithm=None):
+def draw(seed, fault=None, algorithm=None):
     """The case of that seed; `fault` and `algorithm` leave less to chance."""
-    chance = random.Random(f"{form} {seed}")
-    faults = PROCESS_FAULTS if form == "processes" else THREAD_FAULTS
-    algorithms = (
-        list(every_algorithm.ALGORITHMS) if form == "processes" else list(THREAD_OPERATIONS)
-    )
-    drawn_fault = chance.choice([name for name in faults if name != "none"])
+    chance = random.Random(f"processes {seed}")
+    drawn_fault = chance.choice([name for name in FAULTS if name != "none"])
     fault = fault or drawn_fault
-    drawn_algorithm = chance.choice(algorithms)
+    drawn_algorithm = chance.choice(list(every_algorithm.ALGORITHMS))
     algorithm = algorithm or drawn_algorithm
     ranks = chance.choice([2, 3, 3, 4])
-    place = chance.choice(faults[fault][1])
+    place = chance.choice(FAULTS[fault][1])
     store = chance.choice(["agent", "agent", "rank 0"])
     step = chance.randint(2, STEPS - 3)
     if fault in ("store killed", "store stopped"):
         # What is left of it is not enough to connect again, as some algorithms do after warm-up.
         store, step = "agent", max(step, every_algorithm.WARM_UP + 1)
     return Case(
-        form=form,
         fault=fault,
         place=place,
         algorithm=algorithm,

@@ -6,9 +6,9 @@ from faults import cases, verdict
 from faults.verdict import RankOutcome
 
 
-def case_of(fault, form="processes", **changes):
-    drawn = cases.draw(form, 1, fault, "bytegrad" if form == "processes" else "all_reduce")
-    return replace(drawn, ranks=3, victim=1, step=3, store="agent", place="between", **changes)
+def case_of(fault):
+    drawn = cases.draw(1, fault, "bytegrad")
+    return replace(drawn, ranks=3, victim=1, step=3, store="agent", place="between")
 
 
 STEPS = {step: (f"bits of {step}", True) for step in range(3)}
@@ -75,11 +75,10 @@ def test_a_mismatch_must_reach_all_ranks():
 
 
 def test_a_seed_gives_the_same_case_and_seeds_give_all_faults():
-    for form, faults in (("processes", cases.PROCESS_FAULTS), ("threads", cases.THREAD_FAULTS)):
-        drawn = [cases.draw(form, seed) for seed in range(400)]
-        assert drawn == [cases.draw(form, seed) for seed in range(400)]
-        assert {case.fault for case in drawn} == set(faults) - {"none"}
-        assert all(case.place in faults[case.fault][1] for case in drawn)
+    drawn = [cases.draw(seed) for seed in range(400)]
+    assert drawn == [cases.draw(seed) for seed in range(400)]
+    assert {case.fault for case in drawn} == set(cases.FAULTS) - {"none"}
+    assert all(case.place in cases.FAULTS[case.fault][1] for case in drawn)
 
 
 def test_qadam_alone_may_refuse_a_bad_value_that_has_spread():

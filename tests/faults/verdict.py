@@ -12,8 +12,6 @@ from support import every_algorithm
 
 HANG, DIVERGENCE, UNNAMED, CRASH = "hang", "silent divergence", "unnamed error", "crash"
 UNEXPECTED = "other than expected"
-#: Algorithms, and operations of thread ranks, after which ranks hold weights of their own.
-OWN_WEIGHTS = {*every_algorithm.OWN_WEIGHTS, "gossip", "compressed_gossip"}
 STORE_IS_GONE = "The job's store does not answer"
 
 
@@ -92,7 +90,7 @@ def _divergences(case, outcomes, reference):
     if case.algorithm == "async":
         return []
     found = []
-    own_weights = case.algorithm in OWN_WEIGHTS
+    own_weights = case.algorithm in every_algorithm.OWN_WEIGHTS
     steps = sorted({step for outcome in outcomes for step in outcome.steps})
     for step in steps:
         there = {rank: o.steps[step] for rank, o in enumerate(outcomes) if step in o.steps}
