@@ -1,7 +1,12 @@
 """torch's tests of DistributedDataParallel that its own class passes on a CPU, and what ours fails.
 
-`python -m deep.torch_suite.run --ddp torch` says which they are for another version of torch.
+`python -m deep.torch_suite.run --ddp torch` says whether it does for another version of torch.
 """
+
+import ast
+from pathlib import Path
+
+import torch
 
 #: Tests that make a DistributedDataParallel and ask for private members of torch's class.
 PRIVATE_MEMBERS = [
@@ -39,82 +44,33 @@ NOT_HERE = {
     "test_ddp_sync_bn_training_vs_eval": "torch skips it",
 }
 
-TESTS = [
-    "test_DistributedDataParallelCPU",
-    "test_DistributedDataParallelCPU_grad_is_view",
-    "test_DistributedDataParallel_SyncBatchNorm",
-    "test_DistributedDataParallel_SyncBatchNorm_2D_Input",
-    "test_DistributedDataParallel_SyncBatchNorm_Channels_Last",
-    "test_DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_Running_Value",
-    "test_DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_gradient",
-    "test_DistributedDataParallel_SyncBatchNorm_No_Affine",
-    "test_DistributedDataParallel_SyncBatchNorm_Single_Input_Per_Process",
-    "test_DistributedDataParallel_SyncBatchNorm_half",
-    "test_DistributedDataParallel_non_default_stream",
-    "test_DistributedDataParallel_requires_grad",
-    "test_DistributedDataParallel_with_amp_and_grad_is_view",
-    "test_accumulate_gradients_no_sync",
-    "test_accumulate_gradients_no_sync_allreduce_hook",
-    "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
-    "test_accumulate_gradients_no_sync_grad_is_view",
-    "test_compute_bucket_assignment_by_size_sparse_error_without_logger",
-    "test_ddp_apply_optim_in_backward",
-    "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false",
-    "test_ddp_apply_optim_in_backward_ignored_params",
-    "test_ddp_broadcast_buffer",
-    "test_ddp_broadcast_buffers_deprecation_warning",
-    "test_ddp_compile_static_graph",
-    "test_ddp_create_graph",
-    "test_ddp_device_mesh_initialization",
-    "test_ddp_forward_backward_hook",
-    "test_ddp_grad_div_uneven_inputs",
-    "test_ddp_hook_parity_allreduce",
-    "test_ddp_hook_parity_allreduce_process_group",
-    "test_ddp_hook_parity_post_localSGD",
-    "test_ddp_hook_parity_powerSGD",
-    "test_ddp_hook_pickling_powerSGD",
-    "test_ddp_ignore_params_arg",
-    "test_ddp_inference",
-    "test_ddp_init_sync_buffers_with_forward_sync_buffers_false",
-    "test_ddp_join_model_equivalence",
-    "test_ddp_join_respects_forward_sync_buffers_false",
-    "test_ddp_model_diff_num_params_across_ranks",
-    "test_ddp_model_diff_shape_across_ranks",
-    "test_ddp_multiple_nested_unused_params_err_ignore_params",
-    "test_ddp_multiple_nested_unused_params_error",
-    "test_ddp_namedtuple",
-    "test_ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none",
-    "test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none",
-    "test_ddp_native_mixed_precision_ignored_params",
-    "test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none",
-    "test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none",
-    "test_ddp_new_tensor_in_fwd",
-    "test_ddp_new_tensor_in_fwd_static_graph",
-    "test_ddp_profiling_autograd_profiler",
-    "test_ddp_profiling_torch_profiler",
-    "test_ddp_returns_tensor_with_no_grad",
-    "test_ddp_shared_grad_acc_unused_params",
-    "test_ddp_static_graph_nested_types",
-    "test_ddp_uneven_input_exception",
-    "test_ddp_uneven_input_join_disable",
-    "test_ddp_uneven_inputs_stop_iteration_sync_bn",
-    "test_ddp_unused_params_rebuild_buckets_exception",
-    "test_ddp_zero_output_features",
-    "test_get_data_parallel_params",
-    "test_grads_same_across_ranks_with_no_sync",
-    "test_invalid_static_graph",
-    "test_output_unused_in_loss_dict_module",
-    "test_output_unused_in_loss_tuple_module",
-    "test_post_localSGD_optimizer_parity",
-    "test_post_localSGD_optimizer_parity_grad_is_view",
-    "test_post_localSGD_optimizer_parity_with_hierarchical_sgd",
-    "test_post_localSGD_optimizer_parity_with_hierarchical_sgd_grad_is_view",
-    "test_post_localSGD_optimizer_step_reload",
-    "test_stateless_api_with_ddp",
-    "test_static_graph_multi_forward",
-    "test_undefined_grad_parity_unused_parameters",
-    "test_verify_model_across_rank_without_logger",
-]
+SUITE = Path(torch.__file__).parent / "testing/_internal/distributed/distributed_test.py"
+
+
+def _functions():
+    """Each function of the class with torch's tests, and the names that it uses."""
+    tree = ast.parse(SUITE.read_text())
+    outer = next(node for node in tree.body if getattr(node, "name", "") == "DistributedTest")
+    (tests,) = outer.body
+    functions = {}
+    for node in tests.body:
+        if isinstance(node, ast.FunctionDef):
+            names = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+            functions[node.name] = names | {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    return functions
+
+
+def ddp_tests():
+    """The tests that make a DistributedDataParallel, by themselves or by a function they call."""
+    functions = _functions()
+    users = {"DistributedDataParallel"}
+    while more := {name for name, used in functions.items() if used & users} - users:
+        users |= more
+    return {name for name in users if name.startswith("test_")}
+
+
+#: All others: those of another version of torch need no list.
+TESTS = sorted(ddp_tests() - {*PRIVATE_MEMBERS, *NOT_HERE})
 
 # Why ours does not pass a test.
 #: Tests that look for events of gloo, which ranks of one host do not use by default.
