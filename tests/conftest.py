@@ -29,7 +29,6 @@ LONG = [
     "deep/test_island_jobs.py",
     "deep/test_fsdp_example.py",
     "deep/integrations/test_integration_examples.py",
-    "deep/test_fuzz.py",
     "deep/integrations/test_lightning_processes.py",
     "deep/test_doctor_faults.py",
     "deep/test_compiled_ways.py",

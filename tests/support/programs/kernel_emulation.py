@@ -45,7 +45,7 @@ VARIANTS = {
     "thread": ("-O1 -fsanitize=thread", "-O1 -DBAGUA_TSAN"),
 }
 EMULATION = ("tests/cpp/emulation/cuda_emulation.cpp", "tests/cpp/emulation/fiber.cpp")
-# Compared with the kernels; as in the product in every variant: test_fuzz.py sanitizes it.
+# Compared with the kernels; as in the product in every variant: the fuzz targets sanitize it.
 REFERENCE = "csrc/codec/chunk_codec_cpu.cpp"
 # Lines of this file would cost those of all others: with its debug information g++ 12's
 # ThreadSanitizer names functions without file and line.
