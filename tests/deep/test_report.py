@@ -77,7 +77,8 @@ def test_under_another_torch_it_tells_what_it_can_and_fails(tmp_path, way):
 def test_under_another_torch_every_other_import_raises(tmp_path, command):
     end = under_another_torch(tmp_path, *command)
     assert end.returncode == 1
-    assert "ImportError: bagua was built for torch" in end.stderr
+    versions = f"torch {_build.TORCH_VERSION}, but torch 2.99.0+cpu is installed"
+    assert f"ImportError: bagua was built for {versions}" in end.stderr
     assert "BaguaError" not in end.stderr
 
 
@@ -142,13 +143,6 @@ def test_the_installed_command_is_the_module(capsys):
     module, _, function = project["scripts"]["bagua"].partition(":")
     assert getattr(importlib.import_module(module), function)(["report"]) == 0
     assert capsys.readouterr().out == report.report_text()
-
-
-def test_another_torch_than_the_builds_is_told_with_both_versions():
-    source = "import torch, runpy; torch.__version__ = '2.99.0'\nrunpy.run_module('bagua')"
-    end = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
-    assert end.returncode == 1
-    assert f"built for torch {_build.TORCH_VERSION}, but torch 2.99.0 is installed" in end.stderr
 
 
 def test_the_interface_that_a_variable_names_is_gloos():
