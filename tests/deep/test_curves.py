@@ -11,12 +11,8 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("curves"), importlib.import_module("curve_report")
+sys.path.insert(0, str(BENCHMARKS))
+curves, report = map(importlib.import_module, ("curves", "curve_report"))
 
 
 def run_of(losses, sent=1e6):
@@ -29,8 +25,7 @@ def run_of(losses, sent=1e6):
     }
 
 
-def test_steps_to_a_loss_lie_between_two_measurements(modules):
-    _, report = modules
+def test_steps_to_a_loss_lie_between_two_measurements():
     curves = [run_of([4.0, 2.0, 1.0]), run_of([4.0, 2.0, 0.0])]
     assert report.steps_until(curves, 4.0) == 10
     assert report.steps_until(curves, 3.0) == 15
@@ -38,9 +33,7 @@ def test_steps_to_a_loss_lie_between_two_measurements(modules):
     assert report.steps_until(curves, 0.4) == math.inf
 
 
-def test_time_to_the_loss_of_exact_gradients_is_of_the_same_seeds(modules):
-    _, report = modules
-
+def test_time_to_the_loss_of_exact_gradients_is_of_the_same_seeds():
     def arm(seconds, *curves):
         return {"seeds": dict(enumerate(map(run_of, curves))), "seconds": {"200": seconds}}
 
@@ -57,24 +50,24 @@ def test_time_to_the_loss_of_exact_gradients_is_of_the_same_seeds(modules):
 
 
 @pytest.mark.parametrize(
-    ("losses", "words"),
+    ("losses", "words", "cell"),
     [
-        ([1.01, 1.09, 0.95], "yes"),
-        ([1.5, 1.6, 1.55], "worse"),
-        ([0.5, 0.6, 0.55], "better"),
-        ([1.5], "one seed"),
-        ([1.01, math.nan, 0.95], "worse"),
-        ([1.0, 1.1, 3.0], "unclear"),
+        ([1.01, 1.09, 0.95], "yes", "+0.000"),
+        ([1.5, 1.6, 1.55], "worse", "**+0.533**"),
+        ([0.5, 0.6, 0.55], "better", "-0.467"),
+        ([1.5], "one seed", "(+0.500)"),
+        ([1.01, math.nan, 0.95], "worse", "**NaN**"),
+        ([1.0, 1.1, 3.0], "unclear", "(+0.683)"),
     ],
 )
-def test_a_verdict_compares_seed_by_seed(modules, losses, words):
-    _, report = modules
+def test_a_verdict_compares_seed_by_seed_and_marks_the_difference(losses, words, cell):
     exact = {seed: run_of([loss]) for seed, loss in enumerate([1.0, 1.1, 0.95])}
-    assert report.verdict({s: run_of([loss]) for s, loss in enumerate(losses)}, exact) == words
+    arm = {seed: run_of([loss]) for seed, loss in enumerate(losses)}
+    assert report.verdict(arm, exact) == words
+    assert report.above_of(arm, exact) == cell
 
 
-def test_runs_that_are_kept_are_not_made_again(modules, tmp_path):
-    curves, _ = modules
+def test_runs_that_are_kept_are_not_made_again(tmp_path):
     results = tmp_path / "curves.json"
     curves.keep(results, curves.key_of("digits", "exact", 2, "seed", 0), run_of([1.0]))
     curves.keep(results, curves.key_of("digits", "exact", 2, "200", 0), 0.5)
@@ -92,8 +85,7 @@ def test_runs_that_are_kept_are_not_made_again(modules, tmp_path):
     assert not results.with_suffix(".new").exists()
 
 
-def test_the_page_has_a_row_for_each_algorithm(modules, tmp_path):
-    curves, report = modules
+def test_the_page_has_a_row_for_each_algorithm(tmp_path):
     results = tmp_path / "curves.json"
     for seed, shift in enumerate([0.0, 0.05, 0.1]):
         for arm, losses in {"exact": [3.0, 1.0], "bytegrad": [2.0, 1.0]}.items():
@@ -112,8 +104,7 @@ def test_the_page_has_a_row_for_each_algorithm(modules, tmp_path):
     assert "- digits with 2 ranks" not in page
 
 
-def test_a_page_without_times_has_the_losses(modules, tmp_path):
-    curves, report = modules
+def test_a_page_without_times_has_the_losses(tmp_path):
     results = tmp_path / "curves.json"
     curves.keep(results, curves.key_of("digits", "exact", 2, "seed", 0), run_of([3.0, 2.0]))
     for arm, seed, last in ("exact", 0, 2.0), ("exact", 1, 2.2), ("qadam", 1, 2.15):
@@ -128,8 +119,7 @@ def test_a_page_without_times_has_the_losses(modules, tmp_path):
     assert "Speed-up" not in page
 
 
-def test_a_page_says_which_runs_have_come_to_nothing(modules, tmp_path):
-    curves, report = modules
+def test_a_page_says_which_runs_have_come_to_nothing(tmp_path):
     results = tmp_path / "curves.json"
     for seed, lost in (0, 2.5), (1, math.nan):
         for arm, last in ("exact", 2.0), ("qadam", lost):
@@ -139,20 +129,6 @@ def test_a_page_says_which_runs_have_come_to_nothing(modules, tmp_path):
     page = (tmp_path / "curves.md").read_text()
     assert "| qadam | no number with 1 of 2 seeds | 50.0% |\n" in page
     assert "| qadam | **NaN** |\n" in page
-
-
-@pytest.mark.parametrize(
-    ("losses", "cell"),
-    [
-        ([1.01, 1.09, 0.95], "+0.000"),
-        ([1.5, 1.6, 1.55], "**+0.533**"),
-        ([1.0, 1.1, 3.0], "(+0.683)"),
-    ],
-)
-def test_differences_are_marked_by_their_verdict(modules, losses, cell):
-    _, report = modules
-    exact = {seed: run_of([loss]) for seed, loss in enumerate([1.0, 1.1, 0.95])}
-    assert report.above_of({s: run_of([loss]) for s, loss in enumerate(losses)}, exact) == cell
 
 
 def test_a_quick_run_trains_on_real_data():
