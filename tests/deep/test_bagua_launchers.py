@@ -1,12 +1,7 @@
 """Bagua's launchers are torchrun."""
 
-import os
-import subprocess
-from pathlib import Path
-
 import pytest
-from support.processes import fork_server
-from support.processes.fork_server import FORKED_PYTHON
+from support.processes.pool import run_forked
 
 PRINTS = """
 import os, sys
@@ -19,20 +14,10 @@ os.write(1, (" ".join(words) + "\\n").encode())  # in one piece: both ranks writ
 
 
 def launch(folder, launcher, *arguments):
-    script = Path(folder) / "prints.py"
+    script = folder / "prints.py"
     script.write_text(PRINTS)
-    command = [f"bagua.distributed.{launcher}", "--nproc_per_node", "2", "--standalone"]
-    return run_module(*command, *arguments, str(script), "--own", "7")
-
-
-def run_module(*arguments):
-    return subprocess.run(
-        [FORKED_PYTHON, "-m", *arguments],
-        env=os.environ | fork_server.variables(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    command = ["-m", f"bagua.distributed.{launcher}", "--nproc_per_node", "2", "--standalone"]
+    return run_forked(*command, *arguments, script, "--own", "7")
 
 
 @pytest.mark.parametrize("launcher", ["run", "launch"])
@@ -48,7 +33,7 @@ def test_arguments_of_baguas_launcher_are_taken(tmp_path):
         tmp_path,
         "launch",
         *["--bagua_service_port", "29501", "--autotune_level", "1", "--enable_bagua_net"],
-        *["--default_bucket_size", "4096", "--logdir", str(tmp_path / "logs")],
+        *["--default_bucket_size", "4096", "--logdir", tmp_path / "logs"],
     )
     assert end.returncode == 0, end.stderr
     assert "--bagua_service_port, --autotune_level, --enable_bagua_net: no effect" in end.stderr
@@ -59,6 +44,6 @@ def test_arguments_of_baguas_launcher_are_taken(tmp_path):
 
 def test_the_exit_code_is_that_of_torchrun(tmp_path):
     (tmp_path / "fails.py").write_text("raise SystemExit(3)")
-    end = run_module("bagua.distributed.run", "--standalone", str(tmp_path / "fails.py"))
+    end = run_forked("-m", "bagua.distributed.run", "--standalone", tmp_path / "fails.py")
     assert end.returncode == 1
     assert "exitcode" in end.stderr

@@ -1,27 +1,17 @@
 """Faults drawn at random leave nothing that the judge objects to. `make soak` draws more."""
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 from faults import elastic_job, island_job
-from support.processes import fork_server
-from support.processes.fork_server import FORKED_PYTHON
+from support.processes.pool import run_forked
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 
 def soak(*arguments):
     """Output of a successful run of the program."""
-    command = [FORKED_PYTHON, str(SOAK), "--dry", *map(str, arguments)]
-    done = subprocess.run(
-        command,
-        env=os.environ | fork_server.variables(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_forked(SOAK, "--dry", *arguments, timeout=600)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     return done.stdout
 

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,29 +10,18 @@ import torch
 from bagua._core.state import step_folder as _step_folder
 from support import training
 from support.checkpoint_training import file
-from support.processes import fork_server, restarting
-from support.processes.fork_server import FORKED_PYTHON
+from support.processes import pool, restarting
 
 REPOSITORY = Path(__file__).parents[2]
 # At random moments, after those that are chosen; `make soak` asks for 20.
 RESTARTS = int(os.environ.get("BAGUA_TEST_RESTARTS", "0"))
 
 
-def torchrun(size, restarts, script, *args, timeout=100.0):
+def torchrun(size, restarts, *script, timeout=100.0):
     """Run the script to its end, which must be a good one; what was printed."""
-    command = [
-        *(FORKED_PYTHON, "-m", "torch.distributed.run", "--standalone"),
-        *(f"--nproc_per_node={size}", f"--max-restarts={restarts}", "--monitor_interval=0.05"),
-        *(str(script), *map(str, args)),
-    ]
-    variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        command,
-        env=os.environ | fork_server.variables() | variables,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    options = (f"--max-restarts={restarts}", "--monitor_interval=0.05")
+    env = {"GLOO_SOCKET_IFNAME": "lo"}
+    done = pool.torchrun(size, *options, *script, env=env, timeout=timeout)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout + done.stderr
 

@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-from support.processes.fork_server import Interpreter
+from support.processes import fork_server
+from support.processes.fork_server import FORKED_PYTHON, Interpreter
 
 MAX_RANKS = 8
 WORKER = Path(__file__).with_name("worker.py")
@@ -56,6 +57,28 @@ def run_without_torchrun(command, timeout=110):
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )
+
+
+def run_forked(*arguments, env=None, timeout=100.0):
+    """The finished process of `python arguments`, with torch imported; so have ranks of torchrun.
+
+    env: variables beside this process's.
+    """
+    variables = {"OMP_NUM_THREADS": "1", **(env or {})}
+    return subprocess.run(
+        [FORKED_PYTHON, *map(str, arguments)],
+        env=os.environ | fork_server.variables() | variables,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def torchrun(size, *arguments, **options):
+    """As `run_forked`: torchrun with so many ranks on this host."""
+    command = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}")
+    return run_forked(*command, *arguments, **options)
 
 
 def new_store():
