@@ -1,17 +1,12 @@
-"""`bagua doctor` names the broken link, version or setting, within a bounded time.
+"""`bagua doctor` names the broken link, version or setting, within a bounded time."""
 
-More faults: test_doctor_faults.py.
-"""
-
-import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
-from support.processes import fork_server
-from support.processes.fork_server import FORKED_PYTHON
-from support.processes.pool import run_on_network
+from support.processes.pool import run_on_network, torchrun
 from support.programs.benchmark_programs import load
 
 network = load("network")
@@ -57,26 +52,18 @@ def measured(page):
     return {(int(a), int(b)): (float(there), float(back)) for a, b, there, back in rows}
 
 
-def torchrun(**variables):
-    command = [FORKED_PYTHON, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "bagua", "doctor"]
-    env = os.environ | fork_server.variables() | variables
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
-
-
 def test_torchrun_fails_where_something_is_broken():
-    end = torchrun(GLOO_SOCKET_IFNAME="none0")
+    end = torchrun(2, "-m", "bagua", "doctor", env={"GLOO_SOCKET_IFNAME": "none0"})
     assert end.returncode == 1
     page = words(end.stdout)
+    what = "GLOO_SOCKET_IFNAME=none0 is no interface with an address"
     for rank in range(2):
-        assert re.search(rf"BROKEN: rank {rank} \(\S+\): GLOO_SOCKET_IFNAME=none0 is no", page), (
-            page
-        )
+        assert re.search(rf"BROKEN: rank {rank} \(\S+\): {what}", page), page
     assert "No fault found" not in page
 
 
 def test_torchrun_starts_it_and_a_good_job_has_no_fault():
-    end = torchrun()
+    end = torchrun(2, "-m", "bagua", "doctor")
     assert end.returncode == 0, end.stdout + end.stderr
     assert end.stdout.endswith("No fault found.\n")
     assert list(measured(end.stdout)) == [(0, 1)]
@@ -119,6 +106,73 @@ def test_a_store_that_falls_silent_at_the_start_is_told(run_script):
     assert "BROKEN: rank 1: the job's store has stopped answering" in second.stderr
 
 
+@needs_namespaces
+def test_a_cut_link_names_its_two_ranks():
+    with network.Network(3) as link:
+        link.cut(1, 2)
+        ends = examine_on(link)
+    assert [end.returncode for end in ends] == [1, 1, 1], ends[0].stdout + ends[0].stderr
+    page = words(ends[0].stdout)
+    assert "BROKEN: the link between ranks 1 and 2 (" in page
+    assert "10.99.0.2" in page
+    assert "10.99.0.3" in page
+    assert "is cut: no connection in either direction (no answer within 3 s)" in page
+    assert page.count("BROKEN") == 1
+    assert measured(ends[0].stdout).keys() == {(0, 1), (0, 2)}
+
+
+@needs_namespaces
+def test_a_rank_that_never_reaches_the_store_is_named_on_both_sides():
+    with network.Network(3) as link:
+        link.set_link(2, "down")
+        ends = examine_on(link)
+    assert [end.returncode for end in ends] == [1, 1, 1]
+    assert "BROKEN: rank 0 of 3: rank 2 did not come within 20 s" in ends[0].stderr
+    assert "BROKEN: rank 1" in ends[1].stderr
+    assert "BROKEN: rank 2 of 3" in ends[2].stderr
+    assert "cannot reach the job's store at 10.99.0.1:29500" in ends[2].stderr
+    assert "on the host of rank 0" in ends[2].stderr
+
+
+@needs_namespaces
+def test_a_link_that_is_cut_while_it_is_measured_names_both_ends():
+    pauses = """
+measure = examine.measure
+def announced(connection, first, most):
+    print("measuring", flush=True)
+    time.sleep(1.0)
+    return measure(connection, first, most)
+examine.measure = announced
+"""
+
+    def cut(output_of):
+        deadline = time.monotonic() + 30.0
+        while not all("measuring" in output_of(rank) for rank in range(2)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        link.set_link(1, "down")
+
+    with network.Network(2) as link:
+        first, second = examine_on(link, pauses, cut, arguments=["--device", "cpu"])
+    assert (first.returncode, second.returncode) == (1, 1)
+    page = words(first.stdout)
+    assert "BROKEN: rank 1 (" in page, page
+    assert "or the link between ranks 0 and 1 is cut" in page
+    assert "0 - 1 no answer" in page
+    assert "the link between rank 1 and the host of rank 0 is cut" in second.stderr
+
+
+@needs_namespaces
+def test_a_limit_of_the_users_holds_for_every_link():
+    with network.Network(2, rate_mbit=40) as link:
+        good = examine_on(link, arguments=["--at-least", "2"])
+        bad = examine_on(link, arguments=["--at-least", "20"])
+    assert [end.returncode for end in good] == [0, 0], good[0].stdout
+    assert [end.returncode for end in bad] == [1, 1]
+    assert "the link between ranks 0 and 1 (" in words(bad[0].stdout)
+    assert "is slow: 4." in words(bad[0].stdout)
+
+
 FAULTS = {
     "version": (
         'if rank == 1: bagua.__version__ = "0.9"',
@@ -128,16 +182,21 @@ FAULTS = {
         "if rank == 1: examine.measure = lambda *_: os._exit(9)",
         r"BROKEN: rank 1 \(\S+\) has stopped answering .* Its process has ended",
     ),
+    "result": (
+        "if rank == 1: sums._input = lambda rank: sums.torch.ones(sums.ELEMENTS)",
+        r"BROKEN: the exact all-reduce is wrong on ranks 0, 1: relative error",
+    ),
+    "hanging": (
+        "if rank == 1: examine.measure = lambda *_: (time.sleep(40), os._exit(9))",
+        r"BROKEN: rank 1 \(\S+\) has stopped answering",
+    ),
 }
-
-
-def assert_a_fault_of_rank_1_is_named(run_script, before, expected):
-    first, second = run_script(2, script(before), timeout=SECONDS)
-    assert first.returncode == 1, first.stdout + first.stderr
-    assert second.returncode != 0
-    assert re.search(expected, words(first.stdout)), first.stdout
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_a_rank_is_named(run_script, name):
-    assert_a_fault_of_rank_1_is_named(run_script, *FAULTS[name])
+    before, expected = FAULTS[name]
+    first, second = run_script(2, script(before), timeout=SECONDS)
+    assert first.returncode == 1, first.stdout + first.stderr
+    assert second.returncode != 0
+    assert re.search(expected, words(first.stdout)), first.stdout
