@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from support.programs.cpp_programs import build_library
+from support.programs.device_work import build_fake_device
 from support.programs.fake_nccl import build_fake_nccl
 
 RUN = """
@@ -24,8 +24,7 @@ sys.exit(ctypes.CDLL(sys.argv[1]).device_streams(fake_nccl))
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch has a CUDA of its own")
 @pytest.mark.timeout(400)
 def test_every_op_is_ordered_by_events_and_agrees_with_the_cpu():
-    library = build_library("device_streams", ["tests/cpp/device_streams/device_streams.cpp"])
-    nccl = build_fake_nccl()
+    library, nccl = build_fake_device(), build_fake_nccl()
     ended = subprocess.run(
         [sys.executable, "-c", RUN, library, *([nccl] if nccl else [])],
         env=os.environ | ({"LD_PRELOAD": nccl} if nccl else {}),

@@ -16,6 +16,7 @@
 #include "device_streams/host_memory_communicator.h"
 #include "device_streams/nccl_on_streams.h"
 #include "device_streams/subjects.h"
+#include "device_work/device_work.h"
 #include "engine/jobs.h"
 #include "op/async_average.h"
 

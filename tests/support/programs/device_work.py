@@ -13,7 +13,7 @@ import sys
 
 from support.programs.cpp_programs import build_library
 
-__all__ = ["BUCKET_NUMEL", "device_work"]
+__all__ = ["BUCKET_NUMEL", "build_fake_device", "device_work"]
 
 BUCKET_NUMEL = 10 * 2**20 // 4  # 10 MiB of float32
 
@@ -28,14 +28,18 @@ for ranks in sys.argv[3:]:
 """
 
 
+def build_fake_device():
+    """The library of tests/cpp/device_streams and device_work: one program for both."""
+    return build_library("device_streams", ["tests/cpp/device_streams/device_streams.cpp"])
+
+
 def device_work(ranks, numel=BUCKET_NUMEL):
     """Rows of one rank's work in one round, for each op and number of ``ranks`` (a sequence).
 
     ``op``, ``ranks``, ``launches``, ``transfers``, ``waits``, and ``read`` and ``written`` in bytes
     per element of a bucket of ``numel`` float32; rows "..., own part" per element of that part.
     """
-    library = build_library("device_work", ["tests/cpp/device_work/device_work.cpp"])
-    command = [sys.executable, "-c", RUN, library, str(numel), *map(str, ranks)]
+    command = [sys.executable, "-c", RUN, build_fake_device(), str(numel), *map(str, ranks)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     return [json.loads(line) for line in ended.stdout.splitlines()]

@@ -1,5 +1,8 @@
 // Counts the work that ops give to a device: kernels, bytes, transfers and waits of one rank in one
-// round, on the fake device. A library that tests/support/programs/device_work.py runs.
+// round, on the fake device. Included by device_streams.cpp; tests/support/programs/device_work.py
+// runs it.
+#pragma once
+
 #include <functional>
 #include <iostream>
 #include <latch>
@@ -9,46 +12,21 @@
 #include <thread>
 #include <vector>
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/rand.h>
-#include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 
-#include "codec/factory.h"
-#include "comm/thread_communicator.h"
-#include "device_streams/noting_codec.h"
-#include "device_streams/noting_low_rank.h"
-#include "device_streams/noting_sparse_codec.h"
+#include "device_streams/subjects.h"
 #include "device_work/uncounted_communicator.h"
-#include "fake_device/fake_device_torch.h"
-#include "op/all_reduce.h"
 #include "op/async_average.h"
-#include "op/compressed_all_reduce.h"
-#include "op/compressed_gossip.h"
-#include "op/gossip.h"
-#include "op/low_rank.h"
-#include "op/neighbor_average.h"
-#include "op/sparse.h"
-#include "op/update_momentum.h"
 
 namespace bagua::fake {
 namespace {
 
-const at::Device kFake(at::kCUDA, 0);
 constexpr int64_t kSlots = 50;
 constexpr int64_t kSparseShare = 100;  // one element of so many is sent
 
-at::Tensor zeros(int64_t numel, at::Device device = kFake) {
-  return at::zeros({numel}, at::TensorOptions(at::kFloat).device(device));
-}
-
 at::Tensor counter() { return at::zeros({1}, at::kLong); }
-
-std::shared_ptr<RoundMemory> error_memory(int64_t numel) {
-  return std::make_shared<RoundMemory>(std::vector{zeros(numel), counter()},
-                                       std::make_shared<RoundOutcome>());
-}
 
 // A rank's bucket and what runs a round over it.
 struct Rank {
@@ -88,7 +66,7 @@ std::shared_ptr<UpdateMomentum> momentum_of_slots(const Rank& rank) {
   std::vector<SlotMomentum> slots;
   const int64_t numel = rank.flat.numel() / kSlots;
   for (int64_t slot = 0; slot < kSlots; ++slot) {
-    slots.push_back({zeros(numel), slot * numel, {1}});
+    slots.push_back({zeros_on(kFake, numel), slot * numel, {1}});
   }
   return std::make_shared<UpdateMomentum>(std::move(slots), at::full({kSlots}, 0.9, at::kDouble),
                                           std::make_shared<Scratch>());
@@ -106,16 +84,13 @@ std::shared_ptr<LowRank> low_rank_of_blocks(const Rank& rank) {
     queries += kRank * (200 + 400);
     at += 2 * kMatrix + kFirstVector + kSecondVector;
   }
-  auto memory = std::make_shared<RoundMemory>(
-      std::vector{zeros(rank.flat.numel()), zeros(queries), counter()},
-      std::make_shared<RoundOutcome>());
-  return std::make_shared<LowRank>(rank.communicator, std::make_shared<Scratch>(),
-                                   rank.flat.numel(), matrices,
-                                   LowRankOptions{.warm_start = true,
-                                                  .error_feedback = true,
-                                                  .seed = 7,
-                                                  .kernels = std::make_shared<NotingLowRank>()},
-                                   std::move(memory));
+  return std::make_shared<LowRank>(
+      rank.communicator, std::make_shared<Scratch>(), rank.flat.numel(), matrices,
+      LowRankOptions{.warm_start = true,
+                     .error_feedback = true,
+                     .seed = 7,
+                     .kernels = std::make_shared<NotingLowRank>()},
+      memory({zeros_on(kFake, rank.flat.numel()), zeros_on(kFake, queries), counter()}));
 }
 
 RunRound asynchronous_average(const Rank& rank) {
@@ -140,18 +115,18 @@ std::vector<Case> cases() {
     const std::string name = "compressed_all_reduce " + codec + " with residuals";
     all.push_back(op_case(name, [codec](const Rank& rank) {
       const int64_t numel = rank.flat.numel();
-      auto memory = std::make_shared<RoundMemory>(
-          std::vector{zeros(numel), counter(), zeros(numel / rank.group().size)},
-          std::make_shared<RoundOutcome>());
+      const auto residuals =
+          memory({zeros_on(kFake, numel), counter(), zeros_on(kFake, numel / rank.group().size)});
       return std::make_shared<CompressedAllReduce>(
           rank.communicator, std::make_shared<NotingCodec>(codec), std::make_shared<Scratch>(),
-          ReduceOp::kAvg, Checksum::kOff, TwoResiduals{.memory = std::move(memory), .padding = 0});
+          ReduceOp::kAvg, Checksum::kOff, TwoResiduals{.memory = residuals, .padding = 0});
     }));
   }
   for (const std::string& codec : codec_names()) {
     all.push_back(op_case("compressed_gossip " + codec, [codec](const Rank& rank) {
       const int64_t numel = rank.flat.numel();
-      const Replicas replicas{zeros(numel), zeros(numel), zeros(numel)};
+      const Replicas replicas{zeros_on(kFake, numel), zeros_on(kFake, numel),
+                              zeros_on(kFake, numel)};
       return std::make_shared<CompressedGossip>(
           rank.communicator, std::make_shared<NotingCodec>(codec), std::make_shared<Scratch>(),
           replicas, MixingWeights{1.0 / 3, 1.0 / 3});
@@ -168,9 +143,9 @@ std::vector<Case> cases() {
   all.push_back(op_case("low_rank", low_rank_of_blocks));
   all.push_back(op_case("sparse", [](const Rank& rank) {
     const int64_t numel = rank.flat.numel();
-    return std::make_shared<Sparse>(rank.communicator, std::make_shared<Scratch>(), numel,
-                                    numel / kSparseShare, error_memory(numel),
-                                    noting_sparse_options());
+    return std::make_shared<Sparse>(
+        rank.communicator, std::make_shared<Scratch>(), numel, numel / kSparseShare,
+        memory({zeros_on(kFake, numel), counter()}), noting_sparse_options());
   }));
   return all;
 }
