@@ -1,56 +1,24 @@
-"""Ranks that are processes: forked from this one, which has imported torch and has no threads.
+"""Random faults of ranks that are processes, and of their store."""
 
-A case takes seconds of waiting and little work, so several are run at once, by one loop that looks
-at all of them. Nothing here blocks.
-"""
-
-import ctypes
-import gc
 import json
 import os
 import shutil
 import signal
 import socket
-import tempfile
 import time
-import traceback
-from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from faults import training_rank
 from faults.cases import TIMEOUT
 from faults.verdict import RankOutcome
+from support.processes import forked_jobs
 
 #: Seconds until a rank that has not ended counts as hanging: after the fault, and in all.
 PATIENCE = 4 * TIMEOUT + 20.0  # gloo tries to connect three times
 LIMIT = 120.0
-SECONDS_FOR_STACKS = 1.0
-# torch's stores look up the name of every client; without a name server that answers, each look-up
-# may stop them for five seconds.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-
-
-def fork(function, *args):
-    """The pid of a process that runs `function(*args)`, returns its result as exit status, and ends
-    as Python does when a script is over.
-    """
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        status = function(*args)
-    except SystemExit as end:
-        status = end.code
-    except BaseException:  # noqa: BLE001 - as at the end of a script
-        traceback.print_exc()
-    ctypes.pythonapi.Py_Exit(status)  # not past the frames of the parent, which are not ours
-    raise AssertionError("unreachable")
 
 
 def _serve_store(pipe):
-    ctypes.CDLL(None).prctl(training_rank.PR_SET_PDEATHSIG, signal.SIGKILL)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.write(pipe, str(store.port).encode())
     while True:
@@ -63,29 +31,26 @@ def _free_port():
         return listener.getsockname()[1]
 
 
-class Job:
-    """One case at work. `start`, then `poll` until it is true, then `outcomes`."""
+class Job(forked_jobs.ForkedJob):
+    """One case at work; `outcomes` when it has ended."""
 
     def __init__(self, case):
         self.case = case
-        # No TemporaryDirectory: every process forked from this one would remove it at its end.
-        self.folder = Path(tempfile.mkdtemp(prefix="bagua-fault-"))
-        self.pids = {}
-        self.statuses = {}
         self.hanging = set()
         self._store = None
         self._struck = None
         self._stopped = None
 
     def start(self):
+        self.make_folder("bagua-fault-")
         port = self._start_store() if self.case.store == "agent" else _free_port()
-        self.begun = time.monotonic()
-        for rank in range(self.case.ranks):
-            self.pids[rank] = fork(training_rank.main, self.case, rank, port, self.folder)
+        self.start_ranks(
+            self.case.ranks, lambda rank: training_rank.main(self.case, rank, port, self.folder)
+        )
 
     def _start_store(self):
         ours, theirs = os.pipe()
-        self._store = fork(_serve_store, theirs)
+        self._store = forked_jobs.fork(_serve_store, theirs)
         os.close(theirs)
         port = int(os.read(ours, 16))
         os.close(ours)
@@ -93,20 +58,13 @@ class Job:
 
     def poll(self):
         """Whether all ranks have ended."""
-        for rank, pid in self.pids.items():
-            if rank not in self.statuses:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    self.statuses[rank] = os.waitstatus_to_exitcode(status)
+        over = self.look()
         self._assist()
-        if len(self.statuses) == len(self.pids):
-            return True
         now = time.monotonic()
         late = self._struck is not None and now > self._struck + PATIENCE
-        if late or now > self.begun + LIMIT:
-            self._kill_hanging()
-            return True
-        return False
+        if not over and (late or now > self.begun + LIMIT):
+            self.hanging = set(self.kill())
+        return not self.left()
 
     def _assist(self):
         """What a rank cannot do itself: go on when it is stopped, hear that the others have ended,
@@ -138,15 +96,9 @@ class Job:
             os.waitpid(self._store, 0)
             self._store = None
 
-    def _kill_hanging(self):
-        self.hanging = {rank for rank in self.pids if rank not in self.statuses}
-        for rank in self.hanging:
-            os.kill(self.pids[rank], signal.SIGCONT)
-            os.kill(self.pids[rank], signal.SIGUSR1)
-        time.sleep(SECONDS_FOR_STACKS)
-        for rank in self.hanging:
-            os.kill(self.pids[rank], signal.SIGKILL)
-            os.waitpid(self.pids[rank], 0)
+    def abandon(self):
+        super().abandon()
+        self._end_store()
 
     def _events(self, rank, kind):
         path = self.folder / f"rank-{rank}.jsonl"
@@ -194,26 +146,6 @@ class Job:
 
 def run(cases, at_once=4):
     """Yields (case, outcomes, seconds from the fault to the end) of each, as they end."""
-    # The first optimizer of a process imports for seconds; it is done here once, for all ranks.
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    gc.collect()
-    gc.freeze()  # or every rank would copy this process's memory to collect it
-    waiting, active = list(reversed(cases)), []
-    try:
-        while waiting or active:
-            while waiting and len(active) < at_once:
-                job = Job(waiting.pop())
-                active.append(job)
-                job.start()
-            for job in [job for job in active if job.poll()]:
-                active.remove(job)
-                seconds = job.seconds_until_over()
-                yield job.case, job.outcomes(), seconds
-            time.sleep(0.01)
-    finally:
-        for job in active:
-            for rank, pid in job.pids.items():
-                if rank not in job.statuses:
-                    os.kill(pid, signal.SIGKILL)
-            job._end_store()
-            shutil.rmtree(job.folder, ignore_errors=True)
+    for job in forked_jobs.run([Job(case) for case in cases], at_once):
+        seconds = job.seconds_until_over()
+        yield job.case, job.outcomes(), seconds

@@ -20,11 +20,11 @@ import torch
 from bagua.torch_api.algorithms import Algorithm
 from faults.cases import STEPS, TIMEOUT
 from support import every_algorithm, training
+from support.processes.pool import torchrun_environment
 from torch import nn
 
 EXIT_OF_AN_ERROR = 7  # as a script that ends by itself when training cannot go on
 ASYNC_STEPS, ASYNC_PAUSE = 200, 0.02
-PR_SET_PDEATHSIG = 1
 
 
 class Journal:
@@ -189,29 +189,15 @@ def train(case, rank, folder, journal):
 
 def main(case, rank, port, folder):
     """Returns the exit status."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with open(Path(folder) / f"output-{rank}", "w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(case.ranks),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(case.ranks),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RESTART_COUNT="0",
-        TORCHELASTIC_RUN_ID=Path(folder).name,
-        BAGUA_LANES=str(case.lanes),
-        BAGUA_DEFAULT_BUCKET_SIZE="400",
-        GLOO_SOCKET_IFNAME="lo",
-    )
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    if case.store == "agent":
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    os.environ.update(torchrun_environment(rank, case.ranks, port))
+    os.environ.update(BAGUA_LANES=str(case.lanes), BAGUA_DEFAULT_BUCKET_SIZE="400")
+    if case.store != "agent":
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
     journal = Journal(folder, rank)
     try:
         train(case, rank, folder, journal)

@@ -7,31 +7,24 @@ ends: its name, what became of it, the seconds it took, and what the ranks said.
 """
 
 import argparse
-import ctypes
 import faulthandler
-import gc
 import json
 import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 import unittest
 from datetime import timedelta
-from pathlib import Path
 
 import bagua.torch_api.data_parallel
 import torch
 import torch.distributed as dist
 from deep.torch_suite.expectations import OVER_GLOO, TESTS
 from deep.torch_suite.without_cuda import RANKS, cuda_calls_are_nothing, put_in_place, suite
+from support.processes import forked_jobs
 from torch.testing._internal import common_utils
-
-# torch's stores look up the name of every client; without a name server that answers, each look-up
-# may stop them for five seconds.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 CLASSES = {
     "torch": torch.nn.parallel.DistributedDataParallel,
@@ -41,8 +34,6 @@ CLASSES = {
 #: has failed are ended.
 LIMIT = 120.0
 PATIENCE = 3.0
-SECONDS_FOR_STACKS = 0.5
-PR_SET_PDEATHSIG = 1
 #: They begin first, or the others would end before them.
 SLOWEST = ("test_ddp_apply_optim_in_backward",)
 
@@ -53,7 +44,6 @@ class Tests(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
 
 def run_rank(name, rank, folder, ddp):
     """Never returns. What became of the test lies in the folder."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     output = os.open(folder / f"output-{rank}", os.O_CREAT | os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(output, stream)
@@ -100,54 +90,36 @@ def _run_test(name, rank, folder):
     dist.destroy_process_group()
 
 
-class Job:
-    """One test at work. `poll` until it is true, then `result`."""
+class Job(forked_jobs.ForkedJob):
+    """One test at work; `result` when it has ended."""
 
     def __init__(self, name, ddp):
-        self.name = name
-        self.folder = Path(tempfile.mkdtemp(prefix="torch-suite-"))
+        self.name, self._ddp = name, ddp
+        self._failed = None
+        self._ends = {}
+
+    def start(self):
+        self.make_folder("torch-suite-")
         for inner in ("barrier", "test_dir"):
             (self.folder / inner).mkdir()
-        self.begun = time.monotonic()
-        self.failed = None
-        self.pids, self.ends = {}, {}
-        for rank in range(RANKS):
-            self.pids[rank] = os.fork()
-            if not self.pids[rank]:
-                try:
-                    run_rank(name, rank, self.folder, ddp)
-                finally:
-                    os._exit(1)
+        self.start_ranks(RANKS, lambda rank: run_rank(self.name, rank, self.folder, self._ddp))
 
     def poll(self):
         """Whether all ranks have ended."""
-        now = time.monotonic()
-        for rank, pid in self.pids.items():
-            if rank not in self.ends:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    self.ends[rank] = f"ended with {os.waitstatus_to_exitcode(status)}"
-                    if self._outcome(rank)[0] != "passed":
-                        self.failed = self.failed or now
-        late = self.failed is not None and now > self.failed + PATIENCE
-        if len(self.ends) < len(self.pids) and (late or now > self.begun + LIMIT):
-            self.kill("waited for the others" if late else f"hangs after {LIMIT:.0f} seconds")
-        return len(self.ends) == len(self.pids)
-
-    def kill(self, reason):
-        """Ends the ranks that are left."""
-        left = {rank: pid for rank, pid in self.pids.items() if rank not in self.ends}
-        for pid in left.values():
-            os.kill(pid, signal.SIGUSR1)
-        time.sleep(SECONDS_FOR_STACKS)
-        for rank, pid in left.items():
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            self.ends[rank] = reason
+        over, now = self.look(), time.monotonic()
+        if self._failed is None and any(self._outcome(r)[0] != "passed" for r in self.statuses):
+            self._failed = now
+        late = self._failed is not None and now > self._failed + PATIENCE
+        if not over and (late or now > self.begun + LIMIT):
+            reason = "waited for the others" if late else f"hangs after {LIMIT:.0f} seconds"
+            self._ends = dict.fromkeys(self.kill(), reason)
+        return not self.left()
 
     def _outcome(self, rank):
         path = self.folder / f"outcome-{rank}"
-        return json.loads(path.read_text()) if path.exists() else ["failed", self.ends[rank]]
+        if path.exists():
+            return json.loads(path.read_text())
+        return ["failed", self._ends.get(rank, f"ended with {self.statuses[rank]}")]
 
     def result(self, with_output):
         """What is printed; the folder is gone afterwards."""
@@ -166,27 +138,6 @@ class Job:
         return result
 
 
-def run(names, ddp, jobs):
-    """Yields the job of each test, as they end."""
-    # The first optimizer of a process imports for seconds; it is done here once, for all ranks.
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    gc.collect()
-    gc.freeze()  # or every rank would copy this process's memory to collect it
-    waiting, active = sorted(reversed(names), key=SLOWEST.__contains__), []
-    try:
-        while waiting or active:
-            while waiting and len(active) < jobs:
-                active.append(Job(waiting.pop(), ddp))
-            for job in [job for job in active if job.poll()]:
-                active.remove(job)
-                yield job
-            time.sleep(0.01)
-    finally:
-        for job in active:
-            job.kill("stopped")
-            shutil.rmtree(job.folder)
-
-
 def main():
     """Runs the tests that are named, or all that torch's class passes."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -195,7 +146,8 @@ def main():
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--output", action="store_true")
     chosen = parser.parse_args()
-    for job in run(chosen.names, CLASSES[chosen.ddp], chosen.jobs):
+    names = sorted(chosen.names, key=lambda name: name not in SLOWEST)
+    for job in forked_jobs.run([Job(n, CLASSES[chosen.ddp]) for n in names], chosen.jobs):
         print(json.dumps(job.result(chosen.output)), flush=True)
 
 
