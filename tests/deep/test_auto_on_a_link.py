@@ -3,11 +3,8 @@
 import json
 import time
 
-import pytest
+from support.processes.networks import needs_namespaces, network
 from support.processes.pool import run_on_network
-from support.programs.benchmark_programs import load
-
-network = load("network")
 
 FAST, SLOW = 200, 20  # Mbit/s
 MOST_STEPS = 3000
@@ -44,10 +41,7 @@ print(json.dumps([first, choice, step, digest.hexdigest()]))
 """
 
 
-@pytest.mark.skipif(
-    network.why_unavailable() is not None,
-    reason=f"no network namespaces: {network.why_unavailable()}",
-)
+@needs_namespaces
 def test_candidates_are_tried_again_where_a_link_gets_slow():
     def slow_down(output_of):
         deadline = time.monotonic() + 60

@@ -3,10 +3,8 @@
 import os
 
 import pytest
+from support.processes.networks import needs_namespaces, network
 from support.processes.pool import run_on_network
-from support.programs.benchmark_programs import load
-
-network = load("network")
 
 #: `make soak` asks for 50.
 STARTS = int(os.environ.get("BAGUA_TEST_STARTS", "4"))
@@ -42,10 +40,7 @@ print("weights", digest.hexdigest(), "buckets", len(stats["buckets"]), "rounds",
 """
 
 
-@pytest.mark.skipif(
-    network.why_unavailable() is not None,
-    reason=f"no network namespaces: {network.why_unavailable()}",
-)
+@needs_namespaces
 @pytest.mark.timeout(20 * STARTS)
 def test_every_start_on_a_slow_link_trains_and_ends():
     printed = {"power_sgd": [], "sparse": []}

@@ -6,14 +6,8 @@ import sys
 import time
 
 import pytest
+from support.processes.networks import needs_namespaces, network
 from support.processes.pool import run_on_network, torchrun
-from support.programs.benchmark_programs import load
-
-network = load("network")
-unavailable = network.why_unavailable()
-needs_namespaces = pytest.mark.skipif(
-    unavailable is not None, reason=f"no network namespaces: {unavailable}"
-)
 
 DOCTOR = """
 import os, sys, time

@@ -11,11 +11,8 @@ import pytest
 from faults import elastic_job
 from faults.elastic_job import Job
 from faults.elastic_rank import EXIT_OF_AN_ERROR, INTERVAL, TIMEOUT
+from support.processes.networks import needs_namespaces, network
 from support.processes.pool import run_on_network
-from support.programs.benchmark_programs import load
-
-network = load("network")
-unavailable = network.why_unavailable()
 
 RANKS = 4
 TIMES = int(os.environ.get("BAGUA_TEST_DOUBLE_KILLS", "8"))
@@ -123,7 +120,7 @@ def test_a_slow_rank_costs_no_more_than_the_grace_and_what_it_trains_counts():
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(unavailable is not None, reason=f"no network namespaces: {unavailable}")
+@needs_namespaces
 def test_a_rank_behind_a_cut_link_ends_and_the_others_go_on(tmp_path):
     rounds, after = 60, 5
 

@@ -6,11 +6,8 @@ import threading
 import time
 
 import pytest
+from support.processes.networks import needs_namespaces, network
 from support.processes.pool import run_on_network
-from support.programs.benchmark_programs import load
-
-network = load("network")
-unavailable = network.why_unavailable()
 
 TRAINS = """
 import datetime, hashlib, os, resource, signal, sys, time
@@ -99,11 +96,6 @@ def test_a_rank_that_gets_a_signal_ends_and_the_others_name_it(run_script, name)
             "rank 1 was killed, stopped or cut off" in end.stdout
             or "rank 1 exited after" in end.stdout
         )
-
-
-needs_namespaces = pytest.mark.skipif(
-    unavailable is not None, reason=f"no network namespaces: {unavailable}"
-)
 
 
 def train_over_a_link(timeout, seconds_without=None):

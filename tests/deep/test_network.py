@@ -6,12 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from support.processes.networks import needs_namespaces, network
 from support.programs.benchmark_programs import BENCHMARKS, load
 
-network = load("network")
 check_counters = load("check_counters")
-reason = network.why_unavailable()
-needs_namespaces = pytest.mark.skipif(reason is not None, reason=f"no network namespaces: {reason}")
 
 
 def namespaces():

@@ -7,16 +7,13 @@ from pathlib import Path
 import pytest
 from support.processes import fork_server, two_nodes
 from support.processes.fork_server import FORKED_PYTHON
-from support.programs.benchmark_programs import load
+from support.processes.networks import needs_namespaces, network
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = Path(two_nodes.__file__)
 ADDRESSES = {"10.0.0.1": 0, "10.0.0.2": 1}  # of the documentation, by node
 
-
-network = load("network")
-reason = network.why_unavailable()
-pytestmark = pytest.mark.skipif(reason is not None, reason=f"no network namespaces: {reason}")
+pytestmark = needs_namespaces
 
 COMMAND = re.compile(r"^GLOO_SOCKET_IFNAME=(\S+) torchrun (.*) train\.py$", re.MULTILINE)
 
