@@ -8,17 +8,11 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE = REPOSITORY / "docs/examples/integrations/fsdp.py"
 EPOCHS = 8
-RUN = """
-import runpy, sys
-sys.argv = ["fsdp.py", *{arguments!r}]
-runpy.run_path({path!r}, run_name="__main__")
-"""
 
 
 def run_example(run_script, *arguments, ranks=2):
     """The figures that rank 0 prints."""
-    text = RUN.format(arguments=[str(a) for a in arguments], path=str(EXAMPLE))
-    ends = run_script(ranks, text, timeout=100.0)
+    ends = run_script(ranks, EXAMPLE, arguments, timeout=100.0)
     for end in ends:
         assert end.returncode == 0, end.stderr
     return json.loads(ends[0].stdout)

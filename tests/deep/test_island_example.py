@@ -4,18 +4,12 @@ import json
 from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs/examples"
-RUN = """
-import runpy, sys
-sys.argv = ["example", *{arguments!r}]
-runpy.run_path({path!r}, run_name="__main__")
-"""
 ROUNDS, SAVED = 8, 4
 
 
 def run_example(run_script, script, *arguments):
     """The figures that each of four ranks prints."""
-    text = RUN.format(arguments=[str(a) for a in arguments], path=str(EXAMPLES / script))
-    ends = run_script(4, text, timeout=100.0)
+    ends = run_script(4, EXAMPLES / script, arguments, timeout=100.0)
     for end in ends:
         assert end.returncode == 0, end.stderr
     return [json.loads(end.stdout.splitlines()[-1]) for end in ends]
