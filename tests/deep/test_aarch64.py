@@ -3,9 +3,10 @@
 import platform
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
-from support.programs.kernel_emulation import REPOSITORY, kept
+from support.programs.cpp_programs import ROOT, kept
 
 CROSS = next(filter(shutil.which, ("aarch64-linux-gnu-g++", "aarch64-linux-gnu-g++-12")), None)
 # Those of bagua_codec in CMakeLists.txt.
@@ -23,9 +24,9 @@ pytestmark = [
 
 def build(folder):
     """The program for this machine, for aarch64, and for it with fused products."""
-    fused = REPOSITORY / "csrc" / "math" / "thin_factors.cpp"
-    sources = [*SOURCES, *(REPOSITORY / "csrc").glob("codec/*.cpp")]
-    sources += [file for file in (REPOSITORY / "csrc").glob("math/*.cpp") if file != fused]
+    fused = ROOT / "csrc" / "math" / "thin_factors.cpp"
+    sources = [*SOURCES, *(ROOT / "csrc").glob("codec/*.cpp")]
+    sources += [file for file in (ROOT / "csrc").glob("math/*.cpp") if file != fused]
     here, there = ["g++", *FLAGS, "-O1"], [CROSS, *FLAGS, "-O3", "-static"]
     rest = folder / "rest.o"
     run(*there, "-r", *sources, "-o", rest)
@@ -35,7 +36,7 @@ def build(folder):
 
 
 def run(*command):
-    subprocess.run(command, cwd=REPOSITORY, check=True)
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 def lines_of(program, *emulator):
@@ -44,7 +45,7 @@ def lines_of(program, *emulator):
 
 
 def test_every_byte_is_that_of_this_machine_and_a_fused_product_is_seen():
-    programs = kept("aarch64", build)
+    programs = kept("aarch64", build, Path(__file__).read_text())
     here = lines_of(programs / "here")
     there = lines_of(programs / "there", "qemu-aarch64")
     assert len(here) > 40

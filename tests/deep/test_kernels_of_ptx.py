@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from support.programs import ptx_to_cpp
-from support.programs.kernel_emulation import REPOSITORY, compile_object, kept
+from support.programs.cpp_programs import ROOT, kept
+from support.programs.kernel_emulation import SOURCES, compile_object
 
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 KERNELS = [
@@ -52,7 +53,7 @@ pytestmark = [
 
 
 def command(*words):
-    done = subprocess.run(list(map(str, words)), cwd=REPOSITORY, capture_output=True, text=True)
+    done = subprocess.run(list(map(str, words)), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"{words}:\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -97,10 +98,8 @@ def build(folder):
 
 @pytest.fixture(scope="module")
 def folder():
-    own = (Path(__file__), Path(ptx_to_cpp.__file__))
-    return kept(
-        "ptx", build, *(file.read_bytes() for file in own), command(NVCC, "--version").encode()
-    )
+    own = [Path(file).read_text() for file in (__file__, ptx_to_cpp.__file__)]
+    return kept("ptx", build, *own, command(NVCC, "--version"), folders=SOURCES)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import fcntl
 import hashlib
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,47 +9,59 @@ from pathlib import Path
 import torch
 from bagua import _C
 
-__all__ = ["ROOT", "build", "build_library"]
+__all__ = ["ROOT", "build", "build_library", "kept"]
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def sources_digest(*more):
-    """Of everything that a program may include, and of ``more`` texts."""
+def sources_digest(folders, texts):
+    """Of everything in the folders, which a program may include, and of the texts."""
     digest = hashlib.blake2b(digest_size=8)
-    for folder in ("csrc", "tests/cpp"):
+    for folder in folders:
         for path in sorted((ROOT / folder).rglob("*")):
             if path.is_file():
                 digest.update(str(path).encode() + path.read_bytes())
-    for text in more:
+    for text in texts:
         digest.update(text.encode() + b"\0")
     return digest.hexdigest()
 
 
-def build(name, arguments, *, compiler="g++", key=""):
-    """Run ``compiler arguments -o build/cpp/<name>-<digest>``; returns the path as text.
+def kept(name, make, *texts, folders=("csrc", "tests/cpp")):
+    """The folder build/cpp/<name>-<digest>, which ``make(folder)`` fills.
 
-    Built again when a source, the arguments or ``key`` change.
+    Made again when a file of ``folders``, ``texts`` or the compiler change.
     """
-    folder = ROOT / "build" / "cpp"
-    folder.mkdir(parents=True, exist_ok=True)
-    output = folder / f"{name}-{sources_digest(compiler, *arguments, key)}"
-    with (folder / f"{name}.lock").open("w") as lock:
+    version = subprocess.check_output(["g++", "--version"], text=True)
+    cache = ROOT / "build" / "cpp"
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = cache / f"{name}-{sources_digest(folders, (version, *texts))}"
+    with (cache / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of several test processes one builds
-        if not output.exists():
-            for old in folder.glob(f"{name}-*"):
-                old.unlink()
-            unfinished = output.with_suffix(".unfinished")
-            done = subprocess.run(
-                [compiler, *arguments, "-o", str(unfinished)],
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                timeout=500,
-            )
-            assert done.returncode == 0, f"{compiler} could not build {name}:\n{done.stderr}"
-            os.replace(unfinished, output)
-    return str(output)
+        if not folder.exists():
+            for old in cache.glob(f"{name}-*"):
+                shutil.rmtree(old)
+            unfinished = cache / f"unfinished.{name}"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            make(unfinished)
+            unfinished.rename(folder)
+    return folder
+
+
+def build(name, arguments, *, key=""):
+    """Run ``g++ arguments -o <name>``; returns the path as text."""
+
+    def compile_program(folder):
+        done = subprocess.run(
+            ["g++", *arguments, "-o", folder / name],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert done.returncode == 0, f"g++ could not build {name}:\n{done.stderr}"
+
+    return str(kept(name, compile_program, *arguments, key) / name)
 
 
 def build_library(name, sources, flags=()):

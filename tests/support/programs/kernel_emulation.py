@@ -1,11 +1,8 @@
 """Builds and runs the programs that emulate the CUDA kernels on the CPU.
 
-They are kernels/ and emulation/ of tests/cpp; they need g++ alone, no torch and no CUDA. A variant
-is kept in build/kernel_emulation and made anew only when the sources change. So is that of
-tests/deep/test_kernels_of_ptx.py, whose kernels nvcc makes.
+They are kernels/ and emulation/ of tests/cpp; they need g++ alone, no torch and no CUDA.
 """
 
-import hashlib
 import os
 import platform
 import shutil
@@ -14,21 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from bagua import _C
+from support.programs.cpp_programs import ROOT, kept
 
-__all__ = [
-    "REPOSITORY",
-    "VARIANTS",
-    "assert_kernels_give_the_bytes_of_the_cpu",
-    "compile_object",
-    "kept",
-    "marks",
-    "run",
-]
+__all__ = ["SOURCES", "compile_object", "marks", "run"]
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-BUILD = REPOSITORY / "build" / "kernel_emulation"
-
+#: Folders of all that the kernels and their programs include.
+SOURCES = ("csrc/base", "csrc/codec", "csrc/comm/nccl", "csrc/math", "tests/cpp")
 COMMON_FLAGS = ["-std=c++20", "-Icsrc", "-Itests/cpp", "-DBAGUA_EMULATE_CUDA", "-g1"]
 COMMON_FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 COMMON_FLAGS += ["-Wall", "-Wextra", "-Werror"]
@@ -76,27 +64,10 @@ marks = [
 ]
 
 
-def sources():
-    folders = ("csrc/base", "csrc/codec", "csrc/comm/nccl", "csrc/math", "tests/cpp")
-    suffixes = {".h", ".cpp", ".cu", ".cuh"}
-    files = [file for folder in folders for file in sorted((REPOSITORY / folder).rglob("*"))]
-    return [file for file in files if file.suffix in suffixes]
-
-
-def fingerprint(*more):
-    digest = hashlib.sha256(Path(__file__).read_bytes())
-    for each in more:
-        digest.update(each)
-    digest.update(subprocess.check_output(["g++", "--version"]))
-    for file in sources():
-        digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def compile_object(source, flags, target):
     launcher = ["ccache"] if shutil.which("ccache") else []
     command = [*launcher, "g++", *COMMON_FLAGS, *flags.split(), "-xc++", "-c", source, "-o", target]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def build(variant, folder):
@@ -120,22 +91,10 @@ def build(variant, folder):
         object_file.unlink()
 
 
-def kept(name, make, *more):
-    """A folder that ``make(folder)`` fills, again when a source or ``more`` (bytes) change."""
-    folder = BUILD / f"{name}-{fingerprint(*more)}"
-    if not folder.exists():
-        for old in BUILD.glob(f"{name}-*"):
-            shutil.rmtree(old)
-        unfinished = BUILD / f"unfinished-{name}-{os.getpid()}"
-        unfinished.mkdir(parents=True)
-        make(unfinished)
-        unfinished.rename(folder)
-    return folder
-
-
 def programs(variant):
     """The folder with the variant's programs."""
-    return kept(variant, lambda folder: build(variant, folder))
+    own = Path(__file__).read_text()
+    return kept(variant, lambda folder: build(variant, folder), own, folders=SOURCES)
 
 
 def run(variant, program, *arguments):
@@ -146,13 +105,3 @@ def run(variant, program, *arguments):
         command = [*fixed_addresses, *command]
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
     return subprocess.run(command, capture_output=True, text=True, env=environment)
-
-
-def assert_kernels_give_the_bytes_of_the_cpu(variant, *arguments, dtypes):
-    result = run(variant, "kernels", *arguments)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[:4000]
-    lines = result.stdout.splitlines()
-    assert lines[-1] == "all equal"
-    for codec in _C.codec_names():
-        for dtype in dtypes:
-            assert any(line.startswith(f"{codec}, {dtype}: ") for line in lines)
