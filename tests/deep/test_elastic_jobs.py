@@ -18,8 +18,11 @@ RANKS = 4
 TIMES = int(os.environ.get("BAGUA_TEST_DOUBLE_KILLS", "8"))
 
 
-def finish_without(victim, place):
-    """Three ranks train, one is killed in its sixth round, at the place; the others end as two."""
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("victim", "place"), [(0, "launch"), (1, "between"), (0, "mean"), (1, "mean")]
+)
+def test_two_of_three_finish_wherever_one_is_killed(victim, place):
     with Job(rounds=12) as job:
         job.start_all({victim: f"{place}:5"})
         job.finish()
@@ -34,14 +37,6 @@ def finish_without(victim, place):
             # In its sixth round; killed with the result in its hands, the others may have it too.
             assert f"{lost}6," in text or (place == "mean" and f"{lost}7," in text), text
             assert f"rank(s) {', '.join(map(str, rest))} go on" in text
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("victim", "place"), [(0, "launch"), (1, "between"), (0, "mean"), (1, "mean")]
-)
-def test_two_of_three_finish_wherever_one_is_killed(victim, place):
-    finish_without(victim, place)
 
 
 @pytest.mark.timeout(120)
