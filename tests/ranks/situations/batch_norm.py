@@ -35,23 +35,6 @@ def batch_norm_training(wrap, rank, size):
     return _train(wrap, rank)
 
 
-def batch_norm_without_broadcast(wrap, rank, size):
-    return _train(wrap, rank, broadcast_buffers=False)
-
-
-def batch_norm_validation_with_the_wrapper(wrap, rank, size):
-    """All ranks validate with rank 0's statistics."""
-
-    def between(model, step):
-        model.eval()
-        with torch.no_grad():
-            output = model(batch(77, 0)).sum()
-        model.train()
-        return [output]
-
-    return _train(wrap, rank, between=between)
-
-
 def batch_norm_validation_on_several_batches(wrap, rank, size):
     def between(model, step):
         model.eval()
@@ -79,16 +62,6 @@ def batch_norm_validation_of_the_inner_module(wrap, rank, size):
     return _train(wrap, rank, between=between)
 
 
-def batch_norm_with_grad_in_eval(wrap, rank, size):
-    def between(model, step):
-        model.eval()
-        output = model(batch(77, 0)).sum()
-        model.train()
-        return [output]
-
-    return _train(wrap, rank, between=between)
-
-
 def batch_norm_evaluation_with_backward(wrap, rank, size):
     """Test-time adaptation: gradients are computed in eval between training steps."""
 
@@ -100,32 +73,6 @@ def batch_norm_evaluation_with_backward(wrap, rank, size):
         return [wrap.inner(model)[1].running_mean.clone()]
 
     return _train(wrap, rank, between=between)
-
-
-def batch_norm_several_forwards(wrap, rank, size):
-    """Two forwards, one backward: what the second sees."""
-    module = normalised()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer, broadcast_buffers=False)
-    for step in range(3):
-        optimizer.zero_grad()
-        one, other = model(batch(step, rank)), model(batch(step + 10, rank))
-        (one.square().mean() + other.square().mean()).backward()
-        optimizer.step()
-    return everything(wrap.inner(model))
-
-
-def batch_norm_accumulation(wrap, rank, size):
-    module = normalised()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        with wrap.no_sync(model):
-            model(batch(step + 30, rank)).square().mean().backward()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return everything(wrap.inner(model))
 
 
 def batch_norm_recalibrated(wrap, rank, size):
@@ -156,19 +103,6 @@ def spectral_norm_parametrization(wrap, rank, size):
     for step in range(3):
         optimizer.zero_grad()
         model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return everything(module)
-
-
-def instance_norm_with_statistics(wrap, rank, size):
-    torch.manual_seed(0)
-    norm = nn.InstanceNorm1d(3, track_running_stats=True, affine=True)
-    module = nn.Sequential(norm, nn.Conv1d(3, 2, 2))
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step, rank, 2, 3, 6)).square().mean().backward()
         optimizer.step()
     return everything(module)
 
@@ -245,17 +179,11 @@ SITUATIONS = [
     row(rank_0_evaluates_between_steps, both=ALONE, limit=10.0),
     row(rank_1_evaluates_before_training, limit=10.0),
     row(rank_1_evaluates_between_steps, both=ALONE, limit=10.0),
-    row(batch_norm_without_broadcast),
-    row(batch_norm_validation_with_the_wrapper),
     row(batch_norm_validation_on_several_batches),
     row(batch_norm_validation_of_the_inner_module, method=ONLY_CLASS),
-    row(batch_norm_with_grad_in_eval),
     row(batch_norm_evaluation_with_backward),
-    row(batch_norm_several_forwards),
-    row(batch_norm_accumulation),
     row(batch_norm_recalibrated),
     row(spectral_norm_parametrization),
-    row(instance_norm_with_statistics),
     row(observers_of_quantization),
     row(sync_batch_norm_on_cpu, both=raises("SyncBatchNorm")),
 ]

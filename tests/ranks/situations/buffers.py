@@ -36,13 +36,6 @@ def _seen(module):
     return {"seen": torch.tensor(module.seen)}
 
 
-def stamps_of_training_forwards(wrap, rank, size):
-    module, _, forward = _stamped(wrap, rank)
-    for step in range(3):
-        forward(10.0 * step).backward()
-    return _seen(module)
-
-
 def stamps_of_forwards_without_backward(wrap, rank, size):
     module, _, forward = _stamped(wrap, rank)
     for step in range(3):
@@ -158,15 +151,6 @@ def buffers_of_several_forwards(wrap, rank, size):
     return _seen(module)
 
 
-def buffer_changed_by_the_user(wrap, rank, size):
-    """A schedule in a buffer, set to the same on all ranks by each."""
-    module, _, forward = _stamped(wrap, rank)
-    for step in range(3):
-        module.stamp.fill_(float(step))
-        forward(step - rank).backward()
-    return _seen(module)
-
-
 def buffer_replaced_by_the_user(wrap, rank, size):
     """`module.stamp = tensor`: the module has another tensor as buffer."""
     module, model, _ = _stamped(wrap, rank)
@@ -263,7 +247,6 @@ def ignored_buffer_by_our_name(wrap, rank, size):
 
 
 SITUATIONS = [
-    row(stamps_of_training_forwards),
     row(stamps_of_forwards_without_backward),
     row(stamps_in_eval),
     row(stamps_of_no_grad_after_training),
@@ -276,7 +259,6 @@ SITUATIONS = [
     row(buffers_at_the_wrap),
     row(buffers_at_the_wrap_without_broadcast, method=ONLY_CLASS),
     row(buffers_of_several_forwards),
-    row(buffer_changed_by_the_user),
     row(buffer_replaced_by_the_user),
     row(integer_and_boolean_buffers),
     row(buffer_that_is_not_persistent),

@@ -29,17 +29,6 @@ def cast_after_the_wrap(wrap, rank, size):
     return everything(module)
 
 
-def weight_norm_of_old(wrap, rank, size):
-    """The weight is computed in a pre-forward hook."""
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        layer = nn.utils.weight_norm(nn.Linear(5, 3))
-    module = nn.Sequential(layer)
-    _steps(wrap, rank, module)
-    return everything(module)
-
-
 def weight_norm_removed_for_inference(wrap, rank, size):
     """HiFi-GAN: `remove_weight_norm()` after training, on the wrapped module."""
     torch.manual_seed(0)
@@ -53,13 +42,6 @@ def weight_norm_removed_for_inference(wrap, rank, size):
     with torch.no_grad():
         output = model(batch(9, 0))
     return weights(module) | {"output": output}
-
-
-def parametrization(wrap, rank, size):
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)))
-    _steps(wrap, rank, module)
-    return everything(module)
 
 
 def parametrization_removed_for_inference(wrap, rank, size):
@@ -97,15 +79,6 @@ def parametrization_registered_on_the_wrapped_root(wrap, rank, size):
     nn.utils.parametrize.register_parametrization(wrap.inner(model), "weight", Double())
     model(batch(0, rank)).square().mean().backward()
     return {"grad": module.parametrizations.weight.original.grad, "bias": module.bias.grad}
-
-
-def pruning(wrap, rank, size):
-    from torch.nn.utils import prune
-
-    module = perceptron()
-    prune.l1_unstructured(module[0], "weight", 0.5)
-    _steps(wrap, rank, module)
-    return everything(module)
 
 
 def _pruned_in_training(wrap, rank, size, prune_after, **arguments):
@@ -155,13 +128,6 @@ def spectral_norm_of_old_after_the_wrap(wrap, rank, size):
     return everything(module)
 
 
-def orthogonal_parametrization(wrap, rank, size):
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(5, 5)))
-    _steps(wrap, rank, module)
-    return everything(module)
-
-
 def weight_replaced_by_a_new_parameter(wrap, rank, size):
     """A head is replaced after the wrap: torch trains it alone."""
     module = perceptron()
@@ -190,34 +156,6 @@ def data_of_a_weight_replaced(wrap, rank, size):
     return everything(module)
 
 
-def weights_clipped_in_place(wrap, rank, size):
-    """WGAN."""
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(4):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-        for p in module.parameters():
-            p.data.clamp_(-0.3, 0.3)
-    return everything(module)
-
-
-def weights_initialised_after_the_wrap(wrap, rank, size):
-    """Each rank with its own seed: torch does not notice either."""
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    torch.manual_seed(5)
-    model.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
-    for step in range(2):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return everything(module)
-
-
 def _cast(rank, size):
     module = perceptron().double()
 
@@ -243,9 +181,7 @@ DRIFT = "torch's ranks drift apart without a word; wrap again afterwards"
 
 SITUATIONS = [
     row(cast_after_the_wrap, both=refused(AGAIN, DRIFT, _cast)),
-    row(weight_norm_of_old),
     row(weight_norm_removed_for_inference),
-    row(parametrization),
     row(parametrization_removed_for_inference),
     row(
         parametrization_removed_from_the_root,
@@ -259,14 +195,10 @@ SITUATIONS = [
         parametrization_registered_on_the_wrapped_root,
         both=better(_parametrized, "torch communicates nothing any more: its ranks drift apart"),
     ),
-    row(pruning),
     row(pruning_in_training),
     row(pruning_in_training_with_a_frozen_parameter),
     row(pruning_in_eval),
     row(spectral_norm_of_old_after_the_wrap),
-    row(orthogonal_parametrization),
     row(weight_replaced_by_a_new_parameter, both=raises(AGAIN)),
     row(data_of_a_weight_replaced),
-    row(weights_clipped_in_place),
-    row(weights_initialised_after_the_wrap),
 ]

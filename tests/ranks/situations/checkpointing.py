@@ -12,7 +12,7 @@ from ranks.situations.values import (
     square_losses,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 
 def _checkpointed(wrap, rank, reentrant, **arguments):
@@ -35,10 +35,6 @@ def checkpointing_not_reentrant(wrap, rank, size):
 
 def checkpointing_reentrant_with_static_graph(wrap, rank, size):
     return _checkpointed(wrap, rank, True, static_graph=True)
-
-
-def checkpointing_not_reentrant_with_find_unused(wrap, rank, size):
-    return _checkpointed(wrap, rank, False, find_unused_parameters=True)
 
 
 class Twice(nn.Module):
@@ -86,27 +82,10 @@ def a_shared_layer_under_checkpoints_not_reentrant(wrap, rank, size):
     return _shared_under_checkpoints(wrap, rank, False)
 
 
-def checkpoint_of_a_sequence(wrap, rank, size):
-    class Deep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.layers = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
-
-        def forward(self, inputs):
-            return checkpoint_sequential(self.layers, 2, inputs, use_reentrant=False)
-
-    module = Deep()
-    return loop(
-        wrap, rank, module, sgd(module), lambda model, s: model(batch(s, rank)).square().mean()
-    )
-
-
 SITUATIONS = [
     row(checkpointing_reentrant),
     row(checkpointing_not_reentrant),
     row(checkpointing_reentrant_with_static_graph, method=ONLY_CLASS),
-    row(checkpointing_not_reentrant_with_find_unused),
     row(a_shared_layer_under_reentrant_checkpoints_with_static_graph, method=ONLY_CLASS),
     row(
         a_shared_layer_under_reentrant_checkpoints,
@@ -117,5 +96,4 @@ SITUATIONS = [
         ),
     ),
     row(a_shared_layer_under_checkpoints_not_reentrant),
-    row(checkpoint_of_a_sequence),
 ]

@@ -11,26 +11,10 @@ from ranks.situations.values import (
     linear,
     perceptron,
     sgd,
-    weights,
     x,
 )
 from ranks.situations.wrapping import _steps
 from torch import nn
-
-
-def comm_hook_from_the_start(wrap, rank, size):
-    wrap.need_class()
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return everything(module)
 
 
 def comm_hook_of_the_user(wrap, rank, size):
@@ -50,20 +34,6 @@ def comm_hook_of_the_user(wrap, rank, size):
     return grads(module)
 
 
-def comm_hook_after_training_has_begun(wrap, rank, size):
-    wrap.need_class()
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    module = perceptron()
-    model, optimizer = _steps(wrap, rank, module)
-    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return everything(module)
-
-
 def post_local_sgd_hook(wrap, rank, size):
     wrap.need_class()
     from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local
@@ -78,25 +48,6 @@ def post_local_sgd_hook(wrap, rank, size):
         model(batch(step, rank)).square().mean().backward()
         optimizer.step()
     return everything(module)
-
-
-def power_sgd_hook(wrap, rank, size):
-    """Begins exact; from iteration 2 on compressed with rank 1."""
-    wrap.need_class()
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
-
-    state = power.PowerSGDState(
-        None, 1, start_powerSGD_iter=2, min_compression_rate=0.5, random_seed=0
-    )
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    model.register_comm_hook(state, power.powerSGD_hook)
-    for step in range(4):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return weights(module)
 
 
 def zero_redundancy_optimizer(wrap, rank, size):
@@ -242,11 +193,8 @@ def evaluation_after_the_group_was_destroyed(wrap, rank, size):
 
 
 SITUATIONS = [
-    row(comm_hook_from_the_start, method=ONLY_CLASS, tolerance=1e-3),
     row(comm_hook_of_the_user, method=ONLY_CLASS),
-    row(comm_hook_after_training_has_begun, method=ONLY_CLASS, tolerance=1e-3),
     row(post_local_sgd_hook, method=ONLY_CLASS),
-    row(power_sgd_hook, method=ONLY_CLASS),
     row(zero_redundancy_optimizer),
     row(zero_redundancy_optimizer_that_was_loaded),
     row(a_group_of_some_ranks),

@@ -32,13 +32,6 @@ def _trained(wrap, rank, module, steps=2):
     return model, optimizer
 
 
-def a_deep_copy_is_evaluated(wrap, rank, size):
-    model, _ = _trained(wrap, rank, perceptron())
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        return {"output": twin(batch(9, 0))}
-
-
 def a_deep_copy_is_trained(wrap, rank, size):
     module = linear()
     model = wrap(module)
@@ -64,20 +57,6 @@ def a_deep_copy_is_wrapped_again(wrap, rank, size):
     return everything(wrap.inner(again))
 
 
-def a_deep_copy_beside_the_trained_model(wrap, rank, size):
-    """An average of weights as a copy that is never trained."""
-    model, optimizer = _trained(wrap, rank, perceptron(), steps=1)
-    average = copy.deepcopy(wrap.inner(model)).requires_grad_(False)
-    for step in range(1, 4):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-        with torch.no_grad():
-            for mean, p in zip(average.parameters(), model.parameters(), strict=True):
-                mean.lerp_(p, 0.1)
-    return weights(average) | weights(wrap.inner(model), "trained")
-
-
 def averaged_model(wrap, rank, size):
     """torch.optim.swa_utils copies the wrapper."""
     from torch.optim.swa_utils import AveragedModel
@@ -92,21 +71,6 @@ def averaged_model(wrap, rank, size):
     with torch.no_grad():
         output = average(batch(9, 0))
     return {"output": output} | weights(wrap.inner(model))
-
-
-def averaged_model_of_the_inner_module(wrap, rank, size):
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-    model, optimizer = _trained(wrap, rank, normalised(), steps=1)
-    average = AveragedModel(
-        wrap.inner(model), multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True
-    )
-    for step in range(1, 4):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-        average.update_parameters(wrap.inner(model))
-    return weights(average, "average")
 
 
 def batch_norm_of_an_average_is_updated(wrap, rank, size):
@@ -124,13 +88,6 @@ def _saved(thing):
     torch.save(thing, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=False)
-
-
-def a_saved_model_is_loaded_and_evaluated(wrap, rank, size):
-    model, _ = _trained(wrap, rank, perceptron())
-    twin = _saved(wrap.inner(model))
-    with torch.no_grad():
-        return {"output": twin(batch(9, 0))}
 
 
 def a_saved_wrapper_is_loaded_and_trained(wrap, rank, size):
@@ -202,12 +159,6 @@ def keys_of_the_state_dict(wrap, rank, size):
     return {"keys": keys}
 
 
-def keys_of_the_class_have_the_prefix(wrap, rank, size):
-    wrap.need_class()
-    model = wrap(normalised())
-    return {"keys": sorted(model.state_dict())}
-
-
 def keys_of_get_model_state_dict(wrap, rank, size):
     """torch.distributed.checkpoint leaves the prefix of DDP out."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -272,8 +223,8 @@ def a_method_of_the_inner_module_in_the_loss(wrap, rank, size):
     return grads(wrap.inner(model))
 
 
-def pickled_in_the_middle_of_training(wrap, rank, size):
-    """Saving must not change training."""
+def saved_and_copied_in_the_middle_of_training(wrap, rank, size):
+    """Neither changes training."""
     module = perceptron()
     optimizer = sgd(module)
     model = wrap(module, optimizer)
@@ -281,34 +232,12 @@ def pickled_in_the_middle_of_training(wrap, rank, size):
         optimizer.zero_grad()
         loss = model(batch(step, rank)).square().mean()
         _saved(wrap.inner(model))
-        loss.backward()
-        _saved(wrap.inner(model))
-        optimizer.step()
-    return everything(wrap.inner(model))
-
-
-def deep_copied_in_the_middle_of_a_step(wrap, rank, size):
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = model(batch(step, rank)).square().mean()
         copy.deepcopy(wrap.inner(model))
         loss.backward()
+        _saved(wrap.inner(model))
         copies = copy.deepcopy([p.grad for p in module.parameters()])
         optimizer.step()
     return everything(wrap.inner(model)) | {"copies": copies}
-
-
-def trained_again_after_the_first_training(wrap, rank, size):
-    """Cross-validation: model after model, all in one process."""
-    result = {}
-    for fold in range(3):
-        model, _ = _trained(wrap, rank, perceptron(seed=fold))
-        result |= weights(wrap.inner(model), f"fold{fold}")
-        del model
-    return result
 
 
 def rank_0_saves_while_others_wait(wrap, rank, size):
@@ -332,15 +261,11 @@ WARNS = warned("cop(y|ies)", "a copy is an ordinary module, which may be trained
 PAST = "past|module"
 
 SITUATIONS = [
-    row(a_deep_copy_is_evaluated),
     row(a_deep_copy_is_trained, method=WARNS),
     row(a_deep_copy_of_the_inner_module_is_trained, method=ONLY_CLASS),
     row(a_deep_copy_is_wrapped_again),
-    row(a_deep_copy_beside_the_trained_model),
     row(averaged_model),
-    row(averaged_model_of_the_inner_module),
     row(batch_norm_of_an_average_is_updated),
-    row(a_saved_model_is_loaded_and_evaluated),
     row(a_saved_wrapper_is_loaded_and_trained, method=WARNS),
     row(state_dict_of_the_wrapper_is_loaded),
     row(state_dict_loaded_before_the_wrap),
@@ -354,15 +279,12 @@ SITUATIONS = [
         ),
     ),
     row(keys_of_the_state_dict),
-    row(keys_of_the_class_have_the_prefix, method=ONLY_CLASS),
     row(keys_of_get_model_state_dict),
     row(get_and_set_state_dict),
     row(a_call_past_the_wrapper, klass=same(PAST), method=ONLY_CLASS),
     row(a_call_past_the_wrapper_after_a_step, klass=same(PAST), method=ONLY_CLASS),
     row(a_call_past_the_wrapper_between_forward_and_backward, method=ONLY_CLASS),
     row(a_method_of_the_inner_module_in_the_loss),
-    row(pickled_in_the_middle_of_training),
-    row(deep_copied_in_the_middle_of_a_step),
-    row(trained_again_after_the_first_training),
+    row(saved_and_copied_in_the_middle_of_training),
     row(rank_0_saves_while_others_wait),
 ]

@@ -68,24 +68,9 @@ def hutchinson(wrap, rank, size):
     return result | everything(module)
 
 
-def gradient_penalty_of_inputs(wrap, rank, size):
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        inputs = batch(step, rank).requires_grad_()
-        output = model(inputs)
-        (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
-        (output.square().mean() + slope.square().sum()).backward()
-        optimizer.step()
-    return everything(module)
-
-
 SITUATIONS = [
     row(create_graph),
     row(create_graph_and_differentiate_again),
     row(create_graph_zeroed_in_place),
     row(hutchinson),
-    row(gradient_penalty_of_inputs),
 ]

@@ -86,25 +86,6 @@ def _generator_and_discriminator():
     return g, d
 
 
-def gan_with_a_frozen_discriminator(wrap, rank, size):
-    """CycleGAN, StyleGAN2, BasicSR: D is frozen while G trains."""
-    g, d = _generator_and_discriminator()
-    go, do = sgd(g), sgd(d)
-    generator, discriminator = wrap(g, go), wrap(d, do)
-    for step in range(3):
-        d.requires_grad_(False)
-        go.zero_grad()
-        fake = generator(batch(step, rank, 4, 3))
-        discriminator(fake).mean().backward()
-        go.step()
-        d.requires_grad_(True)
-        do.zero_grad()
-        real = batch(step + 10, rank)
-        (discriminator(fake.detach()).mean() - discriminator(real).mean()).backward()
-        do.step()
-    return everything(g, "g.") | everything(d, "d.")
-
-
 def gan_with_both_frozen_in_turn(wrap, rank, size):
     """StyleGAN2: `requires_grad(generator, False)` while D trains, and the other way round."""
     g, d = _generator_and_discriminator()
@@ -174,58 +155,6 @@ def unfrozen_and_wrapped_again(wrap, rank, size):
     return everything(module)
 
 
-def frozen_and_thawed_again(wrap, rank, size):
-    """Frozen for some steps, then trained: it was trained at the wrap."""
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer, find_unused_parameters=True)
-    for step in range(6):
-        module[0].requires_grad_(not 2 <= step < 4)
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return everything(module)
-
-
-def gradual_unfreezing_of_what_was_trained_at_the_wrap(wrap, rank, size):
-    """ULMFiT: all are trained at the wrap, then frozen, then thawed one after the other."""
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer, find_unused_parameters=True)
-    module.requires_grad_(False)
-    for step, layer in enumerate((module[2], module[0])):
-        layer.requires_grad_(True)
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return everything(module)
-
-
-def frozen_parameters_changed_by_hand(wrap, rank, size):
-    """A frozen target network is moved towards the trained one on every rank."""
-    module = nn.ModuleDict({"online": linear(), "target": linear(3.0)})
-    module["target"].requires_grad_(False)
-
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.nets = module
-
-        def forward(self, inputs):
-            return self.nets["online"](inputs), self.nets["target"](inputs)
-
-    model = wrap(Both())
-    optimizer = sgd(module["online"])
-    for _ in range(3):
-        optimizer.zero_grad()
-        online, target = model(x(rank))
-        (online - target).square().sum().mul(0.01).backward()
-        optimizer.step()
-        with torch.no_grad():
-            module["target"].weight.lerp_(module["online"].weight, 0.1)
-    return weights(module)
-
-
 def _unfrozen(rank, size):
     module = perceptron()
     module[0].requires_grad_(False)
@@ -249,7 +178,6 @@ SITUATIONS = [
             "torch gives the frozen parameter a gradient of zeros, autograd gives it none",
         ),
     ),
-    row(gan_with_a_frozen_discriminator),
     row(gan_with_both_frozen_in_turn),
     row(gan_whose_discriminator_gathers_gradients_of_the_generator),
     row(
@@ -260,7 +188,4 @@ SITUATIONS = [
         ),
     ),
     row(unfrozen_and_wrapped_again),
-    row(frozen_and_thawed_again),
-    row(gradual_unfreezing_of_what_was_trained_at_the_wrap),
-    row(frozen_parameters_changed_by_hand),
 ]

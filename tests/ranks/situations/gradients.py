@@ -30,21 +30,6 @@ def trained(wrap, rank, change, steps=4, kind=torch.optim.SGD, zero=True, **argu
     return everything(wrap.inner(model))
 
 
-def scaled_data_of_a_gradient_once(wrap, rank, size):
-    """Old mixed-precision code: `p.grad.data = p.grad.data * s`."""
-    module = linear()
-    model = wrap(module)
-    result = {}
-    for step in range(4):
-        if step:
-            module.weight.grad.zero_()
-        model(x(rank)).sum().backward()
-        result[f"step{step}"] = copied(module.weight.grad)
-        if step == 0:
-            module.weight.grad.data = module.weight.grad.data * 2.0
-    return result
-
-
 def scaled_data_of_a_gradient_every_step(wrap, rank, size):
     def change(module, optimizer, step):
         for p in module.parameters():
@@ -62,14 +47,6 @@ def scaled_data_without_zeroing(wrap, rank, size):
         module.weight.grad.data = module.weight.grad.data * 2.0
         result[f"step{step}"] = copied(module.weight.grad)
     return result
-
-
-def gradient_replaced(wrap, rank, size):
-    def change(module, optimizer, step):
-        for p in module.parameters():
-            p.grad = p.grad * 0.5
-
-    return trained(wrap, rank, change)
 
 
 def gradient_replaced_and_zeroed_in_place(wrap, rank, size):
@@ -99,22 +76,6 @@ def gradient_replaced_on_one_rank(wrap, rank, size):
     return trained(wrap, rank, change)
 
 
-def gradient_scaled_in_place(wrap, rank, size):
-    def change(module, optimizer, step):
-        for p in module.parameters():
-            p.grad.mul_(0.5)
-
-    return trained(wrap, rank, change)
-
-
-def gradient_divided_by_the_number_of_ranks(wrap, rank, size):
-    def change(module, optimizer, step):
-        for p in module.parameters():
-            p.grad.data.div_(size)
-
-    return trained(wrap, rank, change)
-
-
 def gradients_kept_by_reference(wrap, rank, size):
     """PCGrad: one backward per task, gradients collected and set to None."""
     module = linear()
@@ -125,18 +86,6 @@ def gradients_kept_by_reference(wrap, rank, size):
         kept.append(module.weight.grad)
         module.weight.grad = None
     return {"first": kept[0], "second": kept[1]}
-
-
-def gradients_kept_by_reference_and_zeroed_by_the_optimizer(wrap, rank, size):
-    module = linear()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    kept = []
-    for scale in (1.0, 10.0, 100.0):
-        optimizer.zero_grad()
-        model(x(rank, scale)).sum().backward()
-        kept.append(module.weight.grad)
-    return {f"kept{number}": value for number, value in enumerate(kept)}
 
 
 def gradients_kept_as_views(wrap, rank, size):
@@ -162,22 +111,6 @@ def gradients_kept_as_data(wrap, rank, size):
     return {"first": kept[0], "second": kept[1]}
 
 
-def gradients_kept_and_given_back(wrap, rank, size):
-    """Gradients of one task are put aside, and set again after that of another."""
-    module = linear()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(x(rank, 1.0 + step)).sum().backward()
-        first = module.weight.grad
-        module.weight.grad = None
-        model(x(rank, 10.0)).sum().backward()
-        module.weight.grad = first + 0.5 * module.weight.grad
-        optimizer.step()
-    return everything(module)
-
-
 def another_gradient_swapped_in(wrap, rank, size):
     """Two sets of gradients are swapped from step to step."""
     module = linear()
@@ -196,22 +129,6 @@ def clipped_by_norm(wrap, rank, size):
 
     norms = []
     return trained(wrap, rank, change) | {"norms": norms}
-
-
-def clipped_by_value(wrap, rank, size):
-    def change(module, optimizer, step):
-        nn.utils.clip_grad_value_(module.parameters(), 0.01)
-
-    return trained(wrap, rank, change)
-
-
-def noise_added(wrap, rank, size):
-    def change(module, optimizer, step):
-        generator = torch.Generator().manual_seed(step)
-        for p in module.parameters():
-            p.grad += 0.01 * torch.randn(p.shape, generator=generator)
-
-    return trained(wrap, rank, change)
 
 
 def gradients_centralised(wrap, rank, size):
@@ -261,37 +178,6 @@ def transposed_gradient_adopted(wrap, rank, size):
     return grads(module)
 
 
-def gradients_read_in_the_middle(wrap, rank, size):
-    """Sums of gradients are logged and used as weights of the next loss."""
-    module = linear()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    scale = torch.ones(())
-    for _ in range(3):
-        optimizer.zero_grad()
-        (model(x(rank)).sum() * scale).backward()
-        scale = 1 / (1 + module.weight.grad.norm())
-        optimizer.step()
-    return everything(module) | {"scale": scale}
-
-
-def deep_copy_of_gradients(wrap, rank, size):
-    """A snapshot of all gradients, restored after a trial step."""
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        saved = [p.grad.clone() for p in module.parameters()]
-        optimizer.zero_grad()
-        model(batch(step + 100, rank)).square().mean().backward()
-        for p, own in zip(module.parameters(), saved, strict=True):
-            p.grad.copy_(p.grad + own)
-        optimizer.step()
-    return everything(module)
-
-
 def parameters_as_one_vector(wrap, rank, size):
     module = perceptron()
     optimizer = sgd(module)
@@ -306,28 +192,18 @@ def parameters_as_one_vector(wrap, rank, size):
 
 
 SITUATIONS = [
-    row(scaled_data_of_a_gradient_once),
     row(scaled_data_of_a_gradient_every_step),
     row(scaled_data_without_zeroing),
-    row(gradient_replaced),
     row(gradient_replaced_and_zeroed_in_place),
     row(gradient_replaced_on_one_rank),
-    row(gradient_scaled_in_place),
-    row(gradient_divided_by_the_number_of_ranks),
     row(gradients_kept_by_reference),
-    row(gradients_kept_by_reference_and_zeroed_by_the_optimizer),
     row(gradients_kept_as_views),
     row(gradients_kept_as_data),
-    row(gradients_kept_and_given_back),
     row(another_gradient_swapped_in),
     row(clipped_by_norm),
-    row(clipped_by_value),
-    row(noise_added),
     row(gradients_centralised),
     row(detached_gradient),
     row(channels_last_with_gradients_present),
     row(transposed_gradient_adopted),
-    row(gradients_read_in_the_middle),
-    row(deep_copy_of_gradients),
     row(parameters_as_one_vector),
 ]

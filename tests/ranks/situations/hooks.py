@@ -46,24 +46,6 @@ def post_accumulate_hook_that_steps_after_the_wrap(wrap, rank, size):
     return everything(module)
 
 
-def stepping_hooks_on_a_perceptron_before(wrap, rank, size):
-    module = perceptron()
-    _stepping(module)
-    model = wrap(module)
-    for step in range(3):
-        model(batch(step, rank)).square().mean().backward()
-    return everything(module)
-
-
-def stepping_hooks_on_a_perceptron_after(wrap, rank, size):
-    module = perceptron()
-    model = wrap(module)
-    _stepping(module)
-    for step in range(3):
-        model(batch(step, rank)).square().mean().backward()
-    return everything(module)
-
-
 def _optimizer_per_parameter(module):
     """The tutorial's way to save memory: an optimizer for each parameter, in its hook."""
     optimizers = {p: torch.optim.Adam([p], lr=0.01, foreach=False) for p in module.parameters()}
@@ -74,15 +56,6 @@ def _optimizer_per_parameter(module):
 
     for p in module.parameters():
         p.register_post_accumulate_grad_hook(hook)
-
-
-def optimizer_per_parameter_before_the_wrap(wrap, rank, size):
-    module = perceptron()
-    _optimizer_per_parameter(module)
-    model = wrap(module)
-    for step in range(3):
-        model(batch(step, rank)).square().mean().backward()
-    return everything(module)
 
 
 def optimizer_per_parameter_after_the_wrap(wrap, rank, size):
@@ -243,9 +216,6 @@ def _steps(oracle):
 SITUATIONS = [
     row(post_accumulate_hook_that_steps_before_the_wrap, both=_steps(_stepped_linear)),
     row(post_accumulate_hook_that_steps_after_the_wrap, both=_steps(_stepped_linear)),
-    row(stepping_hooks_on_a_perceptron_before, both=_steps(_by_hooks(_stepping))),
-    row(stepping_hooks_on_a_perceptron_after, both=_steps(_by_hooks(_stepping))),
-    row(optimizer_per_parameter_before_the_wrap, both=_steps(_by_hooks(_optimizer_per_parameter))),
     row(optimizer_per_parameter_after_the_wrap, both=_steps(_by_hooks(_optimizer_per_parameter))),
     row(
         apply_optimizer_in_backward_before_the_wrap,

@@ -38,10 +38,6 @@ def join_divided_by_those_left(wrap, rank, size):
     return _uneven(wrap, rank, divide_by_initial_world_size=False)
 
 
-def join_with_two_more_inputs_each(wrap, rank, size):
-    return _uneven(wrap, rank, more=2)
-
-
 def join_not_enabled(wrap, rank, size):
     return _uneven(wrap, rank, more=0, enable=False)
 
@@ -97,18 +93,6 @@ def gradient_of_a_rank_that_is_through(wrap, rank, size):
             module.zero_grad()
             model(x(rank, step + 1.0)).sum().backward()
     return grads(module)
-
-
-def join_with_momentum(wrap, rank, size):
-    module = perceptron()
-    optimizer = sgd(module, momentum=0.9)
-    model = wrap(module, optimizer)
-    with wrap.join(model):
-        for step in range(2 + rank):
-            optimizer.zero_grad()
-            model(batch(step, rank)).square().mean().backward()
-            optimizer.step()
-    return weights(module)
 
 
 def join_with_batch_norm(wrap, rank, size):
@@ -177,18 +161,6 @@ def join_with_a_rank_without_inputs(wrap, rank, size):
     return weights(module)
 
 
-def join_with_find_unused(wrap, rank, size):
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer, find_unused_parameters=True)
-    with wrap.join(model):
-        for step in range(2 + rank):
-            optimizer.zero_grad()
-            model(batch(step, rank)).square().mean().backward()
-            optimizer.step()
-    return weights(module)
-
-
 def join_of_two_models(wrap, rank, size):
     """GAN-like: both step once per input."""
     wrap.need_class()
@@ -230,19 +202,6 @@ def join_with_the_sharded_optimizer_and_bucket_views(wrap, rank, size):
     return _with_the_sharded_optimizer(wrap, rank, gradient_as_bucket_view=True)
 
 
-def uneven_inputs_by_the_remainder(wrap, rank, size):
-    """Without join: ranks with fewer inputs repeat their last one."""
-    module = linear()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    inputs = [x(rank, s + 1.0) for s in range(2 + rank)]
-    for step in range(1 + size):
-        optimizer.zero_grad()
-        model(inputs[min(step, len(inputs) - 1)]).sum().backward()
-        optimizer.step()
-    return weights(module)
-
-
 def _uneven_alone(rank, size):
     """Ranks that are through add zero to the mean."""
     module = perceptron()
@@ -257,20 +216,17 @@ def _uneven_alone(rank, size):
 SITUATIONS = [
     row(join_divided_by_all_ranks, method=ONLY_CLASS),
     row(join_divided_by_those_left, method=ONLY_CLASS),
-    row(join_with_two_more_inputs_each, method=ONLY_CLASS),
     row(join_not_enabled, method=ONLY_CLASS),
     row(join_with_even_inputs, method=ONLY_CLASS),
     row(join_that_throws_early, method=ONLY_CLASS),
     row(gradients_during_a_join, method=ONLY_CLASS),
     row(zero_grad_after_the_step_in_a_join, method=ONLY_CLASS),
     row(gradient_of_a_rank_that_is_through, method=ONLY_CLASS),
-    row(join_with_momentum, method=ONLY_CLASS),
     row(join_with_batch_norm, method=ONLY_CLASS),
     row(join_with_no_sync_inside, method=ONLY_CLASS),
     row(join_in_eval, method=ONLY_CLASS),
     row(join_of_two_epochs, method=ONLY_CLASS),
     row(join_with_a_rank_without_inputs, method=ONLY_CLASS),
-    row(join_with_find_unused, method=ONLY_CLASS),
     row(join_of_two_models, method=ONLY_CLASS),
     row(
         join_with_the_sharded_optimizer,
@@ -282,5 +238,4 @@ SITUATIONS = [
         klass=better(_uneven_alone, "torch's shards of ranks that are through get old gradients"),
         method=ONLY_CLASS,
     ),
-    row(uneven_inputs_by_the_remainder),
 ]

@@ -41,16 +41,6 @@ def _text(step, rank):
     return classes(step, rank, 11, 12).view(2, 6)
 
 
-def language_model(wrap, rank, size):
-    module = Transformer()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, eps=EPSILON)
-
-    def loss(model, step):
-        return model(_text(step, rank), _text(step + 1, rank))[0]
-
-    return loop(wrap, rank, module, optimizer, loss)
-
-
 def fine_tuning_with_groups_and_warm_up(wrap, rank, size):
     """No weight decay for biases and norms, another rate for the head, clipping, a schedule."""
     module = Transformer()
@@ -106,7 +96,6 @@ def mixture_of_experts(wrap, rank, size):
 
 
 SITUATIONS = [
-    row(language_model),
     row(fine_tuning_with_groups_and_warm_up),
     row(mixture_of_experts),
 ]

@@ -1,23 +1,18 @@
 """Inner steps, sharpness, adversarial inputs and weights."""
 
-import copy
 import os
 import unittest.mock
-import warnings
 
 import torch
-import torch.distributed as dist
 from ranks.situations.rows import refused, row
 from ranks.situations.values import (
     batch,
-    classes,
     everything,
     normalised,
     perceptron,
     sgd,
     weights,
 )
-from torch import nn
 
 
 def maml_with_functional_call(wrap, rank, size):
@@ -38,42 +33,6 @@ def maml_with_functional_call(wrap, rank, size):
         out = torch.func.functional_call(model, fast, (batch(10 * step + 5, rank),))
         out.square().mean().backward()
         optimizer.step()
-    return everything(module)
-
-
-def maml_of_first_order_by_copies(wrap, rank, size):
-    """Each rank adapts a copy; the copy's gradients become the model's own."""
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(2):
-        twin = copy.deepcopy(wrap.inner(model))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            slopes = torch.autograd.grad(
-                twin(batch(step, rank)).square().mean(), list(twin.parameters())
-            )
-        for p, g in zip(module.parameters(), slopes, strict=True):
-            dist.all_reduce(g)
-            p.grad = g / size
-        optimizer.step()
-    return everything(module)
-
-
-def reptile(wrap, rank, size):
-    """Weights are moved, not differentiated, between plain steps."""
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(2):
-        start = copy.deepcopy(wrap.inner(model).state_dict())
-        for inner in range(2):
-            optimizer.zero_grad()
-            model(batch(10 * step + inner, rank)).square().mean().backward()
-            optimizer.step()
-        now = wrap.inner(model).state_dict()
-        moved = {name: start[name] + 0.5 * (now[name] - start[name]) for name in start}
-        wrap.inner(model).load_state_dict(moved)
     return everything(module)
 
 
@@ -154,31 +113,8 @@ def adversarial_training(wrap, rank, size):
     return everything(module)
 
 
-def adversarial_weights_for_text(wrap, rank, size):
-    """FGM: the embedding is moved along its gradient, two backwards add up, it is moved back."""
-    module = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 2))
-    torch.manual_seed(0)
-    nn.init.normal_(module[0].weight)
-    nn.init.normal_(module[2].weight)
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        tokens = classes(step, rank, 7, 6).view(2, 3)
-        model(tokens).square().mean().backward()
-        saved = module[0].weight.data.clone()
-        slope = module[0].weight.grad
-        module[0].weight.data.add_(0.1 * slope / slope.norm())
-        model(tokens).square().mean().backward()
-        module[0].weight.data = saved
-        optimizer.step()
-    return everything(module)
-
-
 SITUATIONS = [
     row(maml_with_functional_call),
-    row(maml_of_first_order_by_copies),
-    row(reptile),
     row(sharpness_aware_minimisation),
     row(
         sharpness_aware_with_a_local_first_pass,
@@ -189,5 +125,4 @@ SITUATIONS = [
     ),
     row(sharpness_aware_with_a_local_first_pass_unchecked),
     row(adversarial_training),
-    row(adversarial_weights_for_text),
 ]

@@ -8,7 +8,6 @@ from ranks.situations.values import (
     gradient,
     grads,
     linear,
-    normalised,
     perceptron,
     sgd,
     weights,
@@ -37,26 +36,6 @@ def eval_of_the_inner_module(wrap, rank, size):
     return grads(wrap.inner(model))
 
 
-def root_in_eval_child_in_train(wrap, rank, size):
-    model = wrap(perceptron())
-    model.eval()
-    wrap.inner(model)[2].train()
-    model(batch(0, rank)).square().mean().backward()
-    return grads(wrap.inner(model))
-
-
-def eval_training_of_20_steps(wrap, rank, size):
-    module = perceptron()
-    optimizer = sgd(module, momentum=0.9)
-    model = wrap(module, optimizer)
-    model.eval()
-    for step in range(20):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return weights(wrap.inner(model))
-
-
 def eval_after_training_and_back(wrap, rank, size):
     module = perceptron()
     optimizer = sgd(module)
@@ -66,22 +45,6 @@ def eval_after_training_and_back(wrap, rank, size):
         optimizer.zero_grad()
         model(batch(step, rank)).square().mean().backward()
         optimizer.step()
-    return everything(wrap.inner(model))
-
-
-def validation_of_one_rank_without_grad(wrap, rank, size):
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-        if rank == 0:
-            model.eval()
-            with torch.no_grad():
-                model(batch(step + 50, rank))
-            model.train()
     return everything(wrap.inner(model))
 
 
@@ -157,42 +120,6 @@ def enable_grad_inside_no_grad(wrap, rank, size):
     return grads(wrap.inner(model))
 
 
-def frozen_batch_norm(wrap, rank, size):
-    """Detection: the model trains, its normalisation evaluates."""
-    module = normalised()
-    module.train()
-    module[1].eval()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return everything(wrap.inner(model))
-
-
-def linear_evaluation_on_a_frozen_backbone(wrap, rank, size):
-    module = nn.Sequential(normalised(), nn.Linear(3, 2))
-    module[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(module[1].parameters(), lr=0.1)
-    model = wrap(module, optimizer)
-    model.eval()
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return everything(wrap.inner(model))
-
-
-def gradients_of_inputs_in_eval(wrap, rank, size):
-    """Saliency maps: backward reaches parameters as well."""
-    model = wrap(linear())
-    model.eval()
-    inputs = x(rank).requires_grad_()
-    model(inputs).sum().backward()
-    return grads(wrap.inner(model)) | {"inputs": inputs.grad}
-
-
 def autograd_grad_of_inputs_only(wrap, rank, size):
     """torch.autograd.grad reaches no parameter; the training step afterwards is a plain one."""
     model = wrap(linear())
@@ -225,18 +152,12 @@ SITUATIONS = [
     row(plain_step, right=lambda rank, size: gradient(size)),
     row(eval_backward, right=lambda rank, size: gradient(size)),
     row(eval_of_the_inner_module, right=lambda rank, size: gradient(size)),
-    row(root_in_eval_child_in_train),
-    row(eval_training_of_20_steps),
     row(eval_after_training_and_back),
-    row(validation_of_one_rank_without_grad),
     row(validation_of_one_rank_of_the_inner_module_with_grad),
     row(inference_mode_between_steps),
     row(no_grad_in_train_mode_between_steps),
     row(set_grad_enabled_inside_the_forward),
     row(enable_grad_inside_no_grad, right=lambda rank, size: gradient(size)),
-    row(frozen_batch_norm),
-    row(linear_evaluation_on_a_frozen_backbone),
-    row(gradients_of_inputs_in_eval, right=lambda rank, size: gradient(size)),
     row(autograd_grad_of_inputs_only, right=lambda rank, size: gradient(size)),
     row(autograd_grad_of_parameters, right=lambda rank, size: gradient(size)),
     row(backward_with_inputs),

@@ -1,7 +1,5 @@
 """Hooks on gradients, modules and optimizers."""
 
-import warnings
-
 import torch
 from ranks.situations.rows import better, row
 from ranks.situations.values import (
@@ -41,57 +39,6 @@ def tensor_hook_before_the_wrap(wrap, rank, size):
     return grads(module)
 
 
-def gradients_from_before_the_wrap(wrap, rank, size):
-    """They are equal on all ranks, and later ones are added."""
-    module = linear()
-    module(x(0)).sum().backward()
-    model = wrap(module)
-    model(x(rank)).sum().backward()
-    return grads(module)
-
-
-def tensor_hook_that_masks(wrap, rank, size):
-    """Pruning: gradients of pruned elements are zero."""
-    mask = torch.tensor([[1.0, 0.0]])
-    module = linear()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    module.weight.register_hook(lambda g: g * mask)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(x(rank)).sum().backward()
-        optimizer.step()
-    return everything(module)
-
-
-def gradient_reversal(wrap, rank, size):
-    """Domain-adversarial training: an activation's hook turns the gradient round."""
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    module[1].register_forward_hook(
-        lambda _, __, out: out.register_hook(lambda g: -0.5 * g) and None
-    )
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return everything(module)
-
-
-def full_backward_hook_on_a_layer(wrap, rank, size):
-    module = perceptron()
-    seen = []
-    module[0].register_full_backward_hook(lambda m, gin, gout: seen.append(gout[0].sum()))
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(2):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return everything(module) | {"seen": seen}
-
-
 def full_backward_hook_on_the_model(wrap, rank, size):
     module = perceptron()
     seen = []
@@ -129,22 +76,6 @@ def forward_hook_registered_before_the_wrap(wrap, rank, size):
     return everything(module)
 
 
-def forward_pre_hook_that_computes_a_weight(wrap, rank, size):
-    """Spectral normalisation of old: the weight is made in a pre-forward hook."""
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        layer = torch.nn.utils.spectral_norm(torch.nn.Linear(5, 3))
-    module = torch.nn.Sequential(layer)
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return everything(module)
-
-
 def optimizer_step_hooks(wrap, rank, size):
     module = perceptron()
     optimizer = sgd(module)
@@ -158,18 +89,6 @@ def optimizer_step_hooks(wrap, rank, size):
         model(batch(step, rank)).square().mean().backward()
         optimizer.step()
     return weights(module) | {"seen": seen}
-
-
-def hook_removed_in_the_middle(wrap, rank, size):
-    module = linear()
-    model = wrap(module)
-    handle = module.weight.register_hook(lambda g: g * 10)
-    model(x(rank)).sum().backward()
-    handle.remove()
-    first = grads(module, "first")
-    module.zero_grad()
-    model(x(rank)).sum().backward()
-    return first | grads(module)
 
 
 def multi_grad_hook(wrap, rank, size):
@@ -216,16 +135,10 @@ def queue_callback_at_the_end_of_backward(wrap, rank, size):
 SITUATIONS = [
     row(tensor_hook_that_scales),
     row(tensor_hook_before_the_wrap),
-    row(gradients_from_before_the_wrap),
-    row(tensor_hook_that_masks),
-    row(gradient_reversal),
-    row(full_backward_hook_on_a_layer),
     row(full_backward_hook_on_the_model),
     row(forward_hook_that_replaces_the_output),
     row(forward_hook_registered_before_the_wrap),
-    row(forward_pre_hook_that_computes_a_weight),
     row(optimizer_step_hooks),
-    row(hook_removed_in_the_middle),
     row(multi_grad_hook),
     row(saved_tensors_on_cpu),
     row(

@@ -30,22 +30,6 @@ def lbfgs(wrap, rank, size):
     return everything(module)
 
 
-def optimizer_with_a_closure(wrap, rank, size):
-    module = perceptron()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    model = wrap(module, optimizer)
-    for step in range(3):
-
-        def closure(step=step):
-            optimizer.zero_grad()
-            loss = model(batch(step, rank)).square().mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    return everything(module)
-
-
 def two_optimizers_over_one_model(wrap, rank, size):
     """Matrices by one optimizer, vectors by another."""
     module = perceptron()
@@ -59,22 +43,6 @@ def two_optimizers_over_one_model(wrap, rank, size):
         for optimizer in (matrices, vectors):
             optimizer.step()
     return everything(module)
-
-
-def optimizers_of_torch(wrap, rank, size):
-    """One step of each, on a model of its own."""
-    result = {}
-    for name in ("Adagrad", "Adadelta", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"):
-        module = perceptron()
-        optimizer = getattr(torch.optim, name)(module.parameters())
-        model = wrap(module, optimizer)
-        for step in range(2):
-            optimizer.zero_grad()
-            # Divided by its sign and size, a gradient's rounding decides nothing here.
-            model(batch(step, rank)).square().mean().backward()
-            optimizer.step()
-        result |= weights(module, name)
-    return result
 
 
 def foreach_and_fused_optimizers(wrap, rank, size):
@@ -93,8 +61,6 @@ def foreach_and_fused_optimizers(wrap, rank, size):
 
 SITUATIONS = [
     row(lbfgs),
-    row(optimizer_with_a_closure),
     row(two_optimizers_over_one_model),
-    row(optimizers_of_torch),
     row(foreach_and_fused_optimizers),
 ]

@@ -4,7 +4,6 @@ import torch
 from ranks.situations.rows import row
 from ranks.situations.values import (
     batch,
-    copied,
     everything,
     grads,
     linear,
@@ -146,32 +145,6 @@ def outputs_in_containers(wrap, rank, size):
     return everything(module)
 
 
-def the_loss_inside_the_forward(wrap, rank, size):
-    """Language models return their loss."""
-
-    class WithLoss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = perceptron()
-
-        def forward(self, inputs, labels=None):
-            out = self.net(inputs)
-            loss = None if labels is None else nn.functional.mse_loss(out, labels)
-            return {"loss": loss, "logits": out}
-
-    module = WithLoss()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    losses = []
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = model(batch(step, rank), labels=batch(step + 5, rank, 4, 3))["loss"]
-        loss.backward()
-        optimizer.step()
-        losses.append(copied(loss))
-    return everything(module) | {"losses": losses}
-
-
 def a_rank_without_a_loss(wrap, rank, size):
     """No object in this rank's image: zero times the output."""
     module = perceptron()
@@ -186,18 +159,6 @@ def a_rank_without_a_loss(wrap, rank, size):
     return everything(module)
 
 
-def an_empty_batch_on_one_rank(wrap, rank, size):
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        rows = 0 if rank == 1 and step == 1 else 4
-        model(batch(step, rank, rows, 5)).square().sum().backward()
-        optimizer.step()
-    return everything(module)
-
-
 SITUATIONS = [
     row(all_frozen_for_a_forward),
     row(a_forward_that_returns_a_parameter),
@@ -205,7 +166,5 @@ SITUATIONS = [
     row(a_forward_that_returns_its_input),
     row(a_forward_without_tensors),
     row(outputs_in_containers),
-    row(the_loss_inside_the_forward),
     row(a_rank_without_a_loss),
-    row(an_empty_batch_on_one_rank),
 ]

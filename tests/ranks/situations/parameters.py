@@ -9,7 +9,6 @@ from ranks.situations.values import (
     everything,
     grads,
     perceptron,
-    sgd,
 )
 from ranks.situations.wrapping import _steps
 from torch import nn
@@ -34,16 +33,6 @@ def a_lazy_parameter(wrap, rank, size):
         module = nn.LazyLinear(3)
     wrap(module)
     return {}
-
-
-def a_lazy_parameter_made_first(wrap, rank, size):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = nn.LazyLinear(3)
-        torch.manual_seed(0)
-        module(batch(0, 0))
-    _steps(wrap, rank, module)
-    return everything(module)
 
 
 def other_shapes_on_another_rank(wrap, rank, size):
@@ -89,32 +78,6 @@ def mixed_precision_parameters(wrap, rank, size):
     return everything(module)
 
 
-def double_precision(wrap, rank, size):
-    module = perceptron().double()
-    _steps(wrap, rank, module, data=lambda s, r: batch(s, r).double())
-    return everything(module)
-
-
-def complex_parameters(wrap, rank, size):
-    class Complex(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64) * (1 + 2j))
-            self.scale = nn.Parameter(torch.ones(1))
-
-        def forward(self, inputs):
-            return (self.weight * inputs).abs().sum() * self.scale
-
-    module = Complex()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model((rank + 1) * (1 + 1j)).sum().backward()
-        optimizer.step()
-    return everything(module)
-
-
 def _embedding(sparse):
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(7, 3, sparse=sparse), nn.Linear(3, 2))
@@ -124,37 +87,10 @@ def _tokens(step, rank):
     return torch.tensor([[(step + rank) % 7, (2 * step + rank) % 7, 0]])
 
 
-def dense_embedding(wrap, rank, size):
-    module = _embedding(False)
-    _steps(wrap, rank, module, data=_tokens)
-    return everything(module)
-
-
 def sparse_embedding(wrap, rank, size):
     module = _embedding(True)
     _model, _ = _steps(wrap, rank, module, data=_tokens)
     return everything(module) | {"sparse": module[0].weight.grad.is_sparse}
-
-
-def sparse_embedding_with_sparse_adam(wrap, rank, size):
-    torch.manual_seed(0)
-    module = nn.EmbeddingBag(7, 3, sparse=True)
-    optimizer = torch.optim.SparseAdam(module.parameters(), lr=0.1)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(_tokens(step, rank)).square().mean().backward()
-        optimizer.step()
-    return everything(module)
-
-
-def sparse_embedding_accumulated(wrap, rank, size):
-    module = _embedding(True)
-    model = wrap(module)
-    with wrap.no_sync(model):
-        model(_tokens(0, rank)).square().mean().backward()
-    model(_tokens(1, rank)).square().mean().backward()
-    return grads(module)
 
 
 def ignored_parameter(wrap, rank, size):
@@ -202,18 +138,12 @@ SITUATIONS = [
     row(no_trainable_parameter, klass=raises("parameter"), method=NOTHING),
     row(no_parameter, klass=raises("parameter"), method=NOTHING),
     row(a_lazy_parameter, both=raises("uninitiali[sz]ed|not initialised|lazy|Lazy")),
-    row(a_lazy_parameter_made_first),
     row(other_shapes_on_another_rank, both=raises("weight")),
     row(another_number_of_parameters_on_another_rank, both=raises("parameter|bias")),
     row(parameters_in_another_order_on_another_rank, both=raises("weight|order")),
     row(half_precision_parameters),
     row(mixed_precision_parameters),
-    row(double_precision),
-    row(complex_parameters),
-    row(dense_embedding),
     row(sparse_embedding),
-    row(sparse_embedding_with_sparse_adam),
-    row(sparse_embedding_accumulated),
     row(ignored_parameter),
     row(ignored_parameters_of_rank_specific_shape),
     row(ignored_parameter_that_is_lazy),

@@ -5,24 +5,11 @@ from ranks.situations.rows import row
 from ranks.situations.values import (
     batch,
     everything,
-    loop,
-    normalised,
     perceptron,
     sgd,
     weights,
 )
 from torch import nn
-
-
-def autocast(wrap, rank, size):
-    module = normalised()
-
-    def loss(model, step):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = model(batch(step, rank))
-        return out.float().square().mean()
-
-    return loop(wrap, rank, module, sgd(module), loss)
 
 
 def autocast_with_a_gradient_scaler(wrap, rank, size):
@@ -59,24 +46,7 @@ def gradient_scaler_with_an_overflow_on_one_rank(wrap, rank, size):
     return weights(module) | {"scale": scaler.get_scale()}
 
 
-def gradient_scaler_with_accumulation(wrap, rank, size):
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    for step in range(2):
-        with wrap.no_sync(model):
-            scaler.scale(model(batch(2 * step, rank)).square().mean() / 2).backward()
-        scaler.scale(model(batch(2 * step + 1, rank)).square().mean() / 2).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return weights(module)
-
-
 SITUATIONS = [
-    row(autocast),
     row(autocast_with_a_gradient_scaler),
     row(gradient_scaler_with_an_overflow_on_one_rank),
-    row(gradient_scaler_with_accumulation),
 ]

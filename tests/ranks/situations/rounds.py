@@ -81,14 +81,6 @@ def two_forwards_one_backward(wrap, rank, size):
     return grads(wrap.inner(model))
 
 
-def forward_without_backward(wrap, rank, size):
-    """As a loss that is skipped, or a logged forward with gradients enabled."""
-    model = wrap(linear())
-    model(x(rank, 5.0))
-    model(x(rank)).sum().backward()
-    return grads(wrap.inner(model))
-
-
 def three_forwards_without_backward_in_a_row(wrap, rank, size):
     module = linear()
     optimizer = sgd(module)
@@ -108,13 +100,6 @@ def a_graph_kept_from_the_step_before(wrap, rank, size):
     kept.backward(retain_graph=True)
     model(x(rank, 10.0)).sum().backward()
     kept.backward()
-    return grads(wrap.inner(model))
-
-
-def a_loss_accumulated_over_steps(wrap, rank, size):
-    model = wrap(linear())
-    total = sum(model(x(rank, scale)).sum() for scale in (1.0, 2.0, 3.0))
-    total.backward()
     return grads(wrap.inner(model))
 
 
@@ -218,10 +203,8 @@ SITUATIONS = [
         both=better(_rounds(10.0, 11.0), ONLY_THE_FIRST),
     ),
     row(two_forwards_one_backward, right=lambda rank, size: gradient(size, 11.0)),
-    row(forward_without_backward, right=lambda rank, size: gradient(size)),
     row(three_forwards_without_backward_in_a_row),
     row(a_graph_kept_from_the_step_before, both=better(_total(12.0), ONLY_THE_FIRST)),
-    row(a_loss_accumulated_over_steps, right=lambda rank, size: gradient(size, 6.0)),
     row(accumulation_with_no_sync),
     row(accumulation_without_no_sync),
     row(accumulation_with_the_attribute, right=lambda rank, size: gradient(size, 11.0)),

@@ -28,17 +28,6 @@ def two_wrapped_parts_of_one_model(wrap, rank, size):
     return everything(body, "body.") | everything(head, "head.")
 
 
-def two_models_with_summed_losses(wrap, rank, size):
-    one, other = perceptron(0), perceptron(1)
-    optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
-    a, b = wrap(one), wrap(other)
-    for step in range(3):
-        optimizer.zero_grad()
-        (a(batch(step, rank)).square().mean() + b(batch(step, rank)).square().mean()).backward()
-        optimizer.step()
-    return everything(one, "one.") | everything(other, "other.")
-
-
 def two_models_backward_in_other_order_than_forward(wrap, rank, size):
     one, other = perceptron(0), perceptron(1)
     a, b = wrap(one), wrap(other)
@@ -46,18 +35,6 @@ def two_models_backward_in_other_order_than_forward(wrap, rank, size):
     second.square().mean().backward()
     first.square().mean().backward()
     return grads(one, "one") | grads(other, "other")
-
-
-def three_models_trained_in_turn(wrap, rank, size):
-    modules = [perceptron(seed) for seed in range(3)]
-    optimizers = [sgd(module) for module in modules]
-    models = [wrap(m, o) for m, o in zip(modules, optimizers, strict=True)]
-    for step in range(4):
-        k = step % 3
-        optimizers[k].zero_grad()
-        models[k](batch(step, rank)).square().mean().backward()
-        optimizers[k].step()
-    return {f"model{k}": weights(module) for k, module in enumerate(modules)}
 
 
 class Tied(nn.Module):
@@ -88,20 +65,6 @@ def tied_weights(wrap, rank, size):
     return everything(module) | {"tied": tied.again.weight is tied.encoder.weight}
 
 
-def weights_tied_after_the_wrap(wrap, rank, size):
-    """Values are copied into the other weight after the wrap, as a way to tie by value."""
-    module = perceptron(features=7, outputs=7)
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        with torch.no_grad():
-            module[2].weight.copy_(module[0].weight)
-        optimizer.zero_grad()
-        model(batch(step, rank, 4, 7)).square().mean().backward()
-        optimizer.step()
-    return everything(module)
-
-
 def the_same_layer_twice_in_a_forward(wrap, rank, size):
     torch.manual_seed(0)
     layer = nn.Linear(5, 5)
@@ -111,19 +74,6 @@ def the_same_layer_twice_in_a_forward(wrap, rank, size):
     for step in range(3):
         optimizer.zero_grad()
         model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return everything(module)
-
-
-def the_same_model_twice_in_a_loss(wrap, rank, size):
-    """Siamese networks: two forwards of the wrapper, one backward."""
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        one, other = model(batch(step, rank)), model(batch(step + 10, rank))
-        (one - other).square().mean().backward()
         optimizer.step()
     return everything(module)
 
@@ -156,28 +106,11 @@ def one_optimizer_over_two_wrapped_models(wrap, rank, size):
     return weights(one, "one") | weights(other, "other")
 
 
-def unwrapped_part_trained_beside(wrap, rank, size):
-    """A loss with parameters of its own that nobody wrapped: local, as in torch."""
-    module, centre = perceptron(), nn.Parameter(torch.zeros(3))
-    optimizer = torch.optim.SGD([*module.parameters(), centre], lr=0.1)
-    model = wrap(module)
-    for step in range(2):
-        optimizer.zero_grad()
-        (model(batch(step, rank)) - centre).square().mean().backward()
-        optimizer.step()
-    return everything(module) | {"centre": centre}
-
-
 SITUATIONS = [
     row(two_wrapped_parts_of_one_model),
-    row(two_models_with_summed_losses),
     row(two_models_backward_in_other_order_than_forward),
-    row(three_models_trained_in_turn),
     row(tied_weights),
-    row(weights_tied_after_the_wrap),
     row(the_same_layer_twice_in_a_forward),
-    row(the_same_model_twice_in_a_loss),
     row(recurrent_use_of_the_model),
     row(one_optimizer_over_two_wrapped_models),
-    row(unwrapped_part_trained_beside),
 ]

@@ -35,21 +35,6 @@ def _trunk_and_heads():
     )
 
 
-def the_same_module_in_two_wrappers(wrap, rank, size):
-    """`train = DDP(m); val = DDP(m)`: only the first is trained."""
-    module = linear()
-    train, _ = wrap(module), wrap(module)
-    train(x(rank)).sum().backward()
-    return grads(module)
-
-
-def the_same_module_in_two_wrappers_second_trained(wrap, rank, size):
-    module = linear()
-    _, second = wrap(module), wrap(module)
-    second(x(rank)).sum().backward()
-    return grads(module)
-
-
 def the_same_module_wrapped_again_after_the_first_is_gone(wrap, rank, size):
     module = linear()
     model = wrap(module)
@@ -146,18 +131,6 @@ def two_heads_with_gradients_zeroed_between(wrap, rank, size):
     return first | grads(other, "other")
 
 
-def a_wrapped_module_inside_a_wrapped_one(wrap, rank, size):
-    inside = wrap(linear())
-    outside = nn.Sequential(inside, nn.Linear(1, 1, bias=False))
-    nn.init.constant_(outside[1].weight, 1.0)
-    model = wrap(outside)
-    model(x(rank)).sum().backward()
-    return {
-        "inside": wrap.inner(inside).weight.grad,
-        "outside": wrap.inner(model)[1].weight.grad,
-    }
-
-
 def a_wrapped_module_inside_a_wrapped_one_for_steps(wrap, rank, size):
     torch.manual_seed(0)
     inside = wrap(nn.Linear(5, 4))
@@ -182,10 +155,6 @@ def encoder_under_two_heads_summed_with_copies(wrap, rank, size):
 
 def two_heads_with_gradients_zeroed_between_with_copies(wrap, rank, size):
     return two_heads_with_gradients_zeroed_between(copying(wrap), rank, size)
-
-
-def a_wrapped_module_inside_a_wrapped_one_with_copies(wrap, rank, size):
-    return a_wrapped_module_inside_a_wrapped_one(copying(wrap), rank, size)
 
 
 def a_wrapped_module_inside_a_wrapped_one_for_steps_with_copies(wrap, rank, size):
@@ -215,8 +184,6 @@ TORCH_RAISES = "torch raises 'Expected to mark a variable ready only once'"
 
 
 SITUATIONS = [
-    row(the_same_module_in_two_wrappers),
-    row(the_same_module_in_two_wrappers_second_trained),
     row(the_same_module_wrapped_again_after_the_first_is_gone),
     row(two_wrappers_trained_in_turn),
     row(two_wrappers_one_for_validation),
@@ -236,8 +203,6 @@ SITUATIONS = [
     ),
     row(two_heads_with_gradients_zeroed_between, method=SHARED),
     row(two_heads_with_gradients_zeroed_between_with_copies),
-    row(a_wrapped_module_inside_a_wrapped_one, method=SHARED),
-    row(a_wrapped_module_inside_a_wrapped_one_with_copies),
     row(a_wrapped_module_inside_a_wrapped_one_for_steps, method=SHARED),
     row(a_wrapped_module_inside_a_wrapped_one_for_steps_with_copies),
 ]

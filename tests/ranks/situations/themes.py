@@ -27,7 +27,6 @@ THEMES = (
     "generative",
     "language",
     "meta_learning",
-    "averages",
     "checkpointing",
     "precision",
     "optimizers",

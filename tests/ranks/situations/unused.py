@@ -53,14 +53,6 @@ def _branches(wrap, rank, which, kind=torch.optim.SGD, **arguments):
     return everything(module)
 
 
-def unused_branch_the_same_on_all_ranks(wrap, rank, size):
-    return _branches(wrap, rank, lambda step: [0], find_unused_parameters=True)
-
-
-def unused_branch_that_changes(wrap, rank, size):
-    return _branches(wrap, rank, lambda step: [step % 3], find_unused_parameters=True)
-
-
 def unused_branch_that_changes_with_adamw(wrap, rank, size):
     """An unused parameter has no gradient, so it is not decayed."""
     kind = torch.optim.AdamW
@@ -118,19 +110,6 @@ def unused_output(wrap, rank, size):
     return everything(module)
 
 
-def unused_with_zero_times_the_parameter(wrap, rank, size):
-    """The common remedy: `loss + 0 * p.sum()` for all."""
-    module = Branching()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = model(batch(step, rank), [rank % 2]).square().mean()
-        (loss + sum(0.0 * p.sum() for p in module.parameters())).backward()
-        optimizer.step()
-    return everything(module)
-
-
 def gradient_kept_where_unused(wrap, rank, size):
     """Accumulated without zeroing, used in the first step only: the gradient stays."""
     module = Branching()
@@ -151,15 +130,6 @@ def unused_under_no_sync_used_before(wrap, rank, size):
     return grads(module)
 
 
-def layer_drop_by_a_common_seed(wrap, rank, size):
-    generator = torch.Generator().manual_seed(3)
-
-    def which(step):
-        return [k for k in range(3) if torch.rand((), generator=generator) < 0.6] or [0]
-
-    return _branches(wrap, rank, which, find_unused_parameters=True)
-
-
 def _frozen_after(rank, size):
     module = perceptron()
     optimizer = sgd(module)
@@ -175,8 +145,6 @@ SITUATIONS = [
         frozen_after_the_wrap_without_find_unused,
         both=better(_frozen_after, "torch leaves that backward local, without a word"),
     ),
-    row(unused_branch_the_same_on_all_ranks),
-    row(unused_branch_that_changes),
     row(unused_branch_that_changes_with_adamw),
     row(unused_branch_of_one_rank),
     row(unused_branch_with_bucket_views),
@@ -184,8 +152,6 @@ SITUATIONS = [
     row(static_graph_without_unused, method=ONLY_CLASS),
     row(find_unused_with_nothing_unused),
     row(unused_output),
-    row(unused_with_zero_times_the_parameter),
     row(gradient_kept_where_unused),
     row(unused_under_no_sync_used_before),
-    row(layer_drop_by_a_common_seed),
 ]

@@ -45,12 +45,6 @@ def weights_of_each_rank_without_init_sync(wrap, rank, size):
     return weights(module)
 
 
-def bucket_views(wrap, rank, size):
-    module = perceptron()
-    _steps(wrap, rank, module, gradient_as_bucket_view=True)
-    return everything(module)
-
-
 def small_buckets(wrap, rank, size):
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(20, 20) for _ in range(5)))
@@ -99,13 +93,6 @@ def members_that_scripts_read(wrap, rank, size):
         "join": str(model.join_device),
         "ignored": model.parameters_to_ignore == set(),
     }
-
-
-def unwrapping_by_attribute(wrap, rank, size):
-    """`getattr(model, "module", model)`, as most repositories do."""
-    model = wrap(perceptron())
-    inner = getattr(model, "module", model)
-    return {"same": inner is wrap.inner(model)} | weights(inner)
 
 
 def custom_attributes_and_methods_of_the_module(wrap, rank, size):
@@ -273,12 +260,10 @@ SITUATIONS = [
         ),
         method=ONLY_CLASS,
     ),
-    row(bucket_views),
     row(small_buckets),
     row(several_arguments),
     row(device_mesh, method=ONLY_CLASS),
     row(members_that_scripts_read, method=ONLY_CLASS),
-    row(unwrapping_by_attribute),
     row(custom_attributes_and_methods_of_the_module),
     row(keyword_and_nested_inputs),
     row(functional_call_on_the_inner_module),

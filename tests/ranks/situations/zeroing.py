@@ -12,7 +12,6 @@ from ranks.situations.values import (
     sgd,
     x,
 )
-from torch import nn
 
 
 def gradient_set_to_none_on_one_rank(wrap, rank, size):
@@ -39,28 +38,6 @@ def zeroed_in_place_by_the_optimizer(wrap, rank, size):
     return everything(wrap.inner(model))
 
 
-def zeroed_by_the_model(wrap, rank, size):
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(4):
-        model.zero_grad(set_to_none=step % 2 == 0)
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return everything(wrap.inner(model))
-
-
-def zeroed_after_the_step(wrap, rank, size):
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(4):
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return everything(wrap.inner(model))
-
-
 def zeroed_between_forward_and_backward(wrap, rank, size):
     module = perceptron()
     optimizer = sgd(module)
@@ -71,39 +48,6 @@ def zeroed_between_forward_and_backward(wrap, rank, size):
         loss.backward()
         optimizer.step()
     return everything(wrap.inner(model))
-
-
-def zeroed_one_by_one(wrap, rank, size):
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(4):
-        for p in module.parameters():
-            p.grad = None
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return everything(wrap.inner(model))
-
-
-def zeroed_by_detach_and_zero(wrap, rank, size):
-    """torch's own zero_grad of old: detach_(), then zero_()."""
-
-    def change(module, optimizer, step):
-        optimizer.step()
-        for p in module.parameters():
-            p.grad.detach_()
-            p.grad.zero_()
-
-    return trained(wrap, rank, change, zero=False)
-
-
-def zeroed_with_zeros_like(wrap, rank, size):
-    def change(module, optimizer, step):
-        optimizer.step()
-        for p in module.parameters():
-            p.grad = torch.zeros_like(p)
-
-    return trained(wrap, rank, change, zero=False)
 
 
 def never_zeroed(wrap, rank, size):
@@ -120,18 +64,6 @@ def some_gradients_zeroed_others_none(wrap, rank, size):
                 p.grad = None
             elif p.grad is not None:
                 p.grad.zero_()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return everything(wrap.inner(model))
-
-
-def optimizer_without_zeroing_for_some(wrap, rank, size):
-    """An optimizer of the last layer only: the first keeps its gradient, and it grows."""
-    module = perceptron()
-    optimizer = torch.optim.SGD(module[2].parameters(), lr=0.1)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
         model(batch(step, rank)).square().mean().backward()
         optimizer.step()
     return everything(wrap.inner(model))
@@ -173,40 +105,6 @@ def local_loss_added_to_the_gradient(wrap, rank, size):
     return grads(module)
 
 
-def weight_penalty_in_the_same_loss(wrap, rank, size):
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        penalty = sum(p.square().sum() for p in model.parameters())
-        (model(batch(step, rank)).square().mean() + 0.01 * penalty).backward()
-        optimizer.step()
-    return everything(module)
-
-
-def channels_last_before_the_wrap(wrap, rank, size):
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(36, 2))
-    module = module.to(memory_format=torch.channels_last)
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        data = batch(step, rank, 2, 3, 5, 5).to(memory_format=torch.channels_last)
-        model(data).square().mean().backward()
-        optimizer.step()
-    return everything(wrap.inner(model))
-
-
-def nan_on_one_rank(wrap, rank, size):
-    module = linear()
-    model = wrap(module)
-    scale = float("nan") if rank == 1 else 1.0
-    model(x(rank, scale)).sum().backward()
-    return grads(module)
-
-
 def infinity_on_one_rank_then_a_good_step(wrap, rank, size):
     module = linear()
     optimizer = sgd(module)
@@ -223,21 +121,12 @@ def infinity_on_one_rank_then_a_good_step(wrap, rank, size):
 SITUATIONS = [
     row(gradient_set_to_none_on_one_rank),
     row(zeroed_in_place_by_the_optimizer),
-    row(zeroed_by_the_model),
-    row(zeroed_after_the_step),
     row(zeroed_between_forward_and_backward),
-    row(zeroed_one_by_one),
-    row(zeroed_by_detach_and_zero),
-    row(zeroed_with_zeros_like),
     row(never_zeroed),
     row(some_gradients_zeroed_others_none),
-    row(optimizer_without_zeroing_for_some),
     row(gradient_that_was_there_before_the_wrap),
     row(gradient_of_each_rank_before_the_wrap),
     row(gradient_set_between_forward_and_backward),
     row(local_loss_added_to_the_gradient),
-    row(weight_penalty_in_the_same_loss),
-    row(channels_last_before_the_wrap),
-    row(nan_on_one_rank),
     row(infinity_on_one_rank_then_a_good_step),
 ]
