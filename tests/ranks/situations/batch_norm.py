@@ -10,24 +10,23 @@ from ranks.situations.values import (
     normalised,
     sgd,
     square_losses,
+    train,
+    trained,
     weights,
 )
 from torch import nn
 
 
-def _train(wrap, rank, steps=4, between=None, **arguments):
+def _train(wrap, rank, between=lambda model: []):
+    """What `between(model)` gives after each step is recorded, too."""
     module = normalised()
     optimizer = sgd(module)
-    model = wrap(module, optimizer, **arguments)
+    model = wrap(module, optimizer)
     outputs = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-        if between:
-            outputs += between(model, step)
-    result = everything(wrap.inner(model))
-    return result | {f"output{number}": value for number, value in enumerate(outputs)}
+    for step in range(4):
+        train(model, optimizer, rank, [step])
+        outputs += between(model)
+    return everything(module) | {"outputs": outputs}
 
 
 def batch_norm_training(wrap, rank, size):
@@ -36,14 +35,14 @@ def batch_norm_training(wrap, rank, size):
 
 
 def batch_norm_validation_on_several_batches(wrap, rank, size):
-    def between(model, step):
+    def between(model):
         model.eval()
         with torch.no_grad():
             outputs = [model(batch(number, 0)).sum() for number in (70, 71, 72)]
         model.train()
         return outputs
 
-    return _train(wrap, rank, between=between)
+    return _train(wrap, rank, between)
 
 
 def batch_norm_validation_of_the_inner_module(wrap, rank, size):
@@ -51,7 +50,7 @@ def batch_norm_validation_of_the_inner_module(wrap, rank, size):
 
     wrap.need_class()
 
-    def between(model, step):
+    def between(model):
         inner = wrap.inner(model)
         inner.eval()
         with torch.no_grad():
@@ -59,31 +58,26 @@ def batch_norm_validation_of_the_inner_module(wrap, rank, size):
         inner.train()
         return [output]
 
-    return _train(wrap, rank, between=between)
+    return _train(wrap, rank, between)
 
 
 def batch_norm_evaluation_with_backward(wrap, rank, size):
     """Test-time adaptation: gradients are computed in eval between training steps."""
 
-    def between(model, step):
+    def between(model):
         model.eval()
         output = model(batch(77, rank)).square().mean()
         output.backward()
         model.train()
         return [wrap.inner(model)[1].running_mean.clone()]
 
-    return _train(wrap, rank, between=between)
+    return _train(wrap, rank, between)
 
 
 def batch_norm_recalibrated(wrap, rank, size):
     """Statistics are reset and made anew by forwards in train mode without gradients."""
     module = normalised()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(2):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+    model, _ = trained(wrap, rank, module, range(2))
     module[1].reset_running_stats()
     with torch.no_grad():
         for step in range(3):
@@ -98,12 +92,7 @@ def spectral_norm_parametrization(wrap, rank, size):
     torch.manual_seed(0)
     layer = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3))
     module = nn.Sequential(layer)
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+    trained(wrap, rank, module)
     return everything(module)
 
 
@@ -115,12 +104,7 @@ def observers_of_quantization(wrap, rank, size):
     module = nn.Sequential(
         nn.Linear(5, 4), FakeQuantize(MovingAverageMinMaxObserver), nn.Linear(4, 2)
     )
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+    trained(wrap, rank, module)
     return everything(module)
 
 
@@ -143,9 +127,7 @@ def _one_rank_evaluates(wrap, rank, who, after):
                 model(batch(9, rank))
                 model(batch(10, rank))
             model.train()
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+        train(model, optimizer, rank, [step])
     return weights(module)
 
 

@@ -2,7 +2,12 @@
 
 import torch
 from ranks.situations.rows import ONLY_CLASS, row
-from ranks.situations.values import everything, linear, normalised, x
+from ranks.situations.values import (
+    everything,
+    linear,
+    normalised,
+    x,
+)
 from torch import nn
 
 

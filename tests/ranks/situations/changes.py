@@ -10,9 +10,10 @@ from ranks.situations.values import (
     everything,
     perceptron,
     sgd,
+    train,
+    trained,
     weights,
 )
-from ranks.situations.wrapping import _steps
 from torch import nn
 
 
@@ -36,7 +37,7 @@ def weight_norm_removed_for_inference(wrap, rank, size):
         warnings.simplefilter("ignore")
         layer = nn.utils.weight_norm(nn.Linear(5, 3))
     module = nn.Sequential(layer)
-    model, _ = _steps(wrap, rank, module)
+    model, _ = trained(wrap, rank, module)
     nn.utils.remove_weight_norm(module[0])
     model.eval()
     with torch.no_grad():
@@ -47,7 +48,7 @@ def weight_norm_removed_for_inference(wrap, rank, size):
 def parametrization_removed_for_inference(wrap, rank, size):
     torch.manual_seed(0)
     module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)))
-    model, _ = _steps(wrap, rank, module)
+    model, _ = trained(wrap, rank, module)
     nn.utils.parametrize.remove_parametrizations(module[0], "weight")
     model.eval()
     with torch.no_grad():
@@ -59,7 +60,7 @@ def parametrization_removed_from_the_root(wrap, rank, size):
     """The wrapped module itself is parametrised."""
     torch.manual_seed(0)
     module = nn.utils.parametrizations.weight_norm(nn.Linear(5, 3))
-    model, _ = _steps(wrap, rank, module)
+    model, _ = trained(wrap, rank, module)
     nn.utils.parametrize.remove_parametrizations(wrap.inner(model), "weight")
     with torch.no_grad():
         output = model(batch(9, 0))
@@ -81,50 +82,42 @@ def parametrization_registered_on_the_wrapped_root(wrap, rank, size):
     return {"grad": module.parametrizations.weight.original.grad, "bias": module.bias.grad}
 
 
-def _pruned_in_training(wrap, rank, size, prune_after, **arguments):
+def _pruned_in_training(wrap, rank, prune_after):
     """Lightning's ModelPruning prunes between steps, and makes the pruning permanent at the end."""
     from torch.nn.utils import prune
 
     module = perceptron()
     if prune_after == "frozen":
         module[0].bias.requires_grad_(False)
-    model, optimizer = _steps(wrap, rank, module, **arguments)
+    model, optimizer = trained(wrap, rank, module)
     for first, amount in ((3, 0.3), (5, 0.5)):
         prune.l1_unstructured(module[0], "weight", amount)
         prune.random_unstructured(module[2], "weight", amount)
         model.train(prune_after != "eval")
-        for step in (first, first + 1):
-            optimizer.zero_grad()
-            model(batch(step, rank)).square().mean().backward()
-            optimizer.step()
+        train(model, optimizer, rank, range(first, first + 2))
     prune.remove(module[0], "weight")
-    optimizer.zero_grad()
-    model(batch(7, rank)).square().mean().backward()
-    optimizer.step()
+    train(model, optimizer, rank, [7])
     return everything(module)
 
 
 def pruning_in_training(wrap, rank, size):
-    return _pruned_in_training(wrap, rank, size, "")
+    return _pruned_in_training(wrap, rank, "")
 
 
 def pruning_in_training_with_a_frozen_parameter(wrap, rank, size):
-    return _pruned_in_training(wrap, rank, size, "frozen")
+    return _pruned_in_training(wrap, rank, "frozen")
 
 
 def pruning_in_eval(wrap, rank, size):
-    return _pruned_in_training(wrap, rank, size, "eval")
+    return _pruned_in_training(wrap, rank, "eval")
 
 
 def spectral_norm_of_old_after_the_wrap(wrap, rank, size):
     """The same parameter, under the name `weight_orig`."""
     module = perceptron()
-    model, optimizer = _steps(wrap, rank, module)
+    model, optimizer = trained(wrap, rank, module)
     nn.utils.spectral_norm(module[0])
-    for step in range(3, 6):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, rank, range(3, 6))
     return everything(module)
 
 
@@ -135,10 +128,7 @@ def weight_replaced_by_a_new_parameter(wrap, rank, size):
     torch.manual_seed(1)
     module[2] = nn.Linear(7, 3)
     optimizer = sgd(module)
-    for step in range(2):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, rank, range(2))
     return everything(module)
 
 
@@ -148,9 +138,7 @@ def data_of_a_weight_replaced(wrap, rank, size):
     optimizer = sgd(module)
     model = wrap(module, optimizer)
     for step in range(4):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+        train(model, optimizer, rank, [step])
         for p in module.parameters():
             p.data = p.data.clamp(-0.3, 0.3)
     return everything(module)

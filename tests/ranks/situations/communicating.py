@@ -11,9 +11,10 @@ from ranks.situations.values import (
     linear,
     perceptron,
     sgd,
+    train,
+    trained,
     x,
 )
-from ranks.situations.wrapping import _steps
 from torch import nn
 
 
@@ -43,10 +44,7 @@ def post_local_sgd_hook(wrap, rank, size):
     optimizer = sgd(module)
     model = wrap(module, optimizer)
     model.register_comm_hook(state, local.post_localSGD_hook)
-    for step in range(4):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, rank, range(4))
     return everything(module)
 
 
@@ -56,10 +54,7 @@ def zero_redundancy_optimizer(wrap, rank, size):
     module = perceptron()
     model = wrap(module)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, rank)
     return everything(module)
 
 
@@ -96,7 +91,7 @@ def a_group_of_some_ranks(wrap, rank, size):
     """The last rank is alone in a group of its own."""
     groups = [dist.new_group(list(range(size - 1))), dist.new_group([size - 1])]
     module = perceptron()
-    _steps(wrap, rank, module, process_group=groups[rank == size - 1])
+    trained(wrap, rank, module, process_group=groups[rank == size - 1])
     return everything(module)
 
 

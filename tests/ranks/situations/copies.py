@@ -16,6 +16,8 @@ from ranks.situations.values import (
     perceptron,
     sgd,
     square_losses,
+    train,
+    trained,
     weights,
     x,
 )
@@ -24,12 +26,7 @@ from torch import nn
 
 def _trained(wrap, rank, module, steps=2):
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
-    model = wrap(module, optimizer)
-    for step in range(steps):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return model, optimizer
+    return trained(wrap, rank, module, range(steps), optimizer=optimizer)
 
 
 def a_deep_copy_is_trained(wrap, rank, size):
@@ -64,9 +61,7 @@ def averaged_model(wrap, rank, size):
     model, optimizer = _trained(wrap, rank, perceptron(), steps=1)
     average = AveragedModel(model)
     for step in range(1, 4):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+        train(model, optimizer, rank, [step])
         average.update_parameters(model)
     with torch.no_grad():
         output = average(batch(9, 0))
@@ -107,18 +102,16 @@ def state_dict_of_the_wrapper_is_loaded(wrap, rank, size):
     model = wrap(module, optimizer)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    optimizer.zero_grad()
-    model(batch(5, rank)).square().mean().backward()
-    optimizer.step()
+    train(model, optimizer, rank, [5])
     return everything(module)
 
 
 def state_dict_loaded_before_the_wrap(wrap, rank, size):
     """Only rank 0 has the checkpoint; the wrap gives it to all."""
-    trained, _ = _trained(wrap, rank, perceptron())
+    model, _ = _trained(wrap, rank, perceptron())
     module = perceptron(seed=1)
     if rank == 0:
-        module.load_state_dict(wrap.inner(trained).state_dict())
+        module.load_state_dict(wrap.inner(model).state_dict())
     model = wrap(module)
     model(batch(5, rank)).square().mean().backward()
     return everything(module)
@@ -132,9 +125,7 @@ def state_dict_loaded_in_the_middle(wrap, rank, size):
         if step == 3:
             model.load_state_dict(best[0])
             optimizer.load_state_dict(best[1])
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+        train(model, optimizer, rank, [step])
     return everything(wrap.inner(model))
 
 
@@ -145,10 +136,7 @@ def state_dict_assigned(wrap, rank, size):
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
     optimizer = sgd(module)
-    for step in range(2):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, rank, range(2))
     return everything(module)
 
 
@@ -177,9 +165,7 @@ def get_and_set_state_dict(wrap, rank, size):
     for p in model.parameters():
         p.data.zero_()
     set_state_dict(model, optimizer, model_state_dict=saved, optim_state_dict=of_optimizer)
-    optimizer.zero_grad()
-    model(batch(5, rank)).square().mean().backward()
-    optimizer.step()
+    train(model, optimizer, rank, [5])
     return everything(wrap.inner(model)) | names
 
 
@@ -246,9 +232,7 @@ def rank_0_saves_while_others_wait(wrap, rank, size):
         if rank == 0:
             _saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         dist.barrier()
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+        train(model, optimizer, rank, [step])
     return everything(wrap.inner(model))
 
 

@@ -11,6 +11,8 @@ from ranks.situations.values import (
     perceptron,
     sgd,
     square_losses,
+    train,
+    trained,
     weights,
     x,
 )
@@ -20,27 +22,16 @@ from torch import nn
 def frozen_before_the_wrap(wrap, rank, size):
     module = perceptron()
     module[0].requires_grad_(False)
-    optimizer = sgd(module[2])
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+    trained(wrap, rank, module, optimizer=sgd(module[2]))
     return everything(module)
 
 
 def frozen_after_the_wrap(wrap, rank, size):
     """A frozen parameter counts as unused, on all ranks."""
     module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer, find_unused_parameters=True)
-    for step in range(4):
-        if step == 2:
-            module[0].requires_grad_(False)
-            module[0].zero_grad()
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+    model, optimizer = trained(wrap, rank, module, range(2), find_unused_parameters=True)
+    module[0].requires_grad_(False)
+    train(model, optimizer, rank, range(2, 4))
     return everything(module)
 
 
@@ -62,9 +53,7 @@ def toggled_every_step(wrap, rank, size):
     for step in range(6):
         module[0].requires_grad_(step % 2 == 0)
         module[2].requires_grad_(step % 2 == 1)
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+        train(model, optimizer, rank, [step])
     return everything(module)
 
 
@@ -128,14 +117,9 @@ def unfrozen_after_the_wrap(wrap, rank, size):
     """torch does not communicate what was frozen at the wrap: its ranks drift apart."""
     module = perceptron()
     module[0].requires_grad_(False)
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(4):
-        if step == 2:
-            module[0].requires_grad_(True)
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+    model, optimizer = trained(wrap, rank, module, range(2))
+    module[0].requires_grad_(True)
+    train(model, optimizer, rank, range(2, 4))
     return everything(module)
 
 
@@ -143,15 +127,9 @@ def unfrozen_and_wrapped_again(wrap, rank, size):
     """The remedy: wrap once more after the set of trained parameters has changed."""
     module = perceptron()
     module[0].requires_grad_(False)
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(4):
-        if step == 2:
-            module[0].requires_grad_(True)
-            model = wrap(module, optimizer)
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+    _, optimizer = trained(wrap, rank, module, range(2))
+    module[0].requires_grad_(True)
+    train(wrap(module, optimizer), optimizer, rank, range(2, 4))
     return everything(module)
 
 

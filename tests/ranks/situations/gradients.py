@@ -10,32 +10,32 @@ from ranks.situations.values import (
     linear,
     perceptron,
     sgd,
+    train,
     weights,
     x,
 )
 from torch import nn
 
 
-def trained(wrap, rank, change, steps=4, kind=torch.optim.SGD, zero=True, **arguments):
-    """A few steps; `change(module, optimizer, step)` between backward and optimizer."""
+def changed(wrap, rank, change=lambda module: None, set_to_none=True):
+    """A few steps, with `change(module)` between backward and optimizer."""
     module = perceptron()
-    optimizer = kind(module.parameters(), lr=0.1)
-    model = wrap(module, optimizer, **arguments)
-    for step in range(steps):
-        if zero:
-            optimizer.zero_grad()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=set_to_none)
         model(batch(step, rank)).square().mean().backward()
-        change(wrap.inner(model), optimizer, step)
+        change(module)
         optimizer.step()
-    return everything(wrap.inner(model))
+    return everything(module)
 
 
 def scaled_data_of_a_gradient_every_step(wrap, rank, size):
-    def change(module, optimizer, step):
+    def change(module):
         for p in module.parameters():
             p.grad.data = p.grad.data * 0.5
 
-    return trained(wrap, rank, change)
+    return changed(wrap, rank, change)
 
 
 def scaled_data_without_zeroing(wrap, rank, size):
@@ -50,65 +50,48 @@ def scaled_data_without_zeroing(wrap, rank, size):
 
 
 def gradient_replaced_and_zeroed_in_place(wrap, rank, size):
-    def change(module, optimizer, step):
+    def change(module):
         for p in module.parameters():
             p.grad = p.grad * 0.5
 
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(4):
-        optimizer.zero_grad(set_to_none=False)
-        model(batch(step, rank)).square().mean().backward()
-        change(module, optimizer, step)
-        optimizer.step()
-    return everything(wrap.inner(model))
+    return changed(wrap, rank, change, set_to_none=False)
 
 
 def gradient_replaced_on_one_rank(wrap, rank, size):
     """The same values in another tensor."""
 
-    def change(module, optimizer, step):
+    def change(module):
         for p in module.parameters():
             if rank == 0:
                 p.grad = p.grad.clone()
 
-    return trained(wrap, rank, change)
+    return changed(wrap, rank, change)
+
+
+def _kept(wrap, rank, of):
+    """What `of(gradient)` was in two steps, after both."""
+    module = linear()
+    model = wrap(module)
+    kept = []
+    for scale in (1.0, 10.0):
+        module.zero_grad()
+        model(x(rank, scale)).sum().backward()
+        kept.append(of(module.weight.grad))
+    return {"kept": kept}
 
 
 def gradients_kept_by_reference(wrap, rank, size):
     """PCGrad: one backward per task, gradients collected and set to None."""
-    module = linear()
-    model = wrap(module)
-    kept = []
-    for scale in (1.0, 10.0):
-        model(x(rank, scale)).sum().backward()
-        kept.append(module.weight.grad)
-        module.weight.grad = None
-    return {"first": kept[0], "second": kept[1]}
+    return _kept(wrap, rank, lambda gradient: gradient)
 
 
 def gradients_kept_as_views(wrap, rank, size):
     """A flat view of a gradient outlives the gradient."""
-    module = linear()
-    model = wrap(module)
-    kept = []
-    for scale in (1.0, 10.0):
-        module.zero_grad()
-        model(x(rank, scale)).sum().backward()
-        kept.append(module.weight.grad.view(-1))
-    return {"first": kept[0], "second": kept[1]}
+    return _kept(wrap, rank, lambda gradient: gradient.view(-1))
 
 
 def gradients_kept_as_data(wrap, rank, size):
-    module = linear()
-    model = wrap(module)
-    kept = []
-    for scale in (1.0, 10.0):
-        module.zero_grad()
-        model(x(rank, scale)).sum().backward()
-        kept.append(module.weight.grad.data)
-    return {"first": kept[0], "second": kept[1]}
+    return _kept(wrap, rank, lambda gradient: gradient.data)
 
 
 def another_gradient_swapped_in(wrap, rank, size):
@@ -124,22 +107,22 @@ def another_gradient_swapped_in(wrap, rank, size):
 
 
 def clipped_by_norm(wrap, rank, size):
-    def change(module, optimizer, step):
+    def change(module):
         norms.append(nn.utils.clip_grad_norm_(module.parameters(), 0.05))
 
     norms = []
-    return trained(wrap, rank, change) | {"norms": norms}
+    return changed(wrap, rank, change) | {"norms": norms}
 
 
 def gradients_centralised(wrap, rank, size):
     """Gradient centralisation writes through `.grad.data`."""
 
-    def change(module, optimizer, step):
+    def change(module):
         for p in module.parameters():
             if p.dim() > 1:
                 p.grad.data.add_(-p.grad.data.mean(dim=1, keepdim=True))
 
-    return trained(wrap, rank, change)
+    return changed(wrap, rank, change)
 
 
 def detached_gradient(wrap, rank, size):
@@ -185,9 +168,7 @@ def parameters_as_one_vector(wrap, rank, size):
     for step in range(3):
         vector = nn.utils.parameters_to_vector(module.parameters())
         nn.utils.vector_to_parameters(vector * 0.9, module.parameters())
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+        train(model, optimizer, rank, [step])
     return weights(module)
 
 

@@ -5,8 +5,6 @@ gives a callable model. What the wrapped module itself is, how a model is told n
 and how ranks join differs between houses; a situation asks the house.
 """
 
-import contextlib
-
 import bagua.torch_api as bagua
 import torch
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
@@ -99,12 +97,6 @@ class MethodHouse(ClassHouse):
 def as_list(optimizer):
     """One optimizer or several, as a list."""
     return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-
-
-@contextlib.contextmanager
-def nothing():
-    """A context that does nothing."""
-    yield
 
 
 HOUSES = {house.name: house for house in (TorchHouse(), ClassHouse(), MethodHouse())}

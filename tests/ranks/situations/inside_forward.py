@@ -2,7 +2,11 @@
 
 import torch
 from ranks.situations.rows import better, refused, row
-from ranks.situations.values import batch, everything, sgd
+from ranks.situations.values import (
+    batch,
+    everything,
+    sgd,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

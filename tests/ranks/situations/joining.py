@@ -11,19 +11,24 @@ from ranks.situations.values import (
     normalised,
     perceptron,
     sgd,
+    train,
     weights,
     x,
 )
 from torch.distributed.algorithms.join import Join
 
 
-def _uneven(wrap, rank, more=1, **arguments):
-    """Rank r has 2 + r * more inputs."""
+def _uneven(wrap, rank, inputs=None, mode=True, **arguments):
+    """The weights after a join in which this rank has `inputs`: by default one more than another.
+
+    mode: False trains in `eval()`.
+    """
     module = linear()
     optimizer = sgd(module)
     model = wrap(module, optimizer)
+    model.train(mode)
     with wrap.join(model, **arguments):
-        for step in range(2 + rank * more):
+        for step in range(2 + rank if inputs is None else inputs):
             optimizer.zero_grad()
             model(x(rank, step + 1.0)).sum().backward()
             optimizer.step()
@@ -39,11 +44,11 @@ def join_divided_by_those_left(wrap, rank, size):
 
 
 def join_not_enabled(wrap, rank, size):
-    return _uneven(wrap, rank, more=0, enable=False)
+    return _uneven(wrap, rank, inputs=2, enable=False)
 
 
 def join_with_even_inputs(wrap, rank, size):
-    return _uneven(wrap, rank, more=0)
+    return _uneven(wrap, rank, inputs=2)
 
 
 def join_that_throws_early(wrap, rank, size):
@@ -100,10 +105,7 @@ def join_with_batch_norm(wrap, rank, size):
     optimizer = sgd(module)
     model = wrap(module, optimizer)
     with wrap.join(model):
-        for step in range(2 + rank):
-            optimizer.zero_grad()
-            model(batch(step, rank)).square().mean().backward()
-            optimizer.step()
+        train(model, optimizer, rank, range(2 + rank))
     return everything(module)
 
 
@@ -123,16 +125,7 @@ def join_with_no_sync_inside(wrap, rank, size):
 
 
 def join_in_eval(wrap, rank, size):
-    module = linear()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    model.eval()
-    with wrap.join(model):
-        for step in range(2 + rank):
-            optimizer.zero_grad()
-            model(x(rank, step + 1.0)).sum().backward()
-            optimizer.step()
-    return weights(module)
+    return _uneven(wrap, rank, mode=False)
 
 
 def join_of_two_epochs(wrap, rank, size):
@@ -140,25 +133,15 @@ def join_of_two_epochs(wrap, rank, size):
     optimizer = sgd(module)
     model = wrap(module, optimizer)
     for epoch in range(2):
+        first, more = 10 * epoch, rank if epoch == 0 else size - rank
         with wrap.join(model):
-            for step in range(2 + (rank if epoch == 0 else size - rank)):
-                optimizer.zero_grad()
-                model(batch(10 * epoch + step, rank)).square().mean().backward()
-                optimizer.step()
+            train(model, optimizer, rank, range(first, first + 2 + more))
     model(batch(50, rank)).square().mean().backward()
     return everything(module)
 
 
 def join_with_a_rank_without_inputs(wrap, rank, size):
-    module = linear()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    with wrap.join(model):
-        for step in range(0 if rank == 0 else 3):
-            optimizer.zero_grad()
-            model(x(rank, step + 1.0)).sum().backward()
-            optimizer.step()
-    return weights(module)
+    return _uneven(wrap, rank, inputs=0 if rank == 0 else 3)
 
 
 def join_of_two_models(wrap, rank, size):
@@ -186,10 +169,7 @@ def _with_the_sharded_optimizer(wrap, rank, **arguments):
     model = wrap(module, **arguments)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     with Join([model, optimizer]):
-        for step in range(2 + rank):
-            optimizer.zero_grad()
-            model(batch(step, rank)).square().mean().backward()
-            optimizer.step()
+        train(model, optimizer, rank, range(2 + rank))
     return weights(module)
 
 

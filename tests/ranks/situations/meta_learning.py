@@ -1,5 +1,6 @@
 """Inner steps, sharpness, adversarial inputs and weights."""
 
+import contextlib
 import os
 import unittest.mock
 
@@ -46,12 +47,14 @@ def _perturb(module, scale):
     return moved
 
 
-def sharpness_aware_minimisation(wrap, rank, size):
+def _sharpness_aware(wrap, rank, first_pass):
+    """`first_pass(model)` is the context of the backward that only says where to climb."""
     module = perceptron()
-    optimizer = sgd(module, momentum=0.9)
+    optimizer = sgd(module)
     model = wrap(module, optimizer)
     for step in range(3):
-        model(batch(step, rank)).square().mean().backward()
+        with first_pass(model):
+            model(batch(step, rank)).square().mean().backward()
         moved = _perturb(module, 0.05)
         optimizer.zero_grad()
         model(batch(step, rank)).square().mean().backward()
@@ -63,24 +66,15 @@ def sharpness_aware_minimisation(wrap, rank, size):
     return weights(module)
 
 
+def sharpness_aware_minimisation(wrap, rank, size):
+    return _sharpness_aware(wrap, rank, lambda model: contextlib.nullcontext())
+
+
 def _sharpness_aware_apart(wrap, rank):
     """The paper's own: the first backward under no_sync, so ranks climb apart."""
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        with wrap.no_sync(model):
-            model(batch(step, rank)).square().mean().backward()
-        moved = _perturb(module, 0.05)
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        with torch.no_grad():
-            for p, e in zip(module.parameters(), moved, strict=True):
-                p.sub_(e)
-        optimizer.step()
-        optimizer.zero_grad()
+    apart = _sharpness_aware(wrap, rank, wrap.no_sync)
     # Adding and subtracting leaves each rank its own rounding, in torch as here.
-    return {name: (value * 1e4).round() / 1e4 for name, value in weights(module).items()}
+    return {name: (value * 1e4).round() / 1e4 for name, value in apart.items()}
 
 
 def sharpness_aware_with_a_local_first_pass(wrap, rank, size):

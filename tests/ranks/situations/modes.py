@@ -10,6 +10,7 @@ from ranks.situations.values import (
     linear,
     perceptron,
     sgd,
+    train,
     weights,
     x,
 )
@@ -42,9 +43,7 @@ def eval_after_training_and_back(wrap, rank, size):
     model = wrap(module, optimizer)
     for step in range(6):
         model.train(step % 2 == 0)
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+        train(model, optimizer, rank, [step])
     return everything(wrap.inner(model))
 
 
@@ -53,9 +52,7 @@ def validation_of_one_rank_of_the_inner_module_with_grad(wrap, rank, size):
     optimizer = sgd(module)
     model = wrap(module, optimizer)
     for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+        train(model, optimizer, rank, [step])
         if rank == 0:
             model.eval()
             model(batch(step + 50, rank))
@@ -69,9 +66,7 @@ def inference_mode_between_steps(wrap, rank, size):
     model = wrap(module, optimizer)
     losses = []
     for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+        train(model, optimizer, rank, [step])
         with torch.inference_mode():
             losses.append(model(batch(9, 0)).sum())
     return weights(wrap.inner(model)) | {"losses": torch.stack(losses)}

@@ -11,6 +11,7 @@ from ranks.situations.values import (
     mean,
     perceptron,
     sgd,
+    train,
     weights,
     x,
 )
@@ -45,10 +46,7 @@ def full_backward_hook_on_the_model(wrap, rank, size):
     optimizer = sgd(module)
     model = wrap(module, optimizer)
     model.register_full_backward_hook(lambda m, gin, gout: seen.append(gout[0].sum()))
-    for step in range(2):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, rank, range(2))
     return everything(module) | {"seen": seen}
 
 
@@ -57,10 +55,7 @@ def forward_hook_that_replaces_the_output(wrap, rank, size):
     optimizer = sgd(module)
     model = wrap(module, optimizer)
     model.register_forward_hook(lambda m, args, out: out * 2)
-    for step in range(2):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, rank, range(2))
     return everything(module)
 
 
@@ -84,10 +79,7 @@ def optimizer_step_hooks(wrap, rank, size):
     optimizer.register_step_pre_hook(
         lambda *_: seen.append(sum(p.grad.sum() for p in module.parameters()))
     )
-    for step in range(2):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, rank, range(2))
     return weights(module) | {"seen": seen}
 
 

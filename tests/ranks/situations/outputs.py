@@ -1,5 +1,8 @@
 """What a forward returns, and what of it enters the loss."""
 
+import collections
+import dataclasses
+
 import torch
 from ranks.situations.rows import row
 from ranks.situations.values import (
@@ -26,123 +29,90 @@ def all_frozen_for_a_forward(wrap, rank, size):
     return grads(module) | {"inputs": inputs.grad}
 
 
-class ReturnsItsWeight(nn.Module):
-    """Gives its weight to the loss, as heads that are tied outside do."""
+class Returning(nn.Module):
+    """A layer whose output is `of(layer, inputs)`."""
 
-    def __init__(self):
+    def __init__(self, of):
         super().__init__()
-        self.layer = linear()
+        self.layer, self.of = linear(), of
 
     def forward(self, inputs):
-        return self.layer(inputs), self.layer.weight
+        return self.of(self.layer, inputs)
 
 
-def a_forward_that_returns_a_parameter(wrap, rank, size):
-    module = ReturnsItsWeight()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for _ in range(3):
-        optimizer.zero_grad()
-        output, weight = model(x(rank))
-        (output.sum() + 0.5 * (rank + 1) * weight.sum()).backward()
-        optimizer.step()
-    return everything(module)
-
-
-def a_forward_that_returns_only_a_parameter(wrap, rank, size):
-    class OnlyWeight(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.prompt = nn.Parameter(torch.ones(2))
-
-        def forward(self):
-            return self.prompt
-
-    module = OnlyWeight()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for _ in range(3):
-        optimizer.zero_grad()
-        (model() * (rank + 1)).sum().backward()
-        optimizer.step()
-    return everything(module)
-
-
-def a_forward_that_returns_its_input(wrap, rank, size):
-    class ReturnsInput(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = linear()
-
-        def forward(self, inputs):
-            return self.layer(inputs), inputs
-
-    module = ReturnsInput()
+def _returning(wrap, rank, of, loss):
+    """Three steps on `loss(output)`."""
+    module = Returning(of)
     optimizer = sgd(module)
     model = wrap(module, optimizer)
     inputs = x(rank).requires_grad_()
     for _ in range(3):
         optimizer.zero_grad()
-        output, same = model(inputs)
-        (output.sum() + same.sum()).backward()
+        loss(model(inputs)).backward()
         optimizer.step()
     return everything(module) | {"inputs": inputs.grad}
 
 
+def a_forward_that_returns_a_parameter(wrap, rank, size):
+    """Heads that are tied outside have the weight in the loss."""
+    return _returning(
+        wrap,
+        rank,
+        lambda layer, inputs: (layer(inputs), layer.weight),
+        lambda output: output[0].sum() + 0.5 * (rank + 1) * output[1].sum(),
+    )
+
+
+def a_forward_that_returns_only_a_parameter(wrap, rank, size):
+    return _returning(
+        wrap,
+        rank,
+        lambda layer, inputs: layer.weight,
+        lambda output: (output * (rank + 1)).sum(),
+    )
+
+
+def a_forward_that_returns_its_input(wrap, rank, size):
+    return _returning(
+        wrap,
+        rank,
+        lambda layer, inputs: (layer(inputs), inputs),
+        lambda output: output[0].sum() + output[1].sum(),
+    )
+
+
+class Box:
+    """An object of the user's: no tensor in it is found."""
+
+    def __init__(self, value):
+        self.value = value
+
+
 def a_forward_without_tensors(wrap, rank, size):
-    """Outputs in an object of the user's: nothing in it is found."""
+    return _returning(
+        wrap, rank, lambda layer, inputs: Box(layer(inputs)), lambda output: output.value.sum()
+    )
 
-    class Box:
-        def __init__(self, value):
-            self.value = value
 
-    class Boxed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = linear()
+Pair = collections.namedtuple("Pair", "one other")
 
-        def forward(self, inputs):
-            return Box(self.layer(inputs))
 
-    module = Boxed()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(x(rank)).value.sum().backward()
-        optimizer.step()
-    return everything(module)
+@dataclasses.dataclass
+class Data:
+    one: torch.Tensor
 
 
 def outputs_in_containers(wrap, rank, size):
     """Dicts, tuples, lists, named tuples and data classes of tensors."""
-    import collections
-    import dataclasses
 
-    Pair = collections.namedtuple("Pair", "one other")
+    def of(layer, inputs):
+        out = layer(inputs)
+        return {"a": [out, (out * 2,)], "b": Pair(out, None), "c": Data(out * 3)}
 
-    @dataclasses.dataclass
-    class Data:
-        one: torch.Tensor
+    def loss(output):
+        return (output["a"][1][0] + output["b"].one + output["c"].one).sum()
 
-    class Nested(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = linear()
-
-        def forward(self, inputs):
-            out = self.layer(inputs)
-            return {"a": [out, (out * 2,)], "b": Pair(out, None), "c": Data(out * 3)}
-
-    module = Nested()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for _ in range(2):
-        optimizer.zero_grad()
-        out = model(x(rank))
-        (out["a"][1][0] + out["b"].one + out["c"].one).sum().backward()
-        optimizer.step()
-    return everything(module)
+    return _returning(wrap, rank, of, loss)
 
 
 def a_rank_without_a_loss(wrap, rank, size):

@@ -9,8 +9,8 @@ from ranks.situations.values import (
     everything,
     grads,
     perceptron,
+    trained,
 )
-from ranks.situations.wrapping import _steps
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -57,7 +57,7 @@ def parameters_in_another_order_on_another_rank(wrap, rank, size):
 
 def half_precision_parameters(wrap, rank, size):
     module = perceptron().bfloat16()
-    _steps(wrap, rank, module, data=lambda s, r: batch(s, r).bfloat16())
+    trained(wrap, rank, module, data=lambda s, r: batch(s, r).bfloat16())
     return everything(module)
 
 
@@ -74,7 +74,7 @@ def mixed_precision_parameters(wrap, rank, size):
             return self.other(self.one(inputs).double())
 
     module = Mixed()
-    _steps(wrap, rank, module)
+    trained(wrap, rank, module)
     return everything(module)
 
 
@@ -89,7 +89,7 @@ def _tokens(step, rank):
 
 def sparse_embedding(wrap, rank, size):
     module = _embedding(True)
-    _model, _ = _steps(wrap, rank, module, data=_tokens)
+    _model, _ = trained(wrap, rank, module, data=_tokens)
     return everything(module) | {"sparse": module[0].weight.grad.is_sparse}
 
 
@@ -97,7 +97,7 @@ def ignored_parameter(wrap, rank, size):
     """By torch's own static method; the rank trains it alone."""
     module = perceptron()
     TorchDDP._set_params_and_buffers_to_ignore_for_model(module, ["2.bias"])
-    _steps(wrap, rank, module)
+    trained(wrap, rank, module)
     return everything(module)
 
 
@@ -109,7 +109,7 @@ def ignored_parameters_of_rank_specific_shape(wrap, rank, size):
     module = nn.Sequential(nn.Embedding(2 + rank, 3), dense)
     nn.init.ones_(module[0].weight)
     TorchDDP._set_params_and_buffers_to_ignore_for_model(module, ["0.weight"])
-    _steps(wrap, rank, module, data=lambda step, r: torch.tensor([step % 2, r]))
+    trained(wrap, rank, module, data=lambda step, r: torch.tensor([step % 2, r]))
     return everything(module)
 
 
@@ -127,7 +127,7 @@ def ignored_parameter_that_is_lazy(wrap, rank, size):
 
     module = Late()
     TorchDDP._set_params_and_buffers_to_ignore_for_model(module, ["late.weight", "late.bias"])
-    _steps(wrap, rank, module, steps=1)
+    trained(wrap, rank, module, steps=range(1))
     return grads(module.net)
 
 

@@ -10,6 +10,7 @@ from ranks.situations.values import (
     grads,
     perceptron,
     sgd,
+    trained,
     weights,
 )
 from torch import nn
@@ -55,12 +56,7 @@ class Tied(nn.Module):
 
 def tied_weights(wrap, rank, size):
     module = Tied()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+    model, _ = trained(wrap, rank, module)
     tied = model.module if hasattr(model, "module") else model
     return everything(module) | {"tied": tied.again.weight is tied.encoder.weight}
 
@@ -69,12 +65,7 @@ def the_same_layer_twice_in_a_forward(wrap, rank, size):
     torch.manual_seed(0)
     layer = nn.Linear(5, 5)
     module = nn.Sequential(layer, nn.Tanh(), layer)
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+    trained(wrap, rank, module)
     return everything(module)
 
 

@@ -9,6 +9,7 @@ from ranks.situations.values import (
     linear,
     perceptron,
     sgd,
+    train,
     weights,
     x,
 )
@@ -137,10 +138,7 @@ def a_wrapped_module_inside_a_wrapped_one_for_steps(wrap, rank, size):
     outside = nn.Sequential(inside, nn.Tanh(), nn.Linear(4, 2))
     optimizer = sgd(outside)
     model = wrap(outside, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, rank)
     both = [p.detach() for p in model.parameters()]
     return {f"weight{number}": p for number, p in enumerate(both)}
 

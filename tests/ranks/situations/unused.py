@@ -10,22 +10,17 @@ from ranks.situations.values import (
     perceptron,
     sgd,
     square_losses,
+    train,
+    trained,
 )
 from torch import nn
 
 
 def frozen_after_the_wrap_without_find_unused(wrap, rank, size):
     module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(2):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+    model, optimizer = trained(wrap, rank, module, range(2))
     module[0].requires_grad_(False)
-    optimizer.zero_grad()
-    model(batch(5, rank)).square().mean().backward()
-    optimizer.step()
+    train(model, optimizer, rank, [5])
     return everything(module)
 
 

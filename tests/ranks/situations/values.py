@@ -48,9 +48,9 @@ def x(rank, scale=1.0):
     return torch.full((1, 2), (rank + 1.0) * scale)
 
 
-def mean(size, of=lambda rank: rank + 1.0):
-    """The mean over ranks of a number each has."""
-    return sum(of(rank) for rank in range(size)) / size
+def mean(size):
+    """The mean over ranks of rank + 1."""
+    return (size + 1) / 2
 
 
 def gradient(size, scale=1.0, name="grad.weight"):
@@ -58,10 +58,10 @@ def gradient(size, scale=1.0, name="grad.weight"):
     return {name: torch.full((1, 2), mean(size) * scale)}
 
 
-def perceptron(seed=0, features=5, hidden=7, outputs=3):
+def perceptron(seed=0):
     """Sizes that no number of ranks divides; without buffers."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(features, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
 def normalised(seed=0):
@@ -79,35 +79,43 @@ def batch(step, rank, *shape):
     return torch.randn(*(shape or (4, 5)), generator=generator)
 
 
-def classes(step, rank, count=3, rows=4):
-    """Labels that depend on step and rank."""
-    generator = torch.Generator().manual_seed(1000 * step + rank + 500)
-    return torch.randint(0, count, (rows,), generator=generator)
-
-
 def sgd(module, lr=0.1, **more):
     """Plain SGD over all parameters."""
     return torch.optim.SGD(module.parameters(), lr=lr, **more)
 
 
-def loop(wrap, rank, module, optimizer, loss, steps=3, after=None, **arguments):
-    """Trains the wrapped module: `loss(model, step)`, then `after(model, step)`."""
+def train(model, optimizer, rank, steps=range(3), data=batch):
+    """Trains on the mean square of the output for this rank's data of the steps."""
+    for step in steps:
+        optimizer.zero_grad()
+        model(data(step, rank)).square().mean().backward()
+        optimizer.step()
+
+
+def trained(wrap, rank, module, steps=range(3), data=batch, optimizer=None, **arguments):
+    """The wrapped module after some steps, and its optimizer."""
+    optimizer = optimizer or sgd(module)
+    model = wrap(module, optimizer, **arguments)
+    train(model, optimizer, rank, steps, data)
+    return model, optimizer
+
+
+def loop(wrap, rank, module, optimizer, loss, **arguments):
+    """Trains the wrapped module on `loss(model, step)`."""
     model = wrap(module, optimizer, **arguments)
     losses = []
-    for step in range(steps):
+    for step in range(3):
         optimizer.zero_grad()
         value = loss(model, step)
         value.backward()
         optimizer.step()
         losses.append(copied(value))
-        if after is not None:
-            after(model, step)
     return everything(module) | {"losses": torch.stack(losses)}
 
 
-def adam(module, **more):
+def adam(module):
     """As those who train generators against critics take it."""
-    return torch.optim.Adam(module.parameters(), lr=0.01, betas=(0.5, 0.99), **more)
+    return torch.optim.Adam(module.parameters(), lr=0.01, betas=(0.5, 0.99))
 
 
 def alone(module, optimizer, losses, steps):

@@ -16,45 +16,37 @@ from ranks.situations.values import (
     perceptron,
     sgd,
     square_losses,
+    train,
+    trained,
     weights,
     x,
 )
 from torch import nn
 
 
-def _steps(wrap, rank, module, steps=3, first=0, data=batch, lr=0.1, **arguments):
-    optimizer = sgd(module, lr)
-    model = wrap(module, optimizer, **arguments)
-    for step in range(first, first + steps):
-        optimizer.zero_grad()
-        model(data(step, rank)).square().mean().backward()
-        optimizer.step()
-    return model, optimizer
-
-
 def weights_of_each_rank_at_the_wrap(wrap, rank, size):
     module = perceptron(seed=rank)
-    _steps(wrap, rank, module)
+    trained(wrap, rank, module)
     return everything(module)
 
 
 def weights_of_each_rank_without_init_sync(wrap, rank, size):
     wrap.need_class()
     module = perceptron(seed=rank)
-    _steps(wrap, rank, module, init_sync=False)
+    trained(wrap, rank, module, init_sync=False)
     return weights(module)
 
 
 def small_buckets(wrap, rank, size):
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(20, 20) for _ in range(5)))
-    _steps(wrap, rank, module, data=lambda s, r: batch(s, r, 3, 20), bucket_cap_mb=0.001)
+    trained(wrap, rank, module, data=lambda s, r: batch(s, r, 3, 20), bucket_cap_mb=0.001)
     return everything(module)
 
 
 def several_arguments(wrap, rank, size):
     module = normalised()
-    _steps(
+    trained(
         wrap,
         rank,
         module,
@@ -70,7 +62,7 @@ def device_mesh(wrap, rank, size):
     wrap.need_class()
     mesh = dist.init_device_mesh("cpu", (size,))
     module = perceptron()
-    model, _ = _steps(wrap, rank, module, device_mesh=mesh)
+    model, _ = trained(wrap, rank, module, device_mesh=mesh)
     return everything(module) | {"mesh": model.device_mesh.size()}
 
 
@@ -155,9 +147,7 @@ def functional_call_on_the_wrapper(wrap, rank, size):
         loss = output.square().mean()
         own = torch.autograd.grad(loss, list(others.values()))
         result[f"own{step}"] = torch.stack([g.sum() for g in own])
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+        train(model, optimizer, rank, [step])
     return everything(module) | result
 
 
@@ -172,9 +162,7 @@ def functional_call_with_other_leaves(wrap, rank, size):
         torch.func.functional_call(model, others, (batch(step, rank),)).square().mean().backward()
         result[f"others{step}"] = torch.stack([p.grad.sum() for p in others.values()])
         result |= {f"{name} {step}": value for name, value in grads(module).items()}
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+        train(model, optimizer, rank, [step])
     return everything(module) | result
 
 
@@ -216,7 +204,7 @@ def anomaly_detection(wrap, rank, size):
     module = perceptron()
     with warnings.catch_warnings(), torch.autograd.detect_anomaly():
         warnings.simplefilter("ignore")
-        _steps(wrap, rank, module)
+        trained(wrap, rank, module)
     return everything(module)
 
 

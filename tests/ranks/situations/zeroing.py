@@ -1,7 +1,7 @@
 """Gradients that are zeroed in every way, or are there already when a backward adds to them."""
 
 import torch
-from ranks.situations.gradients import trained
+from ranks.situations.gradients import changed
 from ranks.situations.rows import row
 from ranks.situations.values import (
     batch,
@@ -28,14 +28,7 @@ def gradient_set_to_none_on_one_rank(wrap, rank, size):
 
 
 def zeroed_in_place_by_the_optimizer(wrap, rank, size):
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(4):
-        optimizer.zero_grad(set_to_none=False)
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-    return everything(wrap.inner(model))
+    return changed(wrap, rank, set_to_none=False)
 
 
 def zeroed_between_forward_and_backward(wrap, rank, size):
@@ -51,7 +44,13 @@ def zeroed_between_forward_and_backward(wrap, rank, size):
 
 
 def never_zeroed(wrap, rank, size):
-    return trained(wrap, rank, lambda *_: None, zero=False)
+    module = perceptron()
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    for step in range(4):
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
 
 
 def some_gradients_zeroed_others_none(wrap, rank, size):
