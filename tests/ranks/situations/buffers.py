@@ -132,8 +132,9 @@ def stamps_without_forward_sync(wrap, rank, size):
 
 
 def _rank_by_rank(rank):
-    """A model whose weights and buffers are each rank's own."""
+    """A model whose weights, of which some are frozen, and buffers are each rank's own."""
     module = normalised(seed=rank)
+    module[3].requires_grad_(False)
     module[1].running_mean.fill_(rank + 1.0)
     return module
 

@@ -256,7 +256,7 @@ class Runner:
         ranks, number = None, 0
         try:
             for index, row in enumerate(self.table):
-                if size not in row.sizes or row.name not in names:
+                if row.name not in names:
                     continue
                 for house in houses:
                     if ranks is not None and row.alone and ranks.used:

@@ -44,15 +44,14 @@ class Row:
 
     expected: by house. right: what torch itself gives, `right(rank, size)`, where it is worth
     saying; some names are enough. alone: processes of its own, for situations that leave their
-    process changed. sizes: numbers of ranks. limit: seconds until it counts as hanging.
-    tolerance: relative, of values in float32.
+    process changed. limit: seconds until it counts as hanging. tolerance: relative, of values in
+    float32.
     """
 
     run: Callable[..., dict]
     expected: dict = field(default_factory=dict)
     right: Callable[[int, int], dict] | None = None
     alone: bool = False
-    sizes: tuple = (2, 3)
     limit: float = 25.0
     tolerance: float = 1e-5
 

@@ -4,7 +4,6 @@ The table is in the files that `themes.py` names. All situations that were selec
 process of their own that forks the ranks; each is then a test, of torch and of both of ours.
 """
 
-import itertools
 import os
 import pickle
 import re
@@ -20,9 +19,8 @@ from support.processes.fork_server import FORKED_PYTHON
 
 PROGRAM = Path(__file__).with_name("report.py")
 #: Three ranks have a first, a last and one between, a sum that depends on its order, and a mean
-#: that is rounded. Two ranks run where the members of a group, or those that are left, decide;
-#: report.py runs all situations on both.
-TWO_RANKS_TOO = ("communicating", "joining", "unused", "batch_norm")
+#: that is rounded. report.py runs all situations on two ranks, too.
+SIZE = 3
 
 #: The first test waits for all.
 pytestmark = pytest.mark.timeout(900)
@@ -32,55 +30,33 @@ ROWS = [
 ]
 
 
-def sizes_of(theme, row):
-    """Numbers of ranks that the situation runs with here."""
-    return [size for size in row.sizes if size == 3 or theme in TWO_RANKS_TOO]
-
-
 @pytest.fixture(scope="module")
 def verdicts(request, tmp_path_factory):
     """{(situation, house, size): (verdict, text)} of all that were selected."""
     selected = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    rows = [(case["theme"], case["row"]) for case in selected if "row" in case]
     folder = tmp_path_factory.mktemp("situations")
-    command = [FORKED_PYTHON, str(PROGRAM), "--brief"]
-
-    def saved_at(size):
-        return folder / f"verdicts-{size}"
-
-    # Ranks wait more than they work, so the sizes run side by side.
-    programs = {}
-    for size in (2, 3):
-        chosen = [row.name for theme, row in rows if size in sizes_of(theme, row)]
-        if not chosen:
-            continue
-        names = folder / f"names-{size}"
-        names.write_text("\n".join(chosen))
-        with (folder / f"output-{size}").open("w") as output:
-            programs[size] = subprocess.Popen(
-                [*command, "--select", names, "--size", str(size), "--save", saved_at(size)],
-                stdout=output,
-                stderr=output,
-                env=os.environ | fork_server.variables() | {"OMP_NUM_THREADS": "1"},
-            )
-    for program in programs.values():
-        program.wait()
-    found = {}
-    for size in programs:
-        saved = saved_at(size)
-        assert saved.exists(), (folder / f"output-{size}").read_text(errors="replace")[-4000:]
-        found |= pickle.loads(saved.read_bytes())
-    return found
+    names, saved, output = folder / "names", folder / "verdicts", folder / "output"
+    names.write_text("\n".join(case["row"].name for case in selected if "row" in case))
+    arguments = ["--brief", "--select", names, "--size", str(SIZE), "--save", saved]
+    with output.open("w") as file:
+        subprocess.run(
+            [FORKED_PYTHON, PROGRAM, *arguments],
+            stdout=file,
+            stderr=file,
+            env=os.environ | fork_server.variables() | {"OMP_NUM_THREADS": "1"},
+            check=False,
+        )
+    assert saved.exists(), output.read_text(errors="replace")[-4000:]
+    return pickle.loads(saved.read_bytes())
 
 
 @pytest.mark.parametrize(("theme", "row"), ROWS)
 def test_a_situation_is_as_in_torch_or_as_documented(verdicts, theme, row):
-    assert sizes_of(theme, row)
     bad = []
-    for size, house in itertools.product(sizes_of(theme, row), HOUSES):
-        verdict, text = verdicts[row.name, house, size]
+    for house in HOUSES:
+        verdict, text = verdicts[row.name, house, SIZE]
         if verdict not in judging.GOOD:
-            bad.append(f"{theme}.{row.name}, {house}, {size} ranks: {verdict}\n{text}")
+            bad.append(f"{theme}.{row.name}, {house}: {verdict}\n{text}")
     if bad:
         pytest.fail("\n".join(bad), pytrace=False)
 
