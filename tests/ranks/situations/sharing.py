@@ -10,20 +10,14 @@ from ranks.situations.values import (
     perceptron,
     sgd,
     train,
+    trained,
     weights,
     x,
 )
 from torch import nn
 
-
-def copying(wrap):
-    """The implementation with copied gradients, which is torch's default."""
-
-    def wrapped(module, optimizer=None, **arguments):
-        return wrap(module, optimizer, gradient_as_bucket_view=False, **arguments)
-
-    wrapped.inner, wrapped.no_sync = wrap.inner, wrap.no_sync
-    return wrapped
+#: torch's default; those that `with_bagua` gives must be asked for.
+COPIED = {"gradient_as_bucket_view": False}
 
 
 def _trunk_and_heads():
@@ -61,12 +55,10 @@ def two_wrappers_trained_in_turn(wrap, rank, size):
 def two_wrappers_one_for_validation(wrap, rank, size):
     module = perceptron()
     optimizer = sgd(module)
-    train, val = wrap(module, optimizer), wrap(module)
+    model, val = wrap(module, optimizer), wrap(module)
     losses = []
     for step in range(3):
-        optimizer.zero_grad()
-        train(batch(step, rank)).square().mean().backward()
-        optimizer.step()
+        train(model, optimizer, rank, [step])
         with torch.no_grad():
             losses.append(val(batch(50, rank)).sum())
     return everything(module) | {"losses": losses}
@@ -76,7 +68,7 @@ def shared_trunk_own_optimizers(wrap, rank, size):
     """Actor and critic on one trunk, each with an optimizer."""
     _trunk, actor, critic = _trunk_and_heads()
     ao, co = sgd(actor), sgd(critic)
-    a, c = wrap(actor, ao), wrap(critic, co)
+    a, c = wrap(actor, ao, **COPIED), wrap(critic, co, **COPIED)
     for step in range(3):
         ao.zero_grad()
         a(batch(step, rank)).square().mean().backward()
@@ -91,7 +83,7 @@ def encoder_under_two_heads_summed(wrap, rank, size):
     _trunk, one, other = _trunk_and_heads()
     parameters = dict.fromkeys([*one.parameters(), *other.parameters()])
     optimizer = torch.optim.SGD(parameters, lr=0.1)
-    a, b = wrap(one), wrap(other)
+    a, b = wrap(one, **COPIED), wrap(other, **COPIED)
     for step in range(3):
         optimizer.zero_grad()
         data = batch(step, rank)
@@ -100,30 +92,27 @@ def encoder_under_two_heads_summed(wrap, rank, size):
     return everything(one, "one.") | everything(other, "other.")
 
 
-def encoder_under_two_heads_a_then_b(wrap, rank, size):
-    """Two forwards first, then two backwards in the same order."""
+def _two_forwards_first(wrap, rank, backwards, **arguments):
+    """Two forwards, then two backwards in the order of `backwards`."""
     _trunk, one, other = _trunk_and_heads()
-    a, b = wrap(one), wrap(other)
-    data = batch(0, rank)
-    first, second = a(data).square().mean(), b(data).square().mean()
-    first.backward()
-    second.backward()
+    models = wrap(one, **arguments), wrap(other, **arguments)
+    losses = [model(batch(0, rank)).square().mean() for model in models]
+    for number in backwards:
+        losses[number].backward()
     return grads(one, "one") | grads(other, "other")
+
+
+def encoder_under_two_heads_a_then_b(wrap, rank, size):
+    return _two_forwards_first(wrap, rank, (0, 1), **COPIED)
 
 
 def encoder_under_two_heads_b_then_a(wrap, rank, size):
-    _trunk, one, other = _trunk_and_heads()
-    a, b = wrap(one), wrap(other)
-    data = batch(0, rank)
-    first, second = a(data).square().mean(), b(data).square().mean()
-    second.backward()
-    first.backward()
-    return grads(one, "one") | grads(other, "other")
+    return _two_forwards_first(wrap, rank, (1, 0))
 
 
 def two_heads_with_gradients_zeroed_between(wrap, rank, size):
     _trunk, one, other = _trunk_and_heads()
-    a, b = wrap(one), wrap(other)
+    a, b = wrap(one, **COPIED), wrap(other, **COPIED)
     data = batch(0, rank)
     a(data).square().mean().backward()
     first = grads(one, "one")
@@ -132,42 +121,23 @@ def two_heads_with_gradients_zeroed_between(wrap, rank, size):
     return first | grads(other, "other")
 
 
-def a_wrapped_module_inside_a_wrapped_one_for_steps(wrap, rank, size):
+def a_wrapped_module_inside_a_wrapped_one(wrap, rank, size):
     torch.manual_seed(0)
-    inside = wrap(nn.Linear(5, 4))
+    inside = wrap(nn.Linear(5, 4), **COPIED)
     outside = nn.Sequential(inside, nn.Tanh(), nn.Linear(4, 2))
-    optimizer = sgd(outside)
-    model = wrap(outside, optimizer)
-    train(model, optimizer, rank)
-    both = [p.detach() for p in model.parameters()]
-    return {f"weight{number}": p for number, p in enumerate(both)}
+    model, _ = trained(wrap, rank, outside, **COPIED)
+    return {f"weight{number}": p for number, p in enumerate(model.parameters())}
 
 
-def shared_trunk_own_optimizers_with_copies(wrap, rank, size):
-    return shared_trunk_own_optimizers(copying(wrap), rank, size)
-
-
-def encoder_under_two_heads_summed_with_copies(wrap, rank, size):
-    return encoder_under_two_heads_summed(copying(wrap), rank, size)
-
-
-def two_heads_with_gradients_zeroed_between_with_copies(wrap, rank, size):
-    return two_heads_with_gradients_zeroed_between(copying(wrap), rank, size)
-
-
-def a_wrapped_module_inside_a_wrapped_one_for_steps_with_copies(wrap, rank, size):
-    return a_wrapped_module_inside_a_wrapped_one_for_steps(copying(wrap), rank, size)
-
-
-def _sequential(order):
+def _sequential(*order):
     """Two backwards one after the other, of the mean losses."""
 
     def oracle(rank, size):
-        _, one, other = _trunk_and_heads()
-        for module in (one, other) if order == "ab" else (other, one):
+        _, *modules = _trunk_and_heads()
+        for module in (modules[number] for number in order):
             parts = [module(batch(0, r)).square().mean() for r in range(size)]
             (sum(parts) / size).backward()
-        return grads(one, "one") | grads(other, "other")
+        return grads(modules[0], "one") | grads(modules[1], "other")
 
     return oracle
 
@@ -185,22 +155,14 @@ SITUATIONS = [
     row(the_same_module_wrapped_again_after_the_first_is_gone),
     row(two_wrappers_trained_in_turn),
     row(two_wrappers_one_for_validation),
-    row(shared_trunk_own_optimizers, method=SHARED),
-    row(shared_trunk_own_optimizers_with_copies),
-    row(encoder_under_two_heads_summed, method=SHARED),
-    row(encoder_under_two_heads_summed_with_copies),
-    row(
-        encoder_under_two_heads_a_then_b,
-        klass=better(_sequential("ab"), TORCH_RAISES),
-        method=SHARED,
-    ),
+    row(shared_trunk_own_optimizers),
+    row(encoder_under_two_heads_summed),
+    row(encoder_under_two_heads_a_then_b, both=better(_sequential(0, 1), TORCH_RAISES)),
     row(
         encoder_under_two_heads_b_then_a,
-        klass=better(_sequential("ba"), TORCH_RAISES),
+        klass=better(_sequential(1, 0), TORCH_RAISES),
         method=SHARED,
     ),
-    row(two_heads_with_gradients_zeroed_between, method=SHARED),
-    row(two_heads_with_gradients_zeroed_between_with_copies),
-    row(a_wrapped_module_inside_a_wrapped_one_for_steps, method=SHARED),
-    row(a_wrapped_module_inside_a_wrapped_one_for_steps_with_copies),
+    row(two_heads_with_gradients_zeroed_between),
+    row(a_wrapped_module_inside_a_wrapped_one),
 ]
