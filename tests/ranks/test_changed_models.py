@@ -1,27 +1,10 @@
-"""Models that change after the wrap: the next forward tells. Changes: test_plan_guard.py."""
+"""Models that change after the wrap. The errors: test_plan_guard.py, situations/changes.py."""
 
 import warnings
 
 import pytest
 import torch
 from support import faults, training
-
-
-@faults.with_bagua_group
-def change_after_the_wrap():
-    model, optimizer = faults.wrapped()
-    faults.step(model, optimizer)
-    model.half()
-    error = faults.error_of(model, torch.randn(4, 5, dtype=torch.float16))
-    return error, model.bagua_stats()["rounds"]
-
-
-def test_a_change_after_the_wrap_is_named_by_the_next_training_forward(ranks):
-    for error, rounds in ranks(2, change_after_the_wrap):
-        assert error.startswith("BaguaError: module 'Sequential': ")
-        assert "'0.weight' changed from Float to Half" in error
-        assert "Call with_bagua again, on every rank" in error
-        assert rounds == 1
 
 
 @faults.with_bagua_group

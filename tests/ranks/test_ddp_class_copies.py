@@ -11,19 +11,10 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import AsyncModelAverageAlgorithm, ByteGradAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
+from ranks.test_ddp_class import backward_of, normalised
 from support import training
 from support.processes.thread_names import thread_names
 from torch import nn
-
-
-def normalised(seed=0):
-    """A model with buffers; each rank starts from weights of its own."""
-    torch.manual_seed(seed + dist.get_rank())
-    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3))
-
-
-def backward_of(model):
-    training.squared_error(model, training.batch(0, dist.get_rank())).backward()
 
 
 def copied(ddp):

@@ -3,18 +3,10 @@
 import torch
 import torch.distributed as dist
 from bagua.torch_api.data_parallel import DistributedDataParallel
+from ranks.test_ddp_class import backward_of, normalised
 from support import training
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-
-
-def normalised(seed=0):
-    torch.manual_seed(seed + dist.get_rank())
-    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3))
-
-
-def backward_of(model, step=0):
-    training.squared_error(model, training.batch(step, dist.get_rank())).backward()
 
 
 @training.with_group
