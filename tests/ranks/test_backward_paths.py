@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from support import training
+from support.cases import over
 from torch import nn
 
 
@@ -37,20 +38,9 @@ def train_with_a_kept_loss(returned):
     return training.train_as_one_process(KeepsItsLoss(returned), keep_loss)
 
 
-def test_a_module_that_returns_no_tensor_is_synchronised(ranks):
-    assert ranks(3, train_with_a_kept_loss, "nothing") == [3, 3, 3]
-
-
-def test_a_module_that_returns_a_detached_tensor_is_synchronised(ranks):
-    assert ranks(3, train_with_a_kept_loss, "detached") == [3, 3, 3]
-
-
-def test_a_backward_that_reaches_every_parameter_past_the_output_is_synchronised(ranks):
-    assert ranks(3, train_with_a_kept_loss, "side") == [3, 3, 3]
-
-
-def test_a_module_that_returns_its_parameter_is_synchronised(ranks):
-    assert ranks(3, train_with_a_kept_loss, "a parameter") == [3, 3, 3]
+@over(returned=["nothing", "detached", "side", "a parameter"])
+def test_a_backward_past_what_the_module_returns_is_synchronised(ranks, returned):
+    assert ranks(3, train_with_a_kept_loss, returned) == [3, 3, 3]
 
 
 @training.with_group
@@ -85,16 +75,10 @@ def penalise_weights(how):
     return training.train_as_one_process(training.network(), loss)
 
 
-def test_a_penalty_on_weights_is_part_of_the_step(ranks):
-    assert ranks(3, penalise_weights, "joined") == [3, 3, 3]
-
-
-def test_a_penalty_on_some_weights_with_a_backward_of_its_own_is_part_of_the_step(ranks):
-    assert ranks(3, penalise_weights, "separate, not all") == [3, 3, 3]
-
-
-def test_a_penalty_on_all_weights_with_a_backward_of_its_own_is_a_round_of_its_own(ranks):
-    assert ranks(3, penalise_weights, "separate") == [6, 6, 6]
+@over(case=[("joined", 3), ("separate, not all", 3), ("separate", 6)])
+def test_a_penalty_is_part_of_the_step_or_a_round_if_its_backward_reaches_all_weights(ranks, case):
+    how, rounds = case
+    assert ranks(3, penalise_weights, how) == [rounds] * 3
 
 
 class WithToken(nn.Module):

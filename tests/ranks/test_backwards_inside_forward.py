@@ -10,13 +10,15 @@ from bagua.torch_api.algorithms import QAdamAlgorithm, QAdamOptimizer
 from ranks.situations.inside_forward import Gan, toggled, untoggled
 from ranks.situations.values import batch
 from support import every_algorithm, training
+from support.cases import over
 
 STEPS = 5
-#: Those that may have several backwards in one forward, and that take any optimizer.
+#: Those that may have several backwards in one forward, and that take any optimizer; the exact one
+#: is in situations/.
 GRADIENTS = [
     name
     for name in every_algorithm.SYNCHRONOUS
-    if name not in (*every_algorithm.OWN_WEIGHTS, "qadam")
+    if name not in (*every_algorithm.OWN_WEIGHTS, "qadam", "gradient_allreduce")
 ]
 
 
@@ -34,8 +36,8 @@ def train_two_networks(name, train_on):
     return train(gan)
 
 
-@pytest.mark.parametrize("train_on", [toggled, untoggled], ids=["toggled", "untoggled"])
 @pytest.mark.parametrize("name", GRADIENTS)
+@over(train_on=[toggled, untoggled])
 def test_each_backward_inside_a_forward_is_a_round(ranks, name, train_on):
     assert ranks(3, train_two_networks, name, train_on) == [2 * STEPS] * 3
 

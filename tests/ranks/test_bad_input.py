@@ -10,6 +10,7 @@ from bagua.torch_api.algorithms import (
     GradientAllReduceAlgorithm,
 )
 from support import every_algorithm, faults
+from support.cases import over
 from torch import nn
 
 
@@ -239,7 +240,7 @@ def wrap_with_lanes(value):
     return faults.error_of(faults.wrapped)
 
 
-@pytest.mark.parametrize("value", ["two", "0", "17", "1.5", "²"])
+@over(value=["two", "0", "17", "1.5", "²"])
 def test_a_number_of_lanes_that_is_none_is_named(ranks, value):
     (error,) = ranks(1, wrap_with_lanes, value, env={"BAGUA_LANES": "1"})
     assert f"BAGUA_LANES={value} must be a whole number between 1 and 16" in error

@@ -3,21 +3,18 @@
 import copy
 
 import bagua.torch_api as bagua
-import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from ranks.test_groups_and_nodes import environment_of_nodes
 from support import every_algorithm, training
+from support.cases import over
 from torch import nn
 
-DTYPES = {"c64": torch.complex64, "c128": torch.complex128}
 STEPS = 3
 
-per_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-both_sizes = pytest.mark.parametrize("size", [2, 3], ids=["2_ranks", "3_ranks"])
-both_ways = pytest.mark.parametrize("way", ["with_bagua", "class"])
+both_ways = over(way=["with_bagua", "class"])
 
 
 class Spectral(nn.Module):
@@ -78,25 +75,23 @@ def train_as_ddp(way, dtype, zero, hierarchical):
     return sorted(kinds)
 
 
-@both_sizes
-@both_ways
-@per_dtype
-@pytest.mark.parametrize("zero", [True, False], ids=["grads_none", "grads_zero"])
-def test_training_equals_ddp(ranks, size, way, dtype, zero):
-    for kinds in ranks(size, train_as_ddp, way, dtype, zero, False):
+@over(case=[("with_bagua", torch.complex64, True), ("class", torch.complex128, False)])
+def test_training_equals_ddp(ranks, case):
+    way, dtype, zero = case
+    for kinds in ranks(3, train_as_ddp, way, dtype, zero, False):
         assert kinds == sorted([str(dtype), "torch.float32"])
 
 
-@per_dtype
-def test_training_through_two_nodes_equals_ddp(ranks, dtype):
+def test_training_through_two_nodes_equals_ddp(ranks):
     env = environment_of_nodes((2, 1))
-    assert len(ranks(3, train_as_ddp, "with_bagua", dtype, True, True, env=env)) == 3
+    arguments = ("with_bagua", torch.complex64, True, True)
+    assert len(ranks(3, train_as_ddp, *arguments, env=env)) == 3
 
 
 @training.with_group
-def give_a_state_with_moments(dtype):
+def give_a_state_with_moments():
     """The optimizer has complex state on rank 0 only; buffers and weights differ."""
-    model = Spectral(dtype, seed=dist.get_rank())
+    model = Spectral(torch.complex64, seed=dist.get_rank())
     optimizer = adam(model)
     if dist.get_rank() == 0:
         training.squared_error(model, training.batch(0, 0)).backward()
@@ -109,10 +104,9 @@ def give_a_state_with_moments(dtype):
     ]
 
 
-@per_dtype
-def test_the_wrap_gives_every_rank_complex_weights_buffers_and_moments(ranks, dtype):
-    first, *others = ranks(3, give_a_state_with_moments, dtype)
-    assert first[1].count(str(dtype)) == 3
+def test_the_wrap_gives_every_rank_complex_weights_buffers_and_moments(ranks):
+    first, *others = ranks(3, give_a_state_with_moments)
+    assert first[1].count("torch.complex64") == 3
     assert others == [first, first]
 
 
@@ -151,18 +145,6 @@ def drift():
 def test_the_weights_check_sees_an_imaginary_part(ranks):
     for error in ranks(2, drift, env={"BAGUA_CHECK_WEIGHTS_EVERY": "1"}):
         assert "First difference: 'phase' (rank 0 against rank 1)" in error
-
-
-@training.with_group
-def mismatch():
-    dtype = torch.complex64 if dist.get_rank() == 0 else torch.complex128
-    return training.error_of(lambda: wrapped(Spectral(dtype), "with_bagua"))
-
-
-def test_ranks_of_different_types_are_named(ranks):
-    for error in ranks(2, mismatch):
-        assert "rank 0 has [parameter phase: (3, 7) torch.complex64 cpu]" in error
-        assert "rank 1 has [parameter phase: (3, 7) torch.complex128 cpu]" in error
 
 
 @training.with_group
@@ -219,13 +201,17 @@ OTHERS = sorted(set(every_algorithm.ALGORITHMS) - {"gradient_allreduce", "auto"}
 
 
 @training.with_group
-def refuse(name):
-    model = Spectral(torch.complex64)
-    return training.error_of(lambda: every_algorithm.wrapped(name, model))
+def refuse():
+    return {
+        name: training.error_of(
+            lambda n=name: every_algorithm.wrapped(n, Spectral(torch.complex64))
+        )
+        for name in OTHERS
+    }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_algorithms_refuse_them_at_the_wrap(ranks, name):
-    for error in ranks(2, refuse, name):
-        assert error.startswith("TypeError: parameter 'phase' is torch.complex64")
-        assert "use GradientAllReduceAlgorithm" in error
+def test_other_algorithms_refuse_them_at_the_wrap(ranks):
+    for errors in ranks(2, refuse):
+        for name, error in errors.items():
+            assert error.startswith("TypeError: parameter 'phase' is torch.complex64"), name
+            assert "use GradientAllReduceAlgorithm" in error, name

@@ -54,6 +54,13 @@ HOOKS = {
 TOLERANCE = {("fp16", 3): 1e-4, ("bf16", 3): 1e-3, ("fp16_of_power_sgd", 3): 1e-3}
 
 
+def steps(ddp, optimizer, first, count):
+    for step in range(first, first + count):
+        optimizer.zero_grad()
+        training.squared_error(ddp, training.batch(step, dist.get_rank())).backward()
+        optimizer.step()
+
+
 def hooked(wrap, name, **arguments):
     ddp = wrap(network(), **arguments)
     make_state, hook = HOOKS[name]
@@ -62,9 +69,7 @@ def hooked(wrap, name, **arguments):
     optimizer = training.sgd(ddp)
     weights = []
     for step in range(STEPS):
-        optimizer.zero_grad()
-        training.squared_error(ddp, training.batch(step, dist.get_rank())).backward()
-        optimizer.step()
+        steps(ddp, optimizer, step, 1)
         weights.append([p.detach().clone() for p in ddp.parameters()])
     return ddp, weights, state
 
@@ -241,13 +246,6 @@ def test_invalid_and_late_hooks_are_refused(ranks):
     ranks(2, refused)
 
 
-def steps(ddp, optimizer, first, count):
-    for step in range(first, first + count):
-        optimizer.zero_grad()
-        training.squared_error(ddp, training.batch(step, dist.get_rank())).backward()
-        optimizer.step()
-
-
 @training.with_group
 def late(kind, arguments):
     results = []
@@ -302,10 +300,7 @@ def joined(inputs):
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
         optimizer = training.sgd(ddp)
         with ddp.join(divide_by_initial_world_size=False):
-            for step in range(inputs[dist.get_rank()]):
-                optimizer.zero_grad()
-                training.squared_error(ddp, training.batch(step, dist.get_rank())).backward()
-                optimizer.step()
+            steps(ddp, optimizer, 0, inputs[dist.get_rank()])
         results.append(list(ddp.parameters()))
     for p, q in zip(*results, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=TOLERANCE["fp16", 3])

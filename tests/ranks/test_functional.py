@@ -7,8 +7,8 @@ import torch.distributed as dist
 from bagua.torch_api.communication import ReduceOp, new_group
 from bagua.torch_api.data_parallel import functional
 from support import training
+from support.cases import over
 
-RANKS = pytest.mark.parametrize("n", [2, 3], ids="{}_ranks".format)
 ORACLE = {
     "SUM": lambda stack: stack.sum(0),
     "AVG": lambda stack: stack.mean(0),
@@ -46,9 +46,7 @@ def gradient(name, torchs_op):
     assert mine.grad.abs().sum() > 0
 
 
-@RANKS
-@pytest.mark.parametrize("name", ORACLE)
-@pytest.mark.parametrize("torchs_op", [False, True], ids=["baguas_op", "torchs_op"])
+@over(n=[2, 3], name=ORACLE, torchs_op=[False, True])
 def test_gradients_are_those_of_the_sum_of_losses(ranks, n, name, torchs_op):
     ranks(n, gradient, name, torchs_op)
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from bagua.torch_api.algorithms import AlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 from support import training
+from support.cases import over
 from torch import nn
 
 LAYOUT = pytest.mark.parametrize("do_flatten", [True, False], ids=["flattened", "copied"])
@@ -169,13 +170,12 @@ def run_the_documented_example(module):
     return isinstance(names["model"], nn.Sequential), names["model"].bagua_train_step_counter
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
+@over(
+    module=[
         "bagua.torch_api",
         "bagua.torch_api.algorithms",
         "bagua.torch_api.algorithms.gradient_allreduce",
-    ],
+    ]
 )
 def test_the_example_of_the_documentation_runs_as_it_is_written(ranks, module):
     assert ranks(2, run_the_documented_example, module) == [(True, 3)] * 2

@@ -2,15 +2,15 @@
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from support import every_algorithm, faults, training
+from support.cases import over
 from support.sparse_embeddings import WIDTH, WORDS, Both, Words, agree, loss, same, words, wrapped
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-both_ways = pytest.mark.parametrize("way", ["with_bagua", "class"])
+both_ways = over(way=["with_bagua", "class"])
 
 
 @training.with_group
@@ -35,8 +35,7 @@ def use_on_some_ranks(way, users):
     return grad.is_sparse
 
 
-@both_ways
-@pytest.mark.parametrize("users", [(), (0,), (2,), (0, 1)], ids=str)
+@over(way=["with_bagua", "class"], users=[(), (0,), (2,), (0, 1)])
 def test_an_embedding_that_some_ranks_use(ranks, way, users):
     assert all(ranks(3, use_on_some_ranks, way, users))
 
@@ -91,8 +90,7 @@ def uneven_inputs(inputs, initial):
     return training.bits(mine.parameters())
 
 
-@pytest.mark.parametrize("initial", [True, False], ids=["all_ranks", "active_ranks"])
-@pytest.mark.parametrize("inputs", [(1, 3), (4, 2), (1, 3, 2)], ids=str)
+@over(initial=[True, False], inputs=[(4, 2), (1, 3, 2)])
 def test_uneven_inputs_train_as_in_torch(ranks, inputs, initial):
     assert len(set(ranks(len(inputs), uneven_inputs, inputs, initial))) == 1
 
@@ -141,21 +139,16 @@ def of_the_table(model):
     return model.word.weight.square().sum()
 
 
-def test_a_dense_gradient_of_a_sparse_table_is_refused_by_name(ranks):
-    for error in ranks(2, add_a_penalty, of_the_table):
-        assert error.startswith("BaguaError")
-        assert "the gradient of 'word.weight' is dense" in error
-        assert "sparse=False" in error
-
-
 def of_the_table_of_one(model):
     return of_the_table(model) if faults.is_last() else 0.0
 
 
-def test_others_are_told_why_a_rank_refused_its_gradient(ranks):
-    for error in ranks(3, add_a_penalty, of_the_table_of_one):
+@over(penalty=[of_the_table, of_the_table_of_one])
+def test_a_dense_gradient_of_a_sparse_table_is_refused_by_name_on_every_rank(ranks, penalty):
+    for error in ranks(3, add_a_penalty, penalty):
         assert error.startswith("BaguaError")
         assert "the gradient of 'word.weight' is dense" in error
+        assert "sparse=False" in error
 
 
 class Alone(nn.Module):
@@ -207,15 +200,18 @@ OTHERS = sorted(set(every_algorithm.ALGORITHMS) - {"gradient_allreduce", "auto"}
 
 
 @training.with_group
-def refuse(name):
-    return training.error_of(lambda: every_algorithm.wrapped(name, Words()))
+def refuse():
+    return {
+        name: training.error_of(lambda n=name: every_algorithm.wrapped(n, Words()))
+        for name in OTHERS
+    }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_algorithms_refuse_them_at_the_wrap(ranks, name):
-    for error in ranks(2, refuse, name):
-        assert error.startswith("NotImplementedError: 'word.weight' has sparse gradients")
-        assert "use GradientAllReduceAlgorithm" in error
+def test_other_algorithms_refuse_them_at_the_wrap(ranks):
+    for errors in ranks(2, refuse):
+        for name, error in errors.items():
+            assert error.startswith("NotImplementedError: 'word.weight' has sparse gradients"), name
+            assert "use GradientAllReduceAlgorithm" in error, name
 
 
 @training.with_group
@@ -232,20 +228,15 @@ def test_a_communication_hook_is_refused_by_name(ranks):
         assert error.startswith("NotImplementedError: 'word.weight' has sparse gradients")
 
 
-class Differs(nn.Module):
-    def __init__(self, sparse):
-        super().__init__()
-        self.word = nn.Embedding(3, 2, sparse=sparse)
-
-
 @training.with_group
 def differ():
-    return training.error_of(lambda: wrapped(Differs(dist.get_rank() == 0), "with_bagua"))
+    model = nn.Embedding(3, 2, sparse=dist.get_rank() == 0)
+    return training.error_of(lambda: wrapped(model, "with_bagua"))
 
 
 def test_ranks_with_another_setting_get_an_error(ranks):
     for error in ranks(2, differ):
-        assert "rank 0 has [parameter word.weight: (3, 2) torch.float32 cpu sparse]" in error
+        assert "rank 0 has [parameter weight: (3, 2) torch.float32 cpu sparse]" in error
 
 
 @training.with_group

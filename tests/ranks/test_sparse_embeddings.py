@@ -2,19 +2,18 @@
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from ranks.test_groups_and_nodes import environment_of_nodes
 from support import training
+from support.cases import over
 from support.sparse_embeddings import Both, Words, agree, loss, same, words, wrapped
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 STEPS = 4
 
-both_sizes = pytest.mark.parametrize("size", [2, 3], ids=["2_ranks", "3_ranks"])
-both_ways = pytest.mark.parametrize("way", ["with_bagua", "class"])
+both_ways = over(way=["with_bagua", "class"])
 
 
 @training.with_group
@@ -36,20 +35,17 @@ def train_beside_torch(way, sparse_adam, zero, options, dtype=torch.float32):
     return model.bagua_ddp.stats()["total"]["nonfinite_rounds"]
 
 
-@both_sizes
-@both_ways
-@pytest.mark.parametrize("sparse_adam", [True, False], ids=["SparseAdam", "SGD"])
-@pytest.mark.parametrize("zero", [True, False], ids=["grads_none", "grads_zero"])
-def test_training_equals_ddp(ranks, size, way, sparse_adam, zero):
-    assert ranks(size, train_beside_torch, way, sparse_adam, zero, {}) == [0] * size
+@over(way=["with_bagua", "class"], sparse_adam=[True, False], zero=[True, False])
+def test_training_equals_ddp(ranks, way, sparse_adam, zero):
+    assert ranks(3, train_beside_torch, way, sparse_adam, zero, {}) == [0] * 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@over(dtype=[torch.float64, torch.bfloat16])
 def test_training_of_other_types_equals_ddp(ranks, dtype):
     assert ranks(2, train_beside_torch, "with_bagua", False, True, {}, dtype) == [0] * 2
 
 
-@pytest.mark.parametrize("lanes", ["1", "3"])
+@over(lanes=["1", "3"])
 def test_training_in_small_buckets_and_lanes_equals_ddp(ranks, lanes):
     env = training.SMALL_BUCKETS | {"BAGUA_LANES": lanes}
     arguments = ("with_bagua", True, True, {"do_flatten": False})
@@ -173,24 +169,6 @@ def run_backward_twice(way, at_once):
     return True
 
 
-@both_ways
-@pytest.mark.parametrize("at_once", [True, False], ids=["two_forwards_first", "in_turn"])
+@over(way=["with_bagua", "class"], at_once=[True, False])
 def test_two_backwards_add_two_means(ranks, way, at_once):
     assert all(ranks(2, run_backward_twice, way, at_once))
-
-
-@training.with_group
-def evaluate(way):
-    plain = Words()
-    mine, theirs = copy.deepcopy(plain), TorchDDP(plain)
-    model = wrapped(mine, way)
-    for module in (model, theirs):
-        module.eval()
-        loss(module, words(0, dist.get_rank())).backward()
-    same(mine, plain, exact=True)
-    return True
-
-
-@both_ways
-def test_in_evaluation_mode_gradients_are_communicated(ranks, way):
-    assert all(ranks(2, evaluate, way))
