@@ -9,7 +9,7 @@ from mlbench_core.aggregation.pytorch.centralized import (
     SparsifiedAggregation,
 )
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
-from ranks.test_power_aggregation import give_gradients, gradients
+from ranks.test_residual_aggregations import give_gradients, gradients
 from support import graphs, training
 from support.devices import cases_on_each, each_device
 from support.error_feedback import all_bits, wide_network

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mlbench_core.aggregation.pytorch import centralized, decentralized
-from ranks.test_power_aggregation import give_gradients
+from ranks.test_residual_aggregations import give_gradients
 from support import training
 from support.error_feedback import wide_network
 from support.every_algorithm import ALGORITHMS, wrapped

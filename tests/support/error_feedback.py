@@ -7,6 +7,7 @@ import torch.distributed as dist
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
 from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithm
 from bagua.torch_api.algorithms.sparse import SparseAlgorithm
+from oracle import sparse
 from support import training
 from torch import nn
 
@@ -94,6 +95,30 @@ def owed(states, names):
                     whole.view(-1)[first : first + value.numel()] += value
         found[name] = whole
     return found
+
+
+def flat_of(tensors, names):
+    return torch.cat([tensors[name].reshape(-1) for name in names])
+
+
+def flat_errors(states, names):
+    """Every rank's residual of these parameters, one behind the other."""
+    return [flat_of({n: error_of(s, r, n) for n in names}, names) for r, s in enumerate(states)]
+
+
+def assert_sparse_mean(got, brought, before, after, names, ratio):
+    """The result of a round and the residuals after it are the oracle's.
+
+    brought, before, after: gradients and states by rank; at first there are no residuals.
+    """
+    flats = [flat_of(gradients, names) for gradients in brought]
+    kept = flat_errors(after, names)
+    known = f"rank0/error/{names[0]}" in before[0]
+    errors = flat_errors(before, names) if known else [torch.zeros_like(error) for error in kept]
+    k = max(1, round(ratio * flats[0].numel()))
+    result, errors = sparse.top_k(flats, errors, k)
+    assert torch.equal(flat_of(got, names), result), "in order of ranks"
+    assert all(map(torch.equal, kept, errors))
 
 
 def all_bits(state, but=""):
