@@ -1,13 +1,13 @@
 """Eager collectives that move data: each in both forms, against what each rank must hold."""
 
 import bagua.torch_api as bagua
-import pytest
 import torch
 from bagua._core.eager.objects import gather_plain_objects
 from bagua.torch_api import communication
 from support import training
+from support.cases import over
 
-SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4], ids="n{}".format)
+SIZES = [1, 2, 3, 4]
 COUNTS = [0, 1, 5]
 DTYPES = [
     torch.float32,
@@ -30,107 +30,81 @@ def untouched(count, dtype=torch.float32):
     return torch.full((count,), 7).to(dtype)
 
 
-@training.with_group
-def move_all(function, size, cases):
-    return [move(function, size, *case) for case in cases]
-
-
-def move(function, size, count, dtype):
-    """Runs one collective, returns what the tensors hold afterwards."""
-    rank, root = bagua.get_rank(), size - 1
-    mine, all_mine = numbers(rank, count, dtype), numbers(rank, size * count, dtype)
-    few, many = untouched(count, dtype), untouched(size * count, dtype)
-    if function == "broadcast":
-        bagua.broadcast(mine, root)
-        return mine
-    if function == "broadcast_coalesced":
-        pair = [mine, all_mine.view(size, count).t()]
-        communication.broadcast_coalesced(pair, root)
-        return torch.cat([mine, all_mine])
-    if function == "allgather":
-        bagua.allgather(mine, many)
-        return many
-    if function == "allgather_inplace":
-        many[rank * count : (rank + 1) * count] = mine
-        bagua.allgather_inplace(many)
-        return many
-    if function == "gather":
-        bagua.gather(mine, many, root)
-        return many
-    if function == "gather_inplace":
-        many[rank * count : (rank + 1) * count] = mine
-        tensor = many if rank == root else mine
-        bagua.gather_inplace(tensor, count, root)
-        return tensor
-    if function == "scatter":
-        bagua.scatter(all_mine, few, root)
-        return few
-    if function == "scatter_inplace":
-        tensor = all_mine if rank == root else few
-        bagua.scatter_inplace(tensor, count, root)
-        return tensor
-    if function == "alltoall":
-        bagua.alltoall(all_mine, many)
-        return many
-    assert function == "alltoall_inplace"
-    bagua.alltoall_inplace(all_mine)
-    return all_mine
-
-
-def expected(function, rank, size, count, dtype):
-    root = size - 1
+def moved_by_all(rank, size, count, dtype):
+    """For each collective its name, what it leaves on this rank, and what it must leave."""
     every = torch.cat([numbers(other, count, dtype) for other in range(size)])
     part = slice(rank * count, (rank + 1) * count)
+    transposed = torch.cat([numbers(o, size * count, dtype)[part] for o in range(size)])
+    mine, all_mine = numbers(rank, count, dtype), numbers(rank, size * count, dtype)
+
+    many = untouched(size * count, dtype)
+    bagua.allgather(mine, many)
+    yield "allgather", many, every
+
+    many = untouched(size * count, dtype)
+    many[part] = mine
+    bagua.allgather_inplace(many)
+    yield "allgather_inplace", many, every
+
+    many = untouched(size * count, dtype)
+    bagua.alltoall(all_mine, many)
+    yield "alltoall", many, transposed
+
+    bagua.alltoall_inplace(all_mine)
+    yield "alltoall_inplace", all_mine, transposed
+
+
+def moved_by_the_last(rank, size, count, dtype):
+    """As `moved_by_all`, of the collectives with a root."""
+    root = size - 1
+    every = torch.cat([numbers(other, count, dtype) for other in range(size)])
     of_root = numbers(root, size * count, dtype)
-    by_function = {
-        "broadcast": numbers(root, count, dtype),
-        "broadcast_coalesced": torch.cat([numbers(root, count, dtype), of_root]),
-        "allgather": every,
-        "gather": every if rank == root else untouched(size * count, dtype),
-        "gather_inplace": every if rank == root else numbers(rank, count, dtype),
-        "scatter": of_root[part],
-        "scatter_inplace": of_root if rank == root else of_root[part],
-        "alltoall": torch.cat([numbers(o, size * count, dtype)[part] for o in range(size)]),
-    }
-    return by_function[function if function in by_function else function.removesuffix("_inplace")]
+    part = slice(rank * count, (rank + 1) * count)
+    mine, all_mine = numbers(rank, count, dtype), numbers(rank, size * count, dtype)
+
+    many = untouched(size * count, dtype)
+    bagua.gather(mine, many, root)
+    yield "gather", many, every if rank == root else untouched(size * count, dtype)
+
+    many = untouched(size * count, dtype)
+    many[part] = mine
+    tensor = many if rank == root else mine.clone()
+    bagua.gather_inplace(tensor, count, root)
+    yield "gather_inplace", tensor, every if rank == root else mine
+
+    few = untouched(count, dtype)
+    bagua.scatter(all_mine, few, root)
+    yield "scatter", few, of_root[part]
+
+    tensor = all_mine.clone() if rank == root else untouched(count, dtype)
+    bagua.scatter_inplace(tensor, count, root)
+    yield "scatter_inplace", tensor, of_root if rank == root else of_root[part]
+
+    tensor = mine.clone()
+    bagua.broadcast(tensor, root)
+    yield "broadcast", tensor, numbers(root, count, dtype)
+
+    communication.broadcast_coalesced([mine, all_mine.view(size, count).t()], root)
+    yield "broadcast_coalesced", mine, numbers(root, count, dtype)
+    yield "broadcast_coalesced", all_mine, of_root
 
 
-FUNCTIONS = pytest.mark.parametrize(
-    "function",
-    [
-        "broadcast",
-        "broadcast_coalesced",
-        "allgather",
-        "allgather_inplace",
-        "gather",
-        "gather_inplace",
-        "scatter",
-        "scatter_inplace",
-        "alltoall",
-        "alltoall_inplace",
-    ],
-)
+@training.with_group
+def move_all(size, cases):
+    for case in cases:
+        for moved in (moved_by_all, moved_by_the_last):
+            for name, held, wanted in moved(bagua.get_rank(), size, *case):
+                assert held.dtype == wanted.dtype, (name, case)
+                assert held.tolist() == wanted.tolist(), (name, case)
 
 
-def assert_everything_arrived(results, function, cases):
-    for rank, tensors in enumerate(results):
-        for held, case in zip(tensors, cases, strict=True):
-            wanted = expected(function, rank, len(results), *case)
-            assert held.dtype == wanted.dtype
-            assert held.tolist() == wanted.tolist()
+def test_every_rank_holds_the_collectives_result(ranks):
+    for size in SIZES:
+        ranks(size, move_all, size, [(count, torch.float32) for count in COUNTS])
 
 
-@FUNCTIONS
-@SIZES
-def test_every_rank_holds_the_collectives_result(ranks, function, size):
-    cases = [(count, torch.float32) for count in COUNTS]
-    assert_everything_arrived(ranks(size, move_all, function, size, cases), function, cases)
-
-
-@FUNCTIONS
-def test_data_of_any_dtype_arrives(ranks, function):
-    cases = [(3, dtype) for dtype in DTYPES]
-    assert_everything_arrived(ranks(2, move_all, function, 2, cases), function, cases)
+def test_data_of_any_dtype_arrives(ranks):
+    ranks(2, move_all, 2, [(3, dtype) for dtype in DTYPES])
 
 
 def unequal_parts(size):
@@ -155,8 +129,7 @@ def exchange_unequal_parts(size, inplace):
     return received.tolist()
 
 
-@SIZES
-@pytest.mark.parametrize("inplace", [False, True], ids=["two_tensors", "inplace"])
+@over(size=SIZES, inplace=[False, True])
 def test_parts_of_unequal_size_are_exchanged(ranks, size, inplace):
     counts, displs = unequal_parts(size)
     for rank, held in enumerate(ranks(size, exchange_unequal_parts, size, inplace)):

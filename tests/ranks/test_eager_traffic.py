@@ -11,49 +11,37 @@ N = 3
 PART = 40  # elements of four bytes
 WHOLE = N * PART
 
-# Bytes that each rank sends: what the algorithms need, of 160 bytes a part.
-SENT = {
-    "allreduce": [640] * N,
-    "reduce": [640] * N,
-    "allreduce_product": [640] * N,
-    "reduce_scatter": [640] * N,  # floats: an all-reduce, as torch's
-    "reduce_scatter_integers": [320] * N,
-    "allgather": [320] * N,
-    "alltoall": [320] * N,
-    "broadcast": [960, 0, 0],
-    "gather": [0, 160, 160],
-    "scatter": [320, 0, 0],
-    "message": [160, 0, 0],
-    "nothing": [0] * N,
-}
 
-
-def call(name):
-    part, whole = torch.ones(PART), torch.ones(WHOLE)
-    if name == "allreduce":
-        bagua.allreduce_inplace(whole, ReduceOp.AVG)
-    elif name == "reduce":
-        bagua.reduce_inplace(whole, 1)
-    elif name == "allreduce_product":
-        bagua.allreduce_inplace(whole, ReduceOp.PRODUCT)
-    elif name == "reduce_scatter":
-        bagua.reduce_scatter(whole, part)
-    elif name == "reduce_scatter_integers":
-        bagua.reduce_scatter(whole.int(), part.int(), ReduceOp.MAX)
-    elif name == "allgather":
-        bagua.allgather(part, whole)
-    elif name == "alltoall":
-        bagua.alltoall_inplace(whole)
-    elif name == "broadcast":
-        bagua.broadcast(whole, 0)
-    elif name == "gather":
-        bagua.gather(part, whole, 0)
-    elif name == "scatter":
-        bagua.scatter(whole, part, 0)
-    elif name == "message" and bagua.get_rank() == 0:
+def message(part, whole):
+    if bagua.get_rank() == 0:
         bagua.send(part, 2)
-    elif name == "message" and bagua.get_rank() == 2:
+    if bagua.get_rank() == 2:
         bagua.recv(part, 0)
+
+
+# Calls with a part and a whole tensor, and the bytes that each rank sends: what the algorithms
+# need, of 160 bytes a part.
+CALLS = {
+    "allreduce": (lambda part, whole: bagua.allreduce_inplace(whole, ReduceOp.AVG), [640] * N),
+    "reduce": (lambda part, whole: bagua.reduce_inplace(whole, 1), [640] * N),
+    "allreduce_product": (
+        lambda part, whole: bagua.allreduce_inplace(whole, ReduceOp.PRODUCT),
+        [640] * N,
+    ),
+    # Floats: an all-reduce, as torch's.
+    "reduce_scatter": (lambda part, whole: bagua.reduce_scatter(whole, part), [640] * N),
+    "reduce_scatter_integers": (
+        lambda part, whole: bagua.reduce_scatter(whole.int(), part.int(), ReduceOp.MAX),
+        [320] * N,
+    ),
+    "allgather": (lambda part, whole: bagua.allgather(part, whole), [320] * N),
+    "alltoall": (lambda part, whole: bagua.alltoall_inplace(whole), [320] * N),
+    "broadcast": (lambda part, whole: bagua.broadcast(whole, 0), [960, 0, 0]),
+    "gather": (lambda part, whole: bagua.gather(part, whole, 0), [0, 160, 160]),
+    "scatter": (lambda part, whole: bagua.scatter(whole, part, 0), [320, 0, 0]),
+    "message": (message, [160, 0, 0]),
+    "nothing": (lambda part, whole: None, [0] * N),
+}
 
 
 @training.with_group
@@ -63,9 +51,9 @@ def bytes_of_calls():
     bagua.barrier()
     bagua.allreduce_inplace(torch.ones(1))  # sums of floats have connections of their own
     sent, received = {}, {}
-    for name in SENT:
+    for name, (call, _) in CALLS.items():
         before = communicator.traffic()
-        call(name)
+        call(torch.ones(PART), torch.ones(WHOLE))
         after = communicator.traffic()
         sent[name] = after["bytes_sent"] - before["bytes_sent"]
         received[name] = after["bytes_received"] - before["bytes_received"]
@@ -74,7 +62,7 @@ def bytes_of_calls():
 
 def test_every_collective_and_every_message_is_counted(ranks):
     results = ranks(N, bytes_of_calls)
-    for name, wanted in SENT.items():
+    for name, (_, wanted) in CALLS.items():
         assert [sent[name] for _, sent, _, _ in results] == wanted, name
         assert sum(received[name] for _, _, received, _ in results) == sum(wanted), name
     for unused, _, _, total in results:

@@ -5,13 +5,12 @@ import itertools
 import operator
 
 import bagua.torch_api as bagua
-import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api import ReduceOp, communication
 from support import training
 
-SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4], ids="n{}".format)
+SIZES = [1, 2, 3, 4]
 FOLDS = {
     ReduceOp.SUM: operator.add,
     ReduceOp.PRODUCT: operator.mul,
@@ -28,16 +27,6 @@ CASES = [
     *((torch.int64, op) for op in INTEGER_OPS),
     *((torch.float32, op) for op in FLOAT_OPS),
 ]
-FUNCTIONS = [
-    "allreduce",
-    "allreduce_same",
-    "allreduce_inplace",
-    "allreduce_coalesced_inplace",
-    "reduce",
-    "reduce_inplace",
-    "reduce_scatter",
-    "reduce_scatter_inplace",
-]
 COUNT = 3
 
 
@@ -51,63 +40,51 @@ def folded(size, dtype, op):
     return total / size if op is ReduceOp.AVG else total
 
 
+def reduced(mine, op, total):
+    """For each collective its name, what it leaves on this rank, and what it must leave.
+
+    mine: what this rank brings. total: the fold of all.
+    """
+    rank, root = bagua.get_rank(), bagua.get_world_size() - 1
+    count = mine.numel() // bagua.get_world_size()
+    part = total[rank * count : (rank + 1) * count]
+    untouched = torch.full_like(mine, 7)
+    sent, result = mine.clone(), untouched.clone()
+    bagua.allreduce(sent, result, op)
+    yield "allreduce", result, total
+    result = untouched.clone()
+    bagua.reduce(sent, result, root, op)
+    yield "reduce", result, total if rank == root else untouched
+    result = untouched[:count].clone()
+    bagua.reduce_scatter(sent, result, op)
+    yield "reduce_scatter", result, part
+    yield "what was sent", sent, mine
+    held = [mine.clone() for _ in range(5)]
+    bagua.allreduce(held[0], held[0], op)
+    yield "allreduce of one tensor", held[0], total
+    bagua.allreduce_inplace(held[1], op)
+    yield "allreduce_inplace", held[1], total
+    communication.allreduce_coalesced_inplace([held[2][:1], held[2][1:].view(1, -1)], op)
+    yield "allreduce_coalesced_inplace", held[2], total
+    bagua.reduce_inplace(held[3], root, op)
+    yield "reduce_inplace", held[3], total if rank == root else mine
+    bagua.reduce_scatter_inplace(held[4], op)
+    yield "reduce_scatter_inplace", held[4], torch.cat([part, mine[count:]])
+
+
 @training.with_group
-def reduce_all(function, size, cases):
-    return [reduce_with(function, size, *case) for case in cases]
+def reduce_all(size):
+    for dtype, op in CASES:
+        mine, total = numbers(bagua.get_rank(), size, dtype), folded(size, dtype, op)
+        for name, held, wanted in reduced(mine, op, total):
+            torch.testing.assert_close(
+                held, wanted, msg=lambda text, case=(name, dtype, op.name): f"{case}: {text}"
+            )
 
 
-def reduce_with(function, size, dtype, op):
-    """Runs one collective, returns what the receiving tensor holds afterwards."""
-    rank, root = bagua.get_rank(), size - 1
-    mine = numbers(rank, size, dtype)
-    sent = mine.clone()
-    result = torch.full_like(mine, 7)
-    if function == "allreduce":
-        bagua.allreduce(mine, result, op)
-    elif function == "allreduce_same":
-        bagua.allreduce(mine, mine, op)
-    elif function == "allreduce_inplace":
-        bagua.allreduce_inplace(mine, op)
-    elif function == "allreduce_coalesced_inplace":
-        communication.allreduce_coalesced_inplace([mine[:1], mine[1:].view(1, -1)], op)
-    elif function == "reduce":
-        bagua.reduce(mine, result, root, op)
-    elif function == "reduce_inplace":
-        bagua.reduce_inplace(mine, root, op)
-    elif function == "reduce_scatter":
-        result = result[:COUNT]
-        bagua.reduce_scatter(mine, result, op)
-    else:
-        assert function == "reduce_scatter_inplace"
-        bagua.reduce_scatter_inplace(mine, op)
-    if function in ("allreduce", "reduce", "reduce_scatter"):
-        assert torch.equal(mine, sent), "what was sent must stay as it is"
-        return result
-    return mine
-
-
-def expected(function, rank, size, dtype, op):
-    root, mine = size - 1, numbers(rank, size, dtype)
-    total = folded(size, dtype, op)
-    part = total[rank * COUNT : (rank + 1) * COUNT]
-    if function == "reduce_scatter":
-        return part
-    if function == "reduce_scatter_inplace":
-        return torch.cat([part, mine[COUNT:]])
-    if function == "reduce" and rank != root:
-        return torch.full_like(mine, 7)
-    if function == "reduce_inplace" and rank != root:
-        return mine
-    return total
-
-
-@SIZES
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_every_rank_holds_the_fold_of_all(ranks, function, size):
-    for rank, tensors in enumerate(ranks(size, reduce_all, function, size, CASES)):
-        for held, (dtype, op) in zip(tensors, CASES, strict=True):
-            wanted = expected(function, rank, size, dtype, op)
-            torch.testing.assert_close(held, wanted, msg=lambda m, op=op: f"{op.name}: {m}")
+def test_every_rank_holds_the_fold_of_all(ranks):
+    for size in SIZES:
+        ranks(size, reduce_all, size)
 
 
 def spread(count, dtype):
@@ -124,29 +101,6 @@ def reduced_by_torch(mine, op):
     return result / bagua.get_world_size() if op is ReduceOp.AVG else result
 
 
-def reduced_here(mine, op):
-    """The result of each function, and its name, on the ranks that have it."""
-    size, rank = bagua.get_world_size(), bagua.get_rank()
-    count = mine.numel() // size
-    result, part = torch.empty_like(mine), torch.empty_like(mine[:count])
-    bagua.allreduce(mine, result, op)
-    yield "allreduce", result, slice(None)
-    bagua.reduce(mine, result, 0, op)
-    yield "reduce", result, slice(None)  # on the others, that of allreduce
-    bagua.reduce_scatter(mine, part, op)
-    yield "reduce_scatter", part, slice(rank * count, (rank + 1) * count)
-    copies = [mine.clone() for _ in range(4)]
-    bagua.allreduce_inplace(copies[0], op)
-    yield "allreduce_inplace", copies[0], slice(None)
-    communication.allreduce_coalesced_inplace([copies[1][:1], copies[1][1:]], op)
-    yield "allreduce_coalesced_inplace", copies[1], slice(None)
-    bagua.reduce_inplace(copies[2], size - 1, op)
-    if rank == size - 1:
-        yield "reduce_inplace", copies[2], slice(None)
-    bagua.reduce_scatter_inplace(copies[3], op)
-    yield "reduce_scatter_inplace", copies[3][:count], slice(rank * count, (rank + 1) * count)
-
-
 @training.with_group
 def differences_from_torch(counts, dtypes):
     different = []
@@ -155,9 +109,8 @@ def differences_from_torch(counts, dtypes):
             if dtype.is_complex and op is ReduceOp.MAX:
                 continue
             mine = spread(count, dtype)
-            wanted = reduced_by_torch(mine, op)
-            for name, held, where in reduced_here(mine, op):
-                if not torch.equal(held, wanted[where]):
+            for name, held, wanted in reduced(mine, op, reduced_by_torch(mine, op)):
+                if not torch.equal(held, wanted):
                     different.append((name, dtype, count, op.name))
     return different
 
@@ -170,28 +123,23 @@ def test_floats_have_the_bits_of_torchs_all_reduce(ranks):
         assert ranks(size, differences_from_torch, counts, dtypes) == [[]] * size
 
 
+def ascending(rank, count):
+    """A tensor of this many elements; of None a number."""
+    return torch.tensor(rank + 2) if count is None else torch.arange(1, count + 1) * (rank + 1)
+
+
 @training.with_group
-def reduce_counts(op, counts):
-    results = []
-    for count in counts:
-        tensor = torch.arange(1, count + 1) * (bagua.get_rank() + 1)
+def reduce_counts():
+    for op, count in itertools.product(INTEGER_OPS, [0, 1, 4, 31, None]):
+        tensor = ascending(bagua.get_rank(), count)
         bagua.allreduce_inplace(tensor, op)
-        results.append(tensor)
-    scalar = torch.tensor(bagua.get_rank() + 2)
-    bagua.allreduce_inplace(scalar, op)
-    return [*results, scalar]
+        wanted = functools.reduce(FOLDS[op], [ascending(rank, count) for rank in range(3)])
+        assert tensor.shape == wanted.shape, (op.name, count)
+        assert torch.equal(tensor, wanted), (op.name, count)
 
 
-@pytest.mark.parametrize("op", INTEGER_OPS, ids=lambda op: op.name)
-def test_the_ranks_need_not_divide_the_number_of_elements(ranks, op):
-    counts = [0, 1, 4, 31]
-    for tensors in ranks(3, reduce_counts, op, counts):
-        contributions = [[torch.arange(1, n + 1) * (r + 1) for r in range(3)] for n in counts]
-        contributions.append([torch.tensor(r + 2) for r in range(3)])
-        for held, mine in zip(tensors, contributions, strict=True):
-            wanted = functools.reduce(FOLDS[op], mine)
-            assert held.shape == wanted.shape
-            assert torch.equal(held, wanted)
+def test_the_ranks_need_not_divide_the_number_of_elements(ranks):
+    ranks(3, reduce_counts)
 
 
 @training.with_group
