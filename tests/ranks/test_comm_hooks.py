@@ -4,18 +4,15 @@ import copy
 import io
 import warnings
 
-import pytest
 import torch
 import torch.distributed as dist
 from bagua import comm_hooks
 from bagua.torch_api.algorithms import ByteGradAlgorithm, SparseAlgorithm
 from ranks.test_groups_and_nodes import environment_of_nodes
 from support import hooked, training
+from support.cases import over
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-RANKS = pytest.mark.parametrize("n", [2, 3], ids="{}_ranks".format)
-every_situation = pytest.mark.parametrize("situation", hooked.SITUATIONS)
 
 
 @training.with_group
@@ -30,8 +27,7 @@ def beside_plain(situation):
     return handle.stats()
 
 
-@RANKS
-@every_situation
+@over(n=[2, 3], situation=hooked.SITUATIONS)
 def test_the_exact_hook_gives_the_bits_of_the_class_without_a_hook(ranks, n, situation):
     for stats in ranks(n, beside_plain, situation):
         assert stats["rounds"] == hooked.STEPS
@@ -52,7 +48,7 @@ def uneven(algorithm):
     return training.bits(ddp.parameters())
 
 
-@pytest.mark.parametrize("name", ["gradient_allreduce", *hooked.ALGORITHMS])
+@over(name=["gradient_allreduce", *hooked.ALGORITHMS])
 def test_join_works(ranks, name):
     algorithm = hooked.ALGORITHMS[name]() if name in hooked.ALGORITHMS else name
     first, second = ranks(2, uneven, algorithm)
@@ -123,7 +119,7 @@ def by_name():
     return training.bits(ddp.parameters()), said, str(handles[0].stats()["buckets"])
 
 
-@pytest.mark.parametrize("sizes", [(3,), (2, 1)], ids=["one_node", "two_nodes"])
+@over(sizes=[(3,), (2, 1)])
 def test_hierarchical_hooks_compress_between_nodes(ranks, sizes):
     results = ranks(sum(sizes), by_name, env=environment_of_nodes(sizes))
     assert len({bits for bits, _, _ in results}) == 1

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import faults, sharded
+from support.cases import over
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
@@ -30,8 +31,7 @@ def with_residuals(scale):
     return True
 
 
-@pytest.mark.parametrize("scale", [1.0, 1024.0])
-@pytest.mark.parametrize("n", [2, 3], ids=lambda n: f"{n}-ranks")
+@over(n=[2, 3], scale=[1.0, 1024.0])
 def test_residuals_are_those_of_the_oracle_in_unscaled_units(ranks, n, scale):
     assert all(ranks(n, with_residuals, scale))
 
@@ -90,14 +90,6 @@ def unused_parameters(own_modules, older_torch):
     return seen
 
 
-def assert_residuals_change(states):
-    """Finite in all states; in each step that of some module has changed."""
-    for state in states:
-        assert all(v.isfinite().all() for k, v in state.items() if k != "ranks")
-    for before, after in itertools.pairwise(states):
-        assert any(not torch.equal(v, before[k]) for k, v in after.items() if k != "ranks")
-
-
 PARTS_OF_MODULES = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
     reason="this torch leaves out parameters without a gradient, which is an error",
@@ -105,18 +97,16 @@ PARTS_OF_MODULES = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    "own_modules",
-    [pytest.param(False, marks=PARTS_OF_MODULES), True],
-    ids=["one_module", "own_modules"],
+    ("own_modules", "older_torch"),
+    [pytest.param(False, False, marks=PARTS_OF_MODULES), (True, False), (True, True)],
+    ids=["one_module", "own_modules", "own_modules-older_torch"],
 )
-def test_residuals_survive_steps_that_leave_out_parameters(ranks, own_modules):
-    for states in ranks(2, unused_parameters, own_modules, False):
-        assert_residuals_change(states)
-
-
-def test_a_torch_that_leaves_out_whole_modules_is_no_harm(ranks):
-    for states in ranks(2, unused_parameters, True, True):
-        assert_residuals_change(states)
+def test_residuals_survive_steps_that_leave_out_parameters(ranks, own_modules, older_torch):
+    for states in ranks(2, unused_parameters, own_modules, older_torch):
+        for state in states:
+            assert all(v.isfinite().all() for k, v in state.items() if k != "ranks")
+        for before, after in itertools.pairwise(states):
+            assert any(not torch.equal(v, before[k]) for k, v in after.items() if k != "ranks")
 
 
 def test_a_torch_that_leaves_out_parameters_is_an_error(ranks):
