@@ -8,18 +8,23 @@ import torch
 import torch.distributed as dist
 from bagua import _C
 from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregation
+from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
 from support import faults, training
-from support.eager_models import Mixed, assert_unchanged, by_layer_and_by_model, snapshot
+from support.cases import over
+from support.eager_models import (
+    assert_aggregates,
+    assert_unchanged,
+    by_layer_and_by_model,
+    of_rank,
+    snapshot,
+    tensors_of,
+)
 from torch import nn
 
-RANKS = pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
-BY = pytest.mark.parametrize("by_layer", [False, True], ids=["by-model", "by-layer"])
 DENOMINATOR = 6.0
 REDUCE = {
     "avg_world": lambda all_values: all_values.sum(0) / len(all_values),
-    "avg": lambda all_values: all_values.sum(0) / len(all_values),
     "avg_custom": lambda all_values: all_values.sum(0) / DENOMINATOR,
-    "custom_avg": lambda all_values: all_values.sum(0) / DENOMINATOR,
     "sum": lambda all_values: all_values.sum(0),
     "min": lambda all_values: all_values.amin(0),
     "max": lambda all_values: all_values.amax(0),
@@ -27,51 +32,19 @@ REDUCE = {
 TOLERANCE = {torch.float16: 4e-3, torch.float32: 1e-6, torch.float64: 1e-14}
 
 
-def mixed(rank):
-    """A model of one dtype after the other, with values and gradients of the rank's own."""
-    model = Mixed()
-    del model.odd
-    generator = torch.Generator().manual_seed(rank)
-    for p in model.parameters():
-        values = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        p.data.copy_(values)
-        p.grad = (p.detach() * 2).clone()
-    return model
-
-
-def tensors_of(model, kind):
-    return [p.detach() if kind == "weight" else p.grad for p in model.parameters()]
-
-
-def places_of(model):
-    tensors = tensors_of(model, "weight") + tensors_of(model, "gradient")
-    return [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
-
-
 @training.with_group
 def reduce_mixed(op, by_layer, divide_before):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    model, twins = mixed(rank), [mixed(other) for other in range(size)]
-    aggregation = AllReduceAggregation(size, divide_before)
-    denom = DENOMINATOR if "custom" in op else None
-    places = places_of(model)
-    for kind, get in (("gradient", aggregation.agg_grad), ("weight", aggregation.agg_model)):
-        assert get(by_layer)(model, op, denom) is None
-        everyone = zip(*(tensors_of(twin, kind) for twin in twins), strict=True)
-        for mine, values in zip(tensors_of(model, kind), everyone, strict=True):
-            expected = REDUCE[op](torch.stack([value.double() for value in values]))
-            error = (mine.double() - expected).abs()
-            assert (error <= TOLERANCE[mine.dtype] * (1 + expected.abs())).all(), (kind, mine.dtype)
-    assert places == places_of(model)
-    return training.model_bits(model)
+    def expected(values):
+        return REDUCE[op](torch.stack([value.double() for value in values]))
+
+    aggregation = AllReduceAggregation(dist.get_world_size(), divide_before)
+    denom = DENOMINATOR if op == "avg_custom" else None
+    return assert_aggregates(aggregation, by_layer, op, denom, expected, TOLERANCE)
 
 
-@RANKS
-@BY
-@pytest.mark.parametrize("op", REDUCE)
-def test_every_operation_is_torchs_on_all_dtypes_and_layouts(ranks, op, by_layer, n):
-    for divide_before in (False, True):
-        assert len(set(ranks(n, reduce_mixed, op, by_layer, divide_before))) == 1, "equal bits"
+@over(n=[2, 3, 4], op=REDUCE, by_layer=[False, True], divide_before=[False, True])
+def test_every_operation_is_torchs_on_all_dtypes_and_layouts(ranks, n, op, by_layer, divide_before):
+    assert len(set(ranks(n, reduce_mixed, op, by_layer, divide_before))) == 1, "equal bits"
 
 
 @training.with_group
@@ -144,42 +117,9 @@ def test_a_world_size_that_is_not_the_groups_is_refused_with_both(ranks):
         assert "world_size=5, but its group has 2 rank(s)" in text
 
 
-class LosesTheThird(AllReduceAggregation):
-    """Its third all_reduce of data fails on every rank, after the data has been used."""
-
-    def __init__(self, size):
-        super().__init__(size)
-        self.count = 0
-
-    def _agg(self, data, op, denom=None):
-        self.count += 1
-        data.mul_(7)
-        if self.count == 3:
-            self._communicator("data", "cpu").abort("for the test")
-        return super()._agg(data, op, denom)
-
-
-@training.with_group
-def lose_a_collective(kind):
-    model = mixed(dist.get_rank())
-    before = snapshot(model)
-    aggregation = LosesTheThird(dist.get_world_size())
-    get = aggregation.agg_model if kind == "weight" else aggregation.agg_grad
-    text = training.error_of(lambda: get(by_layer=True)(model, "avg"), _C.BaguaError)
-    assert aggregation.count == 3
-    assert_unchanged(model, before)
-    return text
-
-
-@pytest.mark.parametrize("kind", ["gradient", "weight"])
-def test_a_collective_that_fails_leaves_every_tensor_as_it_was(ranks, kind):
-    for text in ranks(2, lose_a_collective, kind):
-        assert "for the test" in text
-
-
 @functools.partial(faults.with_bagua_group, timeout=2.0)
 def wait_for_a_rank_that_does_not_come():
-    model = mixed(dist.get_rank())
+    model = of_rank(dist.get_rank())
     aggregation = AllReduceAggregation(dist.get_world_size())
     aggregation.agg_model()(model, "avg")
     before, text = snapshot(model), ""
@@ -198,39 +138,25 @@ def test_a_rank_that_does_not_come_is_a_timeout_and_nothing_has_changed(ranks):
 
 @training.with_group
 def average_in_a_group():
+    """What an aggregation of each class makes of the rank's number."""
     group = bagua.communication.new_group([1, 2])
-    model = nn.Linear(2, 2)
-    nn.init.constant_(model.weight, float(dist.get_rank()))
-    aggregation = AllReduceAggregation(2, process_group=group)
-    text = ""
+    everyone = AllReduceAggregation(2, process_group=group)
     if dist.get_rank() == 0:
-        text = training.error_of(lambda: aggregation.agg_model()(model, "avg"), RuntimeError)
-    else:
-        aggregation.agg_model()(model, "avg")
-    return model.weight[0, 0].item(), text
+        return training.error_of(lambda: everyone.agg_model()(nn.Linear(2, 2), "avg"), RuntimeError)
+    neighbours = DecentralizedAggregation(group.rank, [1 - group.rank], process_group=group)
+    found = []
+    for aggregation in (everyone, neighbours):
+        model = nn.Linear(2, 2)
+        nn.init.constant_(model.weight, float(dist.get_rank()))
+        aggregation.agg_model()(model, "avg_world")
+        found.append(model.weight.unique().tolist())
+    return found
 
 
-def test_a_group_of_some_ranks_averages_among_them(ranks):
-    (zero, text), (one, _), (two, _) = ranks(3, average_in_a_group)
-    assert (zero, one, two) == (0.0, 1.5, 1.5)
+def test_a_group_of_some_ranks_averages_among_them_by_their_places_in_it(ranks):
+    text, *members = ranks(3, average_in_a_group)
+    assert members == [[[1.5], [1.5]]] * 2
     assert "not a member of the group with ranks [1, 2]" in text
-
-
-@training.with_group
-def average_statistics():
-    rank = dist.get_rank()
-    model = nn.BatchNorm1d(3)
-    model.running_mean.fill_(rank)
-    model.num_batches_tracked.fill_(rank)
-    aggregation = AllReduceAggregation(dist.get_world_size())
-    aggregation.agg_model()(model, "avg")
-    before = model.running_mean[0].item()
-    aggregation.agg_model(include_buffers=True)(model, "avg")
-    return before, model.running_mean.tolist(), model.num_batches_tracked.item()
-
-
-def test_running_statistics_are_averaged_if_asked_for(ranks):
-    assert ranks(3, average_statistics) == [(float(r), [1.0] * 3, r) for r in range(3)]
 
 
 @training.with_group

@@ -1,16 +1,15 @@
 """DecentralizedAggregation on ranks: W x on several graphs, and lists that cannot be."""
 
-import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
 from oracle import neighbor_average as oracle
 from support import graphs, training
-from support.eager_models import Mixed, assert_unchanged, snapshot
+from support.cases import over
+from support.eager_models import assert_aggregates, assert_unchanged, snapshot
 from torch import nn
 
-BY = pytest.mark.parametrize("by_layer", [False, True], ids=["by-model", "by-layer"])
 GRAPHS = {
     "pair": graphs.ring(2),
     "ring-of-3": graphs.ring(3),
@@ -23,22 +22,7 @@ GRAPHS = {
     "pair-and-one-alone": [[2], [], [0]],
     "nobody-talks": [[], []],
 }
-per_graph = pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
 TOLERANCE = {torch.float16: 2e-3, torch.float32: 5e-7, torch.float64: 1e-14}
-
-
-def mixed(rank):
-    model = Mixed()
-    del model.odd
-    generator = torch.Generator().manual_seed(rank)
-    for p in model.parameters():
-        p.data.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
-        p.grad = (p.detach() * 2).clone()
-    return model
-
-
-def tensors_of(model, kind):
-    return [p.detach() if kind == "weight" else p.grad for p in model.parameters()]
 
 
 def aggregation_for(graph):
@@ -49,55 +33,38 @@ def aggregation_for(graph):
 
 @training.with_group
 def average_mixed(graph, by_layer):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    matrix = oracle.metropolis(graph)
-    model, twins = mixed(rank), [mixed(other) for other in range(size)]
+    def expected(values):
+        return oracle.average(oracle.metropolis(graph), values)[dist.get_rank()]
+
     aggregation = aggregation_for(graph)
-    for kind, get in (("gradient", aggregation.agg_grad), ("weight", aggregation.agg_model)):
-        places = [(t.data_ptr(), t.stride()) for t in tensors_of(model, kind)]
-        assert get(by_layer)(model, "avg_world") is None
-        assert places == [(t.data_ptr(), t.stride()) for t in tensors_of(model, kind)]
-        everyone = zip(*(tensors_of(twin, kind) for twin in twins), strict=True)
-        for mine, values in zip(tensors_of(model, kind), everyone, strict=True):
-            expected = oracle.average(matrix, values)[rank]
-            error = (mine.double() - expected).abs()
-            assert (error <= TOLERANCE[mine.dtype] * (1 + expected.abs())).all(), (kind, mine.dtype)
-    return training.model_bits(model)
+    return assert_aggregates(aggregation, by_layer, "avg_world", None, expected, TOLERANCE)
 
 
-@BY
-@per_graph
-def test_weights_and_gradients_become_those_of_the_oracle(ranks, graph, by_layer):
+@over(name=GRAPHS, by_layer=[False, True])
+def test_weights_and_gradients_become_those_of_the_oracle(ranks, name, by_layer):
+    graph = GRAPHS[name]
     digests = ranks(len(graph), average_mixed, graph, by_layer)
     sums = {tuple(sorted({rank, *graph[rank]})) for rank in range(len(graph))}
     assert len(set(digests)) == len(sums), "ranks with the same sum hold the same bits"
 
 
 @training.with_group
-def mix(graph, steps, values):
-    """This rank's value after every step, of a vector that is the same everywhere else."""
+def mix_twice_listed(values):
+    """This rank's values after each of three averages of a ring of two."""
     model = nn.Linear(1, 5, bias=False).double()
     model.weight.data.fill_(values[dist.get_rank()])
-    average = aggregation_for(graph).agg_model()
-    seen = [model.weight.detach().clone()]
-    for _ in range(steps):
+    average = aggregation_for([[1, 1], [0, 0]]).agg_model()
+    seen = []
+    for _ in range(3):
         average(model, "avg_world")
-        seen.append(model.weight.detach().clone())
-    return torch.stack(seen).tolist()
-
-
-def history(ranks, graph, steps, values):
-    """By step: the ranks' tensors."""
-    results = torch.tensor(ranks(len(graph), mix, graph, steps, values), dtype=torch.float64)
-    return results.transpose(0, 1)
+        seen.append(model.weight.unique().tolist())
+    return seen
 
 
 def test_two_ranks_that_list_each_other_twice_keep_a_constant_to_the_bit(ranks):
     """A ring of two, built as a list of the one before and the one after: 1.0 stays 1.0."""
-    steps = history(ranks, [[1, 1], [0, 0]], 3, [1.0, 1.0])
-    assert (steps == 1.0).all()
-    steps = history(ranks, [[1, 1], [0, 0]], 1, [1.0, 4.0])
-    assert (steps[1] == 2.5).all()
+    assert ranks(2, mix_twice_listed, [1.0, 1.0]) == [[[1.0]] * 3] * 2
+    assert ranks(2, mix_twice_listed, [1.0, 4.0]) == [[[2.5]] * 3] * 2
 
 
 @training.with_group
@@ -110,7 +77,7 @@ def exchange_much(graph):
     return model.weight.unique().tolist(), average.traffic()
 
 
-@pytest.mark.parametrize("name", ["pair", "ring-of-3", "star-of-4", "complete-of-4"])
+@over(name=["pair", "ring-of-3", "star-of-4", "complete-of-4"])
 def test_large_messages_pass_on_every_graph_and_bytes_are_those_of_the_neighbours(ranks, name):
     graph = GRAPHS[name]
     matrix, size = oracle.metropolis(graph), 1500 * 1500 * 4
@@ -162,23 +129,9 @@ def average_with_wrong_lists(lists):
     return texts
 
 
-@pytest.mark.parametrize(("lists", "text"), WRONG.values(), ids=WRONG)
-def test_lists_that_cannot_be_are_refused_on_every_rank(ranks, lists, text):
+@over(wrong=WRONG)
+def test_lists_that_cannot_be_are_refused_on_every_rank(ranks, wrong):
+    lists, text = WRONG[wrong]
     for first, second in ranks(3, average_with_wrong_lists, lists):
         assert text in first
         assert text in second, "the second call, too"
-
-
-@training.with_group
-def average_in_a_group():
-    group = bagua.communication.new_group([1, 2])
-    model = nn.Linear(2, 2)
-    nn.init.constant_(model.weight, float(dist.get_rank()))
-    if group.rank >= 0:
-        aggregation = DecentralizedAggregation(group.rank, [1 - group.rank], process_group=group)
-        aggregation.agg_model()(model, "avg_world")
-    return model.weight.unique().tolist()
-
-
-def test_ranks_and_neighbours_count_inside_the_group(ranks):
-    assert ranks(3, average_in_a_group) == [[0.0], [1.5], [1.5]]

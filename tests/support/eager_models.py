@@ -1,7 +1,9 @@
 """A model that flattening could get wrong, and what must stay as it was."""
 
 import torch
+import torch.distributed as dist
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
+from support import training
 from torch import nn
 
 
@@ -62,3 +64,42 @@ def assert_unchanged(model, before):
 
 def by_layer_and_by_model(get):
     return [get(by_layer=False), get(by_layer=True)]
+
+
+def of_rank(rank):
+    """A model of one dtype after the other, with values and gradients of the rank's own."""
+    model = Mixed()
+    del model.odd
+    generator = torch.Generator().manual_seed(rank)
+    for p in model.parameters():
+        p.data.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
+        p.grad = (p.detach() * 2).clone()
+    return model
+
+
+def tensors_of(model, kind):
+    return [p.detach() if kind == "weight" else p.grad for p in model.parameters()]
+
+
+def places_of(model):
+    tensors = tensors_of(model, "weight") + tensors_of(model, "gradient")
+    return [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
+
+
+def assert_aggregates(aggregation, by_layer, op, denom, expected, tolerance):
+    """On ranks: gradients and weights become `expected` of all ranks' values, where they are.
+
+    tolerance: by dtype. Returns a digest of them.
+    """
+    model = of_rank(dist.get_rank())
+    twins = [of_rank(other) for other in range(dist.get_world_size())]
+    places = places_of(model)
+    for kind, get in (("gradient", aggregation.agg_grad), ("weight", aggregation.agg_model)):
+        assert get(by_layer)(model, op, denom) is None
+        everyone = zip(*(tensors_of(twin, kind) for twin in twins), strict=True)
+        for mine, values in zip(tensors_of(model, kind), everyone, strict=True):
+            wanted = expected(values)
+            error = (mine.double() - wanted).abs()
+            assert (error <= tolerance[mine.dtype] * (1 + wanted.abs())).all(), (kind, mine.dtype)
+    assert places == places_of(model)
+    return training.model_bits(model)
