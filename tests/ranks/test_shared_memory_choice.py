@@ -132,11 +132,6 @@ def test_a_rank_that_does_not_want_it_decides_for_all(ranks):
         assert all(shm_bytes == 0 for shm_bytes, _ in tables)
 
 
-def test_by_default_ranks_of_one_host_share_memory(ranks):
-    for _, tables in ranks(2, traffic_of_steps, GradientAllReduceAlgorithm()):
-        assert all(shm_bytes == bytes_sent > 0 for shm_bytes, bytes_sent in tables)
-
-
 @training.with_group
 def places_of_buckets(algorithm):
     """Whether each bucket lies in memory that others can map, and the gradients of two steps."""
