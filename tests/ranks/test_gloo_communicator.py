@@ -1,17 +1,24 @@
-"""C10dCommunicator on gloo: conformance, and failures that name the peer and end in time."""
+"""C10dCommunicator on gloo: conformance, and failures that name the peer and end in time.
+
+CUDA tensors go over gloo, too, as BAGUA_COMM=gloo has it.
+"""
 
 import os
+import sys
 import threading
-import time
 from datetime import timedelta
 
-import pytest
+import bagua.torch_api as bagua
 import torch
 import torch.distributed as dist
 from bagua import _C
+from bagua._core.group.connections import Connections
+from ranks.test_shared_memory import CALLS, LATE_SECONDS, error_of, script
+from support import training
+from support.cases import over
 from support.threads import communicator_conformance as conformance
 
-LATE_SECONDS = 1.0
+GLOO = {"BAGUA_COMM": "gloo"}
 
 
 def default_group():
@@ -25,16 +32,6 @@ def own_group(timeout):
     return _C.C10dCommunicator(dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout)))
 
 
-def error_of(call):
-    """Type name and message of what a call raises, and the seconds it took."""
-    start = time.monotonic()
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - the tests look at it
-        return type(error).__name__, str(error), time.monotonic() - start
-    return None, "", time.monotonic() - start
-
-
 def exchange_with(comm, peer, numel):
     comm.exchange([(torch.zeros(numel), peer)], [(torch.zeros(numel), peer)])
 
@@ -45,9 +42,44 @@ def conform():
     return comm.rank, comm.size
 
 
-@pytest.mark.parametrize("n", [1, 2, 3], ids=lambda n: f"{n}-ranks")
+@over(n=[1, 2, 3])
 def test_gloo_ranks_conform(ranks, n):
     assert ranks(n, conform, timeout=100) == [(rank, n) for rank in range(n)]
+
+
+def connected(device_type):
+    """As a lane connects for tensors of that type, for which CPU tensors stand in."""
+    store = dist.distributed_c10d._get_default_store()
+    members = list(range(dist.get_world_size()))
+    connections = Connections(store, dist.get_rank(), members, training.TIMEOUT)
+    return connections.connect("test", device_type)
+
+
+def count_bytes(device_type):
+    comm = connected(device_type)
+    tensor = torch.ones(300)
+    comm.all_reduce(tensor, _C.ReduceOp.SUM)
+    exchange_with(comm, 1 - comm.rank, 300)
+    return comm.traffic()["bytes_sent"], tensor[0].item()
+
+
+def test_host_memory_is_counted_as_the_tensor_it_carries(ranks):
+    on_cpu = ranks(2, count_bytes, "cpu")
+    assert ranks(2, count_bytes, "cuda", env=GLOO) == on_cpu == [(2400, 2)] * 2
+
+
+@training.with_group
+def run_eagerly():
+    communicator = bagua.communication.get_default_group().get_global_communicator()
+    connected = communicator._connect(torch.device("cuda"), None)
+    before = communicator.traffic()["bytes_sent"]
+    tensor = torch.ones(300)
+    connected.all_reduce(tensor, _C.ReduceOp.SUM)
+    return tensor[0].item(), communicator.traffic()["bytes_sent"] - before
+
+
+def test_eager_collectives_of_cuda_tensors_go_over_gloo_too(ranks):
+    assert ranks(2, run_eagerly, env=GLOO) == [(2, 1200)] * 2
 
 
 def be_late_on_rank_one():
@@ -73,44 +105,29 @@ def test_a_late_peer_is_a_timeout_that_names_it_and_ends_the_communicator(ranks)
     assert second[2] < LATE_SECONDS / 2
 
 
-def die_on_rank_two(call_name):
+def die_on_rank_two(name):
     comm = default_group()
     comm.broadcast(torch.zeros(1), 0)
     exchange_with(comm, comm.rank, 1)
     if comm.rank == 2:
         os._exit(0)
-    tensor, gathered = torch.zeros(300), torch.zeros(900)
-    calls = {
-        "all_reduce": lambda: comm.all_reduce(tensor, _C.ReduceOp.SUM),
-        "all_gather": lambda: comm.all_gather(tensor, gathered),
-        "all_to_all": lambda: comm.all_to_all(tensor, tensor.clone()),
-        "broadcast": lambda: comm.broadcast(tensor, 2),
-    }
-    name, message, seconds = error_of(calls[call_name])
-    print(f"{name} after {seconds:.1f} s: {message}")
-    os._exit(0 if name == "BaguaError" and "failed: " in message else 1)
+    kind, message, _ = error_of(lambda: CALLS[name](comm))
+    print(kind, message)
+    sys.stdout.flush()
+    os._exit(0)
 
 
-DEATH_SCRIPT = """
-import sys
-sys.path.insert(0, {tests!r})
-import torch.distributed as dist
-dist.init_process_group("gloo")
-from ranks import test_gloo_communicator
-test_gloo_communicator.die_on_rank_two({call!r})
-"""
-
-
-@pytest.mark.parametrize("call", ["all_reduce", "all_gather", "all_to_all", "broadcast"])
-def test_a_dead_peer_is_an_error_on_the_others(run_script, call):
-    tests = os.path.dirname(os.path.dirname(__file__))
-    done = run_script(3, DEATH_SCRIPT.format(tests=tests, call=call))
+@over(name=["all_reduce", "all_gather", "all_to_all", "broadcast"])
+def test_a_dead_peer_is_an_error_on_the_others(run_script, name):
+    ends = run_script(3, script(f"die_on_rank_two({name!r})", "test_gloo_communicator"))
+    numel = 100 if name == "all_to_all" else 300  # all_to_all names the message that failed
     for rank in (0, 1):
-        assert done[rank].returncode == 0, done[rank].stderr
-        numel = 100 if call == "all_to_all" else 300  # all_to_all names the message that failed
-        assert f"rank {rank} of 3: {call} of {numel * 4} bytes float32" in done[rank].stdout
-    if call != "all_reduce":  # a ring that breaks shows at any neighbour
-        assert "with peer 2 failed" in done[0].stdout
+        said = ends[rank].stdout
+        assert said.startswith("BaguaError "), said + ends[rank].stderr
+        assert f"rank {rank} of 3: {name} of {numel * 4} bytes float32" in said
+        assert "failed: " in said
+    if name != "all_reduce":  # a ring that breaks shows at any neighbour
+        assert "with peer 2 failed" in ends[0].stdout
 
 
 def abort_while_a_call_is_blocked():

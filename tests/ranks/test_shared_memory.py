@@ -83,13 +83,15 @@ import sys
 sys.path.insert(0, {tests!r})
 import torch.distributed as dist
 dist.init_process_group("gloo")
-from ranks import test_shared_memory
-test_shared_memory.{call}
+from ranks import {module}
+{module}.{call}
 """
 
 
-def script(call):
-    return SCRIPT.format(tests=os.path.dirname(os.path.dirname(__file__)), call=call)
+def script(call, module="test_shared_memory"):
+    """Makes a call of a test module in processes of their own."""
+    tests = os.path.dirname(os.path.dirname(__file__))
+    return SCRIPT.format(tests=tests, module=module, call=call)
 
 
 @pytest.mark.parametrize("name", CALLS)

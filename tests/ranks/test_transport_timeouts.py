@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from bagua import _C
 from bagua._core.group.connections import Connections
+from ranks.test_shared_memory import LATE_SECONDS, script
 from support import training
 
-LATE_SECONDS = 1.0
 LATE = timedelta(seconds=LATE_SECONDS)
 
 
@@ -71,19 +71,8 @@ def connect_and_die():
     os._exit(0)
 
 
-SCRIPT = """
-import sys
-sys.path.insert(0, {tests!r})
-import torch.distributed as dist
-dist.init_process_group("gloo")
-from ranks import test_transport_timeouts
-test_transport_timeouts.connect_and_die()
-"""
-
-
 def test_the_text_of_a_lost_connection_is_no_time_out(run_script):
-    tests = os.path.dirname(os.path.dirname(__file__))
-    error = run_script(2, SCRIPT.format(tests=tests))[0].stdout
+    error = run_script(2, script("connect_and_die()", "test_transport_timeouts"))[0].stdout
     assert "Error: " in error
     assert not _C.is_timeout_of_transport(error), f"torch {torch.__version__}: {error}"
 
