@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from bagua.torch_api.algorithms import Algorithm, QAdamOptimizer
-from bagua.torch_api.checkpoint import PerRank
+from bagua.torch_api.checkpoint import PerRank, load_latest, save_checkpoint
 from support import training
+from support.checkpoint_training import network, steps
 from support.error_feedback import all_bits
 from torch import nn
 
@@ -42,11 +43,16 @@ ALGORITHMS = {
     "diloco-in-flight": ("diloco", {"interval": 4, "overlap_steps": 2}),
     "async-in-its-warm-up": ("async", {"warmup_steps": 100}),
 }
-
-
-def network(seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+#: One of each kind of state.
+KINDS = [
+    "exact",
+    "bytegrad-feedback",
+    "low-precision-interval",
+    "qadam",
+    "power-sgd",
+    "diloco-in-flight",
+    "async-in-its-warm-up",
+]
 
 
 def wrapped(chosen, seed):
@@ -58,11 +64,6 @@ def wrapped(chosen, seed):
     else:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     return model.with_bagua([optimizer], Algorithm.init(name, **arguments)), optimizer
-
-
-def steps(model, optimizer, numbers):
-    data = [training.batch(number, dist.get_rank(), rows=8) for number in numbers]
-    training.train(model, [optimizer], data)
 
 
 def through_dcp(saved, loaded, path):
@@ -83,6 +84,15 @@ def through_a_file_of_each_rank(saved, loaded, path):
     states = torch.load(file, weights_only=True)
     for part, state in zip((*loaded, loaded[0].bagua_algorithm), states, strict=True):
         part.load_state_dict(state)
+
+
+def through_save_checkpoint(saved, loaded, path):
+    def parts(model, optimizer):
+        return {"model": model, "optimizer": optimizer, "algorithm": model.bagua_algorithm}
+
+    save_checkpoint(path, parts(*saved), 1)
+    yield
+    assert load_latest(path, parts(*loaded)) == 1
 
 
 @training.with_group
@@ -108,10 +118,13 @@ def interrupted(chosen, way, saved_after, folder):
     return same, training.model_bits(model)
 
 
-@pytest.mark.parametrize("way", [through_dcp, through_a_file_of_each_rank])
-@pytest.mark.parametrize("chosen", ALGORITHMS)
+# Files show the contents of all states at each moment; the other ways move the same states.
+@pytest.mark.parametrize(
+    ("chosen", "way"),
+    [(chosen, through_a_file_of_each_rank) for chosen in ALGORITHMS]
+    + [(chosen, way) for chosen in KINDS for way in (through_dcp, through_save_checkpoint)],
+)
 def test_training_goes_on_to_the_bit(ranks, tmp_path, chosen, way):
-    # Files show the contents of a state at each moment; the other way moves the same state.
     saved_after = SAVED_AFTER if way is through_a_file_of_each_rank else SAVED_AFTER[-1:]
     results = ranks(3, interrupted, chosen, way, saved_after, str(tmp_path))
     same, weights = zip(*results, strict=True)

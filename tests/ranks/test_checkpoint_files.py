@@ -1,4 +1,4 @@
-"""save_checkpoint and load_latest: training goes on to the bit, with other ranks by the mean."""
+"""save_checkpoint and load_latest: which files, and other ranks. To the bit: test_checkpoint.py."""
 
 import bagua.torch_api as bagua
 import pytest
@@ -7,40 +7,8 @@ import torch.distributed.checkpoint as dcp
 from bagua._core.state import step_folder as _step_folder
 from bagua.torch_api.checkpoint import load_latest, save_checkpoint
 from support import every_algorithm, training
-from support.checkpoint_training import file, refusal, state_bits, steps, train_and_save, wrapped
+from support.checkpoint_training import file, refusal, steps, train_and_save, wrapped
 from support.error_feedback import owed
-
-BEFORE, AFTER = 5, 20
-#: One of each kind of state; test_checkpoint.py has the contents of all.
-RESUMED_TO_THE_BIT = [
-    "gradient_allreduce",
-    "bytegrad-feedback",
-    "low_precision_decentralized",
-    "diloco-streaming",
-    "qadam",
-    "async",
-]
-
-
-@training.with_group
-def interrupted(name, folder):
-    before = every_algorithm.WARM_UP - 1 if name == "async" else BEFORE
-    after = 1 if name == "async" else AFTER  # no averages yet
-    model, optimizer, state = wrapped(name)
-    steps(model, optimizer, range(before))
-    save_checkpoint(folder, state, before)
-    steps(model, optimizer, range(before, before + after))
-    loaded, its_optimizer, its_state = wrapped(name, seed=1)
-    assert state_bits(loaded) != state_bits(model)
-    assert load_latest(folder, its_state) == before
-    steps(loaded, its_optimizer, range(before, before + after))
-    return state_bits(model), state_bits(loaded)
-
-
-@pytest.mark.parametrize("name", RESUMED_TO_THE_BIT)
-def test_training_goes_on_to_the_bit(ranks, tmp_path, name):
-    for rank, (uninterrupted, loaded) in enumerate(ranks(3, interrupted, name, str(tmp_path))):
-        assert loaded == uninterrupted, f"rank {rank}"
 
 
 @training.with_group

@@ -27,11 +27,6 @@ def steps(model, optimizer, numbers):
     training.train(model, optimizer, data)
 
 
-def state_bits(model):
-    """A digest of parameters and buffers."""
-    return training.bits([*model.parameters(), *model.buffers()])
-
-
 @training.with_group
 def train_and_save(name, folder, upto, seed=0):
     """Goes on from what is in the folder; saves every second step."""
