@@ -17,8 +17,13 @@ NEEDS_NO_EXAMPLE = {
     "destroy_process_group",
     "init_process_group",
 }  # every script of the guide has them
+GETTING_STARTED = REPOSITORY / "docs/examples/getting_started.py"
 #: Without those with arguments, which are files of docs/examples with tests of their own.
-SCRIPTS = [block for block in documented.scripts() if "parse_args" not in block.text]
+SCRIPTS = [
+    block
+    for block in documented.scripts()
+    if "parse_args" not in block.text and block.text.strip() != GETTING_STARTED.read_text().strip()
+]
 
 
 def wraps(block):
@@ -145,6 +150,19 @@ def test_the_fragments_of_a_page_run_on_two_ranks(ranks, tmp_path, page):
 def test_a_script_runs_on_two_ranks(run_script, block):
     for end in run_script(2, block.text):
         assert end.returncode == 0, f"{block}: {end.stderr}"
+
+
+def test_the_first_script_learns_and_counts_its_bytes(run_script):
+    first, second = run_script(2, GETTING_STARTED)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", first.stdout)]
+    assert len(losses) == 4
+    assert losses[-1] < min(0.01, losses[0])
+    sent = [int(number) for number in re.findall(r"(\d+) bytes sent", first.stdout)]
+    parameters = 64 * 3 + 65
+    assert sent == sorted(sent)
+    assert 0 < sent[-1] < 200 * parameters * 4
+    assert second.stdout == ""
 
 
 def test_the_training_example_learns_and_resumes(run_script, tmp_path):
