@@ -42,23 +42,6 @@ def test_buckets_launch_in_registration_order_whatever_the_arrival_order(lanes):
         assert seen == [list(range(lane, 6, lanes)) for lane in range(lanes)], order
 
 
-def test_ranks_with_different_arrival_orders_agree():
-    meeting = Meeting(4, lanes=2)
-
-    def run(comm):
-        flats = [torch.full((10,), float(comm.rank + i)) for i in range(5)]
-        engine = meeting.engine(comm.rank, [plan(str(i), f) for i, f in enumerate(flats)])
-        for step in range(20):
-            engine.begin_round()
-            for slot in random.Random(100 * comm.rank + step).sample(range(10), 10):
-                engine.mark_ready(slot)
-            engine.wait()
-        return flats
-
-    for flats in run_thread_ranks(4, run):
-        assert [flat.tolist() for flat in flats] == [[1.5 + i] * 10 for i in range(5)]
-
-
 def test_the_first_bucket_is_on_its_way_before_the_last_slot_is_ready():
     meeting = Meeting(2)
 
@@ -84,25 +67,6 @@ def test_the_first_bucket_is_on_its_way_before_the_last_slot_is_ready():
         return early
 
     assert run_thread_ranks(2, run) == [True, True]
-
-
-def test_a_lane_that_waits_for_others_leaves_the_interpreter_free():
-    meeting = Meeting(2)
-    go = threading.Event()
-
-    def run(comm):
-        flat = torch.full((8,), float(comm.rank))
-        engine = meeting.engine(comm.rank, [plan("b", flat)])
-        engine.begin_round()
-        if comm.rank == 1:
-            assert go.wait(SECONDS)
-        mark_all(engine)
-        if comm.rank == 0:  # its lane is, or will be, inside the all-reduce
-            go.set()
-        engine.wait()
-        return flat.tolist()
-
-    assert run_thread_ranks(2, run) == [[0.5] * 8] * 2
 
 
 def test_marking_before_a_round_is_an_error():
@@ -242,18 +206,6 @@ def test_a_rank_in_another_round_starts_no_round(theirs):
     assert isinstance(error, _C.BaguaMismatchError)
     assert f"number of synchronising steps (rank 0: 2, rank 1: {theirs})" in str(error)
     assert ran == ["b"]
-
-
-def test_a_wrong_record_is_found_before_forward_ends():
-    meeting = Meeting(2)
-
-    def run(rank):
-        engine = meeting.engine(rank, [plan("b", ones())], fingerprint=rank)
-        engine.begin_round()
-        engine.await_agreement()
-
-    for error, _ in endings(2, run):
-        assert isinstance(error, _C.BaguaMismatchError)
 
 
 def test_a_rank_that_exits_before_it_sends_its_used_slots_is_named_soon():
