@@ -1,4 +1,4 @@
-"""Low-rank means: the oracle's values, equal bits on all ranks, the identities of PowerSGD."""
+"""Low-rank means: the oracle's values, equal bits on all ranks, zeros and bad values."""
 
 import pytest
 import torch
@@ -71,6 +71,7 @@ def test_rounds_follow_the_oracle(n, dtype, scale):
     for step in range(5):
         mean = sum(rest(brought[r][step].to(wide)) for r in range(n)) / n * scale
         assert (rest(histories[0][step][0]) - mean).abs().max() <= tolerance * mean.abs().max()
+        assert not any(rest(history[step][1]).any() for history in histories)
 
 
 @per_ranks
@@ -82,31 +83,6 @@ def test_ranks_hold_the_same_bits(n, dtype):
         assert_same_bits([history[step][2] for history in histories])
 
 
-@per_dtype
-def test_nothing_is_lost_except_the_residual(dtype):
-    n, steps = 3, 30
-    brought = gradients(n, steps, dtype=dtype)
-    histories = train(n, brought)
-    sent = sum(history[0].double() for history in histories[0])
-    true = sum(flat.double() for rank in brought for flat in rank) / n
-    owed = sum(history[-1][1].double() for history in histories) / n
-    assert (true - sent - owed).abs().max() < {torch.float64: 1e-10, torch.float32: 1e-4}.get(
-        dtype, 5e-2 if dtype == torch.bfloat16 else 1e-2
-    )
-
-
-def test_the_result_is_an_orthogonal_projection_of_the_mean():
-    brought = gradients(2, 2)
-    histories = train(2, brought)
-    for matrix in MATRICES:
-        errors = [part(history[0][1], matrix) for history in histories]
-        mean = sum(part(brought[r][1], matrix) + errors[r] for r in range(2)) / 2
-        out = part(histories[0][1][0], matrix)
-        lost, energy = (mean - out).norm() ** 2, mean.norm() ** 2
-        assert abs(lost - (energy - out.norm() ** 2)) < 1e-4 * energy
-        assert (out.T @ (mean - out)).abs().max() < 1e-4 * out.norm() ** 2
-
-
 def test_full_rank_is_exact():
     matrices = [(0, 6, 9, 6), (54, 9, 6, 6)]
     brought = gradients(3, 3, numel=108)
@@ -114,36 +90,6 @@ def test_full_rank_is_exact():
     for step in range(3):
         mean = sum(brought[r][step] for r in range(3)) / 3
         assert (histories[0][step][0] - mean).abs().max() < 1e-5
-
-
-def test_a_gradient_of_low_rank_is_exact_after_two_warm_rounds():
-    generator = torch.Generator().manual_seed(1)
-    left, right = (torch.randn(k, 2, generator=generator) for k in (20, 30))
-    flat = (left @ right.T).reshape(-1)
-    histories = train(2, [[flat] * 4] * 2, numel=600, matrices=[(0, 20, 30, 2)])
-    sent = sum(history[0] for history in histories[0])
-    assert (sent - 4 * flat).abs().max() < 1e-4 * flat.abs().max()
-    assert histories[0][-1][1].abs().max() < 1e-4 * flat.abs().max()
-
-
-def test_only_the_mean_of_the_errors_matters():
-    n, steps = 4, 12
-    brought = gradients(n, steps, dtype=torch.float64)
-
-    def run(comm, swap):
-        rank = Rank(comm, dtype=torch.float64)
-        results = []
-        for step in range(steps):
-            if swap and step == 5:
-                mean = rank.memory.value(0).clone()
-                comm.all_reduce(mean, _C.ReduceOp.SUM)
-                rank.memory.set(0, mean / n)
-            results.append(rank.run(brought[comm.rank][step], step + 1))
-        return results
-
-    kept, swapped = (run_thread_ranks(n, run, swap) for swap in (False, True))
-    for a, b in zip(kept[0], swapped[0], strict=True):
-        assert (a - b).abs().max() < 1e-10
 
 
 def test_zero_gradients_give_zero_and_training_goes_on_after_them():
