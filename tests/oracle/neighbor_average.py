@@ -38,15 +38,3 @@ def average(matrix, values):
     """W x in f64; `values` holds one tensor per rank."""
     stacked = torch.stack([value.double() for value in values])
     return list((matrix @ stacked.reshape(len(values), values[0].numel())).view_as(stacked))
-
-
-def spread(values):
-    """Distance of the ranks from their mean: the Frobenius norm."""
-    stacked = torch.stack([value.double() for value in values])
-    return (stacked - stacked.mean(0)).norm().item()
-
-
-def contraction(matrix):
-    """The factor by which a mixing step shrinks the spread at least: the second largest modulus."""
-    modulus = torch.linalg.eigvalsh(matrix).abs().sort(descending=True).values
-    return modulus[1].item() if len(modulus) > 1 else 0.0

@@ -92,29 +92,6 @@ def test_a_pair_holds_the_same_bits_which_are_half_the_sum(n, numel):
             assert torch.equal(bits(got), bits((own + theirs) / 2))
 
 
-@over(n=[3, 7])
-def test_with_an_odd_number_of_ranks_each_sits_out_once_in_turn(n):
-    sitting_out = [
-        [rank for rank, peer in enumerate(oracle.shift_one_pairs(n, k)) if rank == peer]
-        for k in range(n)
-    ]
-    assert all(len(ranks) == 1 for ranks in sitting_out)
-    assert sorted(rank for ranks in sitting_out for rank in ranks) == list(range(n))
-
-    def run(comm):
-        flat = torch.full((5,), float(comm.rank))
-        kept = []
-        for k in range(n):
-            result = flat.clone()
-            averaging(comm, "shift_one", counter(k)).run(result)
-            kept.append(torch.equal(result, flat))
-        return kept
-
-    kept = run_thread_ranks(n, run)
-    for k in range(n):
-        assert [rank for rank in range(n) if kept[rank][k]] == sitting_out[k]
-
-
 def run_between_nodes(nodes, mode, brought):
     leaders = _C.leaders(nodes)
     sizes = [nodes.count(nodes[leader]) for leader in leaders]
@@ -146,16 +123,6 @@ def test_nodes_of_different_sizes_weigh_as_many_ranks_as_they_have(mode, nodes):
         for rounds in zip(*(rounds for rounds, *_ in results), strict=True):
             for node in set(nodes):
                 assert_same_bits([r[1] for r, n in zip(rounds, nodes, strict=True) if n == node])
-
-
-@per_nodes
-@per_mode
-def test_the_mean_over_all_ranks_is_unchanged(mode, nodes):
-    brought = inputs(len(nodes), 1000, torch.float64)
-    results = run_between_nodes(nodes, mode, brought)
-    mean = torch.stack(brought).mean(0)
-    after = torch.stack([rounds[-1][1] for rounds, *_ in results]).mean(0)
-    torch.testing.assert_close(after, mean, rtol=1e-12, atol=1e-12)
 
 
 @per_mode

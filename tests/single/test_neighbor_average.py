@@ -109,44 +109,6 @@ def test_every_graph_is_averaged_without_deadlock_and_keeps_the_mean(size):
     torch.testing.assert_close(results.mean(0), mean, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize(
-    ("graph", "factor"),
-    [
-        (graphs.ring(5), 0.539345),
-        (graphs.ring(8), 0.804738),
-        (graphs.star(5), 0.8),
-        (graphs.torus(2, 4), 0.5),
-    ],
-    ids=["ring-of-5", "ring-of-8", "star-of-5", "torus-of-8"],
-)
-def test_a_graph_contracts_by_its_second_eigenvalue(graph, factor):
-    """On a ring (1 + 2 cos(2 pi / n)) / 3."""
-    steps = 40
-    brought = inputs(len(graph), 50, torch.float64)
-
-    def run(comm):
-        flat, op = brought[comm.rank].clone(), make_average(comm, graph)
-        seen = []
-        for step in range(steps):
-            op.run(flat, step=step)
-            seen.append(flat.clone())
-        return seen
-
-    history = list(zip(*run_thread_ranks(len(graph), run), strict=True))
-    spreads = [oracle.spread(values) for values in history]
-    measured = (spreads[-1] / spreads[19]) ** (1 / (steps - 20))
-    assert abs(measured - factor) < 2e-6
-    assert abs(oracle.contraction(oracle.metropolis(graph)) - factor) < 1e-6
-
-
-@per_graph
-def test_the_spread_shrinks_at_least_by_the_spectral_gap(graph):
-    brought = inputs(len(graph), 31, torch.float64)
-    results = averaged(graph, brought)
-    bound = oracle.contraction(oracle.metropolis(graph)) * oracle.spread(brought)
-    assert oracle.spread(results) <= bound * (1 + 1e-12)
-
-
 @over(bad=BAD_VALUES.values())
 def test_a_bad_value_reaches_the_neighbours_and_no_other_element(bad):
     brought = inputs(5, 100, torch.float32)
