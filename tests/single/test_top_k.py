@@ -5,26 +5,18 @@ import math
 import pytest
 import torch
 from bagua import _C
+from oracle.sparse import largest
 from support.threads.op_ranks import SIZES
 
 DTYPES = [torch.float32, torch.float64]
 BLOCK, STRETCH = 64, 16384  # of top_k.cpp: what is tested at once, and where the bound moves
 
 
-def expected(x, k):
-    """By a stable sort of the magnitudes, NaN as more than infinity."""
-    magnitude = x.abs().double()
-    order = torch.where(magnitude.isnan(), math.inf, magnitude)
-    # Stable sorts from the least important key on: NaN before infinity, then magnitude.
-    by_size = order.sort(descending=True, stable=True).indices
-    nan_first = (~magnitude[by_size].isnan()).sort(stable=True).indices
-    return by_size[nan_first][:k].sort().values
-
-
 def check(x, k):
     got = _C.top_k(x, k)
     assert got.dtype == torch.uint32
-    assert torch.equal(got.to(torch.int64), expected(x, k)), f"k = {k} of {x.numel()}"
+    expected = largest(x, k).nonzero().flatten()
+    assert torch.equal(got.to(torch.int64), expected), f"k = {k} of {x.numel()}"
 
 
 def some_k(n):
@@ -105,27 +97,6 @@ def test_nans_are_equal_whatever_their_bits():
     bits[150], bits[20], bits[60] = 0x7FFFFFFF, 0x7F800001, -1  # the largest, the least, negative
     assert _C.top_k(x, 1).tolist() == [20]
     assert _C.top_k(x, 2).tolist() == [20, 60]
-
-
-@pytest.mark.parametrize("k", [1, 31, 409])
-def test_a_permutation_of_distinct_values_permutes_the_choice(k):
-    x = random(4096, torch.float32).unique()
-    order = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(1))
-    chosen = torch.zeros(x.numel(), dtype=torch.bool)
-    chosen[_C.top_k(x, k).to(torch.int64)] = True
-    again = torch.zeros_like(chosen)
-    again[_C.top_k(x[order], k).to(torch.int64)] = True
-    assert torch.equal(again, chosen[order])
-
-
-@pytest.mark.parametrize("k", [1, 40, 400])
-def test_the_compression_error_is_within_the_contraction_bound(k):
-    """||x - C(x)||^2 <= (1 - k/n) ||x||^2, with equality where all magnitudes are equal."""
-    for x in (random(4000, torch.float64), torch.ones(4000, dtype=torch.float64)):
-        rest = x.clone()
-        rest[_C.top_k(x, k).to(torch.int64)] = 0
-        bound = (1 - k / x.numel()) * x.square().sum()
-        assert rest.square().sum() <= bound * (1 + 1e-12)
 
 
 def test_an_index_beyond_the_integers_of_f32_survives():

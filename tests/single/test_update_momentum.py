@@ -4,9 +4,7 @@ import pytest
 import torch
 from bagua import _C
 from oracle import q_adam as oracle
-from oracle.compressed_all_reduce import compressed_all_reduce
-from support.threads.op_ranks import BAD_VALUES, assert_same_bits, compressed, per_dtype, per_ranks
-from support.threads.thread_ranks import run_thread_ranks
+from support.threads.op_ranks import BAD_VALUES, per_dtype
 
 SHAPES = [(), (3,), (5, 7), (2, 3, 4, 5), (0,), (1031,)]
 BETAS = [0.9, 0.0, 0.5, 0.99, 0.9, 0.3]
@@ -52,20 +50,6 @@ def test_momenta_have_the_bits_of_the_oracle_and_memory_is_only_read(dtype):
     assert torch.equal(flat, flat_of(expected, offsets, numel, fill=7.0)), "gaps stay as they are"
     for memory, old in zip(memories, before, strict=True):
         assert torch.equal(memory, old)
-
-
-def test_it_is_the_first_moment_of_adam():
-    weight = torch.nn.Parameter(torch.zeros(1031))
-    optimizer = torch.optim.Adam([weight], foreach=False)
-    offsets, strides, _ = layout([(1031,)])
-    memory = torch.zeros(1031)
-    for step in range(4):
-        [weight.grad] = values([(1031,)], seed=step)
-        flat = weight.grad.clone()
-        make([memory], offsets, strides).run(flat)
-        optimizer.step()
-        memory = flat
-        assert torch.equal(flat, optimizer.state[weight]["exp_avg"])
 
 
 @pytest.mark.parametrize("scale", [2.0**-3, 2.0, 65536.0])
@@ -119,24 +103,6 @@ def test_a_bad_gradient_gives_a_bad_momentum_and_only_there(bad, beta):
     flat[41] = bad
     make([torch.ones(100)], [0], [[1]], [beta]).run(flat, grad_scale=8.0)
     assert [i for i in range(100) if not flat[i].isfinite()] == [41]
-
-
-@per_ranks
-def test_the_mean_of_momenta_is_the_oracles_on_every_rank(n):
-    numel, beta = 4096 + 31, 0.9
-    [memory] = values([(numel,)], seed=99)
-    gradients = values([(numel,)] * n)
-
-    def run(comm):
-        flat = gradients[comm.rank].clone()
-        make([memory], [0], [[1]], [beta]).run(flat)
-        compressed(comm, "block_uint8", "mean").run(flat)
-        return flat
-
-    results = run_thread_ranks(n, run)
-    assert_same_bits(results)
-    momenta = [oracle.local_momentum(memory, gradient, beta) for gradient in gradients]
-    assert torch.equal(results[0], compressed_all_reduce("block_uint8", momenta, average=True))
 
 
 def test_invalid_arguments_are_refused_and_named():
