@@ -277,3 +277,23 @@ def test_equal_input_gives_equal_bytes_whatever_was_in_the_buffer(name):
     dirty = torch.full((codec.payload_bytes(x.dtype, 2500),), 0xA5, dtype=torch.uint8)
     codec.encode_into(x, 1, dirty)
     assert torch.equal(dirty, codec.encode(x))
+
+
+@over(
+    name=NAMES,
+    numel=[0, 1, 31, 127, 128, 129, 257, 2048, 2051, 10007],
+    scale=[1e-30, 1e-3, 1.0, 1e30],
+)
+def test_encode_residual_leaves_what_decoding_loses_and_the_bytes_of_encode(name, numel, scale):
+    codec = _C.make_codec(name)
+    x = randn(2 * numel, seed=numel) * scale
+    if numel > 40:
+        x[37] = NAN
+    lost = x.clone()
+    payload = torch.empty(2 * codec.payload_bytes(x.dtype, numel), dtype=torch.uint8)
+    codec.encode_residual(lost, 2, payload)
+    assert torch.equal(payload, codec.encode(x, 2))
+    expected = x.clone()
+    for part, own in zip(expected.view(2, -1), payload.view(2, -1), strict=True):
+        codec.decode_add(own, x.dtype, part, -1.0)
+    assert_same(lost, expected)
