@@ -11,7 +11,6 @@ from support.threads.thread_ranks import run_thread_ranks
 
 NUMEL = 16  # of each of two parts
 BUCKET = "the bucket"
-FRAME_BITS = 8 * 32
 
 
 def bytes_of(data):

@@ -107,25 +107,6 @@ def test_a_bit_behind_the_last_element_is_an_error():
         _C.unpack_indices(packed, 6, 18)
 
 
-def test_random_bytes_give_valid_indices_or_an_error():
-    generator = torch.Generator().manual_seed(0)
-    accepted = 0
-    for _ in range(3000):
-        n = int(torch.randint(1, 300, (), generator=generator))
-        k = int(torch.randint(0, n + 1, (), generator=generator))
-        size = _C.pack_indices(choose(n, k), n).numel()
-        noise = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
-        try:
-            indices = _C.unpack_indices(noise, k, n).tolist()
-        except _C.BaguaError:
-            continue
-        accepted += 1
-        assert len(indices) == k
-        assert indices == sorted(set(indices))
-        assert all(index < n for index in indices)
-    assert 0 < accepted < 3000
-
-
 def test_invalid_lists_of_indices_are_refused():
     with pytest.raises(ValueError, match="uint32, they are Long"):
         _C.pack_indices(torch.arange(3), 5)

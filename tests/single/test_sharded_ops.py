@@ -3,9 +3,9 @@
 import pytest
 import torch
 from bagua import _C
-from oracle import frame
 from oracle.codec import payload_bytes
 from oracle.sharded import all_gather, reduce_scatter
+from single.test_checksums import BUCKET, NUMEL, every_bit, part_of_all_reduce
 from support.cases import over
 from support.threads.op_ranks import (
     BAD_VALUES,
@@ -23,7 +23,6 @@ PARTS = [1, 31, 1000, 4099]  # elements
 RANKS = [1, 2, 3, 4]
 MORE_THAN_A_SEGMENT = 9 * 131072 + 5  # of one part
 FRAME_BYTES = 32
-BUCKET = "the bucket"
 
 per_ranks = over(n=RANKS)
 
@@ -269,13 +268,6 @@ def test_the_ops_describe_themselves():
 # Damaged messages.
 
 
-def message_of(codec, x, checksum):
-    payload = _C.make_codec(codec).encode(x).numpy().tobytes()
-    of = frame.fingerprint(codec, frame.DTYPES["f32"], x.numel(), 0, BUCKET)
-    whole = frame.message(payload, of, with_checksum=checksum)
-    return torch.frombuffer(bytearray(whole), dtype=torch.uint8)
-
-
 def texts_of_damage(make, codec, damaged, checksum):
     """Rank 0's errors where rank 1 sends each of `damaged`; its bucket keeps its bits."""
 
@@ -299,36 +291,21 @@ def texts_of_damage(make, codec, damaged, checksum):
 
 
 @per_codec
-@over(make=[scattering, gathering])
-def test_every_damaged_message_is_found_by_its_checksum(make, codec):
-    message = message_of(codec, torch.linspace(-3, 1, 16), checksum=True)
-    damaged = []
-    for bit in range(0, 8 * message.numel(), 3):
-        changed = message.clone()
-        changed[bit // 8] ^= 1 << bit % 8
-        damaged.append(changed)
-    for text in texts_of_damage(make, codec, damaged, checksum=True):
+@over(make=[scattering, gathering], checksum=[False, True])
+def test_every_damaged_frame_is_found_and_with_a_checksum_every_damaged_message(
+    make, codec, checksum
+):
+    message = part_of_all_reduce(codec, torch.linspace(-3, 1, NUMEL), checksum)
+    damaged = every_bit(message, 3) if checksum else every_bit(message)[: 8 * FRAME_BYTES]
+    for text in texts_of_damage(make, codec, damaged, checksum):
         assert f"bucket '{BUCKET}'" in text
-        assert "the payload from rank 1" in text
-
-
-@per_codec
-@over(make=[scattering, gathering])
-def test_a_damaged_frame_is_found_without_checksums(make, codec):
-    message = message_of(codec, torch.linspace(-3, 1, 16), checksum=False)
-    damaged = []
-    for bit in range(8 * FRAME_BYTES):
-        changed = message.clone()
-        changed[bit // 8] ^= 1 << bit % 8
-        damaged.append(changed)
-    for text in texts_of_damage(make, codec, damaged, checksum=False):
-        assert "the payload from rank 1 does not match" in text
+        assert f"the payload from rank 1{'' if checksum else ' does not match'}" in text
 
 
 @over(checksum=[False, True], make=[scattering, gathering])
 def test_the_message_of_the_description_is_taken(make, checksum):
-    theirs = torch.linspace(-3, 1, 16)
-    message = message_of("fp16", theirs, checksum)
+    theirs = torch.linspace(-3, 1, NUMEL)
+    message = part_of_all_reduce("fp16", theirs, checksum)
 
     def run(comm):
         if comm.rank == 1:
