@@ -115,35 +115,28 @@ def test_an_abort_ends_all_ranks_with_its_reason():
         assert seconds < SECONDS_UNTIL_TOLD
 
 
-def timed_out(n, buckets, marked, silent):
-    """Errors when rank `silent` begins the round but marks nothing; the others mark `marked`."""
-    meeting = Meeting(n)
-    others_done = threading.Barrier(n)
+def test_a_wait_that_takes_too_long_names_rank_and_unfinished_buckets():
+    meeting = Meeting(2)
+    other_done = threading.Barrier(2)
 
     def run(rank):
-        engine = meeting.engine(rank, buckets(), timeout=0.3)
-        engine.begin_round()
-        try:
-            if rank != silent:
-                for slot in marked:
-                    engine.mark_ready(slot)
-                engine.wait()
-        finally:
-            others_done.wait(SECONDS)
-
-    return endings(n, run)
-
-
-def test_a_wait_that_takes_too_long_names_rank_and_unfinished_buckets():
-    def buckets():
-        return [
+        buckets = [
             plan("done", ones(), 2, calls(lambda _: None)),
             plan("stuck", ones()),
             plan("behind", ones()),
             plan("unmarked", ones()),
         ]
+        engine = meeting.engine(rank, buckets, timeout=0.3)
+        engine.begin_round()
+        try:
+            if rank == 0:
+                for slot in range(7):
+                    engine.mark_ready(slot)
+                engine.wait()
+        finally:
+            other_done.wait(SECONDS)
 
-    (error, seconds), (silent, _) = timed_out(2, buckets, marked=range(7), silent=1)
+    (error, seconds), (silent, _) = endings(2, run)
     assert silent is None
     assert isinstance(error, _C.BaguaTimeoutError)
     text = str(error)

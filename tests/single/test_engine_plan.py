@@ -69,37 +69,32 @@ def bucket_of(slots, numel=10, flat=None):
     return _C.Bucket("b", torch.zeros(numel) if flat is None else flat, slots, [])
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: bucket_of([]), "has no slots"),
-        (lambda: bucket_of(slots_of("s", [6, 5])), "overlaps its neighbour or the end at 10"),
-        (lambda: bucket_of([*slots_of("s", [4]), *slots_of("t", [4])]), "slot 't.0' at 0"),
-        (
-            lambda: bucket_of([_C.Slot("gaps", 0, [2, 2], [4, 1], _C.Adopt.NONE)]),
-            "'gaps' is not dense",
-        ),
-        (
-            lambda: bucket_of([_C.Slot("nameless", 0, [2], [1], _C.Adopt.GRAD_VIEW)]),
-            "'nameless' carries a gradient but names no parameter",
-        ),
-        (lambda: bucket_of(slots_of("s", [4]), flat=torch.zeros(2, 5)), "one-dimensional"),
-        (lambda: bucket_of(slots_of("s", [4]), flat=torch.zeros(20)[::2]), "contiguous"),
-        (lambda: alone(plan("b", ones()), plan("b", ones())), "slot 'b.0' occurs twice"),
-        (lambda: Meeting(1, lanes=0).engine(0, []), "needs a lane"),
-    ],
-    ids=[
-        "empty",
-        "too-long",
-        "overlap",
-        "gaps",
-        "no-parameter",
-        "2-d",
-        "strided",
-        "twice",
-        "lanes",
-    ],
-)
+REFUSED = {
+    "empty": (lambda: bucket_of([]), "has no slots"),
+    "too-long": (
+        lambda: bucket_of(slots_of("s", [6, 5])),
+        "overlaps its neighbour or the end at 10",
+    ),
+    "overlap": (
+        lambda: bucket_of([*slots_of("s", [4]), *slots_of("t", [4])]),
+        "slot 't.0' at 0",
+    ),
+    "gaps": (
+        lambda: bucket_of([_C.Slot("gaps", 0, [2, 2], [4, 1], _C.Adopt.NONE)]),
+        "'gaps' is not dense",
+    ),
+    "no-parameter": (
+        lambda: bucket_of([_C.Slot("nameless", 0, [2], [1], _C.Adopt.GRAD_VIEW)]),
+        "'nameless' carries a gradient but names no parameter",
+    ),
+    "2-d": (lambda: bucket_of(slots_of("s", [4]), flat=torch.zeros(2, 5)), "one-dimensional"),
+    "strided": (lambda: bucket_of(slots_of("s", [4]), flat=torch.zeros(20)[::2]), "contiguous"),
+    "twice": (lambda: alone(plan("b", ones()), plan("b", ones())), "slot 'b.0' occurs twice"),
+    "lanes": (lambda: Meeting(1, lanes=0).engine(0, []), "needs a lane"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED)
 def test_a_plan_that_cannot_be_is_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
