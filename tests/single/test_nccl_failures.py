@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import _C
+from support.threads.thread_ranks import run_threads
 
 REMOTE_ERROR = 6
 SUM = _C.ReduceOp.SUM
@@ -208,11 +209,7 @@ def test_the_id_goes_through_any_store_with_all_its_bytes(nccl, tmp_path):
             comm.all_reduce(tensor, SUM)
             results[rank] = tensor.item()
 
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(2, run)
         assert results == [2.0, 2.0]
 
 

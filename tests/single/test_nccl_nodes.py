@@ -1,6 +1,5 @@
 """Hierarchical operations on NCCL: groups of nodes are split off one communicator."""
 
-import threading
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ from bagua import _C
 from bagua._core.group.connections import Connections
 from bagua._ops.lane import Lane
 from bagua._ops.operations import all_reduce
+from support.threads.thread_ranks import run_threads
 
 SUM, AVG = _C.ReduceOp.SUM, _C.ReduceOp.AVG
 
@@ -30,23 +30,6 @@ def transports(nccl, nodes):
     return [OverFake(store, rank, ranks, timedelta(seconds=20)) for rank in ranks]
 
 
-def on_threads(functions):
-    results = [None] * len(functions)
-
-    def run(rank):
-        try:
-            results[rank] = functions[rank]()
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return results
-
-
 @pytest.mark.parametrize("way", [True, "sharded"], ids=["leaders", "sharded"])
 @pytest.mark.parametrize("reduce", [SUM, AVG], ids=["sum", "mean"])
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 1], [0, 0, 1], [0, 1, 1, 2], [1, 0, 1, 0]], ids=str)
@@ -54,19 +37,18 @@ def test_a_hierarchical_operation_splits_one_group(nccl, monkeypatch, nodes, red
     monkeypatch.delenv("BAGUA_COMM", raising=False)
     values = [torch.randn(37, dtype=torch.float64).float() for _ in nodes]
 
-    def rank_of(connections):
-        def run():
-            group = SimpleNamespace(connections=connections)
-            lane = Lane("lane", torch.device("cuda"), group)
-            op = all_reduce(None, way, reduce is AVG).make(lane, None)
-            flat = values[connections.rank].clone()
-            op.run(flat, 1, 1.0, "bucket")
-            return flat, sorted(purpose for _, purpose in lane.communicators)
+    connections, results = transports(nccl, nodes), [None] * len(nodes)
 
-        return run
+    def run(rank):
+        group = SimpleNamespace(connections=connections[rank])
+        lane = Lane("lane", torch.device("cuda"), group)
+        op = all_reduce(None, way, reduce is AVG).make(lane, None)
+        flat = values[rank].clone()
+        op.run(flat, 1, 1.0, "bucket")
+        results[rank] = flat, sorted(purpose for _, purpose in lane.communicators)
 
     connected = nccl.calls_of("ncclCommInitRankConfig")
-    results = on_threads([rank_of(connections) for connections in transports(nccl, nodes)])
+    run_threads(len(nodes), run)
     assert nccl.calls_of("ncclCommInitRankConfig") == connected + len(nodes)
     wanted = torch.stack(values).double().sum(0) / (len(nodes) if reduce is AVG else 1)
     leaders = _C.leaders(nodes)

@@ -12,7 +12,7 @@ from bagua import _C
 from support.threads import communicator_conformance as conformance
 from support.threads.communicator_conformance import all_reduce
 from support.threads.shared_ranks import errors_of_shared_ranks, run_shared_ranks, share
-from support.threads.thread_ranks import run_thread_ranks
+from support.threads.thread_ranks import run_thread_ranks, run_threads
 
 RANKS = [2, 3, 5, 8]
 OPS = [_C.ReduceOp.SUM, _C.ReduceOp.AVG, _C.ReduceOp.MIN, _C.ReduceOp.MAX]
@@ -243,11 +243,7 @@ def shared_where_rank_one_says(change, timeout=10.0):
         own = Meddling(store, change) if rank == 1 else store
         results[rank] = _C.share_memory(own, rank, 2, 0, timeout, "")[:2]
 
-    threads = [threading.Thread(target=meet, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout + 5)
+    run_threads(2, meet)
     (first, why), (second, why_too) = results
     assert first is second is None
     assert why == why_too

@@ -9,28 +9,16 @@ import torch.distributed as dist
 from bagua import _C
 from support.threads import communicator_conformance as conformance
 from support.threads.communicator_conformance import all_reduce
-from support.threads.thread_ranks import run_thread_ranks
+from support.threads.thread_ranks import errors_of_threads, run_thread_ranks, run_threads
 
 RANKS = [1, 2, 3, 4, 7]
 
 
-def raised(n, functions, timeout=5.0):
+def raised(functions, timeout=5.0):
     """The exception (or None) of each rank; functions[r](communicator) runs on rank r."""
-    hub = _C.ThreadHub(n, timeout)
-    errors = [None] * n
-
-    def run(rank):
-        try:
-            functions[rank](_C.ThreadCommunicator(hub, rank))
-        except Exception as error:  # noqa: BLE001 - the tests look at it
-            errors[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(n)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return errors
+    hub = _C.ThreadHub(len(functions), timeout)
+    communicators = [_C.ThreadCommunicator(hub, rank) for rank in range(len(functions))]
+    return errors_of_threads(len(functions), lambda rank: functions[rank](communicators[rank]))
 
 
 @pytest.mark.parametrize("size", conformance.SIZES, ids=lambda size: f"{size}-elements")
@@ -84,7 +72,7 @@ DISAGREEMENTS = conformance.DISAGREEMENTS | {
     ("first", "second", "words"), DISAGREEMENTS.values(), ids=list(DISAGREEMENTS)
 )
 def test_ranks_that_disagree_all_raise_naming_both(first, second, words):
-    errors = raised(3, [first, second, first])
+    errors = raised([first, second, first])
     assert [type(error) for error in errors] == [_C.BaguaMismatchError] * 3
     for error in errors:
         assert all(word in str(error) for word in [*words, "rank 1"]), error
@@ -92,7 +80,6 @@ def test_ranks_that_disagree_all_raise_naming_both(first, second, words):
 
 def test_exchanged_sizes_that_disagree_raise_on_both_ranks():
     errors = raised(
-        2,
         [
             lambda comm: comm.exchange([(torch.zeros(5), 1)], []),
             lambda comm: comm.exchange([], [(torch.zeros(6), 0)]),
@@ -132,7 +119,7 @@ def test_abort_wakes_all_ranks_at_once(call):
         comm.abort("no more data")
 
     start = time.monotonic()
-    errors = raised(3, [call, call, abort], timeout=60.0)
+    errors = raised([call, call, abort], timeout=60.0)
     assert time.monotonic() - start < 30
     for error in errors[:2]:
         assert "rank 2 of 3 aborted: no more data" in str(error)
@@ -265,11 +252,7 @@ def test_all_ranks_can_exit_and_publish_at_the_same_time():
         boards[rank].publish_exit(rank)
         boards[rank].publish("late")
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(8, run)
     entries = shared.get("exits").decode().split()
     assert sorted(map(int, entries[::2])) == list(range(8))
     assert entries[::2] == entries[1::2]

@@ -4,7 +4,6 @@ import ctypes
 import importlib.util
 import itertools
 import sysconfig
-import threading
 import traceback
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from bagua import _C
 from support.programs.cpp_programs import build
+from support.threads.thread_ranks import run_threads
 
 CPU = torch.device("cpu")
 
@@ -134,11 +134,7 @@ class FakeNccl:
                 error.add_note(traceback.format_exc())
                 outcomes[rank] = (None, error)
 
-        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(n)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(n, run)
         return outcomes
 
     def run(self, n, function, timeout=20.0, device=CPU):

@@ -1,11 +1,11 @@
 """Engines on thread ranks: what the tests of the engine share."""
 
-import threading
 import time
 
 import torch
 import torch.distributed as dist
 from bagua import _C
+from support.threads.thread_ranks import run_threads
 
 SECONDS = 10.0  # until a test gives up waiting for something that should come at once
 
@@ -100,11 +100,7 @@ def endings(n, function, *args):
             error = caught
         results[rank] = (error, time.monotonic() - start)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(n)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(n, run)
     return results
 
 

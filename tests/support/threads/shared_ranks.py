@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from bagua import _C
-from support.threads.thread_ranks import run_threads
+from support.threads.thread_ranks import errors_of_threads, run_threads
 
 
 def is_shared(tensor):
@@ -50,13 +50,4 @@ def run_shared_ranks(n, function, *args, timeout=20.0):
 def errors_of_shared_ranks(functions, timeout=5.0):
     """The exception (or None) of each rank; `functions[rank](communicator)` runs on that rank."""
     communicators = [communicator for communicator, _ in share(len(functions), timeout)]
-    errors = [None] * len(functions)
-
-    def run(rank):
-        try:
-            functions[rank](communicators[rank])
-        except Exception as error:  # noqa: BLE001 - the tests look at it
-            errors[rank] = error
-
-    run_threads(len(functions), run)
-    return errors
+    return errors_of_threads(len(functions), lambda rank: functions[rank](communicators[rank]))

@@ -25,6 +25,20 @@ def run_threads(n, function):
         raise AssertionError("\n".join(f"--- rank {r}\n{failures[r]}" for r in sorted(failures)))
 
 
+def errors_of_threads(n, function):
+    """The exception, or None, of `function(rank)` on each of n threads."""
+    errors = [None] * n
+
+    def run(rank):
+        try:
+            function(rank)
+        except Exception as error:  # noqa: BLE001 - the tests look at it
+            errors[rank] = error
+
+    run_threads(n, run)
+    return errors
+
+
 def run_thread_ranks(n, function, *args, timeout=20.0):
     """Call `function(communicator, *args)` on n thread ranks; returns the n results by rank.
 
