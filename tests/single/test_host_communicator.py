@@ -6,31 +6,15 @@ from bagua import _C
 from support.threads import communicator_conformance as conformance
 from support.threads.thread_ranks import run_thread_ranks
 
-PER_RANKS = pytest.mark.parametrize("n", [1, 2, 3, 4], ids=lambda n: f"{n}-ranks")
-
 
 def through_host(n, function, timeout=20.0):
     """`function(communicator)` on n thread ranks whose tensors go through host memory."""
     return run_thread_ranks(n, lambda comm: function(_C.HostCommunicator(comm)), timeout=timeout)
 
 
-@PER_RANKS
-@pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
-def test_thread_ranks_conform(n, check):
-    def run(comm):
-        for dtype in conformance.DTYPES.values():
-            check(comm, dtype, 31)
-        for size in conformance.SIZES:
-            check(comm, torch.float32, size)
-        return comm.rank, comm.size
-
-    assert through_host(n, run) == [(rank, n) for rank in range(n)]
-
-
-@PER_RANKS
-@pytest.mark.parametrize("check", conformance.ONCE, ids=lambda check: check.__name__)
-def test_thread_ranks_conform_in_special_cases(n, check):
-    assert through_host(n, check) == [None] * n
+@pytest.mark.parametrize("n", [1, 2, 3, 4], ids=lambda n: f"{n}-ranks")
+def test_thread_ranks_conform(n):
+    assert through_host(n, conformance.run_all) == [(rank, n) for rank in range(n)]
 
 
 def test_calls_of_all_sizes_and_dtypes_take_turns_with_the_same_memory():

@@ -14,22 +14,9 @@ def all_reduce(comm):
     comm.all_reduce(torch.ones(3), SUM)
 
 
-@pytest.mark.parametrize("size", conformance.SIZES, ids=lambda size: f"{size}-elements")
-@pytest.mark.parametrize("dtype", conformance.DTYPES.values(), ids=conformance.DTYPES)
 @pytest.mark.parametrize("n", RANKS, ids=lambda n: f"{n}-ranks")
-def test_nccl_ranks_conform(nccl, n, dtype, size):
-    def run(comm):
-        for check in conformance.CHECKS:
-            check(comm, dtype, size)
-        return comm.rank, comm.size
-
-    assert nccl.run(n, run) == [(rank, n) for rank in range(n)]
-
-
-@pytest.mark.parametrize("n", RANKS, ids=lambda n: f"{n}-ranks")
-@pytest.mark.parametrize("check", conformance.ONCE, ids=lambda check: check.__name__)
-def test_nccl_ranks_conform_in_special_cases(nccl, n, check):
-    assert nccl.run(n, check) == [None] * n
+def test_nccl_ranks_conform(nccl, n):
+    assert nccl.run(n, conformance.run_all) == [(rank, n) for rank in range(n)]
 
 
 def test_calls_that_nccl_has_in_progress_for_long_are_waited_for(nccl):

@@ -24,17 +24,7 @@ INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 
 @pytest.mark.parametrize("n", RANKS, ids=lambda n: f"{n}-ranks")
 def test_ranks_conform(n):
-    def run(comm):
-        for check in conformance.CHECKS:
-            for size in (1, 31, 4099):
-                check(comm, torch.float32, size)
-            for dtype in conformance.DTYPES.values():
-                check(comm, dtype, 31)
-        for check in conformance.ONCE:
-            check(comm)
-        return comm.rank, comm.size
-
-    assert run_shared_ranks(n, run) == [(rank, n) for rank in range(n)]
+    assert run_shared_ranks(n, conformance.run_all) == [(rank, n) for rank in range(n)]
 
 
 def reduced(comm, stack):

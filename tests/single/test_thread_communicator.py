@@ -21,22 +21,9 @@ def raised(functions, timeout=5.0):
     return errors_of_threads(len(functions), lambda rank: functions[rank](communicators[rank]))
 
 
-@pytest.mark.parametrize("size", conformance.SIZES, ids=lambda size: f"{size}-elements")
-@pytest.mark.parametrize("dtype", conformance.DTYPES.values(), ids=conformance.DTYPES)
 @pytest.mark.parametrize("n", RANKS, ids=lambda n: f"{n}-ranks")
-def test_thread_ranks_conform(n, dtype, size):
-    def run(comm):
-        for check in conformance.CHECKS:
-            check(comm, dtype, size)
-        return comm.rank, comm.size
-
-    assert run_thread_ranks(n, run) == [(rank, n) for rank in range(n)]
-
-
-@pytest.mark.parametrize("n", RANKS, ids=lambda n: f"{n}-ranks")
-@pytest.mark.parametrize("check", conformance.ONCE, ids=lambda check: check.__name__)
-def test_thread_ranks_conform_in_special_cases(n, check):
-    assert run_thread_ranks(n, check) == [None] * n
+def test_thread_ranks_conform(n):
+    assert run_thread_ranks(n, conformance.run_all) == [(rank, n) for rank in range(n)]
 
 
 @pytest.mark.parametrize("n", RANKS, ids=lambda n: f"{n}-ranks")

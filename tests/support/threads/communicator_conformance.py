@@ -198,9 +198,13 @@ ONCE = [
 
 
 def run_all(comm, device="cpu"):
-    """Every check with every dtype and with every size; an assertion says which one failed."""
+    """Every check with every dtype and with every size; an assertion says which one failed.
+
+    Returns (rank, size) of the communicator.
+    """
     with torch.device(device):
         _run_all(comm)
+    return comm.rank, comm.size
 
 
 def _run_all(comm):
