@@ -17,7 +17,6 @@
 #include "ledger/communications.h"
 #include "op/tensors/all_finite.h"
 #include "op/tensors/arithmetic_dtype.h"
-#include "op/tensors/low_rank_groups.h"
 #include "op/tensors/low_rank_products.h"
 
 namespace bagua {
@@ -40,8 +39,15 @@ uint64_t mix(uint64_t hash, uint64_t value) {
 }  // namespace
 
 // One run: the memory it uses.
-struct LowRank::Job : LowRankValues {
-  bool on_cpu() const { return flat.is_cpu(); }
+struct LowRank::Job {
+  at::Tensor flat;     // the bucket
+  at::Tensor error;    // as long; undefined: none
+  at::Tensor work;     // as long, of the dtype that is computed in: all M
+  at::Tensor queries;  // all Q of this round
+  at::Tensor left;     // message: all P, then the non-matrix elements
+  at::Tensor right;    // message: all Q'
+  double scale;
+
   at::Tensor in(const at::Tensor& memory, const LowRankMatrix& m) const {
     return memory.narrow(0, m.offset, m.rows * m.columns).view({m.rows, m.columns});
   }
@@ -106,15 +112,15 @@ void LowRank::run(at::Tensor& flat, const Round& round) {
     return scratch_->get(use, numel, dtype, flat.device());
   };
   const bool in_place = !options_.error_feedback && flat.scalar_type() == dtype;
-  const Job job{{.flat = flat,
-                 .error = options_.error_feedback ? memory_->value(kError) : at::Tensor(),
-                 .work = options_.error_feedback ? memory_->next(kError)
-                         : in_place              ? flat
-                                                 : scratch(Scratch::kSum, layout_.numel),
-                 .queries = queries(flat, round),
-                 .left = scratch(Scratch::kSend, layout_.left_numel + layout_.rest_numel),
-                 .right = scratch(Scratch::kReceive, layout_.right_numel),
-                 .scale = round.grad_scale}};
+  const Job job{.flat = flat,
+                .error = options_.error_feedback ? memory_->value(kError) : at::Tensor(),
+                .work = options_.error_feedback ? memory_->next(kError)
+                        : in_place              ? flat
+                                                : scratch(Scratch::kSum, layout_.numel),
+                .queries = queries(flat, round),
+                .left = scratch(Scratch::kSend, layout_.left_numel + layout_.rest_numel),
+                .right = scratch(Scratch::kReceive, layout_.right_numel),
+                .scale = round.grad_scale};
   if (device_) return run_with_kernels(job, round);
   // On a device it is not known yet what is finite: NaN and infinity pass through to the result.
   Finite finite = reduce_left(job);
@@ -144,14 +150,23 @@ void LowRank::run_with_kernels(const Job& job, const Round& round) {
   void* const stream = current_stream_handle(job.flat.device());
   at::Tensor left = job.left, right = job.right;
   const at::Tensor finite = at::empty({}, job.flat.options().dtype(at::kBool));
-  const LowRankMemory memory =
-      memory_of(job,
-                {.next_queries = memory_->next(kQueries),
-                 .vectors = scratch(Scratch::kCast, table.matrix_elements(), at::kDouble),
-                 .partials = scratch(Scratch::kValues, table.partials(), left.scalar_type()),
-                 .vanished = scratch(Scratch::kIndices, table.vectors(), at::kBool),
-                 .finite = finite},
-                communicator_->group().size);
+  const at::Tensor vectors = scratch(Scratch::kCast, table.matrix_elements(), at::kDouble);
+  const at::Tensor partials = scratch(Scratch::kValues, table.partials(), left.scalar_type());
+  const at::Tensor vanished = scratch(Scratch::kIndices, table.vectors(), at::kBool);
+  const LowRankMemory memory{.dtype = low_rank_dtype(job.flat.scalar_type()),
+                             .flat = job.flat.data_ptr(),
+                             .error = job.error.defined() ? job.error.data_ptr() : nullptr,
+                             .work = job.work.data_ptr(),
+                             .queries = job.queries.data_ptr(),
+                             .left = left.data_ptr(),
+                             .right = right.data_ptr(),
+                             .next_queries = memory_->next(kQueries).data_ptr(),
+                             .vectors = vectors.data_ptr<double>(),
+                             .partials = partials.data_ptr(),
+                             .vanished = vanished.data_ptr<bool>(),
+                             .finite = finite.data_ptr<bool>(),
+                             .scale = job.scale,
+                             .ranks = communicator_->group().size};
   // 1. and 2.
   kernels.project_rows(plan, memory, stream);
   communicator_->all_reduce(left, ReduceOp::kSum);
@@ -198,20 +213,8 @@ at::Tensor LowRank::queries(const at::Tensor& flat, const Round& round) {
   return drawn;
 }
 
-// Steps 1 and 2: whether what arrived is finite.
+// Steps 1, matrix by matrix while it is in cache, and 2. Whether what arrived is finite.
 Finite LowRank::reduce_left(const Job& job) {
-  if (job.on_cpu()) {
-    project_rows_here(job);
-  } else {
-    project_rows(layout_, job);
-  }
-  at::Tensor left = job.left;
-  communicator_->all_reduce(left, ReduceOp::kSum);
-  return finite_of(left);
-}
-
-// Step 1 on the CPU, matrix by matrix while it is in cache.
-void LowRank::project_rows_here(const Job& job) const {
   for (const LowRankLayout::Placed& placed : layout_.placed) {
     const LowRankMatrix& m = placed.matrix;
     project_rows(job.in(job.flat, m), job.scale,
@@ -225,6 +228,9 @@ void LowRank::project_rows_here(const Job& job) const {
     if (job.scale != 1.0) part.mul_(1.0 / job.scale);
     at += range.numel;
   }
+  at::Tensor left = job.left;
+  communicator_->all_reduce(left, ReduceOp::kSum);
+  return finite_of(left);
 }
 
 // Step 3, for P.
@@ -241,12 +247,8 @@ std::vector<at::Tensor> LowRank::orthonormalise_left(const Job& job) const {
 
 // Steps 3, for Q', and 4.
 Finite LowRank::reduce_right(const Job& job) {
-  if (job.on_cpu()) {
-    for (const LowRankLayout::Placed& placed : layout_.placed) {
-      project_columns(job.in(job.work, placed.matrix), job.p(placed), job.q(job.right, placed));
-    }
-  } else {
-    project_columns(layout_, job);
+  for (const LowRankLayout::Placed& placed : layout_.placed) {
+    project_columns(job.in(job.work, placed.matrix), job.p(placed), job.q(job.right, placed));
   }
   at::Tensor right = job.right;
   if (layout_.right_numel > 0) communicator_->all_reduce(right, ReduceOp::kSum);
@@ -256,7 +258,6 @@ Finite LowRank::reduce_right(const Job& job) {
 
 // Step 5, but for Q.
 void LowRank::write_result(const Job& job) const {
-  if (!job.on_cpu()) return reconstruct(layout_, job, communicator_->group().size);
   for (const LowRankLayout::Placed& placed : layout_.placed) {
     const LowRankMatrix& m = placed.matrix;
     reconstruct(job.p(placed), job.q(job.right, placed), job.scale, job.in(job.flat, m),
@@ -289,7 +290,6 @@ Finite LowRank::finite_result(const Job& job) const {
 void LowRank::keep_queries(const Job& job, const std::vector<at::Tensor>& vanished) {
   at::Tensor& next = memory_->next(kQueries);
   count_communication();
-  if (!job.on_cpu()) return bagua::keep_queries(layout_, job, vanished, next);
   for (size_t i = 0; i < layout_.batches.size(); ++i) {
     for (size_t k = 0; k < layout_.batches[i].members.size(); ++k) {
       const LowRankLayout::Placed& placed = layout_.placed[layout_.batches[i].members[k]];

@@ -67,7 +67,6 @@ class LowRank final : public BucketOp {
   void run_with_kernels(const Job& job, const Round& round);
   void count_communication();
   Finite reduce_left(const Job& job);
-  void project_rows_here(const Job& job) const;
   std::vector<at::Tensor> orthonormalise_left(const Job& job) const;
   Finite reduce_right(const Job& job);
   void write_result(const Job& job) const;

@@ -5,8 +5,6 @@
 
 #include <ATen/ops/from_blob.h>
 
-#include "base/check.h"
-
 namespace bagua {
 namespace {
 
@@ -41,22 +39,6 @@ std::vector<LowRankItem> ranges_of(const LowRankLayout& layout) {
   return items;
 }
 
-LowRankDType dtype_of(at::ScalarType type) {
-  switch (type) {
-    case at::kDouble:
-      return LowRankDType::kFloat64;
-    case at::kHalf:
-      return LowRankDType::kFloat16;
-    case at::kBFloat16:
-      return LowRankDType::kBFloat16;
-    case at::kFloat:
-      return LowRankDType::kFloat32;
-    default:
-      BAGUA_CHECK_ARG(false, "low-rank products take floating tensors, not ", c10::toString(type),
-                      ".");
-  }
-}
-
 }  // namespace
 
 LowRankDevice::LowRankDevice(const LowRankLayout& layout, at::Device device,
@@ -70,23 +52,6 @@ LowRankDevice::LowRankDevice(const LowRankLayout& layout, at::Device device,
 
 LowRankPlan LowRankDevice::plan() const {
   return table_.at(static_cast<const std::byte*>(copy_.const_data_ptr()));
-}
-
-LowRankMemory memory_of(const LowRankValues& values, const LowRankResults& results, int ranks) {
-  return {.dtype = dtype_of(values.flat.scalar_type()),
-          .flat = values.flat.data_ptr(),
-          .error = values.error.defined() ? values.error.data_ptr() : nullptr,
-          .work = values.work.data_ptr(),
-          .queries = values.queries.data_ptr(),
-          .left = values.left.data_ptr(),
-          .right = values.right.data_ptr(),
-          .next_queries = results.next_queries.data_ptr(),
-          .vectors = results.vectors.data_ptr<double>(),
-          .partials = results.partials.data_ptr(),
-          .vanished = results.vanished.data_ptr<bool>(),
-          .finite = results.finite.data_ptr<bool>(),
-          .scale = values.scale,
-          .ranks = ranks};
 }
 
 }  // namespace bagua

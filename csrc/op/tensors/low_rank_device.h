@@ -6,7 +6,6 @@
 #include <ATen/core/Tensor.h>
 
 #include "math/low_rank_kernels.h"
-#include "op/tensors/low_rank_groups.h"
 #include "op/tensors/low_rank_layout.h"
 
 namespace bagua {
@@ -27,16 +26,5 @@ class LowRankDevice {
   const LowRankTable table_;
   at::Tensor copy_;
 };
-
-// Memory of a round beside LowRankValues; see LowRankMemory.
-struct LowRankResults {
-  at::Tensor next_queries;
-  at::Tensor vectors;
-  at::Tensor partials;
-  at::Tensor vanished;
-  at::Tensor finite;
-};
-
-LowRankMemory memory_of(const LowRankValues& values, const LowRankResults& results, int ranks);
 
 }  // namespace bagua

@@ -1,49 +1,12 @@
 #include "op/tensors/low_rank_layout.h"
 
 #include <algorithm>
-#include <limits>
 #include <map>
-#include <tuple>
 #include <utility>
 
 #include "base/check.h"
 
 namespace bagua {
-namespace {
-
-// Where a member of a group lies.
-struct Member {
-  size_t position;
-  int64_t offset;
-  int64_t left;
-  int64_t right;
-};
-
-// Adds a member to the last group of its shape, if that keeps its distances, or to a new one.
-void add_member(std::vector<LowRankLayout::Group>& groups, std::vector<Member>& last,
-                size_t& of_shape, const Member& member) {
-  if (of_shape != groups.size()) {
-    LowRankLayout::Group& group = groups[of_shape];
-    const Member& before = last[of_shape];
-    const int64_t offset = member.offset - before.offset, left = member.left - before.left,
-                  right = member.right - before.right;
-    const bool equal =
-        group.offset_step == offset && group.left_step == left && group.right_step == right;
-    if (group.members == 1 || equal) {
-      group.offset_step = offset;
-      group.left_step = left;
-      group.right_step = right;
-      ++group.members;
-      last[of_shape] = member;
-      return;
-    }
-  }
-  of_shape = groups.size();
-  groups.push_back({member.position, 1, 0, 0, 0});
-  last.push_back(member);
-}
-
-}  // namespace
 
 LowRankLayout::LowRankLayout(int64_t bucket_numel, const std::vector<LowRankMatrix>& matrices)
     : numel(bucket_numel) {
@@ -60,7 +23,7 @@ LowRankLayout::LowRankLayout(int64_t bucket_numel, const std::vector<LowRankMatr
     add_rest(end, m.offset);
     end = m.offset + m.rows * m.columns;
     by_shape[{m.rows, m.rank}].push_back(placed.size());
-    placed.push_back({m, 0, right_numel, 0});
+    placed.push_back({m, 0, right_numel});
     right_numel += m.columns * m.rank;
   }
   add_rest(end, numel);
@@ -69,34 +32,12 @@ LowRankLayout::LowRankLayout(int64_t bucket_numel, const std::vector<LowRankMatr
     const int64_t first = left_numel;
     for (size_t i : members) {
       placed[i].left = left_numel;
-      placed[i].batch = batches.size();
       left_numel += rows * rank;
     }
     batches.push_back({first, rows, rank, std::move(members)});
   }
-  group();
-}
-
-void LowRankLayout::group() {
-  constexpr size_t kNone = std::numeric_limits<size_t>::max();
-  std::map<std::tuple<int64_t, int64_t, int64_t>, size_t> of_shape;
-  std::vector<Member> last;
-  for (size_t i = 0; i < placed.size(); ++i) {
-    const LowRankMatrix& m = placed[i].matrix;
-    size_t& known = of_shape.try_emplace({m.rows, m.columns, m.rank}, kNone).first->second;
-    if (known == kNone) known = groups.size();
-    add_member(groups, last, known, {i, m.offset, placed[i].left, placed[i].right});
-  }
-  std::map<int64_t, size_t> of_length;
-  last.clear();
   int64_t left = left_numel;
-  for (size_t i = 0; i < rest.size(); ++i) {
-    size_t& known = of_length.try_emplace(rest[i].numel, kNone).first->second;
-    if (known == kNone) known = rest_groups.size();
-    add_member(rest_groups, last, known, {i, rest[i].offset, left, 0});
-    rest_left.push_back(left);
-    left += rest[i].numel;
-  }
+  for (const Range& range : rest) rest_left.push_back(std::exchange(left, left + range.numel));
 }
 
 void LowRankLayout::add_rest(int64_t begin, int64_t end) {

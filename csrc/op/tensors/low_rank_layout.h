@@ -22,7 +22,6 @@ struct LowRankLayout {
     LowRankMatrix matrix;
     int64_t left;   // of its P, in the first message
     int64_t right;  // of its Q, in the second
-    size_t batch;   // of its P
   };
   struct Batch {  // P of one shape
     int64_t left;
@@ -34,15 +33,6 @@ struct LowRankLayout {
     int64_t offset;
     int64_t numel;
   };
-  // Matrices of one shape, or ranges of one length, at equal distances in the bucket and in the
-  // messages: one view of them all has three dimensions, or two.
-  struct Group {
-    size_t first;  // position in `placed`, or in `rest`
-    int64_t members;
-    int64_t offset_step;  // elements of the bucket
-    int64_t left_step;    // of the first message
-    int64_t right_step;   // of the second one; 0 for ranges
-  };
 
   // Throws std::invalid_argument for matrices that are not in ascending order, overlap, or lie
   // outside of a bucket of `numel` elements, and for ranks that their matrices cannot have.
@@ -52,8 +42,6 @@ struct LowRankLayout {
   std::vector<Placed> placed;  // as given
   std::vector<Batch> batches;
   std::vector<Range> rest;
-  std::vector<Group> groups;       // every matrix is in one
-  std::vector<Group> rest_groups;  // and every range in one of these
   std::vector<int64_t> rest_left;  // of each range, in the first message
   int64_t left_numel = 0;          // of all P
   int64_t right_numel = 0;         // of all Q
@@ -61,7 +49,6 @@ struct LowRankLayout {
 
  private:
   void add_rest(int64_t begin, int64_t end);
-  void group();
 };
 
 }  // namespace bagua

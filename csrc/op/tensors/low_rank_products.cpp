@@ -4,9 +4,11 @@
 #include <utility>
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/matmul.h>
+#include <ATen/ops/mm.h>
 
 #include "base/check.h"
 #include "base/dtype.h"
@@ -17,24 +19,6 @@ namespace {
 
 // Elements that are worth a thread of their own.
 constexpr int64_t kGrainNumel = 65536;
-
-// Calls function(W{}, T{}) with the types of thin_factors.h.
-template <typename Function>
-void visit(at::ScalarType bucket, Function&& function) {
-  switch (bucket) {
-    case at::kDouble:
-      return function(double{}, double{});
-    case at::kHalf:
-      return function(float{}, Half{});
-    case at::kBFloat16:
-      return function(float{}, BFloat16{});
-    case at::kFloat:
-      return function(float{}, float{});
-    default:
-      BAGUA_CHECK_ARG(false, "low-rank products take floating tensors, not ", c10::toString(bucket),
-                      ".");
-  }
-}
 
 template <typename T>
 T* pointer(const at::Tensor& tensor) {
@@ -73,9 +57,34 @@ at::Tensor orthonormalise_anywhere(at::Tensor& vectors) {
 
 }  // namespace
 
+LowRankDType low_rank_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kDouble:
+      return LowRankDType::kFloat64;
+    case at::kHalf:
+      return LowRankDType::kFloat16;
+    case at::kBFloat16:
+      return LowRankDType::kBFloat16;
+    case at::kFloat:
+      return LowRankDType::kFloat32;
+    default:
+      BAGUA_CHECK_ARG(false, "low-rank products take floating tensors, not ", c10::toString(type),
+                      ".");
+  }
+}
+
 void project_rows(const at::Tensor& x, double scale, const at::Tensor& error, at::Tensor m,
                   const at::Tensor& q, at::Tensor p) {
-  visit(x.scalar_type(), [&]<typename W, typename T>(W, T) {
+  if (!x.is_cpu()) {
+    if (error.defined()) {
+      at::add_out(m, error, x, 1.0 / scale);
+    } else if (scale != 1.0 || m.data_ptr() != x.data_ptr()) {
+      m.copy_(x).mul_(1.0 / scale);
+    }
+    at::mm_out(p, q, m.t());
+    return;
+  }
+  visit_low_rank(low_rank_dtype(x.scalar_type()), [&]<typename W, typename T>(W, T) {
     const ThinShape shape = shape_of(x, p);
     at::parallel_for(0, shape.rows, grain(shape.columns), [&](int64_t begin, int64_t end) {
       project_rows<W, T>(pointer<T>(x), static_cast<W>(1.0 / scale), pointer<W>(error),
@@ -85,7 +94,11 @@ void project_rows(const at::Tensor& x, double scale, const at::Tensor& error, at
 }
 
 void project_columns(const at::Tensor& m, const at::Tensor& p, at::Tensor q) {
-  visit(m.scalar_type(), [&]<typename W, typename T>(W, T) {
+  if (!m.is_cpu()) {
+    at::mm_out(q, p, m);
+    return;
+  }
+  visit_low_rank(low_rank_dtype(m.scalar_type()), [&]<typename W, typename T>(W, T) {
     const ThinShape shape = shape_of(m, p);
     at::parallel_for(0, shape.columns, grain(shape.rows), [&](int64_t begin, int64_t end) {
       project_columns<W>(pointer<W>(m), pointer<W>(p), pointer<W>(q), shape, begin, end);
@@ -95,7 +108,12 @@ void project_columns(const at::Tensor& m, const at::Tensor& p, at::Tensor q) {
 
 void reconstruct(const at::Tensor& p, const at::Tensor& q, double scale, at::Tensor x,
                  at::Tensor m) {
-  visit(x.scalar_type(), [&]<typename W, typename T>(W, T) {
+  if (!x.is_cpu()) {
+    x.copy_(at::mm(p.t(), q).mul_(scale));
+    if (m.defined()) m.sub_(x, 1.0 / scale);
+    return;
+  }
+  visit_low_rank(low_rank_dtype(x.scalar_type()), [&]<typename W, typename T>(W, T) {
     const ThinShape shape = shape_of(x, p);
     at::parallel_for(0, shape.rows, grain(shape.columns), [&](int64_t begin, int64_t end) {
       reconstruct_rows<W, T>(pointer<W>(p), pointer<W>(q), static_cast<W>(scale), pointer<T>(x),

@@ -1,15 +1,21 @@
-// The products of LowRank on the CPU, by our own loops, and orthonormal vectors on any device.
+// The products of LowRank and orthonormal vectors, on any device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include "math/low_rank_kernels.h"
+
 namespace bagua {
 
+// Throws std::invalid_argument for a bucket of another dtype.
+LowRankDType low_rank_dtype(at::ScalarType type);
+
 // x and m: [rows, columns]; p: [rank, rows]; q: [rank, columns]; all contiguous. x is of the
-// bucket's dtype, the others of the one that is computed in. Equal values give equal bits, on any
-// processor and with any number of threads. (The results of MKL depend on alignment and threads,
-// and it takes 150 ms for the rank-2 products of 8.7 million gradients on one core, where these
-// take 17 ms.) Other devices have kernels (low_rank_device.h), or ATen (low_rank_groups.h).
+// bucket's dtype, the others of the one that is computed in. On the CPU equal values give equal
+// bits, on any processor and with any number of threads, by our own loops. (The results of MKL
+// depend on alignment and threads, and it takes 150 ms for the rank-2 products of 8.7 million
+// gradients on one core, where these take 17 ms.) On other devices, unless they have kernels
+// (low_rank_device.h), these are ATen's operations.
 
 // m = error + x / scale; p = q m^T. `error` may be undefined, for none; m may be x.
 void project_rows(const at::Tensor& x, double scale, const at::Tensor& error, at::Tensor m,
