@@ -270,7 +270,7 @@ void bind_momentum_and_low_rank(py::module_& m) {
 
 void bind_python_ops(py::module_& m) {
   py::class_<PythonOp, BucketOp, std::shared_ptr<PythonOp>>(m, "PythonOp")
-      .def(py::init<py::function>(), py::arg("function"));
+      .def(py::init<const py::function&>(), py::arg("function"));
 
   py::class_<CommHookOp, BucketOp, std::shared_ptr<CommHookOp>>(m, "CommHookOp")
       .def(py::init([](py::function hook, py::object state, size_t index, size_t count,

@@ -1,6 +1,7 @@
 // A bucket op written in Python.
 #pragma once
 
+#include <memory>
 #include <string>
 
 #include <torch/csrc/utils/pybind.h>
@@ -13,14 +14,13 @@ namespace bagua {
 // holds the GIL. An exception becomes the round's failure, with the Python traceback in its text.
 class PythonOp final : public BucketOp {
  public:
-  explicit PythonOp(pybind11::function function);
-  ~PythonOp() override;
+  explicit PythonOp(const pybind11::function& function);
   void run(at::Tensor& flat, const Round& round) override;
   std::string describe() const override { return description_; }
 
  private:
-  pybind11::function function_;
-  std::string description_;
+  const std::shared_ptr<pybind11::function> function_;
+  const std::string description_;
 };
 
 }  // namespace bagua

@@ -96,7 +96,7 @@ void CompressedReduceScatter::remember(const BucketParts& parts, const at::Tenso
        parts.with_others([](int peer) { return peer; }, [](int peer) { return peer; })) {
     parts.append(sent, payload.peer, {payload, 0, payload.layout.tiles()}, parts.send);
   }
-  parts.calls.decode_add_all(sent, -1.0f);
+  parts.calls.for_all(sent, &CodecCalls::decode_add, -1.0f);
   parts.part(parts.group.rank).zero_();
   feedback_->leave(finite_everywhere(result, *communicator_), round);
 }

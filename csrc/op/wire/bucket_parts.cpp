@@ -20,9 +20,9 @@ void encode(const BucketParts& parts, Encoded encoded) {
   for (int part = 0; part < parts.group.size; ++part) {
     if (part != parts.group.rank) append_part(chunks, parts, part);
   }
-  if (encoded == Encoded::kUnchanged) return parts.calls.encode_all(chunks);
+  if (encoded == Encoded::kUnchanged) return parts.calls.for_all(chunks, &CodecCalls::encode);
   append_part(chunks, parts, parts.group.rank);
-  parts.calls.encode_residual_all(chunks);
+  parts.calls.for_all(chunks, &CodecCalls::encode_residual);
 }
 
 }  // namespace
@@ -77,8 +77,8 @@ void round_trip(const BucketParts& parts) {
   RECORD_FUNCTION("bagua::encode", {});
   std::vector<Chunk> chunks;
   for (int part = 0; part < parts.group.size; ++part) append_part(chunks, parts, part);
-  parts.calls.encode_all(chunks);
-  parts.calls.decode_all(chunks);
+  parts.calls.for_all(chunks, &CodecCalls::encode);
+  parts.calls.for_all(chunks, &CodecCalls::decode);
 }
 
 void scatter(FramedExchange& exchange, const BucketParts& parts, const Round& round,
@@ -110,7 +110,7 @@ void gather(FramedExchange& exchange, const BucketParts& parts, const Round& rou
                       for (const ArrivedTiles& tiles : arrived) {
                         parts.append(chunks, tiles.payload.peer, tiles, parts.send);
                       }
-                      parts.calls.decode_all(chunks);
+                      parts.calls.for_all(chunks, &CodecCalls::decode);
                     });
 }
 

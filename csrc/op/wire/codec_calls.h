@@ -77,23 +77,12 @@ class CodecCalls {
   void decode_add(std::span<const Chunk> chunks, float weight = 1.0f) const {
     codec_.decode_add(chunks, dtype_, weight, stream());
   }
-  // Chunk by chunk on CPU, all at once on a device.
-  void encode_all(std::span<const Chunk> chunks) const {
-    for_tiles(device_, 0, static_cast<int64_t>(chunks.size()),
-              [&](int64_t first, int64_t last) { encode(chunks.subspan(first, last - first)); });
-  }
-  void encode_residual_all(std::span<const Chunk> chunks) const {
+  // Calls `call`, such as &CodecCalls::encode, for the chunks: one by one on CPU, several threads
+  // at once; all of them in one call on a device.
+  template <typename Call, typename... Arguments>
+  void for_all(std::span<const Chunk> chunks, Call call, Arguments... arguments) const {
     for_tiles(device_, 0, static_cast<int64_t>(chunks.size()), [&](int64_t first, int64_t last) {
-      encode_residual(chunks.subspan(first, last - first));
-    });
-  }
-  void decode_all(std::span<const Chunk> chunks) const {
-    for_tiles(device_, 0, static_cast<int64_t>(chunks.size()),
-              [&](int64_t first, int64_t last) { decode(chunks.subspan(first, last - first)); });
-  }
-  void decode_add_all(std::span<const Chunk> chunks, float weight) const {
-    for_tiles(device_, 0, static_cast<int64_t>(chunks.size()), [&](int64_t first, int64_t last) {
-      decode_add(chunks.subspan(first, last - first), weight);
+      (this->*call)(chunks.subspan(first, last - first), arguments...);
     });
   }
 
