@@ -280,8 +280,6 @@ void bind_topology(py::module_& m) {
       "The mutual partner of rank at step (0, 1, ...); rank itself when it sits out (odd sizes).");
   m.def("node_members", &node_members, py::arg("nodes"), py::arg("rank"),
         "Ranks on the node of rank, ascending. nodes[r]: id of the node of rank r.");
-  m.def("leader_of", &leader_of, py::arg("nodes"), py::arg("rank"),
-        "The lowest rank on the node of rank.");
   m.def("leaders", &leaders, py::arg("nodes"), "The leaders of all nodes, ascending.");
 }
 

@@ -48,8 +48,6 @@ std::vector<int> node_members(const std::vector<int>& nodes, int rank) {
   return members;
 }
 
-int leader_of(const std::vector<int>& nodes, int rank) { return node_members(nodes, rank).front(); }
-
 std::vector<int> leaders(const std::vector<int>& nodes) {
   std::unordered_set<int> seen;
   std::vector<int> result;

@@ -28,7 +28,6 @@ int shift_one_peer(int rank, int size, int64_t step);
 // Nodes. `nodes[r]` is the id of the node that rank r runs on (any integers, in any order). The
 // leader of a node is its lowest rank.
 std::vector<int> node_members(const std::vector<int>& nodes, int rank);
-int leader_of(const std::vector<int>& nodes, int rank);
 
 // The leaders of all nodes, ascending.
 std::vector<int> leaders(const std::vector<int>& nodes);
