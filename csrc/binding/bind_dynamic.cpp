@@ -32,24 +32,6 @@ class CoreError final : public torch::PyTorchError {
   PyObject* type_;  // of the module, which is never unloaded
 };
 
-std::function<void(const std::exception_ptr&)> as_core_error() {
-  const py::module_ module = py::module_::import("bagua._C");
-  PyObject* const plain = module.attr("BaguaError").ptr();
-  PyObject* const timeout = module.attr("BaguaTimeoutError").ptr();
-  PyObject* const mismatch = module.attr("BaguaMismatchError").ptr();
-  return [=](const std::exception_ptr& cause) {
-    try {
-      std::rethrow_exception(cause);
-    } catch (const TimeoutError& error) {
-      throw CoreError(error.what(), timeout);
-    } catch (const MismatchError& error) {
-      throw CoreError(error.what(), mismatch);
-    } catch (const Error& error) {
-      throw CoreError(error.what(), plain);
-    }
-  };
-}
-
 // A Python callable that C++ may call and drop on any thread.
 template <typename Result, typename... Args>
 std::function<Result(Args...)> called_with_gil(const std::optional<py::function>& function) {
@@ -183,6 +165,28 @@ void bind_hook(py::module_& m) {
 }
 
 }  // namespace
+
+std::function<void(const std::exception_ptr&)> as_core_error() {
+  const py::module_ module = py::module_::import("bagua._C");
+  PyObject* const plain = module.attr("BaguaError").ptr();
+  PyObject* const timeout = module.attr("BaguaTimeoutError").ptr();
+  PyObject* const mismatch = module.attr("BaguaMismatchError").ptr();
+  return [=](const std::exception_ptr& cause) {
+    try {
+      std::rethrow_exception(cause);
+    } catch (const TimeoutError& error) {
+      throw CoreError(error.what(), timeout);
+    } catch (const MismatchError& error) {
+      throw CoreError(error.what(), mismatch);
+    } catch (const Error& error) {
+      throw CoreError(error.what(), plain);
+    } catch (py::error_already_set& error) {
+      throw_to_autograd(error);
+    } catch (...) {
+      return;
+    }
+  };
+}
 
 void bind_dynamic(py::module_& m) {
   py::register_exception_translator([](std::exception_ptr cause) {

@@ -32,33 +32,6 @@ std::function<void(Args...)> with_gil(const std::optional<py::function>& functio
   };
 }
 
-// Autograd's engine hands Python's own exceptions to the caller of backward() and makes everything
-// else a RuntimeError.
-void throw_as_python(const std::exception_ptr& cause) {
-  const char* type = nullptr;
-  std::string message;
-  try {
-    std::rethrow_exception(cause);
-  } catch (const TimeoutError& error) {
-    type = "BaguaTimeoutError", message = error.what();
-  } catch (const MismatchError& error) {
-    type = "BaguaMismatchError", message = error.what();
-  } catch (const Error& error) {
-    type = "BaguaError", message = error.what();
-  } catch (py::error_already_set& error) {
-    throw_to_autograd(error);
-  } catch (...) {
-    return;
-  }
-  python_error error;
-  {
-    py::gil_scoped_acquire gil;
-    py::set_error(py::module_::import("bagua._C").attr(type), message.c_str());
-    error.persist();
-  }
-  throw error;
-}
-
 }  // namespace
 
 void throw_to_autograd(py::error_already_set& error) {
@@ -306,7 +279,7 @@ void bind_gradient_path(py::module_& m) {
                   .after_gradients = with_gil<>(after_gradients),
                   .on_unused = with_gil<const std::vector<std::string>&>(on_unused),
                   .on_past_wrapper = with_gil<const std::string&>(on_past_wrapper),
-                  .on_error = throw_as_python});
+                  .on_error = as_core_error()});
            }),
            py::arg("engine"), py::kw_only(), py::arg("install_hooks"), py::arg("find_unused"),
            py::arg("static_graph") = false,

@@ -3,6 +3,8 @@
 
 #include <chrono>
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <memory>
 
 #include <torch/csrc/utils/pybind.h>
@@ -39,6 +41,10 @@ std::shared_ptr<pybind11::function> shared_function(const pybind11::function& fu
 
 // Throws an exception of Python as autograd's engine hands it to the caller of backward().
 [[noreturn]] void throw_to_autograd(pybind11::error_already_set& error);
+
+// Throws an error of the core, or of Python, as autograd's engine hands it to the caller of
+// backward(); returns for any other. The call that makes it needs the GIL.
+std::function<void(const std::exception_ptr&)> as_core_error();
 
 // For bindings that may block.
 using ReleaseGil = pybind11::call_guard<pybind11::gil_scoped_release>;
