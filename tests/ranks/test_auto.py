@@ -348,17 +348,6 @@ def test_a_model_with_sparse_gradients_keeps_the_algorithm_that_takes_them(ranks
 
 
 @training.with_group
-def candidates_that_differ():
-    candidates = ["bytegrad"] if dist.get_rank() else ["sparse"]
-    wrapped(algorithm=AutoAlgorithm(candidates))
-
-
-def test_ranks_with_different_candidates_are_refused_at_the_wrap(ranks):
-    with pytest.raises(Exception, match="differ in the model or the arguments of with_bagua"):
-        ranks(2, candidates_that_differ)
-
-
-@training.with_group
 def other_kinds():
     return [
         training.error_of(lambda name=name: wrapped(algorithm=AutoAlgorithm([name])), ValueError)

@@ -97,15 +97,3 @@ def test_other_dtypes_train_and_residuals_are_of_at_least_f32(ranks, dtype):
 def test_shares_of_a_bucket_have_no_residuals():
     with pytest.raises(ValueError, match=r'error_feedback=True is not supported with .*"sharded"'):
         ByteGradAlgorithm("sharded", codec="int4_block", error_feedback=True)
-
-
-@training.with_group
-def differing():
-    model = nn.Linear(3, 3)
-    chosen = ByteGradAlgorithm(False, codec="int4_block", error_feedback=dist.get_rank() == 0)
-    model.with_bagua([training.sgd(model)], chosen)
-
-
-def test_ranks_with_and_without_error_feedback_get_an_error(ranks):
-    with pytest.raises(Exception, match="error_feedback"):
-        ranks(2, differing)

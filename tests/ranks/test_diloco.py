@@ -165,19 +165,6 @@ def test_any_optimizer_of_torch_steps_on_the_anchors(ranks):
 
 
 @training.with_group
-def other_optimizers():
-    model = training.network()
-    factory = torchs_adamw if dist.get_rank() else torchs_sgd
-    return training.error_of(lambda: model.with_bagua([adamw(model)], DiLoCoAlgorithm(factory)))
-
-
-def test_ranks_with_other_outer_optimizers_are_told_at_the_wrap(ranks):
-    for error in ranks(2, other_optimizers):
-        assert error.startswith("BaguaMismatchError")
-        assert "SGD {'lr': 0.7, 'momentum': 0.9" in error
-
-
-@training.with_group
 def growing_momentum():
     """The rates of each round, which are the oracle's."""
     model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(2)], nn.Linear(5, 3))

@@ -147,24 +147,6 @@ def test_fragments_in_flight_are_the_oracles(ranks, n):
 
 
 @training.with_group
-def other_fragments():
-    model = layers(3)
-    optimizer = adamw(model)
-    names = [["0", "2"], ["1", "3"]]
-    if dist.get_rank() == 1:
-        names.reverse()
-    return training.error_of(
-        lambda: model.with_bagua([optimizer], DiLoCoAlgorithm(interval=4, fragments=names))
-    )
-
-
-def test_ranks_with_other_fragments_are_told_at_the_wrap(ranks):
-    for error in ranks(2, other_fragments):
-        assert error.startswith("BaguaMismatchError")
-        assert "fragments=[['0', '2'], ['1', '3']]" in error
-
-
-@training.with_group
 def a_step_too_many():
     """Rank 1 makes two steps that the others do not."""
     model = layers(3)

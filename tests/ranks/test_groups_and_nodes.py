@@ -91,20 +91,6 @@ def test_the_default_is_hierarchical_between_nodes_of_several_ranks(ranks, sizes
 
 
 @training.with_group
-def train_with_different_defaults():
-    """One rank asks for what the default would be."""
-    asked = {} if dist.get_rank() else {"hierarchical": True}
-    model = training.network()
-    return training.error_of(lambda: model.with_bagua([], ByteGradAlgorithm(**asked)))
-
-
-def test_ranks_that_ask_differently_are_told_so_at_once(ranks):
-    for error in ranks(3, train_with_different_defaults, env=environment_of_nodes((2, 1))):
-        assert "'hierarchical': True" in error
-        assert "'hierarchical': None" in error
-
-
-@training.with_group
 def train_in_a_bagua_group():
     group = bagua.communication.new_group([2, 1])
     if dist.get_rank() == 0:

@@ -4,7 +4,6 @@ import copy
 import math
 from dataclasses import replace
 
-import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
@@ -186,19 +185,6 @@ def refuse(name):
 def test_algorithms_without_common_rounds_say_what_to_do_instead(ranks, name):
     for message in ranks(2, refuse, name):
         assert "Leave guard= out" in message
-
-
-@training.with_group
-def differ():
-    guard = Guard(every=7) if dist.get_rank() == 0 else None
-    return training.error_of(
-        lambda: wrapped("bytegrad", training.network(), guard=guard), bagua.BaguaMismatchError
-    )
-
-
-def test_ranks_with_different_guards_are_told(ranks):
-    for message in ranks(2, differ):
-        assert "Guard(every=7" in message
 
 
 class _WithOwnGuard(Algorithm):

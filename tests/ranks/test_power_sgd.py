@@ -1,6 +1,5 @@
 """PowerSGD in training: equal ranks, the oracle's values, dtypes, layouts, wrong arguments."""
 
-import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
@@ -121,21 +120,10 @@ def test_channels_last_weights_are_matrices_too(ranks):
     assert ranks(2, train_channels_last) == [((1, 27), (27, 1, 9, 3))] * 2
 
 
-@training.with_group
-def wrong_arguments():
-    said = []
+def test_wrong_arguments_are_refused_by_name():
     for arguments in ({"rank": 0}, {"min_compression_rate": 0.5}, {"warmup_steps": -1}):
-        with pytest.raises(ValueError, match=next(iter(arguments))) as caught:
+        with pytest.raises(ValueError, match=next(iter(arguments))):
             power_sgd(**arguments)
-        said.append(str(caught.value))
-    own = power_sgd(rank=1 + dist.get_rank())
-    with pytest.raises(bagua.BaguaMismatchError, match="'rank': 1"):
-        wrapped(own)
-    return len(said)
-
-
-def test_wrong_arguments_and_ranks_that_differ_are_refused(ranks):
-    assert ranks(2, wrong_arguments) == [3, 3]
 
 
 @training.with_group
