@@ -5,13 +5,10 @@ import pytest
 import torch.distributed as dist
 from bagua.torch_api.algorithms import (
     Algorithm,
-    ByteGradAlgorithm,
     GradientAllReduceAlgorithm,
     QAdamOptimizer,
 )
 from support import training
-
-NODES = pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 1, 1), (2, 1)], ids=str)
 
 
 def environment_of_nodes(sizes):
@@ -21,48 +18,6 @@ def environment_of_nodes(sizes):
         for node, size in enumerate(sizes)
         for local in range(size)
     ]
-
-
-@training.with_group
-def gradients_over_nodes(algorithm, average):
-    model = training.network()
-    data = training.batch(0, dist.get_rank())
-    local = training.local_gradients(model, training.squared_error, data)
-    if algorithm == "exact":
-        chosen = GradientAllReduceAlgorithm(hierarchical=True, average=average)
-    else:
-        chosen = ByteGradAlgorithm(hierarchical=True, average=average, codec=algorithm)
-    caught = training.warnings_of(lambda: model.with_bagua([], chosen))
-    training.squared_error(model, data).backward()
-    training.assert_ranks_agree(model)
-    worst = 0.0
-    for name, p in model.named_parameters():
-        expected = training.mean_over_ranks(local[name])
-        expected = expected if average else expected * dist.get_world_size()
-        largest = max(max(training.gather(local[name].abs().max().item())), 1e-9)
-        worst = max(worst, (p.grad - expected).abs().max().item() / largest)
-    ops = {op for bucket in model.bagua_stats()["buckets"] for op in bucket["ops"]}
-    return worst, caught, sorted(ops)
-
-
-@NODES
-@pytest.mark.parametrize("average", [True, False], ids=["mean", "sum"])
-def test_the_exact_hierarchical_result_weighs_every_rank_the_same(ranks, sizes, average):
-    results = ranks(
-        sum(sizes), gradients_over_nodes, "exact", average, env=environment_of_nodes(sizes)
-    )
-    for worst, caught, ops in results:
-        assert worst < 1e-6 * (1 if average else sum(sizes))
-        assert caught == []
-        assert len(ops) == 1
-        assert ops[0].startswith(f"Hierarchical({len(sizes)} nodes")
-    assert f"ranks {len(sizes)}" in results[0][2][0]
-
-
-def test_on_one_node_hierarchical_averages_are_exact(ranks):
-    for worst, caught, _ in ranks(3, gradients_over_nodes, "minmax_uint8", True):
-        assert worst < 1e-6
-        assert caught == []
 
 
 @training.with_group

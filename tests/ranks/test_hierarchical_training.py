@@ -7,16 +7,16 @@ from bagua.torch_api.algorithms import Algorithm, ByteGradAlgorithm, GradientAll
 from oracle.compressed_all_reduce import compressed_all_reduce
 from ranks.test_groups_and_nodes import environment_of_nodes
 from support import training
+from support.cases import over
 from torch import nn
 
-NODES = pytest.mark.parametrize("sizes", [(2, 2), (3, 1)], ids=str)
-WAYS = pytest.mark.parametrize("way", [True, "sharded"], ids=["leaders", "sharded"])
+NODES = [(2, 2), (3, 1), (1, 1, 1), (2, 1), (3,)]
 NUMELS = (1001, 37)
 
 
-def algorithm(kind, way):
+def algorithm(kind, way, average):
     if kind == "exact":
-        return GradientAllReduceAlgorithm(hierarchical=way)
+        return GradientAllReduceAlgorithm(hierarchical=way, average=average)
     return ByteGradAlgorithm(hierarchical=way, codec=kind)
 
 
@@ -38,16 +38,19 @@ def gradients_of(rank):
 
 
 @training.with_group
-def communicated(kind, way):
-    """The bucket, padding included, before and after, and bytes sent between the nodes."""
+def communicated(kind, way, average=True):
+    """The bucket, padding included, before and after, its op, and bytes sent between the nodes."""
     model = Weighted()
-    model.with_bagua([], algorithm(kind, way))
+    chosen = algorithm(kind, way, average)
+    assert training.warnings_of(lambda: model.with_bagua([], chosen)) == []
     (bucket,) = model.bagua_buckets
     model(gradients_of(dist.get_rank())).backward()
     own = torch.cat(gradients_of(dist.get_rank())[::-1])  # the last parameter comes first
     own = torch.cat([own, torch.zeros(bucket.backend_tensor.numel() - own.numel())])
-    between = model.bagua_stats()["communicators"].get("leaders", {"bytes_sent": 0})
-    return own, bucket.backend_tensor, between["bytes_sent"]
+    stats = model.bagua_stats()
+    between = stats["communicators"].get("leaders", {"bytes_sent": 0})
+    (op,) = stats["buckets"][0]["ops"]
+    return own, bucket.backend_tensor, op, between["bytes_sent"]
 
 
 def expected(kind, sizes, brought, way):
@@ -66,17 +69,23 @@ def expected(kind, sizes, brought, way):
     return torch.cat([compressed_all_reduce(kind, list(share), average=True) for share in shares])
 
 
-@WAYS
-@NODES
-@pytest.mark.parametrize("kind", ["exact", "block_uint8", "minmax_uint8"])
-def test_hierarchical_results_are_the_formula_bit_for_bit(ranks, sizes, kind, way):
-    results = ranks(sum(sizes), communicated, kind, way, env=environment_of_nodes(sizes))
-    brought = [own for own, _, _ in results]
-    right = expected(kind, sizes, brought, way)
-    for _, flat, _ in results:
+@pytest.mark.parametrize("way", [True, "sharded"], ids=["leaders", "sharded"])
+@pytest.mark.parametrize("kind", ["exact", "sum", "block_uint8", "minmax_uint8"])
+@over(sizes=NODES)
+def test_hierarchical_results_are_the_formula_bit_for_bit(ranks, kind, way, sizes):
+    kind, average = ("exact", False) if kind == "sum" else (kind, True)
+    env = environment_of_nodes(sizes)
+    results = ranks(sum(sizes), communicated, kind, way, average, env=env)
+    brought = [own for own, *_ in results]
+    factor = 1 if average else sum(sizes)
+    right = expected(kind, sizes, brought, way) * factor
+    for _, flat, op, _ in results:
         assert training.bits([flat]) == training.bits([right])
-    exact = torch.stack(brought).mean(0)
-    assert torch.equal(right, exact) == (kind == "exact")
+        named = op.startswith(f"Hierarchical({len(sizes)} nodes")
+        assert named or way == "sharded" or len(sizes) == 1
+    assert f"ranks {len(sizes)}" in results[0][2] or way == "sharded" or len(sizes) == 1
+    exact = torch.stack(brought).mean(0) * factor
+    assert torch.equal(right, exact) == (kind == "exact" or len(sizes) == 1)
 
 
 @pytest.mark.parametrize("kind", ["exact", "block_uint8"])
@@ -84,7 +93,7 @@ def test_shares_divide_the_bytes_between_nodes_among_the_ranks_of_a_node(ranks, 
     sent = {}
     for way in (True, "sharded"):
         results = ranks(4, communicated, kind, way, env=environment_of_nodes((2, 2)))
-        sent[way] = [between for _, _, between in results]
+        sent[way] = [between for *_, between in results]
     leader = sent[True][0]
     assert sent[True] == [leader, 0, leader, 0]
     frames = 0 if kind == "exact" else 200  # of 32 bytes per message, and parts of blocks
@@ -97,28 +106,31 @@ def test_shares_divide_the_bytes_between_nodes_among_the_ranks_of_a_node(ranks, 
 WITH_RESIDUALS = {"power_sgd": "PowerSGDAlgorithmImpl", "sparse": "SparseAlgorithmImpl"}
 
 
+KNOWN = {
+    "gradient_allreduce": "True, False or 'sharded'",
+    "bytegrad": "True, False or 'sharded'",
+    "decentralized": "True or False",
+    "low_precision_decentralized": "True or False",
+    "power_sgd": "True or False",
+    "sparse": "True or False",
+}
+
+
 @training.with_group
-def refused(name, hierarchical):
-    model = training.network()
-    optimizer = training.sgd(model)
-    chosen = Algorithm.init(name, hierarchical=hierarchical)
-    return training.error_of(lambda: model.with_bagua([optimizer], chosen))
+def refused():
+    """By algorithm the value of hierarchical= and its error."""
+    errors = {}
+    for name, known in KNOWN.items():
+        model = training.network()
+        value = "sharded" if known == "True or False" else "shared"
+        wrap = [training.sgd(model)], Algorithm.init(name, hierarchical=value)
+        errors[name] = value, training.error_of(lambda m=model, w=wrap: m.with_bagua(*w))
+    return errors
 
 
-@pytest.mark.parametrize(
-    ("name", "known"),
-    {
-        "gradient_allreduce": "True, False or 'sharded'",
-        "bytegrad": "True, False or 'sharded'",
-        "decentralized": "True or False",
-        "low_precision_decentralized": "True or False",
-        "power_sgd": "True or False",
-        "sparse": "True or False",
-    }.items(),
-)
-def test_other_values_are_refused_by_name(ranks, name, known):
-    value = "sharded" if known == "True or False" else "shared"
-    for error in ranks(2, refused, name, value):
-        owner = WITH_RESIDUALS.get(name, "bucket '0'")
-        assert error.startswith(f"ValueError: {owner}: ")
-        assert f"hierarchical='{value}' must be {known} for" in error
+def test_other_values_are_refused_by_name(ranks):
+    for errors in ranks(2, refused):
+        for name, (value, error) in errors.items():
+            owner = WITH_RESIDUALS.get(name, "bucket '0'")
+            assert error.startswith(f"ValueError: {owner}: ")
+            assert f"hierarchical='{value}' must be {KNOWN[name]} for" in error
