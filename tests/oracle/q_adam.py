@@ -9,33 +9,11 @@ v stays as it was after the w steps of the warm-up. Tensors are in dictionaries 
 """
 
 import torch
-from oracle.compressed_all_reduce import compressed_all_reduce
 
 
 def local_momentum(memory, gradient, beta1):
     """beta1 m + (1 - beta1) g, with the one rounding order that torch's Adam has."""
     return torch.lerp(memory, gradient, 1 - beta1)
-
-
-def averaged_momentum(codec, momenta, buckets, alignment):
-    """The mean that all ranks decode.
-
-    momenta: by rank. buckets: the names in each, in order of memory; padded to `alignment`.
-    """
-    result = {}
-    for names in buckets:
-        flats = [flatten([momentum[name] for name in names], alignment) for momentum in momenta]
-        mean = compressed_all_reduce(codec, flats, average=True)
-        for name in names:
-            like = momenta[0][name]
-            result[name] = mean[: like.numel()].view(like.shape)
-            mean = mean[like.numel() :]
-    return result
-
-
-def flatten(tensors, alignment):
-    values = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    return torch.cat([values, values.new_zeros(-values.numel() % alignment)])
 
 
 def decayed(momentum, weight, beta1, weight_decay):

@@ -12,11 +12,9 @@ from bagua.torch_api.algorithms import (
     QAdamAlgorithm,
     QAdamOptimizer,
 )
-from oracle.compressed_all_reduce import parts, with_residuals
-from ranks.test_bytegrad_feedback import flat_of
-from ranks.test_diloco import adamw, assert_outer_state_agrees, own_step
+from ranks.test_diloco import adamw, assert_outer_state_agrees, own_step, own_steps
 from support import training
-from support.error_feedback import owed
+from support.error_feedback import Means, owed, residuals
 from torch import nn
 
 ROUNDS = 3  # the third has residuals of residuals
@@ -34,16 +32,10 @@ def wrapped(**arguments):
     return model, optimizer, trained
 
 
-def residuals(model):
-    state = model.bagua_algorithm.state_dict()
-    return {key: value for key, value in state.items() if "/error/" in key or "/server/" in key}
-
-
 @training.with_group
 def train_as_the_oracle(codec):
-    size = dist.get_world_size()
     model, optimizer, trained = wrapped(codec=codec)
-    errors, servers = {}, {}
+    means = Means(codec)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for step in range(ROUNDS * INTERVAL):
         own_step(model, optimizer, step)
@@ -52,20 +44,8 @@ def train_as_the_oracle(codec):
         assert_outer_state_agrees(model)
         by_rank = training.gather({name: before[name] - x for name, x in trained.items()})
         for bucket in model.bagua_buckets:
-            inputs = [flat_of(bucket, deltas)[0] for deltas in by_rank]
-            anchor, padding = flat_of(bucket, before)
-            errors.setdefault(bucket.name, [torch.zeros(anchor.numel())] * size)
-            zeros = [torch.zeros(numel) for _, numel in parts(anchor.numel(), size)]
-            mean, errors[bucket.name], servers[bucket.name] = with_residuals(
-                codec,
-                inputs,
-                errors[bucket.name],
-                servers.get(bucket.name, zeros),
-                padding=padding,
-            )
-            found, _ = flat_of(bucket, {name: p.detach() for name, p in model.named_parameters()})
-            used = anchor.numel() - padding
-            assert torch.equal(found[:used], (anchor - mean)[:used]), (step, bucket.name)
+            for name, mean in means.of(bucket, by_rank).items():
+                assert torch.equal(model.get_parameter(name), before[name] - mean), (step, name)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
     return training.bits(model.parameters()), model.bagua_stats()["buckets"][0]["ops"]
 
@@ -83,8 +63,7 @@ def test_anchors_have_the_bits_of_the_oracle(ranks, size, codec):
 def nan_in_a_fragment():
     """Residuals before and after a cycle in which rank 1 has NaN in the first of two fragments."""
     model, optimizer, _ = wrapped(codec="bit2_block", fragments=[["0"], ["2"]])
-    for step in range(2):
-        own_step(model, optimizer, step)
+    own_steps(model, optimizer, range(2))
     before = residuals(model)
     if dist.get_rank() == 1:
         with torch.no_grad():
@@ -94,8 +73,7 @@ def nan_in_a_fragment():
     else:
         own_step(model, optimizer, 2)
     with_nan = residuals(model)
-    for step in range(3, 6):
-        own_step(model, optimizer, step)
+    own_steps(model, optimizer, range(3, 6))
     assert_outer_state_agrees(model)
     assert all(bool(value.isfinite().all()) for value in residuals(model).values())
     first = all(torch.equal(before[key], with_nan[key]) for key in before if "/0." in key)
@@ -112,8 +90,7 @@ def test_a_fragment_that_is_not_finite_keeps_its_residuals(ranks):
 @training.with_group
 def save(overlap):
     model, optimizer, _ = wrapped(codec="bit2_block", overlap_steps=overlap)
-    for step in range(2 * INTERVAL):
-        own_step(model, optimizer, step)
+    own_steps(model, optimizer, range(2 * INTERVAL))
     return model.bagua_algorithm.state_dict()
 
 
@@ -122,8 +99,7 @@ def load(merged):
     model, optimizer, _ = wrapped(codec="bit2_block", overlap_steps=merged["overlap"])
     model.bagua_algorithm.load_state_dict({k: v for k, v in merged.items() if k != "overlap"})
     state = model.bagua_algorithm.state_dict()
-    for step in range(2 * INTERVAL):
-        own_step(model, optimizer, step)
+    own_steps(model, optimizer, range(2 * INTERVAL))
     assert_outer_state_agrees(model)
     return state
 
@@ -142,24 +118,6 @@ def test_what_is_owed_is_the_same_on_another_number_of_ranks(ranks, overlap):
             torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-9)
     with pytest.raises(Exception, match=r"rank1/error/.*merge what all ranks saved"):
         ranks(2, load, states[0] | {"overlap": overlap})
-
-
-@training.with_group
-def load_without():
-    model, optimizer, _ = wrapped(codec="bit2_block")
-    for step in range(INTERVAL):
-        own_step(model, optimizer, step)
-    state = model.bagua_algorithm.state_dict()
-    plain = {k: v for k, v in state.items() if "/error/" not in k and "/server/" not in k}
-    del plain["error_ranks"]
-    model.bagua_algorithm.load_state_dict(plain)
-    return [bool(value.any()) for value in residuals(model).values()]
-
-
-def test_a_state_without_residuals_starts_from_zero(ranks):
-    for some in ranks(2, load_without):
-        assert some
-        assert not any(some)
 
 
 def test_residuals_belong_to_codecs_of_few_bits():

@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 from bagua._outer.elastic import ElasticRanks
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, OuterSGD
-from ranks.test_diloco import assert_outer_state_agrees, own_step
-from ranks.test_diloco_feedback import residuals
+from ranks.test_diloco import assert_outer_state_agrees, own_step, own_steps
 from ranks.test_elastic_rounds import fail_round, wrapped
 from support import training
-from support.error_feedback import owed
+from support.error_feedback import owed, residuals
 
 PLAIN = OuterSGD(1.0, 0.0)
 INTERVAL = 3
@@ -59,7 +58,8 @@ def compressed():
 def round_fails(method, victim):
     """Residuals around a failed second round: before, after it, and after the change of plans."""
     model, optimizer = wrapped(compressed())
-    undisturbed, of_undisturbed = wrapped_plainly()
+    plain = DiLoCoAlgorithm(PLAIN, INTERVAL, codec="bit2_block")
+    undisturbed, of_undisturbed = wrapped(plain)
     restore = fail_round(2, victim, method)
     after_change = []
     end = watch_change(lambda: after_change.append(model.bagua_algorithm.state_dict()))
@@ -80,17 +80,9 @@ def round_fails(method, victim):
         own_step(model, optimizer, step)
         step += 1
     assert_outer_state_agrees(model)
-    for step in range(2 * INTERVAL):
-        own_step(undisturbed, of_undisturbed, step)
+    own_steps(undisturbed, of_undisturbed, range(2 * INTERVAL))
     same = after is not None and all(torch.equal(before[key], after[key]) for key in before)
     return before, same, after_change[0], undisturbed.bagua_algorithm.state_dict()
-
-
-def wrapped_plainly():
-    model = training.network()
-    optimizer = training.sgd(model)
-    algorithm = DiLoCoAlgorithm(PLAIN, INTERVAL, codec="bit2_block")
-    return model.with_bagua([optimizer], algorithm), optimizer
 
 
 def names_of(state):

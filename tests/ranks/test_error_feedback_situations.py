@@ -13,6 +13,7 @@ from support.error_feedback import (
     gathered_gradients,
     make,
     owed,
+    residuals,
     train_step,
     wide_network,
     wrapped,
@@ -148,25 +149,6 @@ def test_memory_is_in_unscaled_units(ranks, name):
 
 
 @training.with_group
-def accumulate(name):
-    model, optimizer = wrapped(make(name))
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with model.no_sync():
-            training.squared_error(model, training.batch(100 + step, dist.get_rank())).backward()
-        training.squared_error(model, training.batch(step, dist.get_rank())).backward()
-        optimizer.step()
-        training.assert_ranks_agree(model)
-    return training.bits(model.parameters())
-
-
-@ALGORITHMS
-def test_gradients_accumulated_under_no_sync_are_sent(ranks, name):
-    together, alone = ranks(2, accumulate, name), ranks(2, train_scaled, name, False)
-    assert together[0] == together[1] != alone[0][0]
-
-
-@training.with_group
 def train_over_nodes(name):
     model, optimizer = wrapped(make(name, hierarchical=True))
     for step in range(STEPS):
@@ -201,3 +183,26 @@ def one_node(name):
 @ALGORITHMS
 def test_one_node_is_exact(ranks, name):
     assert ranks(2, one_node, name) == [True, True]
+
+
+@training.with_group
+def train_in_dtype(name, dtype):
+    """The dtypes of the residuals, and whether weights are finite."""
+    model, optimizer = wrapped(make(name), dtype=dtype)
+    for step in range(STEPS):
+        train_step(model, optimizer, step)
+        training.assert_ranks_agree(model)
+    kept = {value.dtype for value in residuals(model).values()}
+    return kept, all(p.isfinite().all() for p in model.parameters())
+
+
+@ALGORITHMS
+def test_residuals_are_of_at_least_f32(ranks, name):
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        wide = torch.promote_types(dtype, torch.float32)
+        assert ranks(3, train_in_dtype, name, dtype) == [({wide}, True)] * 3
+
+
+def test_shares_of_a_bucket_have_no_residuals():
+    with pytest.raises(ValueError, match=r'error_feedback=True is not supported with .*"sharded"'):
+        make("bytegrad", hierarchical="sharded")

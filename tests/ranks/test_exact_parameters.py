@@ -9,19 +9,20 @@ from bagua.torch_api.algorithms import (
     SparseAlgorithm,
 )
 from support import training
-from support.error_feedback import all_bits, gathered_gradients, train_step, wrapped
+from support.error_feedback import (
+    WITH_WARM_UP,
+    all_bits,
+    gathered_gradients,
+    make,
+    train_step,
+    wrapped,
+)
 from torch import nn
 
 STEPS = 4
 EXACT = ["0.*", "*.bias"]
 CHOSEN = {"0.weight", "0.bias", "2.bias", "5.bias"}
-KINDS = {
-    "sparse": lambda **a: SparseAlgorithm(0.1, exact_parameters=EXACT, **a),
-    "low-rank": lambda **a: PowerSGDAlgorithm(
-        2, min_compression_rate=1.0, exact_parameters=EXACT, **({"warmup_steps": 0} | a)
-    ),
-}
-per_kind = pytest.mark.parametrize("kind", KINDS)
+per_kind = pytest.mark.parametrize("kind", WITH_WARM_UP)
 
 
 def names_of_residuals(model):
@@ -31,7 +32,7 @@ def names_of_residuals(model):
 
 @training.with_group
 def train(kind):
-    model, optimizer = wrapped(KINDS[kind]())
+    model, optimizer = wrapped(make(kind, exact_parameters=EXACT))
     for step in range(STEPS):
         gradients = gathered_gradients(model, step)
         train_step(model, optimizer, step)
@@ -56,7 +57,7 @@ def test_chosen_parameters_get_the_exact_mean_and_no_residual(ranks, kind, env):
 def overflow_in_an_exact_bucket(kind):
     """Only the gradient of a chosen parameter overflows, on one rank."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    model, optimizer = wrapped(KINDS[kind](), grad_scaler=scaler)
+    model, optimizer = wrapped(make(kind, exact_parameters=EXACT), grad_scaler=scaler)
     for step in range(3):
         train_step(model, optimizer, step, scaler)
     before = all_bits(model.bagua_algorithm.state_dict(), but="rounds")

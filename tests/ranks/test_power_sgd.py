@@ -14,25 +14,19 @@ from support import training
 from support.error_feedback import (
     error_of,
     gathered_gradients,
+    make,
     train_step,
     wide_network,
     wrapped,
 )
-from torch import nn
 
 STEPS = 6
-
-
-def power_sgd(**arguments):
-    return PowerSGDAlgorithm(
-        **({"rank": 2, "min_compression_rate": 1.0, "warmup_steps": 0} | arguments)
-    )
 
 
 @training.with_group
 def train_and_compare(arguments, dtype):
     """Every compressed round against the oracle, from what the algorithm remembered before it."""
-    model, optimizer = wrapped(power_sgd(**arguments), dtype=dtype)
+    model, optimizer = wrapped(make("power_sgd", **arguments), dtype=dtype)
     size, rank = dist.get_world_size(), dist.get_rank()
     compressed = set()
     for step in range(STEPS):
@@ -82,48 +76,10 @@ def test_small_matrices_are_averaged_exactly(ranks):
     assert ranks(2, train_and_compare, arguments, torch.float32)[0] == ["0.weight", "2.weight"]
 
 
-@training.with_group
-def train_half(dtype):
-    model, optimizer = wrapped(power_sgd(), dtype=dtype)
-    for step in range(STEPS):
-        train_step(model, optimizer, step)
-        training.assert_ranks_agree(model)
-    state = model.bagua_algorithm.state_dict()
-    kinds = {value.dtype for key, value in state.items() if "error/" in key}
-    return kinds == {torch.float32} and all(p.isfinite().all() for p in model.parameters())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_models_remember_in_f32(ranks, dtype):
-    assert ranks(2, train_half, dtype) == [True] * 2
-
-
-@training.with_group
-def train_channels_last():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Flatten(), nn.Linear(16, 2))
-    model = model.to(memory_format=torch.channels_last)
-    optimizer = training.sgd(model)
-    model = model.with_bagua([optimizer], power_sgd(rank=1))
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(step * 10 + dist.get_rank())
-        images = torch.randn(4, 3, 3, 3, generator=generator)
-        optimizer.zero_grad()
-        model(images.to(memory_format=torch.channels_last)).square().mean().backward()
-        optimizer.step()
-        training.assert_ranks_agree(model)
-    state = model.bagua_algorithm.state_dict()
-    return state["query/0.weight"].shape, state[f"rank{dist.get_rank()}/error/0.weight"].stride()
-
-
-def test_channels_last_weights_are_matrices_too(ranks):
-    assert ranks(2, train_channels_last) == [((1, 27), (27, 1, 9, 3))] * 2
-
-
 def test_wrong_arguments_are_refused_by_name():
     for arguments in ({"rank": 0}, {"min_compression_rate": 0.5}, {"warmup_steps": -1}):
         with pytest.raises(ValueError, match=next(iter(arguments))):
-            power_sgd(**arguments)
+            PowerSGDAlgorithm(**arguments)
 
 
 @training.with_group

@@ -10,6 +10,7 @@ from oracle import q_adam as oracle
 from ranks.test_groups_and_nodes import environment_of_nodes
 from support import q_adam_training as q_adam
 from support import training
+from support.error_feedback import Means, residuals
 from support.q_adam_training import STEPS, WARM_UP
 
 RANKS = pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
@@ -44,12 +45,12 @@ def test_the_warm_up_is_adam_on_averaged_gradients_to_the_bit(ranks, n, do_flatt
 
 
 @training.with_group
-def train_beside_the_oracle(
-    warmup_steps, codec="block_uint8", set_to_none=True, dtype=torch.float32, do_flatten=True
-):
-    model, optimizer = q_adam.wrapped(
-        warmup_steps=warmup_steps, codec=codec, dtype=dtype, do_flatten=do_flatten
-    )
+def train_beside_the_oracle(arguments, set_to_none=True):
+    """How many steps were compressed, and the bits of everything."""
+    model, optimizer = q_adam.wrapped(**arguments)
+    feedback = arguments.get("error_feedback", False)
+    means = Means(arguments.get("codec", "block_uint8"), error_feedback=feedback)
+    warmup_steps = arguments.get("warmup_steps", WARM_UP)
     phases, plans = [], []
     for step in range(STEPS):
         gradients = q_adam.local_gradients(model, step)
@@ -58,8 +59,9 @@ def train_beside_the_oracle(
         q_adam.assert_ranks_agree(model, optimizer)
         phases.append(q_adam.compressing(model))
         plans.append(model.bagua_ddp._running)
+        assert bool(residuals(model)) == (feedback and phases[-1])
         if phases[-1]:
-            before.assert_compressed_step(model, codec)
+            before.assert_compressed_step(model, means)
     assert phases == [False] * warmup_steps + [True] * (STEPS - warmup_steps)
     assert len(set(map(id, plans))) == 2, "one switch"
     assert optimizer.completed_steps == STEPS
@@ -69,28 +71,35 @@ def train_beside_the_oracle(
 @RANKS
 @pytest.mark.parametrize("warmup_steps", [1, WARM_UP], ids=lambda w: f"{w}-steps-of-warm-up")
 def test_after_the_warm_up_every_step_is_the_oracles(ranks, n, warmup_steps):
-    results = ranks(n, train_beside_the_oracle, warmup_steps)
+    results = ranks(n, train_beside_the_oracle, {"warmup_steps": warmup_steps})
     assert len(set(results)) == 1
     assert results[0][0] == STEPS - warmup_steps
 
 
-@pytest.mark.parametrize("codec", ["minmax_uint8", "fp16"])
-def test_any_codec_can_carry_the_momentum(ranks, codec):
-    assert len(set(ranks(3, train_beside_the_oracle, WARM_UP, codec))) == 1
+#: Moments are of the parameters' dtype, and any codec can carry the momentum.
+ARGUMENTS = [
+    {"dtype": torch.float64},
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.float16},
+    {"codec": "minmax_uint8"},
+    {"codec": "fp16"},
+    {"codec": "bit2_block", "error_feedback": True},
+    {"codec": "int4_block", "error_feedback": True},
+]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+def test_with_other_arguments_every_step_is_the_oracles(ranks, arguments):
+    env = training.SMALL_BUCKETS if "error_feedback" in arguments else {}
+    n = 2 if "dtype" in arguments else 3
+    assert len(set(ranks(n, train_beside_the_oracle, arguments, env=env))) == 1
 
 
 @pytest.mark.parametrize("env", [{}, training.SMALL_BUCKETS], ids=["one_bucket", "small_buckets"])
 def test_layout_and_zeroing_make_no_difference(ranks, env):
-    first = ranks(3, train_beside_the_oracle, WARM_UP, env=env)
-    for set_to_none, do_flatten in ((True, False), (False, False)):
-        arguments = ("block_uint8", set_to_none, torch.float32, do_flatten)
-        assert ranks(3, train_beside_the_oracle, WARM_UP, *arguments, env=env) == first
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_moments_are_of_the_parameters_dtype(ranks, dtype):
-    results = ranks(2, train_beside_the_oracle, WARM_UP, "block_uint8", True, dtype)
-    assert len(set(results)) == 1
+    first = ranks(3, train_beside_the_oracle, {}, env=env)
+    for arguments, set_to_none in (({}, False), ({"do_flatten": False}, False)):
+        assert ranks(3, train_beside_the_oracle, arguments, set_to_none, env=env) == first
 
 
 @training.with_group
@@ -151,7 +160,7 @@ def schedule_betas():
         before = q_adam.Before(model, optimizer, q_adam.local_gradients(model, step))
         q_adam.train_step(model, optimizer, step)
         if step >= WARM_UP:
-            before.assert_compressed_step(model, "block_uint8")
+            before.assert_compressed_step(model)
     return optimizer.compressed_steps
 
 

@@ -1,10 +1,6 @@
 """QAdam's state that is loaded before the wrap, or without the optimizer's."""
 
-import copy
-import io
-
 import pytest
-import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm
 from support import q_adam_training as q_adam
@@ -12,20 +8,6 @@ from support import training
 from support.q_adam_training import WARM_UP
 
 FURTHER = 6
-
-
-def saved(model, optimizer):
-    """As a file would have it."""
-    file = io.BytesIO()
-    parts = (model, optimizer, model.bagua_algorithm)
-    torch.save([part.state_dict() for part in parts], file)
-    file.seek(0)
-    return torch.load(file)
-
-
-def load(model, optimizer, state):
-    for part, of_part in zip((model, optimizer, model.bagua_algorithm), state, strict=True):
-        part.load_state_dict(copy.deepcopy(of_part))
 
 
 def assert_goes_on(pairs, first):
@@ -44,7 +26,7 @@ def resume_before_the_wrap(saved_after, everywhere):
     model, optimizer = q_adam.wrapped()
     for step in range(saved_after):
         q_adam.train_step(model, optimizer, step)
-    state = saved(model, optimizer)
+    state = q_adam.saved(model, optimizer)
     again = training.network(seed=1 + dist.get_rank())
     its_optimizer = q_adam.optimizer_of(again)
     if everywhere or dist.get_rank() == 0:
@@ -70,10 +52,10 @@ def load_alone():
     for step in range(2):
         q_adam.train_step(model, optimizer, step)
     again, its_optimizer = q_adam.wrapped(seed=1, warmup_steps=50)
-    state = saved(model, optimizer)
+    state = q_adam.saved(model, optimizer)
     again.bagua_algorithm.load_state_dict(state[2])
     message = training.error_of(lambda: q_adam.train_step(again, its_optimizer, 2), ValueError)
-    load(again, its_optimizer, state)
+    q_adam.load(again, its_optimizer, state)
     assert its_optimizer.warmup_steps == WARM_UP, "the checkpoint's"
     assert_goes_on([(model, optimizer), (again, its_optimizer)], 2)
     return message

@@ -81,7 +81,7 @@ def zero_late():
         optimizer.step()
         q_adam.assert_ranks_agree(model, optimizer)
         if step >= 1:
-            before.assert_compressed_step(model, "block_uint8")
+            before.assert_compressed_step(model)
     return optimizer.compressed_steps
 
 

@@ -1,13 +1,15 @@
-"""QAdam when steps are not plain: accumulation, loss scaling, unused parameters, wrong use."""
+"""QAdam when steps are not plain: accumulation, scaling, unused parameters, residuals, misuse."""
 
 import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
-from bagua.torch_api.algorithms import Algorithm, GradientAllReduceAlgorithm
+from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
+from ranks.test_groups_and_nodes import environment_of_nodes
 from support import q_adam_training as q_adam
 from support import training
+from support.error_feedback import Means, residuals
 from support.q_adam_training import STEPS, WARM_UP
 
 
@@ -30,7 +32,7 @@ def accumulate(set_to_none):
         q_adam.assert_ranks_agree(model, optimizer)
         assert q_adam.compressing(model) == (step >= WARM_UP)
         if step >= WARM_UP:
-            before.assert_compressed_step(model, "block_uint8")
+            before.assert_compressed_step(model)
         else:
             for name, p in model.named_parameters():
                 mean = training.mean_over_ranks(total[dist.get_rank()][name])
@@ -64,7 +66,7 @@ def train_scaled(codec, with_scaler):
             loss = loss * float("inf")
         scaler.scale(loss).backward()
         if step >= WARM_UP and not overflow:
-            averaged = before.averaged(model, codec)
+            averaged = before.averaged(model, Means(codec, error_feedback=False))
             assert all(torch.equal(p.grad, averaged[n]) for n, p in model.named_parameters())
         scaler.step(optimizer)
         scaler.update()
@@ -177,25 +179,22 @@ def test_momentum_that_is_not_finite_raises_on_all_ranks_before_it_is_stepped(ra
 
 
 @training.with_group
-def wrap_wrongly(how):
-    model = training.network()
-    outside = torch.nn.Parameter(torch.zeros(2, 3))
-    given = {
-        "foreign": [*model.parameters(), outside],
-        "frozen": list(model.parameters()),
-        "ignored": list(model.parameters()),
-        "missing": list(model.parameters())[1:],
-        "not_given": list(model.parameters()),
-    }[how]
-    if how == "frozen":
-        model[0].bias.requires_grad_(False)
-    if how == "ignored":
-        model._bagua_params_and_buffers_to_ignore = ["2.weight"]
-    optimizer = QAdamOptimizer(given)
-    optimizers = [training.sgd(model)] if how == "not_given" else [optimizer]
-    return training.error_of(
-        lambda: model.with_bagua(optimizers, QAdamAlgorithm(optimizer)), ValueError
-    )
+def wrap_wrongly():
+    """By what is wrong with the optimizer its error."""
+    errors = {}
+    for how in WRONG:
+        model = training.network()
+        given = list(model.parameters())
+        if how == "foreign":
+            given.append(torch.nn.Parameter(torch.zeros(2, 3)))
+        if how == "frozen":
+            model[0].bias.requires_grad_(False)
+        if how == "ignored":
+            model._bagua_params_and_buffers_to_ignore = ["2.weight"]
+        optimizer = QAdamOptimizer(given[1:] if how == "missing" else given)
+        wrap = [training.sgd(model) if how == "not_given" else optimizer], QAdamAlgorithm(optimizer)
+        errors[how] = training.error_of(lambda m=model, w=wrap: m.with_bagua(*w), ValueError)
+    return errors
 
 
 WRONG = {
@@ -207,11 +206,11 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("how", "message"), WRONG.items(), ids=WRONG)
-def test_an_optimizer_that_does_not_fit_the_module_is_refused_by_name(ranks, how, message):
-    for error in ranks(2, wrap_wrongly, how):
-        assert "module 'Sequential'" in error
-        assert message in error
+def test_an_optimizer_that_does_not_fit_the_module_is_refused_by_name(ranks):
+    for errors in ranks(2, wrap_wrongly):
+        for how, message in WRONG.items():
+            assert "module 'Sequential'" in errors[how]
+            assert message in errors[how]
 
 
 def test_arguments_that_make_no_sense_are_refused():
@@ -240,17 +239,70 @@ def test_a_rank_that_switches_alone_is_an_error_on_all(ranks):
     assert second
 
 
+FEEDBACK = {"codec": "bit2_block", "error_feedback": True}
+
+
+def residual_bits(model):
+    return training.bits(residuals(model).values())
+
+
 @training.with_group
-def switch_algorithm_with_scaler():
-    """Other algorithms take a scaler, too; one rank alone is a difference between ranks."""
-    scaler = torch.amp.GradScaler("cpu") if dist.get_rank() == 0 else None
-    model = training.network()
-    return training.error_of(
-        lambda: model.with_bagua([], GradientAllReduceAlgorithm(), grad_scaler=scaler),
-        bagua.BaguaMismatchError,
-    )
+def a_round_without_step():
+    """The residuals before it, after it, and after one that is used; an error of loading them."""
+    model, optimizer = q_adam.wrapped(**FEEDBACK)
+    for step in range(STEPS):
+        q_adam.train_step(model, optimizer, step)
+    seen = [residual_bits(model)]
+    optimizer.zero_grad()
+    q_adam.backward_of(model, 100)
+    seen.append(residual_bits(model))
+    q_adam.train_step(model, optimizer, 101)
+    seen.append(residual_bits(model))
+    other, _ = q_adam.wrapped()
+    state = model.bagua_algorithm.state_dict()
+    return seen, training.error_of(lambda: other.bagua_algorithm.load_state_dict(state))
 
 
-def test_a_scaler_on_one_rank_only_is_a_mismatch(ranks):
-    for message in ranks(2, switch_algorithm_with_scaler):
-        assert "grad_scaler=" in message
+def test_residuals_change_with_the_step_that_uses_the_momentum(ranks):
+    for (before, unused, used), error in ranks(2, a_round_without_step):
+        assert before == unused != used
+        assert "the checkpoint is of another algorithm" in error, "it has no error feedback"
+
+
+@training.with_group
+def an_overflow():
+    """By step, whether residuals stay as they were."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
+    model, optimizer = q_adam.wrapped(grad_scaler=scaler, **FEEDBACK)
+    same = []
+    for step in range(STEPS):
+        before = residual_bits(model)
+        optimizer.zero_grad()
+        loss = training.squared_error(model, training.batch(step, dist.get_rank()))
+        if step == 5 and dist.get_rank() == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        q_adam.assert_ranks_agree(model, optimizer)
+        same.append(before == residual_bits(model))
+    return same
+
+
+def test_an_overflow_changes_no_residual(ranks):
+    expected = [step < WARM_UP or step == 5 for step in range(STEPS)]
+    assert ranks(3, an_overflow, env=training.SMALL_BUCKETS) == [expected] * 3
+
+
+@training.with_group
+def train_over_nodes():
+    model, optimizer = q_adam.wrapped(hierarchical=True, **FEEDBACK)
+    for step in range(STEPS):
+        q_adam.train_step(model, optimizer, step)
+        q_adam.assert_ranks_agree(model, optimizer)
+    return len(residuals(model)) > 0
+
+
+def test_between_nodes_only_leaders_have_residuals(ranks):
+    results = ranks(4, train_over_nodes, env=environment_of_nodes([2, 2]))
+    assert results == [True, False, True, False]

@@ -1,4 +1,4 @@
-"""Helpers for tests of algorithms with error feedback."""
+"""Helpers for tests of compressed means, above all of those with error feedback."""
 
 import bagua.torch_api as bagua  # noqa: F401 - gives modules with_bagua
 import pytest
@@ -8,6 +8,7 @@ from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
 from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithm
 from bagua.torch_api.algorithms.sparse import SparseAlgorithm
 from oracle import sparse
+from oracle.compressed_all_reduce import compressed_all_reduce, parts, with_residuals
 from support import training
 from torch import nn
 
@@ -78,6 +79,38 @@ def gathered_gradients(model, step):
     return training.gather({name: p.grad for name, p in twin.named_parameters()})
 
 
+class Means:
+    """What all ranks hold after each round of compressed means, by the oracle."""
+
+    def __init__(self, codec, average=True, error_feedback=True):
+        self.codec, self.average, self.error_feedback = codec, average, error_feedback
+        self.residuals = {}  # by bucket: the ranks', and those of the parts
+
+    def of(self, bucket, by_rank):
+        """By name the mean of a bucket's tensors, of which each rank has brought its own."""
+        names = [tensor.bagua_tensor_name for tensor in bucket.tensors]
+        inputs = []
+        for brought in by_rank:
+            values = torch.cat([brought[name].reshape(-1) for name in names])
+            inputs.append(torch.zeros_like(bucket.backend_tensor))  # padding included
+            inputs[-1][: values.numel()] = values
+        mean = self._of_flat(bucket.name, inputs, inputs[0].numel() - values.numel())
+        shapes = [by_rank[0][name].shape for name in names]
+        pieces = mean[: values.numel()].split([shape.numel() for shape in shapes])
+        return {n: p.view(s) for n, p, s in zip(names, pieces, shapes, strict=True)}
+
+    def _of_flat(self, name, inputs, padding):
+        if not self.error_feedback:
+            return compressed_all_reduce(self.codec, inputs, self.average)
+        numel, size = inputs[0].numel(), len(inputs)
+        zeros = [torch.zeros(numel)] * size, [torch.zeros(n) for _, n in parts(numel, size)]
+        kept = self.residuals.get(name, zeros)
+        mean, *self.residuals[name] = with_residuals(
+            self.codec, inputs, *kept, average=self.average, padding=padding
+        )
+        return mean
+
+
 def error_of(state, rank, name):
     return state[f"rank{rank}/error/{name}"]
 
@@ -119,6 +152,12 @@ def assert_sparse_mean(got, brought, before, after, names, ratio):
     result, errors = sparse.top_k(flats, errors, k)
     assert torch.equal(flat_of(got, names), result), "in order of ranks"
     assert all(map(torch.equal, kept, errors))
+
+
+def residuals(model):
+    """Those of the ranks and of their parts, by key."""
+    state = model.bagua_algorithm.state_dict()
+    return {key: value for key, value in state.items() if "/error/" in key or "/server/" in key}
 
 
 def all_bits(state, but=""):

@@ -1,13 +1,18 @@
 """Helpers for tests of QAdam: a model, its optimizer, and every step beside the oracle."""
 
+import copy
+import io
+
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
 from oracle import q_adam as oracle
 from support import training
+from support.error_feedback import Means
 
 WARM_UP = 3
 STEPS = 8
+EIGHT_BITS = Means("block_uint8", error_feedback=False)
 # Of weights. Moves are up to 0.064 long, and in bfloat16 each rounding of one takes up to 1.3e-4.
 TOLERANCE = {
     torch.float16: {"rtol": 1e-3, "atol": 2e-4},
@@ -29,12 +34,28 @@ def optimizer_of(model, warmup_steps=WARM_UP):
 
 
 def wrapped(seed=0, warmup_steps=WARM_UP, hierarchical=False, dtype=torch.float32, **arguments):
-    """A model with bagua and its optimizer; `arguments` are with_bagua's but for `codec`."""
+    """A model and its optimizer; `arguments` are with_bagua's and those of the compression."""
     model = training.network(seed).to(dtype)
     optimizer = optimizer_of(model, warmup_steps)
-    codec = arguments.pop("codec", "block_uint8")
-    model.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical, codec=codec), **arguments)
+    names = arguments.keys() & {"codec", "error_feedback"}
+    chosen = QAdamAlgorithm(
+        optimizer, hierarchical, **{name: arguments.pop(name) for name in names}
+    )
+    model.with_bagua([optimizer], chosen, **arguments)
     return model, optimizer
+
+
+def saved(model, optimizer):
+    """The states of model, optimizer and algorithm, as a file would have them."""
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in (model, optimizer, model.bagua_algorithm)], file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def load(model, optimizer, states):
+    for part, state in zip((model, optimizer, model.bagua_algorithm), states, strict=True):
+        part.load_state_dict(copy.deepcopy(state))
 
 
 def data_of(model, step, rank):
@@ -100,15 +121,16 @@ class Before:
             for of_rank in gradients
         ]
 
-    def averaged(self, model, codec):
+    def averaged(self, model, means=EIGHT_BITS):
         """The bits that every rank's gradients must have after backward."""
-        buckets = [[t.bagua_tensor_name for t in bucket.tensors] for bucket in model.bagua_buckets]
-        alignment = 16 * dist.get_world_size()
-        return oracle.averaged_momentum(codec, self.local, buckets, alignment)
+        found = {}
+        for bucket in model.bagua_buckets:
+            found |= means.of(bucket, self.local)
+        return found
 
-    def assert_compressed_step(self, model, codec):
+    def assert_compressed_step(self, model, means=EIGHT_BITS):
         """The momentum to the bit, the weight up to rounding, the second moment as it was."""
-        self.assert_step(model, self.averaged(model, codec), rtol=0, atol=0)
+        self.assert_step(model, self.averaged(model, means), rtol=0, atol=0)
 
     def assert_step(self, model, averaged, **tolerance):
         for name, p in model.named_parameters():
