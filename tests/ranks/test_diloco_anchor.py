@@ -7,6 +7,7 @@ from ranks.test_diloco import (
     assert_weights_are_the_anchor,
     outer_state,
     own_step,
+    own_steps,
 )
 from ranks.test_diloco_situations import normalised, wrapped
 from support import training
@@ -61,8 +62,7 @@ def inside_anchor():
             assert_weights_are_the_anchor(model)
         assert_weights_are_the_anchor(model)
     assert training.bits(model.parameters()) == own
-    for step in range(1, 3):
-        own_step(model, optimizer, step)
+    own_steps(model, optimizer, range(1, 3))
     assert model.bagua_algorithm.outer_rounds == 1
     return errors
 
@@ -79,8 +79,7 @@ def test_training_inside_anchor_is_refused_and_another_anchor_is_the_same(ranks)
 @training.with_group
 def sync_at_the_end():
     model, optimizer = wrapped(interval=10)
-    for step in range(4):
-        own_step(model, optimizer, step)
+    own_steps(model, optimizer, range(4))
     model.bagua_algorithm.sync()
     assert_outer_state_agrees(model)
     assert_weights_are_the_anchor(model)
@@ -88,8 +87,7 @@ def sync_at_the_end():
     model.bagua_algorithm.sync()  # nothing has been trained since
     assert training.bits(outer_state(model).values()) == before
     rounds = model.bagua_algorithm.outer_rounds
-    for step in range(10):
-        own_step(model, optimizer, step)
+    own_steps(model, optimizer, range(10))
     return rounds, model.bagua_algorithm.outer_rounds
 
 

@@ -42,6 +42,7 @@ CASES = {
     ),
     "in-the-warm-up": ({"interval": 4, "warmup_steps": 9}, 6),
     "after-the-warm-up": ({"interval": 4, "warmup_steps": 2}, 7),
+    "counted-samples": ({"interval": 2, "overlap_steps": 1, "weight": "samples"}, 5),
 }
 AFTER = 9
 
@@ -60,6 +61,13 @@ def named(model, optimizer, algorithm_first=False):
     return dict(sorted(state.items())) if algorithm_first else state
 
 
+def train(model, optimizer, steps):
+    """Steps with those numbers; samples count where ranks are weighted by them."""
+    for step in steps:
+        model.bagua_algorithm.count_samples(step + dist.get_rank())
+        own_step(model, optimizer, step)
+
+
 def bits(model):
     return training.bits([*model.parameters(), *model.buffers(), *outer_state(model).values()])
 
@@ -68,8 +76,7 @@ def bits(model):
 def go_on(arguments, before, folder):
     """Bits of a training that is saved, of two that load it in either order, and of one unsaved."""
     model, optimizer = wrapped(arguments)
-    for step in range(before):
-        own_step(model, optimizer, step)
+    train(model, optimizer, range(before))
     saved = save_checkpoint(folder, named(model, optimizer), before)
     assert torch.load(saved / "values.pt", weights_only=True)
     trained = [(model, optimizer)]
@@ -77,11 +84,9 @@ def go_on(arguments, before, folder):
         trained.append(wrapped(arguments, seed=1))
         assert load_latest(folder, named(*trained[-1], algorithm_first)) == before
     for pair in trained:
-        for step in range(before, before + AFTER):
-            own_step(*pair, step)
+        train(*pair, range(before, before + AFTER))
     unsaved, of_unsaved = wrapped(arguments)
-    for step in range(before + AFTER):
-        own_step(unsaved, of_unsaved, step)
+    train(unsaved, of_unsaved, range(before + AFTER))
     return [bits(pair[0]) for pair in trained], bits(unsaved)
 
 
@@ -95,8 +100,7 @@ def test_training_goes_on_to_the_bit(ranks, tmp_path, arguments, before):
 @training.with_group
 def save_only_the_algorithm(folder, arguments, upto):
     model, optimizer = wrapped(arguments)
-    for step in range(upto):
-        own_step(model, optimizer, step)
+    train(model, optimizer, range(upto))
     save_checkpoint(folder, {"algorithm": model.bagua_algorithm}, upto)
     return {key: value for key, value in outer_state(model).items()}
 
@@ -111,8 +115,7 @@ def load_only_the_algorithm(folder, arguments):
         torch.equal(p.detach(), state[f"anchor/{name}"]) for name, p in model.named_parameters()
     )
     before = model.bagua_algorithm.outer_rounds
-    for step in range(8):
-        own_step(model, optimizer, step)
+    train(model, optimizer, range(8))
     assert_outer_state_agrees(model)
     return state, evaluated, model.bagua_algorithm.outer_rounds - before
 
@@ -140,8 +143,7 @@ def test_a_result_in_flight_is_used_where_the_weights_are_lost(ranks, tmp_path):
 @training.with_group
 def one_rank_has_other_weights(folder):
     model, optimizer = wrapped({"interval": 4})
-    for step in range(6):
-        own_step(model, optimizer, step)
+    train(model, optimizer, range(6))
     save_checkpoint(folder, named(model, optimizer), 6)
     load_latest(folder, named(model, optimizer))
     if dist.get_rank() == 1:
@@ -149,8 +151,7 @@ def one_rank_has_other_weights(folder):
             model[0].weight.add_(1.0)
     own_step(model, optimizer, 6)
     first = model.bagua_stats()["outer"]["steps"]
-    for step in range(7, 10):
-        own_step(model, optimizer, step)
+    train(model, optimizer, range(7, 10))
     assert_outer_state_agrees(model)
     return first, model.bagua_algorithm.outer_rounds
 
@@ -162,8 +163,7 @@ def test_all_ranks_start_from_the_anchor_if_one_has_other_weights(ranks, tmp_pat
 @training.with_group
 def refusals(changes):
     model, optimizer = wrapped({"interval": 4, "overlap_steps": 2})
-    for step in range(5):
-        own_step(model, optimizer, step)
+    train(model, optimizer, range(5))
     state = model.bagua_algorithm.state_dict()
     before = bits(model)
     errors = [

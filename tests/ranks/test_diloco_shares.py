@@ -57,46 +57,17 @@ def test_equal_weights_have_the_bits_of_the_plain_mean(ranks):
 
 
 @training.with_group
-def nobody_counts():
+def samples_that_cannot_be():
+    """Errors of a round for which nobody has counted, and of a negative number."""
     model, optimizer = wrapped(weight="samples")
-    return training.error_of(lambda: own_step(model, optimizer, 0))
+    return (
+        training.error_of(lambda: own_step(model, optimizer, 0)),
+        training.error_of(lambda: model.bagua_algorithm.count_samples(-1)),
+    )
 
 
-def test_samples_that_nobody_counts_are_an_error_with_the_remedy(ranks):
-    for error in ranks(2, nobody_counts):
-        assert "no rank has counted any" in error
-        assert "count_samples()" in error
-
-
-@training.with_group
-def save_and_load():
-    arguments = {"interval": 2, "overlap_steps": 1, "weight": "samples"}
-    model, optimizer = wrapped(**arguments)
-    other, of_other = wrapped(**arguments)
-    for step in range(5):
-        model.bagua_algorithm.count_samples(step + dist.get_rank())
-        own_step(model, optimizer, step)
-    other.load_state_dict(model.state_dict())
-    of_other.load_state_dict(optimizer.state_dict())
-    other.bagua_algorithm.load_state_dict(model.bagua_algorithm.state_dict())
-    for step in range(5, 8):
-        for trained, its in ((model, optimizer), (other, of_other)):
-            trained.bagua_algorithm.count_samples(step + dist.get_rank())
-            own_step(trained, its, step)
-    return training.bits(model.parameters()), training.bits(other.parameters())
-
-
-def test_counted_samples_are_saved(ranks):
-    for went_on, loaded in ranks(2, save_and_load):
-        assert went_on == loaded
-
-
-@training.with_group
-def count_nothing():
-    model, _ = wrapped()
-    model.bagua_algorithm.count_samples(3)
-    return training.error_of(lambda: model.bagua_algorithm.count_samples(-1))
-
-
-def test_numbers_of_samples_are_not_negative(ranks):
-    assert "count_samples(-1)" in ranks(1, count_nothing)[0]
+def test_samples_that_cannot_be_are_an_error_with_the_remedy(ranks):
+    for nobody, negative in ranks(2, samples_that_cannot_be):
+        assert "no rank has counted any" in nobody
+        assert "count_samples()" in nobody
+        assert "count_samples(-1)" in negative

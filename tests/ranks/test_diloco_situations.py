@@ -1,18 +1,15 @@
 """Local training and what surrounds a step: scalers, buffers, dtypes, compilation."""
 
-import copy
-
-import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, OuterSGD
-from bagua.torch_api.data_parallel import DistributedDataParallel
 from ranks.test_diloco import (
     adamw,
     assert_outer_state_agrees,
     assert_weights_are_the_anchor,
     outer_state,
     own_step,
+    own_steps,
 )
 from support import training
 from torch import nn
@@ -52,38 +49,6 @@ def skipped_steps():
 
 def test_a_step_that_the_scaler_skips_counts(ranks):
     assert ranks(2, skipped_steps) == [[0, 0, 1, 1, 1, 2]] * 2
-
-
-@training.with_group
-def accumulation(inside_no_sync):
-    model, optimizer = wrapped(interval=2)
-    twin = copy.deepcopy(model)
-    of_twin = adamw(twin)
-    twin.with_bagua([of_twin], DiLoCoAlgorithm(interval=2))
-    rank = dist.get_rank()
-    for step in range(4):
-        optimizer.zero_grad()
-        for part in range(3):
-            loss = training.squared_error(model, training.batch(10 * step + part, rank))
-            if inside_no_sync and part < 2:
-                with model.no_sync():
-                    loss.backward()
-            else:
-                loss.backward()
-        optimizer.step()
-        of_twin.zero_grad()
-        sum(
-            training.squared_error(twin, training.batch(10 * step + part, rank))
-            for part in range(3)
-        ).backward()
-        of_twin.step()
-    training.assert_close(model, twin)
-    return model.bagua_algorithm.outer_rounds
-
-
-@pytest.mark.parametrize("inside_no_sync", [False, True], ids=["plain", "no_sync"])
-def test_accumulated_gradients_count_once(ranks, inside_no_sync):
-    assert ranks(2, accumulation, inside_no_sync) == [2, 2]
 
 
 @training.with_group
@@ -167,39 +132,6 @@ def test_a_wrap_without_optimizers_is_refused(ranks):
 
 
 @training.with_group
-def with_the_class():
-    module = training.network()
-    optimizer = adamw(module)
-    ddp = DistributedDataParallel(
-        module, optimizers=[optimizer], algorithm=DiLoCoAlgorithm(PLAIN, interval=2)
-    )
-    for step in range(2):
-        own_step(ddp, optimizer, step)
-    return training.gather(training.bits(module.parameters()))
-
-
-def test_the_class_of_torch_trains_by_it(ranks):
-    for digests in ranks(2, with_the_class):
-        assert len(set(digests)) == 1
-
-
-@training.with_group
-def compiled():
-    model, optimizer = wrapped(interval=2)
-    twin, of_twin = wrapped(interval=2)
-    faster = torch.compile(model, backend="eager")
-    for step in range(4):
-        own_step(faster, optimizer, step)
-        own_step(twin, of_twin, step)
-    training.assert_close(model, twin)
-    return model.bagua_algorithm.outer_rounds
-
-
-def test_a_compiled_model_makes_the_same_rounds(ranks):
-    assert ranks(2, compiled) == [2, 2]
-
-
-@training.with_group
 def mixed_dtypes():
     torch.manual_seed(0)
     model = nn.ParameterDict(
@@ -242,8 +174,7 @@ def wrapped_again():
     own_step(model, optimizer, 0)
     model.with_bagua([optimizer], DiLoCoAlgorithm(interval=2))
     assert len(set(training.gather(training.bits(model.parameters())))) == 1
-    for step in range(2):
-        own_step(model, optimizer, step)
+    own_steps(model, optimizer, range(2))
     assert_weights_are_the_anchor(model)
     return model.bagua_algorithm.outer_rounds
 
@@ -260,8 +191,7 @@ def logged(kind, rule):
 
     def train():
         model.with_bagua([optimizer], DiLoCoAlgorithm(rule, 1))
-        for step in range(2):
-            own_step(model, optimizer, step)
+        own_steps(model, optimizer, range(2))
 
     return training.log_of(train)
 
