@@ -64,6 +64,9 @@ def test_every_step_is_the_oracles(ranks, mode, n, do_flatten):
         assert caught == []
         assert state == {"iterations": STEPS, "communications": STEPS}
         assert stats["rounds"] == STEPS
+        if mode == "shift_one" and n != 3:  # of three ranks one sits out in turn
+            weights = sum(p.numel() * 4 for p in training.network().parameters())
+            assert stats["total"]["bytes_sent"] == STEPS * weights
 
 
 @RANKS
@@ -98,39 +101,6 @@ def test_on_one_node_hierarchical_shift_one_is_the_mean_of_all(ranks):
     for mode in ("shift_one", "all"):
         for _, caught, *_ in ranks(3, train_against_the_oracle, mode, 1, [0, 0, 0]):
             assert caught == []
-
-
-@training.with_group
-def average_without_learning(mode):
-    model = training.network(seed=dist.get_rank())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    model.with_bagua([optimizer], DecentralizedAlgorithm(False, mode))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(float(dist.get_rank()))
-    seen = []
-    for step in range(3):
-        train_step(model, optimizer, step)
-        assert all((p == p.flatten()[0]).all() for p in model.parameters())
-        seen.append(next(model.parameters()).flatten()[0].item())
-    sent = model.bagua_stats()["total"]["bytes_sent"]
-    return seen, sent / sum(p.numel() * 4 for p in model.parameters())
-
-
-def test_all_gives_every_rank_the_same_mean(ranks):
-    assert ranks(4, average_without_learning, "all") == [([1.5] * 3, 3 * 2 * 3 / 4)] * 4
-
-
-def test_shift_one_meets_another_peer_in_every_step(ranks):
-    # Peers: (2, 3, 0, 1), then (3, 2, 1, 0), then the first again.
-    expected = [[1.0, 1.5, 1.5], [2.0, 1.5, 1.5], [1.0, 1.5, 1.5], [2.0, 1.5, 1.5]]
-    assert ranks(4, average_without_learning, "shift_one") == [(seen, 3.0) for seen in expected]
-
-
-def test_with_three_ranks_one_sits_out_in_turn_and_sends_nothing(ranks):
-    # Ranks 0, 2 and 1 keep their weights in turn.
-    expected = [[0.0, 0.75, 1.125], [1.5, 0.75, 0.75], [1.5, 1.5, 1.125]]
-    assert ranks(3, average_without_learning, "shift_one") == [(seen, 2.0) for seen in expected]
 
 
 @training.with_group
