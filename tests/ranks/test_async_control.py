@@ -1,6 +1,5 @@
 """Asynchronous model averaging on ranks: abort, resume, what ends early and what does not fit."""
 
-import copy
 import time
 
 import bagua.torch_api as bagua
@@ -159,35 +158,16 @@ def test_do_flatten_false_is_refused(ranks):
         assert error == "ValueError: asynchronous averaging needs do_flatten=True"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_arguments_that_make_no_sense_are_refused_by_name():
+    cases = [
         (("shift_one", 500, 0), "'all' only, not 'shift_one'"),
         (("all", -1, 0), "sync_interval_ms=-1 must be 0 or more"),
         (("all", 500, -1), "warmup_steps=-1 must be 0 or more"),
-    ],
-    ids=["mode", "interval", "warm-up"],
-)
-def test_arguments_that_make_no_sense_are_refused_by_name(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        AsyncModelAverageAlgorithm(*arguments)
+    ]
+    for arguments, words in cases:
+        with pytest.raises(ValueError, match=words):
+            AsyncModelAverageAlgorithm(*arguments)
     assert isinstance(Algorithm.init("async"), AsyncModelAverageAlgorithm)
-
-
-@training.with_group
-def one_rank_alone():
-    model, optimizer = wrapped()
-    twin = copy.deepcopy(model)
-    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=0.9)
-    for number in range(3):
-        step(model, optimizer, number)
-        step(twin, twin_optimizer, number)
-    model.bagua_algorithm.abort(model)
-    return torch.equal(weights_of(model), weights_of(twin)), averages(model)
-
-
-def test_one_rank_trains_as_without_bagua(ranks):
-    assert ranks(1, one_rank_alone) == [(True, 0)]
 
 
 @training.with_group

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import pytest
+from ranks.test_exit import assert_ends
 
 TESTS = str(Path(__file__).resolve().parents[1])
 
@@ -34,41 +34,17 @@ def script(after="", interval=1, more="0"):
     return TRAINING.format(after=after, interval=interval, more=more)
 
 
-def shown(rank, end):
-    return f"rank {rank} ended with {end.returncode}:\n{end.stdout}{end.stderr}"
-
-
-def assert_no_crash(ends):
-    for rank, end in enumerate(ends):
-        assert "trained" in end.stdout, shown(rank, end)
-        for sign in ("terminate called", "Fatal Python error", "core dumped", "Aborted"):
-            assert sign not in end.stderr, shown(rank, end)
-
-
-@pytest.mark.parametrize("n", [2, 3], ids=["2-ranks", "3-ranks"])
-@pytest.mark.parametrize("interval", [0, 500], ids=["always-averaging", "mostly-waiting"])
-def test_scripts_that_just_end_warn_and_exit_with_zero(run_script, n, interval):
-    ends = run_script(n, script(interval=interval), timeout=60.0)
-    assert_no_crash(ends)
-    for rank, end in enumerate(ends):
-        assert end.returncode == 0, shown(rank, end)
-        assert end.stderr.count(WARNING) == 1, shown(rank, end)
+def test_scripts_that_just_end_warn_and_exit_with_zero(run_script):
+    for n, interval in ((3, 0), (2, 500)):  # always averaging, mostly waiting
+        ends = run_script(n, script(interval=interval), timeout=60.0)
+        assert_ends(ends, 0, trained="trained")
+        assert [end.stderr.count(WARNING) for end in ends] == [1] * n
 
 
 def test_a_rank_that_ends_first_goes_on_averaging_until_the_others_end(run_script):
     ends = run_script(2, script(more="50 * bagua.get_rank()"), timeout=60.0)
-    assert_no_crash(ends)
-    for rank, end in enumerate(ends):
-        assert end.returncode == 0, shown(rank, end)
+    assert_ends(ends, 0, trained="trained")
     assert int(ends[1].stdout.split()[-1]) >= 53
-
-
-def test_after_abort_nothing_is_said(run_script):
-    ends = run_script(2, script(after="model.bagua_algorithm.abort(model)"), timeout=60.0)
-    assert_no_crash(ends)
-    for rank, end in enumerate(ends):
-        assert end.returncode == 0, shown(rank, end)
-        assert WARNING not in end.stderr
 
 
 def test_an_uncaught_exception_on_one_rank_ends_both_soon(run_script):
@@ -82,13 +58,12 @@ while True:
     optimizer.step()
 """
     ends = run_script(2, script(after=after), timeout=25.0)
-    assert_no_crash(ends)
-    assert [end.returncode for end in ends] == [1, 1], shown(1, ends[1])
+    assert_ends(ends, 1, trained="trained")
     assert "something went wrong" in ends[0].stderr
-    assert "BaguaError" in ends[1].stderr, shown(1, ends[1])
+    assert "BaguaError" in ends[1].stderr, ends[1].stderr
 
 
-def test_deleting_the_module_frees_its_thread(run_script):
+def test_after_abort_nothing_is_said_and_deleting_the_module_frees_its_thread(run_script):
     after = f"""
 import gc, sys
 sys.path.append({TESTS!r})
@@ -102,9 +77,9 @@ assert threads() == 0, "the thread of the lane is still there"
 print("trained and freed")
 """
     ends = run_script(2, script(after=after), timeout=60.0)
-    assert_no_crash(ends)
-    for rank, end in enumerate(ends):
-        assert end.returncode == 0, shown(rank, end)
+    assert_ends(ends, 0, trained="trained")
+    for end in ends:
+        assert WARNING not in end.stderr
         assert "trained and freed" in end.stdout
 
 
@@ -128,7 +103,7 @@ def test_the_survivors_of_a_killed_rank_name_it(run_script):
     ends = run_script(3, script(after=KILLS), timeout=60.0)
     assert ends[1].returncode == -9
     for rank in (0, 2):
-        assert ends[rank].returncode == 7, shown(rank, ends[rank])
+        assert ends[rank].returncode == 7, ends[rank].stdout + ends[rank].stderr
         text = ends[rank].stdout.split("\n", 1)[1]
         assert text.startswith(
             "BaguaError rank 1 was killed, stopped or cut off: silent for over a second, last in"
