@@ -81,11 +81,10 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("case", CHOICES)
-@pytest.mark.parametrize("size", [2, 3], ids=lambda n: f"{n}_ranks")
-def test_candidates_take_turns_and_all_ranks_choose_the_same(ranks, size, case):
+def test_candidates_take_turns_and_all_ranks_choose_the_same(ranks, case):
     seconds, arguments, expected = CHOICES[case]
-    results = ranks(size, chosen_by, seconds, arguments)
-    assert results == [results[0]] * size
+    results = ranks(3, chosen_by, seconds, arguments)
+    assert results == [results[0]] * 3
     at_work, choice, _ = results[0]
     assert at_work == [one for one in (EXACT, EIGHT, FOUR) for _ in range(STEPS)] + [expected]
     assert (choice["state"], choice["chosen"], choice["turns"]) == ("chosen", expected, 1)
@@ -163,12 +162,6 @@ def accumulated_and_evaluated():
     return choice_of(model), training.model_bits(model)
 
 
-def test_accumulation_and_evaluation_do_not_disturb_the_choice(ranks):
-    results = ranks(2, accumulated_and_evaluated)
-    assert results[0] == results[1]
-    assert results[0][0] == ("chosen", FOUR)
-
-
 @training.with_group
 def uneven_inputs():
     model = wide_network()
@@ -176,26 +169,16 @@ def uneven_inputs():
     ddp = DistributedDataParallel(model, optimizers=[optimizer], algorithm=AutoAlgorithm())
     turn_clock(ddp, FOUR_IS_FASTEST)
 
-    def step(number):
-        optimizer.zero_grad()
-        training.squared_error(ddp, training.batch(number, dist.get_rank())).backward()
-        optimizer.step()
+    def steps(count):
+        data = [training.batch(number, dist.get_rank()) for number in range(count)]
+        training.train(ddp, optimizer, data)
 
-    for number in range(STEPS):  # the next forward is to build the next candidate's buckets
-        step(number)
+    steps(STEPS)  # the next forward is to build the next candidate's buckets
     for rounds in (1, 5, 2 * STEPS - 6):  # join() between two trials, and within one
         with ddp.join():
-            for number in range(5 * dist.get_rank()):
-                step(number)
-        for number in range(rounds):
-            step(number)
-    weights = training.gather(training.bits(list(model.parameters())))
-    assert len(set(weights)) == 1
-    return ddp.bagua_stats()["choice"]["chosen"]
-
-
-def test_steps_with_uneven_inputs_are_not_counted(ranks):
-    assert ranks(2, uneven_inputs) == [FOUR] * 2
+            steps(5 * dist.get_rank())
+        steps(rounds)
+    return choice_of(ddp), training.bits(model.parameters())
 
 
 @training.with_group
@@ -211,10 +194,14 @@ def unfrozen_in_a_trial():
     return choice_of(model), training.model_bits(model)
 
 
-def test_unfreezing_in_a_trial_goes_on_with_it(ranks):
-    results = ranks(2, unfrozen_in_a_trial)
-    assert results[0] == results[1]
-    assert results[0][0] == ("chosen", FOUR)
+SITUATIONS = [accumulated_and_evaluated, uneven_inputs, unfrozen_in_a_trial]
+
+
+@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda function: function.__name__)
+def test_steps_that_are_not_plain_do_not_disturb_the_choice(ranks, situation):
+    first, second = ranks(2, situation)
+    assert first == second
+    assert first[0] == ("chosen", FOUR)
 
 
 @training.with_group

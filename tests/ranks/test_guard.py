@@ -1,7 +1,9 @@
 """Guard: what a lossy algorithm loses is measured, told once with a remedy, and left as it is."""
 
 import copy
+import inspect
 import math
+import string
 from dataclasses import replace
 
 import pytest
@@ -18,9 +20,10 @@ from bagua.torch_api.algorithms import (
 )
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from ranks.test_groups_and_nodes import environment_of_nodes
-from support import guard_training, training
-from support.every_algorithm import wrapped
+from support import training
+from support.every_algorithm import made, wrapped
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 TOUCHY = Guard(every=2, relative_error=1e-9, residual=1e-9, consensus=1e-9)
 WATCHING = Guard(every=2)
@@ -30,14 +33,74 @@ FAILING = {
 }
 
 
+# A tiny byte-level transformer with AdamW, in which strong compression shows within seconds.
+
+WINDOW, BATCH, WIDTH = 24, 8, 32
+
+
+def windows():
+    """Windows of the source of one module of the standard library, (n, WINDOW + 1)."""
+    text = inspect.getsource(inspect) + inspect.getsource(string)
+    codes = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long().clamp(max=127)
+    return codes[: len(codes) // (WINDOW + 1) * (WINDOW + 1)].view(-1, WINDOW + 1)
+
+
+class TinyTransformer(nn.Module):
+    """`outlier`: the unit of one parameter, whose gradient is as many times larger than others."""
+
+    def __init__(self, outlier=1.0):
+        super().__init__()
+        self.symbol = nn.Embedding(128, WIDTH)
+        self.place = nn.Embedding(WINDOW, WIDTH)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, 0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, 128, bias=False)
+        self.gain = nn.Parameter(torch.zeros(()))
+        self.outlier = outlier
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(WINDOW))
+
+    def forward(self, codes):
+        x = self.symbol(codes) + self.place.weight
+        x = self.layer(x, src_mask=self.mask, is_causal=True)
+        return self.head(x) * (1 + self.outlier * self.gain)
+
+
+def loss_of(model, rows):
+    return cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+
+def train_transformer(wrap, steps, outlier=1.0, seed=1):
+    """The model, trained, of what `wrap(model)` makes: (model, optimizer)."""
+    torch.manual_seed(seed)
+    model, optimizer = wrap(TinyTransformer(outlier))
+    share = windows()[1::2]
+    order = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, steps)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, share[torch.randint(len(share), (BATCH,), generator=order)]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    training.assert_ranks_agree(model)
+    return model
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
 def stats_of(model):
     return model.bagua_stats()["guard"]
 
 
-def step(model, optimizer, number):
-    optimizer.zero_grad()
-    training.squared_error(model, training.batch(number, dist.get_rank())).backward()
-    optimizer.step()
+def steps(model, optimizer, numbers):
+    data = [training.batch(number, dist.get_rank()) for number in numbers]
+    training.train(model, optimizer, data)
+
+
+def told(function):
+    """The warnings of a breach that `function` gives."""
+    return [text for text in training.warnings_of(function) if "threshold" in text]
 
 
 @training.with_group
@@ -47,15 +110,15 @@ def train_with_and_without(figure):
     for guard in (Guard(), None):
 
         def wrap(model, guard=guard):
-            optimizer = guard_training.adamw(model)
+            optimizer = adamw(model)
             return model.with_bagua([optimizer], make(), guard=guard), optimizer
 
         def train(wrap=wrap):
-            model, _ = guard_training.train(wrap, steps=60, outlier=outlier)
+            model = train_transformer(wrap, steps=60, outlier=outlier)
             bits.append(training.model_bits(model))
             return model
 
-        texts.append([text for text in training.warnings_of(train) if "threshold" in text])
+        texts.append(told(train))
     assert bits[0] == bits[1], "a guard changes nothing"
     return texts
 
@@ -75,7 +138,7 @@ def train_healthy(name):
     def wrap(model):
         return wrapped(name, model, lr=0.05, guard=Guard(every=10))
 
-    models = [guard_training.train(wrap, steps=40, seed=seed)[0] for seed in range(3)]
+    models = [train_transformer(wrap, steps=40, seed=seed) for seed in range(3)]
     return [stats_of(model) for model in models]
 
 
@@ -91,13 +154,10 @@ def test_a_healthy_run_has_no_breach(ranks, name):
 
 @training.with_group
 def breach(name):
-    model, optimizer = guard_training.wrapped(name, training.network(), guard=TOUCHY)
-
-    def train():
-        for number in range(6):
-            step(model, optimizer, number)
-
-    texts = [text for text in training.warnings_of(train) if "threshold" in text]
+    model = training.network()
+    optimizer = adamw(model)
+    model.with_bagua([optimizer], made(name), guard=TOUCHY)
+    texts = told(lambda: steps(model, optimizer, range(6)))
     return stats_of(model), len(texts)
 
 
@@ -127,8 +187,7 @@ def error_of_codecs():
         model = training.network()
         optimizer = training.sgd(model)
         model.with_bagua([optimizer], ByteGradAlgorithm(False, codec=codec), guard=Guard())
-        step(model, optimizer, 0)
-        step(model, optimizer, 1)
+        steps(model, optimizer, range(2))
         found[codec] = stats_of(model)["buckets"]["0"]["relative_error"]
         assert model.bagua_stats()["communicators"]["guard"]["bytes_sent"] > 0
     return found
@@ -164,8 +223,7 @@ def test_figures_do_not_depend_on_the_loss_scale(ranks):
 @training.with_group
 def keep_residuals_under_sgd():
     model, optimizer = wrapped("sparse", training.network(), guard=TOUCHY)
-    for number in range(8):
-        step(model, optimizer, number)
+    steps(model, optimizer, range(8))
     return stats_of(model)
 
 
@@ -176,15 +234,18 @@ def test_residuals_are_measured_but_not_judged_under_sgd(ranks):
 
 
 @training.with_group
-def refuse(name):
-    model = training.network()
-    return training.error_of(lambda: wrapped(name, model, guard=Guard()), ValueError)
+def refuse():
+    return [
+        training.error_of(
+            lambda name=name: wrapped(name, training.network(), guard=Guard()), ValueError
+        )
+        for name in ("async", "diloco")
+    ]
 
 
-@pytest.mark.parametrize("name", ["async", "diloco"])
-def test_algorithms_without_common_rounds_say_what_to_do_instead(ranks, name):
-    for message in ranks(2, refuse, name):
-        assert "Leave guard= out" in message
+def test_algorithms_without_common_rounds_say_what_to_do_instead(ranks):
+    for messages in ranks(2, refuse):
+        assert all("Leave guard= out" in message for message in messages)
 
 
 class _WithOwnGuard(Algorithm):
@@ -199,8 +260,7 @@ def bring_a_guard():
     model = training.network()
     optimizer = training.sgd(model)
     model.with_bagua([optimizer], _WithOwnGuard())
-    for number in range(5):
-        step(model, optimizer, number)
+    steps(model, optimizer, range(5))
     assert stats_of(model)["breaches"]
     model.with_bagua([optimizer], GradientAllReduceAlgorithm())
     assert "guard" not in model.bagua_stats()
@@ -213,19 +273,17 @@ def test_an_algorithm_may_bring_its_guard_and_another_wrap_forgets_it(ranks):
 @training.with_group
 def guard_the_class():
     model, twin = training.network(), training.network()
-    optimizer, of_twin = guard_training.adamw(model), guard_training.adamw(twin)
+    optimizer, of_twin = adamw(model), adamw(twin)
     ddp = DistributedDataParallel(
         model, optimizers=[optimizer], algorithm=ByteGradAlgorithm(False), guard=TOUCHY
     )
     twin.with_bagua([of_twin], ByteGradAlgorithm(False), guard=TOUCHY)
-    for number in range(4):
-        step(ddp, optimizer, number)
-        step(twin, of_twin, number)
+    steps(ddp, optimizer, range(4))
+    steps(twin, of_twin, range(4))
     assert training.model_bits(model) == training.model_bits(twin)
     copied = copy.deepcopy(ddp)
     of_copy = torch.optim.SGD(copied.parameters(), lr=0.1)
-    for number in range(4):
-        step(copied, of_copy, number)
+    steps(copied, of_copy, range(4))
     return [stats_of(each) for each in (ddp, twin, copied)]
 
 
@@ -244,8 +302,7 @@ def train_with_uneven_inputs():
     algorithm = ByteGradAlgorithm(False)
     ddp = DistributedDataParallel(model, optimizers=[optimizer], algorithm=algorithm, guard=TOUCHY)
     with ddp.join():
-        for number in range(4 + 3 * dist.get_rank()):
-            step(ddp, optimizer, number)
+        steps(ddp, optimizer, range(4 + 3 * dist.get_rank()))
     weights = training.gather(training.bits(list(model.parameters())))
     assert len(set(weights)) == 1, weights
     return stats_of(ddp)
@@ -334,9 +391,7 @@ def leave_unused():
     optimizer = training.sgd(model, lr=0.02)
     algorithm = ByteGradAlgorithm(False)
     model.with_bagua([optimizer], algorithm, find_unused_parameters=True, guard=WATCHING)
-    for number in range(8):
-        step(model, optimizer, number)
-        training.assert_ranks_agree(model)
+    training.train_on_ranks(model, optimizer, steps=8)
     return stats_of(model)
 
 
@@ -352,16 +407,10 @@ def unfreeze():
     model = training.network()
     model[0].weight.requires_grad_(False)
     model, optimizer = wrapped("bytegrad", model, guard=TOUCHY)
-    before = []
-
-    def train():
-        for number in range(8):
-            if number == 4:
-                before.extend(stats_of(model)["breaches"])
-                model[0].weight.requires_grad_(True)
-            step(model, optimizer, number)
-
-    texts = [text for text in training.warnings_of(train) if "threshold" in text]
+    texts = told(lambda: steps(model, optimizer, range(4)))
+    before = stats_of(model)["breaches"]
+    model[0].weight.requires_grad_(True)
+    texts += told(lambda: steps(model, optimizer, range(4, 8)))
     return before, stats_of(model)["breaches"], len(texts)
 
 
@@ -375,12 +424,10 @@ def test_new_buckets_are_watched_from_their_first_round_on_and_told_of_once(rank
 @training.with_group
 def train_over_nodes(hierarchical, feedback):
     model = training.network()
-    optimizer = guard_training.adamw(model)
+    optimizer = adamw(model)
     algorithm = ByteGradAlgorithm(hierarchical, codec="int4_block", error_feedback=feedback)
     model.with_bagua([optimizer], algorithm, guard=WATCHING)
-    for number in range(4):
-        step(model, optimizer, number)
-        training.assert_ranks_agree(model)
+    training.train_on_ranks(model, optimizer, steps=4)
     return stats_of(model)["buckets"]["0"]
 
 
@@ -403,7 +450,7 @@ def send_momentum():
     model.with_bagua([optimizer], algorithm, guard=TOUCHY)
     watched = []
     for number in range(8):
-        step(model, optimizer, number)
+        steps(model, optimizer, [number])
         watched.append(bool(stats_of(model)["buckets"]))
     return watched, stats_of(model)["breaches"]
 
