@@ -10,6 +10,7 @@ from support import training
 from torch import nn
 
 RANKS = pytest.mark.parametrize("size", [2, 3, 4], ids=lambda n: f"{n}_ranks")
+ZEROING = pytest.mark.parametrize("set_to_none", [True, False], ids=["grads_none", "grads_zero"])
 
 
 def wrap(model, optimizers=None, **options):
@@ -33,30 +34,24 @@ def train_and_compare_with_oracle_and_ddp(set_to_none, do_flatten):
 
 
 @RANKS
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["grads_none", "grads_zero"])
+@ZEROING
 def test_training_equals_one_process_and_ddp(ranks, size, set_to_none):
     results = ranks(size, train_and_compare_with_oracle_and_ddp, set_to_none, True)
     assert len(set(results)) == 1
 
 
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["grads_none", "grads_zero"])
-def test_training_without_flattening_gives_the_same_bits(ranks, set_to_none):
-    flat = ranks(3, train_and_compare_with_oracle_and_ddp, set_to_none, True)
-    copied = ranks(3, train_and_compare_with_oracle_and_ddp, set_to_none, False)
-    assert flat == copied
+@ZEROING
+def test_a_second_run_and_training_without_flattening_give_the_same_bits(ranks, set_to_none):
+    first = ranks(3, train_and_compare_with_oracle_and_ddp, set_to_none, True)
+    for do_flatten in (True, False):
+        again = ranks(3, train_and_compare_with_oracle_and_ddp, set_to_none, do_flatten)
+        assert again == first, f"do_flatten={do_flatten}"
 
 
-@pytest.mark.parametrize("do_flatten", [True, False], ids=["flattened", "copied"])
-def test_training_in_small_buckets_equals_one_process_and_ddp(ranks, do_flatten):
-    arguments = (train_and_compare_with_oracle_and_ddp, True, do_flatten)
-    results = ranks(4, *arguments, env=training.SMALL_BUCKETS)
-    assert len(set(results)) == 1
-
-
-@pytest.mark.parametrize("size", [3, 4], ids=lambda n: f"{n}_ranks")
-def test_two_runs_give_equal_bits(ranks, size):
-    first = ranks(size, train_and_compare_with_oracle_and_ddp, True, True)
-    assert first == ranks(size, train_and_compare_with_oracle_and_ddp, True, True)
+def test_training_in_small_buckets_equals_one_process_and_ddp(ranks):
+    for do_flatten in (True, False):
+        arguments = (train_and_compare_with_oracle_and_ddp, True, do_flatten)
+        assert len(set(ranks(4, *arguments, env=training.SMALL_BUCKETS))) == 1
 
 
 @training.with_group
@@ -86,11 +81,11 @@ def train_on_one_rank(do_flatten):
     return training.model_bits(model) == training.model_bits(alone), model.bagua_stats()["total"]
 
 
-@pytest.mark.parametrize("do_flatten", [True, False], ids=["flattened", "copied"])
-def test_one_rank_trains_as_without_bagua_and_sends_nothing(ranks, do_flatten):
-    equal, total = ranks(1, train_on_one_rank, do_flatten)[0]
-    assert equal
-    assert total["bytes_sent"] == 0
+def test_one_rank_trains_as_without_bagua_and_sends_nothing(ranks):
+    for do_flatten in (True, False):
+        ((equal, total),) = ranks(1, train_on_one_rank, do_flatten)
+        assert equal
+        assert total["bytes_sent"] == 0
 
 
 @training.with_group

@@ -73,9 +73,7 @@ INSIDE = {
     "fsdp of tensor-parallel": by_both,
 }
 EXACTLY = {
-    "diloco": lambda: DiLoCoAlgorithm(RULE, INTERVAL),
     "diloco, growing momentum": lambda: DiLoCoAlgorithm(interval=INTERVAL),
-    "decentralized": DecentralizedAlgorithm,
     "decentralized, one peer": lambda: DecentralizedAlgorithm(
         peer_selection_mode="shift_one", communication_interval=2
     ),

@@ -1,6 +1,5 @@
 """Steps that are not one forward, one backward and one step of the optimizer."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import (
@@ -44,38 +43,6 @@ def accumulate_by_the_attribute():
 
 def test_require_backward_grad_sync_of_the_module_is_no_sync(ranks):
     assert ranks(2, accumulate_by_the_attribute) == [[0, 0, 1, 1, 1, 2] * 2] * 2
-
-
-@training.with_group
-def scale_with_overflow_on_one_rank(name):
-    return [scales_with_overflow(name, bad) for bad in ("nan", "inf", "-inf")]
-
-
-def scales_with_overflow(name, bad):
-    model = training.network()
-    optimizer = training.sgd(model)
-    model.with_bagua([optimizer], training.algorithm(name))
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scales, moved = [], []
-    for step in range(3):
-        before = training.bits(model.parameters())
-        optimizer.zero_grad()
-        loss = loss_on_rank(model, step)
-        if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
-            loss = loss * float(bad)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-        moved.append(before != training.bits(model.parameters()))
-        assert len(set(training.gather(training.bits(model.parameters())))) == 1
-    return scales, moved
-
-
-@pytest.mark.parametrize("name", ["exact", "block_uint8"])
-def test_the_scaler_skips_the_step_on_all_ranks_when_one_overflows(ranks, name):
-    results = ranks(3, scale_with_overflow_on_one_rank, name)
-    assert results == [[([8.0, 4.0, 4.0], [True, False, True])] * 3] * 3
 
 
 @training.with_group
