@@ -11,8 +11,6 @@ from bagua import _C
 from bagua._core.group.connections import Connections
 from bagua._core.group.process_group import BaguaProcessGroup, Hierarchy
 
-__all__ = ["Hierarchy", "Lane", "among", "among_weighted"]
-
 Members = _C.CountingCommunicator
 
 

@@ -18,30 +18,12 @@ import torch
 from bagua import _C
 from bagua._core.compression import low_rank_matrices, number_sent, sparse_mean
 from bagua._core.group import environment
-from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.process_group import BaguaProcessGroup, Hierarchy
 from bagua._core.state.ledger import Page
-from bagua._ops.lane import Hierarchy, Lane, Members, among, among_weighted
+from bagua._ops.lane import Lane, Members, among, among_weighted
 
 if TYPE_CHECKING:
     from bagua.torch_api.bucket import BaguaBucket
-
-__all__ = [
-    "AverageWeights",
-    "Operation",
-    "all_reduce",
-    "all_reduce_rows",
-    "average_weights",
-    "check_peer_selection_mode",
-    "codec_named",
-    "comm_hook",
-    "compressed_all_reduce",
-    "compressed_gossip",
-    "low_rank",
-    "mixing_weights",
-    "python_function",
-    "sparse",
-    "update_momentum",
-]
 
 #: Bagua's spelling of its codec.
 _ALIASES = {"MinMaxUInt8": "minmax_uint8"}

@@ -58,8 +58,6 @@ from bagua._sync.plan import warn
 if TYPE_CHECKING:
     from bagua._outer.loop import OuterLoop, OuterState
 
-__all__ = ["Elastic", "ElasticRanks"]
-
 #: Changes in a row that may fail before the training does.
 _MOST_ATTEMPTS = 5
 

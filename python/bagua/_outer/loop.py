@@ -48,15 +48,6 @@ from bagua._sync.synchronizer import Synchronizer
 if TYPE_CHECKING:
     from bagua.torch_api.bucket import BaguaBucket
 
-__all__ = [
-    "REMEDY",
-    "Fragment",
-    "LocalTensors",
-    "OuterLoop",
-    "OuterState",
-    "Schedule",
-]
-
 REMEDY = "the checkpoint is of another model or algorithm, or of other overlap_steps"
 _STARTS_AGAIN = (
     "The weights of {} hold NaN or infinity: they are reset to the anchor, and the non-finite "

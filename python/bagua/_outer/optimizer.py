@@ -12,18 +12,6 @@ import torch
 
 from bagua import _C
 
-__all__ = [
-    "NO_FIGURES",
-    "GrowingMomentum",
-    "InnerProduct",
-    "OuterOptimizer",
-    "OuterSGD",
-    "describe",
-    "figures",
-    "made",
-    "state_of",
-]
-
 #: Makes an optimizer of the anchors (f32 or f64, of the parameters' shapes) of a fragment. Its
 #: ``step()`` takes the mean pseudo-gradients as ``.grad``.
 OuterOptimizer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]

@@ -15,8 +15,6 @@ from bagua import _C
 if TYPE_CHECKING:
     from bagua._outer.loop import OuterLoop, OuterState
 
-__all__ = ["FixedRanks", "RankWeights", "SampleWeights"]
-
 
 class FixedRanks:
     """A lost rank is an error. ``ElasticRanks`` goes on without it."""

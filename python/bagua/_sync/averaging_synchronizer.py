@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from bagua.torch_api._session import Session
     from bagua.torch_api.bucket import BaguaBucket
 
-__all__ = ["AsynchronousAverage", "AveragingSynchronizer", "check_asynchronous_mode"]
-
 #: Time for which a rank that ends without abort() continues averaging with ranks that train.
 _SECONDS_FOR_OTHERS_TO_END = 30.0
 

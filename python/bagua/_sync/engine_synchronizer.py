@@ -21,8 +21,6 @@ from bagua._sync.synchronizer import Synchronizer
 if TYPE_CHECKING:
     from bagua.torch_api._session import Session
 
-__all__ = ["EngineSynchronizer"]
-
 
 class EngineSynchronizer(Synchronizer):
     """The engine of a module's buckets, from one (re)build of the buckets to the next."""

@@ -12,8 +12,6 @@ from bagua._core.state.ledger import Ledger
 from bagua._core.state.statistics import lane_statistics
 from bagua._ops.lane import Lane
 
-__all__ = ["LaneHandle"]
-
 
 class LaneHandle:
     """Communication at work, as long as the wrapper of torch's, whether this is kept or not.

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["DroppedOnCopy", "WeakHook", "outside_graphs", "outside_graphs_lazily", "tensors_in"]
-
 F = TypeVar("F", bound=Callable[..., None])
 
 

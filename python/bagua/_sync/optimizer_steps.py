@@ -17,8 +17,6 @@ from bagua._sync.hooks import DroppedOnCopy
 if TYPE_CHECKING:
     from bagua.torch_api.algorithms.base import AlgorithmImpl
 
-__all__ = ["MissingSteps", "StepAttempts", "StepsInBackward", "attempt_of"]
-
 _TORCHS = "torch.distributed.optim.apply_optimizer_in_backward"
 
 #: Training forwards with changed parameters and without a step, after which training ends.

@@ -22,17 +22,6 @@ from bagua._ops.operations import Operation
 if TYPE_CHECKING:
     from bagua.torch_api.bucket import BaguaBucket
 
-__all__ = [
-    "Plan",
-    "build",
-    "counted",
-    "describe",
-    "divided_first",
-    "finish_soon",
-    "part_of_the_round",
-    "warn",
-]
-
 #: Time for which a closed module waits for other ranks.
 _SECONDS_FOR_A_LAST_ROUND = 10.0
 

@@ -11,8 +11,6 @@ import torch
 from bagua import _C
 from bagua._core.state.statistics import NOTHING
 
-__all__ = ["Synchronizer"]
-
 
 class Synchronizer:
     """Communicates for a wrapped module, from one (re)build of its buckets to the next.

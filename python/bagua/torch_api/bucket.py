@@ -9,7 +9,7 @@ import torch
 from typing_extensions import Self
 
 from bagua import _C
-from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.process_group import BaguaProcessGroup, Hierarchy
 from bagua._core.state.bagua_tensor import (
     bagua_getter_closure,
     carries_gradient,
@@ -18,7 +18,6 @@ from bagua._core.state.bagua_tensor import (
     record_of,
 )
 from bagua._ops import operations
-from bagua._ops.lane import Hierarchy
 from bagua._ops.operations import AverageWeights, Operation
 from bagua._sync.averaging_synchronizer import AsynchronousAverage, check_asynchronous_mode
 

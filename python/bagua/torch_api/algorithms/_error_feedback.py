@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from bagua import _C
-from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.process_group import BaguaProcessGroup, Hierarchy
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.ledger import Ledger
 from bagua._ops import operations
-from bagua._ops.lane import Hierarchy
 from bagua._ops.operations import Operation
 from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
 from bagua.torch_api.algorithms.base import Traits, WarmUpImpl, name_of

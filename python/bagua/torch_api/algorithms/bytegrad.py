@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from bagua import _C
-from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.process_group import BaguaProcessGroup, Hierarchy
 from bagua._ops import operations
-from bagua._ops.lane import Hierarchy
 from bagua._ops.operations import Operation
 from bagua.torch_api.algorithms._error_feedback import (
     ErrorFeedbackImpl,

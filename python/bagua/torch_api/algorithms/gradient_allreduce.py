@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._ops.lane import Hierarchy
+from bagua._core.group.process_group import BaguaProcessGroup, Hierarchy
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Traits
 from bagua.torch_api.bucket import BaguaBucket
 
