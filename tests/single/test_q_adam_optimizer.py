@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from bagua.torch_api.algorithms import _q_adam_optimizer
 from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 from oracle import q_adam as oracle
 
@@ -207,27 +208,24 @@ def step_operation_by_operation(optimizer, group, p, averaged):
     step = state["step"].item()
     last = min(step, group["warmup_steps"])
     longest = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
-    limit = longest * (1 - beta1**step)
-    denominator = state["exp_avg_sq"].sqrt().div_((1 - beta2**last) ** 0.5 / limit)
-    denominator.add_(limit * group["eps"])
-    denominator = denominator.maximum(state["exp_avg"].abs())
-    p.addcdiv_(state["exp_avg"], denominator, value=-longest * group["lr"])
+    scale = (1 - beta2**last) ** 0.5
+    ratio = (1 - beta1**step) / scale
+    move = state["exp_avg"] / state["exp_avg_sq"].sqrt().add_(scale * group["eps"])
+    p.add_(move.clamp_(-longest * ratio, longest * ratio), alpha=-group["lr"] / ratio)
 
 
 @pytest.mark.parametrize("averaged", [False, True], ids=["alone", "averaged"])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
-def test_steps_of_lists_have_the_bits_of_single_operations(dtype, averaged):
-    """As on a device, where a group's parameters are stepped together, and as on CPU."""
+def test_steps_in_pieces_and_of_lists_have_the_bits_of_single_operations(
+    dtype, averaged, monkeypatch
+):
+    """On CPU a parameter is stepped in pieces, on a device all of a group together."""
 
     def one_by_one(optimizer, group, stepped):
         for p in stepped:
             step_operation_by_operation(optimizer, group, p, averaged)
 
-    def alone(optimizer, group, stepped):
-        for p in stepped:
-            optimizer._step_later(group, [p], averaged)
-
-    def together(optimizer, group, stepped):
+    def as_the_optimizer(optimizer, group, stepped):
         optimizer._step_later(group, stepped, averaged)
 
     def train(steps_of):
@@ -244,7 +242,11 @@ def test_steps_of_lists_have_the_bits_of_single_operations(dtype, averaged):
         return params, [optimizer.state[p] for p in params]
 
     params, states = train(one_by_one)
-    for found, found_states in (train(alone), train(together)):
+    monkeypatch.setattr(_q_adam_optimizer, "CACHED", 4)
+    in_pieces = train(as_the_optimizer)
+    monkeypatch.setattr(_q_adam_optimizer, "_at_a_time", lambda of_parameters: [of_parameters])
+    together = train(as_the_optimizer)
+    for found, found_states in (in_pieces, together):
         for p, q, state, other in zip(params, found, states, found_states, strict=True):
             assert torch.equal(p, q)
             assert all(torch.equal(state[key], other[key]) for key in state)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["QAdamOptimizer"]
 
+#: Elements of a parameter that a step on a CPU works on at a time.
+CACHED = 131072
+
 
 class QAdamOptimizer(torch.optim.Optimizer):
     """Adam with a warm-up, after which the second moment is frozen (Tang et al., ICML 2021).
@@ -145,9 +148,6 @@ class QAdamOptimizer(torch.optim.Optimizer):
             parameters = [p for p in group["params"] if p.grad is not None]
             if warming_up:
                 self._warm_up(group, parameters)
-            elif all(parameter.is_cpu for parameter in parameters):
-                for parameter in parameters:  # one by one, so that it stays in cache
-                    self._step_later(group, [parameter], averaged)
             else:
                 self._step_later(group, parameters, averaged)
         return loss
@@ -181,33 +181,54 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
         ``averaged``: the gradients are momenta.
         """
-        states = [self.state_of(parameter) for parameter in parameters]
-        momenta = [state["exp_avg"] for state in states]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        beta1, beta2 = group["betas"]
-        if averaged:
-            torch._foreach_copy_(momenta, gradients)
-        else:
-            torch._foreach_lerp_(momenta, gradients, 1 - beta1)
-        if group["weight_decay"] != 0:
-            torch._foreach_add_(momenta, parameters, alpha=(1 - beta1) * group["weight_decay"])
-        for state in states:
+        by_step: dict[int, list[tuple[Any, ...]]] = {}
+        for parameter in parameters:
+            state = self.state_of(parameter)
             state["step"] += 1
-        steps = [state["step"].item() for state in states]
-        longest = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
-        limits = [longest * (1 - beta1**step) for step in steps]
-        last = group["warmup_steps"]
-        scales = [(1 - beta2 ** min(step, last)) ** 0.5 for step in steps]
-        denominators = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
-        torch._foreach_div_(denominators, [a / b for a, b in zip(scales, limits, strict=True)])
-        torch._foreach_add_(denominators, [limit * group["eps"] for limit in limits])
-        # At least |momentum|, and negative at the end. In place, since memory for another copy of
-        # the parameters would take as much time as all the rest.
-        torch._foreach_maximum_(denominators, momenta)
-        torch._foreach_neg_(denominators)
-        torch._foreach_minimum_(denominators, momenta)
-        rate = longest * float(group["lr"])
-        torch._foreach_addcdiv_(parameters, momenta, denominators, rate)
+            tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+            by_step.setdefault(int(state["step"]), []).append(tensors)
+        for step, of_parameters in by_step.items():
+            for pieces in _at_a_time(of_parameters):
+                _move(group, averaged, step, pieces)
+
+
+def _at_a_time(of_parameters: list[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
+    """All at once on a device; on CPU rows of one parameter that stay in a core's cache."""
+    if not all(tensors[0].is_cpu for tensors in of_parameters):
+        yield of_parameters
+        return
+    for tensors in of_parameters:
+        first = tensors[0]
+        if first.ndim == 0 or first.numel() <= CACHED:
+            yield [tensors]
+            continue
+        rows = max(1, CACHED * len(first) // first.numel())
+        for piece in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
+            yield [piece]
+
+
+def _move(group: dict[str, Any], averaged: bool, step: int, tensors: list[tuple[Any, ...]]) -> None:
+    """Step ``step``, after the warm-up, of (parameter, gradient, first and second moment)."""
+    parameters, gradients, momenta, squares = (
+        list(column) for column in zip(*tensors, strict=True)
+    )
+    beta1, beta2 = group["betas"]
+    if averaged:
+        torch._foreach_copy_(momenta, gradients)
+    else:
+        torch._foreach_lerp_(momenta, gradients, 1 - beta1)
+    if group["weight_decay"] != 0:
+        torch._foreach_add_(momenta, parameters, alpha=(1 - beta1) * group["weight_decay"])
+    scale = (1 - beta2 ** min(step, group["warmup_steps"])) ** 0.5
+    # The class's d is `moves / ratio`.
+    ratio = (1 - beta1**step) / scale
+    denominators = torch._foreach_sqrt(squares)
+    torch._foreach_add_(denominators, scale * group["eps"])
+    moves = torch._foreach_div(momenta, denominators)
+    longest = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5) * ratio
+    torch._foreach_clamp_max_(moves, longest)
+    torch._foreach_clamp_min_(moves, -longest)
+    torch._foreach_add_(parameters, moves, alpha=-float(group["lr"]) / ratio)
 
 
 def _check(group: dict[str, Any]) -> None:

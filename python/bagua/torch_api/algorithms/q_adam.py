@@ -256,11 +256,13 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         if not held:
             return
         gradients = list(held.values())
-        if gradients[0].is_cpu:  # where the norm takes four times as long
-            largest = tuple(gradient.abs().max() for gradient in gradients)
+        if gradients[0].is_cpu:  # where the norm takes many times as long
+            finite = torch.stack([gradient.sum().float() for gradient in gradients]).isfinite()
+            if not finite.all():  # finite numbers may have a sum that is not
+                finite = torch.stack([gradient.isfinite().all() for gradient in gradients])
         else:
             largest = torch._foreach_norm(gradients, float("inf"))
-        finite = torch.stack([norm.float() for norm in largest]).isfinite()
+            finite = torch.stack([norm.float() for norm in largest]).isfinite()
         before, self._finite = self._finite, finite
         known = finite if finite.is_cpu else before
         if known is None or len(known) != len(held) or bool(known.all()):
