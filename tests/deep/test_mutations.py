@@ -6,24 +6,30 @@ That the named tests pass without them is what `make test` shows.
 import itertools
 
 import pytest
-from deep.mutations.mutate import mutations, try_python
+from deep.mutations.mutate import ROOT, mutations, try_python
 
-#: The first that still applies: a change of the code may have taken others' texts away, which the
-#: program tells as stale.
-SAMPLE = [
-    next(group)
-    for _, group in itertools.groupby(
-        (mutation for mutation in mutations() if mutation.in_python and mutation.applies),
+FIRSTS = [
+    next(family)
+    for _, family in itertools.groupby(
+        (mutation for mutation in mutations() if mutation.in_python),
         key=lambda mutation: mutation.family,
     )
 ]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mutation", SAMPLE, ids=lambda mutation: mutation.family)
+@pytest.mark.parametrize("mutation", FIRSTS, ids=lambda mutation: mutation.family)
 def test_a_mutation_is_caught(mutation):
     verdict, text = try_python(mutation)
     assert verdict == "caught", f"{mutation.name}: {verdict}\n{text}"
+
+
+def test_mutations_change_what_is_there_and_name_tests_that_exist():
+    stale = [f"{each.family}: {each.name}" for each in mutations() if not each.applies]
+    assert not stale, "their `old` is not in the file, or not once: write down what stands there"
+    files = {test.partition("::")[0] for each in mutations() for test in each.tests}
+    missing = sorted(name for name in files if ".py" in name and not (ROOT / name).exists())
+    assert not missing
 
 
 def test_every_family_has_ten_mutations_with_names_of_their_own():

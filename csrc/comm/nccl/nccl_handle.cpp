@@ -18,7 +18,7 @@ using Clock = NcclHandle::Clock;
 // How long a healthy communicator may take to get quiet on all ranks when it is dropped. A rank
 // that is still busy with something else must not hold up the one that drops its part.
 constexpr std::chrono::seconds kLongestClose{10};
-constexpr std::chrono::seconds kBetweenLooks{1};
+constexpr std::chrono::seconds kBetweenStateChecks{1};
 
 // Most answers come within the time of a launch; after that there is no hurry.
 class Pause {
@@ -77,7 +77,7 @@ void NcclHandle::connect(const ncclUniqueId& id, Clock::time_point deadline,
     result = nccl_.comm_init_rank_config(&comm_, group_.size, id, group_.rank, &config);
   }
   // 2. Until it is ready, or will never be.
-  auto next_look = Clock::now() + kBetweenLooks;
+  auto next_look = Clock::now() + kBetweenStateChecks;
   for (Pause pause; result == ncclInProgress; pause()) {
     {
       std::unique_lock lock(mutex_);
@@ -91,7 +91,7 @@ void NcclHandle::connect(const ncclUniqueId& id, Clock::time_point deadline,
     }
     if (Clock::now() < next_look) continue;
     if (const auto reason = hopeless()) fail_and_throw(NcclFailure::Kind::kError, what, *reason);
-    next_look = Clock::now() + kBetweenLooks;
+    next_look = Clock::now() + kBetweenStateChecks;
   }
   if (result != ncclSuccess) fail_and_throw(NcclFailure::Kind::kError, what, said(result));
 }

@@ -40,7 +40,7 @@ class PeerWaits final {
 
  private:
   // Between two looks at whether the processes of the awaited ranks live.
-  static constexpr std::chrono::milliseconds kBetweenLooks{50};
+  static constexpr std::chrono::milliseconds kBetweenLivenessChecks{50};
 
   const char* why_gone(int rank) const;
   template <typename Has>
@@ -72,7 +72,7 @@ void PeerWaits::wait(CallSite site, CanGoOn can_go_on, IsMissing is_missing,
     return can_go_on() || refusal_.is_set() || first_other_rank(has_ended) >= 0;
   };
   const auto deadline = steady_clock::now() + timeout_;
-  auto next_look = steady_clock::now() + kBetweenLooks;
+  auto next_look = steady_clock::now() + kBetweenLivenessChecks;
   for (Spin spin = spin_; !can_go_on(); spin = {.looks = 1, .yields = 0}) {
     const std::chrono::nanoseconds left = std::min(deadline, next_look) - steady_clock::now();
     wait_for_ring(shared_.bell(group_.rank), spin, left, over);
@@ -80,7 +80,7 @@ void PeerWaits::wait(CallSite site, CanGoOn can_go_on, IsMissing is_missing,
     if (refusal_.is_set()) fail(site, site.peer, refusal_.reason());
     const auto now = steady_clock::now();
     if (now < std::min(deadline, next_look) && first_other_rank(has_ended) < 0) continue;
-    next_look = now + kBetweenLooks;
+    next_look = now + kBetweenLivenessChecks;
     const auto is_gone = [&](int rank) { return is_involved(rank) && why_gone(rank); };
     int gone = first_other_rank([&](int rank) { return is_missing(rank) && is_gone(rank); });
     if (gone < 0) gone = first_other_rank(is_gone);
