@@ -8,7 +8,6 @@ import sys
 import threading
 from datetime import timedelta
 
-import bagua.torch_api as bagua
 import torch
 import torch.distributed as dist
 from bagua import _C
@@ -66,20 +65,6 @@ def count_bytes(device_type):
 def test_host_memory_is_counted_as_the_tensor_it_carries(ranks):
     on_cpu = ranks(2, count_bytes, "cpu")
     assert ranks(2, count_bytes, "cuda", env=GLOO) == on_cpu == [(2400, 2)] * 2
-
-
-@training.with_group
-def run_eagerly():
-    communicator = bagua.communication.get_default_group().get_global_communicator()
-    connected = communicator._connect(torch.device("cuda"), None)
-    before = communicator.traffic()["bytes_sent"]
-    tensor = torch.ones(300)
-    connected.all_reduce(tensor, _C.ReduceOp.SUM)
-    return tensor[0].item(), communicator.traffic()["bytes_sent"] - before
-
-
-def test_eager_collectives_of_cuda_tensors_go_over_gloo_too(ranks):
-    assert ranks(2, run_eagerly, env=GLOO) == [(2, 1200)] * 2
 
 
 def be_late_on_rank_one():
