@@ -157,28 +157,6 @@ def test_unused_parameters_stay(ranks):
 
 
 @training.with_group
-def train_into_nan():
-    """Errors of steps, and whether the one that raised has changed anything."""
-    model, optimizer = q_adam.wrapped()
-    for step in range(WARM_UP + 2):
-        q_adam.train_step(model, optimizer, step)
-    bits = q_adam.moment_bits(model, optimizer)
-    optimizer.zero_grad()
-    bad = float("nan") if dist.get_rank() == 1 else 1.0
-    (training.squared_error(model, q_adam.data_of(model, 0, dist.get_rank())) * bad).backward()
-    error = training.error_of(optimizer.step)
-    return error, q_adam.moment_bits(model, optimizer) == bits
-
-
-def test_momentum_that_is_not_finite_raises_on_all_ranks_before_it_is_stepped(ranks):
-    for error, unchanged in ranks(3, train_into_nan):
-        assert "the averaged momentum of '2.bias' and 3 others" in error
-        assert "is not finite, 2 steps after the warm-up" in error
-        assert "warmup_steps=" in error
-        assert unchanged
-
-
-@training.with_group
 def wrap_wrongly():
     """By what is wrong with the optimizer its error."""
     errors = {}
