@@ -46,8 +46,11 @@ def train_with_scaler(do_flatten, ask):
     return scaler.get_scale(), model.bagua_stats()["rounds"]
 
 
-@pytest.mark.parametrize("do_flatten", [True, False], ids=["flattened", "copied"])
-@pytest.mark.parametrize("ask", [False, True], ids=["next-forward", "asked-for"])
+@pytest.mark.parametrize(
+    ("ask", "do_flatten"),
+    [(False, True), (True, False)],
+    ids=["next-forward", "asked-for-copied"],
+)
 def test_a_step_that_a_scaler_skips_on_some_ranks_is_a_round_like_any_other(ranks, ask, do_flatten):
     for rank, (scale, rounds) in enumerate(ranks(3, train_with_scaler, do_flatten, ask)):
         skipped = sum(rank in of_ranks for of_ranks in SKIPPING.values())

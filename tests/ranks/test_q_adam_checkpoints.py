@@ -39,8 +39,9 @@ def resume_before_the_wrap(saved_after, everywhere):
     return compressing
 
 
-@pytest.mark.parametrize("everywhere", [True, False], ids=["every-rank", "rank-0-alone"])
-@pytest.mark.parametrize("saved_after", [1, WARM_UP, WARM_UP + 2])
+@pytest.mark.parametrize(
+    ("saved_after", "everywhere"), [(1, False), (WARM_UP, True), (WARM_UP + 2, False)]
+)
 def test_state_loaded_before_the_wrap_goes_on_in_its_phase(ranks, saved_after, everywhere):
     results = ranks(3, resume_before_the_wrap, saved_after, everywhere)
     assert results == [saved_after >= WARM_UP] * 3

@@ -51,7 +51,7 @@ def train_and_compare(dtype):
     return sorted(set(ops_of(model)))
 
 
-@pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
+@pytest.mark.parametrize("n", [2, 3], ids=lambda n: f"{n}-ranks")
 def test_training_follows_the_oracle_and_ranks_agree(ranks, n):
     assert ranks(n, train_and_compare, torch.float32) == [["Sparse"]] * n
 
