@@ -13,9 +13,12 @@ INTERVAL, ROUNDS, LATE = 4, 6, 2  # rank
 SECONDS = 3.0  # for which it stops
 FORMS = {
     "exact": {},
-    "streaming": {"fragments": 2, "overlap_steps": 1},
-    "4-bit": {"codec": "int4_block"},
-    "samples": {"weight": "samples"},
+    "streaming in 4 bits by samples": {
+        "fragments": 2,
+        "overlap_steps": 1,
+        "codec": "int4_block",
+        "weight": "samples",
+    },
 }
 
 

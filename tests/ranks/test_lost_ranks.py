@@ -18,15 +18,7 @@ SECONDS_UNTIL_TOLD = 4.0
 @faults.with_bagua_group
 def skip_a_backward_in_a_group_of_its_own():
     group = dist.new_group(timeout=datetime.timedelta(seconds=SHORT))
-    return until_told(*faults.wrapped(process_group=group))
-
-
-@functools.partial(faults.with_bagua_group, timeout=SHORT)
-def skip_a_backward():
-    return until_told(*faults.wrapped())
-
-
-def until_told(model, optimizer):
+    model, optimizer = faults.wrapped(process_group=group)
     faults.step(model, optimizer)
     if faults.is_last():
         faults.loss_of(model)  # a forward, and then nothing
@@ -37,9 +29,8 @@ def until_told(model, optimizer):
     return result
 
 
-@pytest.mark.parametrize("skip", [skip_a_backward, skip_a_backward_in_a_group_of_its_own])
-def test_a_rank_that_skips_a_backward_ends_the_wait_of_the_others_at_the_timeout(ranks, skip):
-    *others, skipped = ranks(3, skip)
+def test_a_rank_that_skips_a_backward_ends_the_wait_of_the_others_at_the_groups_timeout(ranks):
+    *others, skipped = ranks(3, skip_a_backward_in_a_group_of_its_own)
     assert skipped is None
     assert any(error.startswith("BaguaTimeoutError") for error, _ in others), others
     for error, seconds in others:
@@ -185,11 +176,10 @@ def dies(wrap, fate, victim=2, in_the_round=True, timeout=60, pause=0):
     )
 
 
-@pytest.mark.parametrize("victim", [0, 2], ids=lambda rank: f"rank-{rank}")
 @pytest.mark.parametrize(
-    ("wrap", "in_the_round"),
-    [("module", True), ("module", False), ("hook", True)],
-    ids=["in-the-round", "between-rounds", "hook"],
+    ("wrap", "in_the_round", "victim"),
+    [("module", True, 0), ("module", True, 2), ("module", False, 2), ("hook", True, 2)],
+    ids=["in-the-round-rank-0", "in-the-round", "between-rounds", "hook"],
 )
 def test_the_survivors_of_a_killed_rank_say_so_and_end_cleanly(
     run_script, wrap, in_the_round, victim
@@ -206,9 +196,8 @@ def test_the_survivors_of_a_killed_rank_say_so_and_end_cleanly(
         assert verdict or (hosts_the_store and "The job's store does not answer" in text), text
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_a_stopped_rank_is_named_at_the_timeout_and_raises_when_it_goes_on(run_script, wrap):
-    ends = run_script(3, dies(wrap, faults.STOPPED, timeout=SHORT), timeout=40.0)
+def test_a_stopped_rank_is_named_at_the_timeout_and_raises_when_it_goes_on(run_script):
+    ends = run_script(3, dies("module", faults.STOPPED, timeout=SHORT), timeout=40.0)
     for text in faults.told(ends, 2, SHORT + SECONDS_UNTIL_TOLD, SHORT - 1).values():
         silent = "rank 2 was killed, stopped or cut off: silent for over a second, last in round "
         assert silent in text

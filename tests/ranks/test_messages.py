@@ -51,13 +51,12 @@ def two_of_many(pair):
     return before + after, total.item()
 
 
-@pytest.mark.parametrize("size", [3, 4], ids="n{}".format)
 @pytest.mark.parametrize("pair", [(0, 1), (2, 0), (1, 2)], ids=str)
-def test_a_message_between_two_ranks_waits_for_no_other(ranks, size, pair):
-    for rank, (arrived, total) in enumerate(ranks(size, two_of_many, pair)):
+def test_a_message_between_two_ranks_waits_for_no_other(ranks, pair):
+    for rank, (arrived, total) in enumerate(ranks(3, two_of_many, pair)):
         assert len(arrived) == (2 * (2 * len(SIZES) + len(DTYPES)) if rank in pair else 0)
         assert all(arrived)
-        assert total == sum(range(size))
+        assert total == 0 + 1 + 2
 
 
 @functools.partial(faults.with_bagua_group, timeout=SHORT)

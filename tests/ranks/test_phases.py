@@ -33,12 +33,9 @@ def wrap_on_rank_0_only(waits):
         bagua.destroy_process_group()
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("waits", [False, True], ids=["exits_at_once", "exits_late"])
-def test_a_wrap_on_one_rank_names_the_rank_it_waits_for_and_the_one_that_exited(
-    ranks, waits, transport
-):
-    env = {"BAGUA_COMM": transport, "BAGUA_STRAGGLER_SECONDS": "0.5" if waits else "0"}
+def test_a_wrap_on_one_rank_names_the_rank_it_waits_for_and_the_one_that_exited(ranks, waits):
+    env = {"BAGUA_STRAGGLER_SECONDS": "0.5" if waits else "0"}
     (error, said), _ = ranks(2, wrap_on_rank_0_only, waits, env=env, fresh=True)
     assert error.startswith("BaguaError: with_bagua, rank 0 of 2: rank 1 has exited")
     assert "if rank == 0" in error

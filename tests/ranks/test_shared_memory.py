@@ -94,7 +94,7 @@ def script(call, module="test_shared_memory"):
     return SCRIPT.format(tests=tests, module=module, call=call)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", ["all_reduce", "large all_reduce", "broadcast", "exchange"])
 def test_a_killed_rank_is_named_at_once(run_script, name):
     done = run_script(3, script(f"die_on_rank_two({name!r})"))
     texts = [done[rank].stdout for rank in (0, 1)]
@@ -217,7 +217,7 @@ def be_killed_somewhere(seed):
     os._exit(7)
 
 
-KILLS = int(os.environ.get("BAGUA_TEST_EXITS", "10"))
+KILLS = int(os.environ.get("BAGUA_TEST_EXITS", "6"))  # each call, and each of the ranks in it
 
 
 def test_killed_jobs_leave_nothing_behind(run_script):
