@@ -68,12 +68,12 @@ def loss_of(model, rows):
     return cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
-def train_transformer(wrap, steps, outlier=1.0, seed=1):
+def train_transformer(wrap, steps, outlier=1.0):
     """The model, trained, of what `wrap(model)` makes: (model, optimizer)."""
-    torch.manual_seed(seed)
+    torch.manual_seed(1)
     model, optimizer = wrap(TinyTransformer(outlier))
     share = windows()[1::2]
-    order = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    order = torch.Generator().manual_seed(100 + dist.get_rank())
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, steps)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -138,18 +138,16 @@ def train_healthy(name):
     def wrap(model):
         return wrapped(name, model, lr=0.05, guard=Guard(every=10))
 
-    models = [train_transformer(wrap, steps=40, seed=seed) for seed in range(3)]
-    return [stats_of(model) for model in models]
+    return stats_of(train_transformer(wrap, steps=40))
 
 
 @pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "qadam"])
 def test_a_healthy_run_has_no_breach(ranks, name):
-    for of_rank in ranks(2, train_healthy, name):
-        for stats in of_rank:
-            assert stats["breaches"] == []
-            figures = [bucket["relative_error"] for bucket in stats["buckets"].values()]
-            assert all(0 < figure < 0.2 for figure in figures), (name, figures)
-            assert (stats["checks"] > 0) == (name != "gradient_allreduce") == bool(figures)
+    for stats in ranks(2, train_healthy, name):
+        assert stats["breaches"] == []
+        figures = [bucket["relative_error"] for bucket in stats["buckets"].values()]
+        assert all(0 < figure < 0.2 for figure in figures), (name, figures)
+        assert (stats["checks"] > 0) == (name != "gradient_allreduce") == bool(figures)
 
 
 @training.with_group

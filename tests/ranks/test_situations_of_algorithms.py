@@ -17,8 +17,14 @@ STEPS = 6
 GRADIENTS = [name for name in SYNCHRONOUS if name not in OWN_WEIGHTS]
 #: Those that leave gradients and steps to the rank.
 TRAIN_BY_THEMSELVES = ["async", *LOCAL]
-#: Exact gradients are compared with torch in situations/; with feedback bytegrad keeps more.
-COMPARED = [name for name in SYNCHRONOUS if name not in ("gradient_allreduce", "bytegrad")]
+#: One of each way to communicate. Exact gradients are compared with torch in situations/.
+COMPARED = [
+    "decentralized-shift-one",
+    "low_precision_decentralized",
+    "diloco-streaming",
+    "qadam",
+    "power_sgd",
+]
 #: Those that read or keep something of what .grad holds after the round.
 KEEP_GRADIENTS = [name for name in GRADIENTS if name != "qadam"]
 
