@@ -23,9 +23,14 @@ FOLDS = {
 }
 INTEGER_OPS = [op for op in ReduceOp if op is not ReduceOp.AVG]
 FLOAT_OPS = [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG]
+OTHER_DTYPES = [
+    *(torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128),
+    *(torch.uint8, torch.int8, torch.int32),
+]
 CASES = [
     *((torch.int64, op) for op in INTEGER_OPS),
     *((torch.float32, op) for op in FLOAT_OPS),
+    *((dtype, ReduceOp.SUM) for dtype in OTHER_DTYPES),
 ]
 COUNT = 3
 
@@ -140,36 +145,6 @@ def reduce_counts():
 
 def test_the_ranks_need_not_divide_the_number_of_elements(ranks):
     ranks(3, reduce_counts)
-
-
-@training.with_group
-def reduce_dtypes(dtypes):
-    rank = bagua.get_rank()
-    results = []
-    for dtype in dtypes:
-        tensor = numbers(rank, 2, dtype)
-        bagua.allreduce_inplace(tensor)
-        results.append(tensor)
-    return results
-
-
-def test_every_dtype_of_gloo_is_summed(ranks):
-    dtypes = [
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.uint8,
-        torch.int8,
-        torch.int32,
-        torch.int64,
-        torch.complex64,
-        torch.complex128,
-    ]
-    for results in ranks(2, reduce_dtypes, dtypes):
-        for dtype, held in zip(dtypes, results, strict=True):
-            assert held.dtype == dtype
-            assert held.tolist() == folded(2, dtype, ReduceOp.SUM).tolist()
 
 
 @training.with_group
