@@ -25,7 +25,7 @@ from bagua.torch_api.checkpoint import save_checkpoint
 from support import faults
 from torch.nn.parallel import DistributedDataParallel
 
-TIMEOUT = 8.0  # of the group: the interrupted waits do not end by it
+TIMEOUT = 12.0  # of the group: the interrupted waits do not end by it
 SECONDS_UNTIL_WAITING = 0.3
 AT_ONCE = 3.0  # seconds; a tenth, and what a busy machine adds
 
