@@ -37,12 +37,37 @@ IS_THERE = "from bagua import _C; assert _C.has_cuda_codecs() and _C.has_nccl"
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of: {', '.join(STEPS)}")
-    parser.add_argument("--out", type=Path, default=WORK / "results", help="at most 8 files")
-    parser.add_argument("--seconds", type=int, default=3600, help="for this call")
+    parser.add_argument(
+        "steps",
+        nargs="*",
+        metavar="STEP",
+        help="these only, also if they have passed; without names, those that have not passed yet. "
+        f"Of: {', '.join(STEPS)}",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=WORK / "results",
+        help="folder of the results, at most 8 files (default: build/gpu/results)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=int,
+        default=3600,
+        help="for this call (default: 3600); shorter calls one after the other do the same",
+    )
     parser.add_argument("--build", type=Path, default=WORK / "cmake", help="CMake's folder")
-    parser.add_argument("--prebuilt", type=Path, help="extension.tar.gz of an earlier call")
-    parser.add_argument("--dry-run", action="store_true", help="the CPU in the GPU's place")
+    parser.add_argument(
+        "--prebuilt",
+        type=Path,
+        help="extension.tar.gz of an earlier call with the same Python, torch and GPU, in place of "
+        "a build",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="the CPU in the GPU's place: programs run small, tests are collected",
+    )
     known = parser.parse_args()
     if unknown := set(known.steps) - set(STEPS):
         parser.error(f"there is no step {', '.join(sorted(unknown))}")
