@@ -23,6 +23,8 @@ if(BAGUA_NCCL AND BAGUA_NCCL_INCLUDE)
     csrc/comm/nccl/nccl_library.cpp
     csrc/comm/nccl/nccl_rendezvous.cpp
     csrc/comm/nccl/nccl_watchdog.cpp)
+  # Builds with and without CUDA compile the others alike.
+  set_source_files_properties(csrc/comm/nccl/no_fill_if_set.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   target_include_directories(bagua_nccl PRIVATE csrc/comm/nccl/needs)
   target_include_directories(bagua_nccl SYSTEM PRIVATE "${BAGUA_NCCL_INCLUDE}")
 elseif(BAGUA_NCCL STREQUAL "ON")
