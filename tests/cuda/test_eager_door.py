@@ -15,7 +15,6 @@ from support.devices import cases_on_each, each_device
 from support.error_feedback import all_bits, wide_network
 
 STEPS = 20
-USE_CUDA = pytest.mark.parametrize("use_cuda", [True, False], ids=["use_cuda", "through-host"])
 # Sums in another order; with low ranks products of up to 24 terms, too, which 20 rounds of error
 # feedback carry on; of gradients about 1.
 TOLERANCE = {"power": 1e-3}

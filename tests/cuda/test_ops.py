@@ -16,8 +16,6 @@ from support.threads.sparse_ranks import k_of, make, memory_of
 from support.threads.thread_ranks import run_thread_ranks
 
 SIZES = [1, 31, 14337, 1_200_007]
-# Powers of two: on a GPU torch divides by multiplying with 1 / n, which is exact for them alone.
-EXACT_RANKS = [1, 2, 4]
 ROUNDS = 3
 
 
@@ -39,18 +37,19 @@ def run_compressed(n, codec, op, brought, device):
     return run_thread_ranks(n, run)
 
 
-@over_on_each_device(codec=CODECS, op=OPS, dtype=DTYPES.values(), n=EXACT_RANKS)
-def test_compressed_sums_and_means_have_the_bits_of_the_cpu(codec, op, dtype, n, device):
-    brought = inputs(n, 14337, dtype)
+#: Means of powers of two: on a GPU torch multiplies with 1 / n, which is exact for them alone.
+EXACT_CASES = [
+    *((3, "sum", torch.float32, numel) for numel in SIZES),
+    *((n, op, dtype, 14337) for n in (1, 2, 4) for op in OPS for dtype in DTYPES.values()),
+]
+
+
+@over_on_each_device(codec=CODECS, case=EXACT_CASES)
+def test_compressed_sums_and_means_have_the_bits_of_the_cpu(codec, case, device):
+    n, op, dtype, numel = case
+    brought = inputs(n, numel, dtype)
     results = run_compressed(n, codec, op, brought, device)
     assert_same_bits([*results, run_compressed(n, codec, op, brought, "cpu")[0]])
-
-
-@over_on_each_device(codec=CODECS, numel=SIZES)
-def test_compressed_sums_of_any_size_have_the_bits_of_the_cpu(codec, numel, device):
-    brought = inputs(3, numel, torch.float32)
-    results = run_compressed(3, codec, "sum", brought, device)
-    assert_same_bits([*results, run_compressed(3, codec, "sum", brought, "cpu")[0]])
 
 
 @over_on_each_device(codec=CODECS)

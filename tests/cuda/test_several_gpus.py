@@ -45,11 +45,6 @@ def beside_ddp(algorithm):
 
 
 @training.with_group
-def on_one_node(name):
-    return beside_ddp(algorithm(name, hierarchical=False))
-
-
-@training.with_group
 def between_nodes(name, hierarchical):
     return beside_ddp(algorithm(name, hierarchical))
 
@@ -64,13 +59,6 @@ def assert_near_ddp(results, tolerance):
         assert (ours - theirs).abs().max() <= tolerance
         # Or else a tolerance proves nothing.
         assert (ours - start).abs().max() > 5 * tolerance
-
-
-@each_place
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_twenty_steps_are_those_of_ddp(ranks, name, place):
-    env = training.on_device(place)
-    assert_near_ddp(ranks(ranks_on(place), on_one_node, name, env=env), ALGORITHMS[name])
 
 
 @each_place
