@@ -82,31 +82,6 @@ def test_residuals_that_are_loaded_before_the_warm_up_ends_wait_for_it(ranks, na
 
 
 @training.with_group
-def overflow(name):
-    """An overflow on one rank at the third step; what is remembered before and after it."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
-    model, optimizer = wrapped(make(name), grad_scaler=scaler)
-    seen = []
-    for step in range(STEPS):
-        before = all_bits(model.bagua_algorithm.state_dict(), but="rounds")
-        weights = training.bits(model.parameters())
-        train_step(model, optimizer, step, scaler, overflow=step == 3 and dist.get_rank() == 1)
-        training.assert_ranks_agree(model)
-        after = all_bits(model.bagua_algorithm.state_dict(), but="rounds")
-        seen.append((before == after, weights == training.bits(model.parameters())))
-    return seen, len(model.bagua_buckets)
-
-
-@ALGORITHMS
-def test_an_overflow_leaves_the_memory_of_every_bucket(ranks, name):
-    expected = [(step == 3, step == 3) for step in range(STEPS)]
-    env = {"BAGUA_LANES": "2", **training.SMALL_BUCKETS}
-    for seen, buckets in ranks(3, overflow, name, env=env):
-        assert seen == expected
-        assert buckets > 1
-
-
-@training.with_group
 def overflow_in_one_parameter(name):
     """The last layer's bias alone is not finite: other buckets' own values are."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
@@ -162,23 +137,6 @@ def test_between_nodes_only_leaders_remember(ranks, name, nodes):
     owing = [p for p in wide_network().parameters() if name != "power_sgd" or p.dim() > 1]
     assert [said for said, _ in results] == [" ".join(map(str, leaders))] * 4
     assert [n for _, n in results] == [len(owing) * (rank in leaders) for rank in range(4)]
-
-
-@training.with_group
-def one_node(name):
-    model, optimizer = wrapped(make(name, hierarchical=True))
-    brought = gathered_gradients(model, 0)
-    train_step(model, optimizer, 0)
-    training.assert_ranks_agree(model)
-    for key, p in model.named_parameters():
-        mean = sum(gradients[key] for gradients in brought) / len(brought)
-        torch.testing.assert_close(p.grad, mean)
-    return True
-
-
-@ALGORITHMS
-def test_one_node_is_exact(ranks, name):
-    assert ranks(2, one_node, name) == [True, True]
 
 
 @training.with_group

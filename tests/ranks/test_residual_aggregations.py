@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from bagua import _C, BaguaError
 from mlbench_core.aggregation.pytorch.centralized import PowerAggregation, SparsifiedAggregation
-from oracle import low_rank, sparse
+from oracle import sparse
 from support import training
 from support.error_feedback import (
     all_bits,
+    assert_low_rank_mean,
     assert_sparse_mean,
-    error_of,
     flat_errors,
     flat_of,
     wide_network,
@@ -54,33 +54,6 @@ def gradient_bits(model):
 # A call against the oracles.
 
 
-def compare_low_rank(model, brought, before, after, reuse_query):
-    """The number of matrices for which the oracle has a value."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    matrices = 0
-    for name, parameter in model.named_parameters():
-        if f"query/{name}" not in after[rank]:
-            mean = sum(g[name] for g in brought) / size
-            torch.testing.assert_close(parameter.grad, mean)
-        elif reuse_query and f"query/{name}" in before[0]:
-            matrices += 1
-            shape = (parameter.shape[0], -1)
-            errors = [error_of(before[r], r, name).reshape(shape) for r in range(size)]
-            query = before[0][f"query/{name}"].T
-            result, errors, query = low_rank.power_step(
-                [g[name].reshape(shape) for g in brought], errors, query
-            )
-            near = {"atol": 1e-4, "rtol": 1e-4} if parameter.dtype == torch.float32 else {}
-            torch.testing.assert_close(parameter.grad.reshape(shape), result, **near)
-            own = error_of(after[rank], rank, name).reshape(shape)
-            torch.testing.assert_close(own, errors[rank], **near)
-        else:  # nothing is lost but what the errors hold
-            owed = error_of(after[rank], rank, name)
-            whole = brought[rank][name] + before[rank].get(f"rank{rank}/error/{name}", 0)
-            torch.testing.assert_close(parameter.grad + owed, whole, atol=1e-5, rtol=1e-5)
-    return matrices
-
-
 def compare_sparse(model, brought, before, after, by_layer):
     """The number of messages for which the oracle has a value: else the mean is exact."""
     size, got = dist.get_world_size(), gradients(model)
@@ -116,7 +89,8 @@ def aggregate_and_compare(kind, by_layer, dtype=torch.float32, reuse_query=True)
         gradient_bits(model)
         after = training.gather(aggregation.state_dict())
         if kind == "power":
-            compared += compare_low_rank(model, brought, before, after, reuse_query)
+            own = after[dist.get_rank()]
+            compared += len(assert_low_rank_mean(model, brought, before, own, reuse_query))
         else:
             compared += compare_sparse(model, brought, before, after, by_layer)
     return compared
@@ -143,41 +117,6 @@ def test_other_dtypes_follow_the_oracle(ranks):
     assert ranks(2, aggregate_and_compare, "power", False, torch.float64) == [12] * 2
     for dtype in (torch.float64, torch.float16):
         assert ranks(2, aggregate_and_compare, "sparsified", False, dtype) == [CALLS] * 2, dtype
-
-
-@training.with_group
-def count(kind, by_layer, options):
-    """(messages, bytes) of the second call, and the elements that are not zero after it."""
-    model = wide_network() if kind == "power" else nn.Linear(100, 50)
-    aggregation = made(kind, model, **options)
-    for call in range(2):
-        give_gradients(model, call)
-        before = aggregation.traffic()
-        aggregation.agg_grad(by_layer)(model, "avg")
-        after = aggregation.traffic()
-    counted = [after[key] - before[key] for key in ("messages_sent", "bytes_sent")]
-    return *counted, int(sum((p.grad != 0).sum() for p in model.parameters()))
-
-
-def test_two_low_rank_messages_a_call(ranks):
-    # An all_reduce of two ranks is two messages; one more all_reduce, of 1 KiB, is the agreement.
-    shapes = [(12, 5), (6, 9), (3, 24)]
-    thin = sum(rows + columns for rows, columns in shapes)
-    vectors = 12 + 6 + 3
-    options = {"rank": 1, "world_size": 2}
-    messages, sent, _ = ranks(2, count, "power", False, options)[0]
-    assert (messages, sent) == (2 * 2 + 2, 4 * (thin + vectors) + 1024)
-    assert ranks(2, count, "power", True, options)[0][0] == 2 * (3 * 2 + 3) + 2
-
-
-def test_bytes_are_those_of_the_sparse_messages(ranks):  # and 1 KiB is the agreement
-    message = 32 + 416 + 192  # 100 values, 100 indices of 13 bits
-    for _, sent, changed in ranks(2, count, "sparsified", False, {"ratio": 100 / 5050}):
-        assert sent == message + 1024
-        assert 100 <= changed <= 200
-    dense = 4 * 101 * 50
-    for _, sent, changed in ranks(2, count, "sparsified", False, {"ratio": 1.0}):
-        assert (sent, changed) == (dense + 1024, 101 * 50)
 
 
 class Awkward(nn.Module):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
 from bagua.torch_api.algorithms.power_sgd import PowerSGDAlgorithm
 from bagua.torch_api.algorithms.sparse import SparseAlgorithm
-from oracle import sparse
+from oracle import low_rank, sparse
 from oracle.compressed_all_reduce import compressed_all_reduce, parts, with_residuals
 from support import training
 from torch import nn
@@ -152,6 +152,43 @@ def assert_sparse_mean(got, brought, before, after, names, ratio):
     result, errors = sparse.top_k(flats, errors, k)
     assert torch.equal(flat_of(got, names), result), "in order of ranks"
     assert all(map(torch.equal, kept, errors))
+
+
+#: Of elements, relative and absolute: exact means, and products of matrices.
+_EXACT = {torch.float32: 1e-6, torch.float64: 1e-14}
+_NEAR = {torch.float32: 1e-4, torch.float64: 1e-10}
+
+
+def assert_low_rank_mean(model, brought, before, after, reuse_query=True):
+    """Gradients, residuals and queries after a round are the oracle's; the names of its matrices.
+
+    brought, before: gradients and states by rank; after: this rank's state. Without a query from
+    before, which is none or zeros, what was lost is in the residual.
+    """
+    size, rank, compared = dist.get_world_size(), dist.get_rank(), []
+    for name, p in model.named_parameters():
+        exact = {"rtol": _EXACT[p.dtype], "atol": _EXACT[p.dtype]}
+        near = {"rtol": _NEAR[p.dtype], "atol": _NEAR[p.dtype]}
+        if f"query/{name}" not in after:
+            mean = sum(gradients[name] for gradients in brought) / size
+            torch.testing.assert_close(p.grad, mean, **exact)
+        elif reuse_query and before[0].get(f"query/{name}", torch.zeros(())).any():
+            compared.append(name)
+            shape = (p.shape[0], -1)
+            errors = [error_of(before[r], r, name).reshape(shape) for r in range(size)]
+            matrices = [gradients[name].reshape(shape) for gradients in brought]
+            query = before[0][f"query/{name}"].T
+            result, errors, query = low_rank.power_step(matrices, errors, query)
+            torch.testing.assert_close(p.grad.reshape(shape), result, **near)
+            own = error_of(after, rank, name).reshape(shape)
+            torch.testing.assert_close(own, errors[rank], **near)
+            near = {key: 10 * value for key, value in near.items()}
+            torch.testing.assert_close(after[f"query/{name}"].T, query, **near)
+        else:
+            whole = brought[rank][name] + before[rank].get(f"rank{rank}/error/{name}", 0)
+            found = p.grad + error_of(after, rank, name)
+            torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+    return compared
 
 
 def residuals(model):
