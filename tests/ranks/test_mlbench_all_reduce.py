@@ -14,7 +14,6 @@ from support.cases import over
 from support.eager_models import (
     assert_aggregates,
     assert_unchanged,
-    by_layer_and_by_model,
     of_rank,
     snapshot,
     tensors_of,
@@ -157,25 +156,3 @@ def test_a_group_of_some_ranks_averages_among_them_by_their_places_in_it(ranks):
     text, *members = ranks(3, average_in_a_group)
     assert members == [[[1.5], [1.5]]] * 2
     assert "not a member of the group with ranks [1, 2]" in text
-
-
-@training.with_group
-def two_objects_and_two_models():
-    rank, size = dist.get_rank(), dist.get_world_size()
-    first, second = AllReduceAggregation(size), AllReduceAggregation(size, divide_before=True)
-    large, small = nn.Linear(40, 30), nn.Linear(2, 3, bias=False)
-    seen = []
-    for step in range(3):
-        for aggregation in (first, second):
-            for model in (large, small):
-                for p in model.parameters():
-                    p.data.fill_(rank + step)
-                for function in by_layer_and_by_model(aggregation.agg_model):
-                    function(model, "avg")
-                seen.append({value for p in model.parameters() for value in p.flatten().tolist()})
-    return seen
-
-
-def test_objects_and_models_of_different_sizes_do_not_mix(ranks):
-    expected = [{0.5 + step} for step in range(3) for _ in range(4)]
-    assert ranks(2, two_objects_and_two_models) == [expected] * 2
