@@ -1,4 +1,4 @@
-"""bagua.fsdp.compress over replicas: torch's hybrid sharding (HSDP) and replicate()."""
+"""bagua.fsdp.compress over shards, replicas (HSDP) and both, beside torch; replicate()."""
 
 import functools
 
@@ -6,15 +6,12 @@ import bagua.fsdp
 import pytest
 import torch
 import torch.distributed as dist
-from bagua._core.group.connections import Connections
 from oracle.compressed_all_reduce import compressed_all_reduce
 from oracle.sharded import reduce_scatter
 from support import faults, sharded
+from support.cases import over
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-
-SHAPES = {"2x2": (2, 2), "3x1": (3, 1), "1x2": (1, 2), "2x1": (2, 1)}
-SHAPED = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 def size(shape):
@@ -26,7 +23,9 @@ def mesh_of(shape):
 
 
 def hybrid(shape, model=None, **options):
-    return sharded.sharded(model, mesh=mesh_of(shape), **options)
+    """On a mesh of replicas and shards, or where `shape` is a number sharded over all ranks."""
+    mesh = None if isinstance(shape, int) else mesh_of(shape)
+    return sharded.sharded(model, mesh=mesh, **options)
 
 
 def oracle_gradients(codec, shape, step, compressed_shards=False):
@@ -64,15 +63,12 @@ def gradients(shape, codec, options):
     return found, expected, list(sharded.local_gradients(exact).values()), types
 
 
-@pytest.mark.parametrize("codec", ["block_uint8", "bf16"])
-@SHAPED
+@over(shape=[(2, 2), (3, 1), (1, 2), (2, 1)], codec=["block_uint8", "bf16"])
 def test_gradients_have_the_bits_of_the_oracle(ranks, shape, codec):
     results = ranks(size(shape), gradients, shape, codec, {})
     for found, expected, exact, types in results:
         assert types == {torch.Tensor}
         assert all(map(torch.equal, found, expected))
-        for mine, exacts in zip(found, exact, strict=True):
-            assert (mine - exacts).abs().max() <= 0.02 * exacts.abs().max() + 1e-3
         assert all(map(torch.equal, found, exact)) == (shape[0] == 1)
 
 
@@ -138,28 +134,37 @@ def assert_as_torch(results):
         assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("accumulate", ["all_reduce_always", "all_reduce_once", "sync_once"])
-def test_an_exact_codec_gives_the_bits_of_torch(ranks, accumulate):
-    assert_as_torch(ranks(4, as_torch, (2, 2), "mean", {}, accumulate))
+BF16, F16 = (
+    {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
+    for dtype in (torch.bfloat16, torch.float16)
+)
+F64 = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}
+OFFLOAD = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 
 
-# gloo has no PREMUL_SUM, which torch's reduce-scatter takes for a factor.
-@pytest.mark.parametrize(("shape", "division"), [((2, 2), "force_sum"), ((3, 1), "divided_by_8")])
-def test_gradients_are_divided_as_torch_divides_them(ranks, shape, division):
-    assert_as_torch(ranks(size(shape), as_torch, shape, division, {}, "all_reduce_always"))
-
-
-MIXED = {
-    "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
-    "f16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)},
-    "f64": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
-    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-}
-
-
-@pytest.mark.parametrize("options", MIXED.values(), ids=MIXED)
-def test_policies_give_the_bits_of_torch(ranks, options):
-    assert_as_torch(ranks(2, as_torch, (2, 1), "mean", options, "all_reduce_always"))
+@pytest.mark.parametrize(
+    ("shape", "division", "options", "accumulate"),
+    [
+        (2, "mean", {}, "always"),
+        (2, "mean", BF16, "always"),
+        (2, "mean", F16, "always"),
+        (2, "mean", {}, "sync_once"),
+        (2, "mean", OFFLOAD, "always"),
+        ((2, 2), "mean", {}, "always"),
+        ((2, 2), "mean", {}, "all_reduce_once"),
+        ((2, 2), "mean", {}, "sync_once"),
+        # gloo has no PREMUL_SUM, which torch's reduce-scatter takes for a factor.
+        ((2, 2), "force_sum", {}, "always"),
+        ((3, 1), "divided_by_8", {}, "always"),
+        ((2, 1), "mean", BF16, "always"),
+        ((2, 1), "mean", F16, "always"),
+        ((2, 1), "mean", F64, "always"),
+        ((2, 1), "mean", OFFLOAD, "always"),
+    ],
+)
+def test_an_exact_codec_gives_the_bits_of_torch(ranks, shape, division, options, accumulate):
+    n = shape if isinstance(shape, int) else size(shape)
+    assert_as_torch(ranks(n, as_torch, shape, division, options, accumulate))
 
 
 @sharded.with_torch_group
@@ -216,11 +221,6 @@ def test_gradients_over_replicas_take_a_quarter_of_the_bytes_and_train_as_well(r
         assert not torch.equal(weights, exact[0])
 
 
-def test_weights_go_through_the_codec_within_a_replica(ranks):
-    results = ranks(4, trained, (2, 2), {"weights": True})
-    assert all(torch.equal(result[0], results[0][0]) for result in results)
-
-
 @sharded.with_torch_group
 def replicated():
     """Gradients and bytes of a model after torch's replicate(), and those of torch."""
@@ -251,18 +251,8 @@ def two_models_and_a_group_of_shards():
     """Two hybrid models and one that is sharded over the ranks of one replica, side by side."""
     mesh = mesh_of((2, 2))
     models = [sharded.sharded(mesh=m) for m in (mesh["shard"], mesh, mesh)]
-    prefixes = []
-    store_of = Connections._store_of
-
-    def recorded(self, name, members):
-        prefixes.append((id(self), name, tuple(members)))
-        return store_of(self, name, members)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Connections, "_store_of", recorded)
-        handles = [bagua.fsdp.compress(model) for model in models]
+    handles = [bagua.fsdp.compress(model) for model in models]
     assert len(handles) == 3
-    assert len(set(prefixes)) == len(prefixes) > 6  # or addresses of another lane might be read
     for step in range(2):
         for model in models:
             sharded.backward(model, step)
