@@ -93,9 +93,8 @@ def first_round_fails(dtype):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
-def test_after_a_failed_round_the_next_one_carries_all(ranks, dtype):
-    for failed, longer in ranks(3, first_round_fails, dtype):
+def test_after_a_failed_round_the_next_one_carries_all(ranks):
+    for failed, longer in ranks(3, first_round_fails, torch.float64):
         assert failed == longer
 
 
@@ -148,27 +147,6 @@ def test_a_rank_that_missed_a_result_gets_it_from_another(ranks, form, victim):
     # One may hear of the failure as it launches the next round, another as that round arrives.
     assert max(rest) - min(rest) <= FORMS[form].get("overlap_steps", 0)
     assert steps[victim] < min(rest), "it waited for the others"
-
-
-@training.with_group
-def rates_over_a_change():
-    """The outer momentum after three rounds, and after the plan that a failed fourth one brings."""
-    model, optimizer = wrapped(DiLoCoAlgorithm(interval=2, elastic=True))
-    restore = fail_round(4, 1, "confirm")
-    seen = []
-    try:
-        for step in range(9):
-            own_step(model, optimizer, step)
-            seen.append(outer_state(model)["rate/0.weight"].item())
-    finally:
-        restore()
-    assert model.bagua_algorithm.outer_rounds == 3
-    return seen[5], seen[8]
-
-
-def test_grown_momentum_survives_a_change_of_ranks(ranks):
-    for before, after in ranks(3, rates_over_a_change):
-        assert after == before > 0
 
 
 @training.with_group

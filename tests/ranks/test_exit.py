@@ -98,7 +98,6 @@ ENDINGS = {
         "",
     ),
     "exception": (script(after="raise KeyError('of the user')"), 1, "KeyError: 'of the user'"),
-    "exit-3": (script(after="sys.exit(3)", algorithm=BYTEGRAD), 3, ""),
     "forward-without-backward": (script(after="loss = model(torch.randn(4, 64)).sum()"), 0, ""),
     "unfinished-round": (
         script(
@@ -129,7 +128,6 @@ except ZeroDivisionError:
         "",
     ),
     "model-deleted": (script(after="import gc; del model; gc.collect()"), 0, ""),
-    "rewrapped": (script(after=f"model = model.with_bagua([], {BYTEGRAD})"), 0, ""),
     "from-a-thread": (
         script(
             after="""

@@ -153,27 +153,6 @@ def test_other_backends_get_their_own_calls_and_divided_values(ranks):
     assert ranks(1, average_on_a_backend_that_only_adds) == [(2, [2.0, 2.0, 2.0])]
 
 
-EXIT_SCRIPT = """
-import torch, torch.distributed as dist
-from datetime import timedelta
-dist.init_process_group("gloo")
-from bagua import _C
-store = dist.PrefixStore("own", dist.distributed_c10d._get_default_store())
-rank = dist.get_rank()
-comm = _C.C10dCommunicator(dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30)))
-for _ in range(20):
-    tensor = torch.zeros(1000)
-    comm.all_reduce(tensor, _C.ReduceOp.AVG)
-    comm.all_gather(tensor, torch.zeros(2000))
-dist.destroy_process_group()
-raise SystemExit(3)
-"""
-
-
-def test_a_script_that_just_ends_keeps_its_exit_code(run_script):
-    assert [done.returncode for done in run_script(2, EXIT_SCRIPT)] == [3, 3]
-
-
 def drop_right_after_sending(times):
     """What is sent is memory of Python's, and gloo's thread may be the last to hold it."""
     rank, size = dist.get_rank(), dist.get_world_size()

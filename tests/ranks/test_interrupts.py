@@ -14,16 +14,13 @@ import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
-from bagua import comm_hooks
 from bagua._core.group.membership import Membership
 from bagua.torch_api.algorithms import (
     AsyncModelAverageAlgorithm,
-    ByteGradAlgorithm,
     GradientAllReduceAlgorithm,
 )
 from bagua.torch_api.checkpoint import save_checkpoint
 from support import faults
-from torch.nn.parallel import DistributedDataParallel
 
 TIMEOUT = 12.0  # of the group: the interrupted waits do not end by it
 SECONDS_UNTIL_WAITING = 0.3
@@ -56,15 +53,6 @@ def steps_of(algorithm):
     return lambda: faults.step(model, optimizer)
 
 
-def steps_of_a_hook():
-    model = DistributedDataParallel(faults.network(), broadcast_buffers=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hooked = comm_hooks.register(model, ByteGradAlgorithm(hierarchical=False))
-    for _ in range(2):  # in the second forward torch communicates by itself
-        faults.step(model, optimizer)
-    return lambda: (faults.step(model, optimizer), hooked)
-
-
 def end_of_averages():
     model, optimizer = faults.wrapped(algorithm=AsyncModelAverageAlgorithm(sync_interval_ms=20))
     faults.step(model, optimizer)
@@ -85,10 +73,6 @@ def collective():
     return lambda: bagua.allreduce_inplace(torch.ones(4))
 
 
-def first_collective():
-    return lambda: bagua.allreduce_inplace(torch.ones(4))
-
-
 def checkpoint():
     folders = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)
@@ -102,13 +86,10 @@ def checkpoint():
 #: Each makes what the ranks have done together, and returns a call that waits for the others.
 SITUATIONS = {
     "round": lambda: steps_of(GradientAllReduceAlgorithm()),
-    "compressed round": lambda: steps_of(ByteGradAlgorithm(hierarchical=False)),
-    "round of a hook": steps_of_a_hook,
     "end of averages": end_of_averages,
     "wrap": first_wrap,
     "second wrap": second_wrap,
     "collective": collective,
-    "first collective": first_collective,
     "checkpoint": checkpoint,
 }
 

@@ -102,13 +102,3 @@ def test_a_slow_rank_is_a_warning_on_those_that_wait_for_it(ranks):
     assert "has waited" in told[0]
     assert "rank 1 is 1 round behind, in round 1: between two rounds" in told[0]
     assert "came after" in told[-1]
-
-
-def warnings_as_errors():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return one_is_slow()
-
-
-def test_where_warnings_are_errors_a_slow_rank_is_still_none(ranks):
-    assert ranks(2, warnings_as_errors, env={"BAGUA_STRAGGLER_SECONDS": "0.3"})

@@ -1,7 +1,6 @@
 """Ranks that skip, stop, leave or die: the others say which, soon, and can end cleanly."""
 
 import datetime
-import functools
 import signal
 
 import bagua.torch_api as bagua
@@ -16,39 +15,17 @@ SECONDS_UNTIL_TOLD = 4.0
 
 
 @faults.with_bagua_group
-def skip_a_backward_in_a_group_of_its_own():
+def skip_a_step():
     group = dist.new_group(timeout=datetime.timedelta(seconds=SHORT))
     model, optimizer = faults.wrapped(process_group=group)
-    faults.step(model, optimizer)
-    if faults.is_last():
-        faults.loss_of(model)  # a forward, and then nothing
-        faults.barrier_of_store("over")
-        return None
-    result = faults.steps_until_error(model, optimizer)
-    faults.barrier_of_store("over")
-    return result
-
-
-def test_a_rank_that_skips_a_backward_ends_the_wait_of_the_others_at_the_groups_timeout(ranks):
-    *others, skipped = ranks(3, skip_a_backward_in_a_group_of_its_own)
-    assert skipped is None
-    assert any(error.startswith("BaguaTimeoutError") for error, _ in others), others
-    for error, seconds in others:
-        assert "rank 0 of 3, round 2" in error or "rank 1 of 3, round 2" in error
-        assert seconds < SHORT + SECONDS_UNTIL_TOLD
-
-
-@functools.partial(faults.with_bagua_group, timeout=SHORT)
-def skip_forward_and_backward():
-    model, optimizer = faults.wrapped()
     faults.step(model, optimizer)
     result = None if faults.is_last() else faults.steps_until_error(model, optimizer)
     faults.barrier_of_store("over")
     return result
 
 
-def test_a_rank_that_skips_a_step_is_a_timeout_for_the_others(ranks):
-    *others, _ = ranks(2, skip_forward_and_backward)
+def test_a_rank_that_skips_a_step_ends_the_wait_of_the_others_at_the_groups_timeout(ranks):
+    *others, _ = ranks(2, skip_a_step)
     for error, seconds in others:
         verdict, here = error.split("\n")
         assert verdict == (

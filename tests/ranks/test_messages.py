@@ -51,7 +51,7 @@ def two_of_many(pair):
     return before + after, total.item()
 
 
-@pytest.mark.parametrize("pair", [(0, 1), (2, 0), (1, 2)], ids=str)
+@pytest.mark.parametrize("pair", [(0, 1), (2, 0)], ids=str)
 def test_a_message_between_two_ranks_waits_for_no_other(ranks, pair):
     for rank, (arrived, total) in enumerate(ranks(3, two_of_many, pair)):
         assert len(arrived) == (2 * (2 * len(SIZES) + len(DTYPES)) if rank in pair else 0)
@@ -82,26 +82,6 @@ def test_the_two_are_counted_inside_the_communicator(ranks, of):
 
 
 @functools.partial(faults.with_bagua_group, timeout=SHORT)
-def from_everybody():
-    """Rank 0 receives in an order of its own, twice from each, while the others do not meet."""
-    rank = bagua.get_rank()
-    if rank > 0:
-        for message in range(2):
-            bagua.send(numbers(rank, 4) + message, 0)
-        return True
-    arrived = []
-    for sender, message in [(3, 0), (1, 0), (1, 1), (2, 0), (3, 1), (2, 1)]:
-        received = torch.zeros(4)
-        bagua.recv(received, sender)
-        arrived.append(torch.equal(received, numbers(sender, 4) + message))
-    return all(arrived)
-
-
-def test_messages_of_several_senders_arrive_in_the_receivers_order(ranks):
-    assert ranks(4, from_everybody) == [True] * 4
-
-
-@functools.partial(faults.with_bagua_group, timeout=SHORT)
 def send_to_one_that_does_not_receive():
     error = None
     start = time.monotonic()
@@ -118,26 +98,6 @@ def test_a_receiver_that_does_not_come_is_named_by_its_rank(ranks):
     assert verdict == "BaguaTimeoutError: rank 2 has sent no heartbeat"
     assert "Seen here: send, call 1 on rank 0 of 3, failed: between ranks 0 and 2: " in here
     assert SHORT - 1.0 < seconds < SHORT + 5.0
-
-
-@functools.partial(faults.with_bagua_group, timeout=SHORT)
-def receive_what_is_not_sent():
-    """The first message arrives, the second one is not sent."""
-    error = None
-    if bagua.get_rank() == 0:
-        bagua.send(torch.ones(4), 2)
-    if bagua.get_rank() == 2:
-        bagua.recv(torch.ones(4), 0)
-        error = faults.error_of(bagua.recv, torch.ones(4), 0)
-    faults.barrier_of_store("over")
-    return error
-
-
-def test_a_sender_that_stops_sending_is_named_by_its_rank(ranks):
-    *_, error = ranks(3, receive_what_is_not_sent)
-    verdict, here = error.split("\n", 1)
-    assert verdict == "BaguaTimeoutError: rank 0 is 1 call behind, in call 0: after its send"
-    assert "Seen here: recv, call 1 on rank 2 of 3, failed: between ranks 0 and 2: " in here
 
 
 @functools.partial(faults.with_bagua_group, timeout=SHORT)

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import AlgorithmImpl
 from support import training
-from torch import nn
 
 LAYOUT = pytest.mark.parametrize("do_flatten", [True, False], ids=["flattened", "copied"])
 
@@ -64,50 +63,6 @@ def test_weights_can_be_averaged_after_the_step_while_gradients_stay_local(ranks
     assert ranks(3, train_with_averaged_weights, do_flatten) == [(3, 3)] * 3
 
 
-class WeightsUnderDefaultHooks(AlgorithmImpl):
-    """Weights are averaged when their gradients are there: the default hooks mark and wait."""
-
-    init_tensors = AveragedWeights.init_tensors
-    init_operations = AveragedWeights.init_operations
-
-
-@training.with_group
-def average_weights_of_unused_parameters(do_flatten):
-    model = nn.ModuleDict({"used": training.network(), "unused": training.network(seed=1)})
-    model.forward = lambda x: model["used"](x)
-    model.with_bagua([], training.Own(WeightsUnderDefaultHooks), None, do_flatten)
-    for step in range(2):
-        with torch.no_grad():
-            for p in model.parameters():
-                p += dist.get_rank()
-        expected = [training.mean_over_ranks(p) for p in model.parameters()]
-        training.squared_error(model, training.batch(step, dist.get_rank())).backward()
-        for p, mean in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(p.detach(), mean)
-        assert len(set(training.gather(training.bits(model.parameters())))) == 1
-    return model.bagua_stats()["rounds"]
-
-
-@LAYOUT
-def test_weights_that_backward_did_not_reach_answer_as_they_are(ranks, do_flatten):
-    assert ranks(3, average_weights_of_unused_parameters, do_flatten) == [2, 2, 2]
-
-
-def error_of_averaging_weights():
-    try:
-        average_weights_of_unused_parameters(True)
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def test_where_weights_are_to_be_checked_those_of_users_algorithms_are(ranks):
-    env = {"BAGUA_CHECK_WEIGHTS_EVERY": "1"}
-    for error in ranks(3, error_of_averaging_weights, env=env):
-        assert error.startswith("BaguaMismatchError: module 'ModuleDict'")
-        assert "'used.0.weight' (rank 0 against rank 1 against rank 2)" in error
-
-
 class Momentum(AlgorithmImpl):
     """Exact gradients for `warm_up` steps, then the mean of every rank's own momentum."""
 
@@ -153,19 +108,12 @@ class Momentum(AlgorithmImpl):
             bucket.append_python_op(update, group=self.process_group)
         bucket.append_centralized_synchronous_op(average=True, group=self.process_group)
 
-    def init_backward_hook(self, bagua_ddp):
-        return lambda name, parameter: parameter.bagua_mark_communication_ready()
-
-
-class MomentumWithDefaultHook(Momentum):
-    init_backward_hook = AlgorithmImpl.init_backward_hook
-
 
 @training.with_group
-def change_stage(implementation, do_flatten):
+def change_stage(do_flatten):
     model = training.network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.with_bagua([optimizer], training.Own(implementation, optimizer, 2), None, do_flatten)
+    model.with_bagua([optimizer], training.Own(Momentum, optimizer, 2), None, do_flatten)
     before = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     ops = []
     for step in range(4):
@@ -186,8 +134,5 @@ def change_stage(implementation, do_flatten):
 
 
 @LAYOUT
-@pytest.mark.parametrize(
-    "implementation", [Momentum, MomentumWithDefaultHook], ids=["own_hook", "default_hook"]
-)
-def test_need_reset_changes_from_gradients_to_momentum(ranks, implementation, do_flatten):
-    assert ranks(3, change_stage, implementation, do_flatten) == [[1, 1, 2, 2]] * 3
+def test_need_reset_changes_from_gradients_to_momentum(ranks, do_flatten):
+    assert ranks(3, change_stage, do_flatten) == [[1, 1, 2, 2]] * 3

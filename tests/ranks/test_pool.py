@@ -1,13 +1,10 @@
 """The harness itself: results by rank, independent calls, failures that say what happened."""
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -155,54 +152,8 @@ def test_a_script_ends_with_the_python_that_stands_for_it(tmp_path, number):
     process.communicate()
 
 
-def test_one_who_is_killed_before_it_reads_an_answer_does_no_harm_to_others(tmp_path):
-    path, told = tmp_path / "script.py", tmp_path / "pid"
-    path.write_text(f"import os, time\nopen({str(told)!r}, 'w').write(f'{{os.getpid()}}\\n')\n")
-    path.write_text(path.read_text() + "time.sleep(60)\n")
-    variables = os.environ | fork_server.variables()
-    request = {"argv": [str(path)], "env": variables, "cwd": str(tmp_path)}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asks:
-        asks.connect(variables["BAGUA_FORK_SERVERS"].split(":")[0])
-        socket.send_fds(asks, [json.dumps(request).encode()], [0, 1, 2])
-        wait_until(lambda: told.exists() and told.read_text().endswith("\n"), "the script's start")
-    wait_until(lambda: not Path(f"/proc/{int(told.read_text())}").exists(), "the script's end")
-    out, err = forked_python("-m", "platform").communicate(timeout=60)
-    assert out.startswith("Linux"), err
-
-
 def wait_until(happened, what):
     deadline = time.monotonic() + 20
     while not happened():
         assert time.monotonic() < deadline, f"{what} does not come"
         time.sleep(0.01)
-
-
-def test_neighbours_hash_differently_and_draw_different_numbers(run_script):
-    source = "import numpy, random; print(hash('a'), numpy.random.rand(), random.random())"
-    first, second = (done.stdout.split() for done in run_script(2, source))
-    assert all(one != other for one, other in zip(first, second, strict=True))
-
-
-def test_a_forked_script_has_torch_and_nothing_of_ours(run_script):
-    source = """
-import sys
-names = {name.split(".")[0] for name in sys.modules}
-assert "torch" in names, names
-assert not names & {"bagua", "mlbench_core", "ranks", "support", "fork_server", "pytest"}, names
-"""
-    assert [done.returncode for done in run_script(2, source)] == [0, 0]
-
-
-def test_threads_that_start_the_first_scripts_share_the_servers(monkeypatch):
-    started = []
-
-    def start():
-        time.sleep(0.05)
-        started.append(object())
-        return started[-1]
-
-    monkeypatch.setattr(fork_server, "_Server", start)
-    monkeypatch.setattr(fork_server, "_servers", {})
-    with ThreadPoolExecutor(8) as threads:
-        servers = set(threads.map(fork_server._server, [0, 1] * 4))
-    assert len(servers) == len(started) == 2

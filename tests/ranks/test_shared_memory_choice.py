@@ -2,12 +2,10 @@
 
 import resource
 
-import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
 from bagua import comm_hooks
-from bagua.torch_api import communication
 from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
 from support import training
 from support.processes.pool import run_on_network
@@ -198,17 +196,3 @@ def test_network_namespaces_are_hosts_whatever_the_launcher_says():
             total, shm_bytes, bytes_sent = end.stdout.split()
             assert (total, shm_bytes) == ("2.0", "0")
             assert int(bytes_sent) >= 4000
-
-
-@training.with_group
-def eager_traffic():
-    total = torch.full((1000,), float(bagua.get_rank() + 1))
-    bagua.allreduce_inplace(total)
-    traffic = communication.get_default_group().get_global_communicator().traffic()
-    return total.unique().tolist(), traffic["shm_bytes"], traffic["bytes_sent"]
-
-
-def test_eager_collectives_use_it_too(ranks):
-    for values, shm_bytes, bytes_sent in ranks(3, eager_traffic, env=SHM):
-        assert values == [6.0]
-        assert shm_bytes == bytes_sent > 4000

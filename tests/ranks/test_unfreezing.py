@@ -164,37 +164,6 @@ def test_moments_at_which_buckets_cannot_change_ask_for_another_wrap(ranks, mome
 
 
 @training.with_group
-def unfreeze_with_accumulation(find_unused):
-    module = half_frozen()
-    optimizer = training.sgd(module)
-    model = DistributedDataParallel(
-        module, optimizers=[optimizer], find_unused_parameters=find_unused
-    )
-    alone = half_frozen()
-    trainer = training.sgd(alone)
-    for number in range(4):
-        module[0].requires_grad_(number >= 2)
-        alone[0].requires_grad_(number >= 2)
-        optimizer.zero_grad()
-        with model.no_sync():
-            training.squared_error(model, training.batch(10 + number, dist.get_rank())).backward()
-        training.squared_error(model, training.batch(number, dist.get_rank())).backward()
-        optimizer.step()
-        training.assert_ranks_agree(module)
-        trainer.zero_grad()
-        for data in (10 + number, number):
-            whole = training.whole_batch(data, dist.get_world_size())
-            training.squared_error(alone, whole).backward()
-        trainer.step()
-    training.assert_close(module, alone)
-
-
-@pytest.mark.parametrize("find_unused", [False, True])
-def test_a_parameter_may_be_unfrozen_before_gradients_accumulate(ranks, find_unused):
-    ranks(3, unfreeze_with_accumulation, find_unused)
-
-
-@training.with_group
 def freeze_while_the_warm_up_ends():
     """New buckets are made while a parameter is frozen that was not at the wrap."""
     model = training.network()
