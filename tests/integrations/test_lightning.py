@@ -14,6 +14,8 @@ OPTIONS = {
     "accumulated": {"accumulate_grad_batches": 3},
     "clipped": {"gradient_clip_val": 0.1},
     "bf16": {"precision": "bf16-mixed"},
+    "compiled": {"compiled": True, "max_epochs": 1},
+    "of the other package": {"package": "pytorch_lightning"},
 }
 # Share of the bytes that the exact algorithm sends.
 AT_MOST = {
@@ -30,41 +32,24 @@ AT_MOST = {
 DIFFERENT_WEIGHTS = {"decentralized", "low_precision_decentralized", "diloco", "async"}
 
 
-def trained(name, package="lightning", module=None, **options):
+def trained(name, package="lightning", compiled=False, **options):
     """(digest, trainer) of a classifier trained by an algorithm."""
     from integrations import lightning_training as lt
 
-    own = lt.classifier(package, q_adam=name == "qadam") if module is None else module
+    own = lt.classifier(package, q_adam=name == "qadam")
+    if compiled:
+        own = torch.compile(own, backend="eager")
     trainer = lt.fit(own, lt.strategy(name, package), package, **options)
     return lt.digest(own), trainer
 
 
-def as_ddp(package, options):
-    return [trained(name, package, **options)[0] for name in ("ddp", "gradient_allreduce")]
+def as_ddp(options):
+    return [trained(name, **options)[0] for name in ("ddp", "gradient_allreduce")]
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_exact_training_is_that_of_ddp_to_the_bit(ranks, options):
-    for ddp, ours in ranks(2, as_ddp, "lightning", options):
-        assert ours == ddp
-
-
-def test_the_other_package_has_the_strategy_too(ranks):
-    for ddp, ours in ranks(2, as_ddp, "pytorch_lightning", {}):
-        assert ours == ddp
-
-
-def compiled():
-    from integrations import lightning_training as lt
-
-    modules = [torch.compile(lt.classifier(), backend="eager") for _ in range(2)]
-    for module, name in zip(modules, ("ddp", "gradient_allreduce"), strict=True):
-        lt.fit(module, lt.strategy(name), max_epochs=1)
-    return [lt.digest(module) for module in modules]
-
-
-def test_a_compiled_module_trains_as_with_ddp(ranks):
-    for ddp, ours in ranks(2, compiled):
+    for ddp, ours in ranks(2, as_ddp, options):
         assert ours == ddp
 
 
@@ -89,19 +74,8 @@ def test_weights_that_differ_have_a_mean_in_the_last_hook(ranks):
     assert mean[:2] == same[:2]
 
 
-def node():
-    from integrations import lightning_training as lt
-
-    lt.fit(lt.classifier(), "bagua", max_epochs=1)
-    return os.environ.get("NODE_RANK")
-
-
-def test_the_cluster_says_which_node_this_is(ranks):
-    assert ranks(2, node) == ["0", "0"]
-
-
 def by_name_and_twice():
-    """Trainer(strategy="bagua"), fit() twice, against ddp."""
+    """Trainer(strategy="bagua"), fit() twice, against ddp; and which node this is."""
     from integrations import lightning_training as lt
 
     digests = []
@@ -110,12 +84,13 @@ def by_name_and_twice():
         for _ in range(2):
             lt.fit(module, name, max_epochs=1)
         digests.append(lt.digest(module))
-    return digests
+    return *digests, os.environ.get("NODE_RANK")
 
 
 def test_the_strategy_has_a_name_and_fits_again(ranks):
-    for ddp, ours in ranks(2, by_name_and_twice):
+    for ddp, ours, node in ranks(2, by_name_and_twice):
         assert ours == ddp
+        assert node == "0"
 
 
 def validated(folder, interval):
@@ -164,43 +139,6 @@ def test_rounds_validate_and_save_the_anchor_and_end_with_equal_weights(ranks, t
         ]
 
 
-def saved_in_a_validation(folder):
-    """A checkpoint of ModelCheckpoint between two rounds, in a validation of its anchor."""
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    callback = ModelCheckpoint(
-        folder, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=False
-    )
-    options = {"max_epochs": 3, "num_sanity_val_steps": 0}
-    whole, _ = trained("diloco", callbacks=[callback], enable_checkpointing=True, **options)
-    return whole, trained("diloco", ckpt_path=f"{folder}/epoch=0.ckpt", **options)[0]
-
-
-def test_a_checkpoint_of_a_validation_has_the_weights_for_training_too(ranks, tmp_path):
-    for whole, parts in ranks(2, saved_in_a_validation, str(tmp_path)):
-        assert parts == whole
-
-
-def learns(name):
-    from integrations import lightning_training as lt
-
-    module = lt.classifier(q_adam=name == "qadam")
-    lt.fit(module, lt.strategy(name), max_epochs=4)
-    parameters = [parameter.detach().tolist() for parameter in module.parameters()]
-    return module.losses, module.stats["total"]["bytes_sent"], parameters
-
-
-@pytest.mark.parametrize("name", AT_MOST)
-def test_every_algorithm_learns_with_its_bytes(ranks, name):
-    results = ranks(2, learns, name)
-    exact = 4 * (20 * 64 + 3 * 64 + 64 * 5 + 5)
-    for losses, sent, parameters in results:
-        assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
-        assert 0 < sent <= AT_MOST[name] * exact * len(losses)
-        if name not in DIFFERENT_WEIGHTS:
-            assert parameters == results[0][2]
-
-
 def guarded():
     from bagua.torch_api import Guard
     from integrations import lightning_training as lt
@@ -215,19 +153,33 @@ def test_a_guard_of_the_strategy_measures(ranks):
         assert guard["checks"] > 0
 
 
-def resumed(name, folder):
-    whole, _ = trained(name, max_epochs=3)
-    _, trainer = trained(name, max_epochs=1)
-    trainer.save_checkpoint(f"{folder}/last.ckpt")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*the checkpoint has no state of.*")
-        return whole, trained(name, max_epochs=3, ckpt_path=f"{folder}/last.ckpt")[0]
+def learns_and_resumes(name, folder):
+    """Losses, bytes and weights of a training, and weights of one that was saved and resumed."""
+    from integrations import lightning_training as lt
+
+    module = lt.classifier(q_adam=name == "qadam")
+    lt.fit(module, lt.strategy(name), max_epochs=4)
+    whole = lt.parameters(module)
+    if name != "async":  # whose averages come in another order
+        path = f"{folder}/last.ckpt"
+        trained(name, max_epochs=1)[1].save_checkpoint(path)
+        again = lt.classifier(q_adam=name == "qadam")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*the checkpoint has no state of.*")
+            lt.fit(again, lt.strategy(name), max_epochs=4, ckpt_path=path)
+        assert lt.digest(again) == lt.digest(module)
+    return module.losses, module.stats["total"]["bytes_sent"], whole
 
 
-@pytest.mark.parametrize("name", [name for name in AT_MOST if name != "async"])
-def test_a_resumed_training_is_the_uninterrupted_one_to_the_bit(ranks, tmp_path, name):
-    for whole, parts in ranks(2, resumed, name, str(tmp_path)):
-        assert parts == whole
+@pytest.mark.parametrize("name", AT_MOST)
+def test_every_algorithm_learns_with_its_bytes_and_resumes_to_the_bit(ranks, tmp_path, name):
+    results = ranks(2, learns_and_resumes, name, str(tmp_path))
+    exact = 4 * (20 * 64 + 3 * 64 + 64 * 5 + 5)
+    for losses, sent, parameters in results:
+        assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
+        assert 0 < sent <= AT_MOST[name] * exact * len(losses)
+        if name not in DIFFERENT_WEIGHTS:
+            assert parameters == results[0][2]
 
 
 def copied_after_training():
@@ -246,18 +198,21 @@ def test_a_trainer_is_copied_after_training(ranks):
     assert ranks(1, copied_after_training) == [["Trainer", "list"]]
 
 
-def saved_by_a_callback(folder):
-    """A checkpoint of ModelCheckpoint, in the middle of fit()."""
+def saved_by_a_callback(name, folder, after_the_epoch):
+    """A checkpoint of ModelCheckpoint in the middle of fit(), or in a validation of the anchor."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    callback = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
-    whole, _ = trained("sparse", max_epochs=3, callbacks=[callback], enable_checkpointing=True)
-    path = f"{folder}/epoch=0.ckpt"
-    return whole, trained("sparse", max_epochs=3, ckpt_path=path)[0]
+    callback = ModelCheckpoint(
+        folder, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=after_the_epoch
+    )
+    options = {"max_epochs": 3, "num_sanity_val_steps": 0}
+    whole, _ = trained(name, callbacks=[callback], enable_checkpointing=True, **options)
+    return whole, trained(name, ckpt_path=f"{folder}/epoch=0.ckpt", **options)[0]
 
 
-def test_checkpoints_of_callbacks_have_the_state_too(ranks, tmp_path):
-    for whole, parts in ranks(2, saved_by_a_callback, str(tmp_path)):
+@pytest.mark.parametrize(("name", "after_the_epoch"), [("sparse", True), ("diloco", False)])
+def test_checkpoints_of_callbacks_have_the_state_too(ranks, tmp_path, name, after_the_epoch):
+    for whole, parts in ranks(2, saved_by_a_callback, name, str(tmp_path), after_the_epoch):
         assert parts == whole
 
 
