@@ -13,7 +13,6 @@ from support.error_feedback import (
     gathered_gradients,
     make,
     owed,
-    residuals,
     train_step,
     wide_network,
     wrapped,
@@ -137,24 +136,6 @@ def test_between_nodes_only_leaders_remember(ranks, name, nodes):
     owing = [p for p in wide_network().parameters() if name != "power_sgd" or p.dim() > 1]
     assert [said for said, _ in results] == [" ".join(map(str, leaders))] * 4
     assert [n for _, n in results] == [len(owing) * (rank in leaders) for rank in range(4)]
-
-
-@training.with_group
-def train_in_dtype(name, dtype):
-    """The dtypes of the residuals, and whether weights are finite."""
-    model, optimizer = wrapped(make(name), dtype=dtype)
-    for step in range(STEPS):
-        train_step(model, optimizer, step)
-        training.assert_ranks_agree(model)
-    kept = {value.dtype for value in residuals(model).values()}
-    return kept, all(p.isfinite().all() for p in model.parameters())
-
-
-@ALGORITHMS
-def test_residuals_are_of_at_least_f32(ranks, name):
-    for dtype in (torch.float64, torch.bfloat16, torch.float16):
-        wide = torch.promote_types(dtype, torch.float32)
-        assert ranks(3, train_in_dtype, name, dtype) == [({wide}, True)] * 3
 
 
 def test_shares_of_a_bucket_have_no_residuals():

@@ -9,8 +9,6 @@ from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from support import training
 from torch import nn
 
-ZEROING = pytest.mark.parametrize("set_to_none", [True, False], ids=["grads_none", "grads_zero"])
-
 
 def wrap(model, optimizers=None, **options):
     optimizers = [training.sgd(model)] if optimizers is None else optimizers
@@ -32,23 +30,19 @@ def train_and_compare_with_oracle_and_ddp(set_to_none, do_flatten):
     return training.model_bits(model)
 
 
-def test_training_of_two_ranks_equals_one_process_and_ddp(ranks):
-    assert len(set(ranks(2, train_and_compare_with_oracle_and_ddp, True, True))) == 1
-
-
-@ZEROING
-def test_a_second_run_and_training_without_flattening_give_the_same_bits(ranks, set_to_none):
-    first = ranks(3, train_and_compare_with_oracle_and_ddp, set_to_none, True)
-    assert len(set(first)) == 1
-    for do_flatten in (True, False):
-        again = ranks(3, train_and_compare_with_oracle_and_ddp, set_to_none, do_flatten)
-        assert again == first, f"do_flatten={do_flatten}"
-
-
-def test_training_in_small_buckets_equals_one_process_and_ddp(ranks):
-    for do_flatten in (True, False):
-        arguments = (train_and_compare_with_oracle_and_ddp, True, do_flatten)
-        assert len(set(ranks(4, *arguments, env=training.SMALL_BUCKETS))) == 1
+@pytest.mark.parametrize(
+    ("n", "env"), [(2, {}), (3, {}), (4, training.SMALL_BUCKETS)], ids=["2", "3", "small-buckets"]
+)
+def test_training_equals_one_process_and_ddp_in_the_same_bits_each_time(ranks, n, env):
+    arguments = [(True, True), (True, True), (True, False), (False, True)]
+    bits = {
+        digest
+        for set_to_none, do_flatten in arguments
+        for digest in ranks(
+            n, train_and_compare_with_oracle_and_ddp, set_to_none, do_flatten, env=env
+        )
+    }
+    assert len(bits) == 1
 
 
 @training.with_group

@@ -24,7 +24,6 @@ from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -192,41 +191,6 @@ def test_torchs_ddp_averages_inside_of_islands(ranks):
 
 
 @sharded.with_torch_group
-def pipelines(codec):
-    """The distance of a stage's weights from those of islands that train the whole model."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "stage"))
-    island, own = mesh["island"].get_local_rank(), mesh["stage"].get_local_rank()
-    torch.manual_seed(0)
-    whole = network()
-    twin = copy.deepcopy(whole)
-    part = whole[:4] if own == 0 else whole[4:]
-    group = mesh["stage"].get_group()
-    stage = PipelineStage(part, own, 2, torch.device("cpu"), group=group)
-    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
-    optimizer, of_twin = sgd(part), sgd(twin)
-    for model, its in ((part, optimizer), (twin, of_twin)):
-        model.with_bagua([its], DiLoCoAlgorithm(RULE, INTERVAL, codec=codec), mesh["island"])
-    for step in range(4 * INTERVAL):
-        torch.manual_seed(10 * step + island)
-        inputs = torch.randn(8, 5)
-        targets = inputs[:, :1].sin()
-        optimizer.zero_grad()
-        schedule.step(*([inputs] if own == 0 else []), target=targets if own else None)
-        optimizer.step()
-        of_twin.zero_grad()
-        nn.functional.mse_loss(twin(inputs), targets).backward()
-        of_twin.step()
-    assert agree_on(part.parameters(), mesh)
-    pairs = zip(part.parameters(), (twin[:4] if own == 0 else twin[4:]).parameters(), strict=True)
-    return max((p - q).detach().abs().max().item() for p, q in pairs)
-
-
-def test_stages_of_a_pipeline_meet_those_of_other_islands(ranks):
-    assert max(ranks(4, pipelines, None)) < 1e-5
-    assert max(ranks(4, pipelines, "int4_block")) < 0.1
-
-
-@sharded.with_torch_group
 def averaging_in_the_background():
     """Shards that differ between islands after the wrap become their mean, also for FSDP2."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "shard"))
@@ -333,38 +297,31 @@ def test_an_island_with_a_shard_of_nan_starts_again_as_a_whole(ranks):
 def streaming():
     """Fragments in flight, few bits, and an optimizer that has state before the wrap."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "shard"))
-    agree = {}
-    outside = {
-        "streaming": DiLoCoAlgorithm(interval=4, fragments=2, overlap_steps=1, codec="bit2_block"),
-        "AdamW": DiLoCoAlgorithm(lambda p: torch.optim.AdamW(p, lr=0.01), interval=4),
-    }
-    for name, algorithm in outside.items():
-        model = by_fsdp(network(), mesh["shard"])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        train(model, optimizer, range(2), dist.get_rank())
-        model.with_bagua([optimizer], algorithm, mesh["island"])
-        moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
-        agree[name, "moments"] = agree_on(moments, mesh)
-        train(model, optimizer, range(8), dist.get_rank())
-        model.bagua_algorithm.sync()
-        agree[name, "weights"] = agree_on(model.parameters(), mesh)
-        train(model, optimizer, range(8, 9), dist.get_rank())
-        losses = [loss_of(model.eval(), 0, 0).item()]
-        with model.bagua_algorithm.anchor(), torch.no_grad():
-            agree[name, "anchor"] = agree_on(model.parameters(), mesh)
-            losses.append(loss_of(model, 0, 0).item())
-        with torch.no_grad():  # FSDP2 has left whole parameters, those of the anchor
-            losses.append(loss_of(model, 0, 0).item())
-        assert losses[0] == losses[2] != losses[1]
-        model.train()
-        assert all(isinstance(p, DTensor) for p in moments)
+    model = by_fsdp(network(), mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, range(2), dist.get_rank())
+    algorithm = DiLoCoAlgorithm(interval=4, fragments=2, overlap_steps=1, codec="bit2_block")
+    model.with_bagua([optimizer], algorithm, mesh["island"])
+    moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+    assert all(isinstance(p, DTensor) for p in moments)
+    agree = {"moments": agree_on(moments, mesh)}
+    train(model, optimizer, range(8), dist.get_rank())
+    model.bagua_algorithm.sync()
+    agree["weights"] = agree_on(model.parameters(), mesh)
+    train(model, optimizer, range(8, 9), dist.get_rank())
+    losses = [loss_of(model.eval(), 0, 0).item()]
+    with model.bagua_algorithm.anchor(), torch.no_grad():
+        agree["anchor"] = agree_on(model.parameters(), mesh)
+        losses.append(loss_of(model, 0, 0).item())
+    with torch.no_grad():  # FSDP2 has left whole parameters, those of the anchor
+        losses.append(loss_of(model, 0, 0).item())
+    assert losses[0] == losses[2] != losses[1]
     return agree
 
 
 def test_shards_stream_in_few_bits_and_optimizers_keep_their_state(ranks):
     for agree in ranks(4, streaming):
-        assert len(agree) == 6
-        assert all(agree.values()), agree
+        assert agree == {"moments": True, "weights": True, "anchor": True}
 
 
 @sharded.with_torch_group

@@ -58,15 +58,6 @@ def test_a_death_is_shown_with_exit_code_and_output(ranks):
         ranks(2, exit_on_rank_one)
 
 
-def test_variables_last_for_one_call_and_fresh_processes_are_others(ranks):
-    first = ranks(1, process_id_and_variable, env={"ONLY_THIS_CALL": "1"})[0]
-    second = ranks(1, process_id_and_variable, init=False)[0]
-    fresh = ranks(1, process_id_and_variable, fresh=True)[0]
-    assert first == (second[0], "1", True)
-    assert second[1:] == (None, False)
-    assert fresh[0] != first[0]
-
-
 def test_a_script_that_hangs_shows_its_stack():
     source = "import time\ndef slow():\n    time.sleep(60)\nslow()"
     with pytest.raises(AssertionError, match=r"(?s)ranks \[0\] did not end in 1 s.*in slow"):

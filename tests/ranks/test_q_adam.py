@@ -1,7 +1,5 @@
 """QAdam on ranks: Adam to the bit, one switch, then every step beside the oracle."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -191,9 +189,3 @@ def rewrap(then):
 def test_under_another_algorithm_the_optimizer_makes_its_own_momentum(ranks):
     assert ranks(2, rewrap, "exact") == [1, 1]
     assert ranks(2, rewrap, "closed") == [2, 2]
-
-
-def test_a_copy_of_the_optimizer_is_its_own():
-    model = training.network()
-    optimizer = q_adam.optimizer_of(model)
-    assert copy.deepcopy(optimizer)._source is None

@@ -50,13 +50,10 @@ def wrap_with_unknown_state(holders):
     return training.error_of(lambda: model.with_bagua([optimizer], GradientAllReduceAlgorithm()))
 
 
-def test_optimizer_state_that_cannot_be_sent_is_named(ranks):
+def test_optimizer_state_that_cannot_be_sent_is_named_and_raises_everywhere(ranks):
     for message in ranks(2, wrap_with_unknown_state, [0, 1]):
         assert "TypeError" in message
         assert "'strange' is a set" in message
-
-
-def test_optimizer_state_that_only_the_first_rank_cannot_send_raises_everywhere(ranks):
     first, second = ranks(2, wrap_with_unknown_state, [0])
     assert "'strange' is a set" in first
     assert second.startswith("TypeError: an optimizer of rank 0 has an entry that cannot be sent")

@@ -9,10 +9,8 @@ import torch.distributed as dist
 from bagua.torch_api.algorithms import PowerSGDAlgorithm, QAdamAlgorithm, QAdamOptimizer
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from support import every_algorithm, training
-from support.error_feedback import owed
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-WITH_RESIDUALS = ["power_sgd", "sparse", "bytegrad-feedback"]
 #: Those with state per parameter that is not of the ledger, or with weights in flight.
 NOT_FOLLOWING = [
     *every_algorithm.LOCAL,
@@ -68,36 +66,6 @@ def test_the_first_unfreezing_makes_new_buckets_and_is_logged_once(ranks, name):
         assert count == 4
         if name in ("gradient_allreduce", "bytegrad", "power_sgd"):
             assert moved == [False, True] * 4
-
-
-@training.with_group
-def unfreeze_between_rounds(name):
-    """Without steps: what was sent and the residuals are the sum of the gradients."""
-    model, _ = every_algorithm.wrapped(name, half_frozen())
-    data = training.batch(0, dist.get_rank())
-    sent = {key: torch.zeros_like(p) for key, p in model.named_parameters()}
-    total = {key: torch.zeros_like(p) for key, p in model.named_parameters()}
-    for number in range(6):
-        model[0].requires_grad_(number >= 3)
-        local = training.local_gradients(model, training.squared_error, data)
-        model.zero_grad()
-        training.squared_error(model, data).backward()
-        for key, p in model.named_parameters():
-            if p.grad is not None:
-                sent[key] += p.grad
-                total[key] += training.mean_over_ranks(local[key])
-    state = model.bagua_algorithm.state_dict()
-    left = owed(training.gather(state), total)
-    assert any(value.any() for value in left.values())
-    for key in total:
-        found = sent[key] + left[key].to(sent[key])
-        torch.testing.assert_close(found, total[key], rtol=1e-4, atol=1e-5)
-    return state["rounds"]
-
-
-@pytest.mark.parametrize("name", WITH_RESIDUALS)
-def test_residuals_survive_new_buckets(ranks, name):
-    assert ranks(2, unfreeze_between_rounds, name) == [6, 6]
 
 
 @training.with_group
