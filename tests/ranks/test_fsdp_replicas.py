@@ -190,35 +190,17 @@ def test_all_reduces_of_a_hook_over_other_ranks_stay_torchs(ranks):
 
 
 @sharded.with_torch_group
-def trained(shape, options):
-    """(weights, bytes sent over replicas, bytes of one step's shard, loss, placements)."""
-    steps = 20
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(5, 256), torch.nn.Tanh(), torch.nn.Linear(256, 256), torch.nn.Linear(256, 3)
-    )
-    model = hybrid(shape, model)
-    handle = None if options is None else bagua.fsdp.compress(model, **options)
-    sharded.train(model, sharded.adam(model), steps)
-    stats = {"buckets": [], "rounds": steps} if handle is None else handle.stats()
-    sent = [b["bytes_sent"] for b in stats["buckets"] if b["name"].endswith(".replicas")]
-    weights = sharded.full_weights(model)
-    numel = sum(p.to_local().numel() for p in model.parameters())
-    placements = {str(p.placements) for p in model.parameters()}
-    loss = sum(sharded.loss_of(model, rank, 1000).item() for rank in range(size(shape)))
-    assert stats["rounds"] == steps
-    return weights, sum(sent) / steps, 4 * numel, loss, placements
+def trained_in_few_bits():
+    model = hybrid((2, 2))
+    handle = bagua.fsdp.compress(model, weights=True)
+    sharded.train(model, sharded.adam(model), 3)
+    return sharded.full_weights(model), handle.stats()["rounds"]
 
 
-def test_gradients_over_replicas_take_a_quarter_of_the_bytes_and_train_as_well(ranks):
-    exact = ranks(4, trained, (2, 2), None)[0]
-    results = ranks(4, trained, (2, 2), {})
-    for weights, sent, shard, loss, placements in results:
-        assert torch.equal(weights, results[0][0])
-        assert 0.2 * shard < sent <= 0.28 * shard  # exact: 2 * shard * (2 - 1) / 2
-        assert loss < 1.1 * exact[3] + 0.02
-        assert placements == exact[4]
-        assert not torch.equal(weights, exact[0])
+def test_weights_go_through_the_codec_within_a_replica(ranks):
+    results = ranks(4, trained_in_few_bits)
+    assert all(torch.equal(weights, results[0][0]) for weights, _ in results)
+    assert results[0][1] == 3
 
 
 @sharded.with_torch_group

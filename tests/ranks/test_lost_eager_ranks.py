@@ -32,26 +32,6 @@ def test_a_member_that_leaves_out_a_call_is_named_with_its_last_one(ranks):
         assert seconds < SHORT + 4.0
 
 
-@functools.partial(faults.with_bagua_group, timeout=SHORT)
-def call_something_else():
-    bagua.allreduce_inplace(torch.ones(4))
-    call = bagua.barrier if faults.is_last() else lambda: bagua.recv(torch.ones(4), 1)
-    if bagua.get_rank() == 1:
-        faults.barrier_of_store("over")
-        return None
-    error = faults.error_of(call)
-    faults.barrier_of_store("over")
-    return error
-
-
-def test_members_that_make_different_calls_see_which(ranks):
-    receives, _, meets = ranks(3, call_something_else)
-    assert "recv, call 2 on rank 0 of 3, failed" in receives
-    assert "rank 1 is 1 call behind, in call 1: after its allreduce_inplace" in receives
-    assert "rank 2 is also in call 2: barrier" in receives or "rank 2 has failed" in receives
-    assert "barrier, call 2 on rank 2 of 3, failed" in meets
-
-
 DIES = """
 import datetime, os, signal, sys, time, torch
 import bagua.torch_api as bagua

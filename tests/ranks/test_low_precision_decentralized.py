@@ -66,42 +66,6 @@ def wrapped(model, interval=1, **arguments):
     return optimizers
 
 
-@training.with_group
-def train_against_the_oracle(codec="block_uint8", interval=1, do_flatten=True, steps=STEPS):
-    """Number of different weights after each step, and the engine's counters."""
-    model = training.network()
-    expected = oracle_of(model, codec=codec, interval=interval)
-    optimizers = optimizers_of(model)
-    chosen = LowPrecisionDecentralizedAlgorithm(False, interval, codec=codec)
-    caught = training.warnings_of(
-        lambda: model.with_bagua(optimizers, chosen, do_flatten=do_flatten)
-    )
-    assert caught == []
-    different = []
-    for step in range(steps):
-        train_step(model, optimizers, step)
-        assert weight_bits(model) == weight_bits(oracle_step(expected, step)), f"step {step}"
-        different.append(assert_ring(model))
-    return different, model.bagua_stats(), model.bagua_algorithm.state_dict()
-
-
-@pytest.mark.parametrize(("n", "do_flatten"), [(2, True), (3, False)])
-def test_every_step_has_the_bits_of_the_oracle(ranks, n, do_flatten):
-    for different, stats, state in ranks(n, train_against_the_oracle, "block_uint8", 1, do_flatten):
-        assert different == [n] * STEPS, "weights are each rank's own"
-        assert stats["rounds"] == state["iterations"] == STEPS
-
-
-@pytest.mark.parametrize("n", [2, 3], ids=lambda n: f"{n}-ranks")
-def test_with_interval_two_every_other_step_communicates_and_the_first_does(ranks, n):
-    everywhere = ranks(n, train_against_the_oracle, "block_uint8", 2)
-    once = ranks(n, train_against_the_oracle, "block_uint8", 1, True, 1)
-    for (_, stats, state), (_, stats_once, _) in zip(everywhere, once, strict=True):
-        assert state["iterations"] == STEPS
-        assert stats["rounds"] == 3
-        assert stats["total"]["bytes_sent"] == 3 * stats_once["total"]["bytes_sent"] > 0
-
-
 class Mixed(nn.Module):
     """Parameters of several dtypes; the loss is f32."""
 
@@ -119,20 +83,43 @@ class Mixed(nn.Module):
 
 
 @training.with_group
-def train_mixed(dtypes):
-    model = Mixed(dtypes)
-    expected = oracle_of(model)
+def train_against_the_oracle(interval=1, do_flatten=True, steps=STEPS, dtypes=None):
+    """Number of different weights after each step, and the engine's counters."""
+    model = training.network() if dtypes is None else Mixed(dtypes)
+    expected = oracle_of(model, interval=interval)
     optimizers = optimizers_of(model)
-    model.with_bagua(optimizers, LowPrecisionDecentralizedAlgorithm(False))
-    for step in range(STEPS):
+    chosen = LowPrecisionDecentralizedAlgorithm(False, interval)
+    caught = training.warnings_of(
+        lambda: model.with_bagua(optimizers, chosen, do_flatten=do_flatten)
+    )
+    assert caught == []
+    different = []
+    for step in range(steps):
         train_step(model, optimizers, step)
         assert weight_bits(model) == weight_bits(oracle_step(expected, step)), f"step {step}"
-        assert_ring(model)
-    return len(model.bagua_buckets)
+        different.append(assert_ring(model))
+    return different, model.bagua_stats(), model.bagua_algorithm.state_dict()
 
 
-def test_one_model_may_hold_several_dtypes(ranks):
-    assert ranks(3, train_mixed, [torch.bfloat16, torch.float64, torch.float16]) == [4] * 3
+@pytest.mark.parametrize(
+    ("n", "do_flatten", "dtypes"),
+    [(2, True, None), (3, False, None), (3, True, [torch.bfloat16, torch.float64, torch.float16])],
+)
+def test_every_step_has_the_bits_of_the_oracle(ranks, n, do_flatten, dtypes):
+    arguments = (1, do_flatten, STEPS, dtypes)
+    for different, stats, state in ranks(n, train_against_the_oracle, *arguments):
+        assert different == [n] * STEPS, "weights are each rank's own"
+        assert stats["rounds"] == state["iterations"] == STEPS
+
+
+@pytest.mark.parametrize("n", [2, 3], ids=lambda n: f"{n}-ranks")
+def test_with_interval_two_every_other_step_communicates_and_the_first_does(ranks, n):
+    everywhere = ranks(n, train_against_the_oracle, 2)
+    once = ranks(n, train_against_the_oracle, 1, True, 1)
+    for (_, stats, state), (_, stats_once, _) in zip(everywhere, once, strict=True):
+        assert state["iterations"] == STEPS
+        assert stats["rounds"] == 3
+        assert stats["total"]["bytes_sent"] == 3 * stats_once["total"]["bytes_sent"] > 0
 
 
 @training.with_group

@@ -4,6 +4,7 @@ import copy
 
 import bagua.torch_api
 import pytest
+import torch
 import torch.distributed as dist
 from bagua.torch_api import algorithms
 from bagua.torch_api.algorithms import AlgorithmImpl
@@ -101,12 +102,8 @@ def train_with_halved_gradients(implementation, do_flatten):
 
 
 @LAYOUT
-def test_a_python_op_runs_before_the_average(ranks, do_flatten):
+def test_a_python_op_runs_before_the_average_and_hooks_in_the_order_of_a_step(ranks, do_flatten):
     assert ranks(3, train_with_halved_gradients, HalvedGradients, do_flatten) == [(["all"], [])] * 3
-
-
-@LAYOUT
-def test_own_hooks_are_called_in_the_order_of_a_step(ranks, do_flatten):
     step = ["forward", "2.weight", "2.bias", "0.weight", "0.bias", "waited", "SGD"]
     for names, calls in ranks(3, train_with_halved_gradients, HandMarked, do_flatten):
         assert names == ["all"]
@@ -143,3 +140,78 @@ def test_marking_a_tensor_twice_in_one_round_raises_and_names_it(ranks):
 def test_the_name_of_the_documentations_example_is_in_each_of_its_modules():
     for module in (bagua.torch_api, algorithms, algorithms.gradient_allreduce):
         assert module.GradientAllReduce is algorithms.GradientAllReduceAlgorithm, module
+
+
+class Momentum(AlgorithmImpl):
+    """Exact gradients for `warm_up` steps, then the mean of every rank's own momentum."""
+
+    def __init__(self, process_group, optimizer, warm_up):
+        super().__init__(process_group)
+        self.optimizer = optimizer
+        self.warm_up = warm_up
+        self.step = 0
+
+    def need_reset(self):
+        self.step += 1
+        return self.step == self.warm_up + 1
+
+    @property
+    def warming_up(self):
+        return self.step <= self.warm_up
+
+    def init_tensors(self, bagua_ddp):
+        if self.warming_up:
+            return super().init_tensors(bagua_ddp)
+        state = self.optimizer.state
+        tensors = []
+        for name, param in bagua_ddp.bagua_build_params():
+            state[param].setdefault("momentum", torch.zeros_like(param))
+            tensors.append(
+                param.ensure_bagua_tensor(
+                    name,
+                    bagua_ddp.bagua_module_name,
+                    getter_closure=lambda param: state[param]["momentum"],
+                    setter_closure=lambda param, t: state[param].__setitem__("momentum", t),
+                )
+            )
+        return tensors
+
+    def init_operations(self, bagua_ddp, bucket):
+        def update(name):
+            for tensor in bucket.tensors:
+                momentum = self.optimizer.state[tensor]["momentum"]
+                momentum.mul_(0.5).add_(tensor.grad, alpha=0.5)
+
+        bucket.clear_ops()
+        if not self.warming_up:
+            bucket.append_python_op(update, group=self.process_group)
+        bucket.append_centralized_synchronous_op(average=True, group=self.process_group)
+
+
+@training.with_group
+def change_stage(do_flatten):
+    model = training.network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.with_bagua([optimizer], training.Own(Momentum, optimizer, 2), None, do_flatten)
+    before = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    ops = []
+    for step in range(4):
+        data = training.batch(step, dist.get_rank())
+        local = training.local_gradients(model, training.squared_error, data)
+        training.train(model, optimizer, [data])
+        ops.append(len(model.bagua_buckets[0].ops))
+        for name, p in model.named_parameters():
+            if step < 2:
+                torch.testing.assert_close(p.grad, training.mean_over_ranks(local[name]))
+                continue
+            torch.testing.assert_close(p.grad, local[name])
+            before[name] = training.mean_over_ranks(0.5 * before[name] + 0.5 * local[name])
+            torch.testing.assert_close(optimizer.state[p]["momentum"], before[name])
+        momenta = [state["momentum"] for state in optimizer.state.values()]
+        assert len(set(training.gather(training.bits(momenta)))) == 1
+    return ops
+
+
+@LAYOUT
+def test_need_reset_changes_from_gradients_to_momentum(ranks, do_flatten):
+    assert ranks(3, change_stage, do_flatten) == [[1, 1, 2, 2]] * 3

@@ -133,25 +133,6 @@ def test_floats_have_the_bits_of_torchs_all_reduce(ranks):
         assert ranks(size, differences_from_torch, counts, dtypes) == [[]] * size
 
 
-def ascending(rank, count):
-    """A tensor of this many elements; of None a number."""
-    return torch.tensor(rank + 2) if count is None else torch.arange(1, count + 1) * (rank + 1)
-
-
-@training.with_group
-def reduce_counts():
-    for op, count in itertools.product(INTEGER_OPS, [0, 1, 4, 31, None]):
-        tensor = ascending(bagua.get_rank(), count)
-        bagua.allreduce_inplace(tensor, op)
-        wanted = functools.reduce(FOLDS[op], [ascending(rank, count) for rank in range(3)])
-        assert tensor.shape == wanted.shape, (op.name, count)
-        assert torch.equal(tensor, wanted), (op.name, count)
-
-
-def test_the_ranks_need_not_divide_the_number_of_elements(ranks):
-    ranks(3, reduce_counts)
-
-
 @training.with_group
 def reduce_booleans():
     rank = bagua.get_rank()
