@@ -72,18 +72,18 @@ def fail_round(number, rank, method):
 
 
 @training.with_group
-def first_round_fails(dtype):
+def first_round_fails():
     """Bits of the weights after two intervals, the first of whose rounds failed, and after one of
     the length of both."""
     found = []
     for interval, failing in ((3, 1), (6, 0)):
-        model = training.network().to(dtype)
+        model = training.network()
         optimizer = training.sgd(model)
         model.with_bagua([optimizer], DiLoCoAlgorithm(PLAIN, interval, elastic=True))
         restore = fail_round(failing, 1, "confirm")
         try:
             for step in range(6):
-                own_step(model, optimizer, step, dtype)
+                own_step(model, optimizer, step)
         finally:
             restore()
         found.append(training.bits(model.parameters()))
@@ -94,7 +94,7 @@ def first_round_fails(dtype):
 
 
 def test_after_a_failed_round_the_next_one_carries_all(ranks):
-    for failed, longer in ranks(3, first_round_fails, torch.float64):
+    for failed, longer in ranks(3, first_round_fails):
         assert failed == longer
 
 

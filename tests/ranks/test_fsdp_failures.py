@@ -1,87 +1,11 @@
-"""Ranks that die, stop, exit or differ in a sharded training, and how it ends."""
+"""Sharded trainings whose ranks differ, and how they end. Lost ranks: test_lost_ranks.py."""
 
 import gc
-import math
 import os
-import signal
 import weakref
 
-import pytest
 import torch
 from support import faults, sharded
-
-SHORT = 4.0  # seconds of timeout where a test waits for it
-SECONDS_UNTIL_TOLD = 5.0
-DIES = """
-import os, signal, sys, time, datetime
-import torch, torch.distributed as dist
-import bagua.fsdp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-
-torch.manual_seed(0)
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds={timeout}))
-model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
-mesh = init_device_mesh("cpu", {shape}, mesh_dim_names=("replicate", "shard")[-len({shape}):])
-fully_shard(model[0], mesh=mesh)
-fully_shard(model, mesh=mesh)
-bagua.fsdp.compress(model, **{options})
-store = dist.distributed_c10d._get_default_store()
-store.set(f"pid{{dist.get_rank()}}", str(os.getpid()))
-
-def end():
-    {fate}
-
-for step in range(1000):
-    start = time.monotonic()
-    last = step == 5 and dist.get_rank() == {victim}
-    try:
-        if last and {where!r} == "forward":
-            end()
-        loss = model(torch.randn(4, 300)).sum()
-        if last and {where!r} == "backward":
-            end()
-        loss.backward()
-    except bagua.BaguaError as error:
-        print(round(time.monotonic() - start, 1), type(error).__name__, error)
-        sys.stdout.flush()
-        if "SIGSTOP" in "{fate}" and dist.get_rank() == 0:
-            time.sleep(2.0)  # or the other survivor would take this one for silent
-            os.kill(int(store.get("pid{victim}")), signal.SIGCONT)
-        os._exit(7)  # torch's group waits for the dead one
-"""
-
-
-def dies(fate, victim, options="{}", where="backward", shape=(3,), timeout=60):
-    return DIES.format(
-        fate=fate, victim=victim, options=options, where=where, shape=shape, timeout=timeout
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "where", "shape"),
-    [
-        ("{}", "forward", (3,)),
-        ("{}", "backward", (3,)),
-        ("{'weights': True}", "forward", (3,)),
-        ("{'reduce_scatter': True}", "backward", (2, 2)),
-    ],
-    ids=["gathering", "reducing", "gathering-in-8-bits", "of-replicas"],
-)
-def test_the_survivors_of_a_killed_rank_name_it(run_script, options, where, shape):
-    n = math.prod(shape)
-    ends = run_script(n, dies(faults.KILLED, n - 1, options, where, shape), timeout=60.0)
-    assert ends[n - 1].returncode == -signal.SIGKILL
-    for rank, text in faults.told(ends, n - 1, SECONDS_UNTIL_TOLD).items():
-        assert text.startswith(f"BaguaError rank {n - 1} was killed, stopped or cut off"), text
-        assert f"module 'FSDPSequential', rank {rank} of {n}" in text
-
-
-def test_a_stopped_rank_is_named_at_the_timeout(run_script):
-    ends = run_script(3, dies(faults.STOPPED, 2, "{}", "forward", timeout=SHORT), timeout=60.0)
-    assert ends[2].returncode == 7, ends[2].stdout + ends[2].stderr
-    for text in faults.told(ends, 2, SHORT + SECONDS_UNTIL_TOLD, SHORT - 1).values():
-        assert "rank 2 was killed, stopped or cut off: silent for over a second" in text
 
 
 @sharded.with_torch_group

@@ -3,8 +3,6 @@
 CUDA tensors go over gloo, too, as BAGUA_COMM=gloo has it.
 """
 
-import os
-import sys
 import threading
 from datetime import timedelta
 
@@ -12,16 +10,12 @@ import torch
 import torch.distributed as dist
 from bagua import _C
 from bagua._core.group.connections import Connections
-from ranks.test_shared_memory import CALLS, LATE_SECONDS, error_of, script
+from ranks.test_shared_memory import LATE_SECONDS, default_group, error_of
 from support import training
 from support.cases import over
 from support.threads import communicator_conformance as conformance
 
 GLOO = {"BAGUA_COMM": "gloo"}
-
-
-def default_group():
-    return _C.C10dCommunicator(dist.group.WORLD._get_backend(torch.device("cpu")))
 
 
 def own_group(timeout):
@@ -88,31 +82,6 @@ def test_a_late_peer_is_a_timeout_that_names_it_and_ends_the_communicator(ranks)
     assert second[0] == "BaguaError"
     assert "exchange refused: an earlier call failed (rank 0 of 2: exchange of 4096" in second[1]
     assert second[2] < LATE_SECONDS / 2
-
-
-def die_on_rank_two(name):
-    comm = default_group()
-    comm.broadcast(torch.zeros(1), 0)
-    exchange_with(comm, comm.rank, 1)
-    if comm.rank == 2:
-        os._exit(0)
-    kind, message, _ = error_of(lambda: CALLS[name](comm))
-    print(kind, message)
-    sys.stdout.flush()
-    os._exit(0)
-
-
-@over(name=["all_reduce", "all_gather", "all_to_all", "broadcast"])
-def test_a_dead_peer_is_an_error_on_the_others(run_script, name):
-    ends = run_script(3, script(f"die_on_rank_two({name!r})", "test_gloo_communicator"))
-    numel = 100 if name == "all_to_all" else 300  # all_to_all names the message that failed
-    for rank in (0, 1):
-        said = ends[rank].stdout
-        assert said.startswith("BaguaError "), said + ends[rank].stderr
-        assert f"rank {rank} of 3: {name} of {numel * 4} bytes float32" in said
-        assert "failed: " in said
-    if name != "all_reduce":  # a ring that breaks shows at any neighbour
-        assert "with peer 2 failed" in ends[0].stdout
 
 
 def abort_while_a_call_is_blocked():

@@ -101,85 +101,116 @@ def test_a_failing_op_of_a_user_raises_on_every_rank(ranks):
 WRAPS = {
     "module": "model.with_bagua([], GradientAllReduceAlgorithm())",
     "hook": "hooked(model)",
+    "sharded": "sharded(model, (3,))",
+    "sharded-weights": "sharded(model, (3,), weights=True)",
+    "replicas": "sharded(model, (2, 2), reduce_scatter=True)",
 }
 DIES = """
 import os, signal, sys, time, datetime
 import torch
 import bagua.torch_api as bagua
-from bagua import comm_hooks
+from bagua import comm_hooks, fsdp
 from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 def hooked(model):
     ddp = torch.nn.parallel.DistributedDataParallel(model)
     comm_hooks.register(ddp, ByteGradAlgorithm(hierarchical=False))
     return ddp
 
+def sharded(model, shape, **options):
+    names = ("replicate", "shard")[-len(shape):]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    fsdp.compress(model, **options)
+    return model
+
 torch.manual_seed(0)
 bagua.init_process_group(timeout=datetime.timedelta(seconds={timeout}))
 store = torch.distributed.distributed_c10d._get_default_store()
 model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
 model = {wrap}
+store.set(str(bagua.get_rank()), str(os.getpid()))
 for step in range(1000):
+    last = step == 5 and bagua.get_rank() == {victim}
     if step == 5 and bagua.get_rank() == 0:
         time.sleep({pause})
     start = time.monotonic()
-    loss = model(torch.randn(4, 300)).sum()
-    if step == 0:
-        store.set(str(bagua.get_rank()), str(os.getpid()))
-    if step == 5 and bagua.get_rank() == {victim} and {in_the_round}:
-        {fate}
     try:
+        if last and {where!r} == "forward":
+            {fate}
+        loss = model(torch.randn(4, 300)).sum()
+        if last and {where!r} == "backward":
+            {fate}
         loss.backward()
     except bagua.BaguaError as error:
         print(round(time.monotonic() - start, 1), type(error).__name__, error)
-        if "SIGSTOP" in "{fate}" and bagua.get_rank() != {victim}:
-            time.sleep(1.0)  # or the other survivor would take this one for silent
+        sys.stdout.flush()
+        if "SIGSTOP" in "{fate}" and bagua.get_rank() == 0:
+            time.sleep(2.0)  # or the other survivor would take this one for silent
             os.kill(int(store.get("{victim}")), signal.SIGCONT)
-        sys.exit(7)
-    if step == 5 and bagua.get_rank() == {victim}:
+        {leave}(7)
+    if last:
         {fate}
 """
 
 
-def dies(wrap, fate, victim=2, in_the_round=True, timeout=60, pause=0):
+def dies(wrap, fate, victim=2, where="backward", timeout=60, pause=0):
     """A script in which `fate` is met in the sixth step; pause: seconds that rank 0 is late."""
+    # torch's group of a sharded model waits for the dead one.
+    leave = "sys.exit" if wrap in ("module", "hook") else "os._exit"
     return DIES.format(
         wrap=WRAPS[wrap],
         fate=fate,
         victim=victim,
-        in_the_round=in_the_round,
+        where=where,
         timeout=timeout,
         pause=pause,
+        leave=leave,
     )
 
 
 @pytest.mark.parametrize(
-    ("wrap", "in_the_round", "victim"),
-    [("module", True, 0), ("module", True, 2), ("module", False, 2), ("hook", True, 2)],
-    ids=["in-the-round-rank-0", "in-the-round", "between-rounds", "hook"],
+    ("wrap", "where", "victim"),
+    [
+        ("module", "backward", 0),
+        ("module", "backward", 2),
+        ("module", "after the step", 2),
+        ("hook", "backward", 2),
+        ("sharded", "forward", 2),
+        ("sharded", "backward", 2),
+        ("sharded-weights", "forward", 2),
+        ("replicas", "backward", 3),
+    ],
 )
-def test_the_survivors_of_a_killed_rank_say_so_and_end_cleanly(
-    run_script, wrap, in_the_round, victim
-):
-    ends = run_script(3, dies(wrap, faults.KILLED, victim, in_the_round), timeout=40.0)
+def test_the_survivors_of_a_killed_rank_say_so_and_end_cleanly(run_script, wrap, where, victim):
+    is_sharded = wrap not in ("module", "hook")
+    n = 4 if wrap == "replicas" else 3
+    ends = run_script(n, dies(wrap, faults.KILLED, victim, where), timeout=60.0)
     assert ends[victim].returncode == -signal.SIGKILL
-    for rank, text in faults.told(ends, victim, SECONDS_UNTIL_TOLD).items():
-        assert f"Seen here: module 'Sequential', rank {rank} of 3, round" in text
-        for ornament in ("third_party", "typically", "Check the logs"):
-            assert ornament not in text
-        silent = f"rank {victim} was killed, stopped or cut off: silent for over a second, last in "
+    most = SECONDS_UNTIL_TOLD + (1.0 if is_sharded else 0.0)
+    for rank, text in faults.told(ends, victim, most).items():
+        module = "FSDPSequential" if is_sharded else "Sequential"
+        assert f"module '{module}', rank {rank} of {n}" in text
+        killed = f"BaguaError rank {victim} was killed, stopped or cut off"
+        if not is_sharded:
+            killed += ": silent for over a second, last in "
+            for ornament in ("third_party", "typically", "Check the logs"):
+                assert ornament not in text
         hosts_the_store = victim == 0
-        verdict = text.startswith(f"BaguaError {silent}")
+        verdict = text.startswith(killed)
         assert verdict or (hosts_the_store and "The job's store does not answer" in text), text
 
 
-def test_a_stopped_rank_is_named_at_the_timeout_and_raises_when_it_goes_on(run_script):
-    ends = run_script(3, dies("module", faults.STOPPED, timeout=SHORT), timeout=40.0)
+@pytest.mark.parametrize("wrap", ["module", "sharded"])
+def test_a_stopped_rank_is_named_at_the_timeout_and_raises_when_it_goes_on(run_script, wrap):
+    ends = run_script(3, dies(wrap, faults.STOPPED, timeout=SHORT), timeout=60.0)
     for text in faults.told(ends, 2, SHORT + SECONDS_UNTIL_TOLD, SHORT - 1).values():
-        silent = "rank 2 was killed, stopped or cut off: silent for over a second, last in round "
-        assert silent in text
+        assert "rank 2 was killed, stopped or cut off: silent for over a second" in text
     assert ends[2].returncode == 7, ends[2].stdout + ends[2].stderr
-    assert "module 'Sequential', rank 2 of 3, round 6" in ends[2].stdout
+    assert "Sequential', rank 2 of 3" in ends[2].stdout
 
 
 @pytest.mark.parametrize("pause", [0, 3], ids=["together", "one later"])

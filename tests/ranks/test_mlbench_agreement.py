@@ -38,7 +38,6 @@ DIFFERENCES = {
         lambda a: call(a, nn.Sequential(training.network(), nn.Linear(2, 2))),
         "[0.0.",
     ),
-    "fewer-parameters": (lambda a: call(a, nn.Linear(5, 7)), "has [weight [7, 5]"),
     "shape": (lambda a: call(a, training.network(outputs=4)), "has [2.weight [4, 7]"),
     "transposed": (lambda a: call(a, transposed()), "has [0.weight [5, 7]"),
     "dtype": (lambda a: call(a, training.network().double()), "[0.weight [7, 5] torch.float64]"),

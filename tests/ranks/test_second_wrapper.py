@@ -7,7 +7,6 @@ from bagua.torch_api.data_parallel import DistributedDataParallel
 from support import training
 from torch import nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 AVERAGED_TWICE = "is averaged by torch's DistributedDataParallel or replicate() too"
@@ -100,24 +99,6 @@ def share_the_work():
 
 def test_torch_may_synchronise_the_other_parameters(ranks):
     ranks(3, share_the_work)
-
-
-@training.with_group
-def shard():
-    sharded = fully_shard(training.network())
-    at_the_wrap = training.error_of(lambda: by_bagua(sharded))
-    wrapped = by_bagua(training.network())
-    sharded_later = fully_shard(wrapped)
-    return at_the_wrap, training.error_of(lambda: step(sharded_later))
-
-
-def test_sharded_parameters_are_refused(ranks):
-    for at_the_wrap, later in ranks(2, shard):
-        assert at_the_wrap.startswith("TypeError: ")
-        assert "parameter '0.weight' is a DTensor" in at_the_wrap
-        assert "fully_shard" in at_the_wrap
-        assert later.startswith("BaguaError: module 'Sequential': ")
-        assert "'0.weight' was replaced by another tensor" in later
 
 
 @training.with_group
