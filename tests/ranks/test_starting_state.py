@@ -57,31 +57,3 @@ def test_optimizer_state_that_cannot_be_sent_is_named_and_raises_everywhere(rank
     first, second = ranks(2, wrap_with_unknown_state, [0])
     assert "'strange' is a set" in first
     assert second.startswith("TypeError: an optimizer of rank 0 has an entry that cannot be sent")
-
-
-@training.with_group
-def share_lbfgs():
-    model = training.network(seed=dist.get_rank())
-    optimizer = torch.optim.LBFGS(model.parameters())
-    if dist.get_rank() == 0:
-
-        def closure():
-            optimizer.zero_grad()
-            loss = training.squared_error(model, training.batch(0, 0))
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    model.with_bagua([optimizer], GradientAllReduceAlgorithm())
-    state = optimizer.state[next(model.parameters())]
-    return {
-        key: training.bits(value if isinstance(value, list) else [value])
-        for key, value in state.items()
-        if isinstance(value, (list, torch.Tensor)) and key != "al"
-    }
-
-
-def test_lists_of_tensors_in_an_optimizers_state_are_sent(ranks):
-    first, second = ranks(2, share_lbfgs)
-    assert first == second
-    assert {"old_dirs", "prev_flat_grad"} <= set(first)
