@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 FABRICS = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
 
-def trained(strategy, package="lightning", together=True, every=2, **options):
-    """Parameters and bytes sent, after training that steps once in `every` batches."""
+def trained(strategy, package="lightning", together=True, **options):
+    """Parameters after training that steps once in two batches."""
     fabric = importlib.import_module(FABRICS[package]).Fabric(
         accelerator="cpu", devices=2, strategy=strategy, **options
     )
@@ -28,26 +28,21 @@ def trained(strategy, package="lightning", together=True, every=2, **options):
     inputs = torch.randn(256, 20, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(inputs, inputs[:, :5].argmax(1))
     for index, (batch, labels) in enumerate(fabric.setup_dataloaders(DataLoader(data, 16))):
-        last = index % every == every - 1
+        last = index % 2 == 1
         with fabric.no_backward_sync(model, enabled=not last):
             fabric.backward(cross_entropy(model(batch), labels))
         if last:
             fabric.clip_gradients(model, optimizer, max_norm=1.0)
             optimizer.step()
             optimizer.zero_grad()
-    parameters = [p.detach().tolist() for p in net.parameters()]
-    if strategy == "ddp":
-        return parameters, None
-    wrapper = model._forward_module.bagua_ddp
-    wrapper.pause()
-    return parameters, wrapper.stats()["total"]["bytes_sent"]
+    return values(net)
 
 
 def as_ddp(package, options):
     from bagua.lightning import strategies
 
     assert strategies[package] is not None  # registers "bagua" for Fabric, too
-    return [trained(strategy, package, **options)[0] for strategy in ("ddp", "bagua")]
+    return [trained(strategy, package, **options) for strategy in ("ddp", "bagua")]
 
 
 @pytest.mark.parametrize(
@@ -63,23 +58,6 @@ def as_ddp(package, options):
 def test_exact_training_is_that_of_ddp_to_the_bit(ranks, package, options):
     for ddp, ours in ranks(2, as_ddp, package, options):
         assert ours == ddp
-
-
-def by(name):
-    from bagua.lightning import BaguaFabricStrategy
-
-    arguments = {} if name == "async" else {"hierarchical": False}
-    return trained(BaguaFabricStrategy(name, **arguments), every=1)
-
-
-@pytest.mark.parametrize("name", ["bytegrad", "decentralized", "low_precision_decentralized"])
-def test_algorithms_train_with_their_bytes(ranks, name):
-    results = ranks(2, by, name)
-    exact = 8 * 4 * (20 * 64 + 64 + 64 * 5 + 5)
-    for _, sent in results:
-        assert 0 < sent <= (1.0 if name == "decentralized" else 0.29) * exact
-    if name == "bytegrad":
-        assert results[0][0] == results[1][0]
 
 
 def started(fabric):
