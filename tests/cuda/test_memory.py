@@ -37,7 +37,6 @@ def allocated_by(model, optimizer, name):
 
 
 def train_and_measure(name):
-    """Bytes after the warm-up and after the steps."""
     model, optimizer = wrapped(name, training.network())
     data = [training.batch(step, dist.get_rank()) for step in range(4)]
     warm_up = TRIALS if name == "auto" else WARM_UP

@@ -25,7 +25,6 @@ def copy_on_cpu(tensor):
 
 
 def run_compressed(n, codec, op, brought, device):
-    """The ranks' buckets, on CPU, after one run."""
     kind = torch.device(device).type
 
     def run(comm):

@@ -44,8 +44,6 @@ def test_a_lane_waits_for_every_stream_that_filled_its_bucket(device):
 
 
 class SlowGradient(torch.autograd.Function):
-    """Its gradient is there late."""
-
     @staticmethod
     def forward(context, x):
         return x.clone()
@@ -79,7 +77,6 @@ def on_stream(kind):
 
 @training.with_group
 def train(name, network, kind):
-    """Digests of the weights after each step, by rank."""
     with on_stream(kind):
         model, optimizer = wrapped(name, {"slow": Slow, "plain": Plain}[network]())
         seen = []

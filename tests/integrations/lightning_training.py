@@ -23,7 +23,6 @@ def data():
 
 
 def digest(module):
-    """A digest of parameters and buffers."""
     state = b"".join(v.detach().float().numpy().tobytes() for v in module.state_dict().values())
     return hashlib.sha256(state).hexdigest()
 
@@ -46,7 +45,6 @@ def strategy(name, package="lightning", **arguments):
 
 
 def error_of_fit(module, strategy, **options):
-    """The error of a training, or None."""
     try:
         fit(module, strategy, **options)
     except Exception as error:  # noqa: BLE001 - handed to the test
@@ -167,7 +165,6 @@ def two_backwards(module, inputs, index):
 
 
 def toggled(module, inputs, index):
-    """With the other network frozen."""
     _two(module, inputs, lambda optimizer: optimizer.toggle_model())
 
 

@@ -99,7 +99,6 @@ def test_after_a_failed_round_the_next_one_carries_all(ranks):
 
 
 def train_rounds(model, optimizer, rounds):
-    """Steps of this rank until so many outer rounds are made."""
     step = 0
     while model.bagua_algorithm.outer_rounds < rounds:
         own_step(model, optimizer, step)
@@ -170,7 +169,6 @@ def test_nobody_trains_on_alone_without_noticing(ranks):
 
 @in_elastic_job
 def refusals():
-    """By name of the attempt its error."""
     found = {}
     for name, call in {
         "all_reduce": lambda: dist.all_reduce(torch.zeros(1)),

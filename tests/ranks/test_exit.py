@@ -31,7 +31,6 @@ def script(before="", after="", algorithm="GradientAllReduceAlgorithm()"):
 
 
 def assert_ends(ends, code, words="", trained="trained 5"):
-    """All ranks have trained, and ended with that status and nothing of a crash."""
     for rank, end in enumerate(ends):
         shown = f"rank {rank} ended with {end.returncode}:\n{end.stdout}{end.stderr}"
         assert end.returncode == code, shown

@@ -10,7 +10,6 @@ from support import faults, sharded
 
 @sharded.with_torch_group
 def other_module():
-    """The last rank reduces the gradients of another module."""
     model, handle = sharded.compressed()
     sharded.backward(model, 0)
     module = "0" if faults.is_last() else "2"
@@ -43,7 +42,6 @@ def test_a_backward_after_close_raises(ranks):
 
 @sharded.with_torch_group
 def freed():
-    """A model that goes takes its thread along."""
     model, handle = sharded.compressed()
     sharded.backward(model, 0)
     handle = weakref.ref(handle)

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 @sharded.with_torch_group
 def with_residuals(scale):
-    """Gradients and residuals of three steps, and those of the oracle."""
     scaler = torch.amp.GradScaler("cpu", init_scale=scale) if scale != 1.0 else None
     model, handle = sharded.compressed("int4_block", error_feedback=True, grad_scaler=scaler)
     rank, ranks = dist.get_rank(), dist.get_world_size()

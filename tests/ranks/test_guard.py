@@ -43,7 +43,6 @@ def steps(model, optimizer, numbers):
 
 
 def told(function):
-    """The warnings of a breach that `function` gives."""
     return [text for text in training.warnings_of(function) if "threshold" in text]
 
 

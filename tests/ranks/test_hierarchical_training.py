@@ -118,7 +118,6 @@ KNOWN = {
 
 @training.with_group
 def refused():
-    """By algorithm the value of hierarchical= and its error."""
     errors = {}
     for name, known in KNOWN.items():
         model = training.network()

@@ -220,7 +220,6 @@ def test_shards_are_averaged_in_the_background(ranks):
 
 @sharded.with_torch_group
 def refusals():
-    """By attempt its error."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "shard"))
     island = mesh["island"]
 

@@ -41,7 +41,6 @@ def oracle_step(expected, step, skipping=()):
 
 
 def replica_bits(model):
-    """Digests of W, L and R of this rank."""
     own = model.bagua_algorithm.ledger.own
     return [
         training.bits(value for key, value in own.items() if key.startswith(f"{kind}/"))

@@ -61,7 +61,6 @@ def transposed():
 
 @training.with_group
 def call_otherwise(name, differences):
-    """For each difference the errors of two calls."""
     texts = {}
     for difference in differences:
         model = with_gradients(training.network())

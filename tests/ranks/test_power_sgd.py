@@ -61,8 +61,6 @@ def test_wrong_arguments_are_refused_by_name():
 
 @training.with_group
 def warnings_by_optimizer():
-    """By optimizer and algorithm, what the wrap says."""
-
     class MuonWithAux(torch.optim.SGD):
         pass
 

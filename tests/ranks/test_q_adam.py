@@ -64,7 +64,6 @@ def zeroed_late(model, optimizer, step):
 
 
 def brought(model, step, train_step):
-    """By rank the gradients of a step."""
     found = q_adam.local_gradients(model, step)
     if train_step is accumulated:
         for total, more in zip(found, q_adam.local_gradients(model, 100 + step), strict=True):

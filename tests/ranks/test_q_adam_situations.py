@@ -129,7 +129,6 @@ def test_unused_parameters_stay(ranks):
 
 @training.with_group
 def wrap_wrongly():
-    """By what is wrong with the optimizer its error."""
     errors = {}
     for how in WRONG:
         model = training.network()

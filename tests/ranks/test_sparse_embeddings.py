@@ -18,8 +18,6 @@ WORDS, WIDTH = 37, 5
 
 
 class Words(nn.Module):
-    """Two embeddings, one of bags, and dense layers."""
-
     def __init__(self, dtype=torch.float32, seed=0):
         super().__init__()
         torch.manual_seed(seed)

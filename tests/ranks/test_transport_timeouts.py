@@ -78,7 +78,6 @@ def test_the_text_of_a_lost_connection_is_no_time_out(run_script):
 
 
 def late_connection():
-    """The error of bagua's connection when rank 1 does not come."""
     if dist.get_rank() == 1:
         dist.barrier()
         return None

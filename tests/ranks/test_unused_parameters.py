@@ -8,8 +8,6 @@ from torch import nn
 
 
 class Branches(nn.Module):
-    """Uses one of three branches."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
