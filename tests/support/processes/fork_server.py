@@ -13,7 +13,6 @@ PYTHONFAULTHANDLER), malloc's, and those that torch reads at its import. Tests a
 Python anew.
 """
 
-import array
 import atexit
 import builtins
 import contextlib
@@ -36,8 +35,6 @@ import types
 from pathlib import Path
 
 SERVERS = 2
-CLONE_NEWNET = 0x40000000
-CLONE_NEWNS = 0x00020000
 FORKED_PYTHON = str(Path(__file__).with_name("forked_python"))
 SERVE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nimport fork_server"
 SERVE += "\nfork_server.serve()"
@@ -52,28 +49,25 @@ class Interpreter:
     """
 
     def __init__(self, script, args=(), *, env, number=0, stdin, stdout, stderr, namespace=None):
-        ours, theirs = os.pipe()
-        self._status = open(ours)  # noqa: SIM115 - closed when the process has ended
         files = [f if isinstance(f, int) else f.fileno() for f in (stdin, stdout, stderr)]
         request = {
             "argv": [str(script), *map(str, args)],
             "env": dict(env),
             "cwd": os.getcwd(),
-            "network": namespace,
+            "namespaces": [] if namespace is None else [f"/run/netns/{namespace}"],
         }
-        try:
-            _server(number % SERVERS).send(request, [*files, theirs])
-        finally:
-            os.close(theirs)
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server.connect(_server(number % SERVERS).path)
+        socket.send_fds(self._server, [json.dumps(request).encode()], files)
         self._reading = threading.Lock()
-        self.pid = int(self._line())
+        self.pid = self._answer()
         self.returncode = None
 
     def poll(self):
         with self._reading:
-            if self.returncode is None and select.select([self._status], [], [], 0)[0]:
-                self.returncode = int(self._line())
-                self._status.close()
+            if self.returncode is None and select.select([self._server], [], [], 0)[0]:
+                self.returncode = self._answer()
+                self._server.close()
             return self.returncode
 
     def wait(self, timeout=None):
@@ -83,7 +77,7 @@ class Interpreter:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if left == 0.0:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            select.select([self._status], [], [], 0.1 if left is None else min(left, 0.1))
+            select.select([self._server], [], [], 0.1 if left is None else min(left, 0.1))
         return self.returncode
 
     def send_signal(self, number):
@@ -93,10 +87,10 @@ class Interpreter:
     def kill(self):
         self.send_signal(signal.SIGKILL)
 
-    def _line(self):
-        line = self._status.readline()
-        assert line, "the server of forked interpreters has died"
-        return line
+    def _answer(self):
+        number = self._server.recv(64)
+        assert number, "the server of forked interpreters has died"
+        return int(number)
 
 
 def variables():
@@ -106,33 +100,25 @@ def variables():
 
 
 class _Server:
-    """The server's process and the socket to it; it ends when the socket closes.
+    """The server's process; it ends with this one, when its input does.
 
     Attributes:
-        path: of the socket where `FORKED_PYTHON` finds it.
+        path: of the socket where it is found.
     """
 
     def __init__(self):
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         folder = tempfile.mkdtemp(prefix="bagua-fork-")
         atexit.register(_remove, folder, os.getpid())
         self.path = f"{folder}/server"
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(self.path)
-        listener.listen(64)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(theirs.fileno()), str(listener.fileno())],
-            pass_fds=[theirs.fileno(), listener.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        theirs.close()
-        listener.close()
-
-    def send(self, request, files):
-        """One packet, so that threads may send at the same time."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
-        self._socket.sendmsg([json.dumps(request).encode()], rights)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self.path)
+            listener.listen(64)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", SERVE, str(listener.fileno())],
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.PIPE,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
 
 
 def _remove(folder, owner):
@@ -145,7 +131,7 @@ _servers = {}
 
 
 def _server(number):
-    """The one server of that number: a second one would end with its socket, and tell no status."""
+    """The one server of that number."""
     with _starting:
         if number not in _servers:
             _servers[number] = _Server()
@@ -174,106 +160,60 @@ def _import_torch():
 
 
 def serve():
-    """The body of a server; in a child it returns when the script has ended."""
-    requests = socket.socket(fileno=int(sys.argv[1]))
-    listener = socket.socket(fileno=int(sys.argv[2]))
-    ended, wakes = os.pipe()
-    for end in (ended, wakes):
-        os.set_blocking(end, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wakes)
+    """The body of a server; in a script's process it returns when the script has ended."""
+    listener = socket.socket(fileno=int(sys.argv[1]))
     _import_torch()
-    reports = {}
-    clients = {}  # connections of FORKED_PYTHON: pids; None before there is one
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        ready, _, _ = select.select([requests, ended, listener, *clients], [], [])
-        if ended in ready:
-            os.read(ended, 4096)
-            _report_ends(reports)
-        if listener in ready:
-            clients[listener.accept()[0]] = None
-        for asks in ready:
-            if asks is not requests and asks not in clients:
-                continue
-            request, files = _received(asks)
-            if not request:
-                _hang_up(asks, clients, reports)
-                continue
-            if asks is not requests:
-                files.append(os.dup(asks.fileno()))
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for own in (requests, listener, *clients):
-                    own.close()
-                for own in (ended, wakes, files.pop(), *reports.values()):
-                    os.close(own)
-                return _become(files, **json.loads(request))
-            if asks is not requests:
-                clients[asks] = pid
-            reports[pid] = files.pop()
-            _tell(reports[pid], pid)
-            for theirs in files:
-                os.close(theirs)
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:
+            os._exit(0)
+        client, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return _attend(client)
+        client.close()
 
 
-def _received(asks):
-    """A request and its files; empty where the other side is gone."""
-    with contextlib.suppress(ConnectionResetError):  # it had not read its last answer
-        return socket.recv_fds(asks, 1 << 20, 4)[:2]
-    return b"", []
-
-
-def _tell(report, number):
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody waits for it any more
-        os.write(report, b"%d\n" % number)
-
-
-def _hang_up(asks, clients, reports):
-    """A script ends with the FORKED_PYTHON that stands for it, the server with its owner."""
-    if asks not in clients:
-        os._exit(0)
-    pid = clients.pop(asks)
-    asks.close()
-    if pid in reports:
+def _attend(client):
+    """Start the client's script and tell its pid and its end; without a client it ends, too."""
+    request, files = socket.recv_fds(client, 1 << 20, 3)[:2]
+    pid = os.fork()
+    if pid == 0:
+        client.close()
+        return _become(files, **json.loads(request))
+    for theirs in files:
+        os.close(theirs)
+    _tell(client, pid)
+    child = os.pidfd_open(pid)
+    ready, _, _ = select.select([child, client], [], [])
+    if child not in ready:
         os.kill(pid, signal.SIGKILL)
+    _tell(client, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    os._exit(0)
 
 
-def _report_ends(reports):
-    """Writes the exit status of every child that has ended to the one who asked for it."""
-    while reports:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return
-        report = reports.pop(pid)
-        _tell(report, os.waitstatus_to_exitcode(status))
-        os.close(report)
+def _tell(client, number):
+    with contextlib.suppress(OSError):  # it is gone
+        client.send(b"%d" % number)
 
 
-def _enter(path, kind):
-    with open(path) as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), kind) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {path}")
+def _enter(namespace):
+    with open(namespace) as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
 
 
-def _enter_namespaces(pid):
-    """Those of another process for networks and mounts, where they are not ours."""
-    for name, kind in (("net", CLONE_NEWNET), ("mnt", CLONE_NEWNS)):
-        path = f"/proc/{pid}/ns/{name}"
-        if os.stat(path).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino:
-            _enter(path, kind)
-
-
-def _become(files, argv, env, cwd, network=None, namespaces=None):
+def _become(files, argv, env, cwd, namespaces=()):
     """Run the script in `__main__` of this process, the frames of the server below it."""
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
-    if network is not None:
-        _enter(f"/run/netns/{network}", CLONE_NEWNET)
-    if namespaces is not None:
-        _enter_namespaces(namespaces)
+    own = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "mnt")]
+    for namespace in namespaces:
+        if os.stat(namespace).st_ino not in own:
+            _enter(namespace)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
