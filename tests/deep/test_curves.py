@@ -104,33 +104,6 @@ def test_the_page_has_a_row_for_each_algorithm(tmp_path):
     assert "- digits with 2 ranks" not in page
 
 
-def test_a_page_without_times_has_the_losses(tmp_path):
-    results = tmp_path / "curves.json"
-    curves.keep(results, curves.key_of("digits", "exact", 2, "seed", 0), run_of([3.0, 2.0]))
-    for arm, seed, last in ("exact", 0, 2.0), ("exact", 1, 2.2), ("qadam", 1, 2.15):
-        curves.keep(results, curves.key_of("text", arm, 2, "seed", seed), run_of([3.0, last]))
-    report.write_page(curves.kept(results), tmp_path / "curves.md", ["exact", "qadam"])
-    page = (tmp_path / "curves.md").read_text()
-    assert "- digits with 2 ranks: qadam\n" in page
-    assert "| exact | 2.000 | 50.0% |\n" in page  # of the digits
-    assert "| exact | 2.100 ± 1.271 | 50.0% |\n" in page
-    assert "| qadam | 2.150, 1 seed | 50.0% |\n" in page
-    assert "| qadam |  | (-0.050) |\n" in page
-    assert "Speed-up" not in page
-
-
-def test_a_page_says_which_runs_have_come_to_nothing(tmp_path):
-    results = tmp_path / "curves.json"
-    for seed, lost in (0, 2.5), (1, math.nan):
-        for arm, last in ("exact", 2.0), ("qadam", lost):
-            run = run_of([3.0, last])
-            curves.keep(results, curves.key_of("text", arm, 2, "seed", seed), run)
-    report.write_page(curves.kept(results), tmp_path / "curves.md", ["exact", "qadam"])
-    page = (tmp_path / "curves.md").read_text()
-    assert "| qadam | no number with 1 of 2 seeds | 50.0% |\n" in page
-    assert "| qadam | **NaN** |\n" in page
-
-
 def test_a_quick_run_trains_on_real_data():
     command = [sys.executable, BENCHMARKS / "curves.py", "--quick"]
     end = subprocess.run(command, capture_output=True, text=True, timeout=200)

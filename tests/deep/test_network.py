@@ -1,7 +1,6 @@
 """Shaped networks in namespaces, and the counters compared with what left the device."""
 
 import os
-import signal
 import subprocess
 import sys
 
@@ -17,10 +16,9 @@ def namespaces():
 
 
 @needs_namespaces
-@pytest.mark.parametrize("n", [2, 3], ids=lambda n: f"{n}-ranks")
-def test_counters_agree_with_the_network_device(n):
-    entries = check_counters.check(n, megabytes=2.0)
-    assert len(entries) == 5 * n
+def test_counters_agree_with_the_network_device():
+    entries = check_counters.check(3, megabytes=2.0)
+    assert len(entries) == 5 * 3
     assert [entry for entry in entries if not entry["ok"]] == []
 
 
@@ -49,14 +47,6 @@ def test_ranks_reach_each_other_and_everything_is_removed_afterwards():
     assert own not in namespaces()
 
 
-@needs_namespaces
-def test_packets_may_be_larger():
-    read = "print(open('/sys/class/net/eth0/mtu').read())"
-    with network.Network(1, rate_mbit=100, mtu=9000) as link:
-        (ended,) = link.run([[sys.executable, "-c", read]], timeout=20)
-    assert ended.stdout.strip() == "9000"
-
-
 HOLD = """
 import sys, time
 sys.path.insert(0, {benchmarks!r})
@@ -68,43 +58,22 @@ with Network(1):
 
 
 @needs_namespaces
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["terminated", "killed"])
-def test_a_program_that_is_stopped_leaves_nothing_for_long(number):
+def test_a_program_that_is_killed_leaves_nothing_for_long():
     source = HOLD.format(benchmarks=str(BENCHMARKS))
     with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as program:
         assert program.stdout.readline() == b"made\n"
         assert f"bagua{program.pid}n0hub" in namespaces()
-        program.send_signal(number)
+        program.kill()
         program.wait()
-    if number == signal.SIGKILL:
-        with network.Network(1):
-            pass
+    with network.Network(1):
+        pass
     assert f"bagua{program.pid}n" not in namespaces()
-
-
-@needs_namespaces
-def test_a_rank_that_fails_is_shown_with_its_output():
-    commands = [[sys.executable, "-c", f"raise SystemExit('words {r}')"] for r in range(2)]
-    with (
-        network.Network(2) as link,
-        pytest.raises(RuntimeError, match=r"(?s)rank 0: exit code 1.*words 0.*words 1"),
-    ):
-        link.run(commands, timeout=20)
 
 
 def test_without_root_the_message_says_so(monkeypatch):
     monkeypatch.setattr(network.shutil, "which", lambda program: program)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(network.NetworkUnavailableError, match="need root"), network.Network(2):
-        pass
-
-
-def test_without_its_programs_the_message_names_them(monkeypatch):
-    monkeypatch.setattr(network.shutil, "which", lambda program: None)
-    with (
-        pytest.raises(network.NetworkUnavailableError, match=r"ip and tc not found.*iproute2"),
-        network.Network(2),
-    ):
         pass
 
 
