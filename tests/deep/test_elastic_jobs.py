@@ -15,13 +15,11 @@ from support.processes.networks import needs_namespaces, network
 from support.processes.pool import run_on_network
 
 RANKS = 4
-TIMES = int(os.environ.get("BAGUA_TEST_DOUBLE_KILLS", "8"))
+TIMES = int(os.environ.get("BAGUA_TEST_DOUBLE_KILLS", "4"))
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("victim", "place"), [(0, "launch"), (1, "between"), (0, "mean"), (1, "mean")]
-)
+@pytest.mark.parametrize(("victim", "place"), [(0, "launch"), (1, "between"), (0, "mean")])
 def test_two_of_three_finish_wherever_one_is_killed(victim, place):
     with Job(rounds=12) as job:
         job.start_all({victim: f"{place}:5"})
@@ -63,9 +61,7 @@ def test_all_may_start_again_when_none_is_left():
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("transport", ["gloo", "auto"])
-def test_two_ranks_killed_at_once_come_back(monkeypatch, transport):
-    monkeypatch.setenv("BAGUA_COMM", transport)
+def test_two_ranks_killed_at_once_come_back():
     seed = 20261125
     draw = random.Random(seed)
     with Job(size=RANKS) as job:

@@ -23,20 +23,11 @@ def test_random_faults_leave_no_hang_no_divergence_and_no_unnamed_error():
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("kind", "strike", "grace"),
-    [
-        (elastic_job.Job, elastic_job.strike, None),
-        (island_job.IslandJob, island_job.strike, None),
-        (island_job.IslandJob, island_job.strike, "0.5"),
-    ],
-    ids=["ranks", "islands", "late islands"],
-)
+@pytest.mark.parametrize(("kind", "grace"), [(elastic_job.Job, ""), (island_job.IslandJob, "0.5")])
 def test_random_kills_and_returns_leave_equal_bits_and_the_loss_of_an_undisturbed_job(
-    monkeypatch, kind, strike, grace
+    monkeypatch, kind, grace
 ):
-    if grace is not None:
-        monkeypatch.setenv("GRACE", grace)
-    loss, rounds = elastic_job.soak(3, seed=2, kind=kind, strike=strike)
+    monkeypatch.setenv("GRACE", grace)
+    loss, rounds = elastic_job.soak(3, seed=2, kind=kind)
     without = elastic_job.reference(rounds, kind)
     assert loss <= elastic_job.MOST_RATIO * without

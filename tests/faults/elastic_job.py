@@ -4,6 +4,7 @@ By hand: `python tests/faults/elastic_job.py --faults 50 --seed 1`.
 """
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -153,6 +154,27 @@ class Job:
         """Which part of the model a rank has: all have the whole."""
         return 0
 
+    def strike(self, chance):
+        """One fault and its consequences: the rest goes on, and the rank comes back."""
+        everyone = list(range(RANKS))
+        victim, kind = chance.choice(everyone), chance.choice(["kill", "kill", "stop"])
+        rest = [rank for rank in everyone if rank != victim]
+        time.sleep(chance.uniform(0.0, 0.5))
+        process = self.processes[victim]
+        process.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        waits = chance.random() < 0.5
+        if kind == "stop" or waits:
+            self.wait_for_members(rest)
+        if kind == "stop":
+            process.send_signal(signal.SIGCONT)
+            self.wait_until("the stopped rank ends", lambda: process.poll() is not None)
+            text = self.output(victim).read_text()
+            assert f"rank {victim} was taken for dead" in text, text[-2000:]
+        process.wait()
+        self.start(victim)
+        self.wait_for_members(everyone)
+        return kind
+
 
 def reference(rounds, kind=Job):
     """The loss of an undisturbed job of so many rounds."""
@@ -163,29 +185,7 @@ def reference(rounds, kind=Job):
         return loss
 
 
-def strike(job, chance):
-    """One fault and its consequences: the rest goes on, and the rank comes back."""
-    everyone = list(range(RANKS))
-    victim, kind = chance.choice(everyone), chance.choice(["kill", "kill", "stop"])
-    rest = [rank for rank in everyone if rank != victim]
-    time.sleep(chance.uniform(0.0, 0.5))
-    process = job.processes[victim]
-    process.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-    waits = chance.random() < 0.5
-    if kind == "stop" or waits:
-        job.wait_for_members(rest)
-    if kind == "stop":
-        process.send_signal(signal.SIGCONT)
-        job.wait_until("the stopped rank ends", lambda: process.poll() is not None)
-        text = job.output(victim).read_text()
-        assert f"rank {victim} was taken for dead" in text, text[-2000:]
-    process.wait()
-    job.start(victim)
-    job.wait_for_members(everyone)
-    return kind
-
-
-def soak(faults, seed, report=lambda text: None, kind=Job, strike=strike):
+def soak(faults, seed, report=lambda text: None, kind=Job):
     """(final loss, rounds) of a job with that many random faults."""
     chance = random.Random(seed)
     with kind() as job:
@@ -193,19 +193,18 @@ def soak(faults, seed, report=lambda text: None, kind=Job, strike=strike):
         job.wait_until("all begin", lambda: all(job.made(r)[0] > 0 for r in job.processes))
         for number in range(faults):
             begin = time.monotonic()
-            what = strike(job, chance)
+            what = job.strike(chance)
             report(f"{number + 1}: {what}, {time.monotonic() - begin:.1f} s")
         return job.finish(), job.judge()
 
 
-def main(kind=Job, strike=strike):
+def main(kind=Job):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    loss, rounds = soak(
-        arguments.faults, arguments.seed, lambda text: print(text, flush=True), kind, strike
-    )
+    report = functools.partial(print, flush=True)
+    loss, rounds = soak(arguments.faults, arguments.seed, report, kind)
     print(f"{rounds} rounds, loss {loss:.4f}", flush=True)
     without = reference(rounds, kind)
     print(f"{arguments.faults} faults, {rounds} rounds: loss {loss:.4f}, {without:.4f} without")

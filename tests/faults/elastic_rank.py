@@ -4,8 +4,7 @@ Trains until ROUNDS outer rounds are made, or as many as FOLDER/last says. After
 appends to FOLDER/<rank>.jsonl: the round, a digest of anchor and momentum, and the members. DEATH
 is where the process kills itself: "between:5", "launch:5" or "mean:5", in its sixth round. With
 ISLAND, ISLANDS and ISLANDS_STORE it is a rank of that island, whose ranks shard the model.
-ARGUMENTS, a dict in JSON, are of the algorithm. GRACE is that of its rounds, and SECONDS what a
-step takes at least.
+GRACE is that of its rounds, and SECONDS what a step takes at least.
 """
 
 import datetime
@@ -88,10 +87,9 @@ def train(folder, rounds, place):
         rank += island * bagua.get_world_size()
         model = sharded(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    grace = float(os.environ["GRACE"]) if "GRACE" in os.environ else None
+    grace = float(os.environ.get("GRACE") or 0) or None
     elastic = Elastic(quorum=int(os.environ.get("QUORUM", "2")), grace=grace)
-    arguments = json.loads(os.environ.get("ARGUMENTS", "{}"))
-    algorithm = DiLoCoAlgorithm(interval=INTERVAL, elastic=elastic, **arguments)
+    algorithm = DiLoCoAlgorithm(interval=INTERVAL, elastic=elastic)
     model.with_bagua([optimizer], algorithm, process_group=group)
     outer = model.bagua_algorithm
     if place == "launch":

@@ -63,59 +63,53 @@ class IslandJob(elastic_job.Job):
     def part_of(self, process):
         return process % RANKS
 
+    def strike(self, chance):
+        """A rank is killed, its island ends and comes back; or the rank is stopped for a while."""
+        victim = chance.randrange(self.islands * RANKS)
+        island = victim // RANKS
+        rest = [other for other in range(self.islands) if other != island]
+        time.sleep(chance.uniform(0.0, 0.5))
+        if os.environ.get("GRACE") and chance.random() < 0.5:
+            seconds = chance.uniform(0.2, 4.0)
+            self.processes[victim].send_signal(signal.SIGSTOP)
+            time.sleep(seconds)
+            self.processes[victim].send_signal(signal.SIGCONT)
+            starts = self._train_together(island)
+            return f"island {island} stopped for {seconds:.1f} s, started {starts} times"
+        self.processes[victim].kill()
+        others = [self.processes[p] for p in self.ranks_of(island)]
+        if chance.random() < 0.5:  # as torchrun does; else they notice it, and end by themselves
+            time.sleep(chance.uniform(0.0, 1.0))
+            for process in others:
+                process.kill()
+        if chance.random() < 0.5:  # else it may be back before the others miss it
+            self.wait_for_islands(*rest)
+        self.wait_until("the island ends", lambda: all(p.poll() is not None for p in others))
+        starts = self._train_together(island)
+        return f"island {island} by its rank {victim % RANKS}, started {starts} times"
 
-def strike(job, chance):
-    """A rank is killed, its island ends, the others go on, and it comes back; or it is stopped."""
-    victim = chance.randrange(job.islands * RANKS)
-    island = victim // RANKS
-    rest = [other for other in range(job.islands) if other != island]
-    time.sleep(chance.uniform(0.0, 0.5))
-    if "GRACE" in os.environ and chance.random() < 0.5:
-        seconds = chance.uniform(0.2, 4.0)
-        job.processes[victim].send_signal(signal.SIGSTOP)
-        time.sleep(seconds)
-        job.processes[victim].send_signal(signal.SIGCONT)
-        starts = train_together(job, island)
-        return f"island {island} stopped for {seconds:.1f} s, started {starts} times"
-    job.processes[victim].kill()
-    others = [job.processes[p] for p in job.ranks_of(island)]
-    if chance.random() < 0.5:  # as torchrun does; else they notice it, and end by themselves
-        time.sleep(chance.uniform(0.0, 1.0))
-        for process in others:
-            process.kill()
-    if chance.random() < 0.5:  # else it may be back before the others miss it
-        job.wait_for_islands(*rest)
-    job.wait_until("the island ends", lambda: all(p.poll() is not None for p in others))
-    starts = train_together(job, island)
-    return f"island {island} by its rank {victim % RANKS}, started {starts} times"
+    def _train_together(self, island):
+        """Wait until all islands train, and start one again that has ended, as torchrun does.
 
+        Returns how often. A stopped one is late or taken for dead, as one on a busy machine.
+        """
+        everyone = list(range(self.islands))
+        for starts in range(MOST_STARTS + 1):
+            own = [self.processes[p] for p in self.ranks_of(island)]
+            before = {p: self.made(p)[0] for p in self.ranks_of(*everyone)}
 
-def train_together(job, island):
-    """Wait until all islands train, and start one again that has ended, as torchrun does.
+            def over(own=own, before=before):
+                made = {p: self.made(p) for p in before}
+                together = all(made[p][1] == everyone and made[p][0] > before[p] for p in before)
+                return together or all(p.poll() is not None for p in own)
 
-    Returns how often. A stopped one is late, or taken for dead; so may be one on a busy machine.
-    """
-    everyone = list(range(job.islands))
-    for starts in range(MOST_STARTS + 1):
-        own = [job.processes[p] for p in job.ranks_of(island)]
-        before = {p: job.made(p)[0] for p in job.ranks_of(*everyone)}
-
-        def over(own=own, before=before):
-            made = {p: job.made(p) for p in before}
-            together = all(made[p][1] == everyone and made[p][0] > before[p] for p in before)
-            return together or all(p.poll() is not None for p in own)
-
-        job.wait_until(f"island {island} is back, or ends", over)
-        if own[0].poll() is None:
-            return starts
-        if starts < MOST_STARTS:
-            job.start_island(island)
-    job.fail(f"island {island} was started {MOST_STARTS} times, and has ended again")
-
-
-def main():
-    elastic_job.main(IslandJob, strike)
+            self.wait_until(f"island {island} is back, or ends", over)
+            if own[0].poll() is None:
+                return starts
+            if starts < MOST_STARTS:
+                self.start_island(island)
+        self.fail(f"island {island} was started {MOST_STARTS} times, and has ended again")
 
 
 if __name__ == "__main__":
-    main()
+    elastic_job.main(IslandJob)
