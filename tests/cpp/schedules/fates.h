@@ -1,7 +1,7 @@
-// Schedules in which several ranks go wrong at once, each in its own way.
+// Schedules in which one rank goes wrong, or several at once, each in its own way.
 #pragma once
 
-#include <memory>
+#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -11,19 +11,21 @@
 
 namespace bagua::stress {
 
+constexpr int kEndless = std::numeric_limits<int>::max();  // rounds
+
 // What becomes of one rank.
 struct Fate {
   enum Kind { kNone, kAborts, kOpThrows, kExits, kIsDestroyed, kLeavesARoundUnfinished };
-  Kind kind;
-  int round;      // in which it happens; kExits: after which
-  int64_t point;  // kAborts: when
-  size_t bucket;  // kOpThrows: whose
+  Kind kind = kNone;
+  int round = 0;      // in which it happens; kExits: after which
+  int64_t point = 0;  // kAborts: when
+  size_t bucket = 0;  // kOpThrows: whose
+  bool is_exception = true;
 
   // Whether the rank never takes part in a round after its own, so that no other can either.
   bool ends_rounds_before(int rounds) const {
-    if (kind == kOpThrows || kind == kIsDestroyed) return round < rounds;
-    if (kind == kExits) return round < rounds;
-    return kind == kLeavesARoundUnfinished;
+    if (kind == kOpThrows || kind == kIsDestroyed || kind == kExits) return round < rounds;
+    return kind == kLeavesARoundUnfinished || (kind == kAborts && rounds == kEndless);
   }
 
   std::vector<std::string> words(int rank) const {
@@ -34,7 +36,7 @@ struct Fate {
       case kAborts:
         return {concat("the reason of ", rank)};
       case kOpThrows:
-        return {concat("no memory on ", rank)};
+        return {is_exception ? concat("no memory on ", rank) : "unknown error"};
       case kExits:
         return {exited};
       case kIsDestroyed:
@@ -46,18 +48,14 @@ struct Fate {
   }
 };
 
-inline std::vector<Fate> draw_fates(Random& random, const World& world, int rounds) {
-  std::vector<Fate> fates;
-  for (int rank = 0; rank < world.ranks; ++rank) {
-    const auto kind = static_cast<Fate::Kind>(between(random, 0, 5));
-    const int first = kind == Fate::kExits ? 0 : 1;
-    fates.push_back({.kind = kind,
-                     .round = between(random, first, rounds),
-                     .point = between(random, 0, 150),
-                     .bucket = static_cast<size_t>(
-                         between(random, 0, static_cast<int>(world.buckets.size()) - 1))});
-  }
-  return fates;
+inline Fate draw_fate(Random& random, const World& world, Fate::Kind least, int last_round) {
+  const auto kind = static_cast<Fate::Kind>(between(random, least, Fate::kLeavesARoundUnfinished));
+  return {
+      .kind = kind,
+      .round = between(random, kind == Fate::kExits ? 0 : 1, last_round),
+      .point = between(random, 0, 150),
+      .bucket = static_cast<size_t>(between(random, 0, static_cast<int>(world.buckets.size()) - 1)),
+      .is_exception = between(random, 0, 3) > 0};
 }
 
 // The rounds of one rank, until its fate.
@@ -100,6 +98,20 @@ inline void expect_told(const World& world, const std::vector<Fate>& fates,
   }
 }
 
+// Of the only rank that went wrong all others are told exactly what.
+inline void expect_details(const World& world, const Fate& fate, int culprit,
+                           const std::vector<Ending>& endings) {
+  if (fate.kind == Fate::kExits) {
+    expect_everywhere(endings, concat("rank ", culprit, " exited after ", fate.round, " rounds"),
+                      culprit);
+  }
+  if (fate.kind == Fate::kOpThrows) {
+    expect_everywhere(endings, concat("rank ", culprit, " of ", world.ranks, ", round ", fate.round,
+                                      ", bucket '", fate.bucket, "'"));
+    expect_everywhere(endings, "DisturbingOp");
+  }
+}
+
 // What comes after a failure: the module is wrapped again, beside lanes that may still be ending.
 inline void wrap_again(const World& before, Random& random) {
   World world = before;
@@ -119,8 +131,14 @@ inline void wrap_again(const World& before, Random& random) {
 inline void ranks_meet_their_fates(Random& random, const Delays& delays) {
   World world(random, 2, kPatient, kSmall, delays);
   world.buckets[0].slots.push_back(3);  // so that a round can be left unfinished
-  const int rounds = between(random, 1, 3);
-  const std::vector<Fate> fates = draw_fates(random, world, rounds);
+  const int culprit = between(random, -1, world.ranks - 1);  // -1: all may go wrong
+  const int last_round = between(random, 1, 3);
+  const int rounds = culprit < 0 ? last_round : kEndless;
+  std::vector<Fate> fates(world.ranks);
+  for (int rank = 0; rank < world.ranks; ++rank) {
+    if (culprit >= 0 && rank != culprit) continue;
+    fates[rank] = draw_fate(random, world, culprit < 0 ? Fate::kNone : Fate::kAborts, last_round);
+  }
   const uint64_t seed = random();
   Results results(world.ranks);
   const auto endings = run_ranks(world, [&](int rank) {
@@ -131,6 +149,7 @@ inline void ranks_meet_their_fates(Random& random, const Delays& delays) {
       const Fate& own_fate = fates[at];
       if (own_fate.kind == Fate::kOpThrows && now.number == own_fate.round &&
           now.bucket == std::to_string(own_fate.bucket)) {
+        if (!own_fate.is_exception) throw 42;
         throw std::runtime_error(concat("no memory on ", at));
       }
     });
@@ -143,6 +162,7 @@ inline void ranks_meet_their_fates(Random& random, const Delays& delays) {
   });
   check_results(world, results);
   expect_told(world, fates, endings, rounds);
+  if (culprit >= 0) expect_details(world, fates[culprit], culprit, endings);
   if (between(random, 0, 3) == 0) wrap_again(world, random);
 }
 

@@ -21,8 +21,6 @@
 #include "schedules/faults.h"
 #include "schedules/rounds.h"
 #include "stress/dynamic.h"
-#include "stress/gossip.h"
-#include "stress/low_rank.h"
 #include "stress/shared_memory.h"
 #include "stress/sparse.h"
 
@@ -39,20 +37,12 @@ struct Scenario {
 
 constexpr std::array kScenarios{
     Scenario{"rounds end with the right bits", rounds_end_with_the_right_bits, 4},
-    Scenario{"ranks meet their fates", ranks_meet_their_fates, 5},
-    Scenario{"an abort at any moment ends all waits", an_abort_at_any_moment_ends_all_waits, 4},
-    Scenario{"an op that throws is told everywhere", an_op_that_throws_is_told_everywhere, 2},
-    Scenario{"a rank that exits is named", a_rank_that_exits_is_named, 1},
-    Scenario{"engines are destroyed at any moment", engines_are_destroyed_at_any_moment, 2},
+    Scenario{"ranks meet their fates", ranks_meet_their_fates, 15},
     Scenario{"a wait ends at the deadline", a_wait_ends_at_the_deadline, 1},
-    Scenario{"a round left unfinished is told everywhere",
-             a_round_left_unfinished_is_told_everywhere, 1},
     Scenario{"another plan is found before bytes are mixed",
              another_plan_is_found_before_bytes_are_mixed, 1},
     Scenario{"averages keep the sum in any order", averages_keep_the_sum_in_any_order, 3},
     Scenario{"a lane ends at any moment", a_lane_ends_at_any_moment, 2},
-    Scenario{"replicas are the neighbours' weights", replicas_are_the_neighbours_weights, 1},
-    Scenario{"low-rank memories change together", low_rank_memories_change_together, 1},
     Scenario{"sparse memories change together", sparse_memories_change_together, 1},
     Scenario{"jobs of dynamic lanes give equal bits", jobs_of_dynamic_lanes_give_equal_bits, 1},
     Scenario{"a dynamic lane that ends is told to every rank",

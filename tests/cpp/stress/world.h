@@ -102,12 +102,6 @@ class RankEngine {
     if (error) std::rethrow_exception(error);
   }
 
-  void run_round(Random& random) {
-    begin();
-    mark(random);
-    engine_->wait();
-  }
-
  private:
   void mark_one(SlotId slot) {
     world_.point();
