@@ -5,15 +5,16 @@
 //
 // N inputs or S seconds for each target (default: 2 s). FILE: run these inputs of --target instead.
 // An input that fails is written to fuzz-failure-<target>, and its seed and number are printed.
+#include <array>
 #include <chrono>
 #include <csignal>
 #include <fstream>
 #include <iterator>
+#include <random>
 #include <string>
 
 #include <unistd.h>
 
-#include "mutation.h"
 #include "target.h"
 
 extern "C" void __sanitizer_set_death_callback(void (*callback)()) __attribute__((weak));
@@ -23,6 +24,73 @@ namespace {
 
 constexpr unsigned kSecondsPerBatch = 60;  // after which an input counts as one that hangs
 constexpr uint64_t kBatch = 1024;
+
+constexpr size_t kLongestRandom = 512;
+
+// Where decoders have their edges: ends of integer ranges, NaN, infinities, largest and smallest
+// numbers of float, half and bfloat16.
+constexpr std::array<uint64_t, 22> kInteresting{
+    0,          1,          0xff,       0x7f,       0x80,       0xffff,     0x7fff,     0x8000,
+    0xffffffff, 0x7fffffff, 0x80000000, 0x7f800000, 0xff800000, 0x7fc00000, 0x7f7fffff, 0x00000001,
+    0x7c00,     0x7e00,     0x7f80,     ~0ull,      1ull << 63, ~0ull >> 1};
+
+// Changes to a valid input, as libFuzzer makes them, without its knowledge of coverage.
+class Mutation {
+ public:
+  Mutation(uint64_t seed, std::vector<Bytes> examples)
+      : random_(seed), examples_(std::move(examples)) {}
+
+  // Random bytes one time in eight; otherwise an example with one to eight changes.
+  const Bytes& next() {
+    if (examples_.empty() || below(8) == 0) {
+      input_.resize(below(kLongestRandom));
+      for (uint8_t& byte : input_) byte = static_cast<uint8_t>(random_());
+      return input_;
+    }
+    input_ = examples_[below(examples_.size())];
+    for (uint64_t changes = 1 + below(8); changes > 0; --changes) change();
+    return input_;
+  }
+
+ private:
+  uint64_t below(uint64_t bound) { return random_() % bound; }
+  void overwrite(uint64_t value, size_t width) {
+    if (input_.size() < width) return;
+    std::memcpy(input_.data() + below(input_.size() - width + 1), &value, width);
+  }
+  void change() {
+    const size_t size = input_.size();
+    if (size == 0) return input_.push_back(static_cast<uint8_t>(random_()));
+    const size_t from = below(size), count = 1 + below(std::min<size_t>(size - from, 32));
+    switch (below(8)) {
+      case 0:
+        input_[from] ^= static_cast<uint8_t>(1u << below(8));
+        return;
+      case 1:
+        return overwrite(random_(), 1);
+      case 2:
+        return overwrite(kInteresting[below(kInteresting.size())], 2);
+      case 3:
+        return overwrite(kInteresting[below(kInteresting.size())], 4);
+      case 4:
+        return overwrite(kInteresting[below(kInteresting.size())], 8);
+      case 5:  // a piece of it once more, elsewhere
+        std::memmove(input_.data() + below(size - count + 1), input_.data() + from, count);
+        return;
+      case 6:
+        input_.erase(input_.begin() + from, input_.begin() + from + count);
+        return;
+      default: {  // more of it
+        const Bytes piece(input_.begin() + from, input_.begin() + from + count);
+        input_.insert(input_.begin() + below(size), piece.begin(), piece.end());
+      }
+    }
+  }
+
+  std::mt19937_64 random_;
+  const std::vector<Bytes> examples_;
+  Bytes input_;
+};
 
 struct Options {
   uint64_t inputs = 0;

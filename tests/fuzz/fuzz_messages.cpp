@@ -3,21 +3,24 @@
 #include <string>
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
 #include "base/check.h"
 #include "codec/factory.h"
+#include "comm/shm/message_ring.h"
 #include "engine/agreement.h"
 #include "health/failure_board.h"
 #include "hostile.h"
+#include "op/all_reduce_rows.h"
 #include "op/compressed_all_reduce.h"
 #include "op/compressed_gossip.h"
 #include "op/sharded/compressed_all_gather.h"
 #include "op/sharded/compressed_reduce_scatter.h"
 #include "op/sparse.h"
-#include "rows_op.h"
-#include "shared_ring.h"
 
 namespace bagua::fuzz {
 namespace {
@@ -257,6 +260,100 @@ std::vector<Bytes> sparse_ops() {
                          .up_to(200)
                          .put(uint8_t{1}));
     result.push_back(Example().up_to(999).up_to(399).put(checksum).put(uint8_t{0}));
+  }
+  return result;
+}
+
+// Numbers of rows, then indices and values: refused, or added to rows that there are.
+void rows_op(Input input) {
+  const int64_t rows = 1 + input.up_to(300), width = input.up_to(5);
+  const int64_t own = std::min(rows, input.up_to(40));
+  const auto communicator = std::make_shared<HostileCommunicator>(Group{1, 3}, input);
+  const auto gradient = std::make_shared<SparseGradient>();
+  const std::vector<int64_t> sizes{rows, width};
+  gradient->local = at::_sparse_coo_tensor_unsafe(
+      at::arange(own, at::kLong).view({1, own}), at::ones({own, width}), sizes,
+      at::TensorOptions(at::kFloat).layout(at::kSparse), false);
+  AllReduceRows op(communicator, std::make_shared<Scratch>(), gradient, sizes, ReduceOp::kSum);
+  at::Tensor flat = at::zeros({1});
+  try {
+    op.run(flat, {.number = 1, .grad_scale = 1, .bucket = "fuzzed"});
+  } catch (const MismatchError&) {
+    return;
+  }
+  const at::Tensor indices = gradient->result._indices().view({-1});
+  const int64_t count = indices.numel();
+  FUZZ_REQUIRE(count <= rows && gradient->result._values().size(0) == count);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t index = indices.data_ptr<int64_t>()[i];
+    FUZZ_REQUIRE(index >= 0 && index < rows);
+  }
+}
+
+std::vector<Bytes> rows_ops() {
+  std::vector<Bytes> result;
+  for (const uint8_t changes : {0, 1, 3}) {
+    result.push_back(
+        Example().up_to(99).up_to(4).up_to(7).put(changes).up_to(3).put(uint8_t{2}).put(changes));
+  }
+  Example announced;  // three numbers of rows
+  announced.up_to(99).up_to(4).up_to(2).put(uint8_t{0xff});
+  for (const int64_t number : {5, 2, 0}) announced.put(number);
+  result.push_back(announced.put(uint8_t{0}));
+  return result;
+}
+
+constexpr size_t kRingBytes = 1024;
+
+// Whatever the other rank's counters and its ring hold, a message is refused or read into its
+// place, and one that is sent stays inside the ring.
+void shared_ring(Input input) {
+  RankState mine, theirs;
+  const auto ring = exactly<std::byte>(kRingBytes);
+  const auto bytes = static_cast<uint64_t>(input.up_to(3 * kRingBytes));
+  const auto memory = exactly<std::byte>(bytes);
+  const bool reads = input.take<uint8_t>() % 2 == 0;
+  Moving message{.data = memory.get(), .bytes = bytes, .dtype = at::kByte, .peer = 1};
+  RingReader reader(mine, theirs, ring.get(), kRingBytes, 0, 1);
+  RingWriter writer(mine, theirs, ring.get(), kRingBytes, 0, 1);
+  try {
+    for (int step = 0; step < 8 && !message.is_done(); ++step) {
+      const auto number = input.take<uint8_t>() % 4 == 0
+                              ? input.take<uint64_t>()
+                              : static_cast<uint64_t>(input.up_to(4 * kRingBytes));
+      if (reads) {
+        input.take_into(ring.get(), kRingBytes);
+        theirs.channels[0].sent.store(number);
+        reader.pull(message);
+      } else {
+        theirs.channels[0].taken.store(number);
+        writer.push(message);
+      }
+      FUZZ_REQUIRE(message.done <= message.bytes);
+    }
+  } catch (const Error&) {
+    FUZZ_REQUIRE(message.done <= message.bytes);
+  }
+}
+
+std::vector<Bytes> shared_rings() {
+  std::vector<Bytes> result;
+  for (const int64_t bytes : {0, 1, 100, 900, 1500, 3000}) {
+    Example sent;
+    sent.up_to(bytes).put(uint8_t{0});
+    for (uint64_t shown = 512; shown <= 2048; shown += 512) {
+      const MessageHeader header{.number = 1,
+                                 .bytes = static_cast<uint64_t>(bytes),
+                                 .dtype = static_cast<int32_t>(at::kByte)};
+      std::byte ring[kRingBytes] = {};
+      std::memcpy(ring, &header, sizeof header);
+      sent.put(uint8_t{1}).up_to(static_cast<int64_t>(shown)).put_from(ring, sizeof ring);
+    }
+    result.push_back(sent);
+    Example taken;
+    taken.up_to(bytes).put(uint8_t{1});
+    for (int64_t seen = 0; seen < 4; ++seen) taken.put(uint8_t{1}).up_to(512 * seen);
+    result.push_back(taken);
   }
   return result;
 }

@@ -1,5 +1,5 @@
-// A fuzz target: one decoder, given arbitrary bytes. The driver (driver.cpp, or clang's libFuzzer
-// through libfuzzer.cpp) makes the inputs; sanitizers and FUZZ_REQUIRE say what is wrong.
+// A fuzz target: one decoder, given arbitrary bytes. driver.cpp makes the inputs; sanitizers and
+// FUZZ_REQUIRE say what is wrong.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +40,6 @@ class Input {
     if (size > there) std::memset(static_cast<uint8_t*>(out) + there, 0, size - there);
     bytes_ = bytes_.subspan(there);
   }
-  std::span<const uint8_t> rest() const { return bytes_; }
 
  private:
   std::span<const uint8_t> bytes_;
