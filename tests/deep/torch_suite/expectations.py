@@ -30,7 +30,6 @@ PRIVATE_MEMBERS = [
     "test_different_graph_across_ranks",
     "test_skip_all_reduce_unused_parameters",
     "test_static_graph_api_cpu",
-    "test_sync_bn_logged",
     "test_verify_model_across_rank_with_logger",
 ]
 
@@ -41,7 +40,6 @@ NOT_HERE = {
     "test_ddp_logging_data_gpu": "asks for the index of a GPU",
     "test_ddp_has_finalized": "torch skips it",
     "test_ddp_profiling_execution_trace": "torch skips it",
-    "test_ddp_sync_bn_training_vs_eval": "torch skips it",
 }
 
 SUITE = Path(torch.__file__).parent / "testing/_internal/distributed/distributed_test.py"
@@ -60,17 +58,19 @@ def _functions():
     return functions
 
 
-def ddp_tests():
-    """The tests that make a DistributedDataParallel, by themselves or by a function they call."""
-    functions = _functions()
-    users = {"DistributedDataParallel"}
-    while more := {name for name, used in functions.items() if used & users} - users:
+def _users_of(*names):
+    """The tests that use one of the names, by themselves or by a function they call."""
+    users = set(names)
+    while more := {name for name, used in FUNCTIONS.items() if used & users} - users:
         users |= more
     return {name for name in users if name.startswith("test_")}
 
 
+FUNCTIONS = _functions()
+#: Tests that make a DistributedDataParallel, without those of SyncBatchNorm, which needs a GPU.
+DDP_TESTS = _users_of("DistributedDataParallel") - _users_of("SyncBatchNorm")
 #: All others: those of another version of torch need no list.
-TESTS = sorted(ddp_tests() - {*PRIVATE_MEMBERS, *NOT_HERE})
+TESTS = sorted(DDP_TESTS - {*PRIVATE_MEMBERS, *NOT_HERE})
 
 # Why ours does not pass a test.
 #: Tests that look for events of gloo, which ranks of one host do not use by default.

@@ -9,7 +9,6 @@ import functools
 import os
 
 import torch
-from deep.torch_suite import cpu_sync_batch_norm
 from torch.overrides import TorchFunctionMode
 
 RANKS = 2
@@ -96,7 +95,6 @@ def cuda_calls_are_nothing(name):
     torch._C._nn._parse_to = lambda *args, **kwargs: parse_to(
         *map(_on_cpu, args), **{name: _on_cpu(value) for name, value in kwargs.items()}
     )
-    cpu_sync_batch_norm.install(torch.nn.parallel.DistributedDataParallel)
     with _CpuForCuda():
         yield
 
