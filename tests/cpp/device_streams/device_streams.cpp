@@ -153,7 +153,8 @@ void sparse_messages_need_kernels() {
 
 // Infinity passes through every op to the result, and no memory changes.
 void what_is_not_finite_is_seen_without_waiting() {
-  for (const std::string name : {"low rank", "low rank by ATen", "sparse", "error feedback"}) {
+  for (const std::string name :
+       {"low rank Float", "low rank by ATen Float", "sparse Float", "error feedback Float"}) {
     bool found = false;
     for (const Subject& subject : subjects()) {
       if (subject.name != name) continue;
@@ -260,7 +261,7 @@ void results_of_an_aborted_collective_are_not_used() {
   for (const std::string call : {"wait", "begin_round", "settle"}) {
     const auto comm = std::make_shared<AbortableCommunicator>(kRanks);
     Subject subject = subjects().front();
-    subject.make = [&](at::Device) { return std::make_shared<AllReduce>(comm, ReduceOp::kAvg); };
+    subject.make = [&](const Place&) { return std::make_shared<AllReduce>(comm, ReduceOp::kAvg); };
     const std::vector<at::Tensor> flats = make_flats(subject, kFake);
     const std::unique_ptr<Engine> engine = make_engine(subject, flats, {comm, nullptr});
     const auto round = [&] {

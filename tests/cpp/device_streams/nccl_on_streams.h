@@ -140,7 +140,7 @@ void partial_sums_do_not_reach_the_weights(const std::string& library) {
   const std::vector<Nccl> ranks = connect_two(library);
   const auto comm = std::make_shared<NcclOnStreams>(ranks[0]);
   Subject subject = subjects().front();
-  subject.make = [&](at::Device) { return std::make_shared<AllReduce>(comm, ReduceOp::kAvg); };
+  subject.make = [&](const Place&) { return std::make_shared<AllReduce>(comm, ReduceOp::kAvg); };
   const std::vector<at::Tensor> flats = make_flats(subject, kFake);
   const std::unique_ptr<Engine> engine = make_engine(subject, flats, {comm, nullptr});
   const int before = fake_nccl_count("ncclAllReduce");
@@ -193,12 +193,12 @@ void lanes_do_not_wait_for_each_others_network(const std::string& library) {
   std::array<Marked::Mark, 2> marks;
   int made = 0;
   Subject subject = subjects().front();
-  subject.make = [&](at::Device device) -> std::shared_ptr<BucketOp> {
+  subject.make = [&](const Place& place) -> std::shared_ptr<BucketOp> {
     Marked::Mark& mark = marks.at(made);
     if (made++ == 0)
       return std::make_shared<Marked>(std::make_shared<AllReduce>(comm, ReduceOp::kSum), mark);
     return std::make_shared<Marked>(
-        std::make_shared<CompressedAllReduce>(loopback(), codec_on(device, "block_uint8"),
+        std::make_shared<CompressedAllReduce>(loopback(), codec_on(place.device, "block_uint8"),
                                               std::make_shared<Scratch>(), ReduceOp::kSum),
         mark);
   };

@@ -4,11 +4,10 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include <ATen/ops/arange.h>
-#include <ATen/ops/tensor.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
 #include "codec/factory.h"
@@ -50,12 +49,22 @@ class OnStream {
   c10::StreamGuard guard_;
 };
 
-// One op on one device, and its bucket of two slots.
+// A rank's communicator, and its bucket: where, and how many elements.
+struct Place {
+  std::shared_ptr<Communicator> communicator;
+  at::Device device;
+  int64_t numel;
+
+  Group group() const { return communicator->group(); }
+};
+
+// An op, and its bucket of two slots.
 struct Subject {
   std::string name;
   at::ScalarType dtype;
   double tolerance;  // 0: the same bits as on CPU
-  std::function<std::shared_ptr<BucketOp>(at::Device)> make;
+  std::function<std::shared_ptr<BucketOp>(const Place&)> make;
+  std::string work;  // its name where its work is counted; empty: it is not
 };
 
 at::Tensor zeros_on(at::Device device, int64_t numel, at::ScalarType dtype = at::kFloat) {
@@ -93,129 +102,188 @@ at::Tensor gradient(int64_t round) {
   return result;
 }
 
+at::Tensor counter() { return at::zeros({1}, at::kLong); }
+
+// Zeros in float32 beside a bucket.
+at::Tensor zeros_at(const Place& place, int64_t numel) { return zeros_on(place.device, numel); }
+
+std::shared_ptr<NeighborAverage> complete_graph(const Place& place) {
+  std::vector<MixingTerm> terms;
+  const auto [own, size] = place.group();
+  for (int other = 0; other < size; ++other) {
+    if (other != own) terms.push_back({other, 1.0 / size});
+  }
+  return std::make_shared<NeighborAverage>(place.communicator, 1.0 / size, terms,
+                                           std::make_shared<Scratch>());
+}
+
+// Of vectors, and one matrix.
+std::shared_ptr<UpdateMomentum> momentum_of_slots(const Place& place) {
+  constexpr int64_t kSlots = 50;
+  const int64_t numel = place.numel / kSlots;
+  std::vector<SlotMomentum> slots;
+  for (int64_t slot = 0; slot < kSlots; ++slot) {
+    const at::Tensor memory = at::full({numel}, 0.1 * static_cast<double>(slot)).to(place.device);
+    slots.push_back({memory, slot * numel, {1}});
+  }
+  slots[1] = {slots[1].memory.narrow(0, 0, 600).view({20, 30}), numel, {1, 20}};
+  return std::make_shared<UpdateMomentum>(std::move(slots), at::full({kSlots}, 0.9, at::kDouble),
+                                          std::make_shared<Scratch>());
+}
+
+// Blocks of two matrices and two vectors, as of a transformer: matrices of one shape are at equal
+// distances.
+std::vector<LowRankMatrix> blocks(int64_t numel) {
+  constexpr int64_t kMatrix = 40000, kFirstVector = 200, kSecondVector = 100, kRank = 2;
+  std::vector<LowRankMatrix> matrices;
+  int64_t at = 0;
+  while (at + 2 * kMatrix + kFirstVector + kSecondVector <= numel) {
+    matrices.push_back({at, 200, 200, kRank});
+    matrices.push_back({at + kMatrix + kFirstVector, 100, 400, kRank});
+    at += 2 * kMatrix + kFirstVector + kSecondVector;
+  }
+  return matrices;
+}
+
+std::shared_ptr<LowRank> low_rank(const Place& place, const std::vector<LowRankMatrix>& matrices,
+                                  bool error_feedback, bool has_kernels) {
+  int64_t queries = 0;
+  for (const LowRankMatrix& m : matrices) queries += m.columns * m.rank;
+  const at::Tensor first = at::arange(queries, at::kFloat).mul_(0.01).sin_().to(place.device);
+  LowRankOptions options{.warm_start = true, .error_feedback = error_feedback, .seed = 7};
+  if (has_kernels) options.kernels = std::make_shared<NotingLowRank>();
+  return std::make_shared<LowRank>(
+      place.communicator, std::make_shared<Scratch>(), place.numel, matrices, options,
+      memory({zeros_at(place, error_feedback ? place.numel : 0), first, counter()}));
+}
+
 std::vector<Subject> subjects() {
   std::vector<Subject> all;
-  const auto add = [&](const std::string& name, at::ScalarType dtype, double tolerance, auto make) {
-    all.push_back({name, dtype, tolerance, make});
+  const auto add = [&](const std::string& name, at::ScalarType dtype, auto make,
+                       const std::string& work = "") {
+    all.push_back(
+        {name + " " + c10::toString(dtype), dtype, 0, make, dtype == at::kFloat ? work : ""});
   };
-  const auto counter = [] { return at::zeros({1}, at::kLong); };
-  add("all_reduce", at::kFloat, 0,
-      [](at::Device) { return std::make_shared<AllReduce>(loopback(), ReduceOp::kAvg); });
+  add(
+      "all_reduce", at::kFloat,
+      [](const Place& place) {
+        return std::make_shared<AllReduce>(place.communicator, ReduceOp::kAvg);
+      },
+      "all_reduce");
   for (const std::string& name : codec_names()) {
     for (const at::ScalarType dtype : {at::kFloat, at::kHalf, at::kDouble}) {
-      add(name + " " + c10::toString(dtype), dtype, 0, [name, dtype](at::Device device) {
-        return std::make_shared<CompressedAllReduce>(loopback(), codec_on(device, name),
-                                                     std::make_shared<Scratch>(), ReduceOp::kAvg,
-                                                     static_cast<Checksum>(dtype == at::kHalf));
-      });
+      add(
+          name, dtype,
+          [=](const Place& place) {
+            return std::make_shared<CompressedAllReduce>(
+                place.communicator, codec_on(place.device, name), std::make_shared<Scratch>(),
+                ReduceOp::kAvg, static_cast<Checksum>(dtype == at::kHalf));
+          },
+          "compressed_all_reduce " + name);
     }
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
-      add("gossip of " + name + " " + c10::toString(dtype), dtype, 0, [name](at::Device device) {
-        const Replicas replicas{zeros_on(device, kNumel), zeros_on(device, kNumel),
-                                zeros_on(device, kNumel)};
-        return std::make_shared<CompressedGossip>(loopback(), codec_on(device, name),
-                                                  std::make_shared<Scratch>(), replicas,
-                                                  MixingWeights{1.0 / 3, 1.0 / 3}, Checksum::kOn);
-      });
+      add(
+          "gossip of " + name, dtype,
+          [=](const Place& place) {
+            const auto replica = [&] { return zeros_at(place, place.numel); };
+            return std::make_shared<CompressedGossip>(
+                place.communicator, codec_on(place.device, name), std::make_shared<Scratch>(),
+                Replicas{replica(), replica(), replica()}, MixingWeights{1.0 / 3, 1.0 / 3},
+                static_cast<Checksum>(dtype == at::kBFloat16));
+          },
+          "compressed_gossip " + name);
     }
-  }
-  for (const std::string& name : codec_names()) {
     for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
-      const std::string suffix = std::string(" ") + c10::toString(dtype);
-      add(name + " with error feedback" + suffix, dtype, 0, [=](at::Device device) {
-        const auto residuals =
-            memory({zeros_on(device, kNumel), counter(), zeros_on(device, kNumel / kRanks)});
-        return std::make_shared<CompressedAllReduce>(
-            loopback(), codec_on(device, name), std::make_shared<Scratch>(), ReduceOp::kAvg,
-            Checksum::kOff, TwoResiduals{.memory = residuals, .padding = 5});
-      });
+      add(
+          name + " with error feedback", dtype,
+          [=](const Place& place) {
+            const auto residuals = memory({zeros_at(place, place.numel), counter(),
+                                           zeros_at(place, place.numel / place.group().size)});
+            return std::make_shared<CompressedAllReduce>(
+                place.communicator, codec_on(place.device, name), std::make_shared<Scratch>(),
+                ReduceOp::kAvg, Checksum::kOff,
+                TwoResiduals{.memory = residuals, .padding = dtype == at::kHalf ? 5 : 0});
+          },
+          name == "minmax_uint8" || name == "int4_block"
+              ? "compressed_all_reduce " + name + " with residuals"
+              : "");
     }
-    add("reduce-scatter of " + name, at::kFloat, 0, [=](at::Device device) {
-      return std::make_shared<CompressedReduceScatter>(loopback(), codec_on(device, name),
-                                                       std::make_shared<Scratch>(), 3.0, nullptr,
-                                                       Checksum::kOn);
-    });
-    add("reduce-scatter with error feedback of " + name, at::kHalf, 0, [=](at::Device device) {
+    add("reduce-scatter of " + name, at::kFloat, [=](const Place& place) {
       return std::make_shared<CompressedReduceScatter>(
-          loopback(), codec_on(device, name), std::make_shared<Scratch>(), 3.0,
-          memory({zeros_on(device, kNumel), counter()}));
+          place.communicator, codec_on(place.device, name), std::make_shared<Scratch>(), 3.0,
+          nullptr, Checksum::kOn);
     });
-    add("all-gather of " + name, at::kFloat, 0, [=](at::Device device) {
-      return std::make_shared<CompressedAllGather>(loopback(), codec_on(device, name),
+    add("reduce-scatter with error feedback of " + name, at::kHalf, [=](const Place& place) {
+      return std::make_shared<CompressedReduceScatter>(
+          place.communicator, codec_on(place.device, name), std::make_shared<Scratch>(), 3.0,
+          memory({zeros_at(place, place.numel), counter()}));
+    });
+    add("all-gather of " + name, at::kFloat, [=](const Place& place) {
+      return std::make_shared<CompressedAllGather>(place.communicator, codec_on(place.device, name),
                                                    std::make_shared<Scratch>(), Checksum::kOn);
     });
   }
   for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
-    add(std::string("sharded hierarchical ") + c10::toString(dtype), dtype, 0, [](at::Device) {
-      const auto between = std::make_shared<AllReduce>(loopback(), ReduceOp::kAvg);
+    add("sharded hierarchical", dtype, [](const Place& place) {
+      const auto between = std::make_shared<AllReduce>(place.communicator, ReduceOp::kAvg);
       return std::make_shared<ShardedHierarchical>(
-          loopback(), std::vector<std::shared_ptr<BucketOp>>{between, nullptr, nullptr},
+          place.communicator, std::vector<std::shared_ptr<BucketOp>>{between, nullptr, nullptr},
           std::make_shared<Scratch>(), NodeShare{.ranks = 7, .nodes = 2, .op = ReduceOp::kAvg});
     });
+    add(
+        "gossip", dtype,
+        [](const Place& place) {
+          std::vector<int> node_sizes;
+          for (int node = place.group().size; node > 0; --node) node_sizes.push_back(node);
+          return std::make_shared<Gossip>(place.communicator, counter(), node_sizes,
+                                          std::make_shared<Scratch>());
+        },
+        "gossip");
+    add("neighbor average", dtype, complete_graph, "neighbor_average");
   }
-  add("average weights", at::kFloat, 0, [=](at::Device device) {
-    auto inner = std::make_shared<AllReduce>(loopback(), ReduceOp::kAvg);
-    return std::make_shared<AverageWeights>(zeros_on(device, kNumel), counter(), inner);
+  add("average weights", at::kFloat, [](const Place& place) {
+    auto inner = std::make_shared<AllReduce>(place.communicator, ReduceOp::kAvg);
+    return std::make_shared<AverageWeights>(zeros_at(place, place.numel), counter(), inner);
   });
-  for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
-    const std::string suffix = std::string(" ") + c10::toString(dtype);
-    add("gossip" + suffix, dtype, 0, [=](at::Device) {
-      return std::make_shared<Gossip>(loopback(), counter(), std::vector<int>{3, 2, 1},
-                                      std::make_shared<Scratch>());
-    });
-    add("neighbor average" + suffix, dtype, 0, [](at::Device) {
-      return std::make_shared<NeighborAverage>(loopback(), 0.5,
-                                               std::vector<MixingTerm>{{1, 0.2}, {2, 0.3}},
-                                               std::make_shared<Scratch>());
-    });
+  add("momentum", at::kFloat, momentum_of_slots, "update_momentum");
+  for (const Checksum checksum : {Checksum::kOff, Checksum::kOn}) {
+    add(
+        checksum == Checksum::kOn ? "sparse with a checksum" : "sparse", at::kFloat,
+        [=](const Place& place) {
+          return std::make_shared<Sparse>(
+              place.communicator, std::make_shared<Scratch>(), place.numel, place.numel / 100,
+              memory({zeros_at(place, place.numel), counter()}), noting_sparse_options(checksum));
+        },
+        checksum == Checksum::kOn ? "" : "sparse");
   }
-  add("momentum", at::kFloat, 0, [](at::Device device) {
-    const at::Tensor memory = gradient(5).to(device);
-    std::vector<SlotMomentum> slots{{memory.narrow(0, 0, 1000), 0, {1}},
-                                    {memory.narrow(0, 1000, 600).view({20, 30}), 1000, {1, 20}}};
-    return std::make_shared<UpdateMomentum>(std::move(slots), at::tensor({0.9, 0.3}, at::kDouble),
-                                            std::make_shared<Scratch>());
+  add("error feedback", at::kFloat, [](const Place& place) {
+    return std::make_shared<ErrorFeedbackAllReduce>(
+        place.communicator, std::make_shared<Scratch>(), place.numel,
+        memory({gradient(9).to(place.device), counter()}));
   });
   // Three matrices of equal shape at equal distances, two closer, and others in between.
   const std::vector<LowRankMatrix> several{
       {0, 100, 50, 2},     {5000, 30, 20, 1},   {10000, 100, 50, 2}, {20000, 100, 50, 2},
       {26000, 100, 50, 2}, {32000, 100, 60, 2}, {38100, 30, 20, 1},  {kNumel - 5100, 100, 50, 2}};
-  for (const auto& [name, matrices, tolerance] :
-       {std::tuple{std::string("low rank"), std::vector<LowRankMatrix>{{0, 400, 500, 2}}, 1e-4},
-        std::tuple{std::string("low rank of several"), several, 1e-4},
-        std::tuple{std::string("low rank of none"), std::vector<LowRankMatrix>{}, 0.0}}) {
-    for (const bool error_feedback : {true, false}) {
-      for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
-        const std::string suffix =
-            concat(error_feedback ? " " : " without error feedback ", c10::toString(dtype));
-        const bool known = dtype == at::kFloat && error_feedback;
-        const double off = dtype == at::kHalf && tolerance > 0 ? 1e-3 : tolerance;
-        for (const bool has_kernels : {true, false}) {
-          const std::string by = has_kernels ? "" : " by ATen";
-          add((known ? name : name + suffix) + by, dtype, off, [=](at::Device device) {
-            int64_t queries = 0;
-            for (const LowRankMatrix& m : matrices) queries += m.columns * m.rank;
-            at::Tensor first = at::arange(queries, at::kFloat).mul_(0.01).sin_().to(device);
-            const int64_t errors = error_feedback ? kNumel : 0;
-            LowRankOptions options{.warm_start = true, .error_feedback = error_feedback, .seed = 7};
-            if (has_kernels) options.kernels = std::make_shared<NotingLowRank>();
-            return std::make_shared<LowRank>(loopback(), std::make_shared<Scratch>(), kNumel,
-                                             matrices, options,
-                                             memory({zeros_on(device, errors), first, counter()}));
-          });
-        }
-      }
-    }
+  for (const bool has_kernels : {true, false}) {
+    const std::string by = has_kernels ? "" : " by ATen";
+    const auto add_low_rank = [&](const std::string& name, at::ScalarType dtype, double tolerance,
+                                  auto make_matrices, bool error_feedback) {
+      add(
+          name + by, dtype,
+          [=](const Place& place) {
+            return low_rank(place, make_matrices(place.numel), error_feedback, has_kernels);
+          },
+          has_kernels && name == "low rank" ? "low_rank" : "");
+      all.back().tolerance = tolerance;
+    };
+    const auto of_several = [several](int64_t) { return several; };
+    const auto of_none = [](int64_t) { return std::vector<LowRankMatrix>{}; };
+    add_low_rank("low rank", at::kFloat, 1e-4, blocks, true);
+    add_low_rank("low rank of several", at::kHalf, 1e-3, of_several, true);
+    add_low_rank("low rank without error feedback", at::kFloat, 1e-4, of_several, false);
+    add_low_rank("low rank of none", at::kFloat, 0, of_none, true);
   }
-  add("sparse", at::kFloat, 0, [=](at::Device device) {
-    return std::make_shared<Sparse>(loopback(), std::make_shared<Scratch>(), kNumel, 500,
-                                    memory({zeros_on(device, kNumel), counter()}),
-                                    noting_sparse_options(Checksum::kOn));
-  });
-  add("error feedback", at::kFloat, 0, [=](at::Device device) {
-    return std::make_shared<ErrorFeedbackAllReduce>(loopback(), std::make_shared<Scratch>(), kNumel,
-                                                    memory({gradient(9).to(device), counter()}));
-  });
   return all;
 }
 
@@ -235,7 +303,7 @@ std::unique_ptr<Engine> make_engine(const Subject& subject, const std::vector<at
       bucket.slots.push_back(
           {concat("slot", i, "/", slot), slot * kNumel / 2, {kNumel / 2}, {1}, Adopt::kNone, {}});
     }
-    bucket.ops.push_back(subject.make(flats[i].device()));
+    bucket.ops.push_back(subject.make({loopback(), flats[i].device(), kNumel}));
     lanes[i].buckets.push_back(std::move(bucket));
     lanes[i].communicators.push_back(counting(of_lanes[i]));
   }
