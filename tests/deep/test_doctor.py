@@ -119,9 +119,9 @@ def test_a_cut_link_names_its_two_ranks():
 def test_a_rank_that_never_reaches_the_store_is_named_on_both_sides():
     with network.Network(3) as link:
         link.set_link(2, "down")
-        ends = examine_on(link)
+        ends = examine_on(link, arguments=["--start", "5"])
     assert [end.returncode for end in ends] == [1, 1, 1]
-    assert "BROKEN: rank 0 of 3: rank 2 did not come within 20 s" in ends[0].stderr
+    assert "BROKEN: rank 0 of 3: rank 2 did not come within 5 s" in ends[0].stderr
     assert "BROKEN: rank 1" in ends[1].stderr
     assert "BROKEN: rank 2 of 3" in ends[2].stderr
     assert "cannot reach the job's store at 10.99.0.1:29500" in ends[2].stderr
@@ -159,12 +159,10 @@ examine.measure = announced
 @needs_namespaces
 def test_a_limit_of_the_users_holds_for_every_link():
     with network.Network(2, rate_mbit=40) as link:
-        good = examine_on(link, arguments=["--at-least", "2"])
-        bad = examine_on(link, arguments=["--at-least", "20"])
-    assert [end.returncode for end in good] == [0, 0], good[0].stdout
-    assert [end.returncode for end in bad] == [1, 1]
-    assert "the link between ranks 0 and 1 (" in words(bad[0].stdout)
-    assert "is slow: 4." in words(bad[0].stdout)
+        ends = examine_on(link, arguments=["--at-least", "20"])
+    assert [end.returncode for end in ends] == [1, 1]
+    assert "the link between ranks 0 and 1 (" in words(ends[0].stdout)
+    assert "is slow: 4." in words(ends[0].stdout)
 
 
 FAULTS = {
@@ -179,10 +177,6 @@ FAULTS = {
     "result": (
         "if rank == 1: sums._input = lambda rank: sums.torch.ones(sums.ELEMENTS)",
         r"BROKEN: the exact all-reduce is wrong on ranks 0, 1: relative error",
-    ),
-    "hanging": (
-        "if rank == 1: examine.measure = lambda *_: (time.sleep(40), os._exit(9))",
-        r"BROKEN: rank 1 \(\S+\) has stopped answering",
     ),
 }
 

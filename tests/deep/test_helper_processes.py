@@ -45,8 +45,7 @@ def lose_a_rank_with_a_helper(how):
         os.kill(helper, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shm"])
-@pytest.mark.parametrize("how", ["fork", "exec"])
+@pytest.mark.parametrize(("how", "transport"), [("fork", "shm"), ("exec", "gloo")])
 def test_a_helper_that_outlives_its_rank_does_not_delay_the_news(how, transport, run_script):
     script = (
         f"import sys; sys.path.insert(0, {TESTS!r})\n"

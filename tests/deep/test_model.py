@@ -119,35 +119,18 @@ def test_a_mistake_in_the_model_is_found(mistake, definitions, seen, tmp_path):
     assert seen in words
 
 
-large = pytest.mark.skipif(not LARGE, reason="takes hours: BAGUA_TEST_LARGE_MODELS=1")
-
-
-@large
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.skipif(not LARGE, reason="takes hours: BAGUA_TEST_LARGE_MODELS=1")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_wait_ends_in_two_rounds_with_an_exchange(fault, transport, tmp_path):
-    errors, _, words = search(tmp_path, f"FAULT={fault}", f"TRANSPORT={transport}", "EXCHANGE")
-    assert errors == 0, words
-
-
-@large
-@pytest.mark.parametrize("fault", FAULTS)
-def test_every_wait_of_three_ranks_with_two_lanes_ends(fault, tmp_path):
-    # Slots in any order with two ranks; here, where something fails, in the plan's.
-    size = ("ROUNDS=1",) if fault == "NONE" else (*SHORT, "IN_ORDER")
-    errors, _, words = search(tmp_path, "RANKS=3", f"FAULT={fault}", *size)
-    assert errors == 0, words
-
-
-@large
-@pytest.mark.parametrize("fault", FAULTS)
-def test_steps_of_the_model_that_are_merged_hide_nothing(fault, tmp_path):
-    errors, _, words = search(tmp_path, f"FAULT={fault}", "FINE", *SHORT)
-    assert errors == 0, words
-
-
-@large
-@pytest.mark.parametrize("fault", FAULTS)
-def test_no_large_execution_goes_on_for_ever(fault, tmp_path):
-    errors, _, words = search(tmp_path, f"FAULT={fault}", "ROUNDS=1", cycles=True)
+@pytest.mark.parametrize(
+    ("definitions", "cycles"),
+    [
+        *((["EXCHANGE", f"TRANSPORT={transport}"], False) for transport in TRANSPORTS),
+        (["RANKS=3", *SHORT, "IN_ORDER"], False),
+        (["FINE", *SHORT], False),  # without the steps that are merged elsewhere
+        (["ROUNDS=1"], True),
+    ],
+    ids=str,
+)
+def test_every_wait_ends_in_larger_models(fault, definitions, cycles, tmp_path):
+    errors, _, words = search(tmp_path, f"FAULT={fault}", *definitions, cycles=cycles)
     assert errors == 0, words

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from bagua import _C
 from bagua._core.group import connections as _transport
 from support.programs.fake_nccl import FakeCuda, FakeNccl
+from support.threads.thread_ranks import run_threads
 
 CUDA = torch.device("cuda", 1)
 TIMEOUT = 0.4
@@ -100,24 +101,18 @@ def work_behind_a_long_kernel_of_the_caller_is_not_late():
             assert comm.failure() is None
             nccl.release()
         until_done()
-        return comm.rank, comm.failure(), host[0].item()
+        return comm.failure(), host[0].item()
 
-    # Rank 1's call has begun at once, so its timeout is long.
     store = dist.HashStore()
-    outcomes = {}
+    outcomes = [None, None]
 
-    def rank_of(rank, timeout):
+    def rank_of(rank):
         nccl.begin_thread()
+        timeout = [TIMEOUT, 60][rank]  # rank 1's call has begun at once
         outcomes[rank] = run(nccl.connect(store, rank, 2, timeout, CUDA))
 
-    threads = [
-        threading.Thread(target=rank_of, args=args, daemon=True) for args in [(0, TIMEOUT), (1, 60)]
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert outcomes == {0: (0, None, 2.0), 1: (1, None, 2.0)}, outcomes
+    run_threads(2, rank_of)
+    assert outcomes == [(None, 2.0)] * 2
 
 
 def a_failure_ends_a_communicator_whose_device_cannot_be_set():
@@ -218,11 +213,7 @@ def on_ranks(function):
         except Exception as error:  # noqa: BLE001 - the cases look at it
             results[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(2, run)
     return results
 
 
@@ -277,7 +268,7 @@ def a_process_may_end_with_communicators_and_work_in_flight():
     cuda.hold(1)
     nccl.run(2, run, 60, CUDA)
     sys.modules["kept"] = kept
-    raise SystemExit(3)
+    raise SystemExit(0)
 
 
 if __name__ == "__main__":
