@@ -152,8 +152,6 @@ uint64_t combine(const uint64_t (&values)[kLanes], uint32_t ballot, const Thread
              ", which is not in its mask");
       }
       return values[thread.lane];
-    case WarpOperation::kAny:
-      return ballot != 0;
     case WarpOperation::kAll:
       return ballot == thread.mask;
     default:

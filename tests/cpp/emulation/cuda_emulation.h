@@ -88,7 +88,7 @@ using Location = std::source_location;
 
 void sync_threads(const Location& location);
 
-enum class WarpOperation { kSync, kShuffle, kAny, kAll, kBallot };
+enum class WarpOperation { kSync, kShuffle, kAll, kBallot };
 
 // What the lane receives of the values of all lanes of the mask; `lane`: whose value, of a shuffle.
 uint64_t warp_operation(WarpOperation operation, unsigned mask, uint64_t value, unsigned lane,
@@ -177,23 +177,6 @@ T __shfl_xor_sync(
     const bagua::emulation::Location& location = bagua::emulation::Location::current()) {
   return bagua::emulation::shuffle(
       mask, value, bagua::emulation::lane() ^ static_cast<unsigned>(bits), location);
-}
-
-// A lane whose source lies behind the warp's last receives its own value.
-template <typename T>
-T __shfl_down_sync(
-    unsigned mask, T value, unsigned distance,
-    const bagua::emulation::Location& location = bagua::emulation::Location::current()) {
-  const unsigned source = bagua::emulation::lane() + distance;
-  return bagua::emulation::shuffle(mask, value, source < 32 ? source : bagua::emulation::lane(),
-                                   location);
-}
-
-inline int __any_sync(
-    unsigned mask, int predicate,
-    const bagua::emulation::Location& location = bagua::emulation::Location::current()) {
-  return static_cast<int>(
-      warp_operation(bagua::emulation::WarpOperation::kAny, mask, predicate != 0, 0, location));
 }
 
 inline int __all_sync(

@@ -111,7 +111,6 @@ BAGUA_PTX_COMPARE(gt, a > b)
 BAGUA_PTX_COMPARE(ge, a >= b)
 BAGUA_PTX_COMPARE(num, a == a && b == b)
 BAGUA_PTX_COMPARE(nan, a != a || b != b)
-BAGUA_PTX_COMPARE(equ, a != a || b != b || a == b)
 BAGUA_PTX_COMPARE(neu, a != b)
 BAGUA_PTX_COMPARE(ltu, !(a >= b))
 BAGUA_PTX_COMPARE(leu, !(a > b))
@@ -122,10 +121,6 @@ BAGUA_PTX_COMPARE(geu, !(a < b))
 template <typename T, typename A, typename B>
 T op_div(A a, B b) {
   return number<T>(a) / number<T>(b);
-}
-template <typename T, typename A, typename B>
-T op_rem(A a, B b) {
-  return number<T>(a) % number<T>(b);
 }
 
 // Of floats: a NaN gives way, and -0 is below +0.
@@ -188,14 +183,6 @@ auto op_neg(A a) {
     return static_cast<Bits>(a ^ kSign<T>);
   else
     return static_cast<Bits>(0 - static_cast<Wrapping<T>>(a));
-}
-template <typename T, typename A>
-auto op_abs(A a) {
-  using Bits = decltype(bits(T{}));
-  if constexpr (std::is_floating_point_v<T>)
-    return static_cast<Bits>(a & ~kSign<T>);
-  else
-    return number<T>(a) < 0 ? op_neg<T>(a) : static_cast<Bits>(a);
 }
 template <typename T, typename A>
 T op_not(A a) {
@@ -376,22 +363,12 @@ T op_shfl_sync_idx(b64 value, b64 lane, b64, b64 mask,
   return shuffled<T>(value, static_cast<b32>(lane) % 32, mask, location);
 }
 template <typename T>
-T op_shfl_sync_down(b64 value, b64 distance, b64, b64 mask,
-                    const Location& location = Location::current()) {
-  const b32 source = emulation::lane() + static_cast<b32>(distance);
-  return shuffled<T>(value, source < 32 ? source : emulation::lane(), mask, location);
-}
-template <typename T>
 T op_vote_sync_ballot(pred value, b64 mask, const Location& location = Location::current()) {
   return emulation::warp_operation(WarpOperation::kBallot, mask, value, 0, location);
 }
 template <typename T>
 T op_vote_sync_all(pred value, b64 mask, const Location& location = Location::current()) {
   return emulation::warp_operation(WarpOperation::kAll, mask, value, 0, location) != 0;
-}
-template <typename T>
-T op_vote_sync_any(pred value, b64 mask, const Location& location = Location::current()) {
-  return emulation::warp_operation(WarpOperation::kAny, mask, value, 0, location) != 0;
 }
 
 }  // namespace bagua::ptx
