@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from bagua import _C
 
-__all__ = ["ROOT", "build", "build_library", "kept"]
+__all__ = ["ROOT", "build_library", "kept"]
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -48,37 +48,30 @@ def kept(name, make, *texts, folders=("csrc", "tests/cpp")):
     return folder
 
 
-def build(name, arguments, *, key=""):
-    """Run ``g++ arguments -o <name>``; returns the path as text."""
+def build_library(name, source, flags=(), libraries=None):
+    """The path of a shared library of ``source``, which may include torch's headers.
 
-    def compile_program(folder):
-        done = subprocess.run(
-            ["g++", *arguments, "-o", folder / name],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
-        assert done.returncode == 0, f"g++ could not build {name}:\n{done.stderr}"
-
-    return str(kept(name, compile_program, *arguments, key) / name)
-
-
-def build_library(name, sources, flags=()):
-    """A shared library of ``sources`` (paths from the root) that uses torch and bagua's core."""
-    assert shutil.which("g++"), "g++ builds the programs of tests/cpp"
+    libraries: what it is linked with; by default torch and bagua's core.
+    """
     torch_root = Path(torch.__file__).parent
-    extension = Path(_C.__file__)
-    arguments = [
-        *("-std=c++20", "-O1", "-g1", "-fPIC", "-shared", "-Icsrc", "-Itests/cpp"),
+    key = ""
+    if libraries is None:
+        core = Path(_C.__file__)
+        libraries = ["-ltorch_cpu", "-lc10", str(core), f"-Wl,-rpath,{core.parent}"]
+        key = str(core.stat().st_mtime_ns)
+    command = [
+        *("g++", "-std=c++20", "-O1", "-g1", "-fPIC", "-shared", *flags, "-Icsrc", "-Itests/cpp"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         *("-isystem", f"{torch_root}/include"),
         *("-isystem", f"{torch_root}/include/torch/csrc/api/include"),
-        *flags,
-        *sources,
+        source,
         f"-L{torch_root}/lib",
-        *("-ltorch_cpu", "-lc10"),
-        str(extension),
-        f"-Wl,-rpath,{extension.parent}",
+        *libraries,
     ]
-    return build(name, arguments, key=str(extension.stat().st_mtime_ns))
+
+    def compile_library(folder):
+        run = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 500}
+        done = subprocess.run([*command, "-o", folder / name], **run)
+        assert done.returncode == 0, f"g++ could not build {name}:\n{done.stderr}"
+
+    return str(kept(name, compile_library, *command, key) / name)

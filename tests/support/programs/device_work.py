@@ -30,7 +30,7 @@ for ranks in sys.argv[3:]:
 
 def build_fake_device():
     """The library of tests/cpp/device_streams and device_work: one program for both."""
-    return build_library("device_streams", ["tests/cpp/device_streams/device_streams.cpp"])
+    return build_library("device_streams", "tests/cpp/device_streams/device_streams.cpp")
 
 
 def device_work(ranks, numel=BUCKET_NUMEL):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bagua import _C
-from support.programs.cpp_programs import build
+from support.programs.cpp_programs import build_library
 from support.threads.thread_ranks import run_threads
 
 CPU = torch.device("cpu")
@@ -26,29 +26,18 @@ def nccl_wheel():
     return Path(importlib.util.find_spec("nvidia.nccl").submodule_search_locations[0])
 
 
-def build_fake(folder, name, includes, libraries=()):
-    """The path of a library made of tests/cpp/<folder>/<name>.cpp."""
-    torch_root = Path(torch.__file__).parent
-    system = [*includes, torch_root / "include", torch_root / "include/torch/csrc/api/include"]
-    return build(
-        name,
-        [
-            *["-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wl,-Bsymbolic"],
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-            *["-I", "csrc/comm/nccl/needs", "-I", "tests/cpp"],
-            *[argument for folder in system for argument in ("-isystem", str(folder))],
-            f"tests/cpp/{folder}/{name}.cpp",
-            f"-L{torch_root}/lib",
-            *libraries,
-        ],
-    )
-
-
 def build_fake_nccl():
     """The path of the library, or None without nccl.h."""
     if not _C.has_nccl:
         return None
-    return build_fake("fake_nccl", "fake_nccl", [nccl_wheel() / "include"])
+    flags = ["-Wl,-Bsymbolic", "-Icsrc/comm/nccl/needs", "-isystem", f"{nccl_wheel()}/include"]
+    return build_library("fake_nccl", "tests/cpp/fake_nccl/fake_nccl.cpp", flags, libraries=())
+
+
+def build_fake_cuda():
+    flags = ["-Wl,-Bsymbolic", "-isystem", sysconfig.get_paths()["include"]]
+    libraries = ["-ltorch_python", "-ltorch_cpu", "-lc10"]
+    return build_library("fake_cuda", "tests/cpp/fake_device/fake_cuda.cpp", flags, libraries)
 
 
 class FakeCuda:
@@ -56,14 +45,7 @@ class FakeCuda:
 
     def __init__(self):
         # PyDLL keeps the GIL, which making a tensor needs.
-        self._functions = ctypes.PyDLL(
-            build_fake(
-                "fake_device",
-                "fake_cuda",
-                [sysconfig.get_paths()["include"]],
-                ["-ltorch_python", "-ltorch_cpu", "-lc10"],
-            )
-        )
+        self._functions = ctypes.PyDLL(build_fake_cuda())
         self._functions.fake_cuda_tensor.restype = ctypes.py_object
         self._functions.fake_cuda_tensor.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         self._functions.fake_cuda_set_stream.argtypes = [ctypes.c_int64]
