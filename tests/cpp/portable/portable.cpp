@@ -8,12 +8,9 @@
 
 #include "base/mixed_bits.h"
 #include "codec/factory.h"
-#include "codec/index_code.h"
 #include "math/checksum.h"
-#include "math/finite.h"
 #include "math/thin_factors.h"
 #include "math/top_k.h"
-#include "op/wire/frame.h"
 
 namespace bagua {
 namespace {
@@ -119,29 +116,19 @@ void codecs() {
 }
 
 void sparse() {
-  Sum chosen, indices, finite;
+  Sum chosen;
   for (const int64_t n : {64, 1000, 70000}) {
     for (const int64_t k : {int64_t{1}, n / 20 + 1, n / 2}) {
       auto x = numbers<float>(n + k, n, 1.0f);
       x[3] = kPoison[0];
-      std::vector<uint32_t> of(k), of_doubles(k), read(k);
+      std::vector<uint32_t> of(k), of_doubles(k);
       top_k(x.data(), n, k, of.data());
       top_k(numbers<double>(n, n, 1e30f).data(), n, k, of_doubles.data());
       chosen.put(of);
       chosen.put(of_doubles);
-      std::vector<std::byte> packed(index_bytes(n, k));
-      pack_indices(of.data(), k, n, packed.data());
-      unpack_indices(packed.data(), k, n, read.data());
-      indices.put(packed);
-      indices.put(read);
-      const bool all[] = {all_finite(x.data(), DType::kFloat32, n),
-                          all_finite(x.data() + 4, DType::kFloat32, n - 4)};
-      finite.put(all, sizeof all);
     }
   }
   print("top_k", "indices", chosen);
-  print("index code", "bytes", indices);
-  print("finite", "answers", finite);
 }
 
 template <typename W>
@@ -169,17 +156,6 @@ void low_rank(const char* name) {
   print("low rank", name, factors);
 }
 
-void frames() {
-  Sum sum;
-  const uint64_t of = frame_fingerprint("block_uint8", 0, 128, 0, "bucket");
-  for (const Checksum checksum : {Checksum::kOff, Checksum::kOn}) {
-    std::vector<std::byte> bytes(kFrameBytes + 96, std::byte{37});
-    write_frame({of, 11, 96, checksum}, bytes.data());
-    sum.put(bytes);
-  }
-  print("frame", "bytes", sum);
-}
-
 }  // namespace
 }  // namespace bagua
 
@@ -188,5 +164,4 @@ int main() {
   bagua::sparse();
   bagua::low_rank<float>("f32");
   bagua::low_rank<double>("f64");
-  bagua::frames();
 }
