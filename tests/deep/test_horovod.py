@@ -109,32 +109,6 @@ def test_integers_and_booleans_travel_in_dtypes_that_horovod_reduces(horovod_ran
         assert through_horovod == expected, op
 
 
-def calls_of_horovod(by_layer):
-    called = []
-
-    class Recorded(AllReduceAggregationHVD):
-        pass
-
-    aggregation = Recorded(SIZE)
-    communicator = aggregation._communicator("data", "cpu")
-    real = communicator._horovod
-
-    class Spy:
-        def __getattr__(self, name):
-            if name == "allreduce_":
-                called.append(name)
-            return getattr(real, name)
-
-    communicator._horovod = Spy()
-    aggregation.agg_grad(by_layer)(Mixed(hvd.rank(), (torch.float32, torch.float64)), "sum")
-    return called
-
-
-def test_by_model_there_is_one_call_per_dtype_and_by_layer_one_per_tensor(horovod_ranks):
-    assert horovod_ranks(calls_of_horovod, False) == [["allreduce_"] * 2] * SIZE
-    assert horovod_ranks(calls_of_horovod, True) == [["allreduce_"] * 6] * SIZE  # two are empty
-
-
 def overflow(divide_before):
     model = nn.Linear(3, 1, bias=False).half()
     model.weight.grad = torch.full((1, 3), 40000.0, dtype=torch.float16)
