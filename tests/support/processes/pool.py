@@ -159,10 +159,7 @@ class Pool:
             own_env = env[rank] if isinstance(env, (list, tuple)) else env or {}
             call = {
                 "sys_path": sys.path,
-                "file": sys.modules[function.__module__].__file__,
-                "module": function.__module__,
-                "function": function.__qualname__,
-                "args": pickle.dumps(args),
+                "work": pickle.dumps((function, args)),
                 "env": torchrun_environment(rank, n, store.port) | own_env,
                 "timeout": timeout,
                 "init": init,

@@ -1,15 +1,13 @@
 """One process of the pool: waits for calls, runs them, sends back what they returned.
 
 Started by pool.py as `worker.py <file for stacks>`, its connection in place of stdin. A call is a
-dict: the file, module name and qualified name of a function, its pickled arguments, the environment
-and whether to make the default process group. SIGUSR1 writes the stacks of all threads into the
-file.
+dict: a pickled function and its arguments, the environment and whether to make the default process
+group. SIGUSR1 writes the stacks of all threads into the file.
 """
 
 import ctypes
 import datetime
 import faulthandler
-import importlib.util
 import os
 import pickle
 import signal
@@ -23,33 +21,11 @@ import torch.distributed as dist
 PR_SET_PDEATHSIG = 1
 
 
-def import_file(path, name):
-    """Import a test file under the name that pytest gave it, so that its pickles load here too."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
-
-
-def find(module, qualified_name):
-    found = module
-    for part in qualified_name.split("."):
-        found = getattr(found, part)
-    return found
-
-
 def call_function(call):
     for entry in reversed(call["sys_path"]):
         if entry not in sys.path:
             sys.path.insert(0, entry)
-    function = find(import_file(call["file"], call["module"]), call["function"])
-    args = pickle.loads(call["args"])
+    function, args = pickle.loads(call["work"])
     if call["init"]:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=call["timeout"]))
         dist.barrier()  # or a rank that returns at once closes what another is connecting to
