@@ -12,32 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.programs import ptx_to_cpp
+from support.programs import kernel_emulation, ptx_to_cpp
 from support.programs.cpp_programs import ROOT, kept
-from support.programs.kernel_emulation import SOURCES, compile_object
 
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-KERNELS = [
-    "csrc/codec/cuda/chunk_codec_cuda.cu",
-    "csrc/codec/cuda/frame_kernels_cuda.cu",
-    "csrc/codec/cuda/fused_codec_cuda.cu",
-    "csrc/codec/cuda/fused_slice_codec_cuda.cu",
-    "csrc/codec/cuda/sparse_codec_cuda.cu",
-    "csrc/comm/nccl/fill_if_set.cu",
-    "csrc/math/cuda/low_rank_kernels_cuda.cu",
-]
-OTHERS = [
-    "csrc/codec/chunk_codec_cpu.cpp",
-    "csrc/codec/index_code.cpp",
-    "csrc/math/low_rank_plan.cpp",
-    "csrc/math/top_k.cpp",
-    "tests/cpp/emulation/cuda_emulation.cpp",
-    "tests/cpp/emulation/fiber.cpp",
-    "tests/cpp/kernels/kernels.cpp",
-    "tests/cpp/ptx/translations.cpp",
-]
+#: The program as g++ compiles it, with the translations in place of the kernels.
+PROGRAM = [*kernel_emulation.PROGRAMS["kernels"], *kernel_emulation.EMULATION]
+PROGRAM += ["tests/cpp/ptx/translations.cpp"]
+FILL = "csrc/comm/nccl/fill_if_set.cu"  # its kernel alone: the program launches that itself
+KERNELS = [FILL, *(source for source in PROGRAM if source.endswith(".cu"))]
 OF_NVCC = ["-std=c++20", "-O3", "-fmad=false", "-Icsrc", "-arch=compute_90", "-ptx"]
-OF_GXX = "-w -fno-strict-aliasing"  # what a translation leaves unused is no mistake
+OF_TRANSLATIONS = "-O0 -g0 -w -fno-strict-aliasing"  # what one leaves unused is no mistake
 
 pytestmark = [
     pytest.mark.timeout(1800),  # the first run compiles
@@ -54,8 +39,8 @@ def command(*words):
     return done.stdout
 
 
-def compile_cpp(source, level, target):
-    done = compile_object(source, f"{level} {OF_GXX}", target)
+def compile_cpp(source, target, flags=OF_TRANSLATIONS):
+    done = kernel_emulation.compile_object(source, flags, target)
     assert done.returncode == 0, f"{source}:\n{done.stderr[-4000:]}"
 
 
@@ -65,7 +50,7 @@ def translate(source, folder, change=lambda ptx: ptx):
     ptx, cpp = folder / f"{name}.ptx", folder / f"{name}.ptx.cpp"
     command(NVCC, *OF_NVCC, source, "-o", ptx)
     cpp.write_text(ptx_to_cpp.translate(change(ptx.read_text()), name))
-    compile_cpp(cpp, "-O0", folder / f"{name}.ptx.o")
+    compile_cpp(cpp, folder / f"{name}.ptx.o")
     return name
 
 
@@ -76,26 +61,26 @@ def link(objects, folder):
 
 
 def build(folder):
-    # The hosts' side, without that of fill_if_set.cu, whose kernel the program launches itself.
-    hosts = [*OTHERS, *(source for source in KERNELS if "codec" in source or "math" in source)]
+    flags, _ = kernel_emulation.VARIANTS["plain"]  # ccache may have these objects
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         names = [pool.submit(translate, source, folder) for source in KERNELS]
         objects = [
-            pool.submit(compile_cpp, source, "-O1", folder / f"{Path(source).name}.o")
-            for source in hosts
+            pool.submit(compile_cpp, source, folder / f"{Path(source).name}.o", flags)
+            for source in PROGRAM
         ]
         for job in objects:
             job.result()
         table = folder / "table.cpp"
         table.write_text(ptx_to_cpp.table([job.result() for job in names]))
-    compile_cpp(table, "-O0", folder / "table.o")
+    compile_cpp(table, folder / "table.o")
     link(folder.glob("*.o"), folder)
 
 
 @pytest.fixture(scope="module")
 def folder():
-    own = [Path(file).read_text() for file in (__file__, ptx_to_cpp.__file__)]
-    return kept("ptx", build, *own, command(NVCC, "--version"), folders=SOURCES)
+    files = (__file__, ptx_to_cpp.__file__, kernel_emulation.__file__)
+    own = [Path(file).read_text() for file in files]
+    return kept("ptx", build, *own, command(NVCC, "--version"), folders=kernel_emulation.SOURCES)
 
 
 def test_ptx_of_every_kernel_gives_the_bytes_of_the_cpu_codecs(folder):
@@ -116,7 +101,7 @@ def test_a_wrong_instruction_is_found(folder, tmp_path):
         assert "setp.ge.s64" in ptx
         return ptx.replace("setp.ge.s64", "setp.gt.s64")
 
-    name = f"{translate('csrc/comm/nccl/fill_if_set.cu', tmp_path, change)}.ptx.o"
+    name = f"{translate(FILL, tmp_path, change)}.ptx.o"
     objects = [tmp_path / name, *(file for file in folder.glob("*.o") if file.name != name)]
     run = [link(objects, tmp_path), "--races"]
     # Bytes that a wrong kernel writes may be those of the names that the program prints.
@@ -140,4 +125,4 @@ def test_an_instruction_that_is_not_known_does_not_compile(tmp_path):
     cpp = tmp_path / "unknown.cpp"
     cpp.write_text(ptx_to_cpp.translate(ptx, "unknown"))
     with pytest.raises(AssertionError, match="op_brev"):
-        compile_cpp(cpp, "-O0", tmp_path / "unknown.o")
+        compile_cpp(cpp, tmp_path / "unknown.o")

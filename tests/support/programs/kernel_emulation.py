@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 from support.programs.cpp_programs import ROOT, kept
 
-__all__ = ["SOURCES", "compile_object", "marks", "run"]
-
 #: Folders of all that the kernels and their programs include.
 SOURCES = ("csrc/base", "csrc/codec", "csrc/comm/nccl", "csrc/math", "tests/cpp")
 COMMON_FLAGS = ["-std=c++20", "-Icsrc", "-Itests/cpp", "-DBAGUA_EMULATE_CUDA", "-g1"]
@@ -28,7 +26,7 @@ SANITIZE_ADDRESS = (
 )
 # Name -> flags, and where they differ those of the emulation itself, which is no code under test.
 VARIANTS = {
-    "plain": ("-O2", "-O2"),
+    "plain": ("-O1 -g0", "-O1 -g0"),
     "address": (f"-O1 {SANITIZE_ADDRESS}", f"-O1 {SANITIZE_ADDRESS}"),
     "thread": ("-O1 -fsanitize=thread", "-O1 -DBAGUA_TSAN"),
 }
