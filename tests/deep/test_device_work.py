@@ -5,7 +5,7 @@ import math
 import pytest
 from support.programs.device_work import device_work
 
-RANKS = (2, 4, 8)
+RANKS = (2, 8)
 
 # Most launches, transfers and waits in a round of a 10 MiB bucket with any number of RANKS, and
 # most bytes read and written per element. "own part": per element of the rank's own part.

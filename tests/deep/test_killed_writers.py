@@ -9,7 +9,7 @@ import torch
 from bagua._core.state import step_folder as _step_folder
 
 # `make soak` asks for more.
-KILLS = int(os.environ.get("BAGUA_TEST_KILLED_WRITERS", "60"))
+KILLS = int(os.environ.get("BAGUA_TEST_KILLED_WRITERS", "30"))
 
 # Children that write step after step, each killed at a random moment: torch is imported once, and
 # each child is a fork of what has no threads yet.

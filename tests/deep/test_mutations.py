@@ -1,4 +1,4 @@
-"""Some mutations of Python, one per family that has any. All of them: mutations/mutate.py.
+"""Some mutations of Python, one of every third family. All of them: mutations/mutate.py.
 
 That the named tests pass without them is what `make test` shows.
 """
@@ -14,7 +14,7 @@ FIRSTS = [
         (mutation for mutation in mutations() if mutation.in_python),
         key=lambda mutation: mutation.family,
     )
-]
+][::3]
 
 
 @pytest.mark.timeout(600)
