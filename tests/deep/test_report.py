@@ -115,16 +115,10 @@ def test_all_variables_that_the_package_reads_are_known():
     assert read == set(report.VARIABLES)
 
 
-ARCHITECTURES = {
-    "": "none in this build",
-    "80-real 90-real 100": "sm_80, sm_90, sm_100, PTX 100",
-    "90a-real 90-virtual": "sm_90a, PTX 90",
-}
-
-
-@pytest.mark.parametrize("listed", ARCHITECTURES, ids=str)
-def test_architectures_are_told_as_nvidia_names_them(listed):
-    assert report.architectures(listed) == ARCHITECTURES[listed]
+def test_architectures_are_told_as_nvidia_names_them():
+    assert report.architectures("") == "none in this build"
+    assert report.architectures("80-real 90-real 100") == "sm_80, sm_90, sm_100, PTX 100"
+    assert report.architectures("90a-real 90-virtual") == "sm_90a, PTX 90"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--help"], ["report", "--help"]])
