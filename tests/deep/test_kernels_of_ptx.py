@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.programs import kernel_emulation, ptx_to_cpp
-from support.programs.cpp_programs import ROOT, kept
+from support.programs.cpp_programs import command, kept
 
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 #: The program as g++ compiles it, with the translations in place of the kernels.
@@ -33,12 +33,6 @@ pytestmark = [
 ]
 
 
-def command(*words):
-    done = subprocess.run(list(map(str, words)), cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, f"{words}:\n{done.stderr[-4000:]}"
-    return done.stdout
-
-
 def compile_cpp(source, target, flags=OF_TRANSLATIONS):
     done = kernel_emulation.compile_object(source, flags, target)
     assert done.returncode == 0, f"{source}:\n{done.stderr[-4000:]}"
@@ -48,7 +42,7 @@ def translate(source, folder, change=lambda ptx: ptx):
     """PTX, then C++, then an object, of one file of kernels; its name in the table."""
     name = Path(source).stem
     ptx, cpp = folder / f"{name}.ptx", folder / f"{name}.ptx.cpp"
-    command(NVCC, *OF_NVCC, source, "-o", ptx)
+    command([NVCC, *OF_NVCC, source, "-o", ptx])
     cpp.write_text(ptx_to_cpp.translate(change(ptx.read_text()), name))
     compile_cpp(cpp, folder / f"{name}.ptx.o")
     return name
@@ -56,7 +50,7 @@ def translate(source, folder, change=lambda ptx: ptx):
 
 def link(objects, folder):
     # -rdynamic: a kernel's address tells its name.
-    command("g++", "-rdynamic", *objects, "-ldl", "-o", folder / "kernels")
+    command(["g++", "-rdynamic", *objects, "-ldl", "-o", folder / "kernels"])
     return folder / "kernels"
 
 
@@ -80,7 +74,7 @@ def build(folder):
 def folder():
     files = (__file__, ptx_to_cpp.__file__, kernel_emulation.__file__)
     own = [Path(file).read_text() for file in files]
-    return kept("ptx", build, *own, command(NVCC, "--version"), folders=kernel_emulation.SOURCES)
+    return kept("ptx", build, *own, command([NVCC, "--version"]), folders=kernel_emulation.SOURCES)
 
 
 def test_ptx_of_every_kernel_gives_the_bytes_of_the_cpu_codecs(folder):

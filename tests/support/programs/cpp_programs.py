@@ -9,9 +9,12 @@ from pathlib import Path
 import torch
 from bagua import _C
 
-__all__ = ["ROOT", "build_library", "kept"]
+__all__ = ["CCACHE", "ROOT", "build_library", "command", "kept"]
 
 ROOT = Path(__file__).resolve().parents[3]
+#: In front of a compiler: objects of other clones serve as well.
+CCACHE = ["env", f"CCACHE_BASEDIR={ROOT}", "CCACHE_NOHASHDIR=1", "ccache"]
+CCACHE = CCACHE if shutil.which("ccache") else []
 
 
 def sources_digest(folders, texts):
@@ -59,19 +62,23 @@ def build_library(name, source, flags=(), libraries=None):
         core = Path(_C.__file__)
         libraries = ["-ltorch_cpu", "-lc10", str(core), f"-Wl,-rpath,{core.parent}"]
         key = str(core.stat().st_mtime_ns)
-    command = [
-        *("g++", "-std=c++20", "-O1", "-g1", "-fPIC", "-shared", *flags, "-Icsrc", "-Itests/cpp"),
+    compiles = [
+        *("g++", "-std=c++20", "-O1", "-g1", "-fPIC", *flags, "-Icsrc", "-Itests/cpp"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         *("-isystem", f"{torch_root}/include"),
         *("-isystem", f"{torch_root}/include/torch/csrc/api/include"),
-        source,
-        f"-L{torch_root}/lib",
-        *libraries,
+        *("-c", source),
     ]
+    links = [f"-L{torch_root}/lib", *libraries]
 
-    def compile_library(folder):
-        run = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 500}
-        done = subprocess.run([*command, "-o", folder / name], **run)
-        assert done.returncode == 0, f"g++ could not build {name}:\n{done.stderr}"
+    def make(folder):
+        command([*CCACHE, *compiles, "-o", folder / "object.o"])
+        command(["g++", "-shared", folder / "object.o", *links, "-o", folder / name])
 
-    return str(kept(name, compile_library, *command, key) / name)
+    return str(kept(name, make, *compiles, *links, key) / name)
+
+
+def command(words):
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, f"{words}:\n{done.stderr[-4000:]}"
+    return done.stdout

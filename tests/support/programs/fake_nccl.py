@@ -30,13 +30,15 @@ def build_fake_nccl():
     """The path of the library, or None without nccl.h."""
     if not _C.has_nccl:
         return None
-    flags = ["-Wl,-Bsymbolic", "-Icsrc/comm/nccl/needs", "-isystem", f"{nccl_wheel()}/include"]
-    return build_library("fake_nccl", "tests/cpp/fake_nccl/fake_nccl.cpp", flags, libraries=())
+    flags = ["-Icsrc/comm/nccl/needs", "-isystem", f"{nccl_wheel()}/include"]
+    return build_library(
+        "fake_nccl", "tests/cpp/fake_nccl/fake_nccl.cpp", flags, ["-Wl,-Bsymbolic"]
+    )
 
 
 def build_fake_cuda():
-    flags = ["-Wl,-Bsymbolic", "-isystem", sysconfig.get_paths()["include"]]
-    libraries = ["-ltorch_python", "-ltorch_cpu", "-lc10"]
+    flags = ["-isystem", sysconfig.get_paths()["include"]]
+    libraries = ["-Wl,-Bsymbolic", "-ltorch_python", "-ltorch_cpu", "-lc10"]
     return build_library("fake_cuda", "tests/cpp/fake_device/fake_cuda.cpp", flags, libraries)
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.programs.cpp_programs import ROOT, kept
+from support.programs.cpp_programs import CCACHE, ROOT, kept
 
 #: Folders of all that the kernels and their programs include.
 SOURCES = ("csrc/base", "csrc/codec", "csrc/comm/nccl", "csrc/math", "tests/cpp")
@@ -63,8 +63,7 @@ marks = [
 
 
 def compile_object(source, flags, target):
-    launcher = ["ccache"] if shutil.which("ccache") else []
-    command = [*launcher, "g++", *COMMON_FLAGS, *flags.split(), "-xc++", "-c", source, "-o", target]
+    command = [*CCACHE, "g++", *COMMON_FLAGS, *flags.split(), "-xc++", "-c", source, "-o", target]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
