@@ -35,32 +35,12 @@ def script(after="", interval=1, more="0"):
 
 
 def test_scripts_that_just_end_warn_and_exit_with_zero(run_script):
-    for n, interval in ((3, 0), (2, 500)):  # always averaging, mostly waiting
-        ends = run_script(n, script(interval=interval), timeout=60.0)
+    more = "50 * bagua.get_rank()"  # the first rank goes on averaging until the other ends
+    for n, interval, averages in ((3, 0, "0"), (2, 500, "0"), (2, 1, more)):
+        ends = run_script(n, script(interval=interval, more=averages), timeout=60.0)
         assert_ends(ends, 0, trained="trained")
         assert [end.stderr.count(WARNING) for end in ends] == [1] * n
-
-
-def test_a_rank_that_ends_first_goes_on_averaging_until_the_others_end(run_script):
-    ends = run_script(2, script(more="50 * bagua.get_rank()"), timeout=60.0)
-    assert_ends(ends, 0, trained="trained")
     assert int(ends[1].stdout.split()[-1]) >= 53
-
-
-def test_an_uncaught_exception_on_one_rank_ends_both_soon(run_script):
-    after = """
-bagua.barrier()  # or rank 1 might fail before it has printed
-if bagua.get_rank() == 0:
-    raise KeyError("something went wrong")
-while True:
-    optimizer.zero_grad()
-    model(torch.randn(4, 64)).square().mean().backward()
-    optimizer.step()
-"""
-    ends = run_script(2, script(after=after), timeout=25.0)
-    assert_ends(ends, 1, trained="trained")
-    assert "something went wrong" in ends[0].stderr
-    assert "BaguaError" in ends[1].stderr, ends[1].stderr
 
 
 def test_after_abort_nothing_is_said_and_deleting_the_module_frees_its_thread(run_script):
