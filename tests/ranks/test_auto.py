@@ -40,8 +40,8 @@ def turn_clock(model, seconds, of_rank=1.0):
     algorithm.clock = clock
 
 
-def wrapped(seconds=FOUR_IS_FASTEST, algorithm=None, seed=0, of_rank=1.0, **arguments):
-    model = wide_network(seed)
+def wrapped(seconds=FOUR_IS_FASTEST, algorithm=None, model=None, of_rank=1.0, **arguments):
+    model = wide_network() if model is None else model
     optimizer = training.sgd(model, lr=0.02)
     model.with_bagua([optimizer], algorithm or AutoAlgorithm(), **arguments)
     turn_clock(model, seconds, of_rank)
@@ -60,37 +60,27 @@ def train(model, optimizer, steps, first=0):
 
 
 @training.with_group
-def chosen_by(seconds, arguments):
-    # The slowest rank decides: the others' steps seem a thousand times as fast.
+def chosen_by_the_slowest():
+    # The others' steps seem a thousand times as fast.
     of_rank = 1.0 if dist.get_rank() == dist.get_world_size() - 1 else 1e-3
-    model, optimizer = wrapped(seconds, AutoAlgorithm(**arguments), of_rank=of_rank)
+    model, optimizer = wrapped(algorithm=AutoAlgorithm(max_error=0.05), of_rank=of_rank)
     at_work = []
     for step in range(UNTIL_CHOSEN + 1):
         at_work.append(model.bagua_algorithm.selection.at_work.label)
         train(model, optimizer, 1, first=step)
-    choice = model.bagua_stats()["choice"]
-    return at_work, choice, training.model_bits(model)
+    return at_work, model.bagua_stats()["choice"]
 
 
-CHOICES = {
-    "4 bits are fastest": (FOUR_IS_FASTEST, {}, FOUR),
-    "exact gradients are": (EXACT_IS_FASTEST, {}, EXACT),
-    "little is allowed": (FOUR_IS_FASTEST, {"max_error": 0.05}, EIGHT),
-    "nothing is": (FOUR_IS_FASTEST, {"max_error": 0.0}, EXACT),
-}
-
-
-@pytest.mark.parametrize("case", CHOICES)
-def test_candidates_take_turns_and_all_ranks_choose_the_same(ranks, case):
-    seconds, arguments, expected = CHOICES[case]
-    results = ranks(3, chosen_by, seconds, arguments)
+def test_candidates_take_turns_and_all_ranks_choose_the_fastest_that_is_allowed(ranks):
+    results = ranks(3, chosen_by_the_slowest)
     assert results == [results[0]] * 3
-    at_work, choice, _ = results[0]
-    assert at_work == [one for one in (EXACT, EIGHT, FOUR) for _ in range(STEPS)] + [expected]
-    assert (choice["state"], choice["chosen"], choice["turns"]) == ("chosen", expected, 1)
-    assert [row["candidate"] for row in choice["table"]] == [EXACT, EIGHT, FOUR]
-    assert [row["seconds"] for row in choice["table"]] == pytest.approx(list(seconds.values()))
-    errors = [row["error"] for row in choice["table"]]
+    at_work, choice = results[0]
+    assert at_work == [one for one in (EXACT, EIGHT, FOUR) for _ in range(STEPS)] + [EIGHT]
+    assert (choice["state"], choice["chosen"], choice["turns"]) == ("chosen", EIGHT, 1)
+    table = choice["table"]
+    assert [row["candidate"] for row in table] == [EXACT, EIGHT, FOUR]
+    assert [row["seconds"] for row in table] == pytest.approx(list(FOUR_IS_FASTEST.values()))
+    errors = [row["error"] for row in table]
     assert errors[0] == 0
     assert 0 < errors[1] < 0.05 < errors[2] < 0.3
 
@@ -126,23 +116,15 @@ def test_between_nodes_of_several_ranks_the_choice_is_hierarchical(ranks):
 
 @training.with_group
 def overflows_at_first():
-    model = wide_network()
-    optimizer, scaler = training.sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0**20)
-    model.with_bagua([optimizer], AutoAlgorithm(), grad_scaler=scaler)
-    turn_clock(model, FOUR_IS_FASTEST)
+    """Errors are those of the first gradients that are finite."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    model, optimizer = wrapped(grad_scaler=scaler)
     for step in range(UNTIL_CHOSEN):
         train_step(model, optimizer, step, scaler, overflow=step % STEPS < 3)
         training.assert_ranks_agree(model)
-    table = model.bagua_stats()["choice"]["table"]
-    return choice_of(model), [row["error"] for row in table]
-
-
-def test_errors_are_those_of_the_first_gradients_that_are_finite(ranks):
-    results = ranks(2, overflows_at_first)
-    assert results[0] == results[1]
-    choice, errors = results[0]
-    assert choice == ("chosen", FOUR)
-    assert 0 < errors[1] < errors[2] < 0.3
+    _, eight, four = (row["error"] for row in model.bagua_stats()["choice"]["table"])
+    assert 0 < eight < four < 0.3
+    return choice_of(model), training.model_bits(model)
 
 
 @training.with_group
@@ -185,27 +167,42 @@ def uneven_inputs():
 def unfrozen_in_a_trial():
     model = wide_network()
     model[0].weight.requires_grad_(False)
-    optimizer = training.sgd(model, lr=0.02)
-    model.with_bagua([optimizer], AutoAlgorithm())
-    turn_clock(model, FOUR_IS_FASTEST)
+    _, optimizer = wrapped(model=model)
     train(model, optimizer, 2 * STEPS + 5)
     model[0].weight.requires_grad_(True)
     train(model, optimizer, STEPS)
     return choice_of(model), training.model_bits(model)
 
 
-SITUATIONS = [accumulated_and_evaluated, uneven_inputs, unfrozen_in_a_trial]
+@training.with_group
+def steps_become_slow():
+    """All ranks try again."""
+    model, optimizer = wrapped()
+    train(model, optimizer, UNTIL_CHOSEN)
+    assert choice_of(model) == ("chosen", FOUR)
+    turn_clock(model, {EXACT: 0.5, EIGHT: 1.0, FOUR: 1.0})
+    train(model, optimizer, 1 + 3 * 20 + UNTIL_CHOSEN)
+    assert model.bagua_stats()["choice"]["turns"] == 2
+    return choice_of(model), training.model_bits(model)
 
 
-@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda function: function.__name__)
-def test_steps_that_are_not_plain_do_not_disturb_the_choice(ranks, situation):
-    first, second = ranks(2, situation)
-    assert first == second
-    assert first[0] == ("chosen", FOUR)
+@training.with_group
+def sparse_gradients():
+    """Exact gradients take them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.with_bagua([optimizer], AutoAlgorithm())
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.tensor([[step, dist.get_rank()]])).square().sum().backward()
+        optimizer.step()
+    return choice_of(model), training.bits(model.parameters())
 
 
 @training.with_group
 def breached_after_the_choice():
+    """A choice that loses more than the guard allows ends in exact gradients."""
     # Checks come in rounds 1 and 20 of new buckets: the second one is after the choice.
     model = wide_network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -219,41 +216,34 @@ def breached_after_the_choice():
             train(model, optimizer, 1, first=step)
             states.append(choice_of(model))
 
-    texts = [text for text in training.warnings_of(run) if "threshold" in text]
-    return states, model.bagua_stats()["choice"]["why"], texts, training.model_bits(model)
-
-
-def test_a_choice_that_loses_more_than_the_guard_allows_ends_in_exact_gradients(ranks):
-    first, second = ranks(2, breached_after_the_choice)
-    assert first[:2] == second[:2]
-    assert first[3] == second[3]
-    states, why, texts, _ = first
+    said = [text for text in training.warnings_of(run) if "threshold" in text]
+    assert len(said) == (dist.get_rank() == 0)
     order = list(dict.fromkeys(states))
     assert order == [("trying", None), ("chosen", "sparse"), ("chosen", EXACT)]
-    assert why == "sparse lost more than the guard allows"
-    assert len(texts) == 1
-    assert second[2] == []
+    assert model.bagua_stats()["choice"]["why"] == "sparse lost more than the guard allows"
+    return choice_of(model), training.model_bits(model)
 
 
-@training.with_group
-def steps_become_slow():
-    model, optimizer = wrapped()
-    train(model, optimizer, UNTIL_CHOSEN)
-    first = choice_of(model)
-    turn_clock(model, {EXACT: 0.5, EIGHT: 1.0, FOUR: 1.0})
-    train(model, optimizer, 1 + 3 * 20 + UNTIL_CHOSEN)
-    choice = model.bagua_stats()["choice"]
-    return first, choice["chosen"], choice["turns"], training.model_bits(model)
+SITUATIONS = {
+    overflows_at_first: FOUR,
+    accumulated_and_evaluated: FOUR,
+    uneven_inputs: FOUR,
+    unfrozen_in_a_trial: FOUR,
+    steps_become_slow: EXACT,
+    breached_after_the_choice: EXACT,
+    sparse_gradients: EXACT,
+}
 
 
-def test_slow_steps_are_answered_by_all_ranks_with_new_trials(ranks):
-    results = ranks(2, steps_become_slow)
-    assert results[0] == results[1]
-    assert results[0][:3] == (("chosen", FOUR), EXACT, 2)
+@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda function: function.__name__)
+def test_steps_that_are_not_plain_leave_all_ranks_with_the_right_choice(ranks, situation):
+    first, second = ranks(2, situation)
+    assert first == second
+    assert first[0] == ("chosen", SITUATIONS[situation])
 
 
 def auto_state(seed=0):
-    model, optimizer = wrapped(seed=seed)
+    model, optimizer = wrapped(model=wide_network(seed))
     return model, optimizer, {"m": model, "o": optimizer, "a": model.bagua_algorithm}
 
 
@@ -313,25 +303,6 @@ def test_a_state_from_before_the_choice_changes_nothing_and_others_are_refused(r
     assert "no 'choice': it is of another algorithm" in messages[0]
     assert all("none of the candidates gradient_allreduce, " in said for said in messages[1:])
     assert choice == ("chosen", FOUR)
-
-
-@training.with_group
-def sparse_embedding():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.with_bagua([optimizer], AutoAlgorithm())
-    for step in range(3):
-        optimizer.zero_grad()
-        model(torch.tensor([[step, dist.get_rank()]])).square().sum().backward()
-        optimizer.step()
-    return choice_of(model), training.bits(model.parameters())
-
-
-def test_a_model_with_sparse_gradients_keeps_the_algorithm_that_takes_them(ranks):
-    results = ranks(2, sparse_embedding)
-    assert results[0] == results[1]
-    assert results[0][0] == ("chosen", EXACT)
 
 
 @training.with_group
