@@ -8,9 +8,7 @@ from support import training
 from support.cases import over
 
 SIZES = [1, 2, 3, 4]
-COUNTS = [0, 1, 5]
 DTYPES = [
-    torch.float32,
     torch.float16,
     torch.bfloat16,
     torch.int16,
@@ -30,19 +28,22 @@ def untouched(count, dtype=torch.float32):
     return torch.full((count,), 7).to(dtype)
 
 
-def moved_by_all(rank, size, count, dtype):
+def moved(rank, size, count, dtype):
     """For each collective its name, what it leaves on this rank, and what it must leave."""
-    every = torch.cat([numbers(other, count, dtype) for other in range(size)])
+    root = size - 1
     part = slice(rank * count, (rank + 1) * count)
-    transposed = torch.cat([numbers(o, size * count, dtype)[part] for o in range(size)])
-    mine, all_mine = numbers(rank, count, dtype), numbers(rank, size * count, dtype)
+    every = torch.cat([numbers(other, count, dtype) for other in range(size)])
+    of_all = [numbers(other, size * count, dtype) for other in range(size)]
+    transposed, of_root = torch.cat([whole[part] for whole in of_all]), of_all[root]
+    mine, all_mine, nothing = numbers(rank, count, dtype), of_all[rank], untouched(count, dtype)
+    held = untouched(size * count, dtype)
+    held[part] = mine
 
     many = untouched(size * count, dtype)
     bagua.allgather(mine, many)
     yield "allgather", many, every
 
-    many = untouched(size * count, dtype)
-    many[part] = mine
+    many = held.clone()
     bagua.allgather_inplace(many)
     yield "allgather_inplace", many, every
 
@@ -50,33 +51,23 @@ def moved_by_all(rank, size, count, dtype):
     bagua.alltoall(all_mine, many)
     yield "alltoall", many, transposed
 
-    bagua.alltoall_inplace(all_mine)
-    yield "alltoall_inplace", all_mine, transposed
-
-
-def moved_by_the_last(rank, size, count, dtype):
-    """As `moved_by_all`, of the collectives with a root."""
-    root = size - 1
-    every = torch.cat([numbers(other, count, dtype) for other in range(size)])
-    of_root = numbers(root, size * count, dtype)
-    part = slice(rank * count, (rank + 1) * count)
-    mine, all_mine = numbers(rank, count, dtype), numbers(rank, size * count, dtype)
+    many = all_mine.clone()
+    bagua.alltoall_inplace(many)
+    yield "alltoall_inplace", many, transposed
 
     many = untouched(size * count, dtype)
     bagua.gather(mine, many, root)
     yield "gather", many, every if rank == root else untouched(size * count, dtype)
 
-    many = untouched(size * count, dtype)
-    many[part] = mine
-    tensor = many if rank == root else mine.clone()
+    tensor = held.clone() if rank == root else mine.clone()
     bagua.gather_inplace(tensor, count, root)
     yield "gather_inplace", tensor, every if rank == root else mine
 
-    few = untouched(count, dtype)
+    few = nothing.clone()
     bagua.scatter(all_mine, few, root)
     yield "scatter", few, of_root[part]
 
-    tensor = all_mine.clone() if rank == root else untouched(count, dtype)
+    tensor = all_mine.clone() if rank == root else nothing.clone()
     bagua.scatter_inplace(tensor, count, root)
     yield "scatter_inplace", tensor, of_root if rank == root else of_root[part]
 
@@ -84,27 +75,24 @@ def moved_by_the_last(rank, size, count, dtype):
     bagua.broadcast(tensor, root)
     yield "broadcast", tensor, numbers(root, count, dtype)
 
-    communication.broadcast_coalesced([mine, all_mine.view(size, count).t()], root)
-    yield "broadcast_coalesced", mine, numbers(root, count, dtype)
-    yield "broadcast_coalesced", all_mine, of_root
+    few, many = mine.clone(), all_mine.clone()
+    communication.broadcast_coalesced([few, many.view(size, count).t()], root)
+    yield "broadcast_coalesced", few, numbers(root, count, dtype)
+    yield "broadcast_coalesced", many, of_root
 
 
 @training.with_group
-def move_all(size, cases):
-    for case in cases:
-        for moved in (moved_by_all, moved_by_the_last):
-            for name, held, wanted in moved(bagua.get_rank(), size, *case):
-                assert held.dtype == wanted.dtype, (name, case)
-                assert held.tolist() == wanted.tolist(), (name, case)
+def move_all(size):
+    cases = [(count, torch.float32) for count in (0, 1, 5)]
+    for case in cases + [(3, dtype) for dtype in DTYPES]:
+        for name, held, wanted in moved(bagua.get_rank(), size, *case):
+            assert held.dtype == wanted.dtype, (name, case)
+            assert held.tolist() == wanted.tolist(), (name, case)
 
 
-def test_every_rank_holds_the_collectives_result(ranks):
-    for size in SIZES:
-        ranks(size, move_all, size, [(count, torch.float32) for count in COUNTS])
-
-
-def test_data_of_any_dtype_arrives(ranks):
-    ranks(2, move_all, 2, [(3, dtype) for dtype in DTYPES])
+@over(size=SIZES)
+def test_every_rank_holds_the_collectives_result_of_any_dtype(ranks, size):
+    ranks(size, move_all, size)
 
 
 def unequal_parts(size):

@@ -1,13 +1,13 @@
 """Members of communicators: sub-groups, nodes, and ranks outside of them."""
 
 import bagua.torch_api as bagua
-import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api import communication
 from bagua.torch_api.communication import CommMember, ReduceOp
 from ranks.test_groups_and_nodes import environment_of_nodes
 from support import training
+from support.cases import over
 
 
 @training.with_group
@@ -27,7 +27,7 @@ def use_a_sub_group(members):
     return where, last.item(), highest.item(), gathered.tolist(), rank.item()
 
 
-@pytest.mark.parametrize("members", [[0, 2], [3, 1], [1, 2, 3], [2]], ids=str)
+@over(members=[[0, 2], [3, 1], [1, 2, 3], [2]])
 def test_ranks_are_counted_inside_the_group_and_others_are_untouched(ranks, members):
     inside = sorted(members)
     for rank, (where, last, highest, gathered, total) in enumerate(
@@ -59,16 +59,18 @@ def ranks_seen_by_node(members):
     return seen
 
 
-NODES = {
-    "2+2": ((2, 2), [0, 1, 2, 3], [[0, 1], [0, 1], [2, 3], [2, 3]], [0, 2]),
-    "3+1": ((3, 1), [0, 1, 2, 3], [[0, 1, 2]] * 3 + [[3]], [0, 3]),
-    "one_node": ((3,), [0, 1, 2], [[0, 1, 2]] * 3, [0]),
-    "unequal_part_of_2+2": ((2, 2), [1, 2, 3], [None, [1], [2, 3], [2, 3]], [1, 2]),
-}
+#: Sizes of nodes, members of the group, by rank those of its node, and the nodes' leaders.
+NODES = [
+    ((2, 2), [0, 1, 2, 3], [[0, 1], [0, 1], [2, 3], [2, 3]], [0, 2]),
+    ((3, 1), [0, 1, 2, 3], [[0, 1, 2]] * 3 + [[3]], [0, 3]),
+    ((3,), [0, 1, 2], [[0, 1, 2]] * 3, [0]),
+    ((2, 2), [1, 2, 3], [None, [1], [2, 3], [2, 3]], [1, 2]),
+]
 
 
-@pytest.mark.parametrize(("sizes", "members", "intra", "leaders"), NODES.values(), ids=NODES.keys())
-def test_a_node_is_joined_inside_and_its_lowest_rank_outside(ranks, sizes, members, intra, leaders):
+@over(case=NODES)
+def test_a_node_is_joined_inside_and_its_lowest_rank_outside(ranks, case):
+    sizes, members, intra, leaders = case
     results = ranks(sum(sizes), ranks_seen_by_node, members, env=environment_of_nodes(sizes))
     assert [mine for mine, _ in results] == intra
     for rank, (_, inter) in enumerate(results):
@@ -144,21 +146,21 @@ def patch_a_torch_group():
     ]
     sizes = [c if c is CommMember.NON_COMM_MEMBER else c.nranks() for c in nodes]
     ours = group.bagua_pg
-    return unpatched, patched is group, again is ours, ours.ranks, ours.stream, tensor.item(), sizes
+    return unpatched, patched is group, again is ours, ours.stream, ours.ranks, tensor.item(), sizes
 
 
 def test_a_torch_group_is_patched_once_and_communicates_by_itself(ranks):
     results = ranks(3, patch_a_torch_group)
-    for unpatched, same, once, _, stream, _, _ in results:
+    expected = [
+        ([0, 2], 2, [1, 2]),
+        ([1], 1, [1, 1]),
+        ([0, 2], 2, [CommMember.NON_COMM_MEMBER, 2]),
+    ]
+    for (unpatched, same, once, stream, *seen), wanted in zip(results, expected, strict=True):
         assert unpatched.startswith("RuntimeError")
         assert "call group.bagua_patch() first" in unpatched
         assert (same, once, stream) == (True, True, "remembered")
-    assert [(members, total) for _, _, _, members, _, total, _ in results] == [
-        ([0, 2], 2),
-        ([1], 1),
-        ([0, 2], 2),
-    ]
-    assert [sizes for *_, sizes in results] == [[1, 2], [1, 1], [CommMember.NON_COMM_MEMBER, 2]]
+        assert tuple(seen) == wanted
 
 
 ENDS_AT_ONCE = """
