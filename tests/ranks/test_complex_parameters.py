@@ -14,8 +14,6 @@ from torch import nn
 
 STEPS = 3
 
-both_ways = over(way=["with_bagua", "class"])
-
 
 class Spectral(nn.Module):
     """Complex weights, a complex buffer and a real layer behind them."""
@@ -35,36 +33,32 @@ class Spectral(nn.Module):
         return self.head((hidden @ self.phase.mT).abs().float())
 
 
-def wrapped(model, way, optimizers=(), **options):
-    if way == "class":
-        return DistributedDataParallel(model, optimizers=list(optimizers), **options)
-    return model.with_bagua(list(optimizers), GradientAllReduceAlgorithm(), **options)
-
-
 def adam(model):
     return torch.optim.Adam(model.parameters(), lr=0.05)
 
 
-def trained(model, optimizer, zero=True):
+def trained(model, optimizer, set_to_none):
+    """Steps of two backwards, of which the second communicates."""
     for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=zero)
+        optimizer.zero_grad(set_to_none)
+        with model.no_sync():
+            training.squared_error(model, training.batch(9 + step, dist.get_rank())).backward()
         training.squared_error(model, training.batch(step, dist.get_rank())).backward()
         optimizer.step()
     return model
 
 
 @training.with_group
-def train_as_ddp(way, dtype, zero, hierarchical):
+def train_as_ddp(way, dtype, set_to_none, hierarchical):
     plain = Spectral(dtype, seed=dist.get_rank())  # rank 0's counts
     ours, theirs = copy.deepcopy(plain), nn.parallel.DistributedDataParallel(plain)
-    optimizers = [adam(ours)]
-    if hierarchical:
-        algorithm = GradientAllReduceAlgorithm(hierarchical=True)
-        model = ours.with_bagua(optimizers, algorithm)
+    optimizer = adam(ours)
+    if way == "class":
+        model = DistributedDataParallel(ours, optimizers=[optimizer])
     else:
-        model = wrapped(ours, way, optimizers)
-    trained(model, optimizers[0], zero)
-    trained(theirs, adam(plain), zero)
+        model = ours.with_bagua([optimizer], GradientAllReduceAlgorithm(hierarchical=hierarchical))
+    trained(model, optimizer, set_to_none)
+    trained(theirs, adam(plain), set_to_none)
     training.assert_ranks_agree(ours)
     training.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
     for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
@@ -75,17 +69,18 @@ def train_as_ddp(way, dtype, zero, hierarchical):
     return sorted(kinds)
 
 
-@over(case=[("with_bagua", torch.complex64, True), ("class", torch.complex128, False)])
+CASES = [
+    ("with_bagua", torch.complex64, True, False, {}),
+    ("class", torch.complex128, False, False, {}),
+    ("with_bagua", torch.complex64, True, True, environment_of_nodes((2, 1))),
+]
+
+
+@over(case=CASES)
 def test_training_equals_ddp(ranks, case):
-    way, dtype, zero = case
-    for kinds in ranks(3, train_as_ddp, way, dtype, zero, False):
-        assert kinds == sorted([str(dtype), "torch.float32"])
-
-
-def test_training_through_two_nodes_equals_ddp(ranks):
-    env = environment_of_nodes((2, 1))
-    arguments = ("with_bagua", torch.complex64, True, True)
-    assert len(ranks(3, train_as_ddp, *arguments, env=env)) == 3
+    *arguments, env = case
+    for kinds in ranks(3, train_as_ddp, *arguments, env=env):
+        assert kinds == sorted([str(arguments[1]), "torch.float32"])
 
 
 @training.with_group
@@ -145,43 +140,6 @@ def drift():
 def test_the_weights_check_sees_an_imaginary_part(ranks):
     for error in ranks(2, drift, env={"BAGUA_CHECK_WEIGHTS_EVERY": "1"}):
         assert "First difference: 'phase' (rank 0 against rank 1)" in error
-
-
-@training.with_group
-def accumulate(way):
-    plain = Spectral(torch.complex64)
-    ours, theirs = copy.deepcopy(plain), nn.parallel.DistributedDataParallel(plain)
-    model = wrapped(ours, way)
-    for module in (model, theirs):
-        with module.no_sync():
-            training.squared_error(module, training.batch(0, dist.get_rank())).backward()
-        training.squared_error(module, training.batch(1, dist.get_rank())).backward()
-    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
-    return training.bits([p.grad for p in ours.parameters()])
-
-
-@both_ways
-def test_accumulation_equals_ddp(ranks, way):
-    assert len(set(ranks(3, accumulate, way))) == 1
-
-
-@training.with_group
-def non_finite_rounds():
-    model = Spectral(torch.complex64)
-    model.with_bagua([], GradientAllReduceAlgorithm())
-    counts = []
-    for factor in (1.0, float("nan"), 1.0):
-        model.zero_grad()
-        (training.squared_error(model, training.batch(0, 0)) * factor).backward()
-        counts.append(model.bagua_stats()["total"]["nonfinite_rounds"])
-    return counts
-
-
-def test_rounds_with_values_that_are_not_finite_are_counted(ranks):
-    for counts in ranks(2, non_finite_rounds):
-        assert counts[0] == 0
-        assert counts[1] == counts[2] >= 1
 
 
 @training.with_group
