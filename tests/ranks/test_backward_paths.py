@@ -6,6 +6,7 @@ from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from support import training
 from support.cases import over
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class KeepsItsLoss(nn.Module):
@@ -81,26 +82,31 @@ def test_a_penalty_is_part_of_the_step_or_a_round_if_its_backward_reaches_all_we
     assert ranks(3, penalise_weights, how) == [rounds] * 3
 
 
-class WithToken(nn.Module):
-    """A parameter that the forward does not use, but the loss does."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.token = nn.Parameter(torch.randn(5))
-        self.network = training.network()
-
-    def forward(self, x):
-        return self.network(x)
-
-
 @training.with_group
 def use_a_parameter_in_the_loss_only():
     def loss(m, data):
         return training.squared_error(m, data) + (m.token * data[0]).square().mean()
 
-    return training.train_as_one_process(WithToken(), loss)
+    model = training.network()
+    model.token = nn.Parameter(torch.ones(5))
+    return training.train_as_one_process(model, loss)
 
 
 def test_a_parameter_that_only_the_loss_uses_is_synchronised(ranks):
     assert ranks(3, use_a_parameter_in_the_loss_only) == [3, 3, 3]
+
+
+@training.with_group
+def train_in_one_checkpoint():
+    """The wrapped module itself is called again in backward."""
+
+    def loss(module, data):
+        outputs = checkpoint(module, data[0], use_reentrant=False)
+        return nn.functional.mse_loss(outputs, data[1])
+
+    model = training.network()
+    return training.train_as_one_process(model, loss), model.bagua_train_step_counter
+
+
+def test_a_wrapped_module_that_is_recomputed_trains_as_one_process_does(ranks):
+    assert ranks(2, train_in_one_checkpoint) == [(3, 3)] * 2

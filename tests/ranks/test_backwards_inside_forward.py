@@ -3,8 +3,6 @@
 `tests/ranks/situations/inside_forward.py` compares the exact one with torch.
 """
 
-import pytest
-import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import QAdamAlgorithm, QAdamOptimizer
 from ranks.situations.inside_forward import Gan, toggled, untoggled
@@ -13,13 +11,6 @@ from support import every_algorithm, training
 from support.cases import over
 
 STEPS = 5
-#: Those that may have several backwards in one forward, and that take any optimizer; the exact one
-#: is in situations/.
-GRADIENTS = [
-    name
-    for name in every_algorithm.SYNCHRONOUS
-    if name not in (*every_algorithm.OWN_WEIGHTS, "qadam", "gradient_allreduce")
-]
 
 
 def train(gan):
@@ -36,37 +27,37 @@ def train_two_networks(name, train_on):
     return train(gan)
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
-@over(train_on=[toggled, untoggled])
+@over(name=["bytegrad", "power_sgd"], train_on=[toggled, untoggled])
 def test_each_backward_inside_a_forward_is_a_round(ranks, name, train_on):
     assert ranks(3, train_two_networks, name, train_on) == [2 * STEPS] * 3
 
 
+#: Those that take one backward per forward, and what they say.
+REFUSED = dict.fromkeys(
+    every_algorithm.PEERS,
+    (
+        "optimizer.step() came between a training forward and the end of its",
+        "compute the loss from tensors that forward returns",
+    ),
+) | {
+    "async": (  # in its warm-up
+        "a second backward through one forward",
+        "With AsyncModelAverageAlgorithmImpl every forward has one backward",
+    )
+}
+
+
 @training.with_group
-def train_with_own_weights(name):
+def refuse(name):
     gan = Gan(untoggled)
     gan.with_bagua(list(gan.optimizers), every_algorithm.made(name))
     return training.error_of(lambda: train(gan))
 
 
-@pytest.mark.parametrize("name", every_algorithm.PEERS)
-def test_a_step_inside_a_forward_is_refused_where_weights_are_averaged(ranks, name):
-    for message in ranks(2, train_with_own_weights, name):
-        assert "optimizer.step() came between a training forward and the end of its" in message
-        assert "compute the loss from tensors that forward returns" in message
-
-
-@training.with_group
-def train_while_warming_up():
-    gan = Gan(untoggled)
-    gan.with_bagua(list(gan.optimizers), every_algorithm.made("async"))
-    return training.error_of(lambda: train(gan))
-
-
-def test_a_second_backward_in_the_warm_up_of_async_is_refused(ranks):
-    for message in ranks(2, train_while_warming_up):
-        assert "a second backward through one forward" in message
-        assert "With AsyncModelAverageAlgorithmImpl every forward has one backward" in message
+@over(name=REFUSED)
+def test_a_step_inside_a_forward_is_refused_with_the_remedy(ranks, name):
+    for message in ranks(2, refuse, name):
+        assert all(words in message for words in REFUSED[name])
 
 
 @training.with_group
@@ -92,32 +83,3 @@ def test_qadam_trains_inside_a_forward(ranks):
 def test_qadam_refuses_gradients_that_still_hold_momentum_inside_a_forward(ranks):
     for message in ranks(2, train_with_qadam, False):
         assert "still holds the averaged momentum of the round before" in message
-
-
-class Recomputed(torch.nn.Module):
-    """A forward with one backward that begins in a reentrant checkpoint."""
-
-    def __init__(self):
-        super().__init__()
-        self.network = training.network()
-
-    def forward(self, data):
-        inputs, targets = data
-        output = torch.utils.checkpoint.checkpoint(
-            self.network, inputs.requires_grad_(), use_reentrant=True
-        )
-        (output - targets).square().mean().backward()
-
-
-@training.with_group
-def begin_in_a_checkpoint():
-    model = Recomputed()
-    optimizer = training.sgd(model)
-    model.with_bagua([optimizer], every_algorithm.made("gradient_allreduce"))
-    return training.error_of(lambda: model(training.batch(0, dist.get_rank())))
-
-
-def test_a_backward_whose_end_cannot_be_known_is_refused(ranks):
-    for message in ranks(2, begin_in_a_checkpoint):
-        assert message.startswith("BaguaError: ")
-        assert "checkpoint(use_reentrant=False), or call backward() after the forward" in message
