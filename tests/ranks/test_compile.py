@@ -3,8 +3,6 @@
 Each algorithm in each way, and Inductor: tests/deep/test_compiled_ways.py.
 """
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +13,7 @@ from bagua.torch_api.algorithms import (
 )
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from support import training
+from support.cases import over
 
 ALGORITHMS = {
     "exact": lambda: GradientAllReduceAlgorithm(),
@@ -23,51 +22,46 @@ ALGORITHMS = {
 }
 
 
-def compiled_wrap(model, optimizer, algorithm, backend):
-    return torch.compile(model.with_bagua([optimizer], algorithm), backend=backend)
+def plain(model, backend):
+    return model
 
 
-def wrapped_compiled(model, optimizer, algorithm, backend):
-    return torch.compile(model, backend=backend).with_bagua([optimizer], algorithm)
+def compiled(model, backend):
+    return torch.compile(model, backend=backend)
 
 
-def ddp_of_compiled(model, optimizer, algorithm, backend):
-    module = torch.compile(model, backend=backend)
-    return DistributedDataParallel(module, optimizers=[optimizer], algorithm=algorithm)
-
-
-def compiled_ddp(model, optimizer, algorithm, backend):
-    ddp = DistributedDataParallel(model, optimizers=[optimizer], algorithm=algorithm)
-    return torch.compile(ddp, backend=backend)
-
-
-def compiled_in_place(model, optimizer, algorithm, backend):
+def compiled_in_place(model, backend):
     model.compile(backend=backend)
-    return model.with_bagua([optimizer], algorithm)
+    return model
 
 
-def whole_graph(model, optimizer, algorithm, backend):
-    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
-    return compiled.with_bagua([optimizer], algorithm)
+def whole_graph(model, backend):
+    return torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
 
 
-def by_regions(model, optimizer, algorithm, backend):
+def by_regions(model, backend):
     for i, child in enumerate(model):
         model[i] = torch.compile(child, backend=backend)
+    return model
+
+
+def with_bagua(model, optimizer, algorithm):
     return model.with_bagua([optimizer], algorithm)
 
 
+def by_class(model, optimizer, algorithm):
+    return DistributedDataParallel(model, optimizers=[optimizer], algorithm=algorithm)
+
+
+#: What becomes of the model, how it is wrapped, and what becomes of the wrapper.
 WAYS = {
-    f.__name__: f
-    for f in (
-        compiled_wrap,
-        wrapped_compiled,
-        ddp_of_compiled,
-        compiled_ddp,
-        compiled_in_place,
-        whole_graph,
-        by_regions,
-    )
+    "compiled_wrap": (plain, with_bagua, compiled),
+    "wrapped_compiled": (compiled, with_bagua, plain),
+    "ddp_of_compiled": (compiled, by_class, plain),
+    "compiled_ddp": (plain, by_class, compiled),
+    "compiled_in_place": (compiled_in_place, with_bagua, plain),
+    "whole_graph": (whole_graph, with_bagua, plain),
+    "by_regions": (by_regions, with_bagua, plain),
 }
 
 
@@ -83,35 +77,29 @@ class Counted:
         return self.inner(graph, inputs)
 
 
-def steps_of(model, optimizer, no_sync):
-    weights = []
+def trained(model, optimizer):
     for step in range(3):
         optimizer.zero_grad()
         if step == 1:
-            with no_sync():
+            with model.no_sync():
                 training.squared_error(model, training.batch(9, dist.get_rank())).backward()
         training.squared_error(model, training.batch(step, dist.get_rank())).backward()
         optimizer.step()
-        weights.append([p.detach().clone() for p in model.parameters()])
-    return weights
+    return model
 
 
 @training.with_group
 def train(way, name, backend):
     torch._dynamo.reset()
-    plain = training.network()
-    compiled = copy.deepcopy(plain)
-    optimizer = training.sgd(plain)
-    plain.with_bagua([optimizer], ALGORITHMS[name]())
-    expected = steps_of(plain, optimizer, plain.no_sync)
+    expected, model = training.network(), training.network()
+    optimizer = training.sgd(expected)
+    trained(with_bagua(expected, optimizer, ALGORITHMS[name]()), optimizer)
 
-    optimizer = training.sgd(compiled)
-    counted = Counted(backend)
-    model = WAYS[way](compiled, optimizer, ALGORITHMS[name](), counted)
-    seen = steps_of(model, optimizer, model.no_sync)
-    for mine, theirs in zip(seen, expected, strict=True):
-        for p, q in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+    optimizer, counted = training.sgd(model), Counted(backend)
+    before, wrap, after = WAYS[way]
+    model = wrap(before(model, counted), optimizer, ALGORITHMS[name]())
+    model = trained(after(model, counted), optimizer)
+    training.assert_close(model, expected, rtol=1e-4, atol=1e-5)
     if name != "decentralized":
         training.assert_ranks_agree(model)
     graphs = counted.graphs
@@ -137,12 +125,12 @@ def test_compiled_training_is_the_uncompiled(ranks, way):
     assert_compiled_is_uncompiled(ranks, way, "exact")
 
 
-@pytest.mark.parametrize("name", ["bytegrad", "decentralized"])
+@over(name=["bytegrad", "decentralized"])
 def test_compiled_training_of_an_algorithm_is_the_uncompiled(ranks, name):
     assert_compiled_is_uncompiled(ranks, "compiled_wrap", name)
 
 
-@pytest.mark.parametrize("way", ["wrapped_compiled", "by_regions"])
+@over(way=["wrapped_compiled", "by_regions"])
 def test_a_compiled_backward_communicates_too(ranks, way):
     assert_a_compiled_backward_communicates(ranks, way)
 
