@@ -1,17 +1,11 @@
 """8-bit and cast gradients: the bits of the oracle's compressed mean, on every rank, every step."""
 
-import copy
-
-import pytest
 import torch
 import torch.distributed as dist
-from bagua import _C
 from bagua.torch_api.algorithms import ByteGradAlgorithm
-from oracle import codec as oracle
 from support import training
+from support.cases import over
 from support.error_feedback import Means
-
-CODECS = _C.codec_names()
 
 
 @training.with_group
@@ -52,43 +46,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("size", "codec", "average", "error_feedback"), CASES)
-def test_compressed_gradients_have_the_bits_of_the_oracle(
-    ranks, size, codec, average, error_feedback
-):
+@over(case=CASES)
+def test_compressed_gradients_have_the_bits_of_the_oracle(ranks, case):
+    size, codec, average, error_feedback = case
     arguments = (codec, average, True, 61 if error_feedback else 7, error_feedback)
     results = ranks(size, train_as_the_oracle, *arguments, env=training.SMALL_BUCKETS)
     assert set(results) == {(results[0][0], 4)}
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_parts_of_several_blocks_have_the_bits_of_the_oracle(ranks, codec):
-    results = ranks(3, train_as_the_oracle, codec, False, True, 1501)
-    assert len(set(results)) == 1
-
-
-@pytest.mark.parametrize("env", [{}, training.SMALL_BUCKETS], ids=["one_bucket", "small_buckets"])
+@over(env=[{}, training.SMALL_BUCKETS])
 def test_compressed_training_without_flattening_and_a_second_run_give_the_same_bits(ranks, env):
     first = ranks(3, train_as_the_oracle, "block_uint8", True, True, 33, env=env)
     assert first == ranks(3, train_as_the_oracle, "block_uint8", True, True, 33, env=env)
     assert first == ranks(3, train_as_the_oracle, "block_uint8", True, False, 33, env=env)
-
-
-@training.with_group
-def train_beside_the_exact_oracle(codec):
-    model = training.network()
-    alone = copy.deepcopy(model)
-    optimizer = training.sgd(model)
-    model.with_bagua([optimizer], training.algorithm(codec))
-    training.train_on_ranks(model, optimizer, steps=20)
-    training.train_alone(alone, training.sgd(alone), steps=20)
-    data = training.whole_batch(0, dist.get_world_size())
-    with torch.no_grad():
-        return [training.squared_error(m.eval(), data).item() for m in (model, alone)]
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_compressed_training_reaches_the_loss_of_exact_training(ranks, codec):
-    for compressed, exact in ranks(3, train_beside_the_exact_oracle, codec):
-        rel = max(0.02, oracle.CODECS[codec].error)
-        assert compressed == pytest.approx(exact, rel=rel)
