@@ -17,7 +17,8 @@ from bagua.torch_api.checkpoint import PerRank
 from bagua.torch_api.communication import connect_islands
 from ranks.test_elastic_rounds import fail_round
 from ranks.test_islands import INTERVAL, by_fsdp, loss_of, network, sgd, shard_of
-from support import sharded, training
+from support import faults, sharded, training
+from support.cases import over
 from support.processes.pool import new_store, torchrun_environment
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -110,9 +111,9 @@ def save_and_load(address, folder, name):
     return bits, steps(model, optimizer, range(2 * INTERVAL, 4 * INTERVAL))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@over(name=ALGORITHMS)
 def test_islands_go_on_to_the_bit_from_folders_of_their_own(ranks, tmp_path, name):
-    for bits, again in on_islands(ranks, (2, 2), save_and_load, str(tmp_path), name):
+    for bits, again in on_islands(ranks, (2, 2), save_and_load, str(tmp_path / name), name):
         assert bits == again
 
 
@@ -130,10 +131,8 @@ def test_torchs_ddp_averages_inside_of_an_island(ranks):
 
 @training.with_group
 def one_rank_fails(address, method):
-    """Rounds, and digests of the weights, where the third rank of four fails in the second round.
-
-    At its launch ("confirm"), or when its group has the result ("confirmed").
-    """
+    """Digests of the weights after each round, where the third rank fails in the second round: at
+    its launch ("confirm"), or when its group has the result ("confirmed")."""
     island = int(os.environ["ISLAND"])
     torch.manual_seed(0)
     model = by_fsdp(network(), init_device_mesh("cpu", (2,)))
@@ -157,7 +156,7 @@ def one_rank_fails(address, method):
 
 
 @pytest.mark.filterwarnings("ignore:module")
-@pytest.mark.parametrize("method", ["confirm", "confirmed"])
+@over(method=["confirm", "confirmed"])
 def test_an_island_fails_as_a_whole_where_one_of_its_ranks_does(ranks, method):
     results = on_islands(ranks, (2, 2), one_rank_fails, method)
     for (rounds, steps), (others, _) in zip(results[:2], results[2:], strict=True):
@@ -168,12 +167,12 @@ def test_an_island_fails_as_a_whole_where_one_of_its_ranks_does(ranks, method):
 
 
 @training.with_group
-def connect(address, timeout=None):
+def connect(address):
     """What is said against it."""
     try:
-        connect_islands(address, int(os.environ["ISLAND"]), 2, timeout)
+        connect_islands(address, int(os.environ["ISLAND"]), 2)
     except (bagua.BaguaError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
+        return str(error)
     return ""
 
 
@@ -184,27 +183,25 @@ def test_islands_of_different_sizes_are_refused(ranks):
         assert not error or f"has {own} ranks, others have {other}" in error
 
 
-def test_an_island_that_does_not_come_is_named(ranks):
-    (error,) = on_islands(ranks, (1,), connect, timedelta(seconds=1))
-    assert error.startswith("BaguaTimeoutError: island 0 of 2: island 1 did not come within 1 s.")
-    assert "calls connect_islands() too" in error
+#: The store's address, or None for one that is there, the island, and a part of what is said.
+WRONG = [
+    (None, 0, "BaguaTimeoutError: island 0 of 2: island 1 did not come within 1 s."),
+    (None, 0, "calls connect_islands() too"),
+    ("127.0.0.1:1", 0, "BaguaError: there is no store at 127.0.0.1:1: "),
+    ("here", 0, "store='here' is no address, such as '10.0.0.1:29500'"),
+    ("127.0.0.1:1", -1, "island=-1 of islands=2 is none"),
+]
 
 
 @training.with_group
-def bad_arguments():
-    late = timedelta(seconds=1)
-    return [
-        training.error_of(lambda: connect_islands("127.0.0.1:1", 0, 2, late)),
-        training.error_of(lambda: connect_islands("here", 0, 2)),
-        training.error_of(lambda: connect_islands("127.0.0.1:1", -1, 2)),
-    ]
+def connect_wrongly(address):
+    for wrong, island, words in WRONG:
+        arguments = (wrong or address, island, 2, timedelta(seconds=1))
+        assert words in faults.error_of(connect_islands, *arguments)
 
 
 @pytest.mark.timeout(60)
-def test_a_store_or_an_island_that_cannot_be_is_refused_with_the_remedy(ranks):
-    (found,) = ranks(1, bad_arguments, init=False)
-    assert found[0].startswith("BaguaError: there is no store at 127.0.0.1:1: ")
-    assert "store='here' is no address, such as '10.0.0.1:29500'" in found[1]
-    assert "island=-1 of islands=2 is none" in found[2]
+def test_a_store_or_an_island_that_cannot_be_or_does_not_come_is_refused_with_the_remedy(ranks):
+    on_islands(ranks, (1,), connect_wrongly)
     with pytest.raises(RuntimeError, match=r"call bagua\.init_process_group\(\)"):
-        bagua.communication.connect_islands("127.0.0.1:1", 0, 2)
+        connect_islands("127.0.0.1:1", 0, 2)
