@@ -1,40 +1,30 @@
 """Starting wrongly: twice, with half an environment, with a foreign torch."""
 
 import os
-import subprocess
-import sys
+from unittest import mock
 
 import bagua
 import bagua.torch_api as api
-import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from support import faults
-from support.processes.pool import run_script
+from support.cases import over
 
 
-@faults.with_bagua_group
 def initialise_again():
-    return faults.error_of(api.init_process_group)
+    beside_torch = faults.error_of(api.init_process_group, backend="gloo")
+    api.init_process_group()
+    twice = faults.error_of(api.init_process_group)
+    api.destroy_process_group()
+    return beside_torch, twice
 
 
-def test_initialising_twice_says_so(ranks):
-    for error in ranks(2, initialise_again):
-        assert error.startswith("RuntimeError: bagua.init_process_group was called already")
-        assert "bagua.destroy_process_group() first" in error
-
-
-def initialise_with(options):
-    try:
-        return faults.error_of(api.init_process_group, **options)
-    finally:
-        api.destroy_process_group()
-
-
-def test_arguments_beside_an_initialised_torch_distributed_are_refused(ranks):
-    for error in ranks(2, initialise_with, {"backend": "gloo"}):
-        assert error.startswith("RuntimeError: torch.distributed is initialised already")
+def test_initialising_twice_or_with_arguments_beside_torch_is_refused(ranks):
+    for beside_torch, twice in ranks(2, initialise_again):
+        assert beside_torch.startswith("RuntimeError: torch.distributed is initialised already")
+        assert twice.startswith("RuntimeError: bagua.init_process_group was called already")
+        assert "bagua.destroy_process_group() first" in twice
 
 
 def initialise_again_after_destroying():
@@ -68,106 +58,80 @@ def wrap_twice_on_a_torch_group(same):
     return rounds
 
 
-@pytest.mark.parametrize("same", [True, False], ids=["same-group", "equal-groups"])
+@over(same=[True, False])
 def test_several_models_may_use_one_torch_group(ranks, same):
     assert ranks(2, wrap_twice_on_a_torch_group, same) == [[1, 1, 1]] * 2
 
 
-def initialise_without(names):
-    for name in names:
-        del os.environ[name]
-    return initialise_with({})
+def missing(*names):
+    """Variables that are not set, no arguments, and the error."""
+    said = f"ValueError: environment variable(s) {', '.join(names)} not set"
+    return names, dict, said, "torchrun --nproc_per_node=N script.py"
 
 
-@pytest.mark.parametrize(
-    "names",
-    [["MASTER_PORT"], ["RANK"], ["WORLD_SIZE", "MASTER_ADDR"]],
-    ids=["master-port", "rank", "world-size-and-master"],
-)
-def test_missing_variables_are_listed(ranks, names):
-    for error in ranks(1, initialise_without, names, init=False):
-        assert error.startswith(f"ValueError: environment variable(s) {', '.join(names)} not set")
-        assert "torchrun --nproc_per_node=N script.py" in error
+STARTS = [
+    missing("MASTER_PORT"),
+    missing("RANK"),
+    missing("WORLD_SIZE", "MASTER_ADDR"),
+    (
+        (),
+        lambda: {"store": dist.HashStore()},
+        "ValueError: init_process_group(store=...) needs 0 <= rank < world_size",
+        "rank=-1",
+    ),
+    (
+        (),
+        lambda: {"store": "gloo"},
+        "TypeError: init_process_group(store='gloo')",
+        "init_process_group(backend=...)",
+    ),
+]
 
 
-def test_a_store_needs_rank_and_sizes(ranks):
-    (error,) = ranks(1, initialise_with_a_store, init=False)
-    assert error.startswith(
-        "ValueError: init_process_group(store=...) needs 0 <= rank < world_size"
-    )
-    assert "rank=-1" in error
+def start_wrongly():
+    for names, arguments, said, remedy in STARTS:
+        with mock.patch.dict(os.environ):
+            for name in names:
+                del os.environ[name]
+            error = faults.error_of(api.init_process_group, **arguments())
+        assert error.startswith(said)
+        assert remedy in error
 
 
-def initialise_with_a_store():
-    return initialise_with({"store": dist.HashStore()})
-
-
-def initialise_with_a_backend_first():
-    return initialise_with({"store": "gloo"})
-
-
-def test_a_backend_in_the_place_of_the_store_is_told_its_name(ranks):
-    (error,) = ranks(1, initialise_with_a_backend_first, init=False)
-    assert error.startswith("TypeError: init_process_group(store='gloo')")
-    assert "init_process_group(backend=...)" in error
-
-
-@faults.with_bagua_group
-def wrap_with_bucket_size(value):
-    os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = value
-    return faults.error_of(faults.wrapped)
-
-
-@pytest.mark.parametrize("value", ["0", "-5", "ten"])
-def test_a_bucket_size_that_is_no_positive_number_is_refused(ranks, value):
-    (error,) = ranks(1, wrap_with_bucket_size, value)
-    assert error.startswith("ValueError")
-    assert "BAGUA_DEFAULT_BUCKET_SIZE" in error
-    assert value in error
+def test_missing_variables_and_impossible_stores_are_named(ranks):
+    ranks(1, start_wrongly, init=False)
 
 
 @faults.with_bagua_group
-def group_of(members):
-    return faults.error_of(api.communication.new_group, members)
+def impossible_groups():
+    for members in ([0, 2], [], [1, 1], [-1]):
+        error = faults.error_of(api.communication.new_group, members)
+        assert error.startswith("ValueError: new_group: rank"), members
 
 
-@pytest.mark.parametrize("members", [[0, 2], [], [1, 1], [-1]], ids=str)
-def test_impossible_groups_are_refused(ranks, members):
-    for error in ranks(2, group_of, members):
-        assert error.startswith("ValueError: new_group: rank")
+def test_impossible_groups_are_refused(ranks):
+    ranks(2, impossible_groups)
 
 
-def test_another_release_of_torch_is_refused_with_both_versions_and_the_remedy():
-    with pytest.raises(ImportError) as caught:
-        bagua._check_torch("2.12.1+cpu", "2.13.0+cu130")
-    text = str(caught.value)
-    assert "built for torch 2.13.0+cu130, but torch 2.12.1+cpu is installed" in text
-    assert text.endswith("pip install --force-reinstall --no-deps --no-build-isolation .")
+FOREIGN_TORCH = """
+import sys, torch
+torch.__version__ = "2.5.0"
+try:
+    import bagua
+except ImportError as error:
+    print(error, "bagua._C" in sys.modules)
+"""
+
+
+def test_another_release_of_torch_is_refused_before_the_extension_is_loaded(run_script):
+    """It would end the import with an undefined symbol instead."""
+    (end,) = run_script(1, FOREIGN_TORCH, anew=True)
+    built_for = torch.__version__.split("+")[0]
+    assert f"built for torch {built_for}" in end.stdout, end.stderr
+    assert "but torch 2.5.0 is installed" in end.stdout
+    remedy = "pip install --force-reinstall --no-deps --no-build-isolation ."
+    assert end.stdout.strip().endswith(f"{remedy} False")
     bagua._check_torch("2.13.1+cpu", "2.13.0+cu130")
-
-
-def test_the_check_comes_before_the_extension_is_loaded(tmp_path):
-    """A foreign torch would end the import with an undefined symbol instead."""
-    source = (
-        "import sys, torch\n"
-        "torch.__version__ = '2.5.0'\n"
-        "try:\n    import bagua\n"
-        "except ImportError as error:\n"
-        "    print(error, 'bagua._C' in sys.modules)\n"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    end = subprocess.run(
-        [sys.executable, "-c", source],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=tmp_path,
-        timeout=60,
-        check=False,
-    )
-    assert f"built for torch {torch.__version__.split('+')[0]}" in end.stdout, end.stderr
-    assert "torch 2.5.0 is installed" in end.stdout
-    assert end.stdout.strip().endswith("False")
 
 
 MODELS_DIFFER = """
@@ -183,10 +147,8 @@ net.with_bagua([], GradientAllReduceAlgorithm())
 """
 
 
-def test_an_error_of_a_rank_is_its_last_line_and_short(tmp_path):
-    script = tmp_path / "models_differ.py"
-    script.write_text(MODELS_DIFFER)
-    for rank, done in enumerate(run_script(2, script)):
+def test_an_error_of_a_rank_is_its_last_line_and_short(run_script):
+    for rank, done in enumerate(run_script(2, MODELS_DIFFER)):
         lines = done.stderr.splitlines()
         assert done.returncode == 1
         assert lines[-1].startswith(
