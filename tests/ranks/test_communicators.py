@@ -11,70 +11,51 @@ from support.cases import over
 
 
 @training.with_group
-def use_a_sub_group(members):
-    group = communication.new_group(members)
-    ours = group.get_global_communicator()
-    rank = torch.tensor([bagua.get_rank()])
-    last = rank.clone()
-    bagua.broadcast(last, len(members) - 1, ours)
-    highest = rank.clone()
-    bagua.allreduce_inplace(highest, ReduceOp.MAX, ours)
-    gathered = torch.full((len(members),), -1)
-    bagua.allgather(rank, gathered, ours)
-    bagua.barrier(ours)
-    where = (ours.rank(), ours.nranks()) if isinstance(ours, communication.Communicator) else ours
-    bagua.allreduce_inplace(rank)  # everybody together, afterwards
-    return where, last.item(), highest.item(), gathered.tolist(), rank.item()
-
-
-@over(members=[[0, 2], [3, 1], [1, 2, 3], [2]])
-def test_ranks_are_counted_inside_the_group_and_others_are_untouched(ranks, members):
-    inside = sorted(members)
-    for rank, (where, last, highest, gathered, total) in enumerate(
-        ranks(4, use_a_sub_group, members)
-    ):
-        if rank in inside:
-            assert where == (inside.index(rank), len(inside))
-            assert (last, highest, gathered) == (inside[-1], inside[-1], inside)
-        else:
-            assert where is CommMember.NON_COMM_MEMBER
-            assert (last, highest, gathered) == (rank, rank, [-1] * len(inside))
-        assert total == 6
-
-
-@training.with_group
-def ranks_seen_by_node(members):
+def ranks_seen(members):
+    """Of the group's three communicators: what is gathered, sent by the last rank, the maximum."""
     group = communication.new_group(members)
     seen = []
-    for communicator in (
+    for ours in (
+        group.get_global_communicator(),
         group.get_intra_node_communicator(),
         group.get_inter_node_communicator(),
     ):
-        if communicator is CommMember.NON_COMM_MEMBER:
-            seen.append(None)
-            continue
-        gathered = torch.full((communicator.nranks(),), -1)
-        bagua.allgather(torch.tensor([bagua.get_rank()]), gathered, communicator)
-        seen.append(gathered.tolist())
+        size = 1 if ours is CommMember.NON_COMM_MEMBER else ours.nranks()
+        rank = torch.tensor([bagua.get_rank()])
+        gathered, last, highest = torch.full((size,), -1), rank.clone(), rank.clone()
+        bagua.allgather(rank, gathered, ours)
+        bagua.broadcast(last, size - 1, ours)
+        bagua.allreduce_inplace(highest, ReduceOp.MAX, ours)
+        bagua.barrier(ours)
+        seen.append((gathered.tolist(), last.item(), highest.item()))
+        if ours is not CommMember.NON_COMM_MEMBER:
+            assert gathered[ours.rank()] == rank
+    bagua.allreduce_inplace(rank)  # everybody together, afterwards
+    assert rank == sum(range(bagua.get_world_size()))
     return seen
 
 
 #: Sizes of nodes, members of the group, by rank those of its node, and the nodes' leaders.
-NODES = [
-    ((2, 2), [0, 1, 2, 3], [[0, 1], [0, 1], [2, 3], [2, 3]], [0, 2]),
-    ((3, 1), [0, 1, 2, 3], [[0, 1, 2]] * 3 + [[3]], [0, 3]),
+GROUPS = [
+    ((4,), [0, 2], [[0, 2], None, [0, 2], None], [0]),
+    ((4,), [3, 1], [None, [1, 3], None, [1, 3]], [1]),
+    ((4,), [2], [None, None, [2], None], [2]),
     ((3,), [0, 1, 2], [[0, 1, 2]] * 3, [0]),
+    ((2, 2), [0, 1, 2, 3], [[0, 1], [0, 1], [2, 3], [2, 3]], [0, 2]),
     ((2, 2), [1, 2, 3], [None, [1], [2, 3], [2, 3]], [1, 2]),
+    ((3, 1), [0, 1, 2, 3], [[0, 1, 2]] * 3 + [[3]], [0, 3]),
 ]
 
 
-@over(case=NODES)
-def test_a_node_is_joined_inside_and_its_lowest_rank_outside(ranks, case):
+@over(case=GROUPS)
+def test_ranks_are_counted_inside_and_those_outside_are_untouched(ranks, case):
     sizes, members, intra, leaders = case
-    results = ranks(sum(sizes), ranks_seen_by_node, members, env=environment_of_nodes(sizes))
-    assert [mine for mine, _ in results] == intra
-    for rank, (_, inter) in enumerate(results):
-        assert inter == (leaders if rank in leaders else None)
+    results = ranks(sum(sizes), ranks_seen, members, env=environment_of_nodes(sizes))
+    for rank, seen in enumerate(results):
+        inside = sorted(members) if rank in members else None
+        wanted = (inside, intra[rank], leaders if rank in leaders else None)
+        for found, those in zip(seen, wanted, strict=True):
+            assert found == ((those, those[-1], those[-1]) if those else ([-1], rank, rank))
 
 
 @training.with_group
