@@ -65,18 +65,6 @@ WAYS = {
 }
 
 
-class Counted:
-    """A backend that counts the graphs it is given."""
-
-    def __init__(self, name):
-        self.inner = torch._dynamo.lookup_backend(name)
-        self.graphs = 0
-
-    def __call__(self, graph, inputs):
-        self.graphs += 1
-        return self.inner(graph, inputs)
-
-
 def trained(model, optimizer):
     for step in range(3):
         optimizer.zero_grad()
@@ -90,19 +78,21 @@ def trained(model, optimizer):
 
 @training.with_group
 def train(way, name, backend):
+    from torch._dynamo.testing import CompileCounterWithBackend  # slow to import
+
     torch._dynamo.reset()
     expected, model = training.network(), training.network()
     optimizer = training.sgd(expected)
     trained(with_bagua(expected, optimizer, ALGORITHMS[name]()), optimizer)
 
-    optimizer, counted = training.sgd(model), Counted(backend)
+    optimizer, counted = training.sgd(model), CompileCounterWithBackend(backend)
     before, wrap, after = WAYS[way]
     model = wrap(before(model, counted), optimizer, ALGORITHMS[name]())
     model = trained(after(model, counted), optimizer)
     training.assert_close(model, expected, rtol=1e-4, atol=1e-5)
     if name != "decentralized":
         training.assert_ranks_agree(model)
-    graphs = counted.graphs
+    graphs = counted.frame_count
     with torch.no_grad():
         model.eval()(training.batch(0, 0)[0])
     return model.bagua_stats()["rounds"], graphs
