@@ -1,45 +1,104 @@
-"""Communication hooks for torch's DistributedDataParallel, beside the class without a hook."""
+"""Communication hooks for torch's DistributedDataParallel, beside that class without one."""
 
 import copy
 import io
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
-from bagua import comm_hooks
-from bagua.torch_api.algorithms import ByteGradAlgorithm, SparseAlgorithm
+from bagua import BaguaMismatchError, comm_hooks
+from bagua.torch_api.algorithms import (
+    ByteGradAlgorithm,
+    GradientAllReduceAlgorithm,
+    SparseAlgorithm,
+)
+from bagua.torch_api.data_parallel import DistributedDataParallel as Own
+from oracle import compressed_all_reduce, sparse
 from ranks.test_groups_and_nodes import environment_of_nodes
 from support import hooked, training
 from support.cases import over
+from support.error_feedback import owed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+RATIO = 0.05
+
+
+def held(tensor):
+    future = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+def bytegrad(codec, bucket):
+    brought = training.gather(bucket.buffer())
+    return held(compressed_all_reduce.compressed_all_reduce(codec, brought, True))
+
+
+def top_k(errors, bucket):
+    """errors: this rank's, by parameter, each in the order of the bucket's memory."""
+    parameters = bucket.parameters()
+    mine = [errors.get(p, torch.zeros(p.numel())) for p in parameters]
+    brought = training.gather((bucket.buffer(), torch.cat(mine)))
+    k = max(1, round(RATIO * bucket.buffer().numel()))
+    result, after = sparse.top_k(*zip(*brought, strict=True), k)
+    own = after[dist.get_rank()].split([p.numel() for p in parameters])
+    errors.update(zip(parameters, own, strict=True))
+    return held(result)
+
 
 @training.with_group
-def beside_plain(situation):
-    ddp, handle, optimizer = hooked.made(situation, "gradient_allreduce")
-    plain, _, plain_optimizer = hooked.made(situation)
-    mine, theirs = (
-        hooked.train(situation, ddp, optimizer),
-        hooked.train(situation, plain, plain_optimizer),
-    )
-    assert mine == theirs
-    return handle.stats()
+def compare(situation, algorithm, oracle=None, state=None):
+    """Trains beside the class without a hook, or with `oracle` for its hook: the digests after
+    every step, and whether torch has made its buckets anew."""
+    ddp, handle, optimizer = hooked.made(situation, algorithm)
+    other, _, its_optimizer = hooked.made(situation)
+    if oracle is not None:
+        other.register_comm_hook(state, oracle)
+    digests = hooked.train(situation, ddp, optimizer)
+    assert digests == hooked.train(situation, other, its_optimizer)
+    stats = handle.stats()
+    assert stats["rounds"] == hooked.STEPS
+    assert stats["total"]["bytes_sent"] > 0
+    return digests, ddp._get_ddp_logging_data()["has_rebuilt_buckets"]
 
 
 @over(n=[2, 3], situation=hooked.SITUATIONS)
 def test_the_exact_hook_gives_the_bits_of_the_class_without_a_hook(ranks, n, situation):
-    for stats in ranks(n, beside_plain, situation):
-        assert stats["rounds"] == hooked.STEPS
-        assert stats["total"]["bytes_sent"] > 0
+    ranks(n, compare, situation, "gradient_allreduce")
+
+
+#: Situations, and whether torch makes its buckets anew after the first step.
+LAYOUTS = {
+    "small_buckets": True,
+    "bucket_view": True,
+    "static_graph": True,
+    "unused": False,
+    "channels_last": True,
+    "mixed_dtypes": True,
+}
+
+
+@over(case=[(2, "block_uint8"), (3, "minmax_uint8")], situation=LAYOUTS)
+def test_bytegrad_gives_the_bits_of_the_oracle(ranks, case, situation):
+    n, codec = case
+    algorithm = ByteGradAlgorithm(hierarchical=False, codec=codec)
+    first, *others = ranks(n, compare, situation, algorithm, bytegrad, codec)
+    assert others == [first] * (n - 1)
+    assert first[1] == LAYOUTS[situation]
+
+
+@over(n=[2, 3], situation=["small_buckets", "static_graph"])
+def test_sparse_gives_the_bits_of_the_oracle_over_the_rebuild(ranks, n, situation):
+    first, *others = ranks(n, compare, situation, SparseAlgorithm(RATIO), top_k, {})
+    assert others == [first] * (n - 1)
+    assert first[1]
 
 
 @training.with_group
 def uneven(algorithm):
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(hooked.network(), **hooked.SMALL)
-    comm_hooks.register(ddp, algorithm)
-    optimizer = training.sgd(ddp)
+    ddp, _, optimizer = hooked.made("small_buckets", algorithm)
     with ddp.join():
         for step in range(3 + 2 * dist.get_rank()):
             optimizer.zero_grad()
@@ -77,30 +136,17 @@ def test_statistics_are_those_of_a_wrapped_module_without_the_overlap(ranks):
         assert logged == "bagua.ByteGradAlgorithm"
 
 
-def without_bagua_group():
-    """torch.distributed alone is initialised."""
-    ddp, _, optimizer = hooked.made("default", ByteGradAlgorithm(hierarchical=False))
-    return hooked.train("default", ddp, optimizer)
-
-
-def test_bagua_need_not_be_initialised(ranks):
-    first, second = ranks(2, without_bagua_group)
-    assert first == second
-
-
-@training.with_group
 def in_a_subgroup():
+    """torch.distributed alone is initialised."""
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
-    mine = groups[dist.get_rank() % 2]
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(hooked.network(), process_group=mine)
+    ddp = DistributedDataParallel(hooked.network(), process_group=groups[dist.get_rank() % 2])
     handle = comm_hooks.register(ddp, ByteGradAlgorithm(hierarchical=False))
-    optimizer = training.sgd(ddp)
-    hooked.train("default", ddp, optimizer)
-    return training.bits(ddp.parameters()), handle.stats()["total"]["bytes_sent"]
+    digests = hooked.train("default", ddp, training.sgd(ddp))
+    return digests, handle.stats()["total"]["bytes_sent"]
 
 
-def test_the_hook_uses_the_process_group_of_the_class(ranks):
+def test_the_hook_uses_the_process_group_of_the_class_and_bagua_need_not_be_initialised(ranks):
     first, alone, third = ranks(3, in_a_subgroup)
     assert first[0] == third[0] != alone[0]
     assert first[1] > 0
@@ -110,34 +156,27 @@ def test_the_hook_uses_the_process_group_of_the_class(ranks):
 @training.with_group
 def by_name():
     """Bagua's default, which compresses between nodes."""
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(hooked.network())
-    handles = []
-    said = training.warnings_of(lambda: handles.append(comm_hooks.register(ddp, "bytegrad")))
-    optimizer = training.sgd(ddp)
-    hooked.train("default", ddp, optimizer)
-    return training.bits(ddp.parameters()), said, str(handles[0].stats()["buckets"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ddp, handle, optimizer = hooked.made("default", "bytegrad")
+    digests = hooked.train("default", ddp, optimizer)
+    return digests, str(handle.stats()["buckets"])
 
 
 @over(sizes=[(3,), (2, 1)])
 def test_hierarchical_hooks_compress_between_nodes(ranks, sizes):
-    results = ranks(sum(sizes), by_name, env=environment_of_nodes(sizes))
-    assert len({bits for bits, _, _ in results}) == 1
-    for _, said, _ in results:
-        assert said == []
-        assert ("Hierarchical" in results[0][2]) == (len(sizes) == 2)
-    assert "block_uint8" in results[0][2]
+    first, *others = ranks(sum(sizes), by_name, env=environment_of_nodes(sizes))
+    for digests, ops in (first, *others):
+        assert digests == first[0]
+        assert ("Hierarchical" in ops) == (len(sizes) == 2)
+    assert "block_uint8" in first[1]
 
 
 @training.with_group
 def compiled():
     ddp, handle, optimizer = hooked.made("default", ByteGradAlgorithm(hierarchical=False))
-    model = torch.compile(ddp, backend="eager")
-    for step in range(hooked.STEPS):
-        optimizer.zero_grad()
-        hooked.plain_step(model, step)
-        optimizer.step()
-    return training.bits(ddp.parameters()), handle.stats()["rounds"]
+    digests = hooked.train("default", torch.compile(ddp, backend="eager"), optimizer)
+    return digests, handle.stats()["rounds"]
 
 
 def test_compiled_models_communicate_through_the_hook(ranks):
@@ -150,24 +189,19 @@ def test_compiled_models_communicate_through_the_hook(ranks):
 def copied():
     ddp, _, optimizer = hooked.made("default", ByteGradAlgorithm(hierarchical=False))
     hooked.train("default", ddp, optimizer)
-    copied_to = []
-    said = training.warnings_of(lambda: copied_to.append(copy.deepcopy(ddp)))
-    twin = copied_to[0]
+    with pytest.warns(RuntimeWarning, match="has no communication hook"):
+        twin = copy.deepcopy(ddp)
     again = comm_hooks.register(twin, "gradient_allreduce")
     hooked.train("default", twin, training.sgd(twin), 2)
     file = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.save(ddp, file)
-    return said, again.stats()["rounds"], b"bagua.comm_hooks" in file.getvalue()
+    return again.stats()["rounds"], b"bagua.comm_hooks" in file.getvalue()
 
 
 def test_a_copy_says_that_it_has_no_hook_and_takes_another(ranks):
-    for said, rounds, in_file in ranks(2, copied):
-        assert len(said) == 1
-        assert "has no communication hook" in said[0]
-        assert rounds == 2
-        assert not in_file
+    assert ranks(2, copied) == [(2, False)] * 2
 
 
 @training.with_group
@@ -175,9 +209,8 @@ def half_precision(scaled):
     torch.manual_seed(0)
     ddp = DistributedDataParallel(hooked.network().half())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    algorithm = SparseAlgorithm(0.1)
-    handle = comm_hooks.register(ddp, algorithm, grad_scaler=scaler if scaled else None)
-    sent, mean = {}, {}
+    handle = comm_hooks.register(ddp, SparseAlgorithm(0.1), grad_scaler=scaler if scaled else None)
+    missing = {}
     for step in range(4):
         inputs, targets = training.batch(step, dist.get_rank())
         local = training.local_gradients(
@@ -189,21 +222,65 @@ def half_precision(scaled):
         scale = scaler.get_scale()
         scaler.scale(nn.functional.mse_loss(ddp(inputs.half()), targets.half())).backward()
         for name, parameter in ddp.module.named_parameters():
-            sent[name] = sent.get(name, 0) + parameter.grad.float() / scale
-            mean[name] = mean.get(name, 0) + training.mean_over_ranks(local[name].float())
+            mean = training.mean_over_ranks(local[name].float())
+            missing[name] = missing.get(name, 0) + mean - parameter.grad.float() / scale
         scaler._scale = scaler._scale * 2
-    state = handle.state_dict()
-    rank = dist.get_rank()
-    return max(
-        float(
-            (sent[name] + training.mean_over_ranks(state[f"rank{rank}/error/{name}"]) - mean[name])
-            .abs()
-            .max()
-        )
-        for name in sent
-    )
+    residuals = owed(training.gather(handle.state_dict()), missing)
+    return max(float((residuals[name] - missing[name]).abs().max()) for name in missing)
 
 
 def test_residuals_are_in_unscaled_units(ranks):
     assert max(ranks(2, half_precision, True)) < 2e-3
     assert min(ranks(2, half_precision, False)) > 1
+
+
+def nothing(state, bucket):
+    raise AssertionError("not called")
+
+
+def fresh(model=None):
+    return DistributedDataParallel(hooked.network() if model is None else model)
+
+
+@training.with_group
+def refuse():
+    twice, other_hook, python_reducer = fresh(), fresh(), fresh()
+    comm_hooks.register(twice, "gradient_allreduce")
+    other_hook.register_comm_hook(None, nothing)
+    python_reducer._use_python_reducer = True
+    exact = GradientAllReduceAlgorithm()
+    wrapped = fresh(hooked.network().with_bagua([], exact))
+    embedding = fresh(nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 3)))
+    differing = ByteGradAlgorithm(average=dist.get_rank() == 0)
+    for kind, words, ddp, algorithm in [
+        (TypeError, "torch.nn.parallel.DistributedDataParallel", hooked.network(), "bytegrad"),
+        (
+            TypeError,
+            "take algorithm= themselves",
+            Own(hooked.network(), algorithm=exact),
+            "bytegrad",
+        ),
+        (RuntimeError, "has a communication hook already", twice, "bytegrad"),
+        (RuntimeError, "has a communication hook already", other_hook, "bytegrad"),
+        (RuntimeError, "with_bagua has wrapped", wrapped, "bytegrad"),
+        (RuntimeError, "python_reducer", python_reducer, "bytegrad"),
+        (NotImplementedError, "'0.weight' has sparse gradients", embedding, "gradient_allreduce"),
+        (
+            NotImplementedError,
+            "'weight' is complex",
+            fresh(nn.Linear(3, 3, dtype=torch.complex64)),
+            "bytegrad",
+        ),
+        (ValueError, "unknown algorithm 'bytegrd'; registered: gradient_", fresh(), "bytegrd"),
+        (TypeError, r"such as ByteGradAlgorithm\(\)", fresh(), ByteGradAlgorithm),
+        (NotImplementedError, r"AsyncModelAverageAlgorithm does .*\.with_bagua", fresh(), "async"),
+        (BaguaMismatchError, "'average': True", fresh(), differing),
+    ]:
+        with pytest.raises(kind, match=words):
+            comm_hooks.register(ddp, algorithm)
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        twice.register_comm_hook(None, nothing)
+
+
+def test_wrong_calls_are_refused(ranks):
+    ranks(2, refuse)
