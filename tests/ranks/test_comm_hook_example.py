@@ -1,16 +1,16 @@
-"""The script of docs/comm_hooks.md runs, and the page shows it."""
+"""The script of docs/comm_hooks.md."""
 
 import re
 from pathlib import Path
 
-import pytest
+from support.cases import over
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Share of the bytes that the exact algorithm sends.
 AT_MOST = {"exact": 1.0, "bytegrad": 0.26, "power_sgd": 0.1, "sparse": 0.1}
 
 
-@pytest.mark.parametrize("algorithm", AT_MOST)
+@over(algorithm=AT_MOST)
 def test_the_example_learns_with_fewer_bytes(run_script, algorithm):
     example = REPOSITORY / "docs/examples/comm_hook.py"
     ends = run_script(2, example, ["--algorithm", algorithm, "--steps", "60"])
@@ -20,10 +20,3 @@ def test_the_example_learns_with_fewer_bytes(run_script, algorithm):
     parameters = 32 * 256 + 256 + 256 * 256 + 256 + 256 + 1
     assert 0 < float(loss) < 0.5
     assert int(sent) <= AT_MOST[algorithm] * 4 * parameters
-
-
-def test_the_page_names_every_algorithm_of_the_example():
-    page = (REPOSITORY / "docs/comm_hooks.md").read_text()
-    for algorithm in AT_MOST:
-        assert f"`{algorithm}`" in page or f'"{algorithm}"' in page, algorithm
-    assert "examples/comm_hook.py" in page
