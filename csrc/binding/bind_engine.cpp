@@ -13,7 +13,6 @@
 #include "binding/interruptible.h"
 #include "engine/engine.h"
 #include "engine/gradient_path.h"
-#include "engine/round_state.h"
 #include "engine/weights_sample.h"
 
 namespace bagua {
@@ -164,40 +163,6 @@ void bind_weights_sample(py::module_& m) {
       .def_property_readonly("windows", &WeightsSample::windows);
 }
 
-void bind_round_state(py::module_& m) {
-  py::class_<RoundState>(m, "RoundState", "Progress of a round, without threads; for tests.")
-      .def(py::init<const std::vector<std::vector<size_t>>&, const std::vector<int32_t>&>(),
-           py::arg("lanes"), py::arg("parts") = std::vector<int32_t>())
-      .def("begin", &RoundState::begin, py::arg("alone"), py::arg("part") = py::none())
-      .def("end", &RoundState::end)
-      .def("agree", &RoundState::agree, py::arg("round"))
-      .def(
-          "mark",
-          [](RoundState& self, size_t slot) {
-            std::vector<std::pair<size_t, size_t>> launched;
-            if (!self.mark(slot)) return launched;
-            const RoundState::Launch launch = self.launch_from(self.bucket_of(slot));
-            for (size_t i = 0; i < launch.count; ++i) {
-              launched.emplace_back(launch.lane, launch.first + i);
-            }
-            return launched;
-          },
-          py::arg("slot"), "The (lane, bucket) pairs that are launched because of it.")
-      .def("bucket_done", &RoundState::bucket_done)
-      .def("exchange_begins", &RoundState::exchange_begins)
-      .def("exchange_done", &RoundState::exchange_done)
-      .def("marked", &RoundState::marked, py::arg("slot"))
-      .def("launched", &RoundState::launched, py::arg("bucket"))
-      .def("text", &RoundState::text)
-      .def_property_readonly("open", &RoundState::open)
-      .def_property_readonly("number", &RoundState::number)
-      .def_property_readonly("untouched", &RoundState::untouched)
-      .def_property_readonly("complete", &RoundState::complete)
-      .def_property_readonly("unmarked", &RoundState::unmarked)
-      .def_property_readonly("agreed", &RoundState::agreed)
-      .def_property_readonly("launched_done", &RoundState::launched_done);
-}
-
 void bind_rounds(py::module_& m) {
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](std::vector<Lane> lanes, std::string name, uint64_t fingerprint,
@@ -306,7 +271,6 @@ void bind_gradient_path(py::module_& m) {
 
 void bind_engine(py::module_& m) {
   bind_plan(m);
-  bind_round_state(m);
   bind_weights_sample(m);
   bind_rounds(m);
   bind_gradient_path(m);

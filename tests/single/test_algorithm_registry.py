@@ -48,11 +48,6 @@ def test_own_algorithms_can_be_registered():
         del GlobalAlgorithmRegistry["own"]
 
 
-def test_the_built_in_algorithms_are_registered():
-    names = GlobalAlgorithmRegistry.available_algorithms()
-    assert {"gradient_allreduce", "bytegrad"} <= set(names)
-
-
 def test_an_unknown_codec_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"(?s)nonsense.*block_uint8"):
         ByteGradAlgorithm(codec="nonsense")

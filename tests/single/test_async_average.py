@@ -7,9 +7,9 @@ import pytest
 import torch
 from bagua import _C
 from oracle import async_model_average as oracle
-from support.threads.average_lane import averages, let_through, make_lane, wait_until
+from support.threads.average_lane import averages, let_through, make_lane
 from support.threads.op_ranks import DTYPES, assert_same_bits
-from support.threads.thread_ranks import run_thread_ranks
+from support.threads.thread_ranks import run_thread_ranks, wait_until
 
 per_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 RANKS = pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")

@@ -3,7 +3,6 @@
 import random
 import struct
 import threading
-import time
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from support.threads.engine_ranks import (
     plan,
     run_round,
 )
-from support.threads.thread_ranks import run_thread_ranks
+from support.threads.thread_ranks import run_thread_ranks, wait_until
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3], ids=lambda lanes: f"{lanes}-lanes")
@@ -212,11 +211,36 @@ def test_a_rank_that_exits_before_it_sends_its_used_slots_is_named_soon():
         if rank == 0:
             engine.exchange_used([1, 1])
             engine.wait()
-        while engine.stats()["buckets"][0]["rounds"] == 0:
-            time.sleep(0.001)
+        wait_until(lambda: engine.stats()["buckets"][0]["rounds"] > 0, "the bucket")
         engine.stop()
 
     (error, seconds), (other, _) = endings(2, run)
     assert other is None
     assert "rank 1 exited after 0 rounds" in str(error)
     assert seconds < 1.5  # the others ask every half second
+
+
+def test_others_read_how_far_a_rank_is():
+    meeting, gate = Meeting(2), threading.Event()
+    ops = [calls(lambda _: None), calls(lambda _: gate.wait(SECONDS))]
+    here, there = [
+        meeting.engine(rank, [plan(str(i), ones(), 2, op) for i, op in enumerate(ops)])
+        for rank in range(2)
+    ]
+    here.begin_round()
+    there.begin_round()
+
+    def wait_for(text):
+        wait_until(lambda: meeting.store.get("beat/0").decode().endswith(text), text)
+
+    here.mark_ready(0)
+    here.mark_ready(1)
+    wait_for("computing, 2 of 4 tensors are ready, 1 of 2 buckets are done")
+    here.mark_ready(2)
+    here.mark_ready(3)
+    wait_for("communicating, 1 of 2 buckets are done, bucket '1' is under way")
+    gate.set()
+    here.wait()
+    mark_all(there)
+    there.wait()
+    wait_for("between two rounds")

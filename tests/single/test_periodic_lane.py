@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import _C
-from support.threads.average_lane import averages, let_through, make_lane, wait_until
-from support.threads.thread_ranks import run_thread_ranks
+from support.threads.average_lane import averages, let_through, make_lane
+from support.threads.thread_ranks import run_thread_ranks, wait_until
 
 # The gate.
 

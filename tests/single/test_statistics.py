@@ -17,7 +17,7 @@ from support.threads.engine_ranks import (
     plan,
     run_round,
 )
-from support.threads.thread_ranks import run_thread_ranks
+from support.threads.thread_ranks import run_thread_ranks, wait_until
 from torch.profiler import ProfilerActivity, profile
 
 PAUSE = 0.2
@@ -27,14 +27,6 @@ SHORT_NS = 0.7 * PAUSE_NS  # of what should take no time, on a machine with othe
 
 def pause(_):
     time.sleep(PAUSE)
-
-
-def wait_for_bucket(engine, index=0):
-    """Until the bucket has run, without the engine noticing that anybody waits."""
-    deadline = time.monotonic() + SECONDS
-    while engine.stats()["buckets"][index]["rounds"] == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_computation_of_an_op_is_encoding_and_not_wire():
@@ -156,7 +148,7 @@ def test_a_wait_that_was_too_early_makes_nothing_less_hidden():
     engine.begin_round()
     engine.wait()  # nothing has been launched
     engine.mark_ready(0)
-    wait_for_bucket(engine)
+    wait_until(lambda: engine.stats()["buckets"][0]["rounds"] > 0, "the bucket")
     engine.wait()
     stats = engine.stats()
     assert stats["buckets"][0]["hidden_ns"] == stats["buckets"][0]["busy_ns"] >= PAUSE_NS

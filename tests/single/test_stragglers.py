@@ -6,6 +6,7 @@ import pytest
 from bagua import _C
 from bagua.torch_api import env
 from support.threads.engine_ranks import Meeting, endings, mark_all, ones, plan, run_round
+from support.threads.thread_ranks import wait_until
 
 AFTER = 10.0  # seconds of the clock that the test turns
 BETWEEN_LOOKS = 1.3  # at the heartbeats, which take the machine's time
@@ -33,13 +34,17 @@ class Ranks:
     def let_the_others_look(self):
         """Returns when the heartbeats are those of now, and the other ranks have seen them."""
         before = self._beats()
-        until(lambda: all(new >= old + 2 for new, old in zip(self._beats(), before, strict=True)))
+        wait_until(
+            lambda: all(new >= old + 2 for new, old in zip(self._beats(), before, strict=True)),
+            "two heartbeats",
+        )
         looks = [self.clocks[rank].readings for rank in self.waiting]
-        until(
+        wait_until(
             lambda: all(
                 self.clocks[rank].readings >= old + 2
                 for rank, old in zip(self.waiting, looks, strict=True)
-            )
+            ),
+            "two looks",
         )
 
     def turn(self, seconds):
@@ -50,13 +55,6 @@ class Ranks:
         store = self.meeting.store
         keys = [f"beat/{rank}" for rank in range(self.meeting.size)]
         return [int(store.get(key).split()[0]) if store.check([key]) else 0 for key in keys]
-
-
-def until(condition):
-    deadline = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.01)
 
 
 def reports_of(n, late, be_slow):
@@ -85,7 +83,7 @@ def let_the_others_wait(ranks):
     ranks.let_the_others_look()
     assert ranks.reports == [[] for _ in ranks.reports]  # one look accuses nobody
     ranks.turn(BETWEEN_LOOKS)
-    until(lambda: all(ranks.reports[rank] for rank in ranks.waiting))
+    wait_until(lambda: all(ranks.reports[rank] for rank in ranks.waiting), "warnings")
     ranks.turn(1.2)
 
 

@@ -1,8 +1,7 @@
 """Periodic lanes on thread ranks: what their tests share."""
 
-import time
-
 from bagua import _C
+from support.threads.thread_ranks import wait_until
 
 
 def make_lane(comm, weights, interval_s=0.001, timeout_s=20.0, board=None, clock=None):
@@ -21,10 +20,3 @@ def let_through(lane):
     wait_until(lambda: lane.at_gate, "the lane at the gate")
     lane.leave()
     lane.enter()
-
-
-def wait_until(condition, what, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s for {what}"
-        time.sleep(0.0005)

@@ -1,6 +1,7 @@
 """Runs a function on ranks that are threads of this process."""
 
 import threading
+import time
 import traceback
 
 from bagua import _C
@@ -58,3 +59,10 @@ def run_thread_ranks(n, function, *args, timeout=20.0):
 
     run_threads(n, run)
     return results
+
+
+def wait_until(condition, what, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        time.sleep(0.0005)
