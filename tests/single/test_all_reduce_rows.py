@@ -79,31 +79,15 @@ def test_shapes_that_do_not_divide(n, shape):
 
 
 @per_ranks
-def test_a_rank_without_gradient_counts_as_zeros(n):
-    brought = uneven(n)
-    brought[n - 1] = None
-    expect_oracle(brought)
-
-
-@per_ranks
-def test_no_gradient_anywhere_gives_no_rows(n):
-    for brought in ([None] * n, [gradient([])] * n):
+def test_ranks_without_rows_and_with_all_of_them(n):
+    nothing, some = [None] * n, gradient([4, 2, 4, 22, 0])
+    expect_oracle([*uneven(n)[:-1], None])
+    expect_oracle([some, *nothing[1:]])
+    expect_oracle([*nothing[1:], some])
+    expect_oracle([gradient(list(range(ROWS)) * 2, seed=rank) for rank in range(n)])
+    for brought in (nothing, [gradient([])] * n):
         for result in expect_oracle(brought):
             assert result._nnz() == 0
-
-
-@per_ranks
-def test_one_rank_alone_has_rows(n):
-    for owner in (0, n - 1):
-        brought = [None] * n
-        brought[owner] = gradient([4, 2, 4, 22, 0])
-        expect_oracle(brought)
-
-
-@per_ranks
-def test_all_rows_of_every_rank(n):
-    everything = [gradient(list(range(ROWS)) * 2, seed=rank) for rank in range(n)]
-    expect_oracle(everything)
 
 
 @per_ranks
@@ -138,50 +122,6 @@ def test_half_precision_is_divided_before_it_is_summed():
         given._values().fill_(60000.0)
     for result, _ in reduced(brought, dtype=torch.float16):
         assert result.values().tolist() == [[60000.0] * WIDTH]
-
-
-def test_bytes_are_those_of_the_largest_gradient():
-    brought = [gradient([1, 1, 2]), gradient([0, 5, 6, 7]), None]
-
-    def run(comm):
-        counted = _C.CountingCommunicator(comm)
-        holder = _C.SparseGradient()
-        holder.local = brought[comm.rank]
-        op = _C.AllReduceRows(counted, _C.Scratch(), holder, [ROWS, WIDTH], OPS["mean"])
-        op.run(torch.zeros(1))
-        return counted.traffic(), op.describe()
-
-    for traffic, text in run_thread_ranks(3, run):
-        assert traffic["bytes_sent"] == 2 * (8 + 4 * 8 + 4 * WIDTH * 4)
-        assert text == f"AllReduceRows(mean, {ROWS} rows of {WIDTH}, ranks 3)"
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (torch.ones(ROWS, WIDTH), "is dense"),
-        (gradient([1], torch.float64), "Double"),
-        (gradient([1], shape=(ROWS + 1, WIDTH)), r"\[24, 5\]"),
-        (torch.eye(ROWS, WIDTH).to_sparse(), "2 sparse dimensions"),
-    ],
-    ids=["dense", "dtype", "shape", "sparse_dims"],
-)
-def test_a_gradient_of_another_kind_is_refused(given, words):
-    holder = _C.SparseGradient()
-    holder.local = given
-    comm = _C.ThreadCommunicator(_C.ThreadHub(1, 1.0), 0)
-    op = _C.AllReduceRows(comm, _C.Scratch(), holder, [ROWS, WIDTH], OPS["mean"])
-    with pytest.raises(_C.BaguaError, match=words):
-        op.run(torch.zeros(1))
-
-
-def test_an_op_without_rows_or_with_another_reduction_is_refused():
-    comm = _C.ThreadCommunicator(_C.ThreadHub(1, 1.0), 0)
-    holder = _C.SparseGradient()
-    with pytest.raises(ValueError, match="at least one dimension"):
-        _C.AllReduceRows(comm, _C.Scratch(), holder, [], OPS["mean"])
-    with pytest.raises(ValueError, match="takes ReduceOp"):
-        _C.AllReduceRows(comm, _C.Scratch(), holder, [2, 2], _C.ReduceOp.MAX)
 
 
 def message(rows, width=WIDTH):

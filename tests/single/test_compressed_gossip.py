@@ -1,27 +1,23 @@
 """Mixing with both neighbours through compressed differences, on thread ranks."""
 
-import pytest
 import torch
 from bagua import _C
 from bagua._ops.operations import mixing_weights as weights_of_library
-from oracle.codec import payload_bytes
 from oracle.low_precision_decentralized import Ring
 from support.cases import over
 from support.threads.op_ranks import (
     BAD_VALUES,
+    CODECS,
+    DTYPES,
     MORE_THAN_A_PIECE,
     RANKS,
     SIZES,
     bits,
     inputs,
-    per_codec,
-    per_dtype,
-    per_ranks,
 )
 from support.threads.thread_ranks import run_thread_ranks
 
 ROUNDS = 4
-FRAME_BYTES = 32
 MORE_THAN_A_SEGMENT = 8 * 131072 + 2048 + 5
 THIRD = (1 / 3, 1 / 3)
 
@@ -43,8 +39,11 @@ def updates(n, numel, dtype, round):
     return [0.1 * update for update in inputs(n, numel, dtype, salt=round)]
 
 
-def run_rounds(comm, codec, start, added, sizes):
-    """After each round: the weights and the three replicas."""
+def run_rounds(comm, codec, start, added, sizes, repaired_after=None):
+    """After each round: the weights and the three replicas.
+
+    repaired_after: the round behind which non-finite weights are taken from the replica.
+    """
     op, replicas = make_op(comm, codec, start, weights_of_library(sizes, comm.rank))
     flat = start.clone()
     rounds = []
@@ -52,6 +51,8 @@ def run_rounds(comm, codec, start, added, sizes):
         flat += of_ranks[comm.rank]
         op.run(flat, step=k + 1)
         rounds.append([flat.clone(), *(replica.clone() for replica in replicas)])
+        if k == repaired_after:
+            flat = torch.where(flat.isfinite(), flat, replicas[0])
     return rounds
 
 
@@ -78,42 +79,30 @@ def expect_oracle(n, codec, dtype, numel, rounds=ROUNDS, sizes=None):
                 assert same(right, results[(rank + 1) % n][k][1]), f"right replica, {where}"
 
 
-@per_ranks
-@per_dtype
-def test_every_round_gives_the_bits_of_the_oracle_and_replicas_are_the_neighbours(dtype, n):
-    for numel in SIZES:
-        expect_oracle(n, "block_uint8", dtype, numel)
+#: (codec, ranks, dtype, elements, rounds)
+CASES = [
+    ("block_uint8", n, dtype, size, ROUNDS)
+    for n in RANKS
+    for dtype in DTYPES.values()
+    for size in SIZES
+]
+CASES += [(codec, n, torch.float32, 14337, ROUNDS) for codec in CODECS for n in (2, 3)]
+CASES += [
+    ("block_uint8", n, torch.float32, size, 2)
+    for n in (2, 3)
+    for size in (MORE_THAN_A_PIECE, MORE_THAN_A_SEGMENT)
+]
 
 
-@per_codec
-@over(n=[2, 3])
-def test_every_codec_gives_the_bits_of_the_oracle(codec, n):
-    expect_oracle(n, codec, torch.float32, 14337)
-
-
-@over(numel=[MORE_THAN_A_PIECE, MORE_THAN_A_SEGMENT], n=[2, 3])
-def test_pieces_and_segments_change_nothing(n, numel):
-    expect_oracle(n, "block_uint8", torch.float32, numel, rounds=2)
+@over(case=CASES)
+def test_every_round_gives_the_bits_of_the_oracle_and_replicas_are_the_neighbours(case):
+    codec, n, dtype, numel, rounds = case
+    expect_oracle(n, codec, dtype, numel, rounds)
 
 
 @over(sizes=[[3, 1], [2, 1, 4], [1, 1, 2, 5]])
 def test_members_of_different_sizes_mix_as_in_the_oracle(sizes):
     expect_oracle(len(sizes), "fp16", torch.float32, 3000, sizes=sizes)
-
-
-@over(numel=[4096, 14337], n=RANKS)
-def test_two_messages_are_sent_and_with_two_ranks_one(n, numel):
-    def run(comm):
-        counting = _C.CountingCommunicator(comm)
-        op, _ = make_op(counting, "block_uint8", torch.ones(numel))
-        op.run(torch.zeros(numel))
-        return counting.traffic()
-
-    messages = {1: 0, 2: 1}.get(n, 2)
-    for traffic in run_thread_ranks(n, run):
-        size = FRAME_BYTES + payload_bytes("block_uint8", torch.float32, numel)
-        assert traffic["bytes_sent"] == traffic["bytes_received"] == messages * size
-        assert traffic["messages_sent"] == messages
 
 
 @over(n=[2, 3, 4], bad=BAD_VALUES.values())
@@ -122,19 +111,9 @@ def test_a_bad_value_passes_on_for_as_long_as_it_is_there_and_replicas_stay_fini
     added = [updates(n, numel, torch.float32, k) for k in range(ROUNDS)]
     added[1][1][2048] = bad
 
-    def run(comm):
-        rounds = []
-        op, replicas = make_op(comm, "block_uint8", start_of(numel, torch.float32))
-        flat = start_of(numel, torch.float32)
-        for k, of_ranks in enumerate(added):
-            flat = flat + of_ranks[comm.rank]
-            op.run(flat, step=k + 1)
-            rounds.append([flat.clone(), *(replica.clone() for replica in replicas)])
-            if k == 1:  # as a user who loads the last good weights
-                flat = torch.where(flat.isfinite(), flat, replicas[0])
-        return rounds
-
-    results = run_thread_ranks(n, run)
+    start = start_of(numel, torch.float32)
+    # As a user who loads the last good weights after the bad round.
+    results = run_thread_ranks(n, run_rounds, "block_uint8", start, added, [1] * n, 1)
     for rank, rounds in enumerate(results):
         reached = rank in (0, 1, 2)
         touched = torch.zeros(numel, dtype=torch.bool)
@@ -161,52 +140,3 @@ def test_one_rank_keeps_its_weights():
 
 def alone():
     return _C.ThreadCommunicator(_C.ThreadHub(1, 1.0), 0)
-
-
-def make_with(replicas, mixing=THIRD):
-    return _C.CompressedGossip(alone(), _C.make_codec("fp16"), _C.Scratch(), *replicas, *mixing)
-
-
-def zeros(*numels, dtype=torch.float32):
-    return [torch.zeros(numel, dtype=dtype) for numel in numels]
-
-
-def test_invalid_arguments_are_refused_and_named():
-    one = torch.zeros(3)
-    for replicas in (zeros(3, 3, 4), zeros(3, 3, 3, dtype=torch.float16), [torch.zeros(2, 2)] * 3):
-        with pytest.raises(
-            ValueError, match=r"replicas must be contiguous float32 .* equal length"
-        ):
-            make_with(replicas)
-    with pytest.raises(ValueError, match="replicas must be memory of their own"):
-        make_with([one, one, torch.zeros(3)])
-    for mixing in ((0.0, 0.3), (0.5, 0.5)):
-        with pytest.raises(ValueError, match=r"mixing weights .* must be above 0 and leave"):
-            make_with(zeros(3, 3, 3), mixing)
-    with pytest.raises(ValueError, match=r"'eager': replicas \(3 elements\) .* bucket \(4 elem"):
-        make_with(zeros(3, 3, 3)).run(torch.zeros(4))
-    with pytest.raises(ValueError, match="'eager': replicas"):
-        make_with([one, *zeros(3, 3)]).run(one)
-    with pytest.raises(ValueError, match="'eager' holds Long; only floating weights"):
-        make_with(zeros(3, 3, 3)).run(torch.zeros(3, dtype=torch.int64))
-
-
-def test_another_ranks_other_plan_names_the_bucket_and_the_peer():
-    caught = []
-
-    def run(comm):
-        codec = "minmax_uint8" if comm.rank == 1 else "block_uint8"
-        op, _ = make_op(comm, codec, torch.ones(2048))  # of this size payloads are equally long
-        try:
-            op.run(torch.zeros(2048), bucket="the bucket")
-        except _C.BaguaMismatchError as error:
-            caught.append(str(error))
-
-    run_thread_ranks(2, run)
-    for peer, message in zip((0, 1), sorted(caught), strict=True):
-        assert message.startswith(f"bucket 'the bucket': the payload from rank {peer} does not")
-
-
-def test_the_op_describes_itself():
-    op, _ = make_op(alone(), "block_uint8", torch.zeros(3))
-    assert op.describe() == "CompressedGossip(block_uint8, ring of 1)"

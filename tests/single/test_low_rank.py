@@ -1,11 +1,10 @@
 """Low-rank means: the oracle's values, equal bits on all ranks, zeros and bad values."""
 
-import pytest
 import torch
-from bagua import _C
 from oracle import low_rank as oracle
+from support.cases import over
 from support.threads.low_rank_ranks import MATRICES, NUMEL, Rank, gradients
-from support.threads.op_ranks import BAD_VALUES, assert_same_bits, bits, per_dtype, per_ranks
+from support.threads.op_ranks import BAD_VALUES, assert_same_bits, bits, per_dtype
 from support.threads.thread_ranks import run_thread_ranks
 
 
@@ -44,9 +43,8 @@ def train(n, brought, scale=1.0, **options):
 
 
 @per_dtype
-@pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
-@pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_rounds_follow_the_oracle(n, dtype, scale):
+@over(n=[2, 3, 4, 7], scale=[1.0, 1024.0])
+def test_rounds_follow_the_oracle_with_equal_bits_on_all_ranks(n, dtype, scale):
     brought = gradients(n, 5, dtype=dtype)
     if dtype == torch.float16:
         scale = min(scale, 64.0)
@@ -69,18 +67,11 @@ def test_rounds_follow_the_oracle(n, dtype, scale):
                 assert (part(error, matrix) - errors[r]).abs().max() <= tolerance * size / scale
                 assert (queries_of(queries)[i] - query).abs().max() <= tolerance * query.abs().max()
     for step in range(5):
+        assert_same_bits([history[step][0] for history in histories])
+        assert_same_bits([history[step][2] for history in histories])
         mean = sum(rest(brought[r][step].to(wide)) for r in range(n)) / n * scale
         assert (rest(histories[0][step][0]) - mean).abs().max() <= tolerance * mean.abs().max()
         assert not any(rest(history[step][1]).any() for history in histories)
-
-
-@per_ranks
-@per_dtype
-def test_ranks_hold_the_same_bits(n, dtype):
-    histories = train(n, gradients(n, 4, dtype=dtype))
-    for step in range(4):
-        assert_same_bits([history[step][0] for history in histories])
-        assert_same_bits([history[step][2] for history in histories])
 
 
 def test_full_rank_is_exact():
@@ -101,8 +92,7 @@ def test_zero_gradients_give_zero_and_training_goes_on_after_them():
     assert min(energy) > 0.1
 
 
-@pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)
-@pytest.mark.parametrize("place", [0, 10, 1300, NUMEL - 1])
+@over(bad=BAD_VALUES.values(), place=[0, 10, 1300, NUMEL - 1])
 def test_a_bad_value_reaches_all_ranks_and_leaves_memory(bad, place):
     brought = gradients(3, 4)
     brought[1][2][place] = bad
@@ -152,49 +142,6 @@ def test_cold_queries_are_fresh_equal_on_all_ranks_and_leave_the_global_generato
     assert (other[0][0][0] - first).abs().max() > 1e-3
 
 
-def test_warm_start_gains_on_a_constant_gradient():
-    brought = [[flat] * 20 for (flat,) in gradients(2, 1)]
-    mean = (brought[0][0] + brought[1][0]) / 2
-    lost = {}
-    for warm in (True, False):
-        result = train(2, brought, warm_start=warm, error_feedback=False)[0][-1][0]
-        lost[warm] = (result - mean).norm()
-    assert lost[True] < 0.98 * lost[False]
-
-
-def test_two_messages_of_the_stated_size():
-    def run(comm):
-        rank = Rank(comm)
-        rank.run(gradients(2, 1)[comm.rank][0], 1)
-        return rank.comm.traffic()
-
-    left = sum(rows * rank for _, rows, _, rank in MATRICES) + rest(torch.zeros(NUMEL)).numel()
-    right = sum(columns * rank for _, _, columns, rank in MATRICES)
-    traffic = run_thread_ranks(2, run)[0]
-    assert traffic["messages_sent"] == 4  # two all_reduces, of two messages each
-    assert traffic["bytes_sent"] == 4 * (left + right)
-
-
 def test_one_rank_keeps_its_gradients():
     (history,) = train(1, gradients(1, 2))
     assert torch.equal(history[1][0], gradients(1, 2)[0][1])
-
-
-@pytest.mark.parametrize(
-    ("matrices", "said"),
-    [
-        ([(0, 4, 4, 5)], "rank 5"),
-        ([(0, 4, 4, 0)], "rank 0"),
-        ([(0, 4, 4, 1), (8, 4, 4, 1)], "overlaps"),
-        ([(90, 4, 4, 1)], "overlaps"),
-    ],
-)
-def test_matrices_that_do_not_fit_are_refused(matrices, said):
-    with pytest.raises(ValueError, match=said):
-        Rank(_C.ThreadCommunicator(_C.ThreadHub(1, 1.0), 0), numel=100, matrices=matrices)
-
-
-def test_a_bucket_that_is_not_the_memorys_is_refused():
-    rank = Rank(_C.ThreadCommunicator(_C.ThreadHub(1, 1.0), 0))
-    with pytest.raises(ValueError, match="bucket 'b'"):
-        rank.run(torch.zeros(NUMEL, dtype=torch.float64), 1)

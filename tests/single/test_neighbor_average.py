@@ -2,7 +2,6 @@
 
 import time
 
-import pytest
 import torch
 from bagua import _C
 from mlbench_core.aggregation.pytorch.decentralized import metropolis_weights
@@ -116,35 +115,6 @@ def test_a_bad_value_reaches_the_neighbours_and_no_other_element(bad):
     results = averaged(graphs.ring(5), brought)
     assert [not result[3].isfinite() for result in results] == [True, True, True, False, False]
     assert all(result.isfinite().sum() >= 99 for result in results)
-
-
-def alone(size=1, rank=0):
-    return _C.ThreadCommunicator(_C.ThreadHub(size, 1.0), rank)
-
-
-def test_invalid_arguments_are_refused_and_named():
-    def make(own, neighbors, comm=None):
-        return _C.NeighborAverage(comm or alone(3), own, neighbors, _C.Scratch())
-
-    with pytest.raises(ValueError, match="neighbour 3 is outside a group of size 3"):
-        make(0.5, [(3, 0.5)])
-    with pytest.raises(ValueError, match="neighbour -1 is outside"):
-        make(0.5, [(-1, 0.5)])
-    with pytest.raises(ValueError, match="rank 1 comes twice"):
-        make(0.5, [(1, 0.25), (1, 0.25)])
-    with pytest.raises(ValueError, match="rank 0 comes twice"):
-        make(0.5, [(0, 0.5)])
-    with pytest.raises(ValueError, match=r"weights must add up to 1, they make 0\.9"):
-        make(0.5, [(1, 0.4)])
-    with pytest.raises(ValueError, match="the weight of rank 2 is nan"):
-        make(0.5, [(2, float("nan"))])
-    with pytest.raises(ValueError, match=r"'eager': .* floating-point numbers, not int64"):
-        make(1.0, []).run(torch.zeros(3, dtype=torch.int64))
-
-
-def test_the_op_describes_itself():
-    op = _C.NeighborAverage(alone(3), 0.5, [(2, 0.25), (1, 0.25)], _C.Scratch())
-    assert op.describe() == "NeighborAverage(neighbours 2, ranks 3)"
 
 
 def test_neighbours_may_come_in_any_order():

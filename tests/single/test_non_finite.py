@@ -2,13 +2,12 @@
 
 import math
 
-import pytest
 import torch
 from bagua import _C
-from support.threads.op_ranks import BAD_VALUES, per_dtype
+from support.cases import over
+from support.threads.op_ranks import BAD_VALUES, COMPLEX, DTYPES, per_dtype
 
 STRETCH = 16384  # elements that are looked at before the answer is
-per_bad_value = pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)
 
 
 def nothing(_):
@@ -21,15 +20,14 @@ def counted(flat, result=None):
     return rounds.count
 
 
-@per_bad_value
-@per_dtype
+@over(dtype=[*DTYPES.values(), *COMPLEX], bad=BAD_VALUES.values())
 def test_one_bad_element_anywhere_is_a_bad_round(dtype, bad):
     for numel in (1, 31, STRETCH, STRETCH + 5):
         flat = torch.zeros(numel, dtype=dtype)
         assert counted(flat) == 0
         for place in {0, numel // 2, numel - 1, min(STRETCH, numel - 1)}:
             changed = flat.clone()
-            changed[place] = bad
+            changed[place] = complex(0.0, bad) if dtype.is_complex else bad
             assert counted(changed) == 1, (numel, place)
 
 
@@ -41,7 +39,7 @@ def test_no_finite_number_is_taken_for_a_bad_one(dtype):
     assert counted(torch.empty(0, dtype=dtype)) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
+@over(dtype=[torch.float16, torch.bfloat16])
 def test_every_pattern_of_sixteen_bits_is_classified_correctly(dtype):
     everything = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     finite = everything[everything.isfinite()]

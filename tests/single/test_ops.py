@@ -1,6 +1,5 @@
 """Ops on thread ranks: against their oracles, bit for bit between ranks, and with bad values."""
 
-import pytest
 import torch
 from bagua import _C
 from oracle.compressed_all_reduce import compressed_all_reduce
@@ -10,23 +9,24 @@ from support.threads.op_ranks import (
     BAD_PLACES,
     BAD_VALUES,
     CODECS,
+    COMPLEX,
+    DTYPES,
     MORE_THAN_A_PIECE,
     OPS,
     RANKS,
     SIZES,
+    assert_reduced,
     assert_same_bits,
     bits,
     compressed,
     inputs,
     make_op,
     per_codec,
-    per_dtype,
     per_op,
     per_ranks,
     per_ranks_and_dtype,
     run_op,
 )
-from support.threads.thread_ranks import run_thread_ranks
 
 
 @per_codec
@@ -43,16 +43,15 @@ def test_compressed_all_reduce_gives_the_bits_of_its_oracle(n, codec, dtype):
             assert torch.equal(results[0], expected), f"{op} of {numel}"
 
 
-@per_codec
-def test_parts_of_several_pieces_give_the_bits_of_the_oracle(codec):
-    n = 3
-    numel = n * MORE_THAN_A_PIECE
-    # 7: the parts are of different sizes, whatever the codec is.
-    for missing in (0, 7) if codec == "block_uint8" else (0,):
-        brought = inputs(n, numel - missing, torch.float32)
-        results = run_op(n, lambda comm: compressed(comm, codec, "mean"), brought)
-        assert_same_bits(results)
-        assert torch.equal(results[0], compressed_all_reduce(codec, brought, average=True))
+@over(
+    codec=CODECS,
+    case=[(3, 3 * MORE_THAN_A_PIECE), (3, 3 * MORE_THAN_A_PIECE - 7), (64, 14337)],
+)
+def test_parts_of_several_pieces_and_of_many_ranks_give_the_bits_of_the_oracle(codec, case):
+    brought = inputs(*case, torch.float32)
+    results = run_op(case[0], lambda comm: compressed(comm, codec, "mean"), brought)
+    assert_same_bits(results)
+    assert torch.equal(results[0], compressed_all_reduce(codec, brought, average=True))
 
 
 def test_compressed_all_reduce_gives_the_golden_vector_of_bagua():
@@ -60,41 +59,25 @@ def test_compressed_all_reduce_gives_the_golden_vector_of_bagua():
         torch.tensor([0.1, -0.2, 0.3, -0.4, 0.5, -0.6, 0.7, -0.8]),
         torch.tensor([1.0, 0.9, 0.8, 0.7, -0.6, -0.5, -0.4, -0.3]),
     ]
-    expected = torch.tensor(
-        [
-            0.549019933,
-            0.349804133,
-            0.549019933,
-            0.149019688,
-            -0.0494117774,
-            -0.549019754,
-            0.150980428,
-            -0.549019754,
-        ]
-    )
+    first = [0.549019933, 0.349804133, 0.549019933, 0.149019688]
+    second = [-0.0494117774, -0.549019754, 0.150980428, -0.549019754]
     for result in run_op(2, lambda comm: compressed(comm, "minmax_uint8", "mean"), brought):
-        assert torch.equal(result, expected)
+        assert torch.equal(result, torch.tensor(first + second))
 
 
-@per_codec
-def test_zeros_stay_zero(codec):
-    brought = [torch.zeros(5000) for _ in range(3)]
-    for result in run_op(3, lambda comm: compressed(comm, codec, "sum"), brought):
-        assert torch.equal(bits(result), bits(brought[0]))
-
-
-@per_dtype
 @per_op
 @per_ranks
+@over(dtype=[*DTYPES.values(), *COMPLEX])
 def test_all_reduce_gives_the_sum_or_mean(n, op, dtype):
-    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float64: 1e-12}.get(dtype, 1e-5)
     for numel in [*SIZES, MORE_THAN_A_PIECE]:
         brought = inputs(n, numel, dtype)
         results = run_op(n, lambda comm: _C.AllReduce(comm, OPS[op]), brought)
         assert_same_bits(results)
-        exact = torch.stack(brought).double().sum(0) / (n if op == "mean" else 1)
-        scale = torch.stack(brought).double().abs().sum(0) / (n if op == "mean" else 1)
-        assert ((results[0].double() - exact).abs() <= tolerance * scale).all()
+        assert_reduced(results[0], brought, op)
+        if dtype.is_complex:
+            reals = [torch.view_as_real(flat).view(-1) for flat in brought]
+            parts = run_op(n, lambda comm: _C.AllReduce(comm, OPS[op]), reals)
+            assert torch.equal(torch.view_as_real(results[0]).view(-1), parts[0])
 
 
 @over(kind=["exact", *CODECS])
@@ -104,49 +87,27 @@ def test_one_rank_alone_keeps_its_bits(kind):
     assert torch.equal(bits(result), bits(brought[0]))
 
 
-@per_op
-@over(kind=["exact", *CODECS], bad=BAD_VALUES.values())
-def test_a_bad_value_reaches_every_rank(kind, bad, op):
-    for place, index in BAD_PLACES.items():
-        for culprit in range(3):
-            brought = inputs(3, BAD_NUMEL, torch.float32)
-            brought[culprit][index] = bad
+def assert_a_bad_value_reaches_every_rank(kind, op, dtype):
+    for bad in BAD_VALUES.values():
+        for number, (place, index) in enumerate(BAD_PLACES.items()):
+            brought = inputs(3, BAD_NUMEL, dtype)
+            brought[number % 3][index] = complex(0.0, bad) if dtype.is_complex else bad
             results = run_op(3, lambda comm: make_op(comm, kind, op), brought)
             assert_same_bits(results)
-            assert not results[0][index].isfinite(), f"{place}, rank {culprit}"
+            assert not results[0][index].isfinite(), f"{bad}, {place}"
 
 
-@per_codec
-@over(dtype=[torch.float16, torch.bfloat16, torch.float64])
-def test_a_bad_value_reaches_every_rank_in_other_dtypes(codec, dtype):
-    for bad in BAD_VALUES.values():
-        for place, index in BAD_PLACES.items():
-            brought = inputs(3, BAD_NUMEL, dtype)
-            brought[1][index] = bad
-            results = run_op(3, lambda comm: compressed(comm, codec, "mean"), brought)
-            assert_same_bits(results)
-            assert not results[0][index].isfinite(), place
-
-
-def test_integers_and_wrong_reductions_are_refused():
-    comm = _C.ThreadCommunicator(_C.ThreadHub(2, 1.0), 0)
-    with pytest.raises(_C.BaguaError, match=r"takes float32.*not Int.*to_ignore"):
-        compressed(comm, "block_uint8", "mean").run(torch.zeros(4, dtype=torch.int32))
-    for make in (
-        lambda: _C.AllReduce(comm, _C.ReduceOp.MAX),
-        lambda: _C.CompressedAllReduce(comm, _C.make_codec("fp16"), _C.Scratch(), _C.ReduceOp.MIN),
-    ):
-        with pytest.raises(ValueError, match=r"takes ReduceOp.SUM or ReduceOp.AVG"):
-            make()
-    with pytest.raises(ValueError, match=r"leader of a node needs the inner op"):
-        _C.Hierarchical(comm, None, 4, 2, _C.ReduceOp.AVG)
-
-
+@per_op
 @over(kind=["exact", *CODECS])
-def test_an_op_describes_itself(kind):
-    (text,) = run_thread_ranks(1, lambda comm: make_op(comm, kind, "sum").describe())
-    assert text == (
-        "AllReduce(sum, ranks 1)"
-        if kind == "exact"
-        else f"CompressedAllReduce({kind}, sum, ranks 1)"
-    )
+def test_a_bad_value_reaches_every_rank(kind, op):
+    assert_a_bad_value_reaches_every_rank(kind, op, torch.float32)
+
+
+@over(kind=["exact", *CODECS], dtype=[torch.float16, torch.bfloat16, torch.float64])
+def test_a_bad_value_reaches_every_rank_in_other_dtypes(kind, dtype):
+    assert_a_bad_value_reaches_every_rank(kind, "mean", dtype)
+
+
+@over(dtype=COMPLEX)
+def test_a_bad_part_of_a_complex_number_reaches_every_rank(dtype):
+    assert_a_bad_value_reaches_every_rank("exact", "mean", dtype)

@@ -20,33 +20,6 @@ def read(memory):
     return [memory.value(0)[0].item(), memory.value(1)[0].item()]
 
 
-def test_a_finite_round_commits_all_tensors():
-    memories = two_memories()
-    for step in (1, 2, 3):
-        for memory in memories:
-            write(memory, step, float(step))
-        assert [read(memory) for memory in memories] == [[step, -step]] * 2
-
-
-@pytest.mark.parametrize("bad", [0, 1])
-def test_one_bad_bucket_leaves_the_memory_of_all_as_it_was(bad):
-    memories = two_memories()
-    for memory in memories:
-        write(memory, 1, 1.0)
-    for i, memory in enumerate(memories):
-        write(memory, 2, 2.0, finite=i != bad)
-    assert [read(memory) for memory in memories] == [[1, -1]] * 2
-    for memory in memories:
-        write(memory, 3, 3.0)
-    assert [read(memory) for memory in memories] == [[3, -3]] * 2
-
-
-def test_a_round_that_not_everyone_left_changes_nothing():
-    first, second = two_memories()
-    write(first, 1, 1.0)
-    assert read(first) == read(second) == [0, 0]
-
-
 def test_one_lane_may_be_a_round_ahead():
     first, second = two_memories()
     write(first, 1, 1.0)

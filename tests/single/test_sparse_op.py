@@ -2,30 +2,28 @@
 
 import math
 
-import pytest
 import torch
 from bagua import _C
 from oracle import sparse as oracle
-from support.threads.op_ranks import BAD_VALUES, assert_same_bits, per_dtype, per_ranks
+from support.cases import over
+from support.threads.op_ranks import BAD_VALUES, RANKS, assert_same_bits, per_dtype
 from support.threads.sparse_ranks import (
-    alone,
+    SIZES,
     bring,
     expected_rounds,
     k_of,
     make,
     memory_of,
-    per_size,
-    run_rounds,
+    sparse_rounds,
 )
 from support.threads.thread_ranks import run_thread_ranks
 
 
-@per_ranks
+@over(n=[*RANKS, 64], numel=SIZES)
 @per_dtype
-@per_size
-def test_every_round_has_the_bits_of_the_oracle(numel, dtype, n):
+def test_every_round_has_the_bits_of_the_oracle(n, numel, dtype):
     rounds, k = bring(n, numel, dtype), k_of(numel)
-    results = run_rounds(n, k, rounds)
+    results = sparse_rounds(n, k, rounds)
     for step, (result, errors) in enumerate(expected_rounds(k, rounds)):
         assert_same_bits([seen[step][0] for seen in results])
         assert torch.equal(results[0][step][0], result), f"round {step}"
@@ -33,16 +31,16 @@ def test_every_round_has_the_bits_of_the_oracle(numel, dtype, n):
             assert torch.equal(results[rank][step][1], errors[rank]), f"round {step}, rank {rank}"
 
 
-@pytest.mark.parametrize("scale", [2.0**10, 2.0**-4, 3.0])
+@over(scale=[2.0**10, 2.0**-4, 3.0])
 def test_memory_is_in_unscaled_units(scale):
     plain = bring(3, 1000, torch.float32)
     scaled = [[g * scale for g in brought] for brought in plain]
-    results = run_rounds(3, 20, scaled, scale=scale)
+    results = sparse_rounds(3, 20, scaled, scale=scale)
     for step, (result, errors) in enumerate(expected_rounds(20, scaled, scale)):
         assert torch.equal(results[0][step][0], result)
         assert torch.equal(results[1][step][1], errors[1])
     if math.log2(scale).is_integer():
-        unscaled = run_rounds(3, 20, plain)
+        unscaled = sparse_rounds(3, 20, plain)
         for ours, theirs in zip(results, unscaled, strict=True):
             assert torch.equal(ours[-1][0], theirs[-1][0] * scale)
             assert torch.equal(ours[-1][1], theirs[-1][1])
@@ -50,18 +48,18 @@ def test_memory_is_in_unscaled_units(scale):
 
 def test_without_error_feedback_there_is_no_residual():
     rounds = bring(3, 1000, torch.float32)
-    results = run_rounds(3, 20, rounds, remembers=False)
+    results = sparse_rounds(3, 20, rounds, remembers=False)
     for step, (result, _) in enumerate(expected_rounds(20, rounds, remembers=False)):
         assert torch.equal(results[2][step][0], result)
     assert results[0][-1][1].numel() == 0
 
 
 @per_dtype
-@pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)
+@over(bad=BAD_VALUES.values())
 def test_a_bad_value_reaches_all_ranks_and_no_memory(dtype, bad):
     rounds = bring(3, 1000, dtype)
     rounds[2][1][777] = bad
-    results = run_rounds(3, 20, rounds)
+    results = sparse_rounds(3, 20, rounds)
     for rank in range(3):
         assert not results[rank][2][0].isfinite().all()
         assert torch.equal(results[rank][2][1], results[rank][1][1]), "memory is as it was"
@@ -74,7 +72,7 @@ def test_a_bad_value_reaches_all_ranks_and_no_memory(dtype, bad):
 
 def test_more_bad_values_than_are_sent_are_seen():
     rounds = [[torch.full((100,), math.inf), torch.zeros(100)]]
-    for [(flat, error)] in run_rounds(2, 3, rounds):
+    for [(flat, error)] in sparse_rounds(2, 3, rounds):
         assert not flat.isfinite().all()
         assert not error.any()
 
@@ -82,9 +80,9 @@ def test_more_bad_values_than_are_sent_are_seen():
 def test_a_result_that_overflows_the_buckets_dtype_leaves_memory():
     big = torch.full((100,), 60000.0, dtype=torch.float16)
     rounds = [[big.clone(), big.clone()], [big.clone(), big.clone()]]
-    results = run_rounds(2, 60, rounds[:1])
+    results = sparse_rounds(2, 60, rounds[:1])
     assert results[0][0][0].isfinite().all()
-    results = run_rounds(2, 60, rounds)  # the second time 40 elements owe 120000
+    results = sparse_rounds(2, 60, rounds)  # the second time 40 elements owe 120000
     for seen in results:
         assert seen[1][0].isinf().any()
         assert torch.equal(seen[1][1], seen[0][1])
@@ -115,7 +113,7 @@ def test_one_bad_bucket_leaves_the_memory_of_the_others():
         assert first[0].any()
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**8])
+@over(scale=[1.0, 2.0**8])
 @per_dtype
 def test_an_exact_bucket_adds_the_residual_once(dtype, scale):
     def run(comm):
@@ -141,29 +139,3 @@ def test_an_index_beyond_the_integers_of_f32_survives():
         return flat.nonzero().flatten().tolist()
 
     assert run_thread_ranks(2, run) == [[2**24, 2**24 + 1]] * 2
-
-
-def test_invalid_arguments_are_refused_and_named():
-    with pytest.raises(ValueError, match="k = 0 must be between 1 and the 5 elements"):
-        make(alone(), "top-k", 5, 0, memory_of(5, torch.float32))
-    with pytest.raises(ValueError, match="k = 6 must be between 1 and the 5 elements"):
-        make(alone(), "top-k", 5, 6, memory_of(5, torch.float32))
-    memory = _C.RoundMemory([torch.zeros(5)], _C.RoundOutcome())
-    with pytest.raises(ValueError, match="Sparse remembers two tensors"):
-        make(alone(), "top-k", 5, 1, memory)
-    with pytest.raises(ValueError, match=r"the error must have 6 elements .* not 5"):
-        make(alone(), "exact", 6, 1, memory_of(5, torch.float32))
-    for flat in (torch.zeros(4), torch.zeros(5).double(), torch.zeros(5, dtype=torch.int32)):
-        with pytest.raises(ValueError, match=r"bucket 'eager' .* does not fit the error"):
-            make(alone(), "top-k", 5, 1, memory_of(5, torch.float32)).run(flat)
-
-
-def test_ops_describe_themselves():
-    memory = memory_of(5, torch.float32)
-    assert make(alone(), "top-k", 5, 2, memory).describe() == "Sparse(2 of 5, ranks 1)"
-    forgets = memory_of(5, torch.float32, remembers=False)
-    described = make(alone(), "top-k", 5, 2, forgets).describe()
-    assert described == "Sparse(2 of 5, ranks 1, no error feedback)"
-    assert (
-        make(alone(), "exact", 5, 2, memory).describe() == "ErrorFeedbackAllReduce(mean, ranks 1)"
-    )

@@ -1,10 +1,10 @@
 """CompressedAllReduce with error feedback on thread ranks, against its oracle."""
 
-import pytest
 import torch
 from bagua import _C
 from bagua._core.state.ledger import Page
 from oracle.compressed_all_reduce import parts, with_residuals
+from support.cases import over
 from support.threads.op_ranks import (
     BAD_NUMEL,
     BAD_VALUES,
@@ -14,8 +14,8 @@ from support.threads.op_ranks import (
     inputs,
     per_codec,
     per_ranks_and_dtype,
+    run_rounds,
 )
-from support.threads.thread_ranks import run_thread_ranks
 
 SIZES = [1, 31, 1000, 4099]
 ROUNDS = 3
@@ -34,25 +34,19 @@ def op_of(comm, codec, memory, op="mean", padding=0):
     )
 
 
-def run_rounds(n, codec, brought, scale=1.0, op="mean", padding=0):
+def residual_rounds(n, codec, brought, scale=1.0, op="mean", padding=0):
     """By rank: every round's bucket, residual and residual of the part. brought: by round."""
 
-    def run(comm):
+    def make(comm):
         memory = memory_of(brought[0][0].numel(), comm.rank, n, dtype=brought[0][0].dtype)
-        reduce = op_of(comm, codec, memory, op, padding)
-        seen = []
-        for number, values in enumerate(brought, start=1):
-            flat = values[comm.rank].clone()
-            reduce.run(flat, step=number, grad_scale=scale)
-            seen.append((flat, memory.value(0).clone(), memory.value(2).clone()))
-        return seen
+        return op_of(comm, codec, memory, op, padding), memory, (0, 2)
 
-    return run_thread_ranks(n, run)
+    return run_rounds(n, make, brought, scale)
 
 
 def assert_bits_of_the_oracle(n, codec, brought, scale=1.0, op="mean", padding=0):
     numel = brought[0][0].numel()
-    results = run_rounds(n, codec, brought, scale, op, padding)
+    results = residual_rounds(n, codec, brought, scale, op, padding)
     wide = torch.promote_types(brought[0][0].dtype, torch.float32)
     errors = [torch.zeros(numel, dtype=wide)] * n
     servers = [torch.zeros(size, dtype=wide) for _, size in parts(numel, n)]
@@ -77,7 +71,7 @@ def test_rounds_have_the_bits_of_the_oracle(n, codec, dtype):
 
 
 @per_codec
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+@over(dtype=[torch.float32, torch.float64, torch.float16])
 def test_a_scale_a_sum_and_padding_have_the_bits_of_the_oracle(codec, dtype):
     brought = [[values * 64 for values in inputs(3, 1200, dtype, s)] for s in range(ROUNDS)]
     for values in (values for round_values in brought for values in round_values):
@@ -85,18 +79,18 @@ def test_a_scale_a_sum_and_padding_have_the_bits_of_the_oracle(codec, dtype):
     assert_bits_of_the_oracle(3, codec, brought, scale=64.0, op="sum", padding=7)
 
 
-@pytest.mark.parametrize("codec", ["int4_block", "bit2_block", "minmax_uint8"])
+@over(codec=["int4_block", "bit2_block", "minmax_uint8"])
 def test_parts_of_several_pieces_have_the_bits_of_the_oracle(codec):
     brought = [inputs(2, 2 * MORE_THAN_A_PIECE, torch.float32, salt) for salt in range(2)]
     assert_bits_of_the_oracle(2, codec, brought)
 
 
-@pytest.mark.parametrize("bad", BAD_VALUES)
+@over(bad=BAD_VALUES.values())
 @per_codec
 def test_a_round_that_is_not_finite_changes_no_residual(codec, bad):
     values = [inputs(3, BAD_NUMEL, torch.float32, salt) for salt in range(3)]
-    values[1][2][7000] = BAD_VALUES[bad]
-    results = run_rounds(3, codec, values)
+    values[1][2][7000] = bad
+    results = residual_rounds(3, codec, values)
     for _, second, third in results:
         assert not second[0].isfinite().all()
         assert third[0].isfinite().all()
@@ -119,23 +113,3 @@ def test_one_rank_pays_what_is_owed_and_then_owes_nothing():
     assert torch.equal(flat, torch.full((300,), 2.5))
     assert not memory.value(0).any()
     assert not memory.value(2).any()
-
-
-def test_memory_that_does_not_fit_is_refused_with_the_sizes():
-    def run(comm):
-        reduce = op_of(comm, "int4_block", memory_of(100, comm.rank, 2))
-        with pytest.raises(ValueError, match=r"bucket 'eager' \(101 elements .* \(100 and 50"):
-            reduce.run(torch.zeros(101))
-        return True
-
-    assert run_thread_ranks(2, run) == [True] * 2
-    comm = _C.ThreadCommunicator(_C.ThreadHub(1), 0)
-    two = _C.RoundMemory([torch.zeros(4), torch.zeros(1, dtype=torch.int64)], _C.RoundOutcome())
-    with pytest.raises(ValueError, match="remembers three tensors"):
-        op_of(comm, "int4_block", two)
-
-
-def test_the_description_says_that_there_is_error_feedback():
-    comm = _C.ThreadCommunicator(_C.ThreadHub(1), 0)
-    described = op_of(comm, "int4_block", memory_of(4, 0, 1)).describe()
-    assert described == "CompressedAllReduce(int4_block, mean, ranks 1, error feedback)"

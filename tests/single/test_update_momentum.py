@@ -1,9 +1,11 @@
 """Momenta in place of gradients: the bits of Adam's first moment, in the units of the gradients."""
 
-import pytest
+import math
+
 import torch
 from bagua import _C
 from oracle import q_adam as oracle
+from support.cases import over
 from support.threads.op_ranks import BAD_VALUES, per_dtype
 
 SHAPES = [(), (3,), (5, 7), (2, 3, 4, 5), (0,), (1031,)]
@@ -52,8 +54,8 @@ def test_momenta_have_the_bits_of_the_oracle_and_memory_is_only_read(dtype):
         assert torch.equal(memory, old)
 
 
-@pytest.mark.parametrize("scale", [2.0**-3, 2.0, 65536.0])
-def test_a_scale_that_is_a_power_of_two_only_scales(scale):
+@over(scale=[2.0**-3, 2.0, 65536.0, 3.7])
+def test_a_scale_scales_to_the_bit_if_it_is_a_power_of_two(scale):
     offsets, strides, numel = layout(SHAPES)
     gradients, memories = values(SHAPES, seed=1), values(SHAPES, seed=2)
     plain = flat_of(gradients, offsets, numel)
@@ -61,16 +63,11 @@ def test_a_scale_that_is_a_power_of_two_only_scales(scale):
     op = make(memories, offsets, strides)
     op.run(plain)
     op.run(scaled, grad_scale=scale)
-    assert torch.equal(scaled, plain * scale)
+    if math.log2(scale).is_integer():
+        assert torch.equal(scaled, plain * scale)
+    else:
+        torch.testing.assert_close(scaled, plain * scale)
     assert not torch.equal(scaled, plain)
-
-
-def test_any_other_scale_scales_up_to_rounding():
-    offsets, strides, _ = layout([(1000,)])
-    [gradient], [memory] = values([(1000,)], seed=1), values([(1000,)], seed=2)
-    flat = gradient * 3.7
-    make([memory], offsets, strides).run(flat, grad_scale=3.7)
-    torch.testing.assert_close(flat, 3.7 * (0.9 * memory + 0.1 * gradient))
 
 
 def test_every_memory_meets_its_own_elements_whatever_its_strides():
@@ -96,29 +93,9 @@ def test_betas_are_read_in_every_round():
         torch.testing.assert_close(flat, torch.full((3,), beta))
 
 
-@pytest.mark.parametrize("beta", [0.9, 0.3, 0.0])
-@pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)
+@over(beta=[0.9, 0.3, 0.0], bad=BAD_VALUES.values())
 def test_a_bad_gradient_gives_a_bad_momentum_and_only_there(bad, beta):
     flat = torch.ones(100)
     flat[41] = bad
     make([torch.ones(100)], [0], [[1]], [beta]).run(flat, grad_scale=8.0)
     assert [i for i in range(100) if not flat[i].isfinite()] == [41]
-
-
-def test_invalid_arguments_are_refused_and_named():
-    one = torch.ones(1, dtype=torch.float64)
-    with pytest.raises(ValueError, match="betas must be 1 contiguous float64"):
-        _C.UpdateMomentum([torch.zeros(3)], [0], [[1]], torch.ones(1), _C.Scratch())
-    with pytest.raises(ValueError, match="betas must be 2 contiguous"):
-        _C.UpdateMomentum([torch.zeros(3)] * 2, [0, 3], [[1], [1]], one, _C.Scratch())
-    with pytest.raises(ValueError, match="one memory, offset and strides per slot"):
-        _C.UpdateMomentum([torch.zeros(3)], [0, 1], [[1]], one, _C.Scratch())
-    with pytest.raises(ValueError, match="at least one slot"):
-        _C.UpdateMomentum([], [], [], torch.ones(0, dtype=torch.float64), _C.Scratch())
-    with pytest.raises(ValueError, match="without autograd"):
-        _C.UpdateMomentum([torch.zeros(3, requires_grad=True)], [0], [[1]], one, _C.Scratch())
-    flat = torch.zeros(3)
-    for memory in (torch.zeros(4), torch.zeros(3, dtype=torch.float16), flat):
-        with pytest.raises(ValueError, match=r"'eager': the momentum of its slot 0 .* of its own"):
-            make([memory], [0], [[1]]).run(flat)
-    assert make([torch.zeros(3)], [0], [[1]]).describe() == "UpdateMomentum(1 slots)"

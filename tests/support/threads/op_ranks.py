@@ -16,6 +16,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "f64": torch.float64,
 }
+COMPLEX = [torch.complex64, torch.complex128]
 OPS = {"sum": _C.ReduceOp.SUM, "mean": _C.ReduceOp.AVG}
 
 per_ranks = over(n=RANKS)
@@ -38,9 +39,25 @@ per_op = over(op=OPS)
 
 def inputs(n, numel, dtype, salt=0):
     """One tensor per rank, of scales that differ along it as layers' gradients do."""
+    if dtype.is_complex:
+        parts = inputs(n, 2 * numel, dtype.to_real(), salt)
+        return [torch.view_as_complex(part.view(-1, 2)) for part in parts]
     generator = torch.Generator().manual_seed(1000 * n + numel + salt)
     scales = 10.0 ** torch.linspace(-3, 1, max(1, numel))
     return [(torch.randn(numel, generator=generator) * scales[:numel]).to(dtype) for _ in range(n)]
+
+
+def assert_reduced(result, brought, op):
+    """`result` is the exact sum or mean, up to the rounding of its dtype."""
+    dtype = result.dtype
+    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2}.get(dtype, 1e-5)
+    if dtype in (torch.float64, torch.complex128):
+        tolerance = 1e-12
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    stack = torch.stack(brought).to(wide)
+    divisor = len(brought) if op == "mean" else 1
+    error = (result.to(wide) - stack.sum(0) / divisor).abs()
+    assert (error <= tolerance * stack.abs().sum(0) / divisor).all()
 
 
 def step_of(codec):
@@ -63,6 +80,24 @@ def run_op(n, make, brought):
         flat = brought[comm.rank].clone()
         make(comm).run(flat)
         return flat
+
+    return run_thread_ranks(n, run)
+
+
+def run_rounds(n, make, brought, scale=1.0):
+    """By rank, after each round: the bucket and tensors that the op remembers.
+
+    make: for a communicator, the op, its memory and which tensors of it. brought: by round.
+    """
+
+    def run(comm):
+        op, memory, remembered = make(comm)
+        seen = []
+        for step, values in enumerate(brought, start=1):
+            flat = values[comm.rank].clone()
+            op.run(flat, step=step, grad_scale=scale)
+            seen.append((flat, *(memory.value(i).clone() for i in remembered)))
+        return seen
 
     return run_thread_ranks(n, run)
 

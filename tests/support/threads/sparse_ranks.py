@@ -1,15 +1,12 @@
 """Helpers for tests of sparse ops: ops with memories, rounds of them, and the oracle's."""
 
-import pytest
 import torch
 from bagua import _C
 from oracle import sparse as oracle
-from support.threads.op_ranks import inputs
-from support.threads.thread_ranks import run_thread_ranks
+from support.threads.op_ranks import inputs, run_rounds
 
 SIZES = [0, 1, 31, 4096, 5003]
 ROUNDS = 4
-per_size = pytest.mark.parametrize("numel", SIZES)
 
 
 def k_of(numel, ratio=0.03):
@@ -28,22 +25,15 @@ def make(comm, kind, numel, k, memory):
     }[kind]()
 
 
-def run_rounds(n, k, rounds, scale=1.0, remembers=True):
+def sparse_rounds(n, k, rounds, scale=1.0, remembers=True):
     """By rank: the bucket and the error after each round. `rounds`: by round, what ranks bring."""
     numel, dtype = rounds[0][0].numel(), rounds[0][0].dtype
 
-    def run(comm):
+    def op_of(comm):
         memory = memory_of(numel, dtype, remembers=remembers)
-        op = make(comm, "top-k", numel, k, memory)
-        seen = []
-        for step, brought in enumerate(rounds):
-            flat = brought[comm.rank].clone()
-            op.run(flat, step=step + 1, grad_scale=scale)
-            seen.append((flat, memory.value(0).clone()))
-        assert int(memory.value(1)) <= len(rounds)
-        return seen
+        return make(comm, "top-k", numel, k, memory), memory, (0,)
 
-    return run_thread_ranks(n, run)
+    return run_rounds(n, op_of, rounds, scale)
 
 
 def expected_rounds(k, rounds, scale=1.0, remembers=True):
