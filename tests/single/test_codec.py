@@ -102,19 +102,6 @@ def test_payload_bytes_are_those_of_the_layout(name, numel, dtype):
     assert size % 32 == 0
 
 
-def test_an_empty_chunk_is_bare_header_of_zeros_or_nothing():
-    empty = torch.empty(0)
-    sizes = {name: _C.make_codec(name).encode(empty, 3).tolist() for name in NAMES}
-    whole = [name for name in NAMES if oracle.CODECS[name].block == 0]
-    assert sizes == {name: [0] * 96 if name in whole else [] for name in NAMES}
-
-
-@over(numel=[1, 500, 2048])
-def test_both_8_bit_codecs_agree_up_to_one_block(numel):
-    payloads = [_C.make_codec(name).encode(randn(numel)) for name in EIGHT_BIT]
-    assert torch.equal(*payloads)
-
-
 POISON = {
     "first": 0,
     "block end": 2047,
@@ -147,15 +134,12 @@ def test_no_lane_overlooks_a_nan(name, lane):
 CONSTANTS = [0.0, -0.0, 1e-45, -1e-38, 1e-3, 0.002, -0.0065, 0.0066, 3.0, -7.25, 1e30, FLOAT_MAX]
 
 
-@over(name=EIGHT_BIT, value=[*CONSTANTS, -FLOAT_MAX])
-def test_a_constant_is_kept(name, value):
-    x = torch.full((2500,), value)
-    assert torch.allclose(round_trip(name, x), x, rtol=2e-7, atol=2e-10)
-
-
 @over(name=RANGED, value=[*CONSTANTS, -FLOAT_MAX])
-def test_a_constant_equals_the_oracle(name, value):
-    assert_matches_oracle(name, torch.full((2500,), value))
+def test_a_constant_equals_the_oracle_and_is_kept_by_eight_bits(name, value):
+    x = torch.full((2500,), value)
+    assert_matches_oracle(name, x)
+    if name in EIGHT_BIT:
+        assert torch.allclose(round_trip(name, x), x, rtol=2e-7, atol=2e-10)
 
 
 EXTREMES = {
@@ -172,21 +156,16 @@ EXTREMES = {
 
 
 @over(name=NAMES, values=EXTREMES.values(), dtype=DTYPES)
-def test_extremes_equal_the_oracle(name, values, dtype):
+def test_extremes_equal_the_oracle_and_stay_finite_within_a_step(name, values, dtype):
     largest = torch.finfo(dtype).max
     x = torch.tensor(values).clamp(-largest, largest).to(dtype)
     assert_matches_oracle(name, x)
     assert_matches_oracle(name, x.repeat(1000))
-
-
-@over(name=RANGED, values=EXTREMES.values(), dtype=DTYPES)
-def test_finite_values_stay_finite_within_a_step(name, values, dtype):
-    largest = torch.finfo(dtype).max
-    x = torch.tensor(values).clamp(-largest, largest).to(dtype)
-    decoded = round_trip(name, x)
-    assert decoded.isfinite().all()
-    rounding = x.double().abs().max().item() * max(torch.finfo(dtype).eps, 2**-15)
-    assert (decoded.double() - x.double()).abs().max() <= oracle.CODECS[name].step(x) + rounding
+    if name in RANGED:
+        decoded = round_trip(name, x)
+        assert decoded.isfinite().all()
+        rounding = x.double().abs().max().item() * max(torch.finfo(dtype).eps, 2**-15)
+        assert (decoded.double() - x.double()).abs().max() <= oracle.CODECS[name].step(x) + rounding
 
 
 @over(name=RANGED, shift=[-5.0, 0.0, 2.0], scale=[1e-3, 1.0, 1e5])
@@ -239,22 +218,17 @@ def test_random_shapes_scales_and_dtypes_equal_the_oracle(name, seed):
 
 
 @over(name=NAMES, numel=[0, 1, 33, 128, 2048, 6001], dtype=DTYPES)
-def test_decode_add_adds_the_output_of_decode(name, numel, dtype):
+def test_decode_add_adds_the_output_of_decode_and_carries_nan(name, numel, dtype):
     codec = _C.make_codec(name)
-    payload = codec.encode(randn(numel, dtype=dtype))
-    total = randn(numel, seed=1)
-    weight = torch.tensor(0.3)
-    expected = total + weight * codec.decode(payload, 1, dtype, numel).float()
-    codec.decode_add(payload, dtype, total, weight.item())
-    assert torch.equal(total, expected)
-
-
-@over(name=NAMES)
-def test_decode_add_carries_nan_into_the_sum(name):
-    codec = _C.make_codec(name)
-    total = torch.zeros(100)
-    codec.decode_add(codec.encode(torch.full((100,), NAN)), torch.float32, total, 1.0)
-    assert total.isnan().all()
+    for bad in (0.0, NAN):
+        x = randn(numel, dtype=dtype)
+        x[-1:] += bad
+        payload = codec.encode(x)
+        total = randn(numel, seed=1)
+        weight = torch.tensor(0.3)
+        expected = total + weight * codec.decode(payload, 1, dtype, numel).float()
+        codec.decode_add(payload, dtype, total, weight.item())
+        assert_same(total, expected)
 
 
 @over(name=CASTS, dtype=[torch.float16, torch.bfloat16])
@@ -272,8 +246,7 @@ def test_casts_round_as_torch_does_on_random_bits(name):
 
 @over(name=NAMES)
 def test_equal_input_gives_equal_bytes_whatever_was_in_the_buffer(name):
-    codec = _C.make_codec(name)
-    x = randn(2500)
+    codec, x = _C.make_codec(name), randn(2500)
     dirty = torch.full((codec.payload_bytes(x.dtype, 2500),), 0xA5, dtype=torch.uint8)
     codec.encode_into(x, 1, dirty)
     assert torch.equal(dirty, codec.encode(x))

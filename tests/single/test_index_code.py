@@ -67,44 +67,24 @@ def test_indices_beyond_the_integers_of_f32_survive(n):
     assert _C.unpack_indices(packed, 2, n).tolist() == [2**24 + 1, n - 1]
 
 
-def spoilt(n, k, place, value):
-    packed = _C.pack_indices(choose(n, k), n)
-    packed[place] = value
-    return packed
+#: (coding, k of n elements, {byte of the packed indices 1 ... k: another}, words)
+DAMAGES = {
+    "equal": (3, 256, {1: 1}, r"\(packed, 3 of 256 .* number 1 is 1"),
+    "descending": (3, 256, {1: 3}, "number 2 is 3"),
+    "beyond": (3, 200, {2: 200}, "must ascend below 200; number 2 is 200"),
+    "bitmap-of-fewer": (500, 1000, {3: 0}, r"marks 492 elements, not 500"),
+    "bitmap-of-more": (500, 1000, {124: 255}, "marks 508 elements, not 500"),
+    "behind-the-last": (5, 18, {0: 0b00111100, 2: 0b100}, "number 4 is 18"),
+}
 
 
-def test_indices_that_do_not_ascend_are_an_error():
-    packed = _C.pack_indices(torch.tensor([1, 2, 3], dtype=torch.uint32), 256)  # a byte each
-    packed[1] = 1
-    with pytest.raises(_C.BaguaError, match=r"\(packed, 3 of 256 .* number 1 is 1"):
-        _C.unpack_indices(packed, 3, 256)
-    packed[1] = 3
-    with pytest.raises(_C.BaguaError, match="number 2 is 3"):
-        _C.unpack_indices(packed, 3, 256)
-
-
-def test_an_index_beyond_the_elements_is_an_error():
-    packed = _C.pack_indices(torch.tensor([1, 2, 3], dtype=torch.uint32), 200)
-    packed[2] = 200
-    with pytest.raises(_C.BaguaError, match="must ascend below 200; number 2 is 200"):
-        _C.unpack_indices(packed, 3, 200)
-
-
-def test_a_bitmap_with_another_count_is_an_error():
-    with pytest.raises(_C.BaguaError, match=r"marks \d+ elements, not 500"):
-        _C.unpack_indices(spoilt(1000, 500, 3, 0), 500, 1000)
-    everything = torch.full((128,), 255, dtype=torch.uint8)
-    everything[125:] = 0
-    with pytest.raises(_C.BaguaError, match="marks 1000 elements, not 500"):
-        _C.unpack_indices(everything, 500, 1000)
-
-
-def test_a_bit_behind_the_last_element_is_an_error():
-    packed = _C.pack_indices(torch.arange(6).to(torch.uint32), 18)
-    packed[0] &= 0xFE
-    packed[2] |= 0b100
-    with pytest.raises(_C.BaguaError, match="number 5 is 18"):
-        _C.unpack_indices(packed, 6, 18)
+@pytest.mark.parametrize(("k", "n", "bytes_of", "words"), DAMAGES.values(), ids=DAMAGES)
+def test_damaged_indices_are_an_error(k, n, bytes_of, words):
+    packed = _C.pack_indices(torch.arange(1, k + 1).to(torch.uint32), n)
+    for place, value in bytes_of.items():
+        packed[place] = value
+    with pytest.raises(_C.BaguaError, match=words):
+        _C.unpack_indices(packed, k, n)
 
 
 def test_invalid_lists_of_indices_are_refused():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from bagua import _C
 from oracle.sparse import largest
+from support.cases import over
 from support.threads.op_ranks import SIZES
 
 DTYPES = [torch.float32, torch.float64]
@@ -44,41 +45,36 @@ HARD = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [0, *SIZES, BLOCK, BLOCK + 1, STRETCH, 3 * STRETCH + 77])
+@over(dtype=DTYPES, n=[0, *SIZES, BLOCK, BLOCK + 1, STRETCH, 3 * STRETCH + 77])
 def test_it_selects_the_elements_of_a_stable_sort(n, dtype):
     for k in some_k(n):
         check(random(n, dtype, seed=n + k), k)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("values", HARD.values(), ids=HARD)
-def test_hard_values_are_no_exception(values, dtype):
-    for n in (31, 2 * STRETCH + 33):
-        x = values(random(n, dtype)).contiguous()
-        for k in some_k(n):
-            check(x, k)
+@over(dtype=DTYPES, values=HARD.values(), n=[31, 2 * STRETCH + 33])
+def test_hard_values_are_no_exception(values, dtype, n):
+    x = values(random(n, dtype)).contiguous()
+    for k in some_k(n):
+        check(x, k)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("seed", range(10))
+@over(dtype=DTYPES, seed=range(50))
 def test_crowds_anywhere_are_no_exception(seed, dtype):
     generator = torch.Generator().manual_seed(seed)
     n = 2 * STRETCH + 33
-    for _ in range(5):
-        width = 2.0 ** torch.randint(-20, 3, (1,), generator=generator).item()
-        centre = 1 + torch.rand(1, generator=generator, dtype=dtype).item()
-        crowd = centre + width * torch.rand(n, generator=generator, dtype=dtype)
-        below_two = 2 - width * torch.rand(n, generator=generator, dtype=dtype) ** 4
-        which = torch.rand(n, generator=generator)
-        x = torch.randn(n, generator=generator, dtype=dtype)
-        x = torch.where(which < 0.4, crowd, torch.where(which < 0.7, below_two, x))
-        x[which > 0.999] = 2
-        for k in (1, 50, 200, n // 100, n // 10, n // 3, n - 7):
-            check(x, k)
+    width = 2.0 ** torch.randint(-20, 3, (1,), generator=generator).item()
+    centre = 1 + torch.rand(1, generator=generator, dtype=dtype).item()
+    crowd = centre + width * torch.rand(n, generator=generator, dtype=dtype)
+    below_two = 2 - width * torch.rand(n, generator=generator, dtype=dtype) ** 4
+    which = torch.rand(n, generator=generator)
+    x = torch.randn(n, generator=generator, dtype=dtype)
+    x = torch.where(which < 0.4, crowd, torch.where(which < 0.7, below_two, x))
+    x[which > 0.999] = 2
+    for k in (1, 50, 200, n // 100, n // 10, n // 3, n - 7):
+        check(x, k)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over(dtype=DTYPES)
 def test_non_finite_values_come_first_and_nan_before_infinity(dtype):
     x = random(4096, dtype) * (torch.finfo(dtype).max / 10)
     x[[5, 4000]] = math.inf
@@ -105,14 +101,16 @@ def test_an_index_beyond_the_integers_of_f32_survives():
     assert _C.top_k(x, 1).tolist() == [2**24 + 1]
 
 
-def test_inputs_without_a_selection_are_refused():
-    with pytest.raises(ValueError, match="k = 4 of n = 3"):
-        _C.top_k(torch.zeros(3), 4)
-    with pytest.raises(ValueError, match="k = -1"):
-        _C.top_k(torch.zeros(3), -1)
-    with pytest.raises(ValueError, match="float32 or float64, it is Half"):
-        _C.top_k(torch.zeros(3).half(), 1)
-    with pytest.raises(ValueError, match="one dimension"):
-        _C.top_k(torch.zeros(2, 2), 1)
-    with pytest.raises(ValueError, match="contiguous"):
-        _C.top_k(torch.zeros(6)[::2], 1)
+@pytest.mark.parametrize(
+    ("x", "k", "words"),
+    [
+        (torch.zeros(3), 4, "k = 4 of n = 3"),
+        (torch.zeros(3), -1, "k = -1"),
+        (torch.zeros(3).half(), 1, "float32 or float64, it is Half"),
+        (torch.zeros(2, 2), 1, "one dimension"),
+        (torch.zeros(6)[::2], 1, "contiguous"),
+    ],
+)
+def test_inputs_without_a_selection_are_refused(x, k, words):
+    with pytest.raises(ValueError, match=words):
+        _C.top_k(x, k)
