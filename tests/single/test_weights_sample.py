@@ -1,36 +1,62 @@
-"""The sample of the weights that is hashed in each round: its elements, and what the hash sees."""
+"""The hashes of weights that ranks compare: of a whole tensor, and of a sample in each round."""
 
 import pytest
 import torch
 from bagua import _C
-from single.test_weights_check import DTYPES, flip_lowest_bit, values
+from bagua._core.state import saved_values as _saved_values
+from bagua._core.state.saved_values import digest
+from support.cases import over
+
+DTYPES = [
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.int64, torch.uint8, torch.bool, torch.complex64, torch.complex128),
+]
 
 
-def hashes(tensor, every=1, round_number=1):
+def values(numel, dtype):
+    generator = torch.Generator().manual_seed(numel)
+    return (torch.randn(numel, generator=generator) * 100).abs().to(dtype)
+
+
+def flip_lowest_bit(tensor, index):
+    """A copy that differs in one bit of one element."""
+    copy = tensor.clone()
+    bits = copy.view(torch.uint8)
+    bits[index * tensor.element_size()] ^= 1
+    return copy
+
+
+def of_sample(tensor, every=1, round_number=1):
     _, _, parts = _C.WeightsSample([("w", tensor)], every).take(round_number)
-    return parts
+    return tuple(parts)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [1, 2, 31, 1000])
-def test_every_changed_bit_changes_the_hash(dtype, numel):
+def of_whole(tensor):
+    return int(digest(tensor))
+
+
+both_hashes = over(hashed=[of_sample, of_whole])
+
+
+@both_hashes
+@over(dtype=DTYPES, numel=[1, 2, 31, 1000])
+def test_every_changed_bit_changes_the_hash(hashed, dtype, numel):
     tensor = values(numel, dtype)
-    seen = {tuple(hashes(tensor))}
-    for index in range(numel):
-        seen.add(tuple(hashes(flip_lowest_bit(tensor, index))))
+    seen = {hashed(tensor)} | {hashed(flip_lowest_bit(tensor, index)) for index in range(numel)}
     assert len(seen) == numel + 1
-    assert hashes(tensor) == hashes(tensor.clone())
+    assert hashed(tensor) == hashed(tensor.clone())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-def test_order_counts(dtype):
+@both_hashes
+@over(dtype=[torch.float16, torch.float32, torch.float64])
+def test_order_counts(hashed, dtype):
     tensor = torch.arange(5000).to(dtype)
     orders = [tensor, tensor.flip(0), tensor.roll(1), tensor.view(50, 100).t().reshape(-1)]
     for apart in (1, 2, 2048, 4096):
         swapped = tensor.clone()
         swapped[[1, 1 + apart % 4999]] = tensor[[1 + apart % 4999, 1]]
         orders.append(swapped)
-    assert len({tuple(hashes(order)) for order in orders}) == len(orders)
+    assert len({hashed(order) for order in orders}) == len(orders)
 
 
 def test_exchanged_powers_of_two_are_seen_in_every_type():
@@ -40,7 +66,20 @@ def test_exchanged_powers_of_two_are_seen_in_every_type():
             tensor[1] = 2
             other = torch.ones_like(tensor)
             other[1 + apart] = 2
-            assert hashes(tensor) != hashes(other), (dtype, apart)
+            assert of_sample(tensor) != of_sample(other), (dtype, apart)
+
+
+def test_chunks_of_a_whole_tensor_are_distinguished(monkeypatch):
+    monkeypatch.setattr(_saved_values, "_CHUNK", 8)
+    _saved_values._factors.cache_clear()
+    try:
+        tensor = values(35, torch.float32)
+        seen = {of_whole(flip_lowest_bit(tensor, index)) for index in range(35)}
+        moved = torch.cat([tensor[8:16], tensor[:8], tensor[16:]])
+        seen |= {of_whole(tensor), of_whole(moved)}
+        assert len(seen) == 37
+    finally:
+        _saved_values._factors.cache_clear()
 
 
 STRIDED = {
@@ -52,25 +91,30 @@ STRIDED = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex128], ids=str)
-@pytest.mark.parametrize("stride", STRIDED.values(), ids=STRIDED.keys())
+@over(dtype=[torch.bfloat16, torch.float32, torch.complex128], stride=STRIDED.values())
 def test_values_count_in_their_logical_order_whatever_the_memory(stride, dtype):
     image = torch.randn(24, 6, 5, 7).to(dtype)
     other = stride(image)
     assert other.equal(image)
     assert other.stride() != image.stride() or other.storage_offset() > 0
+    assert of_whole(other) == of_whole(image)
     for every in (1, 3):
         for round_number in range(3):
-            assert hashes(other, every, round_number) == hashes(image, every, round_number)
+            found = [of_sample(tensor, every, round_number) for tensor in (image, other)]
+            assert found[0] == found[1]
 
 
-def test_scalars_and_expanded_weights_have_a_hash():
-    assert hashes(torch.tensor(1.5)) == hashes(torch.tensor([1.5]))
-    assert hashes(torch.ones(3).expand(4, 3)) == hashes(torch.ones(12))
+@both_hashes
+def test_scalars_and_expanded_weights_have_a_hash(hashed):
+    assert hashed(torch.tensor(1.5)) == hashed(torch.tensor([1.5]))
+    assert hashed(torch.ones(3).expand(4, 3)) == hashed(torch.ones(12))
+    assert hashed(torch.tensor([0.0])) != hashed(torch.tensor([-0.0]))
 
 
-@pytest.mark.parametrize("every", [1, 2, 5, 7, 100])
-@pytest.mark.parametrize("sizes", [[1], [1023], [700, 1, 1025, 3000, 0, 2047], [1] * 40 + [5003]])
+@over(
+    every=[1, 2, 5, 7, 100],
+    sizes=[[1], [1023], [700, 1, 1025, 3000, 0, 2047], [1] * 40 + [5003]],
+)
 def test_each_element_is_looked_at_once_in_so_many_rounds(sizes, every):
     tensors = [torch.randn(size) for size in sizes]
     sample = _C.WeightsSample([(str(i), t) for i, t in enumerate(tensors)], every)
