@@ -118,42 +118,20 @@ def test_ranks_that_post_different_jobs_are_told_both_sides(change, said, place)
     assert sorted(done) == sorted([*range(place)] * 2)
 
 
-@pytest.mark.parametrize("how", ["by_the_board", "by_a_lost_connection"])
-def test_a_rank_that_is_told_of_a_difference_raises_it_as_its_own(how):
+def test_a_rank_that_is_told_of_a_difference_raises_it_as_its_own():
     """The others may be through with the comparison, and say so, before this rank is."""
     meeting, elsewhere = Meeting(2), Meeting(2)  # a late rank meets nobody; the boards are one
     elsewhere.store = meeting.store
     late = Rank(elsewhere, 1)
     others = [Rank(meeting, 0), Rank(meeting, 1, board=False)]
-    if how == "by_the_board":
-        waits = late.post(torch.ones(5), 2)
+    waits = late.post(torch.ones(5), 2)
     results = endings(2, lambda rank: others[rank].post(torch.ones(4 + rank), 2).wait())
-    if how == "by_a_lost_connection":
-        elsewhere.connect(elsewhere.control, 0).abort("gone")
-        waits = late.post(torch.ones(5), 2)
     with pytest.raises(BaguaMismatchError) as caught:
         waits.wait()
     assert "Rank 0: bucket '0' of round 2: 4 x float32, all-reduce; rank 1: " in str(caught.value)
-    if how == "by_the_board":
-        assert str(caught.value) == str(results[1][0])
+    assert str(caught.value) == str(results[1][0])
     for rank in (late, *others):
         rank.lane.stop()
-
-
-def test_a_failing_op_names_its_rank_on_all_ranks():
-    def run(rank):
-        def fail(name):
-            raise ValueError("out of paper")
-
-        own = [_C.PythonOp(fail)] if rank.rank == 1 else []
-        rank.post(torch.ones(4), ops=[*own, _C.AllReduce(rank.comm, MEAN)]).wait()
-
-    errors = on_ranks(3, run)
-    for error in errors:
-        assert isinstance(error, BaguaError)
-        assert "rank 1" in str(error)
-        assert "out of paper" in str(error)
-        assert "bucket '0'" in str(error)
 
 
 def test_a_failed_lane_refuses_further_jobs_with_the_same_error():
@@ -173,6 +151,7 @@ def test_a_failed_lane_refuses_further_jobs_with_the_same_error():
                 call()
             texts.append(str(caught.value))
         assert len(set(texts)) == 1
+        assert "rank 0 of 1, round 1, bucket '0'" in texts[0]
 
     raise_all(on_ranks(1, run))
 
@@ -264,18 +243,11 @@ def test_jobs_that_wait_share_an_agreement():
     assert counts[0] == counts[1] <= 1 + 3 + 2  # 30 jobs, at most 13 in a message
 
 
-WRONG = {
-    "two_dimensions": (torch.ones(2, 2), 1),
-    "strided": (torch.ones(8)[::2], 1),
-    "round_zero": (torch.ones(4), 0),
-}
-
-
-@pytest.mark.parametrize(("flat", "round"), WRONG.values(), ids=WRONG)
-def test_a_wrong_job_is_refused_and_the_lane_goes_on(flat, round):
+def test_a_wrong_job_is_refused_and_the_lane_goes_on():
     def run(rank):
-        with pytest.raises(ValueError, match="job '0'"):
-            rank.post(flat, round)
+        for flat, round in ((torch.ones(2, 2), 1), (torch.ones(8)[::2], 1), (torch.ones(4), 0)):
+            with pytest.raises(ValueError, match="job '0'"):
+                rank.post(flat, round)
         rank.post(torch.ones(4)).wait()
 
     raise_all(on_ranks(1, run))

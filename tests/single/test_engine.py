@@ -112,42 +112,41 @@ def test_a_forward_without_backward_keeps_its_round_open():
     assert engine.round == 2
 
 
-def test_a_round_left_unfinished_is_an_error_on_every_rank():
+#: (other options of rank 2's engine, of its round, the words of the error)
+DIFFERENCES = {
+    "plan": ({"fingerprint": 0xABC}, {}, "bucket plan (rank 0: 1, rank 1: 1, rank 2: abc)"),
+    "run": (
+        {"incarnation": 0xABC},
+        {},
+        "incarnation of the run (rank 0: 1, rank 1: 1, rank 2: abc)",
+    ),
+    "part": ({}, {"part": 0}, "fragment that they average (rank 0: 0, rank 1: 0, rank 2: 1)"),
+    "frozen": (
+        {},
+        {"frozen": 0xABC},
+        "parameters that were frozen since the wrap (rank 0: 0, rank 1: 0, rank 2: abc)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENCES)
+def test_ranks_that_differ_start_no_round(kind):
     meeting = Meeting(3)
-
-    def run(rank):
-        engine = meeting.engine(rank, [plan("b", ones())])
-        run_round(engine)
-        engine.begin_round()
-        engine.mark_ready(0)
-        if rank != 1:
-            engine.mark_ready(1)
-            engine.wait()
-        engine.begin_round()
-
-    for error, _ in endings(3, run):
-        assert isinstance(error, _C.BaguaError)
-        assert "rank 1 of 3, round 2: the round was left unfinished, 1 of 2 tensors" in str(error)
-        assert "Wrap the model again" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("field", "words"),
-    [("fingerprint", "bucket plan"), ("incarnation", "incarnation of the run")],
-)
-def test_ranks_that_differ_start_no_round(field, words):
-    meeting = Meeting(3)
+    of_engine, of_round, words = DIFFERENCES[kind]
     ran = []
 
     def run(rank):
-        other = {field: 0xABC} if rank == 2 else {}
-        engine = meeting.engine(rank, [plan("b", ones(), 2, calls(ran.append))], **other)
-        run_round(engine)
+        buckets = [plan("b", ones(), 2, calls(ran.append))]
+        engine = meeting.engine(rank, buckets, **(of_engine if rank == 2 else {}))
+        engine.begin_round(**(of_round if rank == 2 else {}))
+        mark_all(engine)
+        engine.wait()
 
     for error, _ in endings(3, run):
         assert isinstance(error, _C.BaguaMismatchError)
-        assert f"ranks differ in the {words} (rank 0: 1, rank 1: 1, rank 2: abc)" in str(error)
+        assert f"ranks differ in the {words}" in str(error)
         assert "round 1 was not started" in str(error)
+        assert kind != "frozen" or "requires_grad must change on all ranks" in str(error)
     assert ran == []
 
 

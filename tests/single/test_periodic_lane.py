@@ -52,21 +52,10 @@ def test_a_lane_that_waits_goes_before_a_training_that_hardly_ever_leaves():
     assert min(run_thread_ranks(2, run)) >= rounds
 
 
-def test_entering_and_leaving_twice_does_nothing():
-    lane = make_lane(_C.ThreadCommunicator(_C.ThreadHub(1, 5.0), 0), torch.zeros(1))
-    lane.leave()
-    lane.enter()
-    lane.enter()
-    assert lane.inside
-    lane.leave()
-    assert not lane.inside
-    lane.leave()
-
-
 # Ending.
 
 
-def test_pause_waits_for_the_last_rank_and_rounds_go_on_until_then():
+def test_pause_waits_for_the_last_rank_and_rounds_go_on_until_then_and_after_resume():
     late = threading.Event()
 
     def run(comm):
@@ -81,27 +70,17 @@ def test_pause_waits_for_the_last_rank_and_rounds_go_on_until_then():
         lane.pause()
         late.set()
         lane.pause()
-        return averages(lane)
+        paused = averages(lane)
+        weights.fill_(float(comm.rank))
+        lane.resume()
+        lane.resume()
+        wait_until(lambda: averages(lane) > paused, "an average after resume()")
+        lane.pause()
+        assert weights.tolist() == [0.5] * 4
+        return paused, averages(lane)
 
     first, second = run_thread_ranks(2, run)
     assert first == second
-
-
-def test_after_resume_averages_go_on():
-    def run(comm):
-        weights = torch.zeros(4)
-        lane = make_lane(comm, weights)
-        for _ in range(3):
-            weights.fill_(float(comm.rank))
-            before = averages(lane)
-            lane.resume()
-            lane.resume()
-            wait_until(lambda before=before: averages(lane) > before, "an average")
-            lane.pause()
-            assert weights.tolist() == [0.5] * 4
-        return True
-
-    assert run_thread_ranks(2, run) == [True] * 2
 
 
 def test_pause_that_waits_no_longer_than_asked_says_so():
@@ -176,6 +155,13 @@ def test_stop_inside_the_gate_ends_at_once():
 
 def test_a_rank_without_others_averages_nothing():
     lane = make_lane(_C.ThreadCommunicator(_C.ThreadHub(1, 5.0), 0), torch.ones(4))
+    lane.leave()
+    lane.enter()
+    lane.enter()
+    assert lane.inside
+    lane.leave()
+    assert not lane.inside
+    lane.leave()
     lane.resume()
     assert not lane.running
     assert lane.pause()
