@@ -43,28 +43,59 @@ def both(*pairs):
     return [direction for a, b in pairs for direction in ((a, b), (b, a))]
 
 
+SLOW_NODE = [(0, 2), (0, 3), (1, 2), (1, 3), (2, 4), (2, 5), (3, 4), (3, 5)]
+SPEED = "10.0 MB/s (80 Mbit/s); the fastest link between nodes has 100.0 MB/s"
+#: (nodes, what is measured, the words of the fault)
+FAULTS = {
+    "one-link-cut": (
+        [0, 1, 2, 3],
+        {"unreachable": both((1, 3))},
+        ["the link between ranks 1 and 3 (host1 at 10.0.0.1 and host3 at"],
+    ),
+    "a-rank-without-any-link": (
+        [0, 1, 2, 3],
+        {"unreachable": both((0, 2), (1, 2), (2, 3))},
+        ["rank 2 (host2) is cut off: no connection between it and ranks 0, 1, 3"],
+    ),
+    "one-direction-closed": (
+        [0, 1, 2],
+        {"unreachable": [(2, 1)]},
+        ["rank 2 cannot open a connection to rank 1 (", "firewall before rank 1"],
+    ),
+    "broken-under-load": ([0, 1], {"broke": [(0, 1)]}, ["ranks 0 and 1", "Compare the MTU"]),
+    "a-slow-node": (
+        [0, 0, 1, 1, 2, 2],
+        {"slow": SLOW_NODE},
+        ["all links between ranks 2, 3 (host1) and other nodes are slow: 10.0"],
+    ),
+    "a-slow-link": (
+        [0, 1, 2, 3],
+        {"slow": [(1, 2)]},
+        ["the link between ranks 1 and 2 (", SPEED],
+    ),
+    "slow-for-the-users-tolerance": ([0, 1, 2, 3], {"slow": [(1, 2)], "tolerance": 9.0}, [SPEED]),
+    "inside-a-node-below-the-limit": (
+        [0, 0, 0],
+        {"slow": [(0, 1)], "least": 20e6},
+        ["the link between ranks 0 and 1 ("],
+    ),
+}
+
+
+@pytest.mark.parametrize(("nodes", "measured", "words"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_of_a_link_is_told_in_one_sentence(nodes, measured, words):
+    (text,) = texts(links(nodes, **measured))
+    assert all(word in text for word in words)
+
+
 def test_good_links_say_nothing():
     assert links([0, 0, 1, 1]) == []
-
-
-def test_one_cut_link_of_many_is_named():
-    (text,) = texts(links([0, 1, 2, 3], unreachable=both((1, 3))))
-    assert text.startswith("the link between ranks 1 and 3 (host1 at 10.0.0.1 and host3 at")
-
-
-def test_a_rank_without_any_link_is_named_once():
-    (text,) = texts(links([0, 1, 2, 3], unreachable=both((0, 2), (1, 2), (2, 3))))
-    assert text.startswith("rank 2 (host2) is cut off: no connection between it and ranks 0, 1, 3")
+    assert links([0, 0, 0], slow=[(0, 1)]) == []
+    assert texts(links([0, 1, 2, 3], slow=[(1, 2)], tolerance=11.0)) == []
 
 
 def test_where_nobody_reaches_anybody_each_link_is_named():
     assert len(texts(links([0, 1, 2], unreachable=both(*all_pairs(3))))) == 3
-
-
-def test_a_direction_that_is_closed_is_told_from_a_cut():
-    (text,) = texts(links([0, 1, 2], unreachable=[(2, 1)]))
-    assert text.startswith("rank 2 cannot open a connection to rank 1 (")
-    assert "firewall before rank 1" in text
 
 
 def test_a_loopback_address_is_the_advice():
@@ -75,46 +106,13 @@ def test_a_loopback_address_is_the_advice():
     assert "set GLOO_SOCKET_IFNAME" in text
 
 
-def test_a_link_that_fails_under_load_points_to_the_packet_size():
-    (text,) = texts(links([0, 1], broke=[(0, 1)]))
-    assert "ranks 0 and 1" in text
-    assert "Compare the MTU" in text
-
-
-def test_a_slow_node_is_named_by_all_its_ranks():
-    slow = [(0, 2), (0, 3), (1, 2), (1, 3), (2, 4), (2, 5), (3, 4), (3, 5)]
-    (text,) = texts(links([0, 0, 1, 1, 2, 2], slow=slow))
-    assert text.startswith("all links between ranks 2, 3 (host1) and other nodes are slow: 10.0")
-
-
-def test_a_slow_link_between_good_ranks_is_named_by_its_ends():
-    (text,) = texts(links([0, 1, 2, 3], slow=[(1, 2)]))
-    assert text.startswith("the link between ranks 1 and 2 (")
-    assert "10.0 MB/s (80 Mbit/s); the fastest link between nodes has 100.0 MB/s" in text
-
-
-@pytest.mark.parametrize(("tolerance", "count"), [(9.0, 1), (11.0, 0)])
-def test_the_tolerance_is_the_users(tolerance, count):
-    assert len(texts(links([0, 1, 2, 3], slow=[(1, 2)], tolerance=tolerance))) == count
-
-
-def test_directions_that_differ_are_a_remark():
+def test_directions_and_clocks_that_differ_are_remarks():
     found = links([0, 1, 1], slow=[(0, 1), (1, 2)], tolerance=11.0)
     assert texts(found) == []
     (text,) = texts(found, broken=False)
     assert text.startswith("the link between ranks 0 and 1 (")
     assert "100.0 MB/s (800 Mbit/s) from rank 0 to rank 1, 10.0 MB/s (80 Mbit/s) back" in text
-    almost = FAST._replace(sent=60e6)
-    assert links([0, 1], speeds=almost) == []
-
-
-def test_links_inside_a_node_are_compared_with_a_limit_only():
-    assert links([0, 0, 0], slow=[(0, 1)]) == []
-    (text,) = texts(links([0, 0, 0], slow=[(0, 1)], least=20e6))
-    assert text.startswith("the link between ranks 0 and 1 (")
-
-
-def test_clocks_that_differ_are_a_remark():
+    assert links([0, 1], speeds=FAST._replace(sent=60e6)) == []
     found = links([0, 1], speeds=FAST._replace(ahead=-3600.0))
     assert texts(found) == []
     (text,) = texts(found, broken=False)

@@ -188,38 +188,28 @@ def test_ranks_that_load_their_own_states_continue_to_the_bit():
         assert not same(used.fill(3).states()[0], before[0])
 
 
-def test_own_states_in_other_buckets_owe_the_same():
-    for _, plan, ranks, hierarchical in plans(60):
-        nodes = random.Random(1)
-        before = Job(nodes, ranks, hierarchical).take(plan).fill(1).states()
+@pytest.mark.parametrize("of_all", [False, True], ids=["own", "merged"])
+def test_states_owe_the_same_in_other_buckets_and_merged_ones_on_other_ranks(of_all):
+    for chance, plan, ranks, hierarchical in plans(80):
+        layout = chance.random()
+        before = Job(random.Random(layout), ranks, hierarchical).take(plan).fill(1).states()
         plan.buckets()
-        live = Job(random.Random(1), ranks, hierarchical).take(plan).fill(2)
-        waiting = Job(random.Random(1), ranks, hierarchical)
+        if of_all:
+            ranks, layout = chance.choice([1, 2, 3, 5]), chance.random()
+        live = Job(random.Random(layout), ranks, hierarchical).take(plan).fill(2)
+        waiting = Job(random.Random(layout), ranks, hierarchical and not of_all)
         for job in (live, waiting):
-            for ledger, state in zip(job.ledgers, before, strict=True):
-                ledger.restore(state)
+            for rank, ledger in enumerate(job.ledgers):
+                ledger.restore(merged(before) if of_all else before[rank])
+        expected, waited = debt(before, plan), waiting.states()
+        if of_all:
+            assert_owed(debt(waited, plan), expected)
         for after in (live.states(), waiting.take(plan).states()):
-            assert_owed(debt(after, plan), debt(before, plan))
+            assert_owed(debt(after, plan), expected)
             for key in (k for k in before[0] if k.startswith(("query/", "comm"))):
                 assert torch.equal(after[0][key], before[0][key])
-
-
-def test_merged_states_of_other_ranks_owe_the_same():
-    for chance, plan, ranks, hierarchical in plans(80):
-        before = Job(chance, ranks, hierarchical).take(plan).fill(1).states()
-        plan.buckets()
-        after = chance.choice([1, 2, 3, 5])
-        live = Job(chance, after, hierarchical).take(plan).fill(2)
-        waiting = Job(chance, after, False)
-        for job in (live, waiting):
-            for ledger in job.ledgers:
-                ledger.restore(merged(before))
-        expected = debt(before, plan)
-        assert_owed(debt(live.states(), plan), expected)
-        assert_owed(debt(waiting.states(), plan), expected)
-        assert_owed(debt(waiting.take(plan).states(), plan), expected)
-        for name in expected if before[0]["ranks"] != waiting.states()[0]["ranks"] else ():
-            errors = [s[f"rank{r}/error/{name}"] for r, s in enumerate(waiting.states())]
+        for name in expected if before[0]["ranks"] != waited[0]["ranks"] else ():
+            errors = [s[f"rank{r}/error/{name}"] for r, s in enumerate(waited)]
             assert all(torch.equal(error, errors[0]) for error in errors)
 
 

@@ -54,13 +54,6 @@ def test_a_silent_member_is_lost_and_the_others_agree(founded):
     assert sorted(newest_generation(store)[1]) == [0, 2]
 
 
-def test_nobody_is_lost_while_all_come(founded):
-    _, members = founded
-    found = changes(members)
-    assert found == [found[0]] * 3
-    assert (found[0].members, found[0].lost) == ([0, 1, 2], [])
-
-
 def test_a_member_that_was_taken_for_dead_raises(founded):
     _, members = founded
     life, members[1]._life = members[1]._life, None
@@ -160,6 +153,9 @@ def gathered(members, grace=20.0, least=2):
 def test_members_that_all_come_change_nothing(founded):
     _, members = founded
     assert gathered(members) == gathered(members) == [(False, False)] * 3
+    found = changes(members)
+    assert found == [found[0]] * 3
+    assert (found[0].members, found[0].lost) == ([0, 1, 2], [])
 
 
 def test_a_living_member_is_late_after_the_grace_and_returns_as_it_is(founded):

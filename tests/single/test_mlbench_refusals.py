@@ -4,6 +4,7 @@ import pytest
 import torch
 from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
+from support.cases import over
 from support.eager_models import (
     Doubled,
     Mixed,
@@ -63,7 +64,7 @@ BAD_CALLS = {
 }
 
 
-@pytest.mark.parametrize("divide_before", [False, True])
+@over(divide_before=[False, True])
 @pytest.mark.parametrize(("op", "denom", "kind", "text"), BAD_CALLS.values(), ids=BAD_CALLS)
 def test_bad_arguments_change_nothing(op, denom, kind, text, divide_before):
     model = with_gradients(Mixed())
@@ -80,7 +81,7 @@ def test_bad_arguments_change_nothing(op, denom, kind, text, divide_before):
     assert_unchanged(model, before)
 
 
-@pytest.mark.parametrize("op", ["sum", "min", "max", "avg_custom"])
+@over(op=["sum", "min", "max", "avg_custom"])
 def test_decentralized_has_the_mean_only(op):
     aggregation = DecentralizedAggregation(0, [])
     model = nn.Linear(2, 2)
@@ -121,7 +122,7 @@ def test_dividing_by_a_denominator_alone():
     assert before._agg(data, "custom_avg", torch.tensor([4])).tolist() == [0.5, 1]
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5, "2"])
+@over(size=[0, -1, 1.5, "2"])
 def test_the_world_size_is_a_positive_integer(size):
     with pytest.raises(ValueError, match="world_size must be a positive integer"):
         AllReduceAggregation(size)
@@ -137,14 +138,11 @@ def test_neighbours_are_other_ranks():
     assert DecentralizedAggregation(0, [2, 1, 2]).neighbors == [1, 2]
 
 
-def test_other_ranks_need_a_group():
+def test_other_ranks_need_a_group(monkeypatch):
     """Silence would be a model per rank."""
     with pytest.raises(RuntimeError, match=r"init_process_group\(\) before the first aggregation"):
         AllReduceAggregation(2).agg_model()(nn.Linear(2, 2), "avg")
-
-
-def test_a_launcher_that_started_others_needs_a_group(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # a launcher's
     with pytest.raises(RuntimeError, match=r"init_process_group\(\) before the first aggregation"):
         Doubled().agg_model()(nn.Linear(2, 2), "avg")
     AllReduceAggregation(1).agg_model()(nn.Linear(2, 2), "avg")

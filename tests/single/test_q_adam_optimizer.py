@@ -195,40 +195,12 @@ def test_groups_share_one_warm_up():
     assert optimizer.warmup_steps == 5
 
 
-def step_operation_by_operation(optimizer, group, p, averaged):
-    """A step after the warm-up in plain operations on one parameter."""
-    state, (beta1, beta2) = optimizer.state[p], group["betas"]
-    if averaged:
-        state["exp_avg"].copy_(p.grad)
-    else:
-        state["exp_avg"].lerp_(p.grad, 1 - beta1)
-    if group["weight_decay"] != 0:
-        state["exp_avg"].add_(p, alpha=(1 - beta1) * group["weight_decay"])
-    state["step"] += 1
-    step = state["step"].item()
-    last = min(step, group["warmup_steps"])
-    longest = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
-    scale = (1 - beta2**last) ** 0.5
-    ratio = (1 - beta1**step) / scale
-    move = state["exp_avg"] / state["exp_avg_sq"].sqrt().add_(scale * group["eps"])
-    p.add_(move.clamp_(-longest * ratio, longest * ratio), alpha=-group["lr"] / ratio)
-
-
 @pytest.mark.parametrize("averaged", [False, True], ids=["alone", "averaged"])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
-def test_steps_in_pieces_and_of_lists_have_the_bits_of_single_operations(
-    dtype, averaged, monkeypatch
-):
+def test_steps_in_pieces_and_of_lists_have_the_same_bits(dtype, averaged, monkeypatch):
     """On CPU a parameter is stepped in pieces, on a device all of a group together."""
 
-    def one_by_one(optimizer, group, stepped):
-        for p in stepped:
-            step_operation_by_operation(optimizer, group, p, averaged)
-
-    def as_the_optimizer(optimizer, group, stepped):
-        optimizer._step_later(group, stepped, averaged)
-
-    def train(steps_of):
+    def train():
         params = parameters(dtype)
         optimizer = optimizer_of(params)
         run(params, optimizer, range(3))
@@ -237,16 +209,16 @@ def test_steps_in_pieces_and_of_lists_have_the_bits_of_single_operations(
             if step == 4:
                 params[1].grad = None  # the counts of its group differ from here on
             for group in optimizer.param_groups:
+                stepped = [p for p in group["params"] if p.grad is not None]
                 with torch.no_grad():
-                    steps_of(optimizer, group, [p for p in group["params"] if p.grad is not None])
-        return params, [optimizer.state[p] for p in params]
+                    optimizer._step_later(group, stepped, averaged)
+        return [(p, *optimizer.state[p].values()) for p in params]
 
-    params, states = train(one_by_one)
+    whole = train()
     monkeypatch.setattr(_q_adam_optimizer, "CACHED", 4)
-    in_pieces = train(as_the_optimizer)
+    in_pieces = train()
     monkeypatch.setattr(_q_adam_optimizer, "_at_a_time", lambda of_parameters: [of_parameters])
-    together = train(as_the_optimizer)
-    for found, found_states in (in_pieces, together):
-        for p, q, state, other in zip(params, found, states, found_states, strict=True):
-            assert torch.equal(p, q)
-            assert all(torch.equal(state[key], other[key]) for key in state)
+    together = train()
+    for expected, *found in zip(whole, in_pieces, together, strict=True):
+        for tensors in found:
+            assert all(map(torch.equal, tensors, expected))

@@ -87,39 +87,29 @@ def test_a_rank_that_cannot_share_a_bucket_decides_for_all():
     assert run_shared_ranks(2, part_on_rank_one) == [(doubled, [2.0], True)] * 2
 
 
-def different_sizes(comm):
+def of_different_sizes(comm):
     flat = torch.ones(100000 + comm.rank)
     with pytest.raises(_C.BaguaMismatchError, match=r"all_reduce of 10000[01] float32"):
         run(_C.AllReduce(comm, _C.ReduceOp.SUM, flat), flat)
-    return True
 
 
-def test_buckets_of_different_sizes_are_not_shared_and_found_at_the_first_reduction():
-    assert run_shared_ranks(2, different_sizes) == [True] * 2
-
-
-def wrong_order(comm):
+def in_another_order(comm):
     first, second = torch.ones(80000), torch.ones(80000)
     ops = [_C.AllReduce(comm, _C.ReduceOp.SUM, flat) for flat in (first, second)]
     with pytest.raises(_C.BaguaMismatchError, match=r"in place of 80000 float32 .* of bucket [12]"):
         run(ops[comm.rank], (first, second)[comm.rank])
-    return True
 
 
-def test_ranks_that_reduce_different_buckets_get_an_error():
-    assert run_shared_ranks(2, wrong_order) == [True] * 2
-
-
-def another_bucket(comm):
+def of_another_op(comm):
     flat = torch.ones(80000)
     reduce = _C.AllReduce(comm, _C.ReduceOp.SUM, flat)
     with pytest.raises(_C.BaguaError, match="made for another bucket"):
         run(reduce, torch.ones(80000))
-    return True
 
 
-def test_an_op_with_a_shared_bucket_takes_no_other():
-    assert run_shared_ranks(2, another_bucket) == [True] * 2
+@pytest.mark.parametrize("reduce", [of_different_sizes, in_another_order, of_another_op])
+def test_buckets_that_do_not_match_are_an_error(reduce):
+    assert run_shared_ranks(2, reduce) == [None] * 2
 
 
 def test_a_bucket_outlives_its_communicator_and_its_memory_goes_with_it():

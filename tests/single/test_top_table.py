@@ -62,14 +62,13 @@ def test_a_rank_that_has_left_or_is_silent_is_no_straggler():
     assert [row.mark for row in rows([1.0, 0.1], age=4.0)] == ["", "slowest"]
 
 
-@pytest.mark.parametrize("later", [{"pid": 8}, {"at": 99.0}], ids=["restarted", "other_clock"])
-def test_other_processes_counters_are_not_compared(later):
+@pytest.mark.parametrize(
+    "later",
+    [{"pid": 8}, {"at": 99.0}, {"rounds": 2, "bytes_sent": 1}],
+    ids=["restarted", "other_clock", "counters_begin_anew"],
+)
+def test_counters_that_do_not_go_on_are_no_rates(later):
     (row,) = rows([1.0], **later)
-    assert (row.steps, row.sent) == (0.0, 0.0)
-
-
-def test_counters_that_begin_anew_are_no_negative_rates():
-    (row,) = rows([0.0], rounds=2, bytes_sent=1)
     assert (row.steps, row.sent) == (0.0, 0.0)
 
 
