@@ -34,21 +34,15 @@ def test_pairs_are_mutual_and_only_odd_groups_leave_one_rank_out():
             assert len(alone) == size % 2
 
 
-def test_even_pairs_repeat_after_half_the_size_and_meet_the_whole_other_half():
-    for size in SIZES[1::2]:
+def test_pairs_repeat_once_each_rank_has_met_the_other_half_or_all_of_an_odd_group():
+    for size in SIZES:
         half = size // 2
+        period = half if size % 2 == 0 else size
         for rank in range(size):
-            met = [_C.shift_one_peer(rank, size, step) for step in range(half)]
-            assert sorted(met) == list(range(half, size) if rank < half else range(half))
-            assert _C.shift_one_peer(rank, size, half) == met[0]
-
-
-def test_odd_pairs_meet_every_other_rank_once_in_size_steps():
-    for size in SIZES[::2]:
-        for rank in range(size):
-            met = [_C.shift_one_peer(rank, size, step) for step in range(size)]
-            assert sorted(met) == list(range(size))
-            assert _C.shift_one_peer(rank, size, size) == met[0]
+            met = [_C.shift_one_peer(rank, size, step) for step in range(period)]
+            other_half = range(half, size) if rank < half else range(half)
+            assert sorted(met) == list(range(size) if size % 2 else other_half)
+            assert _C.shift_one_peer(rank, size, period) == met[0]
 
 
 def test_steps_far_beyond_32_bits_are_exact():
