@@ -10,6 +10,7 @@ from support import graphs
 from support.cases import over
 from support.threads.op_ranks import (
     BAD_VALUES,
+    DTYPES,
     SIZES,
     assert_same_bits,
     bits,
@@ -21,6 +22,7 @@ from support.threads.thread_ranks import run_thread_ranks
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float64: 1e-13}
 MORE_THAN_A_SEGMENT = 8 * 131072 + 2048 + 5
+PATH = [[1], [0, 2], [1, 3], [2]]
 GRAPHS = {
     "alone": [[]],
     "pair": [[1], [0]],
@@ -28,10 +30,9 @@ GRAPHS = {
     "ring-of-5": graphs.ring(5),
     "complete-of-4": graphs.complete(4),
     "star-of-5": graphs.star(5, hub=2),
-    "path-of-4": [[1], [0, 2], [1, 3], [2]],
+    "path-of-4": PATH,
     "two-parts": [[1], [0], [3, 4], [2], [2], []],
 }
-per_graph = over(graph=GRAPHS.values())
 
 
 def make_average(comm, graph):
@@ -51,18 +52,11 @@ def expect_oracle(results, graph, brought, dtype):
         assert (error <= TOLERANCE.get(dtype, 3e-7) * scale + 1e-7).all(), f"rank {rank}"
 
 
-@per_graph
-@per_dtype
+@over(graph=GRAPHS.values(), dtype=DTYPES.values())
 def test_the_average_is_the_oracles(graph, dtype):
-    for numel in SIZES:
+    for numel in [*SIZES, *([MORE_THAN_A_SEGMENT] if graph == PATH else [])]:
         brought = inputs(len(graph), numel, dtype)
         expect_oracle(averaged(graph, brought), graph, brought, dtype)
-
-
-def test_more_than_a_segment_is_averaged_to_the_end():
-    graph = GRAPHS["path-of-4"]
-    brought = inputs(4, MORE_THAN_A_SEGMENT, torch.float32)
-    expect_oracle(averaged(graph, brought), graph, brought, torch.float32)
 
 
 @per_dtype
