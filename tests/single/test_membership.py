@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -56,16 +57,9 @@ def test_a_silent_member_is_lost_and_the_others_agree(founded):
 
 def test_a_member_that_was_taken_for_dead_raises(founded):
     _, members = founded
-    life, members[1]._life = members[1]._life, None
-    name = life.name
-    del life
+    name, members[1]._life = members[1]._life.name, None
     changes([members[0], members[2]])
-
-    class Stopped:
-        pass
-
-    members[1]._life = Stopped()
-    members[1]._life.name = name
+    members[1]._life = SimpleNamespace(name=name)  # as of a process that was stopped for a while
     (error,) = changes([members[1]])
     assert "rank 1 was taken for dead by rank(s) 0, 2" in str(error)
 
