@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from bagua import _C
+from support.cases import over
 from support.threads.engine_ranks import (
     SECONDS,
     Meeting,
@@ -66,6 +67,30 @@ def test_the_first_bucket_is_on_its_way_before_the_last_slot_is_ready():
         return early
 
     assert run_thread_ranks(2, run) == [True, True]
+
+
+@over(n=[1, 3], lanes=[1, 2, 3])
+def test_only_buckets_of_the_part_are_averaged(n, lanes):
+    meeting = Meeting(n, lanes=lanes)
+
+    def run(comm):
+        flats = [torch.full((10,), float(comm.rank + i)) for i in range(4)]
+        buckets = [plan(str(i), flat, part=i % 2) for i, flat in enumerate(flats)]
+        engine = meeting.engine(comm.rank, buckets)
+        seen = []
+        for part in (1, 0, None):
+            engine.begin_round(part=part)
+            engine.mark_all()
+            engine.wait()
+            assert not engine.round_open
+            seen.append([flat[0].item() for flat in flats])
+        return seen, [bucket["rounds"] for bucket in engine.stats()["buckets"]]
+
+    for rank, (seen, rounds) in enumerate(run_thread_ranks(n, run)):
+        own, mean = [rank + i for i in range(4)], [(n - 1) / 2 + i for i in range(4)]
+        assert seen[0] == [own[0], mean[1], own[2], mean[3]]
+        assert seen[1:] == [mean, mean]
+        assert rounds == [2] * 4
 
 
 def test_marks_are_of_an_open_round_and_of_slots_that_exist():
