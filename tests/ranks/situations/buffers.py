@@ -1,11 +1,22 @@
 """Buffers: whose values each rank has, and when."""
 
+import contextlib
+import random
+
 import torch
-from ranks.situations.rows import ONLY_CLASS, row
+from ranks.situations.rows import better, row
 from ranks.situations.values import (
+    alone,
+    batch,
+    copied,
     everything,
     linear,
     normalised,
+    sgd,
+    square_losses,
+    started,
+    train,
+    weights,
     x,
 )
 from torch import nn
@@ -41,80 +52,28 @@ def _seen(module):
     return {"seen": torch.tensor(module.seen)}
 
 
-def stamps_of_forwards_without_backward(wrap, rank, size):
-    module, _, forward = _stamped(wrap, rank)
-    for step in range(3):
-        forward(10.0 * step)
-    forward(30.0).backward()
-    return _seen(module)
+def stamps_of_drawn_scripts(wrap, rank, size):
+    """Forwards in train() and eval(), with and without gradients, no_sync() and a backward."""
+    draw = random.Random(0)
+    result = {}
+    for script in range(20):
+        module, model, forward = _stamped(wrap, rank)
+        for step in range(8):
+            model.train(draw.random() < 0.7)
+            gradients, forward_syncs, backward_syncs, backward = (
+                draw.random() < 0.7 for _ in range(4)
+            )
+            with torch.set_grad_enabled(gradients), _sync(model, forward_syncs):
+                loss = forward(10.0 * step)
+            if gradients and backward:
+                with _sync(model, backward_syncs):
+                    loss.backward()
+        result |= {f"seen{script}": module.seen}
+    return result
 
 
-def stamps_in_eval(wrap, rank, size):
-    """An evaluation with gradients, a training step, evaluations with and without."""
-    module, model, forward = _stamped(wrap, rank)
-    model.eval()
-    forward(10.0)
-    model.train()
-    forward(20.0).backward()
-    model.eval()
-    forward(30.0)
-    with torch.no_grad():
-        forward(40.0)
-        forward(50.0)
-    forward(60.0)
-    forward(70.0)
-    return _seen(module)
-
-
-def stamps_of_no_grad_after_training(wrap, rank, size):
-    """The first forward after a communicating one gives rank 0's buffers, without gradients too."""
-    module, _model, forward = _stamped(wrap, rank)
-    forward(10.0).backward()
-    with torch.no_grad():
-        forward(20.0)
-        forward(30.0)
-    forward(40.0).backward()
-    forward(50.0).backward()
-    return _seen(module)
-
-
-def stamps_of_a_first_forward_without_grad(wrap, rank, size):
-    module, _model, forward = _stamped(wrap, rank)
-    with torch.no_grad():
-        forward(10.0)
-        forward(20.0)
-    forward(30.0).backward()
-    forward(40.0).backward()
-    return _seen(module)
-
-
-def stamps_under_accumulation(wrap, rank, size):
-    module, model, forward = _stamped(wrap, rank)
-    for step in range(2):
-        with wrap.no_sync(model):
-            forward(100.0 * step + 10.0).backward()
-            forward(100.0 * step + 20.0).backward()
-        forward(100.0 * step + 30.0).backward()
-    return _seen(module)
-
-
-def stamps_of_a_first_forward_under_no_sync(wrap, rank, size):
-    module, model, forward = _stamped(wrap, rank)
-    with wrap.no_sync(model):
-        forward(10.0).backward()
-    forward(20.0).backward()
-    forward(30.0).backward()
-    return _seen(module)
-
-
-def stamps_of_no_sync_around_the_backward(wrap, rank, size):
-    module, model, forward = _stamped(wrap, rank)
-    loss = forward(10.0)
-    with wrap.no_sync(model):
-        loss.backward()
-        forward(20.0)
-    forward(30.0).backward()
-    return _seen(module)
+def _sync(model, syncs):
+    return contextlib.nullcontext() if syncs else model.no_sync()
 
 
 def stamps_without_broadcast(wrap, rank, size):
@@ -149,14 +108,6 @@ def buffers_at_the_wrap_without_broadcast(wrap, rank, size):
     return everything(wrap.inner(wrap(_rank_by_rank(rank), broadcast_buffers=False)))
 
 
-def buffers_of_several_forwards(wrap, rank, size):
-    """Two forwards with broadcast, without batch norm's versions in the graph."""
-    module, _model, forward = _stamped(wrap, rank)
-    for step in range(2):
-        (forward(10.0 * step) + forward(10.0 * step + 5.0)).backward()
-    return _seen(module)
-
-
 def buffer_replaced_by_the_user(wrap, rank, size):
     """`module.stamp = tensor`: the module has another tensor as buffer."""
     module, model, _ = _stamped(wrap, rank)
@@ -173,7 +124,8 @@ def integer_and_boolean_buffers(wrap, rank, size):
             self.layer = linear()
             self.register_buffer("count", torch.tensor(rank, dtype=torch.int64))
             self.register_buffer("mask", torch.tensor([rank == 0, True]))
-            self.register_buffer("narrow", torch.full((3,), rank + 0.5, dtype=torch.float16))
+            narrow = torch.full((3,), rank + 0.5, dtype=torch.float16)
+            self.register_buffer("narrow", narrow, persistent=False)
 
         def forward(self, inputs):
             self.count += rank + 1
@@ -184,23 +136,6 @@ def integer_and_boolean_buffers(wrap, rank, size):
     for _ in range(3):
         model(x(rank)).sum().backward()
     return everything(module)
-
-
-def buffer_that_is_not_persistent(wrap, rank, size):
-    class Hidden(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = linear()
-            self.register_buffer("offset", torch.full((1,), float(rank)), persistent=False)
-
-        def forward(self, inputs):
-            return self.layer(inputs) + self.offset
-
-    module = Hidden()
-    model = wrap(module)
-    output = model(x(0)).sum()
-    output.backward()
-    return everything(module) | {"output": output}
 
 
 def buffer_of_other_shape_on_each_rank(wrap, rank, size):
@@ -239,36 +174,51 @@ def ignored_buffer(wrap, rank, size):
     return _seen(module)
 
 
-def ignored_buffer_by_our_name(wrap, rank, size):
-    """Both names of the list, so that every house finds its own."""
-    module = Stamped()
-    module._ddp_params_and_buffers_to_ignore = ["stamp"]
-    module._bagua_params_and_buffers_to_ignore = ["stamp"]
-    model = wrap(module)
+def batch_norm_evaluation_with_backward(wrap, rank, size):
+    """Test-time adaptation: gradients are computed in eval between training steps."""
+    module, model, optimizer = started(wrap, normalised())
+    means = []
+    for step in range(4):
+        train(model, optimizer, rank, [step])
+        model.eval()
+        model(batch(77, rank)).square().mean().backward()
+        model.train()
+        means.append(copied(module[1].running_mean))
+    return everything(module) | {"means": means}
+
+
+def _one_rank_evaluates(wrap, rank, who):
+    """A rank alone evaluates through the wrapper, without gradients, between steps."""
+    module, model, optimizer = started(wrap, normalised())
     for step in range(3):
-        with torch.no_grad():
-            module.stamp.fill_(10.0 * step + rank)
-        model(x(rank)).sum().backward()
-    return _seen(module)
+        if step > 0 and rank == who:
+            model.eval()
+            with torch.no_grad():
+                model(batch(9, rank))
+                model(batch(10, rank))
+            model.train()
+        train(model, optimizer, rank, [step])
+    return weights(module)
 
 
-SITUATIONS = [
-    row(stamps_of_forwards_without_backward),
-    row(stamps_in_eval),
-    row(stamps_of_no_grad_after_training),
-    row(stamps_of_a_first_forward_without_grad),
-    row(stamps_under_accumulation),
-    row(stamps_of_a_first_forward_under_no_sync),
-    row(stamps_of_no_sync_around_the_backward),
-    row(stamps_without_broadcast),
-    row(stamps_without_forward_sync),
-    row(buffers_at_the_wrap),
-    row(buffers_at_the_wrap_without_broadcast, method=ONLY_CLASS),
-    row(buffers_of_several_forwards),
-    row(buffer_replaced_by_the_user),
-    row(integer_and_boolean_buffers),
-    row(buffer_that_is_not_persistent),
-    row(buffer_of_other_shape_on_each_rank),
-    row(ignored_buffer),
-    row(ignored_buffer_by_our_name),
+def rank_0_evaluates_between_steps(wrap, rank, size):
+    return _one_rank_evaluates(wrap, rank, 0)
+
+
+def rank_1_evaluates_between_steps(wrap, rank, size):
+    return _one_rank_evaluates(wrap, rank, 1)
+
+
+def _by_all_ranks(rank, size):
+    """Batches are normalised apart, as on ranks."""
+    module = normalised()
+    return weights(alone(module, sgd(module), square_losses(module, size), 3))
+
+
+ALONE = better(_by_all_ranks, "torch mixes up its collectives, and fails or hangs")
+
+
+EXCEPTIONS = [
+    row(rank_0_evaluates_between_steps, both=ALONE),
+    row(rank_1_evaluates_between_steps, both=ALONE),
 ]

@@ -1,4 +1,4 @@
-"""Parameters that are frozen and thawed after the wrap."""
+"""Parameters that are frozen, thawed or unused; find_unused_parameters and static_graph."""
 
 import torch
 from ranks.situations.rows import better, row
@@ -11,6 +11,7 @@ from ranks.situations.values import (
     perceptron,
     sgd,
     square_losses,
+    started,
     train,
     trained,
     weights,
@@ -26,15 +27,6 @@ def frozen_before_the_wrap(wrap, rank, size):
     return everything(module)
 
 
-def frozen_after_the_wrap(wrap, rank, size):
-    """A frozen parameter counts as unused, on all ranks."""
-    module = perceptron()
-    model, optimizer = trained(wrap, rank, module, range(2), find_unused_parameters=True)
-    module[0].requires_grad_(False)
-    train(model, optimizer, rank, range(2, 4))
-    return everything(module)
-
-
 def frozen_with_its_gradient_kept(wrap, rank, size):
     module = nn.Sequential(linear(), nn.Linear(1, 1, bias=False))
     nn.init.constant_(module[1].weight, 1.0)
@@ -47,9 +39,7 @@ def frozen_with_its_gradient_kept(wrap, rank, size):
 
 def toggled_every_step(wrap, rank, size):
     """Body and head are trained in turn."""
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer, find_unused_parameters=True)
+    module, model, optimizer = started(wrap, perceptron(), find_unused_parameters=True)
     for step in range(6):
         module[0].requires_grad_(step % 2 == 0)
         module[2].requires_grad_(step % 2 == 1)
@@ -66,51 +56,6 @@ def toggled_between_forward_and_backward(wrap, rank, size):
     loss.backward()
     module.requires_grad_(True)
     return grads(module)
-
-
-def _generator_and_discriminator():
-    torch.manual_seed(0)
-    g = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5))
-    d = nn.Sequential(nn.Linear(5, 4), nn.LeakyReLU(0.2), nn.Linear(4, 1))
-    return g, d
-
-
-def gan_with_both_frozen_in_turn(wrap, rank, size):
-    """StyleGAN2: `requires_grad(generator, False)` while D trains, and the other way round."""
-    g, d = _generator_and_discriminator()
-    go, do = sgd(g), sgd(d)
-    generator, discriminator = wrap(g, go), wrap(d, do)
-    for step in range(3):
-        g.requires_grad_(False)
-        d.requires_grad_(True)
-        do.zero_grad()
-        fake = generator(batch(step, rank, 4, 3))
-        real = discriminator(batch(step + 10, rank))
-        (discriminator(fake).mean() - real.mean()).backward()
-        do.step()
-        g.requires_grad_(True)
-        d.requires_grad_(False)
-        go.zero_grad()
-        discriminator(generator(batch(step + 20, rank, 4, 3))).mean().backward()
-        go.step()
-    return everything(g, "g.") | everything(d, "d.")
-
-
-def gan_whose_discriminator_gathers_gradients_of_the_generator(wrap, rank, size):
-    """DCGAN: D is not frozen, its gradients are zeroed before its own step."""
-    g, d = _generator_and_discriminator()
-    go, do = sgd(g), sgd(d)
-    generator, discriminator = wrap(g, go), wrap(d, do)
-    for step in range(3):
-        do.zero_grad()
-        discriminator(batch(step + 10, rank)).mean().neg().backward()
-        fake = generator(batch(step, rank, 4, 3))
-        discriminator(fake.detach()).mean().backward()
-        do.step()
-        go.zero_grad()
-        discriminator(fake).mean().neg().backward()
-        go.step()
-    return everything(g, "g.") | everything(d, "d.")
 
 
 def unfrozen_after_the_wrap(wrap, rank, size):
@@ -144,11 +89,96 @@ def _unfrozen(rank, size):
     return weights(module)
 
 
-SITUATIONS = [
-    row(frozen_before_the_wrap),
-    row(frozen_after_the_wrap),
-    row(frozen_with_its_gradient_kept),
-    row(toggled_every_step),
+def frozen_after_the_wrap_without_find_unused(wrap, rank, size):
+    module = perceptron()
+    model, optimizer = trained(wrap, rank, module, range(2))
+    module[0].requires_grad_(False)
+    train(model, optimizer, rank, [5])
+    return everything(module)
+
+
+class Branching(nn.Module):
+    """Uses one of its branches, chosen by an argument."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList([nn.Linear(5, 2) for _ in range(3)])
+        self.shared = nn.Linear(2, 2)
+
+    def forward(self, inputs, which):
+        return self.shared(sum(self.branches[k](inputs) for k in which))
+
+
+def _branches(wrap, rank, which, kind=torch.optim.SGD, **arguments):
+    module = Branching()
+    optimizer = kind(module.parameters(), lr=0.1)
+    model = wrap(module, optimizer, **arguments)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(batch(step, rank), which(step)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def unused_branch_that_changes_with_adamw(wrap, rank, size):
+    """An unused parameter has no gradient, so it is not decayed."""
+    kind = torch.optim.AdamW
+    return _branches(wrap, rank, lambda step: [step % 3], kind, find_unused_parameters=True)
+
+
+def unused_branch_of_one_rank(wrap, rank, size):
+    """Used by some ranks: a mean over all, unused counts as zero."""
+    return _branches(wrap, rank, lambda step: [rank % 2], find_unused_parameters=True)
+
+
+def unused_branch_with_bucket_views(wrap, rank, size):
+    return _branches(
+        wrap,
+        rank,
+        lambda step: [step % 3],
+        torch.optim.AdamW,
+        find_unused_parameters=True,
+        gradient_as_bucket_view=True,
+    )
+
+
+def static_graph_with_an_unused_parameter(wrap, rank, size):
+    kind = torch.optim.AdamW
+    return _branches(wrap, rank, lambda step: [0], kind, static_graph=True)
+
+
+def gradient_kept_where_unused(wrap, rank, size):
+    """Accumulated without zeroing, used in the first step only: the gradient stays."""
+    module = Branching()
+    model = wrap(module, find_unused_parameters=True)
+    model(batch(0, rank), [0, 1]).square().mean().backward()
+    first = grads(module, "first")
+    model(batch(1, rank), [0]).square().mean().backward()
+    return first | grads(module)
+
+
+def unused_under_no_sync_used_before(wrap, rank, size):
+    """Accumulation where a branch is used in the first micro-batch only."""
+    module = Branching()
+    model = wrap(module, find_unused_parameters=True)
+    with model.no_sync():
+        model(batch(0, rank), [0, 1]).square().mean().backward()
+    model(batch(1, rank), [0]).square().mean().backward()
+    return grads(module)
+
+
+def _frozen_after(rank, size):
+    module = perceptron()
+    optimizer = sgd(module)
+    losses = square_losses(module, size)
+    alone(module, optimizer, losses, 2)
+    module[0].requires_grad_(False)
+    alone(module, optimizer, lambda _: losses(5), 1)
+    return everything(module)
+
+
+EXCEPTIONS = [
     row(
         toggled_between_forward_and_backward,
         both=better(
@@ -156,8 +186,6 @@ SITUATIONS = [
             "torch gives the frozen parameter a gradient of zeros, autograd gives it none",
         ),
     ),
-    row(gan_with_both_frozen_in_turn),
-    row(gan_whose_discriminator_gathers_gradients_of_the_generator),
     row(
         unfrozen_after_the_wrap,
         both=better(
@@ -165,5 +193,8 @@ SITUATIONS = [
             "torch does not communicate what was frozen at the wrap: its ranks drift apart",
         ),
     ),
-    row(unfrozen_and_wrapped_again),
+    row(
+        frozen_after_the_wrap_without_find_unused,
+        both=better(_frozen_after, "torch leaves that backward local, without a word"),
+    ),
 ]

@@ -1,7 +1,6 @@
-"""Gradients that users replace, keep by reference, scale, clip, or give other strides."""
+"""Gradients that users replace, keep, zero, scale, or differentiate again."""
 
 import torch
-from ranks.situations.rows import row
 from ranks.situations.values import (
     batch,
     copied,
@@ -10,7 +9,7 @@ from ranks.situations.values import (
     linear,
     perceptron,
     sgd,
-    train,
+    started,
     weights,
     x,
 )
@@ -19,23 +18,13 @@ from torch import nn
 
 def changed(wrap, rank, change=lambda module: None, set_to_none=True):
     """A few steps, with `change(module)` between backward and optimizer."""
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
+    module, model, optimizer = started(wrap, perceptron())
     for step in range(4):
         optimizer.zero_grad(set_to_none=set_to_none)
         model(batch(step, rank)).square().mean().backward()
         change(module)
         optimizer.step()
     return everything(module)
-
-
-def scaled_data_of_a_gradient_every_step(wrap, rank, size):
-    def change(module):
-        for p in module.parameters():
-            p.grad.data = p.grad.data * 0.5
-
-    return changed(wrap, rank, change)
 
 
 def scaled_data_without_zeroing(wrap, rank, size):
@@ -90,10 +79,6 @@ def gradients_kept_as_views(wrap, rank, size):
     return _kept(wrap, rank, lambda gradient: gradient.view(-1))
 
 
-def gradients_kept_as_data(wrap, rank, size):
-    return _kept(wrap, rank, lambda gradient: gradient.data)
-
-
 def another_gradient_swapped_in(wrap, rank, size):
     """Two sets of gradients are swapped from step to step."""
     module = linear()
@@ -104,25 +89,6 @@ def another_gradient_swapped_in(wrap, rank, size):
         result[f"step{step}"] = copied(module.weight.grad)
         module.weight.grad, aside = aside, module.weight.grad
     return result
-
-
-def clipped_by_norm(wrap, rank, size):
-    def change(module):
-        norms.append(nn.utils.clip_grad_norm_(module.parameters(), 0.05))
-
-    norms = []
-    return changed(wrap, rank, change) | {"norms": norms}
-
-
-def gradients_centralised(wrap, rank, size):
-    """Gradient centralisation writes through `.grad.data`."""
-
-    def change(module):
-        for p in module.parameters():
-            if p.dim() > 1:
-                p.grad.data.add_(-p.grad.data.mean(dim=1, keepdim=True))
-
-    return changed(wrap, rank, change)
 
 
 def detached_gradient(wrap, rank, size):
@@ -136,21 +102,6 @@ def detached_gradient(wrap, rank, size):
     return grads(module)
 
 
-def channels_last_with_gradients_present(wrap, rank, size):
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(36, 2))
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(4):
-        if step == 1:
-            model = model.to(memory_format=torch.channels_last)
-        if step != 1:
-            optimizer.zero_grad()
-        model(batch(step, rank, 2, 3, 5, 5)).square().mean().backward()
-        optimizer.step()
-    return everything(wrap.inner(model))
-
-
 def transposed_gradient_adopted(wrap, rank, size):
     """`.grad` has other strides than its parameter."""
     torch.manual_seed(0)
@@ -161,30 +112,93 @@ def transposed_gradient_adopted(wrap, rank, size):
     return grads(module)
 
 
-def parameters_as_one_vector(wrap, rank, size):
-    module = perceptron()
-    optimizer = sgd(module)
+def gradient_set_to_none_on_one_rank(wrap, rank, size):
+    """One rank zeroes, another forgets: None and zeros are the same gradient before a round."""
+    module = linear()
+    model = wrap(module)
+    model(x(rank)).sum().backward()
+    if rank == 0:
+        module.weight.grad = None
+    else:
+        module.weight.grad.zero_()
+    model(x(rank, 10.0)).sum().backward()
+    return grads(module)
+
+
+def zeroed_between_forward_and_backward(wrap, rank, size):
+    module, model, optimizer = started(wrap, perceptron())
+    for step in range(4):
+        loss = model(batch(step, rank)).square().mean()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss.backward()
+        optimizer.step()
+    return everything(module)
+
+
+def some_gradients_zeroed_others_none(wrap, rank, size):
+    module, model, optimizer = started(wrap, perceptron())
+    for step in range(4):
+        for number, p in enumerate(module.parameters()):
+            if (number + step) % 2 == 0:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.zero_()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    return everything(module)
+
+
+def gradient_of_each_rank_before_the_wrap(wrap, rank, size):
+    module = linear()
+    module(x(rank)).sum().backward()
+    model = wrap(module)
+    model(x(rank)).sum().backward()
+    return grads(module)
+
+
+def gradient_set_between_forward_and_backward(wrap, rank, size):
+    module = linear()
+    model = wrap(module)
+    loss = model(x(rank)).sum()
+    module.weight.grad = torch.full((1, 2), 100.0)
+    loss.backward()
+    return grads(module)
+
+
+def create_graph_and_differentiate_again(wrap, rank, size):
+    module = linear()
+    model = wrap(module)
+    model(x(rank)).pow(3).sum().backward(create_graph=True)
+    first = copied(module.weight.grad)
+    differentiable = module.weight.grad.grad_fn is not None
+    result = {"first": first, "differentiable": differentiable}
+    if differentiable:
+        (second,) = torch.autograd.grad(module.weight.grad.sum(), module.weight)
+        result["second"] = second
+    return result
+
+
+def create_graph_zeroed_in_place(wrap, rank, size):
+    module = linear()
+    optimizer = sgd(module, lr=0.01)
     model = wrap(module, optimizer)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        model(x(rank)).square().sum().backward(create_graph=True)
+        optimizer.step()
+    return everything(module)
+
+
+def gradient_scaler_with_an_overflow_on_one_rank(wrap, rank, size):
+    """All ranks skip the step, because the mean is infinite on all."""
+    module, model, optimizer = started(wrap, perceptron())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(3):
-        vector = nn.utils.parameters_to_vector(module.parameters())
-        nn.utils.vector_to_parameters(vector * 0.9, module.parameters())
-        train(model, optimizer, rank, [step])
-    return weights(module)
-
-
-SITUATIONS = [
-    row(scaled_data_of_a_gradient_every_step),
-    row(scaled_data_without_zeroing),
-    row(gradient_replaced_and_zeroed_in_place),
-    row(gradient_replaced_on_one_rank),
-    row(gradients_kept_by_reference),
-    row(gradients_kept_as_views),
-    row(gradients_kept_as_data),
-    row(another_gradient_swapped_in),
-    row(clipped_by_norm),
-    row(gradients_centralised),
-    row(detached_gradient),
-    row(channels_last_with_gradients_present),
-    row(transposed_gradient_adopted),
-    row(parameters_as_one_vector),
-]
+        optimizer.zero_grad()
+        loss = model(batch(step, rank)).square().mean()
+        if step == 1 and rank == size - 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return weights(module) | {"scale": scaler.get_scale()}

@@ -1,4 +1,4 @@
-"""Hooks that run when a gradient is accumulated, and that step or read."""
+"""Hooks on gradients, modules and optimizers, which may step or read."""
 
 import torch
 from ranks.situations.rows import better, refused, row
@@ -12,6 +12,7 @@ from ranks.situations.values import (
     perceptron,
     sgd,
     square_losses,
+    started,
     train,
     x,
 )
@@ -24,18 +25,6 @@ def _stepping(module):
         with torch.no_grad():
             p -= 0.1 * p.grad
         p.grad = None
-
-    for p in module.parameters():
-        p.register_post_accumulate_grad_hook(hook)
-
-
-def _optimizer_per_parameter(module):
-    """The tutorial's way to save memory: an optimizer for each parameter, in its hook."""
-    optimizers = {p: torch.optim.Adam([p], lr=0.01, foreach=False) for p in module.parameters()}
-
-    def hook(p):
-        optimizers[p].step()
-        optimizers[p].zero_grad()
 
     for p in module.parameters():
         p.register_post_accumulate_grad_hook(hook)
@@ -88,10 +77,6 @@ def post_accumulate_hook_that_steps_after_the_wrap(wrap, rank, size):
     return _stepped(wrap, rank, _stepping)
 
 
-def optimizer_per_parameter_after_the_wrap(wrap, rank, size):
-    return _stepped(wrap, rank, _optimizer_per_parameter)
-
-
 def apply_optimizer_in_backward_before_the_wrap(wrap, rank, size):
     return _stepped(wrap, rank, _in_backward, before=True)
 
@@ -130,23 +115,8 @@ def _read(wrap, rank, register, before=False):
     return grads(module) | {"seen": seen}
 
 
-def post_accumulate_hook_that_reads(wrap, rank, size):
-    return _read(wrap, rank, _post_accumulate)
-
-
 def post_accumulate_hook_that_reads_before_the_wrap(wrap, rank, size):
     return _read(wrap, rank, _post_accumulate, before=True)
-
-
-def post_accumulate_hook_under_no_sync(wrap, rank, size):
-    seen = []
-    module = linear()
-    model = wrap(module)
-    module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(copied(p.grad)))
-    with wrap.no_sync(model):
-        model(x(rank)).sum().backward()
-    model(x(rank)).sum().backward()
-    return grads(module) | {"seen": seen}
 
 
 def hook_on_the_accumulation_node_after_the_wrap(wrap, rank, size):
@@ -162,9 +132,7 @@ def _clip(p):
 
 
 def post_accumulate_hook_that_clips(wrap, rank, size):
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
+    module, model, optimizer = started(wrap, perceptron())
     for p in module.parameters():
         p.register_post_accumulate_grad_hook(_clip)
     train(model, optimizer, rank)
@@ -193,17 +161,60 @@ def _refused(register):
 
 BETTER = better(_by_hooks(_in_backward), "torch needs an accelerator for it")
 
-SITUATIONS = [
+
+def tensor_hook_that_scales(wrap, rank, size):
+    """A hook on the parameter sees and changes this rank's own gradient."""
+    module = linear()
+    model = wrap(module)
+    seen = []
+
+    def hook(g):
+        seen.append(copied(g))
+        return g * 2
+
+    module.weight.register_hook(hook)
+    model(x(rank)).sum().backward()
+    return grads(module) | {"seen": seen}
+
+
+def full_backward_hook_on_the_model(wrap, rank, size):
+    module = perceptron()
+    seen = []
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    model.register_full_backward_hook(lambda m, gin, gout: seen.append(gout[0].sum()))
+    train(model, optimizer, rank, range(2))
+    return everything(module) | {"seen": seen}
+
+
+def queue_callback_at_the_end_of_backward(wrap, rank, size):
+    """FSDP-like and offloading code queues a callback: by then gradients are communicated."""
+    module = linear()
+    model = wrap(module)
+    seen = []
+
+    def hook(g):
+        torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: seen.append(copied(module.weight.grad))
+        )
+        return g
+
+    module.weight.register_hook(hook)
+    model(x(rank)).sum().backward()
+    return grads(module) | {"seen": seen}
+
+
+EXCEPTIONS = [
     row(post_accumulate_hook_that_steps_before_the_wrap, both=_refused(_stepping)),
     row(post_accumulate_hook_that_steps_after_the_wrap, both=_refused(_stepping)),
-    row(optimizer_per_parameter_after_the_wrap, both=_refused(_optimizer_per_parameter)),
     row(apply_optimizer_in_backward_before_the_wrap, both=BETTER),
     row(apply_optimizer_in_backward_after_the_wrap, both=BETTER),
-    row(post_accumulate_hook_that_reads),
-    row(post_accumulate_hook_that_reads_before_the_wrap),
-    row(post_accumulate_hook_under_no_sync),
-    row(post_accumulate_hook_that_clips),
-    row(hook_on_the_accumulation_node_after_the_wrap),
-    row(hook_on_the_accumulation_node_before_the_wrap),
     row(hook_on_the_accumulation_node_that_steps, both=_refused(_stepping_nodes)),
+    row(
+        queue_callback_at_the_end_of_backward,
+        both=better(
+            lambda rank, size: {"seen": [torch.full((1, 2), (size + 1) / 2)]},
+            "at the end of the backward gradients are communicated; torch's callback comes before",
+        ),
+    ),
 ]

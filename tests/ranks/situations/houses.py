@@ -28,19 +28,12 @@ class TorchHouse:
         """The module that was wrapped."""
         return model.module
 
-    def no_sync(self, model):
-        """The context in which nothing is communicated."""
-        return model.no_sync()
-
     def join(self, model, **arguments):
         """The context of uneven inputs."""
         return model.join(**arguments)
 
     def need_class(self):
         """For situations that use members of the class."""
-
-    def close(self):
-        """Release what the house holds."""
 
 
 class ClassHouse(TorchHouse):
@@ -50,15 +43,10 @@ class ClassHouse(TorchHouse):
     wrapper = DistributedDataParallel
 
     def __call__(self, module, optimizer=None, **arguments):
-        optimizers = [] if optimizer is None else as_list(optimizer)
-        return self.wrapper(module, optimizers=optimizers, **arguments)
-
-    def close(self):
-        if bagua.communication.is_initialized():
-            bagua.destroy_process_group()
+        return self.wrapper(module, optimizers=as_list(optimizer), **arguments)
 
 
-#: Arguments of torch's class that with_bagua has, and those that it needs not have.
+#: Arguments of torch's class that with_bagua has, and the one that it needs not have.
 RENAMED = {
     "find_unused_parameters": "find_unused_parameters",
     "broadcast_buffers": "broadcast_buffers",
@@ -69,7 +57,7 @@ RENAMED = {
 DROPPED = {"bucket_cap_mb"}
 
 
-class MethodHouse(ClassHouse):
+class MethodHouse(TorchHouse):
     """`module.with_bagua([optimizer], GradientAllReduceAlgorithm())`, with its defaults."""
 
     name = "with_bagua"
@@ -81,8 +69,7 @@ class MethodHouse(ClassHouse):
         if unknown:
             raise NotApplicableError(f"with_bagua has no {sorted(unknown)}")
         ours = {RENAMED[name]: v for name, v in arguments.items() if name in RENAMED}
-        optimizers = [] if optimizer is None else as_list(optimizer)
-        return module.with_bagua(optimizers, GradientAllReduceAlgorithm(), **ours)
+        return module.with_bagua(as_list(optimizer), GradientAllReduceAlgorithm(), **ours)
 
     def inner(self, model):
         return model
@@ -95,7 +82,9 @@ class MethodHouse(ClassHouse):
 
 
 def as_list(optimizer):
-    """One optimizer or several, as a list."""
+    """No optimizer, one or several, as a list."""
+    if optimizer is None:
+        return []
     return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
 
 

@@ -1,7 +1,8 @@
 """Uneven inputs: join() of the class, alone and with others."""
 
 import torch
-from ranks.situations.rows import ONLY_CLASS, better, row
+from ranks.situations.freezing import Branching
+from ranks.situations.rows import better, row
 from ranks.situations.values import (
     alone,
     batch,
@@ -11,6 +12,7 @@ from ranks.situations.values import (
     normalised,
     perceptron,
     sgd,
+    started,
     train,
     weights,
     x,
@@ -18,15 +20,9 @@ from ranks.situations.values import (
 from torch.distributed.algorithms.join import Join
 
 
-def _uneven(wrap, rank, inputs=None, mode=True, **arguments):
-    """The weights after a join in which this rank has `inputs`: by default one more than another.
-
-    mode: False trains in `eval()`.
-    """
-    module = linear()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    model.train(mode)
+def _uneven(wrap, rank, inputs=None, **arguments):
+    """The weights after a join, to which each rank brings `inputs`, or one more than the last."""
+    module, model, optimizer = started(wrap, linear())
     with wrap.join(model, **arguments):
         for step in range(2 + rank if inputs is None else inputs):
             optimizer.zero_grad()
@@ -43,14 +39,6 @@ def join_divided_by_those_left(wrap, rank, size):
     return _uneven(wrap, rank, divide_by_initial_world_size=False)
 
 
-def join_not_enabled(wrap, rank, size):
-    return _uneven(wrap, rank, inputs=2, enable=False)
-
-
-def join_with_even_inputs(wrap, rank, size):
-    return _uneven(wrap, rank, inputs=2)
-
-
 def join_that_throws_early(wrap, rank, size):
     try:
         _uneven(wrap, rank, throw_on_early_termination=True)
@@ -59,24 +47,9 @@ def join_that_throws_early(wrap, rank, size):
     return {"told": None}
 
 
-def gradients_during_a_join(wrap, rank, size):
-    """What ranks with inputs see while others have none."""
-    module = linear()
-    model = wrap(module)
-    seen = []
-    with wrap.join(model):
-        for step in range(2 + rank):
-            module.zero_grad()
-            model(x(rank, step + 1.0)).sum().backward()
-            seen.append(module.weight.grad.clone())
-    return {f"seen{number}": value for number, value in enumerate(seen)}
-
-
 def zero_grad_after_the_step_in_a_join(wrap, rank, size):
     """Two epochs: what was left in `.grad` of ranks that were through does not enter the next."""
-    module = linear()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
+    module, model, optimizer = started(wrap, linear())
     result = {}
     for epoch in range(2):
         with wrap.join(model):
@@ -100,38 +73,47 @@ def gradient_of_a_rank_that_is_through(wrap, rank, size):
     return grads(module)
 
 
-def join_with_batch_norm(wrap, rank, size):
-    module = normalised()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
+def _with_batch_norm(wrap, rank, **arguments):
+    module, model, optimizer = started(wrap, normalised(), **arguments)
     with wrap.join(model):
         train(model, optimizer, rank, range(2 + rank))
     return everything(module)
 
 
-def join_with_no_sync_inside(wrap, rank, size):
-    """Accumulation in a join. Every rank has whole groups of micro-batches."""
-    module = linear()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
+def join_with_batch_norm(wrap, rank, size):
+    return _with_batch_norm(wrap, rank)
+
+
+def join_with_many_buckets_of_views(wrap, rank, size):
+    return _with_batch_norm(wrap, rank, gradient_as_bucket_view=True, bucket_cap_mb=0.0001)
+
+
+def join_with_unused_parameters(wrap, rank, size):
+    """A rank that is through does not know which were used."""
+    module, model, optimizer = started(wrap, Branching(), find_unused_parameters=True)
     with wrap.join(model):
         for step in range(2 + rank):
             optimizer.zero_grad()
-            with wrap.no_sync(model):
+            model(batch(step, rank), [0]).square().mean().backward()
+            optimizer.step()
+    return everything(module)
+
+
+def join_with_no_sync_inside(wrap, rank, size):
+    """Accumulation in a join. Every rank has whole groups of micro-batches."""
+    module, model, optimizer = started(wrap, linear())
+    with wrap.join(model):
+        for step in range(2 + rank):
+            optimizer.zero_grad()
+            with model.no_sync():
                 model(x(rank, step + 1.0)).sum().backward()
             model(x(rank, 10.0)).sum().backward()
             optimizer.step()
     return weights(module)
 
 
-def join_in_eval(wrap, rank, size):
-    return _uneven(wrap, rank, mode=False)
-
-
 def join_of_two_epochs(wrap, rank, size):
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
+    module, model, optimizer = started(wrap, perceptron())
     for epoch in range(2):
         first, more = 10 * epoch, rank if epoch == 0 else size - rank
         with wrap.join(model):
@@ -161,25 +143,17 @@ def join_of_two_models(wrap, rank, size):
     return weights(one, "one") | weights(other, "other")
 
 
-def _with_the_sharded_optimizer(wrap, rank, **arguments):
+def join_with_the_sharded_optimizer(wrap, rank, size):
+    """A rank that is through still steps for its shard: with an old gradient in torch."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     wrap.need_class()
     module = perceptron()
-    model = wrap(module, **arguments)
+    model = wrap(module)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     with Join([model, optimizer]):
         train(model, optimizer, rank, range(2 + rank))
     return weights(module)
-
-
-def join_with_the_sharded_optimizer(wrap, rank, size):
-    """A rank that is through still steps for its shard: with an old gradient in torch."""
-    return _with_the_sharded_optimizer(wrap, rank)
-
-
-def join_with_the_sharded_optimizer_and_bucket_views(wrap, rank, size):
-    return _with_the_sharded_optimizer(wrap, rank, gradient_as_bucket_view=True)
 
 
 def _uneven_alone(rank, size):
@@ -193,29 +167,9 @@ def _uneven_alone(rank, size):
     return weights(alone(module, sgd(module), losses, 1 + size))
 
 
-SITUATIONS = [
-    row(join_divided_by_all_ranks, method=ONLY_CLASS),
-    row(join_divided_by_those_left, method=ONLY_CLASS),
-    row(join_not_enabled, method=ONLY_CLASS),
-    row(join_with_even_inputs, method=ONLY_CLASS),
-    row(join_that_throws_early, method=ONLY_CLASS),
-    row(gradients_during_a_join, method=ONLY_CLASS),
-    row(zero_grad_after_the_step_in_a_join, method=ONLY_CLASS),
-    row(gradient_of_a_rank_that_is_through, method=ONLY_CLASS),
-    row(join_with_batch_norm, method=ONLY_CLASS),
-    row(join_with_no_sync_inside, method=ONLY_CLASS),
-    row(join_in_eval, method=ONLY_CLASS),
-    row(join_of_two_epochs, method=ONLY_CLASS),
-    row(join_with_a_rank_without_inputs, method=ONLY_CLASS),
-    row(join_of_two_models, method=ONLY_CLASS),
+EXCEPTIONS = [
     row(
         join_with_the_sharded_optimizer,
         klass=better(_uneven_alone, "torch's shards of ranks that are through get old gradients"),
-        method=ONLY_CLASS,
-    ),
-    row(
-        join_with_the_sharded_optimizer_and_bucket_views,
-        klass=better(_uneven_alone, "torch's shards of ranks that are through get old gradients"),
-        method=ONLY_CLASS,
     ),
 ]

@@ -4,13 +4,7 @@ import warnings
 
 import torch
 from ranks.situations.rows import better, raises, row
-from ranks.situations.values import (
-    batch,
-    everything,
-    grads,
-    perceptron,
-    trained,
-)
+from ranks.situations.values import batch, everything, perceptron, trained
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -19,11 +13,6 @@ def no_trainable_parameter(wrap, rank, size):
     module = perceptron()
     module.requires_grad_(False)
     wrap(module)
-    return {}
-
-
-def no_parameter(wrap, rank, size):
-    wrap(nn.Sequential(nn.Tanh()))
     return {}
 
 
@@ -37,11 +26,6 @@ def a_lazy_parameter(wrap, rank, size):
 
 def other_shapes_on_another_rank(wrap, rank, size):
     wrap(nn.Linear(3 + rank, 2))
-    return {}
-
-
-def another_number_of_parameters_on_another_rank(wrap, rank, size):
-    wrap(nn.Linear(3, 2, bias=rank == 0))
     return {}
 
 
@@ -93,14 +77,6 @@ def sparse_embedding(wrap, rank, size):
     return everything(module) | {"sparse": module[0].weight.grad.is_sparse}
 
 
-def ignored_parameter(wrap, rank, size):
-    """By torch's own static method; the rank trains it alone."""
-    module = perceptron()
-    TorchDDP._set_params_and_buffers_to_ignore_for_model(module, ["2.bias"])
-    trained(wrap, rank, module)
-    return everything(module)
-
-
 def ignored_parameters_of_rank_specific_shape(wrap, rank, size):
     """A sharded embedding: each rank has rows of its own."""
 
@@ -113,38 +89,12 @@ def ignored_parameters_of_rank_specific_shape(wrap, rank, size):
     return everything(module)
 
 
-def ignored_parameter_that_is_lazy(wrap, rank, size):
-    class Late(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = perceptron()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self.late = nn.LazyLinear(2)
-
-        def forward(self, inputs):
-            return self.net(inputs)
-
-    module = Late()
-    TorchDDP._set_params_and_buffers_to_ignore_for_model(module, ["late.weight", "late.bias"])
-    trained(wrap, rank, module, steps=range(1))
-    return grads(module.net)
-
-
 NOTHING = better(lambda rank, size: {}, "there is nothing to communicate, which is no error")
 
 
-SITUATIONS = [
+EXCEPTIONS = [
     row(no_trainable_parameter, klass=raises("parameter"), method=NOTHING),
-    row(no_parameter, klass=raises("parameter"), method=NOTHING),
     row(a_lazy_parameter, both=raises("uninitiali[sz]ed|not initialised|lazy|Lazy")),
     row(other_shapes_on_another_rank, both=raises("weight")),
-    row(another_number_of_parameters_on_another_rank, both=raises("parameter|bias")),
     row(parameters_in_another_order_on_another_rank, both=raises("weight|order")),
-    row(half_precision_parameters),
-    row(mixed_precision_parameters),
-    row(sparse_embedding),
-    row(ignored_parameter),
-    row(ignored_parameters_of_rank_specific_shape),
-    row(ignored_parameter_that_is_lazy),
 ]

@@ -1,106 +1,80 @@
-"""Which backward is communicated: no_sync, accumulation, several forwards and backwards."""
+"""Which backward is communicated: no_sync, accumulation, evaluation, several forwards."""
 
+import contextlib
+import random
+
+import torch
 from ranks.situations.rows import better, row
 from ranks.situations.values import (
     batch,
+    copied,
     everything,
-    gradient,
     grads,
     linear,
     perceptron,
     sgd,
+    started,
+    train,
+    weights,
     x,
 )
+from torch import nn
 
 
-def no_sync_then_sync(wrap, rank, size):
-    model = wrap(linear())
-    with wrap.no_sync(model):
-        model(x(rank)).sum().backward()
-    local = grads(wrap.inner(model), "local")
-    model(x(rank, 10.0)).sum().backward()
-    return local | grads(wrap.inner(model))
+def _drawn(seed):
+    """Forwards, backwards of any forward before, and zeroes, each in no_sync() or not."""
+    draw = random.Random(seed)
+    forwards = 0
+    for _ in range(12):
+        what = draw.choice(["forward", "backward", "zero"]) if forwards else "forward"
+        forwards += what == "forward"
+        yield what, draw.random() < 0.7, draw.randrange(forwards)
 
 
-def no_sync_around_the_backward_only(wrap, rank, size):
-    model = wrap(linear())
-    loss = model(x(rank)).sum()
-    with wrap.no_sync(model):
-        loss.backward()
-    return grads(wrap.inner(model))
+def drawn_forwards_and_backwards(wrap, rank, size):
+    result = {}
+    for seed in range(20):
+        module, outputs = linear(), []
+        model = wrap(module)
+        for step, (what, syncs, number) in enumerate(_drawn(seed)):
+            with contextlib.nullcontext() if syncs else model.no_sync():
+                if what == "forward":
+                    outputs.append(model(x(rank, step + 1.0)).sum())
+                elif what == "zero":
+                    module.zero_grad()
+                else:
+                    outputs[number].backward(retain_graph=True)
+                    result[f"seed{seed}.step{step}"] = copied(module.weight.grad)
+    return result
 
 
-def no_sync_around_the_forward_only(wrap, rank, size):
-    model = wrap(linear())
-    with wrap.no_sync(model):
-        loss = model(x(rank)).sum()
-    loss.backward()
-    return grads(wrap.inner(model))
-
-
-def no_sync_around_the_first_of_two_backwards(wrap, rank, size):
-    model = wrap(linear())
-    output = model(x(rank))
-    with wrap.no_sync(model):
-        output.sum().backward(retain_graph=True)
-    output.sum().backward()
-    return grads(wrap.inner(model))
-
-
-def two_backwards_of_one_forward(wrap, rank, size):
-    """One round each: the mean of the first, then of the second with twice the scale."""
-    model = wrap(linear())
-    output = model(x(rank))
-    output.sum().backward(retain_graph=True)
-    first = grads(wrap.inner(model), "first")
-    (2 * output).sum().backward()
-    return first | grads(wrap.inner(model))
-
-
-def two_forwards_two_backwards(wrap, rank, size):
-    model = wrap(linear())
-    one, other = model(x(rank)), model(x(rank, 10.0))
-    one.sum().backward()
-    first = grads(wrap.inner(model), "first")
-    other.sum().backward()
-    return first | grads(wrap.inner(model))
-
-
-def two_forwards_two_backwards_in_reverse(wrap, rank, size):
-    model = wrap(linear())
-    one, other = model(x(rank)), model(x(rank, 10.0))
-    other.sum().backward()
-    first = grads(wrap.inner(model), "first")
-    one.sum().backward()
-    return first | grads(wrap.inner(model))
+def _drawn_alone(rank, size):
+    """A mean over ranks after each backward of a forward outside no_sync(), and after one of any
+    forward where the last one was outside and had none yet."""
+    result = {}
+    for seed in range(20):
+        gradients, forwards, due = [0.0] * size, [], False
+        for step, (what, syncs, number) in enumerate(_drawn(seed)):
+            if what == "forward":
+                forwards.append((step + 1.0, syncs))
+                due = syncs
+            elif what == "zero":
+                gradients = [0.0] * size
+            else:
+                scale, synced = forwards[number]
+                gradients = [g + scale * (r + 1) for r, g in enumerate(gradients)]
+                if synced or due:
+                    gradients = [sum(gradients) / size] * size
+                    due = False
+                result[f"seed{seed}.step{step}"] = torch.full((1, 2), gradients[rank])
+    return result
 
 
 def two_forwards_one_backward(wrap, rank, size):
-    model = wrap(linear())
-    (model(x(rank)) + model(x(rank, 10.0))).sum().backward()
-    return grads(wrap.inner(model))
-
-
-def three_forwards_without_backward_in_a_row(wrap, rank, size):
     module = linear()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        model(x(rank, 5.0))
-        model(x(rank, 6.0))
-        optimizer.zero_grad()
-        model(x(rank, step + 1.0)).sum().backward()
-        optimizer.step()
-    return everything(wrap.inner(model))
-
-
-def a_graph_kept_from_the_step_before(wrap, rank, size):
-    model = wrap(linear())
-    kept = model(x(rank)).sum()
-    kept.backward(retain_graph=True)
-    model(x(rank, 10.0)).sum().backward()
-    kept.backward()
-    return grads(wrap.inner(model))
+    model = wrap(module)
+    (model(x(rank)) + model(x(rank, 10.0))).sum().backward()
+    return grads(module)
 
 
 def accumulation_with_no_sync(wrap, rank, size):
@@ -109,7 +83,7 @@ def accumulation_with_no_sync(wrap, rank, size):
     model = wrap(module, optimizer)
     for step in range(3):
         optimizer.zero_grad()
-        with wrap.no_sync(model):
+        with model.no_sync():
             for micro in range(3):
                 (model(batch(10 * step + micro, rank)).square().mean() / 4).backward()
         (model(batch(10 * step + 3, rank)).square().mean() / 4).backward()
@@ -131,84 +105,76 @@ def accumulation_without_no_sync(wrap, rank, size):
 
 def accumulation_with_the_attribute(wrap, rank, size):
     """As nanoGPT, Lightning and fairseq do it: require_backward_grad_sync is set."""
-    model = wrap(linear())
+    module = linear()
+    model = wrap(module)
     model.require_backward_grad_sync = False
     model(x(rank)).sum().backward()
     model.require_backward_grad_sync = True
     model(x(rank, 10.0)).sum().backward()
-    return grads(wrap.inner(model))
+    return grads(module)
 
 
-def accumulation_that_ends_without_sync(wrap, rank, size):
-    """The last micro-batches of an epoch: local gradients are thrown away."""
+def eval_backward(wrap, rank, size):
     module = linear()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    with wrap.no_sync(model):
-        model(x(rank, 100.0)).sum().backward()
-    optimizer.zero_grad()
-    model(x(rank)).sum().backward()
-    optimizer.step()
-    return everything(wrap.inner(model))
-
-
-def no_sync_in_eval(wrap, rank, size):
-    model = wrap(linear())
+    model = wrap(module)
     model.eval()
-    with wrap.no_sync(model):
-        model(x(rank)).sum().backward()
-    local = grads(wrap.inner(model), "local")
-    model(x(rank, 10.0)).sum().backward()
-    return local | grads(wrap.inner(model))
-
-
-def nested_no_sync(wrap, rank, size):
-    model = wrap(linear())
-    with wrap.no_sync(model):
-        with wrap.no_sync(model):
-            model(x(rank)).sum().backward()
-        model(x(rank)).sum().backward()
     model(x(rank)).sum().backward()
-    return grads(wrap.inner(model))
+    return grads(module)
 
 
-def _rounds(first, total):
-    """The right gradient after the first backward and after both, in parts of the mean."""
+def validation_of_one_rank_of_the_inner_module_with_grad(wrap, rank, size):
+    module, model, optimizer = started(wrap, perceptron())
+    for step in range(3):
+        train(model, optimizer, rank, [step])
+        if rank == 0:
+            model.eval()
+            model(batch(step + 50, rank))
+            model.train()
+    return everything(module)
 
-    def oracle(rank, size):
-        return gradient(size, first, "first.weight") | gradient(size, total)
 
-    return oracle
+def inference_mode_between_steps(wrap, rank, size):
+    module, model, optimizer = started(wrap, perceptron())
+    losses = []
+    for step in range(3):
+        train(model, optimizer, rank, [step])
+        with torch.inference_mode():
+            losses.append(model(batch(9, 0)).sum())
+    return weights(module) | {"losses": torch.stack(losses)}
 
 
-def _total(scale):
-    return lambda rank, size: gradient(size, scale)
+def enable_grad_inside_no_grad(wrap, rank, size):
+    """Attacks and test-time training enable gradients inside an evaluation."""
+    module = linear()
+    model = wrap(module)
+    model.eval()
+    with torch.no_grad():
+        model(x(rank, 9.0))
+        with torch.enable_grad():
+            model(x(rank)).sum().backward()
+    return grads(module)
+
+
+def autograd_grad_of_parameters(wrap, rank, size):
+    """torch.autograd.grad gives this rank's own gradients, and no .grad."""
+    module = linear()
+    model = wrap(module)
+    own = torch.autograd.grad(model(x(rank)).sum(), list(module.parameters()))
+    before = grads(module, "before")
+    model(x(rank)).sum().backward()
+    return grads(module) | before | {"own": own[0]}
+
+
+def backward_with_inputs(wrap, rank, size):
+    """backward(inputs=...) reaches one parameter of two."""
+    module = nn.Sequential(linear(2.0), nn.Linear(1, 1, bias=False))
+    nn.init.constant_(module[1].weight, 3.0)
+    model = wrap(module, find_unused_parameters=True)
+    own = wrap.inner(model)
+    model(x(rank)).sum().backward(inputs=[own[0].weight, own[1].weight])
+    return grads(own)
 
 
 ONLY_THE_FIRST = "torch communicates only the first backward after a forward: its ranks drift apart"
 
-
-SITUATIONS = [
-    row(no_sync_then_sync, right=lambda rank, size: gradient(size, 11.0)),
-    row(no_sync_around_the_backward_only, right=lambda rank, size: gradient(size)),
-    row(no_sync_around_the_forward_only),
-    row(
-        no_sync_around_the_first_of_two_backwards,
-        both=better(_total(2.0), ONLY_THE_FIRST),
-    ),
-    row(two_backwards_of_one_forward, both=better(_rounds(1.0, 3.0), ONLY_THE_FIRST)),
-    row(two_forwards_two_backwards, both=better(_rounds(1.0, 11.0), ONLY_THE_FIRST)),
-    row(
-        two_forwards_two_backwards_in_reverse,
-        both=better(_rounds(10.0, 11.0), ONLY_THE_FIRST),
-    ),
-    row(two_forwards_one_backward, right=lambda rank, size: gradient(size, 11.0)),
-    row(three_forwards_without_backward_in_a_row),
-    row(a_graph_kept_from_the_step_before, both=better(_total(12.0), ONLY_THE_FIRST)),
-    row(accumulation_with_no_sync),
-    row(accumulation_without_no_sync),
-    row(accumulation_with_the_attribute, right=lambda rank, size: gradient(size, 11.0)),
-    row(accumulation_that_ends_without_sync),
-    row(no_sync_in_eval, right=lambda rank, size: gradient(size, 11.0)),
-    row(nested_no_sync, right=lambda rank, size: gradient(size, 3.0)),
-]
+EXCEPTIONS = [row(drawn_forwards_and_backwards, both=better(_drawn_alone, ONLY_THE_FIRST))]

@@ -2,18 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from ranks.situations.houses import OURS
 
-SAME, BETTER, REFUSED, RAISES, WARNED, ABSENT = (
-    "same",
-    "better",
-    "refused",
-    "raises",
-    "warned",
-    "absent",
-)
+SAME, BETTER, REFUSED, RAISES, WARNED = "same", "better", "refused", "raises", "warned"
 
 
 @dataclass(frozen=True)
@@ -27,7 +19,6 @@ class Expectation:
       wrong.
     - `raises`: as torch does, with a text of its own that matches.
     - `warned`: values may differ from torch's; a warning matches `text`.
-    - `absent`: the house has no such member, by its documentation.
 
     reason: for the table of the documentation.
     """
@@ -42,18 +33,13 @@ class Expectation:
 class Row:
     """A situation: `run(wrap, rank, size)` gives a dict of values, by name.
 
-    expected: by house. right: what torch itself gives, `right(rank, size)`, where it is worth
-    saying; some names are enough. alone: processes of its own, for situations that leave their
-    process changed. limit: seconds until it counts as hanging. tolerance: relative, of values in
-    float32.
+    expected: by house, what is not torch's values. alone: processes of its own, for situations
+    that leave their process changed.
     """
 
     run: Callable[..., dict]
     expected: dict = field(default_factory=dict)
-    right: Callable[[int, int], dict] | None = None
     alone: bool = False
-    limit: float = 25.0
-    tolerance: float = 1e-5
 
     @property
     def name(self):
@@ -64,13 +50,10 @@ class Row:
         return self.expected.get(house, Expectation(SAME))
 
 
-def row(run, *, both=None, klass=None, method=None, right=None, **more):
+def row(run, *, both=None, klass=None, method=None, alone=False):
     """A row; `both` is expected of the class and of `with_bagua`, or each on its own."""
-    expected: dict[str, Any] = {}
-    for house, own in zip(OURS, (klass, method), strict=True):
-        if own or both:
-            expected[house] = own or both
-    return Row(run, expected, right, **more)
+    owns = zip(OURS, (klass or both, method or both), strict=True)
+    return Row(run, {house: own for house, own in owns if own}, alone)
 
 
 def same(warning):
@@ -99,11 +82,3 @@ def raises(text):
 def warned(text, reason):
     """Not torch's values, and a warning says so."""
     return Expectation(WARNED, reason, text)
-
-
-def absent(reason):
-    """The house has no such member."""
-    return Expectation(ABSENT, reason)
-
-
-ONLY_CLASS = absent("a member or an argument of the class only")

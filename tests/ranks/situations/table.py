@@ -1,11 +1,48 @@
-"""The table of README.md: situations as in torch, better than torch, and refused."""
+"""The table of situations, by theme, and as README.md shows it."""
 
-from ranks.situations import rows, themes
+import importlib
+import inspect
+
+from ranks.situations import rows
 from ranks.situations.houses import OURS
 
-AS_TORCH = (rows.SAME, rows.RAISES, rows.ABSENT)
+THEMES = (
+    "rounds",
+    "gradients",
+    "hooks",
+    "several_models",
+    "buffers",
+    "freezing",
+    "inside_forward",
+    "parameters",
+    "wrapping",
+    "changes",
+    "communicating",
+    "copies",
+    "joining",
+    "recipes",
+    "checkpointing",
+)
+AS_TORCH = (rows.SAME, rows.RAISES)
 NAMES = {"class": "the class", "with_bagua": "with_bagua"}
 KINDS = ({rows.BETTER}, {rows.REFUSED, rows.WARNED})
+
+
+def _theme(name):
+    return importlib.import_module(f"ranks.situations.{name}")
+
+
+def table(theme):
+    """A row of each function of a theme whose arguments are wrap, rank and size."""
+    module = _theme(theme)
+    exceptions = {row.run: row for row in getattr(module, "EXCEPTIONS", [])}
+    return [
+        exceptions.get(function, rows.Row(function))
+        for function in vars(module).values()
+        if inspect.isfunction(function)
+        and function.__module__ == module.__name__
+        and list(inspect.signature(function).parameters) == ["wrap", "rank", "size"]
+    ]
 
 
 def markdown():
@@ -14,19 +51,13 @@ def markdown():
         "| situations | as torch | better here | refused or warned about |",
         "|---|---:|---|---|",
     ]
-    whole = []
-    for theme in themes.THEMES:
-        table = themes.table(theme)
-        apart = {row.name for row in table for h in OURS if row.of(h).kind not in AS_TORCH}
-        about = themes.about(theme).rstrip(".")
-        if not apart:
-            whole.append((about, len(table)))
-            continue
-        reasons = ["; ".join(map(_counted, _by_reason(table, kinds).items())) for kinds in KINDS]
-        count = f"{len(table) - len(apart)} of {len(table)}"
+    for theme in THEMES:
+        found = table(theme)
+        apart = {row.name for row in found for h in OURS if row.of(h).kind not in AS_TORCH}
+        reasons = ["; ".join(map(_counted, _by_reason(found, kinds).items())) for kinds in KINDS]
+        count = f"{len(found) - len(apart)} of {len(found)}"
+        about = _theme(theme).__doc__.strip().rstrip(".")
         lines.append(f"| {about} | {count} | {' | '.join(reasons)} |")
-    count = sum(number for _, number in whole)
-    lines.append(f"| everything else, in {len(whole)} themes | {count} of {count} | | |")
     return "\n".join(lines)
 
 

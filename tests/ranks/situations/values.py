@@ -48,16 +48,6 @@ def x(rank, scale=1.0):
     return torch.full((1, 2), (rank + 1.0) * scale)
 
 
-def mean(size):
-    """The mean over ranks of rank + 1."""
-    return (size + 1) / 2
-
-
-def gradient(size, scale=1.0, name="grad.weight"):
-    """The gradient of `linear` on `x`, which is the same on all ranks."""
-    return {name: torch.full((1, 2), mean(size) * scale)}
-
-
 def perceptron(seed=0):
     """Sizes that no number of ranks divides; without buffers."""
     torch.manual_seed(seed)
@@ -92,30 +82,18 @@ def train(model, optimizer, rank, steps=range(3), data=batch):
         optimizer.step()
 
 
+def started(wrap, module, **arguments):
+    """A module, its wrapper, and SGD over its parameters."""
+    optimizer = sgd(module)
+    return module, wrap(module, optimizer, **arguments), optimizer
+
+
 def trained(wrap, rank, module, steps=range(3), data=batch, optimizer=None, **arguments):
     """The wrapped module after some steps, and its optimizer."""
     optimizer = optimizer or sgd(module)
     model = wrap(module, optimizer, **arguments)
     train(model, optimizer, rank, steps, data)
     return model, optimizer
-
-
-def loop(wrap, rank, module, optimizer, loss, **arguments):
-    """Trains the wrapped module on `loss(model, step)`."""
-    model = wrap(module, optimizer, **arguments)
-    losses = []
-    for step in range(3):
-        optimizer.zero_grad()
-        value = loss(model, step)
-        value.backward()
-        optimizer.step()
-        losses.append(copied(value))
-    return everything(module) | {"losses": torch.stack(losses)}
-
-
-def adam(module):
-    """As those who train generators against critics take it."""
-    return torch.optim.Adam(module.parameters(), lr=0.01, betas=(0.5, 0.99))
 
 
 def alone(module, optimizer, losses, steps):

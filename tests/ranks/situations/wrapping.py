@@ -1,11 +1,11 @@
-"""Arguments and members of the class, inputs, functional_call."""
+"""Arguments and members of the class, inputs, outputs, functional_call."""
 
-import contextlib
-import warnings
+import collections
+import dataclasses
 
 import torch
 import torch.distributed as dist
-from ranks.situations.rows import ONLY_CLASS, refused, row
+from ranks.situations.rows import refused, row
 from ranks.situations.values import (
     alone,
     batch,
@@ -16,6 +16,7 @@ from ranks.situations.values import (
     perceptron,
     sgd,
     square_losses,
+    started,
     train,
     trained,
     weights,
@@ -37,13 +38,6 @@ def weights_of_each_rank_without_init_sync(wrap, rank, size):
     return weights(module)
 
 
-def small_buckets(wrap, rank, size):
-    torch.manual_seed(0)
-    module = nn.Sequential(*(nn.Linear(20, 20) for _ in range(5)))
-    trained(wrap, rank, module, data=lambda s, r: batch(s, r, 3, 20), bucket_cap_mb=0.001)
-    return everything(module)
-
-
 def several_arguments(wrap, rank, size):
     module = normalised()
     trained(
@@ -56,14 +50,6 @@ def several_arguments(wrap, rank, size):
         bucket_cap_mb=1,
     )
     return everything(module)
-
-
-def device_mesh(wrap, rank, size):
-    wrap.need_class()
-    mesh = dist.init_device_mesh("cpu", (size,))
-    module = perceptron()
-    model, _ = trained(wrap, rank, module, device_mesh=mesh)
-    return everything(module) | {"mesh": model.device_mesh.size()}
 
 
 def members_that_scripts_read(wrap, rank, size):
@@ -87,26 +73,6 @@ def members_that_scripts_read(wrap, rank, size):
     }
 
 
-def custom_attributes_and_methods_of_the_module(wrap, rank, size):
-    class Custom(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = linear()
-            self.temperature = 2.0
-
-        def forward(self, inputs):
-            return self.encode(inputs) * self.temperature
-
-        def encode(self, inputs):
-            return self.layer(inputs)
-
-    model = wrap(Custom())
-    inner = wrap.inner(model)
-    inner.temperature = 3.0
-    model(x(rank)).sum().backward()
-    return grads(inner) | {"encoded": inner.encode(x(rank)).detach()}
-
-
 def keyword_and_nested_inputs(wrap, rank, size):
     class Keywords(nn.Module):
         def __init__(self):
@@ -123,23 +89,9 @@ def keyword_and_nested_inputs(wrap, rank, size):
     return grads(module)
 
 
-def functional_call_on_the_inner_module(wrap, rank, size):
-    """A loss of other weights without the wrapper: nothing is communicated."""
-    module = perceptron()
-    model = wrap(module)
-    inner = wrap.inner(model)
-    others = {name: p.detach() * 0.5 for name, p in inner.named_parameters()}
-    with torch.no_grad():
-        output = torch.func.functional_call(inner, others, (batch(0, rank),))
-    model(batch(0, rank)).square().mean().backward()
-    return grads(inner) | {"output": output}
-
-
 def functional_call_on_the_wrapper(wrap, rank, size):
     """Other weights through the wrapper: their gradients are local, then a plain step."""
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
+    module, model, optimizer = started(wrap, perceptron())
     result = {}
     for step in range(2):
         others = {n: (p.detach() * 0.5).requires_grad_() for n, p in model.named_parameters()}
@@ -153,9 +105,7 @@ def functional_call_on_the_wrapper(wrap, rank, size):
 
 def functional_call_with_other_leaves(wrap, rank, size):
     """A backward to other weights through the wrapper: the module's own keep what they have."""
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
+    module, model, optimizer = started(wrap, perceptron())
     result = {}
     for step in range(2):
         others = {n: (p.detach() * 0.5).requires_grad_() for n, p in model.named_parameters()}
@@ -164,31 +114,6 @@ def functional_call_with_other_leaves(wrap, rank, size):
         result |= {f"{name} {step}": value for name, value in grads(module).items()}
         train(model, optimizer, rank, [step])
     return everything(module) | result
-
-
-def functional_call_with_the_parameters_themselves(wrap, rank, size):
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        own = dict(model.named_parameters())
-        torch.func.functional_call(model, own, (batch(step, rank),)).square().mean().backward()
-        optimizer.step()
-    return everything(module)
-
-
-def functional_call_with_functions_of_the_parameters(wrap, rank, size):
-    """Weights that are computed from the wrapped module's, and differentiated to them."""
-    module = perceptron()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        twice = {name: 2 * p for name, p in model.named_parameters()}
-        torch.func.functional_call(model, twice, (batch(step, rank),)).square().mean().backward()
-        optimizer.step()
-    return everything(module)
 
 
 def forward_called_directly(wrap, rank, size):
@@ -200,66 +125,92 @@ def forward_called_directly(wrap, rank, size):
     return grads(module)
 
 
-def anomaly_detection(wrap, rank, size):
-    module = perceptron()
-    with warnings.catch_warnings(), torch.autograd.detect_anomaly():
-        warnings.simplefilter("ignore")
-        trained(wrap, rank, module)
-    return everything(module)
-
-
-def an_exception_in_the_forward_then_training(wrap, rank, size):
-    """All ranks skip the batch that fails, as for lack of memory."""
-
-    class Failing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.fail = linear(), False
-
-        def forward(self, inputs):
-            output = self.layer(inputs)
-            if self.fail:
-                raise MemoryError
-            return output
-
-    module = Failing()
-    optimizer = sgd(module)
-    model = wrap(module, optimizer)
-    for step in range(4):
-        optimizer.zero_grad()
-        module.fail = step == 2
-        with contextlib.suppress(MemoryError):
-            model(x(rank)).sum().backward()
-            optimizer.step()
-    return everything(module)
-
-
 def _from_rank_0(rank, size):
     module = perceptron()
     return weights(alone(module, sgd(module), square_losses(module, size), 3))
 
 
-SITUATIONS = [
-    row(weights_of_each_rank_at_the_wrap),
+class Returning(nn.Module):
+    """A layer whose output is `of(layer, inputs)`."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.layer, self.of = linear(), of
+
+    def forward(self, inputs):
+        return self.of(self.layer, inputs)
+
+
+def _returning(wrap, rank, of, loss):
+    """Three steps on `loss(output)`."""
+    module = Returning(of)
+    optimizer = sgd(module)
+    model = wrap(module, optimizer)
+    inputs = x(rank).requires_grad_()
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(model(inputs)).backward()
+        optimizer.step()
+    return everything(module) | {"inputs": inputs.grad}
+
+
+def a_forward_that_returns_only_a_parameter(wrap, rank, size):
+    return _returning(
+        wrap,
+        rank,
+        lambda layer, inputs: layer.weight,
+        lambda output: (output * (rank + 1)).sum(),
+    )
+
+
+def a_forward_that_returns_its_input(wrap, rank, size):
+    return _returning(
+        wrap,
+        rank,
+        lambda layer, inputs: (layer(inputs), inputs),
+        lambda output: output[0].sum() + output[1].sum(),
+    )
+
+
+class Box:
+    """An object of the user's: no tensor in it is found."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def a_forward_without_tensors(wrap, rank, size):
+    return _returning(
+        wrap, rank, lambda layer, inputs: Box(layer(inputs)), lambda output: output.value.sum()
+    )
+
+
+Pair = collections.namedtuple("Pair", "one other")
+
+
+@dataclasses.dataclass
+class Data:
+    one: torch.Tensor
+
+
+def outputs_in_containers(wrap, rank, size):
+    """Dicts, tuples, lists, named tuples and data classes of tensors."""
+
+    def of(layer, inputs):
+        out = layer(inputs)
+        return {"a": [out, (out * 2,)], "b": Pair(out, None), "c": Data(out * 3)}
+
+    def loss(output):
+        return (output["a"][1][0] + output["b"].one + output["c"].one).sum()
+
+    return _returning(wrap, rank, of, loss)
+
+
+EXCEPTIONS = [
     row(
         weights_of_each_rank_without_init_sync,
         klass=refused(
             "ranks hold different weights", "torch's ranks train apart from the start", _from_rank_0
         ),
-        method=ONLY_CLASS,
     ),
-    row(small_buckets),
-    row(several_arguments),
-    row(device_mesh, method=ONLY_CLASS),
-    row(members_that_scripts_read, method=ONLY_CLASS),
-    row(custom_attributes_and_methods_of_the_module),
-    row(keyword_and_nested_inputs),
-    row(functional_call_on_the_inner_module),
-    row(functional_call_on_the_wrapper),
-    row(functional_call_with_other_leaves),
-    row(functional_call_with_the_parameters_themselves),
-    row(functional_call_with_functions_of_the_parameters),
-    row(forward_called_directly, method=ONLY_CLASS),
-    row(anomaly_detection),
-    row(an_exception_in_the_forward_then_training),
 ]
