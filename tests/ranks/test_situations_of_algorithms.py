@@ -60,20 +60,6 @@ def plain(model, optimizer, step):
     optimizer.step()
 
 
-def in_eval(model, optimizer, step):
-    model.eval()
-    plain(model, optimizer, step)
-
-
-def backward_in_no_sync(model, optimizer, step):
-    data, target = training.batch(step, dist.get_rank())
-    optimizer.zero_grad()
-    loss = nn.functional.mse_loss(model(data)[0], target)
-    with model.no_sync():
-        loss.backward()
-    optimizer.step()
-
-
 def data_of_gradients_replaced(model, optimizer, step):
     data, target = training.batch(step, dist.get_rank())
     optimizer.zero_grad()
@@ -137,8 +123,6 @@ def another_model_trains_through_it_while_it_is_frozen(model, optimizer, step):
 
 
 SITUATIONS = [
-    in_eval,
-    backward_in_no_sync,
     data_of_gradients_replaced,
     gradients_kept,
     gradients_of_the_users,
