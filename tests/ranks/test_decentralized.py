@@ -6,40 +6,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm
-from bagua.torch_api.algorithms.decentralized import (
-    DecentralizedAlgorithm,
-)
+from bagua.torch_api.algorithms.decentralized import DecentralizedAlgorithm
 from bagua.torch_api.bucket import BaguaBucket
 from oracle import decentralized as oracle
 from ranks.test_groups_and_nodes import environment_of_nodes
 from support import training
+from support.cases import over
 
 STEPS = 5
-LAYOUT = pytest.mark.parametrize("do_flatten", [True, False], ids=["flattened", "copied"])
-MODE = pytest.mark.parametrize("mode", ["all", "shift_one"])
-RANKS = pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
-
-
-def train_step(model, optimizer, step):
-    training.train(model, optimizer, [training.batch(step, dist.get_rank())])
-
-
-def oracle_of(model, mode, interval=1, nodes=None):
-    twins = [copy.deepcopy(model) for _ in range(dist.get_world_size())]
-    return oracle.Ranks(twins, training.sgd, mode, interval, nodes)
-
-
-def oracle_step(expected, step):
-    batches = [training.batch(step, rank) for rank in range(len(expected.models))]
-    expected.step(training.squared_error, batches)
-    return expected.models[dist.get_rank()]
+MODES = ("all", "shift_one")
 
 
 @training.with_group
-def train_against_the_oracle(mode, interval=1, nodes=None, do_flatten=True):
+def train_against_the_oracle(mode, interval, nodes, do_flatten=True):
     """Weights after every step, as digests by rank, and what the engine says it did."""
+    rank, size = dist.get_rank(), dist.get_world_size()
     model = training.network()
-    expected = oracle_of(model, mode, interval, nodes)
+    twins = [copy.deepcopy(model) for _ in range(size)]
+    expected = oracle.Ranks(twins, training.sgd, mode, interval, nodes)
     optimizer = training.sgd(model)
     chosen = DecentralizedAlgorithm(nodes is not None, mode, interval)
     caught = training.warnings_of(
@@ -47,60 +31,46 @@ def train_against_the_oracle(mode, interval=1, nodes=None, do_flatten=True):
     )
     digests = []
     for step in range(STEPS):
-        train_step(model, optimizer, step)
-        training.assert_close(model, oracle_step(expected, step))
+        batches = [training.batch(step, other) for other in range(size)]
+        training.train(model, optimizer, [batches[rank]])
+        expected.step(training.squared_error, batches)
+        training.assert_close(model, expected.models[rank])
         digests.append(training.gather(training.bits(model.parameters())))
     return digests, caught, model.bagua_stats(), model.bagua_algorithm.state_dict()
 
 
-@RANKS
-@MODE
-@LAYOUT
-def test_every_step_is_the_oracles(ranks, mode, n, do_flatten):
-    for digests, caught, stats, state in ranks(
-        n, train_against_the_oracle, mode, 1, None, do_flatten
-    ):
-        assert [len(set(step)) for step in digests] == [n] * STEPS, "weights are each rank's own"
+@over(
+    mode=MODES,
+    n=(2, 3, 4),
+    interval=(1, 2),
+    layout=[(True, {}), (False, {}), (True, training.SMALL_BUCKETS)],
+)
+def test_every_step_is_the_oracles(ranks, mode, n, interval, layout):
+    do_flatten, env = layout
+    rounds = STEPS if interval == 1 else 3  # the first step communicates
+    arguments = mode, interval, None, do_flatten
+    for digests, caught, stats, state in ranks(n, train_against_the_oracle, *arguments, env=env):
+        assert interval == 2 or [len(set(step)) for step in digests] == [n] * STEPS
         assert caught == []
-        assert state == {"iterations": STEPS, "communications": STEPS}
-        assert stats["rounds"] == STEPS
+        assert state == {"iterations": STEPS, "communications": rounds}
+        assert stats["rounds"] == rounds
+        assert (len(stats["buckets"]) > 1) == bool(env)
         if mode == "shift_one" and n != 3:  # of three ranks one sits out in turn
             weights = sum(p.numel() * 4 for p in training.network().parameters())
-            assert stats["total"]["bytes_sent"] == STEPS * weights
+            assert stats["total"]["bytes_sent"] == rounds * weights
 
 
-@RANKS
-@MODE
-def test_with_interval_two_every_other_step_communicates_and_the_first_does(ranks, mode, n):
-    for _, _, stats, state in ranks(n, train_against_the_oracle, mode, 2):
-        assert state == {"iterations": STEPS, "communications": 3}
-        assert stats["rounds"] == 3
-
-
-@MODE
-def test_several_buckets_meet_the_same_peer(ranks, mode):
-    for _, _, stats, state in ranks(3, train_against_the_oracle, mode, env=training.SMALL_BUCKETS):
-        assert state["communications"] == STEPS
-        assert len(stats["buckets"]) > 1
-
-
-@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 1, 1), (2, 1)], ids=str)
-@MODE
+@over(mode=MODES, sizes=[(2, 2), (3, 1), (1, 1, 1), (2, 1), (3,)])
 def test_nodes_average_exactly_inside_and_weigh_by_their_ranks_between(ranks, mode, sizes):
     nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
-    results = ranks(
-        len(nodes), train_against_the_oracle, mode, 1, nodes, env=environment_of_nodes(sizes)
-    )
-    for _, caught, stats, state in results:
+    env = environment_of_nodes(sizes)
+    for _, caught, stats, state in ranks(
+        len(nodes), train_against_the_oracle, mode, 1, nodes, env=env
+    ):
         assert caught == []
         assert state["communications"] == STEPS, "non-leaders count, too"
-        assert stats["buckets"][0]["ops"][0].startswith("AverageWeights(Hierarchical(")
-
-
-def test_on_one_node_hierarchical_shift_one_is_the_mean_of_all(ranks):
-    for mode in ("shift_one", "all"):
-        for _, caught, *_ in ranks(3, train_against_the_oracle, mode, 1, [0, 0, 0]):
-            assert caught == []
+        if len(sizes) > 1:
+            assert stats["buckets"][0]["ops"][0].startswith("AverageWeights(Hierarchical(")
 
 
 @training.with_group
