@@ -8,6 +8,7 @@ from bagua.torch_api.algorithms import ByteGradAlgorithm, DecentralizedAlgorithm
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from support import training
+from support.cases import over
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -65,10 +66,8 @@ def beside_torch(arguments):
     return mine.bagua_stats()["rounds"], len(mine.bagua_buckets)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [(), (None, None, 0, True, True, None, 25, False, False, True), ([], None, 0, None, True)],
-    ids=["defaults", "by_position", "empty_device_ids"],
+@over(
+    arguments=[(None, None, 0, True, True, None, 25, False, False, True), ([], None, 0, None, True)]
 )
 def test_a_script_that_changes_its_import_trains_as_before(ranks, arguments):
     assert ranks(3, beside_torch, arguments) == [(4, 1)] * 3
@@ -78,37 +77,19 @@ def test_a_script_that_changes_its_import_trains_as_before(ranks, arguments):
 def small_buckets():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)
-    default = DistributedDataParallel(nn.Linear(2, 2))
+    listed = DistributedDataParallel(model, bucket_cap_mb_list=[0.02, 0.04])
     with pytest.raises(ValueError, match="bucket_cap_mb=0 must be a positive number of MiB"):
         DistributedDataParallel(model, bucket_cap_mb=0)
-    return [bucket.bytes() for bucket in ddp.bagua_buckets], len(default.bagua_buckets)
+    sizes = [bucket.bytes() for bucket in ddp.bagua_buckets]
+    return sizes, [len(bucket.tensors) for bucket in listed.bagua_buckets]
 
 
-def test_bucket_cap_mb_is_in_mebibytes(ranks):
-    (sizes, default), _ = ranks(2, small_buckets)
+def test_bucket_cap_mb_is_in_mebibytes_and_each_bucket_may_have_one(ranks):
+    (sizes, listed), _ = ranks(2, small_buckets)
     assert len(sizes) > 2
     assert all(size <= 0.02 * 1024**2 for size in sizes)
     assert sum(sizes) == 4 * (64 * 64 + 64) * 4
-    assert default == 1
-
-
-def two_worlds():
-    """torch's group is destroyed and made anew, as in tests and notebooks."""
-    seen = []
-    for world in range(2):
-        store = dist.PrefixStore(f"world{world}", dist.distributed_c10d._get_default_store())
-        rank, size = dist.get_rank(), dist.get_world_size()
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        training.assert_ranks_agree(script(DistributedDataParallel))
-        seen.append(bagua.communication.get_default_group())
-    assert seen[0] is not seen[1]
-    bagua.destroy_process_group()
-    assert dist.is_initialized(), "torch's own group is the script's"
-
-
-def test_bagua_follows_a_torch_group_that_is_made_again(ranks):
-    ranks(2, two_worlds)
+    assert listed == [3, 4, 1]
 
 
 @close_bagua
@@ -186,3 +167,51 @@ def attributes():
 
 def test_attributes_say_what_was_asked_for(ranks):
     ranks(2, attributes)
+
+
+@training.with_group
+def delayed():
+    results = []
+    for wrap in (DistributedDataParallel, TorchDDP):
+        model = normalised()
+        late = [("3.weight", model[3].weight), ("3.bias", model[3].bias)]
+        ddp = wrap(
+            model,
+            delay_all_reduce_named_params=late,
+            param_to_hook_all_reduce=model[0].weight,
+        )
+        backward_of(ddp)
+        dist.barrier()
+        results.append([p.grad.clone() for p in ddp.parameters()])
+    for p, q in zip(*results, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_delayed_parameters_get_the_same_gradients(ranks):
+    ranks(2, delayed)
+
+
+PRIVATE = {
+    "reducer": "require_backward_grad_sync = True",
+    "logger": "bagua_stats()",
+    "_get_ddp_logging_data": "bagua_stats()",
+    "_set_static_graph": "static_graph=True of the constructor",
+    "_register_builtin_comm_hook": "register_comm_hook()",
+    "_register_buffer_comm_hook": "broadcast_buffers",
+    "_sync_buffers": "broadcast_buffers",
+    "_distributed_rank": "its public members",
+    "temperature": "attributes of the wrapped module are those of .module",
+}
+
+
+@training.with_group
+def private():
+    ddp = DistributedDataParallel(normalised())
+    return {name: training.error_of(lambda n=name: getattr(ddp, n)) for name in PRIVATE}
+
+
+def test_private_members_of_torchs_class_are_not_there_and_the_alternative_is_named(ranks):
+    (errors,) = ranks(1, private)
+    for name, alternative in PRIVATE.items():
+        assert f"AttributeError: this DistributedDataParallel has no '{name}'" in errors[name]
+        assert alternative in errors[name]

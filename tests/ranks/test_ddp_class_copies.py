@@ -32,8 +32,9 @@ def copied(ddp):
 
 
 @training.with_group
-def copies(arguments):
-    ddp = DistributedDataParallel(normalised(), **arguments)
+def copies():
+    algorithm = ByteGradAlgorithm(hierarchical=False)
+    ddp = DistributedDataParallel(normalised(), find_unused_parameters=True, algorithm=algorithm)
     backward_of(ddp)
     rounds = ddp.bagua_stats()["rounds"]
     grads = []
@@ -59,13 +60,8 @@ def copies(arguments):
     training.assert_ranks_agree(ddp)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{}, {"find_unused_parameters": True, "algorithm": ByteGradAlgorithm(hierarchical=False)}],
-    ids=["exact", "bytegrad"],
-)
-def test_copies_train_synchronised(ranks, arguments):
-    ranks(2, copies, arguments)
+def test_copies_train_synchronised(ranks):
+    ranks(2, copies)
 
 
 @training.with_group

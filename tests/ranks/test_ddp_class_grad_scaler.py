@@ -2,15 +2,14 @@
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import QAdamAlgorithm, QAdamOptimizer
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from support import every_algorithm, training
+from support.cases import over
 
 STEPS = 5
-REMEMBERING = pytest.mark.parametrize("name", ["power_sgd", "sparse", "qadam"])
 
 
 def made(name, model):
@@ -47,7 +46,7 @@ def train_scaled(how, name, enabled):
     return training.bits(network.parameters())
 
 
-@REMEMBERING
+@over(name=("power_sgd", "sparse", "qadam"))
 def test_a_scale_changes_no_bit_of_the_weights(ranks, name):
     unscaled = ranks(2, train_scaled, "class", name, False)
     assert ranks(2, train_scaled, "class", name, True) == unscaled
@@ -73,49 +72,39 @@ def count_questions(name):
     return scaler.asked
 
 
-@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "qadam", "power_sgd"])
+@over(name=("gradient_allreduce", "bytegrad", "qadam", "power_sgd"))
 def test_the_scale_is_asked_for_once_a_step_where_it_is_read(ranks, name):
     expected = STEPS if name in ("qadam", "power_sgd") else 0
     assert ranks(2, count_questions, name) == [expected] * 2
 
 
-@training.with_group
-def copy_and_train(name):
+def scaled(name):
     network = training.network()
     algorithm, optimizer = made(name, network)
     scaler = torch.amp.GradScaler("cpu")
-    twin = copy.deepcopy(wrap("class", network, algorithm, optimizer, grad_scaler=scaler))
+    return wrap("class", network, algorithm, optimizer, grad_scaler=scaler), optimizer, scaler
+
+
+@training.with_group
+def copy_and_train():
+    exact, _, scaler = scaled("gradient_allreduce")
+    twin = copy.deepcopy(exact)
+    train(twin, training.sgd(twin), scaler)
+    twin = copy.deepcopy(scaled("power_sgd")[0])
     with torch.no_grad():
         twin(training.batch(0, 0)[0])  # an average of weights is evaluated
     return training.error_of(lambda: twin(training.batch(0, 0)[0]))
 
 
-@pytest.mark.parametrize("name", ["power_sgd", "sparse"])
-def test_a_copy_that_would_train_without_the_scaler_is_refused(ranks, name):
-    for message in ranks(2, copy_and_train, name):
+def test_a_copy_that_would_train_without_the_scaler_it_needs_is_refused(ranks):
+    for message in ranks(2, copy_and_train):
         assert "RuntimeError: this DistributedDataParallel is a copy" in message
         assert "DistributedDataParallel(copy.module, grad_scaler=...)" in message
 
 
 @training.with_group
-def copy_of_the_exact_one():
-    network = training.network()
-    algorithm, optimizer = made("gradient_allreduce", network)
-    scaler = torch.amp.GradScaler("cpu")
-    twin = copy.deepcopy(wrap("class", network, algorithm, optimizer, grad_scaler=scaler))
-    train(twin, training.sgd(twin), scaler)
-
-
-def test_a_copy_of_an_algorithm_that_remembers_nothing_trains(ranks):
-    ranks(2, copy_of_the_exact_one)
-
-
-@training.with_group
-def join(name):
-    network = training.network()
-    algorithm, optimizer = made(name, network)
-    scaler = torch.amp.GradScaler("cpu")
-    model = wrap("class", network, algorithm, optimizer, grad_scaler=scaler)
+def join():
+    model, optimizer, scaler = scaled("power_sgd")
 
     def uneven():
         with model.join():
@@ -124,9 +113,8 @@ def join(name):
     return training.error_of(uneven)
 
 
-@pytest.mark.parametrize("name", ["power_sgd", "sparse"])
-def test_join_is_refused_where_a_rank_would_not_know_the_scale(ranks, name):
-    for message in ranks(2, join, name):
+def test_join_is_refused_where_a_rank_would_not_know_the_scale(ranks):
+    for message in ranks(2, join):
         assert message.startswith("NotImplementedError: join() with")
         assert "grad_scaler=: a rank without inputs does not know the loss scale" in message
 

@@ -1,4 +1,4 @@
-"""Uneven inputs: join() with other algorithms and layouts. Beside torch: situations/joining.py."""
+"""Uneven inputs: join() with other algorithms. Beside torch: situations/joining.py."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ import torch.distributed as dist
 from bagua.torch_api.algorithms import (
     ByteGradAlgorithm,
     DecentralizedAlgorithm,
-    GradientAllReduceAlgorithm,
     PowerSGDAlgorithm,
     QAdamAlgorithm,
     QAdamOptimizer,
@@ -14,9 +13,9 @@ from bagua.torch_api.algorithms import (
 )
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from support import training
+from support.cases import over
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 
 def network():
@@ -36,33 +35,6 @@ def train(ddp, inputs, **join):
 
 
 @training.with_group
-def beside_torch(inputs, join, wrap=None):
-    mine = train(DistributedDataParallel(network(), **(wrap or {})), inputs, **join)
-    theirs = train(TorchDDP(network()), inputs, **join)
-    for name, value in theirs.state_dict().items():
-        own = mine.state_dict()[name]
-        torch.testing.assert_close(own, value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: n + m)
-    digests = training.gather(training.bits(mine.state_dict().values()))
-    training.squared_error(mine, training.batch(77, dist.get_rank())).backward()  # life goes on
-    grads = training.gather(training.bits(p.grad for p in mine.parameters()))
-    return len(set(digests)), len(set(grads)), mine.bagua_stats()["rounds"]
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        {"gradient_as_bucket_view": False},
-        {"bucket_cap_mb": 0.0001},
-        {"algorithm": GradientAllReduceAlgorithm(hierarchical=True)},
-    ],
-    ids=["copied_gradients", "many_buckets", "hierarchical"],
-)
-def test_uneven_inputs_in_other_layouts(ranks, wrap):
-    join = {"divide_by_initial_world_size": False}
-    assert ranks(3, beside_torch, (1, 4, 2), join, wrap) == [(1, 1, 5)] * 3
-
-
-@training.with_group
 def every_forward_is_no_step(inputs):
     """Evaluation, and a forward whose output is dropped, between steps of only one rank."""
     ddp = DistributedDataParallel(network())
@@ -78,32 +50,6 @@ def every_forward_is_no_step(inputs):
 
 def test_forwards_without_backward_inside_join_need_no_answer(ranks):
     assert ranks(2, every_forward_is_no_step, (1, 4)) == [4, 4]
-
-
-class Branching(nn.Module):
-    """Uses one branch or the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
-
-    def forward(self, inputs, second=False):
-        return self.second(inputs) if second else self.first(inputs)
-
-
-@training.with_group
-def unused_everywhere(inputs):
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(Branching(), find_unused_parameters=True)
-    rank = dist.get_rank()
-    with ddp.join():
-        for step in range(inputs[rank]):
-            ddp(training.batch(step, rank)[0]).sum().backward()
-    return ddp.module.second.weight.grad is None, ddp.module.first.weight.grad is not None
-
-
-def test_unused_parameters_are_exchanged_with_ranks_without_inputs(ranks):
-    assert ranks(2, unused_everywhere, (1, 3)) == [(True, True)] * 2
 
 
 @training.with_group
@@ -137,17 +83,12 @@ LOSSY = {
 }
 
 
-def plain():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-
-
 @training.with_group
 def lossy(name, inputs):
     """Beside ranks that go on with a loss of zero instead of joining."""
     rank = dist.get_rank()
-    joined = train(DistributedDataParallel(plain(), algorithm=LOSSY[name]()), inputs)
-    expected = DistributedDataParallel(plain(), algorithm=LOSSY[name]())
+    joined = train(DistributedDataParallel(training.network(), algorithm=LOSSY[name]()), inputs)
+    expected = DistributedDataParallel(training.network(), algorithm=LOSSY[name]())
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
     for step in range(max(inputs)):
         optimizer.zero_grad()
@@ -159,10 +100,9 @@ def lossy(name, inputs):
     assert len(set(training.gather(training.bits(joined.parameters())))) == 1
 
 
-@pytest.mark.parametrize("inputs", [(1, 4), (3, 1, 2)], ids=str)
-@pytest.mark.parametrize("name", LOSSY)
-def test_ranks_without_inputs_send_zeros_and_accumulated_gradients(ranks, name, inputs):
-    ranks(len(inputs), lossy, name, inputs)
+@over(name=LOSSY)
+def test_ranks_without_inputs_send_zeros_and_accumulated_gradients(ranks, name):
+    ranks(3, lossy, name, (3, 1, 2))
 
 
 def test_join_can_be_disabled_and_is_for_synchronous_gradients_only(ranks):
