@@ -1,38 +1,53 @@
 """Local training with an outer optimizer, all ranks in one process, from the formulas.
 
+A fragment's round begins with `x_i` as the ranks have trained them and ends some steps later:
+
 D_i = s(a) - x_i                              s: rounded to the weights' dtype and widened
-D   = mean of the D_i as the codec leaves it
+D   = mean of the D_i, weighted by squares of samples if they are given
 mu, eta: given, or GROWING: mu <- mu + 0.2 (c - 0.2), from 0 to 0.8; eta = 1 - 0.375 mu;
                                               c = cos(D, m), a multiple of 1/256
-m  <- mu m + D;   u = D + mu m or m;   a <- a - eta u;   x_i <- s(a)
+m  <- mu m + D;   u = D + mu m or m;   a <- a - eta u;   weights <- weights + s(a) - x_i
 """
 
 import torch
 
-GROWING = (None, None, True)  # (lr, momentum, nesterov)
-
-
-def exact_mean(deltas):
-    """As ranks sum: in f64, then rounded once."""
-    return torch.stack([d.double() for d in deltas]).mean(0).to(deltas[0].dtype)
-
 
 class Ranks:
-    """`models[rank]` and the outer state, by name of the parameter."""
+    """`models[rank]` and the outer state, by name of the parameter.
 
-    def __init__(self, models, optimizer_of, lr, momentum, nesterov, interval, mean=exact_mean):
+    Fragment f of layers `number % fragments == f` begins its round after each (f + 1)-th part of
+    `interval` steps, which are counted from the end of the warm-up on.
+    """
+
+    def __init__(
+        self,
+        models,
+        optimizer_of,
+        samples,
+        outer_optimizer,
+        interval,
+        fragments,
+        overlap_steps,
+        warmup_steps,
+    ):
         self.models = models
         self.optimizers = [optimizer_of(model) for model in models]
-        self.rule = (lr, momentum, nesterov)
-        self.momentum = momentum or 0.0  # of the last outer step
-        self.interval = interval
-        self.mean = mean
-        self.steps = 0
+        self.shares = torch.tensor(samples or [1] * len(models)).double() ** 2
+        self.rule = outer_optimizer  # with lr, momentum and nesterov; None: GROWING
+        self.grown = [0.0] * fragments
+        self.interval, self.fragments = interval, fragments
+        self.overlap, self.warmup = overlap_steps, warmup_steps
+        self.steps = self.rounds = 0
+        self.begun = []  # (step of the end, fragment, {name: the x_i})
+        self.momentum = None  # of the last round
+        self._take_anchors()
+
+    def _take_anchors(self):
         self.anchors = {
             name: p.detach()
             .to(torch.float64 if p.dtype == torch.float64 else torch.float32)
             .clone()
-            for name, p in models[0].named_parameters()
+            for name, p in self.models[0].named_parameters()
         }
         self.momenta = {name: torch.zeros_like(a) for name, a in self.anchors.items()}
 
@@ -40,37 +55,66 @@ class Ranks:
         for model, optimizer, batch in zip(self.models, self.optimizers, batches, strict=True):
             optimizer.zero_grad()
             loss(model, batch).backward()
-            optimizer.step()
         self.steps += 1
-        if self.steps % self.interval == 0:
-            self.outer_step()
+        if self.steps <= self.warmup:
+            self._average_gradients()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if self.steps <= self.warmup:
+            self._take_anchors()
+            return
+        part, rest = divmod(self.steps - self.warmup, self.interval // self.fragments)
+        if rest == 0:
+            self.begin_round((part - 1) % self.fragments)
+        while self.begun and self.begun[0][0] <= self.steps:
+            self.end_round()
 
     @torch.no_grad()
-    def outer_step(self):
+    def _average_gradients(self):
+        for parameters in zip(*(model.parameters() for model in self.models), strict=True):
+            mean = torch.stack([p.grad.double() for p in parameters]).mean(0)
+            for p in parameters:
+                p.grad.copy_(mean)
+
+    def begin_round(self, fragment):
+        names = [n for n in self.anchors if int(n.split(".")[0]) % self.fragments == fragment]
         weights = [dict(model.named_parameters()) for model in self.models]
-        means = {}
-        for name, a in self.anchors.items():
-            dtype = weights[0][name].dtype
-            rounded = a.to(dtype).to(a.dtype)
-            means[name] = self.mean([rounded - own[name].to(a.dtype) for own in weights])
-        lr, momentum, nesterov = self.rates(means)
-        for name, a in self.anchors.items():
-            mean, m = means[name], self.momenta[name]
+        trained = {name: [own[name].detach().clone() for own in weights] for name in names}
+        self.begun.append((self.steps + self.overlap, fragment, trained))
+
+    @torch.no_grad()
+    def end_round(self):
+        _, fragment, trained = self.begun.pop(0)
+        self.rounds += 1
+        means = {name: self._mean(self.anchors[name], own) for name, own in trained.items()}
+        lr, momentum, nesterov = self.rates(fragment, means)
+        self.momentum = momentum
+        for name, mean in means.items():
+            a, m = self.anchors[name], self.momenta[name]
             m.mul_(momentum).add_(mean)
             u = mean + m * momentum if nesterov else m.clone()
             a.sub_(u * lr)
-            for own in weights:
-                own[name].copy_(a)
+            for model, x in zip(self.models, trained[name], strict=True):
+                p = model.get_parameter(name)
+                p.copy_(p.to(a.dtype) - x.to(a.dtype) + a)
 
-    def rates(self, means):
-        lr, momentum, nesterov = self.rule
-        if momentum is not None:
-            return lr, momentum, nesterov
+    def _mean(self, anchor, trained):
+        """Summed as ranks do: in f64, then rounded once."""
+        rounded = anchor.to(trained[0].dtype).to(anchor.dtype)
+        deltas = torch.stack([(rounded - x.to(anchor.dtype)).double() for x in trained])
+        mean = torch.tensordot(self.shares, deltas, 1) / self.shares.sum()
+        return mean.to(anchor.dtype)
+
+    def rates(self, fragment, means):
+        if self.rule is not None:
+            return self.rule.lr, self.rule.momentum, self.rule.nesterov
         d, m = (
-            torch.cat([x.double().flatten() for x in values.values()])
+            torch.cat([values[name].double().flatten() for name in means])
             for values in (means, self.momenta)
         )
+        momentum = self.grown[fragment]
         if m.any() and d.any():
             cosine = round(256 * float(d @ m / (d.norm() * m.norm()))) / 256
-            self.momentum = min(max(self.momentum + 0.2 * (cosine - 0.2), 0.0), 0.8)
-        return 1 - 0.375 * self.momentum, self.momentum, nesterov
+            momentum = min(max(momentum + 0.2 * (cosine - 0.2), 0.0), 0.8)
+        self.grown[fragment] = momentum
+        return 1 - 0.375 * momentum, momentum, True

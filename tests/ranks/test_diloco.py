@@ -1,6 +1,7 @@
 """Local training with an outer optimizer on ranks, against the oracle."""
 
 import copy
+import random
 import re
 
 import pytest
@@ -12,15 +13,11 @@ from bagua.torch_api.algorithms import Algorithm, DiLoCoAlgorithm, OuterSGD
 from oracle import diloco as oracle
 from ranks.test_groups_and_nodes import environment_of_nodes
 from support import training
+from support.cases import over
 from torch import nn
 
-RANKS = pytest.mark.parametrize("n", [2, 3, 4], ids=lambda n: f"{n}-ranks")
-RULES = {
-    "paper": OuterSGD(0.7, 0.9, nesterov=True),
-    "heavy-ball": OuterSGD(0.7, 0.3, nesterov=False),
-    "local-sgd": OuterSGD(1.0, 0.0),
-}
-ROUNDS = 3
+RULES = [OuterSGD(0.7, 0.9), OuterSGD(0.7, 0.3, nesterov=False), OuterSGD(1.0, 0.0)]
+HALVES = [torch.bfloat16, torch.float16]
 
 
 def adamw(model):
@@ -34,9 +31,12 @@ def batches(step, dtype=torch.float32):
     ]
 
 
-def own_step(model, optimizer, step, dtype=torch.float32):
+def own_step(model, optimizer, step, dtype=torch.float32, samples=0):
     optimizer.zero_grad()
-    training.squared_error(model, batches(step, dtype)[dist.get_rank()]).backward()
+    loss = training.squared_error(model, batches(step, dtype)[dist.get_rank()])
+    if samples:
+        model.bagua_algorithm.count_samples(samples)
+    loss.backward()
     optimizer.step()
 
 
@@ -63,34 +63,67 @@ def assert_weights_are_the_anchor(model):
         assert torch.equal(p.detach(), state[f"anchor/{name}"].to(p.dtype)), name
 
 
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)], nn.Linear(5, 3))
+
+
+def drawn(seed):
+    """A number of ranks, a dtype, samples a step of each rank, arguments of the algorithm."""
+    draw = random.Random(seed)
+    size, fragments = draw.choice([2, 3, 4]), draw.choice([1, 2])
+    apart = draw.choice([1, 2, 3])
+    dtype = draw.choice([torch.float32, torch.float32, torch.float64, *HALVES])
+    samples = draw.choice([None, [draw.randrange(9) for _ in range(size - 1)] + [4]])
+    return (
+        size,
+        dtype,
+        samples,
+        {
+            "outer_optimizer": draw.choice(RULES if dtype in HALVES else [*RULES, None]),
+            "interval": fragments * apart,
+            "fragments": fragments,
+            "overlap_steps": draw.randrange(apart),
+            "warmup_steps": draw.choice([0, 0, 3]),
+        },
+    )
+
+
 @training.with_group
-def train_against_the_oracle(rule, interval, dtype=torch.float32):
-    """Per step: the number of different weights among the ranks, and whether a round was made."""
-    model = training.network().to(dtype)
+def train_as_drawn(dtype, samples, arguments):
+    rank = dist.get_rank()
+    model = layers().to(dtype)
     twins = [copy.deepcopy(model) for _ in range(dist.get_world_size())]
-    inner = training.sgd if dtype == torch.float16 else adamw  # Adam's eps is zero in f16
-    expected = oracle.Ranks(twins, inner, rule.lr, rule.momentum, rule.nesterov, interval)
+    # Adam's eps is zero in f16; in bf16 a gradient near zero may have either sign.
+    inner = training.sgd if dtype in HALVES else adamw
+    expected = oracle.Ranks(twins, inner, samples, **arguments)
     optimizer = inner(model)
-    model.with_bagua([optimizer], DiLoCoAlgorithm(rule, interval))
-    tolerance = {torch.float32: 1e-6, torch.float64: 1e-14}.get(dtype, 1e-2)
-    seen = []
-    for step in range(ROUNDS * interval):
-        own_step(model, optimizer, step, dtype)
+    weight = "samples" if samples else "ranks"
+    model.with_bagua([optimizer], DiLoCoAlgorithm(weight=weight, **arguments))
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-12}.get(dtype, 1e-2)
+    rounds = 3 if arguments["outer_optimizer"] else 20
+    for step in range(arguments["warmup_steps"] + rounds * arguments["interval"]):
+        own_step(model, optimizer, step, dtype, samples[rank] if samples else 0)
         expected.step(training.squared_error, batches(step, dtype))
-        twin = expected.models[dist.get_rank()]
-        training.assert_close(model, twin, rtol=tolerance, atol=tolerance)
+        training.assert_close(model, expected.models[rank], rtol=tolerance, atol=tolerance)
         assert_outer_state_agrees(model)
-        if (step + 1) % interval == 0:
-            assert_weights_are_the_anchor(model)
-        seen.append(len(set(training.gather(training.bits(model.parameters())))))
-    for name, anchor in expected.anchors.items():
-        found = outer_state(model)
-        torch.testing.assert_close(found[f"anchor/{name}"], anchor, rtol=tolerance, atol=tolerance)
-        momentum = expected.momenta[name]
-        torch.testing.assert_close(
-            found[f"momentum/{name}"], momentum, rtol=tolerance, atol=tolerance
-        )
-    return seen, model.bagua_algorithm.outer_rounds
+    outer = model.bagua_stats()["outer"]
+    assert outer["rounds"] == expected.rounds
+    assert outer["momentum"] == pytest.approx(expected.momentum, abs=1e-9)
+    wanted = {f"anchor/{name}": anchor for name, anchor in expected.anchors.items()}
+    wanted |= {f"momentum/{name}": momentum for name, momentum in expected.momenta.items()}
+    for name, value in wanted.items():
+        torch.testing.assert_close(outer_state(model)[name], value, rtol=tolerance, atol=tolerance)
+    model.bagua_algorithm.count_samples(1)  # for a fragment that had its round in this step
+    model.bagua_algorithm.sync()
+    assert_weights_are_the_anchor(model)
+
+
+@over(seed=range(16), env=({}, training.SMALL_BUCKETS))
+def test_training_as_drawn_is_the_oracles(ranks, seed, env):
+    size, *drawn_arguments = drawn(seed)
+    print(size, drawn_arguments)
+    ranks(size, train_as_drawn, *drawn_arguments, env=env)
 
 
 class CountingSteps(torch.optim.SGD):
@@ -110,26 +143,6 @@ def torchs_adamw(params):
 
 
 ADAMS_STATE = {"exp_avg", "exp_avg_sq", "step"}
-
-
-@RANKS
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-def test_rounds_are_the_oracles_and_ranks_differ_between_them(ranks, n, rule):
-    for seen, rounds in ranks(n, train_against_the_oracle, rule, 3):
-        assert seen == [n, n, 1] * ROUNDS
-        assert rounds == ROUNDS
-
-
-def test_weights_of_every_dtype_have_an_anchor_of_at_least_f32(ranks):
-    for dtype in (torch.float64, torch.bfloat16, torch.float16):
-        for seen, _ in ranks(3, train_against_the_oracle, RULES["paper"], 2, dtype):
-            assert seen[1::2] == [1] * ROUNDS
-
-
-def test_several_buckets_make_the_same_steps(ranks):
-    env = training.SMALL_BUCKETS
-    for seen, _ in ranks(2, train_against_the_oracle, RULES["paper"], 2, env=env):
-        assert seen[1::2] == [1] * ROUNDS
 
 
 @training.with_group
@@ -167,36 +180,6 @@ def test_any_optimizer_of_torch_steps_on_the_anchors(ranks):
             assert found == keys
 
 
-@training.with_group
-def growing_momentum():
-    """The rates of each round, which are the oracle's."""
-    model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(2)], nn.Linear(5, 3))
-    twins = [copy.deepcopy(model) for _ in range(dist.get_world_size())]
-    expected = oracle.Ranks(twins, adamw, *oracle.GROWING, interval=2)
-    optimizer = adamw(model)
-    model.with_bagua([optimizer], DiLoCoAlgorithm(interval=2))
-    rates = []
-    for step in range(40):
-        own_step(model, optimizer, step)
-        expected.step(training.squared_error, batches(step))
-        training.assert_close(model, expected.models[dist.get_rank()], rtol=1e-4, atol=1e-5)
-        if step % 2:
-            assert_outer_state_agrees(model)
-            outer = model.bagua_stats()["outer"]
-            assert outer["momentum"] == pytest.approx(expected.momentum, abs=1e-9)
-            rates.append((outer["lr"], outer["momentum"]))
-    return rates
-
-
-@RANKS
-def test_momentum_grows_from_local_sgd_as_the_oracles(ranks, n):
-    for rates in ranks(n, growing_momentum):
-        assert rates[0] == (1.0, 0.0)
-        momenta = [momentum for _, momentum in rates]
-        assert max(momenta) > 0.3, momenta
-        assert all(lr == 1 - 0.375 * momentum for lr, momentum in rates)
-
-
 def test_momentum_grows_only_while_rounds_keep_a_direction():
     rule, momentum, seen = GrowingMomentum(), 0.0, []
     for correlation in [None, 1.0, 0.2, 1.0, 1.0, 1.0, 1.0, 1.0, None, -1.0, -1.0, -1.0, -1.0]:
@@ -232,6 +215,40 @@ def idle_rounds(dtype):
 def test_nothing_moves_while_nobody_trains(ranks):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert ranks(2, idle_rounds, dtype) == [True, True], dtype
+
+
+@training.with_group
+def equal_weights(weight, samples):
+    model = training.network()
+    optimizer = adamw(model)
+    algorithm = DiLoCoAlgorithm(interval=2, codec="int4_block", weight=weight)
+    model.with_bagua([optimizer], algorithm)
+    for step in range(6):
+        own_step(model, optimizer, step, samples=samples)
+    return training.bits(model.parameters())
+
+
+def test_equal_weights_have_the_bits_of_the_plain_mean(ranks):
+    assert ranks(3, equal_weights, "samples", 12) == ranks(3, equal_weights, "ranks", 0)
+
+
+@training.with_group
+def samples_that_cannot_be():
+    """Errors of a round for which nobody has counted, and of a negative number."""
+    model = training.network()
+    optimizer = adamw(model)
+    model.with_bagua([optimizer], DiLoCoAlgorithm(interval=1, weight="samples"))
+    return (
+        training.error_of(lambda: own_step(model, optimizer, 0)),
+        training.error_of(lambda: model.bagua_algorithm.count_samples(-1)),
+    )
+
+
+def test_samples_that_cannot_be_are_an_error_with_the_remedy(ranks):
+    for nobody, negative in ranks(2, samples_that_cannot_be):
+        assert "no rank has counted any" in nobody
+        assert "count_samples()" in nobody
+        assert "count_samples(-1)" in negative
 
 
 @training.with_group

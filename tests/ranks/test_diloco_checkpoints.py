@@ -1,6 +1,5 @@
 """Local training saved in the middle: it goes on to the bit, or from the anchor."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, OuterSGD
@@ -14,36 +13,22 @@ from ranks.test_diloco import (
     torchs_sgd,
 )
 from support import training
+from support.cases import over
 from torch import nn
 
-CASES = {
-    "between-rounds": ({"interval": 4}, 6),
-    "after-a-round": ({"interval": 4}, 8),
-    "in-flight": ({"interval": 4, "overlap_steps": 2}, 5),
-    "fragment-in-flight": (
-        {"interval": 4, "overlap_steps": 1, "fragments": [["0"], ["1", "2"]]},
-        6,
-    ),
-    "just-launched": ({"interval": 4, "overlap_steps": 3}, 4),
-    "compressed": ({"interval": 4, "overlap_steps": 2, "codec": "bit2_block"}, 5),
-    "compressed-fragments": (
-        {"interval": 4, "codec": "bit2_block", "fragments": [["0"], ["1", "2"]]},
-        6,
-    ),
-    "growing-momentum": ({"outer_optimizer": None, "interval": 2}, 9),
-    "growing-momentum-of-fragments": (
-        {"outer_optimizer": None, "interval": 4, "fragments": [["0"], ["1", "2"]]},
-        14,
-    ),
-    "optimizer-of-torch": ({"outer_optimizer": torchs_adamw, "interval": 4}, 10),
-    "optimizer-of-torch-without-a-step": (
-        {"outer_optimizer": torchs_sgd, "interval": 4, "fragments": [["0"], ["1", "2"]]},
-        3,
-    ),
-    "in-the-warm-up": ({"interval": 4, "warmup_steps": 9}, 6),
-    "after-the-warm-up": ({"interval": 4, "warmup_steps": 2}, 7),
-    "counted-samples": ({"interval": 2, "overlap_steps": 1, "weight": "samples"}, 5),
-}
+FRAGMENTS = [["0"], ["1", "2"]]
+#: Arguments, and the steps before the checkpoint.
+CASES = [
+    ({"interval": 4}, 8),
+    ({"interval": 4, "overlap_steps": 1, "fragments": FRAGMENTS}, 6),
+    ({"interval": 4, "overlap_steps": 2, "codec": "bit2_block"}, 5),
+    ({"interval": 4, "codec": "bit2_block", "fragments": FRAGMENTS}, 6),
+    ({"interval": 4, "outer_optimizer": None, "fragments": FRAGMENTS}, 14),
+    ({"interval": 4, "outer_optimizer": torchs_adamw}, 10),
+    ({"interval": 4, "outer_optimizer": torchs_sgd, "fragments": FRAGMENTS}, 3),
+    ({"interval": 4, "warmup_steps": 9}, 6),
+    ({"interval": 2, "overlap_steps": 1, "weight": "samples"}, 5),
+]
 AFTER = 9
 
 
@@ -64,8 +49,7 @@ def named(model, optimizer, algorithm_first=False):
 def train(model, optimizer, steps):
     """Steps with those numbers; samples count where ranks are weighted by them."""
     for step in steps:
-        model.bagua_algorithm.count_samples(step + dist.get_rank())
-        own_step(model, optimizer, step)
+        own_step(model, optimizer, step, samples=step + dist.get_rank())
 
 
 def bits(model):
@@ -90,9 +74,10 @@ def go_on(arguments, before, folder):
     return [bits(pair[0]) for pair in trained], bits(unsaved)
 
 
-@pytest.mark.parametrize(("arguments", "before"), CASES.values(), ids=CASES.keys())
-def test_training_goes_on_to_the_bit(ranks, tmp_path, arguments, before):
-    for (uninterrupted, *loaded), unsaved in ranks(3, go_on, arguments, before, str(tmp_path)):
+@over(case=CASES)
+def test_training_goes_on_to_the_bit(ranks, tmp_path_factory, case):
+    folder = str(tmp_path_factory.mktemp("saved"))
+    for (uninterrupted, *loaded), unsaved in ranks(3, go_on, *case, folder):
         assert uninterrupted == unsaved, "saving changes nothing"
         assert loaded == [uninterrupted] * 2, "in order, and with the algorithm first"
 
@@ -102,7 +87,7 @@ def save_only_the_algorithm(folder, arguments, upto):
     model, optimizer = wrapped(arguments)
     train(model, optimizer, range(upto))
     save_checkpoint(folder, {"algorithm": model.bagua_algorithm}, upto)
-    return {key: value for key, value in outer_state(model).items()}
+    return outer_state(model)
 
 
 @training.with_group
@@ -120,12 +105,11 @@ def load_only_the_algorithm(folder, arguments):
     return state, evaluated, model.bagua_algorithm.outer_rounds - before
 
 
-@pytest.mark.parametrize("size", [1, 2, 4], ids=lambda n: f"{n}-ranks")
-@pytest.mark.parametrize("upto", [6, 8], ids=["between-rounds", "after-a-round"])
-def test_any_number_of_ranks_goes_on_from_the_anchor(ranks, tmp_path, size, upto):
-    arguments = {"interval": 4}
-    saved = ranks(3, save_only_the_algorithm, str(tmp_path), arguments, upto)[0]
-    for state, evaluated, rounds in ranks(size, load_only_the_algorithm, str(tmp_path), arguments):
+@over(size=(1, 4))
+def test_any_number_of_ranks_goes_on_from_the_anchor(ranks, tmp_path_factory, size):
+    arguments, folder = {"interval": 4}, str(tmp_path_factory.mktemp("saved"))
+    saved = ranks(3, save_only_the_algorithm, folder, arguments, 6)[0]
+    for state, evaluated, rounds in ranks(size, load_only_the_algorithm, folder, arguments):
         assert state.keys() == saved.keys()
         assert all(torch.equal(state[key], saved[key]) for key in saved)
         assert evaluated

@@ -1,4 +1,4 @@
-"""Local training and what surrounds a step: scalers, buffers, dtypes, compilation."""
+"""Local training and what surrounds a step: scalers, buffers, dtypes, evaluation, logs."""
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,6 @@ from ranks.test_diloco import (
 )
 from support import training
 from torch import nn
-
-PLAIN = OuterSGD(1.0, 0.0)
 
 
 def wrapped(model=None, interval=3, **arguments):
@@ -75,49 +73,20 @@ def normalised():
 @training.with_group
 def buffers():
     model, optimizer = wrapped(normalised(), interval=2)
-    seen = []
-    for step in range(4):
-        if step == 3 and dist.get_rank() == 1:
-            model[1].num_batches_tracked += 5
-            model(torch.randn(4, 5))
-        own_step(model, optimizer, step)
-        seen.append(training.bits(model.buffers()))
-    return seen, [b.clone() for b in model.buffers()]
-
-
-def test_floating_buffers_get_the_mean_and_others_the_first_ranks(ranks):
-    (first, mine), (second, other) = ranks(2, buffers)
-    assert [a == b for a, b in zip(first, second, strict=True)] == [False, True, False, True]
-    assert int(mine[2]) == int(other[2]) == 4
-
-
-@training.with_group
-def mean_of_buffers():
-    model, optimizer = wrapped(normalised(), interval=1)
-    with torch.no_grad():
-        model[1].running_mean.fill_(float(dist.get_rank()))
+    model[1].running_mean.fill_(float(dist.get_rank()))
+    model[1].num_batches_tracked.fill_(3 + dist.get_rank())
     model.eval()
-    own_step(model, optimizer, 0)
-    return model[1].running_mean.unique().tolist()
-
-
-def test_the_mean_is_exact_and_without_momentum(ranks):
-    assert ranks(4, mean_of_buffers) == [[1.5]] * 4
-
-
-@training.with_group
-def warmup():
-    model, optimizer = wrapped(interval=2, warmup_steps=3)
-    agree = []
-    for step in range(7):
+    seen = []
+    for step in range(2):
         own_step(model, optimizer, step)
-        agree.append(len(set(training.gather(training.bits(model.parameters())))) == 1)
-    return agree, model.bagua_algorithm.outer_rounds
+        seen.append((model[1].running_mean.unique().tolist(), int(model[1].num_batches_tracked)))
+    return seen
 
 
-def test_the_warm_up_is_exact_training(ranks):
-    agree = [True, True, True, False, True, False, True]
-    assert ranks(2, warmup) == [(agree, 2)] * 2
+def test_a_round_gives_the_mean_of_floating_buffers_and_the_first_ranks_others(ranks):
+    for rank, (before, after) in enumerate(ranks(4, buffers)):
+        assert before == ([rank], 3 + rank)
+        assert after == ([1.5], 3)
 
 
 @training.with_group
@@ -169,21 +138,6 @@ def test_weights_of_several_dtypes_are_trained_together(ranks):
 
 
 @training.with_group
-def wrapped_again():
-    model, optimizer = wrapped(interval=2)
-    own_step(model, optimizer, 0)
-    model.with_bagua([optimizer], DiLoCoAlgorithm(interval=2))
-    assert len(set(training.gather(training.bits(model.parameters())))) == 1
-    own_steps(model, optimizer, range(2))
-    assert_weights_are_the_anchor(model)
-    return model.bagua_algorithm.outer_rounds
-
-
-def test_wrapping_again_starts_anew_from_the_first_ranks_weights(ranks):
-    assert ranks(2, wrapped_again) == [1, 1]
-
-
-@training.with_group
 def logged(kind, rule):
     """What the library logs from a wrap and two rounds, by level."""
     model = nn.Linear(5, 3, bias=False)
@@ -211,3 +165,85 @@ def test_the_outer_rates_are_logged_once_and_much_momentum_over_muon_is_hinted_a
             found = [(name, line) for name, line in seen if rule in line or "Muon" in line]
             assert len(found) == (text is not None), seen
             assert all(name == level and text in line for name, line in found)
+
+
+@training.with_group
+def evaluate_between_rounds():
+    """Evaluation on some ranks only, in every way, sends nothing and changes nothing."""
+    model, optimizer = wrapped(normalised(), interval=3)
+    twin, of_twin = wrapped(normalised(), interval=3)
+    outputs = []
+    data = training.batch(99, 0)[0]
+    for step in range(5):
+        own_step(model, optimizer, step)
+        own_step(twin, of_twin, step)
+        if dist.get_rank() == 0:
+            model.eval()
+            with torch.no_grad():
+                model(data)
+            with model.bagua_algorithm.anchor():
+                model(data)
+            model(data).sum()
+            model.train()
+    before = training.bits(model.parameters())
+    with model.bagua_algorithm.anchor():
+        assert_weights_are_the_anchor(model)
+        outputs.append(training.bits(model.parameters()))
+    assert training.bits(model.parameters()) == before
+    assert training.bits([*model.parameters(), *model.buffers()]) == training.bits(
+        [*twin.parameters(), *twin.buffers()]
+    )
+    return outputs, before
+
+
+def test_the_anchor_can_be_evaluated_and_leaves_no_trace(ranks):
+    (anchor, own), (other_anchor, other) = ranks(2, evaluate_between_rounds)
+    assert anchor == other_anchor
+    assert own != other
+
+
+@training.with_group
+def inside_anchor():
+    model, optimizer = wrapped(interval=3)
+    own_step(model, optimizer, 0)
+    own = training.bits(model.parameters())
+    errors = []
+    with model.bagua_algorithm.anchor():
+        errors.append(training.error_of(lambda: model(training.batch(0, 0)[0])))
+        errors.append(training.error_of(optimizer.step))
+        errors.append(training.error_of(model.bagua_algorithm.sync))
+        with model.bagua_algorithm.anchor():
+            assert_weights_are_the_anchor(model)
+        assert_weights_are_the_anchor(model)
+    assert training.bits(model.parameters()) == own
+    own_steps(model, optimizer, range(1, 3))
+    assert model.bagua_algorithm.outer_rounds == 1
+    return errors
+
+
+def test_training_inside_anchor_is_refused_and_another_anchor_is_the_same(ranks):
+    for errors in ranks(2, inside_anchor):
+        for what, error in zip(
+            ("a training forward", "optimizer.step()", "sync()"), errors, strict=True
+        ):
+            assert error.startswith("BaguaError")
+            assert f"{what} inside anchor()" in error
+
+
+@training.with_group
+def sync_at_the_end():
+    model, optimizer = wrapped(interval=10)
+    own_steps(model, optimizer, range(4))
+    model.bagua_algorithm.sync()
+    assert_outer_state_agrees(model)
+    assert_weights_are_the_anchor(model)
+    before = training.bits(outer_state(model).values())
+    model.bagua_algorithm.sync()  # nothing has been trained since
+    assert training.bits(outer_state(model).values()) == before
+    rounds = model.bagua_algorithm.outer_rounds
+    own_steps(model, optimizer, range(10))
+    return rounds, model.bagua_algorithm.outer_rounds
+
+
+def test_sync_makes_a_round_now_and_none_where_nothing_was_trained(ranks):
+    assert ranks(3, sync_at_the_end) == [(1, 2)] * 3
