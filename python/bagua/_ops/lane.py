@@ -29,14 +29,12 @@ class Lane:
 
     @property
     def by_purpose(self) -> list[tuple[str, Members]]:
-        """(purpose, communicator) of each, as statistics count them."""
         return [(purpose, members) for (_, purpose), members in self.communicators.items()]
 
     def connections(self, group: BaguaProcessGroup | None) -> Connections:
         return (group or self.group).connections
 
     def communicator(self, group: BaguaProcessGroup | None) -> Members:
-        """All ranks of ``group``."""
         connections = self.connections(group)
         key = (repr(connections.ranks), "all")
         if key not in self.communicators:
@@ -57,8 +55,7 @@ class Lane:
         return self.communicators[ranks, "node"], self.communicators.get((ranks, "leaders"))
 
     def shares(self, group: BaguaProcessGroup | None) -> tuple[Members, list[Members | None]]:
-        """This rank's node and, for each share, the ranks of all nodes that have it; None where
-        this rank has not."""
+        """This rank's node and, for each share, the ranks that have it; None where this has not."""
         connections = self.connections(group)
         ranks = repr(connections.ranks)
         if ranks not in self._shares:

@@ -62,7 +62,6 @@ class Operation:
     of_divided: Operation | None = None
 
     def describe(self) -> str:
-        """One line, equal on all ranks."""
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.arguments.items())])
 
     def residual(self) -> torch.Tensor | None:
@@ -119,7 +118,6 @@ def all_reduce_rows(
 
 
 def codec_named(compression: str) -> str:
-    """The codec that ``compression`` names, in Bagua's spelling or in ours, or ValueError."""
     codec = _ALIASES.get(compression, compression)
     _C.make_codec(codec)
     return codec
@@ -175,7 +173,6 @@ def compressed_all_reduce(
 def _page_of_parts(
     bucket: BaguaBucket, outcome: _C.RoundOutcome, group: BaguaProcessGroup, hierarchical: bool
 ) -> Page:
-    """Residuals of the ranks that compress: all of them, or the nodes' leaders."""
     connections = group.connections
     members = list(range(connections.size))
     if hierarchical:
@@ -189,16 +186,9 @@ def update_momentum(
 ) -> Operation:
     """Gradients become momenta in place, ``beta * memory + (1 - beta) * gradient``.
 
-    Another operation averages them next.
-
-    Args:
-        bucket: of gradients, scaled as these are (``GradScaler``).
-        memories: the momenta so far, one per tensor, of its shape and dtype, in unscaled units.
-            They are only read: commit the averaged result once it is known to be finite.
-        betas: f64 on CPU, one per tensor; may be written between two rounds.
-
-    Raises:
-        ValueError: the memories do not fit the tensors; names the first.
+    Another operation averages them next. ``memories``: the momenta so far, one per tensor, of its
+    shape and dtype, in unscaled units; they are only read. ``betas``: f64 on CPU, one per tensor;
+    may be written between two rounds.
     """
     named = bucket.named_views()
     for (name, view), memory in zip(named, memories, strict=True):
@@ -228,7 +218,6 @@ def low_rank(
     error_feedback: bool = True,
     seed: int = 0,
 ) -> Operation:
-    """Mean of the bucket, matrices in it as products of two thin ones: ``PowerSGDAlgorithm``."""
     flat, named = bucket.backend_tensor, bucket.named_views()
     matrices = low_rank_matrices(named, rank, min_compression_rate)
     page = Page(flat, named, outcome, error_feedback=error_feedback, matrices=matrices, seed=seed)
@@ -268,7 +257,6 @@ def sparse(
     *,
     error_feedback: bool = True,
 ) -> Operation:
-    """Mean of the largest elements of each rank's bucket, zeros elsewhere: ``SparseAlgorithm``."""
     k = number_sent(bucket.backend_tensor.numel(), ratio)
     page = Page(bucket.backend_tensor, bucket.named_views(), outcome, error_feedback=error_feedback)
 
@@ -295,9 +283,8 @@ def sparse(
 class AverageWeights(Operation):
     """The mean of weights in a memory beside the bucket's, which stays as it is.
 
-    Attributes:
-        communications: how often the op has run, one int64, written by the op; whoever goes on
-            from a checkpoint sets it before the next communication.
+    ``communications``: how often the op has run, one int64, written by the op; whoever goes on from
+    a checkpoint sets it before the next communication.
     """
 
     communications: torch.Tensor
@@ -311,7 +298,6 @@ class AverageWeights(Operation):
 
 
 def check_peer_selection_mode(mode: str) -> None:
-    """Raise ValueError, naming ``mode`` and the known ones, if it is none of them."""
     if mode not in _PEER_SELECTION_MODES:
         raise ValueError(
             f"unknown peer_selection_mode '{mode}'; known: {', '.join(_PEER_SELECTION_MODES)}"
@@ -423,7 +409,6 @@ def compressed_gossip(
 
 
 def python_function(function: Callable[[str], None]) -> Operation:
-    """A function called with the bucket's name on the lane's thread."""
     return Operation(name="PythonOp", make=lambda *_: _C.PythonOp(function))
 
 

@@ -107,7 +107,6 @@ class StateTransfer:
 
     @staticmethod
     def after(change: Change) -> StateTransfer:
-        """Follow a decision."""
         rounds = {rank: report["communications"] for rank, report in change.reports.items()}
         most = max(rounds.values())
         source = min(rank for rank in rounds if rounds[rank] == most)
@@ -116,9 +115,9 @@ class StateTransfer:
 
 
 class ElasticRanks(FixedRanks):
-    """The ranks of an elastic algorithm's group: they are fewer after a loss, and may come back.
+    """The ranks of an elastic algorithm's group, which changes in place: fewer after a loss.
 
-    The members of ``group`` change in place. In a process that comes back this joins it.
+    In a process that comes back this joins it.
     """
 
     def __init__(self, group: BaguaProcessGroup, elastic: Elastic) -> None:
@@ -200,7 +199,6 @@ class ElasticRanks(FixedRanks):
         engine.exchange_used([int(seen)] * engine.slots)
 
     def confirmed(self, engine: _C.Engine) -> None:
-        """All have the result of the round under way."""
         self._newcomers = self._newcomers or any(engine.used)
 
     def receive(self, engine: _C.Engine) -> None:
@@ -236,10 +234,7 @@ class ElasticRanks(FixedRanks):
     # A change of ranks.
 
     def change(self, loop: OuterLoop, name: str, replace: Callable[[bool], None]) -> None:
-        """Agree on the members, and replace the plan, which was ``loop``. All left call it.
-
-        ``replace`` builds the new one; its argument is whether ranks join.
-        """
+        """As ``FixedRanks``; ``replace`` builds the new plan, and is told whether ranks join."""
         self._before, pending = loop, loop.state.pending
         self._missed = None if pending is None else pending.fragment.part
         trained = loop.state.trained or self.failure is not None
@@ -285,10 +280,6 @@ class ElasticRanks(FixedRanks):
         return None if self._before is None else self._before.state.copy()
 
     def begin(self, loop: OuterLoop) -> None:
-        """Begin the first generation, or give a plan after a change the state to go on with.
-
-        All members call it.
-        """
         if not self._membership.lives:
             self._membership.found(self._group.ranks)
         transfer, self._transfer = self._transfer, None
@@ -353,7 +344,6 @@ class ElasticRanks(FixedRanks):
             warn(f"module '{name}': {joined} came back before outer round {number}")
 
     def close(self) -> None:
-        """Let another module make the group's changes."""
         self._membership.owner = lambda: None
 
 

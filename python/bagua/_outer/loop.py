@@ -73,8 +73,6 @@ class OuterLoop(Synchronizer):
 
     Attributes:
         engine: averages the pseudo-gradients.
-        communicators: (purpose, communicator) of the engine's lanes, for statistics.
-        state: as given.
     """
 
     def __init__(
@@ -180,7 +178,6 @@ class OuterLoop(Synchronizer):
 
     @property
     def overlaps(self) -> bool:
-        """Whether steps are made while a round is under way."""
         return self._schedule.overlap > 0
 
     def _attempt(self, rounds: Callable[[], None]) -> None:
@@ -191,7 +188,6 @@ class OuterLoop(Synchronizer):
         return fragment.part == len(self.state.fragments) - 1
 
     def commit(self, part: int) -> None:
-        """Keep the residuals of the last round of a fragment, whose result is used."""
         self._commits[part].commit()
 
     def _weigh(self, fragment: Fragment) -> None:
@@ -202,7 +198,6 @@ class OuterLoop(Synchronizer):
             mean.zero_() if factor == 0 else mean.mul_(factor)
 
     def _restart_non_finite(self, fragment: Fragment) -> None:
-        """After a round that was not finite: find the ranks with NaN, which start anew."""
         for bucket in self._buckets:
             if bucket.part == fragment.part and not self._buffers.keys() & _names(bucket):
                 bucket.backend_tensor.zero_()  # the padding too, which no launch writes
@@ -221,7 +216,6 @@ class OuterLoop(Synchronizer):
         )
 
     def _ranks_with_non_finite(self, here: bool) -> list[int]:
-        """The ranks that call it with True. All call it."""
         flags = self._gather("looking for ranks with NaN or infinity", int(here))
         return [rank for rank, flag in enumerate(flags) if flag]
 
@@ -291,7 +285,6 @@ class OuterLoop(Synchronizer):
             fragment.follow(weights, old.anchors)
 
     def take_anchors(self) -> None:
-        """Give the weights the values of the anchors, rounded to their dtype."""
         for fragment in self.state.fragments:
             self.give_anchor(fragment, late=False)
 
@@ -327,7 +320,6 @@ class OuterLoop(Synchronizer):
         self.engine.settle()
 
     def stats(self) -> dict[str, Any]:
-        """The engine's, and ``outer``: of the last outer step."""
         outer = {key: getattr(self.state, key) for key in ("skipped_rounds", "steps")}
         outer |= {"rounds": self.state.outer_rounds, **self.state.figures}
         return {**self.engine.stats(), "outer": outer}
@@ -354,8 +346,8 @@ class OuterLoop(Synchronizer):
     def named_state(self) -> dict[str, torch.Tensor]:
         """Tensors by key that are equal on all ranks.
 
-        Waits for a round under way, whose result is saved as it is: using it early would make the
-        training depend on being saved.
+        The result of a round under way is saved as it is: using it early would make the training
+        depend on being saved.
         """
         if self.overlaps:
             self._receive()
@@ -379,9 +371,8 @@ class OuterLoop(Synchronizer):
     def resume_at(self, counters: Mapping[str, int], digest: int | None) -> None:
         """All tensors have been loaded, from a state with those ``counters``.
 
-        Ranks whose weights are those of that state, which have the ``digest``, go on from there. A
-        rank without them takes the anchor's. Should there be one, all do, in the next training
-        forward, and a result under way is used at once.
+        Ranks whose weights have the ``digest`` go on from there; others take the anchor's. Should
+        there be one, all do, in the next training forward, and a result under way is used at once.
         """
         self.state.go_on_at(counters)
         part = counters["in_flight"] - 1
@@ -408,14 +399,8 @@ class OuterLoop(Synchronizer):
 class Schedule:
     """Every fragment once in ``interval`` steps, one after the other, equally far apart.
 
-    Args:
-        interval: steps.
-        fragments: their number. Fragment f is launched after ``(f + 1) * interval // fragments``
-            steps of each cycle.
-        overlap: steps from a launch to the use of its result.
-
-    Raises:
-        ValueError: two fragments would be under way at once.
+    Fragment f is launched after ``(f + 1) * interval // fragments`` steps of each cycle, and its
+    result used ``overlap`` steps later. ValueError where two fragments would be under way at once.
     """
 
     def __init__(self, interval: int, fragments: int, overlap: int) -> None:
@@ -475,7 +460,6 @@ class Fragment:
         inner_product: of tensors as ``weights``; over all shards, where they are shards.
 
     Attributes:
-        names: of its weights.
         own_norm: of this rank's pseudo-gradients at the last launch.
     """
 
@@ -499,7 +483,6 @@ class Fragment:
     def launch(
         self, weights: Mapping[str, torch.Tensor], means: Mapping[str, torch.Tensor]
     ) -> None:
-        """Write this rank's pseudo-gradients into ``means``."""
         own = self._of(means)
         _C.take_deltas(self._of(weights), self.anchors, own, self._launched)
         self.own_norm = math.sqrt(self._inner_product(own, own))
@@ -536,7 +519,6 @@ class Fragment:
         return self._inner_product(own, own)
 
     def named_anchors(self) -> list[tuple[str, torch.Tensor]]:
-        """(name of the weight, its anchor)."""
         return list(zip(self.names, self.anchors, strict=True))
 
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -552,7 +534,6 @@ class Fragment:
             yield f"launched/{name}", kept
 
     def become(self, other: Fragment) -> None:
-        """Take the anchors and the optimizer of ``other``, of the same weights."""
         self.anchors, self.optimizer = other.anchors, other.optimizer
 
     def copy(self) -> Fragment:
@@ -567,11 +548,7 @@ class Fragment:
         return twin
 
     def loaded(self, state: Mapping[str, Any]) -> Fragment:
-        """A fragment with the :meth:`named_state` that ``state`` has.
-
-        Raises:
-            ValueError: something is missing, or of another shape; names the entry.
-        """
+        """A fragment with the :meth:`named_state` of ``state``; ValueError names a wrong entry."""
         twin = self._new()
         if not any(state_of(twin.optimizer, anchor) for anchor in twin.anchors):
             twin.step({name: torch.zeros_like(anchor) for name, anchor in twin.named_anchors()})
@@ -583,7 +560,6 @@ class Fragment:
         return twin
 
     def _new(self) -> Fragment:
-        """A fragment with the anchors of this one, and an optimizer that has made no step."""
         anchors = dict(self.named_anchors())
         twin = Fragment(self.part, anchors, self._factory, False, self._inner_product)
         twin._launched = [kept.clone() for kept in self._launched]
@@ -598,12 +574,7 @@ class Fragment:
 
 @dataclass
 class PendingRound:
-    """A round under way.
-
-    Attributes:
-        due: the steps that remain until its result is used.
-        received: whether all ranks are known to have its result.
-    """
+    """A round under way; ``due``: the steps that remain until its result is used."""
 
     fragment: Fragment
     due: int
@@ -614,8 +585,7 @@ class PendingRound:
 class Resumption:
     """A load of which the ranks have not agreed yet how it goes on.
 
-    Attributes:
-        digest: of this rank's weights in the checkpoint; None: it has none of this rank.
+    ``digest``: of this rank's weights in the checkpoint; None: it has none of this rank.
     """
 
     digest: int | None
@@ -661,7 +631,6 @@ class OuterState:
         )
 
     def begin_round(self, fragment: Fragment, due: int) -> None:
-        """The round of ``fragment`` is under way; its result is used after ``due`` steps."""
         self.pending = PendingRound(fragment, due)
         self.trained = len(self.fragments) > 1
 
@@ -683,14 +652,12 @@ class OuterState:
     def count_step(
         self, norm: float, fragment: Fragment, figures: Mapping[str, float | None]
     ) -> None:
-        """An outer step of ``figures`` was made, with means of that ``norm``."""
         agreement = norm / fragment.own_norm if fragment.own_norm > 0 else None
         self.figures = {"agreement": agreement, **figures}
         self.outer_rounds += 1
 
     @property
     def counters(self) -> dict[str, int]:
-        """Numbers equal on all ranks, for a checkpoint."""
         pending = self.pending
         return {
             "steps": self.steps,
@@ -702,7 +669,6 @@ class OuterState:
         }
 
     def go_on_at(self, counters: Mapping[str, int]) -> None:
-        """Count from there. No round is under way."""
         self.steps, self.outer_rounds = counters["steps"], counters["outer_rounds"]
         self.communications = counters["communications"]
         self.trained = bool(counters["trained"])
@@ -713,18 +679,15 @@ class OuterState:
         return dict(pair for fragment in self.fragments for pair in fragment.named_state())
 
     def digest(self) -> int:
-        """63 bits of the names and exact values of :meth:`named`."""
         return _digest_of(self.named())
 
 
 def _wide(weight: torch.Tensor) -> torch.Tensor:
-    """A dense copy in f32, of f64 in f64."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return torch.empty_like(weight, dtype=wide, requires_grad=False).copy_(weight.detach())
 
 
 def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
-    """Give the tensors of ``target`` the values of those of the same names."""
     with torch.no_grad():
         for name, tensor in target.items():
             tensor.copy_(source[name])
@@ -739,13 +702,11 @@ def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _digest_of(tensors: Mapping[str, torch.Tensor]) -> int:
-    """63 bits of names and exact values."""
     text = " ".join(f"{name}={int(digest(tensors[name]))}" for name in sorted(tensors))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _clear_non_finite(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Make NaN and infinity in the state of ``optimizers`` zero."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for value in state.values():

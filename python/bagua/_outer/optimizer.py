@@ -58,7 +58,6 @@ class OuterSGD:
             raise ValueError(f"OuterSGD: momentum={self.momentum} must be at least 0 and below 1")
 
     def __call__(self, anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
-        """The optimizer that steps on ``anchors``."""
         return _Momentum(anchors, self)
 
     def step_after(self, momentum: float, correlation: float | None) -> OuterSGD:
@@ -91,11 +90,10 @@ class GrowingMomentum:
     """
 
     def __call__(self, anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
-        """The optimizer that steps on ``anchors``."""
         return _Momentum(anchors, self)
 
     def step_after(self, momentum: float, correlation: float | None) -> OuterSGD:
-        """The next step's rates, after one with ``momentum``; 0 in the first round.
+        """The rates after a step with ``momentum``, 0 in the first round.
 
         ``correlation``: cosine of ``d`` and ``m``; None: one of them is zero.
         """
@@ -124,7 +122,6 @@ class _Momentum(torch.optim.Optimizer):
             self.state[anchor] = {"momentum": torch.zeros_like(anchor), "rate": rate}
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step on the anchors, whose ``.grad`` are the means."""
         anchors = self._anchors
         means = [anchor.grad for anchor in anchors if anchor.grad is not None]
         momenta = [self.state[anchor]["momentum"] for anchor in anchors]
@@ -197,6 +194,5 @@ def _refuse_other_state(optimizer: torch.optim.Optimizer, owner: str) -> None:
 
 
 def state_of(optimizer: torch.optim.Optimizer, anchor: torch.Tensor) -> dict[str, Any]:
-    """The tensors that ``optimizer`` keeps of ``anchor``, by key."""
     state = optimizer.state.get(anchor, {})
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}

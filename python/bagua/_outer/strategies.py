@@ -77,7 +77,6 @@ class RankWeights:
         yield from ()
 
     def copy(self) -> RankWeights:
-        """Weights of the same counts."""
         return copy.deepcopy(self)
 
 

@@ -28,7 +28,6 @@ _SECONDS_FOR_OTHERS_TO_END = 30.0
 
 
 def check_asynchronous_mode(mode: str) -> None:
-    """Raise ValueError, naming ``mode``, unless asynchronous averaging has it."""
     if mode != "all":
         raise ValueError(f"asynchronous averaging has peer_selection_mode 'all' only, not '{mode}'")
 
@@ -51,7 +50,6 @@ class AsynchronousAverage:
         return self.plan
 
     def describe(self) -> str:
-        """One line, equal on all ranks: a part of the plan's fingerprint."""
         return f"asynchronous every {self.sync_interval_ms} ms"
 
     def lock_weight(self) -> None:

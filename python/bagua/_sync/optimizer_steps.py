@@ -27,9 +27,8 @@ _SAMPLED_PARAMETERS = 8
 class StepsInBackward:
     """Optimizers of ``torch.distributed.optim._apply_optimizer_in_backward``.
 
-    torch registers a hook per parameter that steps as soon as the gradient is accumulated, which
-    would be this rank's own. As in torch's DDP those hooks are removed, and the steps are made when
-    the gradients have been communicated.
+    torch's hooks, which would step on this rank's own gradients, are removed as in torch's DDP; the
+    steps are made when the gradients have been communicated.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class StepsInBackward:
             parameter.grad = None
 
     def close(self) -> None:
-        """Forget the parameters. Idempotent."""
         self._named = []
         self._parameters = []
 
@@ -148,7 +146,6 @@ class StepAttempts(DroppedOnCopy):
             attempted()
 
     def close(self) -> None:
-        """Count no more. Idempotent."""
         self._handle.remove()
         self._attempted = lambda: None  # type: ignore[assignment]
 

@@ -41,7 +41,6 @@ class Plan:
 
 
 def describe(buckets: Sequence[BaguaBucket]) -> list[str]:
-    """Lines that are equal on all ranks where their buckets are."""
     lines = []
     for bucket in buckets:
         ops = [op.describe() for op in bucket.ops]
@@ -105,10 +104,7 @@ def build(
     wrap: str,
     weights: _C.WeightsSample | None = None,
 ) -> Plan:
-    """Build the engine of a module.
-
-    Every rank of ``group`` calls it with equal buckets, and samples of equal ``weights``.
-    """
+    """Build the engine of a module. Every rank of ``group`` calls it, with equal buckets."""
     with group.connections.collective_phase(f"connecting module '{name}'"):
         plan = _build(buckets, group, name, wrap, weights)
         # Gloo's connect may return here while another rank is still inside; it would fail there if
@@ -180,17 +176,10 @@ def part_of_the_round(engine: _C.Engine) -> Iterator[None]:
 
 
 def finish_soon(engine: _C.Engine, bucket_rounds: int) -> bool:
-    """Give the round of ``engine``, all of whose slots are marked, some seconds to end.
+    """Give the open round of ``engine``, all of whose slots are marked, some seconds to end.
 
-    Args:
-        engine: with an open round.
-        bucket_rounds: the rounds that its buckets have made at the end, added up.
-
-    Returns:
-        Whether it has ended; then :meth:`Engine.wait` returns at once.
-
-    Raises:
-        BaguaError: something failed on this rank.
+    Returns whether its buckets have made ``bucket_rounds``, added up; then ``wait()`` returns at
+    once.
     """
     deadline = time.monotonic() + _SECONDS_FOR_A_LAST_ROUND
     while time.monotonic() < deadline:

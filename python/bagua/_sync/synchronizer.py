@@ -48,8 +48,7 @@ class Synchronizer:
 
     @contextmanager
     def part_of_the_round(self) -> Iterator[None]:
-        """Messages of the main thread inside belong to the open round or the next, and fail with
-        it. All ranks call it."""
+        """Messages of the main thread inside belong to the open round or the next."""
         yield
 
     def agree_on_unfreezing(self, names: list[str]) -> None:

@@ -25,8 +25,7 @@ class MissingReplyError(RuntimeError):
 
 
 class Meeting:
-    """The keys of one store. One thread uses it. A store that does not answer raises
-    :class:`StoreTimeoutError`.
+    """The keys of one store, for one thread.
 
     The store is asked by a thread of its own, which is left to itself when the store's host no
     longer answers: clients of torch's store then wait without a limit.
@@ -39,20 +38,14 @@ class Meeting:
         threading.Thread(target=self._serve, name="bagua-store", daemon=True).start()
 
     def write(self, key: str, word: Any) -> None:
-        """Put ``word``, anything that JSON has, under ``key``."""
         text = json.dumps(word)
         self._ask(lambda: self._store.set(key, text))
 
     def has(self, key: str) -> bool:
-        """Whether there is a word under ``key``."""
         return bool(self._ask(lambda: self._store.check([key])))
 
     def read(self, key: str, seconds: float) -> Any:
-        """The word under ``key``, which may come within ``seconds``.
-
-        Raises:
-            MissingReplyError: it did not come, or is none.
-        """
+        """The JSON under ``key``, which may come within ``seconds``, or MissingReplyError."""
         deadline, pause = time.monotonic() + seconds, _PAUSES[0]
         while not self.has(key):
             if time.monotonic() > deadline:

@@ -47,10 +47,7 @@ _IPV6 = Path("/proc/net/if_inet6")
 
 
 def report_text(error: ImportError | None = None) -> str:
-    """The report, in lines of at most 80 columns.
-
-    ``error``: the reason for which the extension cannot be imported; without its entries then.
-    """
+    """The report, of at most 80 columns; with ``error`` without what needs the extension."""
     parts: list[tuple[str, Callable[[], list[str]]]] = [
         ("bagua", _package),
         ("torch", _torch),
@@ -195,7 +192,6 @@ class Interface(NamedTuple):
 
 
 def interfaces() -> list[Interface]:
-    """All interfaces, in the system's order. Link-local IPv6 addresses are left out."""
     names = [name for _, name in socket.if_nameindex()]
     ipv6 = _ipv6_addresses()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -205,8 +201,8 @@ def interfaces() -> list[Interface]:
 def gloo_address(variables: dict[str, str] | None = None) -> tuple[str | None, str]:
     """Address at which gloo listens in this process, and where it comes from.
 
-    The address is None where ``GLOO_SOCKET_IFNAME`` names no interface that has one. ``variables``:
-    the environment; None: that of the process.
+    None where ``GLOO_SOCKET_IFNAME``, of ``variables`` or the environment, names no interface that
+    has one.
     """
     name = (os.environ if variables is None else variables).get("GLOO_SOCKET_IFNAME", "")
     name = name.split(",")[0]

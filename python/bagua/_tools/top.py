@@ -49,7 +49,6 @@ Publication = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``bagua top``."""
     parser.add_argument(
         "store",
         nargs="?",
@@ -63,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Show the job; returns the exit code: 1 if there is none, or its store has gone."""
     stores = [arguments.store] if arguments.store else stores_here()
     if len(stores) != 1:
         which = f"several jobs publish here, name one: {' '.join(stores)}" if stores else ""
@@ -99,12 +97,10 @@ class _Job:
 
     @property
     def complete(self) -> bool:
-        """Whether every rank has published twice."""
         return len(self._before) == self._world > 0
 
     @property
     def ended(self) -> bool:
-        """Whether every rank has left the job's group."""
         ranks = list(self._now.values())
         return len(ranks) == self._world > 0 and all(word.get("ended") is True for word in ranks)
 
@@ -113,7 +109,6 @@ class _Job:
         return max((word["world"] for word in self._now.values()), default=0)
 
     def look(self) -> None:
-        """Read what the ranks have published."""
         for rank in range(max(1, self._world)):
             try:
                 word = publication_from(self._meeting.read(KEY.format(rank=rank), 0.0))
@@ -128,7 +123,6 @@ class _Job:
             self._seen[rank] = time.monotonic()
 
     def lines(self) -> list[str]:
-        """The table."""
         title = f"bagua top: {self._name}"
         if not self._now:
             return [title, "", "waiting for the ranks' first publication (BAGUA_TOP=1)"]
@@ -158,10 +152,7 @@ def _fail(text: str) -> int:
 
 
 def stores_here(processes: Path = Path("/proc")) -> list[str]:
-    """``host:port`` of the stores of jobs that publish, sorted.
-
-    Read from the environments of this user's processes, among which a job's ranks must be.
-    """
+    """``host:port`` of the stores of jobs that publish, from environments of this user's ranks."""
     found = set()
     for path in processes.glob("[0-9]*/environ"):
         try:
@@ -194,7 +185,6 @@ class Row(NamedTuple):
 
 
 def publication_from(word: Any) -> Publication | None:
-    """The publication of a rank, which is JSON; None if it is none."""
     if not isinstance(word, dict) or type(word.get("host")) is not str:
         return None
     integers = (word.get(key) for key in (*_NUMBERS, *TIMES))
@@ -211,8 +201,8 @@ def rows_of(
 ) -> list[Row]:
     """A row for every rank that has published.
 
-    ``before``: by rank, the publication before that of ``now``; where there is none, rates are 0.
-    ``age``: seconds since ``now`` of a rank was first seen.
+    ``before``: the publications before those of ``now``; without one rates are 0. ``age``: seconds
+    since ``now`` of a rank was first seen.
     """
     rows = [_row(now[rank], before.get(rank)) for rank in sorted(now)]
     marks = [
@@ -231,7 +221,6 @@ def rows_of(
 
 
 def table(rows: Sequence[Row], world: int, title: str) -> list[str]:
-    """The lines of the table, of at most 80 columns."""
     lines = [f"{title}, {len(rows)} of {world} rank(s)"[:80], "", _HEADER]
     for row in rows:
         line = (

@@ -27,11 +27,7 @@ _last: weakref.WeakKeyDictionary[Any, dict[int, dict[str, Any]]] = weakref.WeakK
 
 
 def source_of(model: Any) -> Any:
-    """The statistics of ``model``: a wrapped module, ``DistributedDataParallel``, or a handle.
-
-    Raises:
-        TypeError: it is none of these.
-    """
+    """The statistics of ``model``: a wrapped module, ``DistributedDataParallel``, or a handle."""
     source = getattr(model, "bagua_ddp", model)
     if not callable(getattr(source, "stats", None)):
         raise TypeError(
@@ -95,7 +91,7 @@ def write_stats(
 def per_round(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, float]:
     """Values by tag, over the rounds from ``before`` to ``now``; {} where there were none.
 
-    None, or statistics of buckets that have been built anew since: from the start.
+    From the start where ``before`` is None, or of buckets that have been built anew since.
     """
     earlier = before if before is not None and before["rounds"] <= now["rounds"] else None
     begin = {} if earlier is None else _counters(earlier)

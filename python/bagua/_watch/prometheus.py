@@ -98,15 +98,12 @@ _open: list[MetricsServer] = []
 
 
 class _Collector:
-    """Reads the statistics when Prometheus asks for them."""
-
     def __init__(self, source: Any, module: str) -> None:
         self._source = weakref.ref(source)
         name = getattr(source, "bagua_module_name", module)
         self._labels = {"rank": str(env.get_rank()), "module": str(name)}
 
     def collect(self) -> Iterator[Any]:
-        """The metrics, as prometheus_client asks for them."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         source = self._source()

@@ -31,9 +31,7 @@ _log = logging.getLogger("bagua")
 def publish(source: Any) -> None:
     """Publish the statistics of ``source`` from now on, if ``BAGUA_TOP`` asks for it.
 
-    One thread of the process does it, over a connection of its own: the training never waits for
-    it. Without ``MASTER_ADDR`` and ``MASTER_PORT`` there is no store to be found by others, and a
-    line of the log says so.
+    One thread of the process does it, over a connection of its own: the training never waits.
     """
     global _publisher
     every = env.get_top_seconds()
@@ -64,11 +62,9 @@ class Publisher:
 
     @property
     def ended(self) -> bool:
-        """Whether it publishes no longer."""
         return self._end.is_set() or not self._thread.is_alive()
 
     def add(self, source: Any) -> None:
-        """Publish the statistics of ``source`` too, as long as it lives."""
         self._sources.add(source)
 
     def close(self) -> None:
@@ -90,7 +86,7 @@ class Publisher:
             _log.info("statistics are no longer published: %s", error)
 
     def publication(self, ended: bool) -> dict[str, Any]:
-        """A publication: counters since the buckets were built, as plain numbers.
+        """Counters since the buckets were built, as plain numbers.
 
         ``number`` counts publications, ``at`` is seconds of a clock of this rank.
         """

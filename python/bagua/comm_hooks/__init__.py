@@ -133,7 +133,6 @@ class Handle(LaneHandle):
         self._hook.renew(self._hook.round + 1)
 
     def _all_parameters(self) -> HookedBucket:
-        """A bucket of all parameters, without memory."""
         tensors, offsets, numel = [], [], 0
         for size, stride, dtype in self._named.values():
             tensors.append(torch.empty_strided(size, stride, dtype=dtype, device="meta"))
@@ -149,10 +148,7 @@ class Handle(LaneHandle):
 class HookedBucket(BaguaBucket):
     """Gradients of some parameters in memory that belongs to torch.
 
-    Args:
-        bucket: as torch hands it over.
-        names: of the parameters, by ``id``.
-        name: of the bucket; by default its index.
+    ``names``: of the parameters, by ``id``. ``name``: of the bucket; by default its index.
     """
 
     owns_memory = False
@@ -185,7 +181,6 @@ class HookedBucket(BaguaBucket):
         return list(zip(self.names, self._views, strict=True))
 
     def describe(self) -> str:
-        """One line, equal on all ranks."""
         lines = [
             f"{name} at {view.storage_offset()}: {view.size()} {view.stride()}"
             for name, view in self.named_views()
@@ -365,7 +360,6 @@ def _check_parameters(
     named: list[tuple[str, torch.nn.Parameter]],
     impl: AlgorithmImpl,
 ) -> torch.device:
-    """The device of all parameters."""
     sparse = sparse_parameters(ddp.module)
     for name, parameter in named:
         if is_owned(parameter):

@@ -38,10 +38,8 @@ _compressed: weakref.WeakSet[FSDPModule] = weakref.WeakSet()
 class Groups:
     """Ranks that communicate for one model.
 
-    Attributes:
-        everyone: all ranks of the mesh.
-        shards: ranks that hold the shards of one copy of the model; None with ``replicate()``.
-        replicas: ranks that hold the same shards of all copies; None without hybrid sharding.
+    ``shards``: those of one copy of the model; None with ``replicate()``. ``replicas``: those that
+    hold the same shards of all copies; None without hybrid sharding.
     """
 
     everyone: BaguaProcessGroup
@@ -98,12 +96,7 @@ def bagua_groups(mesh: DeviceMesh, fields: list[str]) -> Groups:
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments of ``compress``.
-
-    Attributes:
-        reduce_scatter: whether gradients are reduced over shards through the codec.
-        read_scale: the factor that gradients carry.
-    """
+    """Arguments of ``compress``; ``read_scale`` returns the factor that gradients carry."""
 
     codec: str
     weights: bool
@@ -152,11 +145,9 @@ class Handle(LaneHandle):
 
     @property
     def has_replicas(self) -> bool:
-        """Whether gradients are reduced over replicas, too."""
         return self._groups.replicas is not None
 
     def is_of_replicas(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether ``group`` has the ranks that hold the same shards."""
         replicas = self._groups.replicas
         return replicas is not None and dist.get_process_group_ranks(group) == replicas.ranks
 
@@ -245,7 +236,6 @@ class Handle(LaneHandle):
         ).wait()
 
     def _watched(self, bucket: str, flat: torch.Tensor, op: _C.BucketOp) -> _C.BucketOperations:
-        """The operations of a bucket; on CPU they count the rounds that were not finite."""
         description = op.describe()
         if flat.device.type == "cpu":
             rounds = self._non_finite.setdefault(bucket, _C.NonFiniteRounds())
@@ -296,10 +286,6 @@ class Rounds:
     In a backward torch reduces the gradients of every module once over its shards, with hybrid
     sharding once over its replicas, or not at all where no parameter of the module has one. So a
     round ends where a module comes again.
-
-    Attributes:
-        number: of the round under way; 0 before the first one.
-        grad_scale: the factor that the gradients of this round carry, read as it begins.
     """
 
     def __init__(
@@ -448,7 +434,6 @@ def _connect(
     options: Options,
     scaled: bool,
 ) -> Handle:
-    """The communication of ``model``, once the ranks agree on it."""
     model_name = type(model).__name__
     description = [
         f"{options.codec} weights={options.weights} reduce_scatter={options.reduce_scatter} "
@@ -475,7 +460,6 @@ def _connect(
 
 
 def _sharded_modules(model: Any) -> dict[str, FSDPModule]:
-    """By name, outer ones first."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"bagua.fsdp.compress takes a torch.nn.Module, not {type(model).__name__}")
     missing = [hook for hook in _HOOKS if not hasattr(FSDPModule, hook)]

@@ -26,7 +26,6 @@ class _Collective:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Memory for the input or the output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -67,11 +66,7 @@ class ReduceScatter(_Collective):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """``output_tensor``: 1-D [n]; ``input_tensor``: 1-D [ranks * n], which is overwritten.
-
-        Raises:
-            BaguaError: as a round of a wrapped module.
-        """
+        """``output_tensor``: 1-D [n]; ``input_tensor``: 1-D [ranks * n], which is overwritten."""
         if not self._compressed:
             with self._handle.outside_the_lane("reducing the gradients", self._module):
                 _reduce_scatter(output_tensor, input_tensor, group=group, op=op)
@@ -91,11 +86,7 @@ class AllGather(_Collective):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """``output_tensor``: 1-D [ranks * n]; ``input_tensor``: 1-D [n], perhaps a part of it.
-
-        Raises:
-            BaguaError: as a round of a wrapped module.
-        """
+        """``output_tensor``: 1-D [ranks * n]; ``input_tensor``: 1-D [n], perhaps a part of it."""
         # torch joins parameters of several dtypes as bytes.
         if not self._compressed or output_tensor.dtype not in _FLOATING:
             with self._handle.outside_the_lane("gathering the weights", self._module):
@@ -134,13 +125,10 @@ def divisor_of(op: Any, ranks: int) -> float:
 class ReducedGradients(torch.Tensor):
     """Memory in which torch's FSDP2 reduces the gradients of a module.
 
-    With hybrid sharding FSDP2 calls ``torch.distributed.all_reduce`` on the memory that the
-    module's custom reduce-scatter has allocated. That function honours ``__torch_function__``, so
-    the memory takes the call. Every other function gives what it gives for a plain tensor.
-
-    Attributes:
-        over_replicas: called with the tensor, the reduction and the group; returns whether it has
-            done the all-reduce, or torch is to.
+    With hybrid sharding FSDP2 calls ``torch.distributed.all_reduce``, which honours
+    ``__torch_function__``, on the memory that the module's custom reduce-scatter has allocated.
+    ``over_replicas`` is called with its arguments, and returns whether it has done it, or torch is
+    to.
     """
 
     over_replicas: Callable[[torch.Tensor, Any, dist.ProcessGroup | None], bool]

@@ -47,18 +47,12 @@ class Wrapped:
 
     @property
     def session(self) -> Session:
-        """What ``with_bagua`` has left on the model.
-
-        Raises:
-            RuntimeError: the model has been deleted.
-        """
         model = self._model()
         if model is None:
             raise RuntimeError("the model that prepare() has wrapped has been deleted")
         return model.bagua_ddp
 
     def stats(self) -> dict[str, Any]:
-        """``bagua_stats()`` of the model."""
         return self.session.stats()
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,12 +60,7 @@ class Wrapped:
         return rank_state(self.session)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`; an empty one begins anew, with a warning.
-
-        Raises:
-            ValueError: it is of another algorithm, or of another number of ranks that each train
-                weights of their own.
-        """
+        """Restore :meth:`state_dict`; an empty one begins anew, with a warning."""
         restore(self.session, state or None, "give use() that algorithm")
 
 
@@ -94,7 +83,6 @@ class Hooks:
         return [handle for _, handle in self._known]
 
     def add(self, module: torch.nn.Module, handle: Handle) -> None:
-        """Remember the hook of ``module``, in place of one that it had."""
         kept = [pair for pair in self._known if pair[0]() is not module]
         self._known = [*kept, (weakref.ref(module), handle)]
 
@@ -117,7 +105,6 @@ class Hooks:
         self._loading = handles, read_hooks(handles, folder)
 
     def restore(self) -> None:
-        """Load what was read, after all else was loaded."""
         handles, states = self._loading
         self._loading = [], []
         _load(handles, states)
@@ -247,19 +234,16 @@ class _Handler(DistributedDataParallelKwargs):  # type: ignore[misc]
         self._bagua = (arguments, scaler, algorithm, hooks)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Arguments of ``DistributedDataParallel`` that differ from their defaults."""
         arguments: dict[str, Any] = self._bagua[0].to_kwargs()
         return arguments
 
     def register_comm_hook(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
-        """Called by ``prepare`` with what it has wrapped."""
         _, scaler, algorithm, hooks = self._bagua
         handle = comm_hooks.register(model, algorithm, grad_scaler=scaler)
         hooks.add(model.module, handle)
 
     @property
     def hooks(self) -> Hooks:
-        """The hooks and wraps of the prepared models."""
         return self._bagua[3]
 
     @cached_property
@@ -320,12 +304,7 @@ class _Checking:
     ddp_handler: _Handler
 
     def prepare(self, *args: Any, **options: Any) -> Any:
-        """As Accelerate's.
-
-        Raises:
-            RuntimeError: the ranks would train a module apart, as it was prepared for evaluation;
-                the algorithm needs the optimizer of a module in the same call.
-        """
+        """As Accelerate's; RuntimeError where the ranks would train a module apart."""
         prepared = super().prepare(*args, **options)  # type: ignore[misc]
         if self.num_processes > 1:
             parts = prepared if isinstance(prepared, tuple) else (prepared,)
@@ -350,11 +329,7 @@ class _Checking:
             return copied(super().get_state_dict(model, *args, **options))  # type: ignore[misc]
 
     def load_state(self, *args: Any, **options: Any) -> None:
-        """As Accelerate's, and the algorithm's state.
-
-        Raises:
-            ValueError: it is of another algorithm; see ``bagua.comm_hooks.Handle``.
-        """
+        """As Accelerate's, and the algorithm's state; ValueError where it is of another one."""
         super().load_state(*args, **options)  # type: ignore[misc]
         self.ddp_handler.hooks.restore()
 
@@ -376,10 +351,7 @@ def _file(folder: str | PathLike[str], rank: int) -> Path:
 
 
 def save_hooks(handles: Sequence[Handle], folder: str | PathLike[str]) -> None:
-    """Write this rank's state into ``folder``. Every rank calls it, between two steps.
-
-    Nothing is written for algorithms that remember nothing.
-    """
+    """Write this rank's state into ``folder``, if anything is remembered. Every rank calls it."""
     states = [handle.state_dict() for handle in handles]
     if not any(states):
         return
@@ -389,7 +361,6 @@ def save_hooks(handles: Sequence[Handle], folder: str | PathLike[str]) -> None:
 
 
 def load_hooks(handles: Sequence[Handle], folder: str | PathLike[str]) -> None:
-    """Load what :func:`save_hooks` has written. Every rank calls it, before the first step."""
     _load(handles, read_hooks(handles, folder))
 
 

@@ -131,7 +131,6 @@ def _wrapped(hooks: Hooks) -> list[Wrapped]:
 
 
 def _extend(trainer: Any, name: str, after: Callable[..., None]) -> None:
-    """Have ``trainer``'s method call ``after`` with the same arguments."""
     method = getattr(trainer, name)
 
     def extended(*arguments: Any) -> None:
@@ -142,7 +141,6 @@ def _extend(trainer: Any, name: str, after: Callable[..., None]) -> None:
 
 
 def _surround(trainer: Any, name: str, context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Have ``trainer``'s method run inside ``context``."""
     method = getattr(trainer, name)
 
     def surrounded(*arguments: Any, **options: Any) -> Any:

@@ -199,12 +199,10 @@ class _TrainerMethods:
         self._validate(True)
 
     def on_validation_end(self) -> None:
-        """Go on with this rank's weights."""
         self._validate(False)
         super().on_validation_end()  # type: ignore[misc]
 
     def _validate(self, validating: bool) -> None:
-        """Have the module the weights for validation, or those for training."""
         self._anchor.close()
         self._validating = validating
         wrapper = self._wrapper
@@ -267,7 +265,6 @@ class _TrainerMethods:
 
     @contextmanager
     def _own_weights(self) -> Iterator[None]:
-        """This rank's weights for a moment, also in a validation."""
         validating = self._validating
         self._validate(False)
         try:
@@ -276,12 +273,7 @@ class _TrainerMethods:
             self._validate(validating)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the state of the algorithm too, which is wrapped already.
-
-        Raises:
-            ValueError: the checkpoint is of another algorithm or, where ranks hold different
-                weights, of another number of ranks.
-        """
+        """Load the state of the algorithm too, which is wrapped already; see ``restore``."""
         super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
         if (wrapper := self._wrapper) is not None:
             restore(wrapper.bagua_ddp, checkpoint.get(_KEY), _REMEDY)
@@ -383,7 +375,6 @@ class _FabricMethods:
         )  # type: ignore[call-arg]
 
     def _setup_distributed(self) -> None:
-        """Join the job, and say which node this is: hierarchical algorithms ask."""
         super()._setup_distributed()  # type: ignore[misc]
         os.environ.setdefault("NODE_RANK", str(self.cluster_environment.node_rank()))
 
@@ -393,17 +384,11 @@ class _FabricMethods:
         optimizers: Sequence[torch.optim.Optimizer],
         *others: Any,
     ) -> tuple[Any, ...]:
-        """Wrap the module together with its optimizers."""
         wrapper = self._wrap(module, optimizers)
         return wrapper, [self.setup_optimizer(o) for o in optimizers], *others  # type: ignore[attr-defined]
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
-        """Wrap a module whose optimizers come later.
-
-        Raises:
-            RuntimeError, ValueError: the algorithm needs the optimizers, as all do that average
-                weights.
-        """
+        """Wrap a module whose optimizers come later; RuntimeError if the algorithm needs them."""
         wrapper = self._wrap(module, ())
         algorithm = wrapper.bagua_ddp.bagua_algorithm
         if algorithm.traits.ranks_agree is False:
@@ -457,12 +442,7 @@ class _FabricMethods:
     def load_checkpoint(
         self, path: Any, state: Any = None, *others: Any, **named: Any
     ) -> dict[str, Any]:
-        """Load the state of the algorithm too.
-
-        Raises:
-            ValueError: the checkpoint is of another algorithm or, where ranks hold different
-                weights and no anchor, of another number of ranks.
-        """
+        """Load the state of the algorithm too; see ``restore``."""
         rest: dict[str, Any] = super().load_checkpoint(path, state, *others, **named)  # type: ignore[misc]
         for name, wrapper in _wrappers_in(state):
             restore(wrapper.bagua_ddp, rest.pop(f"{_KEY}/{name}", None), _REMEDY)
@@ -477,10 +457,8 @@ def _wrappers_in(state: Any) -> list[tuple[str, DistributedDataParallel]]:
 class _Wrapping:
     """Arguments of a strategy.
 
-    Args:
-        algorithm: a registered name, or an object.
-        arguments: of the algorithm, where it is given by name.
-        wrapper: arguments of ``DistributedDataParallel``.
+    ``arguments``: of the algorithm, where it is given by name. ``wrapper``: of
+    ``DistributedDataParallel``.
     """
 
     def __init__(
@@ -513,7 +491,6 @@ class _Wrapping:
         grad_scaler: torch.amp.GradScaler | None,
         schedulers: int = 0,
     ) -> DistributedDataParallel:
-        """Wrap ``module``. Every rank calls it, after its optimizers were made."""
         return DistributedDataParallel(
             module,
             device_ids,

@@ -24,11 +24,10 @@ __all__ = ["install", "wrap"]
 
 
 def install() -> None:
-    """Give ``torch.nn.Module``, ``torch.Tensor`` and ``ProcessGroup`` what is documented of them.
+    """Give torch's classes ``with_bagua``, ``bagua_patch`` and the methods of BaguaTensor.
 
-    That is ``with_bagua``, the methods of BaguaTensor, and ``bagua_patch`` with what it makes. And
-    have torch.distributed refuse to start with the addresses of dead processes, copies of wrapped
-    modules say so when they are trained alone, and scalers say which steps they skip.
+    And have torch.distributed refuse to start with the addresses of dead processes, copies of
+    wrapped modules say so when they are trained alone, and scalers say which steps they skip.
     """
     torch.nn.Module.with_bagua = wrap  # type: ignore[attr-defined]
     if torch.nn.Module.__setstate__ is not _set_state:
@@ -126,30 +125,23 @@ def wrap(
 
 
 def bagua_patch(self: dist.ProcessGroup, stream: Any = None) -> dist.ProcessGroup:
-    """Make the bagua group of this torch group. Every member calls it; again does nothing.
+    """Make the bagua group of this torch group, which is returned. Every member calls it.
 
-    Args:
-        stream: the CUDA stream to remember (``BaguaProcessGroup.stream``).
-
-    Returns:
-        The torch group itself, which now has ``bagua_pg`` and ``bagua_get_*_communicator()``.
+    Again it does nothing. ``stream``: the CUDA stream to remember (``BaguaProcessGroup.stream``).
     """
     as_bagua_group(self, stream)
     return self
 
 
 def bagua_get_global_communicator(self: dist.ProcessGroup) -> Communicator | CommMember:
-    """``bagua_pg.get_global_communicator()``."""
     return known_bagua_group(self).get_global_communicator()
 
 
 def bagua_get_inter_node_communicator(self: dist.ProcessGroup) -> Communicator | CommMember:
-    """``bagua_pg.get_inter_node_communicator()``."""
     return known_bagua_group(self).get_inter_node_communicator()
 
 
 def bagua_get_intra_node_communicator(self: dist.ProcessGroup) -> Communicator | CommMember:
-    """``bagua_pg.get_intra_node_communicator()``."""
     return known_bagua_group(self).get_intra_node_communicator()
 
 

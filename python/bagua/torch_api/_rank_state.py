@@ -33,8 +33,8 @@ def shared_weights(session: Session) -> Iterator[None]:
 def rank_state(session: Session) -> dict[str, Any]:
     """A copy of the state of this rank between two steps; empty where nothing is remembered.
 
-    Plain data: the algorithm's ``state_dict()``, its name, the number of ranks, and where ranks
-    hold different weights, under ``rank<r>/training``, this rank's weights and optimizers.
+    The algorithm's ``state_dict()``, its name, the number of ranks, and where ranks hold different
+    weights, under ``rank<r>/training``, this rank's weights and optimizers.
     """
     algorithm = session.bagua_algorithm
     with session.exclusive():
@@ -49,10 +49,7 @@ def rank_state(session: Session) -> dict[str, Any]:
 
 
 def of_all_ranks(state: dict[str, Any]) -> dict[str, Any] | None:
-    """The ranks' states as one, on rank 0; None on the others, and where there is no state.
-
-    Every rank of the default group calls it.
-    """
+    """The ranks' states as one, on rank 0; None on others, and without state. All call it."""
     if not state:
         return None
     group = get_default_group()
@@ -65,14 +62,9 @@ def of_all_ranks(state: dict[str, Any]) -> dict[str, Any] | None:
 def restore(session: Session, saved: Mapping[str, Any] | None, remedy: str) -> None:
     """Restore a state, after the checkpoint's weights were loaded. Every rank calls it.
 
-    Args:
-        saved: of all ranks or, of the same number of ranks, this rank's; None: the checkpoint has
-            none. Then the algorithm begins anew, with a warning.
-        remedy: what a user can do who has a checkpoint of another algorithm.
-
-    Raises:
-        ValueError: it is of another algorithm or, where ranks hold different weights and have no
-            anchor, of another number of ranks.
+    ``saved``: of all ranks or, of as many ranks, this rank's; None: the algorithm begins anew, with
+    a warning. ``remedy``: for who has a checkpoint of another algorithm. ValueError for such a one
+    or, where ranks hold different weights and have no anchor, of another number of ranks.
     """
     algorithm = session.bagua_algorithm
     name = name_of(algorithm)

@@ -124,7 +124,6 @@ class Session:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The wrapped module."""
         module = self._module()
         if module is None:
             raise RuntimeError(f"module '{self.bagua_module_name}' has been deleted")
@@ -132,14 +131,10 @@ class Session:
 
     @property
     def parameters_to_ignore(self) -> set[str]:
-        """Names of parameters and buffers that are left alone."""
         return self._snapshot.ignored
 
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """``(name, parameter)`` of all parameters that are trained, not ignored and no experts.
-
-        Parameters shared between modules occur once, under their first name.
-        """
+        """``(name, parameter)`` of all that are trained, shared ones once; no experts."""
         return self._snapshot.trained(self.module)
 
     def show_shards(self) -> None:
@@ -155,7 +150,6 @@ class Session:
     # The wrap: checks of this rank alone.
 
     def _check(self, module: torch.nn.Module) -> None:
-        """Refuse what cannot be trained, before anything is sent."""
         self.process_group.refuse_before_joining()
         self._snapshot.refuse_unsupported(module, self.bagua_algorithm)
         self._refuse_shards_of_the_group()
@@ -186,7 +180,6 @@ class Session:
         return bool(inside) and all(inside)
 
     def _refuse_shards_of_the_group(self) -> None:
-        """Raise ValueError where ranks of the group hold different shards of a parameter."""
         group = self.process_group.torch_ranks
         for name, parameter in self.bagua_build_params():
             if is_sharded(parameter) and len(between := group & ranks_of(parameter)) > 1:
@@ -198,7 +191,6 @@ class Session:
                 )
 
     def _guard_of(self, algorithm: AlgorithmImpl) -> GuardAtWork | None:
-        """The guard that was asked for, or the algorithm's own."""
         traits = algorithm.traits
         guard = traits.default_guard if self._asked_guard is None else self._asked_guard
         if guard is None:
@@ -216,7 +208,6 @@ class Session:
     # The wrap: the ranks' agreement.
 
     def _describe(self, module: torch.nn.Module, algorithm: Algorithm) -> list[str]:
-        """Lines that are equal on all ranks where module, arguments and environment are."""
         every = env.get_check_weights_every()
         fields = {
             "bagua ": __version__,
@@ -237,7 +228,6 @@ class Session:
         return lines + self._snapshot.describe(module)
 
     def _agree(self) -> None:
-        """Check that all ranks have described the same. All ranks call it."""
         what = "the model or the arguments of with_bagua"
         self.process_group.connections.agree(what, self._description)
 
@@ -311,7 +301,6 @@ class Session:
     def _install_hooks(
         self, module: torch.nn.Module, *, on_forwards: bool
     ) -> list[torch.utils.hooks.RemovableHandle]:
-        """Install the hooks on the module and its optimizers; their handles."""
         handles = [module.register_state_dict_pre_hook(WeakHook(self._settle))]
         if on_forwards:
             handles += [
@@ -394,10 +383,7 @@ class Session:
             self.wait_pending_comm_ops()
 
     def _open_round(self, *, syncs: bool, opens: bool) -> None:
-        """Open a round or continue the open one, if the forward ``opens``; give buffers.
-
-        ``syncs``: whether the forward's backward would communicate.
-        """
+        """``syncs``: the forward's backward would communicate; ``opens``: in a round from here."""
         first = opens and self._begin_round()
         due = opens if self.joining else self.buffers_due
         self.buffers_due = syncs
@@ -408,7 +394,6 @@ class Session:
             self._compare()
 
     def _begin_round(self) -> bool:
-        """Open a round, or continue the open one; return whether it has just begun."""
         scale = 1.0
         if self._grad_scaler is not None and self.bagua_algorithm.traits.reads_grad_scale:
             scale = self._grad_scaler.get_scale()
@@ -451,11 +436,11 @@ class Session:
         self.bagua_algorithm.init_forward_pre_hook(self)(())
 
     def before_inner_backward(self, loss: torch.Tensor) -> None:
-        """Have a backward from ``loss`` inside the module's forward communicate, or not.
+        """Have a backward from ``loss`` inside the forward communicate, unless in ``no_sync()``.
 
-        ``no_sync()`` around this call decides. Without the call the outer forward decides, and
-        algorithms that average weights do not notice such a backward. They begin another round here
-        if an earlier backward has ended the forward's.
+        Without the call the outer forward decides, and algorithms that average weights do not
+        notice such a backward. They begin another round here if an earlier backward has ended the
+        forward's.
         """
         if not self._running.makes_rounds:
             return
@@ -475,7 +460,6 @@ class Session:
         self._steps_in_backward.step()
 
     def mark_all_ready(self) -> None:
-        """Mark every registered tensor that is not marked yet."""
         self._running.mark_all()
 
     def wait_pending_comm_ops(self) -> None:
@@ -489,18 +473,15 @@ class Session:
 
     @property
     def synchronising(self) -> bool:
-        """Whether a round is open."""
         return self._running.synchronising
 
     @property
     def communicates_in_backward(self) -> bool:
-        """Whether the backward that is running is communicated."""
         return self._running.communicating
 
     # Rounds inside ``join()``: Note [Uneven inputs].
 
     def opens_round(self) -> bool:
-        """Whether a forward now would open a round."""
         syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
         return syncs and not self.synchronising and self._snapshot.trains(self.module)
 
@@ -542,7 +523,6 @@ class Session:
             self._give_initial_state()
 
     def replace_algorithm(self, algorithm: AlgorithmImpl) -> None:
-        """Communicate by ``algorithm`` from now on: new buckets. Every rank calls it."""
         self._snapshot.refuse_unsupported(self.module, algorithm)
         self.guard = self._guard_of(algorithm)
         self.bagua_algorithm = algorithm
@@ -553,13 +533,11 @@ class Session:
         self._build(gives_state=False)
 
     def hook_ids(self) -> list[int]:
-        """Ids of the hooks on the module, for copies that must not have them."""
         return [handle.id for handle in self._handles] + self._running.hook_ids()
 
     # Control.
 
     def stats(self) -> dict[str, Any]:
-        """See :meth:`BaguaModule.bagua_stats`."""
         running = self._running
         stats = statistics(running.stats(), running.communicators, running.non_finite, self.traffic)
         stats |= self.bagua_algorithm.statistics()
@@ -589,10 +567,7 @@ class Session:
         self.end_with_group()
 
     def end_with_group(self) -> None:
-        """Stop the threads because the process group ends.
-
-        From then on a forward that would communicate raises. Idempotent.
-        """
+        """Stop the threads as the process group ends: later training forwards raise. Idempotent."""
         if self._ended:
             return
         self._ended = True
@@ -642,7 +617,6 @@ def _shares(session: Session) -> bool:
 
 
 def _claim(session: Session) -> None:
-    """Register all trained parameters of ``session``, or raise where another cannot share one."""
     named = session.bagua_build_params()
     for name, parameter in named:
         for other in (reference() for reference in _owners_of(parameter)):
@@ -660,11 +634,9 @@ def _claim(session: Session) -> None:
 
 
 def _release(session: Session) -> None:
-    """Forget what :func:`_claim` has registered. Idempotent."""
     for references in list(_owners.values()):
         references[:] = [r for r in references if r() not in (None, session)]
 
 
 def is_owned(parameter: torch.Tensor) -> bool:
-    """Whether the parameter belongs to a wrapped module."""
     return bool(_owners_of(parameter))

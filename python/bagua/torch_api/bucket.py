@@ -135,18 +135,15 @@ class BaguaBucket:
             offset += value.numel()
 
     def view_of(self, index: int) -> torch.Tensor:
-        """Place of tensor ``index`` in the flat memory."""
         return self._views[index]
 
     def named_views(self) -> list[tuple[str, torch.Tensor]]:
-        """(name, place in the flat memory) of each tensor."""
         return [
             (record_of(tensor).name, view)
             for tensor, view in zip(self.tensors, self._views, strict=True)
         ]
 
     def slots(self) -> list[_C.Slot]:
-        """The engine's description of the tensors."""
         adopt = _C.Adopt.NONE
         if self.gradients:
             adopt = _C.Adopt.GRAD_VIEW if self.flatten else _C.Adopt.GRAD_COPY

@@ -247,7 +247,6 @@ def _exclusive(state: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _of_rank(place: Path, rank: int) -> Leaves:
-    """State that one rank saved."""
     found, more = _step_folder.read(_step_folder.part_of(place, rank))
     if more["alike"]:
         first, _ = _step_folder.read(_step_folder.part_of(place, 0))
@@ -256,7 +255,6 @@ def _of_rank(place: Path, rank: int) -> Leaves:
 
 
 def _of_all_ranks(place: Path, saved: int, size: int, state: Mapping[str, Any]) -> Leaves:
-    """State that ``saved`` ranks saved, for another number of ranks."""
     of_first = {
         (name, *buffer)
         for name, ddp in _wrapped_in(state)
@@ -293,7 +291,6 @@ def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Leaves:
 
 
 def _tree(found: Leaves) -> dict[Any, Any]:
-    """The inverse of :func:`_leaves`."""
     root: dict[Any, Any] = {}
     for path, value in found.items():
         place = root

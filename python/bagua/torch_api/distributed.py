@@ -178,7 +178,6 @@ class BaguaModule(torch.nn.Module):
             self.__dict__[_SYNCHRONISES] = enabled
 
     def _attach(self, ddp: Session) -> None:
-        """Communicate by ``ddp`` from now on; ``require_backward_grad_sync`` stays as it is."""
         ddp.require_backward_grad_sync = self.require_backward_grad_sync
         self.__dict__.pop(_SYNCHRONISES, None)
         self.__dict__["_bagua_ddp"] = ddp
@@ -194,7 +193,6 @@ class BaguaModule(torch.nn.Module):
             self.require_backward_grad_sync = before
 
     def _bagua_plain(self) -> torch.nn.Module:
-        """An unwrapped module of the original class that shares everything else."""
         twin = plain_twin(self, self._bagua_original, self.bagua_ddp.hook_ids())
         twin.__dict__[_COPY_OF] = self._bagua_original.__name__
         return twin
@@ -252,7 +250,6 @@ class _TrainsAlone(DroppedOnCopy):
 
 
 def watch_copy(module: torch.nn.Module) -> None:
-    """Have a module that was copied or unpickled from a wrapped one say so when it is trained."""
     if _COPY_OF not in module.__dict__:
         return
     hook = _TrainsAlone()
@@ -272,11 +269,7 @@ _classes: dict[type, type] = {}
 
 
 def wrap_class(module: torch.nn.Module) -> BaguaModule:
-    """Make ``module`` a :class:`BaguaModule`, in place, and return it.
-
-    Raises:
-        TypeError: Python cannot change the class of this object (a ScriptModule, ``__slots__``).
-    """
+    """Make ``module`` a :class:`BaguaModule` in place; TypeError where Python cannot."""
     original = type(module)
     if isinstance(module, BaguaModule):
         return module

@@ -126,12 +126,10 @@ class _Watched:
 
     @property
     def tensors(self) -> str:
-        """Names of the first and the last tensor."""
         first, last = (record_of(self.bucket.tensors[i]).name for i in (0, -1))
         return first if first == last else f"{first} to {last}"
 
     def ask(self, elements: int, seed: int) -> None:
-        """Ask for a sample of the round that begins; ``seed``: equal on all ranks."""
         flat, padding = self.bucket.backend_tensor, self.bucket.padding_tensor
         numel = flat.numel() - (0 if padding is None else padding.numel())
         if numel == 0:
@@ -207,7 +205,7 @@ class GuardAtWork:
     def begin_round(self, rounds: Synchronizer, traffic: MainThreadTraffic) -> None:
         """Compare what was sampled, warn, and ask for new samples.
 
-        Called once as each round begins, before anything of it is sent. All ranks call it.
+        All ranks call it once as each round begins, before anything of it is sent.
         """
         asked = [entry for entry in self._watched if entry.places is not None]
         if asked:
@@ -237,7 +235,6 @@ class GuardAtWork:
         return max((loss for loss in losses if loss is not None), default=None)
 
     def stats(self) -> dict[str, Any]:
-        """``bagua_stats()["guard"]``; see ``BaguaModule.bagua_stats``."""
         return {
             "rounds": self._rounds,
             "checks": self._checks,
@@ -295,7 +292,6 @@ class GuardAtWork:
         self._warned.add(figure)
 
     def _count_non_finite(self, counters: Mapping[str, _C.NonFiniteRounds]) -> None:
-        """Compare the counters by bucket with those of the last check."""
         added = []
         for name, counter in counters.items():
             before, count = self._counted.get(name, (None, 0))
@@ -337,8 +333,7 @@ def _places_of(numel: int, elements: int, seed: int) -> torch.Tensor:
 def _figures_of(samples: Sequence[_Sample], connections: Connections) -> list[dict[str, float]]:
     """Figures by name of each sample, as far as they are known. All ranks call it alike.
 
-    Two all-reduces: one of the samples, and one of the figures, so that ranks that round
-    differently find the same.
+    Figures are reduced too, so that ranks that round differently find the same.
     """
     sums = torch.cat([_row(sample) for sample in samples])
     _reduce(sums, _C.ReduceOp.SUM, connections)

@@ -12,7 +12,6 @@ from bagua._core.state.ledger import Matrices
 
 
 def check_compression_rate(min_compression_rate: float) -> None:
-    """Raise ValueError for a rate that would make messages larger."""
     if not min_compression_rate >= 1:
         raise ValueError(f"min_compression_rate={min_compression_rate} must be at least 1")
 
@@ -31,9 +30,7 @@ def _matrix(
     """``(offset, rows, columns, rank)`` of a dense tensor in its memory; None: send it as it is.
 
     Rows are the dimension that comes first in memory (of a convolution's weight its outputs, with
-    channels_last too), columns all others. Dimensions of size 1 do not count, so what has only one
-    other is a vector. A matrix that its factors do not make ``min_compression_rate`` times smaller
-    is sent as it is.
+    channels_last too), columns all others. What has only one dimension above 1 is a vector.
     """
     sizes = [(stride, size) for stride, size in zip(view.stride(), view.shape, strict=True)]
     dimensions = sorted((pair for pair in sizes if pair[1] != 1), reverse=True)
@@ -48,7 +45,6 @@ def _matrix(
 
 
 def check_ratio(ratio: float) -> None:
-    """Raise ValueError for what is no part of a whole."""
     if not 0 < ratio <= 1:
         raise ValueError(f"ratio={ratio} must be above 0 and at most 1, the part of the elements")
 
@@ -67,8 +63,7 @@ def sparse_mean(
 ) -> _C.BucketOp:
     """The mean of each rank's ``k`` largest elements of buckets like ``flat``, or of all of them.
 
-    That is exact, and is taken where it costs less: with P members and S bytes of bucket a ring
-    sends 2 (P - 1) / P * S, the largest elements P - 1 messages.
+    That is exact, and costs less where P - 1 messages exceed a ring's 2 (P - 1) / P * S bytes.
     """
     numel, ranks = flat.numel(), members.size
     values = torch.promote_types(flat.dtype, torch.float32)

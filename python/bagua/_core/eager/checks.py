@@ -29,7 +29,6 @@ CPU_DTYPES = (
 
 
 def check_tensor(name: str, tensor: torch.Tensor, contiguous: bool = True) -> None:
-    """A dense tensor, contiguous in memory if asked for."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: needs a tensor, not a {type(tensor).__name__}")
     if tensor.layout != torch.strided:
@@ -42,14 +41,12 @@ def check_tensor(name: str, tensor: torch.Tensor, contiguous: bool = True) -> No
 
 
 def check_pair(name: str, send: torch.Tensor, recv: torch.Tensor) -> None:
-    """Two dense, contiguous tensors of one dtype on one device."""
     check_tensor(name, send)
     check_tensor(name, recv)
     check_same_kind(name, [send, recv])
 
 
 def check_same_kind(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """One dtype and one device."""
     first = tensors[0]
     for tensor in tensors:
         if (tensor.dtype, tensor.device) != (first.dtype, first.device):
@@ -60,13 +57,11 @@ def check_same_kind(name: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def check_numel(name: str, what: str, tensor: torch.Tensor, expected: int, why: str) -> None:
-    """Exactly as many elements as expected."""
     if tensor.numel() != expected:
         raise ValueError(f"{name}: {what} has {tensor.numel()} elements, not {expected} ({why})")
 
 
 def check_divisible(name: str, tensor: torch.Tensor, size: int) -> None:
-    """A number of elements that the ranks can share equally."""
     if tensor.numel() % size != 0:
         raise ValueError(
             f"{name}: {tensor.numel()} elements cannot be shared equally by {size} ranks"
@@ -82,7 +77,6 @@ def check_count(name: str, what: str, count: int) -> None:
 
 
 def check_rank(name: str, what: str, rank: int, member: Communicator) -> None:
-    """A rank of the communicator."""
     if not isinstance(rank, int):
         raise TypeError(f"{name}: {what} must be an integer, not {rank!r}")
     if not 0 <= rank < member.nranks():
@@ -93,14 +87,13 @@ def check_rank(name: str, what: str, rank: int, member: Communicator) -> None:
 
 
 def check_peer(name: str, what: str, rank: int, member: Communicator) -> None:
-    """A rank of the communicator that is another process."""
     check_rank(name, what, rank, member)
     if rank == member.rank():
         raise ValueError(f"{name}: {what}={rank} is this process itself")
 
 
 def check_reducible(name: str, tensor: torch.Tensor, op: ReduceOp) -> ReduceOp:
-    """An op that is defined for the tensor's dtype; returns it as a ``ReduceOp``."""
+    """Returns ``op``, which must be defined for the tensor's dtype, as a ``ReduceOp``."""
     op = ReduceOp(op)
     dtype = tensor.dtype
     if tensor.device.type == "cpu" and dtype not in CPU_DTYPES:

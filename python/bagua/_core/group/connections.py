@@ -58,30 +58,21 @@ def total_traffic(
 
 
 def add_traffic(table: dict[str, dict[str, int]], purpose: str, traffic: dict[str, int]) -> None:
-    """Count ``traffic``, of one communicator, among that of its ``purpose``."""
     entry = table.setdefault(purpose, dict.fromkeys(TRAFFIC, 0))
     for key in TRAFFIC:
         entry[key] += traffic[key]
 
 
 def cuda_transport() -> str:
-    """Transport of CUDA tensors.
-
-    "nccl" (communicators of our own), "c10d" (torch's NCCL backend), or "gloo" (through host
-    memory: its ranks may share a GPU, NCCL's may not).
-    """
+    """Transport of CUDA tensors; over "gloo", through host memory, ranks may share a GPU."""
     comm = env.get_comm()
     return comm if comm in ("nccl", "c10d", "gloo") else "nccl" if _C.has_nccl else "c10d"
 
 
 class Connections:
-    """Connections between the members of a group.
+    """Connections between the members of a group, over prefixes of its store.
 
-    Every communicator has memory of its own that the ranks of one host share, or is a c10d backend
-    of its own, or on CUDA an NCCL communicator of its own, constructed directly over a prefix of
-    the store: ``dist.new_group`` would have to be called by non-members too, in the same order on
-    all ranks.
-
+    ``dist.new_group`` would have to be called by non-members too, in one order on all ranks.
     ``node``: number of this member's node, by default the launcher's.
     """
 
@@ -124,9 +115,6 @@ class Connections:
 
         A phase inside another one is part of it. Ranks outside the group do nothing. Main thread
         only.
-
-        Raises:
-            BaguaError: the transport or the store failed inside.
         """
         alone = self._in_phase or self.rank < 0
         self._phases += not alone
@@ -171,7 +159,6 @@ class Connections:
         return None
 
     def _await_keys(self, keys: list[str], store: c10d.Store | None = None) -> None:
-        """Wait until the store has ``keys``."""
         watch = self._watch
         wait_for_keys(
             store or self.store, keys, self.timeout, (lambda: watch.exited) if watch else None
@@ -203,8 +190,10 @@ class Connections:
         return self._main[label]
 
     def label(self, device: torch.device | str) -> str:
-        """Name that a device has on all members: its type, and from the second of that type on a
-        number. Devices of members have different indices, and are first used in the same order."""
+        """A device's name on all members: its type, and a number from the second of that type on.
+
+        Devices of members have different indices, and are first used in the same order.
+        """
         device = torch.device(device)
         if device not in self._devices:
             self._devices.append(device)
@@ -217,7 +206,6 @@ class Connections:
         self._main.clear()
 
     def main_traffic(self) -> dict[str, int]:
-        """Sums over the communicators of the main thread."""
         return total_traffic(self._main.values())
 
     def whereabouts(self) -> str:
@@ -235,13 +223,8 @@ class Connections:
     ) -> _C.CountingCommunicator:
         """A new communicator over ``members`` (ranks in this group; default: all).
 
-        ``device``: of the tensors; only NCCL asks for more than its type. ``sums_of_torch``:
-        reductions of CPU tensors have the bits of torch's, which gloo makes, unless BAGUA_COMM
-        names shared memory.
-
-        Raises:
-            BaguaError: a member does not come, two use one GPU through NCCL, or BAGUA_COMM=shm and
-                they cannot share memory.
+        ``sums_of_torch``: reductions of CPU tensors have the bits of torch's, which gloo makes,
+        unless BAGUA_COMM names shared memory.
         """
         device = torch.device(device)
         if self.rank < 0:
@@ -285,8 +268,7 @@ class Connections:
     def connect_nodes(
         self, name: str, device: torch.device | str
     ) -> tuple[_C.CountingCommunicator, _C.CountingCommunicator | None]:
-        """New communicators over this member's node and, on its leader, over the leaders of all
-        nodes where there are several. Called by all members."""
+        """This member's node and, on its leader, the leaders of several nodes. All call it."""
         leaders = _C.leaders(self.node_of_ranks())
         several = {"leaders": leaders} if len(leaders) > 1 else {}
         node, between = self._connect_own_node(name, device, several)
@@ -308,8 +290,7 @@ class Connections:
     def _connect_own_node(
         self, name: str, device: torch.device | str, between: dict[str, list[int]]
     ) -> tuple[_C.CountingCommunicator, list[_C.CountingCommunicator | None]]:
-        """New communicators over this member's node, and over those groups of ``between``, by name,
-        that it is in. Called by all members."""
+        """This member's node, and those groups of ``between`` that it is in. All call it."""
         mine = _C.node_members(self.node_of_ranks(), self.rank)
         device = torch.device(device)
         if device.type == "cuda" and cuda_transport() == "nccl" and self.size > 1:
@@ -326,7 +307,6 @@ class Connections:
         ]
 
     def _nccl(self, name: str, device: torch.device, members: list[int]) -> _C.NcclCommunicator:
-        """A new communicator on NCCL for tensors of a CUDA device."""
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         store = self._store_of(name, members)
@@ -411,10 +391,7 @@ class Connections:
         return creator.creator_fn(store, rank, size, self.timeout)
 
     def board(self, name: str, members: list[int] | None = None) -> _C.FailureBoard | None:
-        """Board on which ``members`` (of this group; None: all) publish failures.
-
-        None for a single rank.
-        """
+        """Board on which ``members`` (default: all) publish failures; None for a single rank."""
         members = list(range(self.size)) if members is None else members
         if len(members) == 1:
             return None
@@ -438,11 +415,7 @@ class Connections:
         return self._nodes
 
     def agree(self, what: str, lines: list[str]) -> None:
-        """Check that all members describe ``what`` with the same lines.
-
-        Raises:
-            BaguaMismatchError: on every member, listing the first difference.
-        """
+        """Raise BaguaMismatchError, on all members, unless their ``lines`` are equal."""
         if self.size == 1:
             return
         mine = torch.tensor([fingerprint(lines) >> 1], dtype=torch.int64, device="cpu")
@@ -499,8 +472,7 @@ def _gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
 class _PhaseWatch(threading.Thread):
     """Says whom a phase waits for, and ends the wait for a rank that has exited.
 
-    Attributes:
-        exited: what to say of a rank that has exited; empty: none has been seen.
+    ``exited``: what to say of such a rank; empty: none has been seen.
     """
 
     def __init__(self, connections: Connections, board: _C.FailureBoard, what: str) -> None:
@@ -557,8 +529,8 @@ def gpu_identity(device: torch.device) -> str:
 def nccl_paths() -> list[str]:
     """Paths of NCCL to try in a process that has not loaded it, the best one first.
 
-    ``BAGUA_NCCL_LIBRARY`` alone where it is set. Else the wheel that torch's CUDA wheels depend on
-    (``nvidia-nccl-cu12``, ``-cu13``), torch's own folder of libraries, and what the loader finds.
+    Without ``BAGUA_NCCL_LIBRARY``: the wheel that torch's CUDA wheels depend on, torch's own
+    folder of libraries, and what the loader finds.
     """
     chosen = env.get_nccl_library()
     if chosen is not None:
@@ -574,9 +546,7 @@ def nccl_paths() -> list[str]:
 def nccl_library() -> _C.NcclLibrary:
     """The NCCL of this process: the one it has loaded already, else the first of ``nccl_paths()``.
 
-    Raises:
-        BaguaError: none could be loaded (the message lists the paths), it is too old, or this
-            build has no NCCL.
+    Raises BaguaError, which lists the paths, where there is none of a usable version.
     """
     return _C.NcclLibrary.find(nccl_paths())
 
@@ -593,7 +563,6 @@ def _ranks_with_one_gpu(store: c10d.Store, size: int) -> list[int]:
 
 
 def first_difference(first: list[str], second: list[str], other: int) -> str:
-    """Describe the first difference between the lines of rank 0 and of rank ``other``."""
     missing = "nothing"
     for i in range(max(len(first), len(second))):
         mine = first[i] if i < len(first) else missing

@@ -57,11 +57,7 @@ def get_node_rank() -> int:
 
 
 def get_default_bucket_size() -> int:
-    """Bytes after which a bucket is closed (``BAGUA_DEFAULT_BUCKET_SIZE``, default 10 MiB).
-
-    Raises:
-        ValueError: the variable is not a positive integer.
-    """
+    """Bytes after which a bucket is closed (``BAGUA_DEFAULT_BUCKET_SIZE``, default 10 MiB)."""
     size = _integer("BAGUA_DEFAULT_BUCKET_SIZE", 10 * 1024**2)
     if size <= 0:
         raise ValueError(f"BAGUA_DEFAULT_BUCKET_SIZE={size} must be a positive number of bytes")
@@ -69,10 +65,7 @@ def get_default_bucket_size() -> int:
 
 
 def get_check_weights_every() -> int | None:
-    """Training steps within which ranks compare all their weights, a part in each; 0: none.
-
-    ``BAGUA_CHECK_WEIGHTS_EVERY``; None where it is unset.
-    """
+    """Steps within which ranks compare all their weights, a part in each; 0: never, None: unset."""
     if "BAGUA_CHECK_WEIGHTS_EVERY" not in os.environ:
         return None
     every = _integer("BAGUA_CHECK_WEIGHTS_EVERY", 0)
@@ -92,18 +85,12 @@ def get_checksum() -> bool:
 
 
 def get_straggler_seconds() -> float:
-    """Seconds that a step may wait for other ranks before a warning names them; 0: no warnings.
-
-    ``BAGUA_STRAGGLER_SECONDS``, default 10.
-    """
+    """Seconds of waiting before a warning (``BAGUA_STRAGGLER_SECONDS``, default 10); 0: none."""
     return _seconds("BAGUA_STRAGGLER_SECONDS", "10", "no warnings")
 
 
 def get_top_seconds() -> float:
-    """Seconds from one publication of statistics for ``bagua top`` to the next; 0: none.
-
-    ``BAGUA_TOP``, default 0.
-    """
+    """Seconds between publications for ``bagua top`` (``BAGUA_TOP``, default 0); 0: none."""
     return _seconds("BAGUA_TOP", "0", "no publication")
 
 
@@ -153,7 +140,6 @@ def find_free_network_port() -> int:
 
 
 def warn_of_autotuning() -> None:
-    """Warn on rank 0 where variables of Bagua's autotuning ask for it (``BAGUA_AUTOTUNE``)."""
     if os.environ.get("BAGUA_AUTOTUNE", "0") in ("", "0") or get_rank() != 0:
         return
     given = sorted(name for name in os.environ if name.startswith("BAGUA_AUTOTUNE"))

@@ -151,7 +151,6 @@ def init_process_group(
 def _make_torch_group(
     backend: str, store: c10d.Store, rank: int, world_size: int, timeout: timedelta | None
 ) -> None:
-    """torch's default group, over keys of its own."""
     everyone = list(range(world_size))
     connections = Connections(store, rank, everyone, timeout or c10d.default_pg_timeout)
     with connections.collective_phase("init_process_group"):
@@ -180,8 +179,7 @@ def _make_default_group(timeout: timedelta | None, comes_back: bool, keys: c10d.
 def _end_in_one_line() -> None:
     """Have an uncaught error of bagua's end a rank's output with one short line.
 
-    A traceback and the lines about every rank come before it: with many ranks, and torchrun's
-    report behind them, hundreds.
+    It stands below hundreds: a traceback, a line about every rank, and torchrun's report.
     """
     print_whole = sys.excepthook
 
@@ -210,7 +208,6 @@ _COLLECTIVES = (
 
 
 def _register_elastic() -> None:
-    """Make the backend of elastic jobs known to torch.distributed. Idempotent."""
     if _ELASTIC not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             _ELASTIC,
@@ -239,7 +236,6 @@ for _name in _COLLECTIVES:
 
 
 def _store_of(group_name: str, keys: c10d.Store | None = None) -> c10d.Store:
-    """The keys of one group, in torch's store or in ``keys``."""
     return c10d.PrefixStore(f"bagua/{_incarnation}/{group_name}", keys or c10d._get_default_store())
 
 
@@ -355,7 +351,7 @@ def connect_islands(
 
 
 def from_torch_group(group: dist.ProcessGroup, stream: Any = None) -> BaguaProcessGroup:
-    """The bagua group with the members of a torch group. Only the members call it."""
+    """The bagua group with the members of a torch group, which alone call it."""
     return from_ranks(dist.get_process_group_ranks(group), group, stream)
 
 
@@ -388,10 +384,6 @@ def as_bagua_group(group: Any, stream: Any = None) -> BaguaProcessGroup:
     """Whatever a user passes as ``process_group=``: None, a torch group, a mesh or one of ours.
 
     ``stream`` is for a torch group that has no bagua group yet.
-
-    Raises:
-        TypeError: it is none of these.
-        ValueError: a mesh of more than one dimension.
     """
     group = group_of_mesh(group)
     if group is None:
@@ -410,7 +402,6 @@ def as_bagua_group(group: Any, stream: Any = None) -> BaguaProcessGroup:
 
 
 def known_bagua_group(group: dist.ProcessGroup) -> BaguaProcessGroup:
-    """The bagua group that :func:`as_bagua_group` has made for a torch group."""
     if group not in _torch_groups:
         raise RuntimeError("this process group has no bagua group: call group.bagua_patch() first")
     return _torch_groups[group]
@@ -419,8 +410,7 @@ def known_bagua_group(group: dist.ProcessGroup) -> BaguaProcessGroup:
 def ensure_initialised() -> None:
     """Make bagua's default group over torch.distributed's if there is none. All ranks call it.
 
-    A group that was made here follows torch's: when the script has destroyed that one and
-    initialised another, it is made again.
+    It is made again when the script has destroyed torch's and initialised another.
     """
     global _implicit
     if not dist.is_initialized():

@@ -50,15 +50,12 @@ Report = dict[str, int]
 
 @dataclass(frozen=True)
 class Change:
-    """A decision.
+    """A decision, in global ranks.
 
     Attributes:
-        generation: its number.
-        members: global ranks, ascending.
-        joined: those of them that are new.
-        returned: those of them that were late for a round, and are not new.
-        lost: global ranks that no longer belong.
-        reports: of the members that stay, by global rank.
+        joined: members that are new.
+        returned: members that were late for a round.
+        reports: of the members that stay.
     """
 
     generation: int
@@ -86,20 +83,14 @@ class Decision:
     returned: list[int]
 
     def stay(self) -> list[int]:
-        """Global ranks of the members that are not new, ascending."""
         return [rank for rank in sorted(self.members) if rank not in self.joined.values()]
 
     def text(self) -> str:
-        """For the store."""
         return json.dumps(asdict(self))
 
 
 class Life:
-    """Heartbeats of this process, until the object is deleted.
-
-    Attributes:
-        name: random; no other process has had it.
-    """
+    """Heartbeats of this process, until the object is deleted; its name is random."""
 
     def __init__(self, store: c10d.Store) -> None:
         self.name = secrets.token_hex(8)
@@ -196,7 +187,7 @@ class Membership:
         self._late: list[int] = []  # that the next generation goes on without
 
     def found(self, ranks: list[int]) -> None:
-        """Begin the first generation. All ``ranks`` (global) call it; waits for them."""
+        """Begin the first generation. All ``ranks`` (global) call it."""
         with store_needed():
             if self._life is not None:
                 self._store.set(f"founder/{self._rank}", self._life.name)
@@ -217,7 +208,6 @@ class Membership:
             return 0
 
     def unsettled(self, requests: int) -> bool:
-        """Whether ``requests`` are more than the last change has looked at."""
         return requests > self._settled_requests
 
     def gather(self, least: int, grace: float) -> tuple[bool, bool]:
@@ -263,12 +253,7 @@ class Membership:
     def change(self, report: Report, least: int) -> Change:
         """Agree on the next generation: Note [Generations]. All members call it.
 
-        Args:
-            report: for the others.
-            least: members without which nobody goes on.
-
-        Raises:
-            BaguaError: this process was taken for dead, or too few are left.
+        ``report``: for the others. ``least``: members without which nobody goes on.
         """
         with store_needed():
             number = self.generation + 1
@@ -311,7 +296,6 @@ class Membership:
         return Change(number, sorted(decision.members), joined, returned, lost, reports)
 
     def _await_decision(self, number: int) -> Decision:
-        """The decision of generation ``number``; waits as long as one may take."""
         wait_for_keys(self._store, [_members_key(number)], 3 * self._timeout)
         return _decision(self._store, number)
 
@@ -379,11 +363,7 @@ class Membership:
             return request
 
     def join(self, request: int) -> Change:
-        """Wait for the generation after the newest, which answers a ``request``.
-
-        Raises:
-            BaguaError: its members are gone.
-        """
+        """Wait for the generation that answers a ``request``, or raise: nobody is left."""
         with store_needed():
             pulse, answer = Pulse(self._store), f"request/{request}/answer"
             while not self._store.check([answer]):
@@ -448,7 +428,6 @@ def announce(store: c10d.Store, incarnation: str) -> None:
 
 
 def elastic_store(group_store: c10d.Store) -> c10d.Store:
-    """Keys of the generations of a group."""
     return c10d.PrefixStore("elastic", group_store)
 
 

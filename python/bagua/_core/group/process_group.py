@@ -1,7 +1,4 @@
-"""A set of ranks that communicate, its communicators, and the group of all ranks.
-
-A communicator runs eager collectives, and explains their failures.
-"""
+"""A set of ranks that communicate, its communicators, and the group of all ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +41,6 @@ _default_group: BaguaProcessGroup | None = None
 
 
 def close_at_exit(resource: Closable) -> None:
-    """Have ``resource.close()`` called before the process group goes away."""
     _live.add(resource)
 
 
@@ -102,16 +98,12 @@ class comm:
 class Communicator:
     """Some members of a process group, numbered from 0, that run eager collectives together.
 
-    Made by ``BaguaProcessGroup.get_*_communicator()``. For every device type it has connections of
-    its own, made by the first collective, so it never gets in the way of a training step. Two
-    members that send messages to each other earlier connect for themselves: a message needs its
-    sender and its receiver only.
+    Made by ``BaguaProcessGroup.get_*_communicator()``. The first collective makes connections of
+    its own for a type of device, so it never gets in the way of a training step. Two members that
+    exchange messages before that connect for themselves.
 
     One thread uses it; only :meth:`abort` may be called from another. All members run the same
     collectives in the same order, with tensors of the same size and dtype.
-
-    Attributes:
-        cuda_stream: the stream its group was made with, or None.
     """
 
     def __init__(
@@ -181,14 +173,7 @@ class Communicator:
         *,
         sums_of_torch: bool = False,
     ) -> None:
-        """Call ``move`` with the communicator of all members for ``device``; wait for its end.
-
-        ``sums_of_torch``: as of ``Connections.connect()``.
-
-        Raises:
-            BaguaTimeoutError: a member did not answer in the group's time.
-            BaguaError: the communicator was aborted, its group destroyed, or the transport failed.
-        """
+        """Call ``move`` with the communicator of all members for ``device``; wait for its end."""
         self._calls += 1
         self._move(name, self._calls, device, None, move, sums_of_torch)
 
@@ -197,8 +182,7 @@ class Communicator:
     ) -> None:
         """Send tensors to member ``peer`` and receive others from it, all on one device.
 
-        Only collectives are counted for the errors, because other members make no call here. A
-        message has the number of the next collective.
+        It is no collective for errors, which count those: other members make no call here.
         """
 
         def move(connected: _C.Communicator) -> None:
@@ -246,7 +230,7 @@ class Communicator:
     ) -> _C.CountingCommunicator:
         """Connections of all members, or of this one and ``peer`` if there are none of all yet.
 
-        Connecting all of them is collective, so the two members of a message know alike.
+        Connecting all is collective, so the two members of a message know alike.
         """
         label = self._connections.label(device)
         if sums_of_torch:
@@ -291,7 +275,6 @@ class Communicator:
 
 
 def _meet(connected: _C.Communicator) -> None:
-    """Returns when all members are here."""
     connected.all_reduce(torch.zeros(1, device="cpu"), _C.ReduceOp.SUM)
 
 
@@ -299,10 +282,8 @@ def _meet(connected: _C.Communicator) -> None:
 class Island:
     """What a process stands for in a group of islands: see ``connect_islands``.
 
-    Attributes:
-        number: of the island, which is this process's rank in the group.
-        group: the ranks of the island; this process meets those of its rank in other islands.
-        store: of all processes of all islands.
+    ``number``: of the island, and this process's rank in the group. ``group``: the ranks of the
+    island. ``store``: of all processes of all islands.
     """
 
     number: int
@@ -360,7 +341,6 @@ class BaguaProcessGroup:
 
     @property
     def _own(self) -> int:
-        """This process among :attr:`ranks`."""
         return dist.get_rank() if self.island is None else self.island.number
 
     @property
@@ -369,9 +349,9 @@ class BaguaProcessGroup:
         return set(self.ranks) if self.island is None else {dist.get_rank()}
 
     def replace_members(self, ranks: Sequence[int], store: c10d.Store) -> None:
-        """From now on the group is these global ranks, with new connections over ``store``.
+        """Make the group these global ranks, with new connections. All of them call it.
 
-        All of them call it. Communicators of eager collectives are closed: get new ones.
+        Communicators of eager collectives are closed: get new ones.
         """
         for communicator in self._communicators.values():
             if isinstance(communicator, Communicator):
@@ -392,11 +372,7 @@ class BaguaProcessGroup:
         return len(self.ranks)
 
     def hierarchy(self, asked: Asked | None) -> Asked | bool:
-        """``hierarchical`` of an algorithm: ``asked`` or, for None, what suits the nodes.
-
-        Returns:
-            For None, equal on all ranks: whether there are several nodes, and several ranks on one.
-        """
+        """``asked`` or, for None, whether there are several nodes and several ranks on one."""
         if asked is not None:
             return asked
         nodes = self.connections.node_of_ranks()
@@ -421,18 +397,18 @@ class BaguaProcessGroup:
         return self._communicator("global", lambda: list(range(self.size)))
 
     def get_intra_node_communicator(self) -> Communicator | CommMember:
-        """The members on this process's node. All members call it when it is first used.
+        """The members on this process's node; outside of the group ``CommMember.NON_COMM_MEMBER``.
 
-        Ranks outside of the group get ``CommMember.NON_COMM_MEMBER``.
+        All members call it when it is first used.
         """
         return self._communicator(
             "intra", lambda: _C.node_members(self.connections.node_of_ranks(), self.rank)
         )
 
     def get_inter_node_communicator(self) -> Communicator | CommMember:
-        """The lowest member rank of each node. All members call it when it is first used.
+        """The lowest member rank of each node; all others get ``CommMember.NON_COMM_MEMBER``.
 
-        All other ranks get ``CommMember.NON_COMM_MEMBER``.
+        All members call it when it is first used.
         """
         return self._communicator("inter", lambda: _C.leaders(self.connections.node_of_ranks()))
 
@@ -455,7 +431,6 @@ class BaguaProcessGroup:
 
 
 def set_default_group(group: BaguaProcessGroup | None) -> None:
-    """Make ``group`` the one that is used where no group is named."""
     global _default_group
     _default_group = group
 
@@ -466,11 +441,7 @@ def is_initialized() -> bool:
 
 
 def get_default_group() -> BaguaProcessGroup:
-    """The group of all ranks.
-
-    Raises:
-        RuntimeError: before ``init_process_group``.
-    """
+    """The group of all ranks, or RuntimeError before ``init_process_group``."""
     if _default_group is None:
         raise RuntimeError(
             "bagua is not initialised: call bagua.init_process_group() before with_bagua and "
@@ -480,13 +451,9 @@ def get_default_group() -> BaguaProcessGroup:
 
 
 def get_communicator(group_name: str, comm_name: str) -> Communicator | CommMember:
-    """A communicator of the group called ``group_name`` (``BaguaProcessGroup.group_name``).
+    """A communicator, ``"global"``, ``"inter"`` or ``"intra"``, of the group of that name.
 
-    Args:
-        comm_name: ``"global"``, ``"inter"`` or ``"intra"``.
-
-    Raises:
-        ValueError: there is no such group (any more), or no such kind of communicator.
+    Raises ValueError where there is no such group (any more), or no such kind of communicator.
     """
     group = _groups.get(group_name)
     if group is None:

@@ -1,7 +1,6 @@
 """The job's store: how processes meet there, and values that another rank puts into it.
 
-Values are waited for, and checked before use: something else than what is expected raises
-BaguaError.
+Values are checked before use: something else than what is expected raises BaguaError.
 """
 
 from __future__ import annotations
@@ -42,13 +41,7 @@ def rendezvous(
     local_world_size: int,
     timeout: timedelta | None,
 ) -> tuple[int, int, c10d.Store]:
-    """Place of this process in the job; see ``init_process_group`` for the arguments.
-
-    Raises:
-        TypeError: ``store`` is none.
-        ValueError: a rank, a size or an environment variable is missing or out of range.
-        BaguaError: the store does not answer, or ranks do not come to it.
-    """
+    """Place of this process in the job; see ``init_process_group`` for arguments and errors."""
     if store is not None:
         if not isinstance(store, c10d.Store):
             raise TypeError(
@@ -103,9 +96,7 @@ def rendezvous(
 def connect_store(address: str, timeout: timedelta) -> c10d.Store:
     """A connection to the store at ``address``, ``"host:port"``.
 
-    Raises:
-        ValueError: it is no address.
-        BaguaError: there is no store, or it does not answer.
+    Raises ValueError where it is no address, BaguaError where there is no store.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
@@ -215,14 +206,10 @@ def count_visits(store: c10d.Store, rank: int) -> str:
 
 
 def refuse_stale_addresses(init_method: str | None) -> None:
-    """Refuse a group that torch.distributed makes by ``init_method`` in a restarted job.
+    """Raise RuntimeError for a group that torch.distributed makes in a restarted job.
 
-    torchrun's store serves all restarts, and torch's keys in it are equal for all of them, so ranks
-    read the addresses of dead processes. They are refused, wait until a timeout, or make a group
-    that breaks.
-
-    Raises:
-        RuntimeError: names the remedy.
+    torch's keys in torchrun's store are equal for all restarts, so ranks read the addresses of dead
+    processes: they are refused, wait until a timeout, or make a group that breaks.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -243,17 +230,11 @@ def wait_for_keys(
     timeout: timedelta,
     hopeless: Callable[[], str] | None = None,
 ) -> None:
-    """Return once the store has all ``keys``.
+    """Return once the store has all ``keys``; BaguaTimeoutError names those that are missing.
 
     Between its looks Ctrl-C ends it, and others may use the store's connection, which
-    ``store.wait`` would keep to itself.
-
-    Args:
-        hopeless: the reason for which the keys will never be there; empty: there is none.
-
-    Raises:
-        BaguaTimeoutError: they are not there in time; names them.
-        BaguaError: it is hopeless.
+    ``store.wait`` would keep to itself. ``hopeless``: the reason for which the keys will never be
+    there, raised as BaguaError; empty: there is none.
     """
     pause, deadline = _PAUSES[0], time.monotonic() + timeout.total_seconds()
     while not store.check(list(keys)):
@@ -290,7 +271,6 @@ def stored_lines(store: c10d.Store, key: str) -> list[str]:
 
 
 def stored_value(store: c10d.Store, key: str, read: Callable[[Any], Value]) -> Value:
-    """Have ``read`` convert the JSON under ``key``; it raises where that is something else."""
     value = bytes(store.get(key))
     try:
         if len(value) <= _MOST_BYTES:

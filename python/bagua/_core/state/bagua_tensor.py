@@ -28,8 +28,6 @@ Setter = Callable[[torch.Tensor, torch.Tensor], None]
 
 @dataclass(eq=False)
 class Record:
-    """Registration of one tensor."""
-
     name: str
     module_name: str | None
     getter: Getter | None
@@ -43,7 +41,6 @@ _records: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def record_of(tensor: torch.Tensor) -> Record:
-    """The record of a registered tensor."""
     record = _records.get(tensor)
     if record is None:
         raise RuntimeError("not a Bagua tensor; call ensure_bagua_tensor(name, module_name) first")
@@ -61,7 +58,6 @@ def carries_gradient(tensor: torch.Tensor) -> bool:
 
 
 def is_sparse(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's gradients have sparse layout."""
     return record_of(tensor).sparse is not None
 
 

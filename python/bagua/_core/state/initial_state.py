@@ -136,12 +136,8 @@ def broadcast_optimizer(
     """Overwrite the optimizer's state and hyper-parameters with those of rank ``source``.
 
     State that a rank does not have yet is created; CPU tensors such as ``step`` stay on CPU.
-
-    Raises:
-        TypeError: on every rank, if a state or hyper-parameter of ``source`` is neither a tensor
-            nor plain data.
-        BaguaMismatchError: the message does not describe an optimizer of these parameters; nothing
-            was changed.
+    TypeError on every rank where ``source`` has neither tensors nor plain data; BaguaMismatchError,
+    with nothing changed, where the message describes no optimizer of these parameters.
     """
     if connections.size == 1:
         return
@@ -226,7 +222,6 @@ def _broadcast_text(
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """The description of all state and hyper-parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [
         {str(key): _encode(value, str(key)) for key, value in optimizer.state.get(p, {}).items()}
@@ -256,7 +251,6 @@ def _encode(value: Any, key: str) -> dict[str, Any]:
 
 
 def most_text_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that the description of such an optimizer cannot exceed."""
     described = sum(1 + len(group["params"]) for group in optimizer.param_groups)
     return _MOST_TEXT_BESIDES + _MOST_TEXT_PER_PARAMETER * described
 
@@ -264,11 +258,9 @@ def most_text_bytes(optimizer: torch.optim.Optimizer) -> int:
 def read_description(
     text: bytes, optimizer: torch.optim.Optimizer
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Read what :func:`describe_optimizer` wrote for an optimizer of the same parameters.
+    """What :func:`describe_optimizer` wrote for an optimizer of the same parameters.
 
-    Returns:
-        The entries of each parameter, in the order of the groups, and those of each group without
-        the parameters.
+    The entries of each parameter, in the order of the groups, and those of each group.
     """
     try:
         read = json.loads(text.decode())

@@ -55,7 +55,6 @@ Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _error_key(rank: int, name: str) -> str:
-    """Key of the residual of ``rank`` for the parameter ``name``."""
     return f"rank{rank}/error/{name}"
 
 
@@ -70,10 +69,8 @@ class Page:
     """The state that an operation keeps of the parameters of one bucket, at first zero.
 
     Args:
-        flat: the bucket.
-        named: (name, place in ``flat``) of each parameter.
+        named: (name, place in ``flat``, the bucket) of each parameter.
         outcome: of all pages that change together.
-        error_feedback: False: there are no residuals.
         matrices: of parameters with a query.
         seed: of queries of parameters that come later than others.
         part: (first element, number of elements) of this rank's part of the bucket, with a server
@@ -83,7 +80,6 @@ class Page:
         memory: the residual, as long as the bucket, or empty; with ``matrices`` their queries; the
             number of communications, one int64 on the CPU; with ``part`` the server residual.
             Residuals and queries are f32 (f64 for f64).
-        matrices: as given.
     """
 
     def __init__(
@@ -125,10 +121,7 @@ class Page:
         members: Sequence[int],
         rank: int,
     ) -> Page:
-        """A page with a server residual, of a bucket that is cut into a part per member.
-
-        ``members``: the ranks that sum it; ``rank``: this one, perhaps none of them.
-        """
+        """A page of a bucket that is cut into a part per member; ``rank`` may be none of them."""
         numel = flat.numel()
         stride = _C.part_stride(numel, len(members))
         first = min(numel, stride * members.index(rank)) if rank in members else numel
@@ -138,12 +131,10 @@ class Page:
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters."""
         return [place.name for place in self._places]
 
     @property
     def communications(self) -> torch.Tensor:
-        """The number of communications behind it."""
         return self.memory.value(self._counter)
 
     def errors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -178,7 +169,6 @@ class Page:
         return torch.randn(query.shape, generator=generator, device="cpu")
 
     def clear(self) -> None:
-        """Make everything zero: nothing has been communicated."""
         for number in range(self._tensors):
             self.memory.value(number).zero_()
 
@@ -208,10 +198,8 @@ class Commit:
 class _Entries:
     """State of one parameter, while it is in no page.
 
-    Attributes:
-        servers: (first element, server residual from there on), of this rank or, if ``whole``, of
-            all ranks.
-        ranks: among which ``error`` counts.
+    ``servers``: (first element, server residual from there on), of this rank or, if ``whole``, of
+    all. ``ranks``: among which ``error`` counts.
     """
 
     ranks: int
@@ -237,7 +225,6 @@ class Ledger:
             other shards have saved is refused.
 
     Attributes:
-        counters: by name.
         own: further tensors of this rank, by key.
         pages: of the buckets at work.
     """
@@ -267,7 +254,6 @@ class Ledger:
         self._ranks = 0  # among which the residuals of the pages count
 
     def members(self) -> list[int]:
-        """The ranks that have residuals: all, or the nodes' leaders."""
         connections = self._connections()
         if not self._hierarchical:
             return list(range(connections.size))
@@ -276,13 +262,10 @@ class Ledger:
     # Buckets that come and go.
 
     def take(self, *pages: Page) -> None:
-        """Continue in ``pages``, of new buckets. All of them change together.
+        """Continue in ``pages``, of new buckets, which get the entries of their parameters.
 
-        They get the entries of their parameters, those of pages that have the same ones included,
-        which leave the ledger.
-
-        Raises:
-            ValueError: a state that was loaded does not fit; names the entry.
+        All of them change together. Pages at work with the same parameters leave the ledger.
+        ValueError names the entry of a loaded state that does not fit.
         """
         names = {name for page in pages for name in page.names}
         self.put_aside(*(page for page in self.pages if not names.isdisjoint(page.names)))
@@ -388,13 +371,9 @@ class Ledger:
     def restore(self, state: Mapping[str, Any], buckets: Sequence[Page] | None = None) -> None:
         """Restore :meth:`state`, perhaps the merged ones of other ranks; other keys are ignored.
 
-        Args:
-            state: to restore.
-            buckets: pages that the state must fit, while those at work leave the ledger; None: it
-                must fit those at work, which get it.
-
-        Raises:
-            ValueError: something is missing or does not fit, names the entry; nothing has changed.
+        ``buckets``: pages that the state must fit, while those at work leave the ledger; None: it
+        must fit those at work, which get it. ValueError names an entry that is missing or does not
+        fit; nothing has changed then.
         """
         check_state(state, self._owner)
         if self._shards is not None:
@@ -547,7 +526,6 @@ def _servers_of(state: Mapping[str, Any]) -> dict[str, list[tuple[int, int, torc
 
 
 def _like(value: Any) -> torch.Tensor:
-    """A tensor of the shape of a saved one, which holds real numbers."""
     size = value.size() if isinstance(value, torch.Tensor) else ()
     return torch.empty(size, device="meta")
 

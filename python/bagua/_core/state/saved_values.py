@@ -43,10 +43,7 @@ def check_state(state: Any, owner: str) -> None:
 
 
 def check_no_state(state: Any, owner: str, but: Iterable[str] = ()) -> None:
-    """Raise ValueError unless ``state`` is a dict with the keys ``but`` at most.
-
-    ``owner``, an algorithm, is named.
-    """
+    """Raise ValueError unless ``state`` is a dict with the keys ``but`` at most."""
     check_state(state, owner)
     expected = sorted(but)
     names = sorted(set(state) - set(expected))
@@ -80,7 +77,7 @@ def saved_tensor(
 ) -> torch.Tensor:
     """The tensor under ``key``, which is to be copied into ``view``: of its shape, of real numbers.
 
-    Where ``view`` holds whole numbers, it counts something: none may be negative.
+    Where ``view`` holds whole numbers, none may be negative.
     """
     if key not in state:
         raise ValueError(f"the state has no '{key}': {remedy}")

@@ -47,12 +47,9 @@ def whole(shard: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 class WholeSums:
-    """Sums over all elements of tensors of which this rank has parts.
+    """Sums over all elements of tensors of which this rank has parts, those of ``parameters``.
 
     All ranks that hold shards of one parameter call its methods together, and get equal bits.
-
-    Args:
-        parameters: of which the tensors given later are this rank's parts, in this order.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -78,7 +75,6 @@ class WholeSums:
 
 
 def _copies(tensor: Any) -> int:
-    """How many ranks hold each shard of a DTensor."""
     places = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return math.prod(ranks for ranks, place in places if not place.is_shard())
 
@@ -108,14 +104,7 @@ class Shards:
     ``rank<r>/`` otherwise is under ``shard<place in the mesh>/ranks<number>/rank<r>/``. Without
     DTensors a state stays as it is.
 
-    Args:
-        owner: the algorithm's name in errors.
-        named: all trained parameters.
-        rank: of this process among those that hold the same shards.
-        ranks: their number.
-
-    Attributes:
-        parameters: the DTensors, by name.
+    ``rank``, ``ranks``: of this process among those that hold the same shards, and their number.
     """
 
     def __init__(
@@ -165,7 +154,6 @@ def _label_of(tensors: Iterable[Any]) -> tuple[str, str]:
 
 
 def ranks_of(tensor: Any) -> set[int]:
-    """Global ranks that hold shards of a DTensor."""
     return set(tensor.device_mesh.mesh.flatten().tolist())
 
 

@@ -72,22 +72,19 @@ class ModuleSnapshot:
         return bool(names) and all(name in self.ignored for name in names)
 
     def trained(self, module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-        """``(name, parameter)``: not ignored, no expert, shared ones once.
+        """``(name at the wrap, parameter)``: not ignored, no expert, shared ones once.
 
-        Trainable at the wrap or accepted since, also where they are frozen now; with the names
-        that they had then.
+        Trainable at the wrap or accepted since, also where they are frozen now.
         """
         self.show_shards(module)
         known = self._trained
         return [(known[id(p)], p) for _, p in self.common_parameters(module) if id(p) in known]
 
     def unfrozen(self, module: torch.nn.Module) -> list[str]:
-        """Names of the parameters that are trainable and not among the trained ones."""
         named = self.common_parameters(module)
         return [name for name, p in named if p.requires_grad and id(p) not in self._trained]
 
     def accept_unfrozen(self, module: torch.nn.Module) -> None:
-        """Count the unfrozen parameters among the trained ones."""
         for name, parameter in self.common_parameters(module):
             if parameter.requires_grad:
                 self._trained.setdefault(id(parameter), name)
@@ -104,12 +101,10 @@ class ModuleSnapshot:
         ]
 
     def state(self, module: torch.nn.Module) -> list[torch.Tensor]:
-        """All parameters that are not ignored, frozen ones too, without autograd; of shards those
-        of this rank."""
+        """Parameters that are not ignored, frozen ones too; of shards those of this rank."""
         return [local(p.data) for name, p in module.named_parameters() if name not in self.ignored]
 
     def buffers(self, module: torch.nn.Module) -> list[torch.Tensor]:
-        """All buffers that are not ignored."""
         return [b for name, b in module.named_buffers() if name not in self.ignored]
 
     def floating_buffers(self, module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -123,11 +118,8 @@ class ModuleSnapshot:
     def check(self, module: torch.nn.Module, module_name: str, *, unfreezing: bool = False) -> bool:
         """Compare with the module as it is now: Note [Plan guard] in the C++ core.
 
-        Returns:
-            Whether parameters were unfrozen and nothing else differs, if ``unfreezing``.
-
-        Raises:
-            BaguaError: names the first difference.
+        Returns whether parameters were unfrozen and nothing else differs, if ``unfreezing``.
+        BaguaError names the first difference.
         """
         self.show_shards(module)
         difference = self._guard.difference(self._dicts)
@@ -147,10 +139,7 @@ class ModuleSnapshot:
         return unfrozen
 
     def second_wrapper(self) -> str:
-        """An error if torch averages gradients too, else an empty string.
-
-        Note [Torch's reducer] in the C++ core.
-        """
+        """An error if torch averages gradients too: Note [Torch's reducer] in the C++ core."""
         name = self._guard.reduced_by_torch()
         if not name or self._averaged_inside:
             return ""
@@ -189,12 +178,7 @@ class ModuleSnapshot:
         return lines
 
     def refuse_unsupported(self, module: torch.nn.Module, algorithm: AlgorithmImpl) -> None:
-        """Check that ``algorithm`` can communicate every parameter that is trained.
-
-        Raises:
-            TypeError, NotImplementedError: it cannot; names the parameter and what can be done.
-            RuntimeError: torch communicates one too.
-        """
+        """Raise where ``algorithm`` cannot communicate a parameter that is trained; names it."""
         if second := self.second_wrapper():
             raise RuntimeError(f"module '{type(module).__name__}': {second}")
         chosen = type(algorithm).__name__.removesuffix("Impl")
@@ -245,7 +229,6 @@ def sparse_parameters(module: torch.nn.Module) -> set[int]:
 
 
 def ignored_names(module: torch.nn.Module) -> set[str]:
-    """Names of the parameters and buffers that the user has excluded."""
     attributes = (_IGNORE, "_ddp_params_and_buffers_to_ignore")
     names = {name for attribute in attributes for name in getattr(module, attribute, [])}
     if "_orig_mod" in module._modules:  # torch.compile(model), whose names were given to the model
@@ -254,8 +237,7 @@ def ignored_names(module: torch.nn.Module) -> set[str]:
 
 
 def sample(named: Sequence[tuple[str, torch.Tensor]], every: int) -> _C.WeightsSample | None:
-    """The sample of ``named`` that the core compares, all of them in ``every`` rounds; None if
-    there is nothing to compare: ``BAGUA_CHECK_WEIGHTS_EVERY``.
+    """The sample of ``named`` that the core compares, all of it in ``every`` rounds; None: nothing.
 
     Parameters are held, not their memory: ``parameter.data = x`` is seen. Those on another device
     than most are left out, and tensor subclasses, whose values may lie anywhere.
@@ -276,7 +258,6 @@ def sample(named: Sequence[tuple[str, torch.Tensor]], every: int) -> _C.WeightsS
 
 
 def warn_unused(module_name: str, names: list[str]) -> None:
-    """Name the parameters that backward did not reach."""
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     warnings.warn(
         f"module '{module_name}': no gradient in this step for {shown}; zeros were sent. Pass "
@@ -286,7 +267,6 @@ def warn_unused(module_name: str, names: list[str]) -> None:
 
 
 def warn_past_wrapper(module_name: str, name: str) -> None:
-    """Say that a backward is this rank's own, because no forward of the wrapper was before it."""
     warnings.warn(
         f"module '{module_name}': parameter '{name}' received a gradient, but not from a forward "
         "of the wrapped module, so it is this rank's own and was not communicated. Call the "

@@ -41,7 +41,6 @@ def steps(folder: Path) -> list[int]:
 
 
 def place_of(folder: Path, step: int) -> Path:
-    """The folder of a step."""
     return folder / f"step-{step:09d}"
 
 
@@ -51,7 +50,6 @@ def hidden(place: Path, what: str = "part") -> Path:
 
 
 def part_of(place: Path, rank: int) -> Path:
-    """The folder of one rank in that of a step."""
     return place / f"rank-{rank}"
 
 
@@ -63,12 +61,8 @@ def is_tensor(value: Any) -> bool:
 def write(part: Path, leaves: Leaves, **more: Any) -> list[str]:
     """Write ``leaves`` and ``more``, which :func:`read` returns; they are on the disk at return.
 
-    Returns:
-        Lines for :func:`publish`.
-
-    Raises:
-        OSError, RuntimeError: they cannot be written.
-        pickle.UnpicklingError: loading with ``weights_only=True`` would refuse them.
+    Returns lines for :func:`publish`. Raises pickle.UnpicklingError where loading with
+    ``weights_only=True`` would refuse them.
     """
     # Not at the top: it takes a second, which every program would pay.
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -129,14 +123,10 @@ def clear(folder: Path) -> None:
 
 
 def check(place: Path, rank: int, size: int) -> int:
-    """Read every byte of what ``rank`` of ``size`` answers for: its own part, and with another
-    number of ranks than saved all parts.
+    """Read what ``rank`` of ``size`` answers for: its part, and with another number of ranks all.
 
-    Returns:
-        How many ranks saved the step.
-
-    Raises:
-        Damaged: a file is missing, truncated or changed.
+    Returns how many ranks saved the step; Damaged names a file that is missing, truncated or
+    changed.
     """
     path = place / _DIGESTS
     try:
@@ -188,7 +178,6 @@ def read(part: Path) -> tuple[Leaves, dict[str, Any]]:
 
 
 def _planned(planner: SavePlanner, tensors: dict[str, torch.Tensor]) -> tuple[SavePlan, Metadata]:
-    """Returns those of ``tensors`` that this process alone writes."""
     planner.set_up_planner(tensors, is_coordinator=True)
     (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
     return planner.finish_plan(plan), metadata

@@ -59,7 +59,6 @@ _TOLERANCE = "a link between nodes T times slower than the fastest one is broken
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``bagua doctor``."""
     for name, default, unit, meaning in (
         ("--timeout", 10.0, "S", "seconds after which a link or a rank counts as dead (10)"),
         ("--start", 60.0, "S", "seconds within which all ranks must have started (60)"),
@@ -83,7 +82,6 @@ def _positive(text: str) -> float:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Examine the job of which this process is a rank; returns the exit code."""
     if "RANK" not in os.environ:
         sys.stderr.write(
             "bagua doctor examines the ranks of a job. Start it with\n"
@@ -110,7 +108,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _meet(patience: timedelta) -> tuple[int, int, c10d.Store] | str:
-    """Rank, number of ranks and a store of this examination alone, or why there is none."""
     try:
         rank, size = env.get_rank(), env.get_world_size()
         store = _store(rank, size, patience)
@@ -268,7 +265,6 @@ class _Examination:
             self._meeting.write(f"measured/{number}/{self._rank}", word)
 
     def _note_link(self, number: int, pair: Pair, deadline: float) -> None:
-        """Rank 0 reads what both ends of a link have measured, until ``deadline``."""
         words = self._words(f"measured/{number}", "how fast its link is", deadline, pair)
         failures = [word for word in words.values() if not isinstance(word, dict)]
         if len(words) < 2:
@@ -346,7 +342,6 @@ class _Examination:
         return found
 
     def _by(self, more_seconds: float = 0.0) -> float:
-        """The time by which another rank's word is expected."""
         return time.monotonic() + self._limit() + more_seconds
 
     def _lose(self, rank: int, reason: str) -> None:
@@ -361,11 +356,9 @@ class _Examination:
         )
 
     def _limit(self) -> float:
-        """Seconds within which another rank's word is expected."""
         return float(self._arguments.timeout) + _GRACE
 
     def _longest(self) -> float:
-        """Seconds within which rank 0 goes on, whatever is broken."""
         return 6.0 * float(self._arguments.timeout) + 3 * _GRACE
 
     def _device(self) -> torch.device:
@@ -377,7 +370,6 @@ class _Examination:
 
 
 def _within(work: Callable[[], Any], seconds: float, otherwise: str) -> Any:
-    """The result of ``work``, or ``otherwise`` if it takes longer than ``seconds``."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()
@@ -400,11 +392,7 @@ def page(
     findings: Sequence[Finding],
     most_links: int,
 ) -> str:
-    """The report on a cluster, in lines of at most 80 columns.
-
-    ``links``: by pair, the measurement or the word for why there is none. ``most_links``: how many
-    lines of links there are at most; the slowest are shown.
-    """
+    """The report on a cluster: at most 80 columns, and ``most_links`` links, the slowest."""
     parts = [_ranks(cards, links), _versions(cards), _links(links, most_links), _sums(sums)]
     return "\n".join([*(part for part in parts if part), _verdict(findings)])
 

@@ -24,8 +24,6 @@ _DONE = b"d"
 
 
 class Place(NamedTuple):
-    """Where a rank listens."""
-
     address: str
     port: int
 
@@ -65,16 +63,12 @@ class Post:
         threading.Thread(target=self._take_all, name="bagua-doctor-post", daemon=True).start()
 
     def close(self) -> None:
-        """Close all sockets."""
         self._listening.close()
         for connection in [*self._taken.values(), *self._opened.values()]:
             connection.close()
 
     def open_all(self, places: dict[int, Place]) -> dict[int, str]:
-        """Connect to every rank of ``places``, all at once; returns why not, for those that failed.
-
-        Takes about twice the timeout at most.
-        """
+        """Connect to every rank of ``places``, all at once; why not, for those that failed."""
         failures: dict[int, str] = {}
 
         def connect(other: int, place: Place) -> None:
@@ -192,7 +186,6 @@ def _send(connection: socket.socket, most_bytes: int) -> float:
 
 
 def _send_bytes(connection: socket.socket, size: int) -> float:
-    """Send a transfer; returns the rate at which it was received."""
     block = memoryview(bytes(min(size, _BLOCK)))
     connection.sendall(size.to_bytes(8, "big"))
     for start in range(0, size, _BLOCK):
@@ -249,9 +242,9 @@ def _reason(error: OSError, timeout: float) -> str:
 def rounds_of_pairs(
     nodes: Sequence[int], pairs: Sequence[tuple[int, int]]
 ) -> list[list[tuple[int, int]]]:
-    """Rounds that hold each of ``pairs`` once, and no node twice in a round.
+    """Rounds that hold each of ``pairs`` once, and no node twice, so links are measured alone.
 
-    So links between nodes are measured without traffic beside. ``nodes``: node of every rank.
+    ``nodes``: node of every rank.
     """
     left = list(pairs)
     rounds = []
@@ -271,5 +264,4 @@ def rounds_of_pairs(
 
 
 def all_pairs(size: int) -> list[tuple[int, int]]:
-    """Every two of ``size`` ranks, the lower one first."""
     return list(itertools.combinations(range(size), 2))

@@ -26,8 +26,8 @@ def reduce_everywhere(
 ) -> dict[str, Any]:
     """Average a tensor over all ranks; every rank calls it.
 
-    Returns, for ``"exact"`` and ``"8-bit"``: ``error``, relative to the mean that torch computes
-    from all ranks' inputs, ``seconds``, and ``digest`` of the result.
+    For ``"exact"`` and ``"8-bit"``: ``error``, relative to the mean that torch computes from all
+    ranks' inputs, ``seconds``, and ``digest`` of the result.
     """
     connections = Connections(store, rank, list(range(size)), timeout)
     communicator = connections.connect("doctor", device)
@@ -56,7 +56,6 @@ def reduce_everywhere(
 
 
 def findings_of_sums(results: dict[int, Any]) -> list[Finding]:
-    """``results``: of every rank, what :func:`reduce_everywhere` returned, or its error's text."""
     failed = {rank: result for rank, result in results.items() if isinstance(result, str)}
     if failed:
         rank, reason = next(iter(failed.items()))

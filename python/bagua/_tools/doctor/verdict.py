@@ -52,7 +52,6 @@ class Card(NamedTuple):
 
 
 def own_card(device: str) -> Card:
-    """The card of this process, which is to be given its port."""
     address, reason = gloo_address()
     own = [one for one in interfaces() if address in one.addresses]
     return Card(
@@ -75,7 +74,6 @@ def own_card(device: str) -> Card:
 
 
 def card_from(word: Any) -> Card | None:
-    """The card that a rank has written as a JSON object; None if it is none."""
     kinds = {"node": int, "pid": int, "port": int, "mtu": int}
     if not isinstance(word, dict) or word.keys() != set(Card._fields):
         return None
@@ -95,7 +93,6 @@ class Finding(NamedTuple):
 
 
 def findings_of_cards(cards: Mapping[int, Card]) -> list[Finding]:
-    """Settings and versions that do not fit together."""
     found = [
         Finding(f"rank {rank} ({card.host}): {card.reason} is no interface with an address")
         for rank, card in cards.items()
@@ -161,22 +158,18 @@ def findings_of_links(
 
 
 def slowest_direction(link: Measured) -> float:
-    """Bytes a second in the slower direction."""
     return min(link.sent, link.received)
 
 
 def speed_text(speed: float) -> str:
-    """Bytes a second in words: "25.0 MB/s (200 Mbit/s)"."""
     return f"{speed / 1e6:.1f} MB/s ({speed / 125e3:.0f} Mbit/s)"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """The ranks in words: "rank 3", "ranks 0, 1"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def hosts(cards: Mapping[int, Card], pair: Pair) -> str:
-    """The hosts of two ranks and the addresses at which they listen."""
     return " and ".join(f"{cards[rank].host} at {cards[rank].address}" for rank in pair)
 
 

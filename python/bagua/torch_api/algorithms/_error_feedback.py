@@ -42,7 +42,6 @@ def check_hierarchy(owner: str, hierarchical: Hierarchy | None, error_feedback: 
 
 
 def check_patterns(patterns: Sequence[str]) -> tuple[str, ...]:
-    """The patterns as a tuple; TypeError for one string."""
     if isinstance(patterns, str):
         raise TypeError(
             f"exact_parameters={patterns!r} is one string: give a list of names or patterns, such "
@@ -52,20 +51,17 @@ def check_patterns(patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_warmup(warmup_steps: int) -> None:
-    """Raise ValueError for a negative number."""
     if warmup_steps < 0:
         raise ValueError(f"warmup_steps={warmup_steps} must not be negative")
 
 
 def is_wide(codec: str) -> bool:
-    """Whether ``codec`` keeps 16 bits or more of an element."""
     numel = 1024
     payload = _C.make_codec(codec).payload_bytes(torch.float32, numel)
     return payload >= 2 * numel
 
 
 def warn_of_useless_residuals(owner: str, codec: str | None, error_feedback: bool) -> None:
-    """Warn of error feedback where little or nothing is lost."""
     if not error_feedback or not (codec is None or is_wide(codec)):
         return
     what = "without a codec: nothing is lost"

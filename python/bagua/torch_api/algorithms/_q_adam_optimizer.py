@@ -80,7 +80,6 @@ class QAdamOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see the class for what it may hold and what it raises."""
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         warm_ups = sorted({group["warmup_steps"] for group in self.param_groups})
@@ -100,7 +99,6 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     @property
     def compressed_steps(self) -> int:
-        """Number of steps done after the warm-up."""
         return max(0, self.completed_steps - self.warmup_steps)
 
     @property
@@ -127,14 +125,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; parameters without gradient stay as they are.
-
-        Args:
-            closure: evaluates the model with gradients and returns the loss.
-
-        Returns:
-            What ``closure`` returned, or None.
-        """
+        """One step; ``closure`` evaluates the model with gradients and returns the loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

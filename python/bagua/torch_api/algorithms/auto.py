@@ -134,8 +134,6 @@ def label_of(algorithm: Algorithm) -> str:
 
 @dataclass(eq=False)
 class Trial:
-    """A candidate, and what was measured of it."""
-
     algorithm: Algorithm
     label: str
     seconds: float | None = None  # of a step; None: not tried
@@ -146,13 +144,8 @@ class Trial:
 class Selection:
     """Tries candidates one after another, chooses one, and tries again when steps become slow.
 
-    Decides with what the ranks agree on, so that all choose the same. All ranks make the same
-    calls.
-
-    Args:
-        trials: in this order; the first one is exact, and never excluded.
-        max_error: of a candidate that may be chosen.
-        agree: makes a rank's number the largest of all ranks'.
+    All ranks make the same calls, and choose the same, by numbers that they ``agree`` on: the
+    largest. The first of ``trials`` is exact, and never excluded.
     """
 
     at_work: Trial  # the candidate that is to communicate now
@@ -191,10 +184,8 @@ class Selection:
     def step_ended(self, now: float, error: float | None, breached: bool) -> bool:
         """Count a step of the candidate at work; whether another one is at work from now on.
 
-        Args:
-            now: seconds on this rank's clock.
-            error: what the guard found that its last round lost; None: nothing was measured.
-            breached: whether it loses more than the guard allows.
+        ``now``: seconds on this rank's clock. ``error``: what the guard found that its last round
+        lost; None: nothing was measured. ``breached``: it loses more than the guard allows.
         """
         before, trial, chosen = self._ended, self.at_work, self.chosen
         self._ended = now
@@ -257,7 +248,6 @@ class Selection:
         self._window = min(max(steps, _LEAST_STEPS), _MOST_STEPS)
 
     def _watch(self) -> None:
-        """Try again where steps have become slow for several windows."""
         if len(self._seconds) < (_LEAST_STEPS if self._reference is None else self._window):
             return
         seconds = self._agree(statistics.median(self._seconds))
@@ -274,7 +264,6 @@ class Selection:
         )
 
     def values(self) -> dict[str, Any]:
-        """The choice as plain data: see ``BaguaModule.bagua_stats``."""
         table = [
             {
                 "candidate": trial.label,
@@ -293,7 +282,6 @@ class Selection:
         }
 
     def table_text(self) -> str:
-        """A line for each candidate, the chosen one marked."""
         lines = []
         for trial in self.trials:
             mark = "*" if trial is self.at_work else " "

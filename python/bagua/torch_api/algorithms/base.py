@@ -265,13 +265,8 @@ class AlgorithmImpl:
 class WarmUpImpl(AlgorithmImpl):
     """Averages gradients exactly in the first rounds; then subclasses communicate in their way.
 
-    A round is a forward and a backward outside ``no_sync()``. Subclasses set a :attr:`ledger` that
-    counts them.
-
-    Attributes:
-        counter: of the rounds, in the ledger.
-        warmup_steps: rounds of the warm-up.
-        warming_up: whether the buckets are those of the warm-up.
+    A round is a forward and a backward outside ``no_sync()``. Subclasses set a :attr:`ledger` with
+    a ``counter`` of them. ``warming_up``: the buckets are those of the warm-up.
     """
 
     counter = "warmed_up"
@@ -283,7 +278,6 @@ class WarmUpImpl(AlgorithmImpl):
 
     @property
     def warmed_up(self) -> bool:
-        """Whether the rounds of the warm-up have been made."""
         return self.ledger.counters[self.counter] >= self.warmup_steps
 
     def need_reset(self) -> bool:
@@ -318,7 +312,6 @@ class WarmUpImpl(AlgorithmImpl):
 
 
 def name_of(algorithm: AlgorithmImpl) -> str:
-    """The name of its :class:`Algorithm`, for messages."""
     return type(algorithm).__name__.removesuffix("Impl")
 
 
@@ -340,11 +333,7 @@ def refuse_shards(session: Session, argument: str, unless: str = "") -> None:
 def check_arguments(
     caller: str, optimizers: Any, algorithm: Any, grad_scaler: Any, guard: Any
 ) -> None:
-    """Raise TypeError, naming ``caller``, unless each is what its name says.
-
-    ``optimizers``: a list. ``grad_scaler``: None, or what has a scaler's methods. ``guard``: None
-    or a ``Guard``.
-    """
+    """Raise TypeError, naming ``caller``, unless each is what its name says."""
     if isinstance(optimizers, torch.optim.Optimizer):
         raise TypeError(f"{caller} takes a list of optimizers: [optimizer]")
     for optimizer in optimizers:
@@ -377,17 +366,10 @@ def _nothing(*_: Any) -> None:
 
 
 class _Registry(dict[str, dict[str, Any]]):
-    """Algorithms by name."""
-
     def register(
         self, name: str, algorithm: type[Algorithm], description: str | None = None
     ) -> None:
-        """Add an algorithm.
-
-        Raises:
-            TypeError: ``name`` is no string.
-            ValueError: the name is taken.
-        """
+        """Add an algorithm under a name that is not taken."""
         if not isinstance(name, str):
             raise TypeError(f"algorithm name must be a str, not {type(name).__name__}")
         if name in self:
@@ -395,11 +377,7 @@ class _Registry(dict[str, dict[str, Any]]):
         self[name] = {"algorithm": algorithm, "description": description}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The class registered as ``name``.
-
-        Raises:
-            KeyError: unknown name; lists the registered ones.
-        """
+        """The class registered as ``name``; KeyError lists the registered ones."""
         if name not in self:
             raise KeyError(
                 f"unknown algorithm '{name}'; registered: {', '.join(self.available_algorithms())}"
@@ -407,7 +385,6 @@ class _Registry(dict[str, dict[str, Any]]):
         return self[name]["algorithm"]
 
     def available_algorithms(self) -> list[str]:
-        """The registered names."""
         return list(self)
 
     def __str__(self) -> str:

@@ -86,7 +86,6 @@ class _LocalWeightsImpl(AlgorithmImpl):
         return super().tensors_to_buckets(tensors, do_flatten and not apart)
 
     def _communicates(self) -> bool:
-        """Whether the present iteration does."""
         return self.ledger.counters["iterations"] % self.communication_interval == 0
 
     def _check_step(self, bagua_ddp: Session, danger: str) -> None:

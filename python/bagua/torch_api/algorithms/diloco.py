@@ -272,7 +272,6 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         )
 
     def _mean(self, bucket: BaguaBucket, outcome: _C.RoundOutcome) -> Operation:
-        """The operation that averages pseudo-gradients; ``outcome`` is of the fragment's rounds."""
         own = self.arguments
         if own.codec is None:
             return operations.all_reduce(bucket, own.hierarchical, group=self.process_group)
@@ -302,7 +301,6 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         return self._loop
 
     def _new_state(self, tensors: LocalTensors) -> OuterState:
-        """The state of rounds that begin with the present weights, equal on all ranks."""
         arguments, count = self.arguments, self._schedule.fragments
         weights: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
         for name, weight in self._wrapped().bagua_build_params():
@@ -567,14 +565,12 @@ def local_tensors(session: Session) -> LocalTensors:
 
 
 def number_of(fragments: Fragments) -> int | None:
-    """The number of fragments; None where the parameters' names decide."""
     if isinstance(fragments, int):
         return fragments
     return None if callable(fragments) else len(fragments)
 
 
 def check_fragments(fragments: Fragments) -> None:
-    """Raise TypeError or ValueError unless ``fragments`` is one of :data:`Fragments`."""
     if callable(fragments):
         return
     if isinstance(fragments, bool) or not isinstance(fragments, (int, list, tuple)):
@@ -594,7 +590,6 @@ def check_fragments(fragments: Fragments) -> None:
 
 
 def _fragments_described(fragments: Fragments) -> str:
-    """One line, equal on all ranks where they are given the same."""
     if callable(fragments):
         return getattr(fragments, "__qualname__", type(fragments).__name__)
     return repr(fragments if isinstance(fragments, int) else [list(names) for names in fragments])
@@ -603,7 +598,6 @@ def _fragments_described(fragments: Fragments) -> str:
 def _parts_of(
     fragments: Fragments, module: torch.nn.Module, names: Sequence[str]
 ) -> dict[str, int]:
-    """The fragment of each parameter of ``names``."""
     if isinstance(fragments, int):
         parts = _strided(fragments, module, names)
         count = fragments

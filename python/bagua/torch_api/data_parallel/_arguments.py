@@ -34,7 +34,6 @@ __all__ = [
 
 
 def refuse_mixed_precision(mixed_precision: Any) -> None:
-    """Raise NotImplementedError unless it is None."""
     if mixed_precision is not None:
         raise NotImplementedError(
             "DistributedDataParallel(mixed_precision=...) is not supported; use torch.autocast, or "
@@ -43,7 +42,6 @@ def refuse_mixed_precision(mixed_precision: Any) -> None:
 
 
 def warn_of_check_reduction(check_reduction: bool) -> None:
-    """The argument is deprecated, as in torch."""
     if check_reduction:
         warnings.warn("check_reduction is deprecated and does nothing", FutureWarning, stacklevel=3)
 
@@ -73,7 +71,6 @@ def check_delayed(
 
 
 def check_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that are not ignored, after checking that they can be trained."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, not {module!r}")
     if isinstance(module, BaguaModule) and not isinstance(module, TorchDDP):
@@ -148,7 +145,6 @@ class Groups:
 
     @property
     def default(self) -> bool:
-        """Whether these are all ranks."""
         return self.shown is dist.group.WORLD
 
 

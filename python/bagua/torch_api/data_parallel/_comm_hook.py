@@ -64,7 +64,6 @@ class CommHook(GradientAllReduceAlgorithmImpl):
 
 
 def register(ddp: Session, state: Any, hook: Hook) -> None:
-    """See ``DistributedDataParallel.register_comm_hook``."""
     _check_hook(hook)
     _check_algorithm(ddp.bagua_algorithm)
     if ddp.synchronising:

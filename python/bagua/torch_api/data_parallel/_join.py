@@ -85,7 +85,6 @@ class Shadow(JoinHook):
 
 
 def check_algorithm(ddp: Session) -> None:
-    """Raise NotImplementedError unless a rank can take part without inputs."""
     algorithm = ddp.bagua_algorithm
     traits = algorithm.traits
     if traits.ranks_agree and not traits.steps_on_gradients:
@@ -133,7 +132,6 @@ def announce(ddp: DistributedDataParallel) -> None:
 
 
 def _who(ddp: DistributedDataParallel, this_one: bool) -> list[int]:
-    """The ranks, as the bagua group numbers them, that say True."""
     group = ddp.bagua_ddp.process_group
     says = torch.zeros(group.size, device=ddp.join_device)
     says[group.rank] = float(this_one)

@@ -221,7 +221,6 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
         state: Any,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        """Begin to communicate. Every rank calls it."""
         unused = self.find_unused_parameters or self.skip_all_reduce_unused_params
         ddp = Session(
             self.module,
@@ -249,7 +248,6 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
 
     @outside_graphs_lazily
     def _start_copy(self) -> None:
-        """Begin to communicate, as this is a copy of a wrapper that did. Every rank calls it."""
         if not self._wrap.default_group:
             raise RuntimeError(
                 "this DistributedDataParallel is a copy or was unpickled, and its process group "
@@ -274,9 +272,6 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
 
         Under ``torch.no_grad()`` and :meth:`no_sync` nothing communicates. Training or evaluation
         mode makes no difference.
-
-        Raises:
-            RuntimeError: this is a copy of a wrapper that had a process group of its own.
         """
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
@@ -304,7 +299,6 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
         return output
 
     def train(self, mode: bool = True) -> DistributedDataParallel:
-        """Set training mode, of the module too."""
         super().train(mode)
         return self
 
@@ -396,17 +390,14 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For ``Join``; takes ``divide_by_initial_world_size``."""
         return _join.Shadow(self, kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
-        """For ``Join``."""
         return self.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """For ``Join``."""
         return _join.torch_group(self)
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
@@ -424,11 +415,6 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
 
     @property
     def bagua_ddp(self) -> Session:
-        """The wrapper that communicates.
-
-        Raises:
-            RuntimeError: this is a copy that has not been trained.
-        """
         ddp: Session | None = self.__dict__.get("_bagua_ddp")
         if ddp is None:
             raise RuntimeError(_IS_A_COPY)
@@ -440,11 +426,6 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
         return self.bagua_ddp
 
     def with_bagua(self, *_: Any, **__: Any) -> torch.nn.Module:
-        """Not on a wrapper.
-
-        Raises:
-            RuntimeError: always.
-        """
         raise RuntimeError(
             "with_bagua: this is a DistributedDataParallel already; pass algorithm= to it, or call "
             "with_bagua on the module itself instead"

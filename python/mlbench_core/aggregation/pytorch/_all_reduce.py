@@ -113,11 +113,7 @@ class AllReduceAggregation(Aggregation):
 
 
 def _number(denom: Denominator) -> float:
-    """The denominator as a number.
-
-    Raises:
-        ValueError: it is none that one can divide by.
-    """
+    """The denominator as a number that one can divide by, or ValueError."""
     remedy = "pass a number other than zero, or a tensor of one, the same on all ranks"
     if denom is None:
         raise ValueError(f"op={AVG_CUSTOM!r} needs a denominator: {remedy}")

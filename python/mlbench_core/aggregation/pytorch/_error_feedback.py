@@ -154,7 +154,6 @@ class ErrorFeedbackAggregation(Aggregation):
         self._staging.run(tensors, by_layer, self._device_for, aggregate)
 
     def _prepare(self, named: list[tuple[str, torch.Tensor]], by_layer: bool) -> None:
-        """Have parts for these tensors, in the order in which they are staged."""
         key = (by_layer, *((name, t.dtype, t.device) for name, t in named))
         if key == self._key:
             return

@@ -140,12 +140,10 @@ class HorovodTransport(Connections):
         *,
         sums_of_torch: bool = False,
     ) -> _C.CountingCommunicator:
-        """A communicator over all ranks, which ``members`` are, with Horovod's sums."""
         made = HorovodCommunicator(self._horovod, f"bagua/{self._number}/{name}")
         return cast("_C.CountingCommunicator", made)  # it has the methods that are called here
 
     def agree(self, what: str, lines: list[str]) -> None:
-        """Check that all ranks describe ``what`` with the same lines."""
         text = torch.tensor(list(json.dumps(lines).encode()), dtype=torch.uint8, device="cpu")
         name = f"bagua/{self._number}/lines"
         length = torch.tensor([text.numel()], device="cpu")

@@ -226,7 +226,6 @@ class Aggregation(ABC):
         self._staging.run(tensors, by_layer, self._device_for, aggregate)
 
     def _device_for(self, tensor: torch.Tensor) -> torch.device:
-        """The device on which a tensor is communicated."""
         through_host = tensor.is_cuda and not self.use_cuda
         return torch.device("cpu") if through_host else tensor.device
 
@@ -266,7 +265,6 @@ class _Candidate:
     refusal: str  # why the tensor cannot be aggregated; empty if it can be
 
     def describe(self) -> str:
-        """Description that is equal on all ranks."""
         return f"{self.name} {list(self.owner.shape)} {self.owner.dtype}"
 
 
@@ -372,9 +370,8 @@ def _member_transport(
 ) -> Connections:
     """The connections of this process to the group's members. All members call it.
 
-    Without a group it is bagua's default group, which is made over torch.distributed's where the
-    script has initialised that one only. A process without either is alone if it declares that by
-    ``world_size=1``, or if no launcher says otherwise.
+    Without a group it is bagua's default one. A process without either is alone if it declares that
+    by ``world_size=1``, or if no launcher says otherwise.
     """
     if process_group is not None:
         connections = process_group.connections
