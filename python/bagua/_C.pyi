@@ -9,25 +9,31 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.distributed_c10d import Backend, Store
 
-from bagua._C_dynamic import BucketOperations as BucketOperations
-from bagua._C_dynamic import DdpHook as DdpHook
-from bagua._C_dynamic import DynamicLane as DynamicLane
-from bagua._C_dynamic import GradientBucket as GradientBucket
-from bagua._C_dynamic import Posted as Posted
-from bagua._C_nccl import NcclCommunicator as NcclCommunicator
-from bagua._C_nccl import NcclLibrary as NcclLibrary
-from bagua._C_outer import inner_product as inner_product
-from bagua._C_outer import merge_anchors as merge_anchors
-from bagua._C_outer import outer_step as outer_step
-from bagua._C_outer import take_anchors as take_anchors
-from bagua._C_outer import take_deltas as take_deltas
-from bagua._C_periodic import ManualClock as ManualClock
-from bagua._C_periodic import PeriodicLane as PeriodicLane
-from bagua._C_sharded import CompressedAllGather as CompressedAllGather
-from bagua._C_sharded import CompressedReduceScatter as CompressedReduceScatter
-from bagua._C_sharded import ShardedHierarchical as ShardedHierarchical
-from bagua._C_shm import SharedMemoryCommunicator as SharedMemoryCommunicator
-from bagua._C_shm import share_memory as share_memory
+from bagua._C_dynamic import (
+    BucketOperations as BucketOperations,
+    DdpHook as DdpHook,
+    DynamicLane as DynamicLane,
+    GradientBucket as GradientBucket,
+    Posted as Posted,
+)
+from bagua._C_nccl import NcclCommunicator as NcclCommunicator, NcclLibrary as NcclLibrary
+from bagua._C_outer import (
+    inner_product as inner_product,
+    merge_anchors as merge_anchors,
+    outer_step as outer_step,
+    take_anchors as take_anchors,
+    take_deltas as take_deltas,
+)
+from bagua._C_periodic import ManualClock as ManualClock, PeriodicLane as PeriodicLane
+from bagua._C_sharded import (
+    CompressedAllGather as CompressedAllGather,
+    CompressedReduceScatter as CompressedReduceScatter,
+    ShardedHierarchical as ShardedHierarchical,
+)
+from bagua._C_shm import (
+    SharedMemoryCommunicator as SharedMemoryCommunicator,
+    share_memory as share_memory,
+)
 
 class BaguaError(RuntimeError): ...
 class BaguaTimeoutError(BaguaError): ...

@@ -15,8 +15,7 @@ from ranks.test_low_precision_decentralized import (
     weight_bits,
 )
 from support import training
-from support.every_algorithm import PEERS
-from support.every_algorithm import wrapped as wrapped_by
+from support.every_algorithm import PEERS, wrapped as wrapped_by
 
 per_algorithm = pytest.mark.parametrize("name", PEERS)
 

@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 from oracle import q_adam as oracle
 from ranks.test_groups_and_nodes import environment_of_nodes
-from support import q_adam_training as q_adam
-from support import training
+from support import q_adam_training as q_adam, training
 from support.error_feedback import Means, residuals
 from support.q_adam_training import STEPS, WARM_UP
 

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
-from support import q_adam_training as q_adam
-from support import training
+from support import q_adam_training as q_adam, training
 from support.error_feedback import Means, residuals
 from support.q_adam_training import STEPS, WARM_UP
 

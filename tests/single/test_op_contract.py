@@ -9,13 +9,11 @@ from oracle.compressed_all_reduce import parts
 from single.test_all_reduce_rows import ROWS, WIDTH, gradient
 from single.test_compressed_gossip import make_op as make_gossip
 from single.test_sharded_ops import gathering, memory, scattering
-from single.test_two_residuals import memory_of as memory_of_parts
-from single.test_two_residuals import op_of as with_residuals
+from single.test_two_residuals import memory_of as memory_of_parts, op_of as with_residuals
 from support import graphs
 from support.threads.low_rank_ranks import MATRICES, NUMEL, Rank
 from support.threads.op_ranks import CODECS, OPS, compressed
-from support.threads.sparse_ranks import make as make_sparse
-from support.threads.sparse_ranks import memory_of
+from support.threads.sparse_ranks import make as make_sparse, memory_of
 from support.threads.thread_ranks import run_thread_ranks
 
 RANKS = [1, 2, 3, 4, 7, 64]

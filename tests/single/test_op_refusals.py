@@ -8,12 +8,10 @@ from bagua import _C
 from single.test_all_reduce_rows import ROWS, WIDTH, gradient
 from single.test_compressed_gossip import THIRD
 from single.test_sharded_ops import gathering, memory, scattering
-from single.test_two_residuals import memory_of as memory_of_parts
-from single.test_two_residuals import op_of as with_residuals
+from single.test_two_residuals import memory_of as memory_of_parts, op_of as with_residuals
 from support.threads.low_rank_ranks import NUMEL, Rank
 from support.threads.op_ranks import OPS, compressed
-from support.threads.sparse_ranks import make as make_sparse
-from support.threads.sparse_ranks import memory_of
+from support.threads.sparse_ranks import make as make_sparse, memory_of
 
 SCRATCH = _C.Scratch()
 CODEC = _C.make_codec("fp16")

@@ -20,8 +20,6 @@ from bagua.torch_api.algorithms.base import Algorithm, check_arguments
 from bagua.torch_api.distributed import BaguaModule, watch_copy, wrap_class
 from bagua.torch_api.guard import Guard
 
-__all__ = ["install", "wrap"]
-
 
 def install() -> None:
     """Give torch's classes ``with_bagua``, ``bagua_patch`` and the methods of BaguaTensor.

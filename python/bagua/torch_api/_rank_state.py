@@ -13,8 +13,6 @@ from bagua._core.state.saved_values import copied
 from bagua.torch_api._session import Session
 from bagua.torch_api.algorithms.base import name_of
 
-__all__ = ["of_all_ranks", "rank_state", "restore", "shared_weights"]
-
 _NAME = "algorithm_name"
 _SIZE = "world_size"
 _TRAINING = "/training"

@@ -38,8 +38,6 @@ from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, name_of
 from bagua.torch_api.bucket import BaguaBucket, split_by_bucket_size
 from bagua.torch_api.guard import Guard, GuardAtWork
 
-__all__ = ["Session", "is_owned"]
-
 _log = logging.getLogger("bagua")
 
 _CHECK_WEIGHTS_EVERY = 100  # rounds in which each element of the weights is compared once

@@ -22,15 +22,6 @@ from bagua.torch_api.bucket import BaguaBucket
 if TYPE_CHECKING:
     from bagua.torch_api._session import Session
 
-__all__ = [
-    "ErrorFeedbackImpl",
-    "check_hierarchy",
-    "check_patterns",
-    "check_warmup",
-    "is_wide",
-    "warn_of_useless_residuals",
-]
-
 
 def check_hierarchy(owner: str, hierarchical: Hierarchy | None, error_feedback: bool) -> None:
     """Raise ValueError where residuals, which are of whole buckets, meet shares of buckets."""

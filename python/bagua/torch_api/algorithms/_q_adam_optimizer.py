@@ -12,7 +12,6 @@ from torch.optim.adam import adam
 if TYPE_CHECKING:
     from bagua.torch_api.algorithms.q_adam import QAdamAlgorithmImpl
 
-__all__ = ["QAdamOptimizer"]
 
 #: Elements of a parameter that a step on a CPU works on at a time.
 CACHED = 131072

@@ -20,18 +20,6 @@ from bagua._core.state.initial_state import InitialState
 from bagua._core.state.snapshot import ignored_names
 from bagua.torch_api.distributed import BaguaModule
 
-__all__ = [
-    "Groups",
-    "bucket_bytes",
-    "buffers_and_state",
-    "check_delayed",
-    "check_parameters",
-    "devices",
-    "groups",
-    "refuse_mixed_precision",
-    "warn_of_check_reduction",
-]
-
 
 def refuse_mixed_precision(mixed_precision: Any) -> None:
     if mixed_precision is not None:

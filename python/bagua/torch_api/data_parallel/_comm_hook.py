@@ -22,8 +22,6 @@ from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 
-__all__ = ["CommHook", "Hook", "register"]
-
 #: ``hook(state, bucket)``: sends what it likes and returns the future of the bucket's new values.
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 

@@ -15,8 +15,6 @@ from bagua.torch_api._session import Session
 if TYPE_CHECKING:
     from bagua.torch_api.data_parallel.distributed import DistributedDataParallel
 
-__all__ = ["Shadow", "announce", "check_algorithm", "torch_group"]
-
 
 # Note [Uneven inputs]
 # Before each round, that is before a forward with gradients and with none open, the ranks that have

@@ -15,13 +15,6 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     canonical_op,
 )
 
-__all__ = [
-    "ALLREDUCE_AGGREGATION_OPS",
-    "AVG_CUSTOM",
-    "AVG_WORLD",
-    "AllReduceAggregation",
-]
-
 AVG_WORLD = "avg_world"
 AVG_CUSTOM = "avg_custom"
 ALLREDUCE_AGGREGATION_OPS = [AVG_WORLD, AVG_CUSTOM, "sum", "min", "max"]

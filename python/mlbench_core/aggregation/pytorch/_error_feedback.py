@@ -23,8 +23,6 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     canonical_op,
 )
 
-__all__ = ["PowerAggregation", "SparsifiedAggregation"]
-
 #: What aggregates the tensors that lie in one flat tensor, and its state.
 Part = tuple[_C.BucketOp, Page]
 

@@ -20,8 +20,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from mlbench_core.aggregation.pytorch._all_reduce import AllReduceAggregation
 
-__all__ = ["AllReduceAggregationHVD", "import_horovod"]
-
 _HOW_TO_GET_IT = (
     "Build it for this environment's torch with `make horovod` in bagua's source tree (three "
     "minutes; tools/build_horovod PYTHON for another environment), as docs/aggregation.md says."

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["Staging", "aggregated_together"]
-
 Kind = tuple[torch.dtype, torch.device]
 # Flat memory, its views in the shapes of the tensors, and the tensors.
 Staged = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
