@@ -22,7 +22,7 @@ from bagua._core.eager.checks import (
     check_same_kind,
     check_tensor,
 )
-from bagua._core.group.process_group import CommMember, Communicator, member_of
+from bagua._core.group.process_group import Comm, Communicator, member_of
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -30,7 +30,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().flatten().view(torch.uint8)
 
 
-def barrier(comm: Communicator | CommMember | None = None) -> None:
+def barrier(comm: Comm = None) -> None:
     """Block until every rank is here and this process's device has nothing left to do.
 
     Example::
@@ -42,7 +42,7 @@ def barrier(comm: Communicator | CommMember | None = None) -> None:
         member.barrier()
 
 
-def send(tensor: torch.Tensor, dst: int, comm: Communicator | CommMember | None = None) -> None:
+def send(tensor: torch.Tensor, dst: int, comm: Comm = None) -> None:
     """Send the whole ``tensor`` to rank ``dst``, which calls :func:`recv`.
 
     Example::
@@ -62,7 +62,7 @@ def send(tensor: torch.Tensor, dst: int, comm: Communicator | CommMember | None 
     member.exchange("send", dst, sends=[as_bytes(tensor)], recvs=[])
 
 
-def recv(tensor: torch.Tensor, src: int, comm: Communicator | CommMember | None = None) -> None:
+def recv(tensor: torch.Tensor, src: int, comm: Comm = None) -> None:
     """Fill ``tensor`` with what rank ``src`` sends: as many elements, of the same dtype.
 
     Example::
@@ -83,9 +83,7 @@ def recv(tensor: torch.Tensor, src: int, comm: Communicator | CommMember | None 
     member.exchange("recv", src, sends=[], recvs=[as_bytes(tensor)])
 
 
-def broadcast(
-    tensor: torch.Tensor, src: int = 0, comm: Communicator | CommMember | None = None
-) -> None:
+def broadcast(tensor: torch.Tensor, src: int = 0, comm: Comm = None) -> None:
     """Replace every rank's ``tensor`` by that of rank ``src``.
 
     Example::
@@ -113,11 +111,7 @@ def coalesced(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         tensor.detach().copy_(part.view(tensor.shape))
 
 
-def broadcast_coalesced(
-    tensors: Sequence[torch.Tensor],
-    src: int = 0,
-    comm: Communicator | CommMember | None = None,
-) -> None:
+def broadcast_coalesced(tensors: Sequence[torch.Tensor], src: int = 0, comm: Comm = None) -> None:
     """:func:`broadcast` of several tensors of one dtype and device as one message.
 
     They need not be contiguous.
@@ -135,11 +129,7 @@ def broadcast_coalesced(
         _broadcast("broadcast_coalesced", as_bytes(flat), src, member)
 
 
-def allgather(
-    send_tensor: torch.Tensor,
-    recv_tensor: torch.Tensor,
-    comm: Communicator | CommMember | None = None,
-) -> None:
+def allgather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: Comm = None) -> None:
     """Give every rank the ``send_tensor`` of all: part i of ``recv_tensor`` is rank i's.
 
     ``recv_tensor`` has n times the elements of ``send_tensor``.
@@ -161,7 +151,7 @@ def allgather(
     _allgather("allgather", as_bytes(send_tensor), as_bytes(recv_tensor), member)
 
 
-def allgather_inplace(tensor: torch.Tensor, comm: Communicator | CommMember | None = None) -> None:
+def allgather_inplace(tensor: torch.Tensor, comm: Comm = None) -> None:
     """Give every rank all n equal parts of ``tensor``; rank r contributes its part r.
 
     Example::
@@ -186,7 +176,7 @@ def gather(
     send_tensor: torch.Tensor,
     recv_tensor: torch.Tensor,
     dst: int,
-    comm: Communicator | CommMember | None = None,
+    comm: Comm = None,
 ) -> None:
     """Give rank ``dst`` the ``send_tensor`` of all: part i of ``recv_tensor`` is rank i's.
 
@@ -211,12 +201,7 @@ def gather(
     _gather("gather", as_bytes(send_tensor), as_bytes(recv_tensor), dst, member)
 
 
-def gather_inplace(
-    tensor: torch.Tensor,
-    count: int,
-    dst: int,
-    comm: Communicator | CommMember | None = None,
-) -> None:
+def gather_inplace(tensor: torch.Tensor, count: int, dst: int, comm: Comm = None) -> None:
     """Give rank ``dst`` the ``count`` elements of every rank.
 
     On ``dst`` the tensor has n times ``count`` elements, its own part already in place ``dst``; on
@@ -243,7 +228,7 @@ def scatter(
     send_tensor: torch.Tensor,
     recv_tensor: torch.Tensor,
     src: int,
-    comm: Communicator | CommMember | None = None,
+    comm: Comm = None,
 ) -> None:
     """Give rank i part i of rank ``src``'s ``send_tensor``.
 
@@ -266,12 +251,7 @@ def scatter(
     _scatter("scatter", as_bytes(send_tensor), as_bytes(recv_tensor), src, member)
 
 
-def scatter_inplace(
-    tensor: torch.Tensor,
-    count: int,
-    src: int,
-    comm: Communicator | CommMember | None = None,
-) -> None:
+def scatter_inplace(tensor: torch.Tensor, count: int, src: int, comm: Comm = None) -> None:
     """Give every rank ``count`` elements of rank ``src``.
 
     On ``src`` the tensor has n times ``count`` elements and stays as it is (its own part is part
@@ -294,11 +274,7 @@ def scatter_inplace(
     _scatter("scatter_inplace", data, own, src, member)
 
 
-def alltoall(
-    send_tensor: torch.Tensor,
-    recv_tensor: torch.Tensor,
-    comm: Communicator | CommMember | None = None,
-) -> None:
+def alltoall(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: Comm = None) -> None:
     """Part j of rank i's ``send_tensor`` becomes part i of rank j's ``recv_tensor``.
 
     Both have the same number of elements, which n divides.
@@ -320,7 +296,7 @@ def alltoall(
     _alltoall("alltoall", as_bytes(send_tensor), as_bytes(recv_tensor), member)
 
 
-def alltoall_inplace(tensor: torch.Tensor, comm: Communicator | CommMember | None = None) -> None:
+def alltoall_inplace(tensor: torch.Tensor, comm: Comm = None) -> None:
     """:func:`alltoall` from a copy of ``tensor`` into it.
 
     Example::
@@ -346,7 +322,7 @@ def alltoall_v(
     recv_tensor: torch.Tensor,
     recv_counts: Sequence[int],
     recv_displs: Sequence[int],
-    comm: Communicator | CommMember | None = None,
+    comm: Comm = None,
 ) -> None:
     """Send rank j ``send_counts[j]`` elements from ``send_displs[j]`` on, for every j.
 
@@ -389,7 +365,7 @@ def alltoall_v_inplace(
     tensor: torch.Tensor,
     counts: Sequence[int],
     displs: Sequence[int],
-    comm: Communicator | CommMember | None = None,
+    comm: Comm = None,
 ) -> None:
     """:func:`alltoall_v` from a copy of ``tensor`` into it, with the same parts both ways.
 

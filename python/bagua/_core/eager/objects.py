@@ -12,7 +12,7 @@ import torch
 from bagua import _C
 from bagua._core.eager.checks import check_rank
 from bagua._core.eager.collectives import allgather, broadcast, recv, send
-from bagua._core.group.process_group import CommMember, Communicator, member_of
+from bagua._core.group.process_group import Comm, member_of
 
 # Memory for what comes is made as it comes: a wrong length costs no more than this.
 _PIECE_BYTES = 64 * 1024**2
@@ -20,7 +20,7 @@ _PIECE_BYTES = 64 * 1024**2
 _ARCHIVE = b"PK\x03\x04"
 
 
-def broadcast_object(obj: Any, src: int = 0, comm: Communicator | CommMember | None = None) -> Any:
+def broadcast_object(obj: Any, src: int = 0, comm: Comm = None) -> Any:
     """Give every rank the object of rank ``src``.
 
     It travels as ``torch.save`` writes it and is read with ``weights_only=True``: tensors (which
@@ -61,9 +61,7 @@ def broadcast_object(obj: Any, src: int = 0, comm: Communicator | CommMember | N
     return _read(_received(int(length.item()), receive), src, "broadcast_object")
 
 
-def gather_plain_objects(
-    obj: Any, dst: int = 0, comm: Communicator | CommMember | None = None
-) -> list[Any] | None:
+def gather_plain_objects(obj: Any, dst: int = 0, comm: Comm = None) -> list[Any] | None:
     """Give rank ``dst`` the objects of all ranks, by rank; None on the others.
 
     Each travels as that of :func:`broadcast_object` does.

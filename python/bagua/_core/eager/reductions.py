@@ -33,7 +33,7 @@ from bagua._core.eager.checks import (
     check_tensor,
 )
 from bagua._core.eager.collectives import as_bytes, coalesced
-from bagua._core.group.process_group import CommMember, Communicator, ReduceOp, member_of
+from bagua._core.group.process_group import Comm, Communicator, ReduceOp, member_of
 
 # AVG is divided afterwards: the mean of small integers is exact.
 TRANSPORTS_OPS = {
@@ -58,7 +58,7 @@ def allreduce(
     send_tensor: torch.Tensor,
     recv_tensor: torch.Tensor,
     op: ReduceOp = ReduceOp.SUM,
-    comm: Communicator | CommMember | None = None,
+    comm: Comm = None,
 ) -> None:
     """Reduce the ranks' ``send_tensor`` into every rank's ``recv_tensor``.
 
@@ -82,11 +82,7 @@ def allreduce(
     _allreduce("allreduce", result, op, member)
 
 
-def allreduce_inplace(
-    tensor: torch.Tensor,
-    op: ReduceOp = ReduceOp.SUM,
-    comm: Communicator | CommMember | None = None,
-) -> None:
+def allreduce_inplace(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: Comm = None) -> None:
     """Replace every rank's ``tensor`` by the reduction of all.
 
     Example::
@@ -107,7 +103,7 @@ def allreduce_inplace(
 def allreduce_coalesced_inplace(
     tensors: Sequence[torch.Tensor],
     op: ReduceOp = ReduceOp.SUM,
-    comm: Communicator | CommMember | None = None,
+    comm: Comm = None,
 ) -> None:
     """:func:`allreduce_inplace` of several tensors of one dtype and device as one message.
 
@@ -132,7 +128,7 @@ def reduce(
     recv_tensor: torch.Tensor,
     dst: int,
     op: ReduceOp = ReduceOp.SUM,
-    comm: Communicator | CommMember | None = None,
+    comm: Comm = None,
 ) -> None:
     """Reduce the ranks' ``send_tensor`` into ``recv_tensor`` of rank ``dst``.
 
@@ -161,7 +157,7 @@ def reduce_inplace(
     tensor: torch.Tensor,
     dst: int,
     op: ReduceOp = ReduceOp.SUM,
-    comm: Communicator | CommMember | None = None,
+    comm: Comm = None,
 ) -> None:
     """Replace ``tensor`` of rank ``dst`` by the reduction of all; the others' stay as they are.
 
@@ -185,7 +181,7 @@ def reduce_scatter(
     send_tensor: torch.Tensor,
     recv_tensor: torch.Tensor,
     op: ReduceOp = ReduceOp.SUM,
-    comm: Communicator | CommMember | None = None,
+    comm: Comm = None,
 ) -> None:
     """Give rank r the reduction of the ranks' r-th parts of ``send_tensor``.
 
@@ -218,7 +214,7 @@ def reduce_scatter(
 def reduce_scatter_inplace(
     tensor: torch.Tensor,
     op: ReduceOp = ReduceOp.SUM,
-    comm: Communicator | CommMember | None = None,
+    comm: Comm = None,
 ) -> None:
     """:func:`reduce_scatter` into the first numel/n elements of ``tensor``; the rest stays.
 

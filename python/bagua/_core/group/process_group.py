@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -468,7 +468,11 @@ def get_communicator(group_name: str, comm_name: str) -> Communicator | CommMemb
     return getters[comm_name]()
 
 
-def member_of(comm: Communicator | CommMember | None) -> Communicator | None:
+#: What collectives take as ``comm=``; None and ``CommMember.WORLD``: all ranks.
+Comm: TypeAlias = Communicator | CommMember | None
+
+
+def member_of(comm: Comm) -> Communicator | None:
     """The communicator that a collective's ``comm=`` stands for; None: nothing to do here."""
     if comm is None or comm is CommMember.WORLD:
         comm = get_default_group().get_global_communicator()
