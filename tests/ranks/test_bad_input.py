@@ -64,8 +64,8 @@ ALGORITHMS = [
     (
         SparseAlgorithm(0.1, exact_parameters=["2.*"]),
         SparseAlgorithm(0.1, exact_parameters=["0.*"]),
-        "exact_parameters=('2.*',)",
-        "exact_parameters=('0.*',)",
+        "'exact_parameters': ('2.*',)",
+        "'exact_parameters': ('0.*',)",
     ),
     (
         DiLoCoAlgorithm(fragments=[["1", "2"], ["0"]]),

@@ -16,7 +16,7 @@ from bagua._core.state.ledger import Ledger
 from bagua._ops import operations
 from bagua._ops.operations import Operation
 from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
-from bagua.torch_api.algorithms.base import Traits, WarmUpImpl, name_of
+from bagua.torch_api.algorithms.base import Groups, Traits, WarmUpImpl, name_of
 from bagua.torch_api.bucket import BaguaBucket
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def check_patterns(patterns: Sequence[str]) -> tuple[str, ...]:
 
 def check_warmup(warmup_steps: int) -> None:
     if warmup_steps < 0:
-        raise ValueError(f"warmup_steps={warmup_steps} must not be negative")
+        raise ValueError(f"warmup_steps={warmup_steps} must be 0 or more iterations")
 
 
 def is_wide(codec: str) -> bool:
@@ -130,9 +130,7 @@ class ErrorFeedbackImpl(WarmUpImpl):
         self._exact_names = {name for name, p in bagua_ddp.bagua_build_params() if id(p) in exact}
         return super().init_tensors(bagua_ddp)
 
-    def tensors_to_buckets(
-        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
-    ) -> list[BaguaBucket]:
+    def tensors_to_buckets(self, tensors: Groups, do_flatten: bool) -> list[BaguaBucket]:
         if self.warming_up or not self._exact_names:
             return super().tensors_to_buckets(tensors, do_flatten)
         groups = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,8 @@ from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.ledger import Ledger
 from bagua._core.state.shards import copied_between_shards, is_sharded, local
 from bagua._sync.averaging_synchronizer import AsynchronousAverage, check_asynchronous_mode
-from bagua.torch_api.algorithms.base import Algorithm, Traits, WarmUpImpl
+from bagua.torch_api.algorithms._error_feedback import check_warmup
+from bagua.torch_api.algorithms.base import Algorithm, Groups, Traits, WarmUpImpl
 from bagua.torch_api.bucket import BaguaBucket
 
 if TYPE_CHECKING:
@@ -57,8 +58,7 @@ class AsyncModelAverageAlgorithm(Algorithm):
         check_asynchronous_mode(peer_selection_mode)
         if sync_interval_ms < 0:
             raise ValueError(f"sync_interval_ms={sync_interval_ms} must be 0 or more milliseconds")
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps={warmup_steps} must be 0 or more iterations")
+        check_warmup(warmup_steps)
         self.peer_selection_mode = peer_selection_mode
         self.sync_interval_ms = sync_interval_ms
         self.warmup_steps = warmup_steps
@@ -143,9 +143,7 @@ class AsyncModelAverageAlgorithmImpl(WarmUpImpl):
             for name, tensor in [*parameters, *bagua_ddp.bagua_floating_buffers()]
         ]
 
-    def tensors_to_buckets(
-        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
-    ) -> list[BaguaBucket]:
+    def tensors_to_buckets(self, tensors: Groups, do_flatten: bool) -> list[BaguaBucket]:
         if self.warming_up:
             return super().tensors_to_buckets(tensors, do_flatten)
         # One bucket of each dtype and device: all weights are of the same moment anyway. FSDP2

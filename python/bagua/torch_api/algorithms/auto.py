@@ -25,6 +25,8 @@ from bagua.torch_api.algorithms.base import (
     Algorithm,
     AlgorithmImpl,
     GlobalAlgorithmRegistry,
+    Groups,
+    StepHook,
 )
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
@@ -356,9 +358,7 @@ class AutoAlgorithmImpl(AlgorithmImpl):
             self._build()
         return self.inner.init_tensors(bagua_ddp)
 
-    def tensors_to_buckets(
-        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
-    ) -> list[BaguaBucket]:
+    def tensors_to_buckets(self, tensors: Groups, do_flatten: bool) -> list[BaguaBucket]:
         return self.inner.tensors_to_buckets(tensors, do_flatten)
 
     def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
@@ -388,9 +388,7 @@ class AutoAlgorithmImpl(AlgorithmImpl):
 
         return finish
 
-    def init_post_optimizer_step_hook(
-        self, bagua_ddp: Session
-    ) -> Callable[[torch.optim.Optimizer], None]:
+    def init_post_optimizer_step_hook(self, bagua_ddp: Session) -> StepHook:
         return self.inner.init_post_optimizer_step_hook(bagua_ddp)
 
     def mark_pending(self, bagua_ddp: Session) -> bool:

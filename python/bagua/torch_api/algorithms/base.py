@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -35,6 +35,11 @@ __all__ = [
     "refuse_shards",
 ]
 
+#: Registered tensors, grouped by dtype, device and bucket size.
+Groups: TypeAlias = Sequence[Sequence[torch.Tensor]]
+#: Called after ``step()`` of an optimizer.
+StepHook: TypeAlias = Callable[[torch.optim.Optimizer], None]
+
 
 class Algorithm:
     """The arguments of a distributed algorithm; :meth:`reify` makes the working object."""
@@ -45,7 +50,7 @@ class Algorithm:
 
     def describe(self) -> str:
         """The class and its plain arguments: equal on all ranks."""
-        kinds = (bool, int, float, str, type(None))
+        kinds = (bool, int, float, str, tuple, type(None))
         plain = {key: value for key, value in vars(self).items() if isinstance(value, kinds)}
         return f"{type(self).__name__} {plain}"
 
@@ -155,9 +160,7 @@ class AlgorithmImpl:
                 record_of(parameter).sparse = _C.SparseGradient()
         return tensors
 
-    def tensors_to_buckets(
-        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
-    ) -> list[BaguaBucket]:
+    def tensors_to_buckets(self, tensors: Groups, do_flatten: bool) -> list[BaguaBucket]:
         """Make the buckets, from tensors grouped by dtype, device and bucket size."""
         return [bucket_of(group, str(i), flatten=do_flatten) for i, group in enumerate(tensors)]
 
@@ -194,9 +197,7 @@ class AlgorithmImpl:
         """Called at the end of backward: by default wait for communication."""
         return bagua_ddp.wait_pending_comm_ops
 
-    def init_post_optimizer_step_hook(
-        self, bagua_ddp: Session
-    ) -> Callable[[torch.optim.Optimizer], None]:
+    def init_post_optimizer_step_hook(self, bagua_ddp: Session) -> StepHook:
         """Called after ``step()`` of every optimizer given to ``with_bagua``."""
         return _nothing
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-import torch
 
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup, Hierarchy
@@ -16,7 +13,7 @@ from bagua.torch_api.algorithms._error_feedback import (
     check_hierarchy,
     warn_of_useless_residuals,
 )
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Traits
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Groups, Traits
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
 
 if TYPE_CHECKING:
@@ -110,9 +107,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         self.average = average
         self.codec = codec
 
-    def tensors_to_buckets(
-        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
-    ) -> list[BaguaBucket]:
+    def tensors_to_buckets(self, tensors: Groups, do_flatten: bool) -> list[BaguaBucket]:
         return aligned_buckets(tensors, do_flatten, self.process_group.size)
 
     def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
@@ -139,9 +134,7 @@ class ByteGradFeedbackImpl(ErrorFeedbackImpl):
         )
         self._arguments = arguments
 
-    def tensors_to_buckets(
-        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
-    ) -> list[BaguaBucket]:
+    def tensors_to_buckets(self, tensors: Groups, do_flatten: bool) -> list[BaguaBucket]:
         return aligned_buckets(tensors, do_flatten, self.process_group.size)
 
     def compression(self, bucket: BaguaBucket) -> Operation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from bagua._core.state.ledger import Ledger
 from bagua._core.state.shards import Shards, is_sharded, local
 from bagua._ops import operations
 from bagua._ops.operations import AverageWeights
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Traits
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Groups, StepHook, Traits
 from bagua.torch_api.bucket import BaguaBucket
 
 if TYPE_CHECKING:
@@ -78,9 +78,7 @@ class _LocalWeightsImpl(AlgorithmImpl):
             for name, parameter in bagua_ddp.bagua_build_params()
         ]
 
-    def tensors_to_buckets(
-        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
-    ) -> list[BaguaBucket]:
+    def tensors_to_buckets(self, tensors: Groups, do_flatten: bool) -> list[BaguaBucket]:
         # FSDP2 gathers shards from memory of its own, where they stay.
         apart = any(is_sharded(tensor) for group in tensors for tensor in group)
         return super().tensors_to_buckets(tensors, do_flatten and not apart)
@@ -210,9 +208,7 @@ class DecentralizedAlgorithmImpl(_LocalWeightsImpl):
 
         return finish
 
-    def init_post_optimizer_step_hook(
-        self, bagua_ddp: Session
-    ) -> Callable[[torch.optim.Optimizer], None]:
+    def init_post_optimizer_step_hook(self, bagua_ddp: Session) -> StepHook:
         def check(optimizer: torch.optim.Optimizer) -> None:
             self._check_step(bagua_ddp, "when weights are on their way to other ranks")
 
@@ -359,9 +355,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(_LocalWeightsImpl):
 
         return end
 
-    def init_post_optimizer_step_hook(
-        self, bagua_ddp: Session
-    ) -> Callable[[torch.optim.Optimizer], None]:
+    def init_post_optimizer_step_hook(self, bagua_ddp: Session) -> StepHook:
         def after_step(optimizer: torch.optim.Optimizer) -> None:
             self._check_step(bagua_ddp, "so backward would see other weights than forward")
             self._stepped.add(id(optimizer))

@@ -34,8 +34,12 @@ from bagua._outer.loop import (
 from bagua._outer.optimizer import GrowingMomentum, OuterOptimizer, OuterSGD, describe
 from bagua._outer.strategies import FixedRanks, RankWeights, SampleWeights
 from bagua._sync.synchronizer import Synchronizer
-from bagua.torch_api.algorithms._error_feedback import is_wide, warn_of_useless_residuals
-from bagua.torch_api.algorithms.base import Algorithm, Traits, WarmUpImpl, refuse_shards
+from bagua.torch_api.algorithms._error_feedback import (
+    check_warmup,
+    is_wide,
+    warn_of_useless_residuals,
+)
+from bagua.torch_api.algorithms.base import Algorithm, Groups, Traits, WarmUpImpl, refuse_shards
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
 
 if TYPE_CHECKING:
@@ -122,8 +126,7 @@ class DiLoCoAlgorithm(Algorithm):
     ) -> None:
         if interval < 1:
             raise ValueError(f"interval={interval} must be at least 1 optimizer step")
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps={warmup_steps} must be 0 or more iterations")
+        check_warmup(warmup_steps)
         if overlap_steps < 0:
             raise ValueError(f"overlap_steps={overlap_steps} must be 0 or more")
         if weight not in ("ranks", "samples"):
@@ -238,9 +241,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         module_name = bagua_ddp.bagua_module_name
         return [_registered(local(tensor), key, module_name) for key, tensor in named]
 
-    def tensors_to_buckets(
-        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
-    ) -> list[BaguaBucket]:
+    def tensors_to_buckets(self, tensors: Groups, do_flatten: bool) -> list[BaguaBucket]:
         if self.warming_up:
             return super().tensors_to_buckets(tensors, do_flatten)
         groups = [

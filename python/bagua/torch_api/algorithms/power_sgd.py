@@ -87,9 +87,6 @@ class PowerSGDAlgorithm(Algorithm):
         self.seed = seed
         self.exact_parameters = check_patterns(exact_parameters)
 
-    def describe(self) -> str:
-        return f"{super().describe()} exact_parameters={self.exact_parameters}"
-
     def reify(self, process_group: BaguaProcessGroup) -> PowerSGDAlgorithmImpl:
         return PowerSGDAlgorithmImpl(process_group, self)
 

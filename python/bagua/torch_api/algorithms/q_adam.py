@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from bagua._core.state.ledger import Commit, Ledger
 from bagua._ops import operations
 from bagua.torch_api.algorithms._error_feedback import check_hierarchy, warn_of_useless_residuals
 from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Traits
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Groups, Traits
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
 
 if TYPE_CHECKING:
@@ -165,9 +165,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             self._on_load = self.optimizer.register_load_state_dict_post_hook(after_load)
         return super().init_tensors(bagua_ddp)
 
-    def tensors_to_buckets(
-        self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
-    ) -> list[BaguaBucket]:
+    def tensors_to_buckets(self, tensors: Groups, do_flatten: bool) -> list[BaguaBucket]:
         return aligned_buckets(tensors, do_flatten, self.process_group.size)
 
     def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:

@@ -71,9 +71,6 @@ class SparseAlgorithm(Algorithm):
         self.warmup_steps = warmup_steps
         self.exact_parameters = check_patterns(exact_parameters)
 
-    def describe(self) -> str:
-        return f"{super().describe()} exact_parameters={self.exact_parameters}"
-
     def reify(self, process_group: BaguaProcessGroup) -> SparseAlgorithmImpl:
         return SparseAlgorithmImpl(process_group, self)
 

@@ -125,36 +125,6 @@ class Aggregation(ABC):
         chosen = self._agg_weights_by_layer if by_layer else self._agg_weights_by_model
         return functools.partial(chosen, include_buffers=True) if include_buffers else chosen
 
-    def _agg_gradients_by_model(
-        self, model: torch.nn.Module, op: str, denom: Denominator = None
-    ) -> None:
-        self._run(model, op, denom, by_layer=False, kind="gradient")
-
-    def _agg_gradients_by_layer(
-        self, model: torch.nn.Module, op: str, denom: Denominator = None
-    ) -> None:
-        self._run(model, op, denom, by_layer=True, kind="gradient")
-
-    def _agg_weights_by_model(
-        self,
-        model: torch.nn.Module,
-        op: str,
-        denom: Denominator = None,
-        *,
-        include_buffers: bool = False,
-    ) -> None:
-        self._run(model, op, denom, by_layer=False, kind="weight", buffers=include_buffers)
-
-    def _agg_weights_by_layer(
-        self,
-        model: torch.nn.Module,
-        op: str,
-        denom: Denominator = None,
-        *,
-        include_buffers: bool = False,
-    ) -> None:
-        self._run(model, op, denom, by_layer=True, kind="weight", buffers=include_buffers)
-
     def traffic(self) -> dict[str, int]:
         """Traffic of this object until now, in bytes and messages."""
         total = total_traffic(self._communicators.values())
@@ -167,11 +137,11 @@ class Aggregation(ABC):
         self,
         model: torch.nn.Module,
         op: str,
-        denom: Denominator,
+        denom: Denominator = None,
         *,
         by_layer: bool,
         kind: Kind,
-        buffers: bool = False,
+        include_buffers: bool = False,
     ) -> None:
         """1. Check the arguments. 2. Agree on the call and on the tensors that there are. 3. A rank
         without a gradient that another rank has brings zeros. 4. Aggregate; 5. such a rank keeps
@@ -182,7 +152,9 @@ class Aggregation(ABC):
         # 2.
         what = f"{type(self).__name__} of {kind}s"
         arguments = ["by layer" if by_layer else "by model", *self._describe(op, denom)]
-        candidates = _candidates_of(model, kind, buffers, lambda dtype: self._refusal(dtype, op))
+        candidates = _candidates_of(
+            model, kind, include_buffers, lambda dtype: self._refusal(dtype, op)
+        )
         control = self._communicator("agreement", "cpu")
         present = _agree_on(self._connections(), control, what, arguments, candidates)
         # 3.
@@ -200,6 +172,12 @@ class Aggregation(ABC):
         # 5.
         for owner, gradient in made:
             owner.grad = gradient
+
+    # mlbench-core's names.
+    _agg_gradients_by_model = functools.partialmethod(_run, by_layer=False, kind="gradient")
+    _agg_gradients_by_layer = functools.partialmethod(_run, by_layer=True, kind="gradient")
+    _agg_weights_by_model = functools.partialmethod(_run, by_layer=False, kind="weight")
+    _agg_weights_by_layer = functools.partialmethod(_run, by_layer=True, kind="weight")
 
     def _aggregate(
         self,
