@@ -597,13 +597,11 @@ class OuterState:
 
     Attributes:
         fragments: parts 0, 1, ... of the plan.
-        rank_weights: of the ranks in the mean.
         steps: attempted in the cycle of the schedule.
         communications: rounds that have ended, of checkpoints before included.
         outer_rounds: those that have changed an anchor, of checkpoints before included.
         skipped_rounds: those that were not finite.
         trained: whether steps were made since the last round, which was of all fragments.
-        pending: the round under way.
         figures: of the last outer step.
     """
 

@@ -223,10 +223,10 @@ class GuardAtWork:
         return any(entry.breached for entry in self._watched)
 
     def loss(self) -> float | None:
-        """Returns the loss of the gradients: the largest of the buckets' last figures.
+        """The largest of the buckets' last figures, equal on all ranks; None: not measured yet.
 
         With error feedback the residual over the gradient, which a round's error becomes; else the
-        relative error. Equal on all ranks; None: not measured yet; 0.0: nothing is lost.
+        relative error. 0.0: nothing is lost.
         """
         if not self._watched:
             return 0.0

@@ -161,7 +161,6 @@ class Membership:
 
     Attributes:
         owner: returns what makes the group's changes, for one wrapped module at a time, or None.
-        generation: the number of the present one.
         lives: names of the members' lives, by global rank.
     """
 

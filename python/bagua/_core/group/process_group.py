@@ -297,10 +297,8 @@ class BaguaProcessGroup:
     Attributes:
         ranks: the global ranks of the members, sorted; of a group of islands their numbers.
         island: that this process stands for, in a group of islands.
-        group_name: name of the group in the store.
         stream: the CUDA stream asked for, or None.
         timeout: after which a member that does not answer is given up.
-        store: of the group.
         waits_to_join: whether this process has come back to a job at work, and belongs to it from
             the wrap with an elastic algorithm on.
         membership: of this process in the group's generations, if an algorithm is elastic.

@@ -66,24 +66,15 @@ def warn_of_useless_residuals(owner: str, codec: str | None, error_feedback: boo
 
 
 class ErrorFeedbackImpl(WarmUpImpl):
-    """Exact rounds first, then one compressing op per bucket, with a residual.
+    """Exact rounds first, then a compressing op per bucket (:meth:`compression`), with a residual.
 
-    Parameters that ``exact`` names have buckets of their own, without a residual.
+    Parameters that ``exact`` names have buckets of their own, without a residual. Its state for
+    checkpoints, besides ``rounds``, is that of Note [Ledger], from the end of the warm-up on.
+    Residuals that are loaded before wait for that.
 
-    Subclasses define the op (:meth:`compression`).
-
-    Its state for checkpoints: ``rounds``, the communicated ones; from the end of the warm-up on
-    ``ranks``, those with residuals (with ``hierarchical`` the nodes' leaders); ``communications``,
-    the compressed rounds; for every parameter, of its shape and f32 (f64),
-    ``rank<r>/error/<name>``; and further state of the algorithm. With another number of ranks than
-    saved it, give every rank the dicts of all old ranks merged into one (``a | b | ...``): each
-    then starts from the mean of their residuals. Residuals that are loaded before the end of the
-    warm-up wait for it.
-
-    Attributes:
-        for_sgd: whether the compression is made for optimizers whose step is proportional to the
-            gradient, so that others are warned of.
-        outcome: shared by the memories of all buckets: they change only with a whole finite round.
+    ``for_sgd``: the compression is made for steps proportional to the gradient; optimizers with
+    others are warned of. ``outcome``: shared by the memories of all buckets, which change only with
+    a whole finite round.
     """
 
     traits = Traits(

@@ -38,11 +38,10 @@ class ByteGradAlgorithm(Algorithm):
     leaves them unchanged.
 
     Args:
-        hierarchical: exact inside a node, compressed between the nodes' leaders. When all ranks
-            share one node True compresses nothing.
-            None: True where there are several nodes with several ranks on one, else False.
-            With ``"sharded"`` every rank of a node communicates between nodes, with a share of
-            each bucket: for nodes with several network cards.
+        hierarchical: exact inside a node, compressed between the nodes' leaders, so not at all with
+            one node; ``"sharded"``: between all ranks, each with a share of a bucket, for nodes
+            with several network cards. None: True where there are several nodes with several ranks
+            on one, else False.
         average: mean over the ranks; False gives the sum.
         codec: a name of ``bagua._C.codec_names()``. The default has one range per 2048 elements;
             ``"minmax_uint8"`` is Bagua's format, one range per rank's part of a bucket.
@@ -122,11 +121,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
 
 
 class ByteGradFeedbackImpl(ErrorFeedbackImpl):
-    """Implementation of :class:`ByteGradAlgorithm` with error feedback.
-
-    Its state has, besides what all error feedback has,
-    ``rank<r>/server/<first element>/<name>``, what the means lose that rank r has encoded.
-    """
+    """Implementation of :class:`ByteGradAlgorithm` with error feedback."""
 
     def __init__(self, process_group: BaguaProcessGroup, arguments: ByteGradAlgorithm) -> None:
         super().__init__(

@@ -143,8 +143,7 @@ class DecentralizedAlgorithm(Algorithm):
 class DecentralizedAlgorithmImpl(_LocalWeightsImpl):
     """Implementation of :class:`DecentralizedAlgorithm`.
 
-    An iteration is a forward and a backward outside ``no_sync()``. The state for checkpoints has
-    ``iterations`` and ``communications``, the numbers of completed ones, which decide when and with
+    The state for checkpoints has ``iterations`` and ``communications``, which decide when and with
     whom the next communication is. Weights are not in it: save every rank's own.
     """
 
@@ -269,14 +268,14 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
 class LowPrecisionDecentralizedAlgorithmImpl(_LocalWeightsImpl):
     """Implementation of :class:`LowPrecisionDecentralizedAlgorithm`.
 
-    An iteration is a forward and a backward outside ``no_sync()``. The round of a communicating one
-    is due from the end of its backward on, and runs exactly once: after the last optimizer's step,
-    or, if a step was skipped (``GradScaler``), before the next training forward or a checkpoint.
+    The round of a communicating iteration is due from the end of its backward on, and runs exactly
+    once: after the last optimizer's step, or, if a step was skipped (``GradScaler``), before the
+    next training forward or a checkpoint.
 
-    The state for checkpoints has ``iterations``, the completed ones; ``ranks``, those on the ring;
-    and, of the shape of each parameter and f32, ``rank<r>/weight/<name>``, ``rank<r>/left/<name>``
-    and ``rank<r>/right/<name>`` of ranks on the ring. Weights are not in it: save every rank's own
-    after it, since a round that is due runs first. It loads with the same ranks and nodes.
+    The state for checkpoints has ``iterations``; ``ranks``, those on the ring; and, of the shape of
+    each parameter and f32, ``rank<r>/weight/<name>``, ``rank<r>/left/<name>`` and
+    ``rank<r>/right/<name>``. It loads with the same ranks and nodes. Weights are not in it: save
+    every rank's own after it, since a round that is due runs first.
     """
 
     def __init__(

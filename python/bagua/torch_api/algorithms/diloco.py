@@ -434,15 +434,11 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
             its shape and f32 (f64), and the state of the outer optimizer as ``<key>/<name>``: of
             ``OuterSGD`` its ``momentum`` and ``rate``, the factor of that in the last step (one
             f64). ``rank<r>/weights`` is a digest by which this rank's weights are known again. With
-            ``overlap_steps`` also ``mean/<name>``, the
-            result that may be in flight, and ``rank<r>/launched/<name>``. With error feedback
-            ``error_ranks``, those with residuals (with ``hierarchical`` the nodes' leaders),
-            ``rank<r>/error/<name>``, and ``rank<r>/server/<first element>/<name>``, what the means
-            lose that rank r has encoded.
-
-            Of a parameter that is a DTensor the anchor, momentum and mean are DTensors of its
-            placements, for ``torch.distributed.checkpoint``. Then ``shards`` is the shape of the
-            mesh, and all under ``rank<r>/`` is under ``shard<place in the mesh>/ranks<number>/``.
+            ``overlap_steps`` also ``mean/<name>``, the result that may be in flight, and
+            ``rank<r>/launched/<name>``. With error feedback ``error_ranks``, those with residuals,
+            ``rank<r>/error/<name>``, and ``rank<r>/server/<first element>/<name>``. Of a parameter
+            that is a DTensor they are DTensors, for ``torch.distributed.checkpoint``; ``shards`` is
+            the shape of the mesh, and ``rank<r>/`` is under ``shard<place in the mesh>/``.
         """
         state: dict[str, Any] = dict(self.ledger.counters)
         loop = self._loop

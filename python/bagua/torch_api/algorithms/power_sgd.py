@@ -30,9 +30,8 @@ class PowerSGDAlgorithm(Algorithm):
     Under an adaptive optimizer and under Muon it trains worse than exact gradients: take
     ``ByteGradAlgorithm`` in 4 bits with error feedback there. A longer warm-up and exact embeddings
     bring the loss closer.
-    Pass a ``GradScaler`` to ``with_bagua``: residuals are in unscaled units, and a round that
-    overflows leaves them unchanged. With ``find_unused_parameters`` a parameter that no rank used
-    keeps its ``.grad``, but its residual counts as sent.
+    Pass a ``GradScaler`` to ``with_bagua``. With ``find_unused_parameters`` a parameter that no
+    rank used keeps its ``.grad``, but its residual counts as sent.
 
     Args:
         rank: columns of the factors; at most the smaller side of each matrix.
@@ -92,11 +91,7 @@ class PowerSGDAlgorithm(Algorithm):
 
 
 class PowerSGDAlgorithmImpl(ErrorFeedbackImpl):
-    """Implementation of :class:`PowerSGDAlgorithm`.
-
-    Its state has, besides what all error feedback has, ``query/<name>`` of every matrix, of shape
-    ``(rank, columns)``, and ``communications``, the compressed rounds.
-    """
+    """Implementation of :class:`PowerSGDAlgorithm`."""
 
     for_sgd = True
 

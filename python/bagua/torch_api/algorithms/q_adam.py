@@ -37,11 +37,10 @@ class QAdamAlgorithm(Algorithm):
     Args:
         q_adam_optimizer: one of those given to ``with_bagua``; it must have all parameters that are
             trained, and no others.
-        hierarchical: exact inside a node, compressed between the nodes' leaders. When all ranks
-            share one node True compresses nothing.
-            None: True where there are several nodes with several ranks on one, else False.
-            With ``"sharded"`` every rank of a node communicates between nodes, with a share of
-            each bucket: for nodes with several network cards.
+        hierarchical: exact inside a node, compressed between the nodes' leaders, so not at all with
+            one node; ``"sharded"``: between all ranks, each with a share of a bucket, for nodes
+            with several network cards. None: True where there are several nodes with several ranks
+            on one, else False.
         codec: a name of ``bagua._C.codec_names()``; ``"minmax_uint8"`` is Bagua's format.
             ``"bit2_block"`` sends a quarter of the default's bytes, with error feedback at little
             loss.
@@ -94,14 +93,11 @@ class QAdamAlgorithm(Algorithm):
 class QAdamAlgorithmImpl(AlgorithmImpl):
     """Implementation of :class:`QAdamAlgorithm`.
 
-    Its state for checkpoints has ``steps``, the number of steps that the optimizer had done, which
-    identifies the optimizer's state: load both on every rank, or the next training forward raises
-    ValueError. With error feedback, after the warm-up, it has the residuals of
-    ``ByteGradAlgorithm`` with error feedback, too.
+    Its state for checkpoints has ``steps`` of the optimizer, by which the next training forward
+    knows whether the optimizer's state was loaded too, and with error feedback residuals as in Note
+    [Ledger].
 
-    Attributes:
-        gradients_hold_momentum: whether the last round left momentum in ``.grad``: the optimizer
-            asks.
+    ``gradients_hold_momentum``: the last round left momentum in ``.grad``; the optimizer asks.
     """
 
     traits = Traits(ranks_agree=True, steps_on_gradients=False, remembers_gradients=True)

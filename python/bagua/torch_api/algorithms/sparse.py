@@ -31,9 +31,8 @@ class SparseAlgorithm(Algorithm):
     and large, and is divided by the root of its own square. Take ``ByteGradAlgorithm`` there, in 4
     bits with error feedback.
 
-    Pass a ``GradScaler`` to ``with_bagua``: residuals are in unscaled units, and a round that
-    overflows leaves them unchanged. With ``find_unused_parameters`` a parameter that no rank used
-    keeps its ``.grad``, but its residual counts as sent.
+    Pass a ``GradScaler`` to ``with_bagua``. With ``find_unused_parameters`` a parameter that no
+    rank used keeps its ``.grad``, but its residual counts as sent.
 
     Args:
         ratio: the part of each bucket's elements that is sent, at least one.
@@ -76,10 +75,7 @@ class SparseAlgorithm(Algorithm):
 
 
 class SparseAlgorithmImpl(ErrorFeedbackImpl):
-    """Implementation of :class:`SparseAlgorithm`.
-
-    Its state has, besides what all error feedback has, ``communications``, the sparse rounds.
-    """
+    """Implementation of :class:`SparseAlgorithm`."""
 
     for_sgd = True
 
