@@ -151,10 +151,10 @@ def _fail(text: str) -> int:
 # Running jobs on this machine.
 
 
-def stores_here(processes: Path = Path("/proc")) -> list[str]:
+def stores_here() -> list[str]:
     """``host:port`` of the stores of jobs that publish, from environments of this user's ranks."""
     found = set()
-    for path in processes.glob("[0-9]*/environ"):
+    for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             entries = path.read_bytes().decode(errors="replace").split("\0")
         except OSError:  # another user's, or gone

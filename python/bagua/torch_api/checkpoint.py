@@ -14,8 +14,7 @@ import torch
 
 from bagua import _C
 from bagua._core.eager.objects import broadcast_object, gather_plain_objects
-from bagua._core.group.job import as_bagua_group
-from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.process_group import BaguaProcessGroup, get_default_group
 from bagua._core.state import step_folder as _step_folder
 from bagua._core.state.saved_values import check_state, copied, digest
 from bagua._core.state.shards import is_sharded
@@ -27,12 +26,7 @@ __all__ = ["PerRank", "load_latest", "save_checkpoint"]
 
 
 def save_checkpoint(
-    folder: str | PathLike[str],
-    state: Mapping[str, Any],
-    step: int,
-    *,
-    keep: int = 2,
-    group: Any = None,
+    folder: str | PathLike[str], state: Mapping[str, Any], step: int, *, keep: int = 2
 ) -> Path:
     """Write a checkpoint from which training can continue. All ranks call it, between two steps::
 
@@ -50,7 +44,6 @@ def save_checkpoint(
             all ranks. Tensors, numbers, strings and dicts, lists and tuples of them are saved.
         step: a number that grows, equal on all ranks: :func:`load_latest` returns it.
         keep: how many checkpoints stay, this one included; older ones are removed.
-        group: the ranks that save together; default: all.
 
     Returns:
         The folder of this rank's part.
@@ -67,7 +60,7 @@ def save_checkpoint(
     _check_state(state)
     if step < 0 or keep < 1:
         raise ValueError(f"save_checkpoint: step={step} must not be negative, nor keep={keep} 0")
-    joined = _members(group)
+    joined = get_default_group()
     rank, folder = joined.rank, Path(folder)
 
     # 1. A copy of one moment; 2. what rank 0 has alike.
@@ -127,9 +120,7 @@ def _raise_if_any(problem: Exception | None, failed: Sequence[int], step: int) -
         )
 
 
-def load_latest(
-    folder: str | PathLike[str], state: Mapping[str, Any], *, group: Any = None
-) -> int | None:
+def load_latest(folder: str | PathLike[str], state: Mapping[str, Any]) -> int | None:
     """Load the newest checkpoint that all ranks have whole. All call it, after ``with_bagua``.
 
     With the number of ranks that saved, every rank gets its own state. With another number every
@@ -142,7 +133,6 @@ def load_latest(
     Args:
         folder: as given to :func:`save_checkpoint`.
         state: the objects to load into, in this order, under the names that they were saved by.
-        group: as given to :func:`save_checkpoint`.
 
     Returns:
         The ``step`` of the checkpoint, the same on all ranks; None where there is none yet.
@@ -161,7 +151,7 @@ def load_latest(
     """
     # Checks
     _check_state(state)
-    joined = _members(group)
+    joined = get_default_group()
     folder = Path(folder)
 
     newest = _newest(folder, joined)
@@ -218,16 +208,6 @@ def _check_state(state: Mapping[str, Any]) -> None:
                 f"state['{name}'] is a {type(part).__name__}, which has no state_dict and "
                 "load_state_dict; give the object itself, not what its state_dict() returns"
             )
-
-
-def _members(group: Any) -> BaguaProcessGroup:
-    joined = as_bagua_group(group)
-    if joined.rank < 0:
-        raise ValueError(
-            f"this process is not a member of the group with ranks {joined.ranks}: save and load "
-            "on the members only"
-        )
-    return joined
 
 
 def _wrapped_in(state: Mapping[str, Any]) -> Iterator[tuple[str, Session]]:
@@ -347,19 +327,16 @@ class PerRank:
 
     Args:
         model: a module after ``with_bagua``.
-        optimizers: default: those given to ``with_bagua``.
 
     Raises:
         TypeError: the module is not wrapped.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer] | None = None
-    ) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         if not isinstance(model, BaguaModule):
             raise TypeError("PerRank takes a module after with_bagua")
         self._ddp = model.bagua_ddp
-        self._optimizers = tuple(model.bagua_optimizers if optimizers is None else optimizers)
+        self._optimizers = tuple(model.bagua_optimizers)
         self._key = f"rank{self._ddp.process_group.connections.rank}"
 
     def state_dict(self) -> dict[str, Any]:
