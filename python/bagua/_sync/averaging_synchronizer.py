@@ -16,7 +16,7 @@ from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
 from bagua._core.state.bagua_tensor import record_of
 from bagua._sync import plan as _plan
-from bagua._sync.hooks import tensors_in
+from bagua._sync.hooks import WeakHook, tensors_in
 from bagua._sync.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
@@ -131,33 +131,25 @@ class AveragingSynchronizer(Synchronizer):
     def _install_hooks(self, ddp: Session) -> list[RemovableHandle]:
         this = weakref.ref(self)
 
-        def before_forward(module: torch.nn.Module, _: Any) -> None:
-            if (plan := this()) is not None:
-                plan._before_forward(torch.is_grad_enabled())
-
         def after_forward(_: torch.nn.Module, __: Any, output: Any) -> None:
             if (plan := this()) is not None:
                 plan._after_forward(output)
 
-        def before_step(*_: Any) -> None:
-            if (plan := this()) is not None:
-                plan.enter()
-
-        def after_step(*_: Any) -> None:
-            if (plan := this()) is not None:
-                plan.leave()
-
         handles = [
             # Before FSDP2 gathers shards, where buckets have copies of them.
             ddp.module.register_forward_pre_hook(
-                before_forward, prepend=not all(bucket.flatten for bucket in self._buckets)
+                WeakHook(self._before_any_forward),
+                prepend=not all(bucket.flatten for bucket in self._buckets),
             ),
             ddp.module.register_forward_hook(after_forward, always_call=True),
         ]
         for optimizer in ddp.bagua_optimizers:
-            handles.append(optimizer.register_step_pre_hook(before_step))
-            handles.append(optimizer.register_step_post_hook(after_step))
+            handles.append(optimizer.register_step_pre_hook(WeakHook(self.enter)))
+            handles.append(optimizer.register_step_post_hook(WeakHook(self.leave)))
         return handles
+
+    def _before_any_forward(self) -> None:
+        self._before_forward(torch.is_grad_enabled())
 
     def _before_forward(self, training: bool) -> None:
         if self._backward_ran:

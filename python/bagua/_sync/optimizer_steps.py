@@ -12,7 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from bagua import BaguaError
-from bagua._sync.hooks import DroppedOnCopy
+from bagua._sync.hooks import DroppedOnCopy, WeakHook
 
 if TYPE_CHECKING:
     from bagua.torch_api.algorithms.base import AlgorithmImpl
@@ -99,11 +99,18 @@ class MissingSteps:
         every = max(1, len(parameters) // _SAMPLED_PARAMETERS)
         self._sample = list(parameters)[::every]
         self._versions = self._read()
-        self._state = _Counter()
+        self._count = 0
+        self._stepping = False
         self.handles: list[RemovableHandle] = []
         for optimizer in optimizers:
-            self.handles.append(optimizer.register_step_pre_hook(self._state.begin_step))
-            self.handles.append(optimizer.register_step_post_hook(self._state.end_step))
+            self.handles.append(optimizer.register_step_pre_hook(WeakHook(self._begin_step)))
+            self.handles.append(optimizer.register_step_post_hook(WeakHook(self._end_step)))
+
+    def _begin_step(self) -> None:
+        self._count, self._stepping = 0, True
+
+    def _end_step(self) -> None:
+        self._count, self._stepping = 0, False
 
     def _read(self) -> int:
         return sum(parameter._version for parameter in self._sample)
@@ -111,10 +118,10 @@ class MissingSteps:
     def at_forward(self) -> None:
         """Count a training forward whose backward communicates; raise after too many."""
         before, self._versions = self._versions, self._read()
-        if before == self._versions or self._state.stepping:
+        if before == self._versions or self._stepping:
             return
-        self._state.count += 1
-        if self._state.count > _MOST:
+        self._count += 1
+        if self._count > _MOST:
             raise BaguaError(
                 f"module '{self._module_name}': its parameters have changed before each of "
                 f"{_MOST} training forwards, and no optimizer given to with_bagua "
@@ -164,17 +171,3 @@ def attempt_of(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     for watcher, count in before:
         if watcher.count == count:
             watcher()
-
-
-class _Counter(DroppedOnCopy):
-    """The hooks of the optimizers, which hold no module."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.stepping = False
-
-    def begin_step(self, *_: Any) -> None:
-        self.count, self.stepping = 0, True
-
-    def end_step(self, *_: Any) -> None:
-        self.count, self.stepping = 0, False

@@ -12,6 +12,7 @@ from bagua import _C, BaguaError
 from bagua._core.group.process_group import BaguaProcessGroup, Hierarchy
 from bagua._core.state.ledger import Commit, Ledger
 from bagua._ops import operations
+from bagua._sync.hooks import WeakHook
 from bagua.torch_api.algorithms._error_feedback import check_hierarchy, warn_of_useless_residuals
 from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Groups, Traits
@@ -152,13 +153,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self.ledger.put_aside(*self.ledger.pages)
         self.optimizer._source = weakref.ref(self)
         if self._on_load is None:
-            this = weakref.ref(self)
-
-            def after_load(_: torch.optim.Optimizer) -> None:
-                if (owner := this()) is not None:
-                    owner._take_over_loaded_state()
-
-            self._on_load = self.optimizer.register_load_state_dict_post_hook(after_load)
+            take_over = WeakHook(self._take_over_loaded_state)
+            self._on_load = self.optimizer.register_load_state_dict_post_hook(take_over)
         return super().init_tensors(bagua_ddp)
 
     def tensors_to_buckets(self, tensors: Groups, do_flatten: bool) -> list[BaguaBucket]:
