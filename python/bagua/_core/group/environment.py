@@ -106,15 +106,12 @@ def _seconds(name: str, default: str, zero: str) -> float:
 
 
 def get_comm() -> str | None:
-    """Transport (``BAGUA_COMM``): "nccl", "c10d", "gloo", "shm", "auto", or None.
+    """Transport (``BAGUA_COMM``).
 
-    nccl: CUDA tensors over communicators of bagua's own on NCCL, the default where the build has
-    them. c10d: CUDA tensors over NCCL through torch.distributed's backend, the default elsewhere.
-    gloo: all tensors over gloo, those of CUDA through host memory, for ranks that share a GPU and
-    for finding out whether another transport is at fault. shm: CPU tensors through memory that the
-    ranks of a host share, or an error. auto: through such memory where all of a group can, else
-    over gloo, as is the default but for exact sums of ``bagua.comm_hooks``, which are torch's on
-    gloo; CUDA tensors as by default.
+    For CUDA tensors "nccl" of bagua's own, the default where the build has it, or "c10d", NCCL of
+    torch.distributed; "gloo" for all tensors, those of CUDA through host memory. For CPU tensors
+    "shm", memory that the ranks of a host share, or an error; "auto": such memory where all of a
+    group can, else gloo. None is auto, but for exact sums of ``bagua.comm_hooks``, torch's on gloo.
     """
     comm = os.environ.get("BAGUA_COMM") or None
     if comm not in (None, "nccl", "c10d", "gloo", "shm", "auto"):

@@ -88,7 +88,8 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
     """Train ``module`` data-parallel, in place of torch's class of the same name.
 
     It is a subclass of torch's. Every rank of the group constructs it, with the same module and
-    arguments. Arguments up to ``lazy_bucket_allocation`` are torch's, in torch's order.
+    arguments. Arguments up to ``lazy_bucket_allocation`` are torch's, in torch's order; those that
+    are not below have no effect.
     ``state_dict()`` has the prefix ``module.`` as torch's has. Copies and unpickled copies
     communicate from their first training forward on, which every rank makes: over the default
     group, without ``optimizers``, ``grad_scaler`` and hooks.
@@ -107,27 +108,23 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
             torch's was.
         bucket_cap_mb: MiB after which a bucket is closed; None: ``BAGUA_DEFAULT_BUCKET_SIZE``.
         find_unused_parameters: leave ``.grad`` of a parameter alone that no rank used.
-        check_reduction: deprecated, does nothing.
         gradient_as_bucket_view: gradients are views of their buckets; False copies in and out.
         static_graph: every step uses the same parameters, in the same way: ``.grad`` of those that
             none uses is left alone.
         delay_all_reduce_named_params: these parameters are reduced with all others, which gives
             the same gradients.
-        param_to_hook_all_reduce: no effect, for the same reason.
-        skip_all_reduce_unused_params: leave ``.grad`` of a parameter alone that no rank used.
+        skip_all_reduce_unused_params: as ``find_unused_parameters``.
         bucket_cap_mb_list: a limit for each bucket, in the order in which they are sent; the last
             holds for all that follow.
         device_mesh: of one dimension, instead of ``process_group``.
-        batched_grad_copy: gradients are copied without Python anyway; no effect.
         forward_sync_buffers: as ``broadcast_buffers``, but never about the wrap.
-        lazy_bucket_allocation: of torch 2.15; no effect, buckets keep their memory.
         optimizers: those used for the module, a list; their state is given to all ranks.
         algorithm: decides messages and their time (``bagua.torch_api.algorithms``); default exact
             all-reduce of gradients.
         grad_scaler: the scaler that the loss is multiplied with, for an algorithm that remembers
             something of the gradients (QAdam, PowerSGD, Sparse): its memory is unscaled.
-        guard: measures during training what the algorithm loses, and has buckets average exactly
-            that lose too much (``bagua.torch_api.Guard``); None: as the algorithm has it.
+        guard: measures during training what the algorithm loses, and warns if it is too much
+            (``bagua.torch_api.Guard``); None: as the algorithm has it.
 
     Raises:
         NotImplementedError: mixed_precision; names the alternative.
