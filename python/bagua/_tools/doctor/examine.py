@@ -71,7 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("cpu", "cuda"),
         help="of the all-reduces (cuda where there is a GPU)",
     )
-    parser.add_argument("--all", action="store_true", help="print every link of a large job")
 
 
 def _positive(text: str) -> float:
@@ -310,8 +309,7 @@ class _Examination:
     def _conclude(self) -> int:
         if self._rank == 0:
             links = {pair: self._links[pair] for pair in sorted(self._links)}
-            most = len(links) if self._arguments.all else _MANY_LINKS
-            sys.stdout.write(page(self._cards, links, self._sums, self._findings, most))
+            sys.stdout.write(page(self._cards, links, self._sums, self._findings))
             sys.stdout.flush()
             code = int(any(finding.broken for finding in self._findings))
             self._meeting.write("code", code)
@@ -390,10 +388,9 @@ def page(
     links: Mapping[Pair, Measured | str],
     sums: Mapping[int, Any],
     findings: Sequence[Finding],
-    most_links: int,
 ) -> str:
-    """The report on a cluster: at most 80 columns, and ``most_links`` links, the slowest."""
-    parts = [_ranks(cards, links), _versions(cards), _links(links, most_links), _sums(sums)]
+    """The report on a cluster, of at most 80 columns."""
+    parts = [_ranks(cards, links), _versions(cards), _links(links), _sums(sums)]
     return "\n".join([*(part for part in parts if part), _verdict(findings)])
 
 
@@ -426,14 +423,14 @@ def _versions(cards: Mapping[int, Card]) -> str:
     return _wrapped(text, "") + "\n"
 
 
-def _links(links: Mapping[Pair, Measured | str], most: int) -> str:
+def _links(links: Mapping[Pair, Measured | str]) -> str:
     if not links:
         return ""
 
     def speed(link: Measured | str) -> float:
         return slowest_direction(link) if isinstance(link, Measured) else 0.0
 
-    shown = sorted(links, key=lambda pair: speed(links[pair]))[:most]
+    shown = sorted(links, key=lambda pair: speed(links[pair]))[:_MANY_LINKS]
     lines = [
         f"{'ranks':>11}  {'latency':>10}  {'MB/s there':>10}  {'MB/s back':>10}  "
         f"{'Mbit/s there':>12}  {'Mbit/s back':>12}"
@@ -449,7 +446,7 @@ def _links(links: Mapping[Pair, Measured | str], most: int) -> str:
         else:
             lines.append(f"{name}  {link}")
     if len(shown) < len(links):
-        lines.append(f"the slowest {len(shown)} of {len(links)} links; --all shows all")
+        lines.append(f"the slowest {len(shown)} of {len(links)} links")
     return "\n".join(lines) + "\n"
 
 
