@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -86,11 +86,13 @@ class ErrorFeedbackImpl(WarmUpImpl):
     def __init__(
         self,
         process_group: BaguaProcessGroup,
-        hierarchical: bool | None,
-        warmup_steps: int,
+        arguments: Any,
+        warmup_steps: int = 0,
         exact: Sequence[str] = (),
     ) -> None:
         super().__init__(process_group, warmup_steps)
+        self.arguments = arguments
+        hierarchical = arguments.hierarchical
         if not isinstance(hierarchical, bool | None):
             raise ValueError(  # now, not at the end of the warm-up
                 f"{type(self).__name__}: hierarchical={hierarchical!r} must be True or False for "

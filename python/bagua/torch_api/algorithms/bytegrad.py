@@ -123,17 +123,13 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
 class ByteGradFeedbackImpl(ErrorFeedbackImpl):
     """Implementation of :class:`ByteGradAlgorithm` with error feedback."""
 
-    def __init__(self, process_group: BaguaProcessGroup, arguments: ByteGradAlgorithm) -> None:
-        super().__init__(
-            process_group, bool(process_group.hierarchy(arguments.hierarchical)), warmup_steps=0
-        )
-        self._arguments = arguments
+    arguments: ByteGradAlgorithm
 
     def tensors_to_buckets(self, tensors: Groups, do_flatten: bool) -> list[BaguaBucket]:
         return aligned_buckets(tensors, do_flatten, self.process_group.size)
 
     def compression(self, bucket: BaguaBucket) -> Operation:
-        own = self._arguments
+        own = self.arguments
         return operations.compressed_all_reduce(
             bucket,
             own.codec,

@@ -87,25 +87,17 @@ class PowerSGDAlgorithm(Algorithm):
         self.exact_parameters = check_patterns(exact_parameters)
 
     def reify(self, process_group: BaguaProcessGroup) -> PowerSGDAlgorithmImpl:
-        return PowerSGDAlgorithmImpl(process_group, self)
+        return PowerSGDAlgorithmImpl(process_group, self, self.warmup_steps, self.exact_parameters)
 
 
 class PowerSGDAlgorithmImpl(ErrorFeedbackImpl):
     """Implementation of :class:`PowerSGDAlgorithm`."""
 
+    arguments: PowerSGDAlgorithm
     for_sgd = True
 
-    def __init__(self, process_group: BaguaProcessGroup, arguments: PowerSGDAlgorithm) -> None:
-        super().__init__(
-            process_group,
-            arguments.hierarchical,
-            arguments.warmup_steps,
-            arguments.exact_parameters,
-        )
-        self._arguments = arguments
-
     def compression(self, bucket: BaguaBucket) -> Operation:
-        own = self._arguments
+        own = self.arguments
         return operations.low_rank(
             bucket,
             own.rank,

@@ -71,25 +71,17 @@ class SparseAlgorithm(Algorithm):
         self.exact_parameters = check_patterns(exact_parameters)
 
     def reify(self, process_group: BaguaProcessGroup) -> SparseAlgorithmImpl:
-        return SparseAlgorithmImpl(process_group, self)
+        return SparseAlgorithmImpl(process_group, self, self.warmup_steps, self.exact_parameters)
 
 
 class SparseAlgorithmImpl(ErrorFeedbackImpl):
     """Implementation of :class:`SparseAlgorithm`."""
 
+    arguments: SparseAlgorithm
     for_sgd = True
 
-    def __init__(self, process_group: BaguaProcessGroup, arguments: SparseAlgorithm) -> None:
-        super().__init__(
-            process_group,
-            arguments.hierarchical,
-            arguments.warmup_steps,
-            arguments.exact_parameters,
-        )
-        self._arguments = arguments
-
     def compression(self, bucket: BaguaBucket) -> Operation:
-        own = self._arguments
+        own = self.arguments
         return operations.sparse(
             bucket,
             own.ratio,
