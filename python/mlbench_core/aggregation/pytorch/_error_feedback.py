@@ -20,6 +20,7 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     Aggregation,
     Denominator,
     Kind,
+    Named,
     canonical_op,
 )
 
@@ -53,12 +54,7 @@ class ErrorFeedbackAggregation(Aggregation):
     # For subclasses.
 
     @abstractmethod
-    def _make_part(
-        self,
-        flat: torch.Tensor,
-        named: list[tuple[str, torch.Tensor]],
-        outcome: _C.RoundOutcome,
-    ) -> Part:
+    def _make_part(self, flat: torch.Tensor, named: Named, outcome: _C.RoundOutcome) -> Part:
         """The op and an empty page for tensors that lie in a flat tensor like ``flat``.
 
         ``named``: (name of the parameter, place in ``flat``).
@@ -120,7 +116,7 @@ class ErrorFeedbackAggregation(Aggregation):
 
     def _aggregate(
         self,
-        named: list[tuple[str, torch.Tensor]],
+        named: Named,
         by_layer: bool,
         op: str,
         denom: Denominator,
@@ -151,7 +147,7 @@ class ErrorFeedbackAggregation(Aggregation):
         tensors = [tensor for _, tensor in named]
         self._staging.run(tensors, by_layer, self._device_for, aggregate)
 
-    def _prepare(self, named: list[tuple[str, torch.Tensor]], by_layer: bool) -> None:
+    def _prepare(self, named: Named, by_layer: bool) -> None:
         key = (by_layer, *((name, t.dtype, t.device) for name, t in named))
         if key == self._key:
             return
@@ -164,7 +160,7 @@ class ErrorFeedbackAggregation(Aggregation):
         self._ledger.take(*(page for _, page in parts))
         self._parts, self._key = parts, key
 
-    def _part_of(self, together: list[tuple[str, torch.Tensor]], outcome: _C.RoundOutcome) -> Part:
+    def _part_of(self, together: Named, outcome: _C.RoundOutcome) -> Part:
         first, numel = together[0][1], sum(tensor.numel() for _, tensor in together)
         flat = torch.empty(numel, dtype=first.dtype, device=self._device_for(first))
         pieces = flat.split([tensor.numel() for _, tensor in together])
@@ -233,12 +229,7 @@ class PowerAggregation(ErrorFeedbackAggregation):
     def _describe(self, op: str, denom: object) -> list[str]:
         return [f"rank {self.rank}, reuse_query {self.reuse_query}"]
 
-    def _make_part(
-        self,
-        flat: torch.Tensor,
-        named: list[tuple[str, torch.Tensor]],
-        outcome: _C.RoundOutcome,
-    ) -> Part:
+    def _make_part(self, flat: torch.Tensor, named: Named, outcome: _C.RoundOutcome) -> Part:
         matrices = low_rank_matrices(named, self.rank, min_compression_rate=1.0)
         page = Page(flat, named, outcome, matrices=matrices)
         operation = _C.LowRank(
@@ -293,12 +284,7 @@ class SparsifiedAggregation(ErrorFeedbackAggregation):
             f"BAGUA_CHECKSUM={int(env.get_checksum())}",
         ]
 
-    def _make_part(
-        self,
-        flat: torch.Tensor,
-        named: list[tuple[str, torch.Tensor]],
-        outcome: _C.RoundOutcome,
-    ) -> Part:
+    def _make_part(self, flat: torch.Tensor, named: Named, outcome: _C.RoundOutcome) -> Part:
         page = Page(flat, named, outcome)
         operation = sparse_mean(
             self._communicator("data", flat.device),

@@ -19,10 +19,12 @@ from torch.distributed import distributed_c10d as c10d
 
 from mlbench_core.aggregation.pytorch._staging import Staging
 
-__all__ = ["Aggregation", "CanonicalOp", "Denominator", "Kind", "canonical_op"]
+__all__ = ["Aggregation", "CanonicalOp", "Denominator", "Kind", "Named", "canonical_op"]
 
 Denominator = torch.Tensor | float | None
 Kind = Literal["gradient", "weight"]
+#: (Name, tensor), in the order in which they are staged.
+Named = list[tuple[str, torch.Tensor]]
 CanonicalOp = Literal["avg_world", "avg_custom", "sum", "min", "max"]
 
 _NAMES: dict[str, CanonicalOp] = {
@@ -159,7 +161,7 @@ class Aggregation(ABC):
         present = _agree_on(self._connections(), control, what, arguments, candidates)
         # 3.
         made: list[tuple[torch.Tensor, torch.Tensor]] = []
-        named: list[tuple[str, torch.Tensor]] = []
+        named: Named = []
         for candidate in present:
             tensor = candidate.tensor
             if tensor is None:
@@ -181,7 +183,7 @@ class Aggregation(ABC):
 
     def _aggregate(
         self,
-        named: list[tuple[str, torch.Tensor]],
+        named: Named,
         by_layer: bool,
         op: str,
         denom: Denominator,
