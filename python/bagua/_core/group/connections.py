@@ -6,6 +6,7 @@ import collections
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import logging
 import secrets
@@ -432,10 +433,7 @@ class Connections:
             self._await_keys([f"{key}/0", f"{key}/{other}"])
         first = stored_lines(self.store, f"{key}/0")
         second = stored_lines(self.store, f"{key}/{other}")
-        raise _C.BaguaMismatchError(
-            f"ranks differ in {what}. First difference: {first_difference(first, second, other)}. "
-            "Build the same model with the same arguments on every rank."
-        )
+        raise mismatch(what, first, second, other)
 
 
 class MainThreadTraffic:
@@ -562,11 +560,11 @@ def _ranks_with_one_gpu(store: c10d.Store, size: int) -> list[int]:
     return []
 
 
-def first_difference(first: list[str], second: list[str], other: int) -> str:
-    missing = "nothing"
-    for i in range(max(len(first), len(second))):
-        mine = first[i] if i < len(first) else missing
-        theirs = second[i] if i < len(second) else missing
-        if mine != theirs:
-            return f"rank 0 has [{mine}], rank {other} has [{theirs}]"
-    return "none in the text"
+def mismatch(what: str, first: list[str], second: list[str], other: int) -> _C.BaguaMismatchError:
+    """The error for lines of rank 0 that are not those of rank ``other``."""
+    pairs = itertools.zip_longest(first, second, fillvalue="nothing")
+    texts = (f"rank 0 has [{a}], rank {other} has [{b}]" for a, b in pairs if a != b)
+    return _C.BaguaMismatchError(
+        f"ranks differ in {what}. First difference: {next(texts, 'none in the text')}. "
+        "Build the same model with the same arguments on every rank."
+    )

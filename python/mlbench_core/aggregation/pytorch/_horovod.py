@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from bagua import _C
 from bagua._core.group import environment as env
-from bagua._core.group.connections import Connections, first_difference
+from bagua._core.group.connections import Connections, mismatch
 from bagua._core.group.rendezvous import rendezvous
 from torch.distributed import distributed_c10d as c10d
 
@@ -150,11 +150,7 @@ class HorovodTransport(Connections):
         everyone = [json.loads(bytes(part.tolist())) for part in parts]
         for other, theirs in enumerate(everyone):
             if theirs != everyone[0]:
-                raise _C.BaguaMismatchError(
-                    f"ranks differ in {what}. First difference: "
-                    f"{first_difference(everyone[0], theirs, other)}. "
-                    "Build the same model with the same arguments on every rank."
-                )
+                raise mismatch(what, everyone[0], theirs, other)
 
 
 class _Rendezvous:
