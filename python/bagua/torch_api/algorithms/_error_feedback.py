@@ -61,7 +61,7 @@ def warn_of_useless_residuals(owner: str, codec: str | None, error_feedback: boo
     warnings.warn(
         f"{owner}: error_feedback=True {what}. Leave it out, or take a codec of fewer bits, such "
         'as "int4_block".',
-        stacklevel=3,
+        stacklevel=4,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl"]
 
 
+@dataclass(eq=False)
 class AsyncModelAverageAlgorithm(Algorithm):
     """Weights are averaged by a thread of their own (Bagua, VLDB 2022, asynchronous centralized).
 
@@ -49,19 +51,17 @@ class AsyncModelAverageAlgorithm(Algorithm):
         averaged = bagua.average_weights(model)
     """
 
-    def __init__(
-        self,
-        peer_selection_mode: str = "all",
-        sync_interval_ms: int = 500,
-        warmup_steps: int = 0,
-    ) -> None:
-        check_asynchronous_mode(peer_selection_mode)
-        if sync_interval_ms < 0:
-            raise ValueError(f"sync_interval_ms={sync_interval_ms} must be 0 or more milliseconds")
-        check_warmup(warmup_steps)
-        self.peer_selection_mode = peer_selection_mode
-        self.sync_interval_ms = sync_interval_ms
-        self.warmup_steps = warmup_steps
+    peer_selection_mode: str = "all"
+    sync_interval_ms: int = 500
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        check_asynchronous_mode(self.peer_selection_mode)
+        if self.sync_interval_ms < 0:
+            raise ValueError(
+                f"sync_interval_ms={self.sync_interval_ms} must be 0 or more milliseconds"
+            )
+        check_warmup(self.warmup_steps)
 
     def reify(self, process_group: BaguaProcessGroup) -> AsyncModelAverageAlgorithmImpl:
         return AsyncModelAverageAlgorithmImpl(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from bagua import _C
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 
+@dataclass(eq=False)
 class ByteGradAlgorithm(Algorithm):
     """Compressed all-reduce of gradients (Bagua, VLDB 2022, section 3, "ByteGrad").
 
@@ -58,21 +60,16 @@ class ByteGradAlgorithm(Algorithm):
         model = model.with_bagua([optimizer], four_bits)
     """
 
-    def __init__(
-        self,
-        hierarchical: Hierarchy | None = None,
-        average: bool = True,
-        *,
-        codec: str = "block_uint8",
-        error_feedback: bool = False,
-    ) -> None:
-        _C.make_codec(codec)
-        check_hierarchy("ByteGradAlgorithm", hierarchical, error_feedback)
-        warn_of_useless_residuals("ByteGradAlgorithm", codec, error_feedback)
-        self.hierarchical = hierarchical
-        self.average = average
-        self.codec = codec
-        self.error_feedback = error_feedback
+    hierarchical: Hierarchy | None = None
+    average: bool = True
+    _: KW_ONLY
+    codec: str = "block_uint8"
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        _C.make_codec(self.codec)
+        check_hierarchy("ByteGradAlgorithm", self.hierarchical, self.error_feedback)
+        warn_of_useless_residuals("ByteGradAlgorithm", self.codec, self.error_feedback)
 
     def reify(self, process_group: BaguaProcessGroup) -> AlgorithmImpl:
         if self.error_feedback:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,6 +97,7 @@ class _LocalWeightsImpl(AlgorithmImpl):
             )
 
 
+@dataclass(eq=False)
 class DecentralizedAlgorithm(Algorithm):
     """Weights are averaged while forward and backward run (Bagua, VLDB 2022, decentralized SGD).
 
@@ -122,17 +123,13 @@ class DecentralizedAlgorithm(Algorithm):
         model = model.with_bagua([optimizer], algorithm)
     """
 
-    def __init__(
-        self,
-        hierarchical: bool | None = None,
-        peer_selection_mode: str = "all",
-        communication_interval: int = 1,
-    ) -> None:
-        operations.check_peer_selection_mode(peer_selection_mode)
-        _check_interval(communication_interval)
-        self.hierarchical = hierarchical
-        self.peer_selection_mode = peer_selection_mode
-        self.communication_interval = communication_interval
+    hierarchical: bool | None = None
+    peer_selection_mode: str = "all"
+    communication_interval: int = 1
+
+    def __post_init__(self) -> None:
+        operations.check_peer_selection_mode(self.peer_selection_mode)
+        _check_interval(self.communication_interval)
 
     def reify(self, process_group: BaguaProcessGroup) -> DecentralizedAlgorithmImpl:
         return DecentralizedAlgorithmImpl(
@@ -222,6 +219,7 @@ class DecentralizedAlgorithmImpl(_LocalWeightsImpl):
             operation.communications.fill_(self.ledger.counters["communications"])
 
 
+@dataclass(eq=False)
 class LowPrecisionDecentralizedAlgorithm(Algorithm):
     """After the optimizer's step, weights are mixed with both neighbours' on a ring of the ranks.
 
@@ -246,18 +244,14 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
         model = model.with_bagua([optimizer], LowPrecisionDecentralizedAlgorithm())
     """
 
-    def __init__(
-        self,
-        hierarchical: bool | None = None,
-        communication_interval: int = 1,
-        *,
-        codec: str = "block_uint8",
-    ) -> None:
-        _check_interval(communication_interval)
-        _C.make_codec(codec)
-        self.hierarchical = hierarchical
-        self.communication_interval = communication_interval
-        self.codec = codec
+    hierarchical: bool | None = None
+    communication_interval: int = 1
+    _: KW_ONLY
+    codec: str = "block_uint8"
+
+    def __post_init__(self) -> None:
+        _check_interval(self.communication_interval)
+        _C.make_codec(self.codec)
 
     def reify(self, process_group: BaguaProcessGroup) -> LowPrecisionDecentralizedAlgorithmImpl:
         return LowPrecisionDecentralizedAlgorithmImpl(

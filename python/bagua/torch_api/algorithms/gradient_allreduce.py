@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bagua._core.group.process_group import BaguaProcessGroup, Hierarchy
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["GradientAllReduce", "GradientAllReduceAlgorithm", "GradientAllReduceAlgorithmImpl"]
 
 
+@dataclass(eq=False)
 class GradientAllReduceAlgorithm(Algorithm):
     """Exact all-reduce of gradients.
 
@@ -28,9 +30,8 @@ class GradientAllReduceAlgorithm(Algorithm):
         model = model.with_bagua([optimizer], GradientAllReduceAlgorithm())
     """
 
-    def __init__(self, hierarchical: Hierarchy = False, average: bool = True) -> None:
-        self.hierarchical = hierarchical
-        self.average = average
+    hierarchical: Hierarchy = False
+    average: bool = True
 
     def reify(self, process_group: BaguaProcessGroup) -> GradientAllReduceAlgorithmImpl:
         return GradientAllReduceAlgorithmImpl(process_group, self.hierarchical, self.average)

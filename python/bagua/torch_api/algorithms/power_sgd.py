@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from bagua._core.compression import check_compression_rate
 from bagua._core.group.process_group import BaguaProcessGroup
@@ -19,6 +20,7 @@ from bagua.torch_api.bucket import BaguaBucket
 __all__ = ["PowerSGDAlgorithm", "PowerSGDAlgorithmImpl"]
 
 
+@dataclass(eq=False)
 class PowerSGDAlgorithm(Algorithm):
     """Low-rank gradients (T. Vogels et al., *PowerSGD*, NeurIPS 2019, Algorithms 1 and 2).
 
@@ -61,30 +63,22 @@ class PowerSGDAlgorithm(Algorithm):
         model = model.with_bagua([optimizer], algorithm)
     """
 
-    def __init__(
-        self,
-        rank: int = 4,
-        hierarchical: bool | None = None,
-        *,
-        warmup_steps: int = 100,
-        min_compression_rate: float = 2.0,
-        warm_start: bool = True,
-        error_feedback: bool = True,
-        seed: int = 0,
-        exact_parameters: Sequence[str] = (),
-    ) -> None:
-        if rank < 1:
-            raise ValueError(f"rank={rank}: a matrix is approximated by at least rank 1")
-        check_compression_rate(min_compression_rate)
-        check_warmup(warmup_steps)
-        self.rank = rank
-        self.hierarchical = hierarchical
-        self.warmup_steps = warmup_steps
-        self.min_compression_rate = min_compression_rate
-        self.warm_start = warm_start
-        self.error_feedback = error_feedback
-        self.seed = seed
-        self.exact_parameters = check_patterns(exact_parameters)
+    rank: int = 4
+    hierarchical: bool | None = None
+    _: KW_ONLY
+    warmup_steps: int = 100
+    min_compression_rate: float = 2.0
+    warm_start: bool = True
+    error_feedback: bool = True
+    seed: int = 0
+    exact_parameters: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank={self.rank}: a matrix is approximated by at least rank 1")
+        check_compression_rate(self.min_compression_rate)
+        check_warmup(self.warmup_steps)
+        self.exact_parameters = check_patterns(self.exact_parameters)
 
     def reify(self, process_group: BaguaProcessGroup) -> PowerSGDAlgorithmImpl:
         return PowerSGDAlgorithmImpl(process_group, self, self.warmup_steps, self.exact_parameters)

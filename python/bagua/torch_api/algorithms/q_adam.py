@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
 
 
+@dataclass(eq=False)
 class QAdamAlgorithm(Algorithm):
     """Adam with an 8-bit first moment (Bagua, VLDB 2022, "QAdam"; Tang et al., ICML 2021).
 
@@ -60,26 +62,21 @@ class QAdamAlgorithm(Algorithm):
         model = model.with_bagua([optimizer], QAdamAlgorithm(optimizer))
     """
 
-    def __init__(
-        self,
-        q_adam_optimizer: QAdamOptimizer,
-        hierarchical: Hierarchy | None = None,
-        *,
-        codec: str = "block_uint8",
-        error_feedback: bool = False,
-    ) -> None:
-        if not isinstance(q_adam_optimizer, QAdamOptimizer):
+    q_adam_optimizer: QAdamOptimizer
+    hierarchical: Hierarchy | None = None
+    _: KW_ONLY
+    codec: str = "block_uint8"
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.q_adam_optimizer, QAdamOptimizer):
             raise TypeError(
                 "QAdamAlgorithm takes a QAdamOptimizer (bagua.torch_api.algorithms.q_adam), not "
-                f"{type(q_adam_optimizer).__name__}"
+                f"{type(self.q_adam_optimizer).__name__}"
             )
-        _C.make_codec(codec)
-        check_hierarchy("QAdamAlgorithm", hierarchical, error_feedback)
-        warn_of_useless_residuals("QAdamAlgorithm", codec, error_feedback)
-        self.q_adam_optimizer = q_adam_optimizer
-        self.hierarchical = hierarchical
-        self.codec = codec
-        self.error_feedback = error_feedback
+        _C.make_codec(self.codec)
+        check_hierarchy("QAdamAlgorithm", self.hierarchical, self.error_feedback)
+        warn_of_useless_residuals("QAdamAlgorithm", self.codec, self.error_feedback)
 
     def reify(self, process_group: BaguaProcessGroup) -> QAdamAlgorithmImpl:
         return QAdamAlgorithmImpl(

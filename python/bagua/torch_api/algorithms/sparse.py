@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from bagua._core.compression import check_ratio
 from bagua._core.group.process_group import BaguaProcessGroup
@@ -19,6 +20,7 @@ from bagua.torch_api.bucket import BaguaBucket
 __all__ = ["SparseAlgorithm", "SparseAlgorithmImpl"]
 
 
+@dataclass(eq=False)
 class SparseAlgorithm(Algorithm):
     """Sparse gradients with error feedback (S. Stich et al., NeurIPS 2018, Algorithm 1).
 
@@ -55,20 +57,16 @@ class SparseAlgorithm(Algorithm):
         model = model.with_bagua([optimizer], SparseAlgorithm(ratio=0.01))
     """
 
-    def __init__(
-        self,
-        ratio: float = 0.01,
-        hierarchical: bool | None = None,
-        *,
-        warmup_steps: int = 0,
-        exact_parameters: Sequence[str] = (),
-    ) -> None:
-        check_ratio(ratio)
-        check_warmup(warmup_steps)
-        self.ratio = ratio
-        self.hierarchical = hierarchical
-        self.warmup_steps = warmup_steps
-        self.exact_parameters = check_patterns(exact_parameters)
+    ratio: float = 0.01
+    hierarchical: bool | None = None
+    _: KW_ONLY
+    warmup_steps: int = 0
+    exact_parameters: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        check_warmup(self.warmup_steps)
+        self.exact_parameters = check_patterns(self.exact_parameters)
 
     def reify(self, process_group: BaguaProcessGroup) -> SparseAlgorithmImpl:
         return SparseAlgorithmImpl(process_group, self, self.warmup_steps, self.exact_parameters)
