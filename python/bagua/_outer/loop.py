@@ -430,13 +430,9 @@ class Schedule:
 class LocalTensors:
     """What this rank trains. The functions are called in each round.
 
-    Attributes:
-        name: of the module, for errors.
-        optimizers: of the rank; the steps of the last one count.
-        weights: the trained ones by name.
-        floating_buffers: by name; a round gives them their mean.
-        other_buffers: a round gives them the values of the lowest rank.
-        all_true: whether a flag is True on all ranks that hold shards of the same weights.
+    The steps of the last optimizer count. A round gives floating buffers their mean, others the
+    values of the lowest rank. ``all_true``: whether a flag is True on all ranks that hold shards of
+    the same weights.
     """
 
     name: str

@@ -213,10 +213,8 @@ class Membership:
         """Wait for the members before a round, and decide which of them are late. All call it.
 
         Once ``least`` are there they wait twice as long as they took to come, at least a second and
-        at most ``grace`` seconds. The member that came first decides.
-
-        Returns:
-            Whether the members change before the round, and whether this one is late.
+        at most ``grace`` seconds. The member that came first decides. Returns whether the members
+        change before the round, and whether this one is late.
         """
         self._gathered += 1
         key = f"generation{self.generation}/round{self._gathered}"

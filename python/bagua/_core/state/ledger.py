@@ -177,9 +177,6 @@ class Commit:
     """An outcome of rounds that count only with :meth:`commit`, besides their operations.
 
     A result that nothing has used is lost, and what it has lost must not be kept.
-
-    Attributes:
-        outcome: for the pages of the operations.
     """
 
     def __init__(self) -> None:

@@ -23,9 +23,8 @@ _IGNORE = "_bagua_params_and_buffers_to_ignore"
 class ModuleSnapshot:
     """Remembers a module without holding it.
 
-    Args:
-        averaged_inside: torch averages gradients between other ranks than those that communicate,
-            which is right.
+    ``averaged_inside``: torch averages gradients between other ranks than those that communicate,
+    which is right.
     """
 
     def __init__(self, module: torch.nn.Module, *, averaged_inside: bool = False) -> None:

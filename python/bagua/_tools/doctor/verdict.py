@@ -129,8 +129,7 @@ def findings_of_links(
 
     Args:
         unreachable: by (rank that connects, rank that it did not reach), the reason.
-        measured: by pair, as the lower rank saw it.
-        broke: by pair, the reason why it could not be measured.
+        measured: by pair, as the lower rank saw it; broke: the reason why it could not be.
         tolerance: how many times slower than the fastest link between nodes a link may be.
         least: bytes a second that every link must have.
     """
