@@ -285,15 +285,7 @@ def alltoall(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: Comm = 
         send, recv = torch.full([n], float(rank)), torch.empty(n)
         bagua.alltoall(send, recv)  # with 2 ranks: [0, 1]
     """
-    member = member_of(comm)
-    if member is None:
-        return
-    # Checks
-    check_pair("alltoall", send_tensor, recv_tensor)
-    check_numel("alltoall", "recv_tensor", recv_tensor, send_tensor.numel(), "as send_tensor")
-    check_divisible("alltoall", send_tensor, member.nranks())
-
-    _alltoall("alltoall", as_bytes(send_tensor), as_bytes(recv_tensor), member)
+    _alltoall("alltoall", send_tensor, recv_tensor, comm)
 
 
 def alltoall_inplace(tensor: torch.Tensor, comm: Comm = None) -> None:
@@ -304,15 +296,7 @@ def alltoall_inplace(tensor: torch.Tensor, comm: Comm = None) -> None:
         tensor = torch.full([bagua.get_world_size()], float(bagua.get_rank()))
         bagua.alltoall_inplace(tensor)  # with 2 ranks: [0, 1]
     """
-    member = member_of(comm)
-    if member is None:
-        return
-    # Checks
-    check_tensor("alltoall_inplace", tensor)
-    check_divisible("alltoall_inplace", tensor, member.nranks())
-
-    data = as_bytes(tensor)
-    _alltoall("alltoall_inplace", data.clone(), data, member)
+    _alltoall("alltoall_inplace", tensor, tensor, comm)
 
 
 def alltoall_v(
@@ -339,26 +323,8 @@ def alltoall_v(
         send, recv = torch.ones(3), torch.zeros(3)  # on 2 ranks, each with as many for both
         bagua.alltoall_v(send, [1, 1], [0, 2], recv, [1, 1], [0, 2])  # [1, 0, 1]
     """
-    member = member_of(comm)
-    if member is None:
-        return
-    # Checks
-    check_pair("alltoall_v", send_tensor, recv_tensor)
-    check_parts("alltoall_v", send_tensor, send_counts, send_displs, member.nranks())
-    check_parts("alltoall_v", recv_tensor, recv_counts, recv_displs, member.nranks())
-    own = member.rank()
-    if send_counts[own] != recv_counts[own]:
-        raise ValueError(
-            f"alltoall_v: rank {own} sends itself {send_counts[own]} elements, but expects "
-            f"{recv_counts[own]}"
-        )
-
-    _exchange_parts(
-        "alltoall_v",
-        (send_tensor, send_counts, send_displs),
-        (recv_tensor, recv_counts, recv_displs),
-        member,
-    )
+    send = (send_tensor, send_counts, send_displs)
+    _exchange_parts("alltoall_v", send, (recv_tensor, recv_counts, recv_displs), comm)
 
 
 def alltoall_v_inplace(
@@ -377,15 +343,8 @@ def alltoall_v_inplace(
         tensor = torch.full([2], float(bagua.get_rank()))  # on 2 ranks
         bagua.alltoall_v_inplace(tensor, [1, 1], [0, 1])  # [0, 1]
     """
-    member = member_of(comm)
-    if member is None:
-        return
-    # Checks
-    check_tensor("alltoall_v_inplace", tensor)
-    check_parts("alltoall_v_inplace", tensor, counts, displs, member.nranks())
-
-    copied = (tensor.detach().clone(), counts, displs)
-    _exchange_parts("alltoall_v_inplace", copied, (tensor, counts, displs), member)
+    parts = (tensor, counts, displs)
+    _exchange_parts("alltoall_v_inplace", parts, parts, comm)
 
 
 def _check_inplace(
@@ -432,7 +391,22 @@ def _scatter(
 Parts = tuple[torch.Tensor, Sequence[int], Sequence[int]]
 
 
-def _exchange_parts(name: str, send: Parts, recv: Parts, member: Communicator) -> None:
+def _exchange_parts(name: str, send: Parts, recv: Parts, comm: Comm) -> None:
+    member = member_of(comm)
+    if member is None:
+        return
+    # Checks
+    check_pair(name, send[0], recv[0])
+    check_parts(name, *send, member.nranks())
+    check_parts(name, *recv, member.nranks())
+    own, sent, expected = member.rank(), send[1], recv[1]
+    if sent[own] != expected[own]:
+        raise ValueError(
+            f"{name}: rank {own} sends itself {sent[own]} elements, but expects {expected[own]}"
+        )
+
+    if send[0] is recv[0]:
+        send = (send[0].detach().clone(), *send[1:])
     sends, recvs = _bytes_of_parts(send, member.nranks()), _bytes_of_parts(recv, member.nranks())
     differences: list[str] = []
 
@@ -487,5 +461,14 @@ def _bytes_of_parts(parts: Parts, size: int) -> list[tuple[torch.Tensor, int]]:
     return [(as_bytes(flat[displs[r] : displs[r] + counts[r]]), r) for r in range(size)]
 
 
-def _alltoall(name: str, send: torch.Tensor, recv: torch.Tensor, member: Communicator) -> None:
-    member.run(name, send.device, lambda connected: connected.all_to_all(send, recv))
+def _alltoall(name: str, send: torch.Tensor, recv: torch.Tensor, comm: Comm) -> None:
+    member = member_of(comm)
+    if member is None:
+        return
+    # Checks
+    check_pair(name, send, recv)
+    check_numel(name, "recv_tensor", recv, send.numel(), "as send_tensor")
+    check_divisible(name, send, member.nranks())
+
+    sent = as_bytes(send.clone() if send is recv else send)
+    member.run(name, send.device, lambda connected: connected.all_to_all(sent, as_bytes(recv)))

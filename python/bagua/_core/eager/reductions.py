@@ -72,11 +72,7 @@ def allreduce(
     member = member_of(comm)
     if member is None:
         return
-    # Checks
-    check_pair("allreduce", send_tensor, recv_tensor)
-    check_numel("allreduce", "recv_tensor", recv_tensor, send_tensor.numel(), "as send_tensor")
-    op = check_reducible("allreduce", send_tensor, op)
-
+    op = _check_reduction("allreduce", send_tensor, recv_tensor, op)
     result = recv_tensor.detach().flatten()
     result.copy_(send_tensor.detach().flatten())
     _allreduce("allreduce", result, op, member)
@@ -141,16 +137,7 @@ def reduce(
         mine, total = torch.ones(2), torch.zeros(2)
         bagua.reduce(mine, total, dst=0)  # rank 0 of 2: [2, 2]
     """
-    member = member_of(comm)
-    if member is None:
-        return
-    # Checks
-    check_pair("reduce", send_tensor, recv_tensor)
-    check_numel("reduce", "recv_tensor", recv_tensor, send_tensor.numel(), "as send_tensor")
-    check_rank("reduce", "dst", dst, member)
-    op = check_reducible("reduce", send_tensor, op)
-
-    _reduce("reduce", send_tensor, recv_tensor, dst, op, member)
+    _reduce("reduce", send_tensor, recv_tensor, dst, op, comm)
 
 
 def reduce_inplace(
@@ -166,15 +153,7 @@ def reduce_inplace(
         counts = torch.ones(2)
         bagua.reduce_inplace(counts, dst=0)  # rank 0 of 2: [2, 2]; rank 1: [1, 1]
     """
-    member = member_of(comm)
-    if member is None:
-        return
-    # Checks
-    check_tensor("reduce_inplace", tensor)
-    check_rank("reduce_inplace", "dst", dst, member)
-    op = check_reducible("reduce_inplace", tensor, op)
-
-    _reduce("reduce_inplace", tensor, tensor, dst, op, member)
+    _reduce("reduce_inplace", tensor, tensor, dst, op, comm)
 
 
 def reduce_scatter(
@@ -236,6 +215,12 @@ def reduce_scatter_inplace(
     _reduce_scatter("reduce_scatter_inplace", flat, result, op, member)
 
 
+def _check_reduction(name: str, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp) -> ReduceOp:
+    check_pair(name, send, recv)
+    check_numel(name, "recv_tensor", recv, send.numel(), "as send_tensor")
+    return check_reducible(name, send, op)
+
+
 def _allreduce(name: str, flat: torch.Tensor, op: ReduceOp, member: Communicator) -> None:
     # The sum of complex numbers is that of their parts, which every transport can add.
     reals = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
@@ -267,8 +252,13 @@ def _reduce(
     recv: torch.Tensor,
     dst: int,
     op: ReduceOp,
-    member: Communicator,
+    comm: Comm,
 ) -> None:
+    member = member_of(comm)
+    if member is None:
+        return
+    op = _check_reduction(name, send, recv, op)
+    check_rank(name, "dst", dst, member)
     result = send.detach().flatten().clone()
     _allreduce(name, result, op, member)
     if member.rank() == dst:
