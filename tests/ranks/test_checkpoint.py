@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from bagua.torch_api import communication
 from bagua.torch_api.algorithms import Algorithm, QAdamOptimizer
 from bagua.torch_api.checkpoint import PerRank, load_latest, save_checkpoint
 from support import training
@@ -148,3 +149,26 @@ def test_a_state_that_does_not_fit_is_refused_by_name(ranks):
 def test_a_module_that_is_not_wrapped_is_refused():
     with pytest.raises(TypeError, match="PerRank takes a module after with_bagua"):
         PerRank(nn.Linear(2, 2))
+
+
+@training.with_group
+def two_groups(folder):
+    """Two trainings of one job, each with a checkpoint of its own; then the loaded weights."""
+    groups = [communication.new_group(ranks) for ranks in ([0, 1], [2])]
+    mine = groups[dist.get_rank() // 2]
+    other = groups[1 - dist.get_rank() // 2]
+    saved, loaded = (
+        network(seed).with_bagua([], Algorithm.init("gradient_allreduce"), process_group=mine)
+        for seed in (dist.get_rank() // 2, 5)
+    )
+    path = f"{folder}/{mine.ranks[0]}"
+    save_checkpoint(path, {"model": saved}, 1, group=mine)
+    refused = training.error_of(lambda: load_latest(path, {"model": loaded}, group=other))
+    step = load_latest(path, {"model": loaded}, group=mine)
+    return step, refused, training.model_bits(saved) == training.model_bits(loaded)
+
+
+def test_the_ranks_of_a_group_save_together(ranks, tmp_path):
+    for rank, (step, refused, same) in enumerate(ranks(3, two_groups, str(tmp_path))):
+        assert (step, same) == (1, True)
+        assert f"not a member of the group with ranks {[[2], [0, 1]][rank // 2]}" in refused

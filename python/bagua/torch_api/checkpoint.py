@@ -14,7 +14,8 @@ import torch
 
 from bagua import _C
 from bagua._core.eager.objects import broadcast_object, gather_plain_objects
-from bagua._core.group.process_group import BaguaProcessGroup, get_default_group
+from bagua._core.group.job import as_bagua_group
+from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state import step_folder as _step_folder
 from bagua._core.state.saved_values import check_state, copied, digest
 from bagua._core.state.shards import is_sharded
@@ -26,7 +27,12 @@ __all__ = ["PerRank", "load_latest", "save_checkpoint"]
 
 
 def save_checkpoint(
-    folder: str | PathLike[str], state: Mapping[str, Any], step: int, *, keep: int = 2
+    folder: str | PathLike[str],
+    state: Mapping[str, Any],
+    step: int,
+    *,
+    keep: int = 2,
+    group: Any = None,
 ) -> Path:
     """Write a checkpoint from which training can continue. All ranks call it, between two steps::
 
@@ -44,6 +50,7 @@ def save_checkpoint(
             all ranks. Tensors, numbers, strings and dicts, lists and tuples of them are saved.
         step: a number that grows, equal on all ranks: :func:`load_latest` returns it.
         keep: how many checkpoints stay, this one included; older ones are removed.
+        group: the ranks that save together; default: all.
 
     Returns:
         The folder of this rank's part.
@@ -60,7 +67,7 @@ def save_checkpoint(
     _check_state(state)
     if step < 0 or keep < 1:
         raise ValueError(f"save_checkpoint: step={step} must not be negative, nor keep={keep} 0")
-    joined = get_default_group()
+    joined = _members(group)
     rank, folder = joined.rank, Path(folder)
 
     # 1. A copy of one moment; 2. what rank 0 has alike.
@@ -120,7 +127,9 @@ def _raise_if_any(problem: Exception | None, failed: Sequence[int], step: int) -
         )
 
 
-def load_latest(folder: str | PathLike[str], state: Mapping[str, Any]) -> int | None:
+def load_latest(
+    folder: str | PathLike[str], state: Mapping[str, Any], *, group: Any = None
+) -> int | None:
     """Load the newest checkpoint that all ranks have whole. All call it, after ``with_bagua``.
 
     With the number of ranks that saved, every rank gets its own state. With another number every
@@ -133,6 +142,7 @@ def load_latest(folder: str | PathLike[str], state: Mapping[str, Any]) -> int | 
     Args:
         folder: as given to :func:`save_checkpoint`.
         state: the objects to load into, in this order, under the names that they were saved by.
+        group: as given to :func:`save_checkpoint`.
 
     Returns:
         The ``step`` of the checkpoint, the same on all ranks; None where there is none yet.
@@ -151,7 +161,7 @@ def load_latest(folder: str | PathLike[str], state: Mapping[str, Any]) -> int | 
     """
     # Checks
     _check_state(state)
-    joined = get_default_group()
+    joined = _members(group)
     folder = Path(folder)
 
     newest = _newest(folder, joined)
@@ -208,6 +218,16 @@ def _check_state(state: Mapping[str, Any]) -> None:
                 f"state['{name}'] is a {type(part).__name__}, which has no state_dict and "
                 "load_state_dict; give the object itself, not what its state_dict() returns"
             )
+
+
+def _members(group: Any) -> BaguaProcessGroup:
+    joined = as_bagua_group(group)
+    if joined.rank < 0:
+        raise ValueError(
+            f"this process is not a member of the group with ranks {joined.ranks}: save and load "
+            "on the members only"
+        )
+    return joined
 
 
 def _wrapped_in(state: Mapping[str, Any]) -> Iterator[tuple[str, Session]]:
