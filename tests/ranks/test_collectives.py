@@ -35,49 +35,42 @@ def moved(rank, size, count, dtype):
     every = torch.cat([numbers(other, count, dtype) for other in range(size)])
     of_all = [numbers(other, size * count, dtype) for other in range(size)]
     transposed, of_root = torch.cat([whole[part] for whole in of_all]), of_all[root]
-    mine, all_mine, nothing = numbers(rank, count, dtype), of_all[rank], untouched(count, dtype)
-    held = untouched(size * count, dtype)
+    mine, all_mine, of_one = numbers(rank, count, dtype), of_all[rank], numbers(root, count, dtype)
+    few, many = untouched(count, dtype), untouched(size * count, dtype)
+    held, is_root = many.clone(), rank == root
     held[part] = mine
-
-    many = untouched(size * count, dtype)
-    bagua.allgather(mine, many)
-    yield "allgather", many, every
-
-    many = held.clone()
-    bagua.allgather_inplace(many)
-    yield "allgather_inplace", many, every
-
-    many = untouched(size * count, dtype)
-    bagua.alltoall(all_mine, many)
-    yield "alltoall", many, transposed
-
-    many = all_mine.clone()
-    bagua.alltoall_inplace(many)
-    yield "alltoall_inplace", many, transposed
-
-    many = untouched(size * count, dtype)
-    bagua.gather(mine, many, root)
-    yield "gather", many, every if rank == root else untouched(size * count, dtype)
-
-    tensor = held.clone() if rank == root else mine.clone()
-    bagua.gather_inplace(tensor, count, root)
-    yield "gather_inplace", tensor, every if rank == root else mine
-
-    few = nothing.clone()
-    bagua.scatter(all_mine, few, root)
-    yield "scatter", few, of_root[part]
-
-    tensor = all_mine.clone() if rank == root else nothing.clone()
-    bagua.scatter_inplace(tensor, count, root)
-    yield "scatter_inplace", tensor, of_root if rank == root else of_root[part]
-
-    tensor = mine.clone()
-    bagua.broadcast(tensor, root)
-    yield "broadcast", tensor, numbers(root, count, dtype)
-
+    for name, call, given, wanted in [
+        ("allgather", lambda tensor: bagua.allgather(mine, tensor), many, every),
+        ("allgather_inplace", bagua.allgather_inplace, held, every),
+        ("alltoall", lambda tensor: bagua.alltoall(all_mine, tensor), many, transposed),
+        ("alltoall_inplace", bagua.alltoall_inplace, all_mine, transposed),
+        (
+            "gather",
+            lambda tensor: bagua.gather(mine, tensor, root),
+            many,
+            every if is_root else many,
+        ),
+        (
+            "gather_inplace",
+            lambda tensor: bagua.gather_inplace(tensor, count, root),
+            held if is_root else mine,
+            every if is_root else mine,
+        ),
+        ("scatter", lambda tensor: bagua.scatter(all_mine, tensor, root), few, of_root[part]),
+        (
+            "scatter_inplace",
+            lambda tensor: bagua.scatter_inplace(tensor, count, root),
+            all_mine if is_root else few,
+            of_root if is_root else of_root[part],
+        ),
+        ("broadcast", lambda tensor: bagua.broadcast(tensor, root), mine, of_one),
+    ]:
+        tensor = given.clone()
+        call(tensor)
+        yield name, tensor, wanted
     few, many = mine.clone(), all_mine.clone()
     communication.broadcast_coalesced([few, many.view(size, count).t()], root)
-    yield "broadcast_coalesced", few, numbers(root, count, dtype)
+    yield "broadcast_coalesced", few, of_one
     yield "broadcast_coalesced", many, of_root
 
 
