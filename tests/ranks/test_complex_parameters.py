@@ -94,12 +94,13 @@ def give_a_state_with_moments():
         optimizer.zero_grad()
     model.with_bagua([optimizer], GradientAllReduceAlgorithm())
     moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
-    return training.bits([*model.parameters(), *model.buffers(), *moments]), [
-        str(m.dtype) for m in moments
-    ]
+    given = training.bits([*model.parameters(), *model.buffers(), *moments])
+    model.seen.fill_(1j * dist.get_rank())
+    assert bagua.average_weights(model).seen.tolist() == [1j] * 7
+    return given, [str(m.dtype) for m in moments]
 
 
-def test_the_wrap_gives_every_rank_complex_weights_buffers_and_moments(ranks):
+def test_the_wrap_gives_and_an_export_averages_complex_tensors(ranks):
     first, *others = ranks(3, give_a_state_with_moments)
     assert first[1].count("torch.complex64") == 3
     assert others == [first, first]
@@ -140,18 +141,6 @@ def drift():
 def test_the_weights_check_sees_an_imaginary_part(ranks):
     for error in ranks(2, drift, env={"BAGUA_CHECK_WEIGHTS_EVERY": "1"}):
         assert "First difference: 'phase' (rank 0 against rank 1)" in error
-
-
-@training.with_group
-def export():
-    model = Spectral(torch.complex64)
-    model.with_bagua([], GradientAllReduceAlgorithm())
-    model.seen += 1j * dist.get_rank()
-    return bagua.average_weights(model).seen.tolist()
-
-
-def test_average_weights_averages_complex_buffers(ranks):
-    assert ranks(3, export) == [[1j] * 7] * 3
 
 
 #: Those that cannot; auto takes exact gradients for them.
