@@ -73,47 +73,35 @@ WRONG_TYPES = {
 
 
 @training.with_group
-def with_other_counts(size, inplace):
-    """The error, and whether all is as before, where rank 1 sends and expects one element more."""
-    rank = bagua.get_rank()
-    counts = [2 + (rank == 1)] * size
-    places = [4 * other for other in range(size)]
+def exchange_differing_parts(size):
+    """Rank 1 sends and expects one element more, in two tensors and in one, then wider ones."""
+    one_more = bagua.get_rank() == 1
+    counts, places = [2 + one_more] * size, [4 * other for other in range(size)]
     sent, received = torch.arange(4.0 * size), torch.full((4 * size,), -1.0)
-    if inplace:
-        error = training.error_of(lambda: bagua.alltoall_v_inplace(received, counts, places))
-    else:
-        error = training.error_of(
-            lambda: bagua.alltoall_v(sent, counts, places, received, counts, places)
-        )
-    counts = [2] * size
-    works = received.clone()
-    bagua.alltoall_v(sent, counts, places, works, counts, places)
-    return error, bool((received == -1).all()), works.tolist()
+    wider = sent.to(torch.float64 if one_more else torch.float32, copy=True)
+    errors = [
+        training.error_of(lambda: bagua.alltoall_v(sent, counts, places, received, counts, places)),
+        training.error_of(lambda: bagua.alltoall_v_inplace(received, counts, places)),
+        training.error_of(lambda: bagua.alltoall_v_inplace(wider, [2] * size, places)),
+    ]
+    untouched = bool((received == -1).all())
+    bagua.alltoall_v(sent, [2] * size, places, received, [2] * size, places)
+    return errors, untouched, received.tolist()
 
 
-@over(size=[2, 3], inplace=[False, True])
-def test_counts_that_differ_between_ranks_are_named_on_all_of_them(ranks, size, inplace):
-    name = "alltoall_v_inplace" if inplace else "alltoall_v"
-    for error, untouched, works in ranks(size, with_other_counts, size, inplace):
-        assert error.startswith(f"BaguaMismatchError: {name}: the ranks' counts differ")
-        assert "rank 1 sends 3 elements of 4 bytes to rank 0, which expects 2 of 4 bytes" in error
-        assert "rank 0 sends 2 elements of 4 bytes to rank 1, which expects 3 of 4 bytes" in error
+@over(size=[2, 3])
+def test_parts_that_differ_between_ranks_are_named_on_all_of_them(ranks, size):
+    for (*counts, dtypes), untouched, works in ranks(size, exchange_differing_parts, size):
+        for name, error in zip(("alltoall_v", "alltoall_v_inplace"), counts, strict=True):
+            assert error.startswith(f"BaguaMismatchError: {name}: the ranks' counts differ")
+            for words in (
+                "rank 1 sends 3 elements of 4 bytes to rank 0, which expects 2 of 4 bytes",
+                "rank 0 sends 2 elements of 4 bytes to rank 1, which expects 3 of 4 bytes",
+            ):
+                assert words in error
+        assert "rank 1 sends 2 elements of 8 bytes to rank 0, which expects 2 of 4 bytes" in dtypes
         assert untouched
         assert [value >= 0 for value in works] == [True, True, False, False] * size
-
-
-@training.with_group
-def with_other_dtypes():
-    dtype = torch.float64 if bagua.get_rank() == 1 else torch.float32
-    tensor, counts, places = torch.zeros(4, dtype=dtype), [2, 2], [0, 2]
-    return training.error_of(
-        lambda: bagua.alltoall_v(tensor, counts, places, tensor.clone(), counts, places)
-    )
-
-
-def test_parts_of_other_dtypes_are_named(ranks):
-    for error in ranks(2, with_other_dtypes):
-        assert "rank 1 sends 2 elements of 8 bytes to rank 0, which expects 2 of 4 bytes" in error
 
 
 #: A part of some of the errors.
