@@ -17,12 +17,10 @@ torch.manual_seed(0)
 model = torch.nn.Linear(64, 64)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 model = model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms={interval}))
-steps = 0
 while model.bagua_stats()["rounds"] < 3 + {more}:
     optimizer.zero_grad()
     model(torch.randn(4, 64)).square().mean().backward()
     optimizer.step()
-    steps += 1
 print("trained", model.bagua_stats()["rounds"], flush=True)
 {after}
 """
