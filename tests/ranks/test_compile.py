@@ -1,6 +1,6 @@
 """torch.compile and the wrappers: either way round, the training is the uncompiled one.
 
-Each algorithm in each way, and Inductor: tests/deep/test_compiled_ways.py.
+Inductor: tests/deep/test_compiled_ways.py.
 """
 
 import pytest

@@ -237,9 +237,10 @@ class ElasticRanks(FixedRanks):
         """As ``FixedRanks``; ``replace`` builds the new plan, and is told whether ranks join."""
         self._before, pending = loop, loop.state.pending
         self._missed = None if pending is None else pending.fragment.part
-        trained = loop.state.trained or self.failure is not None
+        if self.failure is not None:  # what the failed round was of is not in an anchor
+            loop.state.train_all()
         postponed = -1 if self.postponed is None else self.postponed
-        report = loop.state.counters | {"trained": int(trained), "postponed": postponed + 1}
+        report = loop.state.counters | {"postponed": postponed + 1}
         for attempt in range(_MOST_ATTEMPTS):
             if self._late and attempt == 0:
                 (request,) = self._in_island(self._membership.ask(returns=True))

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,7 +112,7 @@ class OuterLoop(Synchronizer):
     def _after_step(self) -> None:
         """1. This rank has made a step: use the result and launch the round that are due."""
         self.state.steps += 1
-        self.state.trained = True
+        self.state.train_all()
         self._attempt(self._make_rounds)
         if self.state.steps == self._schedule.interval:
             self.state.steps = 0
@@ -249,7 +250,7 @@ class OuterLoop(Synchronizer):
         self.engine.wait()
 
     def sync(self) -> None:
-        """A round of all fragments now, unless no rank has made a step since one. All call it."""
+        """A round now of each fragment that a rank has trained since its last. All call it."""
         self._refuse_inside_anchor("sync()")
         self._ranks.postponed = None  # this round is of all fragments
         self._attempt(self._sync)
@@ -257,19 +258,19 @@ class OuterLoop(Synchronizer):
     def _sync(self) -> None:
         self._resume()
         self.end_together()
-        trained = 1
+        fragments = self.state.fragments
+        trained = [1] * len(fragments)
         with self._ranks.held():
-            (trained,) = self._connections.reduce_numbers(
-                "sync()", _C.ReduceOp.MAX, int(self.state.trained)
-            )
-        for fragment in self.state.fragments if trained else ():
+            own = (int(fragment.part in self.state.trained) for fragment in fragments)
+            trained = self._connections.reduce_numbers("sync()", _C.ReduceOp.MAX, *own)
+        for fragment in compress(fragments, trained):
             self._launch(fragment, 0)
             self._use(late=False)
         self._start_at_anchors()
 
     def _start_at_anchors(self) -> None:
         self.take_anchors()
-        self.state.trained = False
+        self.state.trained.clear()
         self.state.steps = 0
 
     def make_postponed(self) -> None:
@@ -597,7 +598,7 @@ class OuterState:
         communications: rounds that have ended, of checkpoints before included.
         outer_rounds: those that have changed an anchor, of checkpoints before included.
         skipped_rounds: those that were not finite.
-        trained: whether steps were made since the last round, which was of all fragments.
+        trained: parts of the fragments in which steps were made since their last round.
         figures: of the last outer step.
     """
 
@@ -607,7 +608,7 @@ class OuterState:
     communications: int = 0
     outer_rounds: int = 0
     skipped_rounds: int = 0
-    trained: bool = False
+    trained: set[int] = field(default_factory=set)
     pending: PendingRound | None = None
     resumption: Resumption | None = None
     figures: dict[str, float | None] = field(
@@ -624,9 +625,12 @@ class OuterState:
             figures=self.figures,
         )
 
+    def train_all(self) -> None:
+        self.trained.update(fragment.part for fragment in self.fragments)
+
     def begin_round(self, fragment: Fragment, due: int) -> None:
         self.pending = PendingRound(fragment, due)
-        self.trained = len(self.fragments) > 1
+        self.trained.discard(fragment.part)
 
     def result_due(self) -> bool:
         """Count a step; whether the result of the round under way is used after it."""
@@ -657,7 +661,7 @@ class OuterState:
             "steps": self.steps,
             "outer_rounds": self.outer_rounds,
             "communications": self.communications,
-            "trained": int(self.trained),
+            "trained": sum(1 << part for part in self.trained),
             "in_flight": 0 if pending is None else pending.fragment.part + 1,
             "due": 0 if pending is None else pending.due,
         }
@@ -665,7 +669,8 @@ class OuterState:
     def go_on_at(self, counters: Mapping[str, int]) -> None:
         self.steps, self.outer_rounds = counters["steps"], counters["outer_rounds"]
         self.communications = counters["communications"]
-        self.trained = bool(counters["trained"])
+        parts = range(len(self.fragments))
+        self.trained = {part for part in parts if counters["trained"] >> part & 1}
         self.pending = None
 
     def named(self) -> dict[str, torch.Tensor]:

@@ -376,7 +376,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
             yield
 
     def sync(self) -> None:
-        """Make an outer round now, unless no rank has made a step since the last one.
+        """Make an outer round now, of each fragment that a rank has trained since its last one.
 
         All ranks call it, between two steps. Afterwards the weights are the anchor, and the next
         round is ``interval`` steps away.
