@@ -106,7 +106,7 @@ def train(folder, rounds, place):
         while not ended(folder, outer.outer_rounds, rounds):
             step += 1
             optimizer.zero_grad()
-            inputs, targets = data(step, 256)
+            inputs, targets = data(step, 1024)
             (model(inputs) - targets).square().mean().backward()
             optimizer.param_groups[0]["lr"] = RATE / (1 + outer.outer_rounds / 15)
             time.sleep(float(os.environ.get("SECONDS", "0")))
