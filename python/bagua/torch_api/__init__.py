@@ -33,10 +33,9 @@ from bagua._core.state.bagua_tensor import BaguaTensor
 from bagua._watch.per_round import write_stats
 from bagua._watch.prometheus import serve_metrics
 from bagua.torch_api import _patch, algorithms, checkpoint, communication, contrib, data_parallel
-from bagua.torch_api._patch import wrap
 from bagua.torch_api.algorithms import GradientAllReduce
 from bagua.torch_api.averaging import average_weights
-from bagua.torch_api.distributed import BaguaModule
+from bagua.torch_api.distributed import BaguaModule, wrap
 from bagua.torch_api.guard import Guard
 
 __all__ = [

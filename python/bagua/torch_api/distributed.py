@@ -1,4 +1,4 @@
-"""``BaguaModule``: methods of a wrapped module.
+"""``with_bagua``, and ``BaguaModule``: methods of a wrapped module.
 
 A wrapped module's class becomes a subclass of its own class and of :class:`BaguaModule`. Copies and
 pickles of it are of the original class, without communication: the copy of ``copy.deepcopy`` or
@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from bagua._core.group.job import as_bagua_group, ensure_initialised
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._sync.hooks import DroppedOnCopy
 from bagua._watch.per_round import summary
 from bagua.torch_api._session import Session, is_owned
-from bagua.torch_api.algorithms.base import AlgorithmImpl
+from bagua.torch_api.algorithms.auto import AutoAlgorithm
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, check_arguments
 from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.guard import Guard
 
 __all__ = [
     "BaguaDistributedDataParallel",
@@ -30,7 +33,7 @@ __all__ = [
     "forget_copy",
     "plain_twin",
     "watch_copy",
-    "wrap_class",
+    "wrap",
 ]
 
 #: Bagua's name of the class.
@@ -48,6 +51,87 @@ _HOOK_TABLES = (
 
 #: In the ``__dict__`` of modules that do not communicate yet: what forwards are to do.
 _SYNCHRONISES = "require_backward_grad_sync"
+
+
+def wrap(
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    algorithm: Algorithm | None = None,
+    process_group: Any = None,
+    do_flatten: bool | None = True,
+    *,
+    find_unused_parameters: bool = False,
+    broadcast_buffers: bool | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    guard: Guard | None = None,
+) -> BaguaModule:
+    """Train ``model`` data-parallel; ``model.with_bagua(...)`` is the same.
+
+    Every rank of the group calls it, with the same model and arguments. Parameters, buffers and
+    optimizer state of the group's first rank are given to all. Calling it again switches to another
+    algorithm.
+
+    Args:
+        model: any module; stays the same object.
+        optimizers: the optimizers used for the module (a list).
+        algorithm: how and when ranks communicate (``bagua.torch_api.algorithms``). None:
+            ``AutoAlgorithm()``, which measures its candidates and keeps the fastest.
+        process_group: who communicates: None for all ranks, a torch process group, a ``DeviceMesh``
+            of one dimension, or a ``BaguaProcessGroup``.
+        do_flatten: make gradients views of their buckets; False copies them in and out. None: views
+            only where the algorithm needs them.
+        find_unused_parameters: ranks exchange which parameters were used, and one that no rank
+            used keeps its ``.grad``. Unused parameters never hang, with or without it.
+        broadcast_buffers: give every rank the first rank's buffers before a training forward.
+            None: as the algorithm has it.
+        grad_scaler: the ``GradScaler`` of the loss. Algorithms with momentum or residuals need it
+            to keep them unscaled: if you use one and do not pass it, they are silently wrong.
+        guard: optional accuracy monitor, which warns if the algorithm loses too much. None: that of
+            the algorithm, off for most.
+
+    Returns:
+        ``model`` itself, now a :class:`BaguaModule`.
+
+    Raises:
+        RuntimeError: before ``init_process_group``, of bagua or of torch.distributed.
+        BaguaMismatchError: the ranks' models or arguments differ; names the first difference.
+        BaguaError: a rank did not come, or was lost; says where the others are.
+        TypeError, ValueError, NotImplementedError: bad arguments or parameters, by name.
+
+    Note:
+        To ignore parameters or buffers, assign the list of their names (as in ``state_dict()``) to
+        ``module._bagua_params_and_buffers_to_ignore`` before the call.
+
+    Example::
+
+        model = bagua.wrap(model, [optimizer], ByteGradAlgorithm())
+        loss_function(model(inputs), targets).backward()
+        optimizer.step()
+    """
+    algorithm = AutoAlgorithm() if algorithm is None else algorithm
+    check_arguments("with_bagua", optimizers, algorithm, grad_scaler, guard)
+    if dist.is_initialized():
+        ensure_initialised()
+    group = as_bagua_group(process_group)
+    if isinstance(model, BaguaModule):
+        model.bagua_ddp.pause()
+        model.bagua_ddp.close()
+    with group.connections.collective_phase("with_bagua"):
+        ddp = Session(
+            model,
+            optimizers,
+            algorithm,
+            group,
+            getattr(model, "_bagua_module_name", None),
+            gradient_as_bucket_view=do_flatten,
+            find_unused_parameters=find_unused_parameters,
+            broadcast_buffers=broadcast_buffers,
+            grad_scaler=grad_scaler,
+            guard=guard,
+        )
+    wrapped = _wrap_class(model)
+    wrapped._attach(ddp)
+    return wrapped
 
 
 class BaguaModule(torch.nn.Module):
@@ -268,7 +352,7 @@ def forget_copy(module: torch.nn.Module) -> None:
 _classes: dict[type, type] = {}
 
 
-def wrap_class(module: torch.nn.Module) -> BaguaModule:
+def _wrap_class(module: torch.nn.Module) -> BaguaModule:
     """Make ``module`` a :class:`BaguaModule` in place; TypeError where Python cannot."""
     original = type(module)
     if isinstance(module, BaguaModule):
