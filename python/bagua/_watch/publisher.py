@@ -28,15 +28,12 @@ _END_SECONDS = 1.0  # for which the end of the group waits for the last publicat
 _log = logging.getLogger("bagua")
 
 
-def publish(source: Any) -> None:
-    """Publish the statistics of ``source`` from now on, if ``BAGUA_TOP`` asks for it.
+def publish(source: Any, every: float) -> None:
+    """Publish the statistics of ``source`` from now on, once in ``every`` seconds.
 
     One thread of the process does it, over a connection of its own: the training never waits.
     """
     global _publisher
-    every = env.get_top_seconds()
-    if every == 0:
-        return
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         _log.warning("BAGUA_TOP is set, but MASTER_ADDR and MASTER_PORT are not: nothing to see")
         return

@@ -116,7 +116,8 @@ class Session:
         self._handles = self._install_hooks(module, on_forwards=hook_module)
         self._missing_steps = self._watch_steps()
         close_at_exit(self)
-        publish(self)
+        if seconds := env.get_top_seconds():
+            publish(self, seconds)
 
     # The module, as algorithms see it.
 
