@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from bagua import _C
 from bagua._core.group.connections import Connections
-from bagua._ops.lane import Lane
-from bagua._ops.operations import all_reduce
+from bagua._ops.operations import Lane, all_reduce
 from support.threads.thread_ranks import run_threads
 
 SUM, AVG = _C.ReduceOp.SUM, _C.ReduceOp.AVG

@@ -10,7 +10,7 @@ from bagua._core.group.connections import Connections, MainThreadTraffic
 from bagua._core.group.process_group import close_at_exit
 from bagua._core.state.ledger import Ledger
 from bagua._core.state.statistics import lane_statistics
-from bagua._ops.lane import Lane
+from bagua._ops.operations import Lane
 
 
 class LaneHandle:

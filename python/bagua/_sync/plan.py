@@ -16,8 +16,7 @@ from bagua import _C
 from bagua._core.group import environment as env
 from bagua._core.group.connections import fingerprint
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._ops.lane import Lane
-from bagua._ops.operations import Operation
+from bagua._ops.operations import Lane, Operation
 
 if TYPE_CHECKING:
     from bagua.torch_api.bucket import BaguaBucket

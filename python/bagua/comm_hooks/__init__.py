@@ -18,7 +18,7 @@ from bagua._core.group.job import as_bagua_group, ensure_initialised
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.ledger import Page
 from bagua._core.state.snapshot import sparse_parameters
-from bagua._ops.lane import Lane
+from bagua._ops.operations import Lane
 from bagua._sync.handle import LaneHandle
 from bagua._sync.plan import counted, divided_first
 from bagua.torch_api._session import is_owned

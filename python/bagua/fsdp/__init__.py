@@ -20,8 +20,7 @@ from bagua._core.group.job import as_bagua_group, ensure_initialised, from_ranks
 from bagua._core.group.process_group import BaguaProcessGroup, get_default_group
 from bagua._core.state.ledger import Ledger, Page
 from bagua._core.state.saved_values import check_state
-from bagua._ops.lane import Lane
-from bagua._ops.operations import codec_named
+from bagua._ops.operations import Lane, codec_named
 from bagua._sync.handle import LaneHandle
 from bagua.fsdp._collectives import AllGather, ReduceScatter, all_reduce_can_be_replaced
 
