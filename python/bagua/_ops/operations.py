@@ -126,6 +126,33 @@ class Operation:
         return error if error is not None and error.numel() else None
 
 
+def make_ops(
+    lane: Lane, bucket: BaguaBucket, rounds: _C.NonFiniteRounds | None = None
+) -> tuple[list[_C.BucketOp], float, _C.NonFiniteRounds | None]:
+    """The C++ ops of a bucket, a factor for gradients as they are put into it, and a counter.
+
+    gloo has no mean: dividing takes a pass over memory, which is free where the gradient is copied
+    anyway. So the mean of gradients is the sum of divided gradients, as in torch's DDP. The counter
+    is of rounds with NaN or infinity, ``rounds`` or a new one; on devices, where a look would mean
+    to wait, there is none.
+    """
+    specs, scale = bucket.ops, 1.0
+    on_cpu = bucket.backend_tensor.device.type == "cpu"
+    if on_cpu and bucket.gradients and len(specs) == 1:
+        divided = specs[0].of_divided
+        if divided is not None:
+            specs, scale = [divided], 1.0 / (divided.group or lane.group).size
+    ops = [spec.make(lane, bucket) for spec in specs]
+    if bucket.watched:
+        ops[-1] = bucket.sampled = _C.Sampled(ops[-1])
+    if not on_cpu:
+        return ops, scale, None
+    rounds = rounds or _C.NonFiniteRounds()
+    if ops:
+        ops[-1] = _C.CountNonFinite(ops[-1], rounds, specs[-1].result)
+    return ops, scale, rounds
+
+
 # Among whom an op communicates.
 
 

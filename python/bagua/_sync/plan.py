@@ -16,7 +16,7 @@ from bagua import _C
 from bagua._core.group import environment as env
 from bagua._core.group.connections import fingerprint
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._ops.operations import Lane, Operation
+from bagua._ops.operations import Lane, make_ops
 
 if TYPE_CHECKING:
     from bagua.torch_api.bucket import BaguaBucket
@@ -50,21 +50,6 @@ def describe(buckets: Sequence[BaguaBucket]) -> list[str]:
     return lines
 
 
-def divided_first(
-    bucket: BaguaBucket, group: BaguaProcessGroup
-) -> tuple[Sequence[Operation], float]:
-    """The operations of a bucket, and the factor for gradients as they are put into it.
-
-    gloo has no mean: dividing takes a pass over memory, which is free where the gradient is copied
-    anyway. So the mean of gradients is the sum of divided gradients, as in torch's DDP.
-    """
-    if bucket.gradients and bucket.backend_tensor.device.type == "cpu" and len(bucket.ops) == 1:
-        divided = bucket.ops[0].of_divided
-        if divided is not None:
-            return [divided], 1.0 / (divided.group or group).size
-    return bucket.ops, 1.0
-
-
 def warn(text: str) -> None:
     """Warn of what is no reason to end a step, not even where warnings are errors."""
     with contextlib.suppress(Warning):
@@ -78,22 +63,6 @@ def _number_of_lanes(buckets: Sequence[BaguaBucket]) -> int:
         raise ValueError(f"BAGUA_LANES={text} must be a whole number between 1 and 16")
     one_order = any(op.one_order for bucket in buckets for op in bucket.ops)
     return 1 if one_order else min(lanes, max(1, len(buckets)))
-
-
-def counted(
-    bucket: BaguaBucket,
-    specs: Sequence[Operation],
-    ops: list[_C.BucketOp],
-    rounds: _C.NonFiniteRounds | None = None,
-) -> tuple[list[_C.BucketOp], _C.NonFiniteRounds | None]:
-    """``ops``, the last of which is watched, and the counter; None on devices, where a look would
-    mean to wait. ``rounds``: a counter to go on with."""
-    if bucket.backend_tensor.device.type != "cpu":
-        return ops, None
-    rounds = rounds or _C.NonFiniteRounds()
-    if not ops:
-        return ops, rounds
-    return [*ops[:-1], _C.CountNonFinite(ops[-1], rounds, specs[-1].result)], rounds
 
 
 def build(
@@ -133,11 +102,7 @@ def _build(
         builder = builders[i % count]
         slots = bucket.slots()
         bucket.position = (i, len(buckets))
-        specs, adopt_scale = divided_first(bucket, group)
-        ops = [spec.make(builder, bucket) for spec in specs]
-        if bucket.watched:
-            ops[-1] = bucket.sampled = _C.Sampled(ops[-1])
-        ops, rounds = counted(bucket, specs, ops)
+        ops, adopt_scale, rounds = make_ops(builder, bucket)
         if rounds is not None:
             non_finite[bucket.name] = rounds
         native[i % count].append(

@@ -18,9 +18,8 @@ from bagua._core.group.job import as_bagua_group, ensure_initialised
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.ledger import Page
 from bagua._core.state.snapshot import sparse_parameters
-from bagua._ops.operations import Lane
+from bagua._ops.operations import Lane, make_ops
 from bagua._sync.handle import LaneHandle
-from bagua._sync.plan import counted, divided_first
 from bagua.torch_api._session import is_owned
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
@@ -79,9 +78,7 @@ class Handle(LaneHandle):
         """Called by autograd's thread for a bucket that is new."""
         bucket = HookedBucket(torchs, self._names)
         memory = self._append_operations(bucket, round)
-        specs, scale = divided_first(bucket, self._lane.group)
-        ops = [spec.make(self._lane, bucket) for spec in specs]
-        ops, rounds = counted(bucket, specs, ops, self._non_finite.get(bucket.name))
+        ops, scale, rounds = make_ops(self._lane, bucket, self._non_finite.get(bucket.name))
         if rounds is not None:
             self._non_finite[bucket.name] = rounds
         return _C.BucketOperations(bucket.name, bucket.describe(), ops, scale, memory)
