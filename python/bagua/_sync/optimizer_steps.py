@@ -1,12 +1,11 @@
-"""Optimizer steps: those inside backward, attempted ones, and those that never come."""
+"""Optimizer steps: attempted ones, and those that never come."""
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -14,69 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from bagua import BaguaError
 from bagua._sync.hooks import DroppedOnCopy, WeakHook
 
-if TYPE_CHECKING:
-    from bagua.torch_api.algorithms.base import AlgorithmImpl
-
-_TORCHS = "torch.distributed.optim.apply_optimizer_in_backward"
-
 #: Training forwards with changed parameters and without a step, after which training ends.
 _MOST = 20
 _SAMPLED_PARAMETERS = 8
-
-
-class StepsInBackward:
-    """Optimizers of ``torch.distributed.optim._apply_optimizer_in_backward``.
-
-    torch's hooks, which would step on this rank's own gradients, are removed as in torch's DDP; the
-    steps are made when the gradients have been communicated.
-    """
-
-    def __init__(
-        self,
-        module_name: str,
-        named: Sequence[tuple[str, torch.nn.Parameter]],
-        algorithm: AlgorithmImpl,
-    ) -> None:
-        self._module_name = module_name
-        self._named = list(named)
-        self._algorithm = algorithm
-        self._parameters: list[torch.nn.Parameter] = []
-        self._known = 0  # hooks that there were, of all modules
-        self.take_over()
-
-    def take_over(self) -> bool:
-        """Remove the hooks of the parameters; whether there are optimizers."""
-        torchs: Any = sys.modules.get(_TORCHS)
-        hooks = torchs.param_to_optim_hook_handle_map if torchs is not None else {}
-        if len(hooks) == self._known:
-            return bool(self._parameters)
-        self._known = len(hooks)
-        stepping = [(name, p) for name, p in self._named if hasattr(p, "_in_backward_optimizers")]
-        if stepping and not self._algorithm.traits.steps_on_gradients:
-            raise NotImplementedError(
-                f"module '{self._module_name}': parameter '{stepping[0][0]}' has an optimizer of "
-                f"_apply_optimizer_in_backward, and {type(self._algorithm).__name__} communicates "
-                "around the optimizer's step(). Give with_bagua an optimizer whose step() is "
-                "called after backward()."
-            )
-        self._parameters = [p for _, p in stepping]
-        for parameter in self._parameters:
-            for handle in hooks.get(parameter, []):
-                handle.remove()
-        return bool(self._parameters)
-
-    def step(self) -> None:
-        """Step with every gradient that there is, and drop it."""
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                continue
-            for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
-                optimizer.step()
-            parameter.grad = None
-
-    def close(self) -> None:
-        self._named = []
-        self._parameters = []
 
 
 class MissingSteps:

@@ -7,6 +7,7 @@ training step, changes while training goes on, and the end.
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,7 +32,7 @@ from bagua._core.state.shards import is_sharded, ranks_of
 from bagua._core.state.snapshot import ModuleSnapshot, sample
 from bagua._core.state.statistics import statistics
 from bagua._sync.hooks import WeakHook, outside_graphs, tensors_in
-from bagua._sync.optimizer_steps import MissingSteps, StepsInBackward
+from bagua._sync.optimizer_steps import MissingSteps
 from bagua._sync.synchronizer import Synchronizer
 from bagua._watch.publisher import publish
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, name_of
@@ -234,9 +235,9 @@ class Session:
 
     def _claim_parameters(self) -> None:
         _claim(self)
-        self._steps_in_backward = StepsInBackward(
-            self.bagua_module_name, self.bagua_build_params(), self.bagua_algorithm
-        )
+        self._stepping: list[torch.nn.Parameter] = []  # whose optimizers step inside backward
+        self._torchs_step_hooks = 0  # that were seen, of all modules
+        self._take_steps_in_backward()
 
     def _build(self, *, gives_state: bool) -> None:
         """Give the ranks rank 0's state, then build tensors, buckets, operations and lanes."""
@@ -363,7 +364,7 @@ class Session:
             self.bagua_train_step_counter += 1
         if with_gradients:
             self._running.begin_forward(communicates)
-            self._running.call_after_gradients(self._steps_in_backward.take_over())
+            self._running.call_after_gradients(self._take_steps_in_backward())
         opens = communicates and now and not (self.joining and self.synchronising)
         self._open_round(syncs=syncs, opens=opens)
         if opens:
@@ -454,9 +455,40 @@ class Session:
         if communicates:
             self._running.watch(tensors_in(loss))
 
+    def _take_steps_in_backward(self) -> bool:
+        """Take over the steps of ``_apply_optimizer_in_backward``; whether there are any.
+
+        torch's hooks, which would step on this rank's own gradients, are removed as in torch's DDP;
+        :meth:`after_gradients` makes the steps.
+        """
+        torchs: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+        hooks = torchs.param_to_optim_hook_handle_map if torchs is not None else {}
+        if len(hooks) == self._torchs_step_hooks:
+            return bool(self._stepping)
+        self._torchs_step_hooks = len(hooks)
+        named = self.bagua_build_params()
+        stepping = [(name, p) for name, p in named if hasattr(p, "_in_backward_optimizers")]
+        if stepping and not self.bagua_algorithm.traits.steps_on_gradients:
+            raise NotImplementedError(
+                f"module '{self.bagua_module_name}': parameter '{stepping[0][0]}' has an optimizer "
+                "of _apply_optimizer_in_backward, and "
+                f"{type(self.bagua_algorithm).__name__} communicates around the optimizer's "
+                "step(). Give with_bagua an optimizer whose step() is called after backward()."
+            )
+        self._stepping = [p for _, p in stepping]
+        for parameter in self._stepping:
+            for handle in hooks.get(parameter, []):
+                handle.remove()
+        return bool(self._stepping)
+
     def after_gradients(self) -> None:
-        """Make the steps of ``_apply_optimizer_in_backward``, with communicated gradients."""
-        self._steps_in_backward.step()
+        """Step with every communicated gradient that there is, and drop it."""
+        for parameter in self._stepping:
+            if parameter.grad is None:
+                continue
+            for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
+                optimizer.step()
+            parameter.grad = None
 
     def mark_all_ready(self) -> None:
         self._running.mark_all()
@@ -508,7 +540,6 @@ class Session:
         self._snapshot.refuse_unsupported(module, self.bagua_algorithm)
         self._running.agree_on_unfreezing(names)
         _release(self)
-        self._steps_in_backward.close()
         self._claim_parameters()
         _log.info(
             "module '%s': new buckets, as unfrozen: %s", self.bagua_module_name, ", ".join(names)
@@ -573,7 +604,7 @@ class Session:
         late_failure = self._finish_rounds()
         self._stop()
         self.bagua_algorithm.close()
-        self._steps_in_backward.close()
+        self._stepping = []
         _release(self)
         if late_failure is not None:
             raise late_failure
