@@ -53,7 +53,7 @@ from bagua._core.group.membership import (
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.initial_state import broadcast_optimizer, broadcast_tensors
 from bagua._outer.strategies import FixedRanks
-from bagua._sync.plan import warn
+from bagua._sync.engine import warn
 
 if TYPE_CHECKING:
     from bagua._outer.loop import OuterLoop, OuterState

@@ -42,8 +42,8 @@ from bagua._outer.optimizer import (
     state_of,
 )
 from bagua._outer.strategies import FixedRanks, RankWeights
+from bagua._sync.engine import build, finish_soon, part_of_the_round
 from bagua._sync.optimizer_steps import StepAttempts
-from bagua._sync.plan import build, finish_soon, part_of_the_round
 from bagua._sync.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class OuterLoop(Synchronizer):
     ) -> None:
         super().__init__()
         self._connections = group.connections
-        plan = build(buckets, group, local.name, self._connections.next_wrap())
+        plan = build(buckets, group, local.name)
         self.engine = plan.engine
         self.communicators = plan.communicators
         self.non_finite = plan.non_finite

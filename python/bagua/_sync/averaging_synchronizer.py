@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
 from bagua._core.state.bagua_tensor import record_of
-from bagua._sync import plan as _plan
+from bagua._sync.engine import describe
 from bagua._sync.hooks import WeakHook, tensors_in
 from bagua._sync.synchronizer import Synchronizer
 
@@ -94,7 +94,7 @@ class AveragingSynchronizer(Synchronizer):
         wrap = connections.next_wrap()
         device = self._buckets[0].backend_tensor.device
         with connections.collective_phase(f"connecting module '{self._name}'"):
-            connections.agree("their buckets", _plan.describe(self._buckets))
+            connections.agree("their buckets", describe(self._buckets))
             communicator = connections.connect(f"{wrap}/average", device)
         self.communicators = [("average", communicator)]
         rounds = _C.NonFiniteRounds()

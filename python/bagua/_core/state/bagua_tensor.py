@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from bagua import _C
 
 if TYPE_CHECKING:
-    from bagua._sync.engine_synchronizer import EngineSynchronizer
+    from bagua._sync.engine import EngineSynchronizer
 
 #: The type that annotations name: a ``torch.Tensor`` with the methods of this module.
 BaguaTensor = torch.Tensor

@@ -16,7 +16,7 @@ from bagua._core.state.ledger import Ledger
 from bagua._core.state.shards import is_sharded
 from bagua._core.state.snapshot import sparse_parameters
 from bagua._sync.averaging_synchronizer import AveragingSynchronizer
-from bagua._sync.engine_synchronizer import EngineSynchronizer
+from bagua._sync.engine import EngineSynchronizer
 from bagua._sync.synchronizer import Synchronizer
 from bagua.torch_api.bucket import BaguaBucket, bucket_of
 from bagua.torch_api.guard import Guard
