@@ -15,13 +15,10 @@
 namespace bagua {
 namespace {
 
-using std::chrono::milliseconds;
-
 constexpr const char* kFailedKey = "failed";      // kind, "3: reason" of the first rank that failed
 constexpr const char* kFailuresKey = "failures";  // "3 0 ": all that failed, in order
 constexpr const char* kExitsKey = "exits";  // "rank rounds" of each rank that exited, "0 12 3 7 "
 constexpr char kCause = '!', kSecondary = '?', kAlike = '=';  // kinds
-constexpr milliseconds kPatience(2000);                       // with a store that does not answer
 
 std::string beat_key(int rank) { return concat("beat/", rank); }
 

@@ -19,6 +19,11 @@ namespace bagua {
 // Time between two heartbeats, and between two looks at the news while a rank waits: a step that is
 // merely slow must not load the store.
 inline constexpr std::chrono::milliseconds kBetweenNews(500);
+// Minimum time between two snapshots, of which a lost rank has the same heartbeat in both: two
+// heartbeats and the delay of a busy machine.
+inline constexpr std::chrono::milliseconds kBetweenLooks(1300);
+// Time for a store that does not answer.
+inline constexpr std::chrono::milliseconds kPatience(2000);
 
 // A notice board in a c10d store; the caller gives each group a store prefix of its own.
 //
@@ -113,8 +118,5 @@ class FailureBoard final {
 // The error for a rank to raise after the board has told it of a failure. `whoami`: that rank and
 // its position, with which the message begins.
 std::exception_ptr error_of(const FailureBoard::News& news, const std::string& whoami);
-
-// Minimum time between two snapshots: two heartbeats and the delay of a busy machine.
-inline constexpr std::chrono::milliseconds kBetweenLooks(1300);
 
 }  // namespace bagua
