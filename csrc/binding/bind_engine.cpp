@@ -256,7 +256,6 @@ void bind_gradient_path(py::module_& m) {
            py::arg("on_unused").none(true) = py::none(),
            py::arg("on_past_wrapper").none(true) = py::none())
       .def("begin_forward", &GradientPath::begin_forward, py::arg("communicates"), ReleaseGil())
-      .def("call_after_gradients", &GradientPath::call_after_gradients, py::arg("enabled"))
       .def("begin_round", &GradientPath::begin_round, py::arg("grad_scale") = 1.0f,
            py::arg("result_scale") = 1.0, ReleaseGil())
       .def("watch", &GradientPath::watch, py::arg("outputs"))

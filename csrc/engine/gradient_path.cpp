@@ -294,7 +294,7 @@ void GradientPath::finish() {
     if (!counted_) slot->expected_hits = slot->hits;
   }
   counted_ = true;
-  if (calls_after_gradients_ && options_.after_gradients) options_.after_gradients();
+  if (options_.after_gradients) options_.after_gradients();
 }
 
 void GradientPath::check_versions() const {

@@ -36,8 +36,7 @@ struct GradientPathOptions {
   // ends the backward: the one that called backward(), or on a GPU autograd's thread of the device,
   // on the caller's current streams. Null: wait for the engine.
   std::function<void()> after_backward;
-  // Called at the end of a communicated backward, when .grad holds the result, while
-  // call_after_gradients() asks for it.
+  // Called at the end of a communicated backward, when .grad holds the result.
   std::function<void()> after_gradients;
   // Names of parameters without gradient, the first time there are any.
   std::function<void(const std::vector<std::string>&)> on_unused;
@@ -88,8 +87,6 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
 
   // Called before every forward with gradients enabled; false inside no_sync().
   void begin_forward(bool communicates);
-
-  void call_after_gradients(bool enabled) { calls_after_gradients_ = enabled; }
 
   // Opens the engine's round, or continues an open one. The buckets' contents after
   // communication are multiplied by `result_scale`: a mean over fewer ranks than there are, when
@@ -161,7 +158,6 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   bool watched_ = false;                    // the forward's output has a graph
   bool counted_ = false;                    // Note [Static graph]: the first round is over
   double result_scale_ = 1.0;
-  bool calls_after_gradients_ = false;
   bool warned_unused_ = false;
   std::atomic<bool> warned_past_wrapper_{false};
 };

@@ -234,9 +234,6 @@ class EngineSynchronizer(Synchronizer):
     def begin_forward(self, communicates: bool) -> None:
         self._path.begin_forward(communicates)
 
-    def call_after_gradients(self, enabled: bool) -> None:
-        self._path.call_after_gradients(enabled)
-
     def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
         self._path.begin_round(grad_scale, result_scale)
         before, self._begun = self._begun, self.engine.round

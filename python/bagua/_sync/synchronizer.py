@@ -32,9 +32,6 @@ class Synchronizer:
     def begin_forward(self, communicates: bool) -> None:
         """Say before a forward with gradients whether its backwards communicate."""
 
-    def call_after_gradients(self, enabled: bool) -> None:
-        """Say whether optimizers step inside backward."""
-
     def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
         """A forward that trains begins: open a round, or continue the open one.
 

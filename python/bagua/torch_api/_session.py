@@ -364,7 +364,7 @@ class Session:
             self.bagua_train_step_counter += 1
         if with_gradients:
             self._running.begin_forward(communicates)
-            self._running.call_after_gradients(self._take_steps_in_backward())
+            self._take_steps_in_backward()
         opens = communicates and now and not (self.joining and self.synchronising)
         self._open_round(syncs=syncs, opens=opens)
         if opens:
@@ -455,8 +455,8 @@ class Session:
         if communicates:
             self._running.watch(tensors_in(loss))
 
-    def _take_steps_in_backward(self) -> bool:
-        """Take over the steps of ``_apply_optimizer_in_backward``; whether there are any.
+    def _take_steps_in_backward(self) -> None:
+        """Take over the steps of ``_apply_optimizer_in_backward``.
 
         torch's hooks, which would step on this rank's own gradients, are removed as in torch's DDP;
         :meth:`after_gradients` makes the steps.
@@ -464,7 +464,7 @@ class Session:
         torchs: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
         hooks = torchs.param_to_optim_hook_handle_map if torchs is not None else {}
         if len(hooks) == self._torchs_step_hooks:
-            return bool(self._stepping)
+            return
         self._torchs_step_hooks = len(hooks)
         named = self.bagua_build_params()
         stepping = [(name, p) for name, p in named if hasattr(p, "_in_backward_optimizers")]
@@ -479,7 +479,6 @@ class Session:
         for parameter in self._stepping:
             for handle in hooks.get(parameter, []):
                 handle.remove()
-        return bool(self._stepping)
 
     def after_gradients(self) -> None:
         """Step with every communicated gradient that there is, and drop it."""
