@@ -1,4 +1,4 @@
-// Communicators, the failure board and the topology functions for Python.
+// Communicators and the failure board for Python.
 
 #include <chrono>
 #include <memory>
@@ -24,7 +24,6 @@
 #include "health/diagnose.h"
 #include "health/failure_board.h"
 #include "health/sanitize.h"
-#include "topology/topology.h"
 
 namespace py = pybind11;
 
@@ -272,17 +271,6 @@ void bind_waits(py::module_& m) {
       "thread it is called on another one. Ctrl-C ends the wait, and leaves the call to itself.");
 }
 
-void bind_topology(py::module_& m) {
-  m.def("ring_left", &ring_left, py::arg("rank"), py::arg("size"));
-  m.def("ring_right", &ring_right, py::arg("rank"), py::arg("size"));
-  m.def(
-      "shift_one_peer", &shift_one_peer, py::arg("rank"), py::arg("size"), py::arg("step"),
-      "The mutual partner of rank at step (0, 1, ...); rank itself when it sits out (odd sizes).");
-  m.def("node_members", &node_members, py::arg("nodes"), py::arg("rank"),
-        "Ranks on the node of rank, ascending. nodes[r]: id of the node of rank r.");
-  m.def("leaders", &leaders, py::arg("nodes"), "The leaders of all nodes, ascending.");
-}
-
 }  // namespace
 
 void bind_comm(py::module_& m) {
@@ -292,7 +280,6 @@ void bind_comm(py::module_& m) {
   bind_failure_board(m);
   bind_waits(m);
   bind_sockets(m);
-  bind_topology(m);
 }
 
 }  // namespace bagua

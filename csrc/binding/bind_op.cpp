@@ -193,6 +193,10 @@ void bind_decentralized(py::module_& m) {
       .def(py::init<at::Tensor, at::Tensor, std::shared_ptr<BucketOp>>(), py::arg("peer_weight"),
            py::arg("communications"), py::arg("inner"));
 
+  m.def(
+      "shift_one_peer", &shift_one_peer, py::arg("rank"), py::arg("size"), py::arg("step"),
+      "The mutual partner of rank at step (0, 1, ...); rank itself when it sits out (odd sizes).");
+
   py::class_<Gossip, BucketOp, std::shared_ptr<Gossip>>(m, "Gossip")
       .def(py::init<std::shared_ptr<Communicator>, at::Tensor, std::vector<int>,
                     std::shared_ptr<Scratch>>(),

@@ -15,7 +15,6 @@
 
 #include "base/check.h"
 #include "op/wire/codec_calls.h"
-#include "topology/topology.h"
 
 namespace bagua {
 namespace {
@@ -132,7 +131,7 @@ void CompressedGossip::run(at::Tensor& flat, const Round& round) {
   const auto [rank, size] = exchange_.group();
   if (size == 1 || flat.numel() == 0) return;
   const PartLayout layout(*codec_, kWire, flat.numel());
-  const int left = ring_left(rank, size), right = ring_right(rank, size);
+  const int left = (rank + size - 1) % size, right = (rank + 1) % size;
   std::vector<Payload> sends{{0, left, layout}}, receives{{0, left, layout}};
   if (right != left) {
     sends.push_back({0, right, layout});

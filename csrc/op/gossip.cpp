@@ -7,9 +7,17 @@
 #include "ledger/communications.h"
 #include "op/tensors/numel_at_once.h"
 #include "op/wire/part_layout.h"
-#include "topology/topology.h"
 
 namespace bagua {
+
+int shift_one_peer(int rank, int size, int64_t step) {
+  BAGUA_CHECK_ARG(rank >= 0 && rank < size, "rank ", rank, " is outside a group of size ", size);
+  BAGUA_CHECK_ARG(step >= 0, "a step is not negative, got ", step);
+  if (size % 2 == 1) return static_cast<int>((step % size + size - rank) % size);
+  const int half = size / 2;
+  const int shift = static_cast<int>(step % half);
+  return rank < half ? (rank + shift) % half + half : (rank - shift) % half;
+}
 
 Gossip::Gossip(std::shared_ptr<Communicator> communicator, at::Tensor communications,
                std::vector<int> weights, std::shared_ptr<Scratch> scratch)

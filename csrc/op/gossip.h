@@ -1,6 +1,7 @@
 // Averages a bucket with one scheduled peer per round.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -9,6 +10,18 @@
 #include "op/contract/bucket_op.h"
 
 namespace bagua {
+
+// The partner of `rank` in pairwise averaging at `step` (0, 1, 2, ...). Partners are mutual. Throws
+// std::invalid_argument for a rank outside [0, size) or a negative step.
+//
+// Even size, h = size / 2: ranks below h meet ranks from h on, shifted by one each step (Bagua's
+// "shift_one"; period h):
+//   rank <  h: (step + rank) mod h + h
+//   rank >= h: (rank - h - step) mod h
+// Odd size: (step - rank) mod size. Exactly one rank is its own partner and sits this step out:
+// the one with 2 * rank = step (mod size). In `size` steps every rank sits out once and meets every
+// other rank once.
+int shift_one_peer(int rank, int size, int64_t step);
 
 // Pairwise averaging (Bagua, VLDB 2022, decentralized training with "shift_one" peers):
 //   1. the peer is shift_one_peer(rank, size, communications); with an odd size one rank is its own

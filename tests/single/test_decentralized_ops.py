@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from bagua import _C
+from bagua._core.group.connections import by_node
 from oracle import decentralized as oracle
 from single.test_hierarchical import NODES, through_leaders
 from support.cases import over
@@ -89,12 +90,11 @@ def test_the_average_is_the_oracles_and_lies_beside_the_bucket(mode, dtype, n):
 
 
 def run_between_nodes(nodes, mode, brought):
-    through, leaders = through_leaders(nodes), _C.leaders(nodes)
-    sizes = [nodes.count(nodes[leader]) for leader in leaders]
+    through, sizes = through_leaders(nodes), [len(node) for node in by_node(nodes)]
 
     def make(comm, communications):
         own = nodes.count(nodes[comm.rank])
-        ranks = len(nodes) if mode == "all" else own * len(leaders)
+        ranks = len(nodes) if mode == "all" else own * len(sizes)
         inner = partial(averaging, mode=mode, communications=communications, sizes=sizes)
         return through(comm, inner, ranks, _C.ReduceOp.AVG)
 

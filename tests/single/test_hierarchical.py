@@ -2,6 +2,7 @@
 
 import torch
 from bagua import _C
+from bagua._core.group.connections import by_node
 from support.cases import over
 from support.threads.op_ranks import (
     BAD_NUMEL,
@@ -35,13 +36,13 @@ NODES = {
 
 def run_sharded(nodes, kind, op, brought):
     """Share s is of member s mod n of each node of n ranks."""
-    members = [_C.node_members(nodes, leader) for leader in _C.leaders(nodes)]
+    members = by_node(nodes)
     shares = max(map(len, members)) if len(members) > 1 else 0
     in_node = {node[0]: _C.ThreadHub(len(node), 20.0) for node in members}
     between_nodes = [_C.ThreadHub(len(members), 20.0) for _ in range(shares)]
 
     def make(comm):
-        mine = _C.node_members(nodes, comm.rank)
+        mine = next(node for node in members if comm.rank in node)
         node = _C.ThreadCommunicator(in_node[mine[0]], mine.index(comm.rank))
         inner = []
         for share, hub in enumerate(between_nodes):
@@ -58,12 +59,12 @@ def run_sharded(nodes, kind, op, brought):
 
 def through_leaders(nodes):
     """A function that makes a rank's op, given the op of the leaders."""
-    leaders = _C.leaders(nodes)
+    leaders = [node[0] for node in by_node(nodes)]
     between_nodes = _C.ThreadHub(len(leaders), 20.0)
     in_node = {leader: _C.ThreadHub(nodes.count(nodes[leader]), 20.0) for leader in leaders}
 
     def make(comm, inner_of, ranks, reduction):
-        members = _C.node_members(nodes, comm.rank)
+        members = next(node for node in by_node(nodes) if comm.rank in node)
         node = _C.ThreadCommunicator(in_node[members[0]], members.index(comm.rank))
         inner = None
         if comm.rank in leaders:

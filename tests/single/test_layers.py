@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 # From the ground up.
 CPP_FLOORS = (
-    *("base", "topology", "math", "codec", "health", "comm", "op/contract", "op/tensors"),
+    *("base", "math", "codec", "health", "comm", "op/contract", "op/tensors"),
     *("ledger", "engine", "op/wire", "op", "binding"),
 )
 PYTHON_FLOORS = (
@@ -29,7 +29,7 @@ PYTHON_FLOORS = (
 PYTHON_PROGRAM = "__main__.py"
 
 # Floors that know nothing of each other, whichever is higher.
-CPP_STRANGERS = {("op", "engine"), ("comm", "codec"), ("comm", "math"), ("math", "topology")}
+CPP_STRANGERS = {("op", "engine"), ("comm", "codec"), ("comm", "math")}
 # The second door stands on these floors, and has no room in the others.
 SECOND_DOOR = "mlbench_core"
 BELOW_SECOND_DOOR = PYTHON_FLOORS[:5]

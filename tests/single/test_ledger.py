@@ -8,6 +8,7 @@ import pytest
 import torch
 from bagua import _C
 from bagua._core.compression import low_rank_matrices
+from bagua._core.group.connections import by_node
 from bagua._core.state.ledger import Commit, Ledger, Page
 
 SHAPES = [(), (1,), (7,), (3, 5), (0,), (4, 3, 2, 2), (64,), (12, 9)]
@@ -101,7 +102,8 @@ class Job:
 
 
 def connections(rank, nodes):
-    here = SimpleNamespace(rank=rank, size=len(nodes), node_of_ranks=lambda: nodes)
+    leaders = [node[0] for node in by_node(nodes)]
+    here = SimpleNamespace(rank=rank, size=len(nodes), leaders=lambda: leaders)
     return lambda: here
 
 

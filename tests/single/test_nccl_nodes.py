@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import _C
-from bagua._core.group.connections import Connections
+from bagua._core.group.connections import Connections, by_node
 from bagua._ops.operations import Lane, all_reduce
 from support.threads.thread_ranks import run_threads
 
@@ -50,11 +50,11 @@ def test_a_hierarchical_operation_splits_one_group(nccl, monkeypatch, nodes, red
     run_threads(len(nodes), run)
     assert nccl.calls_of("ncclCommInitRankConfig") == connected + len(nodes)
     wanted = torch.stack(values).double().sum(0) / (len(nodes) if reduce is AVG else 1)
-    leaders = _C.leaders(nodes)
+    leaders = [node[0] for node in by_node(nodes)]
     for rank, (flat, purposes) in enumerate(results):
         assert torch.equal(flat, results[0][0])
         torch.testing.assert_close(flat.double(), wanted, rtol=1e-5, atol=1e-5)
-        members = _C.node_members(nodes, rank)
+        members = next(node for node in by_node(nodes) if rank in node)
         most = max(map(nodes.count, nodes)) if len(leaders) > 1 else 0
         of_shares = [f"leaders{share}" for share in range(members.index(rank), most, len(members))]
         of_leaders = ["leaders"] if rank in leaders and len(leaders) > 1 else []

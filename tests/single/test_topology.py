@@ -1,20 +1,14 @@
-"""Topology functions, for every size up to 64."""
+"""Peers of pairwise averaging and members of nodes, for every size up to 64."""
 
 import pytest
 from bagua import _C
+from bagua._core.group.connections import by_node
 
 SIZES = range(1, 65)
 
 
 def peers(size, step):
     return [_C.shift_one_peer(rank, size, step) for rank in range(size)]
-
-
-def test_ring_neighbours_are_each_others_inverse():
-    for size in SIZES:
-        for rank in range(size):
-            assert _C.ring_left(rank, size) == (rank - 1) % size
-            assert _C.ring_right(_C.ring_left(rank, size), size) == rank
 
 
 @pytest.mark.parametrize(
@@ -51,34 +45,29 @@ def test_steps_far_beyond_32_bits_are_exact():
         assert peers(size, 10**18 // period * period + 1) == peers(size, 1)
 
 
-def test_leaders_are_the_lowest_ranks_of_their_nodes():
-    nodes = [5, -1, 5, 5, -1, 0]
-    assert _C.leaders(nodes) == [0, 1, 5]
-    assert _C.node_members(nodes, 2) == [0, 2, 3]
-    assert _C.leaders([]) == []
+def test_the_lowest_rank_of_a_node_leads_it():
+    assert by_node([5, -1, 5, 5, -1, 0]) == [[0, 2, 3], [1, 4], [5]]
+    assert by_node([]) == []
 
 
 def test_node_members_partition_every_layout():
     for size in SIZES:
         for per_node in (1, 2, 3, 8, 64):
             nodes = [rank // per_node for rank in range(size)]
-            leaders = _C.leaders(nodes)
-            members = [_C.node_members(nodes, leader) for leader in leaders]
+            members = by_node(nodes)
             assert sorted(rank for group in members for rank in group) == list(range(size))
-            assert leaders == list(range(0, size, per_node))
-            assert [group[0] for group in members] == leaders
+            assert [group[0] for group in members] == list(range(0, size, per_node))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: _C.ring_left(3, 3), "rank 3 is outside a group of size 3"),
-        (lambda: _C.ring_right(-1, 3), "rank -1 is outside"),
-        (lambda: _C.shift_one_peer(0, 0, 0), "at least one rank"),
+        (lambda: _C.shift_one_peer(3, 3, 0), "rank 3 is outside a group of size 3"),
+        (lambda: _C.shift_one_peer(-1, 3, 0), "rank -1 is outside"),
+        (lambda: _C.shift_one_peer(0, 0, 0), "rank 0 is outside a group of size 0"),
         (lambda: _C.shift_one_peer(0, 2, -1), "step is not negative"),
-        (lambda: _C.node_members([0, 1], 2), "rank 2 is outside a group of size 2"),
     ],
-    ids=["rank too high", "rank negative", "no ranks", "step negative", "node rank too high"],
+    ids=["rank too high", "rank negative", "no ranks", "step negative"],
 )
 def test_arguments_outside_the_group_are_refused(call, message):
     with pytest.raises(ValueError, match=message):

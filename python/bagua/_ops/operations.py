@@ -18,7 +18,7 @@ import torch
 from bagua import _C
 from bagua._core.compression import low_rank_matrices, number_sent, sparse_mean
 from bagua._core.group import environment
-from bagua._core.group.connections import Connections
+from bagua._core.group.connections import Connections, by_node
 from bagua._core.group.process_group import BaguaProcessGroup, Hierarchy
 from bagua._core.state.ledger import Page
 
@@ -168,7 +168,7 @@ def among(
         return make(lane.communicator(group))
     if hierarchical == "sharded":
         connections = lane.connections(group)
-        nodes = len(_C.leaders(connections.node_of_ranks()))
+        nodes = len(connections.leaders())
         node, between = lane.shares(group)
         inner = [None if members is None else make(members) for members in between]
         return _C.ShardedHierarchical(node, inner, lane.scratch, connections.size, nodes, reduce)
@@ -185,10 +185,9 @@ def among_weighted(
     connections = lane.connections(group)
     if not hierarchical:
         return make(lane.communicator(group), [1] * connections.size)
-    nodes = connections.node_of_ranks()
-    sizes = [nodes.count(nodes[leader]) for leader in _C.leaders(nodes)]
+    sizes = [len(node) for node in by_node(connections.node_of_ranks())]
     # Not to weigh twice: to Hierarchical all nodes are as large as this one.
-    ranks = nodes.count(nodes[connections.rank]) * len(sizes)
+    ranks = len(connections.own_node()) * len(sizes)
     return _hierarchical(lane, group, ranks, _C.ReduceOp.AVG, lambda leaders: make(leaders, sizes))
 
 
@@ -201,7 +200,7 @@ def _hierarchical(
 ) -> _C.BucketOp:
     node, leaders = lane.nodes(group)
     inner = None if leaders is None else between_leaders(leaders)
-    nodes = len(_C.leaders(lane.connections(group).node_of_ranks()))
+    nodes = len(lane.connections(group).leaders())
     return _C.Hierarchical(node, inner, ranks, nodes, reduce)
 
 
@@ -311,7 +310,7 @@ def _page_of_parts(
     connections = group.connections
     members = list(range(connections.size))
     if hierarchical:
-        members = _C.leaders(connections.node_of_ranks())
+        members = connections.leaders()
     flat, named = bucket.backend_tensor, bucket.named_views()
     return Page.of_parts(flat, named, outcome, members, connections.rank)
 
@@ -488,8 +487,8 @@ def mixing_weights(sizes: list[int], member: int) -> tuple[float, float]:
     one, so that the mean weighted by size is unchanged.
     """
     own = sizes[member]
-    neighbours = (_C.ring_left(member, len(sizes)), _C.ring_right(member, len(sizes)))
-    left, right = (min(1.0, sizes[neighbour] / own) / 3 for neighbour in neighbours)
+    neighbours = (sizes[member - 1], sizes[(member + 1) % len(sizes)])
+    left, right = (min(1.0, size / own) / 3 for size in neighbours)
     return left, right
 
 

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -62,6 +62,17 @@ def add_traffic(table: dict[str, dict[str, int]], purpose: str, traffic: dict[st
     entry = table.setdefault(purpose, dict.fromkeys(TRAFFIC, 0))
     for key in TRAFFIC:
         entry[key] += traffic[key]
+
+
+def by_node(numbers: Sequence[int]) -> list[list[int]]:
+    """The members of each node, ascending. The first leads its node, and leaders ascend.
+
+    ``numbers[m]``: number of the node of member m.
+    """
+    nodes: dict[int, list[int]] = {}
+    for member, number in enumerate(numbers):
+        nodes.setdefault(number, []).append(member)
+    return list(nodes.values())
 
 
 def cuda_transport() -> str:
@@ -270,7 +281,7 @@ class Connections:
         self, name: str, device: torch.device | str
     ) -> tuple[_C.CountingCommunicator, _C.CountingCommunicator | None]:
         """This member's node and, on its leader, the leaders of several nodes. All call it."""
-        leaders = _C.leaders(self.node_of_ranks())
+        leaders = self.leaders()
         several = {"leaders": leaders} if len(leaders) > 1 else {}
         node, between = self._connect_own_node(name, device, several)
         return node, between[0] if between else None
@@ -282,8 +293,7 @@ class Connections:
         members that have it: in a node of n members share s is of member s mod n. There is one
         share for each member of the largest node, and none where there is one node. None for shares
         that this member has not. Called by all members."""
-        nodes = self.node_of_ranks()
-        members = [_C.node_members(nodes, leader) for leader in _C.leaders(nodes)]
+        members = by_node(self.node_of_ranks())
         most = max(map(len, members)) if len(members) > 1 else 0
         shares = {str(s): [node[s % len(node)] for node in members] for s in range(most)}
         return self._connect_own_node(f"{name}/shares", device, shares)
@@ -292,7 +302,7 @@ class Connections:
         self, name: str, device: torch.device | str, between: dict[str, list[int]]
     ) -> tuple[_C.CountingCommunicator, list[_C.CountingCommunicator | None]]:
         """This member's node, and those groups of ``between`` that it is in. All call it."""
-        mine = _C.node_members(self.node_of_ranks(), self.rank)
+        mine = self.own_node()
         device = torch.device(device)
         if device.type == "cuda" and cuda_transport() == "nccl" and self.size > 1:
             # NCCL connects once, and hands what it has found to the smaller groups.
@@ -414,6 +424,13 @@ class Connections:
             self._await_keys(keys)
             self._nodes = [stored_number(self.store, key, 2**31) for key in keys]
         return self._nodes
+
+    def leaders(self) -> list[int]:
+        return [node[0] for node in by_node(self.node_of_ranks())]
+
+    def own_node(self) -> list[int]:
+        """The members of this member's node, ascending."""
+        return next(node for node in by_node(self.node_of_ranks()) if self.rank in node)
 
     def agree(self, what: str, lines: list[str]) -> None:
         """Raise BaguaMismatchError, on all members, unless their ``lines`` are equal."""

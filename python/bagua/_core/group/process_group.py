@@ -399,16 +399,14 @@ class BaguaProcessGroup:
 
         All members call it when it is first used.
         """
-        return self._communicator(
-            "intra", lambda: _C.node_members(self.connections.node_of_ranks(), self.rank)
-        )
+        return self._communicator("intra", lambda: self.connections.own_node())
 
     def get_inter_node_communicator(self) -> Communicator | CommMember:
         """The lowest member rank of each node; all others get ``CommMember.NON_COMM_MEMBER``.
 
         All members call it when it is first used.
         """
-        return self._communicator("inter", lambda: _C.leaders(self.connections.node_of_ranks()))
+        return self._communicator("inter", lambda: self.connections.leaders())
 
     def _communicator(
         self, name: str, members_of: Callable[[], list[int]]

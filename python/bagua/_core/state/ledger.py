@@ -254,7 +254,7 @@ class Ledger:
         connections = self._connections()
         if not self._hierarchical:
             return list(range(connections.size))
-        return _C.leaders(connections.node_of_ranks())
+        return connections.leaders()
 
     # Buckets that come and go.
 
