@@ -1,39 +1,10 @@
-"""Types of the C++ core. The contracts are in the headers under csrc/.
-
-Longer than other files may be: an extension module has one stub.
-"""
+"""Types of the C++ core. The contracts are in the headers under csrc/."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.distributed_c10d import Backend, Store
-
-from bagua._C_dynamic import (
-    BucketOperations as BucketOperations,
-    DdpHook as DdpHook,
-    DynamicLane as DynamicLane,
-    GradientBucket as GradientBucket,
-    Posted as Posted,
-)
-from bagua._C_nccl import NcclCommunicator as NcclCommunicator, NcclLibrary as NcclLibrary
-from bagua._C_outer import (
-    inner_product as inner_product,
-    merge_anchors as merge_anchors,
-    outer_step as outer_step,
-    take_anchors as take_anchors,
-    take_deltas as take_deltas,
-)
-from bagua._C_periodic import ManualClock as ManualClock, PeriodicLane as PeriodicLane
-from bagua._C_sharded import (
-    CompressedAllGather as CompressedAllGather,
-    CompressedReduceScatter as CompressedReduceScatter,
-    ShardedHierarchical as ShardedHierarchical,
-)
-from bagua._C_shm import (
-    SharedMemoryCommunicator as SharedMemoryCommunicator,
-    share_memory as share_memory,
-)
 
 class BaguaError(RuntimeError): ...
 class BaguaTimeoutError(BaguaError): ...
@@ -107,7 +78,39 @@ class C10dCommunicator(Communicator):
 class HostCommunicator(Communicator):
     def __init__(self, inner: Communicator) -> None: ...
 
+class SharedMemoryCommunicator(Communicator): ...
+
+def share_memory(
+    store: Store, rank: int, size: int, node: int, timeout: float, refusal: str = ""
+) -> tuple[SharedMemoryCommunicator | None, str, bool]: ...
+
 has_nccl: bool
+
+class NcclLibrary:
+    @staticmethod
+    def find(paths: list[str]) -> NcclLibrary: ...
+    @staticmethod
+    def open(path: str) -> NcclLibrary: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+
+class NcclCommunicator(Communicator):
+    def __init__(
+        self,
+        library: NcclLibrary,
+        store: Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout: float,
+        *,
+        alone_too: bool = False,
+    ) -> None: ...
+    def split(self, members: list[int]) -> NcclCommunicator | None: ...
+    def invalidate_if_aborted(self, result: torch.Tensor) -> None: ...
+    def failure(self) -> str | None: ...
 
 class CountingCommunicator(Communicator):
     def __init__(self, inner: Communicator) -> None: ...
@@ -223,6 +226,39 @@ class Hierarchical(BucketOp):
         self, node: Communicator, inner: BucketOp | None, ranks: int, nodes: int, op: ReduceOp
     ) -> None: ...
 
+class CompressedReduceScatter(BucketOp):
+    def __init__(
+        self,
+        communicator: Communicator,
+        codec: Codec,
+        scratch: Scratch,
+        *,
+        divisor: float,
+        memory: RoundMemory | None = None,
+        checksum: bool = False,
+    ) -> None: ...
+
+class CompressedAllGather(BucketOp):
+    def __init__(
+        self,
+        communicator: Communicator,
+        codec: Codec,
+        scratch: Scratch,
+        *,
+        checksum: bool = False,
+    ) -> None: ...
+
+class ShardedHierarchical(BucketOp):
+    def __init__(
+        self,
+        node: Communicator,
+        inner: list[BucketOp | None],
+        scratch: Scratch,
+        ranks: int,
+        nodes: int,
+        op: ReduceOp,
+    ) -> None: ...
+
 class AverageWeights(BucketOp):
     def __init__(
         self, peer_weight: torch.Tensor, communications: torch.Tensor, inner: BucketOp
@@ -321,6 +357,31 @@ class CommHookOp(BucketOp):
         parameters: list[torch.Tensor],
         offsets: list[int],
     ) -> None: ...
+
+# Local training.
+
+def outer_step(
+    anchors: list[torch.Tensor],
+    momenta: list[torch.Tensor],
+    means: list[torch.Tensor],
+    *,
+    lr: float,
+    mu: float,
+    nesterov: bool,
+) -> None: ...
+def inner_product(a: list[torch.Tensor], b: list[torch.Tensor]) -> float: ...
+def take_deltas(
+    weights: list[torch.Tensor],
+    anchors: list[torch.Tensor],
+    deltas: list[torch.Tensor],
+    launched: list[torch.Tensor] = [],
+) -> None: ...
+def take_anchors(weights: list[torch.Tensor], anchors: list[torch.Tensor]) -> None: ...
+def merge_anchors(
+    weights: list[torch.Tensor],
+    anchors: list[torch.Tensor],
+    launched: list[torch.Tensor],
+) -> None: ...
 
 # Engine.
 
@@ -453,3 +514,112 @@ class PlanGuard:
     def accept_unfrozen(self) -> None: ...
     def reduced_by_torch(self) -> str: ...
     def trains(self, dicts: list[Any]) -> bool: ...
+
+# Lanes of jobs, and of rounds that repeat.
+
+class GradientBucket:
+    def __init__(
+        self,
+        index: int,
+        buffer: torch.Tensor,
+        parameters: list[torch.Tensor],
+        offsets: list[int],
+    ) -> None: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def buffer(self) -> torch.Tensor: ...
+    @property
+    def parameters(self) -> list[torch.Tensor]: ...
+    @property
+    def offsets(self) -> list[int]: ...
+
+class BucketOperations:
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        ops: list[BucketOp],
+        scale: float = 1.0,
+        memory: RoundMemory | None = None,
+    ) -> None: ...
+
+class Posted:
+    def wait(self) -> None: ...
+    @property
+    def done(self) -> bool: ...
+
+class DynamicLane:
+    def __init__(
+        self,
+        *,
+        name: str,
+        incarnation: int,
+        ops: list[CountingCommunicator],
+        control: CountingCommunicator,
+        board: FailureBoard | None = None,
+    ) -> None: ...
+    def post(
+        self,
+        operations: BucketOperations,
+        flat: torch.Tensor,
+        *,
+        round: int,
+        grad_scale: float = 1.0,
+    ) -> Posted: ...
+    def check(self) -> None: ...
+    def abort(self, reason: str) -> None: ...
+    def transport_failed(self, reason: str) -> None: ...
+    def stop(self) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
+
+class DdpHook:
+    def __init__(
+        self,
+        lane: DynamicLane,
+        operations: Callable[[GradientBucket, int], BucketOperations],
+        *,
+        grad_scale: Callable[[], float] | None = None,
+        outcome: RoundOutcome | None = None,
+    ) -> None: ...
+    @property
+    def round(self) -> int: ...
+    def register(self, reducer: Any) -> None: ...
+    def settle(self) -> None: ...
+    def renew(self, round: int) -> None: ...
+
+class ManualClock:
+    def __init__(self) -> None: ...
+    def turn(self, seconds: float) -> None: ...
+    @property
+    def readings(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+
+class PeriodicLane:
+    def __init__(
+        self,
+        communicator: CountingCommunicator,
+        weights: list[torch.Tensor],
+        *,
+        name: str,
+        interval_s: float,
+        timeout_s: float,
+        board: FailureBoard | None = None,
+        non_finite: NonFiniteRounds | None = None,
+        clock: ManualClock | None = None,
+    ) -> None: ...
+    def resume(self) -> None: ...
+    def ask_to_pause(self) -> None: ...
+    def pause(self, limit_s: float | None = None) -> bool: ...
+    def check(self) -> None: ...
+    def enter(self) -> None: ...
+    def leave(self) -> None: ...
+    def stop(self) -> None: ...
+    @property
+    def inside(self) -> bool: ...
+    @property
+    def at_gate(self) -> bool: ...
+    @property
+    def running(self) -> bool: ...
+    def stats(self) -> dict[str, Any]: ...
