@@ -200,13 +200,17 @@ void bind_failure_board(py::module_& m) {
       .def(
           "beat",
           [](FailureBoard& self, int64_t round, std::string text, bool waits) {
-            self.note({round, waits, std::move(text)});
+            self.beat([here = Whereabouts{round, waits, std::move(text)}] { return here; });
           },
           py::arg("round"), py::arg("text"), py::arg("waits") = false,
           "Set this rank's position; from the first call on it is published twice a second.")
-      .def("survey", &FailureBoard::survey, py::arg("round"), py::arg("unit") = "round",
-           py::arg("everyone") = false, ReleaseGil(),
-           "Who is silent, behind or ahead of a rank in this round, in words; takes a second.")
+      .def(
+          "survey",
+          [](FailureBoard& self, int64_t round, const std::string& unit, bool everyone) {
+            return in_words(self.others({.number = round, .unit = unit, .everyone = everyone}));
+          },
+          py::arg("round"), py::arg("unit") = "round", py::arg("everyone") = false, ReleaseGil(),
+          "Who is silent, behind or ahead of a rank in this round, in words; takes a second.")
       .def(
           "diagnose",
           [](FailureBoard& self, const std::string& seen, int64_t number, const std::string& unit,
@@ -216,7 +220,7 @@ void bind_failure_board(py::module_& m) {
                                     .everyone = everyone,
                                     .needed = number,
                                     .peer = peer.value_or(-1)};
-            return diagnose(seen, Blame::kMaybeOther, position, self);
+            return diagnose(seen, position, self);
           },
           py::arg("seen"), py::arg("number"), py::arg("unit") = "round",
           py::arg("everyone") = false, py::arg("peer").none(true) = py::none(), ReleaseGil(),

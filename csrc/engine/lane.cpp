@@ -17,10 +17,17 @@ LaneCore::LaneCore(LaneOptions options)
 
 void LaneCore::begin(News news) {
   if (!core.board) return;
-  if (news == News::kIgnored) return core.board->beat_while_alive(shared_from_this());
-  core.board->beat_while_alive(shared_from_this(), [weak = weak_from_this()](const auto& found) {
-    if (const auto self = weak.lock()) self->on_news(found);
-  });
+  FailureBoard::OnNews end_waits;
+  if (news == News::kEndWaits) {
+    end_waits = [weak = weak_from_this()](const FailureBoard::News& found) {
+      if (const auto self = weak.lock()) self->on_news(found);
+    };
+  }
+  const auto where = [weak = weak_from_this()] {
+    const auto self = weak.lock();
+    return self ? std::optional(self->whereabouts()) : std::nullopt;
+  };
+  core.board->beat(where, std::move(end_waits));
 }
 
 std::string LaneCore::whoami() const {

@@ -177,11 +177,11 @@ bool PeriodicLane::pause(std::optional<std::chrono::milliseconds> limit) {
 void PeriodicLane::throw_not_paused(int64_t rounds) {
   const PeriodicLaneOptions& options = state_->options;
   const Group& group = state_->group;
-  throw TimeoutError(
-      concat("module '", options.name, "', rank ", group.rank, " of ", group.size,
-             ": asynchronous averaging has not ended within ", options.timeout.count(),
-             " ms, because not every rank has asked for it: abort(model) must be called on all. ",
-             options.board ? options.board->survey(rounds, "round", /*everyone=*/true) : ""));
+  throw TimeoutError(concat(
+      "module '", options.name, "', rank ", group.rank, " of ", group.size,
+      ": asynchronous averaging has not ended within ", options.timeout.count(),
+      " ms, because not every rank has asked for it: abort(model) must be called on all. ",
+      options.board ? in_words(options.board->others({.number = rounds, .everyone = true})) : ""));
 }
 
 void PeriodicLane::enter() {

@@ -30,10 +30,7 @@ std::string diagnosis(const std::string& seen, Blame blame,
   if (exited) lines.push_back(*exited);
   std::string nobody;
   if (!known) {
-    OtherRanks others = board.others({.rank = -1,
-                                      .round = position.number,
-                                      .unit = position.unit,
-                                      .everyone = position.everyone});
+    OtherRanks others = board.others(position);
     nobody = others.nobody;
     lines = std::move(others.causes);
     // The peer that a rank waited for may have waited for the store's process.
@@ -55,9 +52,8 @@ std::string diagnosis(const std::string& seen, Blame blame,
 
 }  // namespace
 
-std::string diagnose(const std::string& seen, Blame blame, const Position& position,
-                     FailureBoard& board) {
-  return diagnosis(seen, blame, board.poll(), position, board);
+std::string diagnose(const std::string& seen, const Position& position, FailureBoard& board) {
+  return diagnosis(seen, Blame::kMaybeOther, board.poll(), position, board);
 }
 
 std::exception_ptr diagnose(const std::exception_ptr& cause, const Position& position,

@@ -1,7 +1,6 @@
 // Explains a failure: the only place that composes "why".
 #pragma once
 
-#include <cstdint>
 #include <exception>
 #include <string>
 
@@ -16,18 +15,10 @@ namespace bagua {
 // ranks that failed too, what they said, and last what this rank saw, with the transport's own
 // reason. A rank that failed because another did is never the verdict. A failure that is this
 // rank's own needs no verdict and stays as it is.
-struct Position {
-  int64_t number;  // of the round or call that failed
-  std::string unit = "round";
-  bool everyone = false;    // also describe ranks in the same round
-  int64_t needed = number;  // a rank that exited after fewer rounds is a cause
-  int peer = -1;            // the rank that was waited for, which comes first; -1: all
-};
 
-// The text of a diagnosis. `seen`: this rank's own error and position. Takes up to two seconds:
-// heartbeats are read twice.
-std::string diagnose(const std::string& seen, Blame blame, const Position& position,
-                     FailureBoard& board);
+// The text for a failure that another rank may have caused. `seen`: this rank's own error and
+// position. Takes up to two seconds: heartbeats are read twice.
+std::string diagnose(const std::string& seen, const Position& position, FailureBoard& board);
 
 // The exception with that text, of the same type, or a MismatchError where all ranks failed alike.
 std::exception_ptr diagnose(const std::exception_ptr& cause, const Position& position,

@@ -1,7 +1,6 @@
 #include "health/failure_board.h"
 
 #include <memory>
-#include <mutex>
 #include <sstream>
 #include <string_view>
 #include <thread>
@@ -58,59 +57,43 @@ char kind_of(Blame blame, bool told) {
   return blame == Blame::kMaybeOther || told ? kSecondary : kCause;
 }
 
-// The first rank among `size`, but the observer, that exited before the observer's round was done.
+// One rank of a group, in a round.
+struct Member {
+  int rank;
+  int size;
+  int64_t round;
+};
+
+// The first other rank that exited before the member's round was done.
 std::optional<std::string> exited_before(const std::optional<std::string>& text,
-                                         const Observer& observer, int size) {
+                                         const Member& member) {
   std::istringstream entries(text.value_or(""));
   int rank;
   int64_t rounds;
   while (entries >> rank >> rounds) {
-    if (rank >= 0 && rank < size && rank != observer.rank && rounds < observer.round) {
+    if (rank >= 0 && rank < member.size && rank != member.rank && rounds < member.round) {
       return concat("rank ", rank, " exited after ", rounds, " rounds");
     }
   }
   return std::nullopt;
 }
 
-std::optional<FailureBoard::News> news_in(c10d::Store& store, const Observer& observer, int size) {
-  if (auto failed = news_of(read(store, kFailedKey), observer.rank)) return failed;
-  const auto exited = exited_before(read(store, kExitsKey), observer, size);
+std::optional<FailureBoard::News> news_in(c10d::Store& store, const Member& member) {
+  if (auto failed = news_of(read(store, kFailedKey), member.rank)) return failed;
+  const auto exited = exited_before(read(store, kExitsKey), member);
   if (!exited) return std::nullopt;
   return FailureBoard::News{.text = *exited, .blame = Blame::kThisRank};
 }
 
-std::string in_words(const OtherRanks& others) {
-  std::string places;
-  for (const auto& list : {others.causes, others.failed}) {
-    for (const std::string& rank : list) places += (places.empty() ? "" : "; ") + rank;
-  }
-  return places.empty() ? others.nobody : concat("Where the others are: ", places, ".");
-}
-
 }  // namespace
 
-struct FailureBoard::Noted {
-  mutable std::mutex mutex;
-  bool begun = false;
-  Whereabouts here{};
-
-  Whereabouts whereabouts() const {
-    const std::lock_guard lock(mutex);
-    return here;
-  }
-};
-
 FailureBoard::FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)
-    : rank_(rank),
-      size_(size),
-      told_(std::make_shared<std::atomic<bool>>(false)),
-      worker_(store),
-      noted_(std::make_shared<Noted>()) {
+    : rank_(rank), size_(size), shared_(std::make_shared<Shared>()), worker_(store) {
   BAGUA_CHECK_ARG(rank >= 0 && rank < size, "rank ", rank, " is outside a group of size ", size);
 }
 
 void FailureBoard::publish(const std::string& reason, Blame blame) noexcept {
-  const char kind = kind_of(blame, *told_);
+  const char kind = kind_of(blame, shared_->told);
   worker_.ask(
       [rank = rank_, size = size_, reason, kind](c10d::Store& store) {
         store.compareSet(kFailedKey, "", concat(kind, rank, ": ", reason));
@@ -119,13 +102,21 @@ void FailureBoard::publish(const std::string& reason, Blame blame) noexcept {
       kPatience);
 }
 
+template <typename Found>
+std::optional<Found> FailureBoard::found(
+    std::function<std::optional<Found>(c10d::Store&)> question) noexcept {
+  auto answer = std::make_shared<std::optional<Found>>();
+  const bool answered = worker_.ask(
+      [answer, question = std::move(question)](c10d::Store& store) { *answer = question(store); },
+      kPatience);
+  if (!answered || !*answer) return std::nullopt;
+  shared_->told = true;
+  return *answer;
+}
+
 std::optional<FailureBoard::News> FailureBoard::poll() noexcept {
-  auto text = std::make_shared<std::optional<std::string>>();
-  const bool answered =
-      worker_.ask([text](c10d::Store& store) { *text = read(store, kFailedKey); }, kPatience);
-  const std::optional<News> news = answered ? news_of(*text, rank_) : std::nullopt;
-  if (news) *told_ = true;
-  return news;
+  return found<News>(
+      [rank = rank_](c10d::Store& store) { return news_of(read(store, kFailedKey), rank); });
 }
 
 void FailureBoard::publish_exit(int64_t rounds) noexcept {
@@ -143,50 +134,30 @@ void FailureBoard::publish_exit(int64_t rounds) noexcept {
 }
 
 std::optional<std::string> FailureBoard::poll_exit(int64_t round) noexcept {
-  auto text = std::make_shared<std::optional<std::string>>();
-  const bool answered =
-      worker_.ask([text](c10d::Store& store) { *text = read(store, kExitsKey); }, kPatience);
-  if (!answered) return std::nullopt;
-  std::optional<std::string> exited = exited_before(*text, {.rank = rank_, .round = round}, size_);
-  if (exited) *told_ = true;
-  return exited;
+  const Member me{.rank = rank_, .size = size_, .round = round};
+  return found<std::string>(
+      [me](c10d::Store& store) { return exited_before(read(store, kExitsKey), me); });
 }
 
 std::optional<FailureBoard::News> FailureBoard::news(int64_t round) noexcept {
-  auto found = std::make_shared<std::optional<News>>();
-  const Observer me{.rank = rank_, .round = round};
-  const bool answered = worker_.ask(
-      [found, me, size = size_](c10d::Store& store) { *found = news_in(store, me, size); },
-      kPatience);
-  if (!answered || !*found) return std::nullopt;
-  *told_ = true;
-  return *found;
+  const Member me{.rank = rank_, .size = size_, .round = round};
+  return found<News>([me](c10d::Store& store) { return news_in(store, me); });
 }
 
 void FailureBoard::beat(std::function<std::optional<Whereabouts>()> where, OnNews on_news) {
   worker_.repeat(
-      [rank = rank_, size = size_, told = told_, where = std::move(where),
-       on_news = std::move(on_news), number = std::make_shared<int64_t>(0)](c10d::Store& store) {
+      [rank = rank_, size = size_, shared = shared_, where = std::move(where),
+       on_news = std::move(on_news)](c10d::Store& store) {
         const std::optional<Whereabouts> here = where();
         if (!here) return;
-        store.set(beat_key(rank), heartbeat_text({.number = ++*number, .where = *here}));
+        store.set(beat_key(rank), heartbeat_text({.number = ++shared->beats, .where = *here}));
         if (!on_news || !here->waits) return;
-        const auto news = news_in(store, {.rank = rank, .round = here->round}, size);
+        const auto news = news_in(store, {.rank = rank, .size = size, .round = here->round});
         if (!news) return;
-        *told = true;
+        shared->told = true;
         on_news(*news);
       },
       kBetweenNews);
-}
-
-void FailureBoard::note(Whereabouts here) {
-  {
-    const std::lock_guard lock(noted_->mutex);
-    const bool first = !std::exchange(noted_->begun, true);
-    noted_->here = std::move(here);
-    if (!first) return;
-  }
-  beat_while_alive(noted_);
 }
 
 std::shared_ptr<const Snapshot> FailureBoard::look() noexcept {
@@ -204,19 +175,15 @@ std::shared_ptr<const Snapshot> FailureBoard::look() noexcept {
   return answered ? found : nullptr;
 }
 
-OtherRanks FailureBoard::others(Observer observer) noexcept {
+OtherRanks FailureBoard::others(const Position& here) noexcept {
   const auto before = look();
   if (before) std::this_thread::sleep_for(kBetweenLooks);
-  return found(before, before ? look() : nullptr, std::move(observer));
+  return compare(before, before ? look() : nullptr, here);
 }
 
-std::string FailureBoard::survey(int64_t round, const std::string& unit, bool everyone) noexcept {
-  return in_words(others({.rank = rank_, .round = round, .unit = unit, .everyone = everyone}));
-}
-
-OtherRanks FailureBoard::found(const std::shared_ptr<const Snapshot>& before,
-                               const std::shared_ptr<const Snapshot>& after,
-                               Observer observer) const {
+OtherRanks FailureBoard::compare(const std::shared_ptr<const Snapshot>& before,
+                                 const std::shared_ptr<const Snapshot>& after,
+                                 const Position& here) const {
   if (!before || !after) {
     return {
         .causes = {},
@@ -227,15 +194,7 @@ OtherRanks FailureBoard::found(const std::shared_ptr<const Snapshot>& before,
             "named below may wait for that one too.",
         .store_is_silent = true};
   }
-  observer.rank = rank_;
-  return where_others_are(*before, *after, observer);
-}
-
-std::string FailureBoard::compare(const std::shared_ptr<const Snapshot>& before,
-                                  const std::shared_ptr<const Snapshot>& after, int64_t round,
-                                  const std::string& unit, bool everyone) const {
-  return in_words(
-      found(before, after, {.rank = rank_, .round = round, .unit = unit, .everyone = everyone}));
+  return where_others_are(*before, *after, rank_, here);
 }
 
 std::exception_ptr error_of(const FailureBoard::News& news, const std::string& whoami) {

@@ -8,7 +8,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 
 #include "health/failure.h"
 #include "health/heartbeat.h"
@@ -62,57 +61,38 @@ class FailureBoard final {
   // The news that ends a wait in `round`: poll(), else poll_exit() as news of the rank that exited.
   std::optional<News> news(int64_t round) noexcept;
 
-  // Publishes what `where` returns as heartbeats from now on. The worker's thread calls it; it must
-  // not block. Heartbeats end when it returns nothing. `on_news`, if there is one, is called on the
-  // same thread after a heartbeat of a rank that waits for others, if news() would find
-  // something; it must not ask the board.
+  // Publishes what `where` returns as heartbeats from now on, the first at once; a later call
+  // replaces `where`. The worker's thread calls it; it must not block. There is no heartbeat when
+  // it returns nothing. `on_news`, if there is one, is called on the same thread after a heartbeat
+  // of a rank that waits for others, if news() would find something; it must not ask the board.
   using OnNews = std::function<void(const News&)>;
   void beat(std::function<std::optional<Whereabouts>()> where, OnNews on_news = nullptr);
-
-  // Publishes state->whereabouts() as long as another owner holds the state.
-  template <typename State>
-  void beat_while_alive(const std::shared_ptr<State>& state, OnNews on_news = nullptr) {
-    beat(
-        [weak = std::weak_ptr<State>(state)] {
-          const auto alive = weak.lock();
-          return alive ? std::optional(alive->whereabouts()) : std::nullopt;
-        },
-        std::move(on_news));
-  }
-
-  // Publishes the position last passed to note(); the first call starts publishing.
-  void note(Whereabouts here);
 
   // The current heartbeats; null if the store does not answer.
   std::shared_ptr<const Snapshot> look() noexcept;
 
-  // Takes two snapshots, more than a heartbeat apart, and describes the ranks that are silent,
-  // behind or ahead of this rank, which is in `round`, or says that there are none or that the
-  // store is silent. `unit`: noun for what is counted. `everyone`: also describe ranks in the same
-  // round.
-  std::string survey(int64_t round, const std::string& unit = "round",
-                     bool everyone = false) noexcept;
+  // The ranks that are silent, behind or ahead of this rank, which is at `here`, by two looks more
+  // than a heartbeat apart; or that there are none, or that the store is silent.
+  OtherRanks compare(const std::shared_ptr<const Snapshot>& before,
+                     const std::shared_ptr<const Snapshot>& after, const Position& here) const;
 
-  // The description as a sentence per rank. `observer.rank` is ignored.
-  OtherRanks others(Observer observer) noexcept;
-
-  // Text of survey() for two snapshots.
-  std::string compare(const std::shared_ptr<const Snapshot>& before,
-                      const std::shared_ptr<const Snapshot>& after, int64_t round,
-                      const std::string& unit = "round", bool everyone = false) const;
+  // Looks twice, and compares.
+  OtherRanks others(const Position& here) noexcept;
 
  private:
-  struct Noted;
-  OtherRanks found(const std::shared_ptr<const Snapshot>& before,
-                   const std::shared_ptr<const Snapshot>& after, Observer observer) const;
-
-  using Flag = std::shared_ptr<std::atomic<bool>>;  // the worker's thread may outlive the board
+  // Shared with the worker's thread, which may outlive the board.
+  struct Shared {
+    std::atomic<bool> told{false};  // poll(), poll_exit(), news() or `on_news` had something
+    std::atomic<int64_t> beats{0};
+  };
+  // What the store answers, which counts as told; nothing if it does not answer.
+  template <typename Found>
+  std::optional<Found> found(std::function<std::optional<Found>(c10d::Store&)> question) noexcept;
 
   const int rank_;
   const int size_;
-  const Flag told_;  // poll(), poll_exit(), news() or `on_news` had something
+  const std::shared_ptr<Shared> shared_;
   StoreWorker worker_;
-  const std::shared_ptr<Noted> noted_;
 };
 
 // The error for a rank to raise after the board has told it of a failure. `whoami`: that rank and

@@ -31,12 +31,13 @@ struct Snapshot {
   std::set<int> failed;                         // ranks that published a failure
 };
 
-// Point of view from which two snapshots are compared.
-struct Observer {
-  int rank;
-  int64_t round;
+// Where a rank is that looks for the others, or that has failed.
+struct Position {
+  int64_t number;              // of the round or call
   std::string unit = "round";  // what is counted
   bool everyone = false;       // also describe ranks in the same round
+  int64_t needed = number;     // a rank that exited after fewer rounds is a cause
+  int peer = -1;               // the rank that was waited for, which comes first; -1: all
 };
 
 // One sentence per rank, without a full stop.
@@ -49,8 +50,11 @@ struct OtherRanks {
   bool store_is_silent = false;     // then `nobody` says so
 };
 
-// Compares two snapshots that are more than a heartbeat apart.
-OtherRanks where_others_are(const Snapshot& before, const Snapshot& after,
-                            const Observer& observer);
+// Compares two snapshots that are more than a heartbeat apart, for `rank`, which is at `here`.
+OtherRanks where_others_are(const Snapshot& before, const Snapshot& after, int rank,
+                            const Position& here);
+
+// All of it in one sentence, for a rank that has not failed.
+std::string in_words(const OtherRanks& others);
 
 }  // namespace bagua

@@ -124,8 +124,10 @@ bool StoreWorker::ask(Question question, Milliseconds patience) noexcept {
 }
 
 void StoreWorker::repeat(Question question, Milliseconds interval) {
+  if (!state_.here()) return;
   const std::lock_guard lock(state_->mutex);
-  state_->repeated = std::move(question);
+  const Question before = std::exchange(state_->repeated, std::move(question));
+  if (before) return;
   state_->interval = interval;
   state_->next_repetition = Clock::now();
   state_->changed.notify_all();

@@ -36,7 +36,8 @@ class StoreWorker final {
   // Puts a question and waits for its end, at most `patience`. False if it has not ended well.
   bool ask(Question question, Milliseconds patience) noexcept;
 
-  // Puts this question at every `interval` from now on; replaces the one before.
+  // Puts this question at every `interval` from now on. A later call replaces the question, which
+  // is put when the one before would have been.
   void repeat(Question question, Milliseconds interval);
 
  private:

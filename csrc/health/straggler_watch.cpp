@@ -38,8 +38,8 @@ void StragglerWatch::look(const std::string& me, int64_t round) {
   }
   const auto after = before_ ? board_->look() : nullptr;
   reports_.report(concat(me, ": has waited ", seconds(), " for ", what_, ". ",
-                         board_->compare(before_, after, round), " It goes on waiting until ",
-                         timeout_.count() / 1000, " s have passed."));
+                         in_words(board_->compare(before_, after, {.number = round})),
+                         " It goes on waiting until ", timeout_.count() / 1000, " s have passed."));
   reported_ = true;
   before_ = nullptr;
   next_ *= 2;

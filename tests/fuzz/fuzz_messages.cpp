@@ -146,8 +146,8 @@ void heartbeat(Input input) {
     if (input.take<uint8_t>() % 2) look.failed.insert(input.take<uint8_t>() % 3);
   }
   for (const bool everyone : {false, true}) {
-    const Observer onlooker{.rank = 0, .round = round, .unit = "round", .everyone = everyone};
-    const OtherRanks others = where_others_are(looks[0], looks[1], onlooker);
+    const OtherRanks others =
+        where_others_are(looks[0], looks[1], 0, {.number = round, .everyone = everyone});
     for (const auto& list : {others.causes, others.failed}) {
       for (const std::string& rank : list) {
         FUZZ_REQUIRE(is_text(rank) && !rank.starts_with("rank 0"));
