@@ -250,20 +250,11 @@ struct PythonCall {
   py::object result{};
 };
 
-// Whichever thread drops it last may not have the GIL.
-std::shared_ptr<PythonCall> shared_call(py::function function, py::tuple arguments) {
-  return {new PythonCall{std::move(function), std::move(arguments)}, [](PythonCall* call) {
-            if (!Py_IsInitialized()) return;
-            const py::gil_scoped_acquire gil;
-            delete call;
-          }};
-}
-
 void bind_waits(py::module_& m) {
   m.def(
       "interruptible",
       [](py::function function, const py::args& arguments) {
-        const auto call = shared_call(std::move(function), arguments);
+        const auto call = shared_with_gil(PythonCall{std::move(function), arguments});
         run_interruptibly([call] {
           const py::gil_scoped_acquire gil;
           call->result = call->function(*call->arguments);

@@ -36,7 +36,7 @@ class CoreError final : public torch::PyTorchError {
 template <typename Result, typename... Args>
 std::function<Result(Args...)> called_with_gil(const std::optional<py::function>& function) {
   if (!function) return nullptr;
-  return [owned = shared_function(*function)](Args... args) {
+  return [owned = shared_with_gil(*function)](Args... args) {
     const py::gil_scoped_acquire gil;
     try {
       return (*owned)(args...).template cast<Result>();

@@ -25,7 +25,7 @@ namespace {
 template <typename... Args>
 std::function<void(Args...)> with_gil(const std::optional<py::function>& function) {
   if (!function) return nullptr;
-  return [owned = shared_function(*function)](Args... args) {
+  return [owned = shared_with_gil(*function)](Args... args) {
     py::gil_scoped_acquire gil;
     (*owned)(args...);
   };
@@ -39,18 +39,6 @@ void throw_to_autograd(py::error_already_set& error) {
   python_error as_torchs;
   as_torchs.persist();
   throw as_torchs;
-}
-
-std::shared_ptr<py::function> shared_function(const py::function& function) {
-  return {new py::function(function), [](py::function* p) {
-            if (!Py_IsInitialized()) {
-              p->release();
-              delete p;
-              return;
-            }
-            const py::gil_scoped_acquire gil;
-            delete p;
-          }};
 }
 
 py::dict traffic_dict(const Traffic& traffic) {
@@ -261,7 +249,7 @@ void bind_gradient_path(py::module_& m) {
       .def("watch", &GradientPath::watch, py::arg("outputs"))
       .def_property_readonly("in_backward", &GradientPath::in_backward)
       .def_property_readonly("communicating", &GradientPath::communicating)
-      .def("adopt", py::overload_cast<SlotId>(&GradientPath::adopt), py::arg("slot"), ReleaseGil())
+      .def("adopt", &GradientPath::adopt, py::arg("slot"), ReleaseGil())
       .def("answer_with_zeros", &GradientPath::answer_with_zeros, ReleaseGil())
       .def("remove_hooks", &GradientPath::remove_hooks);
 }

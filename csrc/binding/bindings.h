@@ -6,6 +6,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <utility>
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -36,8 +37,15 @@ void delete_without_gil(T* object) {
   }
 }
 
-// A Python callable that C++ may drop on any thread. Calls need the GIL.
-std::shared_ptr<pybind11::function> shared_function(const pybind11::function& function);
+// What refers to objects of Python, for owners that drop it on any thread. Its use needs the GIL.
+template <typename T>
+std::shared_ptr<T> shared_with_gil(T object) {
+  return {new T(std::move(object)), [](T* owned) {
+            if (!Py_IsInitialized()) return;
+            const pybind11::gil_scoped_acquire gil;
+            delete owned;
+          }};
+}
 
 // Throws an exception of Python as autograd's engine hands it to the caller of backward().
 [[noreturn]] void throw_to_autograd(pybind11::error_already_set& error);

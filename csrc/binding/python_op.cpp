@@ -8,7 +8,7 @@ namespace bagua {
 namespace py = pybind11;
 
 PythonOp::PythonOp(const py::function& function)
-    : function_(shared_function(function)),
+    : function_(shared_with_gil(function)),
       description_(
           concat("PythonOp(", py::str(py::getattr(function, "__qualname__", function)), ")")) {}
 
