@@ -1,10 +1,7 @@
 #include "binding/interruptible.h"
 
-#include <chrono>
-#include <condition_variable>
-#include <exception>
+#include <future>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -21,28 +18,6 @@ namespace py = pybind11;
 
 bool on_main_thread() { return gettid() == getpid() && Py_IsInitialized(); }
 
-// The end of a call on another thread, which may outlive its caller.
-struct Outcome {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool done = false;
-  std::exception_ptr failure;
-
-  void end_with(std::exception_ptr cause) {
-    {
-      const std::lock_guard lock(mutex);
-      failure = std::move(cause);
-      done = true;
-    }
-    changed.notify_all();
-  }
-
-  bool wait(std::chrono::milliseconds limit) {
-    std::unique_lock lock(mutex);
-    return changed.wait_for(lock, limit, [&] { return done; });
-  }
-};
-
 // The thread for the main thread's calls, which has one at a time. It exists in the process that
 // has made it, and is never ended: a call may be left in it.
 LaneThread& helper(bool anew) {
@@ -57,16 +32,10 @@ void run_interruptibly(const std::function<void()>& work) {
   std::optional<py::gil_scoped_release> no_gil;
   if (Py_IsInitialized() && PyGILState_Check()) no_gil.emplace();
   if (!on_main_thread()) return work();
-  const auto outcome = std::make_shared<Outcome>();
-  helper(/*anew=*/false).post([outcome, work] {
-    try {
-      work();
-      outcome->end_with(nullptr);
-    } catch (...) {
-      outcome->end_with(std::current_exception());
-    }
-  });
-  while (!outcome->wait(kBetweenSignals)) {
+  const auto task = std::make_shared<std::packaged_task<void()>>(work);
+  std::future<void> outcome = task->get_future();
+  helper(/*anew=*/false).post([task] { (*task)(); });
+  while (outcome.wait_for(kBetweenSignals) != std::future_status::ready) {
     try {
       check_signals();
     } catch (...) {
@@ -74,7 +43,7 @@ void run_interruptibly(const std::function<void()>& work) {
       throw;
     }
   }
-  if (outcome->failure) std::rethrow_exception(outcome->failure);
+  outcome.get();
 }
 
 void check_signals() {
