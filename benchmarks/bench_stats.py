@@ -2,28 +2,26 @@
 
     python benchmarks/bench_stats.py [--quick]
 
-Three things are done for `bagua_stats()`: reading clocks and counters around a bucket's operations
-(timed in C++, over and over, as the engine does it), counting each call of a communicator and each
-message that is handled as it arrives (the time of calls that move next to nothing, with and without
-the decorator that counts), and looking for NaN and infinity in the result, in host memory. The last
-depends on the size of the bucket; the limit is for the others. Prints JSON and keeps it under
-build/benchmarks/.
+Measured are counting each call of a communicator and each message that is handled as it arrives
+(the time of calls that move next to nothing, with and without the decorator that counts), and
+looking for NaN and infinity in the result, in host memory. The last depends on the size of the
+bucket; the limit is for the others. Not measured: reading clocks and counters before and after a
+bucket's operations. Prints JSON and keeps it under build/benchmarks/.
 """
 
 import argparse
 import json
-import statistics
 
 import torch
 from bagua import _C
 from common import machine, timed_in_turns, write_results
 
-# Communicators of a lane; calls of them per bucket; messages per bucket that are handled one by one
-# as they arrive (a bucket of 10 MiB with a second rank).
+# Calls of communicators per bucket; messages per bucket that are handled one by one as they arrive
+# (a bucket of 10 MiB with a second rank).
 CASES = {
-    "gradient_allreduce": (1, 1, 0),
-    "bytegrad": (1, 2, 4),
-    "bytegrad, hierarchical, leader": (2, 4, 4),
+    "gradient_allreduce": (1, 0),
+    "bytegrad": (2, 4),
+    "bytegrad, hierarchical, leader": (4, 4),
 }
 MESSAGES = 8
 LIMIT_NS = 1000.0
@@ -44,13 +42,6 @@ def check():
     counted.all_reduce(torch.ones(1 << 16), _C.ReduceOp.SUM)
     if counted.traffic()["wire_ns"] <= 0:
         raise SystemExit("the counter does not count")
-
-
-def around_a_bucket(communicators, repeats, rounds):
-    """Nanoseconds: median and minimum of `rounds` means of `repeats`."""
-    counted = [counting() for _ in range(communicators)]
-    values = [_C.accounting_ns(counted, repeats) for _ in range(rounds + 1)][1:]
-    return {"median": statistics.median(values), "min": min(values)}
 
 
 def added_by_counting(messages, repeats, rounds):
@@ -81,16 +72,10 @@ def looking_ns(mib, repeats):
 
 def measure(repeats, rounds):
     """Medians, in nanoseconds."""
-    sizes = sorted({communicators for communicators, _, _ in CASES.values()})
-    around = {n: around_a_bucket(n, repeats, rounds) for n in sizes}
     call = added_by_counting(0, repeats // 10, rounds)
     message = (added_by_counting(MESSAGES, repeats // 50, rounds) - call) / MESSAGES
-    cases = {
-        name: around[communicators]["median"] + calls * call + messages * message
-        for name, (communicators, calls, messages) in CASES.items()
-    }
+    cases = {name: calls * call + messages * message for name, (calls, messages) in CASES.items()}
     return {
-        "around_a_bucket_ns": {f"{n} communicator(s)": value for n, value in around.items()},
         "per_call_ns": call,
         "per_message_ns": message,
         "per_bucket_ns": cases,

@@ -262,8 +262,6 @@ void bind_engine(py::module_& m) {
   bind_rounds(m);
   bind_gradient_path(m);
 
-  m.def("accounting_ns", &accounting_ns, py::arg("communicators"), py::arg("repeats"), ReleaseGil(),
-        "Nanoseconds that one bucket's statistics cost; for benchmarks.");
   m.def("end_drops", &end_drops, ReleaseGil(),
         "At exit: from now on no thread of ours needs the GIL to drop what it refers to.");
 }

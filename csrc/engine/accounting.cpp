@@ -2,9 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <mutex>
-
-#include "base/check.h"
 
 namespace bagua {
 
@@ -62,25 +59,6 @@ Traffic BucketAccount::traffic() const {
   Traffic total{};
   for (const auto& communicator : communicators_) total += communicator->traffic();
   return total;
-}
-
-double accounting_ns(const CountingCommunicators& communicators, int64_t repeats) {
-  BAGUA_CHECK_ARG(repeats > 0, "accounting_ns: repeats=", repeats, " must be positive.");
-  OverlapClock clock;
-  BucketStats stats{};
-  std::mutex mutex;  // taken as often as the engine takes its own for the accounting's sake
-  const int64_t start = now_ns();
-  for (int64_t i = 0; i < repeats; ++i) {
-    const int64_t ready_ns = now_ns();
-    std::unique_lock lock(mutex);
-    const BucketAccount account(communicators, clock);
-    lock.unlock();
-    lock.lock();
-    account.close(clock, ready_ns, stats);
-  }
-  const int64_t elapsed = now_ns() - start;
-  BAGUA_CHECK(stats.rounds == repeats, "accounting_ns lost rounds");
-  return static_cast<double>(elapsed) / static_cast<double>(repeats);
 }
 
 }  // namespace bagua

@@ -77,8 +77,4 @@ class BucketAccount {
   const Traffic before_;
 };
 
-// Nanoseconds that the accounting of one bucket takes, nothing else, as the mean of `repeats`: for
-// benchmarks/bench_stats.py.
-double accounting_ns(const CountingCommunicators& communicators, int64_t repeats);
-
 }  // namespace bagua
