@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "base/check.h"
@@ -29,60 +30,39 @@ BAGUA_HD uint64_t hashed(uint64_t value, uint64_t place) {
 }
 
 template <typename Element>
-struct Wide {
-  using type = uint32_t;
-};
-template <>
-struct Wide<uint64_t> {
-  using type = uint64_t;
-};
-
-template <typename Element>
 BAGUA_HD uint64_t sum(const std::byte* elements, int64_t stride, int64_t count, uint64_t first) {
+  using Wide = std::conditional_t<sizeof(Element) == 8, uint64_t, uint32_t>;
   const int64_t apart = stride * static_cast<int64_t>(sizeof(Element));
   uint64_t result = 0;
   for (int64_t i = 0; i < count; ++i) {
     Element element;
     std::memcpy(&element, elements + i * apart, sizeof element);
-    result += hashed(typename Wide<Element>::type{element}, first + i);
+    result += hashed(Wide{element}, first + i);
   }
   return result;
 }
 
 // The stride is a constant in the loops that matter.
-BAGUA_PER_INSTRUCTION_SET
-uint64_t sum1(const std::byte* elements, int64_t stride, int64_t count, uint64_t first) {
-  return stride == 1 ? sum<uint8_t>(elements, 1, count, first)
-                     : sum<uint8_t>(elements, stride, count, first);
-}
-BAGUA_PER_INSTRUCTION_SET
-uint64_t sum2(const std::byte* elements, int64_t stride, int64_t count, uint64_t first) {
-  return stride == 1 ? sum<uint16_t>(elements, 1, count, first)
-                     : sum<uint16_t>(elements, stride, count, first);
-}
-BAGUA_PER_INSTRUCTION_SET
-uint64_t sum4(const std::byte* elements, int64_t stride, int64_t count, uint64_t first) {
-  return stride == 1 ? sum<uint32_t>(elements, 1, count, first)
-                     : sum<uint32_t>(elements, stride, count, first);
-}
-BAGUA_PER_INSTRUCTION_SET
-uint64_t sum8(const std::byte* elements, int64_t stride, int64_t count, uint64_t first) {
-  return stride == 1 ? sum<uint64_t>(elements, 1, count, first)
-                     : sum<uint64_t>(elements, stride, count, first);
+template <typename Element>
+BAGUA_HD uint64_t sum_of_run(const std::byte* elements, int64_t stride, int64_t count,
+                             uint64_t first) {
+  return stride == 1 ? sum<Element>(elements, 1, count, first)
+                     : sum<Element>(elements, stride, count, first);
 }
 
 // Hash of a run of elements that lie `stride` elements apart and are numbers first, first + 1, ...
+BAGUA_PER_INSTRUCTION_SET
 uint64_t run_hash(const std::byte* elements, int64_t bytes, int64_t stride, int64_t count,
                   uint64_t first) {
   switch (bytes) {
     case 1:
-      return sum1(elements, stride, count, first);
+      return sum_of_run<uint8_t>(elements, stride, count, first);
     case 2:
-      return sum2(elements, stride, count, first);
+      return sum_of_run<uint16_t>(elements, stride, count, first);
     case 4:
-      return sum4(elements, stride, count, first);
+      return sum_of_run<uint32_t>(elements, stride, count, first);
     case 8:
-      return sum8(elements, stride, count, first);
+      return sum_of_run<uint64_t>(elements, stride, count, first);
     default:
       throw Error(concat("no hash for elements of ", bytes, " bytes."));
   }
