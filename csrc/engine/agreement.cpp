@@ -36,7 +36,7 @@ constexpr std::array<Field, 5> kFields{{
 bool agree(Communicator& communicator, const AgreementRecord& mine) {
   const int size = communicator.group().size;
   if (size == 1) return true;
-  const std::vector<AgreementRecord> all = all_records(communicator, mine);
+  const std::vector<AgreementRecord> all = all_records<AgreementRecord>(communicator, {&mine, 1});
   for (const Field& field : kFields) {
     bool equal = true;
     std::string values;

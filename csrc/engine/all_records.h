@@ -1,7 +1,8 @@
-// Exchange of one record of fixed size among all ranks.
+// Exchange of records among all ranks.
 #pragma once
 
 #include <cstring>
+#include <span>
 #include <type_traits>
 #include <vector>
 
@@ -11,18 +12,18 @@
 
 namespace bagua {
 
-// The records of all ranks, by rank. Every rank calls it; the communicator is one of CPU tensors.
+// The records of all ranks, by rank. Every rank calls it, with as many; the communicator is one of
+// CPU tensors.
 template <typename Record>
-std::vector<Record> all_records(Communicator& communicator, const Record& mine) {
+std::vector<Record> all_records(Communicator& communicator, std::span<const Record> mine) {
   static_assert(std::is_trivially_copyable_v<Record>);
-  const auto bytes = static_cast<int64_t>(sizeof mine);
   const int size = communicator.group().size;
-  at::Tensor input = at::empty({bytes}, at::kByte);
-  at::Tensor output = at::empty({size * bytes}, at::kByte);
-  std::memcpy(input.data_ptr(), &mine, sizeof mine);
+  at::Tensor input = at::empty({static_cast<int64_t>(mine.size_bytes())}, at::kByte);
+  at::Tensor output = at::empty({size * input.numel()}, at::kByte);
+  std::memcpy(input.data_ptr(), mine.data(), mine.size_bytes());
   communicator.all_gather(input, output);
-  std::vector<Record> all(size);
-  std::memcpy(all.data(), output.data_ptr(), size * sizeof mine);
+  std::vector<Record> all(size * mine.size());
+  std::memcpy(all.data(), output.data_ptr(), output.nbytes());
   return all;
 }
 

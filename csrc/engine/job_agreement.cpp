@@ -30,7 +30,7 @@ using Text = std::array<char, kTextBytes>;
   Text text{};
   mine.first_text.copy(text.data(), text.size() - 1);
   std::vector<std::string> texts;
-  for (const Text& one : all_records(communicator, text)) {
+  for (const Text& one : all_records<Text>(communicator, {&text, 1})) {
     const char* const end = std::find(one.data(), one.data() + one.size(), '\0');
     texts.push_back(sanitize_untrusted(std::string_view(one.data(), end - one.data())));
   }
@@ -57,7 +57,7 @@ size_t agree_on_jobs(Communicator& communicator, const QueuedJobs& mine) {
                     .count = std::min(mine.jobs.size(), kMostJobs),
                     .jobs = {}};
   std::copy_n(mine.jobs.begin(), record.count, record.jobs.begin());
-  const std::vector<JobsRecord> all = all_records(communicator, record);
+  const std::vector<JobsRecord> all = all_records<JobsRecord>(communicator, {&record, 1});
   size_t count = kMostJobs;
   for (size_t rank = 0; rank < all.size(); ++rank) {
     BAGUA_CHECK(all[rank].count >= 1 && all[rank].count <= kMostJobs, "rank ", rank,

@@ -16,6 +16,7 @@
 #include "base/check.h"
 #include "base/mixed_bits.h"
 #include "comm/host_memory.h"
+#include "engine/all_records.h"
 #include "engine/tensor_hash.h"
 
 namespace bagua {
@@ -40,8 +41,8 @@ at::ScalarType integer_of(int64_t bytes) {
 }
 
 // "ranks 0, 2 against rank 1": who holds which version.
-std::string camps(const std::vector<int64_t>& versions) {
-  std::vector<std::pair<int64_t, std::vector<size_t>>> all;
+std::string camps(const std::vector<uint64_t>& versions) {
+  std::vector<std::pair<uint64_t, std::vector<size_t>>> all;
   for (size_t rank = 0; rank < versions.size(); ++rank) {
     const auto known = std::find_if(all.begin(), all.end(),
                                     [&](const auto& c) { return c.first == versions[rank]; });
@@ -227,17 +228,13 @@ std::optional<WeightsDigest> WeightsSample::on_device(int64_t round) {
 }
 
 void WeightsSample::name_difference(Communicator& communicator, const WeightsDigest& mine) const {
-  const auto count = static_cast<int64_t>(mine.parts.size());
+  const size_t count = mine.parts.size();
   const int size = communicator.group().size;
-  at::Tensor input = at::empty({count}, at::kLong);
-  at::Tensor output = at::empty({size * count}, at::kLong);
-  std::memcpy(input.data_ptr(), mine.parts.data(), mine.parts.size() * sizeof(uint64_t));
-  communicator.all_gather(input, output);
-  const auto* all = static_cast<const int64_t*>(output.const_data_ptr());
+  const std::vector<uint64_t> all = all_records<uint64_t>(communicator, mine.parts);
   std::string first;
   int others = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    std::vector<int64_t> versions;
+  for (size_t i = 0; i < count; ++i) {
+    std::vector<uint64_t> versions;
     for (int rank = 0; rank < size; ++rank) versions.push_back(all[rank * count + i]);
     if (std::count(versions.begin(), versions.end(), versions[0]) == size) continue;
     if (!first.empty()) {
