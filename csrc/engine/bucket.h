@@ -49,7 +49,6 @@ struct Bucket {
   void check() const;
   // Memory behind the last slot; may be empty.
   at::Tensor padding() const;
-  int64_t bytes() const { return flat.numel() * static_cast<int64_t>(flat.element_size()); }
 };
 
 }  // namespace bagua

@@ -27,21 +27,15 @@ namespace {
 
 constexpr const char* kOwned = "the communication of a wrapped module";
 
-std::vector<std::vector<size_t>> slots_of(const std::vector<Lane>& lanes) {
-  std::vector<std::vector<size_t>> counts;
+std::vector<std::vector<RoundState::Shape>> shapes_of(const std::vector<Lane>& lanes) {
+  std::vector<std::vector<RoundState::Shape>> shapes;
   for (const Lane& lane : lanes) {
-    counts.emplace_back();
-    for (const Bucket& bucket : lane.buckets) counts.back().push_back(bucket.slots.size());
+    shapes.emplace_back();
+    for (const Bucket& bucket : lane.buckets) {
+      shapes.back().push_back({.slots = bucket.slots.size(), .part = bucket.part});
+    }
   }
-  return counts;
-}
-
-std::vector<int32_t> parts_of(const std::vector<Lane>& lanes) {
-  std::vector<int32_t> parts;
-  for (const Lane& lane : lanes) {
-    for (const Bucket& bucket : lane.buckets) parts.push_back(bucket.part);
-  }
-  return parts;
+  return shapes;
 }
 
 // The options of the core that runs all lanes. Throws if they cannot be run.
@@ -138,7 +132,7 @@ struct Engine::State final : LaneCore {
 Engine::State::State(std::vector<Lane> lane_list, EngineOptions engine_options)
     : LaneCore(options_of(lane_list, engine_options)),
       options(std::move(engine_options)),
-      round(slots_of(lane_list), parts_of(lane_list)) {
+      round(shapes_of(lane_list)) {
   for (Lane& lane : lane_list) {
     LaneState state;
     for (Bucket& bucket : lane.buckets) {
@@ -148,7 +142,7 @@ Engine::State::State(std::vector<Lane> lane_list, EngineOptions engine_options)
                      .stats = {}};
       if (!state.stream) state.stream = side_stream(bucket.flat.device());
       entry.stats.name = bucket.name;
-      entry.stats.bytes = bucket.bytes();
+      entry.stats.bytes = static_cast<int64_t>(bucket.flat.nbytes());
       for (const auto& op : bucket.ops) entry.stats.ops.push_back(op->describe());
       progress.push_back(std::move(entry));
       buckets.push_back(std::move(bucket));
@@ -448,10 +442,8 @@ void Engine::mark(size_t slot) {
   if (!state.round.mark(slot)) return;
   bucket.ready.record();
   bucket.ready_ns = now_ns();
-  const RoundState::Launch launch = state.round.launch_from(index);
-  for (size_t next = launch.first; next < launch.first + launch.count; ++next) {
-    if (!state.round.takes_part(next)) continue;
-    state.threads[launch.lane]->post(
+  for (const size_t next : state.round.launch_from(index)) {
+    state.threads[bucket.lane]->post(
         [shared = state_.pointer(), next] { shared->run_bucket(next); });
   }
 }

@@ -4,18 +4,13 @@
 
 namespace bagua {
 
-RoundState::RoundState(const std::vector<std::vector<size_t>>& lanes,
-                       const std::vector<int32_t>& parts) {
-  for (const std::vector<size_t>& lane : lanes) {
+RoundState::RoundState(const std::vector<std::vector<Shape>>& lanes) {
+  for (const std::vector<Shape>& lane : lanes) {
     const size_t begin = buckets_.size();
-    for (const size_t slots : lane) {
-      slots_.insert(slots_.end(), slots, {.bucket = buckets_.size(), .marked = false});
-      const int32_t part = parts.empty() ? 0 : parts.at(buckets_.size());
-      buckets_.push_back({.lane = lanes_.size(),
-                          .slots = slots,
-                          .pending = slots,
-                          .part = part,
-                          .takes_part = true});
+    for (const Shape& shape : lane) {
+      slots_.insert(slots_.end(), shape.slots, {.bucket = buckets_.size(), .marked = false});
+      buckets_.push_back(
+          {.lane = lanes_.size(), .shape = shape, .pending = shape.slots, .takes_part = true});
     }
     lanes_.push_back({.begin = begin, .end = buckets_.size(), .next = begin});
   }
@@ -28,10 +23,10 @@ void RoundState::begin(bool alone, std::optional<int32_t> part) {
   absent_ = taking_ = launched_ = done_ = 0;
   exchanges_ = 0;
   for (Bucket& bucket : buckets_) {
-    bucket.takes_part = !part || bucket.part == *part;
-    bucket.pending = bucket.takes_part ? bucket.slots : 0;
+    bucket.takes_part = !part || bucket.shape.part == *part;
+    bucket.pending = bucket.takes_part ? bucket.shape.slots : 0;
     taking_ += bucket.takes_part ? 1 : 0;
-    absent_ += bucket.takes_part ? 0 : bucket.slots;
+    absent_ += bucket.takes_part ? 0 : bucket.shape.slots;
   }
   for (Slot& slot : slots_) slot.marked = !buckets_[slot.bucket].takes_part;
   for (LaneOrder& lane : lanes_) lane.next = lane.begin;
@@ -48,17 +43,19 @@ bool RoundState::mark(size_t slot) {
   return --buckets_[slots_[slot].bucket].pending == 0;
 }
 
-RoundState::Launch RoundState::launch_from(size_t bucket) {
+std::vector<size_t> RoundState::launch_from(size_t bucket) {
   LaneOrder& lane = lanes_[buckets_[bucket].lane];
-  const size_t first = lane.next;
+  std::vector<size_t> launched;
   for (; lane.next < lane.end && buckets_[lane.next].pending == 0; ++lane.next) {
-    launched_ += buckets_[lane.next].takes_part ? 1 : 0;
+    if (buckets_[lane.next].takes_part) launched.push_back(lane.next);
   }
-  return {.lane = buckets_[bucket].lane, .first = first, .count = lane.next - first};
+  launched_ += launched.size();
+  return launched;
 }
 
 bool RoundState::launched(size_t bucket) const {
-  return takes_part(bucket) && bucket < lanes_[buckets_.at(bucket).lane].next;
+  const Bucket& one = buckets_.at(bucket);
+  return one.takes_part && bucket < lanes_[one.lane].next;
 }
 
 std::string RoundState::text() const {

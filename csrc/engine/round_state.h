@@ -23,10 +23,13 @@ namespace bagua {
 // Thread safety: none; the engine's mutex guards it. Counts and decides, and starts nothing.
 class RoundState {
  public:
-  // `lanes`: per lane, per bucket in launch order, the number of slots. Slots and buckets are
-  // numbered through, lane after lane. `parts`: of each bucket; empty: all are of part 0.
-  explicit RoundState(const std::vector<std::vector<size_t>>& lanes,
-                      const std::vector<int32_t>& parts = {});
+  struct Shape {
+    size_t slots;
+    int32_t part;
+  };
+  // `lanes`: per lane its buckets, in launch order. Slots and buckets are numbered through, lane
+  // after lane.
+  explicit RoundState(const std::vector<std::vector<Shape>>& lanes);
 
   // The next round; `alone`: there are no other ranks to agree with. `part`: without it, all.
   void begin(bool alone, std::optional<int32_t> part = {});
@@ -44,25 +47,18 @@ class RoundState {
   void agree(int64_t round) { agreed_ = round; }
   bool agreed() const { return agreed_ == number_; }
 
-  // Buckets first, first + 1, ... of a lane, `count` of them; without those that take no part.
-  struct Launch {
-    size_t lane;
-    size_t first;
-    size_t count;
-  };
   size_t bucket_of(size_t slot) const { return slots_.at(slot).bucket; }
   // Marks a slot; true if its bucket has become ready. Not to be called for a marked one.
   bool mark(size_t slot);
-  // The buckets of `bucket`'s lane that are ready and next in order. They count as launched.
-  Launch launch_from(size_t bucket);
+  // The buckets of `bucket`'s lane that are ready and next in order, but those that take no part.
+  // They count as launched.
+  std::vector<size_t> launch_from(size_t bucket);
 
   void bucket_done() { ++done_; }
   void exchange_begins() { ++exchanges_; }
   void exchange_done() { --exchanges_; }
   // Whether all launched work is done.
   bool launched_done() const { return launched_ == done_ && exchanges_ == 0; }
-  // Whether `bucket` is of the part that the round is of.
-  bool takes_part(size_t bucket) const { return buckets_.at(bucket).takes_part; }
   // Whether `bucket` was launched in this round.
   bool launched(size_t bucket) const;
 
@@ -76,10 +72,9 @@ class RoundState {
   };
   struct Bucket {
     size_t lane;
-    size_t slots;
-    size_t pending;  // slots that are not marked
-    int32_t part;
-    bool takes_part;
+    Shape shape;
+    size_t pending;   // slots that are not marked
+    bool takes_part;  // it is of the part that the round is of
   };
   struct LaneOrder {
     size_t begin, end;  // its buckets
