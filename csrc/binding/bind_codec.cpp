@@ -182,8 +182,7 @@ uint64_t checksum_of(const at::Tensor& payload) {
 
 void define_methods(py::class_<Codec, std::shared_ptr<Codec>>& codec) {
   codec.def_property_readonly("name", &Codec::name)
-      .def_property_readonly("block_numel", &Codec::block_numel,
-                             "Elements that share a range; 0: the whole chunk, 1: each by itself.")
+      .def_property_readonly("block_numel", &Codec::block_numel)
       .def("payload_bytes", &payload_bytes, py::arg("dtype"), py::arg("chunk_numel"),
            "Bytes of the payload of one chunk of `chunk_numel` elements; a multiple of 32.")
       .def("encode", &encode, py::arg("x"), py::arg("chunks") = 1,
@@ -235,14 +234,10 @@ void bind_codec(py::module_& m) {
       "kernels\n"
       "are loaded there, or on the current device. ValueError, with the names there are, if none\n"
       "is; BaguaError if this build has no CUDA kernels.");
-  m.def("payload_checksum", &checksum_of, py::arg("payload"),
-        "The 64 bits that stand in front of `payload` (uint8, on CPU) with BAGUA_CHECKSUM=1:\n"
-        "docs/wire-format.md.");
-  m.def("has_cuda_codecs", &has_cuda_codecs, "Whether this build has CUDA kernels.");
-  m.def("instruction_set", &instruction_set,
-        "Name of the instruction set of the CPU loops: that of the processor, as far as there are\n"
-        "loops for it ('x86-64-v4', 'x86-64-v3', 'x86-64'), or 'baseline' in builds of one set.");
-  m.def("codec_names", &codec_names, "The names of all codecs.");
+  m.def("payload_checksum", &checksum_of, py::arg("payload"));
+  m.def("has_cuda_codecs", &has_cuda_codecs);
+  m.def("instruction_set", &instruction_set);
+  m.def("codec_names", &codec_names);
   m.def("describe_codec", &describe_codec, py::arg("name"),
         "One line about the codec called `name`; ValueError if there is none.");
 }

@@ -75,37 +75,24 @@ void exchange(const AnyRank& self, const std::vector<std::pair<at::Tensor, int>>
 }
 
 void bind_communicator(py::module_& m) {
-  py::enum_<ReduceOp>(m, "ReduceOp", "How all_reduce joins the ranks' values.")
+  py::enum_<ReduceOp>(m, "ReduceOp")
       .value("SUM", ReduceOp::kSum)
       .value("AVG", ReduceOp::kAvg)
       .value("MIN", ReduceOp::kMin)
       .value("MAX", ReduceOp::kMax);
 
-  py::class_<Communicator, std::shared_ptr<Communicator>>(
-      m, "Communicator",
-      "A group of ranks and five ways to move tensors between them.\n\n"
-      "Tensors are dense and contiguous, of any shape. All ranks make the same calls in the same\n"
-      "order, from one thread each; abort alone may come from another. Calls block without the "
-      "GIL.\n"
-      "Raise BaguaError or BaguaTimeoutError, and refuse further calls after such a failure.")
+  py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
       .def_property_readonly("rank", [](const Communicator& self) { return self.group().rank; })
       .def_property_readonly("size", [](const Communicator& self) { return self.group().size; })
-      .def("all_reduce", &all_reduce, py::arg("tensor"), py::arg("op"),
-           "In place; the same bits on every rank. AVG (floating dtypes) divides by the size.")
-      .def("all_gather", &all_gather, py::arg("input"), py::arg("output"),
-           "output has size * input.numel() elements; slot i is rank i's input.")
-      .def("all_to_all", &all_to_all, py::arg("input"), py::arg("output"),
+      .def("all_reduce", &all_reduce, py::arg("tensor"), py::arg("op"))
+      .def("all_gather", &all_gather, py::arg("input"), py::arg("output"))
+      .def("all_to_all", &all_to_all, py::arg("input"), py::arg("output"))
+      .def("broadcast", &broadcast, py::arg("tensor"), py::arg("root"))
+      .def("exchange", &exchange, py::arg("sends"), py::arg("recvs"))
+      .def("abort", &Communicator::abort, py::arg("reason"), ReleaseGil());
 
-           "Equal numel, divisible by size: chunk j of rank i goes to chunk i of rank j.")
-      .def("broadcast", &broadcast, py::arg("tensor"), py::arg("root"),
-           "In place: every rank gets root's values.")
-      .def("exchange", &exchange, py::arg("sends"), py::arg("recvs"),
-           "Lists of (tensor, peer). Messages between the same two ranks are matched in order.")
-      .def("abort", &Communicator::abort, py::arg("reason"), ReleaseGil(),
-           "Later calls raise, naming the reason; from any thread.");
-
-  py::class_<C10dCommunicator, Communicator, std::shared_ptr<C10dCommunicator>>(
-      m, "C10dCommunicator", "Ranks of a torch.distributed backend (gloo on CPU, NCCL on CUDA).")
+  py::class_<C10dCommunicator, Communicator, std::shared_ptr<C10dCommunicator>>(m,
+                                                                                "C10dCommunicator")
       .def(py::init([](c10::intrusive_ptr<c10d::Backend> backend) {
              return std::shared_ptr<C10dCommunicator>(new C10dCommunicator(std::move(backend)),
                                                       delete_without_gil<C10dCommunicator>);
@@ -113,27 +100,20 @@ void bind_communicator(py::module_& m) {
            py::arg("backend"));
 
   py::class_<CountingCommunicator, Communicator, std::shared_ptr<CountingCommunicator>>(
-      m, "CountingCommunicator", "Forwards every call to another communicator and counts it.")
+      m, "CountingCommunicator")
       .def(py::init<std::shared_ptr<Communicator>>(), py::arg("inner"))
-      .def(
-          "traffic", [](const CountingCommunicator& self) { return traffic_dict(self.traffic()); },
-          "bytes_sent, bytes_received, messages_sent, messages_received, shm_bytes (of "
-          "bytes_sent:\n"
-          "through shared memory), wire_ns (nanoseconds inside the inner communicator); from any\n"
-          "thread.");
+      .def("traffic",
+           [](const CountingCommunicator& self) { return traffic_dict(self.traffic()); });
 
-  py::class_<HostCommunicator, Communicator, std::shared_ptr<HostCommunicator>>(
-      m, "HostCommunicator",
-      "Moves tensors of a device through host memory, over a communicator of CPU tensors.")
+  py::class_<HostCommunicator, Communicator, std::shared_ptr<HostCommunicator>>(m,
+                                                                                "HostCommunicator")
       .def(py::init<std::shared_ptr<Communicator>>(), py::arg("inner"));
 }
 
 using SharedRank = std::shared_ptr<SharedMemoryCommunicator>;
 
 void bind_shared_memory(py::module_& m) {
-  py::class_<SharedMemoryCommunicator, Communicator, SharedRank>(
-      m, "SharedMemoryCommunicator",
-      "A rank over memory that the ranks of one host share; CPU tensors. Made by share_memory.");
+  py::class_<SharedMemoryCommunicator, Communicator, SharedRank>(m, "SharedMemoryCommunicator");
   m.def(
       "share_memory",
       [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, int64_t node,
@@ -157,8 +137,7 @@ void bind_shared_memory(py::module_& m) {
 }
 
 void bind_thread_ranks(py::module_& m) {
-  py::class_<ThreadHub, std::shared_ptr<ThreadHub>>(
-      m, "ThreadHub", "Where the ranks of a group of threads meet. timeout: seconds per call.")
+  py::class_<ThreadHub, std::shared_ptr<ThreadHub>>(m, "ThreadHub")
       .def(py::init([](int size, double timeout) {
              return std::make_shared<ThreadHub>(size, to_milliseconds(timeout));
            }),
@@ -166,37 +145,30 @@ void bind_thread_ranks(py::module_& m) {
       .def_property_readonly("size", &ThreadHub::size);
 
   py::class_<ThreadCommunicator, Communicator, std::shared_ptr<ThreadCommunicator>>(
-      m, "ThreadCommunicator", "A rank that is a thread of this process; CPU tensors.")
+      m, "ThreadCommunicator")
       .def(py::init<std::shared_ptr<ThreadHub>, int>(), py::arg("hub"), py::arg("rank"));
 }
 
 void bind_failure_board(py::module_& m) {
-  m.def("is_timeout_of_transport", &is_timeout_of_transport, py::arg("text"),
-        "Whether the message of an error of torch's says that a deadline passed.");
-  py::enum_<Blame>(m, "Blame", "Which ranks have caused a failure.")
+  m.def("is_timeout_of_transport", &is_timeout_of_transport, py::arg("text"));
+  py::enum_<Blame>(m, "Blame")
       .value("THIS_RANK", Blame::kThisRank)
       .value("MAYBE_OTHER", Blame::kMaybeOther)
       .value("ALL_RANKS", Blame::kAllRanks);
-  py::class_<FailureBoard, std::shared_ptr<FailureBoard>>(
-      m, "FailureBoard",
-      "Failures and positions of a group's ranks, published in a store.\n\n"
-      "Never raises: once the store does not answer, nothing is found any more.")
+  py::class_<FailureBoard, std::shared_ptr<FailureBoard>>(m, "FailureBoard")
       .def(py::init<c10::intrusive_ptr<c10d::Store>, int, int>(), py::arg("store"), py::arg("rank"),
            py::arg("size"), ReleaseGil())
       .def("publish", &FailureBoard::publish, py::arg("reason"),
-           py::arg("blame") = Blame::kThisRank, ReleaseGil(),
-           "This rank failed. The first failure of the group stays.")
+           py::arg("blame") = Blame::kThisRank, ReleaseGil())
       .def(
           "poll",
           [](FailureBoard& self) -> std::optional<std::string> {
             const auto news = self.poll();
             return news ? std::optional(news->text) : std::nullopt;
           },
-          ReleaseGil(), "The failure of another rank, 'rank 3: reason', or None.")
-      .def("publish_exit", &FailureBoard::publish_exit, py::arg("rounds"), ReleaseGil(),
-           "This rank exits without a failure after so many rounds.")
-      .def("poll_exit", &FailureBoard::poll_exit, py::arg("round"), ReleaseGil(),
-           "Names a rank that exited after fewer rounds than `round`, or None.")
+          ReleaseGil())
+      .def("publish_exit", &FailureBoard::publish_exit, py::arg("rounds"), ReleaseGil())
+      .def("poll_exit", &FailureBoard::poll_exit, py::arg("round"), ReleaseGil())
       .def(
           "beat",
           [](FailureBoard& self, int64_t round, std::string text, bool waits) {
@@ -223,25 +195,19 @@ void bind_failure_board(py::module_& m) {
             return diagnose(seen, position, self);
           },
           py::arg("seen"), py::arg("number"), py::arg("unit") = "round",
-          py::arg("everyone") = false, py::arg("peer").none(true) = py::none(), ReleaseGil(),
-          "The explained text of a failure that another rank may have caused: Note [Diagnosis].\n"
-          "peer: the rank that was waited for, which comes first; default: all.");
+          py::arg("everyone") = false, py::arg("peer").none(true) = py::none(), ReleaseGil());
 }
 
 void bind_sockets(py::module_& m) {
-  py::class_<OpenedSockets>(m, "OpenedSockets",
-                            "The TCP sockets that this process opens from now on.")
+  py::class_<OpenedSockets>(m, "OpenedSockets")
       .def(py::init<>())
-      .def("keep_from_children", &OpenedSockets::keep_from_children,
-           "Those that have been opened so far end with this process, whatever it forks.")
+      .def("keep_from_children", &OpenedSockets::keep_from_children)
       .def(
           "give_up_after",
           [](const OpenedSockets& sockets, double seconds) {
             sockets.give_up_after(to_milliseconds(seconds));
           },
-          py::arg("seconds"),
-          "Calls on those that have been opened so far fail when the other side has acknowledged "
-          "nothing for so long.");
+          py::arg("seconds"));
 }
 
 struct PythonCall {

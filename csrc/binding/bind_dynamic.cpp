@@ -75,14 +75,11 @@ class Posted {
 };
 
 void bind_lane(py::module_& m) {
-  py::class_<Posted>(m, "Posted", "A job of a DynamicLane.")
-      .def("wait", &Posted::wait, ReleaseGil(), "Block until it is done; raise its failure.")
+  py::class_<Posted>(m, "Posted")
+      .def("wait", &Posted::wait, ReleaseGil())
       .def_property_readonly("done", &Posted::done);
 
-  py::class_<DynamicLane, std::shared_ptr<DynamicLane>>(
-      m, "DynamicLane",
-      "A communication thread that learns of its jobs one by one. All ranks post the same jobs in\n"
-      "the same order, which they compare.")
+  py::class_<DynamicLane, std::shared_ptr<DynamicLane>>(m, "DynamicLane")
       .def(py::init([](std::string name, uint64_t incarnation, CountingCommunicators ops,
                        std::shared_ptr<CountingCommunicator> control,
                        std::shared_ptr<FailureBoard> board) {
@@ -108,20 +105,16 @@ void bind_lane(py::module_& m) {
             return Posted(std::move(lane), std::move(future));
           },
           py::arg("operations"), py::arg("flat"), py::kw_only(), py::arg("round"),
-          py::arg("grad_scale") = 1.0f, ReleaseGil(),
-          "Run operations on flat, contiguous and of one dimension, in place, in call order.")
-      .def("check", &DynamicLane::check, ReleaseGil(), "Raise the failure, if there is one.")
-      .def("abort", &DynamicLane::abort, py::arg("reason"), ReleaseGil(),
-           "End everything: pending and later jobs fail, here and on the other ranks.")
-      .def("transport_failed", &DynamicLane::transport_failed, py::arg("reason"), ReleaseGil(),
-           "As abort(), where another rank may be the cause: check() then raises what was found.")
-      .def("stop", &DynamicLane::stop, ReleaseGil(), "End the thread; pending jobs fail.")
+          py::arg("grad_scale") = 1.0f, ReleaseGil())
+      .def("check", &DynamicLane::check, ReleaseGil())
+      .def("abort", &DynamicLane::abort, py::arg("reason"), ReleaseGil())
+      .def("transport_failed", &DynamicLane::transport_failed, py::arg("reason"), ReleaseGil())
+      .def("stop", &DynamicLane::stop, ReleaseGil())
       .def("stats", [](const DynamicLane& lane) { return stats_dict(lane.stats()); });
 }
 
 void bind_hook(py::module_& m) {
-  py::class_<GradientBucket>(m, "GradientBucket",
-                             "A bucket as torch's DistributedDataParallel hands it over.")
+  py::class_<GradientBucket>(m, "GradientBucket")
       .def(py::init([](size_t index, at::Tensor buffer, std::vector<at::Tensor> parameters,
                        std::vector<int64_t> offsets) {
              return GradientBucket{index, std::move(buffer), std::move(parameters),
@@ -133,8 +126,7 @@ void bind_hook(py::module_& m) {
       .def_readonly("parameters", &GradientBucket::parameters)
       .def_readonly("offsets", &GradientBucket::offsets);
 
-  py::class_<DdpHook, std::shared_ptr<DdpHook>>(
-      m, "DdpHook", "Hands the buckets of torch's DistributedDataParallel to a lane.")
+  py::class_<DdpHook, std::shared_ptr<DdpHook>>(m, "DdpHook")
       .def(
           py::init([](std::shared_ptr<DynamicLane> lane, const py::function& operations,
                       const std::optional<py::function>& grad_scale,
@@ -149,18 +141,15 @@ void bind_hook(py::module_& m) {
                     .wait = await_before_torch});
           }),
           py::arg("lane"), py::arg("operations"), py::kw_only(),
-          py::arg("grad_scale").none(true) = py::none(), py::arg("outcome").none(true) = py::none(),
-          "operations(GradientBucket, round) -> BucketOperations, for each bucket that is new.")
+          py::arg("grad_scale").none(true) = py::none(), py::arg("outcome").none(true) = py::none())
       .def(
           "register",
           [](std::shared_ptr<DdpHook> hook, const std::shared_ptr<c10d::Reducer>& reducer) {
             register_hook(*reducer, std::move(hook));
           },
-          py::arg("reducer"), "Once for each reducer: ddp.reducer.")
-      .def("settle", &DdpHook::settle, ReleaseGil(),
-           "Between rounds: memories hold what they are to hold in the next one.")
-      .def("renew", &DdpHook::renew, py::arg("round"),
-           "From this round on the operations of all buckets are made again.")
+          py::arg("reducer"))
+      .def("settle", &DdpHook::settle, ReleaseGil())
+      .def("renew", &DdpHook::renew, py::arg("round"))
       .def_property_readonly("round", &DdpHook::round);
 }
 
@@ -197,7 +186,7 @@ void bind_dynamic(py::module_& m) {
     }
   });
 
-  py::class_<BucketOperations>(m, "BucketOperations", "Operations of a bucket of a dynamic lane.")
+  py::class_<BucketOperations>(m, "BucketOperations")
       .def(py::init([](std::string name, std::string description,
                        std::vector<std::shared_ptr<BucketOp>> ops, double scale,
                        std::shared_ptr<RoundMemory> memory) {

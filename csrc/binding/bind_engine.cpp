@@ -193,13 +193,11 @@ void bind_rounds(py::module_& m) {
       .def("note_forward", &Engine::note_forward, ReleaseGil())
       .def("await_agreement", &Engine::await_agreement, ReleaseGil())
       .def("mark_ready", &Engine::mark_ready, py::arg("slot"), ReleaseGil())
-      .def("mark_all", &Engine::mark_all, ReleaseGil(), "Mark every slot that is not marked yet.")
+      .def("mark_all", &Engine::mark_all, ReleaseGil())
       .def("marked", &Engine::marked, py::arg("slot"), ReleaseGil())
       .def("exchange_used", &Engine::exchange_used, py::arg("used"), ReleaseGil())
       .def("wait", &Engine::wait, ReleaseGil())
-      .def(
-          "settle", &Engine::settle, ReleaseGil(),
-          "Wait for the device and raise a failure of what it was given, if no call has raised it.")
+      .def("settle", &Engine::settle, ReleaseGil())
       .def("fail", &Engine::fail, py::arg("reason"), py::arg("timed_out"), ReleaseGil())
       .def("abort", &Engine::abort, py::arg("reason"), ReleaseGil())
       .def("stop", &Engine::stop, ReleaseGil())
@@ -262,8 +260,7 @@ void bind_engine(py::module_& m) {
   bind_rounds(m);
   bind_gradient_path(m);
 
-  m.def("end_drops", &end_drops, ReleaseGil(),
-        "At exit: from now on no thread of ours needs the GIL to drop what it refers to.");
+  m.def("end_drops", &end_drops, ReleaseGil());
 }
 
 }  // namespace bagua

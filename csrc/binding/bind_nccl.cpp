@@ -41,31 +41,24 @@ void bind_nccl(py::module_& m) {
   m.attr("has_nccl") = has_nccl();
 
   // pybind11 of today holds no pointers to const; the struct has no setters here.
-  py::class_<NcclLibrary, std::shared_ptr<NcclLibrary>>(m, "NcclLibrary",
-                                                        "A loaded libnccl; see nccl_library.h.")
+  py::class_<NcclLibrary, std::shared_ptr<NcclLibrary>>(m, "NcclLibrary")
       .def_static(
           "find",
           [](const std::vector<std::string>& paths) {
             return std::const_pointer_cast<NcclLibrary>(find_nccl_library(paths));
           },
-          py::arg("paths"), ReleaseGil(),
-          "The library that the process has loaded already, else the first of paths that loads.")
+          py::arg("paths"), ReleaseGil())
       .def_static(
           "open",
           [](const std::string& path) {
             return std::const_pointer_cast<NcclLibrary>(open_nccl_library(path));
           },
-          py::arg("path"), ReleaseGil(), "Exactly this file, whatever the process has loaded.")
-      .def_readonly("path", &NcclLibrary::path, "The file it came from.")
-      .def_readonly("version", &NcclLibrary::version, "As in '2.28.9'.");
+          py::arg("path"), ReleaseGil())
+      .def_readonly("path", &NcclLibrary::path)
+      .def_readonly("version", &NcclLibrary::version);
 
-  py::class_<NcclCommunicator, Communicator, std::shared_ptr<NcclCommunicator>>(
-      m, "NcclCommunicator",
-      "Ranks with a CUDA device each, over a communicator of NCCL of their own.\n\n"
-      "Constructed by all ranks at once, over a prefix of a store that is theirs alone; timeout:\n"
-      "seconds, of the connecting and of each call. Calls do not wait for the device. alone_too: "
-      "a\n"
-      "group of one goes through NCCL as well, for tests with one GPU.")
+  py::class_<NcclCommunicator, Communicator, std::shared_ptr<NcclCommunicator>>(m,
+                                                                                "NcclCommunicator")
       .def(py::init([](std::shared_ptr<NcclLibrary> library, c10::intrusive_ptr<c10d::Store> store,
                        int rank, int size, at::Device device, double timeout, bool alone_too) {
              return connect(std::move(library), std::move(store), rank, size, device, timeout,
@@ -78,16 +71,12 @@ void bind_nccl(py::module_& m) {
           [](NcclCommunicator& self, const std::vector<int>& members) {
             return released_without_gil(self.split(members));
           },
-          py::arg("members"), ReleaseGil(),
-          "Called by all ranks: a communicator of members (ranks of this one, in the new order),\n"
-          "None on the others. Groups that do not overlap may be split off in one call.")
+          py::arg("members"), ReleaseGil())
       .def(
           "invalidate_if_aborted",
           [](NcclCommunicator& self, at::Tensor result) { self.invalidate_if_aborted(result); },
-          py::arg("result"), ReleaseGil(),
-          "On the current stream: set all bits of result if the communicator was aborted by then.")
-      .def("failure", &NcclCommunicator::failure, ReleaseGil(),
-           "Why later calls will be refused, or None; from any thread.");
+          py::arg("result"), ReleaseGil())
+      .def("failure", &NcclCommunicator::failure, ReleaseGil());
 }
 
 }  // namespace bagua

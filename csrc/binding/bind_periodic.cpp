@@ -15,18 +15,14 @@ namespace bagua {
 namespace py = pybind11;
 
 void bind_periodic(py::module_& m) {
-  py::class_<ManualClock, std::shared_ptr<ManualClock>>(
-      m, "ManualClock", "A clock for tests: its time passes when it is turned.")
+  py::class_<ManualClock, std::shared_ptr<ManualClock>>(m, "ManualClock")
       .def(py::init<>())
       .def(
           "turn", [](ManualClock& clock, double seconds) { clock.turn(to_milliseconds(seconds)); },
           py::arg("seconds"))
       .def_property_readonly("readings", &ManualClock::readings)
       .def_property_readonly("waiting", &ManualClock::waiting);
-  py::class_<PeriodicLane, std::shared_ptr<PeriodicLane>>(
-      m, "PeriodicLane",
-      "Averages flat weights (contiguous, floating) over the ranks of a communicator every\n"
-      "interval_s seconds while they are trained between enter() and leave().")
+  py::class_<PeriodicLane, std::shared_ptr<PeriodicLane>>(m, "PeriodicLane")
       .def(py::init([](std::shared_ptr<CountingCommunicator> communicator,
                        std::vector<at::Tensor> weights, std::string name, double interval_s,
                        double timeout_s, std::shared_ptr<FailureBoard> board,
@@ -49,10 +45,8 @@ void bind_periodic(py::module_& m) {
            py::arg("communicator"), py::arg("weights"), py::kw_only(), py::arg("name"),
            py::arg("interval_s"), py::arg("timeout_s"), py::arg("board").none(true) = py::none(),
            py::arg("non_finite").none(true) = py::none(), py::arg("clock").none(true) = py::none())
-      .def("resume", &PeriodicLane::resume, ReleaseGil(),
-           "Start the rounds. Every rank calls it; nothing happens while they run.")
-      .def("ask_to_pause", &PeriodicLane::ask_to_pause, ReleaseGil(),
-           "End the rounds once every rank has asked for it.")
+      .def("resume", &PeriodicLane::resume, ReleaseGil())
+      .def("ask_to_pause", &PeriodicLane::ask_to_pause, ReleaseGil())
       .def(
           "pause",
           [](PeriodicLane& lane, std::optional<double> limit_s) {
@@ -60,14 +54,11 @@ void bind_periodic(py::module_& m) {
             if (limit_s) limit.emplace(static_cast<int64_t>(*limit_s * 1000));
             return lane.pause(limit);
           },
-          py::arg("limit_s") = py::none(), ReleaseGil(),
-          "Ask, and return True once the rounds have ended; False if not within limit_s seconds.")
-      .def("check", &PeriodicLane::check, ReleaseGil(), "Raise the failure that ended the rounds.")
-      .def("enter", &PeriodicLane::enter, ReleaseGil(), "Training begins to use the weights.")
-      .def("leave", &PeriodicLane::leave, ReleaseGil(),
-           "Training does not use the weights for now.")
-      .def("stop", &PeriodicLane::stop, ReleaseGil(),
-           "End this rank's part without asking the others, whose next round fails.")
+          py::arg("limit_s") = py::none(), ReleaseGil())
+      .def("check", &PeriodicLane::check, ReleaseGil())
+      .def("enter", &PeriodicLane::enter, ReleaseGil())
+      .def("leave", &PeriodicLane::leave, ReleaseGil())
+      .def("stop", &PeriodicLane::stop, ReleaseGil())
       .def_property_readonly("inside", &PeriodicLane::inside)
       .def_property_readonly("at_gate", &PeriodicLane::at_gate)
       .def_property_readonly("running", &PeriodicLane::running)
