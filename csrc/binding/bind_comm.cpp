@@ -141,8 +141,7 @@ void bind_thread_ranks(py::module_& m) {
       .def(py::init([](int size, double timeout) {
              return std::make_shared<ThreadHub>(size, to_milliseconds(timeout));
            }),
-           py::arg("size"), py::arg("timeout") = 60.0)
-      .def_property_readonly("size", &ThreadHub::size);
+           py::arg("size"), py::arg("timeout") = 60.0);
 
   py::class_<ThreadCommunicator, Communicator, std::shared_ptr<ThreadCommunicator>>(
       m, "ThreadCommunicator")

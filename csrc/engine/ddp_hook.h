@@ -68,8 +68,6 @@ class DdpHook final {
   // The last round that has begun; 0: none has.
   int64_t round() const;
 
-  const std::shared_ptr<DynamicLane>& lane() const { return lane_; }
-
  private:
   struct Known {
     std::vector<const void*> parameters;

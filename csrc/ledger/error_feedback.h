@@ -37,9 +37,8 @@ class ErrorFeedback {
   void check(const at::Tensor& flat, const Round& round) const;
   // m. Its contents at finish() become the residual: set sent elements to zero.
   at::Tensor corrected(const at::Tensor& flat, const Round& round);
-  // Memory for the sum: the bucket itself where its dtype allows. zeroed_sum: with zeros.
+  // Memory for the sum: the bucket itself where its dtype allows.
   at::Tensor sum(at::Tensor& flat);
-  at::Tensor zeroed_sum(at::Tensor& flat) { return sum(flat).zero_(); }
   void finish(at::Tensor& flat, at::Tensor& sum, int ranks, const Round& round);
 
   // For an op that sends everything, instead of corrected() and finish(): g <- g + s e, and e <- 0.

@@ -37,7 +37,8 @@ void Sparse::run(at::Tensor& flat, const Round& round) {
   const int ranks = exchange_.group().size;
   // 1.
   at::Tensor m = feedback_.corrected(flat, round);
-  at::Tensor sum = m.is_cpu() ? feedback_.zeroed_sum(flat) : feedback_.sum(flat);
+  at::Tensor sum = feedback_.sum(flat);
+  if (m.is_cpu()) sum.zero_();
   if (feedback_.numel() > 0)
     m.is_cpu() ? exchange(m, sum, round) : exchange_on_device(m, sum, round);
   // 5.
