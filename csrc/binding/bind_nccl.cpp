@@ -1,5 +1,4 @@
 // NCCL for Python: the library of the process and communicators over it.
-#include <chrono>
 #include <memory>
 #include <string>
 #include <utility>
@@ -27,10 +26,10 @@ std::shared_ptr<NcclCommunicator> released_without_gil(std::shared_ptr<NcclCommu
 std::shared_ptr<NcclCommunicator> connect(std::shared_ptr<const NcclLibrary> library,
                                           c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                           at::Device device, double timeout, bool alone_too) {
-  const std::chrono::milliseconds milliseconds{static_cast<int64_t>(timeout * 1000)};
   const auto made = std::make_shared<std::shared_ptr<NcclCommunicator>>();
   run_interruptibly([=] {
-    *made = make_nccl_communicator({library, store, {rank, size}, device, milliseconds, alone_too});
+    *made = make_nccl_communicator(
+        {library, store, {rank, size}, device, to_milliseconds(timeout), alone_too});
   });
   return released_without_gil(std::move(*made));
 }

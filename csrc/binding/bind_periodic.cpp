@@ -1,5 +1,4 @@
 // Averaging during training. Every call that can block releases the GIL.
-#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -50,9 +49,7 @@ void bind_periodic(py::module_& m) {
       .def(
           "pause",
           [](PeriodicLane& lane, std::optional<double> limit_s) {
-            std::optional<std::chrono::milliseconds> limit;
-            if (limit_s) limit.emplace(static_cast<int64_t>(*limit_s * 1000));
-            return lane.pause(limit);
+            return lane.pause(limit_s ? std::optional(to_milliseconds(*limit_s)) : std::nullopt);
           },
           py::arg("limit_s") = py::none(), ReleaseGil())
       .def("check", &PeriodicLane::check, ReleaseGil())
