@@ -53,7 +53,6 @@ LaneOptions options_of(const std::vector<Lane>& lanes, const EngineOptions& opti
       all.push_back(communicator);
     }
     for (const Bucket& bucket : lane.buckets) {
-      bucket.check();
       if (!device) device = bucket.flat.device();
       BAGUA_CHECK_ARG(bucket.flat.device() == *device, "bucket '", bucket.name, "' is on ",
                       bucket.flat.device().str(), ", others are on ", device->str(),
