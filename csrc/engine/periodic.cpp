@@ -120,8 +120,7 @@ void PeriodicLane::State::loop() {
 
 PeriodicLane::PeriodicLane(std::shared_ptr<PeriodicOp> op, std::shared_ptr<WeightGate> gate,
                            PeriodicLaneOptions options)
-    : gate_(gate),
-      state_(std::make_shared<State>(std::move(op), std::move(gate), std::move(options))) {
+    : state_(std::make_shared<State>(std::move(op), std::move(gate), std::move(options))) {
   state_->begin(LaneCore::News::kIgnored);
 }
 
@@ -187,15 +186,19 @@ void PeriodicLane::throw_not_paused(int64_t rounds) {
 void PeriodicLane::enter() {
   state_.check(kOwned);
   RECORD_FUNCTION("bagua::WeightGate::enter", {});
-  gate_->enter();
+  state_->gate->enter();
   state_->op->training_enters();
 }
 
 void PeriodicLane::leave() {
-  if (!gate_->training_inside()) return;
+  if (!state_->gate->training_inside()) return;
   state_->op->training_leaves();
-  gate_->leave();
+  state_->gate->leave();
 }
+
+bool PeriodicLane::inside() const { return state_->gate->training_inside(); }
+
+bool PeriodicLane::at_gate() const { return state_->gate->lane_waits(); }
 
 bool PeriodicLane::running() const {
   std::lock_guard lock(state_->mutex);
@@ -241,7 +244,7 @@ EngineStats PeriodicLane::stats() const {
           .rounds = state_->averages,
           .busy_ns = averages.busy_ns,
           .hidden_ns = averages.hidden_ns,
-          .exposed_ns = gate_->training_waited_ns(),
+          .exposed_ns = state_->gate->training_waited_ns(),
           .longest_wait_ns = 0};
 }
 

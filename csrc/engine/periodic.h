@@ -62,10 +62,10 @@ class PeriodicLane {
   // The gate, from training's side: Note [Gate].
   void enter();
   void leave();
-  bool inside() const { return gate_->training_inside(); }
+  bool inside() const;
 
   // Whether training keeps the lane outside the gate.
-  bool at_gate() const { return gate_->lane_waits(); }
+  bool at_gate() const;
 
   // Ends this rank's part without asking the others, whose next round fails. Idempotent.
   void stop() noexcept;
@@ -78,7 +78,6 @@ class PeriodicLane {
   struct State;
   [[noreturn]] void throw_not_paused(int64_t rounds);
 
-  std::shared_ptr<WeightGate> gate_;
   OwnersOnly<std::shared_ptr<State>> state_;
 };
 
