@@ -67,16 +67,19 @@ std::unordered_map<const void*, const PlanGuard::Entry*> PlanGuard::parameters_o
   return parameters;
 }
 
+// A tensor that is no parameter is put in its place by torch.func.functional_call(), for one
+// forward.
+bool PlanGuard::replaced(const Entry& entry, const Place& place) const {
+  if (entry.object == nullptr || entry.object == place.object) return false;
+  return !entry.tensor.defined() || !place.tensor || questions_.is_parameter(place.object);
+}
+
 bool PlanGuard::moved(const Places& places) const {
   for (size_t i = 0; i < expected_.size(); ++i) {
     const std::span<const Place> now = places[i];
     if (now.size() != expected_[i].size()) return true;
     for (size_t k = 0; k < now.size(); ++k) {
-      const Entry& entry = expected_[i][k];
-      if (entry.object == nullptr || entry.object == now[k].object) continue;
-      if (!entry.tensor.defined() || !now[k].tensor || questions_.is_parameter(now[k].object)) {
-        return true;
-      }
+      if (replaced(expected_[i][k], now[k])) return true;
     }
   }
   return false;
@@ -103,15 +106,12 @@ bool PlanGuard::accept_places(std::vector<std::string> names, const Places& plac
 }
 
 std::string PlanGuard::compare(const Entry& entry, const Place& place, bool unfreezing) const {
-  if (entry.object == nullptr) return "";
-  if (place.object != entry.object) {
-    // A tensor that is no parameter: torch.func.functional_call() has put it there for one forward.
-    if (entry.tensor.defined() && place.tensor && !questions_.is_parameter(place.object)) return "";
+  if (replaced(entry, place)) {
     return concat(
         "'", entry.name, "' was replaced by another ",
         entry.tensor.defined() ? "tensor (load_state_dict(assign=True) does this)" : "object");
   }
-  if (!entry.tensor.defined()) return "";
+  if (place.object != entry.object || !entry.tensor.defined()) return "";
   const at::Tensor& now = *place.tensor;
   if (now.requires_grad() && !entry.requires_grad && !unfreezing) {
     return concat("'", entry.name, "' was unfrozen (requires_grad changed)");

@@ -97,6 +97,7 @@ class PlanGuard {
   Entries entries_of(const std::vector<std::string>& names, const Places& places,
                      const std::unordered_set<std::string>& ignored) const;
   static std::unordered_map<const void*, const Entry*> parameters_of(const Entries& all);
+  bool replaced(const Entry& entry, const Place& place) const;
   std::string compare(const Entry& entry, const Place& place, bool unfreezing) const;
 
   PlaceQuestions questions_;
