@@ -238,8 +238,6 @@ void bind_codec(py::module_& m) {
   m.def("has_cuda_codecs", &has_cuda_codecs);
   m.def("instruction_set", &instruction_set);
   m.def("codec_names", &codec_names);
-  m.def("describe_codec", &describe_codec, py::arg("name"),
-        "One line about the codec called `name`; ValueError if there is none.");
 }
 
 }  // namespace bagua

@@ -17,19 +17,15 @@ template <typename FormatType>
 struct CodecLine {
   using Format = FormatType;
   const char* name;
-  const char* description;
 };
 
 inline constexpr std::tuple kCodecs{
-    CodecLine<MinmaxUint8>{"minmax_uint8",
-                           "8 bits per element, one range per chunk: Bagua's MinMaxUInt8"},
-    CodecLine<BlockUint8>{"block_uint8",
-                          "8 bits per element, one range per block: the default for 8 bit"},
-    CodecLine<CastFp16>{"fp16", "16 bits per element: IEEE half precision"},
-    CodecLine<CastBf16>{"bf16", "16 bits per element: bfloat16"},
-    CodecLine<Int4Block>{"int4_block",
-                         "4 bits per element, one scale per block: half the bytes of 8 bit"},
-    CodecLine<Bit2Block>{"bit2_block", "2 bits per element, two magnitudes per block"},
+    CodecLine<MinmaxUint8>{"minmax_uint8"},  // one range per chunk: Bagua's MinMaxUInt8
+    CodecLine<BlockUint8>{"block_uint8"},    // one range per block: the default for 8 bit
+    CodecLine<CastFp16>{"fp16"},
+    CodecLine<CastBf16>{"bf16"},
+    CodecLine<Int4Block>{"int4_block"},
+    CodecLine<Bit2Block>{"bit2_block"},
 };
 
 // Calls function(line) for every line, in the table's order.

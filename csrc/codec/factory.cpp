@@ -7,36 +7,19 @@
 
 namespace bagua {
 
-namespace {
-
-[[noreturn]] void throw_unknown(const std::string& name) {
-  std::string known;
-  for (const std::string& each : codec_names()) known += (known.empty() ? "" : ", ") + each;
-  throw std::invalid_argument(concat("unknown codec '", name, "'; there are: ", known));
-}
-
-}  // namespace
-
 std::shared_ptr<const Codec> make_codec(const std::string& name, Processor processor) {
   std::shared_ptr<const Codec> codec =
       processor == Processor::kCpu ? make_cpu_codec(name) : make_cuda_codec(name);
-  if (codec == nullptr) throw_unknown(name);
-  return codec;
+  if (codec) return codec;
+  std::string known;
+  for (const std::string& each : codec_names()) known += (known.empty() ? "" : ", ") + each;
+  throw std::invalid_argument(concat("unknown codec '", name, "'; there are: ", known));
 }
 
 std::vector<std::string> codec_names() {
   std::vector<std::string> names;
   for_each_codec([&](const auto& line) { names.emplace_back(line.name); });
   return names;
-}
-
-std::string describe_codec(const std::string& name) {
-  std::string description;
-  for_each_codec([&](const auto& line) {
-    if (name == line.name) description = line.description;
-  });
-  if (description.empty()) throw_unknown(name);
-  return description;
 }
 
 }  // namespace bagua

@@ -17,7 +17,4 @@ std::shared_ptr<const Codec> make_codec(const std::string& name,
 // The names in the order of the table in codecs.h.
 std::vector<std::string> codec_names();
 
-// One line of text about the codec called `name`. Throws as make_codec does.
-std::string describe_codec(const std::string& name);
-
 }  // namespace bagua
