@@ -57,7 +57,7 @@ struct PeriodicLane::State final : LaneCore {
   std::string place() const override { return kOwned; }
   Position position() const override { return {.number = rounds, .needed = rounds + 1}; }
   int64_t rounds_done() const override { return rounds; }
-  void interrupt() noexcept override { op->interrupt(); }
+  void interrupt() noexcept override { gate->close(); }
 
   void loop();
   bool run_round();

@@ -38,7 +38,6 @@ class AsyncAverage final : public PeriodicOp {
   bool run(bool wants_to_stop) override;
   void training_leaves() override { trained_.mark_current_stream(); }
   void training_enters() override;
-  void interrupt() noexcept override { gate_->close(); }
   at::Device device() const override;
   int64_t bytes() const override;
   std::string describe() const override;

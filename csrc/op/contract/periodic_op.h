@@ -9,7 +9,7 @@
 namespace bagua {
 
 // Runs on one lane thread, on a device under a stream of the lane's own. May throw: the lane stores
-// the error and ends.
+// the error and ends. Fails where it waits for training before a gate that is closed.
 class PeriodicOp {
  public:
   virtual ~PeriodicOp() = default;
@@ -23,9 +23,6 @@ class PeriodicOp {
   // whose current stream then waits for run()'s.
   virtual void training_leaves() {}
   virtual void training_enters() {}
-
-  // Makes a run() that waits for this rank's training end soon, by an error. From any thread.
-  virtual void interrupt() noexcept = 0;
 
   virtual c10::Device device() const = 0;  // of the averaged tensors
   virtual int64_t bytes() const = 0;       // of the averaged tensors
