@@ -1,6 +1,7 @@
 // Communicators and the failure board for Python.
 
 #include <chrono>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,6 +23,7 @@
 #include "comm/shm/shared_memory_communicator.h"
 #include "comm/thread_communicator.h"
 #include "health/diagnose.h"
+#include "health/failure.h"
 #include "health/failure_board.h"
 #include "health/sanitize.h"
 
@@ -191,7 +193,8 @@ void bind_failure_board(py::module_& m) {
                                     .everyone = everyone,
                                     .needed = number,
                                     .peer = peer.value_or(-1)};
-            return diagnose(seen, position, self);
+            const auto cause = std::make_exception_ptr(TransportError(seen));
+            return message_of(diagnose(cause, position, self));
           },
           py::arg("seen"), py::arg("number"), py::arg("unit") = "round",
           py::arg("everyone") = false, py::arg("peer").none(true) = py::none(), ReleaseGil());

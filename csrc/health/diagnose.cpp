@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -51,10 +52,6 @@ std::string diagnosis(const std::string& seen, Blame blame,
 }
 
 }  // namespace
-
-std::string diagnose(const std::string& seen, const Position& position, FailureBoard& board) {
-  return diagnosis(seen, Blame::kMaybeOther, board.poll(), position, board);
-}
 
 std::exception_ptr diagnose(const std::exception_ptr& cause, const Position& position,
                             FailureBoard& board) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <exception>
-#include <string>
 
 #include "health/failure_board.h"
 
@@ -16,11 +15,9 @@ namespace bagua {
 // reason. A rank that failed because another did is never the verdict. A failure that is this
 // rank's own needs no verdict and stays as it is.
 
-// The text for a failure that another rank may have caused. `seen`: this rank's own error and
-// position. Takes up to two seconds: heartbeats are read twice.
-std::string diagnose(const std::string& seen, const Position& position, FailureBoard& board);
-
-// The exception with that text, of the same type, or a MismatchError where all ranks failed alike.
+// The exception with a diagnosis as its text, of the same type, or a MismatchError where all ranks
+// failed alike. `cause`: this rank's own error, which says its position. Takes up to two seconds:
+// heartbeats are read twice.
 std::exception_ptr diagnose(const std::exception_ptr& cause, const Position& position,
                             FailureBoard& board);
 
