@@ -154,8 +154,7 @@ void bind_failure_board(py::module_& m) {
   m.def("is_timeout_of_transport", &is_timeout_of_transport, py::arg("text"));
   py::enum_<Blame>(m, "Blame")
       .value("THIS_RANK", Blame::kThisRank)
-      .value("MAYBE_OTHER", Blame::kMaybeOther)
-      .value("ALL_RANKS", Blame::kAllRanks);
+      .value("MAYBE_OTHER", Blame::kMaybeOther);
   py::class_<FailureBoard, std::shared_ptr<FailureBoard>>(m, "FailureBoard")
       .def(py::init<c10::intrusive_ptr<c10d::Store>, int, int>(), py::arg("store"), py::arg("rank"),
            py::arg("size"), ReleaseGil())

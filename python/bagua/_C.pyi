@@ -118,7 +118,6 @@ class CountingCommunicator(Communicator):
 class Blame:
     THIS_RANK: Blame
     MAYBE_OTHER: Blame
-    ALL_RANKS: Blame
 
 class FailureBoard:
     def __init__(self, store: Store, rank: int, size: int) -> None: ...
