@@ -32,6 +32,15 @@ class CoreError final : public torch::PyTorchError {
   PyObject* type_;  // of the module, which is never unloaded
 };
 
+// Throws an exception of Python as autograd's engine hands it to the caller of backward().
+[[noreturn]] void throw_to_autograd(py::error_already_set& error) {
+  const py::gil_scoped_acquire gil;
+  error.restore();
+  python_error as_torchs;
+  as_torchs.persist();
+  throw as_torchs;
+}
+
 // A Python callable that C++ may call and drop on any thread.
 template <typename Result, typename... Args>
 std::function<Result(Args...)> called_with_gil(const std::optional<py::function>& function) {

@@ -5,7 +5,6 @@
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/Exceptions.h>
 
 #include "base/check.h"
 #include "base/drop.h"
@@ -32,14 +31,6 @@ std::function<void(Args...)> with_gil(const std::optional<py::function>& functio
 }
 
 }  // namespace
-
-void throw_to_autograd(py::error_already_set& error) {
-  const py::gil_scoped_acquire gil;
-  error.restore();
-  python_error as_torchs;
-  as_torchs.persist();
-  throw as_torchs;
-}
 
 py::dict traffic_dict(const Traffic& traffic) {
   py::dict dict;

@@ -47,9 +47,6 @@ std::shared_ptr<T> shared_with_gil(T object) {
           }};
 }
 
-// Throws an exception of Python as autograd's engine hands it to the caller of backward().
-[[noreturn]] void throw_to_autograd(pybind11::error_already_set& error);
-
 // Throws an error of the core, or of Python, as autograd's engine hands it to the caller of
 // backward(); returns for any other. The call that makes it needs the GIL.
 std::function<void(const std::exception_ptr&)> as_core_error();
