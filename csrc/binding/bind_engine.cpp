@@ -114,13 +114,8 @@ void bind_plan(py::module_& m) {
 
 void bind_weights_sample(py::module_& m) {
   py::class_<WeightsSample, std::shared_ptr<WeightsSample>>(m, "WeightsSample")
-      .def(
-          py::init([](const std::vector<std::pair<std::string, at::Tensor>>& named, int64_t every) {
-            std::vector<Weight> weights;
-            for (const auto& [name, tensor] : named) weights.push_back({name, tensor});
-            return std::make_shared<WeightsSample>(std::move(weights), every);
-          }),
-          py::arg("named"), py::arg("every"))
+      .def(py::init<std::vector<std::pair<std::string, at::Tensor>>, int64_t>(), py::arg("named"),
+           py::arg("every"))
       .def(
           "take",
           [](WeightsSample& sample,

@@ -80,15 +80,15 @@ struct WeightsSample::InFlight {
   c10::Event copied;
 };
 
-WeightsSample::WeightsSample(std::vector<Weight> weights, int64_t every) {
+WeightsSample::WeightsSample(std::vector<std::pair<std::string, at::Tensor>> weights,
+                             int64_t every) {
   BAGUA_CHECK_ARG(every > 0, "a sample of the weights needs a number of rounds above 0.");
-  for (Weight& weight : weights) {
-    const at::Tensor tensor = weight.tensor;
+  for (auto& [name, tensor] : weights) {
     if (total_ == 0) device_ = tensor.device();
-    BAGUA_CHECK_ARG(tensor.device() == device_, "weight '", weight.name, "' is on ",
-                    tensor.device().str(), ", others are on ", device_.str(), ".");
+    BAGUA_CHECK_ARG(tensor.device() == device_, "weight '", name, "' is on ", tensor.device().str(),
+                    ", others are on ", device_.str(), ".");
     if (tensor.numel() == 0) continue;
-    entries_.push_back({std::move(weight), tensor.scalar_type(), total_, tensor.numel()});
+    entries_.push_back({std::move(name), tensor, tensor.scalar_type(), total_, tensor.numel()});
     total_ += tensor.numel();
   }
   BAGUA_CHECK_ARG(total_ > 0, "a sample of the weights needs weights.");
@@ -130,13 +130,13 @@ std::vector<WeightsSample::Piece> WeightsSample::pieces_of(int64_t round) const 
 std::vector<std::string> WeightsSample::describe() const {
   std::vector<std::string> lines{concat("weights compared in windows of ", window_)};
   for (const Entry& entry : entries_) {
-    lines.push_back(concat("weight ", entry.weight.name, ": ", entry.numel, " elements"));
+    lines.push_back(concat("weight ", entry.name, ": ", entry.numel, " elements"));
   }
   return lines;
 }
 
 bool WeightsSample::readable(const Entry& entry) const {
-  const at::Tensor& tensor = entry.weight.tensor;
+  const at::Tensor& tensor = entry.tensor;
   if (tensor.layout() != at::kStrided || !tensor.has_storage() ||
       tensor.unsafeGetTensorImpl()->is_python_dispatch() || tensor.device() != device_ ||
       tensor.scalar_type() != entry.dtype || tensor.numel() != entry.numel) {
@@ -150,9 +150,8 @@ bool WeightsSample::readable(const Entry& entry) const {
 std::vector<uint64_t> WeightsSample::hash_now(int64_t round) const {
   std::vector<uint64_t> parts;
   for (const Piece& piece : pieces_of(round)) {
-    parts.push_back(readable(piece.entry)
-                        ? tensor_hash(piece.entry.weight.tensor, piece.from, piece.count)
-                        : kUnreadable);
+    parts.push_back(readable(piece.entry) ? tensor_hash(piece.entry.tensor, piece.from, piece.count)
+                                          : kUnreadable);
   }
   return parts;
 }
@@ -179,7 +178,7 @@ std::optional<WeightsDigest> WeightsSample::take(int64_t round) {
 
 // The sum of all elements' bits, each times an odd number that depends on its place.
 void WeightsSample::enqueue_hash(const Piece& piece, at::Tensor& result) const {
-  const at::Tensor& tensor = piece.entry.weight.tensor;
+  const at::Tensor& tensor = piece.entry.tensor;
   if (!readable(piece.entry)) {
     result.fill_(static_cast<int64_t>(kUnreadable));
     return;
@@ -241,8 +240,8 @@ void WeightsSample::name_difference(Communicator& communicator, const WeightsDig
       ++others;
       continue;
     }
-    first = concat("First difference: '", entries_[mine.first + i].weight.name, "' (",
-                   camps(versions), ")");
+    first =
+        concat("First difference: '", entries_[mine.first + i].name, "' (", camps(versions), ")");
   }
   if (others > 0) first += concat("; ", others, " more of ", count, " differ too");
   const std::string since =

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -26,11 +27,6 @@ struct WeightsDigest {
 
 // Changes if one of the parts changes.
 uint64_t combined(const std::vector<uint64_t>& parts);
-
-struct Weight {
-  std::string name;
-  at::Tensor tensor;
-};
 
 // Note [Sample of the weights]
 // The elements of all weights, in their logical order, are cut into equal windows, at most `every`
@@ -57,7 +53,7 @@ class WeightsSample {
   static constexpr int kDelay = 8;
 
   // Throws std::invalid_argument if there are no elements, or weights on several devices.
-  WeightsSample(std::vector<Weight> weights, int64_t every);
+  WeightsSample(std::vector<std::pair<std::string, at::Tensor>> weights, int64_t every);
   ~WeightsSample();
 
   // Hashes the window of `round`, of which take() has not been called yet; once is enough.
@@ -76,7 +72,8 @@ class WeightsSample {
 
  private:
   struct Entry {
-    Weight weight;
+    std::string name;
+    at::Tensor tensor;
     at::ScalarType dtype;
     int64_t begin;  // its place in the sequence of all elements
     int64_t numel;

@@ -26,7 +26,9 @@ inline void weights_are_compared_later(at::Device device) {
       own.push_back(at::arange(rows * 50, at::kFloat).view({rows, 50}).to(device).t());
     }
     samples.push_back(std::make_unique<WeightsSample>(
-        std::vector<Weight>{{"a", own[0]}, {"b", own[1]}, {"c", own[2]}}, kEvery));
+        std::vector<std::pair<std::string, at::Tensor>>{
+            {"a", own[0]}, {"b", own[1]}, {"c", own[2]}},
+        kEvery));
   }
   int found = 0;
   for (int64_t round = 1; round < kChanged + kEvery + WeightsSample::kDelay; ++round) {
