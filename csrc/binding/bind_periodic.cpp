@@ -30,15 +30,17 @@ void bind_periodic(py::module_& m) {
              auto gate = std::make_shared<WeightGate>();
              auto op = std::make_shared<AsyncAverage>(communicator, std::move(weights), gate,
                                                       std::move(non_finite));
-             PeriodicLaneOptions options{.name = std::move(name),
-                                         .interval = to_milliseconds(interval_s),
-                                         .timeout = to_milliseconds(timeout_s),
-                                         .communicator = std::move(communicator),
-                                         .board = std::move(board),
-                                         .check_signals = check_signals};
+             LaneOptions lane{.name = std::move(name),
+                              .control = nullptr,
+                              .ops = {std::move(communicator)},
+                              .board = std::move(board),
+                              .check_signals = check_signals};
+             PeriodicLaneOptions options{.interval = to_milliseconds(interval_s),
+                                         .timeout = to_milliseconds(timeout_s)};
              if (clock) options.clock = std::move(clock);
              return std::shared_ptr<PeriodicLane>(
-                 new PeriodicLane(std::move(op), std::move(gate), std::move(options)),
+                 new PeriodicLane(std::move(op), std::move(gate), std::move(lane),
+                                  std::move(options)),
                  delete_without_gil<PeriodicLane>);
            }),
            py::arg("communicator"), py::arg("weights"), py::kw_only(), py::arg("name"),

@@ -10,7 +10,6 @@
 #include "base/check.h"
 #include "comm/device_stream.h"
 #include "engine/accounting.h"
-#include "engine/lane.h"
 #include "health/failure.h"
 
 namespace bagua {
@@ -19,17 +18,13 @@ namespace {
 
 constexpr const char* kOwned = "asynchronous averaging";
 
-LaneOptions options_of(const PeriodicOp* op, const WeightGate* gate,
-                       const PeriodicLaneOptions& options) {
-  BAGUA_CHECK_ARG(op && gate && options.communicator && options.clock,
+LaneOptions checked_lane(const PeriodicOp* op, const WeightGate* gate, LaneOptions lane,
+                         const PeriodicLaneOptions& options) {
+  BAGUA_CHECK_ARG(op && gate && lane.ops.size() == 1 && lane.ops[0] && options.clock,
                   "a periodic lane needs an op, a gate, a communicator and a clock.");
   BAGUA_CHECK_ARG(options.interval.count() >= 0, "the interval of a periodic lane is ",
                   options.interval.count(), " ms; it must be 0 or more.");
-  return {.name = options.name,
-          .control = nullptr,
-          .ops = {options.communicator},
-          .board = options.board,
-          .check_signals = options.check_signals};
+  return lane;
 }
 
 }  // namespace
@@ -37,7 +32,7 @@ LaneOptions options_of(const PeriodicOp* op, const WeightGate* gate,
 // Rounds one after the other, from resume() to the moment at which all ranks want to pause.
 struct PeriodicLane::State final : LaneCore {
   State(std::shared_ptr<PeriodicOp> lane_op, std::shared_ptr<WeightGate> lane_gate,
-        PeriodicLaneOptions lane_options);
+        LaneOptions lane, PeriodicLaneOptions lane_options);
 
   const std::shared_ptr<PeriodicOp> op;
   const std::shared_ptr<WeightGate> gate;
@@ -64,8 +59,9 @@ struct PeriodicLane::State final : LaneCore {
 };
 
 PeriodicLane::State::State(std::shared_ptr<PeriodicOp> lane_op,
-                           std::shared_ptr<WeightGate> lane_gate, PeriodicLaneOptions lane_options)
-    : LaneCore(options_of(lane_op.get(), lane_gate.get(), lane_options)),
+                           std::shared_ptr<WeightGate> lane_gate, LaneOptions lane,
+                           PeriodicLaneOptions lane_options)
+    : LaneCore(checked_lane(lane_op.get(), lane_gate.get(), std::move(lane), lane_options)),
       op(std::move(lane_op)),
       gate(std::move(lane_gate)),
       options(std::move(lane_options)) {
@@ -92,7 +88,7 @@ bool PeriodicLane::State::run_round() {
   if (averaged) ++averages;
   rounds_ns += now_ns() - start;
   waited_ns = gate->lane_waited_ns();
-  traffic = options.communicator->traffic();
+  traffic = core.ops[0]->traffic();
   return averaged;
 }
 
@@ -119,8 +115,9 @@ void PeriodicLane::State::loop() {
 }
 
 PeriodicLane::PeriodicLane(std::shared_ptr<PeriodicOp> op, std::shared_ptr<WeightGate> gate,
-                           PeriodicLaneOptions options)
-    : state_(std::make_shared<State>(std::move(op), std::move(gate), std::move(options))) {
+                           LaneOptions lane, PeriodicLaneOptions options)
+    : state_(std::make_shared<State>(std::move(op), std::move(gate), std::move(lane),
+                                     std::move(options))) {
   state_->begin(LaneCore::News::kIgnored);
 }
 
@@ -131,7 +128,7 @@ void PeriodicLane::resume() {
   if (state_->group.size == 1) return;
   {
     std::lock_guard lock(state_->mutex);
-    BAGUA_CHECK(!state_->stopped, "module '", state_->options.name,
+    BAGUA_CHECK(!state_->stopped, "module '", state_->core.name,
                 "': asynchronous averaging has been stopped; wrap the module again.");
     state_->wants_to_pause = false;
     if (std::exchange(state_->running, true)) return;
@@ -174,13 +171,13 @@ bool PeriodicLane::pause(std::optional<std::chrono::milliseconds> limit) {
 }
 
 void PeriodicLane::throw_not_paused(int64_t rounds) {
-  const PeriodicLaneOptions& options = state_->options;
+  const LaneOptions& core = state_->core;
   const Group& group = state_->group;
-  throw TimeoutError(concat(
-      "module '", options.name, "', rank ", group.rank, " of ", group.size,
-      ": asynchronous averaging has not ended within ", options.timeout.count(),
-      " ms, because not every rank has asked for it: abort(model) must be called on all. ",
-      options.board ? in_words(options.board->others({.number = rounds, .everyone = true})) : ""));
+  throw TimeoutError(
+      concat("module '", core.name, "', rank ", group.rank, " of ", group.size,
+             ": asynchronous averaging has not ended within ", state_->options.timeout.count(),
+             " ms, because not every rank has asked for it: abort(model) must be called on all. ",
+             core.board ? in_words(core.board->others({.number = rounds, .everyone = true})) : ""));
 }
 
 void PeriodicLane::enter() {

@@ -4,27 +4,20 @@
 #include <chrono>
 #include <memory>
 #include <optional>
-#include <string>
 
-#include "base/check_signals.h"
 #include "base/clock.h"
 #include "base/owner_process.h"
 #include "base/weight_gate.h"
-#include "comm/counting_communicator.h"
 #include "engine/engine.h"
-#include "health/failure_board.h"
+#include "engine/lane.h"
 #include "op/contract/periodic_op.h"
 
 namespace bagua {
 
 struct PeriodicLaneOptions {
-  std::string name;                    // of the module, for error messages
   std::chrono::milliseconds interval;  // from the end of a round to the begin of the next
   std::chrono::milliseconds timeout;   // of a pause, until the others have asked for it too
-  std::shared_ptr<CountingCommunicator> communicator;  // the op's
-  std::shared_ptr<FailureBoard> board{};               // null: failures are not published
   std::shared_ptr<Clock> clock = std::make_shared<SteadyClock>();  // of the interval
-  CheckSignals check_signals{};  // while a pause waits for the others
 };
 
 // Between resume() and pause() a thread runs the op, waits for the interval, and so on. A round is
@@ -37,7 +30,8 @@ struct PeriodicLaneOptions {
 // from then on, pause() if nobody has thrown it yet.
 class PeriodicLane {
  public:
-  PeriodicLane(std::shared_ptr<PeriodicOp> op, std::shared_ptr<WeightGate> gate,
+  // `lane`: with the op's communicator, and without one for agreements.
+  PeriodicLane(std::shared_ptr<PeriodicOp> op, std::shared_ptr<WeightGate> gate, LaneOptions lane,
                PeriodicLaneOptions options);
   ~PeriodicLane();
   PeriodicLane(const PeriodicLane&) = delete;

@@ -18,11 +18,11 @@ inline std::unique_ptr<PeriodicLane> make_lane(const World& world, int rank,
   auto op = std::make_shared<AsyncAverage>(communicator, std::vector<at::Tensor>{weights}, gate);
   return std::make_unique<PeriodicLane>(
       std::move(op), std::move(gate),
-      PeriodicLaneOptions{.name = "stress",
-                          .interval = milliseconds(rank % 2),
-                          .timeout = kPatient,
-                          .communicator = std::move(communicator),
-                          .board = std::make_shared<FailureBoard>(world.store, rank, world.ranks)});
+      LaneOptions{.name = "stress",
+                  .control = nullptr,
+                  .ops = {std::move(communicator)},
+                  .board = std::make_shared<FailureBoard>(world.store, rank, world.ranks)},
+      PeriodicLaneOptions{.interval = milliseconds(rank % 2), .timeout = kPatient});
 }
 
 // One step of training inside the gate, which adds `amount` to all weights.
