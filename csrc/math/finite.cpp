@@ -28,7 +28,7 @@ BAGUA_HD bool stretch_is_finite(const std::byte* x, Word exponent, int64_t numel
 }
 
 template <typename Word>
-BAGUA_HD bool words_are_finite(const void* x, Word exponent, int64_t numel) {
+BAGUA_PER_INSTRUCTION_SET bool words_are_finite(const void* x, Word exponent, int64_t numel) {
   const auto* bytes = static_cast<const std::byte*>(x);
   for (int64_t first = 0; first < numel; first += kStretch) {
     const int64_t count = numel - first < kStretch ? numel - first : kStretch;
@@ -38,34 +38,21 @@ BAGUA_HD bool words_are_finite(const void* x, Word exponent, int64_t numel) {
   return true;
 }
 
-BAGUA_PER_INSTRUCTION_SET
-bool finite_16(const void* x, uint16_t exponent, int64_t numel) {
-  return words_are_finite(x, exponent, numel);
-}
-
-BAGUA_PER_INSTRUCTION_SET
-bool finite_32(const void* x, uint32_t exponent, int64_t numel) {
-  return words_are_finite(x, exponent, numel);
-}
-
-BAGUA_PER_INSTRUCTION_SET
-bool finite_64(const void* x, uint64_t exponent, int64_t numel) {
-  return words_are_finite(x, exponent, numel);
-}
-
 }  // namespace
 
 bool all_finite(const void* x, DType dtype, int64_t numel) {
   switch (dtype) {
     case DType::kFloat16:
-      return finite_16(x, 0x7c00, numel);
+      return words_are_finite<uint16_t>(x, 0x7c00, numel);
     case DType::kBFloat16:
-      return finite_16(x, 0x7f80, numel);
+      return words_are_finite<uint16_t>(x, 0x7f80, numel);
     default:
-      return finite_32(x, 0x7f800000, numel);
+      return words_are_finite<uint32_t>(x, 0x7f800000, numel);
   }
 }
 
-bool all_finite(const double* x, int64_t numel) { return finite_64(x, 0x7ff0000000000000, numel); }
+bool all_finite(const double* x, int64_t numel) {
+  return words_are_finite<uint64_t>(x, 0x7ff0000000000000, numel);
+}
 
 }  // namespace bagua
