@@ -12,14 +12,14 @@ namespace bagua {
 // A matrix of a bucket, row after row, or a range of non-matrix elements: one row of rank 0.
 // Places are elements from the start of the bucket, of the messages and of the scratch.
 struct LowRankItem {
-  int64_t offset;
-  int64_t rows;
-  int64_t columns;
-  int64_t rank;
-  int64_t left;      // P, or the range, in the first message
-  int64_t right;     // Q in the second one
-  int64_t vectors;   // vectors of P of all matrices before
-  int64_t partials;  // sums of parts of Q
+  int64_t offset = 0;
+  int64_t rows = 0;
+  int64_t columns = 0;
+  int64_t rank = 0;
+  int64_t left = 0;      // P, or the range, in the first message
+  int64_t right = 0;     // Q in the second one
+  int64_t vectors = 0;   // vectors of P of all matrices before
+  int64_t partials = 0;  // sums of parts of Q
 };
 
 // Piece `piece` of item `item`.

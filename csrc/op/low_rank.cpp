@@ -7,6 +7,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/where.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -48,16 +49,14 @@ struct LowRank::Job {
   at::Tensor right;    // message: all Q'
   double scale;
 
-  at::Tensor in(const at::Tensor& memory, const LowRankMatrix& m) const {
+  at::Tensor in(const at::Tensor& memory, const LowRankItem& m) const {
     return memory.narrow(0, m.offset, m.rows * m.columns).view({m.rows, m.columns});
   }
-  at::Tensor p(const LowRankLayout::Placed& placed) const {
-    const LowRankMatrix& m = placed.matrix;
-    return left.narrow(0, placed.left, m.rows * m.rank).view({m.rank, m.rows});
+  at::Tensor p(const LowRankItem& m) const {
+    return left.narrow(0, m.left, m.rows * m.rank).view({m.rank, m.rows});
   }
-  at::Tensor q(const at::Tensor& memory, const LowRankLayout::Placed& placed) const {
-    const LowRankMatrix& m = placed.matrix;
-    return memory.narrow(0, placed.right, m.columns * m.rank).view({m.rank, m.columns});
+  at::Tensor q(const at::Tensor& memory, const LowRankItem& m) const {
+    return memory.narrow(0, m.right, m.columns * m.rank).view({m.rank, m.columns});
   }
 };
 
@@ -84,14 +83,15 @@ LowRank::LowRank(std::shared_ptr<Communicator> communicator, std::shared_ptr<Scr
                   " elements, float32 or float64 like the error, not ", queries.numel(), ".");
   check_communications(communications, "LowRank");
   const at::Device device = queries.device();
-  std::shared_ptr<const LowRankKernels> kernels = options_.kernels;
-  if (device.is_cuda() && !kernels) {
-    const c10::DeviceGuard on_device(device);
-    kernels = make_cuda_low_rank_kernels();
-  }
-  if (device.is_cuda() && kernels && layout_.numel > 0) {
-    device_ = std::make_unique<const LowRankDevice>(layout_, device, std::move(kernels));
-  }
+  if (!device.is_cuda() || layout_.numel == 0) return;
+  const c10::DeviceGuard on_device(device);
+  kernels_ = options_.kernels ? options_.kernels : make_cuda_low_rank_kernels();
+  if (!kernels_) return;
+  table_.emplace(layout_.matrices, layout_.rest);
+  const std::vector<std::byte>& bytes = table_->bytes();
+  table_on_device_ = at::from_blob(const_cast<std::byte*>(bytes.data()),
+                                   {static_cast<int64_t>(bytes.size())}, at::kByte)
+                         .to(device);
 }
 
 void LowRank::check(const at::Tensor& flat, const Round& round) {
@@ -121,7 +121,7 @@ void LowRank::run(at::Tensor& flat, const Round& round) {
                 .left = scratch(Scratch::kSend, layout_.left_numel + layout_.rest_numel),
                 .right = scratch(Scratch::kReceive, layout_.right_numel),
                 .scale = round.grad_scale};
-  if (device_) return run_with_kernels(job, round);
+  if (kernels_) return run_with_kernels(job, round);
   // On a device it is not known yet what is finite: NaN and infinity pass through to the result.
   Finite finite = reduce_left(job);
   std::vector<at::Tensor> vanished;
@@ -144,9 +144,9 @@ void LowRank::run_with_kernels(const Job& job, const Round& round) {
   const auto scratch = [&](Scratch::Use use, int64_t numel, at::ScalarType dtype) {
     return scratch_->get(use, numel, dtype, job.flat.device());
   };
-  const LowRankKernels& kernels = device_->kernels();
-  const LowRankTable& table = device_->table();
-  const LowRankPlan plan = device_->plan();
+  const LowRankTable& table = *table_;
+  const LowRankPlan plan =
+      table.at(static_cast<const std::byte*>(table_on_device_.const_data_ptr()));
   void* const stream = current_stream_handle(job.flat.device());
   at::Tensor left = job.left, right = job.right;
   const at::Tensor finite = at::empty({}, job.flat.options().dtype(at::kBool));
@@ -168,16 +168,16 @@ void LowRank::run_with_kernels(const Job& job, const Round& round) {
                              .scale = job.scale,
                              .ranks = communicator_->group().size};
   // 1. and 2.
-  kernels.project_rows(plan, memory, stream);
+  kernels_->project_rows(plan, memory, stream);
   communicator_->all_reduce(left, ReduceOp::kSum);
   // 3.
-  kernels.orthonormalise(plan, memory, stream);
-  kernels.project_columns(plan, memory, stream);
+  kernels_->orthonormalise(plan, memory, stream);
+  kernels_->project_columns(plan, memory, stream);
   // 4.
   if (layout_.right_numel > 0) communicator_->all_reduce(right, ReduceOp::kSum);
   // 5.
-  kernels.keep_queries(plan, memory, stream);
-  kernels.reconstruct(plan, memory, stream);
+  kernels_->keep_queries(plan, memory, stream);
+  kernels_->reconstruct(plan, memory, stream);
   count_communication();
   memory_->leave(round.number, {.here = true, .there = finite});
 }
@@ -215,18 +215,15 @@ at::Tensor LowRank::queries(const at::Tensor& flat, const Round& round) {
 
 // Steps 1, matrix by matrix while it is in cache, and 2. Whether what arrived is finite.
 Finite LowRank::reduce_left(const Job& job) {
-  for (const LowRankLayout::Placed& placed : layout_.placed) {
-    const LowRankMatrix& m = placed.matrix;
+  for (const LowRankItem& m : layout_.matrices) {
     project_rows(job.in(job.flat, m), job.scale,
                  job.error.defined() ? job.in(job.error, m) : job.error, job.in(job.work, m),
-                 job.q(job.queries, placed), job.p(placed));
+                 job.q(job.queries, m), job.p(m));
   }
-  int64_t at = layout_.left_numel;
-  for (const LowRankLayout::Range& range : layout_.rest) {
-    at::Tensor part = job.left.narrow(0, at, range.numel);
-    part.copy_(job.flat.narrow(0, range.offset, range.numel));
+  for (const LowRankItem& range : layout_.rest) {
+    at::Tensor part = job.left.narrow(0, range.left, range.columns);
+    part.copy_(job.flat.narrow(0, range.offset, range.columns));
     if (job.scale != 1.0) part.mul_(1.0 / job.scale);
-    at += range.numel;
   }
   at::Tensor left = job.left;
   communicator_->all_reduce(left, ReduceOp::kSum);
@@ -247,8 +244,8 @@ std::vector<at::Tensor> LowRank::orthonormalise_left(const Job& job) const {
 
 // Steps 3, for Q', and 4.
 Finite LowRank::reduce_right(const Job& job) {
-  for (const LowRankLayout::Placed& placed : layout_.placed) {
-    project_columns(job.in(job.work, placed.matrix), job.p(placed), job.q(job.right, placed));
+  for (const LowRankItem& m : layout_.matrices) {
+    project_columns(job.in(job.work, m), job.p(m), job.q(job.right, m));
   }
   at::Tensor right = job.right;
   if (layout_.right_numel > 0) communicator_->all_reduce(right, ReduceOp::kSum);
@@ -258,19 +255,16 @@ Finite LowRank::reduce_right(const Job& job) {
 
 // Step 5, but for Q.
 void LowRank::write_result(const Job& job) const {
-  for (const LowRankLayout::Placed& placed : layout_.placed) {
-    const LowRankMatrix& m = placed.matrix;
-    reconstruct(job.p(placed), job.q(job.right, placed), job.scale, job.in(job.flat, m),
+  for (const LowRankItem& m : layout_.matrices) {
+    reconstruct(job.p(m), job.q(job.right, m), job.scale, job.in(job.flat, m),
                 options_.error_feedback ? job.in(job.work, m) : at::Tensor());
   }
-  int64_t at = layout_.left_numel;
-  for (const LowRankLayout::Range& range : layout_.rest) {
-    at::Tensor mean = job.left.narrow(0, at, range.numel);
+  for (const LowRankItem& range : layout_.rest) {
+    at::Tensor mean = job.left.narrow(0, range.left, range.columns);
     mean.div_(communicator_->group().size);
     if (job.scale != 1.0) mean.mul_(job.scale);
-    job.flat.narrow(0, range.offset, range.numel).copy_(mean);
-    if (options_.error_feedback) job.work.narrow(0, range.offset, range.numel).zero_();
-    at += range.numel;
+    job.flat.narrow(0, range.offset, range.columns).copy_(mean);
+    if (options_.error_feedback) job.work.narrow(0, range.offset, range.columns).zero_();
   }
 }
 
@@ -292,16 +286,16 @@ void LowRank::keep_queries(const Job& job, const std::vector<at::Tensor>& vanish
   count_communication();
   for (size_t i = 0; i < layout_.batches.size(); ++i) {
     for (size_t k = 0; k < layout_.batches[i].members.size(); ++k) {
-      const LowRankLayout::Placed& placed = layout_.placed[layout_.batches[i].members[k]];
-      at::Tensor kept = job.q(next, placed);
-      at::where_out(kept, vanished[i][static_cast<int64_t>(k)], job.q(job.queries, placed),
-                    job.q(job.right, placed));
+      const LowRankItem& m = layout_.matrices[layout_.batches[i].members[k]];
+      at::Tensor kept = job.q(next, m);
+      at::where_out(kept, vanished[i][static_cast<int64_t>(k)], job.q(job.queries, m),
+                    job.q(job.right, m));
     }
   }
 }
 
 std::string LowRank::describe() const {
-  return concat("LowRank(", layout_.placed.size(), " matrices, ",
+  return concat("LowRank(", layout_.matrices.size(), " matrices, ",
                 layout_.left_numel + layout_.rest_numel, " + ", layout_.right_numel,
                 " elements sent)");
 }

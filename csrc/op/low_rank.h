@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -9,7 +10,6 @@
 #include "ledger/scratch.h"
 #include "math/low_rank_kernels.h"
 #include "op/contract/bucket_op.h"
-#include "op/tensors/low_rank_device.h"
 #include "op/tensors/low_rank_layout.h"
 
 namespace bagua {
@@ -78,7 +78,9 @@ class LowRank final : public BucketOp {
   LowRankOptions options_;
   std::shared_ptr<RoundMemory> memory_;
   LowRankLayout layout_;
-  std::unique_ptr<const LowRankDevice> device_;  // null: on the CPU, or without kernels
+  std::shared_ptr<const LowRankKernels> kernels_;  // null: on the CPU, or without kernels
+  std::optional<const LowRankTable> table_;        // for kernels_
+  at::Tensor table_on_device_;
 };
 
 }  // namespace bagua

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "math/low_rank_plan.h"
+
 namespace bagua {
 
 // Place of a matrix in the bucket (row after row), and the rank of its approximation.
@@ -18,20 +20,11 @@ struct LowRankMatrix {
 // The first message is all P, those of equal shape side by side, then what of the bucket is no
 // matrix; the second is all Q, in the order of the matrices.
 struct LowRankLayout {
-  struct Placed {
-    LowRankMatrix matrix;
-    int64_t left;   // of its P, in the first message
-    int64_t right;  // of its Q, in the second
-  };
   struct Batch {  // P of one shape
     int64_t left;
     int64_t rows;
     int64_t rank;
-    std::vector<size_t> members;  // positions in `placed`
-  };
-  struct Range {  // of the bucket
-    int64_t offset;
-    int64_t numel;
+    std::vector<size_t> members;  // positions in `matrices`
   };
 
   // Throws std::invalid_argument for matrices that are not in ascending order, overlap, or lie
@@ -39,12 +32,11 @@ struct LowRankLayout {
   LowRankLayout(int64_t numel, const std::vector<LowRankMatrix>& matrices);
 
   int64_t numel;
-  std::vector<Placed> placed;  // as given
+  std::vector<LowRankItem> matrices;  // as given
+  std::vector<LowRankItem> rest;      // ranges of non-matrix elements
   std::vector<Batch> batches;
-  std::vector<Range> rest;
-  std::vector<int64_t> rest_left;  // of each range, in the first message
-  int64_t left_numel = 0;          // of all P
-  int64_t right_numel = 0;         // of all Q
+  int64_t left_numel = 0;   // of all P
+  int64_t right_numel = 0;  // of all Q
   int64_t rest_numel = 0;
 
  private:

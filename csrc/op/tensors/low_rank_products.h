@@ -15,7 +15,7 @@ LowRankDType low_rank_dtype(at::ScalarType type);
 // bits, on any processor and with any number of threads, by our own loops. (The results of MKL
 // depend on alignment and threads, and it takes 150 ms for the rank-2 products of 8.7 million
 // gradients on one core, where these take 17 ms.) On other devices, unless they have kernels
-// (low_rank_device.h), these are ATen's operations.
+// (math/low_rank_kernels.h), these are ATen's operations.
 
 // m = error + x / scale; p = q m^T. `error` may be undefined, for none; m may be x.
 void project_rows(const at::Tensor& x, double scale, const at::Tensor& error, at::Tensor m,
