@@ -96,8 +96,7 @@ void bind_sparse(py::module_& m) {
         check_counts(k, n);
         return index_coding_name(choose_index_coding(n, k));
       },
-      py::arg("n"), py::arg("k"),
-      "How k indices below n are written: 'words', 'packed', 'bitmap'.");
+      py::arg("n"), py::arg("k"), "How k indices below n are written: 'packed' or 'bitmap'.");
   m.def("pack_indices", &pack, py::arg("indices"), py::arg("n"),
         "The bytes (uint8) of ascending uint32 indices below n: docs/wire-format.md.");
   m.def("unpack_indices", &unpack, py::arg("bytes"), py::arg("k"), py::arg("n"),

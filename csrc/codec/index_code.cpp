@@ -14,14 +14,7 @@ static_assert(std::endian::native == std::endian::little);
 int64_t bytes_of_bits(int64_t bits) { return (bits + 7) / 8; }
 
 int64_t coded_bytes(IndexCoding coding, int64_t n, int64_t k) {
-  switch (coding) {
-    case IndexCoding::kPacked:
-      return bytes_of_bits(k * bits_per_index(n));
-    case IndexCoding::kBitmap:
-      return bytes_of_bits(n);
-    default:
-      return k * static_cast<int64_t>(sizeof(uint32_t));
-  }
+  return bytes_of_bits(coding == IndexCoding::kPacked ? k * bits_per_index(n) : n);
 }
 
 // The next 8 bytes, or as many as there are, as the low ones of a word.
@@ -85,22 +78,13 @@ int64_t bits_per_index(int64_t n) {
 }
 
 const char* index_coding_name(IndexCoding coding) {
-  switch (coding) {
-    case IndexCoding::kPacked:
-      return "packed";
-    case IndexCoding::kBitmap:
-      return "bitmap";
-    default:
-      return "words";
-  }
+  return coding == IndexCoding::kPacked ? "packed" : "bitmap";
 }
 
 IndexCoding choose_index_coding(int64_t n, int64_t k) {
-  IndexCoding best = IndexCoding::kWords;
-  for (const IndexCoding coding : {IndexCoding::kPacked, IndexCoding::kBitmap}) {
-    if (coded_bytes(coding, n, k) < coded_bytes(best, n, k)) best = coding;
-  }
-  return best;
+  const bool packs =
+      coded_bytes(IndexCoding::kPacked, n, k) <= coded_bytes(IndexCoding::kBitmap, n, k);
+  return packs ? IndexCoding::kPacked : IndexCoding::kBitmap;
 }
 
 int64_t index_bytes(int64_t n, int64_t k) {
@@ -111,17 +95,11 @@ void pack_indices(const uint32_t* indices, int64_t k, int64_t n, std::byte* out)
   const IndexCoding coding = choose_index_coding(n, k);
   const int64_t bytes = coded_bytes(coding, n, k), padded = index_bytes(n, k);
   if (padded == 0) return;  // out may be null
-  switch (coding) {
-    case IndexCoding::kWords:
-      std::memcpy(out, indices, bytes);
-      break;
-    case IndexCoding::kPacked:
-      write_packed(indices, k, bits_per_index(n), out);
-      break;
-    case IndexCoding::kBitmap:
-      std::memset(out, 0, bytes);
-      write_bitmap(indices, k, out);
-      break;
+  if (coding == IndexCoding::kPacked) {
+    write_packed(indices, k, bits_per_index(n), out);
+  } else {
+    std::memset(out, 0, bytes);
+    write_bitmap(indices, k, out);
   }
   std::memset(out + bytes, 0, padded - bytes);
 }
@@ -132,10 +110,8 @@ void unpack_indices(const std::byte* in, int64_t k, int64_t n, uint32_t* indices
   int64_t found = k;
   if (coding == IndexCoding::kPacked) {
     read_packed(in, k, bits_per_index(n), bytes, indices);
-  } else if (coding == IndexCoding::kBitmap) {
+  } else {
     found = read_bitmap(in, k, bytes, indices);
-  } else if (bytes > 0) {
-    std::memcpy(indices, in, bytes);
   }
   BAGUA_CHECK(found == k, "the bitmap of a sparse message marks ", found, " elements, not ", k);
   for (int64_t i = 0; i < k; ++i) {

@@ -7,14 +7,13 @@
 namespace bagua {
 
 enum class IndexCoding : uint8_t {
-  kWords,   // 32 bits for each index
   kPacked,  // the bits that n - 1 needs for each, without gaps
   kBitmap,  // one bit for each of the n elements
 };
 
 const char* index_coding_name(IndexCoding coding);
 
-// Bits of an index below n where they are packed.
+// Bits of an index below n where they are packed, at most 32.
 int64_t bits_per_index(int64_t n);
 
 // The coding of fewest bytes, of equals the first: it follows from n and k alone, so that sizes

@@ -27,7 +27,6 @@ BAGUA_HD int64_t first_from(const uint32_t* indices, int64_t k, int64_t bound) {
 BAGUA_HD uint32_t coded_word(IndexCoding coding, const uint32_t* indices, int64_t k, int bits,
                              int64_t word) {
   uint64_t result = 0;
-  if (coding == IndexCoding::kWords) return word < k ? indices[word] : 0;
   const int64_t first = 32 * word;
   if (coding == IndexCoding::kBitmap) {
     for (int64_t i = first_from(indices, k, first); i < k && indices[i] < first + 32; ++i) {
@@ -44,7 +43,7 @@ BAGUA_HD uint32_t coded_word(IndexCoding coding, const uint32_t* indices, int64_
   return static_cast<uint32_t>(result);
 }
 
-// Index i of those that are packed, or words: those have 32 bits. `words`: how many there are.
+// Index i of those that are packed into `words` words.
 BAGUA_HD uint32_t packed_index(const uint32_t* coded, int64_t words, int bits, int64_t i) {
   const int64_t bit = i * bits, word = bit / 32;
   if (bits == 0) return 0;

@@ -21,7 +21,6 @@ def some_k(n):
 def sizes_of(n, k):
     """Bytes by coding, from the formulas of docs/wire-format.md."""
     return {
-        "words": 4 * k,
         "packed": math.ceil(k * (n - 1).bit_length() / 8),
         "bitmap": math.ceil(n / 8),
     }
@@ -44,7 +43,7 @@ def test_indices_come_back_from_the_smallest_coding(n):
 
 
 def test_every_coding_has_its_place():
-    assert _C.index_coding(2**32, 1000) == "words"
+    assert _C.index_coding(2**32, 1000) == "packed"
     assert _C.index_coding(10**6, 1000) == "packed"
     assert _C.index_coding(10**6, 10**5) == "bitmap"
     assert _C.index_coding(2**32, 2**31) == "bitmap"

@@ -41,20 +41,19 @@ __global__ void __launch_bounds__(kTopKThreads)
   coded[word] = coded_word(shape.coding, indices, shape.k, shape.bits, word);
 }
 
-// The indices of packed ones or words: `tiles` CTAs for each rank.
+// The indices of packed ones: `tiles` CTAs for each rank.
 __global__ void __launch_bounds__(kTopKThreads)
     read_packed(SparseSource source, SparseShape shape, int64_t tiles, uint32_t* indices,
                 int32_t* faults) {
   const int64_t rank = blockIdx.x / tiles, tile = blockIdx.x % tiles;
   const uint32_t* const coded = source.indices(rank);
   const int64_t words = shape.indices_bytes / 4;
-  const int bits = shape.coding == IndexCoding::kWords ? 32 : shape.bits;
   for (int row = 0; row < kTopKRows; ++row) {
     const int64_t i = tile * kTopKTileNumel + row * kTopKThreads + threadIdx.x;
     if (i >= shape.k) return;
-    const uint32_t index = packed_index(coded, words, bits, i);
+    const uint32_t index = packed_index(coded, words, shape.bits, i);
     indices[rank * shape.k + i] = index;
-    const bool ascends = i == 0 || packed_index(coded, words, bits, i - 1) < index;
+    const bool ascends = i == 0 || packed_index(coded, words, shape.bits, i - 1) < index;
     if (index >= shape.numel || !ascends) atomicAdd(&faults[rank], 1);
   }
 }
