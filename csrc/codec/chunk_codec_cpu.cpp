@@ -19,7 +19,7 @@ BAGUA_PER_INSTRUCTION_SET void encode_on_cpu(const T* x, int64_t numel, std::byt
 
 template <typename Format, typename T>
 BAGUA_PER_INSTRUCTION_SET void decode_on_cpu(const std::byte* payload, T* x, int64_t numel) {
-  decode_chunk<Format, T>(payload, numel, StoreAhead<T>{{x}});
+  decode_chunk<Format, T>(payload, numel, Store<T>{x});
 }
 
 template <typename Format, typename T>
@@ -34,7 +34,7 @@ BAGUA_PER_INSTRUCTION_SET void encode_residual_on_cpu(float* x, int64_t numel, s
                        [&](const std::byte* header, const uint8_t* codes, int64_t begin,
                            int64_t of_range) __attribute__((always_inline)) {
                          decode_range<Format, float>(header, codes, begin, of_range, numel,
-                                                     Subtract{{x, -1.0f}});
+                                                     AddWeighted<float>{x, -1.0f});
                        });
 }
 

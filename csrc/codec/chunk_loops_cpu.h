@@ -37,12 +37,7 @@ BAGUA_HD void prefetch(const T* x, int64_t begin, int64_t numel) {
   for (int64_t i = 0; i < kCount; i += kCacheLineBytes / sizeof(T)) __builtin_prefetch(first + i);
 }
 
-// The sinks of decoded elements with what they ask for ahead of element i of numel.
-template <typename T>
-struct StoreAhead : Store<T> {
-  template <RangedFormat Format>
-  BAGUA_HD void prefetch_tile(const uint8_t*, int64_t, int64_t) const {}
-};
+// AddWeighted with what it asks for ahead of element i of numel.
 template <typename T>
 struct AddWeightedAhead : AddWeighted<T> {
   template <RangedFormat Format>
@@ -51,12 +46,6 @@ struct AddWeightedAhead : AddWeighted<T> {
     prefetch<kTileOf<Format>>(this->x, i + kSumAhead, numel);
     prefetch<kTileOf<Format> / kPerByte>(codes, i / kPerByte + kCodesAhead, numel / kPerByte);
   }
-};
-
-// decode_add of what has just been encoded, and is in cache.
-struct Subtract : AddWeighted<float> {
-  template <RangedFormat Format>
-  BAGUA_HD void prefetch_tile(const uint8_t*, int64_t, int64_t) const {}
 };
 
 // The values x[0, numel) of a range. A reduction of floats vectorises only as independent lanes,
@@ -197,7 +186,9 @@ BAGUA_HD void decode_range(const std::byte* __restrict header, const uint8_t* __
   };
   int64_t j = 0;
   for (; j + kTileBytes <= full; j += kTileBytes) {
-    sink.template prefetch_tile<Format>(codes, begin + j * kPerByte, chunk_numel);
+    if constexpr (requires { sink.template prefetch_tile<Format>(codes, j, chunk_numel); }) {
+      sink.template prefetch_tile<Format>(codes, begin + j * kPerByte, chunk_numel);
+    }
     for (int k = 0; k < kPerByte; ++k) {
       for (int64_t c = j; c < j + kTileBytes; ++c) take(c, k);
     }
