@@ -69,6 +69,12 @@ void StreamPoints::synchronize() {
   for (size_t i = 0; i < streams_.size(); ++i) events_[i].synchronize();
 }
 
+void wait_for_current_stream(c10::Device device) {
+  StreamPoints given(device);
+  given.mark_current_stream();
+  given.synchronize();
+}
+
 void current_stream_waits_for(const c10::Stream& stream) {
   c10::Event event(stream.device_type());
   event.record(stream);

@@ -63,6 +63,9 @@ class StreamPoints {
   std::vector<c10::Event> events_;  // at least as many as streams_
 };
 
+// The calling thread waits for all work that its current stream on `device` has been given so far.
+void wait_for_current_stream(c10::Device device);
+
 // The current stream of the calling thread on the stream's device waits for all work that `stream`
 // has been given so far.
 void current_stream_waits_for(const c10::Stream& stream);

@@ -15,15 +15,6 @@ const std::shared_ptr<Communicator>& not_null(const std::shared_ptr<Communicator
   return inner;
 }
 
-StreamPoints end_of_current_stream(at::Device device) {
-  StreamPoints points(device);
-  points.mark_current_stream();
-  return points;
-}
-
-// Copies to host memory are not waited for by themselves.
-void wait_for_copies_from(at::Device device) { end_of_current_stream(device).synchronize(); }
-
 // All of them are on one device, which is returned; none where there are no tensors.
 std::optional<at::Device> device_of(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs) {
   std::optional<at::Device> device;
@@ -73,7 +64,7 @@ void HostCommunicator::exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> r
   std::vector<Recv> host_recvs;
   for (const Send& send : sends) host_sends.push_back({copy_to_host(send.tensor), send.peer});
   for (const Recv& recv : recvs) host_recvs.push_back({memory_like(recv.tensor), recv.peer});
-  if (device) wait_for_copies_from(*device);
+  if (device) wait_for_current_stream(*device);  // copies to host memory do not wait
   inner_->exchange(host_sends, host_recvs, [&](size_t message) {
     copy_back(host_recvs[message].tensor, recvs[message].tensor);
     on_received(message);
@@ -86,7 +77,7 @@ template <typename Move>
 void HostCommunicator::in_place(at::Tensor& tensor, Move move) {
   reuse_memory();
   at::Tensor host = copy_to_host(tensor);
-  wait_for_copies_from(tensor.device());
+  wait_for_current_stream(tensor.device());
   move(host);
   copy_back(host, tensor);
 }
@@ -97,7 +88,7 @@ void HostCommunicator::from_input_to_output(const at::Tensor& input, at::Tensor&
   reuse_memory();
   const at::Tensor from = copy_to_host(input);
   at::Tensor to = memory_like(output);
-  wait_for_copies_from(input.device());
+  wait_for_current_stream(input.device());
   move(from, to);
   copy_back(to, output);
 }
@@ -127,7 +118,7 @@ at::Tensor HostCommunicator::copy_to_host(const at::Tensor& tensor) {
 
 void HostCommunicator::copy_back(const at::Tensor& host, const at::Tensor& tensor) {
   flat(tensor).copy_(host, /*non_blocking=*/true);
-  copied_back_ = end_of_current_stream(tensor.device());
+  copied_back_.emplace(tensor.device()).mark_current_stream();
 }
 
 }  // namespace bagua

@@ -485,10 +485,8 @@ void Engine::settle() {
   }
   for (const State::LaneState& lane : state.lanes) {
     if (!lane.stream) continue;
-    StreamPoints given(lane.stream->device());
     const c10::StreamGuard on_lane_stream(*lane.stream);
-    given.mark_current_stream();
-    given.synchronize();
+    wait_for_current_stream(lane.stream->device());
   }
   std::unique_lock lock(state.mutex);
   state.check_device(lock);

@@ -24,12 +24,6 @@ at::Device device_of(const std::vector<at::Tensor>& weights) {
   return weights.front().device();
 }
 
-void wait_for_current_stream(at::Device device) {
-  StreamPoints given(device);
-  given.mark_current_stream();
-  given.synchronize();
-}
-
 }  // namespace
 
 AsyncAverage::AsyncAverage(std::shared_ptr<Communicator> communicator,

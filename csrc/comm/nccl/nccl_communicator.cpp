@@ -7,7 +7,6 @@
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include "base/check.h"
@@ -172,7 +171,7 @@ class NcclRanks final : public NcclCommunicator {
 
   c10::Event recorded() const {
     c10::Event event(device_.type());
-    event.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+    event.record(current_stream(device_));
     return event;
   }
 
