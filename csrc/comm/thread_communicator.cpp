@@ -64,7 +64,7 @@ void ThreadHub::meet(int rank, Call call) {
     try {
       perform();
     } catch (const std::exception& error) {
-      fail_and_throw(Kind::kError, concat("rank ", rank, ": ", name, ": ", error.what()));
+      fail_and_throw<Error>(concat("rank ", rank, ": ", name, ": ", error.what()));
     }
     for (auto& waiting : calls_) waiting.reset();
     ++meetings_;
@@ -73,13 +73,13 @@ void ThreadHub::meet(int rank, Call call) {
   }
   changed_.notify_all();  // a rank may wait in exchange for this one: see stuck_peer
   const int64_t meeting = meetings_;
-  const bool in_time = changed_.wait_for(
-      lock, timeout_, [&] { return meetings_ != meeting || failure_.has_value(); });
+  const bool in_time =
+      changed_.wait_for(lock, timeout_, [&] { return meetings_ != meeting || failure_; });
   if (meetings_ != meeting) return;
   if (!in_time) {
-    fail_and_throw(Kind::kTimeout,
-                   concat("rank ", rank, " of ", size_, ": ", name, " timed out after ",
-                          timeout_.count(), " ms, missing: ", absent_ranks()));
+    fail_and_throw<TimeoutError>(concat("rank ", rank, " of ", size_, ": ", name,
+                                        " timed out after ", timeout_.count(),
+                                        " ms, missing: ", absent_ranks()));
   }
   throw_if_failed();
 }
@@ -90,8 +90,8 @@ void ThreadHub::compare_with_others(int rank, const Call& call) {
     const std::string mine = text(call);
     const std::string theirs = text(*calls_[other]);
     if (mine != theirs) {
-      fail_and_throw(Kind::kMismatch, concat("ranks disagree: rank ", other, " called ", theirs,
-                                             ", rank ", rank, " called ", mine));
+      fail_and_throw<MismatchError>(concat("ranks disagree: rank ", other, " called ", theirs,
+                                           ", rank ", rank, " called ", mine));
     }
     return;  // those already here agree with each other
   }
@@ -154,19 +154,17 @@ void ThreadHub::exchange(int rank, c10::ArrayRef<Send> sends, c10::ArrayRef<Recv
     return peers;
   };
   const bool in_time = changed_.wait_for(lock, timeout_, [&] {
-    return failure_.has_value() || pending().empty() || stuck_peer(endpoints).has_value();
+    return failure_ || pending().empty() || stuck_peer(endpoints).has_value();
   });
   if (pending().empty()) return;
   throw_if_failed();
   if (!in_time) {
-    fail_and_throw(Kind::kTimeout,
-                   concat("rank ", rank, " of ", size_, ": exchange timed out after ",
-                          timeout_.count(), " ms, missing: ", pending()));
+    fail_and_throw<TimeoutError>(concat("rank ", rank, " of ", size_, ": exchange timed out after ",
+                                        timeout_.count(), " ms, missing: ", pending()));
   }
   const int peer = *stuck_peer(endpoints);
-  fail_and_throw(Kind::kMismatch,
-                 concat("ranks disagree: rank ", rank, " called exchange with rank ", peer,
-                        ", rank ", peer, " called ", text(*calls_[peer])));
+  fail_and_throw<MismatchError>(concat("ranks disagree: rank ", rank, " called exchange with rank ",
+                                       peer, ", rank ", peer, " called ", text(*calls_[peer])));
 }
 
 void ThreadHub::match(int from, int to) {
@@ -176,9 +174,9 @@ void ThreadHub::match(int from, int to) {
   Endpoint& recv = *box.recvs.front();
   if (send.tensor.numel() != recv.tensor.numel() ||
       send.tensor.scalar_type() != recv.tensor.scalar_type()) {
-    fail_and_throw(Kind::kMismatch,
-                   concat("ranks disagree: rank ", from, " sends ", shape_text(send.tensor),
-                          " to rank ", to, ", which expects ", shape_text(recv.tensor)));
+    fail_and_throw<MismatchError>(concat("ranks disagree: rank ", from, " sends ",
+                                         shape_text(send.tensor), " to rank ", to,
+                                         ", which expects ", shape_text(recv.tensor)));
   }
   box.sends.pop_front();
   box.recvs.pop_front();
@@ -206,30 +204,25 @@ std::string ThreadHub::absent_ranks() const {
 
 void ThreadHub::abort(int rank, const std::string& reason) noexcept {
   std::lock_guard lock(mutex_);
-  fail(Kind::kAborted, concat("rank ", rank, " of ", size_, " aborted: ", reason));
+  fail(std::make_exception_ptr(
+      TransportError(concat("rank ", rank, " of ", size_, " aborted: ", reason))));
 }
 
 // The first failure stays. No rank will access the waiting ranks' tensors any more.
-void ThreadHub::fail(Kind kind, std::string message) {
-  if (!failure_) failure_ = Failure{kind, std::move(message)};
+void ThreadHub::fail(const std::exception_ptr& failure) noexcept {
+  if (!failure_) failure_ = failure;
   for (auto& call : calls_) call.reset();
   changed_.notify_all();
 }
 
 void ThreadHub::throw_if_failed() const {
-  if (failure_) throw_failure();
+  if (failure_) std::rethrow_exception(failure_);
 }
 
-void ThreadHub::throw_failure() const {
-  if (failure_->kind == Kind::kTimeout) throw TimeoutError(failure_->message);
-  if (failure_->kind == Kind::kMismatch) throw MismatchError(failure_->message);
-  if (failure_->kind == Kind::kAborted) throw TransportError(failure_->message);
-  throw Error(failure_->message);
-}
-
-void ThreadHub::fail_and_throw(Kind kind, std::string message) {
-  fail(kind, std::move(message));
-  throw_failure();
+template <typename Failure>
+void ThreadHub::fail_and_throw(const std::string& message) {
+  fail(std::make_exception_ptr(Failure(message)));
+  std::rethrow_exception(failure_);
 }
 
 ThreadCommunicator::ThreadCommunicator(std::shared_ptr<ThreadHub> hub, int rank)

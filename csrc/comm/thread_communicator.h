@@ -4,6 +4,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -47,11 +48,6 @@ class ThreadHub final {
     bool done;
   };
 
-  enum class Kind { kError, kAborted, kTimeout, kMismatch };
-  struct Failure {
-    Kind kind;
-    std::string message;
-  };
   struct Mailbox {
     std::deque<Endpoint*> sends;
     std::deque<Endpoint*> recvs;
@@ -71,10 +67,10 @@ class ThreadHub final {
   void match(int from, int to);
   std::optional<int> stuck_peer(const std::vector<Endpoint>& endpoints) const;
   std::string absent_ranks() const;
-  void fail(Kind kind, std::string message);
+  void fail(const std::exception_ptr& failure) noexcept;
   void throw_if_failed() const;
-  [[noreturn]] void throw_failure() const;
-  [[noreturn]] void fail_and_throw(Kind kind, std::string message);
+  template <typename Failure>
+  [[noreturn]] void fail_and_throw(const std::string& message);
 
   const int size_;
   const std::chrono::milliseconds timeout_;
@@ -83,7 +79,7 @@ class ThreadHub final {
   std::vector<std::optional<Call>> calls_;  // by rank: the collective it waits in
   int64_t meetings_ = 0;                    // collectives completed so far
   std::vector<Mailbox> mailboxes_;          // by (from, to)
-  std::optional<Failure> failure_;
+  std::exception_ptr failure_;              // the first; null: none
 };
 
 // One rank of a ThreadHub. Tensors of CPU, or of one device that all ranks share, which every call
