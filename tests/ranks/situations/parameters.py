@@ -4,16 +4,16 @@ import warnings
 
 import torch
 from ranks.situations.rows import better, raises, row
-from ranks.situations.values import batch, everything, perceptron, trained
+from ranks.situations.values import batch, everything, perceptron, trained, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 
 def no_trainable_parameter(wrap, rank, size):
-    module = perceptron()
+    module = perceptron(seed=rank)
     module.requires_grad_(False)
     wrap(module)
-    return {}
+    return weights(module)
 
 
 def a_lazy_parameter(wrap, rank, size):
@@ -89,7 +89,9 @@ def ignored_parameters_of_rank_specific_shape(wrap, rank, size):
     return everything(module)
 
 
-NOTHING = better(lambda rank, size: {}, "there is nothing to communicate, which is no error")
+NOTHING = better(
+    lambda rank, size: weights(perceptron()), "there is nothing to communicate, which is no error"
+)
 
 
 EXCEPTIONS = [
