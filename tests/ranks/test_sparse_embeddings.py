@@ -195,16 +195,24 @@ def test_an_embedding_that_some_ranks_use(ranks, users):
 
 @training.with_group
 def leave_out_without_find_unused():
+    """Two steps leave a table and a dense layer out."""
     mine = Words()
+    mine.nobody = nn.Linear(2, 2)
     model = wrapped(mine, "with_bagua")
-    caught = training.warnings_of(lambda: loss(model, words(0, 0, 1)).backward())
-    return [text for text in caught if "bag.weight" in text], mine.bag.weight.grad._nnz()
+    data = words(0, 0, 1)
+    caught = [training.warnings_of(lambda: loss(model, data).backward()) for _ in range(2)]
+    return caught, mine.bag.weight.grad._nnz(), mine.nobody.weight.grad.any().item()
 
 
-def test_an_unused_embedding_gets_no_rows_and_a_warning(ranks):
-    for caught, rows in ranks(2, leave_out_without_find_unused):
-        assert len(caught) == 1
+def test_unused_parameters_are_named_once_and_get_zeros_or_no_rows(ranks):
+    for (first, second), rows, any_value in ranks(2, leave_out_without_find_unused):
+        (text,) = first
+        for part in ("Words", "bag.weight", "nobody.bias", "zeros", "find_unused_parameters"):
+            assert part in text
+        assert "head" not in text
+        assert second == []
         assert rows == 0
+        assert not any_value
 
 
 @training.with_group
