@@ -54,6 +54,8 @@ ARGUMENTS = [
     ({"guard": Guard(every=7)}, "Guard(every=7"),
     ({"optimizer": torch.optim.Adam}, "optimizers ['Adam']"),
     ({"environment": {"BAGUA_DEFAULT_BUCKET_SIZE": "100"}}, "bucket size 100"),
+    ({"environment": {"BAGUA_CHECKSUM": "1"}}, "BAGUA_CHECKSUM=1"),
+    ({"environment": {"BAGUA_CHECK_WEIGHTS_EVERY": "3"}}, "BAGUA_CHECK_WEIGHTS_EVERY=3"),
 ]
 #: The last rank's algorithm and that of the others, and what is said about each.
 ALGORITHMS = [
@@ -150,6 +152,8 @@ VARIABLES = [
     ("BAGUA_DEFAULT_BUCKET_SIZE", ["0", "-5"], "must be a positive number of bytes"),
     ("BAGUA_DEFAULT_BUCKET_SIZE", ["ten"], "is not an integer"),
     ("BAGUA_CHECKSUM", ["yes"], "must be 0 or 1"),
+    ("BAGUA_CHECK_WEIGHTS_EVERY", ["often"], "is not an integer"),
+    ("BAGUA_CHECK_WEIGHTS_EVERY", ["-1"], "must be a number of steps, or 0"),
 ]
 
 
