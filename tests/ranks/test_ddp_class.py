@@ -1,4 +1,4 @@
-"""DistributedDataParallel beside torch's: the same script, one import changed."""
+"""DistributedDataParallel's own members, groups and buckets. Beside torch's: situations/."""
 
 import bagua.torch_api as bagua
 import pytest
@@ -7,23 +7,9 @@ import torch.distributed as dist
 from bagua.torch_api.algorithms import ByteGradAlgorithm, DecentralizedAlgorithm
 from bagua.torch_api.communication import BaguaProcessGroup
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from support import training
-from support.cases import over
+from support import sharded, training
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-
-
-def close_bagua(function):
-    """For functions that let DistributedDataParallel initialise bagua."""
-
-    def run(*args):
-        try:
-            return function(*args)
-        finally:
-            bagua.destroy_process_group()
-
-    run.__module__, run.__qualname__ = function.__module__, function.__qualname__
-    return run
 
 
 def normalised(seed=0):
@@ -36,44 +22,7 @@ def backward_of(model, step=0):
     training.squared_error(model, training.batch(step, dist.get_rank())).backward()
 
 
-def script(wrap):
-    """What a user writes; `wrap` is all that changes."""
-    model = wrap(normalised())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(4):
-        optimizer.zero_grad()
-        if step == 2:  # accumulation
-            with model.no_sync():
-                backward_of(model, 99)
-        backward_of(model, step)
-        optimizer.step()
-    return model
-
-
-@close_bagua
-def beside_torch(arguments):
-    assert not bagua.communication.is_initialized()
-    mine = script(lambda m: DistributedDataParallel(m, *arguments))
-    theirs = script(lambda m: TorchDDP(m, *arguments))
-    for (name, p), (their_name, q) in zip(
-        mine.state_dict().items(), theirs.state_dict().items(), strict=True
-    ):
-        assert name == their_name
-        assert name.startswith("module.")
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-    theirs.load_state_dict(mine.state_dict())
-    training.assert_ranks_agree(mine)
-    return mine.bagua_stats()["rounds"], len(mine.bagua_buckets)
-
-
-@over(
-    arguments=[(None, None, 0, True, True, None, 25, False, False, True), ([], None, 0, None, True)]
-)
-def test_a_script_that_changes_its_import_trains_as_before(ranks, arguments):
-    assert ranks(3, beside_torch, arguments) == [(4, 1)] * 3
-
-
-@close_bagua
+@sharded.with_torch_group
 def small_buckets():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)
@@ -92,7 +41,7 @@ def test_bucket_cap_mb_is_in_mebibytes_and_each_bucket_may_have_one(ranks):
     assert listed == [3, 4, 1]
 
 
-@close_bagua
+@sharded.with_torch_group
 def groups():
     halves = [dist.new_group([0, 1]), dist.new_group([2])]
     mine = halves[0] if dist.get_rank() < 2 else halves[1]
