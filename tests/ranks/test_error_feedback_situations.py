@@ -1,10 +1,9 @@
-"""Error feedback when training is not plain: warm-up, overflow, scales, accumulation, nodes."""
+"""Error feedback when training is not plain: warm-up, overflow, scales."""
 
 import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
-from ranks.test_groups_and_nodes import environment_of_nodes
 from support import training
 from support.error_feedback import (
     ALGORITHMS,
@@ -14,7 +13,6 @@ from support.error_feedback import (
     make,
     owed,
     train_step,
-    wide_network,
     wrapped,
 )
 
@@ -124,26 +122,6 @@ def train_scaled(name, with_scaler):
 @ALGORITHMS
 def test_memory_is_in_unscaled_units(ranks, name):
     assert ranks(2, train_scaled, name, True) == ranks(2, train_scaled, name, False)
-
-
-@training.with_group
-def train_over_nodes(name):
-    model, optimizer = wrapped(make(name, hierarchical=True))
-    for step in range(STEPS):
-        train_step(model, optimizer, step)
-        training.assert_ranks_agree(model)
-    state = model.bagua_algorithm.state_dict()
-    return state["ranks"], sum(int(v.any()) for k, v in state.items() if "error/" in k)
-
-
-@ALGORITHMS
-@pytest.mark.parametrize("nodes", [[2, 2], [3, 1]], ids=str)
-def test_between_nodes_only_leaders_remember(ranks, name, nodes):
-    leaders = [0, nodes[0]]
-    results = ranks(4, train_over_nodes, name, env=environment_of_nodes(nodes))
-    owing = [p for p in wide_network().parameters() if name != "power_sgd" or p.dim() > 1]
-    assert [said for said, _ in results] == [" ".join(map(str, leaders))] * 4
-    assert [n for _, n in results] == [len(owing) * (rank in leaders) for rank in range(4)]
 
 
 def test_shares_of_a_bucket_have_no_residuals():

@@ -299,20 +299,20 @@ def test_a_process_that_ends_with_a_round_due_lets_the_others_end(run_script, en
 
 # State: training goes on to the bit, or says why not.
 
-SAVED_AFTER, GOES_ON = 3, 6
+GOES_ON = 6
 
 
-def make(interval, hierarchical=False, seed=0, dtypes=None):
-    model = training.network(seed) if dtypes is None else Mixed(dtypes)
+def make(seed=0):
+    model = training.network(seed)
     optimizers = [training.sgd(model)]
-    model.with_bagua(optimizers, LowPrecisionDecentralizedAlgorithm(hierarchical, interval))
+    model.with_bagua(optimizers, LowPrecisionDecentralizedAlgorithm(False))
     return model, optimizers
 
 
 @training.with_group
 def resume_with_a_round_due(path, algorithm_first):
     """Rank 1's last step before the save was skipped, and the saving itself runs the round."""
-    model, optimizers = make(1)
+    model, optimizers = make()
     train_step(model, optimizers, 0)
     training.squared_error(model, training.batch(1, dist.get_rank())).backward()
     if dist.get_rank() != 1:
@@ -321,7 +321,7 @@ def resume_with_a_round_due(path, algorithm_first):
     if algorithm_first:
         state = dict(reversed(state.items()))
     checkpoint.save(state, checkpoint_id=path)
-    again, its_optimizers = make(1, seed=1)
+    again, its_optimizers = make(seed=1)
     train_step(again, its_optimizers, 77)
     state = {"training": PerRank(again), "algorithm": again.bagua_algorithm}
     checkpoint.load(state, checkpoint_id=path)
@@ -346,7 +346,7 @@ def test_one_checkpoint_holds_all_ranks_training(ranks, tmp_path):
 
 @training.with_group
 def average_with_a_round_due():
-    model, optimizers = make(1)
+    model, optimizers = make()
     training.squared_error(model, training.batch(1, dist.get_rank())).backward()
     if dist.get_rank() == 0:
         optimizers[0].step()
@@ -355,31 +355,3 @@ def average_with_a_round_due():
 
 def test_a_round_that_is_due_runs_before_an_average(ranks):
     assert len(set(ranks(3, average_with_a_round_due))) == 1
-
-
-@training.with_group
-def resume_on_nodes():
-    """Of parameters of two dtypes: every bucket has replicas of its own."""
-    dtypes = [torch.bfloat16, torch.float64]
-    model, optimizers = make(2, hierarchical=True, dtypes=dtypes)
-    for step in range(SAVED_AFTER):
-        train_step(model, optimizers, step)
-    parts = (model, optimizers[0], model.bagua_algorithm)
-    saved = copy.deepcopy([part.state_dict() for part in parts])
-    # Another start, and steps that must not matter.
-    again, its_optimizers = make(2, hierarchical=True, seed=1, dtypes=dtypes)
-    train_step(again, its_optimizers, 77)
-    for part, state in zip((again, its_optimizers[0], again.bagua_algorithm), saved, strict=True):
-        part.load_state_dict(state)
-    for step in range(SAVED_AFTER, SAVED_AFTER + GOES_ON):
-        train_step(model, optimizers, step)
-        train_step(again, its_optimizers, step)
-        assert training.model_bits(model) == training.model_bits(again), f"step {step}"
-    return again.bagua_algorithm.state_dict()["iterations"], weight_bits(again)
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1)], ids=str)
-def test_training_on_nodes_goes_on_to_the_bit(ranks, sizes):
-    results = ranks(3, resume_on_nodes, env=environment_of_nodes(sizes))
-    assert [iterations for iterations, _ in results] == [SAVED_AFTER + GOES_ON] * 3
-    assert len({bits for _, bits in results}) == len(sizes)
