@@ -1,7 +1,6 @@
 """Islands of two ranks of which one is killed. More of them: test_random_faults.py."""
 
 import pytest
-from faults.elastic_rank import EXIT_OF_AN_ERROR
 from faults.island_job import RANKS, IslandJob
 
 
@@ -21,16 +20,6 @@ def test_two_of_three_islands_finish_when_a_rank_of_one_is_killed(victim, place)
             text = job.output(process).read_text()
             assert f"lost island(s) {lost} in outer round " in text, text
             assert f"island(s) {rest[0]}, {rest[1]} go on" in text
-
-
-@pytest.mark.timeout(120)
-def test_fewer_islands_than_the_quorum_raise():
-    with IslandJob(rounds=12, islands=2, least=2) as job:
-        job.start_all({3: "between:5"})
-        for process in job.ranks_of(0):
-            assert job.processes[process].wait(60) == EXIT_OF_AN_ERROR
-            text = job.output(process).read_text()
-            assert "island(s) 1 of 2 were lost, and the 1 left are fewer than quorum=2" in text
 
 
 @pytest.mark.timeout(120)

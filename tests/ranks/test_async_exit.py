@@ -59,32 +59,3 @@ print("trained and freed")
     for end in ends:
         assert WARNING not in end.stderr
         assert "trained and freed" in end.stdout
-
-
-KILLS = """
-import os, signal, sys, time
-bagua.barrier()  # or the others might fail before they have printed
-if bagua.get_rank() == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-try:
-    for _ in range(1000):
-        model(torch.randn(4, 64)).square().mean().backward()
-        optimizer.step()
-        time.sleep(0.02)
-except bagua.BaguaError as error:
-    print(type(error).__name__, error, flush=True)
-    sys.exit(7)
-"""
-
-
-def test_the_survivors_of_a_killed_rank_name_it(run_script):
-    ends = run_script(3, script(after=KILLS), timeout=60.0)
-    assert ends[1].returncode == -9
-    for rank in (0, 2):
-        assert ends[rank].returncode == 7, ends[rank].stdout + ends[rank].stderr
-        text = ends[rank].stdout.split("\n", 1)[1]
-        assert text.startswith(
-            "BaguaError rank 1 was killed, stopped or cut off: silent for over a second, last in"
-        )
-        assert f"Seen here: module 'Linear', rank {rank} of 3, asynchronous averaging: " in text
-        assert "Weights are this rank's own." in text
