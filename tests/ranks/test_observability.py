@@ -36,38 +36,6 @@ def trained(algorithm, model=None, steps=3):
 
 
 @training.with_group
-def stats_after_training(kind):
-    if kind == "exact":
-        return trained(GradientAllReduceAlgorithm(hierarchical=True)).bagua_stats()
-    return trained(ByteGradAlgorithm(hierarchical=True, codec=kind)).bagua_stats()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "kind", "lanes"),
-    [((2, 2), "exact", 1), ((2, 2), "minmax_uint8", 2), ((3, 1), "exact", 2)],
-    ids=str,
-)
-def test_bytes_inside_a_node_and_between_nodes_are_counted_apart(ranks, sizes, kind, lanes):
-    env = [
-        {**node, **training.SMALL_BUCKETS, "BAGUA_LANES": str(lanes)}
-        for node in environment_of_nodes(sizes)
-    ]
-    results = ranks(sum(sizes), stats_after_training, kind, env=env)
-    for stats, place in zip(results, env, strict=True):
-        leads = place["LOCAL_RANK"] == "0"
-        alone = place["LOCAL_WORLD_SIZE"] == "1"
-        by_purpose = stats["communicators"]
-        assert set(by_purpose) == ({"node", "leaders"} if leads else {"node"})
-        for key in ("bytes_sent", "bytes_received", "messages_sent", "messages_received"):
-            assert stats["total"][key] == sum(entry[key] for entry in by_purpose.values())
-        assert (by_purpose["node"]["bytes_sent"] == 0) == alone
-        if leads:  # two nodes: an exact mean sends as many bytes as there are
-            whole = stats["rounds"] * stats["total"]["bytes"]
-            sent = by_purpose["leaders"]["bytes_sent"]
-            assert sent == whole if kind == "exact" else 0 < sent != whole
-
-
-@training.with_group
 def stats_of_buffers():
     model = nn.Sequential(nn.Linear(training.FEATURES, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
     return trained(GradientAllReduceAlgorithm(), model, steps=4).bagua_stats()

@@ -1,4 +1,4 @@
-"""Sparse gradients in training: the oracle's bits, equal ranks, dtypes, bytes, wrong arguments."""
+"""Sparse gradients in training: the oracle's bits, equal ranks, dtypes, wrong arguments."""
 
 import bagua.torch_api as bagua
 import pytest
@@ -64,24 +64,6 @@ def test_buckets_for_which_sparse_messages_do_not_pay_are_averaged_exactly(ranks
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_other_dtypes_follow_the_oracle(ranks, dtype):
     assert ranks(2, train_and_compare, dtype) == [["Sparse"]] * 2
-
-
-@training.with_group
-def count_bytes(ratio):
-    model, optimizer = wrapped(sparse(ratio))
-    for step in range(3):
-        train_step(model, optimizer, step)
-    before = model.bagua_stats()["buckets"][0]["bytes_sent"]
-    train_step(model, optimizer, 3)
-    return model.bagua_stats()["buckets"][0]["bytes_sent"] - before, ops_of(model)
-
-
-def test_bytes_are_those_of_the_messages(ranks):
-    k = round(0.05 * ELEMENTS)
-    message = 32 + -(-4 * k // 32) * 32 + 32  # a frame, values, indices of 8 bits
-    assert ranks(3, count_bytes, 0.05)[0] == (2 * message, ["Sparse"])
-    assert ranks(3, count_bytes, 0.001)[0] == (2 * (32 + 32 + 32), ["Sparse"])  # of one element
-    assert ranks(2, count_bytes, 1.0)[0] == (4 * ELEMENTS, ["ErrorFeedbackAllReduce"])
 
 
 @training.with_group
