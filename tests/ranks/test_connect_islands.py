@@ -21,7 +21,6 @@ from support import faults, sharded, training
 from support.cases import over
 from support.processes.pool import new_store, torchrun_environment
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 
 def on_islands(ranks, sizes, function, *args):
@@ -115,18 +114,6 @@ def save_and_load(address, folder, name):
 def test_islands_go_on_to_the_bit_from_folders_of_their_own(ranks, tmp_path, name):
     for bits, again in on_islands(ranks, (2, 2), save_and_load, str(tmp_path / name), name):
         assert bits == again
-
-
-@training.with_group
-def train_with_torchs_ddp_inside(address):
-    island = int(os.environ["ISLAND"])
-    group = connect_islands(address, island, 2)
-    torch.manual_seed(0)
-    return train(TorchDDP(network()), group, 2 * island + dist.get_rank())[0]
-
-
-def test_torchs_ddp_averages_inside_of_an_island(ranks):
-    assert len(set(on_islands(ranks, (2, 2), train_with_torchs_ddp_inside))) == 1
 
 
 @training.with_group
