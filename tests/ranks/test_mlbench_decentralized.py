@@ -44,25 +44,6 @@ def test_weights_and_gradients_become_those_of_the_oracle(ranks, name, by_layer)
     assert len(set(digests)) == len(sums), "ranks with the same sum hold the same bits"
 
 
-@training.with_group
-def mix_twice_listed(values):
-    """This rank's values after each of three averages of a ring of two."""
-    model = nn.Linear(1, 5, bias=False).double()
-    model.weight.data.fill_(values[dist.get_rank()])
-    average = aggregation_for([[1, 1], [0, 0]]).agg_model()
-    seen = []
-    for _ in range(3):
-        average(model, "avg_world")
-        seen.append(model.weight.unique().tolist())
-    return seen
-
-
-def test_two_ranks_that_list_each_other_twice_keep_a_constant_to_the_bit(ranks):
-    """A ring of two, built as a list of the one before and the one after: 1.0 stays 1.0."""
-    assert ranks(2, mix_twice_listed, [1.0, 1.0]) == [[[1.0]] * 3] * 2
-    assert ranks(2, mix_twice_listed, [1.0, 4.0]) == [[[2.5]] * 3] * 2
-
-
 # A rank and its list, for each process; what every rank reads.
 WRONG = {
     "one-sided": (
