@@ -228,22 +228,3 @@ def test_training_inside_anchor_is_refused_and_another_anchor_is_the_same(ranks)
         ):
             assert error.startswith("BaguaError")
             assert f"{what} inside anchor()" in error
-
-
-@training.with_group
-def sync_at_the_end():
-    model, optimizer = wrapped(interval=10)
-    own_steps(model, optimizer, range(4))
-    model.bagua_algorithm.sync()
-    assert_outer_state_agrees(model)
-    assert_weights_are_the_anchor(model)
-    before = training.bits(outer_state(model).values())
-    model.bagua_algorithm.sync()  # nothing has been trained since
-    assert training.bits(outer_state(model).values()) == before
-    rounds = model.bagua_algorithm.outer_rounds
-    own_steps(model, optimizer, range(10))
-    return rounds, model.bagua_algorithm.outer_rounds
-
-
-def test_sync_makes_a_round_now_and_none_where_nothing_was_trained(ranks):
-    assert ranks(3, sync_at_the_end) == [(1, 2)] * 3
