@@ -323,41 +323,6 @@ def test_shards_stream_in_few_bits_and_optimizers_keep_their_state(ranks):
         assert agree == {"moments": True, "weights": True, "anchor": True}
 
 
-@sharded.with_torch_group
-def neighbours(folder):
-    """Bits after a load and six steps more, and after six steps without one; an error."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "shard"))
-
-    def start(seed):
-        torch.manual_seed(seed)
-        model = by_fsdp(network(), mesh["shard"])
-        optimizer = sgd(model)
-        model.with_bagua([optimizer], LowPrecisionDecentralizedAlgorithm(), mesh["island"])
-        return model, optimizer
-
-    def go_on(model, optimizer):
-        train(model, optimizer, range(6, 12), dist.get_rank())
-        return training.bits(map(shard_of, model.parameters()))
-
-    model, optimizer = start(0)
-    train(model, optimizer, range(6), dist.get_rank())
-    state = {"training": PerRank(model), "algorithm": model.bagua_algorithm}
-    dcp.save(state, checkpoint_id=folder)
-    foreign = model.bagua_algorithm.state_dict() | {"shards": "4"}
-    error = training.error_of(lambda: model.bagua_algorithm.load_state_dict(foreign))
-    bits = go_on(model, optimizer)
-    model, optimizer = start(1)
-    state = {"training": PerRank(model), "algorithm": model.bagua_algorithm}
-    dcp.load(state, checkpoint_id=folder)
-    return bits, go_on(model, optimizer), error
-
-
-def test_neighbours_of_shards_go_on_from_a_checkpoint_to_the_bit(ranks, tmp_path):
-    for bits, again, error in ranks(4, neighbours, str(tmp_path)):
-        assert bits == again
-        assert "saved with other shards" in error
-
-
 def wrapped(mesh, seed=0):
     torch.manual_seed(seed)
     model = by_fsdp(network(), mesh["shard"])
