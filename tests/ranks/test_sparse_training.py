@@ -12,12 +12,10 @@ from support.error_feedback import (
     flat_of,
     gathered_gradients,
     train_step,
-    wide_network,
     wrapped,
 )
 
 STEPS = 8
-ELEMENTS = sum(p.numel() for p in wide_network().parameters())
 
 
 def sparse(ratio=0.05, **arguments):
@@ -29,9 +27,9 @@ def ops_of(model):
 
 
 @training.with_group
-def train_and_compare(dtype):
+def train_and_compare(dtype, ratio=0.05):
     """Every round against the oracle, bucket by bucket, from the residual before it."""
-    model, optimizer = wrapped(sparse(), dtype=dtype)
+    model, optimizer = wrapped(sparse(ratio), dtype=dtype)
     size = dist.get_world_size()
     for step in range(STEPS):
         states = training.gather(model.bagua_algorithm.state_dict())
@@ -43,7 +41,7 @@ def train_and_compare(dtype):
         for bucket, op in zip(model.bagua_buckets, ops_of(model), strict=True):
             names = [tensor.bagua_tensor_name for tensor in bucket.tensors]
             if op != "ErrorFeedbackAllReduce":
-                assert_sparse_mean(got, gradients, states, after, names, 0.05)
+                assert_sparse_mean(got, gradients, states, after, names, ratio)
                 continue
             mean = sum(flat_of(each, names) for each in gradients) / size
             torch.testing.assert_close(flat_of(got, names), mean, rtol=1e-2, atol=1e-3)
@@ -64,6 +62,10 @@ def test_buckets_for_which_sparse_messages_do_not_pay_are_averaged_exactly(ranks
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_other_dtypes_follow_the_oracle(ranks, dtype):
     assert ranks(2, train_and_compare, dtype) == [["Sparse"]] * 2
+
+
+def test_a_small_ratio_sends_one_element(ranks):
+    assert ranks(2, train_and_compare, torch.float32, 0.001) == [["Sparse"]] * 2
 
 
 @training.with_group
