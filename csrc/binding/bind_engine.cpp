@@ -55,6 +55,7 @@ py::dict stats_dict(const EngineStats& stats) {
     dict["busy_ns"] = bucket.busy_ns;
     dict["waiting_ns"] = bucket.waiting_ns;
     dict["hidden_ns"] = bucket.hidden_ns;
+    dict["nonfinite_rounds"] = bucket.nonfinite_rounds;
     buckets.append(dict);
   }
   py::dict dict;

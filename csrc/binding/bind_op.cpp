@@ -11,7 +11,6 @@
 #include "op/average_weights.h"
 #include "op/compressed_all_reduce.h"
 #include "op/compressed_gossip.h"
-#include "op/count_non_finite.h"
 #include "op/gossip.h"
 #include "op/hierarchical.h"
 #include "op/low_rank.h"
@@ -20,6 +19,7 @@
 #include "op/sharded/compressed_all_gather.h"
 #include "op/sharded/compressed_reduce_scatter.h"
 #include "op/sharded/sharded_hierarchical.h"
+#include "op/tensors/all_finite.h"
 #include "op/tensors/low_rank_products.h"
 #include "op/update_momentum.h"
 #include "op/wire/bucket_parts.h"
@@ -71,17 +71,8 @@ void bind_bucket_op(py::module_& m) {
           py::arg("flat"), py::arg("step") = 1, py::arg("grad_scale") = 1.0f,
           py::arg("bucket") = "eager", py::call_guard<py::gil_scoped_release>());
 
-  py::class_<NonFiniteRounds, std::shared_ptr<NonFiniteRounds>>(m, "NonFiniteRounds")
-      .def(py::init<>())
-      .def_property_readonly("count", &NonFiniteRounds::count);
-
-  py::class_<CountNonFinite, BucketOp, std::shared_ptr<CountNonFinite>>(m, "CountNonFinite")
-      .def(py::init([](std::shared_ptr<BucketOp> inner, std::shared_ptr<NonFiniteRounds> rounds,
-                       std::optional<at::Tensor> result) {
-             return std::make_shared<CountNonFinite>(std::move(inner), std::move(rounds),
-                                                     result.value_or(at::Tensor()));
-           }),
-           py::arg("inner"), py::arg("rounds"), py::arg("result") = py::none());
+  m.def("all_finite", &all_finite, py::arg("tensor"), py::call_guard<py::gil_scoped_release>(),
+        "Whether a tensor holds neither NaN nor infinity.");
 
   py::class_<Sampled, BucketOp, std::shared_ptr<Sampled>>(m, "Sampled")
       .def(py::init<std::shared_ptr<BucketOp>>(), py::arg("inner"))

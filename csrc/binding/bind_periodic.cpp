@@ -25,11 +25,9 @@ void bind_periodic(py::module_& m) {
       .def(py::init([](std::shared_ptr<CountingCommunicator> communicator,
                        std::vector<at::Tensor> weights, std::string name, double interval_s,
                        double timeout_s, std::shared_ptr<FailureBoard> board,
-                       std::shared_ptr<NonFiniteRounds> non_finite,
                        std::shared_ptr<ManualClock> clock) {
              auto gate = std::make_shared<WeightGate>();
-             auto op = std::make_shared<AsyncAverage>(communicator, std::move(weights), gate,
-                                                      std::move(non_finite));
+             auto op = std::make_shared<AsyncAverage>(communicator, std::move(weights), gate);
              LaneOptions lane{.name = std::move(name),
                               .control = nullptr,
                               .ops = {std::move(communicator)},
@@ -45,7 +43,7 @@ void bind_periodic(py::module_& m) {
            }),
            py::arg("communicator"), py::arg("weights"), py::kw_only(), py::arg("name"),
            py::arg("interval_s"), py::arg("timeout_s"), py::arg("board").none(true) = py::none(),
-           py::arg("non_finite").none(true) = py::none(), py::arg("clock").none(true) = py::none())
+           py::arg("clock").none(true) = py::none())
       .def("resume", &PeriodicLane::resume, ReleaseGil())
       .def("ask_to_pause", &PeriodicLane::ask_to_pause, ReleaseGil())
       .def(

@@ -43,7 +43,8 @@ BucketAccount::BucketAccount(const CountingCommunicators& communicators, Overlap
   clock.lane_begins(start_ns_);
 }
 
-void BucketAccount::close(OverlapClock& clock, int64_t ready_ns, BucketStats& stats) const {
+void BucketAccount::close(OverlapClock& clock, int64_t ready_ns, std::optional<bool> finite,
+                          BucketStats& stats) const {
   const int64_t end = now_ns();
   clock.lane_ends(end);
   const int64_t busy = end - start_ns_;
@@ -52,6 +53,7 @@ void BucketAccount::close(OverlapClock& clock, int64_t ready_ns, BucketStats& st
   stats.busy_ns += busy;
   stats.waiting_ns += start_ns_ - ready_ns;
   stats.hidden_ns += busy - (clock.exposed_ns(end) - exposed_before_);
+  if (finite) stats.nonfinite_rounds = stats.nonfinite_rounds.value_or(0) + (*finite ? 0 : 1);
 }
 
 // Exact, because only this lane uses the communicators.

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,8 @@ struct BucketStats {
   int64_t waiting_ns;  // from its last slot's mark to its first op: for earlier buckets of the lane
                        // and for the ranks' agreement
   int64_t hidden_ns;   // busy while the caller was not blocked
+  // Whose result held NaN or infinity; none on a device, where a look would wait for it.
+  std::optional<int64_t> nonfinite_rounds;
 };
 
 // Not thread-safe: the engine's mutex guards it. Every `now` is of now_ns() and not before the last
@@ -65,8 +68,10 @@ class BucketAccount {
  public:
   // Under the engine's mutex, on the lane that owns `communicators`; they outlive the account.
   BucketAccount(const CountingCommunicators& communicators, OverlapClock& clock);
-  // Under the mutex, after the ops; `ready_ns`: when the bucket's last slot was marked.
-  void close(OverlapClock& clock, int64_t ready_ns, BucketStats& stats) const;
+  // Under the mutex, after the ops; `ready_ns`: when the bucket's last slot was marked. `finite`:
+  // the result, as run_ops() returns it.
+  void close(OverlapClock& clock, int64_t ready_ns, std::optional<bool> finite,
+             BucketStats& stats) const;
 
  private:
   Traffic traffic() const;

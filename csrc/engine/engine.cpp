@@ -142,6 +142,7 @@ Engine::State::State(std::vector<Lane> lane_list, EngineOptions engine_options)
       if (!state.stream) state.stream = side_stream(bucket.flat.device());
       entry.stats.name = bucket.name;
       entry.stats.bytes = static_cast<int64_t>(bucket.flat.nbytes());
+      if (bucket.flat.is_cpu()) entry.stats.nonfinite_rounds = 0;
       for (const auto& op : bucket.ops) entry.stats.ops.push_back(op->describe());
       progress.push_back(std::move(entry));
       buckets.push_back(std::move(bucket));
@@ -226,6 +227,7 @@ void Engine::State::run_bucket(size_t index) {
   int64_t this_round = 0;
   float scale = 1.0f;
   std::optional<BucketAccount> account;
+  std::optional<bool> finite;
   {
     std::unique_lock lock(mutex);
     changed.wait(lock, [&] { return failure || stopped || round.agreed(); });
@@ -238,21 +240,24 @@ void Engine::State::run_bucket(size_t index) {
   try {
     const std::optional<c10::Stream>& stream = lanes[entry.lane].stream;
     const c10::OptionalStreamGuard on_lane_stream(stream);
-    run_ops({.flat = bucket.flat,
-             .ops = bucket.ops,
-             .communicators = lanes[entry.lane].communicators,
-             .round = {.number = this_round, .grad_scale = scale, .bucket = bucket.name}},
-            [&] {
-              if (stream) entry.ready.block(*stream);
-              // A codec that met a NaN left it in the padding, where nothing would overwrite it.
-              if (at::Tensor padding = bucket.padding(); padding.numel() > 0) padding.zero_();
-            });
+    finite = run_ops({.flat = bucket.flat,
+                      .ops = bucket.ops,
+                      .communicators = lanes[entry.lane].communicators,
+                      .round = {.number = this_round, .grad_scale = scale, .bucket = bucket.name}},
+                     [&] {
+                       if (stream) entry.ready.block(*stream);
+                       // A codec that met a NaN left it in the padding, where nothing would
+                       // overwrite it.
+                       if (at::Tensor padding = bucket.padding(); padding.numel() > 0) {
+                         padding.zero_();
+                       }
+                     });
   } catch (...) {
     return fail(with_context(whoami() + ", ", std::current_exception()));
   }
   {
     std::lock_guard lock(mutex);
-    account->close(clock, entry.ready_ns, entry.stats);
+    account->close(clock, entry.ready_ns, finite, entry.stats);
     entry.done_in = this_round;
     lanes[entry.lane].running.reset();
     round.bucket_done();

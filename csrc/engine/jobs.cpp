@@ -108,21 +108,23 @@ void DynamicLane::State::run(Pending& entry, std::optional<BucketAccount>& accou
   at::Tensor flat = entry.job.flat;
   if (!stream) stream = side_stream(flat.device());
   const c10::OptionalStreamGuard on_own_stream(stream);
-  run_ops({.flat = flat,
-           .ops = plan.ops,
-           .communicators = core.ops,
-           .round = {.number = entry.job.round,
-                     .grad_scale = entry.job.grad_scale,
-                     .bucket = plan.name}},
-          [&] {
-            if (stream) entry.ready.block(*stream);
-            // By the tensor: mul_(Scalar) rounds the factor to the dtype of half-precision tensors.
-            if (plan.scale != 1.0) flat.mul_(at::native::wrapped_scalar_tensor(plan.scale));
-          });
+  const std::optional<bool> finite =
+      run_ops({.flat = flat,
+               .ops = plan.ops,
+               .communicators = core.ops,
+               .round = {.number = entry.job.round,
+                         .grad_scale = entry.job.grad_scale,
+                         .bucket = plan.name}},
+              [&] {
+                if (stream) entry.ready.block(*stream);
+                // By the tensor: mul_(Scalar) rounds the factor to the dtype of half-precision
+                // tensors.
+                if (plan.scale != 1.0) flat.mul_(at::native::wrapped_scalar_tensor(plan.scale));
+              });
   Future future;
   {
     const std::lock_guard lock(mutex);
-    account->close(clock, entry.posted_ns, stats_of(entry.job));
+    account->close(clock, entry.posted_ns, finite, stats_of(entry.job));
     running = false;
     ++done;
     future = std::move(entry.future);

@@ -9,6 +9,7 @@
 #include "base/check.h"
 #include "comm/abort_all.h"
 #include "health/failure.h"
+#include "op/tensors/all_finite.h"
 
 namespace bagua {
 
@@ -169,7 +170,7 @@ void LaneCore::abort_communicators(const std::string& reason) const noexcept {
   abort_all(all, reason);
 }
 
-void run_ops(const LaneWork& work, const std::function<void()>& before) {
+std::optional<bool> run_ops(const LaneWork& work, const std::function<void()>& before) {
   const std::string& bucket = work.round.bucket;
   const BucketOp* running = nullptr;
   try {
@@ -182,6 +183,8 @@ void run_ops(const LaneWork& work, const std::function<void()>& before) {
     for (const auto& communicator : work.communicators) {
       communicator->invalidate_if_aborted(work.flat);
     }
+    if (!work.flat.is_cpu()) return std::nullopt;
+    return work.ops.empty() || all_finite(work.ops.back()->result(work.flat));
   } catch (...) {
     std::rethrow_exception(
         with_context(concat("bucket '", bucket, "' (", work.flat.nbytes(), " bytes), ",

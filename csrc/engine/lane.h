@@ -128,7 +128,9 @@ struct LaneWork {
   Round round;
 };
 
-// Runs `before`, then the ops. An error names the bucket and the op.
-void run_ops(const LaneWork& work, const std::function<void()>& before);
+// Runs `before`, then the ops, and looks whether the result is finite: one pass over memory that
+// has just been written. None on a device, where it would wait. An error names the bucket and the
+// op.
+std::optional<bool> run_ops(const LaneWork& work, const std::function<void()>& before);
 
 }  // namespace bagua

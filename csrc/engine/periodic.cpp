@@ -43,6 +43,7 @@ struct PeriodicLane::State final : LaneCore {
   bool failure_known = false;  // to the training thread
   int64_t rounds = 0;          // in which all ranks took part, to tell others how far this one got
   int64_t averages = 0;
+  int64_t nonfinite = 0;  // averages
   // All three of whole rounds, so that they go together.
   int64_t rounds_ns = 0;
   int64_t waited_ns = 0;  // at the gate
@@ -82,10 +83,12 @@ bool PeriodicLane::State::run_round() {
     pause = wants_to_pause;
   }
   const int64_t start = now_ns();
-  const bool averaged = op->run(pause);
+  const PeriodicOp::Made made = op->run(pause);
+  const bool averaged = made != PeriodicOp::Made::kNothing;
   std::lock_guard lock(mutex);
   ++rounds;
   if (averaged) ++averages;
+  if (made == PeriodicOp::Made::kNonFinite) ++nonfinite;
   rounds_ns += now_ns() - start;
   waited_ns = gate->lane_waited_ns();
   traffic = core.ops[0]->traffic();
@@ -236,6 +239,7 @@ EngineStats PeriodicLane::stats() const {
   averages.busy_ns = state_->rounds_ns - state_->waited_ns;
   averages.waiting_ns = state_->waited_ns;
   averages.hidden_ns = averages.busy_ns;
+  if (state_->op->device().is_cpu()) averages.nonfinite_rounds = state_->nonfinite;
   return {.buckets = {averages},
           .control = {},
           .rounds = state_->averages,

@@ -24,7 +24,7 @@ namespace bagua {
 // results are equal, and half precision overflows no earlier.
 //
 // The bucket's memory determines dtype and device and has no other use. On CPU it is NaN afterwards
-// if the result holds NaN or infinity, else zero, which CountNonFinite reads; on a device it stays.
+// if the result holds NaN or infinity, else zero, which the lane looks at; on a device it stays.
 // The host waits for the device, since it needs sizes and indices.
 //
 // May fail: Error for a gradient of another kind, MismatchError, naming the peer, for numbers and

@@ -27,11 +27,9 @@ at::Device device_of(const std::vector<at::Tensor>& weights) {
 }  // namespace
 
 AsyncAverage::AsyncAverage(std::shared_ptr<Communicator> communicator,
-                           std::vector<at::Tensor> weights, std::shared_ptr<WeightGate> gate,
-                           std::shared_ptr<NonFiniteRounds> non_finite)
+                           std::vector<at::Tensor> weights, std::shared_ptr<WeightGate> gate)
     : communicator_(std::move(communicator)),
       gate_(std::move(gate)),
-      non_finite_(std::move(non_finite)),
       trained_(device_of(weights)),
       averaged_(device_of(weights)) {
   BAGUA_CHECK_ARG(communicator_ && gate_, "AsyncAverage needs a communicator, a gate and weights.");
@@ -61,14 +59,14 @@ void AsyncAverage::in_the_gate(Body body) {
   gate_->lane_leave();
 }
 
-bool AsyncAverage::run(bool wants_to_stop) {
+PeriodicOp::Made AsyncAverage::run(bool wants_to_stop) {
   // 1.
   at::Tensor stop =
       at::full({1}, wants_to_stop ? 1 : 0, at::TensorOptions().dtype(at::kByte).device(device()));
   communicator_->all_reduce(stop, ReduceOp::kMin);
   if (stop.item<uint8_t>() != 0) {
     communicator_->check();  // an aborted all-reduce has left this rank's own wish
-    return false;
+    return Made::kNothing;
   }
   // 2.
   {
@@ -82,11 +80,11 @@ bool AsyncAverage::run(bool wants_to_stop) {
   }
   wait_for_current_stream(device());
   communicator_->check();
-  count_non_finite();
+  const bool finite = !device().is_cpu() || averages_are_finite();
   // 4.
   RECORD_FUNCTION("bagua::AsyncAverage::apply", {});
   in_the_gate(apply);
-  return true;
+  return finite ? Made::kAverage : Made::kNonFinite;
 }
 
 void AsyncAverage::training_enters() { averaged_.block_current_stream(); }
@@ -107,11 +105,9 @@ void AsyncAverage::apply(Part& part) {
   }
 }
 
-void AsyncAverage::count_non_finite() const {
-  if (!non_finite_ || !device().is_cpu()) return;
-  for (const Part& part : parts_) {
-    if (!all_finite(part.mean)) return non_finite_->add();
-  }
+bool AsyncAverage::averages_are_finite() const {
+  return std::all_of(parts_.begin(), parts_.end(),
+                     [](const Part& part) { return all_finite(part.mean); });
 }
 
 at::Device AsyncAverage::device() const { return parts_.front().weights.device(); }

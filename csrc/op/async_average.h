@@ -10,7 +10,6 @@
 #include "comm/communicator.h"
 #include "comm/device_stream.h"
 #include "op/contract/periodic_op.h"
-#include "op/count_non_finite.h"
 
 namespace bagua {
 
@@ -31,11 +30,9 @@ namespace bagua {
 // floating; what the communicator throws, after which the weights are as training left them.
 class AsyncAverage final : public PeriodicOp {
  public:
-  // `non_finite` counts the averages that are not finite, of weights on the CPU; null: nobody does.
   AsyncAverage(std::shared_ptr<Communicator> communicator, std::vector<at::Tensor> weights,
-               std::shared_ptr<WeightGate> gate,
-               std::shared_ptr<NonFiniteRounds> non_finite = nullptr);
-  bool run(bool wants_to_stop) override;
+               std::shared_ptr<WeightGate> gate);
+  Made run(bool wants_to_stop) override;
   void training_leaves() override { trained_.mark_current_stream(); }
   void training_enters() override;
   at::Device device() const override;
@@ -51,12 +48,11 @@ class AsyncAverage final : public PeriodicOp {
   template <typename Body>
   void in_the_gate(Body body);
   static void apply(Part& part);
-  void count_non_finite() const;
+  bool averages_are_finite() const;
 
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<WeightGate> gate_;
   std::vector<Part> parts_;
-  std::shared_ptr<NonFiniteRounds> non_finite_;
   // Guarded by the gate.
   StreamPoints trained_;   // end of training's work when it left last
   StreamPoints averaged_;  // end of run()'s work when it left last

@@ -23,6 +23,7 @@ class AverageWeights final : public BucketOp {
   AverageWeights(at::Tensor peer_weight, at::Tensor communications,
                  std::shared_ptr<BucketOp> inner);
   void run(at::Tensor& flat, const Round& round) override;
+  at::Tensor result(const at::Tensor&) const override { return peer_weight_; }
   std::string describe() const override;
 
  private:

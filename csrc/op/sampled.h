@@ -31,6 +31,7 @@ class Sampled final : public BucketOp {
   std::optional<BucketSample> take();
 
   void run(at::Tensor& flat, const Round& round) override;
+  at::Tensor result(const at::Tensor& flat) const override { return inner_->result(flat); }
   std::string describe() const override { return inner_->describe(); }
 
  private:

@@ -35,6 +35,9 @@ class BucketOp {
  public:
   virtual ~BucketOp() = default;
   virtual void run(at::Tensor& flat, const Round& round) = 0;
+  // Where run() leaves what the ranks have made of it: in the bucket, unless an op has another
+  // place.
+  virtual at::Tensor result(const at::Tensor& flat) const { return flat; }
   virtual std::string describe() const = 0;
 };
 

@@ -14,9 +14,11 @@ class PeriodicOp {
  public:
   virtual ~PeriodicOp() = default;
 
-  // One round, which all ranks make together. `wants_to_stop`: this rank's wish. Returns false,
-  // having done nothing, once every rank wants to stop.
-  virtual bool run(bool wants_to_stop) = 0;
+  enum class Made : uint8_t { kNothing, kAverage, kNonFinite };
+  // One round, which all ranks make together. `wants_to_stop`: this rank's wish. kNothing: every
+  // rank wants to stop. kNonFinite: an average holds NaN or infinity, for which only host memory is
+  // looked through: on a device the look would wait.
+  virtual Made run(bool wants_to_stop) = 0;
 
   // Order device work across the gate: called by the training thread before it leaves the gate,
   // whose current stream run()'s work on the weights then waits for, and after it has entered,

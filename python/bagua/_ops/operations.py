@@ -100,7 +100,6 @@ class Operation:
         approximates: what a guard can compare, the mean of what the ranks put in, or weights of
             their own; None: nothing, it is exact or of another kind.
         averages: whether the result is a mean, not a sum.
-        result: where the values end up; None: in the bucket.
         one_order: whether all ranks must run the module's buckets one after the other.
         of_divided: the operation of equal result for gradients that were divided by the number of
             ranks on their way into the bucket; None: there is none.
@@ -113,7 +112,6 @@ class Operation:
     page: Page | None = None
     approximates: Literal["mean", "weights"] | None = None
     averages: bool = True
-    result: torch.Tensor | None = None
     one_order: bool = False
     of_divided: Operation | None = None
 
@@ -126,31 +124,21 @@ class Operation:
         return error if error is not None and error.numel() else None
 
 
-def make_ops(
-    lane: Lane, bucket: BaguaBucket, rounds: _C.NonFiniteRounds | None = None
-) -> tuple[list[_C.BucketOp], float, _C.NonFiniteRounds | None]:
-    """The C++ ops of a bucket, a factor for gradients as they are put into it, and a counter.
+def make_ops(lane: Lane, bucket: BaguaBucket) -> tuple[list[_C.BucketOp], float]:
+    """The C++ ops of a bucket, and the factor for gradients as they are put into it.
 
     gloo has no mean: dividing takes a pass over memory, which is free where the gradient is copied
-    anyway. So the mean of gradients is the sum of divided gradients, as in torch's DDP. The counter
-    is of rounds with NaN or infinity, ``rounds`` or a new one; on devices, where a look would mean
-    to wait, there is none.
+    anyway. So the mean of gradients is the sum of divided gradients, as in torch's DDP.
     """
     specs, scale = bucket.ops, 1.0
-    on_cpu = bucket.backend_tensor.device.type == "cpu"
-    if on_cpu and bucket.gradients and len(specs) == 1:
+    if bucket.gradients and bucket.backend_tensor.device.type == "cpu" and len(specs) == 1:
         divided = specs[0].of_divided
         if divided is not None:
             specs, scale = [divided], 1.0 / (divided.group or lane.group).size
     ops = [spec.make(lane, bucket) for spec in specs]
     if bucket.watched:
         ops[-1] = bucket.sampled = _C.Sampled(ops[-1])
-    if not on_cpu:
-        return ops, scale, None
-    rounds = rounds or _C.NonFiniteRounds()
-    if ops:
-        ops[-1] = _C.CountNonFinite(ops[-1], rounds, specs[-1].result)
-    return ops, scale, rounds
+    return ops, scale
 
 
 # Among whom an op communicates.
@@ -417,17 +405,17 @@ def sparse(
 class AverageWeights(Operation):
     """The mean of weights in a memory beside the bucket's, which stays as it is.
 
-    ``communications``: how often the op has run, one int64, written by the op; whoever goes on from
-    a checkpoint sets it before the next communication.
+    ``peer_weight``: that memory. ``communications``: how often the op has run, one int64, written
+    by the op; whoever goes on from a checkpoint sets it before the next communication.
     """
 
+    peer_weight: torch.Tensor
     communications: torch.Tensor
 
     def copy_back_peer_weight(self, bucket: BaguaBucket) -> None:
         """Give the tensors of ``bucket`` the averaged values: after waiting for it."""
-        assert self.result is not None
         with torch.no_grad():
-            bucket.backend_tensor.copy_(self.result)
+            bucket.backend_tensor.copy_(self.peer_weight)
         bucket.copy_out()
 
 
@@ -475,7 +463,7 @@ def average_weights(
         make=make,
         group=group,
         approximates="weights",
-        result=peer_weight,
+        peer_weight=peer_weight,
         communications=communications,
     )
 

@@ -92,7 +92,6 @@ class OuterLoop(Synchronizer):
         plan = build(buckets, group, local.name)
         self.engine = plan.engine
         self.communicators = plan.communicators
-        self.non_finite = plan.non_finite
         self.state = state
         self._anchored = False
         self._local = local

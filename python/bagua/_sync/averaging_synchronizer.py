@@ -97,7 +97,6 @@ class AveragingSynchronizer(Synchronizer):
             connections.agree("their buckets", describe(self._buckets))
             communicator = connections.connect(f"{wrap}/average", device)
         self.communicators = [("average", communicator)]
-        rounds = _C.NonFiniteRounds()
         self.lane = _C.PeriodicLane(
             communicator,
             [bucket.backend_tensor for bucket in self._buckets],
@@ -105,10 +104,7 @@ class AveragingSynchronizer(Synchronizer):
             interval_s=min(op.sync_interval_ms for op in operations) / 1000,
             timeout_s=connections.timeout.total_seconds(),
             board=connections.board(wrap),
-            non_finite=rounds,
         )
-        (bucket,) = self.lane.stats()["buckets"]
-        self.non_finite = {bucket["name"]: rounds} if device.type == "cpu" else {}
         self._operations = operations
         for op in operations:
             op.plan = self

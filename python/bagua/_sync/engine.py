@@ -38,13 +38,11 @@ class Plan:
     """An engine, where each tensor of each bucket is in it, and what its lanes send through.
 
     ``communicators``: (purpose, communicator) of every lane; purposes are those of Lane.
-    ``non_finite``: by bucket, what counts its rounds with NaN or infinity; none on CUDA.
     """
 
     engine: _C.Engine
     slots: dict[str, int]
     communicators: list[tuple[str, _C.CountingCommunicator]]
-    non_finite: dict[str, _C.NonFiniteRounds]
 
 
 def describe(buckets: Sequence[BaguaBucket]) -> list[str]:
@@ -104,14 +102,11 @@ def _build(
     builders = [Lane(f"{wrap}/lane{i}", device, group) for i in range(count)]
     native: list[list[_C.Bucket]] = [[] for _ in range(count)]
     order: list[list[str]] = [[] for _ in range(count)]
-    non_finite: dict[str, _C.NonFiniteRounds] = {}
     for i, bucket in enumerate(buckets):
         builder = builders[i % count]
         slots = bucket.slots()
         bucket.position = (i, len(buckets))
-        ops, adopt_scale, rounds = make_ops(builder, bucket)
-        if rounds is not None:
-            non_finite[bucket.name] = rounds
+        ops, adopt_scale = make_ops(builder, bucket)
         native[i % count].append(
             _C.Bucket(bucket.name, bucket.backend_tensor, slots, ops, adopt_scale, bucket.part)
         )
@@ -132,7 +127,7 @@ def _build(
     names = [slot for lane in order for slot in lane]
     communicators = [pair for builder in builders for pair in builder.by_purpose]
     slot_numbers = {slot: i for i, slot in enumerate(names)}
-    return Plan(engine, slot_numbers, communicators, non_finite)
+    return Plan(engine, slot_numbers, communicators)
 
 
 @contextlib.contextmanager
@@ -172,7 +167,6 @@ class EngineSynchronizer(Synchronizer):
         plan = build(buckets, group, ddp.bagua_module_name, ddp.weights_sample())
         self.engine = plan.engine
         self.communicators = plan.communicators
-        self.non_finite = plan.non_finite
         self._buckets = buckets
         self._slots = plan.slots
         self._places = {

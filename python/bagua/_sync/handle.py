@@ -24,7 +24,6 @@ class LaneHandle:
         self._lane = lane
         self._ledger = ledger
         self._traffic = MainThreadTraffic(self._connections)
-        self._non_finite: dict[str, _C.NonFiniteRounds] = {}  # by name of the bucket
         self._running = _C.DynamicLane(
             name=name,
             incarnation=self._connections.incarnation(wrap),
@@ -46,9 +45,7 @@ class LaneHandle:
             ``longest_wait_ns``: torch waits for the buckets, and does not say how long. What torch
             sends itself does not count.
         """
-        return lane_statistics(
-            self._running, self._lane.by_purpose, self._non_finite, self._traffic
-        )
+        return lane_statistics(self._running, self._lane.by_purpose, self._traffic)
 
     def _settle(self) -> None:
         """Called before the ledger is saved: between two steps."""

@@ -24,8 +24,6 @@ class Synchronizer:
     def __init__(self) -> None:
         #: (Purpose, communicator) of the lanes, for statistics.
         self.communicators: list[tuple[str, _C.CountingCommunicator]] = []
-        #: By bucket, the counter of its rounds with NaN or infinity; none on CUDA.
-        self.non_finite: dict[str, _C.NonFiniteRounds] = {}
 
     # One step, in the order in which things happen.
 

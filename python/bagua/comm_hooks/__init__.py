@@ -78,9 +78,7 @@ class Handle(LaneHandle):
         """Called by autograd's thread for a bucket that is new."""
         bucket = HookedBucket(torchs, self._names)
         memory = self._append_operations(bucket, round)
-        ops, scale, rounds = make_ops(self._lane, bucket, self._non_finite.get(bucket.name))
-        if rounds is not None:
-            self._non_finite[bucket.name] = rounds
+        ops, scale = make_ops(self._lane, bucket)
         return _C.BucketOperations(bucket.name, bucket.describe(), ops, scale, memory)
 
     def _append_operations(self, bucket: HookedBucket, round: int) -> _C.RoundMemory | None:

@@ -226,20 +226,14 @@ class Handle(LaneHandle):
     ) -> None:
         key = (bucket, flat.dtype, flat.device, *arguments)
         if key not in self._operations:
-            self._operations[key] = self._watched(bucket, flat, make())
+            op = make()
+            self._operations[key] = _C.BucketOperations(bucket, op.describe(), [op])
         self._running.post(
             self._operations[key],
             flat,
             round=max(1, self._rounds.number),
             grad_scale=self._rounds.grad_scale,
         ).wait()
-
-    def _watched(self, bucket: str, flat: torch.Tensor, op: _C.BucketOp) -> _C.BucketOperations:
-        description = op.describe()
-        if flat.device.type == "cpu":
-            rounds = self._non_finite.setdefault(bucket, _C.NonFiniteRounds())
-            op = _C.CountNonFinite(op, rounds)
-        return _C.BucketOperations(bucket, description, [op])
 
     def _of(
         self, module: str, group: dist.ProcessGroup, expected: BaguaProcessGroup | None

@@ -568,7 +568,7 @@ class Session:
 
     def stats(self) -> dict[str, Any]:
         running = self._running
-        stats = statistics(running.stats(), running.communicators, running.non_finite, self.traffic)
+        stats = statistics(running.stats(), running.communicators, self.traffic)
         stats |= self.bagua_algorithm.statistics()
         return stats if self.guard is None else stats | {"guard": self.guard.stats()}
 

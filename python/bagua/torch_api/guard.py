@@ -189,13 +189,13 @@ class GuardAtWork:
         self._breaches: list[dict[str, Any]] = []
         # Each rank counts non-finite rounds for itself, and nothing that is sent depends on it.
         self._speaks_of_non_finite = self._speaks or not ranks_agree
-        self._counted: dict[str, tuple[_C.NonFiniteRounds, int]] = {}
+        self._counted: dict[str, int] = {}
         self._counted_at = 0
         self._non_finite_share: float | None = None
 
     def attach(self, buckets: Sequence[BaguaBucket]) -> None:
         """Watch new buckets. Called when they have their operations, before the engine is built."""
-        self._watched, self._since = [], self._rounds
+        self._watched, self._since, self._counted = [], self._rounds, {}
         for bucket in buckets:
             operation = bucket.ops[-1] if bucket.ops else None
             if operation is not None and operation.approximates is not None:
@@ -214,7 +214,7 @@ class GuardAtWork:
             self._checks += 1
         self._ask()
         if self._rounds - self._counted_at >= self.guard.every:
-            self._count_non_finite(rounds.non_finite)
+            self._count_non_finite(rounds.stats())
         self._rounds += 1
 
     @property
@@ -291,13 +291,13 @@ class GuardAtWork:
             warn(text)
         self._warned.add(figure)
 
-    def _count_non_finite(self, counters: Mapping[str, _C.NonFiniteRounds]) -> None:
-        added = []
-        for name, counter in counters.items():
-            before, count = self._counted.get(name, (None, 0))
-            added.append(counter.count - (count if before is counter else 0))
-        share = max(added) / (self._rounds - self._counted_at) if added else None
-        self._counted = {name: (counter, counter.count) for name, counter in counters.items()}
+    def _count_non_finite(self, stats: Mapping[str, Any]) -> None:
+        counts = {bucket["name"]: bucket["nonfinite_rounds"] for bucket in stats["buckets"]}
+        share = None
+        if counts and None not in counts.values():
+            added = max(count - self._counted.get(name, 0) for name, count in counts.items())
+            share = added / (self._rounds - self._counted_at)
+            self._counted = counts
         self._counted_at, self._non_finite_share = self._rounds, share
         if share is None or share <= self.guard.nonfinite or "nonfinite" in self._warned:
             return

@@ -316,7 +316,7 @@ void asynchronous_averaging_keeps_out_of_training() {
   op.training_leaves();
   {
     const OnStream guard(7);
-    expect(op.run(false), "the round was not made");
+    expect(op.run(false) == PeriodicOp::Made::kAverage, "the round was not made");
   }
   op.training_enters();
   weights.add_(1);
@@ -329,7 +329,7 @@ void asynchronous_averaging_does_not_pause_after_an_abort() {
   const auto comm = std::make_shared<AbortableCommunicator>(kRanks);
   AsyncAverage op(comm, {gradient(1).to(kFake)}, std::make_shared<WeightGate>());
   const OnStream guard(7);
-  expect(!op.run(true), "a healthy pause was refused");
+  expect(op.run(true) == PeriodicOp::Made::kNothing, "a healthy pause was refused");
   comm->break_next();
   const std::string message = message_of_call([&] { op.run(true); });
   expect(message.find("an earlier call failed") != std::string::npos, "the pause said '", message,

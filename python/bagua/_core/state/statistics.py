@@ -24,7 +24,6 @@ NOTHING: dict[str, Any] = {
 def statistics(
     counters: Mapping[str, Any],
     communicators: Iterable[tuple[str, _C.CountingCommunicator]],
-    non_finite: Mapping[str, _C.NonFiniteRounds],
     main: MainThreadTraffic,
 ) -> dict[str, Any]:
     """See ``BaguaModule.bagua_stats``.
@@ -32,16 +31,11 @@ def statistics(
     Args:
         counters: of the engine or lane, as the C++ core returns them.
         communicators: (purpose, communicator) of its lanes.
-        non_finite: by bucket, of those where it is counted.
         main: what the main thread has sent.
     """
     numbers = ("bytes", *TRAFFIC, *_TIMES)
     total = {key: sum(bucket[key] for bucket in counters["buckets"]) for key in numbers}
-    counts = []
-    for bucket in counters["buckets"]:
-        rounds = non_finite.get(bucket["name"])
-        bucket["nonfinite_rounds"] = None if rounds is None else rounds.count
-        counts.append(bucket["nonfinite_rounds"])
+    counts = [bucket["nonfinite_rounds"] for bucket in counters["buckets"]]
     total["nonfinite_rounds"] = None if None in counts else sum(counts)
     by_purpose: dict[str, dict[str, int]] = {}
     for name, communicator in communicators:
@@ -56,11 +50,10 @@ def statistics(
 def lane_statistics(
     lane: _C.DynamicLane,
     communicators: Iterable[tuple[str, _C.CountingCommunicator]],
-    non_finite: Mapping[str, _C.NonFiniteRounds],
     main: MainThreadTraffic,
 ) -> dict[str, Any]:
     """``statistics()`` of a dynamic lane, without what it does not know: how long others wait."""
-    stats = statistics(lane.stats(), communicators, non_finite, main)
+    stats = statistics(lane.stats(), communicators, main)
     for table in (stats, stats["total"], *stats["buckets"]):
         for key in _NOT_MEASURED:
             table.pop(key, None)
