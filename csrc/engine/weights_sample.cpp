@@ -11,10 +11,10 @@
 #include <ATen/ops/sum.h>
 #include <ATen/record_function.h>
 #include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "base/check.h"
 #include "base/mixed_bits.h"
+#include "comm/device_stream.h"
 #include "comm/host_memory.h"
 #include "engine/all_records.h"
 #include "engine/tensor_hash.h"
@@ -220,7 +220,7 @@ std::optional<WeightsDigest> WeightsSample::on_device(int64_t round) {
   }
   enqueue_hashes(round, flight.hashes.select(0, 0));
   flight.host.copy_(flight.hashes, /*non_blocking=*/true);
-  flight.copied.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  flight.copied.record(current_stream(device_));
   flight.round = round;
   flight.early = early_round_ == round;
   return earlier;
