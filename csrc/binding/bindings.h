@@ -37,7 +37,8 @@ void delete_without_gil(T* object) {
   }
 }
 
-// What refers to objects of Python, for owners that drop it on any thread. Its use needs the GIL.
+// Shares `object`, which refers to objects of Python, among owners that drop it on any thread. Its
+// use needs the GIL. After the interpreter's end it is left to the process.
 template <typename T>
 std::shared_ptr<T> shared_with_gil(T object) {
   return {new T(std::move(object)), [](T* owned) {

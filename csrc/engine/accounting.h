@@ -27,7 +27,8 @@ struct BucketStats {
   int64_t waiting_ns;  // from its last slot's mark to its first op: for earlier buckets of the lane
                        // and for the ranks' agreement
   int64_t hidden_ns;   // busy while the caller was not blocked
-  // Whose result held NaN or infinity; none on a device, where a look would wait for it.
+  // Rounds after which the result held NaN or infinity. Empty on a device, where the lane does not
+  // look because it would have to wait.
   std::optional<int64_t> nonfinite_rounds;
 };
 

@@ -85,7 +85,8 @@ class FailureBoard final {
     std::atomic<bool> told{false};  // poll(), poll_exit(), news() or `on_news` had something
     std::atomic<int64_t> beats{0};
   };
-  // What the store answers, which counts as told; nothing if it does not answer.
+  // Asks the store, and notes that the board has told something if there is an answer. Empty if
+  // the store does not answer, or has nothing.
   template <typename Found>
   std::optional<Found> found(std::function<std::optional<Found>(c10d::Store&)> question) noexcept;
 

@@ -12,7 +12,7 @@ STRETCH = 16384  # elements that are looked at before the answer is
 
 
 def counted(flats, operation):
-    """What the lane of one rank counts after a round for each of `flats`."""
+    """Counts of the lane of one rank after a round for each of `flats`."""
     meeting = Meeting(1)
     lane = _C.DynamicLane(
         name="Net",
