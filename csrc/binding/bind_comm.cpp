@@ -13,13 +13,13 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include "base/own_sockets.h"
 #include "binding/bindings.h"
 #include "binding/interruptible.h"
 #include "comm/c10d_communicator.h"
 #include "comm/communicator.h"
 #include "comm/counting_communicator.h"
 #include "comm/host_communicator.h"
-#include "comm/own_sockets.h"
 #include "comm/shm/shared_memory_communicator.h"
 #include "comm/thread_communicator.h"
 #include "health/diagnose.h"

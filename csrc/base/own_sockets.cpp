@@ -1,4 +1,4 @@
-#include "comm/own_sockets.h"
+#include "base/own_sockets.h"
 
 #include <algorithm>
 #include <climits>
