@@ -20,6 +20,11 @@
 namespace bagua {
 namespace {
 
+// Shorter than the time after which a router forgets an idle connection: home routers and clouds
+// take four minutes and more, some firewalls one.
+constexpr int kIdleSeconds = 30;
+constexpr int kProbes = 3;
+
 struct KeptSocket {
   int number;
   ino_t inode;  // the number may be another file's by now
@@ -74,6 +79,38 @@ bool is_tcp(int number) {
          (domain == AF_INET || domain == AF_INET6) && type == SOCK_STREAM;
 }
 
+int port_of(const sockaddr_storage& address) {
+  if (address.ss_family == AF_INET) {
+    return ntohs(reinterpret_cast<const sockaddr_in&>(address).sin_port);
+  }
+  return ntohs(reinterpret_cast<const sockaddr_in6&>(address).sin6_port);
+}
+
+bool has_port(int number, int port) {
+  for (const auto name : {getsockname, getpeername}) {
+    sockaddr_storage address{};
+    socklen_t length = sizeof(address);
+    if (name(number, reinterpret_cast<sockaddr*>(&address), &length) == 0 &&
+        port_of(address) == port)
+      return true;
+  }
+  return false;
+}
+
+// Sockets that a listening socket accepts afterwards have its options.
+void ask_after(int number, std::chrono::milliseconds silence) {
+  const int limit = static_cast<int>(std::clamp<int64_t>(silence.count(), 1, INT_MAX));
+  const int idle = std::clamp(limit / 1000 / (kProbes + 1), 1, kIdleSeconds), yes = 1;
+  setsockopt(number, SOL_SOCKET, SO_KEEPALIVE, &yes, sizeof(yes));
+  const std::pair<int, int> options[] = {{TCP_USER_TIMEOUT, limit},
+                                         {TCP_KEEPIDLE, idle},
+                                         {TCP_KEEPINTVL, idle},
+                                         {TCP_KEEPCNT, kProbes}};
+  for (const auto& [option, value] : options) {
+    setsockopt(number, IPPROTO_TCP, option, &value, sizeof(value));
+  }
+}
+
 bool is_inheritable_tcp(int number) {
   const int flags = fcntl(number, F_GETFD);
   return flags >= 0 && (flags & FD_CLOEXEC) == 0 && is_tcp(number);
@@ -99,19 +136,15 @@ void OpenedSockets::keep_from_children() const {
 }
 
 void OpenedSockets::give_up_after(std::chrono::milliseconds silence) const {
-  const int limit = static_cast<int>(std::clamp<int64_t>(silence.count(), 1, INT_MAX));
-  const int probes = 4;  // while this side waits for an answer and has nothing to send
-  const int between = std::max(1, limit / 1000 / probes), yes = 1;
-  const std::pair<int, int> options[] = {{TCP_USER_TIMEOUT, limit},
-                                         {TCP_KEEPIDLE, between},
-                                         {TCP_KEEPINTVL, between},
-                                         {TCP_KEEPCNT, probes}};
   for (const int number : open_files()) {
-    if (before_.contains(number) || !is_tcp(number)) continue;
-    setsockopt(number, SOL_SOCKET, SO_KEEPALIVE, &yes, sizeof(yes));
-    for (const auto& [option, value] : options) {
-      setsockopt(number, IPPROTO_TCP, option, &value, sizeof(value));
-    }
+    if (!before_.contains(number) && is_tcp(number)) ask_after(number, silence);
+  }
+}
+
+void torch_sockets_give_up_after(std::chrono::milliseconds silence, int store_port) {
+  for (const int number : open_files()) {
+    if (is_inheritable_tcp(number) || (is_tcp(number) && has_port(number, store_port)))
+      ask_after(number, silence);
   }
 }
 

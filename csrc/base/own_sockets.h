@@ -1,4 +1,4 @@
-// Sockets that end with the process that has opened them.
+// Sockets of a job: they end with the process that has opened them, and stay alive while idle.
 #pragma once
 
 #include <chrono>
@@ -23,13 +23,18 @@ class OpenedSockets {
   // Keeps those that have been opened since from children of this process.
   void keep_from_children() const;
 
-  // Has calls on those that have been opened since fail when the other side has acknowledged
-  // nothing for so long: behind a cut link they would wait for a quarter of an hour. A process that
-  // is stopped still acknowledges.
+  // Has those that have been opened since ask the other side for a sign of life when they are idle,
+  // so that no router on the way forgets them, and has calls on them fail when it has acknowledged
+  // nothing for `silence`: behind a cut link they would wait for a quarter of an hour. A process
+  // that is stopped still acknowledges.
   void give_up_after(std::chrono::milliseconds silence) const;
 
  private:
   std::set<int> before_;
 };
+
+// As `give_up_after`, for sockets that others have opened before bagua: those of torch's groups,
+// which gloo leaves without close-on-exec, and those of a store with `store_port`.
+void torch_sockets_give_up_after(std::chrono::milliseconds silence, int store_port);
 
 }  // namespace bagua

@@ -209,6 +209,10 @@ void bind_sockets(py::module_& m) {
             sockets.give_up_after(to_milliseconds(seconds));
           },
           py::arg("seconds"));
+  m.def(
+      "torch_sockets_give_up_after",
+      [](double seconds, int port) { torch_sockets_give_up_after(to_milliseconds(seconds), port); },
+      py::arg("seconds"), py::arg("store_port"));
 }
 
 struct PythonCall {

@@ -13,6 +13,7 @@
 #include "base/check.h"
 #include "base/drop.h"
 #include "base/join_or_leave.h"
+#include "base/own_sockets.h"
 
 namespace bagua {
 namespace {
@@ -22,7 +23,10 @@ using Clock = std::chrono::steady_clock;
 c10::intrusive_ptr<c10d::Store> clone_of(const c10::intrusive_ptr<c10d::Store>& store) {
   BAGUA_CHECK_ARG(store, "there is no store");
   try {
-    return store->clone();
+    const OpenedSockets sockets;
+    auto clone = store->clone();
+    sockets.give_up_after(store->getTimeout());
+    return clone;
   } catch (const std::exception&) {  // a store written in Python may not know how
     return store;
   }

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from bagua import _C
 from bagua._core.group import environment as env
 from bagua._core.group.process_group import close_at_exit
 from bagua._watch.per_round import moved
@@ -71,10 +72,12 @@ class Publisher:
 
     def _run(self) -> None:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        sockets = _C.OpenedSockets()
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]
                 host, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE
             )
+            sockets.give_up_after(dist.default_pg_timeout.total_seconds())
             ended = False
             while not ended:
                 ended = self._end.wait(self._every)

@@ -247,6 +247,7 @@ class Connections:
             return _C.CountingCommunicator(_C.ThreadCommunicator(alone, 0))
         start = time.monotonic()
         self._await_members(name, members)
+        sockets = _C.OpenedSockets()
         connected: _C.Communicator
         through = cuda_transport() if device.type == "cuda" else "c10d"
         if through == "nccl":
@@ -258,6 +259,7 @@ class Connections:
             connected = self._on_cpu(name, members, sums_of_torch)
         else:
             connected = _C.C10dCommunicator(self.backend(name, device.type, members))
+        sockets.give_up_after(self.timeout.total_seconds())
         _log.debug(
             "%s: connected '%s' (%s) to ranks %s of the group in %.0f ms",
             self.whereabouts(),

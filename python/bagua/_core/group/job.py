@@ -34,6 +34,7 @@ from bagua._core.group.rendezvous import (
     agree_on_incarnation,
     connect_store,
     count_visits,
+    keep_connections,
     refuse_stale_addresses,
     rendezvous,
 )
@@ -164,11 +165,13 @@ def _make_torch_group(
         except RuntimeError as error:
             raise _C.BaguaError(f"the ranks could not connect to each other: {error}") from error
         sockets.keep_from_children()
+        sockets.give_up_after(connections.timeout.total_seconds())
 
 
 def _make_default_group(timeout: timedelta | None, comes_back: bool, keys: c10d.Store) -> None:
     if timeout is None:
         timeout = _timeout_of(c10d._get_default_group())
+    keep_connections(keys, timeout)
     members = [dist.get_rank()] if comes_back else range(dist.get_world_size())
     group = BaguaProcessGroup(members, _DEFAULT, _store_of(_DEFAULT, keys), timeout)
     group.waits_to_join = comes_back
@@ -314,6 +317,7 @@ def connect_islands(
     keys = c10d.PrefixStore(
         f"bagua/{_ISLANDS}", connect_store(store, timeout) if isinstance(store, str) else store
     )
+    keep_connections(keys, timeout)
     comes_back, name = False, 0
     if inside.rank == 0:
         at_work = job_at_work(keys, _ISLANDS)

@@ -117,6 +117,15 @@ def connect_store(address: str, timeout: timedelta) -> c10d.Store:
     return store
 
 
+def keep_connections(store: c10d.Store, timeout: timedelta) -> None:
+    """As ``OpenedSockets.give_up_after``, for connections that others have made: those to
+    ``store``, and those of torch's groups."""
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    port = getattr(store, "port", None)  # neither files nor memory have one
+    _C.torch_sockets_give_up_after(timeout.total_seconds(), -1 if port is None else port)
+
+
 def agree_on_incarnation(
     store: c10d.Store,
     rank: int,

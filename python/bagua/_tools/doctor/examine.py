@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from bagua import BaguaError
+from bagua import _C, BaguaError
 from bagua._core.group import environment as env
 from bagua._core.group.rendezvous import agree_on_incarnation
 from bagua._tools.doctor.links import Measured, Place, Post, all_pairs, measure, rounds_of_pairs
@@ -124,6 +124,7 @@ def _store(rank: int, size: int, patience: timedelta) -> c10d.Store:
     if missing:
         raise ValueError(f"environment variable(s) {', '.join(missing)} not set; use torchrun")
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    sockets = _C.OpenedSockets()
     makes = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store: c10d.Store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -136,6 +137,7 @@ def _store(rank: int, size: int, patience: timedelta) -> c10d.Store:
             f"{host}:{port}, which is on the host of rank 0: {reason}. Check MASTER_ADDR and "
             "MASTER_PORT, and the routes and the firewall between the two"
         ) from error
+    sockets.give_up_after(patience.total_seconds())
     return store
 
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from bagua import _C
+
 _GREETING = struct.Struct("!32sII")  # secret of the job, rank that connects, rank that is meant
 _NUMBER = struct.Struct("!d")
 _TRIPS = 32  # round trips from which the latency and the clocks are taken
@@ -54,8 +56,10 @@ class Post:
         self._rank = rank
         self._secret = secret
         self._timeout = timeout
+        self._sockets = _C.OpenedSockets()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listening = socket.create_server((address, 0), family=family, backlog=512)
+        self._sockets.give_up_after(timeout)  # and the connections that are accepted
         self.place = Place(address, self._listening.getsockname()[1])
         self._taken: dict[int, socket.socket] = {}
         self._opened: dict[int, socket.socket] = {}
@@ -84,6 +88,7 @@ class Post:
             thread.start()
         for thread in threads:
             thread.join(2 * self._timeout + 1.0)
+        self._sockets.give_up_after(self._timeout)
         for other in places:
             if other not in self._opened:
                 failures.setdefault(other, f"no answer within {2 * self._timeout:g} s")
