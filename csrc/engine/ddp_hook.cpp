@@ -38,7 +38,10 @@ class Registered final : public c10d::CommHookInterface {
   explicit Registered(std::shared_ptr<DdpHook> hook) : hook_(std::move(hook)) {}
 
   DynamicLane::Future runHook(c10d::GradBucket& bucket) override { return hook_->run(bucket); }
-  at::Tensor parseHookResult(const c10::IValue& result) override { return result.toTensor(); }
+  at::Tensor parseHookResult(const c10::IValue& result) override {
+    hook_->end_round();
+    return result.toTensor();
+  }
 
  private:
   const std::shared_ptr<DdpHook> hook_;
@@ -55,6 +58,8 @@ int64_t DdpHook::round() const {
   const std::lock_guard lock(mutex_);
   return round_;
 }
+
+void DdpHook::end_round() { ended_ = true; }
 
 void DdpHook::renew(int64_t round) {
   const std::lock_guard lock(mutex_);
@@ -120,7 +125,7 @@ void DdpHook::retire(const std::vector<const void*>& parameters) {
 DynamicLane::Future DdpHook::run(c10d::GradBucket& torchs) {
   lane_->check();
   const auto index = static_cast<int64_t>(torchs.getIndex());
-  const bool first = round_ == 0 || index <= last_index_;
+  const bool first = ended_.exchange(false) || index <= last_index_;
   last_index_ = index;
   try {
     const GradientBucket bucket = contents_of(torchs);

@@ -1,6 +1,7 @@
 // A communication hook of torch's DistributedDataParallel that hands buckets to a dynamic lane.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -44,12 +45,15 @@ struct DdpHookOptions {
 
 // Note [Rounds of torch's DistributedDataParallel]
 // torch calls the hook on autograd's threads, bucket by bucket in the order of their indices, and
-// waits for all futures at the end of backward. So a round begins with a bucket whose index is not
-// above the last one's; a bucket whose parameters no rank used may be missing
-// (skip_all_reduce_unused_params). Between two rounds the buckets may be made anew, of other
-// parameters (after the first backward, or the second with static_graph), so operations are kept by
-// a bucket's contents: parameters, offsets, dtype. Memory of a bucket that was missing, or is not
-// used any more, counts as having left the round (Note [Memory commits with the round]).
+// takes the results of all of them at the end of backward. So a round begins with the first bucket
+// after that, whatever its index: buckets whose parameters no rank used may be missing
+// (skip_all_reduce_unused_params). A rank that has joined (join()) takes the results by itself: its
+// round begins with a bucket whose index is not above the last one's. Graph tasks do not tell
+// rounds apart: a reentrant checkpoint has several in one backward. Between two rounds the buckets
+// may be made anew, of other parameters (after the first backward, or the second with
+// static_graph), so operations are kept by a bucket's contents: parameters, offsets, dtype. Memory
+// of a bucket that was missing, or is not used any more, counts as having left the round (Note
+// [Memory commits with the round]).
 //
 // Thread safety: as torch calls it, one bucket at a time; renew(), round() from any thread,
 // settle() between rounds. Ownership: shared by torch's Reducer and a handle of the user's.
@@ -58,6 +62,9 @@ class DdpHook final {
   DdpHook(std::shared_ptr<DynamicLane> lane, DdpHookOptions options);
 
   DynamicLane::Future run(c10d::GradBucket& bucket);
+
+  // torch takes a result: the bucket that comes next is the first of another round.
+  void end_round();
 
   // Between rounds: memories hold what they are to hold in the next one.
   void settle();
@@ -91,6 +98,7 @@ class DdpHook final {
   int64_t left_ = 0;                           // of them, those that took part in the round
   int64_t round_ = 0;
   int64_t last_index_ = -1;
+  std::atomic<bool> ended_{true};
   float grad_scale_ = 1.0f;
   int64_t renewed_at_ = 0;                    // round; 0: none
   std::vector<DynamicLane::Future> futures_;  // of the round

@@ -4,10 +4,13 @@ import copy
 
 import torch
 import torch.distributed as dist
+from bagua import comm_hooks
 from bagua.torch_api.algorithms import ByteGradAlgorithm, PowerSGDAlgorithm, SparseAlgorithm
 from support import hooked, training
 from support.cases import over
 from support.error_feedback import all_bits, owed
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 STEPS = 3
 REMEMBERING = {
@@ -170,6 +173,61 @@ def test_memory_of_a_bucket_that_is_not_called_stays(ranks, name):
             used = step % 2
             assert seen[step][used] != seen[step - 1][used]
             assert seen[step][1 - used] == seen[step - 1][1 - used]
+
+
+class Turns(torch.nn.Module):
+    """Two layers that share no parameter, of which a step uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
+
+    def forward(self, inputs, part):
+        return getattr(self, part)(inputs)
+
+
+@training.with_group
+def in_turns():
+    """Torch numbers its buckets from the last layer on: the second step's are above the first's."""
+    arguments = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    ddp = DistributedDataParallel(Turns(), **arguments, **hooked.ALONE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    rounds, scales, scale = [], [], scaler.get_scale
+    scaler.get_scale = lambda: scales.append(scale()) or scales[-1]
+    handle = comm_hooks.register(ddp, SparseAlgorithm(0.5), grad_scaler=scaler)
+    for part in ("last", "first", "last", "first", "first", "last"):
+        ddp(torch.ones(2, 5), part).sum().backward()
+        rounds.append(handle.stats()["rounds"])
+    return rounds, len(scales)
+
+
+def test_a_round_may_begin_with_any_bucket(ranks):
+    for rounds, scales in ranks(2, in_turns):
+        assert rounds == [1, 2, 3, 4, 5, 6]
+        assert scales == 6
+
+
+class Recomputed(torch.nn.Sequential):
+    """Each layer's backward is a graph task inside the backward."""
+
+    def forward(self, inputs):
+        for layer in self:
+            inputs = checkpoint(layer, inputs, use_reentrant=True)
+        return inputs
+
+
+@training.with_group
+def recomputed():
+    layers = Recomputed(*(torch.nn.Linear(5, 5) for _ in range(3)))
+    ddp = DistributedDataParallel(layers, **hooked.ALONE)
+    handle = comm_hooks.register(ddp, SparseAlgorithm(0.5))
+    for _ in range(3):
+        ddp(torch.ones(2, 5, requires_grad=True)).sum().backward()
+    return handle.stats()["rounds"]
+
+
+def test_a_backward_of_several_graph_tasks_is_one_round(ranks):
+    assert ranks(2, recomputed) == [3, 3]
 
 
 @training.with_group
