@@ -4,6 +4,7 @@
 
 #include "binding/bindings.h"
 #include "engine/plan_guard.h"
+#include "engine/torch_reducer.h"
 
 namespace bagua {
 
@@ -46,6 +47,7 @@ using Names = std::unordered_set<std::string>;
 }  // namespace
 
 void bind_plan_guard(py::module_& m) {
+  m.def("has_torch_reducer", &has_torch_reducer, py::arg("parameter"));
   py::class_<PlanGuard>(m, "PlanGuard")
       .def(
           py::init([](std::vector<std::string> names, const py::list& dicts, const Names& ignored) {

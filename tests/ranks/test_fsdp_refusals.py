@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import faults, sharded
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
@@ -37,6 +38,74 @@ def test_a_torch_without_the_interface_is_named(monkeypatch):
     monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter")
     with pytest.raises(NotImplementedError, match=r"set_custom_reduce_scatter.*torch 2\.11 to"):
         bagua.fsdp.compress(sharded.plain())
+
+
+def with_adapter(model):
+    model.append(torch.nn.Linear(3, 3))
+    return model
+
+
+@sharded.with_torch_group
+def plain_parameters_beside_shards():
+    """Errors by situation: at compress(), or in the forward after the parameters have appeared."""
+    errors = {}
+    compress = bagua.fsdp.compress
+
+    def refused(name, model, *change):
+        """`change` comes after a step."""
+        errors[name] = ""
+        try:
+            compress(model)
+            for step, between in enumerate([*change, lambda: None]):
+                sharded.backward(model, step)
+                between()
+            sharded.backward(model, 9)
+        except bagua.BaguaError as error:
+            errors[name] = str(error)
+
+    refused("late", with_adapter(sharded.sharded()))
+    replicated = with_adapter(replicate(sharded.plain()))
+    refused("replicas", replicated)
+    model = sharded.sharded()
+    refused("later", model, lambda: with_adapter(model))
+    lora = sharded.sharded()
+    refused("lora", lora, lambda: with_adapter(lora.requires_grad_(False)))
+    outside = torch.nn.Sequential(fully_shard(torch.nn.Linear(5, 3)), torch.nn.Linear(3, 3))
+    refused("outside", outside)
+    parts = torch.nn.ModuleDict({"part": sharded.sharded()})
+    compress(parts)
+    with_adapter(parts["part"])
+    errors["part"] = faults.error_of(sharded.backward, parts["part"], 0)
+    frozen = with_adapter(sharded.sharded())
+    refused("frozen", frozen[-1].requires_grad_(False) and frozen)
+    refused(
+        "unfrozen",
+        (f := with_adapter(sharded.sharded()))[-1].requires_grad_(False) and f,
+        lambda: f[-1].requires_grad_(True),
+    )
+    user = with_adapter(sharded.plain())
+    refused("ignored", fully_shard(user, ignored_params=set(user[-1].parameters())))
+    named = with_adapter(sharded.sharded())
+    named._bagua_params_and_buffers_to_ignore = ["5.weight", "5.bias"]
+    refused("ignored by name", named)
+    evaluated = sharded.sharded()
+    evaluated(torch.ones(2, 5))  # torch shows whole parameters now
+    refused("evaluated", evaluated)
+    return errors
+
+
+def test_plain_parameters_that_are_trained_beside_shards_are_refused_by_name(ranks):
+    allowed = {"frozen", "ignored", "ignored by name", "evaluated"}
+    for errors in ranks(2, plain_parameters_beside_shards):
+        for name, error in errors.items():
+            if name in allowed:
+                assert error == "", name
+                continue
+            weight = {"outside": "1.weight", "part": "part.5.weight"}.get(name, "5.weight")
+            assert f"parameters '{weight}', '{weight[:-6]}bias' are trainable and not" in error, (
+                name
+            )
+            assert "ignored_params" in error
 
 
 @sharded.with_torch_group

@@ -134,6 +134,44 @@ def test_parameters_frozen_later_are_refused_with_residuals(ranks):
         assert "residual" in error
 
 
+@sharded.with_torch_group
+def in_turns():
+    """Rounds, and reads of the scale, where no module of a step is one of the step before."""
+    parts = torch.nn.ModuleDict({"left": torch.nn.Linear(5, 3), "right": torch.nn.Linear(5, 3)})
+    for part in parts.values():
+        fully_shard(part)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scales, scale = [], scaler.get_scale
+    scaler.get_scale = lambda: scales.append(scale()) or scales[-1]
+    handle = bagua.fsdp.compress(parts, error_feedback=True, grad_scaler=scaler)
+    for part in ("left", "right", "left", "left", "right"):
+        parts[part](torch.ones(2, 5)).sum().backward()
+    return handle.rounds.number, len(scales)
+
+
+class Recomputed(torch.nn.Sequential):
+    """Each layer's backward is a graph task inside the backward."""
+
+    def forward(self, inputs):
+        for layer in self:
+            inputs = torch.utils.checkpoint.checkpoint(layer, inputs, use_reentrant=True)
+        return inputs
+
+
+@sharded.with_torch_group
+def recomputed():
+    model = Recomputed(*(fully_shard(torch.nn.Linear(5, 5)) for _ in range(3)))
+    handle = bagua.fsdp.compress(fully_shard(model))
+    for _ in range(3):
+        model(torch.ones(2, 5, requires_grad=True)).sum().backward()
+    return handle.rounds.number
+
+
+def test_a_round_is_the_backward_of_whatever_modules(ranks):
+    assert ranks(2, in_turns) == [(5, 5), (5, 5)]
+    assert ranks(2, recomputed) == [3, 3]
+
+
 # Checkpoints.
 
 

@@ -230,9 +230,18 @@ def refusals():
         model = fully_shard(network(), mesh=mesh["shard"], **options)
         return training.error_of(lambda: model.with_bagua([sgd(model)], algorithm, group))
 
+    def adapted(algorithm):
+        model = fully_shard(network(), mesh=mesh["shard"]).append(nn.Linear(1, 1))
+        return training.error_of(lambda: model.with_bagua([sgd(model)], algorithm, island))
+
+    own = network()
+    own = fully_shard(own, mesh=mesh["shard"], ignored_params={*own[6].parameters()})
+    own.with_bagua([sgd(own)], DiLoCoAlgorithm(), island)
     model = fully_shard(network(), mesh=mesh["shard"])
     model.with_bagua([sgd(model)], DecentralizedAlgorithm(), island)
     return {
+        "adapter": adapted(DiLoCoAlgorithm()),
+        "adapter of averages": adapted(LowPrecisionDecentralizedAlgorithm()),
         "mean": training.error_of(lambda: bagua_api.average_weights(model)),
         "gradients": error_of(ByteGradAlgorithm(), island),
         "everyone": error_of(DiLoCoAlgorithm(), None),
@@ -250,6 +259,8 @@ def refusals():
 
 def test_what_islands_cannot_do_is_refused_with_the_remedy(ranks):
     for found in ranks(4, refusals):
+        for adapted in ("adapter", "adapter of averages"):
+            assert "parameters '7.weight', '7.bias' are trainable and not sharded" in found[adapted]
         assert "DTensors, such as '0.weight'" in found["mean"]
         assert "'0.weight' is a DTensor" in found["gradients"]
         assert "bagua.fsdp.compress(model)" in found["gradients"]

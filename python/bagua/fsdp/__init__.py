@@ -20,14 +20,20 @@ from bagua._core.group.job import as_bagua_group, ensure_initialised, from_ranks
 from bagua._core.group.process_group import BaguaProcessGroup, get_default_group
 from bagua._core.state.ledger import Ledger, Page
 from bagua._core.state.saved_values import check_state
+from bagua._core.state.shards import is_sharded, refuse_unaveraged, reshard
+from bagua._core.state.snapshot import ignored_names
 from bagua._ops.operations import Lane, codec_named
 from bagua._sync.handle import LaneHandle
+from bagua._sync.hooks import outside_graphs_lazily
 from bagua.fsdp._collectives import AllGather, ReduceScatter, all_reduce_can_be_replaced
+from bagua.torch_api._patch import watch_fully_shard
+from bagua.torch_api._session import is_owned
 
 __all__ = ["Handle", "compress"]
 
 _HOOKS = ("set_custom_reduce_scatter", "set_custom_all_gather")
 _compressed: weakref.WeakSet[FSDPModule] = weakref.WeakSet()
+watch_fully_shard()
 
 
 # The ranks over which torch has sharded and replicated a model.
@@ -140,7 +146,7 @@ class Handle(LaneHandle):
             flat = torch.empty(numel, device=lane.device)
             ledger.take(Page(flat, [(module, flat)], outcome))
         self._memories = {page.names[0]: page.memory for page in ledger.pages}
-        self._rounds = Rounds(self._memories, outcome, options.read_scale)
+        self.rounds = Rounds(self._memories, outcome, options.read_scale)
 
     @property
     def has_replicas(self) -> bool:
@@ -156,7 +162,7 @@ class Handle(LaneHandle):
         self, module: str, flat: torch.Tensor, divisor: float, group: dist.ProcessGroup
     ) -> None:
         """Sum ``flat``, 1-D, over all ranks; its part of this rank has the result / ``divisor``."""
-        self._rounds.reduce(module, "shards")
+        self.rounds.reduce(module, "shards")
         memory = self._memories.get(module)
         members = self._of(module, group, self._groups.shards)
 
@@ -177,7 +183,7 @@ class Handle(LaneHandle):
     def all_reduce(self, module: str, flat: torch.Tensor, mean: bool) -> None:
         """Replace ``flat``, 1-D, by its mean or sum over all replicas."""
         assert self._groups.replicas is not None
-        self._rounds.reduce(module, "replicas")
+        self.rounds.reduce(module, "replicas")
         members = self._members[self._groups.replicas]
         op = _C.ReduceOp.AVG if mean else _C.ReduceOp.SUM
 
@@ -231,8 +237,8 @@ class Handle(LaneHandle):
         self._running.post(
             self._operations[key],
             flat,
-            round=max(1, self._rounds.number),
-            grad_scale=self._rounds.grad_scale,
+            round=max(1, self.rounds.number),
+            grad_scale=self.rounds.grad_scale,
         ).wait()
 
     def _of(
@@ -260,7 +266,7 @@ class Handle(LaneHandle):
             )
 
     def _settle(self) -> None:
-        self._rounds.settle()
+        self.rounds.settle()
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         check_state(state, "bagua.fsdp")
@@ -278,7 +284,8 @@ class Rounds:
 
     In a backward torch reduces the gradients of every module once over its shards, with hybrid
     sharding once over its replicas, or not at all where no parameter of the module has one. So a
-    round ends where a module comes again.
+    round ends where a module comes again, or a forward has come. Graph tasks do not tell rounds
+    apart: a reentrant checkpoint has several in one backward.
     """
 
     def __init__(
@@ -291,13 +298,19 @@ class Rounds:
         self._outcome = outcome
         self._read_scale = read_scale
         self._came: set[tuple[str, str]] = set()  # (module, ranks)
+        self._ended = True
         self.number = 0
         self.grad_scale = 1.0
 
+    def end(self) -> None:
+        """A forward begins, outside of any backward."""
+        self._ended = True
+
     def reduce(self, module: str, over: str) -> None:
         """The gradients of ``module`` are about to be reduced over its "shards" or "replicas"."""
-        if self.number == 0 or (module, over) in self._came:
+        if self._ended or (module, over) in self._came:
             self.settle()
+            self._ended = False
             self.number += 1
             self._came = set()
             self.grad_scale = self._read_scale()
@@ -313,6 +326,52 @@ class Rounds:
                 self._came.add((module, "shards"))
         for memory in self._memories.values():
             memory.value(0)
+
+
+class Watch:
+    """Refuses parameters of ``model`` that are trained and not averaged, whenever they appear.
+
+    Where torch has shards it may show whole parameters, whose places are known from the start.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._shards = weakref.WeakKeyDictionary(
+            {
+                module: {
+                    key for key, p in module._parameters.items() if p is not None and is_sharded(p)
+                }
+                for module in model.modules()
+            }
+        )
+        self._called = False
+        self._look(model)
+
+    def before_forward(self, module: torch.nn.Module) -> None:
+        """Raise BaguaError where there are such parameters since the last look.
+
+        ``module``: the model, or a part that a model without a forward has called.
+        """
+        model = self._model()
+        self._called |= module is model
+        looks = module is model or not self._called
+        if looks and model is not None and self._guard.difference(self._dicts):
+            self._look(model)
+
+    def _look(self, model: torch.nn.Module) -> None:
+        modules, ignored = list(model.named_modules()), ignored_names(model)
+        plain = [
+            (f"{prefix}.{key}".lstrip("."), p)
+            for prefix, module in modules
+            for key, p in module._parameters.items()
+            if p is not None and key not in self._shards.get(module, ()) and not is_owned(p)
+        ]
+        refuse_unaveraged(
+            f"bagua.fsdp.compress: '{type(model).__name__}'",
+            [(name, p) for name, p in plain if name not in ignored],
+        )
+        self._dicts = [d for _, child in modules for d in (child._parameters, child._modules)]
+        self._guard = _C.PlanGuard([name for name, _ in modules], self._dicts)
 
 
 # Beginning it.
@@ -359,7 +418,8 @@ def compress(
             torch without the interface.
         RuntimeError: the model is compressed already.
         BaguaMismatchError: the ranks' models or arguments differ.
-        BaguaError: a rank did not come, or was lost.
+        BaguaError: a rank did not come, or was lost; a parameter is trained that is not sharded,
+            now or in a later forward, and not among the ``ignored_params`` of ``fully_shard``.
 
     Example::
 
@@ -369,11 +429,13 @@ def compress(
         handle.stats()["total"]["bytes_sent"]
     """
     modules = _sharded_modules(model)
+    reshard(model)
     codec = codec_named(codec)
     mesh, fields = mesh_of(model)
     if reduce_scatter is None:
         reduce_scatter = fields == ["shards"]
     _check_arguments(fields, weights, reduce_scatter, error_feedback)
+    watch = Watch(model) if mesh.size() > 1 else None
     ensure_initialised()
     groups = bagua_groups(mesh, fields)
     scaled = error_feedback and grad_scaler is not None and grad_scaler.is_enabled()
@@ -388,6 +450,7 @@ def compress(
     handle = _connect(model, names, mesh.device_type, groups, options, scaled)
     for module, name in names.items():
         _install(module, name, handle, options)
+    _watch_forwards(model, modules, handle.rounds, watch)
     return handle
 
 
@@ -509,6 +572,26 @@ def _reduced_numels(
     seen: set[torch.nn.Parameter] = set()
     visit(model, None)
     return numels
+
+
+def _watch_forwards(
+    model: torch.nn.Module, modules: dict[str, FSDPModule], rounds: Rounds, watch: Watch | None
+) -> None:
+    """Begin another round, and look for plain parameters, at forwards of the outermost modules."""
+
+    @outside_graphs_lazily
+    def before_forward(module: torch.nn.Module, _: Any) -> None:
+        if torch._C._current_graph_task_id() >= 0:
+            return  # recomputed for an activation checkpoint
+        rounds.end()
+        if watch is not None and torch.is_grad_enabled():
+            watch.before_forward(module)
+
+    sharded: list[Any] = list(modules.values())
+    inner = {child for module in sharded for child in module.modules() if child is not module}
+    for module in {model, *sharded} - inner:
+        # Before torch exchanges shards for whole parameters.
+        module.register_forward_pre_hook(before_forward, prepend=True)
 
 
 def _install(module: FSDPModule, name: str, handle: Handle, options: Options) -> None:

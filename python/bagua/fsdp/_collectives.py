@@ -87,6 +87,8 @@ class AllGather(_Collective):
         async_op: bool = False,
     ) -> dist.Work | None:
         """``output_tensor``: 1-D [ranks * n]; ``input_tensor``: 1-D [n], perhaps a part of it."""
+        if torch._C._current_graph_task_id() < 0:
+            self._handle.rounds.end()
         # torch joins parameters of several dtypes as bytes.
         if not self._compressed or output_tensor.dtype not in _FLOATING:
             with self._handle.outside_the_lane("gathering the weights", self._module):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from bagua._core.group.job import as_bagua_group, known_bagua_group
 from bagua._core.group.process_group import CommMember, Communicator
 from bagua._core.group.rendezvous import OWN_RENDEZVOUS, refuse_stale_addresses
 from bagua._core.state.bagua_tensor import METHODS, PROPERTIES
+from bagua._core.state.shards import note_ignored
 from bagua._sync.optimizer_steps import attempt_of
 from bagua.torch_api.distributed import watch_copy, wrap
 
@@ -35,6 +38,27 @@ def install() -> None:
     if rendezvous_handlers["env"] is not _rendezvous_from_environment:
         _torch_rendezvous["env"] = rendezvous_handlers["env"]
         rendezvous_handlers["env"] = _rendezvous_from_environment
+    watch_fully_shard()
+
+
+def watch_fully_shard() -> None:
+    """Have torch's FSDP2, if it has been imported, note its ``ignored_params``. Idempotent."""
+    for name in ("_fsdp_init", "_fully_shard"):
+        module: Any = sys.modules.get(f"torch.distributed.fsdp._fully_shard.{name}")
+        original = getattr(module, "_get_managed_states", None)
+        if original is not None and not hasattr(original, "__wrapped__"):
+            module._get_managed_states = _noting_ignored(original)
+
+
+def _noting_ignored(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def managed_states(
+        modules: Any, ignored_params: Iterable[torch.Tensor] | None = None, *others: Any
+    ) -> Any:
+        note_ignored(ignored_params or ())
+        return original(modules, ignored_params, *others)
+
+    return managed_states
 
 
 def bagua_patch(self: dist.ProcessGroup, stream: Any = None) -> dist.ProcessGroup:
@@ -91,6 +115,7 @@ _torch_rendezvous: dict[str, Callable[..., Iterator[Any]]] = {}
 
 def _rendezvous_from_environment(url: str, **options: Any) -> Iterator[Any]:
     """torch's own, but for a job that was restarted: there it fails or hangs."""
+    watch_fully_shard()
     if url != OWN_RENDEZVOUS:
         refuse_stale_addresses(url)
     return _torch_rendezvous["env"](url, **options)

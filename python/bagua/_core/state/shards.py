@@ -9,8 +9,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from bagua import _C
+from bagua import _C, BaguaError
+
+#: Parameters of the ``ignored_params`` of ``fully_shard``, which the user averages or keeps apart.
+_ignored: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def note_ignored(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        _ignored[parameter] = True
+
+
+def refuse_unaveraged(owner: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise BaguaError, with their names, where plain parameters beside shards are trained.
+
+    torch averages the gradients of shards only. Those that ``fully_shard`` was told to ignore may
+    be trained, and those that a ``DistributedDataParallel`` averages.
+    """
+    names = [
+        f"'{name}'"
+        for name, p in named
+        if p.requires_grad
+        and not (is_sharded(p) or p in _ignored or getattr(p, "expert", False))
+        and not _C.has_torch_reducer(p)
+    ]
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise BaguaError(
+            f"{owner}: the model is sharded, but parameters {', '.join(names[:5])}{more} are "
+            "trainable and not sharded, so no rank averages their gradients. Add them before "
+            "fully_shard, which shards them; freeze them; or say that they are your own, by "
+            "fully_shard(..., ignored_params=...) after the import of bagua, or by their names in "
+            "the model's _bagua_params_and_buffers_to_ignore"
+        )
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -167,10 +200,18 @@ def copied_between_shards(named: Sequence[tuple[str, torch.Tensor]]) -> str | No
     return None
 
 
+def has_fsdp(module: torch.nn.Module) -> bool:
+    """Whether torch's FSDP2 has cut parameters of ``module`` between several ranks."""
+    several = any(is_sharded(p) and len(ranks_of(p)) > 1 for p in module.parameters())
+    return several and bool(_fsdp_modules(module))
+
+
+def _fsdp_modules(module: torch.nn.Module) -> list[Any]:
+    torchs = sys.modules.get("torch.distributed.fsdp")
+    return [c for c in module.modules() if torchs is not None and isinstance(c, torchs.FSDPModule)]
+
+
 def reshard(module: torch.nn.Module) -> None:
     """Have FSDP2's modules show their shards, which the outermost one does not after a forward."""
-    torchs = sys.modules.get("torch.distributed.fsdp")
-    if torchs is not None:
-        for child in module.modules():
-            if isinstance(child, torchs.FSDPModule):
-                child.reshard()
+    for child in _fsdp_modules(module):
+        child.reshard()

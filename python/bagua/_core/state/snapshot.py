@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua import _C
-from bagua._core.state.shards import is_sharded, local, place_of, reshard
+from bagua._core.state.shards import (
+    has_fsdp,
+    is_sharded,
+    local,
+    place_of,
+    refuse_unaveraged,
+    reshard,
+)
 
 if TYPE_CHECKING:
     from bagua.torch_api.algorithms.base import AlgorithmImpl
@@ -29,6 +36,7 @@ class ModuleSnapshot:
 
     def __init__(self, module: torch.nn.Module, *, averaged_inside: bool = False) -> None:
         self._averaged_inside = averaged_inside
+        reshard(module)
         self.ignored = ignored_names(module)
         names, self._dicts, free = self._places(module)
         self._guard = _C.PlanGuard(names, self._dicts, free)
@@ -182,6 +190,8 @@ class ModuleSnapshot:
             raise RuntimeError(f"module '{type(module).__name__}': {second}")
         chosen = type(algorithm).__name__.removesuffix("Impl")
         sparse = sparse_parameters(module)
+        if has_fsdp(module):
+            refuse_unaveraged(f"module '{type(module).__name__}'", self.trained(module))
         for name, parameter in self.trained(module):
             if is_sharded(parameter) and not algorithm.traits.takes_shards:
                 raise TypeError(
