@@ -271,9 +271,14 @@ def _run(folder, script, args, env, timeout, start, meanwhile=None):
         ):
             files = {"stdin": nothing, "stdout": out, "stderr": err}
             processes.append(start(path, args, number=rank, env=variables, **files))
-    if meanwhile is not None:
-        meanwhile(lambda rank: (folder / f"out-{rank}").read_text())
-    late = _wait_for_end(processes, timeout)
+    try:
+        if meanwhile is not None:
+            meanwhile(lambda rank: (folder / f"out-{rank}").read_text())
+        late = _wait_for_end(processes, timeout)
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
     done = []
     for rank, process in enumerate(processes):
         with _file(folder, rank, "out") as out, _file(folder, rank, "err") as err:
