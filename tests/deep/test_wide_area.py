@@ -1,0 +1,252 @@
+"""Ranks that are far apart: delay, loss, cuts and forgetful routers cost no bit, or have a name."""
+
+import itertools
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from support import every_algorithm
+from support.processes import far_ranks
+from support.processes.pool import run_on_network
+from support.processes.wide_area import WideArea, needs_wide_area, wait_for
+
+WHOLE_GRID = os.environ.get("BAGUA_TEST_WIDE_AREA") == "1"
+pytestmark = [needs_wide_area, pytest.mark.timeout(7200 if WHOLE_GRID else 300)]
+SO_RCVBUFFORCE = 33  # of Linux
+GRID = [(rtt_ms, loss) for rtt_ms in (20, 80, 200) for loss in (0.0, 0.1, 1.0)]
+PROGRAM = Path(far_ranks.__file__)
+CHOSEN = ["bytegrad-feedback", "power_sgd", "low_precision_decentralized", "diloco-streaming"]
+CHOSEN += ["ddp_class", "comm_hook", "eager"]
+ALL = [*every_algorithm.SYNCHRONOUS, *far_ranks.DOORS]
+
+
+def datagrams(link, one, other, count, size=100):
+    """Numbers of those that have arrived, in this order."""
+    with link.socket(one) as sender, link.socket(other) as receiver:
+        receiver.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 1 << 22)
+        for number in range(count):
+            sender.sendto(number.to_bytes(4, "big").ljust(size), receiver.getsockname())
+        sender.sendto(b"end".ljust(size), receiver.getsockname())
+        receiver.settimeout(2.0)
+        arrived = []
+        try:
+            while (data := receiver.recv(size)) != b"end".ljust(size):
+                arrived.append(int.from_bytes(data[:4], "big"))
+        except TimeoutError:  # the last one was lost, or the first ones
+            pass
+        return arrived
+
+
+def connect(link, client, server):
+    """Both ends of a connection: the client's, the server's."""
+    listener = link.socket(server, socket.SOCK_STREAM)
+    listener.listen()
+    one = link.socket(client, socket.SOCK_STREAM)
+    one.connect(listener.getsockname())
+    other, _ = listener.accept()
+    listener.close()
+    other.settimeout(10.0)
+    return one, other
+
+
+def seconds_for(one, other, size):
+    begun = time.monotonic()
+    threading.Thread(target=one.sendall, args=(bytes(size),)).start()
+    while size:
+        size -= len(other.recv(size))
+    return time.monotonic() - begun
+
+
+def send_again_and_again(one):
+    for _ in range(100):
+        one.sendall(b"again")
+        time.sleep(0.05)
+
+
+def test_paths_delay_lose_reorder_and_repeat_what_they_were_told():
+    with WideArea(3, rtt_ms=30) as link:
+        with link.socket(0) as one, link.socket(1) as other:
+            trips = []
+            for _ in range(5):
+                begun = time.monotonic()
+                one.sendto(b"x", other.getsockname())
+                other.sendto(*other.recvfrom(1))
+                one.recv(1)
+                trips.append(time.monotonic() - begun)
+            assert 0.03 <= min(trips) < 0.09
+        assert datagrams(link, 0, 1, 500) == list(range(500))
+        link.path(0, 1, loss_percent=10)
+        assert 100 <= 2000 - len(datagrams(link, 0, 1, 2000)) <= 300
+        link.path(0, 1, loss_percent=10, burst=20)
+        arrived = datagrams(link, 0, 1, 2000)
+        gaps = sum(b - a > 1 for a, b in itertools.pairwise(arrived))
+        assert 40 <= 2000 - len(arrived) <= 600
+        assert gaps <= 30  # 180 without bursts
+        counted = link.counts()[0, 1]
+        assert 140 <= counted["lost"] <= 900
+        assert datagrams(link, 1, 0, 100) == list(range(100))  # the other direction
+        assert link.counts()[1, 0]["lost"] == 0
+        link.path(2, 1, reorder_percent=5, duplicate_percent=5, jitter_ms=2)
+        arrived = datagrams(link, 2, 1, 500)
+        assert arrived != sorted(arrived)
+        assert len(set(arrived)) < len(arrived)
+
+
+def test_paths_have_rates_holes_and_cuts_in_one_direction():
+    with WideArea(2, rtt_ms=2) as link:
+        link.path(0, 1, rate_mbit=8)
+        one, other = connect(link, 0, 1)
+        assert seconds_for(one, other, 600_000) >= 0.5
+        link.path(0, 1, rate_mbit=0)
+        link.node(1, up_mbit=8)
+        assert seconds_for(other, one, 600_000) >= 0.5
+        link.path(0, 1, mtu=1000)
+        assert datagrams(link, 0, 1, 10, size=1200) == []
+        assert len(datagrams(link, 0, 1, 10)) == len(datagrams(link, 1, 0, 10, size=1200)) == 10
+        link.path(0, 1, cut=1)
+        assert datagrams(link, 0, 1, 10) == []
+        assert len(datagrams(link, 1, 0, 10)) == 10
+        assert link.counts()[0, 1]["cut"] >= 10
+        link.mend(0, 1)
+        assert len(datagrams(link, 0, 1, 10)) == 10
+        for name, settings in (("path", {"colour": 1}), ("node", {"nat_ms": -1})):
+            with pytest.raises(ValueError, match="colour" if name == "path" else "nat_ms=-1"):
+                getattr(link, name)(*[0] * (2 if name == "path" else 1), **settings)
+
+
+def test_routers_forget_idle_connections_unless_they_are_probed():
+    with WideArea(3, rtt_ms=2) as link:
+        link.node(1, nat_ms=2500)
+        link.node(2, firewall_ms=2500)
+        idle = [connect(link, client, 0) for client in (1, 2)]
+        inward, at_zero = connect(link, 0, 1)
+        probed = [connect(link, client, 0) for client in (1, 2)]
+        for one, _ in probed:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        for one, other in (*idle, *probed, (inward, at_zero)):
+            one.sendall(b"before")
+            assert other.recv(6) == b"before"
+        ports = [one.getsockname()[1] != other.getpeername()[1] for one, other in idle]
+        assert ports == [True, False]  # of the NAT, of the firewall
+        time.sleep(4.0)
+        for one, other in probed:
+            other.sendall(b"later")
+            assert one.recv(5) == b"later"
+        (translated, _), (filtered, silent) = idle
+        with pytest.raises(ConnectionError):
+            send_again_and_again(translated)
+        filtered.sendall(b"again")
+        silent.settimeout(1.0)
+        with pytest.raises(TimeoutError):
+            silent.recv(5)
+        assert link.counts()[2, 0]["forgotten"] >= 1
+
+
+def train(link, ways, timeout=60, steps=4, meanwhile=None):
+    limit = 1200.0 if WHOLE_GRID else 150.0
+    return run_on_network(link, PROGRAM, [timeout, steps, *ways], None, limit, meanwhile)
+
+
+def bits(ends):
+    """What the ranks printed of their bits, by rank."""
+    for end in ends:
+        assert end.returncode == 0, end.stdout + end.stderr
+    return [[line for line in end.stdout.splitlines() if "bits of" in line] for end in ends]
+
+
+def test_far_ranks_that_lose_packets_have_the_bits_of_near_ones():
+    with WideArea(3) as link:
+        near = bits(train(link, ALL if WHOLE_GRID else CHOSEN))
+        assert [len(lines) for lines in near] == [len(ALL if WHOLE_GRID else CHOSEN)] * 3
+        for rtt_ms, loss in GRID if WHOLE_GRID else [(20, 0.5)]:
+            link.path("*", "*", delay_ms=rtt_ms / 2, jitter_ms=rtt_ms / 10, loss_percent=loss)
+            link.path("*", "*", burst=3, reorder_percent=loss, duplicate_percent=loss)
+            assert bits(train(link, ALL if WHOLE_GRID else CHOSEN)) == near, (rtt_ms, loss)
+        assert sum(path["lost"] for path in link.counts().values()) > 0
+
+
+def test_cuts_that_are_shorter_than_the_timeout_cost_no_bit():
+    ways = ["gradient_allreduce", "bytegrad-feedback", "diloco"]
+    seconds = 60.0 if WHOLE_GRID else 2.0
+
+    def cut_in_each(output_of):
+        for way in ways:
+            wait_for(output_of, 0, f"steps of {way}")
+            link.cut(0, 1)
+            time.sleep(seconds)
+            link.mend(0, 1)
+
+    with WideArea(2, rtt_ms=10) as link:
+        near = bits(train(link, ways, steps=40))
+        assert bits(train(link, ways, seconds + 60, 40, cut_in_each)) == near
+        assert sum(path["cut"] for path in link.counts().values()) > 0
+
+
+@pytest.mark.parametrize("change", [{"cut": 1}, {"mtu": 1000}], ids=["one way", "large packets"])
+def test_a_path_that_loses_for_good_ends_all_ranks(change):
+    def lose(output_of):
+        wait_for(output_of, 0, "steps of")
+        link.path(2, 1, **change)  # gloo's ring goes down
+
+    with WideArea(3, rtt_ms=10) as link:
+        ends = train(link, ["gradient_allreduce"], 6, 10_000, lose)
+        counted = link.counts()[2, 1]
+    assert counted["cut"] + counted["large"] > 0
+    for end in ends:
+        assert end.returncode == 7, end.stdout + end.stderr
+        assert "told Bagua" in end.stdout
+
+
+IDLES = """
+import sys, time
+from datetime import timedelta
+import torch
+import bagua.torch_api as bagua
+from bagua.torch_api.algorithms import DiLoCoAlgorithm, GradientAllReduceAlgorithm
+
+elastic = sys.argv[1] == "elastic"
+bagua.init_process_group(timeout=timedelta(seconds=12), elastic=elastic)
+torch.manual_seed(0)
+model = torch.nn.Linear(40, 40)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+chosen = DiLoCoAlgorithm(interval=2, elastic=elastic)
+if sys.argv[1] == "exact":
+    chosen = GradientAllReduceAlgorithm()
+model = model.with_bagua([optimizer], chosen)
+for step in range(6):
+    if step % 2:
+        time.sleep(6.0)  # a long time between rounds
+    optimizer.zero_grad()
+    model(torch.full((4, 40), bagua.get_rank() + 1.0)).square().mean().backward()
+    optimizer.step()
+bagua.average_weights(model)
+print(model.bagua_stats()["rounds"], sorted(model.process_group.ranks))
+"""
+
+
+def test_rounds_go_on_behind_routers_that_forget_connections():
+    ways = ["exact", "diloco", "elastic"]
+    ends = {}
+
+    def run(way):
+        env = {"MASTER_PORT": str(29500 + ways.index(way))}  # in namespaces of this test
+        ends[way] = run_on_network(link, IDLES, [way], env=env, timeout=100.0)
+
+    with WideArea(3, rtt_ms=10) as link:
+        link.node(1, nat_ms=4500)  # the kernel probes after three seconds, a quarter of the timeout
+        link.node(2, firewall_ms=4500)
+        threads = [threading.Thread(target=run, args=(way,)) for way in ways]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for way in ways:
+        for end in ends[way]:
+            assert end.returncode == 0, (way, end.stdout + end.stderr)
+            assert end.stdout == f"{6 if way == 'exact' else 3} [0, 1, 2]\n", way
+            assert "failed" not in end.stderr
