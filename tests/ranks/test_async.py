@@ -222,6 +222,28 @@ def test_after_abort_in_the_warm_up_averaging_begins_with_resume_only(ranks):
 
 
 @training.with_group
+def load_in_a_longer_warm_up(averaging):
+    """Whether averaging has begun after a step, and how far the weights are from this rank's."""
+    model, optimizer = wrapped(warmup_steps=5, interval_ms=100_000)
+    model.bagua_algorithm.load_state_dict({"warmed_up": 2, "averaging": averaging})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(dist.get_rank())
+    step(model, optimizer)
+    begun = model.bagua_algorithm.state_dict()["averaging"]
+    distance = max(float((p - dist.get_rank()).abs().max()) for p in model.parameters())
+    model.bagua_algorithm.abort(model)
+    return begun, distance
+
+
+def test_a_warm_up_that_was_over_is_over_where_it_is_longer_now(ranks):
+    for begun, distance in ranks(2, load_in_a_longer_warm_up, 1):
+        assert begun == 1
+        assert distance < 0.5, "each rank goes on with its weights"
+    assert [begun for begun, _ in ranks(2, load_in_a_longer_warm_up, 0)] == [0, 0]
+
+
+@training.with_group
 def switch_to_exact():
     model, optimizer = wrapped()
     train_until(model, optimizer, 2)

@@ -142,7 +142,10 @@ def test_a_state_that_does_not_fit_is_refused_by_name(ranks):
     for rank, (exact, asynchronous, per_rank) in enumerate(ranks(2, state_of_another_algorithm)):
         assert exact.startswith("ValueError: GradientAllReduceAlgorithmImpl remembers nothing")
         assert "['iterations']" in exact
-        assert "AsyncModelAverageAlgorithmImpl remembers ['warmed_up'], but" in asynchronous
+        assert (
+            "AsyncModelAverageAlgorithmImpl remembers ['averaging', 'warmed_up'], but"
+            in asynchronous
+        )
         assert f"nothing of rank{rank}, only ['rank7']" in per_rank
 
 

@@ -26,7 +26,7 @@ def save_while_averaging(folder):
 
 
 def test_asynchronous_averaging_goes_on(ranks, tmp_path):
-    warmed_up = {"warmed_up": every_algorithm.WARM_UP}
+    warmed_up = {"warmed_up": every_algorithm.WARM_UP, "averaging": 1}
     assert ranks(2, save_while_averaging, str(tmp_path)) == [(10, warmed_up)] * 2
 
 

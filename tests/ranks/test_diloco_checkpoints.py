@@ -1,7 +1,10 @@
 """Local training saved in the middle: it goes on to the bit, or from the anchor."""
 
+import itertools
+
 import torch
 import torch.distributed as dist
+from bagua._core.state.saved_values import copied
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, OuterSGD
 from bagua.torch_api.checkpoint import load_latest, save_checkpoint
 from ranks.test_diloco import (
@@ -175,3 +178,108 @@ def test_states_that_do_not_fit_are_refused_by_name(ranks):
         assert "'outer_rounds' is -1" in errors[2]
         assert "'anchor/0.weight' is (3,) in the state, (7, 5) here" in errors[3]
         assert "'warmed_up' is x" in errors[4]
+
+
+def saved(model, optimizer):
+    """What is loaded, in this order."""
+    state = copied({k: part.state_dict() for k, part in named(model, optimizer).items()})
+    return [*state.items()]
+
+
+def loaded(state, model, optimizer):
+    for name, value in state:
+        named(model, optimizer)[name].load_state_dict(copied(value))
+    return model, optimizer
+
+
+WARMUPS, STEPS = (0, 2, 3, 5), 11
+
+
+@training.with_group
+def around_the_end_of_the_warm_up(arguments):
+    """By way of loading: whether it goes on as an uninterrupted training with that warm-up."""
+    uninterrupted, states, same = {}, {}, {}
+    for warmup in WARMUPS:
+        used = wrapped(arguments | {"warmup_steps": warmup})
+        for step in range(STEPS):
+            states[warmup, step] = saved(*used)
+            train(*used, [step])
+        uninterrupted[warmup] = bits(used[0])
+    for step, now in itertools.product((2, 3, 4, 6), WARMUPS):
+        expected = 3 if step > 3 else max(step, now)  # an ended warm-up is not taken up again
+        fresh = wrapped(arguments | {"warmup_steps": now}, seed=1)
+        for pair in (fresh, used) if now == WARMUPS[-1] else (fresh,):
+            train(*loaded(states[3, step][:: 1 if now else -1], *pair), range(step, STEPS))
+            name = f"saved after {step}, loaded with {now}, {'anew' if pair is fresh else 'again'}"
+            same[name] = bits(pair[0]) == uninterrupted[expected]
+    return same
+
+
+@over(
+    case=[
+        {"interval": 4},
+        {"interval": 4, "overlap_steps": 1, "codec": "bit2_block", "fragments": FRAGMENTS},
+        {"interval": 3, "overlap_steps": 2, "weight": "samples"},
+    ]
+)
+def test_every_step_around_the_end_of_a_warm_up_goes_on_with_any_warm_up(ranks, case):
+    for same in ranks(2, around_the_end_of_the_warm_up, case):
+        assert len(same) == 20
+        assert all(same.values()), [name for name, equal in same.items() if not equal]
+
+
+IN_FLIGHT = {"interval": 4, "overlap_steps": 3}  # after five steps, due in two
+CODED = {"interval": 4, "codec": "bit2_block"}
+HALVES = {"interval": 4, "fragments": FRAGMENTS}
+#: Arguments of the training that saves after five steps, of the one that loads, and an error.
+CHANGES = [
+    (IN_FLIGHT, {"interval": 4}, "overlap_steps, which are 0 now. Give the overlap_steps that"),
+    (IN_FLIGHT, {"interval": 4, "warmup_steps": 3}, "which are 0 now"),
+    (IN_FLIGHT, {"interval": 2, "overlap_steps": 1}, "due in 2 steps, where the next fragment"),
+    (IN_FLIGHT, HALVES | {"overlap_steps": 1}, "in flight and other fragments. Give the"),
+    (IN_FLIGHT, {"interval": 4, "overlap_steps": 2}, None),
+    ({"interval": 8, "overlap_steps": 3}, {"interval": 8}, None),
+    ({"interval": 8}, {"interval": 8, "overlap_steps": 3}, None),
+    ({"interval": 8}, {"interval": 4}, "saved after 5 steps of an interval, which has only 4"),
+    (HALVES, {"interval": 4}, None),
+    ({"interval": 4}, HALVES | {"weight": "samples"}, None),
+    (HALVES | {"weight": "samples"}, {"interval": 4, "weight": "samples"}, None),
+    (CODED, {"interval": 4}, None),
+    ({"interval": 4}, CODED | {"warmup_steps": 9}, None),
+    (CODED, CODED | {"error_feedback": False}, None),
+]
+
+
+@training.with_group
+def load_with_other_arguments():
+    """Of each change the error, or whether the ranks go on together."""
+    results = []
+    for before, now, _ in CHANGES:
+        first = wrapped(before)
+        train(*first, range(5))
+        state = saved(*first)
+        model, optimizer = wrapped(now, seed=1)
+        untouched = bits(model), model.bagua_algorithm.state_dict().keys()
+        algorithm = dict(state)["algorithm"]
+        error = ""
+        try:
+            model.bagua_algorithm.load_state_dict(copied(algorithm))
+        except ValueError as refusal:
+            error = str(refusal)
+            kept = untouched == (bits(model), model.bagua_algorithm.state_dict().keys())
+            results.append((error, kept))
+        else:
+            loaded(state, model, optimizer)
+        train(model, optimizer, range(5, 18))
+        assert_outer_state_agrees(model)
+        if not error:
+            results.append(("", model.bagua_algorithm.outer_rounds > algorithm["outer_rounds"]))
+    return results
+
+
+def test_other_arguments_work_or_are_refused_before_anything_has_changed(ranks):
+    for results in ranks(2, load_with_other_arguments):
+        for (*change, expected), (error, well) in zip(CHANGES, results, strict=True):
+            assert bool(expected) == bool(error), (change, error)
+            assert (expected or "") in error, change
+            assert well, change

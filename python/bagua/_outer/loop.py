@@ -49,7 +49,7 @@ from bagua._sync.synchronizer import Synchronizer
 if TYPE_CHECKING:
     from bagua.torch_api.bucket import BaguaBucket
 
-REMEDY = "the checkpoint is of another model or algorithm, or of other overlap_steps"
+REMEDY = "the checkpoint is of another model or algorithm"
 _STARTS_AGAIN = (
     "The weights of {} hold NaN or infinity: they are reset to the anchor, and the non-finite "
     "elements of the optimizers' state to zero"
@@ -424,6 +424,11 @@ class Schedule:
     def launched_after(self, steps: int) -> int | None:
         """The fragment that is launched after so many steps of the cycle, 1 to ``interval``."""
         return self._parts.get(steps)
+
+    def steps_to_launch(self, steps: int) -> int:
+        """From so many steps of a cycle, 0 to ``interval`` - 1, to the next launch."""
+        after = (offset - steps for offset in self._parts)
+        return min(distance + (0 if distance > 0 else self.interval) for distance in after)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from bagua.torch_api._session import Session
 
 __all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl"]
+
+_AVERAGING = "averaging"  # 1 once it has begun
 
 
 @dataclass(eq=False)
@@ -114,7 +116,7 @@ class AsyncModelAverageAlgorithmImpl(WarmUpImpl):
         self.ledger = Ledger(
             type(self).__name__,
             lambda: process_group.connections,
-            counters=[self.counter],
+            counters=[self.counter, _AVERAGING],
             pages=False,
         )
         self._operations: list[AsynchronousAverage] = []
@@ -203,6 +205,15 @@ class AsyncModelAverageAlgorithmImpl(WarmUpImpl):
         self._aborted = False
         for operation in self._operations:
             operation.check()
+
+    def update_ledger(self) -> None:
+        self.ledger.counters[_AVERAGING] = int(not self.warming_up)
+
+    def ledger_loaded(self) -> None:
+        counters = self.ledger.counters
+        if counters[_AVERAGING]:  # ranks have their own weights: they take up no warm-up again
+            counters[self.counter] = max(counters[self.counter], self.warmup_steps)
+            self.traits = replace(self.traits, reset_gives_state=False)
 
     def close(self) -> None:
         self._operations = []

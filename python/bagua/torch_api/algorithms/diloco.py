@@ -10,6 +10,8 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -51,6 +53,8 @@ __all__ = ["DiLoCoAlgorithm", "DiLoCoAlgorithmImpl", "Elastic", "Fragments", "Ou
 Fragments: TypeAlias = int | Sequence[Sequence[str]] | Callable[[str], int]
 
 _ERROR_RANKS = "error_ranks"
+_LOCAL = "local_training"  # 1 once it has begun
+_PLAN = "fragments"  # a digest of who is in which
 
 _log = logging.getLogger("bagua")
 
@@ -229,17 +233,20 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         return super().init_tensors(bagua_ddp)
 
     def later_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
-        arguments = self.arguments
         weights = bagua_ddp.bagua_build_params()
-        self._parts = _parts_of(arguments.fragments, bagua_ddp.module, [n for n, _ in weights])
-        count = max(self._parts.values(), default=0) + 1
-        self._schedule = Schedule(arguments.interval, count, arguments.overlap_steps)
-        self._commits, self._pages = [Commit() for _ in range(count)], []
+        self._plan(bagua_ddp)
+        self._commits, self._pages = [Commit() for _ in range(self._schedule.fragments)], []
         # Memory for pseudo-gradients by fragment, then for floating buffers.
         by_fragment = sorted(weights, key=lambda pair: self._parts[pair[0]])
         named = [*by_fragment, *bagua_ddp.bagua_floating_buffers()]
         module_name = bagua_ddp.bagua_module_name
         return [_registered(local(tensor), key, module_name) for key, tensor in named]
+
+    def _plan(self, session: Session) -> None:
+        arguments, names = self.arguments, [n for n, _ in session.bagua_build_params()]
+        self._parts = _parts_of(arguments.fragments, session.module, names)
+        count = max(self._parts.values(), default=0) + 1
+        self._schedule = Schedule(arguments.interval, count, arguments.overlap_steps)
 
     def tensors_to_buckets(self, tensors: Groups, do_flatten: bool) -> list[BaguaBucket]:
         if self.warming_up:
@@ -288,11 +295,15 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         if self.warming_up:
             return super().make_synchronizer(bagua_ddp)
         tensors = local_tensors(bagua_ddp)
+        state = self._ranks.inherited_state()
+        if state is None:
+            state = self._new_state()
+            self._log_rates(tensors, state.fragments[0])
         self._loop = OuterLoop(
             tensors,
             self.process_group,
             bagua_ddp.bagua_buckets,
-            self._ranks.inherited_state() or self._new_state(tensors),
+            state,
             self._schedule,
             ranks=self._ranks,
             commits=self._commits,
@@ -301,7 +312,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         self.ledger.take(*self._pages)
         return self._loop
 
-    def _new_state(self, tensors: LocalTensors) -> OuterState:
+    def _new_state(self) -> OuterState:
         arguments, count = self.arguments, self._schedule.fragments
         weights: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
         for name, weight in self._wrapped().bagua_build_params():
@@ -316,7 +327,6 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
             )
             for part, named in enumerate(weights)
         ]
-        self._log_rates(tensors, fragments[0])
         samples = arguments.weight == "samples"
         return OuterState(fragments, SampleWeights(count) if samples else RankWeights())
 
@@ -430,7 +440,8 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         and every rank's own weights and optimizer state training goes on exactly.
 
         Returns:
-            ``warmed_up``; after the warm-up counters, and of every parameter ``anchor/<name>``, of
+            ``warmed_up`` and ``local_training``, 1 after the warm-up. Then ``fragments``, a digest
+            of which parameters are in which, counters, and of every parameter ``anchor/<name>``, of
             its shape and f32 (f64), and the state of the outer optimizer as ``<key>/<name>``: of
             ``OuterSGD`` its ``momentum`` and ``rate``, the factor of that in the last step (one
             f64). ``rank<r>/weights`` is a digest by which this rank's weights are known again. With
@@ -440,8 +451,8 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
             that is a DTensor they are DTensors, for ``torch.distributed.checkpoint``; ``shards`` is
             the shape of the mesh, and ``rank<r>/`` is under ``shard<place in the mesh>/``.
         """
-        state: dict[str, Any] = dict(self.ledger.counters)
         loop = self._loop
+        state: dict[str, Any] = self.ledger.counters | {_LOCAL: int(loop is not None)}
         if loop is None:
             return state
         state |= {key: value.clone() for key, value in loop.named_state().items()}
@@ -452,7 +463,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         if self.ledger.pages:
             residuals = self.ledger.state()
             state |= {_ERROR_RANKS: residuals.pop("ranks"), **residuals}
-        state |= {**loop.state.counters, "ranks": self.process_group.size}
+        state |= {**loop.state.counters, "ranks": self.process_group.size, _PLAN: self._digest()}
         return self._shards().saved(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -464,68 +475,130 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         saved it needs the dicts of all old ranks merged into one (``a | b | ...``): each rank then
         starts from the mean of their residuals.
 
+        A warm-up that was over when it was saved is over, whatever ``warmup_steps`` is now. One
+        that was not goes on, or ends in the next training forward if it has been long enough.
+
         Raises:
-            ValueError: the state is of another algorithm, model or schedule; names the entry.
+            ValueError: the state is of another algorithm, model or schedule; names the entry, and
+                nothing has changed then.
         """
         check_state(state, _OWNER)
-        warmed_up = saved_count(state, "warmed_up", _OWNER)
-        if self.warming_up == (warmed_up >= self.warmup_steps):
-            self.ledger.counters[self.counter] = warmed_up
+        warmed_up = saved_count(state, self.counter, _OWNER)
+        local = saved_count(state, _LOCAL, _OWNER) if _LOCAL in state else int("steps" in state)
+        if not local:
+            self.ledger.restore({self.counter: warmed_up}, [])
+            if self._loop is not None:
+                self._loop, self.warming_up = None, self.warmed_up  # the next forward builds anew
+            return
+        loaded = self._read(state)
+        self.ledger.counters[self.counter] = max(warmed_up, self.warmup_steps)
+        if self._loop is None:
             self._wrapped().rebuild()
-        if self._loop is not None:
-            self._restore(self._loop, state)
-        self.ledger.counters[self.counter] = warmed_up
+        assert self._loop is not None
+        loaded.give(self._loop, self._own(""))
 
-    def _restore(self, loop: OuterLoop, state: dict[str, Any]) -> None:
-        """Load all of a state, or raise ValueError and change nothing."""
-        counters = {key: saved_count(state, key, _OWNER) for key in loop.state.counters}
-        self._check(counters)
+    def _read(self, state: dict[str, Any]) -> _Loaded:
+        """Check all of a state, and restore its residuals; ValueError: nothing has changed."""
+        if self._loop is None:
+            self._plan(self._wrapped())
+        outer = self._new_state() if self._loop is None else self._loop.state
+        counters = {key: _count_of(state, key) for key in outer.counters}
+        same_plan = state.get(_PLAN, self._digest()) == self._digest()
+        self._check(counters, same_plan)
         same_ranks = saved_count(state, "ranks", _OWNER) == self.process_group.size
         state, same_shards = self._shards().loaded(state)
-        fragments = [fragment.loaded(state) for fragment in loop.state.fragments]
-        views = loop.named_means()
+        fragments = [fragment.loaded(state) for fragment in outer.fragments]
+        likes = self._likes(outer, counters, same_ranks and same_shards)
+        tensors = {key: saved_tensor(state, key, like, REMEDY) for key, like in likes.items()}
         digest = None
         if same_ranks and same_shards:
             if self._own("weights") in state:
                 digest = saved_count(state, self._own("weights"), _OWNER)
-            views |= {self._own(key): view for key, view in loop.named_own_state().items()}
-        saved = [(view, saved_tensor(state, key, view, REMEDY)) for key, view in views.items()]
-        self._restore_residuals(state, same_ranks, same_shards)
-        for view, value in saved:
-            view.copy_(value)
-        for mine, loaded in zip(loop.state.fragments, fragments, strict=True):
-            mine.become(loaded)
-        loop.resume_at(counters, digest)
+            for key, like in outer.rank_weights.named_state():  # where they count something else
+                saved = state.get(self._own(key))
+                fits = isinstance(saved, torch.Tensor) and saved.shape == like.shape and same_plan
+                tensors[self._own(key)] = (
+                    saved_tensor(state, self._own(key), like, REMEDY)
+                    if fits
+                    else torch.zeros_like(like)
+                )
+        self._restore_residuals(state, outer, same_ranks, same_shards)
+        if not same_plan:
+            counters["trained"] = (1 << len(fragments)) - 1
+        return _Loaded(fragments, tensors, counters, digest)
+
+    def _likes(
+        self, outer: OuterState, counters: dict[str, int], same: bool
+    ) -> dict[str, torch.Tensor]:
+        """What a round in flight has in a state, by key; ``same``: this rank has saved it."""
+        if not counters["in_flight"]:
+            return {}
+        anchors = [pair for fragment in outer.fragments for pair in fragment.named_anchors()]
+        named = anchors + self._wrapped().bagua_floating_buffers()
+        likes = {f"mean/{name}": like for name, like in named}
+        if same:
+            for fragment in outer.fragments:
+                likes |= {self._own(key): kept for key, kept in fragment.named_launched()}
+        return likes
 
     def _restore_residuals(
-        self, state: dict[str, Any], same_ranks: bool, same_shards: bool
+        self, state: dict[str, Any], outer: OuterState, same_ranks: bool, same_shards: bool
     ) -> None:
-        if not self.ledger.pages:
+        if not self.arguments.error_feedback:
             return
-        if _ERROR_RANKS not in state:  # saved in the warm-up, or without error feedback
-            self.ledger.restore(self.ledger.counters)
-        elif same_shards and (same_ranks or not self._shards().parameters):
-            self.ledger.restore(state | {"ranks": state[_ERROR_RANKS]})
-        else:
+        restored: dict[str, Any] = {self.counter: self.ledger.counters[self.counter]}
+        if same_shards and (same_ranks or not self._shards().parameters):
+            # Absent where it was saved without error feedback.
+            if _ERROR_RANKS in state:
+                restored = state | {"ranks": state[_ERROR_RANKS]}
+        elif _ERROR_RANKS in state:
             _log.warning(
                 "module '%s': saved by other ranks, or with other shards: residuals of the codec "
                 "begin at zero",
                 self._wrapped().bagua_module_name,
             )
-            self.ledger.restore(self.ledger.counters)
+        if self._loop is not None:
+            self.ledger.restore(restored)
+            return
+        for name, anchor in (pair for f in outer.fragments for pair in f.named_anchors()):
+            if (key := self._own(f"error/{name}")) in state:
+                saved_tensor(state, key, anchor, REMEDY)
+        self.ledger.restore(restored, [])
 
-    def _check(self, counters: dict[str, int]) -> None:
-        if counters["steps"] >= self._schedule.interval:
+    def _check(self, counters: dict[str, int], same_plan: bool) -> None:
+        schedule, part = self._schedule, counters["in_flight"] - 1
+        if counters["steps"] >= schedule.interval:
             raise ValueError(
                 f"{_OWNER}: saved after {counters['steps']} steps of an interval, which has "
-                f"only {self._schedule.interval} now. Give the interval that it was saved with, or "
+                f"only {schedule.interval} now. Give the interval that it was saved with, or "
                 "save after sync()."
             )
-        if counters["in_flight"] > self._schedule.fragments:
+        if part < 0:
+            return
+        if part >= schedule.fragments:
             raise ValueError(
                 f"{_OWNER}: saved with fragment {counters['in_flight']} in flight, there are "
-                f"only {self._schedule.fragments} now. Give the fragments that it was saved with."
+                f"only {schedule.fragments} now. Give the fragments that it was saved with."
             )
+        why = ""
+        if not same_plan:
+            why = "other fragments. Give the fragments"
+        elif schedule.overlap == 0:
+            why = "overlap_steps, which are 0 now. Give the overlap_steps"
+        elif not 1 <= counters["due"] <= (most := schedule.steps_to_launch(counters["steps"])):
+            why = (
+                f"a result due in {counters['due']} steps, where the next fragment is launched "
+                f"in {most} now. Give the interval, fragments and overlap_steps"
+            )
+        if why:
+            raise ValueError(
+                f"{_OWNER}: saved with a round in flight and {why} that it was saved with, or "
+                "save after sync()."
+            )
+
+    def _digest(self) -> int:
+        text = " ".join(f"{part}={name}" for name, part in sorted(self._parts.items()))
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
     def _shards(self) -> Shards:
         group = self.process_group
@@ -539,6 +612,36 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         if session is None:
             raise BaguaError(f"{_OWNER}: its module has been deleted")
         return session
+
+
+@dataclass
+class _Loaded:
+    """All of a state, checked; ``tensors`` by key."""
+
+    fragments: list[Fragment]
+    tensors: dict[str, torch.Tensor]
+    counters: dict[str, int]
+    digest: int | None
+
+    def give(self, loop: OuterLoop, own: str) -> None:
+        """Have ``loop`` go on from it; keys of this rank begin with ``own``."""
+        views = loop.named_means()
+        views |= {own + key: view for key, view in loop.named_own_state().items()}
+        for key, value in self.tensors.items():
+            views[key].copy_(value)
+        for mine, loaded in zip(loop.state.fragments, self.fragments, strict=True):
+            mine.become(loaded)
+        loop.resume_at(self.counters, self.digest)
+
+
+def _count_of(state: dict[str, Any], key: str) -> int:
+    if key not in state and _LOCAL in state:
+        raise ValueError(
+            f"{_OWNER}: saved after the warm-up, and the state has no '{key}'. "
+            "torch.distributed.checkpoint loads only what the training that loads has: wrap with "
+            "warmup_steps=0 to load what was saved after the warm-up."
+        )
+    return saved_count(state, key, _OWNER)
 
 
 def local_tensors(session: Session) -> LocalTensors:
