@@ -9,11 +9,13 @@ import torch.distributed.checkpoint as dcp
 from bagua.torch_api import communication
 from bagua.torch_api.algorithms import Algorithm, QAdamOptimizer
 from bagua.torch_api.checkpoint import PerRank, load_latest, save_checkpoint
-from support import training
+from support import every_algorithm, training
 from support.cases import over
 from support.checkpoint_training import network, steps
 from support.error_feedback import all_bits
+from support.every_algorithm import LOCAL, OWN_WEIGHTS
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 AFTER = 8
 WARM_UP = 3
@@ -175,3 +177,86 @@ def test_the_ranks_of_a_group_save_together(ranks, tmp_path):
     for rank, (step, refused, same) in enumerate(ranks(3, two_groups, str(tmp_path))):
         assert (step, same) == (1, True)
         assert f"not a member of the group with ranks {[[2], [0, 1]][rank // 2]}" in refused
+
+
+def torchs_state(model, optimizer):
+    get_optimizer_state_dict(model, optimizer)
+
+
+def a_step_of_its_own(model, optimizer):
+    """As libraries write it that have no function of torch for it."""
+    groups = optimizer.param_groups
+    rates = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+
+
+@training.with_group
+def steps_that_only_make_state(name, momentum):
+    """Weights where one rank makes state before some steps, and where none does."""
+    ways = [torchs_state, a_step_of_its_own] if name in LOCAL else [torchs_state]
+    results = []
+    for make in (None, *ways):
+        model, optimizer = every_algorithm.wrapped(name, training.network())
+        for group in optimizer.param_groups if name != "qadam" else ():
+            group["momentum"] = momentum
+        for step in range(9):
+            if make and dist.get_rank() == 0 and step in ((0, 3) if momentum == 0 else (0,)):
+                make(model, optimizer)
+            training.train(model, optimizer, [training.batch(step, dist.get_rank())])
+        results.append(training.model_bits(model))
+        if name in LOCAL and make is torchs_state:
+            with model.bagua_algorithm.anchor():
+                make(model, optimizer)
+    return results
+
+
+@over(name=[*OWN_WEIGHTS, "qadam"], momentum=(0.0, 0.9))
+def test_a_step_that_only_makes_state_on_one_rank_counts_nowhere(ranks, name, momentum):
+    for without, *made in ranks(2, steps_that_only_make_state, name, momentum):
+        assert made == [without] * len(made)
+
+
+@training.with_group
+def saved_at(save_at, load, folder, make):
+    """Rounds after each step and the weights; saved by DCP before one, or loaded at it."""
+    model = training.network()
+    optimizer = make(model.parameters())
+    model.with_bagua([optimizer], Algorithm.init("diloco", interval=3))
+    state = {"training": PerRank(model), "algorithm": model.bagua_algorithm}
+    if load:
+        dcp.load(state, checkpoint_id=folder)
+    rounds = [model.bagua_algorithm.outer_rounds, model.bagua_stats()["outer"]["steps"]]
+    for step in range(save_at if load else 0, 8):
+        if step == save_at and not load:
+            dcp.save(state, checkpoint_id=folder)
+        training.train(model, optimizer, [training.batch(step, dist.get_rank())])
+        rounds.append(model.bagua_algorithm.outer_rounds)
+    return rounds, training.model_bits(model)
+
+
+def plain_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def decaying_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+@over(make=(plain_sgd, decaying_sgd, torch.optim.AdamW), save_at=(0, 4))
+def test_neither_a_save_nor_a_load_by_dcp_is_a_step(ranks, tmp_path_factory, make, save_at):
+    folder = str(tmp_path_factory.mktemp("saved"))
+    never = ranks(2, saved_at, None, False, folder, make)
+    assert ranks(2, saved_at, save_at, False, folder, make) == never
+    for (whole, bits), (rounds, its_bits) in zip(
+        never, ranks(2, saved_at, save_at, True, folder, make), strict=True
+    ):
+        assert rounds[:2] == [save_at // 3, save_at % 3]
+        assert rounds[2:] == whole[2 + save_at :]
+        assert its_bits == bits

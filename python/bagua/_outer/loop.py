@@ -43,7 +43,7 @@ from bagua._outer.optimizer import (
 )
 from bagua._outer.strategies import FixedRanks, RankWeights
 from bagua._sync.engine import build, finish_soon, part_of_the_round
-from bagua._sync.optimizer_steps import StepAttempts
+from bagua._sync.optimizer_steps import StepAttempts, only_makes_state
 from bagua._sync.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
@@ -242,6 +242,7 @@ class OuterLoop(Synchronizer):
 
     def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
         self._refuse_inside_anchor("a training forward")
+        self._attempts.forward()
         self._resume()
         return False
 
@@ -307,7 +308,8 @@ class OuterLoop(Synchronizer):
             _copy(own, self._local.weights())
 
     def _refuse_step(self, *_: Any) -> None:
-        self._refuse_inside_anchor("optimizer.step()")
+        if not only_makes_state():
+            self._refuse_inside_anchor("optimizer.step()")
 
     def _refuse_inside_anchor(self, what: str) -> None:
         if self._anchored:

@@ -17,6 +17,7 @@ from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
 from bagua._core.state.bagua_tensor import record_of
 from bagua._sync.engine import describe
 from bagua._sync.hooks import WeakHook, tensors_in
+from bagua._sync.optimizer_steps import only_makes_state
 from bagua._sync.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class AveragingSynchronizer(Synchronizer):
             if record_of(tensor).name in names
         }
         self._inside_forward = False
+        self._stays_inside = False  # after a step that only makes state
         self._steps_are_seen = bool(ddp.bagua_optimizers)
         self._backward_ran = False
         self._ending = False
@@ -140,9 +142,17 @@ class AveragingSynchronizer(Synchronizer):
             ddp.module.register_forward_hook(after_forward, always_call=True),
         ]
         for optimizer in ddp.bagua_optimizers:
-            handles.append(optimizer.register_step_pre_hook(WeakHook(self.enter)))
-            handles.append(optimizer.register_step_post_hook(WeakHook(self.leave)))
+            handles.append(optimizer.register_step_pre_hook(WeakHook(self._begin_step)))
+            handles.append(optimizer.register_step_post_hook(WeakHook(self._end_step)))
         return handles
+
+    def _begin_step(self) -> None:
+        self._stays_inside = self.lane.inside and only_makes_state()
+        self.enter()
+
+    def _end_step(self) -> None:
+        if not self._stays_inside:
+            self.leave()
 
     def _before_any_forward(self) -> None:
         self._before_forward(torch.is_grad_enabled())

@@ -1,7 +1,8 @@
-"""Optimizer steps: attempted ones, and those that never come."""
+"""Optimizer steps: attempted ones, those that never come, and those that only make state."""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,23 @@ from bagua._sync.hooks import DroppedOnCopy, WeakHook
 #: Training forwards with changed parameters and without a step, after which training ends.
 _MOST = 20
 _SAMPLED_PARAMETERS = 8
+_FRAMES = 16  # from a hook to who has called step(), through schedulers and wrappers
+
+
+def only_makes_state() -> bool:
+    """Whether the ``step()`` under way is one by which torch's state-dict functions make state.
+
+    They call it, with learning rate and gradients 0, where an optimizer has no state, maybe on one
+    rank alone, and in each call for one that never has any (SGD without momentum).
+    """
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame.f_code.co_name == "_init_optim_state":
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
 
 
 class MissingSteps:
@@ -75,21 +93,36 @@ class StepAttempts(DroppedOnCopy):
     """Calls ``attempted`` after each ``step()`` of ``optimizer``.
 
     A step that a ``GradScaler`` skips on this rank counts: ranks skip different ones, and must
-    meet after equal numbers of steps. ``attempted`` is a method; its object is not kept alive.
+    meet after equal numbers of steps. A step that only makes state does not: one of
+    :func:`only_makes_state`, or with no :meth:`forward` before it and learning rates of 0.
+    ``attempted`` is a method; its object is not kept alive.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, attempted: Callable[[], None]) -> None:
         self.count = 0
+        self._forward = False
+        self._optimizer = weakref.ref(optimizer)
         self._attempted = weakref.WeakMethod(attempted)
         self._handle = optimizer.register_step_post_hook(self)
         watchers = _watched.setdefault(optimizer, [])
         watchers[:] = [watcher for watcher in watchers if watcher() is not None]
         watchers.append(weakref.ref(self))
 
+    def forward(self) -> None:
+        """A training forward begins."""
+        self._forward = True
+
     def __call__(self, *_: Any) -> None:
+        if only_makes_state() or not (self._forward or self._moves()):
+            return
+        self._forward = False
         self.count += 1
         if (attempted := self._attempted()) is not None:
             attempted()
+
+    def _moves(self) -> bool:
+        groups = [] if (optimizer := self._optimizer()) is None else optimizer.param_groups
+        return any(group.get("lr", 1) != 0 for group in groups)
 
     def close(self) -> None:
         self._handle.remove()

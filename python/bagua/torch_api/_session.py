@@ -32,7 +32,7 @@ from bagua._core.state.shards import is_sharded, ranks_of
 from bagua._core.state.snapshot import ModuleSnapshot, sample
 from bagua._core.state.statistics import statistics
 from bagua._sync.hooks import WeakHook, outside_graphs, tensors_in
-from bagua._sync.optimizer_steps import MissingSteps
+from bagua._sync.optimizer_steps import MissingSteps, only_makes_state
 from bagua._sync.synchronizer import Synchronizer
 from bagua._watch.publisher import publish
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, name_of
@@ -316,7 +316,7 @@ class Session:
 
         def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             session = this()
-            if session is not None:
+            if session is not None and not only_makes_state():
                 session.bagua_algorithm.init_post_optimizer_step_hook(session)(optimizer)
 
         return handles + [o.register_step_post_hook(after_step) for o in self.bagua_optimizers]

@@ -17,13 +17,15 @@ from bagua._core.eager.objects import broadcast_object, gather_plain_objects
 from bagua._core.group.job import as_bagua_group
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state import step_folder as _step_folder
-from bagua._core.state.saved_values import check_state, copied, digest
+from bagua._core.state.saved_values import check_state, copied, digest, saved_count
 from bagua._core.state.shards import is_sharded
 from bagua._core.state.step_folder import Damaged, Leaves
 from bagua.torch_api._session import Session
 from bagua.torch_api.distributed import BaguaModule
 
 __all__ = ["PerRank", "load_latest", "save_checkpoint"]
+
+_WITHOUT_STATE = "optimizers_without_state"
 
 
 def save_checkpoint(
@@ -360,13 +362,23 @@ class PerRank:
         self._key = f"rank{self._ddp.process_group.connections.rank}"
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"rank<r>": {"model": ..., "optimizer": ...}}``, tensors copied."""
+        """``{"rank<r>": {"model": ..., "optimizer": ..., "optimizers_without_state": ...}}``.
+
+        Tensors are copied. The last entry is a sum of ``2**number`` of the optimizers that had made
+        no state, and have none after a load.
+        """
         # Not at the top: it takes a second, which every program would pay.
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         with self._ddp.exclusive():
+            # get_state_dict makes a step where there is no state, which an optimizer may count.
+            without = [optimizer for optimizer in self._optimizers if not optimizer.state]
             model, optimizer = get_state_dict(self._ddp.module, self._optimizers)
-            return {self._key: copied({"model": model, "optimizer": optimizer})}
+            state = copied({"model": model, "optimizer": optimizer})
+            for made in without:
+                made.state.clear()
+        numbers = [1 << i for i, o in enumerate(self._optimizers) if o in without]
+        return {self._key: state | {_WITHOUT_STATE: sum(numbers)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Give model and optimizers what :meth:`state_dict` had.
@@ -388,6 +400,7 @@ class PerRank:
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         own = state[self._key]
+        without = saved_count({_WITHOUT_STATE: 0, **own}, _WITHOUT_STATE, "PerRank")
         with self._ddp.exclusive():
             set_state_dict(
                 self._ddp.module,
@@ -395,3 +408,6 @@ class PerRank:
                 model_state_dict=own["model"],
                 optim_state_dict=own["optimizer"],
             )
+            for number, optimizer in enumerate(self._optimizers):
+                if without >> number & 1:
+                    optimizer.state.clear()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.adam import adam
 
+from bagua._sync.optimizer_steps import only_makes_state
+
 if TYPE_CHECKING:
     from bagua.torch_api.algorithms.q_adam import QAdamAlgorithmImpl
 
@@ -126,6 +128,10 @@ class QAdamOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; ``closure`` evaluates the model with gradients and returns the loss."""
         loss = None
+        if only_makes_state():
+            for parameter in (p for group in self.param_groups for p in group["params"]):
+                self.state_of(parameter)
+            return loss
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
