@@ -44,7 +44,7 @@ def test_a_hierarchical_operation_splits_one_group(nccl, monkeypatch, nodes, red
         op = all_reduce(None, way, reduce is AVG).make(lane, None)
         flat = values[rank].clone()
         op.run(flat, 1, 1.0, "bucket")
-        results[rank] = flat, sorted(purpose for _, purpose in lane.communicators)
+        results[rank] = flat, sorted(purpose for purpose, _ in lane.by_purpose)
 
     connected = nccl.calls_of("ncclCommInitRankConfig")
     run_threads(len(nodes), run)

@@ -1,7 +1,10 @@
 """Ops on thread ranks: against their oracles, bit for bit between ranks, and with bad values."""
 
+from types import SimpleNamespace
+
 import torch
 from bagua import _C
+from bagua._ops.operations import Lane
 from oracle.compressed_all_reduce import compressed_all_reduce
 from support.cases import over
 from support.threads.op_ranks import (
@@ -111,3 +114,20 @@ def test_a_bad_value_reaches_every_rank_in_other_dtypes(kind, dtype):
 @over(dtype=COMPLEX)
 def test_a_bad_part_of_a_complex_number_reaches_every_rank(dtype):
     assert_a_bad_value_reaches_every_rank("exact", "mean", dtype)
+
+
+class Connected:
+    ranks = (0, 1)
+
+    def connect(self, *_, **__):
+        return object()
+
+
+def test_two_groups_of_equal_numbers_have_two_communicators_in_a_lane():
+    """Islands have numbers, as ranks have."""
+    groups = [SimpleNamespace(connections=Connected()) for _ in range(2)]
+    lane = Lane("lane", torch.device("cpu"), groups[0])
+    first, second = (lane.communicator(group) for group in groups)
+    assert first is not second
+    assert lane.communicator(None) is first
+    assert lane.by_purpose == [("all", first), ("all", second)]

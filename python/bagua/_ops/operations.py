@@ -42,20 +42,21 @@ class Lane:
     group: BaguaProcessGroup  # for operations that name none
     sums_of_torch: bool = False  # see Connections.connect
     scratch: _C.Scratch = field(default_factory=_C.Scratch)
-    #: By (ranks, purpose): "all", "node", "leaders", and for shares "leaders" with a number.
-    communicators: dict[tuple[str, str], Members] = field(default_factory=dict)
-    _shares: dict[str, tuple[Members, list[Members | None]]] = field(default_factory=dict)
+    #: By (connections, whether for shares, purpose): "all", "node", "leaders", and for shares
+    #: "leaders" with a number.
+    communicators: dict[tuple[Connections, bool, str], Members] = field(default_factory=dict)
+    _shares: dict[Connections, tuple[Members, list[Members | None]]] = field(default_factory=dict)
 
     @property
     def by_purpose(self) -> list[tuple[str, Members]]:
-        return [(purpose, members) for (_, purpose), members in self.communicators.items()]
+        return [(purpose, members) for (*_, purpose), members in self.communicators.items()]
 
     def connections(self, group: BaguaProcessGroup | None) -> Connections:
         return (group or self.group).connections
 
     def communicator(self, group: BaguaProcessGroup | None) -> Members:
         connections = self.connections(group)
-        key = (repr(connections.ranks), "all")
+        key = (connections, False, "all")
         if key not in self.communicators:
             self.communicators[key] = connections.connect(
                 f"{self.name}/all", self.device, sums_of_torch=self.sums_of_torch
@@ -65,26 +66,25 @@ class Lane:
     def nodes(self, group: BaguaProcessGroup | None) -> tuple[Members, Members | None]:
         """This rank's node and, on its leader, the leaders of the nodes if there are several."""
         connections = self.connections(group)
-        ranks = repr(connections.ranks)
-        if (ranks, "node") not in self.communicators:
+        if (connections, False, "node") not in self.communicators:
             node, leaders = connections.connect_nodes(self.name, self.device)
-            self.communicators[ranks, "node"] = node
+            self.communicators[connections, False, "node"] = node
             if leaders is not None:
-                self.communicators[ranks, "leaders"] = leaders
-        return self.communicators[ranks, "node"], self.communicators.get((ranks, "leaders"))
+                self.communicators[connections, False, "leaders"] = leaders
+        leaders = self.communicators.get((connections, False, "leaders"))
+        return self.communicators[connections, False, "node"], leaders
 
     def shares(self, group: BaguaProcessGroup | None) -> tuple[Members, list[Members | None]]:
         """This rank's node and, for each share, the ranks that have it; None where this has not."""
         connections = self.connections(group)
-        ranks = repr(connections.ranks)
-        if ranks not in self._shares:
+        if connections not in self._shares:
             node, between = connections.connect_shares(self.name, self.device)
-            self._shares[ranks] = node, between
-            self.communicators[f"{ranks} by share", "node"] = node
+            self._shares[connections] = node, between
+            self.communicators[connections, True, "node"] = node
             for number, members in enumerate(between):
                 if members is not None:
-                    self.communicators[f"{ranks} by share", f"leaders{number}"] = members
-        return self._shares[ranks]
+                    self.communicators[connections, True, f"leaders{number}"] = members
+        return self._shares[connections]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
