@@ -93,7 +93,9 @@ def per_round(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[
 
     From the start where ``before`` is None, or of buckets that have been built anew since.
     """
-    earlier = before if before is not None and before["rounds"] <= now["rounds"] else None
+    earlier = before
+    if before is not None and before.get("built") != now.get("built"):
+        earlier = None
     begin = {} if earlier is None else _counters(earlier)
     rounds = now["rounds"] - (0 if earlier is None else earlier["rounds"])
     if rounds == 0:

@@ -104,6 +104,7 @@ class Session:
         self._asked_guard = guard
         self._snapshot = ModuleSnapshot(module, averaged_inside=self._averaged_inside(module))
         self._running = Synchronizer()
+        self._built = 0  # times
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._watching = False
         self._ended = False
@@ -245,6 +246,7 @@ class Session:
         if gives_state:
             self._give_initial_state()
         self._make_buckets()
+        self._built += 1
         self.traffic = MainThreadTraffic(self.process_group.connections)
         if not self.bagua_buckets:
             return
@@ -569,7 +571,7 @@ class Session:
     def stats(self) -> dict[str, Any]:
         running = self._running
         stats = statistics(running.stats(), running.communicators, self.traffic)
-        stats |= self.bagua_algorithm.statistics()
+        stats |= {"built": self._built, **self.bagua_algorithm.statistics()}
         return stats if self.guard is None else stats | {"guard": self.guard.stats()}
 
     def pause(self) -> None:

@@ -10,6 +10,7 @@ from bagua.comm_hooks import register
 from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from support import training
+from support.cases import over
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
@@ -109,6 +110,22 @@ def test_each_writer_has_its_own_interval(ranks):
         assert steps == {70, 3}
         assert prefixes == {"other"}
         assert anew["bytes_sent_per_round"] == sent, "one round of the new buckets"
+
+
+@training.with_group
+def write_after_new_buckets(rounds):
+    model, optimizer = wrapped()
+    training.train_on_ranks(model, optimizer, 2)
+    bagua.write_stats(model, writer := Notebook())
+    model.bagua_ddp.rebuild()
+    training.train_on_ranks(model, optimizer, rounds)
+    return bagua.write_stats(model, writer), bagua.write_stats(model, Notebook())
+
+
+@over(rounds=(1, 2, 5))
+def test_counters_of_new_buckets_are_counted_from_their_start(ranks, rounds):
+    for written, from_start in ranks(2, write_after_new_buckets, rounds):
+        assert written == from_start
 
 
 @training.with_group
