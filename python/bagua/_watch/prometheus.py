@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import socketserver
+import threading
+import time
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from bagua._core.group import environment as env
@@ -32,6 +37,68 @@ _BY_THE_CLOCK = {
 }
 
 
+#: Clients at a time, above which the oldest is disconnected; seconds that each has for its request.
+_MOST_CLIENTS, _PATIENCE_S = 8, 10.0
+
+
+class _Endpoint(socketserver.ThreadingTCPServer):
+    """Answers few clients at a time, whatever they send or omit; says nothing of them.
+
+    Each has a thread and a descriptor of the training process.
+    """
+
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, address: str, port: int, handler: Any) -> None:
+        self._clients: dict[Any, float] = {}
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, *_, where = found[0]
+        super().__init__((str(where[0]), port), handler)
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(0.1)  # no descriptor is left: the client waits, and so does this loop
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        for client in list(self._clients)[: 1 - _MOST_CLIENTS]:
+            _disconnect(client)
+        deadline = time.monotonic() + 1.0
+        while len(self._clients) >= _MOST_CLIENTS and time.monotonic() < deadline:
+            time.sleep(0.001)  # its thread ends
+        if len(self._clients) >= _MOST_CLIENTS:
+            self.shutdown_request(request)
+            return
+        self._clients[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._clients.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        late = time.monotonic() - _PATIENCE_S
+        for client, begun in list(self._clients.items()):
+            if begun < late:
+                _disconnect(client)
+
+    def server_close(self) -> None:
+        super().server_close()
+        for client in list(self._clients):
+            _disconnect(client)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """What a client has sent or has not received is not of interest to the training."""
+
+
+def _disconnect(client: Any) -> None:
+    with suppress(OSError):
+        client.shutdown(socket.SHUT_RDWR)
+
+
 class MetricsServer:
     """An endpoint at work; made by :func:`serve_metrics`.
 
@@ -58,7 +125,8 @@ def serve_metrics(model: Any, port: int, address: str = "127.0.0.1") -> MetricsS
     """Serve this rank's statistics to Prometheus, at ``http://address:port/metrics``.
 
     Nothing is served without this call. Each rank that calls it has an endpoint of its own, so
-    ranks of one machine need different ports: ``port=9400 + bagua.get_local_rank()``.
+    ranks of one machine need different ports: ``port=9400 + bagua.get_local_rank()``. It has few
+    clients at a time, and each for ten seconds: the oldest is disconnected.
 
     Args:
         model: a module after ``with_bagua``, bagua's ``DistributedDataParallel``, or the handle of
@@ -86,8 +154,10 @@ def serve_metrics(model: Any, port: int, address: str = "127.0.0.1") -> MetricsS
         ) from error
     registry = prometheus_client.CollectorRegistry()
     registry.register(_Collector(source_of(model), type(model).__name__))
-    server, thread = prometheus_client.start_http_server(port, addr=address, registry=registry)
-    result = MetricsServer(address, int(server.server_port), server, thread)
+    server = _Endpoint(address, port, prometheus_client.MetricsHandler.factory(registry))
+    thread = threading.Thread(target=server.serve_forever, name="bagua metrics", daemon=True)
+    thread.start()
+    result = MetricsServer(address, int(server.server_address[1]), server, thread)
     close_at_exit(result)
     _open.append(result)
     return result

@@ -1,5 +1,7 @@
 """The endpoint of `serve_metrics`, scraped, and parsed by prometheus_client."""
 
+import os
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -9,6 +11,7 @@ import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
+from bagua._watch import prometheus
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from prometheus_client.parser import text_string_to_metric_families
 from support import training
@@ -117,3 +120,39 @@ def test_without_the_package_the_remedy_is_told():
 def test_a_model_without_statistics_is_refused():
     with pytest.raises(TypeError, match="not of Linear"):
         bagua.serve_metrics(torch.nn.Linear(1, 1), 0)
+
+
+GARBAGE = [
+    b"",
+    b"GET /metr",
+    b"\x16\x03\x01\x02\x00",
+    b"GET //[ HTTP/1.1\r\n\r\n",
+    b"GET / HTTP/9.9\r\nA\r\n\r\n",
+    b"\xff" * 70000 + b"\r\n",
+    b"POST / HTTP/1.1\r\n\r\n",
+    b"GET /metrics HTTP/1.1\r\n" + b"A: b\r\n" * 200,
+]
+
+
+def threads_and_files():
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def test_clients_that_say_nothing_or_nonsense_hold_little_and_keep_nobody_away(capfd, monkeypatch):
+    monkeypatch.setattr(prometheus, "_PATIENCE_S", 1.0)
+    before = threads_and_files()
+    server = bagua.serve_metrics(Dummy(), 0)  # which ends: no statistics
+    held = []
+    for number in range(100):
+        held.append(socket.create_connection((server.address, server.port), timeout=20))
+        held[-1].sendall(GARBAGE[number % len(GARBAGE)])
+    threads, files = threads_and_files()
+    most = prometheus._MOST_CLIENTS + 1  # one that is accepted
+    assert threads - before[0] <= most + 1
+    assert files - before[1] - len(held) <= most + 3  # and the listening socket's
+    assert scrape(server) == {}, "a true client is served beside them"
+    assert held[-4].recv(1) == b"", "a client that does not end its request is disconnected"
+    for client in held:
+        client.close()
+    server.close()
+    assert capfd.readouterr() == ("", "")
