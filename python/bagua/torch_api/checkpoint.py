@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+import socket
+import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -13,11 +16,12 @@ from typing import Any
 import torch
 
 from bagua import _C
+from bagua._core.eager.collectives import broadcast
 from bagua._core.eager.objects import broadcast_object, gather_plain_objects
 from bagua._core.group.job import as_bagua_group
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state import step_folder as _step_folder
-from bagua._core.state.saved_values import check_state, copied, digest, saved_count
+from bagua._core.state.saved_values import check_state, copied, digest, saved_count, short_text
 from bagua._core.state.shards import is_sharded
 from bagua._core.state.step_folder import Damaged, Leaves
 from bagua.torch_api._session import Session
@@ -57,76 +61,199 @@ def save_checkpoint(
     Returns:
         The folder of this rank's part.
 
+    A failure of one rank raises on all, and the checkpoints before are kept. Ranks exchange six
+    messages, one after the other.
+
     Raises:
         TypeError: something of ``state`` has no ``state_dict`` or ``load_state_dict``, or has
-            DTensors.
+            DTensors or values that are not plain data.
         ValueError: ``step`` is negative or not rank 0's, or ``keep`` is below 1.
-        OSError, RuntimeError: this rank cannot write (a full disk).
-        pickle.UnpicklingError: ``state`` holds what ``weights_only=True`` does not load.
-        BaguaError: another rank cannot write; names it.
+        OSError, RuntimeError: this rank cannot write (a full disk), or does not see the folder
+            that rank 0 sees, or another training writes into it.
+        BaguaError: another rank has failed; names it, with the reason.
     """
-    # Checks
-    _check_state(state)
-    if step < 0 or keep < 1:
-        raise ValueError(f"save_checkpoint: step={step} must not be negative, nor keep={keep} 0")
     joined = _members(group)
-    rank, folder = joined.rank, Path(folder)
+    rank, comm = joined.rank, joined.get_global_communicator()
+    tried = _Tries(joined, "save_checkpoint", f"write step {step}", _KEPT)
+    place, owner = Path(), uuid.uuid4().hex
+    mine: Leaves = {}
+    table: dict[tuple[Any, ...], tuple[int, str]] = {}
+    lines: list[str] = []
 
-    # 1. A copy of one moment; 2. what rank 0 has alike.
-    with _exclusive(state):
-        mine = _leaves({name: copied(part.state_dict(), "cpu") for name, part in state.items()})
-    _refuse_shards(mine)
-    table = _table(mine)
-    if rank == 0:
-        _step_folder.clear(folder)
-    comm = joined.get_global_communicator()
-    first_step, first = broadcast_object((step, table), 0, comm)
-    alike = {path for path in table if rank != 0 and first.get(path) == table[path]}
+    # 1. A copy of one moment, and on rank 0 a folder for it; 2. what rank 0 has alike.
+    with tried:
+        place = _checked_place(Path(folder), state, step, keep)
+        mine, table = _copied(state)
+        if rank == 0:
+            _refuse_another_training(place.parent)
+            _step_folder.begin(place, owner)
+    seen = f"{socket.gethostname()}:{place.parent.absolute()}"
+    reason, *first = broadcast_object((tried.reason, str(step), owner, seen, table), 0, comm)
+    tried.end_with({0: reason} if reason else {})
 
     # 3. This rank's part; 4. when all ranks have theirs, the checkpoint gets its name.
-    place = _step_folder.place_of(folder, step)
-    lines: list[str] | None = None
-    problem: Exception | None = None
-    try:
-        if step != first_step:
-            raise ValueError(f"save_checkpoint: step={step} here, {first_step} on rank 0")
-        own = {path: value for path, value in mine.items() if path not in alike}
-        part = _step_folder.part_of(_step_folder.hidden(place), rank)
-        lines = _step_folder.write(part, own, alike=list(alike))
-    except Exception as error:  # noqa: BLE001 - the other ranks must not wait
-        problem = error
-    everyone = gather_plain_objects(lines, 0, comm)
-    failed: list[int] = []
-    try:
-        if everyone is not None:
-            failed = _finish(place, everyone, keep)
-    except OSError as error:
-        problem, failed = error, [0]
-    _raise_if_any(problem, broadcast_object(failed, 0, comm), step)
+    if tried.problem is None:
+        with tried:
+            lines = _write_part(place, rank, str(step), mine, table, first)
+    everyone = gather_plain_objects((tried.reason, lines), 0, comm)
+    failed = {other: why for other, (why, _) in enumerate(everyone or []) if why}
+    if everyone is not None and not failed:
+        with tried, _of_one_training(place):
+            _step_folder.publish(place, chain(*(lines for _, lines in everyone)))
+        failed = {0: tried.reason} if tried.reason else {}
+    count = torch.tensor([len(failed)], device="cpu")
+    broadcast(count, 0, comm)
+    if count.item():
+        if rank == 0:
+            _step_folder.clear(place.parent)
+        tried.end_with(broadcast_object(failed, 0, comm))
+
+    # 5. All look for it where load_latest does; 6. then older ones are not needed.
+    with tried, _of_one_training(place):
+        _step_folder.confirm(place, lines)
+    _settle(place, keep, rank, tried)
     return _step_folder.part_of(place, rank)
 
 
-def _finish(place: Path, everyone: Sequence[list[str] | None], keep: int) -> list[int]:
-    """Give the checkpoint its name and remove older ones, unless a rank has failed: which ones."""
-    failed = [rank for rank, lines in enumerate(everyone) if lines is None]
-    if failed:
-        _step_folder.clear(place.parent)
-        return failed
-    _step_folder.publish(place, chain(*filter(None, everyone)))
-    folders = [_step_folder.place_of(place.parent, s) for s in _step_folder.steps(place.parent)]
-    for older in folders[: folders.index(place) + 1][:-keep]:
-        _step_folder.remove(older)
-    return []
+_KEPT = "; the checkpoints before it are kept"
+#: By folder, on rank 0: the checkpoints that it had after the last save of this process.
+_left: dict[Path, dict[int, str]] = {}
+_MOST_FOLDERS = 16
 
 
-def _raise_if_any(problem: Exception | None, failed: Sequence[int], step: int) -> None:
-    if problem is not None:
-        raise problem
-    if failed:
-        raise _C.BaguaError(
-            f"save_checkpoint: rank(s) {failed} could not write step {step}, and say why; the "
-            "checkpoints before it are kept"
+class _Tries:
+    """Acts of all ranks, of which the first exception is kept until all have heard of it.
+
+    Args:
+        call, aim, end: for errors: "save_checkpoint: rank(s) [1] could not write step 3: ...".
+
+    A BaguaError passes through: communication has failed, of which all hear by themselves.
+    """
+
+    def __init__(self, joined: BaguaProcessGroup, call: str, aim: str, end: str = "") -> None:
+        self._joined, self._call, self._aim, self._end = joined, call, aim, end
+        self.problem: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, _C.BaguaError):
+            return False
+        self.problem = self.problem or error
+        return True
+
+    @property
+    def reason(self) -> str:
+        """The exception for other ranks; empty: there is none."""
+        return "" if self.problem is None else short_text(self.problem)
+
+    def first_failed(self) -> dict[int, str]:
+        """The lowest rank that has an exception, with it; the same on all ranks."""
+        rank, size = self._joined.rank, self._joined.size
+        (lowest,) = self._joined.connections.reduce_numbers(
+            self._call, _C.ReduceOp.MIN, rank if self.reason else size
         )
+        if lowest == size:
+            return {}
+        comm = self._joined.get_global_communicator()
+        return {lowest: broadcast_object(self.reason, lowest, comm)}
+
+    def end_with(self, failed: Mapping[int, str]) -> None:
+        """Raise what went wrong, if anything has; ``failed`` is the same on all ranks."""
+        if failed and self.problem is not None:
+            raise self.problem
+        if failed:
+            first = failed[min(failed)]
+            raise _C.BaguaError(
+                f"{self._call}: rank(s) {[*failed]} could not {self._aim}: {first}{self._end}"
+            )
+
+
+def _checked_place(folder: Path, state: Mapping[str, Any], step: int, keep: int) -> Path:
+    _check_state(state)
+    if not 0 <= operator.index(step) < 10**18 or keep < 1:
+        raise ValueError(f"save_checkpoint: step={step} must not be negative, nor keep={keep} 0")
+    return _step_folder.place_of(folder, step)
+
+
+def _copied(state: Mapping[str, Any]) -> tuple[Leaves, dict[tuple[Any, ...], tuple[int, str]]]:
+    with _exclusive(state):
+        mine = _leaves({name: copied(part.state_dict(), "cpu") for name, part in state.items()})
+    _refuse_others(mine)
+    return mine, _table(mine)
+
+
+def _write_part(
+    place: Path,
+    rank: int,
+    step: str,
+    mine: Leaves,
+    table: Mapping[tuple[Any, ...], tuple[int, str]],
+    first: Sequence[Any],
+) -> list[str]:
+    """Write what rank 0 does not have alike, if this rank sees the folder that rank 0 has begun."""
+    first_step, owner, seen, of_first = first
+    if step != first_step:
+        raise ValueError(f"save_checkpoint: step={step} here, {first_step} on rank 0")
+    if not _step_folder.is_begun(place, owner):
+        raise FileNotFoundError(
+            f"save_checkpoint: {socket.gethostname()}:{place.parent.absolute()} is not the folder "
+            f"that rank 0 sees as {seen}: give a folder of a file system that all ranks share, by "
+            "the same absolute path, into which no other training writes"
+        )
+    alike = {path for path in table if rank != 0 and of_first.get(path) == table[path]}
+    own = {path: value for path, value in mine.items() if path not in alike}
+    part = _step_folder.part_of(_step_folder.hidden(place), rank)
+    with _of_one_training(place):
+        return _step_folder.write(part, own, alike=list(alike))
+
+
+@contextmanager
+def _of_one_training(place: Path) -> Iterator[None]:
+    """Files that are gone, or others, while a checkpoint is saved: OSError with the remedy."""
+    try:
+        yield
+    except (Damaged, FileNotFoundError) as error:
+        raise FileNotFoundError(
+            f"save_checkpoint: the files of {place} have changed while they were written ({error}):"
+            " another training or a cleaner is at work there; give each training another folder"
+        ) from error
+
+
+def _refuse_another_training(folder: Path) -> None:
+    """Raise where checkpoints have come since the last save of this process."""
+    known = _left.get(folder.absolute())
+    there = _step_folder.fingerprints(folder)
+    strange = [step for step in there if known is not None and known.get(step) != there[step]]
+    if strange:
+        del _left[folder.absolute()]
+        raise FileExistsError(
+            f"save_checkpoint: another training has written step(s) {strange[:3]} into {folder} "
+            "since this one saved there: give each training another folder"
+        )
+
+
+def _settle(place: Path, keep: int, rank: int, tried: _Tries) -> None:
+    """Remove older checkpoints; or the new one, if a rank does not see it."""
+    if failed := tried.first_failed():
+        if rank == 0 and tried.problem is None:
+            with suppress(OSError):
+                _step_folder.remove(place)
+        tried.end_with(failed)
+    folder = place.parent
+    _left.pop(folder.absolute(), None)
+    if rank != 0:
+        return
+    try:
+        there = [_step_folder.place_of(folder, step) for step in _step_folder.steps(folder)]
+        for older in [each for each in there if each <= place][:-keep]:
+            _step_folder.remove(older)
+    except OSError as error:
+        warnings.warn(f"save_checkpoint: an older checkpoint stays: {error}", stacklevel=3)
+    while len(_left) >= _MOST_FOLDERS:
+        _left.pop(next(iter(_left)))
+    _left[folder.absolute()] = _step_folder.fingerprints(folder)
 
 
 def load_latest(
@@ -151,7 +278,8 @@ def load_latest(
 
     Raises:
         TypeError: something of ``state`` has no ``state_dict`` or ``load_state_dict``.
-        BaguaError: there are checkpoints, and none is whole.
+        FileNotFoundError: this rank sees a newer checkpoint there than rank 0.
+        BaguaError: there are checkpoints, and none is whole; or another rank has failed.
         ValueError: it is of another model or algorithm, or of another number of ranks that held
             different weights; names what does not fit.
 
@@ -161,56 +289,93 @@ def load_latest(
         state = {"model": model, "optimizer": optimizer, "algorithm": model.bagua_algorithm}
         first = load_latest(folder, state) or 0
     """
-    # Checks
-    _check_state(state)
     joined = _members(group)
-    folder = Path(folder)
-
-    newest = _newest(folder, joined)
+    tried, root = _Tries(joined, "load_latest", f"look into {folder}"), Path()
+    with tried:
+        _check_state(state)
+        root = Path(folder)
+    _left.pop(root.absolute(), None)
+    newest = _newest(root, joined, state, tried)
     if newest is None:
         return None
-    step, saved = newest
-    place = _step_folder.place_of(folder, step)
-    if saved == joined.size:
-        found = _of_rank(place, joined.rank)
-    else:
-        found = _of_all_ranks(place, saved, joined.size, state)
-    states = _tree(found)
-    missing = [name for name in state if name not in states]
-    if missing:
-        raise ValueError(f"{place} has nothing under {missing}, only under {[*states]}")
-    with _exclusive(state):
-        for name, part in state.items():
-            part.load_state_dict(states[name])
+    step, states = newest
+    tried = _Tries(joined, "load_latest", f"load step {step} of {folder}")
+    with tried:
+        missing = [name for name in state if name not in states]
+        if missing:
+            place = _step_folder.place_of(root, step)
+            raise ValueError(f"{place} has nothing under {missing}, only under {[*states]}")
+        with _exclusive(state):
+            for name, part in state.items():
+                _load_into(part, states[name], f"step {step} of {folder}: state['{name}']")
+    tried.end_with(tried.first_failed())
     return step
 
 
-def _newest(folder: Path, joined: BaguaProcessGroup) -> tuple[int, int] | None:
-    """The newest step that all ranks can load, and how many saved it; warns of those refused."""
-    steps = broadcast_object(_step_folder.steps(folder), 0, joined.get_global_communicator())
+def _load_into(part: Any, state: Any, name: str) -> None:
+    try:
+        part.load_state_dict(state)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(
+            f"{name} is not what a {type(part).__name__} has saved ({type(error).__name__}: "
+            f"{error}): the checkpoint is damaged, or of another model or optimizer"
+        ) from error
+
+
+def _newest(
+    folder: Path, joined: BaguaProcessGroup, state: Mapping[str, Any], tried: _Tries
+) -> tuple[int, dict[Any, Any]] | None:
+    """The newest step that all ranks can load, and its states; warns of those refused."""
     refused: list[str] = []
-    for step in reversed(steps):
-        saved, place = 0, _step_folder.place_of(folder, step)
-        reason = f"{place}: whole, but another rank cannot load its part"
-        try:
-            saved = _step_folder.check(place, joined.rank, joined.size)
-        except Damaged as damaged:
-            reason = f"{damaged.args[0]}: {damaged.args[1]}"
-        (whole,) = joined.connections.reduce_numbers(
-            "choosing a checkpoint", _C.ReduceOp.MIN, int(saved > 0)
+    for step in reversed(_steps_of_all(folder, joined, tried)):
+        place, states = _step_folder.place_of(folder, step), {}
+        damaged, other = (
+            _Tries(joined, "load_latest", f"load step {step} of {folder}") for _ in range(2)
         )
-        if whole:
+        with other:
+            try:
+                states = _states_of(place, joined, state)
+            except Damaged as error:
+                damaged.problem = error
+        other.end_with(other.first_failed())
+        failed = damaged.first_failed()
+        if not failed:
             if refused:
                 instead = f"Loaded instead: step {step} of {folder}"
                 warnings.warn(f"checkpoints refused: {'; '.join(refused)}. {instead}", stacklevel=3)
-            return step, saved
-        refused.append(reason)
+            return step, states
+        (first,) = failed.items()
+        refused.append(damaged.reason or f"{place}: rank {first[0]} cannot load it: {first[1]}")
     if refused:
         raise _C.BaguaError(
             f"{folder}: none of the checkpoints there can be loaded. {'; '.join(refused)}. Put "
             "back the files, or start anew in another folder."
         )
     return None
+
+
+def _steps_of_all(folder: Path, joined: BaguaProcessGroup, tried: _Tries) -> list[int]:
+    """The steps that rank 0 sees, unless another rank sees a newer one."""
+    own: list[int] = []
+    with tried:
+        own = _step_folder.steps(folder)
+    steps: list[int] = broadcast_object(own, 0, joined.get_global_communicator())
+    with tried:
+        if own[-1:] > steps[-1:]:
+            raise FileNotFoundError(
+                f"load_latest: {socket.gethostname()}:{folder.absolute()} has step {own[-1]}, and "
+                f"rank 0 sees {steps[-1:] or 'no step'} there: give a folder that all ranks share"
+            )
+    tried.end_with(tried.first_failed())
+    return steps
+
+
+def _states_of(place: Path, joined: BaguaProcessGroup, state: Mapping[str, Any]) -> dict[Any, Any]:
+    """The states of a checkpoint for this rank, by their names."""
+    saved = _step_folder.check(place, joined.rank, joined.size)
+    if saved == joined.size:
+        return _tree(place, _of_rank(place, joined.rank))
+    return _tree(place, _of_all_ranks(place, saved, joined.size, state))
 
 
 def _check_state(state: Mapping[str, Any]) -> None:
@@ -250,9 +415,10 @@ def _exclusive(state: Mapping[str, Any]) -> Iterator[None]:
 
 def _of_rank(place: Path, rank: int) -> Leaves:
     found, more = _step_folder.read(_step_folder.part_of(place, rank))
-    if more["alike"]:
-        first, _ = _step_folder.read(_step_folder.part_of(place, 0))
-        found |= {path: first[path] for path in more["alike"]}
+    with _step_folder.refusing(_step_folder.part_of(place, rank)):
+        if more["alike"]:
+            first, _ = _step_folder.read(_step_folder.part_of(place, 0))
+            found |= {path: first[path] for path in more["alike"]}
     return found
 
 
@@ -292,22 +458,34 @@ def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Leaves:
     return found
 
 
-def _tree(found: Leaves) -> dict[Any, Any]:
+def _tree(place: Path, found: Leaves) -> dict[Any, Any]:
     root: dict[Any, Any] = {}
     for path, value in found.items():
-        place = root
+        inner = root
         for key in path[:-1]:
-            place = place.setdefault(key, {})
-        place[path[-1]] = value
+            inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise Damaged(place, "a value of it is inside of another")
+        inner[path[-1]] = value
+    if not all(isinstance(state, dict) for state in root.values()):
+        raise Damaged(place, f"one of {[*root][:3]} has no names")
     return root
 
 
-def _refuse_shards(found: Leaves) -> None:
+def _refuse_others(found: Leaves) -> None:
     for path, value in found.items():
-        if isinstance(value, torch.Tensor) and is_sharded(value):
+        if not isinstance(value, torch.Tensor):
+            continue
+        name = "/".join(map(str, path))
+        if is_sharded(value):
             raise TypeError(
-                f"save_checkpoint: '{'/'.join(map(str, path))}' is a DTensor, of which each rank "
-                "has a shard: save by torch.distributed.checkpoint.save(), which knows them"
+                f"save_checkpoint: '{name}' is a DTensor, of which each rank has a shard: save by "
+                "torch.distributed.checkpoint.save(), which knows them"
+            )
+        if value.is_quantized:
+            raise TypeError(
+                f"save_checkpoint: '{name}' is of dtype {value.dtype}, which is not loaded; save "
+                "its int_repr(), or dequantize() it"
             )
 
 

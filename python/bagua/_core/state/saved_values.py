@@ -14,6 +14,7 @@ import torch
 
 _MOST = 2**63 - 1
 _SHOWN = 3  # names of entries in a message
+_LONGEST = 500  # letters of another rank's or file's text in one
 #: Elements that are hashed at once: bounds the memory to a few times eight bytes of it.
 _CHUNK = 2**18
 #: Odd numbers: multiplying by them modulo 2**64 loses nothing.
@@ -31,6 +32,12 @@ def copied(value: Any, device: str | None = None) -> Any:
     if type(value) in (list, tuple):
         return type(value)(copied(item, device) for item in value)
     return value
+
+
+def short_text(error: BaseException) -> str:
+    """An exception in one line for messages: cut, and printable."""
+    text = f"{type(error).__name__}: {str(error)[:_LONGEST]}"
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def check_state(state: Any, owner: str) -> None:

@@ -3,20 +3,30 @@
 ``step-<step>/rank-<rank>`` has the rank's tensors as torch.distributed.checkpoint writes them, and
 ``values.pt`` with everything else. ``step-<step>/digests`` has lengths and digests of all files,
 since torch checks no bytes of tensors. The folder has a hidden name until all of it is written.
+
+Note [Files of others]
+Anyone may have written a checkpoint, with right digests too. Reading it opens regular files of the
+step's folder only, follows no link, allocates no more than the files' sizes, and either returns
+values or raises Damaged, which names the file. Folders above the step's are the user's.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
+
+from bagua._core.state.saved_values import short_text
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -25,13 +35,19 @@ if TYPE_CHECKING:
 #: A state as values by their paths: the keys from its root.
 Leaves = dict[tuple[Any, ...], Any]
 
-_STEP = re.compile(r"step-(\d+)")
-_VALUES, _DIGESTS = "values.pt", "digests"
+_STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
+_NAME = r"[\w.-]{0,200}\w"  # of a file; it is in its folder
+_LINE = re.compile(rf"([0-9a-f]{{128}}) (\d{{1,18}}) (rank-(\d{{1,9}}))/({_NAME})", re.ASCII)
+_VALUES, _DIGESTS, _OWNER = "values.pt", "digests", "owner"
+_MOST_DIGESTS = 2**26  # bytes of the file; three lines a rank
 _PIECE = 2**22  # bytes that are read at once
 
 
 class Damaged(Exception):
     """A file differs from the one that was written: its path, and how."""
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: {self.args[1]}"
 
 
 def steps(folder: Path) -> list[int]:
@@ -61,8 +77,8 @@ def is_tensor(value: Any) -> bool:
 def write(part: Path, leaves: Leaves, **more: Any) -> list[str]:
     """Write ``leaves`` and ``more``, which :func:`read` returns; they are on the disk at return.
 
-    Returns lines for :func:`publish`. Raises pickle.UnpicklingError where loading with
-    ``weights_only=True`` would refuse them.
+    Returns lines for :func:`publish`. Raises Damaged where reading them would be refused: they are
+    not plain data.
     """
     # Not at the top: it takes a second, which every program would pay.
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -73,7 +89,7 @@ def write(part: Path, leaves: Leaves, **more: Any) -> list[str]:
     for path in [path for path, value in leaves.items() if is_tensor(value)]:
         name = ".".join(map(str, path))
         paths[repr(path) if name in paths else name] = path
-    tensors = {name: leaves[path] for name, path in paths.items()}
+    tensors = {name: _dense(leaves[path]) for name, path in paths.items()}
     planner, writer = DefaultSavePlanner(), FileSystemWriter(part)
     plan, metadata = _planned(planner, tensors)
     writer.set_up_storage_writer(is_coordinator=True)
@@ -92,22 +108,75 @@ def write(part: Path, leaves: Leaves, **more: Any) -> list[str]:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     _put(part / _VALUES, buffer.getbuffer())
-    _load(part)
+    try:
+        _content_of(part)
+    except Damaged as error:
+        raise TypeError(f"the state has values that cannot be loaded: {error.args[1]}") from error
     _sync_folder(part)
     files = sorted(part.iterdir())
     return [f"{_digest(path)} {path.stat().st_size} {part.name}/{path.name}\n" for path in files]
 
 
+def begin(place: Path, owner: str) -> None:
+    """Make the hidden folder of a step, and write there by which call."""
+    clear(place.parent)
+    hidden(place).mkdir(parents=True)
+    _put(hidden(place) / _OWNER, owner.encode())
+
+
+def is_begun(place: Path, owner: str) -> bool:
+    """Whether the hidden folder that this process sees is that of :func:`begin`."""
+    try:
+        os.listdir(place.parent)  # NFS forgets which names it has not found
+        return (hidden(place) / _OWNER).read_bytes() == owner.encode()
+    except OSError:
+        return False
+
+
 def publish(place: Path, lines: Iterable[str]) -> None:
-    """Give a step that all ranks have written its name; survives power cuts."""
+    """Give a step that all ranks have written its name; survives power cuts.
+
+    ``lines`` are those of all ranks. Damaged: a file of theirs is not there.
+    """
     text = "".join(lines)
-    _put(hidden(place) / _DIGESTS, (text + hashlib.blake2b(text.encode()).hexdigest()).encode())
+    _look_for(hidden(place), text)
+    _put(hidden(place) / _DIGESTS, (text + _sum(text)).encode())
+    (hidden(place) / _OWNER).unlink(missing_ok=True)
     _sync_folder(hidden(place))
     if place.exists():
         os.replace(place, hidden(place, "old"))
     os.replace(hidden(place), place)
     clear(place.parent)
     _sync_folder(place.parent)
+
+
+def confirm(place: Path, lines: Iterable[str]) -> None:
+    """Raise Damaged unless this process sees a published step with the files of ``lines``."""
+    text = "".join(lines)
+    os.listdir(place.parent)
+    if text not in _digests_of(place):
+        raise Damaged(place / _DIGESTS, "it is not the file that was written")
+    _look_for(place, text)
+
+
+def _look_for(folder: Path, text: str) -> None:
+    for line in text.splitlines():
+        _, length, name = line.split(" ")
+        try:
+            found = (folder / name).stat().st_size
+        except OSError as error:
+            raise Damaged(folder / name, f"it is gone ({error.strerror})") from error
+        if found != int(length):
+            raise Damaged(folder / name, f"it has {found} bytes, and was written with {length}")
+
+
+def fingerprints(folder: Path) -> dict[int, str]:
+    """By the steps of a folder: text that differs where their files do."""
+    found = {}
+    for step in steps(folder):
+        with suppress(Damaged):
+            found[step] = _sum(_digests_of(place_of(folder, step)))
+    return found
 
 
 def remove(place: Path) -> None:
@@ -128,53 +197,131 @@ def check(place: Path, rank: int, size: int) -> int:
     Returns how many ranks saved the step; Damaged names a file that is missing, truncated or
     changed.
     """
-    path = place / _DIGESTS
-    try:
-        text, _, last = path.read_text(errors="replace").rpartition("\n")
-        if hashlib.blake2b(f"{text}\n".encode()).hexdigest() != last:
-            raise Damaged(path, f"truncated or corrupted: it has {path.stat().st_size} bytes")
-        files = [line.split(" ") for line in text.splitlines()]
-        saved = len({Path(name).parent for _, _, name in files})
-        needed = {rank} if saved == size else set(range(saved))
-        parts = {part_of(place, needs) for needs in needed}
-        for digest, length, name in files:
-            path = place / name
-            if path.parent in parts:
-                _check_file(path, digest, int(length))
-    except OSError as error:
-        raise Damaged(path, f"it cannot be read ({error})") from error
+    lines = [_LINE.fullmatch(line) for line in _digests_of(place).split("\n")[:-1]]
+    files = {(int(each[4]), each[5]): (each[1], int(each[2])) for each in lines if each}
+    saved = len({part for part, _ in files})
+    if len(files) != len(lines) or any((part, _VALUES) not in files for part in range(saved)):
+        raise Damaged(place / _DIGESTS, "corrupted: it is not a list of the files of all ranks")
+    for (part, name), (digest, length) in files.items():
+        if saved != size or part == rank:
+            _check_file(part_of(place, part) / name, digest, length)
     return saved
 
 
+def _digests_of(place: Path) -> str:
+    """The lines of the file of digests."""
+    path = place / _DIGESTS
+    with _opened(path) as file:
+        data = file.read(_MOST_DIGESTS + 1)
+    text, _, last = data.decode(errors="replace").rpartition("\n")
+    if len(data) > _MOST_DIGESTS or _sum(f"{text}\n") != last:
+        raise Damaged(path, f"truncated or corrupted: it has {len(data)} bytes")
+    return f"{text}\n"
+
+
+def _sum(text: str) -> str:
+    return hashlib.blake2b(text.encode()).hexdigest()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """A regular file of a step, open for reading; what goes wrong with it is Damaged."""
+    try:
+        for each in (path, path.parent, path.parent.parent)[: 2 if path.name == _DIGESTS else 3]:
+            if each.is_symlink():
+                raise Damaged(each, "it is a link, which may lead out of the checkpoint")
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise Damaged(path, "it is not a regular file")
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(path, flags), "rb") as file:
+            yield file
+    except OSError as error:
+        raise Damaged(path, f"it cannot be read ({error})") from error
+
+
 def _check_file(path: Path, digest: str, length: int) -> None:
-    found = path.stat().st_size
-    if found < length:
-        raise Damaged(path, f"truncated: it has {found} bytes, and was written with {length}")
-    if found > length or _digest(path) != digest:
-        raise Damaged(path, "corrupted: its bytes are not those that were written")
+    with _opened(path) as file:
+        found = os.fstat(file.fileno()).st_size
+        if found < length:
+            raise Damaged(path, f"truncated: it has {found} bytes, and was written with {length}")
+        if found > length or _digest_of(file, length) != digest:
+            raise Damaged(path, "corrupted: its bytes are not those that were written")
 
 
 def read(part: Path) -> tuple[Leaves, dict[str, Any]]:
-    """Returns the values given to :func:`write`, on the CPU; :func:`check` has passed its parts."""
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+    """Returns the values given to :func:`write`, on the CPU; :func:`check` has passed its parts.
 
-    content = _load(part)
-    tensors = {
-        name: torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
-        for _, name, dtype, shape, stride in content["tensors"]
-    }
-    plan, metadata = _planned(DefaultSavePlanner(), tensors)
-    places = content["places"]
-    metadata.storage_data = {
-        item.index: _StorageInfo(**places[item.index.fqn]) for item in plan.items
-    }
-    planner, reader = DefaultLoadPlanner(), FileSystemReader(part)
-    planner.set_up_planner(tensors, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    reader.read_data(planner.create_local_plan(), planner).wait()
-    leaves = {path: tensors[name] for path, name, *_ in content["tensors"]}
-    return dict(content["leaves"]) | leaves, content["more"]
+    Raises Damaged, whatever the files hold: Note [Files of others].
+    """
+    content = _content_of(part)
+    leaves: Leaves = dict(content["leaves"])
+    with refusing(part / _VALUES):
+        for path, name, *described in content["tensors"]:
+            leaves[path] = _tensor_of(part, content["places"][name], *described)
+    return leaves, content["more"]
+
+
+@contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    """What cannot be understood is Damaged; its text is cut, and printable."""
+    try:
+        yield
+    except Damaged:
+        raise
+    except Exception as error:
+        raise Damaged(path, f"it cannot be understood ({short_text(error)})") from error
+
+
+def _content_of(part: Path) -> dict[str, Any]:
+    """``values.pt`` of a part: entries of the types that :func:`write` gives them."""
+    from bagua._core.state.archive import load_archive
+
+    path = part / _VALUES
+    with refusing(path):
+        with _opened(path) as file:
+            data = file.read(os.fstat(file.fileno()).st_size)
+        content = load_archive(data)
+        kinds = {"leaves": list, "tensors": list, "places": dict, "more": dict}
+        if not isinstance(content, dict) or {k: type(content.get(k)) for k in kinds} != kinds:
+            raise ValueError(f"it has no {', '.join(kinds)}")
+        paths = [entry[0] for entry in (*content["leaves"], *content["tensors"])]
+        inner = {path[:end] for path in paths for end in range(len(path))}
+        if any(type(path) is not tuple or not path or path in inner for path in paths):
+            raise ValueError("two values have one place")
+        if len(set(paths)) != len(paths) or any(len(entry) != 2 for entry in content["leaves"]):
+            raise ValueError("two values have one name")
+    return dict(content)
+
+
+def _tensor_of(
+    part: Path, place: Mapping[str, Any], dtype: Any, shape: Any, stride: Any
+) -> torch.Tensor:
+    """A tensor of the description, out of the archive that :mod:`torch.distributed` has written."""
+    from bagua._core.state.archive import read_records
+
+    name, offset, length = (place[key] for key in ("relative_path", "offset", "length"))
+    if not re.fullmatch(_NAME, name, re.ASCII) or place.get("transform_descriptors"):
+        raise ValueError(f"it is written in another way, or in another folder: {name}")
+    if any(type(number) is not int or number < 0 for number in (*shape, *stride, offset, length)):
+        raise ValueError(f"its shape, strides or place in {name} are not numbers")
+    with _opened(part / name) as file:
+        if offset + length > os.fstat(file.fileno()).st_size:
+            raise Damaged(part / name, f"truncated: a tensor of it ends at {offset + length}")
+        file.seek(offset)
+        data = bytearray(read_records(file.read(length))["data/0"])
+    elements = math.prod(shape)
+    if len(shape) != len(stride) or elements * dtype.itemsize != len(data):
+        raise ValueError(f"a tensor of {tuple(shape)} {dtype} has {len(data)} bytes in {name}")
+    if not data:
+        return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+    return torch.frombuffer(data, dtype=dtype).as_strided(tuple(shape), tuple(stride))
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in memory without gaps, which :func:`_tensor_of` takes back."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if whole else tensor.clone()
 
 
 def _planned(planner: SavePlanner, tensors: dict[str, torch.Tensor]) -> tuple[SavePlan, Metadata]:
@@ -183,17 +330,17 @@ def _planned(planner: SavePlanner, tensors: dict[str, torch.Tensor]) -> tuple[Sa
     return planner.finish_plan(plan), metadata
 
 
-def _load(part: Path) -> dict[str, Any]:
-    content: dict[str, Any] = torch.load(part / _VALUES, map_location="cpu", weights_only=True)
-    return content
+def _digest_of(file: BinaryIO, length: int) -> str:
+    digest, left = hashlib.blake2b(), length
+    while left > 0 and (piece := file.read(min(left, _PIECE))):
+        digest.update(piece)
+        left -= len(piece)
+    return digest.hexdigest()
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.blake2b()
     with open(path, "rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
+        return _digest_of(file, path.stat().st_size)
 
 
 def _put(path: Path, data: bytes | memoryview) -> None:
