@@ -35,8 +35,8 @@ def publish(source: Any, every: float) -> None:
     One thread of the process does it, over a connection of its own: the training never waits.
     """
     global _publisher
-    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
-        _log.warning("BAGUA_TOP is set, but MASTER_ADDR and MASTER_PORT are not: nothing to see")
+    if not env.store_address()[0]:
+        _log.warning("BAGUA_TOP is set, but the job's store has no address: nothing to see")
         return
     if _publisher is None or _publisher.ended:
         _publisher = Publisher(every)
@@ -55,6 +55,9 @@ class Publisher:
         self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
         self._end = threading.Event()
         self._number = 0
+        # The group may end before the thread does.
+        self._place = {"world": env.get_world_size(), "rank": env.get_rank()}
+        self._address = env.store_address()
         self._thread = threading.Thread(target=self._run, name="bagua-top", daemon=True)
         self._thread.start()
 
@@ -71,17 +74,16 @@ class Publisher:
         self._thread.join(_END_SECONDS)
 
     def _run(self) -> None:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         sockets = _C.OpenedSockets()
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]
-                host, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE
+                *self._address, is_master=False, wait_for_workers=False, timeout=_PATIENCE
             )
             sockets.give_up_after(dist.default_pg_timeout.total_seconds())
             ended = False
             while not ended:
                 ended = self._end.wait(self._every)
-                store.set(KEY.format(rank=env.get_rank()), json.dumps(self.publication(ended)))
+                store.set(KEY.format(**self._place), json.dumps(self.publication(ended)))
         except RuntimeError as error:  # of the store: torch's DistError is one
             _log.info("statistics are no longer published: %s", error)
 
@@ -101,8 +103,7 @@ class Publisher:
             for key in sums:
                 sums[key] += found.get(key, 0)
         return {
-            "world": env.get_world_size(),
-            "rank": env.get_rank(),
+            **self._place,
             "node": env.get_node_rank(),
             "host": socket.gethostname(),
             "pid": os.getpid(),

@@ -108,7 +108,7 @@ class Connections:
         self._in_phase = False
         self._watch: _PhaseWatch | None = None
         self._wraps = 0
-        self._node = env.get_node_rank() if node is None else node
+        self._node = env.get_node_number() if node is None else node
         if rank >= 0:  # before anyone can wait for it
             store.set(f"node/{rank}", str(self._node))
 
@@ -170,10 +170,18 @@ class Connections:
                 return rank
         return None
 
-    def _await_keys(self, keys: list[str], store: c10d.Store | None = None) -> None:
+    def _await_keys(
+        self,
+        keys: list[str],
+        store: c10d.Store | None = None,
+        patience: timedelta | None = None,
+    ) -> None:
         watch = self._watch
         wait_for_keys(
-            store or self.store, keys, self.timeout, (lambda: watch.exited) if watch else None
+            store or self.store,
+            keys,
+            patience or self.timeout,
+            (lambda: watch.exited) if watch else None,
         )
 
     def abort(self, reason: str) -> None:
@@ -419,11 +427,14 @@ class Connections:
         self._await_keys([key])
         return stored_number(self.store, key, 2**63)
 
-    def node_of_ranks(self) -> list[int]:
-        """Node number of every member, as each gave it to the store when it made the group."""
+    def node_of_ranks(self, patience: timedelta | None = None) -> list[int]:
+        """Node number of every member, as each gave it to the store when it made the group.
+
+        ``patience``: for members that have not made it yet; default the group's timeout.
+        """
         if self._nodes is None:
             keys = [f"node/{rank}" for rank in range(self.size)]
-            self._await_keys(keys)
+            self._await_keys(keys, patience=patience)
             self._nodes = [stored_number(self.store, key, 2**31) for key in keys]
         return self._nodes
 

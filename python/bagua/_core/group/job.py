@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from multiprocessing import util
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -80,9 +81,11 @@ def init_process_group(
     """Join the processes of this job.
 
     Works under ``torchrun``, with an already initialised ``torch.distributed`` (which is then
-    used as it is), with a ``store`` of your own, and alone (world size 1) when neither ``RANK`` nor
-    ``WORLD_SIZE`` is set. After a restart by ``torchrun --max-restarts`` nothing is read that the
-    processes before have left in the store.
+    used as it is), with a ``store`` of your own, under ``mpirun``, ``srun`` and other launchers
+    where ``MASTER_ADDR`` and ``MASTER_PORT`` are set, and alone (world size 1) where neither
+    ``RANK`` nor ``WORLD_SIZE`` is set and no launcher has started several processes. After a
+    restart by ``torchrun --max-restarts`` nothing is read that the processes before have left in
+    the store.
 
     Args:
         store: key-value store that all processes share; needs ``rank``, ``world_size`` and
@@ -101,7 +104,8 @@ def init_process_group(
         BaguaTimeoutError: ranks do not come; rank 0 names them.
         BaguaError: a rank or the job's store was lost in the process.
         TypeError: ``store`` is none; a backend is given by its name.
-        ValueError: a rank or size is missing or out of range.
+        ValueError: a rank or size is missing or out of range, or a launcher has started several
+            processes and does not tell where they meet.
 
     Example::
 
@@ -177,6 +181,7 @@ def _make_default_group(timeout: timedelta | None, comes_back: bool, keys: c10d.
     group.waits_to_join = comes_back
     set_default_group(group)
     _end_in_one_line()
+    _leave_with_forked_process()
 
 
 def _end_in_one_line() -> None:
@@ -467,6 +472,21 @@ def _leave(process: int) -> None:
         _C.end_drops()
 
 
+def _leave_with_forked_process() -> None:
+    """multiprocessing ends forked processes, such as those of a notebook, without ``atexit``."""
+    global _leaving_process
+    if os.getpid() != _leaving_process:
+        _leaving_process = os.getpid()
+        util.Finalize(None, _leave_forked, (os.getpid(),), exitpriority=0)
+
+
+def _leave_forked(process: int) -> None:
+    error = sys.exc_info()[1]
+    if getattr(error, "code", error):  # None also for SystemExit of a process that ends well
+        sys.last_value = error
+    _leave(process)
+
+
 def _keep_torch_groups() -> None:
     """In a forked child: the destructors of torch's groups wait for threads of the parent."""
     if is_initialized() and dist.is_initialized():
@@ -474,5 +494,6 @@ def _keep_torch_groups() -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-atexit.register(_leave, os.getpid())
+_leaving_process = os.getpid()
+atexit.register(_leave, _leaving_process)
 os.register_at_fork(after_in_child=_keep_torch_groups)

@@ -24,6 +24,9 @@ from bagua._core.group.membership import Membership
 Hierarchy = bool | Literal["sharded"]
 Asked = TypeVar("Asked", bound=Hierarchy)
 
+# For ranks that have not made the group yet.
+_PATIENCE_FOR_NODES = timedelta(seconds=10)
+
 
 class Closable(Protocol):
     """Resource that is closed when the interpreter or the process group ends.
@@ -376,6 +379,13 @@ class BaguaProcessGroup:
         nodes = self.connections.node_of_ranks()
         return 1 < len(set(nodes)) < len(nodes)
 
+    def known_nodes(self) -> tuple[list[int], int]:
+        """Number of the node of each member, and this one.
+
+        Raises BaguaTimeoutError where a member has not made the group after ten seconds.
+        """
+        return self.connections.node_of_ranks(_PATIENCE_FOR_NODES), self.rank
+
     def connect_some(self, name: str, ranks: Sequence[int]) -> Connections | None:
         """New connections of those global ``ranks``, numbered in that order; None on others."""
         if self._own not in ranks:
@@ -429,6 +439,7 @@ class BaguaProcessGroup:
 def set_default_group(group: BaguaProcessGroup | None) -> None:
     global _default_group
     _default_group = group
+    env.set_nodes(None if group is None else group.known_nodes)
 
 
 def is_initialized() -> bool:

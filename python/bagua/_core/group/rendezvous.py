@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -63,8 +65,8 @@ def rendezvous(
             NODE_RANK=str(rank // local_world_size),
         )
         return rank, world_size, store
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        _log.info("no launcher: a single process. Use torchrun for more.")
+    if not is_one_of_several():
+        _tell_alone()
         return 0, 1, dist.HashStore()  # type: ignore[attr-defined]
     missing = [
         name
@@ -91,6 +93,28 @@ def rendezvous(
             "rank 0; check that all ranks run and that MASTER_ADDR and MASTER_PORT are its."
         ) from error
     return rank, world_size, found
+
+
+def is_one_of_several() -> bool:
+    """Whether a launcher has given this process a place, which is then in torchrun's variables."""
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return True
+    from bagua._core.group.launchers import adopt_place
+
+    return adopt_place()
+
+
+def _tell_alone() -> None:
+    if multiprocessing.parent_process() is None:
+        _log.info("no launcher: a single process. Use torchrun for more.")
+        return
+    warnings.warn(
+        "multiprocessing has started this process, and neither RANK nor WORLD_SIZE is set: it "
+        "trains alone. Where it is one of several ranks, set RANK, WORLD_SIZE, MASTER_ADDR and "
+        "MASTER_PORT, or call torch.distributed.init_process_group(rank=..., world_size=...) first",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def connect_store(address: str, timeout: timedelta) -> c10d.Store:

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C, BaguaError
 from bagua._core.group import environment as env
-from bagua._core.group.rendezvous import agree_on_incarnation
+from bagua._core.group.rendezvous import agree_on_incarnation, is_one_of_several
 from bagua._tools.doctor.links import Measured, Place, Post, all_pairs, measure, rounds_of_pairs
 from bagua._tools.doctor.sums import ELEMENTS, findings_of_sums, reduce_everywhere
 from bagua._tools.doctor.verdict import (
@@ -81,7 +81,7 @@ def _positive(text: str) -> float:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    if "RANK" not in os.environ:
+    if not is_one_of_several():
         sys.stderr.write(
             "bagua doctor examines the ranks of a job. Start it with\n"
             "  torchrun --nproc-per-node 2 -m bagua doctor\n"
@@ -397,8 +397,9 @@ def page(
 
 
 def _ranks(cards: Mapping[int, Card], links: Mapping[Pair, Measured | str]) -> str:
-    nodes = len({card.node for card in cards.values()})
-    lines = [f"{len(cards)} rank(s) on {nodes} node(s)", ""]
+    # Nodes that no launcher numbers have numbers of their hosts.
+    nodes = list(dict.fromkeys(card.node for card in cards.values()))
+    lines = [f"{len(cards)} rank(s) on {len(nodes)} node(s)", ""]
     places = {rank: f"{card.address or 'none'} {card.interface}" for rank, card in cards.items()}
     width = max(map(len, ["address", *places.values()]))
     lines.append(f"{'rank':>4}  {'node':>4}  {'host':<20}  {'address':<{width}}  {'clock':>9}")
@@ -409,7 +410,8 @@ def _ranks(cards: Mapping[int, Card], links: Mapping[Pair, Measured | str]) -> s
             far = abs(link.ahead) >= 10
             clock = f"{link.ahead:+.0f} s" if far else f"{link.ahead * 1e3:+.1f} ms"
         host = f"{card.host[:20]:<20}"
-        lines.append(f"{rank:>4}  {card.node:>4}  {host}  {places[rank]:<{width}}  {clock:>9}")
+        node = nodes.index(card.node)
+        lines.append(f"{rank:>4}  {node:>4}  {host}  {places[rank]:<{width}}  {clock:>9}")
     return "\n".join(lines) + "\n"
 
 

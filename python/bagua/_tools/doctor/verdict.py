@@ -56,7 +56,7 @@ def own_card(device: str) -> Card:
     own = [one for one in interfaces() if address in one.addresses]
     return Card(
         host=socket.gethostname(),
-        node=env.get_node_rank(),
+        node=env.get_node_number(),
         pid=os.getpid(),
         address=address or "",
         reason=reason,

@@ -208,7 +208,7 @@ def _variables(store: c10d.Store, rank: int, size: int) -> dict[str, str]:
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     visit = store.add(f"bagua/horovod/{restarts}/visits/{rank}", 1)
     store = c10d.PrefixStore(f"bagua/horovod/{restarts}/{visit}", store)
-    store.set(f"node/{rank}", str(env.get_node_rank()))
+    store.set(f"node/{rank}", str(env.get_node_number()))
     nodes = [int(store.get(f"node/{other}")) for other in range(size)]
     places = _places(nodes)
     one_node = len(set(nodes)) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from bagua import _C
+from bagua._core.group import environment as env
 from bagua._core.group.connections import MOVED, Connections, fingerprint, total_traffic
 from bagua._core.group.job import ensure_initialised
 from bagua._core.group.process_group import BaguaProcessGroup, get_default_group
@@ -358,7 +358,7 @@ def _member_transport(
     elif dist.is_initialized():
         ensure_initialised()
         connections = get_default_group().connections
-    elif world_size == 1 or (world_size is None and os.environ.get("WORLD_SIZE", "1") == "1"):
+    elif world_size == 1 or (world_size is None and env.get_world_size() == 1):
         lonely = dist.HashStore()  # type: ignore[attr-defined]
         return Connections(lonely, 0, [0], c10d.default_pg_timeout)
     else:
