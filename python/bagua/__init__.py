@@ -5,6 +5,7 @@ Start with ``import bagua.torch_api as bagua``.
 
 import itertools
 import logging
+import os
 import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
@@ -65,7 +66,8 @@ except ImportError as error:
 
 def _warn_without_kernels() -> None:
     """The build takes no CUDA kernels where it finds no nvcc, and pip hides what it says."""
-    if torch.version.cuda and not has_cuda_codecs() and torch.cuda.device_count() > 0:
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"  # each machine has a build
+    if speaks and torch.version.cuda and not has_cuda_codecs() and torch.cuda.device_count() > 0:
         warnings.warn(
             f"bagua was built without CUDA kernels, and torch {torch.__version__} sees a GPU: "
             "algorithms that compress will refuse CUDA tensors. Install the CUDA toolkit "

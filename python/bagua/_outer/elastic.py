@@ -53,7 +53,7 @@ from bagua._core.group.membership import (
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.initial_state import broadcast_optimizer, broadcast_tensors
 from bagua._outer.strategies import FixedRanks
-from bagua._sync.engine import warn
+from bagua._sync.engine import warn_here
 
 if TYPE_CHECKING:
     from bagua._outer.loop import OuterLoop, OuterState
@@ -331,18 +331,20 @@ class ElasticRanks(FixedRanks):
             text = f"module '{name}': {late}, {left}"
             if not self._told_late.issuperset(change.lost):
                 self._told_late.update(change.lost)
-                warn(f"{text}. Later times are logged.")
+                warn_here(f"{text}. Later times are logged.")
             _log.info(text)
         elif change.lost:
-            warn(
+            warn_here(
                 f"module '{name}': lost {called} {_listed(change.lost)} in outer round {number}, "
                 f"{left}: {reason}"
             )
         elif self.failure is not None:
-            warn(f"module '{name}': outer round {number} failed without a loss, {left}: {reason}")
+            warn_here(
+                f"module '{name}': outer round {number} failed without a loss, {left}: {reason}"
+            )
         if change.joined:
             joined = f"{called} {_listed(change.joined)}"
-            warn(f"module '{name}': {joined} came back before outer round {number}")
+            warn_here(f"module '{name}': {joined} came back before outer round {number}")
 
     def close(self) -> None:
         self._membership.owner = lambda: None

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ import torch
 
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.warn import warn
 from bagua._core.state.initial_state import broadcast_tensors
 from bagua._core.state.ledger import Commit
 from bagua._core.state.saved_values import digest, saved_tensor
@@ -209,10 +209,9 @@ class OuterLoop(Synchronizer):
         if not own:
             self.take_anchors()
             _clear_non_finite(self._local.optimizers)
-        warnings.warn(
+        warn(
             f"module '{self._local.name}': the average of an outer round is not finite, and "
-            f"changes nothing. {whose}. Other ranks keep their weights, for the next round.",
-            stacklevel=2,
+            f"changes nothing. {whose}. Other ranks keep their weights, for the next round."
         )
 
     def _ranks_with_non_finite(self, here: bool) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
+from bagua._core.group.warn import warn
 from bagua._core.state.bagua_tensor import record_of
 from bagua._sync.engine import describe
 from bagua._sync.hooks import WeakHook, tensors_in
@@ -257,11 +257,11 @@ class AveragingSynchronizer(Synchronizer):
         self._handles = []
         ending, self._ending = self._ending, False
         if ending or self.lane.running:
-            warnings.warn(
+            warn(
                 f"module '{self._name}': asynchronous averaging was still running when its module "
                 "or the program ended. Call model.bagua_algorithm.abort(model) on every rank "
                 "first: others that train for long after this rank fail in their next average.",
-                stacklevel=2,
+                each_rank=True,
             )
             if ending:
                 with suppress(_C.BaguaError):  # others ended before: nothing is left to end

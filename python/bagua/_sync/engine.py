@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from bagua import _C
 from bagua._core.group import environment as env
 from bagua._core.group.connections import fingerprint
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.warn import warn
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.snapshot import warn_past_wrapper, warn_unused
 from bagua._ops.operations import Lane, make_ops
@@ -56,10 +56,10 @@ def describe(buckets: Sequence[BaguaBucket]) -> list[str]:
     return lines
 
 
-def warn(text: str) -> None:
+def warn_here(text: str) -> None:
     """Warn of what is no reason to end a step, not even where warnings are errors."""
     with contextlib.suppress(Warning):
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        warn(text, RuntimeWarning, each_rank=True)
 
 
 def _number_of_lanes(buckets: Sequence[BaguaBucket]) -> int:
@@ -121,7 +121,7 @@ def _build(
         control=connections.connect(f"{wrap}/control", "cpu"),
         board=connections.board(wrap),
         straggler_after_s=env.get_straggler_seconds(),
-        on_straggler=warn,
+        on_straggler=warn_here,
         weights=weights,
     )
     names = [slot for lane in order for slot in lane]

@@ -8,7 +8,6 @@ reduce gradients, ``prepare`` calls ``with_bagua`` in place of ``DistributedData
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -23,6 +22,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
 from bagua import comm_hooks
+from bagua._core.group.warn import warn
 from bagua._core.state.saved_values import copied
 from bagua.torch_api import wrap
 from bagua.torch_api._rank_state import rank_state, restore, shared_weights
@@ -379,10 +379,9 @@ def read_hooks(handles: Sequence[Handle], folder: str | PathLike[str]) -> list[d
     if present:
         return _states(folder, present, len(handles))
     if any(isinstance(handle, comm_hooks.Handle) and handle.state_dict() for handle in handles):
-        warnings.warn(
+        warn(
             f"{folder} has no state of bagua's hooks: residuals begin at zero, with the weights of "
-            "the checkpoint",
-            stacklevel=3,
+            "the checkpoint"
         )
     return [{} for _ in handles]
 

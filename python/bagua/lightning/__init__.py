@@ -13,7 +13,6 @@ import os
 import shutil
 import sys
 import tempfile
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from bagua._core.group.warn import warn
 from bagua._core.state.saved_values import copied
 from bagua.torch_api._rank_state import of_all_ranks, rank_state, restore, shared_weights
 from bagua.torch_api.algorithms import Algorithm, GlobalAlgorithmRegistry, QAdamOptimizer
@@ -252,11 +252,11 @@ class _TrainerMethods:
                 own = rank_state(wrapper.bagua_ddp)
         if own:
             if self._interrupted:
-                warnings.warn(
+                warn(
                     "training was interrupted, so the checkpoint has no state of bagua's "
                     "algorithm: other ranks, which hold a part of it, may be gone",
                     RuntimeWarning,
-                    stacklevel=2,
+                    each_rank=True,
                 )
             else:
                 entry = of_all_ranks(own)

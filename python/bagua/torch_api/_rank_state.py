@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from bagua._core.eager.objects import gather_plain_objects
 from bagua._core.group.process_group import get_default_group
+from bagua._core.group.warn import warn
 from bagua._core.state.saved_values import copied
 from bagua.torch_api._session import Session
 from bagua.torch_api.algorithms.base import name_of
@@ -68,10 +68,9 @@ def restore(session: Session, saved: Mapping[str, Any] | None, remedy: str) -> N
     name = name_of(algorithm)
     if saved is None:
         if algorithm.state_dict():
-            warnings.warn(
+            warn(
                 f"the checkpoint has no state of {name}: it begins anew, with the weights of the "
-                "checkpoint",
-                stacklevel=3,
+                "checkpoint"
             )
         if algorithm.overrides("anchor"):
             session.rebuild()

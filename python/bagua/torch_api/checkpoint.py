@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import socket
 import uuid
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
@@ -20,6 +19,7 @@ from bagua._core.eager.collectives import broadcast
 from bagua._core.eager.objects import broadcast_object, gather_plain_objects
 from bagua._core.group.job import as_bagua_group
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.warn import warn
 from bagua._core.state import step_folder as _step_folder
 from bagua._core.state.saved_values import check_state, copied, digest, saved_count, short_text
 from bagua._core.state.shards import is_sharded
@@ -250,7 +250,7 @@ def _settle(place: Path, keep: int, rank: int, tried: _Tries) -> None:
         for older in [each for each in there if each <= place][:-keep]:
             _step_folder.remove(older)
     except OSError as error:
-        warnings.warn(f"save_checkpoint: an older checkpoint stays: {error}", stacklevel=3)
+        warn(f"save_checkpoint: an older checkpoint stays: {error}")
     while len(_left) >= _MOST_FOLDERS:
         _left.pop(next(iter(_left)))
     _left[folder.absolute()] = _step_folder.fingerprints(folder)
@@ -342,7 +342,7 @@ def _newest(
         if not failed:
             if refused:
                 instead = f"Loaded instead: step {step} of {folder}"
-                warnings.warn(f"checkpoints refused: {'; '.join(refused)}. {instead}", stacklevel=3)
+                warn(f"checkpoints refused: {'; '.join(refused)}. {instead}")
             return step, states
         (first,) = failed.items()
         refused.append(damaged.reason or f"{place}: rank {first[0]} cannot load it: {first[1]}")

@@ -15,7 +15,7 @@ from bagua._core.group.connections import Connections, MainThreadTraffic
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
 from bagua._ops.operations import Operation
-from bagua._sync.engine import warn
+from bagua._sync.engine import warn_here
 from bagua._sync.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ class GuardAtWork:
         )
         _log.info("%s", text)
         if self._speaks and figure not in self._warned:
-            warn(text)
+            warn_here(text)
         self._warned.add(figure)
 
     def _count_non_finite(self, stats: Mapping[str, Any]) -> None:
@@ -303,7 +303,7 @@ class GuardAtWork:
             return
         self._warned.add("nonfinite")
         if self._speaks_of_non_finite:
-            warn(
+            warn_here(
                 f"module '{self._module_name}': {share:.0%} of the last rounds held NaN or "
                 f"infinity, more than nonfinite={self.guard.nonfinite:g}. Exact averages would not "
                 "be finite either: lower the learning rate, clip gradients, or check the loss and "

@@ -12,7 +12,6 @@ import logging
 import secrets
 import threading
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -26,6 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from bagua import _C
 from bagua._core.group import environment as env
 from bagua._core.group.rendezvous import stored_lines, stored_number, wait_for_keys
+from bagua._core.group.warn import warn
 
 #: Names of what a communicator has moved.
 MOVED = ("bytes_sent", "bytes_received", "messages_sent", "messages_received")
@@ -542,10 +542,10 @@ class _PhaseWatch(threading.Thread):
         others = self._board.survey(self._connections._phases, "phase", True)
         me = f"rank {self._connections.rank} of {self._connections.size}"
         with suppress(Warning):
-            warnings.warn(
+            warn(
                 f"{self._what}, {me}: waiting for other ranks for {waited:.0f} s. {others}",
                 RuntimeWarning,
-                stacklevel=2,
+                each_rank=True,
             )
 
 

@@ -9,7 +9,6 @@ import math
 import os
 import re
 import socket
-import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from bagua._core.group.variables import integer
+
 if TYPE_CHECKING:
     from bagua._core.group.launchers import Place
 
@@ -25,16 +26,6 @@ _TORCHRUN = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 #: Number of each rank's node and this rank, once there is a group that knows them.
 _nodes: Callable[[], tuple[list[int], int] | None] | None = None
-
-
-def integer(name: str, default: int) -> int:
-    value = os.environ.get(name)
-    if value is None:
-        return default
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"environment variable {name}={value!r} is not an integer") from None
 
 
 def set_nodes(nodes: Callable[[], tuple[list[int], int]] | None) -> None:
@@ -268,12 +259,12 @@ def find_free_network_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def warn_of_autotuning() -> None:
-    if os.environ.get("BAGUA_AUTOTUNE", "0") in ("", "0") or get_rank() != 0:
-        return
+def asked_for_autotuning() -> str:
+    """What to say of variables for autotuning; empty: they are not set."""
+    if os.environ.get("BAGUA_AUTOTUNE", "0") in ("", "0"):
+        return ""
     given = sorted(name for name in os.environ if name.startswith("BAGUA_AUTOTUNE"))
-    warnings.warn(
+    return (
         f"{', '.join(given)}: no effect, as there is no autotuning service. Algorithm.init('auto') "
-        "measures the training as it begins and takes the fastest algorithm.",
-        stacklevel=3,
+        "measures the training as it begins and takes the fastest algorithm."
     )

@@ -39,6 +39,7 @@ from bagua._core.group.rendezvous import (
     refuse_stale_addresses,
     rendezvous,
 )
+from bagua._core.group.warn import warn
 
 _DEFAULT = "0"  # name of the default group
 _ELASTIC = "bagua_elastic"  # name of torch's backend in an elastic job
@@ -126,7 +127,8 @@ def init_process_group(
             "without a backend that would need all ranks: drop backend=, and torch's own "
             "init_process_group()"
         )
-    env.warn_of_autotuning()
+    if text := env.asked_for_autotuning():
+        warn(text)
     comes_back, keys = False, None
     if dist.is_initialized():
         if store is not None or backend is not None:

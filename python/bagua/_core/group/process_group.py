@@ -18,6 +18,7 @@ from bagua import _C
 from bagua._core.group import environment as env
 from bagua._core.group.connections import TRAFFIC, Connections, cuda_transport, total_traffic
 from bagua._core.group.membership import Membership
+from bagua._core.group.warn import speak_through
 
 #: False: among all ranks. True: among the nodes' leaders. "sharded": each rank of a node takes part
 #: between the nodes, with a share of the bucket.
@@ -440,6 +441,7 @@ def set_default_group(group: BaguaProcessGroup | None) -> None:
     global _default_group
     _default_group = group
     env.set_nodes(None if group is None else group.known_nodes)
+    speak_through(None if group is None else group.connections.store)
 
 
 def is_initialized() -> bool:

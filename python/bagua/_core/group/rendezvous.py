@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import secrets
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -22,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from bagua import _C
 from bagua._core.group import environment as env
+from bagua._core.group.warn import warn
 
 #: URL with which bagua asks torch for the store that torchrun's agent serves.
 OWN_RENDEZVOUS = "env://?for=bagua"
@@ -108,12 +108,11 @@ def _tell_alone() -> None:
     if multiprocessing.parent_process() is None:
         _log.info("no launcher: a single process. Use torchrun for more.")
         return
-    warnings.warn(
+    warn(
         "multiprocessing has started this process, and neither RANK nor WORLD_SIZE is set: it "
         "trains alone. Where it is one of several ranks, set RANK, WORLD_SIZE, MASTER_ADDR and "
         "MASTER_PORT, or call torch.distributed.init_process_group(rank=..., world_size=...) first",
         RuntimeWarning,
-        stacklevel=4,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua import _C
+from bagua._core.group.warn import warn
 from bagua._core.state.shards import (
     has_fsdp,
     is_sharded,
@@ -268,18 +268,16 @@ def sample(named: Sequence[tuple[str, torch.Tensor]], every: int) -> _C.WeightsS
 
 def warn_unused(module_name: str, names: list[str]) -> None:
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    warnings.warn(
+    warn(
         f"module '{module_name}': no gradient in this step for {shown}; zeros were sent. Pass "
-        "find_unused_parameters=True to leave .grad alone where no rank used a parameter.",
-        stacklevel=2,
+        "find_unused_parameters=True to leave .grad alone where no rank used a parameter."
     )
 
 
 def warn_past_wrapper(module_name: str, name: str) -> None:
-    warnings.warn(
+    warn(
         f"module '{module_name}': parameter '{name}' received a gradient, but not from a forward "
         "of the wrapped module, so it is this rank's own and was not communicated. Call the "
         "wrapped module itself, not its forward(), a part of it or what is inside the wrapper; "
-        "inside no_sync() where local gradients are meant.",
-        stacklevel=2,
+        "inside no_sync() where local gradients are meant."
     )

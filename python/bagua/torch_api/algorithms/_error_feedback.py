@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import torch
 
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup, Hierarchy
+from bagua._core.group.warn import warn
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.ledger import Ledger
 from bagua._ops import operations
@@ -58,10 +58,9 @@ def warn_of_useless_residuals(owner: str, codec: str | None, error_feedback: boo
     what = "without a codec: nothing is lost"
     if codec is not None:
         what = f'with codec="{codec}": 8 bytes per parameter for less than a hundredth of a value'
-    warnings.warn(
+    warn(
         f"{owner}: error_feedback=True {what}. Leave it out, or take a codec of fewer bits, such "
-        'as "int4_block".',
-        stacklevel=4,
+        'as "int4_block".'
     )
 
 
@@ -168,11 +167,10 @@ def _warn_of_other_steps(owner: str, optimizers: Sequence[torch.optim.Optimizer]
             why = "divides by a second moment that rare, large sums of compressed gradients raise"
         else:
             continue
-        warnings.warn(
+        warn(
             f"{owner} is made for SGD with momentum, and trains worse under {name}, which {why}. "
             'Take ByteGradAlgorithm(codec="int4_block", error_feedback=True), or compare the loss '
-            "with that of GradientAllReduceAlgorithm() first.",
-            stacklevel=2,
+            "with that of GradientAllReduceAlgorithm() first."
         )
         return
 

@@ -5,7 +5,6 @@ What each function raises is what the class documents.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from bagua._core.group.job import as_bagua_group, ensure_initialised, group_of_mesh
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.warn import warn
 from bagua._core.state.initial_state import InitialState
 from bagua._core.state.snapshot import ignored_names
 from bagua.torch_api.distributed import BaguaModule
@@ -31,7 +31,7 @@ def refuse_mixed_precision(mixed_precision: Any) -> None:
 
 def warn_of_check_reduction(check_reduction: bool) -> None:
     if check_reduction:
-        warnings.warn("check_reduction is deprecated and does nothing", FutureWarning, stacklevel=3)
+        warn("check_reduction is deprecated and does nothing", FutureWarning)
 
 
 def check_delayed(

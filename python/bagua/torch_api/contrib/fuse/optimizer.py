@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from bagua._core.group.warn import warn
 
 __all__ = ["fuse_optimizer", "is_fused_optimizer"]
 
@@ -39,10 +40,9 @@ def fuse_optimizer(
         raise RuntimeError(f"this {type(optimizer).__name__} is fused already")
     way = _way(optimizer)
     if way is None:
-        warnings.warn(
+        warn(
             f"{type(optimizer).__name__} has neither a fused nor a foreach step: fuse_step() is "
-            "its step()",
-            stacklevel=2,
+            "its step()"
         )
     else:
         for group in [*optimizer.param_groups, optimizer.defaults]:
