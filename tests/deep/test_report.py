@@ -14,6 +14,7 @@ import tomllib
 import torch
 from bagua import _C, _build
 from bagua.__main__ import main
+from bagua._core.group import connections
 from bagua._tools import report
 
 PACKAGE = Path(bagua.__file__).parent
@@ -157,3 +158,20 @@ def test_interfaces_are_those_of_the_system():
     assert found.keys() == set(os.listdir("/sys/class/net"))
     assert found["lo"].mtu == int(Path("/sys/class/net/lo/mtu").read_text())
     assert found["lo"].up
+
+
+def test_a_library_that_does_not_load_is_told_in_lines_and_where_there_is_a_gpu(monkeypatch):
+    def find():
+        raise bagua.BaguaError("no libnccl, and tried:\n  libnccl.so.2: no such file\nInstall it")
+
+    monkeypatch.setattr(connections, "nccl_library", find)
+    monkeypatch.setattr(_C, "has_nccl", True)
+    for gpus, expected in (
+        (0, "in this build; this machine has no GPU, and needs no libnccl"),
+        (1, "in this build, but not on this machine: no libnccl, and tried: libnccl.so.2: no such "
+            "file Install it"),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(report, "_gpus", list)
+        assert fields()["NCCL"] == expected
+        assert "?" not in report.report_text()

@@ -61,7 +61,7 @@ def report_text(error: ImportError | None = None) -> str:
         ("network", _network),
         ("gloo listens at", _gloo),
         ("variables", _variables),
-        *([("does not work", lambda: [str(error)])] if error is not None else []),
+        *([("does not work", lambda: str(error).splitlines())] if error is not None else []),
     ]
     lines: list[str] = []
     for label, values in parts:
@@ -152,7 +152,10 @@ def _nccl() -> list[str]:
     try:
         library = nccl_library()
     except bagua.BaguaError as error:
-        return [f"in this build, but not on this machine: {error}"]
+        if not torch.cuda.device_count():
+            return ["in this build; this machine has no GPU, and needs no libnccl"]
+        lines = (line.strip() for line in str(error).splitlines())
+        return ["in this build, but not on this machine:", *lines]
     return [f"{library.version}, {library.path}"]
 
 
