@@ -164,11 +164,13 @@ def wrong_arguments():
     of_bytes.p = nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn))
     with_bagua = model.with_bagua
     for words, function, *arguments in [
-        ("with_bagua takes a list of optimizers", with_bagua, optimizer, EXACT),
+        (f"with_bagua: {EXACT!r} stands in the place of the optimizers", with_bagua, EXACT),
+        ("with_bagua: 'bytegrad' stands in the place of the optimizers", with_bagua, "bytegrad"),
         ("with_bagua: Sequential is not a torch.optim.Optimizer", with_bagua, [model], EXACT),
-        ("with_bagua: algorithm must be an instance of", with_bagua, [optimizer], "bytegrad"),
+        ("with_bagua: 'qadam' needs q_adam_optimizer: pass QAdamAlg", with_bagua, (), "qadam"),
+        ("QAdamAlgorithm takes a QAdamOptimizer", with_bagua, optimizer, "qadam"),
         (
-            "with_bagua: algorithm must be an instance of",
+            "with_bagua: algorithm must be a name or an instance of",
             with_bagua,
             [optimizer],
             GradientAllReduceAlgorithm,

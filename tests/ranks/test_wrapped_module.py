@@ -46,3 +46,27 @@ def wrap_over_torchs_group():
 
 def test_torchs_group_is_enough_and_auto_is_the_default(ranks):
     assert ranks(2, wrap_over_torchs_group) == ["AutoAlgorithmImpl"] * 2
+
+
+@training.with_group
+def wrap_in_short():
+    names = []
+    for few in ([], ["optimizer"], ["optimizer", "bytegrad"], ["optimizer", "diloco"]):
+        model = training.network()
+        optimizer = training.sgd(model)
+        bagua.wrap(model, *([optimizer] if few else []), *few[1:])
+        training.train(model, optimizer, [training.batch(0, dist.get_rank())])
+        names.append((type(model.bagua_algorithm).__name__, len(model.bagua_optimizers)))
+    alone = training.network()
+    return names, training.error_of(lambda: bagua.wrap(alone, algorithm="diloco"))
+
+
+def test_a_wrap_takes_no_optimizer_one_without_a_list_and_a_name(ranks):
+    for names, error in ranks(2, wrap_in_short):
+        assert names == [
+            ("AutoAlgorithmImpl", 0),
+            ("AutoAlgorithmImpl", 1),
+            ("ByteGradAlgorithmImpl", 1),
+            ("DiLoCoAlgorithmImpl", 1),
+        ]
+        assert "counts the steps of the optimizers given to with_bagua: give it the one" in error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -16,13 +15,14 @@ from bagua import _C
 from bagua._core.group.connections import fingerprint
 from bagua._core.group.job import as_bagua_group, ensure_initialised
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.warn import warn
 from bagua._core.state.ledger import Page
 from bagua._core.state.snapshot import sparse_parameters
 from bagua._ops.operations import Lane, make_ops
 from bagua._sync.handle import LaneHandle
 from bagua.torch_api._session import is_owned
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl
+from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, as_algorithm
 from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
@@ -201,12 +201,11 @@ class _Mark:
         self.handle = handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        warnings.warn(
+        warn(
             "a copy of a DistributedDataParallel has no communication hook: its gradients are not "
             "compressed. Call bagua.comm_hooks.register on the copy, on every rank, if it is to "
             "be trained.",
             RuntimeWarning,
-            stacklevel=2,
         )
 
     def __reduce__(self) -> Any:
@@ -250,7 +249,7 @@ def register(
         hook.stats()["total"]["bytes_sent"]
     """
     _check_ddp(ddp)
-    algorithm = _algorithm_named(algorithm)
+    algorithm = as_algorithm("comm_hooks.register", algorithm)
     ensure_initialised()
     # Among bagua's own groups the default one has the timeout that the user has asked for.
     everyone = ddp.process_group is dist.group.WORLD
@@ -289,7 +288,7 @@ def is_hook(algorithm: str | Algorithm) -> bool:
     """Whether a communication hook can do all that ``algorithm`` does. Every rank calls it."""
     ensure_initialised()
     try:
-        _reified(_algorithm_named(algorithm), as_bagua_group(None))
+        _reified(as_algorithm("comm_hooks.register", algorithm), as_bagua_group(None))
     except NotImplementedError:
         return False
     return True
@@ -316,20 +315,6 @@ def _check_ddp(ddp: Any) -> None:
             "(register_comm_hook, mixed_precision= and fused optimizers make one), and torch "
             "allows one only; construct it again"
         )
-
-
-def _algorithm_named(algorithm: Any) -> Algorithm:
-    if isinstance(algorithm, str):
-        try:
-            return Algorithm.init(algorithm)
-        except KeyError as error:
-            raise ValueError(f"comm_hooks.register: {error.args[0]}") from None
-    if not isinstance(algorithm, Algorithm):
-        raise TypeError(
-            "comm_hooks.register: algorithm must be a name or an instance of "
-            f"bagua.torch_api.algorithms.Algorithm, such as ByteGradAlgorithm(), not {algorithm!r}"
-        )
-    return algorithm
 
 
 def _reified(algorithm: Algorithm, group: BaguaProcessGroup) -> AlgorithmImpl:

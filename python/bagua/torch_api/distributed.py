@@ -9,7 +9,6 @@ is trained without that.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,11 +18,18 @@ import torch.distributed as dist
 
 from bagua._core.group.job import as_bagua_group, ensure_initialised
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.warn import warn
 from bagua._sync.hooks import DroppedOnCopy
 from bagua._watch.per_round import summary
 from bagua.torch_api._session import Session, is_owned
 from bagua.torch_api.algorithms.auto import AutoAlgorithm
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, check_arguments
+from bagua.torch_api.algorithms.base import (
+    Algorithm,
+    AlgorithmImpl,
+    as_algorithm,
+    as_optimizers,
+    check_arguments,
+)
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.guard import Guard
 
@@ -55,8 +61,8 @@ _SYNCHRONISES = "require_backward_grad_sync"
 
 def wrap(
     model: torch.nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    algorithm: Algorithm | None = None,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+    algorithm: Algorithm | str | None = None,
     process_group: Any = None,
     do_flatten: bool | None = True,
     *,
@@ -73,9 +79,11 @@ def wrap(
 
     Args:
         model: any module; stays the same object.
-        optimizers: the optimizers used for the module (a list).
-        algorithm: how and when ranks communicate (``bagua.torch_api.algorithms``). None:
-            ``AutoAlgorithm()``, which measures its candidates and keeps the fastest.
+        optimizers: the optimizer used for the module, or several; their state is given to all
+            ranks. Algorithms that communicate at their steps, such as ``diloco``, need them.
+        algorithm: how and when ranks communicate (``bagua.torch_api.algorithms``), or its name,
+            such as ``"bytegrad"``. None: ``AutoAlgorithm()``, which measures its candidates and
+            keeps the fastest.
         process_group: who communicates: None for all ranks, a torch process group, a ``DeviceMesh``
             of one dimension, or a ``BaguaProcessGroup``.
         do_flatten: make gradients views of their buckets; False copies them in and out. None: views
@@ -108,8 +116,10 @@ def wrap(
         loss_function(model(inputs), targets).backward()
         optimizer.step()
     """
+    optimizers = as_optimizers("with_bagua", optimizers)
     algorithm = AutoAlgorithm() if algorithm is None else algorithm
-    check_arguments("with_bagua", optimizers, algorithm, grad_scaler, guard)
+    algorithm = as_algorithm("with_bagua", algorithm, optimizers)
+    check_arguments("with_bagua", grad_scaler, guard)
     if dist.is_initialized():
         ensure_initialised()
     group = as_bagua_group(process_group)
@@ -325,11 +335,10 @@ class _TrainsAlone(DroppedOnCopy):
         if is_owned(trained[0]):
             return
         forget_copy(module)
-        warnings.warn(
+        warn(
             f"this {type(module).__name__} is a copy of a module that with_bagua has wrapped, and "
             "is trained without the other ranks. Call with_bagua on the copy, on every rank, if it "
-            "is to be trained with them.",
-            stacklevel=2,
+            "is to be trained with them."
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -30,6 +31,8 @@ __all__ = [
     "GlobalAlgorithmRegistry",
     "Traits",
     "WarmUpImpl",
+    "as_algorithm",
+    "as_optimizers",
     "check_arguments",
     "name_of",
     "refuse_shards",
@@ -331,20 +334,53 @@ def refuse_shards(session: Session, argument: str, unless: str = "") -> None:
             )
 
 
-def check_arguments(
-    caller: str, optimizers: Any, algorithm: Any, grad_scaler: Any, guard: Any
-) -> None:
-    """Raise TypeError, naming ``caller``, unless each is what its name says."""
-    if isinstance(optimizers, torch.optim.Optimizer):
-        raise TypeError(f"{caller} takes a list of optimizers: [optimizer]")
+def as_algorithm(
+    caller: str, given: Any, optimizers: Sequence[torch.optim.Optimizer] = ()
+) -> Algorithm:
+    """The algorithm that a user gives as an object or by its name.
+
+    ``optimizers``: those given beside it; one whose class needs an argument takes them.
+
+    Raises ValueError, naming ``caller``, for an unknown name, and TypeError for anything else.
+    """
+    if isinstance(given, Algorithm):
+        return given
+    if not isinstance(given, str):
+        raise TypeError(
+            f"{caller}: algorithm must be a name or an instance of "
+            f"bagua.torch_api.algorithms.Algorithm, such as ByteGradAlgorithm(), not {given!r}"
+        )
+    try:
+        algorithm = GlobalAlgorithmRegistry.get(given)
+    except KeyError as error:
+        raise ValueError(f"{caller}: {error.args[0]}") from None
+    variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    arguments = signature(algorithm).parameters.values()
+    needs = [p for p in arguments if p.default is p.empty and p.kind not in variadic]
+    if len(needs) != len(optimizers) and needs:
+        names = ", ".join(parameter.name for parameter in needs)
+        raise TypeError(f"{caller}: '{given}' needs {names}: pass {algorithm.__name__}({names})")
+    made: Algorithm = algorithm(*(optimizers if needs else ()))
+    return made
+
+
+def as_optimizers(caller: str, given: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers that a user gives as one or as several; TypeError for anything else."""
+    if isinstance(given, torch.optim.Optimizer):
+        return [given]
+    if isinstance(given, (str, Algorithm)):
+        raise TypeError(
+            f"{caller}: {given!r} stands in the place of the optimizers; pass it as algorithm="
+        )
+    optimizers = list(given)
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"{caller}: {type(optimizer).__name__} is not a torch.optim.Optimizer")
-    if not isinstance(algorithm, Algorithm):
-        raise TypeError(
-            f"{caller}: algorithm must be an instance of bagua.torch_api.algorithms.Algorithm, "
-            f"such as GradientAllReduceAlgorithm(), not {algorithm!r}"
-        )
+    return optimizers
+
+
+def check_arguments(caller: str, grad_scaler: Any, guard: Any) -> None:
+    """Raise TypeError, naming ``caller``, unless each is what its name says."""
     if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
         raise TypeError(
             f"{caller}: grad_scaler must be None or a torch.amp.GradScaler, not "

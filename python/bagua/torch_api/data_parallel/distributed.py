@@ -22,7 +22,7 @@ from bagua.torch_api.algorithms import (
     Algorithm,
     GradientAllReduceAlgorithm,
 )
-from bagua.torch_api.algorithms.base import check_arguments
+from bagua.torch_api.algorithms.base import as_algorithm, as_optimizers, check_arguments
 from bagua.torch_api.data_parallel import _arguments, _comm_hook, _join
 from bagua.torch_api.distributed import BaguaModule, plain_twin
 from bagua.torch_api.guard import Guard
@@ -118,9 +118,9 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
             holds for all that follow.
         device_mesh: of one dimension, instead of ``process_group``.
         forward_sync_buffers: as ``broadcast_buffers``, but never about the wrap.
-        optimizers: those used for the module, a list; their state is given to all ranks.
-        algorithm: decides messages and their time (``bagua.torch_api.algorithms``); default exact
-            all-reduce of gradients.
+        optimizers: those used for the module, one or several; their state is given to all ranks.
+        algorithm: decides messages and their time (``bagua.torch_api.algorithms``), or its name;
+            default exact all-reduce of gradients.
         grad_scaler: the scaler that the loss is multiplied with, for an algorithm that remembers
             something of the gradients (QAdam, PowerSGD, Sparse): its memory is unscaled.
         guard: measures during training what the algorithm loses, and warns if it is too much
@@ -170,16 +170,19 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
         *,
-        optimizers: Sequence[torch.optim.Optimizer] = (),
-        algorithm: Algorithm | None = None,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        algorithm: Algorithm | str | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         guard: Guard | None = None,
     ) -> None:
         # Checks
         _arguments.refuse_mixed_precision(mixed_precision)
         _arguments.warn_of_check_reduction(check_reduction)
+        name = "DistributedDataParallel"
+        optimizers = as_optimizers(name, optimizers)
         algorithm = GradientAllReduceAlgorithm() if algorithm is None else algorithm
-        check_arguments("DistributedDataParallel", optimizers, algorithm, grad_scaler, guard)
+        algorithm = as_algorithm(name, algorithm, optimizers)
+        check_arguments(name, grad_scaler, guard)
         parameters = _arguments.check_parameters(module)
         _arguments.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         ids, output = _arguments.devices(parameters, device_ids, output_device)
