@@ -111,6 +111,26 @@ def with_transformers(folder):
     return names["hooks"].stats()["rounds"]
 
 
+def with_cells(folder):
+    """Cells of tables; each makes its object below README's imports."""
+    import accelerate
+    from lightning import Fabric, Trainer
+    from transformers import Trainer as HuggingFaceTrainer, TrainingArguments
+
+    cells = {cell for own in documented.cells(elsewhere=True).values() for cell in own}
+    for cell in sorted(cells):
+        names = documented.imports_of_readme() | setting(folder)
+        names |= {"Trainer": Trainer, "Fabric": Fabric}
+        if "(accelerator" in cell:
+            names["accelerator"] = accelerate.Accelerator(cpu=True)
+        if "(trainer" in cell:
+            arguments = TrainingArguments(output_dir=folder, use_cpu=True, report_to="none")
+            names["trainer"] = HuggingFaceTrainer(names["model"], arguments)
+        if "average_weights" not in cell:
+            exec(cell, names)
+    return len(cells)
+
+
 def run(name, folder):
     here = os.getcwd()
     try:
@@ -127,6 +147,7 @@ def run(name, folder):
         "with_accelerate",
         "with_rounds_by_accelerate",
         "with_transformers",
+        "with_cells",
     ],
 )
 def test_the_blocks_of_a_page_train_on_two_ranks(ranks, tmp_path, name):

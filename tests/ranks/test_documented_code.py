@@ -106,6 +106,34 @@ def run_fragments(page, folder):
     return len(blocks)
 
 
+def run_cells():
+    """The cells of all tables, each with a model of its own."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    count = 0
+    for page, cells in documented.cells().items():
+        for cell in cells:
+            names = documented.imports_of_readme() | fresh()
+            names["bagua"].init_process_group()
+            if "(ddp" in cell:
+                names["ddp"] = DistributedDataParallel(names["model"])
+            if "fsdp" in cell:
+                fully_shard(names["model"])
+            try:
+                if "init_process_group" not in cell:
+                    exec(cell, names)
+                names.get("ddp", names["model"])(torch.randn(4, 8)).sum().backward()
+                dist.barrier()
+            except Exception as error:
+                raise AssertionError(f"{page}: {cell}: {type(error).__name__}: {error}") from error
+            names["bagua"].destroy_process_group()
+            count += 1
+    return count
+
+
 @training.with_group
 def run_example(name, folder):
     import bagua.torch_api as bagua
@@ -144,6 +172,13 @@ def test_the_example_of_a_docstring_runs(ranks, tmp_path, name):
 def test_the_fragments_of_a_page_run_on_two_ranks(ranks, tmp_path, page):
     first, second = ranks(2, run_fragments, page, str(tmp_path))
     assert first == second <= len(documented.fragments()[page])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_cells_of_tables_run_below_the_imports_of_the_readme(ranks):
+    count = sum(map(len, documented.cells().values()))
+    assert ranks(2, run_cells, init=False) == [count, count]
+    assert len(documented.cells()["README.md"]) >= 7
 
 
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)

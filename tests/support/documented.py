@@ -103,5 +103,30 @@ def fragments():
     return found
 
 
+#: Packages that the cells of these calls need: tests/integrations/test_documented_code.py.
+CELLS_ELSEWHERE = re.compile(r"lightning|accelerator|trainer")
+
+
+def cells(elsewhere=False):
+    """Calls in cells of tables, as a reader pastes them below README's imports, by page."""
+    found = {}
+    for page in pages():
+        rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
+        spans = [span for row in rows for span in re.findall(r"`([^`]+)`", row)]
+        calls = [span for span in spans if re.search(r"\bbagua\.\w[\w.]*\(.*\)$", span)]
+        own = [span for span in calls if bool(CELLS_ELSEWHERE.search(span)) == elsewhere]
+        if own:
+            found[str(page.relative_to(REPOSITORY))] = list(dict.fromkeys(own))
+    return found
+
+
+def imports_of_readme():
+    """The names that README's first script imports."""
+    script = next(b for b in blocks(REPOSITORY / "README.md") if b.language == "python")
+    names = {}
+    exec("\n".join(re.findall(r"^(?:import|from) .*", script.text, re.M)), names)
+    return names
+
+
 def scripts():
     return [b for p in pages() for b in blocks(p) if b.language == "python" and b.is_script]

@@ -1,4 +1,11 @@
-"""The user's surface: ``import bagua.torch_api as bagua``."""
+"""The user's surface: ``import bagua.torch_api as bagua``.
+
+``bagua.comm_hooks``, ``bagua.fsdp``, ``bagua.lightning`` and ``bagua.integrations`` are imported
+when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from bagua import BaguaError, BaguaMismatchError, BaguaTimeoutError
 from bagua._core.eager.collectives import (
@@ -37,6 +44,14 @@ from bagua.torch_api.algorithms import GradientAllReduce
 from bagua.torch_api.averaging import average_weights
 from bagua.torch_api.distributed import BaguaModule, wrap
 from bagua.torch_api.guard import Guard
+
+if TYPE_CHECKING:
+    from bagua import (
+        comm_hooks as comm_hooks,
+        fsdp as fsdp,
+        integrations as integrations,
+        lightning as lightning,
+    )
 
 __all__ = [
     "BaguaError",
@@ -85,5 +100,14 @@ __all__ = [
     "wrap",
     "write_stats",
 ]
+
+_LATER = ("comm_hooks", "fsdp", "integrations", "lightning")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return import_module(f"bagua.{name}")
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
 
 _patch.install()
