@@ -7,6 +7,7 @@ from unittest import mock
 import bagua.torch_api as bagua
 import pytest
 import torch.distributed as dist
+from bagua.__main__ import main
 from bagua._core.group import environment, launchers, rendezvous
 
 MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -138,6 +139,12 @@ def test_a_launcher_that_does_not_tell_where_to_meet_is_named_with_the_remedy():
         text = refused(variables)
         assert "torchrun" in text
         assert "to train alone, unset" in text
+
+
+def test_the_doctor_names_a_launcher_that_does_not_tell_enough(capsys):
+    with in_environment(**numbers("OMPI_COMM_WORLD", 1, 2, 1, 2)):
+        assert main(["doctor"]) == 2
+    assert "bagua doctor: Open MPI's mpirun has started 2 processes" in capsys.readouterr().err
 
 
 def test_impossible_and_missing_numbers_are_named():

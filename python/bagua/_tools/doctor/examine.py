@@ -81,7 +81,12 @@ def _positive(text: str) -> float:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    if not is_one_of_several():
+    try:
+        is_rank = is_one_of_several() and "RANK" in os.environ
+    except ValueError as error:  # a launcher that does not tell enough
+        sys.stderr.write(f"bagua doctor: {error}\n")
+        return 2
+    if not is_rank:
         sys.stderr.write(
             "bagua doctor examines the ranks of a job. Start it with\n"
             "  torchrun --nproc-per-node 2 -m bagua doctor\n"
