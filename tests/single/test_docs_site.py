@@ -120,3 +120,34 @@ def test_pictures_have_words_and_are_drawings():
         for words, target in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text()):
             assert len(words) > 20, f"{page}: {target}"
             assert (page.parent / target).suffix == ".svg"
+
+
+#: Parts of messages on the troubleshooting page that are torch's, or put together from words.
+NOT_IN_SOURCES = {
+    "The client socket has timed out",
+    "while trying to connect to",
+    "Unable to find address for: eth0",
+    "BaguaMismatchError: ranks differ in",
+    "ranks differ in the bucket plan",
+    "Open MPI's mpirun has started",
+    "round behind, in round",
+    "call behind, in call",
+    "after its allreduce_inplace",
+    "is still in round",
+    "changed from Float to Half",
+    "is made for SGD with momentum, and trains worse under AdamW",
+}
+
+
+def test_the_messages_on_the_troubleshooting_page_are_in_the_sources():
+    """Without their names and numbers, and with strings of several lines joined."""
+    files = [*REPOSITORY.glob("python/**/*.py"), *REPOSITORY.glob("csrc/**/*.[hc]*")]
+    sources = re.sub(r'"\s*(?:<<\s*)?[rf]?"', "", "\n".join(path.read_text() for path in files))
+    page = (REPOSITORY / "docs/troubleshooting.md").read_text()
+    named = re.compile(r"…|'[^']*'|\b\d[\w.:]*|\([^)]*\)|[A-Z]\w+_\w+")
+    found = set()
+    for cell in re.findall(r"^\| (.*?) \|", page, re.M):
+        for message in re.findall(r"`([^`]+)`", cell):
+            parts = {part.strip(" ,.:;") for part in named.split(message)}
+            found |= {part for part in parts if " " in part and part not in sources}
+    assert found - NOT_IN_SOURCES == set()
